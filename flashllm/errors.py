@@ -1,0 +1,36 @@
+"""Every error a user can meet. The command line prints one line of it and exits with `exit_status`.
+
+A message says what happened, where (file, layer, neuron, offset), and what to do about it.
+"""
+
+
+class FlashError(Exception):
+    """Base of all errors of this package."""
+
+    exit_status = 1
+
+
+class UsageError(FlashError):
+    """The arguments cannot mean anything useful: a bad size, an unknown mode, a missing model."""
+
+    exit_status = 2
+
+
+class FormatError(FlashError):
+    """A file is damaged, truncated, foreign, or made by another version."""
+
+
+class FlashIOError(FlashError):
+    """The operating system failed a read or a write."""
+
+
+class ChecksumError(FormatError):
+    """A row read from flash does not have the checksum recorded at conversion."""
+
+
+class BudgetError(FlashError):
+    """The memory limit cannot hold what the run needs; the message says by how much and what to change."""
+
+
+class UnsupportedModelError(FlashError):
+    """The architecture, or a feature of it, is not in the table of `flashllm.architectures`."""
