@@ -1,0 +1,213 @@
+"""From a Hugging Face checkpoint to a model directory whose FFN neurons can be read one by one.
+
+Streams: memory holds one layer's down projection and a few blocks, whatever the model's size. Interruptible: run it
+again and it goes on after the last finished layer, and the result is the same, byte for byte. What goes where was
+decided by `conversion_plan`; knows no kernels and no model code.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import flashllm
+from flashllm.bundle import pack_rows, row_checksums
+from flashllm.conversion_plan import ConversionPlan, ResidentEntry, plan_conversion
+from flashllm.dtypes import WEIGHT_DTYPES, WeightDtype, cast
+from flashllm.errors import FlashIOError, UnsupportedModelError, UsageError
+from flashllm.files import CHUNK_NBYTES, HashingWriter, Progress, iterate_chunks
+from flashllm.manifest import FFN, MANIFEST, PARTIAL_SUFFIX, RESIDENT, FileEntry, Manifest, Source
+from flashllm.partial import PartialDirectory, check_space, open_partial
+from flashllm.source import open_checkpoint
+from flashllm.units import format_size
+
+
+def convert(
+    src: Path, dst: Path, *, dtype: str | None = None, source_name: str | None = None, progress: Progress | None = None
+) -> Manifest:
+    """Convert the checkpoint folder `src` into the new model directory `dst`; the manifest.
+
+    `dtype` ("float32", "float16", "bfloat16") is the result's, by default the source's. `source_name` is recorded
+    (a hub id), by default the folder's name. Works in `dst`.partial, and resumes what it finds there.
+    Raises UsageError (`dst` exists, `src` is no checkpoint), UnsupportedModelError, FormatError (`src` is damaged),
+    FlashIOError (no space, a failed read or write). Never writes to `src`.
+    """
+    src, dst = Path(src), Path(os.path.abspath(dst))
+    if dtype is not None and dtype not in WEIGHT_DTYPES:
+        raise UsageError(f"dtype {dtype!r} is not one of {', '.join(WEIGHT_DTYPES)}")
+    if os.path.lexists(dst):
+        raise UsageError(f"{dst}: exists; remove it or choose another destination")
+    if not dst.parent.is_dir():
+        raise UsageError(f"{dst.parent}: there is no such directory")
+    name = source_name if source_name is not None else os.path.basename(os.path.abspath(src))
+    partial_path = dst.with_name(dst.name + PARTIAL_SUFFIX)
+    with open_checkpoint(src) as checkpoint:
+        plan = plan_conversion(checkpoint, dtype)
+        try:
+            check_space(dst.parent, partial_path, plan.total_nbytes)
+            with open_partial(partial_path, dst, plan.identity()) as partial:
+                return _Conversion(plan, partial, progress).run(dst, name)
+        except OSError as error:
+            raise FlashIOError(_explain(error, dst, partial_path, plan)) from error
+
+
+def _explain(error: OSError, dst: Path, partial_path: Path, plan: ConversionPlan) -> str:
+    message = f"{dst}: the conversion stopped: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(dst.parent).free
+            message += f"; the output has {format_size(plan.total_nbytes)} ({plan.total_nbytes} bytes), {free} are free"
+    if partial_path.exists():
+        message += f"; {partial_path} is kept: run the same conversion again to go on, or remove it"
+    return message
+
+
+class _Conversion:
+    """The steps, in order, in a locked partial directory."""
+
+    def __init__(self, plan: ConversionPlan, partial: PartialDirectory, progress: Progress | None) -> None:
+        self._plan = plan
+        self._partial = partial
+        self._progress = progress
+        self._done_nbytes = 0
+        self._files: dict[str, FileEntry] = {}
+        self._checksums: list[NDArray[np.uint64]] = []  # [num_rows] a layer
+        layout = plan.layout
+        self._rows = np.empty((layout.stream_block_rows, layout.stride), np.uint8)
+        self._down = np.empty((layout.d_model, layout.d_ff), layout.storage)  # the one layer-sized buffer
+
+    def run(self, dst: Path, source_name: str) -> Manifest:
+        """1. neurons, 2. everything else, 3. the manifest, 4. the name."""
+        self._write_ffn()
+        self._write_resident()
+        for path in self._plan.companions:
+            self._copy(path)
+        manifest = Manifest(
+            flashllm_version=flashllm.__version__,
+            architecture=self._plan.architecture,
+            dtype=self._plan.dtype.name,
+            rows=self._plan.layout,
+            files=self._files,
+            stream_block_rows=self._plan.layout.stream_block_rows,
+            source=Source(name=source_name, dtype=self._plan.source_dtype.name),
+        )
+        manifest.save(self._partial.path)
+        self._partial.publish(dst, {MANIFEST, *self._files})
+        return manifest
+
+    def _write_ffn(self) -> None:
+        plan = self._plan
+        with HashingWriter(self._partial.path / FFN, preallocate=plan.ffn_nbytes) as writer:
+            self._write(writer, FFN, memoryview(plan.ffn_header))
+            self._resume(writer)
+            for layer in range(len(self._checksums), plan.architecture.num_layers):
+                checksums = []
+                for rows in self._blocks(layer):
+                    self._write(writer, FFN, rows.data)
+                    checksums.append(row_checksums(rows))
+                writer.sync()  # before the journal says so
+                self._checksums.append(np.concatenate(checksums))
+                self._partial.record(self._step(layer))
+            self._files[FFN] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
+        if self._files[FFN].nbytes != plan.ffn_nbytes:
+            raise AssertionError("the layout and the written rows disagree")
+
+    def _step(self, layer: int) -> dict[str, Any]:
+        """A finished layer's journal line. Its rows are represented by their checksums."""
+        digest = hashlib.sha256(self._checksums[layer].data).hexdigest()
+        return {"layer": layer, "nbytes": self._plan.layout.layer_nbytes, "checksums_sha256": digest}
+
+    def _resume(self, writer: HashingWriter) -> None:
+        """Reread the layers of earlier runs, as far as they are what the journal says."""
+        layout = self._plan.layout
+        for step in self._partial.steps[: self._plan.architecture.num_layers]:
+            mark, checksums = writer.mark(), []
+            for first in range(0, layout.num_rows, len(self._rows)):
+                rows = self._rows[: layout.num_rows - first]
+                writer.reread(rows.reshape(-1).data)
+                checksums.append(row_checksums(rows))
+            self._checksums.append(np.concatenate(checksums))
+            if step != self._step(len(self._checksums) - 1):
+                writer.rewind(mark)
+                self._checksums.pop()
+                break
+            self._report(FFN, layout.layer_nbytes)
+        if len(self._checksums) != len(self._partial.steps):
+            self._partial.restart_journal(self._plan.identity(), self._partial.steps[: len(self._checksums)])
+
+    def _blocks(self, layer: int) -> Iterator[NDArray[np.uint8]]:
+        """A layer's rows, uint8 [n, stride] at a time, zero rows at the end included. One buffer is used for all."""
+        plan, layout = self._plan, self._plan.layout
+        for first, part in self._elements(plan.matrix_name("down", layer)):
+            self._down.reshape(-1)[first : first + len(part)] = part
+        for first in range(0, layout.num_rows, len(self._rows)):
+            rows = self._rows[: layout.num_rows - first]
+            count = max(0, min(len(rows), layout.d_ff - first))  # neurons; the rest are zero rows
+            vectors = {"down": self._down[:, first : first + count].T}
+            for matrix in layout.matrices:
+                if matrix != "down":
+                    vectors[matrix] = self._read_rows(plan.matrix_name(matrix, layer), first, count)
+            pack_rows(layout, vectors, rows[:count])
+            rows[count:] = 0
+            yield rows
+
+    def _read_rows(self, name: str, first: int, count: int) -> NDArray[Any]:
+        """Rows of a [d_ff, d_model] matrix in the result's dtype."""
+        source = self._plan.dtype_of(name)
+        values = np.empty((count, self._plan.layout.d_model), source.storage)
+        self._plan.checkpoint.read(name, first * self._plan.layout.d_model * source.itemsize, values)
+        return self._cast(name, values, source)
+
+    def _elements(self, name: str) -> Iterator[tuple[int, NDArray[Any]]]:
+        """(first element, elements in the result's dtype) of a whole tensor, a chunk at a time."""
+        source = self._plan.dtype_of(name)
+        size = self._plan.checkpoint.tensors[name].nbytes // source.itemsize
+        per_chunk = CHUNK_NBYTES // source.itemsize
+        for first in range(0, size, per_chunk):
+            values = np.empty(min(per_chunk, size - first), source.storage)
+            self._plan.checkpoint.read(name, first * source.itemsize, values)
+            yield first, self._cast(name, values, source)
+
+    def _cast(self, name: str, values: NDArray[Any], source: WeightDtype) -> NDArray[Any]:
+        try:
+            return cast(values, source, self._plan.dtype)
+        except OverflowError as error:
+            raise UnsupportedModelError(
+                f"{self._plan.checkpoint.where(name)}: {error}; choose another dtype"
+            ) from error
+
+    def _write_resident(self) -> None:
+        with HashingWriter(self._partial.path / RESIDENT, preallocate=self._plan.resident_nbytes) as writer:
+            self._write(writer, RESIDENT, memoryview(self._plan.resident_header))
+            for entry in self._plan.resident:
+                self._write_tensor(writer, entry)
+            self._files[RESIDENT] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
+
+    def _write_tensor(self, writer: HashingWriter, entry: ResidentEntry) -> None:
+        if entry.layer is not None:
+            self._write(writer, RESIDENT, self._checksums[entry.layer].astype("<u8").data)
+            return
+        for _, values in self._elements(self._plan.names[entry.name]):
+            self._write(writer, RESIDENT, values.data)
+
+    def _copy(self, path: Path) -> None:
+        with HashingWriter(self._partial.path / path.name) as writer:
+            for chunk in iterate_chunks(path):
+                self._write(writer, path.name, memoryview(chunk))
+            self._files[path.name] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
+
+    def _write(self, writer: HashingWriter, what: str, data: memoryview) -> None:
+        writer.write(data)
+        self._report(what, data.nbytes)
+
+    def _report(self, what: str, nbytes: int) -> None:
+        self._done_nbytes += nbytes
+        if self._progress is not None:
+            self._progress(what, self._done_nbytes, self._plan.total_nbytes)

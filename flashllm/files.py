@@ -1,0 +1,233 @@
+"""Files as bytes: exact positional reads and writes, hashes, durability, and keeping out of the page cache.
+
+Knows nothing of tensors or of the model format. Every read is a plain `pread`: nothing here maps a file.
+Whatever is read or written once is dropped from the page cache, so that a conversion of 100 GB does not evict
+what the user had cached.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from flashllm.errors import FlashIOError, FormatError
+
+CHUNK_NBYTES = 8 * 2**20  # one read or write; large enough for full sequential speed, small beside any limit
+_SYNC_NBYTES = 64 * 2**20  # dirty pages cannot be dropped, so they are forced out this often
+_JSON_DEPTH_ERROR = "is nested too deeply"
+
+Progress = Callable[[str, int, int], None]  # (what, bytes done, bytes in all)
+
+
+def open_for_reading(path: Path) -> int:
+    """A descriptor of the regular file `path`. FlashIOError where it cannot be opened, FormatError for other kinds."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: never hang on a FIFO
+    except OSError as error:
+        raise FlashIOError(f"{path}: cannot be opened: {error.strerror}") from error
+    try:
+        if not os.path.isfile(fd):
+            raise FormatError(f"{path}: is not a regular file")
+        if hasattr(fcntl, "F_NOCACHE"):  # macOS has no posix_fadvise
+            fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def pread_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Fill `buffer` (bytes) from `offset`. FormatError where the file ends before, FlashIOError where a read fails."""
+    done = 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(fd, [buffer[done:]], offset + done)
+        except OSError as error:
+            message = f"{path}: reading {len(buffer) - done} bytes at {offset + done} failed: {error.strerror}"
+            raise FlashIOError(message) from error
+        if count == 0:
+            raise FormatError(f"{path}: the file ends at byte {offset + done}, {len(buffer) - done} bytes too early")
+        done += count
+
+
+def pread_bytes(fd: int, nbytes: int, offset: int, path: Path) -> bytes:
+    """`nbytes` bytes from `offset`; errors as in `pread_into`."""
+    buffer = bytearray(nbytes)
+    pread_into(fd, memoryview(buffer), offset, path)
+    return bytes(buffer)
+
+
+def drop_page_cache(fd: int, offset: int = 0, nbytes: int = 0) -> None:
+    """Ask the kernel to forget clean pages of the range (0 bytes: to the end). Advice: a refusal is not an error."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in the directory `path` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`: whoever looks sees the old file or the new one, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with HashingWriter(temporary) as writer:
+        writer.write(memoryview(data))
+        writer.finish()
+    os.rename(temporary, path)
+    fsync_directory(path.parent)
+
+
+def iterate_chunks(path: Path) -> Iterator[bytes]:
+    """The file's bytes, a chunk at a time, leaving nothing in the page cache."""
+    fd = open_for_reading(path)
+    try:
+        nbytes = os.fstat(fd).st_size
+        for offset in range(0, nbytes, CHUNK_NBYTES):
+            length = min(CHUNK_NBYTES, nbytes - offset)
+            yield pread_bytes(fd, length, offset, path)
+            drop_page_cache(fd, offset, length)
+        drop_page_cache(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def locked_directory(path: Path, busy: str) -> Iterator[None]:
+    """Hold an exclusive `flock` on the directory itself; FlashIOError(`busy`) where another process holds it.
+
+    The directory is its own lock file: nothing is left behind by a kill, and the lock follows a rename.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise FlashIOError(busy) from error
+            raise FlashIOError(f"{path}: this file system cannot lock: {error.strerror}") from error
+        if not path.exists() or not os.path.samestat(os.stat(path), os.fstat(fd)):
+            raise FlashIOError(busy)  # renamed between the open and the lock: the other one has just finished
+        yield
+    finally:
+        os.close(fd)
+
+
+def parse_json(raw: bytes, what: str) -> Any:
+    """JSON, strictly: UTF-8, no byte-order mark, no duplicate keys, no NaN or Infinity. FormatError names `what`."""
+
+    def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise FormatError(f"{what}: the key {twice[:80]!r} occurs twice")
+        return result
+
+    def reject_constant(name: str) -> Any:
+        raise FormatError(f"{what}: {name} is not JSON")
+
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{what}: is not UTF-8 at byte {error.start}") from error
+    try:
+        return json.loads(text, object_pairs_hook=reject_duplicates, parse_constant=reject_constant)
+    except RecursionError as error:
+        raise FormatError(f"{what}: {_JSON_DEPTH_ERROR}") from error
+    except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
+        raise FormatError(f"{what}: is not JSON: {error}") from error
+
+
+def read_json_object(path: Path, max_nbytes: int = 64 * 2**20) -> dict[str, Any]:
+    """The JSON object in the file `path`. FormatError where it is anything else or larger than `max_nbytes`."""
+    fd = open_for_reading(path)
+    try:
+        nbytes = os.fstat(fd).st_size
+        if nbytes > max_nbytes:
+            raise FormatError(f"{path}: {nbytes} bytes; at most {max_nbytes} are allowed here")
+        raw = pread_bytes(fd, nbytes, 0, path)
+    finally:
+        os.close(fd)
+    value = parse_json(raw, str(path))
+    if not isinstance(value, dict):
+        raise FormatError(f"{path}: must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+class HashingWriter:
+    """Writes one file front to back with its SHA-256, synced and dropped from the page cache as it grows.
+
+    With `preallocate` the space is reserved first, so that a full disk is met at the start. An existing file is kept:
+    `reread` advances over bytes that are already right, `write` overwrites. OSErrors pass through.
+    """
+
+    def __init__(self, path: Path, *, preallocate: int = 0) -> None:
+        self.path = path
+        self.position = 0
+        self._synced = 0
+        self._sha256 = hashlib.sha256()
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            if preallocate and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._fd, 0, preallocate)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        os.close(self._fd)
+
+    def write(self, data: memoryview) -> None:
+        """Append `data` (contiguous, of any item type)."""
+        data = data.cast("B")
+        self._sha256.update(data)
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._fd, data[done : done + CHUNK_NBYTES], self.position + done)
+        self.position += len(data)
+        if self.position - self._synced >= _SYNC_NBYTES:
+            self.sync()
+
+    def reread(self, buffer: memoryview) -> None:
+        """Advance over bytes written by an earlier run, filling `buffer` with them."""
+        pread_into(self._fd, buffer, self.position, self.path)
+        self._sha256.update(buffer)
+        drop_page_cache(self._fd, self.position, len(buffer))
+        self.position += len(buffer)
+        self._synced = self.position
+
+    def mark(self) -> "tuple[int, hashlib._Hash]":
+        """A place to `rewind` to."""
+        return self.position, self._sha256.copy()
+
+    def rewind(self, mark: "tuple[int, hashlib._Hash]") -> None:
+        """Go back to a `mark`; what follows it is overwritten by the next writes."""
+        self.position, self._sha256 = mark[0], mark[1].copy()
+        self._synced = self.position
+
+    def sync(self) -> None:
+        """Force what was written to the device and drop it from the page cache."""
+        os.fsync(self._fd)
+        drop_page_cache(self._fd, 0, self.position)
+        self._synced = self.position
+
+    def finish(self) -> str:
+        """Cut the file at the position, make it durable, and return its SHA-256 in hexadecimal."""
+        os.ftruncate(self._fd, self.position)
+        self.sync()
+        return self._sha256.hexdigest()
