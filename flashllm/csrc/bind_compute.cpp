@@ -1,0 +1,189 @@
+// Compute threads, resident linears and decode attention.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "attention.h"
+#include "bindings.h"
+#include "ffn_layer.h"
+
+namespace flashllm {
+
+Dtype parse_dtype(const std::string& name) {
+  if (name == "float32") return Dtype::f32;
+  if (name == "float16") return Dtype::f16;
+  if (name == "bfloat16") return Dtype::bf16;
+  throw CoreError(ErrorKind::usage, "unknown dtype " + name);
+}
+
+SimdLevel parse_simd(const std::string& name) {
+  if (name == "auto") return best_simd_level();
+  SimdLevel level = SimdLevel::scalar;
+  if (name == "avx2") {
+    level = SimdLevel::avx2;
+  } else if (name == "avx512") {
+    level = SimdLevel::avx512;
+  } else if (name != "scalar") {
+    throw CoreError(ErrorKind::usage, "unknown SIMD level " + name);
+  }
+  kernel_table(level, Dtype::f32);  // throws where the processor lacks it
+  return level;
+}
+
+Dtype dtype_of(const AnyArray& array) {
+  if (array.dtype() == nb::dtype<float>()) return Dtype::f32;
+  if (array.dtype().bits == 16) {
+    if (array.dtype().code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float)) return Dtype::f16;
+    if (array.dtype().code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat)) return Dtype::bf16;
+  }
+  throw CoreError(ErrorKind::usage, "weights must be float32, float16 or bfloat16");
+}
+
+namespace {
+
+class ComputeTimer {
+ public:
+  explicit ComputeTimer(FfnCounters& counters) : counters_(counters) {}
+  ~ComputeTimer() {
+    const auto elapsed = std::chrono::steady_clock::now() - start_;
+    counters_.compute_ns +=
+        static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count());
+  }
+  ComputeTimer(const ComputeTimer&) = delete;
+  ComputeTimer& operator=(const ComputeTimer&) = delete;
+
+ private:
+  FfnCounters& counters_;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+// A resident linear at few tokens; inputs and outputs have the weights' dtype.
+class PyLinear {
+ public:
+  PyLinear(AnyArray weight, std::optional<FloatArray> bias, std::shared_ptr<ThreadPool> pool,
+           std::shared_ptr<FfnCounters> counters, const std::string& simd)
+      : weight_(std::move(weight)),
+        bias_(std::move(bias)),
+        pool_(std::move(pool)),
+        counters_(std::move(counters)),
+        simd_(parse_simd(simd)) {
+    require(weight_.ndim() == 2, "a linear's weight must have two dimensions");
+    weights_.dtype = dtype_of(weight_);
+    weights_.data = static_cast<const std::byte*>(weight_.data());
+    weights_.rows = weight_.shape(0);
+    weights_.columns = weight_.shape(1);
+    weights_.stride = weights_.columns * dtype_nbytes(weights_.dtype);
+    if (bias_.has_value()) {
+      require(bias_->shape(0) == weights_.rows, "a linear's bias must have one value a row");
+      weights_.bias = bias_->data();
+    }
+  }
+
+  // x: [tokens, columns], out: [tokens, rows]
+  void forward(std::uintptr_t x, std::size_t tokens, std::uintptr_t out) {
+    const ComputeTimer timer(*counters_);
+    const KernelTable& kernels = kernel_table(simd_, weights_.dtype);
+    x_.resize(tokens * weights_.columns);
+    out_.resize(tokens * weights_.rows);
+    kernels.to_f32(at_address<const void>(x), x_.size(), x_.data());
+    linear(weights_, x_.data(), tokens, out_.data(), *pool_, simd_);
+    kernels.from_f32(out_.data(), out_.size(), at_address<void>(out));
+  }
+
+ private:
+  AnyArray weight_;
+  std::optional<FloatArray> bias_;
+  std::shared_ptr<ThreadPool> pool_;
+  std::shared_ptr<FfnCounters> counters_;
+  SimdLevel simd_;
+  LinearWeights weights_;
+  std::vector<float> x_, out_;
+};
+
+class PyAttention {
+ public:
+  PyAttention(std::size_t heads, std::size_t kv_heads, std::size_t head_dim, std::size_t max_length,
+              const std::string& dtype, std::shared_ptr<ThreadPool> pool,
+              std::shared_ptr<FfnCounters> counters, const std::string& simd)
+      : pool_(std::move(pool)), counters_(std::move(counters)), simd_(parse_simd(simd)) {
+    require(heads != 0 && kv_heads != 0 && heads % kv_heads == 0 && head_dim != 0,
+            "heads must be a multiple of kv_heads");
+    shape_.heads = heads;
+    shape_.kv_heads = kv_heads;
+    shape_.head_dim = head_dim;
+    shape_.dtype = parse_dtype(dtype);
+    q_.resize(heads * head_dim);
+    out_.resize(heads * head_dim);
+    scores_.resize(heads * max_length);
+  }
+
+  // q, out: [heads, head_dim]; k, v: [kv_heads, length, head_dim] with the strides given in bytes
+  void forward(std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::size_t length,
+               std::size_t head_stride, std::size_t row_stride, float scale, std::uintptr_t out) {
+    const ComputeTimer timer(*counters_);
+    require(length >= 1 && shape_.heads * length <= scores_.size(),
+            "attention over more positions than planned");
+    shape_.length = length;
+    shape_.head_stride = head_stride;
+    shape_.row_stride = row_stride;
+    shape_.scale = scale;
+    const KernelTable& kernels = kernel_table(simd_, shape_.dtype);
+    kernels.to_f32(at_address<const void>(q), q_.size(), q_.data());
+    attend_one(shape_, q_.data(), at_address<const std::byte>(k), at_address<const std::byte>(v),
+               scores_.data(), out_.data(), *pool_, simd_);
+    kernels.from_f32(out_.data(), out_.size(), at_address<void>(out));
+  }
+
+ private:
+  std::shared_ptr<ThreadPool> pool_;
+  std::shared_ptr<FfnCounters> counters_;
+  SimdLevel simd_;
+  AttentionShape shape_;
+  std::vector<float> q_, out_, scores_;
+};
+
+const char* simd_name(SimdLevel level) {
+  switch (level) {
+    case SimdLevel::avx512:
+      return "avx512";
+    case SimdLevel::avx2:
+      return "avx2";
+    case SimdLevel::scalar:
+      break;
+  }
+  return "scalar";
+}
+
+}  // namespace
+
+void init_compute(nb::module_& m) {
+  m.def("best_simd_level", [] { return simd_name(best_simd_level()); });
+
+  nb::class_<ThreadPool>(m, "ThreadPool")
+      .def(nb::init<int>(), nb::arg("threads"))
+      .def_prop_ro("threads", &ThreadPool::threads);
+
+  nb::class_<PyLinear>(m, "Linear")
+      .def(nb::init<AnyArray, std::optional<FloatArray>, std::shared_ptr<ThreadPool>,
+                    std::shared_ptr<FfnCounters>, const std::string&>(),
+           nb::arg("weight"), nb::arg("bias").none(), nb::arg("pool"), nb::arg("counters"),
+           nb::arg("simd") = "auto")
+      .def("forward", &PyLinear::forward, nb::arg("x"), nb::arg("tokens"), nb::arg("out"),
+           nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<PyAttention>(m, "Attention")
+      .def(nb::init<std::size_t, std::size_t, std::size_t, std::size_t, const std::string&,
+                    std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>, const std::string&>(),
+           nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("max_length"),
+           nb::arg("dtype"), nb::arg("pool"), nb::arg("counters"), nb::arg("simd") = "auto")
+      .def("forward", &PyAttention::forward, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("length"),
+           nb::arg("head_stride"), nb::arg("row_stride"), nb::arg("scale"), nb::arg("out"),
+           nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace flashllm

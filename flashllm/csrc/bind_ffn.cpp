@@ -1,0 +1,234 @@
+// The slot table (for its tests), counters, and the FFN layer of the token loop.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "bindings.h"
+#include "ffn_layer.h"
+
+namespace flashllm {
+
+namespace {
+
+nb::dict take(FfnCounters& counters) {
+  nb::dict result;
+  result["io_ns"] = counters.io_ns;
+  result["memory_ns"] = counters.memory_ns;
+  result["compute_ns"] = counters.compute_ns;
+  result["io_busy_ns"] = counters.io_busy_ns;
+  result["bytes_read"] = counters.bytes_read;
+  result["requests"] = counters.requests;
+  result["retries"] = counters.retries;
+  result["active"] = counters.active;
+  result["hits"] = counters.hits;
+  result["misses"] = counters.misses;
+  result["moves"] = counters.moves;
+  result["parts"] = counters.parts;
+  counters = FfnCounters{};
+  return result;
+}
+
+Activation parse_activation(const std::string& name) {
+  if (name == "relu") return Activation::relu;
+  if (name == "squared_relu") return Activation::squared_relu;
+  throw CoreError(ErrorKind::usage, "unknown activation " + name);
+}
+
+class PyFfnLayer {
+ public:
+  PyFfnLayer(int layer, const std::string& dtype, std::uint32_t stride, std::uint32_t d_model,
+             std::int32_t num_neurons, std::uint32_t up, std::int32_t gate, std::uint32_t down,
+             const std::string& activation, std::int32_t window, std::uint64_t file_offset,
+             std::optional<FloatArray> up_bias, std::optional<FloatArray> down_bias, ChecksumArray checksums,
+             ByteArray rows, std::shared_ptr<Reader> reader, std::shared_ptr<DirectFile> file,
+             std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters, const std::string& simd)
+      : up_bias_(std::move(up_bias)),
+        down_bias_(std::move(down_bias)),
+        checksums_(std::move(checksums)),
+        rows_(std::move(rows)),
+        reader_(std::move(reader)),
+        file_(std::move(file)),
+        pool_(std::move(pool)),
+        counters_(std::move(counters)) {
+    FfnLayerOptions options;
+    options.layout = {parse_dtype(dtype), stride, d_model, up, down, gate};
+    options.layer = layer;
+    options.num_neurons = num_neurons;
+    options.window = window;
+    options.activation = parse_activation(activation);
+    options.file_offset = file_offset;
+    options.simd = parse_simd(simd);
+    element_nbytes_ = dtype_nbytes(options.layout.dtype);
+    const std::size_t parts = gate >= 0 ? 3 : 2;
+    require(stride >= parts * d_model * element_nbytes_, "a row's stride is shorter than its weights");
+    require(checksums_.shape(0) >= static_cast<std::size_t>(num_neurons), "too few checksums");
+    require(rows_.nbytes() >= stride, "the neuron cache needs room for at least one row");
+    require(!up_bias_ || up_bias_->shape(0) == static_cast<std::size_t>(num_neurons),
+            "up bias has the wrong length");
+    require(!down_bias_ || down_bias_->shape(0) == d_model, "down bias has the wrong length");
+    options.capacity = static_cast<std::int32_t>(std::min<std::size_t>(rows_.nbytes() / stride, num_neurons));
+    options.checksums = checksums_.data();
+    if (up_bias_) options.up_bias = up_bias_->data();
+    if (down_bias_) options.down_bias = down_bias_->data();
+    kernels_ = &kernel_table(options.simd, options.layout.dtype);
+    d_model_ = d_model;
+    x_.resize(d_model);
+    y_.resize(d_model);
+    layer_ = std::make_unique<FfnLayer>(options, *reader_, *file_, *pool_,
+                                        reinterpret_cast<std::byte*>(rows_.data()), *counters_);
+  }
+
+  void set_predictor(AnyArray a, AnyArray b, FloatArray bias, float threshold) {
+    require(a.ndim() == 2 && b.ndim() == 2 && a.shape(0) == b.shape(1) && a.shape(1) == d_model_ &&
+                b.shape(0) == bias.shape(0) &&
+                b.shape(0) == static_cast<std::size_t>(layer_->slots().num_neurons()),
+            "predictor factors do not fit the layer");
+    predictor_arrays_ = {std::move(a), std::move(b)};
+    predictor_bias_ = std::move(bias);
+    Predictor predictor;
+    predictor.a = linear_of(predictor_arrays_[0], nullptr);
+    predictor.b = linear_of(predictor_arrays_[1], predictor_bias_.data());
+    predictor.threshold = threshold;
+    layer_->set_predictor(predictor);
+  }
+
+  // x, y: [tokens, d_model] in the rows' dtype; each token has its own active set.
+  void forward(std::uintptr_t x, std::size_t tokens, std::uintptr_t y) {
+    for (std::size_t t = 0; t < tokens; ++t) {
+      load(x, t);
+      layer_->forward(x_.data(), layer_->predict(x_.data()), y_.data());
+      kernels_->from_f32(y_.data(), d_model_, at_address<std::byte>(y) + t * d_model_ * element_nbytes_);
+    }
+  }
+
+  // One token over a given active set (ascending).
+  void forward_active(std::uintptr_t x, const IdArray& active, std::uintptr_t y) {
+    std::vector<std::int32_t> ids(active.data(), active.data() + active.shape(0));
+    for (std::size_t i = 0; i < ids.size(); ++i)
+      require(ids[i] >= 0 && ids[i] < layer_->slots().num_neurons() && (i == 0 || ids[i] > ids[i - 1]),
+              "active neurons must be ascending ids of this layer");
+    const nb::gil_scoped_release unlocked;
+    load(x, 0);
+    layer_->forward(x_.data(), ids, y_.data());
+    kernels_->from_f32(y_.data(), d_model_, at_address<void>(y));
+  }
+
+  std::vector<std::int32_t> predict(std::uintptr_t x) {
+    load(x, 0);
+    return layer_->predict(x_.data());
+  }
+
+  void begin_fill(std::uintptr_t x, std::size_t tokens) {
+    std::vector<float> inputs(tokens * d_model_);
+    kernels_->to_f32(at_address<const void>(x), inputs.size(), inputs.data());
+    layer_->begin_fill(inputs.data(), tokens);
+  }
+
+  void fill_from(const ConstBytes& rows, std::int32_t first_neuron, std::int32_t count) {
+    layer_->fill_from(reinterpret_cast<const std::byte*>(rows.data()), first_neuron, count);
+  }
+
+  void abandon_fill() { layer_->abandon_fill(); }
+
+  std::vector<std::int32_t> cached() const {
+    const SlotTable& slots = layer_->slots();
+    return {slots.pointers(), slots.pointers() + slots.num_used()};
+  }
+  std::int32_t capacity() const { return layer_->slots().capacity(); }
+  bool has_predictor() const { return layer_->has_predictor(); }
+
+ private:
+  void load(std::uintptr_t x, std::size_t token) {
+    kernels_->to_f32(at_address<const std::byte>(x) + token * d_model_ * element_nbytes_, d_model_,
+                     x_.data());
+  }
+
+  static LinearWeights linear_of(const AnyArray& array, const float* bias) {
+    LinearWeights weights;
+    weights.dtype = dtype_of(array);
+    weights.data = static_cast<const std::byte*>(array.data());
+    weights.rows = array.shape(0);
+    weights.columns = array.shape(1);
+    weights.stride = weights.columns * dtype_nbytes(weights.dtype);
+    weights.bias = bias;
+    return weights;
+  }
+
+  std::optional<FloatArray> up_bias_, down_bias_;
+  ChecksumArray checksums_;
+  ByteArray rows_;
+  std::shared_ptr<Reader> reader_;
+  std::shared_ptr<DirectFile> file_;
+  std::shared_ptr<ThreadPool> pool_;
+  std::shared_ptr<FfnCounters> counters_;
+  std::vector<AnyArray> predictor_arrays_;
+  FloatArray predictor_bias_;
+  const KernelTable* kernels_ = nullptr;
+  std::size_t d_model_ = 0, element_nbytes_ = 0;
+  std::vector<float> x_, y_;
+  std::unique_ptr<FfnLayer> layer_;
+};
+
+std::vector<std::tuple<int, int>> exchange(SlotTable& table, const std::vector<std::int32_t>& leaving,
+                                           const std::vector<std::int32_t>& coming) {
+  std::vector<SlotTable::Move> moves;
+  table.exchange(leaving, coming, moves);
+  std::vector<std::tuple<int, int>> result;
+  for (const SlotTable::Move& move : moves) result.emplace_back(move.from, move.to);
+  return result;
+}
+
+}  // namespace
+
+void init_ffn(nb::module_& m) {
+  nb::class_<FfnCounters>(m, "Counters").def(nb::init<>()).def("take", &take);
+
+  nb::class_<SlotTable>(m, "SlotTable")
+      .def(nb::init<std::int32_t, std::int32_t>(), nb::arg("num_neurons"), nb::arg("capacity"))
+      .def_prop_ro("num_used", &SlotTable::num_used)
+      .def_prop_ro("capacity", &SlotTable::capacity)
+      .def("slot_of",
+           [](const SlotTable& self, std::int32_t neuron) {
+             require(neuron >= 0 && neuron < self.num_neurons(), "no such neuron");
+             return self.slot_of(neuron);
+           })
+      .def("pointers",
+           [](const SlotTable& self) {
+             return std::vector<std::int32_t>(self.pointers(), self.pointers() + self.num_used());
+           })
+      .def("exchange", &exchange, nb::arg("leaving"), nb::arg("coming"));
+
+  nb::class_<PyFfnLayer>(m, "FfnLayer")
+      .def(nb::init<int, const std::string&, std::uint32_t, std::uint32_t, std::int32_t, std::uint32_t,
+                    std::int32_t, std::uint32_t, const std::string&, std::int32_t, std::uint64_t,
+                    std::optional<FloatArray>, std::optional<FloatArray>, ChecksumArray, ByteArray,
+                    std::shared_ptr<Reader>, std::shared_ptr<DirectFile>, std::shared_ptr<ThreadPool>,
+                    std::shared_ptr<FfnCounters>, const std::string&>(),
+           nb::kw_only(), nb::arg("layer"), nb::arg("dtype"), nb::arg("stride"), nb::arg("d_model"),
+           nb::arg("num_neurons"), nb::arg("up"), nb::arg("gate"), nb::arg("down"), nb::arg("activation"),
+           nb::arg("window"), nb::arg("file_offset"), nb::arg("up_bias").none(), nb::arg("down_bias").none(),
+           nb::arg("checksums"), nb::arg("rows"), nb::arg("reader"), nb::arg("file"), nb::arg("pool"),
+           nb::arg("counters"), nb::arg("simd") = "auto")
+      .def("set_predictor", &PyFfnLayer::set_predictor, nb::arg("a"), nb::arg("b"), nb::arg("bias"),
+           nb::arg("threshold"))
+      .def("forward", &PyFfnLayer::forward, nb::arg("x"), nb::arg("tokens"), nb::arg("y"),
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("forward_active", &PyFfnLayer::forward_active, nb::arg("x"), nb::arg("active"), nb::arg("y"))
+      .def("predict", &PyFfnLayer::predict, nb::arg("x"))
+      .def("begin_fill", &PyFfnLayer::begin_fill, nb::arg("x"), nb::arg("tokens"),
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("fill_from", &PyFfnLayer::fill_from, nb::arg("rows"), nb::arg("first_neuron"), nb::arg("count"))
+      .def("abandon_fill", &PyFfnLayer::abandon_fill)
+      .def("cached", &PyFfnLayer::cached)
+      .def_prop_ro("capacity", &PyFfnLayer::capacity)
+      .def_prop_ro("has_predictor", &PyFfnLayer::has_predictor);
+}
+
+}  // namespace flashllm

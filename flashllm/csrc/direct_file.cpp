@@ -1,0 +1,172 @@
+#include "direct_file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+
+#include "error.h"
+#include "memory.h"
+
+namespace flashllm {
+
+namespace {
+
+constexpr int kExtraTries = 2;                   // a failing read is tried twice more
+constexpr std::size_t kAssumedAlignment = 4096;  // where the kernel does not tell
+
+std::string describe(int error) { return std::generic_category().message(error); }
+
+[[noreturn]] void throw_io(const std::string& what, const std::string& path, int error) {
+  throw CoreError(ErrorKind::io,
+                  what + " " + path + ": " + describe(error) + " (errno " + std::to_string(error) + ")");
+}
+
+int open_for_direct_reads(const std::string& path) {
+#if defined(O_DIRECT)
+  return open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+#elif defined(F_NOCACHE)
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd >= 0 && fcntl(fd, F_NOCACHE, 1) != 0) {
+    const int error = errno;
+    close(fd);
+    errno = error;
+    return -1;
+  }
+  return fd;
+#else
+  errno = ENOTSUP;
+  return -1;
+#endif
+}
+
+}  // namespace
+
+DirectFile::DirectFile(std::string path, bool want_direct) : path_(std::move(path)) {
+  // 1. Open; a file system that refuses direct reads at once is met here.
+  fd_ = want_direct ? open_for_direct_reads(path_) : -1;
+  direct_ = fd_ >= 0;
+  if (!direct_) open_buffered(want_direct ? describe(errno) : "");
+
+  // 2. Size and alignment.
+  struct stat status;
+  if (fstat(fd_, &status) != 0 || !S_ISREG(status.st_mode)) {
+    const int error = errno;
+    close(fd_);
+    throw_io("cannot read, not a regular file:", path_, error);
+  }
+  size_ = static_cast<std::uint64_t>(status.st_size);
+  if (!direct_) return;
+  offset_alignment_ = memory_alignment_ = kAssumedAlignment;
+#if defined(STATX_DIOALIGN)
+  struct statx extended;
+  if (statx(fd_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &extended) == 0 &&
+      (extended.stx_mask & STATX_DIOALIGN) != 0 && extended.stx_dio_offset_align != 0) {
+    offset_alignment_ = extended.stx_dio_offset_align;
+    memory_alignment_ = std::max<std::size_t>(extended.stx_dio_mem_align, 1);
+  }
+#endif
+
+  // 3. One block: a file system that refuses direct reads only now is met here.
+  HugeBuffer block(std::max(offset_alignment_, memory_alignment_));
+  if (size_ != 0 && pread(fd_, block.data(), offset_alignment_, 0) < 0) {
+    const int error = errno;
+    close(fd_);
+    fd_ = -1;
+    if (error != EINVAL && error != ENOTSUP) throw_io("cannot read", path_, error);
+    open_buffered(describe(error));
+  }
+}
+
+void DirectFile::open_buffered(const std::string& reason) {
+  fd_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd_ < 0) throw_io("cannot open", path_, errno);
+  direct_ = false;
+  fallback_reason_ = reason;
+  offset_alignment_ = memory_alignment_ = 1;
+#if defined(POSIX_FADV_RANDOM)
+  posix_fadvise(fd_, 0, 0, POSIX_FADV_RANDOM);  // rows are scattered: read-ahead would multiply the bytes
+#endif
+}
+
+DirectFile::~DirectFile() {
+  if (fd_ >= 0) close(fd_);
+}
+
+ssize_t DirectFile::read_once(const struct iovec* iov, int iovcnt, std::uint64_t offset) const {
+  const Fault* fault = faults_ ? faults_->next() : nullptr;
+  if (fault == nullptr) return preadv(fd_, iov, iovcnt, static_cast<off_t>(offset));
+  switch (fault->kind) {
+    case Fault::Kind::error:
+      errno = static_cast<int>(fault->argument);
+      return -1;
+    case Fault::Kind::end_of_file:
+      return 0;
+    case Fault::Kind::short_read: {
+      struct iovec first = iov[0];
+      first.iov_len = std::min<std::size_t>(first.iov_len, fault->argument);
+      return preadv(fd_, &first, 1, static_cast<off_t>(offset));
+    }
+    case Fault::Kind::flip: {
+      const ssize_t got = preadv(fd_, iov, iovcnt, static_cast<off_t>(offset));
+      if (got > 0) {
+        const std::size_t bit = fault->argument % (8 * std::min<std::size_t>(iov[0].iov_len, got));
+        static_cast<unsigned char*>(iov[0].iov_base)[bit / 8] ^= static_cast<unsigned char>(1U << (bit % 8));
+      }
+      return got;
+    }
+  }
+  return -1;
+}
+
+std::size_t DirectFile::read(struct iovec* iov, int iovcnt, std::uint64_t offset,
+                             std::uint64_t& retries) const {
+  std::size_t done = 0;
+  int failures = 0;
+  while (iovcnt > 0) {
+    const ssize_t got = read_once(iov, iovcnt, offset + done);
+    if (got < 0) {
+      const int error = errno;
+      if (error == EINTR || error == EAGAIN) continue;
+      ++retries;
+      if (++failures <= kExtraTries) continue;
+      std::size_t wanted = 0;
+      for (int i = 0; i < iovcnt; ++i) wanted += iov[i].iov_len;
+      throw_io("reading " + std::to_string(wanted) + " bytes at offset " + std::to_string(offset + done) +
+                   " failed three times,",
+               path_, error);
+    }
+    if (got == 0) break;  // the end of the file
+    done += static_cast<std::size_t>(got);
+    // A short read: step over what came. A direct read that stopped between sectors can only be the file's
+    // end.
+    auto left = static_cast<std::size_t>(got);
+    while (iovcnt > 0 && left >= iov->iov_len) {
+      left -= iov->iov_len;
+      ++iov;
+      --iovcnt;
+    }
+    if (iovcnt > 0 && left > 0) {
+      if (direct_ && (left % memory_alignment_ != 0 || (offset + done) % offset_alignment_ != 0)) {
+        if (offset + done >= size_) break;
+        // Mid-file and unaligned: read this piece again from its last sector, but not for ever.
+        const std::size_t back = (offset + done) % offset_alignment_;
+        done -= back;
+        left -= back;
+        if (left == 0 && ++failures > kExtraTries) {
+          throw CoreError(ErrorKind::io, "reading at offset " + std::to_string(offset + done) +
+                                             " returned less than one sector three times, " + path_);
+        }
+      }
+      iov->iov_base = static_cast<char*>(iov->iov_base) + left;
+      iov->iov_len -= left;
+    }
+  }
+  return done;
+}
+
+}  // namespace flashllm

@@ -1,0 +1,248 @@
+#include "ffn_layer.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <string>
+
+#include "error.h"
+#include "window_policy.h"
+
+namespace flashllm {
+
+namespace {
+
+// Adds the time since the last call to one counter after another, so that no instant is counted twice or
+// lost.
+class Stopwatch {
+ public:
+  void charge(std::uint64_t& counter) {
+    const auto now = std::chrono::steady_clock::now();
+    counter +=
+        static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now - last_).count());
+    last_ = now;
+  }
+
+ private:
+  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace
+
+FfnLayer::FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectFile& file, ThreadPool& pool,
+                   std::byte* rows, FfnCounters& counters)
+    : options_(options),
+      reader_(reader),
+      file_(file),
+      pool_(pool),
+      rows_(rows),
+      counters_(counters),
+      slots_(options.num_neurons, options.capacity),
+      policy_(std::make_unique<WindowPolicy>(options.num_neurons, options.window)) {
+  const auto neurons = static_cast<std::size_t>(options.num_neurons);
+  const auto capacity = static_cast<std::size_t>(slots_.capacity());
+  logits_.resize(neurons);
+  active_.reserve(neurons);
+  values_.resize(capacity);
+  gathered_.resize(capacity);
+  scales_.reserve(capacity);
+  pointers_.reserve(capacity);
+  batch_.jobs.reserve(capacity);
+}
+
+const std::vector<std::int32_t>& FfnLayer::predict(const float* x) {
+  if (!has_predictor())
+    throw CoreError(ErrorKind::usage, "layer " + std::to_string(options_.layer) + " has no predictor");
+  Stopwatch watch;
+  projected_.resize(predictor_.a.rows);
+  linear(predictor_.a, x, 1, projected_.data(), pool_, options_.simd);
+  linear(predictor_.b, projected_.data(), 1, logits_.data(), pool_, options_.simd);
+  active_.clear();
+  for (std::int32_t neuron = 0; neuron < options_.num_neurons; ++neuron)
+    if (logits_[static_cast<std::size_t>(neuron)] > predictor_.threshold) active_.push_back(neuron);
+  watch.charge(counters_.compute_ns);
+  return active_;
+}
+
+void FfnLayer::forward(const float* x, const std::vector<std::int32_t>& active, float* y) {
+  Stopwatch watch;
+  std::fill(y, y + options_.layout.d_model, 0.0F);
+  policy_->observe(active);
+  counters_.active += active.size();
+  watch.charge(counters_.memory_ns);
+
+  // A token whose active set exceeds the cache is computed in parts; the sum runs on in the order of ids.
+  const auto capacity = static_cast<std::size_t>(slots_.capacity());
+  for (std::size_t begin = 0; begin < active.size(); begin += capacity) {
+    const std::size_t end = std::min(begin + capacity, active.size());
+    forward_part(x, active.data() + begin, active.data() + end, y);
+  }
+
+  Stopwatch bias_watch;
+  if (options_.down_bias != nullptr)
+    for (std::uint32_t j = 0; j < options_.layout.d_model; ++j) y[j] += options_.down_bias[j];
+  bias_watch.charge(counters_.compute_ns);
+}
+
+void FfnLayer::forward_part(const float* x, const std::int32_t* begin, const std::int32_t* end, float* y) {
+  Stopwatch watch;
+  const auto count = static_cast<std::size_t>(end - begin);
+  ++counters_.parts;
+
+  // 1. Cache: hits, misses, rows freed; the misses become read jobs into their rows.
+  admit(begin, end);
+  // 2. The reads fly ...
+  try {
+    reader_.submit(batch_, file_);
+  } catch (...) {
+    discard(misses_);
+    throw;
+  }
+  watch.charge(counters_.memory_ns);
+  // 3. ... while the hits are multiplied (never summed: the sum has one order).
+  up_products(x, hit_positions_, begin);
+  watch.charge(counters_.compute_ns);
+  // 4. The misses have landed.
+  try {
+    reader_.wait(batch_);
+  } catch (const CoreError& error) {
+    discard(misses_);
+    throw CoreError(error.kind(), "layer " + std::to_string(options_.layer) + ": " + error.what());
+  }
+  watch.charge(counters_.io_ns);
+  const ReadStats& stats = batch_.stats();
+  counters_.io_busy_ns += stats.wall_ns;
+  counters_.bytes_read += stats.bytes;
+  counters_.requests += stats.requests;
+  counters_.retries += stats.retries;
+  watch.charge(counters_.memory_ns);
+  // 5. Their up products, then the down sum over every neuron that really fired, in the order of ids.
+  up_products(x, miss_positions_, begin);
+  pointers_.clear();
+  scales_.clear();
+  for (std::size_t i = 0; i < count; ++i) {
+    if (values_[i] == 0.0F) continue;  // predicted, did not fire: its down column adds nothing
+    pointers_.push_back(part_of_row(begin[i], options_.layout.down));
+    scales_.push_back(values_[i]);
+  }
+  scaled_row_sum(pointers_.data(), scales_.data(), scales_.size(), options_.layout.dtype,
+                 options_.layout.d_model, y, pool_, options_.simd);
+  watch.charge(counters_.compute_ns);
+}
+
+void FfnLayer::admit(const std::int32_t* begin, const std::int32_t* end) {
+  hit_positions_.clear();
+  miss_positions_.clear();
+  misses_.clear();
+  for (const std::int32_t* id = begin; id != end; ++id) {
+    const auto position = static_cast<std::int32_t>(id - begin);
+    if (slots_.contains(*id)) {
+      hit_positions_.push_back(position);
+    } else {
+      miss_positions_.push_back(position);
+      misses_.push_back(*id);
+    }
+  }
+  counters_.hits += hit_positions_.size();
+  counters_.misses += misses_.size();
+  policy_->choose_leaving(slots_, begin, end, static_cast<std::int32_t>(misses_.size()), leaving_);
+  slots_.exchange(leaving_, misses_, moves_);
+  apply_moves();
+  batch_.jobs.clear();
+  for (const std::int32_t neuron : misses_) {
+    ReadJob job;
+    job.offset = options_.file_offset + static_cast<std::uint64_t>(neuron) * options_.layout.stride;
+    job.nbytes = options_.layout.stride;
+    job.destination = row(slots_.slot_of(neuron));
+    if (options_.checksums != nullptr) {
+      job.checksums = options_.checksums + neuron;
+      job.row_nbytes = options_.layout.stride;
+    }
+    batch_.jobs.push_back(job);
+  }
+}
+
+void FfnLayer::apply_moves() {
+  for (const SlotTable::Move& move : moves_)
+    std::memcpy(row(move.to), row(move.from), options_.layout.stride);
+  counters_.moves += moves_.size();
+}
+
+void FfnLayer::discard(const std::vector<std::int32_t>& neurons) {
+  slots_.exchange(neurons, {}, moves_);
+  apply_moves();
+}
+
+const std::byte* FfnLayer::part_of_row(std::int32_t neuron, std::uint32_t element) const {
+  return row(slots_.slot_of(neuron)) + element * dtype_nbytes(options_.layout.dtype);
+}
+
+// values_[p] = activation(up . x + bias), or activation(gate . x) * (up . x), for the positions given.
+void FfnLayer::up_products(const float* x, const std::vector<std::int32_t>& positions,
+                           const std::int32_t* ids) {
+  const RowLayout& layout = options_.layout;
+  const bool gated = layout.gate >= 0;
+  ids_.clear();
+  pointers_.clear();
+  for (const std::int32_t p : positions) {
+    ids_.push_back(ids[p]);
+    pointers_.push_back(part_of_row(ids[p], gated ? static_cast<std::uint32_t>(layout.gate) : layout.up));
+  }
+  gathered_dots(pointers_.data(), ids_.data(), ids_.size(), layout.dtype, x, layout.d_model,
+                gated ? nullptr : options_.up_bias, options_.activation, gathered_.data(), pool_,
+                options_.simd);
+  for (std::size_t i = 0; i < positions.size(); ++i)
+    values_[static_cast<std::size_t>(positions[i])] = gathered_[i];
+  if (!gated) return;
+  for (std::size_t i = 0; i < positions.size(); ++i) pointers_[i] = part_of_row(ids_[i], layout.up);
+  gathered_dots(pointers_.data(), ids_.data(), ids_.size(), layout.dtype, x, layout.d_model, nullptr,
+                Activation::identity, gathered_.data(), pool_, options_.simd);
+  for (std::size_t i = 0; i < positions.size(); ++i)
+    values_[static_cast<std::size_t>(positions[i])] *= gathered_[i];
+}
+
+void FfnLayer::begin_fill(const float* x, std::size_t tokens) {
+  Stopwatch watch;
+  abandon_fill();
+  watch.charge(counters_.memory_ns);
+  for (std::size_t t = 0; t < tokens; ++t) {
+    const std::vector<std::int32_t>& active = predict(x + t * options_.layout.d_model);
+    Stopwatch observing;
+    policy_->observe(active);
+    observing.charge(counters_.memory_ns);
+  }
+  Stopwatch choosing;
+  std::vector<std::int32_t> kept;
+  policy_->choose_kept(slots_.capacity(), kept);
+  leaving_.clear();
+  for (std::int32_t slot = 0; slot < slots_.num_used(); ++slot) {
+    const std::int32_t neuron = slots_.pointers()[slot];
+    if (!std::binary_search(kept.begin(), kept.end(), neuron)) leaving_.push_back(neuron);
+  }
+  for (const std::int32_t neuron : kept)
+    if (!slots_.contains(neuron)) pending_fill_.push_back(neuron);
+  slots_.exchange(leaving_, pending_fill_, moves_);
+  apply_moves();
+  choosing.charge(counters_.memory_ns);
+}
+
+void FfnLayer::fill_from(const std::byte* rows, std::int32_t first_neuron, std::int32_t count) {
+  Stopwatch watch;
+  const auto begin = std::lower_bound(pending_fill_.begin(), pending_fill_.end(), first_neuron);
+  const auto end = std::lower_bound(begin, pending_fill_.end(), first_neuron + count);
+  for (auto neuron = begin; neuron != end; ++neuron) {
+    std::memcpy(row(slots_.slot_of(*neuron)),
+                rows + static_cast<std::size_t>(*neuron - first_neuron) * options_.layout.stride,
+                options_.layout.stride);
+  }
+  pending_fill_.erase(begin, end);
+  watch.charge(counters_.memory_ns);
+}
+
+void FfnLayer::abandon_fill() {
+  if (pending_fill_.empty()) return;
+  discard(pending_fill_);
+  pending_fill_.clear();
+}
+
+}  // namespace flashllm

@@ -1,0 +1,115 @@
+// One FFN layer whose neurons lie on flash: a token's way through it, from its input to its output.
+//
+//   x -> predictor: active ids -> cache: hits, misses, rows freed -> reader: the misses, while the hits' up
+//   products are computed -> up products of the misses -> down sum over the active neurons in the order of
+//   their ids -> y
+//
+// What is computed depends on x and the weights alone; the cache decides only what is read.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cache_policy.h"
+#include "kernels.h"
+#include "memory.h"
+#include "reader.h"
+#include "slot_table.h"
+
+namespace flashllm {
+
+// Where the parts of a neuron lie in its row, in elements (paper A, section 3.2: bundling).
+struct RowLayout {
+  Dtype dtype = Dtype::f32;
+  std::uint32_t stride = 0;  // bytes
+  std::uint32_t d_model = 0;
+  std::uint32_t up = 0, down = 0;
+  std::int32_t gate = -1;  // -1: no gate
+};
+
+// Low-rank predictor (paper A, section 3.1): active where b (a x) + bias > threshold.
+struct Predictor {
+  LinearWeights a;  // [rank, d_model]
+  LinearWeights b;  // [d_ff, rank], bias included
+  float threshold = 0.0F;
+};
+
+// Times are exposed wall time: each instant of a call is in exactly one of them.
+struct FfnCounters {
+  std::uint64_t io_ns = 0;       // waiting for the reader
+  std::uint64_t memory_ns = 0;   // cache bookkeeping, row moves, planning and handing over requests
+  std::uint64_t compute_ns = 0;  // predictor and products
+  std::uint64_t io_busy_ns = 0;  // from submission to the last byte, overlapped or not
+  std::uint64_t bytes_read = 0, requests = 0, retries = 0;
+  std::uint64_t active = 0, hits = 0, misses = 0, moves = 0, parts = 0;
+};
+
+struct FfnLayerOptions {
+  RowLayout layout;
+  std::int32_t layer = 0;
+  std::int32_t num_neurons = 0;
+  std::int32_t capacity = 0;  // rows of the cache
+  std::int32_t window = 1;
+  Activation activation = Activation::relu;
+  const float* up_bias = nullptr;    // [num_neurons] or nullptr
+  const float* down_bias = nullptr;  // [d_model] or nullptr
+  std::uint64_t file_offset = 0;     // of row 0
+  const std::uint64_t* checksums = nullptr;
+  SimdLevel simd = SimdLevel::scalar;
+};
+
+class FfnLayer {
+ public:
+  // Keeps references to all of them; `rows` holds capacity * stride bytes.
+  FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectFile& file, ThreadPool& pool,
+           std::byte* rows, FfnCounters& counters);
+
+  void set_predictor(const Predictor& predictor) { predictor_ = predictor; }
+  bool has_predictor() const { return predictor_.b.rows != 0; }
+
+  // The neurons predicted active for x [d_model], ascending; valid until the next call.
+  const std::vector<std::int32_t>& predict(const float* x);
+
+  // y [d_model] = FFN(x) over `active` (ascending ids). Throws CoreError, after which the cache is still
+  // consistent.
+  void forward(const float* x, const std::vector<std::int32_t>& active, float* y);
+
+  // After a dense prefill: which rows the policy wants for the tokens just seen, then the rows themselves as
+  // they stream by. `abandon_fill` forgets those that never came.
+  void begin_fill(const float* x, std::size_t tokens);
+  void fill_from(const std::byte* rows, std::int32_t first_neuron, std::int32_t count);
+  void abandon_fill();
+
+  const SlotTable& slots() const { return slots_; }
+
+ private:
+  void forward_part(const float* x, const std::int32_t* begin, const std::int32_t* end, float* y);
+  void admit(const std::int32_t* begin, const std::int32_t* end);
+  void discard(const std::vector<std::int32_t>& neurons);
+  void apply_moves();
+  void up_products(const float* x, const std::vector<std::int32_t>& positions, const std::int32_t* ids);
+  std::byte* row(std::int32_t slot) const {
+    return rows_ + static_cast<std::size_t>(slot) * options_.layout.stride;
+  }
+  const std::byte* part_of_row(std::int32_t neuron, std::uint32_t element) const;
+
+  const FfnLayerOptions options_;
+  Reader& reader_;
+  const DirectFile& file_;
+  ThreadPool& pool_;
+  std::byte* rows_;
+  FfnCounters& counters_;
+  Predictor predictor_;
+  SlotTable slots_;
+  std::unique_ptr<CachePolicy> policy_;
+
+  // Scratch, sized once.
+  ReadBatch batch_;
+  std::vector<float> projected_, logits_, values_, gathered_, scales_;
+  std::vector<std::int32_t> active_, leaving_, misses_, hit_positions_, miss_positions_, ids_, pending_fill_;
+  std::vector<const void*> pointers_;
+  std::vector<SlotTable::Move> moves_;
+};
+
+}  // namespace flashllm

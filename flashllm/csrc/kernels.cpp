@@ -1,0 +1,112 @@
+#include "kernels.h"
+
+#include <algorithm>
+
+#include "error.h"
+
+namespace flashllm {
+
+namespace scalar {
+extern const KernelTable kTables[3];
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const KernelTable kTables[3];
+}
+namespace avx512 {
+extern const KernelTable kTables[3];
+}
+#endif
+
+namespace {
+
+constexpr std::size_t kRowGrain = 16;     // rows a thread takes at a time, a multiple of what dot_rows groups
+constexpr std::size_t kColumnGrain = 64;  // columns: whole cache lines of fp16, whole vectors of every level
+constexpr std::size_t kRowsTogether = 64;  // row pointers set up on the stack
+static_assert(kRowGrain % 4 == 0 && kColumnGrain % 32 == 0, "splits must fall between vectors");
+
+}  // namespace
+
+SimdLevel best_simd_level() {
+#if defined(__x86_64__)
+  static const SimdLevel best = [] {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+      return SimdLevel::avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+      return SimdLevel::avx2;
+    return SimdLevel::scalar;
+  }();
+  return best;
+#else
+  return SimdLevel::scalar;
+#endif
+}
+
+const KernelTable& kernel_table(SimdLevel level, Dtype dtype) {
+  if (level > best_simd_level())
+    throw CoreError(ErrorKind::usage, "this processor lacks the SIMD level asked for");
+  const auto index = static_cast<std::size_t>(dtype);
+#if defined(__x86_64__)
+  if (level == SimdLevel::avx512) return avx512::kTables[index];
+  if (level == SimdLevel::avx2) return avx2::kTables[index];
+#endif
+  return scalar::kTables[index];
+}
+
+float apply_activation(Activation activation, float value) {
+  switch (activation) {
+    case Activation::identity:
+      return value;
+    case Activation::relu:
+      return value > 0.0F ? value : 0.0F;
+    case Activation::squared_relu:
+      return value > 0.0F ? value * value : 0.0F;
+  }
+  return value;
+}
+
+void linear(const LinearWeights& weights, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
+            SimdLevel level) {
+  const KernelTable& kernels = kernel_table(level, weights.dtype);
+  pool.parallel_for(weights.rows, kRowGrain, [&](std::size_t begin, std::size_t end) {
+    const void* rows[kRowsTogether];
+    for (std::size_t r = begin; r < end; r += kRowsTogether) {
+      const std::size_t n = std::min(kRowsTogether, end - r);
+      for (std::size_t i = 0; i < n; ++i) rows[i] = weights.data + (r + i) * weights.stride;
+      // All tokens use a small block of rows while it is in the processor's cache.
+      for (std::size_t i = 0; i < n; i += 4) {
+        for (std::size_t m = 0; m < tokens; ++m)
+          kernels.dot_rows(rows + i, std::min<std::size_t>(4, n - i), x + m * weights.columns,
+                           weights.columns, out + m * weights.rows + r + i);
+      }
+      if (weights.bias != nullptr) {
+        for (std::size_t m = 0; m < tokens; ++m)
+          for (std::size_t i = 0; i < n; ++i) out[m * weights.rows + r + i] += weights.bias[r + i];
+      }
+    }
+  });
+}
+
+void gathered_dots(const void* const* rows, const std::int32_t* ids, std::size_t n, Dtype dtype,
+                   const float* x, std::size_t k, const float* bias, Activation activation, float* values,
+                   ThreadPool& pool, SimdLevel level) {
+  const KernelTable& kernels = kernel_table(level, dtype);
+  pool.parallel_for(n, kRowGrain, [&](std::size_t begin, std::size_t end) {
+    kernels.dot_rows(rows + begin, end - begin, x, k, values + begin);
+    for (std::size_t i = begin; i < end; ++i) {
+      const float product = bias != nullptr ? values[i] + bias[ids[i]] : values[i];
+      values[i] = apply_activation(activation, product);
+    }
+  });
+}
+
+void scaled_row_sum(const void* const* rows, const float* scales, std::size_t n, Dtype dtype, std::size_t k,
+                    float* y, ThreadPool& pool, SimdLevel level) {
+  const KernelTable& kernels = kernel_table(level, dtype);
+  pool.parallel_for(k, kColumnGrain, [&](std::size_t begin, std::size_t end) {
+    kernels.add_scaled_rows(rows, scales, n, begin, end, y);
+  });
+}
+
+}  // namespace flashllm

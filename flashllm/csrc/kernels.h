@@ -1,0 +1,59 @@
+// Matrix-vector products over 16- and 32-bit weights with fp32 accumulation, at the speed of reading the
+// weights.
+//
+// Every output is one sum in one fixed order: bits do not depend on the number of threads, on how many rows
+// are handled together, or on where a row lies. They do depend on the instruction set, which is chosen once
+// per process from what the processor has; tests force a level. Vectors (inputs, outputs, products) are fp32.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "thread_pool.h"
+
+namespace flashllm {
+
+enum class Dtype { f32, f16, bf16 };
+inline std::size_t dtype_nbytes(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+
+enum class SimdLevel { scalar, avx2, avx512 };
+SimdLevel best_simd_level();
+
+enum class Activation { identity, relu, squared_relu };
+
+// The innermost loops of one level and weight type; `n` rows or terms, `k` elements a row.
+struct KernelTable {
+  // out[r] = sum_j rows[r][j] * x[j]
+  void (*dot_rows)(const void* const* rows, std::size_t n, const float* x, std::size_t k, float* out);
+  // y[j] += sum_i scales[i] * rows[i][j], the terms added in the order of i; j in [begin, end)
+  void (*add_scaled_rows)(const void* const* rows, const float* scales, std::size_t n, std::size_t begin,
+                          std::size_t end, float* y);
+  void (*to_f32)(const void* from, std::size_t n, float* to);
+  void (*from_f32)(const float* from, std::size_t n, void* to);  // rounds to nearest, ties to even
+};
+const KernelTable& kernel_table(SimdLevel level, Dtype dtype);
+
+// out[m][r] = sum_j weights[r][j] * x[m][j] (+ bias[r]), rows `stride` bytes apart.
+struct LinearWeights {
+  const std::byte* data = nullptr;
+  std::size_t rows = 0;
+  std::size_t columns = 0;
+  std::size_t stride = 0;  // bytes
+  Dtype dtype = Dtype::f32;
+  const float* bias = nullptr;
+};
+void linear(const LinearWeights& weights, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
+            SimdLevel level);
+
+// values[i] = activation(dot(rows[i], x) + bias[ids[i]])
+void gathered_dots(const void* const* rows, const std::int32_t* ids, std::size_t n, Dtype dtype,
+                   const float* x, std::size_t k, const float* bias, Activation activation, float* values,
+                   ThreadPool& pool, SimdLevel level);
+
+// y[j] += sum_i scales[i] * rows[i][j] for j < k, in the order of i
+void scaled_row_sum(const void* const* rows, const float* scales, std::size_t n, Dtype dtype, std::size_t k,
+                    float* y, ThreadPool& pool, SimdLevel level);
+
+float apply_activation(Activation activation, float value);
+
+}  // namespace flashllm

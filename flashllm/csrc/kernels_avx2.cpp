@@ -1,0 +1,44 @@
+// AVX2 + FMA + F16C: eight floats a vector.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include "half.h"
+#include "kernels.h"
+
+namespace flashllm::avx2 {
+
+namespace {
+
+struct Vec {
+  static constexpr std::size_t kWidth = 8;
+  __m256 v;
+
+  static Vec zero() { return {_mm256_setzero_ps()}; }
+  static Vec set(float value) { return {_mm256_set1_ps(value)}; }
+  static Vec load_f32(const float* p) { return {_mm256_loadu_ps(p)}; }
+  static Vec load_f16(const std::uint16_t* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+  }
+  static Vec load_bf16(const std::uint16_t* p) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
+  }
+  void store(float* p) const { _mm256_storeu_ps(p, v); }
+  float sum() const {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+  }
+};
+
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+
+}  // namespace
+
+#include "kernels_impl.h"
+
+}  // namespace flashllm::avx2
+
+#endif

@@ -1,0 +1,31 @@
+// Anonymous memory for weights, cached rows and staging: aligned for direct reads, huge pages where the
+// kernel has them, and not shared with children (a fork during a direct read into private memory can corrupt
+// it; open(2)).
+#pragma once
+
+#include <cstddef>
+
+namespace flashllm {
+
+class HugeBuffer {
+ public:
+  static constexpr std::size_t kAlignment = std::size_t{2} << 20;  // one x86-64 huge page
+  static_assert(kAlignment % 4096 == 0, "direct reads need sector-aligned memory");
+
+  // Zeroed memory of at least `nbytes`. Throws std::bad_alloc.
+  explicit HugeBuffer(std::size_t nbytes);
+  ~HugeBuffer();
+  HugeBuffer(const HugeBuffer&) = delete;
+  HugeBuffer& operator=(const HugeBuffer&) = delete;
+
+  std::byte* data() const { return data_; }
+  std::size_t size() const { return size_; }
+
+ private:
+  void* mapping_ = nullptr;
+  std::size_t mapped_ = 0;
+  std::byte* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+}  // namespace flashllm

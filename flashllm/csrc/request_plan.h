@@ -1,0 +1,44 @@
+// Jobs to requests: which rows one system call reads. Plain bookkeeping; knows no file and reads nothing.
+//
+// Jobs are sorted by offset. Neighbours whose gap is at most `max_gap` bytes merge into one vectored request,
+// the gap read into scratch; no request exceeds `max_request` bytes or kMaxPieces pieces, and a longer job is
+// split (between rows where it has rows). A request of which any piece is unaligned is marked to bounce.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace flashllm {
+
+struct ReadJob {
+  std::uint64_t offset = 0;
+  std::uint64_t nbytes = 0;
+  std::byte* destination = nullptr;
+  const std::uint64_t* checksums = nullptr;  // xxh3-64 of each row of `row_nbytes`, or nullptr: not checked
+  std::uint32_t row_nbytes = 0;              // 0: not rows
+};
+
+struct ReadRequest {
+  std::uint64_t offset = 0;
+  std::uint64_t nbytes = 0;     // gaps included
+  std::uint32_t first_job = 0;  // into the plan's jobs
+  std::uint32_t num_jobs = 0;
+  bool bounce = false;
+};
+
+struct RequestLimits {
+  std::uint64_t max_gap = 0;
+  std::uint64_t max_request = std::uint64_t{1} << 20;
+  std::size_t offset_alignment = 1;
+  std::size_t memory_alignment = 1;
+};
+
+constexpr std::uint32_t kMaxPieces = 512;
+static_assert(2 * kMaxPieces <= 1024, "a piece and the gap before it must fit the kernel's IOV_MAX");
+
+// Sorts and splits `jobs` in place and fills `requests`. Both vectors keep their capacity between tokens.
+void plan_requests(std::vector<ReadJob>& jobs, const RequestLimits& limits,
+                   std::vector<ReadRequest>& requests);
+
+}  // namespace flashllm
