@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash  # TEMPORARY, until flashllm._core offers xxh3_64_rows
 from numpy.typing import NDArray
 
+from flashllm._core import xxh3_64_rows
 from flashllm.dtypes import WEIGHT_DTYPES
 
 SECTOR_NBYTES = 512
@@ -162,4 +162,4 @@ def _check_rows(layout: RowLayout, rows: NDArray[np.uint8]) -> None:
 
 def row_checksums(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
     """xxh3-64 (seed 0) of every whole row of uint8 [n, stride], padding included."""
-    return np.array([xxhash.xxh3_64_intdigest(row.data) for row in rows], dtype=np.uint64)  # TEMPORARY
+    return np.asarray(xxh3_64_rows(rows), dtype=np.uint64)

@@ -25,7 +25,7 @@ from flashllm.bundle import RowLayout
 from flashllm.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype
 from flashllm.errors import FormatError, UnsupportedModelError
 from flashllm.files import CHUNK_NBYTES
-from flashllm.manifest import checksums_tensor, ffn_tensor
+from flashllm.model_files import checksums_tensor, ffn_tensor
 from flashllm.safetensors_file import encode_header
 from flashllm.source import Checkpoint, companion_files
 

@@ -23,7 +23,8 @@ from flashllm.conversion_plan import ConversionPlan, ResidentEntry, plan_convers
 from flashllm.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.errors import FlashIOError, UnsupportedModelError, UsageError
 from flashllm.files import CHUNK_NBYTES, HashingWriter, Progress, iterate_chunks
-from flashllm.manifest import FFN, MANIFEST, PARTIAL_SUFFIX, RESIDENT, FileEntry, Manifest, Source
+from flashllm.manifest import MANIFEST, PARTIAL_SUFFIX, FileEntry, Manifest, Source
+from flashllm.model_files import FFN, RESIDENT
 from flashllm.partial import PartialDirectory, check_space, open_partial
 from flashllm.source import open_checkpoint
 from flashllm.units import format_size

@@ -93,6 +93,7 @@ def iterate_chunks(path: Path) -> Iterator[bytes]:
     """The file's bytes, a chunk at a time, leaving nothing in the page cache."""
     fd = open_for_reading(path)
     try:
+        drop_page_cache(fd)  # what is read is what the device holds
         nbytes = os.fstat(fd).st_size
         for offset in range(0, nbytes, CHUNK_NBYTES):
             length = min(CHUNK_NBYTES, nbytes - offset)

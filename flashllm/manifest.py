@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar
 
 from flashllm.architectures import Architecture, resolve
 from flashllm.bundle import RowLayout
+from flashllm.checks import check_file_name, check_int, check_keys, check_list, check_str
 from flashllm.dtypes import WEIGHT_DTYPES
 from flashllm.errors import FormatError, UsageError
 from flashllm.files import (
@@ -32,29 +33,24 @@ from flashllm.files import (
     read_json_object,
     write_atomically,
 )
-from flashllm.safetensors_file import DATA_ALIGNMENT, SafetensorsHeader, TensorInfo, read_header
+from flashllm.model_files import (
+    CONFIG,
+    FFN,
+    PREDICTORS,
+    RESIDENT,
+    check_ffn_header,
+    check_predictors_header,
+    check_resident_header,
+)
+from flashllm.safetensors_file import read_header
 
 FORMAT_VERSION = 1
 MANIFEST = "flashllm.json"
-FFN = "ffn.safetensors"
-RESIDENT = "resident.safetensors"
-PREDICTORS = "predictors.safetensors"
-CONFIG = "config.json"
 PARTIAL_SUFFIX = ".partial"  # of a directory under conversion
 _MAX_FILES = 1000
 _ROW_KEYS = ("encoding", "matrices", "row_nbytes", "stride", "num_rows")
 
 T = TypeVar("T")
-
-
-def ffn_tensor(layer: int) -> str:
-    """Name of a layer's rows in `ffn.safetensors`."""
-    return f"layers.{layer}.ffn"
-
-
-def checksums_tensor(layer: int) -> str:
-    """Name of a layer's row checksums in `resident.safetensors`."""
-    return f"flashllm.layers.{layer}.checksums"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +61,7 @@ class FileEntry:
     sha256: str
 
     def __post_init__(self) -> None:
-        _check_int("nbytes", self.nbytes, 0, 2**63 - 1)
+        check_int("nbytes", self.nbytes, 0, 2**63 - 1)
         if type(self.sha256) is not str or re.fullmatch(r"[0-9a-f]{64}", self.sha256) is None:
             raise ValueError(f"sha256 must be 64 hexadecimal digits, not {str(self.sha256)[:80]!r}")
 
@@ -81,14 +77,14 @@ class Calibration:
     text: str  # what the sample was
 
     def __post_init__(self) -> None:
-        _check_int("window", self.window, 1, 2**20)
-        _check_int("tokens", self.tokens, 1, 2**63 - 1)
-        _check_str("text", self.text, 10_000)
+        check_int("window", self.window, 1, 2**20)
+        check_int("tokens", self.tokens, 1, 2**63 - 1)
+        check_str("text", self.text, 10_000)
         for value in self.mean_active:
             if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
                 raise ValueError(f"mean_active must be numbers from 0, not {value!r}")
         for value in self.req:
-            _check_int("req", value, 0, 2**24)
+            check_int("req", value, 0, 2**24)
         if len(self.req) != len(self.mean_active):
             raise ValueError(f"mean_active has {len(self.mean_active)} layers, req has {len(self.req)}")
 
@@ -101,7 +97,7 @@ class Source:
     dtype: str
 
     def __post_init__(self) -> None:
-        _check_str("name", self.name, 1000)
+        check_str("name", self.name, 1000)
         _check_dtype("dtype", self.dtype)
 
 
@@ -125,7 +121,7 @@ class Manifest:
     def __post_init__(self) -> None:
         if type(self.format_version) is not int or self.format_version != FORMAT_VERSION:
             raise ValueError(f"format_version must be {FORMAT_VERSION}, not {str(self.format_version)[:80]!r}")
-        _check_str("flashllm_version", self.flashllm_version, 100)
+        check_str("flashllm_version", self.flashllm_version, 100)
         _check_dtype("dtype", self.dtype)
         expected = (self.architecture.d_model, self.architecture.d_ff, self.architecture.matrices)
         if (self.rows.d_model, self.rows.d_ff, self.rows.matrices) != expected:
@@ -133,7 +129,9 @@ class Manifest:
         if len(self.files) > _MAX_FILES:
             raise ValueError(f"files has {len(self.files)} entries; at most {_MAX_FILES} are allowed")
         for name in self.files:
-            _check_file_name(name)
+            check_file_name(name)
+            if name == MANIFEST:
+                raise ValueError(f"files must not list {MANIFEST} itself")
         for name in (CONFIG, FFN, RESIDENT):
             if name not in self.files:
                 raise ValueError(f"files does not list {name}")
@@ -141,9 +139,9 @@ class Manifest:
             raise ValueError("permutation must be null in this version; upgrade flashllm")
         if self.calibration is not None and len(self.calibration.req) != self.architecture.num_layers:
             raise ValueError(f"calibration has {len(self.calibration.req)} layers, not {self.architecture.num_layers}")
-        _check_int("sparse_prefill_tokens", self.sparse_prefill_tokens, 0, 2**20)
-        _check_int("prefill_block_tokens", self.prefill_block_tokens, 1, 2**20)
-        _check_int("stream_block_rows", self.stream_block_rows, 1, self.rows.num_rows)
+        check_int("sparse_prefill_tokens", self.sparse_prefill_tokens, 0, 2**20)
+        check_int("prefill_block_tokens", self.prefill_block_tokens, 1, 2**20)
+        check_int("stream_block_rows", self.stream_block_rows, 1, self.rows.num_rows)
         object.__setattr__(self, "files", MappingProxyType(dict(self.files)))
 
     @classmethod
@@ -169,12 +167,12 @@ class Manifest:
     def _from_json(cls, value: Any) -> Self:
         fields = _fields(cls, value, "the manifest")
         architecture = _build(Architecture, fields["architecture"], "architecture")
-        rows = _keys(fields["rows"], _ROW_KEYS, "rows")
+        rows = check_keys(fields["rows"], _ROW_KEYS, "rows")
         layout = RowLayout(
-            encoding=_check_str("rows.encoding", rows["encoding"], 64),
+            encoding=check_str("rows.encoding", rows["encoding"], 64),
             d_model=architecture.d_model,
             d_ff=architecture.d_ff,
-            matrices=tuple(_list(rows["matrices"], "rows.matrices")),
+            matrices=tuple(check_list(rows["matrices"], "rows.matrices")),
         )
         for name in ("row_nbytes", "stride", "num_rows"):
             if type(rows[name]) is not int or rows[name] != getattr(layout, name):
@@ -182,7 +180,7 @@ class Manifest:
         calibration = fields["calibration"]
         if calibration is not None:
             parts = _fields(Calibration, calibration, "calibration")
-            lists = {name: tuple(_list(parts[name], name)) for name in ("mean_active", "req")}
+            lists = {name: tuple(check_list(parts[name], name)) for name in ("mean_active", "req")}
             calibration = Calibration(**{**parts, **lists})
         files = fields["files"]
         if not isinstance(files, dict):
@@ -217,8 +215,11 @@ class Manifest:
         write_atomically(Path(directory) / MANIFEST, text.encode())
 
 
-def open_model_dir(path: Path) -> Manifest:
-    """The checked manifest of the model directory `path`. UsageError where it is something else, saying what to do."""
+def open_model_dir(path: Path, *, check_files: bool = True) -> Manifest:
+    """The manifest of the model directory `path`, checked as by `Manifest.load`.
+
+    UsageError where `path` is something else, saying what to do.
+    """
     path = Path(path)
     if not path.is_dir():
         raise UsageError(f"{path}: there is no such directory")
@@ -228,7 +229,7 @@ def open_model_dir(path: Path) -> Manifest:
         if (path / CONFIG).exists():
             raise UsageError(f"{path}: a Hugging Face folder; run `flashllm convert {path} DST` first, then use DST")
         raise UsageError(f"{path}: not a model directory: it has no {MANIFEST}")
-    return Manifest.load(path)
+    return Manifest.load(path, check_files=check_files)
 
 
 def check_directory(directory: Path, manifest: Manifest) -> None:
@@ -240,10 +241,11 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
     config = read_json_object(directory / CONFIG)
     if resolve(config) != manifest.architecture:
         raise FormatError(f"{directory / CONFIG}: describes {resolve(config)}, {MANIFEST} {manifest.architecture}")
-    check_ffn_header(read_header(directory / FFN), manifest)
-    check_resident_header(read_header(directory / RESIDENT), manifest)
+    num_layers = manifest.architecture.num_layers
+    check_ffn_header(read_header(directory / FFN), manifest.rows, num_layers)
+    check_resident_header(read_header(directory / RESIDENT), manifest.rows, num_layers)
     if PREDICTORS in manifest.files:
-        check_predictors_header(read_header(directory / PREDICTORS), manifest)
+        predictor_ranks(directory / PREDICTORS, manifest)
 
 
 def size_problem(path: Path, entry: FileEntry) -> str | None:
@@ -259,55 +261,10 @@ def size_problem(path: Path, entry: FileEntry) -> str | None:
     return None
 
 
-def check_ffn_header(header: SafetensorsHeader, manifest: Manifest) -> None:
-    """`ffn.safetensors` holds exactly the layers' rows, in order, at aligned offsets. FormatError otherwise."""
-    names = [ffn_tensor(layer) for layer in range(manifest.architecture.num_layers)]
-    if list(header.tensors) != names:
-        raise FormatError(f"{header.path}: must hold {names[0]} to {names[-1]} in this order and nothing else")
-    for name in names:
-        _expect(header, name, manifest.rows.safetensors_dtype, manifest.rows.shape)
-    if header.data_start % DATA_ALIGNMENT:
-        raise FormatError(f"{header.path}: the data starts at {header.data_start}, no multiple of {DATA_ALIGNMENT}")
-
-
-def check_resident_header(header: SafetensorsHeader, manifest: Manifest) -> None:
-    """`resident.safetensors` holds the checksums of every layer. FormatError otherwise."""
-    for layer in range(manifest.architecture.num_layers):
-        _expect(header, checksums_tensor(layer), "U64", (manifest.rows.num_rows,))
-    if header.data_start % DATA_ALIGNMENT:
-        raise FormatError(f"{header.path}: the data starts at {header.data_start}, no multiple of {DATA_ALIGNMENT}")
-
-
-def check_predictors_header(header: SafetensorsHeader, manifest: Manifest) -> list[int]:
-    """The ranks by layer of this model's predictors. FormatError for another model's, or other names and shapes."""
-    metadata = header.metadata
-    if metadata.get("format") != "flashllm-predictors" or metadata.get("version") != "1":
-        raise FormatError(f"{header.path}: is not a predictor file of version 1")
-    if metadata.get("model_sha256") != manifest.files[FFN].sha256:
-        raise FormatError(f"{header.path}: these predictors were trained for another model; train them for this one")
-    d_model, d_ff, ranks = manifest.architecture.d_model, manifest.architecture.d_ff, []
-    for layer in range(manifest.architecture.num_layers):
-        first = header.tensors.get(f"layers.{layer}.a")
-        rank = first.shape[0] if first is not None and len(first.shape) == 2 else 0
-        if not 0 < rank <= d_model:
-            raise FormatError(f"{header.path}: layers.{layer}.a must be [rank, {d_model}] with a rank from 1")
-        _expect(header, f"layers.{layer}.a", "F16", (rank, d_model))
-        _expect(header, f"layers.{layer}.b", "F16", (d_ff, rank))
-        _expect(header, f"layers.{layer}.bias", "F32", (d_ff,))
-        _expect(header, f"layers.{layer}.threshold", "F32", (1,))
-        ranks.append(rank)
-    if len(header.tensors) != 4 * len(ranks):
-        raise FormatError(f"{header.path}: holds tensors that belong to no predictor of {len(ranks)} layers")
-    return ranks
-
-
-def _expect(header: SafetensorsHeader, name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-    info = header.tensors.get(name)
-    if info is None:
-        raise FormatError(f"{header.path}: tensor {name} is missing")
-    if info.dtype != dtype or info.shape != shape:
-        raise FormatError(f"{header.path}: {name} is {info.dtype} {list(info.shape)}, not {dtype} {list(shape)}")
-    return info
+def predictor_ranks(path: Path, manifest: Manifest) -> list[int]:
+    """The rank by layer of the predictor file `path`. FormatError unless it belongs to this very model."""
+    header = read_header(path)
+    return check_predictors_header(header, manifest.rows, manifest.architecture.num_layers, manifest.files[FFN].sha256)
 
 
 def install_predictors(directory: Path, path: Path) -> Manifest:
@@ -319,14 +276,14 @@ def install_predictors(directory: Path, path: Path) -> Manifest:
     directory, path = Path(directory), Path(path)
     with locked_directory(directory, f"{directory}: another process is changing this model; try again later"):
         manifest = Manifest.load(directory)
-        check_predictors_header(read_header(path), manifest)
+        predictor_ranks(path, manifest)
         # 1. The new file's bytes are safe under another name.
         temporary = directory / f".{PREDICTORS}.tmp"
         with HashingWriter(temporary) as writer:
             for chunk in iterate_chunks(path):
                 writer.write(memoryview(chunk))
             entry = FileEntry(sha256=writer.finish(), nbytes=writer.position)
-        check_predictors_header(read_header(temporary), manifest)  # what we copied, should `path` have changed
+        predictor_ranks(temporary, manifest)  # what we copied, should `path` have changed
         # 2. The manifest forgets the old file, 3. the file is replaced, 4. the manifest lists the new one.
         files = {name: old for name, old in manifest.files.items() if name != PREDICTORS}
         dataclasses.replace(manifest, files=files).save(directory)
@@ -345,44 +302,9 @@ def _build(kind: type[T], value: Any, where: str) -> T:
 
 
 def _fields(kind: type[Any], value: Any, where: str) -> dict[str, Any]:
-    return _keys(value, tuple(field.name for field in dataclasses.fields(kind)), where)
-
-
-def _keys(value: Any, names: tuple[str, ...], where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} must be an object, not {type(value).__name__}")
-    for name in names:
-        if name not in value:
-            raise ValueError(f"{where}: the key {name!r} is missing")
-    for name in value:
-        if name not in names:
-            raise ValueError(f"{where}: the key {name[:80]!r} is unknown")
-    return dict(value)
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list) or len(value) > 2**16:
-        raise ValueError(f"{where} must be a list")
-    return value
-
-
-def _check_int(name: str, value: Any, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{name} must be an integer from {low} to {high}, not {str(value)[:80]!r}")
-
-
-def _check_str(name: str, value: Any, max_length: int) -> str:
-    if type(value) is not str or len(value) > max_length:
-        raise ValueError(f"{name} must be a text of at most {max_length} characters, not {str(value)[:80]!r}")
-    return value
+    return check_keys(value, tuple(field.name for field in dataclasses.fields(kind)), where)
 
 
 def _check_dtype(name: str, value: Any) -> None:
     if type(value) is not str or value not in WEIGHT_DTYPES:
         raise ValueError(f"{name} must be one of {', '.join(WEIGHT_DTYPES)}, not {str(value)[:80]!r}")
-
-
-def _check_file_name(name: Any) -> None:
-    plain = type(name) is str and 0 < len(name.encode("utf-8", "replace")) <= 255 and name not in (".", "..", MANIFEST)
-    if not plain or any(character in name for character in "/\\\0"):
-        raise ValueError(f"files: {str(name)[:80]!r} is not the name of a file directly in the model directory")

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from flashllm.errors import FlashIOError, FormatError, UnsupportedModelError, UsageError
 from flashllm.files import drop_page_cache, read_json_object
-from flashllm.manifest import CONFIG, MANIFEST
+from flashllm.manifest import MANIFEST
+from flashllm.model_files import CONFIG
 from flashllm.safetensors_file import SafetensorsFile, TensorInfo, open_safetensors
 
 SINGLE = "model.safetensors"
