@@ -7,7 +7,7 @@ from typing import Any
 from flashllm.architectures import attention_shape
 from flashllm.dtypes import WEIGHT_DTYPES
 from flashllm.files import read_json_object
-from flashllm.manifest import open_model_dir, predictor_ranks
+from flashllm.manifest import Manifest, open_model_dir, predictor_ranks
 from flashllm.model_files import CONFIG, FFN, PREDICTORS, RESIDENT, checksums_tensor
 from flashllm.safetensors_file import read_header
 from flashllm.units import format_size
@@ -64,7 +64,7 @@ def inspect(path: Path) -> dict[str, Any]:
     }
 
 
-def _predictors(path: Path, manifest: Any) -> dict[str, Any] | None:
+def _predictors(path: Path, manifest: Manifest) -> dict[str, Any] | None:
     if PREDICTORS not in manifest.files:
         return None
     ranks = predictor_ranks(path / PREDICTORS, manifest)

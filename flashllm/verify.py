@@ -18,7 +18,7 @@ from flashllm.errors import FlashError
 from flashllm.files import Progress, drop_page_cache, iterate_chunks, open_for_reading, pread_bytes, pread_into
 from flashllm.manifest import MANIFEST, Manifest, check_directory, open_model_dir, size_problem
 from flashllm.model_files import FFN, RESIDENT, check_ffn_header, check_resident_header, checksums_tensor
-from flashllm.safetensors_file import DATA_ALIGNMENT, open_safetensors, read_header
+from flashllm.safetensors_file import DATA_ALIGNMENT, MAX_HEADER_NBYTES, open_safetensors, read_header
 
 MAX_LISTED_ROWS = 20  # of a file; the rest is counted
 _ADVICE = "convert the model again or copy the file anew"
@@ -124,7 +124,7 @@ class _Verification:
         may be what is damaged."""
         layout, num_layers = self._manifest.rows, self._manifest.architecture.num_layers
         data_start = self._manifest.files[FFN].nbytes - num_layers * layout.layer_nbytes
-        if data_start <= 0 or data_start % DATA_ALIGNMENT:
+        if not 0 < data_start <= MAX_HEADER_NBYTES + DATA_ALIGNMENT or data_start % DATA_ALIGNMENT:
             yield from (memoryview(chunk) for chunk in iterate_chunks(self._path / FFN))
             return
         rows = np.empty((layout.stream_block_rows, layout.stride), np.uint8)
