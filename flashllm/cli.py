@@ -1,0 +1,109 @@
+"""The umbrella command `flashllm VERB …`: finds the verb's module, parses, and turns errors into one line and a status.
+
+Imports only the chosen verb's module, and those import what they need when they run: `--help` waits for no torch.
+Exit status: 0, 1 (failed), 2 (wrong use), 130 (interrupted).
+"""
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import flashllm
+from flashllm.errors import FlashError
+from flashllm.terminal import one_line, tolerate_any_text
+
+# Verb -> its module, with `add_arguments(parser)` and `main(args) -> int`, and what it is for.
+VERBS = {
+    "chat": ("flashllm.commands.chat", "talk with a model; plain lines when piped"),
+    "generate": ("flashllm.commands.generate", "continue one prompt, with a record of every token"),
+    "convert": ("flashllm.commands.convert", "make a model directory from a Hugging Face folder"),
+    "inspect": ("flashllm.commands.inspect", "what a model directory holds and needs"),
+    "verify": ("flashllm.commands.verify", "check every byte of a model directory"),
+    "plan": ("flashllm.commands.plan", "the memory plan, before anything is loaded"),
+    "offload": ("flashllm.offload.cli", "large batches through a model that does not fit: plan, run"),
+}
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong use in one line, like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"flashllm: error: {one_line(message)} (see {self.prog} --help)\n")
+
+
+def make_parser(verb: str | None) -> argparse.ArgumentParser:
+    """The parser, with the arguments of `verb` alone: the other verbs' modules are not imported."""
+    parser = _Parser(
+        prog="flashllm",
+        description="Runs language models that are larger than memory. MODEL is a model directory, a Hugging Face "
+        "folder or a hub id; left out, the bundled demo.",
+        epilog="`flashllm VERB --help` has the arguments of a verb.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"flashllm {flashllm.__version__}")
+    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
+    for name, (module, summary) in VERBS.items():
+        subparser = subparsers.add_parser(
+            name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False
+        )
+        if name == verb:
+            command = importlib.import_module(module)
+            command.add_arguments(subparser)
+            subparser.set_defaults(main=command.main)
+            subparser.add_argument(
+                "--debug", action="store_true", help="show the traceback of an error, for a bug report"
+            )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (by default the process's); the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments  # known before parsing, as that can fail too
+    tolerate_any_text()
+    try:
+        verb = next((argument for argument in arguments if not argument.startswith("-")), None)
+        args = make_parser(verb).parse_args(arguments)
+        status = int(args.main(args))
+        sys.stdout.flush()  # here, where a closed pipe can still be handled
+        return status
+    except SystemExit as stop:  # of argparse: --help, --version, wrong use
+        return stop.code if isinstance(stop.code, int) else 2
+    except BrokenPipeError:
+        _silence(sys.stdout.fileno())  # the reader (`| head`) has what it wanted
+        return 1
+    except KeyboardInterrupt:
+        return _fail("interrupted", _INTERRUPTED, debug=False, prefix="flashllm: ")
+    except FlashError as error:
+        return _fail(str(error), error.exit_status, debug=debug)
+    except OSError as error:
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        return _fail(f"{where}{error.strerror or error}", 1, debug=debug)
+    except MemoryError:
+        return _fail("the machine is out of memory; give a smaller --memory or close other programs", 1, debug=debug)
+    except Exception as error:
+        hint = "" if debug else " (a bug in flashllm; --debug shows the traceback)"
+        return _fail(f"{type(error).__name__}: {error}{hint}", 1, debug=debug)
+
+
+def _fail(message: str, status: int, *, debug: bool, prefix: str = "flashllm: error: ") -> int:
+    if debug:
+        traceback.print_exc()
+    print(prefix + one_line(message), file=sys.stderr, flush=True)
+    return status
+
+
+def _silence(fd: int) -> None:
+    """Point `fd` at nothing, so that the interpreter's last flush does not fail in turn."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, fd)
+    os.close(null)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""`flashllm inspect [MODEL]`: what a model directory holds, where it is, and what it needs to run."""
+
+import argparse
+
+from flashllm.commands.options import add_json, add_model, find_converted, print_json
+from flashllm.terminal import inert
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    add_model(parser)
+    add_json(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the facts."""
+    from flashllm.inspect import format_inspection, inspect
+
+    facts = inspect(find_converted(args))
+    if args.json:
+        print_json(facts)
+    else:
+        print(inert(format_inspection(facts)))
+    return 0

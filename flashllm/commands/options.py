@@ -1,0 +1,154 @@
+"""Arguments that several verbs share, and their checks. A wrong value is wrong use, told before anything is loaded."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flashllm.errors import UsageError
+from flashllm.terminal import one_line
+from flashllm.units import parse_size
+
+MODES = ("sparse", "oracle", "dense")
+DEFAULT_IO_THREADS = 32  # paper A, section 4
+MAX_THREADS = 1024
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL, which may be left out."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a model directory, a Hugging Face folder or a hub id, converted on first use (default: the demo)",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """--json."""
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+
+
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    """What the memory plan depends on."""
+    group = parser.add_argument_group("memory")
+    group.add_argument("--memory", metavar="SIZE", type=size, help="limit of everything the process holds, like 7GB")
+    group.add_argument("--context", metavar="N", type=whole(1), help="tokens of KV cache (default: the model's limit)")
+    group.add_argument("--window", metavar="K", type=whole(1), help="tokens a neuron stays cached after it was active")
+    group.add_argument(
+        "--io-threads",
+        metavar="T",
+        type=whole(1, MAX_THREADS),
+        default=DEFAULT_IO_THREADS,
+        help="threads that read from flash (default: %(default)s)",
+    )
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """How the model is run."""
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--mode",
+        choices=MODES,
+        default="sparse",
+        help="FFN neurons computed: those the predictors name (sparse), those that fire (oracle), all (dense)",
+    )
+    group.add_argument("--threads", metavar="T", type=whole(1, MAX_THREADS), help="compute threads (default: cores)")
+    group.add_argument("--buffered", action="store_true", help="read through the page cache instead of directly")
+    group.add_argument("--no-checksums", action="store_true", help="do not check the bytes read from flash")
+
+
+def add_sampling(parser: argparse.ArgumentParser, *, defaults: str) -> None:
+    """How the next token is chosen. Absent options are None; `defaults` says in the help where values come from."""
+    group = parser.add_argument_group(f"sampling ({defaults})")
+    group.add_argument("--temperature", metavar="X", type=number(0, None), help="0: always the likeliest token")
+    group.add_argument("--top-k", metavar="K", type=whole(0), help="only the K likeliest tokens; 0: all")
+    group.add_argument("--top-p", metavar="P", type=number(0, 1, low_allowed=False), help="only tokens up to this mass")
+    group.add_argument("--repetition-penalty", metavar="X", type=number(0, None, low_allowed=False), help="1: none")
+    group.add_argument("--seed", metavar="S", type=whole(0, 2**63 - 1), help="the same answer each time")
+    group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before TEXT (repeatable)")
+
+
+def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling options that were given, under the names of `SamplingOptions`."""
+    names = ("temperature", "top_k", "top_p", "repetition_penalty", "seed")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    stop = tuple(text for text in args.stop if text)
+    return {**given, "stop": stop} if stop else given
+
+
+def size(text: str) -> int:
+    """An argument like 7GB, in bytes."""
+    try:
+        nbytes = parse_size(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no memory at all")
+    return nbytes
+
+
+def whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """An argument that is an integer from `low`, to `high` where one is given."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value < low or (high is not None and value > high):
+            bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"must be {bounds}, not {value}")
+        return value
+
+    return parse
+
+
+def number(low: float, high: float | None, *, low_allowed: bool = True) -> Callable[[str], float]:
+    """An argument that is a finite number between the bounds."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        above = value >= low if low_allowed else value > low
+        if not math.isfinite(value) or not above or (high is not None and value > high):
+            bounds = f"{'at least' if low_allowed else 'above'} {low:g}"
+            bounds += "" if high is None else f" and at most {high:g}"
+            raise argparse.ArgumentTypeError(f"must be {bounds}, not {text}")
+        return value
+
+    return parse
+
+
+def say(line: str) -> None:
+    """A line for the user, beside the output."""
+    print(f"flashllm: {one_line(line)}", file=sys.stderr, flush=True)
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """The one document on standard output."""
+    print(json.dumps(document, allow_nan=False), flush=True)
+
+
+def find_model(args: argparse.Namespace) -> Path:
+    """The model directory to run, converted now if this is its first use."""
+    from flashllm.demo import DEMO_NOTICE, is_demo, resolve_model
+    from flashllm.progress import ProgressBar
+
+    with ProgressBar("convert") as bar:
+        path = resolve_model(args.model, progress=bar, say=say)
+    if is_demo(path):
+        say(DEMO_NOTICE)
+    return path
+
+
+def find_converted(args: argparse.Namespace) -> Path:
+    """The model directory to look at; nothing is converted or downloaded for that."""
+    from flashllm.demo import resolve_model
+
+    return resolve_model(args.model, convert_on_first_use=False)

@@ -1,0 +1,33 @@
+"""`flashllm verify [MODEL]`: rereads a model directory and names every damaged file, layer and neuron."""
+
+import argparse
+import dataclasses
+import sys
+
+from flashllm.commands.options import add_json, add_model, find_converted, print_json
+from flashllm.terminal import inert, one_line
+from flashllm.units import format_size
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    add_model(parser)
+    add_json(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Check; exit status 1 where anything is wrong, every finding an error line (with --json: in the document)."""
+    from flashllm.progress import ProgressBar
+    from flashllm.verify import verify
+
+    path = find_converted(args)
+    with ProgressBar("verify") as bar:
+        report = verify(path, bar)
+    if args.json:
+        print_json({"ok": report.ok, **dataclasses.asdict(report)})
+    elif report.ok:
+        print(inert(f"{report.path}: all {report.num_files} files are whole ({format_size(report.nbytes)})"))
+    else:
+        for problem in report.problems:
+            print(f"flashllm: error: {one_line(problem.message)}", file=sys.stderr)
+    return 0 if report.ok else 1

@@ -1,0 +1,42 @@
+"""Text that is safe to show: what a model, a file name or an error says must never command the terminal.
+
+Knows no colours and no layout.
+"""
+
+import io
+import re
+import sys
+from typing import TextIO
+
+# Everything a terminal may obey: C0 but newline and tab, DEL, C1, and surrogates, which no encoder can print. Of an
+# escape sequence the letters remain, without effect: a sequence split over two tokens could not be recognised whole.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_MAX_LINE = 2000  # characters of an error message
+
+
+def inert(text: str) -> str:
+    """`text` without control characters, newline and tab excepted."""
+    return _UNSAFE.sub("", text)
+
+
+def one_line(text: str) -> str:
+    """`text` as one inert line of bounded length, for messages."""
+    line = " ".join(inert(text).split())
+    return line if len(line) <= _MAX_LINE else line[: _MAX_LINE - 1] + "…"
+
+
+def valid_unicode(text: str) -> str:
+    """`text` (an argument, typed text) with U+FFFD for the surrogates that Python keeps for undecodable bytes."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a person looks at `stream`. A closed stream is no terminal."""
+    return not stream.closed and stream.isatty()
+
+
+def tolerate_any_text() -> None:
+    """Let standard output and error replace characters their encoding lacks instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
