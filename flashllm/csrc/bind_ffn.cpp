@@ -12,6 +12,7 @@
 
 #include "bindings.h"
 #include "ffn_layer.h"
+#include "xxh3.h"
 
 namespace flashllm {
 
@@ -66,8 +67,15 @@ class PyFfnLayer {
     options.file_offset = file_offset;
     options.simd = parse_simd(simd);
     element_nbytes_ = dtype_nbytes(options.layout.dtype);
-    const std::size_t parts = gate >= 0 ? 3 : 2;
-    require(stride >= parts * d_model * element_nbytes_, "a row's stride is shorter than its weights");
+    const auto fits = [&](std::size_t element) { return (element + d_model) * element_nbytes_ <= stride; };
+    require(d_model != 0 && num_neurons > 0, "an FFN layer needs a width and neurons");
+    require(fits(up) && fits(down) && (gate < 0 || fits(static_cast<std::size_t>(gate))),
+            "a row's stride is shorter than its weights");
+    require(stride >= kMinHashed && stride % kHashedMultiple == 0,
+            "a row's stride must be a multiple of 64 bytes and at least 512, got " + std::to_string(stride));
+    require(reinterpret_cast<std::uintptr_t>(rows_.data()) % kHashedMultiple == 0,
+            "the neuron cache must start at a multiple of 64 bytes; take it from allocate()");
+    require(gate < 0 || !up_bias_, "a gated FFN has no up bias");
     require(checksums_.shape(0) >= static_cast<std::size_t>(num_neurons), "too few checksums");
     require(rows_.nbytes() >= stride, "the neuron cache needs room for at least one row");
     require(!up_bias_ || up_bias_->shape(0) == static_cast<std::size_t>(num_neurons),
@@ -79,6 +87,7 @@ class PyFfnLayer {
     if (down_bias_) options.down_bias = down_bias_->data();
     kernels_ = &kernel_table(options.simd, options.layout.dtype);
     d_model_ = d_model;
+    stride_ = stride;
     x_.resize(d_model);
     y_.resize(d_model);
     layer_ = std::make_unique<FfnLayer>(options, *reader_, *file_, *pool_,
@@ -132,6 +141,10 @@ class PyFfnLayer {
   }
 
   void fill_from(const ConstBytes& rows, std::int32_t first_neuron, std::int32_t count) {
+    require(first_neuron >= 0 && count >= 0 && count <= INT32_MAX - first_neuron &&
+                rows.nbytes() >= static_cast<std::size_t>(count) * stride_,
+            "rows to fill from must be `count` whole rows from a neuron on");
+    const nb::gil_scoped_release unlocked;
     layer_->fill_from(reinterpret_cast<const std::byte*>(rows.data()), first_neuron, count);
   }
 
@@ -171,13 +184,16 @@ class PyFfnLayer {
   std::vector<AnyArray> predictor_arrays_;
   FloatArray predictor_bias_;
   const KernelTable* kernels_ = nullptr;
-  std::size_t d_model_ = 0, element_nbytes_ = 0;
+  std::size_t d_model_ = 0, stride_ = 0, element_nbytes_ = 0;
   std::vector<float> x_, y_;
   std::unique_ptr<FfnLayer> layer_;
 };
 
 std::vector<std::tuple<int, int>> exchange(SlotTable& table, const std::vector<std::int32_t>& leaving,
                                            const std::vector<std::int32_t>& coming) {
+  for (const auto* ids : {&leaving, &coming})
+    for (const std::int32_t neuron : *ids)
+      require(neuron >= 0 && neuron < table.num_neurons(), "no such neuron");
   std::vector<SlotTable::Move> moves;
   table.exchange(leaving, coming, moves);
   std::vector<std::tuple<int, int>> result;

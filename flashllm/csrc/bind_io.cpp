@@ -60,19 +60,14 @@ class PyReadBatch {
  public:
   PyReadBatch(std::shared_ptr<Reader> reader, std::shared_ptr<DirectFile> file)
       : reader_(std::move(reader)), file_(std::move(file)) {}
-  ~PyReadBatch() {
-    if (!in_flight_) return;
-    try {
-      reader_->wait(batch_);
-    } catch (const std::exception&) {  // nobody is left to tell
-    }
-  }
+  ~PyReadBatch() { reader_->settle(batch_); }
   PyReadBatch(const PyReadBatch&) = delete;
   PyReadBatch& operator=(const PyReadBatch&) = delete;
 
   void add(std::uint64_t offset, const ByteArray& destination, const std::optional<ChecksumArray>& checksums,
            std::uint32_t row_nbytes) {
-    require(!in_flight_, "a batch cannot grow while its reads are under way");
+    require(!batch_.in_flight(), "a batch cannot grow while its reads are under way");
+    require(destination.nbytes() != 0, "a read needs a destination of at least one byte");
     ReadJob job;
     job.offset = offset;
     job.nbytes = destination.nbytes();
@@ -89,16 +84,13 @@ class PyReadBatch {
     batch_.jobs.push_back(job);
   }
 
-  void submit() {
-    reader_->submit(batch_, *file_);
-    in_flight_ = true;
-  }
+  void submit() { reader_->submit(batch_, *file_); }
 
   nb::dict wait() {
+    require(batch_.in_flight(), "waited for a read batch that was not submitted");
     struct Finish {
       PyReadBatch& self;
       ~Finish() {
-        self.in_flight_ = false;
         self.batch_.jobs.clear();
         self.alive_ = nb::list();
       }
@@ -124,7 +116,6 @@ class PyReadBatch {
   std::shared_ptr<DirectFile> file_;
   ReadBatch batch_;
   nb::list alive_;
-  bool in_flight_ = false;
 };
 
 }  // namespace

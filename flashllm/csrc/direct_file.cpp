@@ -3,11 +3,16 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#if defined(__linux__)
+#include <linux/magic.h>
+#include <sys/vfs.h>
+#endif
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <system_error>
+#include <thread>
 
 #include "error.h"
 #include "memory.h"
@@ -16,14 +21,17 @@ namespace flashllm {
 
 namespace {
 
-constexpr int kExtraTries = 2;                   // a failing read is tried twice more
+constexpr int kExtraTries = 2;   // a failing read is tried twice more
+constexpr int kPatience = 1000;  // EAGAINs in a row: a file that is never ready must not hang us
 constexpr std::size_t kAssumedAlignment = 4096;  // where the kernel does not tell
 
 std::string describe(int error) { return std::generic_category().message(error); }
 
-[[noreturn]] void throw_io(const std::string& what, const std::string& path, int error) {
+[[noreturn]] void throw_io(const std::string& what, const std::string& path, int error,
+                           std::uint64_t offset = CoreError::kNoOffset) {
   throw CoreError(ErrorKind::io,
-                  what + " " + path + ": " + describe(error) + " (errno " + std::to_string(error) + ")");
+                  what + " " + path + ": " + describe(error) + " (errno " + std::to_string(error) + ")",
+                  offset);
 }
 
 int open_for_direct_reads(const std::string& path) {
@@ -52,34 +60,46 @@ DirectFile::DirectFile(std::string path, bool want_direct) : path_(std::move(pat
   direct_ = fd_ >= 0;
   if (!direct_) open_buffered(want_direct ? describe(errno) : "");
 
-  // 2. Size and alignment.
+  // 2. Size.
   struct stat status;
   if (fstat(fd_, &status) != 0 || !S_ISREG(status.st_mode)) {
-    const int error = errno;
     close(fd_);
-    throw_io("cannot read, not a regular file:", path_, error);
+    throw CoreError(ErrorKind::io, "cannot read " + path_ + ": not a regular file");
   }
   size_ = static_cast<std::uint64_t>(status.st_size);
   if (!direct_) return;
+
+  // 3. A file system that accepts the flag and goes through the page cache, or refuses the first read.
+  const std::string reason = why_not_direct();
+  if (!reason.empty()) {
+    close(fd_);
+    fd_ = -1;
+    open_buffered(reason);
+  }
+}
+
+std::string DirectFile::why_not_direct() {
   offset_alignment_ = memory_alignment_ = kAssumedAlignment;
+#if defined(__linux__)
+  struct statfs system;
+  if (fstatfs(fd_, &system) == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC))
+    return "the file lies in memory";
+#endif
 #if defined(STATX_DIOALIGN)
   struct statx extended;
   if (statx(fd_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &extended) == 0 &&
-      (extended.stx_mask & STATX_DIOALIGN) != 0 && extended.stx_dio_offset_align != 0) {
+      (extended.stx_mask & STATX_DIOALIGN) != 0) {
+    if (extended.stx_dio_offset_align == 0) return "the file system has no direct reads for this file";
     offset_alignment_ = extended.stx_dio_offset_align;
     memory_alignment_ = std::max<std::size_t>(extended.stx_dio_mem_align, 1);
   }
 #endif
-
-  // 3. One block: a file system that refuses direct reads only now is met here.
-  HugeBuffer block(std::max(offset_alignment_, memory_alignment_));
-  if (size_ != 0 && pread(fd_, block.data(), offset_alignment_, 0) < 0) {
-    const int error = errno;
-    close(fd_);
-    fd_ = -1;
-    if (error != EINVAL && error != ENOTSUP) throw_io("cannot read", path_, error);
-    open_buffered(describe(error));
-  }
+  const HugeBuffer block(std::max(offset_alignment_, memory_alignment_));
+  if (size_ == 0 || pread(fd_, block.data(), offset_alignment_, 0) >= 0) return "";
+  const int error = errno;
+  if (error == EINVAL || error == ENOTSUP) return describe(error);
+  close(fd_);
+  throw_io("cannot read", path_, error, 0);
 }
 
 void DirectFile::open_buffered(const std::string& reason) {
@@ -91,6 +111,11 @@ void DirectFile::open_buffered(const std::string& reason) {
 #if defined(POSIX_FADV_RANDOM)
   posix_fadvise(fd_, 0, 0, POSIX_FADV_RANDOM);  // rows are scattered: read-ahead would multiply the bytes
 #endif
+}
+
+std::uint64_t DirectFile::current_size() const {
+  struct stat status;
+  return fstat(fd_, &status) == 0 ? static_cast<std::uint64_t>(status.st_size) : size_;
 }
 
 DirectFile::~DirectFile() {
@@ -127,20 +152,26 @@ std::size_t DirectFile::read(struct iovec* iov, int iovcnt, std::uint64_t offset
                              std::uint64_t& retries) const {
   std::size_t done = 0;
   int failures = 0;
+  int waits = 0;
   while (iovcnt > 0) {
     const ssize_t got = read_once(iov, iovcnt, offset + done);
     if (got < 0) {
       const int error = errno;
-      if (error == EINTR || error == EAGAIN) continue;
+      if (error == EINTR) continue;
+      if (error == EAGAIN && ++waits < kPatience) {
+        std::this_thread::yield();
+        continue;
+      }
       ++retries;
       if (++failures <= kExtraTries) continue;
       std::size_t wanted = 0;
       for (int i = 0; i < iovcnt; ++i) wanted += iov[i].iov_len;
       throw_io("reading " + std::to_string(wanted) + " bytes at offset " + std::to_string(offset + done) +
                    " failed three times,",
-               path_, error);
+               path_, error, offset + done);
     }
     if (got == 0) break;  // the end of the file
+    waits = 0;
     done += static_cast<std::size_t>(got);
     // A short read: step over what came. A direct read that stopped between sectors can only be the file's
     // end.
@@ -152,14 +183,16 @@ std::size_t DirectFile::read(struct iovec* iov, int iovcnt, std::uint64_t offset
     }
     if (iovcnt > 0 && left > 0) {
       if (direct_ && (left % memory_alignment_ != 0 || (offset + done) % offset_alignment_ != 0)) {
-        if (offset + done >= size_) break;
+        if (offset + done >= current_size()) break;
         // Mid-file and unaligned: read this piece again from its last sector, but not for ever.
         const std::size_t back = (offset + done) % offset_alignment_;
         done -= back;
         left -= back;
         if (left == 0 && ++failures > kExtraTries) {
-          throw CoreError(ErrorKind::io, "reading at offset " + std::to_string(offset + done) +
-                                             " returned less than one sector three times, " + path_);
+          throw CoreError(ErrorKind::io,
+                          "reading at offset " + std::to_string(offset + done) +
+                              " returned less than one sector three times, " + path_,
+                          offset + done);
         }
       }
       iov->iov_base = static_cast<char*>(iov->iov_base) + left;

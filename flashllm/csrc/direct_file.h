@@ -2,8 +2,9 @@
 //
 // Contract of direct reads: offset, length and memory must be multiples of what statx(STATX_DIOALIGN)
 // reports; callers ask `offset_alignment()` and `memory_alignment()`. Some file systems accept O_DIRECT at
-// open and refuse it at the first read, so opening reads one block. A file that cannot be read directly is
-// read through the page cache, and `direct()` says so: whoever opened it must tell the user.
+// open and refuse it at the first read, so opening reads one block. Others accept it and use the page cache
+// all the same (statx says so; tmpfs is made of page cache). A file that cannot be read directly is read
+// through the page cache, and `direct()` says so: whoever opened it must tell the user.
 #pragma once
 
 #include <sys/uio.h>
@@ -33,15 +34,17 @@ class DirectFile {
   std::size_t memory_alignment() const { return memory_alignment_; }
 
   // Fills the iovecs from `offset` on; they must be aligned as above when direct(). Stops at the end of the
-  // file. Short reads are continued, EINTR and EAGAIN repeated, any other error tried twice more. Returns the
-  // bytes read, adds to `retries`, and throws CoreError(io) naming path, offset, size and errno. Changes
-  // `iov`.
+  // file, wherever that is by now. Short reads are continued, EINTR and (for a while) EAGAIN repeated, any
+  // other error tried twice more. Returns the bytes read, adds to `retries`, and throws CoreError(io) naming
+  // path, offset, size and errno. Changes `iov`.
   std::size_t read(struct iovec* iov, int iovcnt, std::uint64_t offset, std::uint64_t& retries) const;
 
   void inject(std::shared_ptr<FaultPlan> faults) { faults_ = std::move(faults); }  // tests only
 
  private:
   void open_buffered(const std::string& reason);
+  std::string why_not_direct();  // empty when reads of the open file can be direct; sets the alignments
+  std::uint64_t current_size() const;
   ssize_t read_once(const struct iovec* iov, int iovcnt, std::uint64_t offset) const;
 
   std::string path_;

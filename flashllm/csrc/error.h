@@ -16,11 +16,16 @@ enum class ErrorKind {
 
 class CoreError : public std::runtime_error {
  public:
-  CoreError(ErrorKind kind, const std::string& message) : std::runtime_error(message), kind_(kind) {}
+  static constexpr std::uint64_t kNoOffset = ~std::uint64_t{0};
+
+  CoreError(ErrorKind kind, const std::string& message, std::uint64_t offset = kNoOffset)
+      : std::runtime_error(message), kind_(kind), offset_(offset) {}
   ErrorKind kind() const { return kind_; }
+  std::uint64_t offset() const { return offset_; }  // in the file, where there is one
 
  private:
   ErrorKind kind_;
+  std::uint64_t offset_;
 };
 
 }  // namespace flashllm

@@ -47,7 +47,11 @@ FfnLayer::FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectF
   gathered_.resize(capacity);
   scales_.reserve(capacity);
   pointers_.reserve(capacity);
+  moves_.reserve(capacity);
   batch_.jobs.reserve(capacity);
+  // Nothing is allocated between taking rows and filling them, so nothing can fail there but a read.
+  for (auto* ids : {&leaving_, &misses_, &hit_positions_, &miss_positions_, &ids_, &pending_fill_})
+    ids->reserve(capacity);
 }
 
 const std::vector<std::int32_t>& FfnLayer::predict(const float* x) {
@@ -66,6 +70,7 @@ const std::vector<std::int32_t>& FfnLayer::predict(const float* x) {
 
 void FfnLayer::forward(const float* x, const std::vector<std::int32_t>& active, float* y) {
   Stopwatch watch;
+  abandon_fill();
   std::fill(y, y + options_.layout.d_model, 0.0F);
   policy_->observe(active);
   counters_.active += active.size();
@@ -91,23 +96,24 @@ void FfnLayer::forward_part(const float* x, const std::int32_t* begin, const std
 
   // 1. Cache: hits, misses, rows freed; the misses become read jobs into their rows.
   admit(begin, end);
-  // 2. The reads fly ...
   try {
+    // 2. The reads fly ...
     reader_.submit(batch_, file_);
-  } catch (...) {
-    discard(misses_);
-    throw;
-  }
-  watch.charge(counters_.memory_ns);
-  // 3. ... while the hits are multiplied (never summed: the sum has one order).
-  up_products(x, hit_positions_, begin);
-  watch.charge(counters_.compute_ns);
-  // 4. The misses have landed.
-  try {
+    watch.charge(counters_.memory_ns);
+    // 3. ... while the hits are multiplied (never summed: the sum has one order).
+    up_products(x, hit_positions_, begin);
+    watch.charge(counters_.compute_ns);
+    // 4. The misses have landed.
     reader_.wait(batch_);
-  } catch (const CoreError& error) {
+  } catch (...) {
+    // No read may still fly into a row, and no row may count that did not land.
+    reader_.settle(batch_);
     discard(misses_);
-    throw CoreError(error.kind(), "layer " + std::to_string(options_.layer) + ": " + error.what());
+    try {
+      throw;
+    } catch (const CoreError& error) {
+      rethrow_with_place(error);
+    }
   }
   watch.charge(counters_.io_ns);
   const ReadStats& stats = batch_.stats();
@@ -160,6 +166,17 @@ void FfnLayer::admit(const std::int32_t* begin, const std::int32_t* end) {
     }
     batch_.jobs.push_back(job);
   }
+}
+
+void FfnLayer::rethrow_with_place(const CoreError& error) const {
+  std::string message = "layer " + std::to_string(options_.layer);
+  if (error.offset() != CoreError::kNoOffset && error.offset() >= options_.file_offset)
+    message += ", neuron " + std::to_string((error.offset() - options_.file_offset) / options_.layout.stride);
+  message += std::string(": ") + error.what();
+  if (error.kind() == ErrorKind::checksum || error.kind() == ErrorKind::format)
+    message +=
+        "; the model directory is damaged: check it with `flashllm verify`, then convert the model again";
+  throw CoreError(error.kind(), message, error.offset());
 }
 
 void FfnLayer::apply_moves() {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cache_policy.h"
+#include "error.h"
 #include "kernels.h"
 #include "memory.h"
 #include "reader.h"
@@ -64,6 +65,9 @@ class FfnLayer {
   // Keeps references to all of them; `rows` holds capacity * stride bytes.
   FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectFile& file, ThreadPool& pool,
            std::byte* rows, FfnCounters& counters);
+  ~FfnLayer() { reader_.settle(batch_); }
+  FfnLayer(const FfnLayer&) = delete;
+  FfnLayer& operator=(const FfnLayer&) = delete;
 
   void set_predictor(const Predictor& predictor) { predictor_ = predictor; }
   bool has_predictor() const { return predictor_.b.rows != 0; }
@@ -76,7 +80,7 @@ class FfnLayer {
   void forward(const float* x, const std::vector<std::int32_t>& active, float* y);
 
   // After a dense prefill: which rows the policy wants for the tokens just seen, then the rows themselves as
-  // they stream by. `abandon_fill` forgets those that never came.
+  // they stream by. `abandon_fill` forgets those that never came; so does the next `forward`.
   void begin_fill(const float* x, std::size_t tokens);
   void fill_from(const std::byte* rows, std::int32_t first_neuron, std::int32_t count);
   void abandon_fill();
@@ -86,6 +90,7 @@ class FfnLayer {
  private:
   void forward_part(const float* x, const std::int32_t* begin, const std::int32_t* end, float* y);
   void admit(const std::int32_t* begin, const std::int32_t* end);
+  [[noreturn]] void rethrow_with_place(const CoreError& error) const;
   void discard(const std::vector<std::int32_t>& neurons);
   void apply_moves();
   void up_products(const float* x, const std::vector<std::int32_t>& positions, const std::int32_t* ids);

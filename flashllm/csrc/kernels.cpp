@@ -59,9 +59,9 @@ float apply_activation(Activation activation, float value) {
     case Activation::identity:
       return value;
     case Activation::relu:
-      return value > 0.0F ? value : 0.0F;
+      return value <= 0.0F ? 0.0F : value;  // a NaN stays one, as in the dense model
     case Activation::squared_relu:
-      return value > 0.0F ? value * value : 0.0F;
+      return value <= 0.0F ? 0.0F : value * value;
   }
   return value;
 }

@@ -13,6 +13,9 @@ namespace flashllm {
 
 namespace {
 
+constexpr std::uint64_t kLargestRequest = std::uint64_t{1} << 30;  // below what one system call can return
+constexpr std::uint64_t kLargestOffset = std::uint64_t{1} << 62;   // sums of offsets never wrap
+
 std::uint64_t now_ns() {
   return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
                                         std::chrono::steady_clock::now().time_since_epoch())
@@ -23,7 +26,9 @@ std::uint64_t now_ns() {
 class Scratch {
  public:
   Scratch(std::uint64_t max_request, std::uint64_t max_gap)
-      : max_request_(max_request), gap_(max_gap + kSector) {}
+      : max_request_(max_request), gap_(std::min(max_gap, max_request)) {  // a gap lies inside a request
+    iov.reserve(2 * kMaxPieces);
+  }
 
   std::byte* gap() { return gap_.data(); }
   // An unaligned request can be longer than max_request when a single row is; grown then, once.
@@ -46,18 +51,20 @@ void verify_job(const ReadJob& job, const DirectFile& file) {
   const std::uint64_t rows = job.nbytes / job.row_nbytes;
   for (std::uint64_t r = 0; r < rows; ++r) {
     if (xxh3_64(job.destination + r * job.row_nbytes, job.row_nbytes) != job.checksums[r]) {
-      throw CoreError(ErrorKind::checksum, "wrong checksum of the row at offset " +
-                                               std::to_string(job.offset + r * job.row_nbytes) + " of " +
-                                               file.path());
+      const std::uint64_t offset = job.offset + r * job.row_nbytes;
+      throw CoreError(ErrorKind::checksum,
+                      "wrong checksum of the row at offset " + std::to_string(offset) + " of " + file.path(),
+                      offset);
     }
   }
 }
 
 [[noreturn]] void throw_shrank(const ReadRequest& request, std::size_t got, const DirectFile& file) {
-  throw CoreError(ErrorKind::format, file.path() + " ends at byte " + std::to_string(request.offset + got) +
-                                         ", expected at least " +
-                                         std::to_string(request.offset + request.nbytes) +
-                                         ": the file shrank or is truncated");
+  throw CoreError(ErrorKind::format,
+                  file.path() + " ends at byte " + std::to_string(request.offset + got) +
+                      ", expected at least " + std::to_string(request.offset + request.nbytes) +
+                      ": the file shrank or is truncated",
+                  request.offset + got);
 }
 
 struct RequestOutcome {
@@ -112,12 +119,20 @@ RequestOutcome read_bounced(const ReadRequest& request, const ReadJob* jobs, con
 class ThreadBackend final : public ReadBackend {
  public:
   explicit ThreadBackend(const ReaderOptions& options) : options_(options) {
+    // All memory is taken here, where running out of it can be told; on a thread it would end the process.
+    const auto threads = static_cast<std::size_t>(options.threads);
+    threads_.reserve(threads);
+    for (std::size_t i = 0; i < threads; ++i)
+      scratch_.push_back(std::make_unique<Scratch>(options.max_request, options.max_gap));
     try {
-      for (int i = 0; i < options.threads; ++i) threads_.emplace_back([this] { serve(); });
+      for (const auto& scratch : scratch_) threads_.emplace_back([this, &scratch] { serve(*scratch); });
     } catch (const std::system_error& error) {
       stop();
       throw CoreError(ErrorKind::io, "cannot start " + std::to_string(options.threads) + " reader threads (" +
                                          error.what() + "); use fewer with --io-threads");
+    } catch (...) {
+      stop();
+      throw;
     }
   }
   ~ThreadBackend() override { stop(); }
@@ -141,8 +156,7 @@ class ThreadBackend final : public ReadBackend {
   }
 
  private:
-  void serve() {
-    Scratch scratch(options_.max_request, options_.max_gap);
+  void serve(Scratch& scratch) {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       work_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
@@ -203,6 +217,7 @@ class ThreadBackend final : public ReadBackend {
   std::condition_variable done_;
   std::deque<ReadBatch*> queue_;  // batches with requests nobody has taken
   bool stopping_ = false;
+  std::vector<std::unique_ptr<Scratch>> scratch_;  // one a thread
   std::vector<std::thread> threads_;
 };
 
@@ -210,8 +225,9 @@ Reader::Reader(const ReaderOptions& options) : options_(options) {
   if (options.threads < 1 || options.threads > 1024)
     throw CoreError(ErrorKind::usage,
                     "reader threads must be 1 to 1024, got " + std::to_string(options.threads));
-  if (options.max_request < 4096)
-    throw CoreError(ErrorKind::usage, "max_request must be at least 4096 bytes");
+  if (options.max_request < 4096 || options.max_request > kLargestRequest)
+    throw CoreError(ErrorKind::usage,
+                    "max_request must be 4 KiB to 1 GiB, got " + std::to_string(options.max_request));
   backend_ = std::make_unique<ThreadBackend>(options);
 }
 
@@ -223,6 +239,9 @@ void Reader::submit(ReadBatch& batch, const DirectFile& file) {
     if (job.nbytes == 0 ||
         (job.checksums != nullptr && (job.row_nbytes == 0 || job.nbytes % job.row_nbytes != 0)))
       throw CoreError(ErrorKind::usage, "a read job must have bytes, and whole rows if it has checksums");
+    if (job.offset > kLargestOffset || job.nbytes > kLargestOffset - job.offset)
+      throw CoreError(ErrorKind::usage,
+                      "a read job at offset " + std::to_string(job.offset) + " lies beyond any file");
   }
   batch.file_ = &file;
   batch.stats_ = ReadStats{};
@@ -239,8 +258,8 @@ void Reader::submit(ReadBatch& batch, const DirectFile& file) {
   for (const ReadRequest& request : batch.requests_) batch.stats_.bounced += request.bounce ? 1 : 0;
   batch.unfinished_ = batch.requests_.size();
   batch.submitted_at_ns_ = now_ns();
-  batch.in_flight_ = true;
   if (batch.unfinished_ != 0) backend_->submit(batch);
+  batch.in_flight_ = true;
 }
 
 void Reader::wait(ReadBatch& batch) {
@@ -248,6 +267,12 @@ void Reader::wait(ReadBatch& batch) {
   backend_->wait(batch);
   batch.in_flight_ = false;
   if (batch.error_) std::rethrow_exception(batch.error_);
+}
+
+void Reader::settle(ReadBatch& batch) noexcept {
+  if (!batch.in_flight_) return;
+  backend_->wait(batch);
+  batch.in_flight_ = false;
 }
 
 }  // namespace flashllm

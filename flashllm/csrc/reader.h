@@ -35,6 +35,7 @@ class ReadBatch {
   std::vector<ReadJob> jobs;  // the caller's to fill before submit; rearranged by it
 
   const ReadStats& stats() const { return stats_; }  // of the last submit, complete after wait
+  bool in_flight() const { return in_flight_; }      // submitted and not yet waited for
 
  private:
   friend class Reader;
@@ -48,7 +49,7 @@ class ReadBatch {
   std::size_t unfinished_ = 0;
   std::exception_ptr error_;
   std::uint64_t submitted_at_ns_ = 0;
-  bool in_flight_ = false;
+  bool in_flight_ = false;  // the caller's own, never seen by the backend's threads
 };
 
 class ReadBackend {
@@ -72,7 +73,8 @@ class Reader {
 
   const ReaderOptions& options() const { return options_; }
   void submit(ReadBatch& batch, const DirectFile& file);
-  void wait(ReadBatch& batch);  // throws CoreError
+  void wait(ReadBatch& batch);             // throws CoreError
+  void settle(ReadBatch& batch) noexcept;  // waits if it is in flight; its error is not wanted
   void read(ReadBatch& batch, const DirectFile& file) {
     submit(batch, file);
     wait(batch);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <string>
+#include <system_error>
 
 #include "error.h"
 
@@ -13,6 +14,7 @@ namespace {
 // Between the loops of one layer the next one comes within microseconds; sleeping would cost more than the
 // wait.
 constexpr auto kSpin = std::chrono::microseconds(30);
+constexpr std::size_t kSharesPerThread = 2;  // finer shares even out the end, longer runs stream better
 
 template <typename Ready>
 bool spin_until(Ready ready) {
@@ -33,10 +35,22 @@ bool spin_until(Ready ready) {
 ThreadPool::ThreadPool(int threads) {
   if (threads < 1 || threads > 1024)
     throw CoreError(ErrorKind::usage, "compute threads must be 1 to 1024, got " + std::to_string(threads));
-  for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { serve(i); });
+  workers_.reserve(static_cast<std::size_t>(threads));
+  try {
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { serve(); });
+  } catch (const std::system_error& error) {
+    stop();
+    throw CoreError(ErrorKind::io, "cannot start " + std::to_string(threads) + " compute threads (" +
+                                       error.what() + "); use fewer with --threads");
+  } catch (...) {
+    stop();
+    throw;
+  }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
@@ -46,36 +60,43 @@ ThreadPool::~ThreadPool() {
   for (std::thread& worker : workers_) worker.join();
 }
 
-void ThreadPool::parallel_for(std::size_t count, std::size_t grain,
-                              const std::function<void(std::size_t, std::size_t)>& body) {
-  if (workers_.empty() || count <= grain) {
-    if (count != 0) body(0, count);
-    return;
-  }
+void ThreadPool::run(Loop loop) {
+  if (loop.count == 0) return;
+  if (workers_.empty() || loop.count <= loop.grain) return loop.call(loop.body, 0, loop.count);
+  const std::lock_guard<std::mutex> turn(turn_);
+  const std::size_t blocks = (loop.count + loop.grain - 1) / loop.grain;
+  loop.shares = std::min(blocks, static_cast<std::size_t>(threads()) * kSharesPerThread);
+  // 1. Open the loop.
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    body_ = &body;
-    count_ = count;
-    grain_ = grain;
-    running_.store(static_cast<int>(workers_.size()));
+    loop_ = loop;
+    next_share_.store(0);
+    open_ = true;
     generation_.fetch_add(1);
   }
   start_.notify_all();
-  run_share(0);
-  const auto finished = [this] { return running_.load() == 0; };
-  while (!spin_until(finished)) std::this_thread::yield();
+  // 2. Work until every share is claimed.
+  claim_shares();
+  // 3. Close it, so that who wakes up now stays out, and wait for those inside.
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    open_ = false;
+  }
+  while (!spin_until([this] { return inside_.load() == 0; })) std::this_thread::yield();
 }
 
-void ThreadPool::run_share(int share) {
-  const std::size_t blocks = (count_ + grain_ - 1) / grain_;
-  const auto shares = static_cast<std::size_t>(threads());
-  const auto s = static_cast<std::size_t>(share);
-  const std::size_t begin = blocks * s / shares * grain_;
-  const std::size_t end = std::min(count_, blocks * (s + 1) / shares * grain_);
-  if (begin < end) (*body_)(begin, end);
+void ThreadPool::claim_shares() {
+  const std::size_t blocks = (loop_.count + loop_.grain - 1) / loop_.grain;
+  for (;;) {
+    const std::size_t share = next_share_.fetch_add(1);
+    if (share >= loop_.shares) return;
+    const std::size_t begin = blocks * share / loop_.shares * loop_.grain;
+    const std::size_t end = std::min(loop_.count, blocks * (share + 1) / loop_.shares * loop_.grain);
+    loop_.call(loop_.body, begin, end);
+  }
 }
 
-void ThreadPool::serve(int worker) {
+void ThreadPool::serve() {
   unsigned seen = 0;
   for (;;) {
     if (!spin_until([&] { return generation_.load() != seen; })) {
@@ -83,13 +104,14 @@ void ThreadPool::serve(int worker) {
       start_.wait(lock, [&] { return generation_.load() != seen; });
     }
     {
-      // The loop's arguments were written under the lock.
       const std::lock_guard<std::mutex> lock(mutex_);
       seen = generation_.load();
       if (stopping_) return;
+      if (!open_) continue;
+      inside_.fetch_add(1);
     }
-    run_share(worker);
-    running_.fetch_sub(1);
+    claim_shares();
+    inside_.fetch_sub(1);
   }
 }
 

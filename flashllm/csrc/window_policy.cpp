@@ -14,50 +14,48 @@ WindowPolicy::WindowPolicy(std::int32_t num_neurons, std::int32_t window) : wind
 }
 
 void WindowPolicy::forget_oldest() {
-  for (const std::int32_t neuron : last_k_active_.front())
-    if (--uses_[static_cast<std::size_t>(neuron)] == 0) expired_.push_back(neuron);
+  for (const std::int32_t neuron : last_k_active_.front()) --uses_[static_cast<std::size_t>(neuron)];
   spare_ = std::move(last_k_active_.front());
   last_k_active_.pop_front();
 }
 
 void WindowPolicy::observe(const std::vector<std::int32_t>& active) {
-  for (const std::int32_t neuron : active) ++uses_[static_cast<std::size_t>(neuron)];
   spare_.assign(active.begin(), active.end());
   last_k_active_.push_back(std::move(spare_));
   spare_ = {};
+  for (const std::int32_t neuron : active) ++uses_[static_cast<std::size_t>(neuron)];
   if (current_window() > window_) forget_oldest();
 }
 
 void WindowPolicy::choose_leaving(const SlotTable& slots, const std::int32_t* part_begin,
                                   const std::int32_t* part_end, std::int32_t misses,
                                   std::vector<std::int32_t>& leaving) {
-  leaving.clear();
   const auto room = [&] {
     return slots.capacity() - slots.num_used() + static_cast<std::int32_t>(leaving.size());
   };
-  const auto take_expired = [&] {
-    for (const std::int32_t neuron : expired_)
-      if (uses_[static_cast<std::size_t>(neuron)] == 0 && slots.contains(neuron)) leaving.push_back(neuron);
-    expired_.clear();
-    // A neuron can expire, return and expire again between two calls.
-    std::sort(leaving.begin(), leaving.end());
-    leaving.erase(std::unique(leaving.begin(), leaving.end()), leaving.end());
+  // A walk over the cached rows, a few microseconds: nothing to keep in step with reads that failed, rows
+  // that came in a prefill, or neurons that left and returned.
+  const auto take_unused = [&] {
+    leaving.clear();
+    for (std::int32_t slot = 0; slot < slots.num_used(); ++slot) {
+      const std::int32_t neuron = slots.pointers()[slot];
+      if (uses_[static_cast<std::size_t>(neuron)] == 0) leaving.push_back(neuron);
+    }
   };
 
   // 1. What fell out of the window goes.
-  take_expired();
+  take_unused();
   // 2. Too little room: the window shrinks, down to the token at hand.
   while (room() < misses && current_window() > 1) {
     forget_oldest();
-    take_expired();
+    take_unused();
   }
   if (room() >= misses) return;
   // 3. The token alone exceeds the capacity: what belongs to its other parts goes, as little as needed.
   std::vector<std::int32_t> others;
   for (std::int32_t slot = 0; slot < slots.num_used(); ++slot) {
     const std::int32_t neuron = slots.pointers()[slot];
-    if (!std::binary_search(part_begin, part_end, neuron) &&
-        !std::binary_search(leaving.begin(), leaving.end(), neuron))
+    if (uses_[static_cast<std::size_t>(neuron)] != 0 && !std::binary_search(part_begin, part_end, neuron))
       others.push_back(neuron);
   }
   std::sort(others.begin(), others.end());  // the choice depends on ids, not on where rows happen to lie

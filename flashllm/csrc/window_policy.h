@@ -28,8 +28,7 @@ class WindowPolicy final : public CachePolicy {
   std::int32_t window_;
   std::deque<std::vector<std::int32_t>> last_k_active_;  // the newest token last
   std::vector<std::int32_t> uses_;                       // [num_neurons]: in how many of those sets
-  std::vector<std::int32_t> expired_;  // fell out of the window; may have come back, or never been cached
-  std::vector<std::int32_t> spare_;    // a set's memory, used again
+  std::vector<std::int32_t> spare_;                      // a set's memory, used again
 };
 
 }  // namespace flashllm
