@@ -67,6 +67,9 @@ class ArchitectureSpec:
     activation_key: str
     activations: Mapping[str, str]  # Hugging Face's name -> one of ACTIVATIONS
     activation_threshold_key: str | None = None  # fatrelu's threshold
+    layers_module: str  # where the decoder layers are in the causal-LM class
+    ffn_module: str  # the submodule of a layer that the streaming FFN replaces
+    silenced_modules: tuple[str, ...] = ()  # submodules whose work it does too
     parallel_attention: bool = False  # the FFN reads the same input as the attention
     num_layers_key: str
     d_model_key: str
@@ -132,6 +135,9 @@ OPT = ArchitectureSpec(
         ResidentTensor(name="model.decoder.final_layer_norm.bias", when=_NORM_AFFINE),
     ),
     ignored=("model.decoder.version",),
+    layers_module="model.decoder.layers",
+    ffn_module="fc1",  # OPT keeps fc1, activation_fn and fc2 inline in the layer
+    silenced_modules=("activation_fn", "fc2"),
     activation_key="activation_function",
     activations={"relu": "relu"},
     num_layers_key="num_hidden_layers",

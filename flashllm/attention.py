@@ -1,0 +1,180 @@
+"""Attention over a preallocated KV cache: one new token through the native kernel, several through torch's SDPA.
+
+The cache is planned and allocated at load, so it can neither grow past the limit nor copy itself at every token.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from flashllm import _core
+from flashllm.errors import FlashError
+from flashllm.meter import Meter
+
+ATTENTION_NAME = "planned_kv"  # transformers takes any name with "flash" in it for FlashAttention
+
+
+class ContextFull(FlashError):
+    """The KV cache has no room for the tokens asked for."""
+
+
+class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers' cache is untyped
+    """Keys and values of one layer: views [batch, kv_heads, context, head_dim] of memory allocated at load."""
+
+    is_croppable = True
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self._all_keys, self._all_values = keys, values
+        self.length = 0
+        self.batch = keys.shape[0]
+        self.is_initialized = True
+        self._show()
+
+    def _show(self) -> None:
+        self.keys = self._all_keys[: self.batch, :, : self.length]
+        self.values = self._all_values[: self.batch, :, : self.length]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the memory is there."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends [batch, kv_heads, tokens, head_dim]; returns views of all cached positions."""
+        batch, new = key_states.shape[0], key_states.shape[2]
+        capacity = self._all_keys.shape[2]
+        if batch > self._all_keys.shape[0]:
+            raise ContextFull(
+                f"a batch of {batch} sequences exceeds the KV cache planned for {self._all_keys.shape[0]}; "
+                f"load the model with batch={batch}"
+            )
+        if self.length + new > capacity:
+            raise ContextFull(
+                f"the context is full: {self.length} tokens are cached, {new} more exceed its limit of {capacity}; "
+                "start a new conversation, shorten the prompt, or load with a larger --context if the model allows it"
+            )
+        self.batch = batch
+        self._all_keys[:batch, :, self.length : self.length + new] = key_states
+        self._all_values[:batch, :, self.length : self.length + new] = value_states
+        self.length += new
+        self._show()
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return int(self._all_keys.shape[2])
+
+    def reset(self) -> None:
+        self.length = 0
+        self._show()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` positions (transformers 5 takes negative counts only)."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes a negative number of tokens to remove, not {tokens_to_remove}")
+        self.length = max(0, self.length + tokens_to_remove)
+        self._show()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._all_keys[: len(beam_idx), :, : self.length] = self.keys.index_select(0, beam_idx)
+        self._all_values[: len(beam_idx), :, : self.length] = self.values.index_select(0, beam_idx)
+        self._show()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.reorder_cache(torch.arange(self.batch).repeat_interleave(repeats))  # type: ignore[arg-type]
+        self.batch *= repeats
+        self._show()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        rows = torch.arange(self.batch)[indices]
+        self.reorder_cache(rows)  # type: ignore[arg-type]
+        self.batch = len(rows)
+        self._show()
+
+
+class KVMemory:
+    """The KV cache's bytes for all layers, allocated once; every cache made from it uses the same memory."""
+
+    def __init__(
+        self, *, num_layers: int, batch: int, kv_heads: int, context: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        shape = (num_layers, 2, batch, kv_heads, context, head_dim)
+        itemsize = torch.empty((), dtype=dtype).element_size()
+        nbytes = itemsize
+        for extent in shape:
+            nbytes *= extent
+        self._memory = torch.from_numpy(_core.allocate(nbytes)).view(dtype).reshape(shape)
+        self._in_use: weakref.ref[Cache] | None = None
+
+    def new_cache(self) -> Cache:
+        """An empty cache over this memory. FlashError while another one lives: it would overwrite its keys."""
+        if self._in_use is not None and self._in_use() is not None:
+            raise FlashError(
+                "the planned KV cache is in use by another conversation; close it first, or pass your own past_key_values"
+            )
+        cache = Cache(layers=[PreallocatedLayer(layer[0], layer[1]) for layer in self._memory])
+        self._in_use = weakref.ref(cache)
+        return cache
+
+
+def make_attention(meter: Meter, native: _core.Attention, max_length: int) -> Any:
+    """An attention function in transformers' form: (output [batch, tokens, heads, head_dim], no weights)."""
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,  # [batch, heads, tokens, head_dim]
+        key: torch.Tensor,  # [batch, kv_heads, length, head_dim]
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if query.shape[2] == 1 and attention_mask is None and key.shape[2] <= max_length:
+            scale = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
+            query = query.contiguous()
+            out = torch.empty((query.shape[0], 1, query.shape[1], query.shape[3]), dtype=query.dtype)
+            itemsize = key.element_size()
+            if key.stride(3) != 1 or key.stride() != value.stride():
+                raise ValueError("keys and values must lie alike in memory, head_dim last")
+            for row in range(query.shape[0]):
+                native.forward(
+                    query[row].data_ptr(),
+                    key[row].data_ptr(),
+                    value[row].data_ptr(),
+                    key.shape[2],
+                    key.stride(1) * itemsize,
+                    key.stride(2) * itemsize,
+                    scale,
+                    out[row].data_ptr(),
+                )
+            return out, None
+        with meter.computing():
+            output, _ = sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            )
+        return output, None
+
+    return attend
+
+
+def register_attention() -> None:
+    """Make `ATTENTION_NAME` known to transformers; each loaded model brings its own function as an attribute."""
+
+    def dispatch(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        output: tuple[torch.Tensor, None] = module.flash_attend(module, *args, **kwargs)  # type: ignore[operator]
+        return output
+
+    AttentionInterface.register(ATTENTION_NAME, dispatch)
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

@@ -1,0 +1,190 @@
+"""The memory plan: every byte the process will hold, decided before anything is loaded (design contract 3).
+
+Plain arithmetic over the manifest and the config; imports no torch. `plan_memory` either returns a plan that fits its
+limit or raises BudgetError with the numbers. What is left after everything fixed goes to the neuron caches, a layer's
+share no larger than its calibrated need (paper A, section 3.3: Req_i).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flashllm.architectures import attention_shape
+from flashllm.errors import BudgetError, UsageError
+from flashllm.manifest import Manifest
+from flashllm.model_files import PREDICTORS, RESIDENT
+from flashllm.units import format_size
+
+DEFAULT_WINDOW = 5  # tokens (paper A, section 3.1)
+MAX_REQUEST = 1 << 20  # bytes of one read request
+# What the process grows by at its first forward passes besides the planned buffers: lazily loaded library pages,
+# OpenMP and oneDNN workspaces, the allocator's slack. Measured on OPT shapes from 12 M to 1.3 B parameters.
+LIBRARY_GROWTH = 160_000_000
+_MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, slowly
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes by purpose, and the rows of each layer's neuron cache."""
+
+    limit_nbytes: int
+    limit_is_given: bool
+    process: int  # interpreter and libraries
+    resident: int
+    predictors: int
+    kv_cache: int
+    staging: int
+    workspace: int
+    row_nbytes: int
+    cache_rows: tuple[int, ...]  # per layer
+    min_cache_rows: tuple[int, ...]
+    context: int  # tokens of KV cache
+    window: int
+
+    @property
+    def neuron_cache(self) -> int:
+        return sum(self.cache_rows) * self.row_nbytes
+
+    @property
+    def fixed_nbytes(self) -> int:
+        return self.process + self.resident + self.predictors + self.kv_cache + self.staging + self.workspace
+
+    @property
+    def total_nbytes(self) -> int:
+        return self.fixed_nbytes + self.neuron_cache
+
+    @property
+    def minimum_nbytes(self) -> int:
+        """The smallest limit this configuration runs under."""
+        return self.fixed_nbytes + sum(self.min_cache_rows) * self.row_nbytes
+
+    def rows(self) -> list[tuple[str, int]]:
+        """(purpose, bytes), in the order of a printed table."""
+        return [
+            ("interpreter and libraries", self.process),
+            ("resident weights", self.resident),
+            ("predictors", self.predictors),
+            (f"KV cache, {self.context} tokens", self.kv_cache),
+            ("staging for reads", self.staging),
+            ("workspace", self.workspace),
+            ("neuron cache", self.neuron_cache),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "limit_bytes": self.limit_nbytes,
+            "limit_is_given": self.limit_is_given,
+            "total_bytes": self.total_nbytes,
+            "minimum_bytes": self.minimum_nbytes,
+            "process_bytes": self.process,
+            "resident_bytes": self.resident,
+            "predictor_bytes": self.predictors,
+            "kv_cache_bytes": self.kv_cache,
+            "staging_bytes": self.staging,
+            "workspace_bytes": self.workspace,
+            "neuron_cache_bytes": self.neuron_cache,
+            "cache_rows": list(self.cache_rows),
+            "context": self.context,
+            "window": self.window,
+        }
+
+
+def share_rows(available: int, needs: Sequence[int]) -> tuple[int, ...]:
+    """Rows for each layer: at most its need, the rest shared evenly among the layers that can use more."""
+    rows = [0] * len(needs)
+    hungry = sorted(range(len(needs)), key=lambda layer: needs[layer])
+    for position, layer in enumerate(hungry):
+        rows[layer] = min(needs[layer], available // (len(hungry) - position))
+        available -= rows[layer]
+    return tuple(rows)
+
+
+def plan_memory(
+    manifest: Manifest,
+    config: Mapping[str, Any],
+    *,
+    limit: int | None,
+    available: int,
+    process: int,
+    context: int | None = None,
+    window: int | None = None,
+    io_threads: int = 32,
+    batch: int = 1,
+) -> MemoryPlan:
+    """The plan for one loaded model.
+
+    Args:
+        config: the model's config.json.
+        limit: bytes for everything the process holds; None: four fifths of what is there now.
+        available: bytes the process could still take.
+        process: bytes it holds with its libraries loaded and no model.
+        context: tokens of KV cache; None: the model's own limit.
+        batch: sequences computed together.
+
+    Raises:
+        BudgetError: the limit is below the minimum, or above what the machine has left.
+        UsageError: a context or window that cannot be.
+    """
+    shape, rows, layers = attention_shape(config), manifest.rows, manifest.architecture.num_layers
+    context = shape.context if context is None else context
+    if not 1 <= context <= shape.context:
+        raise UsageError(f"--context must be 1 to {shape.context} tokens for this model, not {context}")
+    window = window if window is not None else DEFAULT_WINDOW
+    if window < 1:
+        raise UsageError(f"--window must be at least 1 token, not {window}")
+    itemsize = 4 if manifest.dtype == "float32" else 2
+    vocab = int(config.get("vocab_size", 50272))
+
+    needs = [manifest.architecture.d_ff] * layers
+    if manifest.calibration is not None and manifest.calibration.window >= window:
+        needs = [min(need, manifest.architecture.d_ff) for need in manifest.calibration.req]
+    minimum = tuple(min(need, _MIN_CACHE_ROWS) for need in needs)
+    block = manifest.stream_block_rows
+    plan = MemoryPlan(
+        limit_nbytes=limit if limit is not None else (process + available) * 4 // 5,
+        limit_is_given=limit is not None,
+        process=process + LIBRARY_GROWTH,
+        resident=manifest.files[RESIDENT].nbytes,
+        predictors=manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files else 0,
+        kv_cache=batch * context * shape.kv_nbytes_per_token(itemsize),
+        # Two blocks of rows streaming; a request's worth for each thread where a file system's sectors make rows bounce.
+        staging=2 * block * rows.stride + io_threads * (MAX_REQUEST // 4),
+        workspace=batch * _workspace_per_sequence(context, rows.d_model, vocab, itemsize)
+        + 2 * block * rows.stride * (4 // itemsize)  # a block of rows in fp32
+        + 4 * manifest.prefill_block_tokens * block * 4,  # its products
+        row_nbytes=rows.stride,
+        cache_rows=minimum,
+        min_cache_rows=minimum,
+        context=context,
+        window=window,
+    )
+    if plan.limit_nbytes < plan.minimum_nbytes:
+        raise BudgetError(_refusal(plan, available))
+    spare = (plan.limit_nbytes - plan.fixed_nbytes) // rows.stride
+    plan = replace(plan, cache_rows=share_rows(spare, needs))
+    if plan.total_nbytes - process > available:
+        raise BudgetError(
+            f"the plan of {format_size(plan.total_nbytes)} needs {format_size(plan.total_nbytes - process)} more, but the "
+            f"machine (or its control group) has {format_size(available)} left; lower --memory to at most "
+            f"{format_size(available + process)}, or close other programs"
+        )
+    return plan
+
+
+def _workspace_per_sequence(context: int, d_model: int, vocab: int, itemsize: int) -> int:
+    """Activations of the longest prefill: about ten of the model's width, two in fp32, a mask, and the logits."""
+    return context * d_model * (10 * itemsize + 8) + context * context + 4 * 4 * vocab
+
+
+def _refusal(plan: MemoryPlan, available: int) -> str:
+    missing = plan.minimum_nbytes - plan.limit_nbytes
+    table = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in plan.rows())
+    if plan.limit_is_given:
+        advice = f"use --memory {-(-plan.minimum_nbytes // 10**6)}MB or more"
+    else:
+        advice = f"this machine has {format_size(available)} left; close other programs"
+    return (
+        f"{format_size(plan.limit_nbytes)} cannot hold this model: it needs at least {format_size(plan.minimum_nbytes)}, "
+        f"{format_size(missing)} more ({table}); {advice}, or shorten --context (now {plan.context} tokens)"
+    )

@@ -1,0 +1,174 @@
+"""Everything a loaded model holds outside its Python modules: threads, files, buffers, weights, neuron caches.
+
+Built once from a manifest and a memory plan, in the order of the plan; nothing grows afterwards. `close` releases all.
+"""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+
+from flashllm import _core
+from flashllm.architectures import AttentionShape, spec_of
+from flashllm.attention import KVMemory
+from flashllm.budget import MAX_REQUEST, MemoryPlan
+from flashllm.errors import UsageError
+from flashllm.ffn import TORCH_DTYPES, FlashFFN, Mode
+from flashllm.manifest import Manifest
+from flashllm.model_files import FFN, PREDICTORS, RESIDENT, checksums_tensor, ffn_tensor
+from flashllm.meter import Meter
+from flashllm.resident import read_tensors
+from flashllm.safetensors_file import read_header
+from flashllm.stream import LayerRows, RowStream
+
+
+class Engine:
+    """The memory, files and threads of one model; a context manager."""
+
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        plan: MemoryPlan,
+        attention: AttentionShape,
+        *,
+        mode: Mode,
+        threads: int,
+        io_threads: int,
+        direct: bool,
+        verify_checksums: bool,
+        batch: int,
+    ) -> None:
+        if mode is Mode.SPARSE and PREDICTORS not in manifest.files:
+            raise UsageError(
+                f"{directory} has no predictors, which mode sparse needs; train them with "
+                f"`python predictors/train_predictor.py {directory}`, or use --mode dense"
+            )
+        self.directory, self.manifest, self.plan, self.mode = directory, manifest, plan, mode
+        self.meter = Meter()
+        self.notices: list[str] = []
+        # 1. Threads, and the file the rows come from.
+        self.pool = _core.ThreadPool(threads)
+        self._reader = _core.Reader(io_threads, max_request=MAX_REQUEST, verify=verify_checksums)
+        self._file = _core.DirectFile(str(directory / FFN), direct=direct)
+        self.direct_io = self._file.direct
+        if direct and not self._file.direct:
+            self.notices.append(
+                f"direct I/O is not available for {directory} ({self._file.fallback_reason}): reads go through the page "
+                "cache, which is not counted in the memory plan and makes timings those of memory, not of flash"
+            )
+        # 2. Resident weights and checksums, in anonymous memory.
+        self.tensors, _ = read_tensors(directory / RESIDENT, self._reader, direct=direct)
+        # 3. Buffers of the plan: KV cache, staging, neuron caches.
+        self.kv_memory = KVMemory(
+            num_layers=attention.num_layers,
+            batch=batch,
+            kv_heads=attention.num_kv_heads,
+            context=plan.context,
+            head_dim=attention.head_dim,
+            dtype=TORCH_DTYPES[manifest.dtype],
+        )
+        header = read_header(directory / FFN)
+        layers = range(manifest.architecture.num_layers)
+        self._rows = [
+            LayerRows(
+                offset=header.tensors[ffn_tensor(layer)].offset,
+                num_rows=manifest.rows.num_rows,
+                checksums=self.tensors.pop(checksums_tensor(layer)).numpy(),
+            )
+            for layer in layers
+        ]
+        self._stream = RowStream(
+            self._reader, self._file, self._rows, stride=manifest.rows.stride, block_rows=manifest.stream_block_rows
+        )
+        self.meter.streams.append(self._stream)
+        self._cache = _core.allocate(plan.neuron_cache)
+        self.ffns = [self._build_ffn(layer) for layer in layers]
+        if mode is Mode.SPARSE:
+            self._load_predictors(direct)
+
+    def _build_ffn(self, layer: int) -> FlashFFN:
+        manifest, spec = self.manifest, spec_of(self.manifest.architecture.model_type)
+        layout, stride = manifest.rows, manifest.rows.stride
+        start = sum(self.plan.cache_rows[:layer]) * stride
+
+        def bias(pattern: str | None) -> torch.Tensor | None:
+            tensor = None if pattern is None else self.tensors.pop(pattern.format(i=layer), None)
+            return None if tensor is None else tensor.float().contiguous()
+
+        up_bias, down_bias = bias(spec.up_bias), bias(spec.down_bias)
+        parts = {name: index * layout.d_model for index, name in enumerate(layout.matrices)}
+        native = _core.FfnLayer(
+            layer=layer,
+            dtype=layout.encoding,
+            stride=stride,
+            d_model=layout.d_model,
+            num_neurons=layout.d_ff,
+            up=parts["up"],
+            gate=parts.get("gate", -1),
+            down=parts["down"],
+            activation=manifest.architecture.activation,
+            window=self.plan.window,
+            file_offset=self._rows[layer].offset,
+            up_bias=up_bias,
+            down_bias=down_bias,
+            checksums=self._rows[layer].checksums,
+            rows=self._cache[start : start + self.plan.cache_rows[layer] * stride],
+            reader=self._reader,
+            file=self._file,
+            pool=self.pool,
+            counters=self.meter.native,
+        )
+        return FlashFFN(
+            layer,
+            num_layers=manifest.architecture.num_layers,
+            mode=self.mode,
+            layout=layout,
+            activation=manifest.architecture.activation,
+            native=native,
+            stream=self._stream,
+            meter=self.meter,
+            up_bias=up_bias,
+            down_bias=down_bias,
+            prefill_block=manifest.prefill_block_tokens,
+            window=self.plan.window,
+        )
+
+    def _load_predictors(self, direct: bool) -> None:
+        tensors, _ = read_tensors(self.directory / PREDICTORS, self._reader, direct=direct)
+        for layer, ffn in enumerate(self.ffns):
+            ffn.native.set_predictor(
+                tensors[f"layers.{layer}.a"],
+                tensors[f"layers.{layer}.b"],
+                tensors[f"layers.{layer}.bias"],
+                float(tensors[f"layers.{layer}.threshold"].item()),
+            )
+
+    def cached_neurons(self) -> list[np.ndarray[tuple[int, ...], np.dtype[np.int32]]]:
+        """Ids in each layer's cache, in the order of its rows."""
+        return [np.asarray(ffn.native.cached(), dtype=np.int32) for ffn in self.ffns]
+
+    def interrupt(self) -> None:
+        """After a pass that did not finish: no read stays under way."""
+        self._stream.drain()
+
+    def close(self) -> None:
+        """Wait for reads under way and release threads, files and memory. The model cannot be used afterwards."""
+        self._stream.drain()
+        for ffn in self.ffns:
+            ffn.release()
+        self.tensors.clear()
+        for name in ("_cache", "_stream", "_file", "_reader", "pool", "kv_memory", "_rows"):
+            if hasattr(self, name):
+                delattr(self, name)
+        self.meter.streams.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

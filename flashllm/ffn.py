@@ -1,0 +1,138 @@
+"""The FFN that streams from flash: what replaces a decoder layer's up projection, activation and down projection.
+
+Three ways through it, chosen by mode and by the number of new tokens (design contract 2), never by the cache:
+sparse (predicted neurons, one native call), oracle (the exact ReLU mask) and dense (every neuron, block by block).
+"""
+
+from enum import StrEnum
+
+import numpy as np
+import torch
+from torch import nn
+
+from flashllm import _core
+from flashllm.bundle import RowLayout
+from flashllm.linear import dense_product
+from flashllm.meter import Meter
+from flashllm.stream import RowStream
+
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_ACTIVATIONS = {"relu": torch.relu, "squared_relu": lambda h: torch.relu(h).square()}
+
+
+class Mode(StrEnum):
+    """Which neurons are computed while decoding."""
+
+    SPARSE = "sparse"  # those the predictor names
+    ORACLE = "oracle"  # those that fire: exact, and as slow as dense
+    DENSE = "dense"  # all
+
+
+class FlashFFN(nn.Module):
+    """y = down(activation(up(x))) of one layer, its neurons on flash."""
+
+    def __init__(
+        self,
+        layer: int,
+        *,
+        num_layers: int,
+        mode: Mode,
+        layout: RowLayout,
+        activation: str,
+        native: _core.FfnLayer,
+        stream: RowStream,
+        meter: Meter,
+        up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        prefill_block: int,
+        window: int,
+    ) -> None:
+        super().__init__()
+        self.layer, self.num_layers, self.mode = layer, num_layers, mode
+        self.native = native
+        self.few_tokens = True  # the model says so before each pass: at most K0 new tokens a sequence
+        self._layout, self._activation = layout, _ACTIVATIONS[activation]
+        self._stream, self._meter = stream, meter
+        self._up_bias, self._down_bias = up_bias, down_bias  # fp32
+        self._prefill_block, self._window = prefill_block, window
+        self._dtype = TORCH_DTYPES[layout.encoding]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., d_model] -> y, same shape and dtype. Raises FlashIOError, ChecksumError, FormatError."""
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        if self.mode is Mode.DENSE or not self.few_tokens:
+            y = self._dense(flat)
+        elif self.mode is Mode.ORACLE:
+            y = self._oracle(flat)
+        else:
+            y = torch.empty_like(flat)
+            self.native.forward(flat.data_ptr(), flat.shape[0], y.data_ptr())
+        return y.reshape(x.shape)
+
+    def release(self) -> None:
+        """Let go of native memory, files and threads."""
+        del self.native, self._stream
+
+    def _dense(self, x: torch.Tensor) -> torch.Tensor:
+        """Every neuron; the rows of the last tokens' active neurons stay in the cache."""
+        fill = self.mode is Mode.SPARSE
+        if fill:
+            recent = x[-self._window :]
+            self.native.begin_fill(recent.data_ptr(), recent.shape[0])
+        total = torch.zeros(x.shape, dtype=torch.float32)
+        try:
+            for first, rows in self._stream.blocks(self.layer, then=self._next_layer()):
+                count = min(rows.shape[0], self._layout.d_ff - first)
+                if fill:
+                    self.native.fill_from(rows, first, count)
+                with self._meter.computing():
+                    self._add_block(x, first, self._matrices(rows, count), total)
+        finally:
+            self.native.abandon_fill()  # nothing, unless a read failed
+        with self._meter.computing():
+            if self._down_bias is not None:
+                total += self._down_bias
+            return total.to(x.dtype)
+
+    def _add_block(self, x: torch.Tensor, first: int, block: dict[str, torch.Tensor], total: torch.Tensor) -> None:
+        count = block["up"].shape[0]
+        if x.dtype == torch.float16:  # widened once a block, not once a product
+            block = {name: matrix.float() for name, matrix in block.items()}
+        for start in range(0, x.shape[0], self._prefill_block):
+            tokens = slice(start, start + self._prefill_block)
+            h = self._activated(x[tokens].to(block["up"].dtype), first, count, block)
+            total[tokens] += dense_product(h, block["down"].T)
+
+    def _activated(
+        self, x: torch.Tensor, first: int, count: int, block: dict[str, torch.Tensor]
+    ) -> torch.Tensor:  # [tokens, count]
+        driver = dense_product(x, block.get("gate", block["up"]))
+        if "gate" in block:
+            return self._activation(driver) * dense_product(x, block["up"])
+        if self._up_bias is not None:
+            driver = driver + self._up_bias[first : first + count].to(driver.dtype)
+        return self._activation(driver)
+
+    def _oracle(self, x: torch.Tensor) -> torch.Tensor:
+        active: list[list[torch.Tensor]] = [[] for _ in range(x.shape[0])]
+        for first, rows in self._stream.blocks(self.layer, then=self._next_layer()):
+            count = min(rows.shape[0], self._layout.d_ff - first)
+            with self._meter.computing():
+                block = {name: matrix.float() for name, matrix in self._matrices(rows, count).items()}
+                fires = self._activated(x.float(), first, count, block) > 0
+                for token, mask in enumerate(fires):
+                    active[token].append(mask.nonzero().flatten() + first)
+        y = torch.empty_like(x)
+        for token, ids in enumerate(active):
+            exact = torch.cat(ids).to(torch.int32).numpy()
+            self.native.forward_active(x[token].data_ptr(), exact, y[token].data_ptr())
+        return y
+
+    def _matrices(self, rows: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], count: int) -> dict[str, torch.Tensor]:
+        """[count, d_model] views of a block's matrices (down transposed: one row a neuron)."""
+        elements = torch.from_numpy(rows[:count]).view(self._dtype)
+        width = self._layout.d_model
+        return {name: elements[:, part * width : (part + 1) * width] for part, name in enumerate(self._layout.matrices)}
+
+    def _next_layer(self) -> int | None:
+        return self.layer + 1 if self.layer + 1 < self.num_layers else None

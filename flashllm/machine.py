@@ -1,0 +1,78 @@
+"""What the process may use: cores, memory left, and the limit of its own control group. Reads the kernel, sets nothing."""
+
+import os
+from pathlib import Path
+
+import psutil
+
+_NO_LIMIT = 2**60  # version 1 control groups report "no limit" as a huge number
+
+
+def num_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def process_nbytes() -> int:
+    """Resident bytes of this process now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_process_nbytes() -> int:
+    """The most bytes this process ever held resident (VmHWM where the kernel tells it)."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, where there is no /proc
+
+
+def available_nbytes() -> int:
+    """Bytes the process can still take: the system's available memory, or less where a control group says so.
+
+    `psutil.virtual_memory()` shows the host even inside a control group, so the group is asked too.
+    """
+    available = int(psutil.virtual_memory().available)
+    for limit, used in _cgroup_limits():
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def cgroup_limit_nbytes() -> int | None:
+    """The smallest memory limit of the process's control group and the groups above it; None without one."""
+    return min((limit for limit, _ in _cgroup_limits()), default=None)
+
+
+def _cgroup_limits(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> list[tuple[int, int]]:
+    """(limit, used) in bytes of every limited memory group the process is in, versions 1 and 2."""
+    found = []
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit_name, used_name = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base, limit_name, used_name = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = base / path.lstrip("/")
+        while True:
+            try:
+                limit_text = (group / limit_name).read_text().strip()
+                if limit_text != "max" and int(limit_text) < _NO_LIMIT:
+                    found.append((int(limit_text), int((group / used_name).read_text())))
+            except (OSError, ValueError):
+                pass  # a container shows its own group at the root, or the root has no limit file
+            if group == base:
+                break
+            group = group.parent
+    return found

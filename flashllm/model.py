@@ -1,0 +1,199 @@
+"""`FlashModel.from_pretrained`: an ordinary Hugging Face causal LM whose FFN neurons stay on flash.
+
+Built on the meta device, so no dense weight ever exists; resident tensors are assigned from anonymous memory, FFNs and
+linears replaced by ours. `generate`, sampling, streamers and evaluation harnesses see the Hugging Face class they know.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from flashllm import _core
+from flashllm.architectures import attention_shape, spec_of
+from flashllm.attention import ATTENTION_NAME, make_attention, register_attention
+from flashllm.budget import MemoryPlan, plan_memory
+from flashllm.demo import resolve_model
+from flashllm.engine import Engine
+from flashllm.errors import FormatError, UsageError
+from flashllm.ffn import TORCH_DTYPES, Mode
+from flashllm.linear import FlashLinear
+from flashllm.machine import available_nbytes, num_cores, process_nbytes
+from flashllm.manifest import Manifest, open_model_dir
+from flashllm.model_files import CONFIG
+from flashllm.units import parse_size
+
+
+class FlashMixin:
+    """What the Hugging Face class gains: the engine, and passes that know how many tokens are new."""
+
+    engine: Engine
+    flash_attend: Any
+
+    def forward(
+        self, input_ids: torch.Tensor | None = None, *, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        """As the Hugging Face class. At most K0 new tokens a sequence use the predictor (design contract 2)."""
+        given = input_ids if input_ids is not None else inputs_embeds
+        new_tokens = 0 if given is None else given.shape[1]
+        few = new_tokens <= self.engine.manifest.sparse_prefill_tokens
+        for ffn in self.engine.ffns:
+            ffn.few_tokens = few
+        with torch.inference_mode():
+            return super().forward(input_ids, inputs_embeds=inputs_embeds, **kwargs)  # type: ignore[misc]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Hugging Face class, over the KV cache of the memory plan unless `past_key_values` is given."""
+        if kwargs.get("past_key_values") is None and kwargs.get("use_cache", True):
+            kwargs["past_key_values"] = self.new_cache()
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def new_cache(self) -> Cache:
+        """An empty KV cache over the planned memory; one lives at a time."""
+        return self.engine.kv_memory.new_cache()
+
+
+class FlashModel:
+    """Entry point; see `from_pretrained`."""
+
+    @staticmethod
+    def from_pretrained(
+        path: str | Path | None = None,
+        *,
+        memory: int | str | None = None,
+        window: int | None = None,
+        threads: int | None = None,
+        io_threads: int = 32,
+        mode: str = "sparse",
+        context: int | None = None,
+        direct: bool = True,
+        verify_checksums: bool = True,
+        batch: int = 1,
+    ) -> Any:
+        """Load a model directory. Returns a Hugging Face causal LM with `.engine`; close it with `model.engine.close()`.
+
+        Args:
+            path: model directory, Hugging Face folder or hub id (converted on first use); None: the bundled demo.
+            memory: limit for everything the process holds, in bytes or as "7GB"; None: four fifths of what is free.
+            window: tokens a neuron stays cached after it was active (paper A, section 3.1).
+            threads: compute threads. io_threads: the reader's.
+            mode: "sparse", "oracle" (exact ReLU mask) or "dense".
+            context: tokens of KV cache; None: the model's limit.
+            direct: read past the page cache; False: through it.
+            batch: sequences computed together at most.
+
+        Raises:
+            UsageError, BudgetError, FormatError, FlashIOError, UnsupportedModelError: each says what to do.
+        """
+        directory = resolve_model(None if path is None else str(path))
+        manifest, config = open_model_dir(directory), read_config(directory)
+        try:
+            chosen = Mode(mode)
+        except ValueError:
+            raise UsageError(f"--mode must be one of {', '.join(Mode)}, not {mode!r}") from None
+        threads = threads if threads is not None else num_cores()
+        plan = plan_memory(
+            manifest,
+            config,
+            limit=parse_size(memory) if isinstance(memory, str) else memory,
+            available=available_nbytes(),
+            process=process_nbytes(),
+            context=context,
+            window=window,
+            io_threads=io_threads,
+            batch=batch,
+        )
+        engine = Engine(
+            directory,
+            manifest,
+            plan,
+            attention_shape(config),
+            mode=chosen,
+            threads=threads,
+            io_threads=io_threads,
+            direct=direct,
+            verify_checksums=verify_checksums,
+            batch=batch,
+        )
+        try:
+            return _build_model(directory, manifest, config, plan, engine)
+        except BaseException:
+            engine.close()
+            raise
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The model's config.json as a plain dictionary."""
+    config: dict[str, Any] = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    return config
+
+
+def _build_model(
+    directory: Path, manifest: Manifest, config: dict[str, Any], plan: MemoryPlan, engine: Engine
+) -> PreTrainedModel:
+    register_attention()
+    hf_config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    hf_config._attn_implementation = ATTENTION_NAME
+    base = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    flash_class = type(f"Flash{base.__name__}", (FlashMixin, base), {})
+    dtype = TORCH_DTYPES[manifest.dtype]
+
+    # 1. The Hugging Face skeleton, without memory.
+    with torch.device("meta"):
+        model = flash_class(hf_config).to(dtype)
+    # 2. FFNs and linears become ours.
+    spec = spec_of(manifest.architecture.model_type)
+    for layer, ffn in zip(model.get_submodule(spec.layers_module), engine.ffns, strict=True):
+        layer.set_submodule(spec.ffn_module, ffn)
+        for name in spec.silenced_modules:
+            layer.set_submodule(name, nn.Identity())
+    linears = _replace_linears(model)
+    # 3. Resident tensors are assigned, never copied.
+    missing, unexpected = model.load_state_dict(engine.tensors, strict=False, assign=True)
+    model.tie_weights()
+    left = sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
+    if left or unexpected:
+        raise FormatError(
+            f"{directory}: resident weights do not fit the architecture (missing {left[:3]}, unknown {unexpected[:3]}); "
+            "convert the model again"
+        )
+    del missing  # the tied head is listed there although it is in place
+    engine.tensors.clear()
+    model.requires_grad_(False)
+    model.eval()
+    # 4. The native kernels over what is now in place.
+    for linear in linears:
+        linear.attach(engine.pool, engine.meter, manifest.sparse_prefill_tokens)
+    shape = attention_shape(config)
+    native = _core.Attention(
+        heads=int(hf_config.num_attention_heads),
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_length=plan.context,
+        dtype=manifest.dtype,
+        pool=engine.pool,
+        counters=engine.meter.native,
+    )
+    attend = make_attention(engine.meter, native, plan.context)
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module.flash_attend = attend
+    model.engine = engine
+    if (directory / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    return model
+
+
+def _replace_linears(model: nn.Module) -> list[FlashLinear]:
+    replaced = []
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            ours = FlashLinear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
+            model.set_submodule(name, ours.to(module.weight.dtype))
+            replaced.append(ours)
+    return replaced
