@@ -1,0 +1,220 @@
+"""The command line of engine B: `flashllm offload plan`. It reads arguments and prints; planning is elsewhere.
+
+Setting the parser up imports neither numpy, scipy nor torch: the planner is imported when a plan is wanted.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashllm.errors import FlashError, UsageError
+from flashllm.units import format_size, parse_size
+
+if TYPE_CHECKING:
+    from flashllm.offload.hardware import Hardware
+    from flashllm.offload.policy import Policy
+    from flashllm.offload.predict import Prediction
+    from flashllm.offload.search import SearchSpace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verbs of `flashllm offload` to `parser`."""
+    verbs = parser.add_subparsers(dest="offload_verb", metavar="VERB", required=True)
+    plan = verbs.add_parser(
+        "plan",
+        help="the best placement of weights, cache and activations, and what it costs",
+        description="Searches for the offloading policy of greatest throughput and prices it. Needs no weights.",
+    )
+    plan.add_argument("model", metavar="MODEL_OR_CONFIG", help="a model folder, a config.json, or opt-1.3b … opt-175b")
+    plan.add_argument("--prompt-len", type=int, required=True, metavar="S", help="tokens of every (padded) prompt")
+    plan.add_argument("--gen-len", type=int, required=True, metavar="N", help="new tokens for each prompt")
+    machine = plan.add_mutually_exclusive_group()
+    machine.add_argument("--hardware", default="t4", metavar="FILE|t4", help="constants of the machine (default: t4)")
+    machine.add_argument("--profile", action="store_true", help="measure this machine first (about a minute)")
+    plan.add_argument("--save-hardware", type=Path, metavar="FILE", help="write the constants used, for --hardware")
+    plan.add_argument("--profile-dir", type=Path, default=Path(), metavar="DIR", help="where --profile tests the disk")
+    plan.add_argument("--device-memory", metavar="SIZE", help="limit of the device tier, e.g. 16GB")
+    plan.add_argument("--cpu-memory", metavar="SIZE", help="limit of the CPU tier")
+    plan.add_argument("--disk", metavar="SIZE", help="limit of the disk tier; 0 forbids it")
+    plan.add_argument("--compress", action="store_true", help="weights and cache in 4 bits")
+    plan.add_argument("--attention-sparsity", type=float, default=1.0, metavar="F", help="share of values read (0.1)")
+    plan.add_argument("--latency", type=float, metavar="SECONDS", help="bound on the time of a whole block")
+    plan.add_argument("--forbid", action="append", default=[], choices=("device", "cpu", "disk"), help="bar a tier")
+    plan.add_argument("--policy", type=Path, metavar="FILE", help="price this policy instead of searching")
+    plan.add_argument("--watts", type=float, default=250.0, help="power, for tokens per dollar (default 250)")
+    plan.add_argument("--usd-per-kwh", type=float, default=0.2, help="price of electricity (default 0.2)")
+    plan.add_argument("--no-what-if", action="store_true", help="skip what more hardware would buy")
+    plan.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    plan.set_defaults(offload_main=_plan)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the verb that was parsed. Errors are the umbrella's to print."""
+    status: int = args.offload_main(args)
+    return status
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from flashllm.offload.policy import Policy, Workload
+    from flashllm.offload.predict import predict
+    from flashllm.offload.search import search
+    from flashllm.offload.shape import load_shape
+    from flashllm.offload.whatif import what_if
+
+    shape = load_shape(args.model)
+    try:
+        workload = Workload(prompt_len=args.prompt_len, gen_len=args.gen_len)
+        space = _space(args)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    hardware = _hardware(args)
+    document: dict[str, Any] = {"model": shape.name, "hardware": hardware.to_json()}
+    if args.policy is not None:
+        policy = Policy.load(args.policy)
+        prediction = predict(shape, hardware, workload, policy)
+        gains = []
+    else:
+        plan = search(shape, hardware, workload, space)
+        policy, prediction = plan.policy, plan.prediction
+        document["search"] = {
+            "pairs": plan.pairs,
+            "programs": plan.programs,
+            "relaxed_throughput": plan.relaxed_throughput,
+        }
+        gains = [] if args.no_what_if else what_if(shape, hardware, workload, space)
+    per_dollar = prediction.throughput * 3600 / (args.watts / 1000 * args.usd_per_kwh)
+    document["policy"] = policy.to_json()
+    document["predicted"] = _predicted(prediction) | {"tokens_per_usd": per_dollar}
+    document["what_if"] = [
+        {"change": gain.change, "throughput": gain.throughput, "ratio": gain.ratio} for gain in gains
+    ]
+    for resource, excess in prediction.over.items():
+        print(f"this policy does not fit: {resource} memory is short by {format_size(excess)}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(document))
+    else:
+        print(_text(document, policy, prediction, hardware))
+    return 0 if not prediction.over else 1
+
+
+def _space(args: argparse.Namespace) -> "SearchSpace":
+    from flashllm.offload.program import Constraints
+    from flashllm.offload.search import SearchSpace
+
+    if not 0 < args.attention_sparsity <= 1:
+        raise ValueError(f"--attention-sparsity must be above 0 and at most 1, not {args.attention_sparsity}")
+    return SearchSpace(
+        compress_weights=args.compress,
+        compress_cache=args.compress,
+        attention_sparsity=args.attention_sparsity,
+        constraints=Constraints(latency_s=args.latency, forbid=frozenset(args.forbid)),
+    )
+
+
+def _hardware(args: argparse.Namespace) -> "Hardware":
+    from flashllm.offload.hardware import Hardware
+    from flashllm.offload.machines import MACHINES
+
+    sizes = {
+        name: None if text is None else parse_size(text)
+        for name, text in (
+            ("device_memory", args.device_memory),
+            ("cpu_memory", args.cpu_memory),
+            ("disk_capacity", args.disk),
+        )
+    }
+    if args.profile:
+        from flashllm.offload.profiler import profile_machine
+
+        hardware = profile_machine(args.profile_dir, report=lambda line: print(line, file=sys.stderr))
+    elif args.hardware in MACHINES:
+        hardware = MACHINES[args.hardware]
+    elif Path(args.hardware).is_file():
+        hardware = Hardware.load(Path(args.hardware))
+    else:
+        raise UsageError(f"--hardware {args.hardware}: neither a file nor one of: {', '.join(MACHINES)}")
+    hardware = hardware.limited(**sizes)
+    if args.save_hardware is not None:
+        args.save_hardware.write_text(json.dumps(hardware.to_json(), indent=1) + "\n", encoding="utf-8")
+    return hardware
+
+
+def _predicted(prediction: "Prediction") -> dict[str, Any]:
+    return {
+        "prefill_s": prediction.prefill_s,
+        "decode_s": prediction.decode_s,
+        "throughput": prediction.throughput,
+        "decode_throughput": prediction.decode_throughput,
+        "peak_device": prediction.peak_device,
+        "peak_cpu": prediction.peak_cpu,
+        "peak_disk": prediction.peak_disk,
+        "binding": prediction.binding,
+        "stages": {"prefill": prediction.prefill_stages, "decode": prediction.decode_stages},
+        "over": prediction.over,
+    }
+
+
+def _text(document: dict[str, Any], policy: "Policy", prediction: "Prediction", hardware: "Hardware") -> str:
+    from flashllm.offload.predict import STAGE_NAMES
+
+    methods = [
+        name
+        for name, used in (
+            ("weights in 4 bits", policy.compress_weights),
+            ("cache in 4 bits", policy.compress_cache),
+            ("attention on the CPU where the cache is there", policy.cpu_attention),
+            (f"top {policy.attention_sparsity:.0%} of values", policy.attention_sparsity < 1),
+            ("no overlap", not policy.overlap),
+        )
+        if used
+    ]
+    lines = [
+        f"{document['model']} on {hardware.name} ({hardware.source})",
+        f"policy      GPU batch {policy.gpu_batch} × {policy.num_batches} = block of {policy.block_size}",
+    ]
+    for kind, name in (("w", "weights"), ("c", "KV cache"), ("h", "activations")):
+        shares = ", ".join(
+            f"{getattr(policy, kind + tier):.1%} {where}"
+            for tier, where in (("g", "device"), ("c", "CPU"), ("d", "disk"))
+            if getattr(policy, kind + tier) > 0
+        )
+        lines.append(f"  {name:12s}{shares}")
+    if methods:
+        lines.append(f"  {'with':12s}{', '.join(methods)}")
+    lines.append(f"stage times over the block, s{'':8s}prefill      decode")
+    for stage, name in STAGE_NAMES.items():
+        lines.append(f"  {name:30s}{prediction.prefill_stages[stage]:12.4g}{prediction.decode_stages[stage]:12.4g}")
+    lines.append(f"  {'with overlap':30s}{prediction.prefill_s:12.4g}{prediction.decode_s:12.4g}")
+    binding = prediction.binding
+    lines.append(f"binding     {binding['what']}, {binding['share_of_phase']:.0%} of it if alone")
+    lines.append(f"full        {', '.join(binding['full']) or 'no memory'}")
+    for name, peak, has in (
+        ("device", prediction.peak_device, hardware.device_usable),
+        ("CPU", prediction.peak_cpu, hardware.cpu_usable),
+        ("disk", prediction.peak_disk, hardware.disk_capacity),
+    ):
+        lines.append(f"  peak {name:8s}{format_size(peak)} of {format_size(has)}")
+    rate = f"{prediction.throughput:.3g} tokens/s ({prediction.decode_throughput:.3g} decoding)"
+    dollar = f"{document['predicted']['tokens_per_usd']:.0f} tokens per dollar of electricity"
+    lines.append(f"predicted   {rate}, {prediction.latency_s:.4g} s a block, {dollar}")
+    if document["what_if"]:
+        lines.append("what more would buy")
+        lines += [f"  {g['change']:36s}×{g['ratio']:.2f}  {g['throughput']:.3g} tokens/s" for g in document["what_if"]]
+    return "\n".join(lines)
+
+
+def _standalone(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="flashllm offload")
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    try:
+        return main(args)
+    except FlashError as error:
+        print(f"flashllm: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(_standalone())

@@ -1,0 +1,128 @@
+"""`Policy`: one offloading strategy of paper B, section 4.3, as a frozen value. It knows neither model nor machine."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from flashllm.errors import FormatError
+
+_SUM_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Prompts of one padded length, each continued by the same number of new tokens (paper B, section 6)."""
+
+    prompt_len: int
+    gen_len: int
+
+    def __post_init__(self) -> None:
+        for field in ("prompt_len", "gen_len"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{field} must be a positive integer, not {value!r}")
+
+    @property
+    def mean_context(self) -> float:
+        """Cached tokens an average decoding step reads: s + n/2 (A.3)."""
+        return self.prompt_len + self.gen_len / 2
+
+    @property
+    def full_context(self) -> int:
+        return self.prompt_len + self.gen_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Where tensors live (fractions that sum to 1 for each kind), how batches are grouped, which methods are on.
+
+    Letters: w weights, c KV cache, h activations; g device ("GPU"), c CPU memory, d disk.
+    """
+
+    gpu_batch: int  # sequences computed at once
+    num_batches: int = 1  # GPU batches in a block, which share each load of a layer's weights
+    wg: float
+    wc: float
+    wd: float
+    cg: float
+    cc: float
+    cd: float
+    hg: float
+    hc: float
+    hd: float
+    compress_weights: bool = False
+    compress_cache: bool = False
+    cpu_attention: bool = False  # decode attention runs where the cache lives when that is not the device
+    attention_sparsity: float = 1.0  # share of the value cache that is read; 0.1 in section 6.2, 1.0 reads all
+    overlap: bool = True
+
+    PLACEMENT: ClassVar[tuple[str, ...]] = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
+
+    def __post_init__(self) -> None:
+        for field in ("gpu_batch", "num_batches"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{field} must be a positive integer, not {value!r}")
+        for field in ("compress_weights", "compress_cache", "cpu_attention", "overlap"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field} must be true or false, not {getattr(self, field)!r}")
+        for field in self.PLACEMENT:
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise ValueError(f"{field} must be a fraction from 0 to 1, not {value!r}")
+        for kind, what in (("w", "weights"), ("c", "cache"), ("h", "activations")):
+            total = sum(getattr(self, kind + tier) for tier in "gcd")
+            if abs(total - 1) > _SUM_TOLERANCE:
+                raise ValueError(f"{kind}g + {kind}c + {kind}d must be 1 ({what}), not {total!r}")
+        sparsity = self.attention_sparsity
+        if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 < sparsity <= 1:
+            raise ValueError(f"attention_sparsity must be above 0 and at most 1, not {sparsity!r}")
+
+    @property
+    def block_size(self) -> int:
+        """Sequences in a block (bls of A.3)."""
+        return self.gpu_batch * self.num_batches
+
+    @property
+    def placement(self) -> tuple[float, ...]:
+        """The nine fractions in the order of PLACEMENT."""
+        return tuple(float(getattr(self, field)) for field in self.PLACEMENT)
+
+    @property
+    def uses_cpu(self) -> bool:
+        return any(getattr(self, kind + "c") > 0 for kind in "wch")
+
+    @property
+    def uses_disk(self) -> bool:
+        return any(getattr(self, kind + "d") > 0 for kind in "wch")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any, *, where: str = "policy") -> "Policy":
+        """The policy an object of named fields describes; a whole plan (`{"policy": {...}}`) is taken too.
+
+        Raises FormatError that names the field; unknown fields are errors.
+        """
+        if isinstance(data, dict) and isinstance(data.get("policy"), dict):
+            data = data["policy"]
+        if not isinstance(data, dict):
+            raise FormatError(f"{where}: expected a JSON object of named policy fields")
+        unknown = sorted(set(data) - {field.name for field in fields(cls)})
+        if unknown:
+            raise FormatError(f"{where}: unknown policy field {unknown[0]!r}")
+        try:
+            return cls(**data)
+        except (TypeError, ValueError) as error:
+            raise FormatError(f"{where}: {error}") from None
+
+    @classmethod
+    def load(cls, path: Path) -> "Policy":
+        """The policy in the JSON file `path`. Raises FormatError."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise FormatError(f"{path}: cannot read a policy: {error}") from None
+        return cls.from_json(data, where=str(path))
