@@ -1,0 +1,22 @@
+// A failed CHECK prints where and ends the program: a sanitizer's report and a wrong value fail alike.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#define CHECK(condition)                                                                 \
+  do {                                                                                   \
+    if (!(condition)) {                                                                  \
+      std::fprintf(stderr, "%s:%d: CHECK failed: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                                      \
+    }                                                                                    \
+  } while (false)
+
+// The test functions, one a file's idea; `scale` multiplies the iterations.
+void test_request_plan(int scale);
+void test_reader(const std::string& directory, int scale);
+void test_cache(int scale);
+void test_thread_pool(int scale);
+void test_kernels(int scale);
+void test_ffn_layer(const std::string& directory, int scale);

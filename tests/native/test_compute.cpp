@@ -1,0 +1,165 @@
+// Thread pool and kernels: every index once, and the same bits for any number of threads.
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "attention.h"
+#include "check.h"
+#include "kernels.h"
+#include "memory.h"
+#include "thread_pool.h"
+
+namespace {
+
+using namespace flashllm;
+
+std::vector<SimdLevel> levels() {
+  std::vector<SimdLevel> result;
+  for (const SimdLevel level : {SimdLevel::scalar, SimdLevel::avx2, SimdLevel::avx512})
+    if (level <= best_simd_level()) result.push_back(level);
+  return result;
+}
+
+std::vector<float> random_floats(std::size_t n, std::mt19937& random) {
+  std::normal_distribution<float> normal;
+  std::vector<float> values(n);
+  for (float& value : values) value = normal(random);
+  return values;
+}
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), 4 * a.size()) == 0);
+}
+
+// One product of each kind with `threads` threads, all outputs in one vector.
+std::vector<float> products(int threads, SimdLevel level, Dtype dtype, std::size_t rows, std::size_t columns,
+                            std::size_t tokens) {
+  std::mt19937 random(7);
+  ThreadPool pool(threads);
+  const KernelTable& kernels = kernel_table(level, dtype);
+  // Exactly as much memory as the kernels may touch: an address sanitizer sees a load beyond it.
+  std::vector<std::byte> weights(rows * columns * dtype_nbytes(dtype));
+  kernels.from_f32(random_floats(rows * columns, random).data(), rows * columns, weights.data());
+  const std::vector<float> x = random_floats(tokens * columns, random);
+  const std::vector<float> bias = random_floats(rows, random);
+  LinearWeights linear_weights;
+  linear_weights.data = weights.data();
+  linear_weights.rows = rows;
+  linear_weights.columns = columns;
+  linear_weights.stride = columns * dtype_nbytes(dtype);
+  linear_weights.dtype = dtype;
+  linear_weights.bias = bias.data();
+  std::vector<float> out(tokens * rows);
+  linear(linear_weights, x.data(), tokens, out.data(), pool, level);
+
+  std::vector<float> wide(rows * columns);
+  kernels.to_f32(weights.data(), wide.size(), wide.data());
+  for (std::size_t m = 0; m < tokens; ++m) {
+    for (std::size_t r = 0; r < rows; ++r) {
+      double sum = bias[r], magnitude = std::fabs(bias[r]);
+      for (std::size_t j = 0; j < columns; ++j) {
+        const double term = static_cast<double>(wide[r * columns + j]) * x[m * columns + j];
+        sum += term;
+        magnitude += std::fabs(term);
+      }
+      CHECK(std::fabs(out[m * rows + r] - sum) <= static_cast<double>(columns + 2) * 6e-8 * magnitude);
+    }
+  }
+
+  std::vector<const void*> pointers;
+  std::vector<std::int32_t> ids;
+  for (std::size_t r = rows; r-- > 0;) {
+    pointers.push_back(weights.data() + r * linear_weights.stride);
+    ids.push_back(static_cast<std::int32_t>(r));
+  }
+  std::vector<float> values(rows), y(columns, 0.5F);
+  gathered_dots(pointers.data(), ids.data(), rows, dtype, x.data(), columns, bias.data(), Activation::relu,
+                values.data(), pool, level);
+  for (std::size_t r = 0; r < rows; ++r) CHECK(values[r] == std::fmax(out[rows - 1 - r], 0.0F));
+  scaled_row_sum(pointers.data(), values.data(), rows, dtype, columns, y.data(), pool, level);
+  out.insert(out.end(), values.begin(), values.end());
+  out.insert(out.end(), y.begin(), y.end());
+  return out;
+}
+
+std::vector<float> attention(int threads, SimdLevel level, Dtype dtype, std::size_t length) {
+  std::mt19937 random(9);
+  ThreadPool pool(threads);
+  AttentionShape shape;
+  shape.heads = 6;
+  shape.kv_heads = 3;
+  shape.head_dim = 20;
+  shape.length = length;
+  shape.row_stride = shape.head_dim * dtype_nbytes(dtype);
+  shape.head_stride = length * shape.row_stride;
+  shape.dtype = dtype;
+  shape.scale = 0.25F;
+  const std::size_t cached = shape.kv_heads * length * shape.head_dim;
+  std::vector<std::byte> k(cached * dtype_nbytes(dtype)), v(k.size());
+  kernel_table(level, dtype).from_f32(random_floats(cached, random).data(), cached, k.data());
+  kernel_table(level, dtype).from_f32(random_floats(cached, random).data(), cached, v.data());
+  const std::vector<float> q = random_floats(shape.heads * shape.head_dim, random);
+  std::vector<float> scores(shape.heads * length), out(q.size());
+  attend_one(shape, q.data(), k.data(), v.data(), scores.data(), out.data(), pool, level);
+  for (std::size_t h = 0; h < shape.heads; ++h) {
+    float total = 0.0F;
+    for (std::size_t p = 0; p < length; ++p) total += scores[h * length + p];
+    CHECK(std::fabs(total - 1.0F) < 1e-5F);
+  }
+  return out;
+}
+
+}  // namespace
+
+void test_thread_pool(int scale) {
+  for (const int threads : {1, 2, 3, 7}) {
+    ThreadPool pool(threads);
+    CHECK(pool.threads() == threads);
+    std::mt19937 random(static_cast<unsigned>(threads));
+    for (int loop = 0; loop < 200 * scale; ++loop) {
+      const std::size_t count = random() % 300, grain = 1 + random() % 20;
+      std::vector<int> visits(count, 0);  // not atomic: a shared index is a race a sanitizer sees
+      pool.parallel_for(count, grain, [&](std::size_t begin, std::size_t end) {
+        CHECK(begin < end && end <= count && begin % grain == 0);
+        for (std::size_t i = begin; i < end; ++i) ++visits[i];
+      });
+      for (const int n : visits) CHECK(n == 1);
+      if (loop % 50 == 0) std::this_thread::sleep_for(std::chrono::microseconds(300));  // workers fall asleep
+    }
+  }
+  // Loops of several callers take turns.
+  ThreadPool pool(3);
+  std::vector<std::thread> callers;
+  std::atomic<long> total{0};
+  for (int caller = 0; caller < 3; ++caller) {
+    callers.emplace_back([&] {
+      for (int loop = 0; loop < 100; ++loop) {
+        long sum[40] = {};
+        pool.parallel_for(40, 1, [&](std::size_t begin, std::size_t end) {
+          for (std::size_t i = begin; i < end; ++i) sum[i] = static_cast<long>(i);
+        });
+        for (const long value : sum) total += value;
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  CHECK(total == 3L * 100 * (39 * 40 / 2));
+}
+
+void test_kernels(int scale) {
+  for (const SimdLevel level : levels()) {
+    for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
+      for (const std::size_t columns : {1, 7, 31, 33, 130}) {
+        for (const std::size_t rows : {1, 3, 5, 17, 70 * scale}) {
+          const std::vector<float> alone = products(1, level, dtype, rows, columns, 2);
+          for (const int threads : {2, 4})
+            CHECK(same_bits(products(threads, level, dtype, rows, columns, 2), alone));
+        }
+      }
+      for (const std::size_t length : {1, 64, 131})
+        CHECK(same_bits(attention(3, level, dtype, length), attention(1, level, dtype, length)));
+    }
+  }
+}

@@ -1,0 +1,332 @@
+// Requests and reads against the file's bytes in memory, with faults, many threads and batches in flight.
+#include "reader.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "check.h"
+#include "error.h"
+#include "memory.h"
+#include "request_plan.h"
+#include "xxh3.h"
+
+namespace {
+
+using namespace flashllm;
+using Bytes = std::vector<unsigned char>;
+
+Bytes random_bytes(std::size_t nbytes, unsigned seed) {
+  std::mt19937 random(seed);
+  Bytes bytes(nbytes);
+  for (unsigned char& byte : bytes) byte = static_cast<unsigned char>(random());
+  return bytes;
+}
+
+void write_file(const std::string& path, const Bytes& bytes) {
+  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+  CHECK(fd >= 0);
+  CHECK(write(fd, bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
+  CHECK(fsync(fd) == 0);
+  close(fd);
+}
+
+// Jobs of one batch with memory of their own, and the comparison with the file.
+struct Jobs {
+  explicit Jobs(std::size_t nbytes) : memory(nbytes) {}
+
+  void add(ReadBatch& batch, std::uint64_t offset, std::size_t nbytes, std::size_t skew) {
+    used = (used + 511) / 512 * 512 + skew;
+    CHECK(used + nbytes <= memory.size());
+    ReadJob job;
+    job.offset = offset;
+    job.nbytes = nbytes;
+    job.destination = memory.data() + used;
+    batch.jobs.push_back(job);
+    expected.push_back(job);
+    used += nbytes;
+  }
+  void check(const Bytes& file) const {
+    for (const ReadJob& job : expected)
+      CHECK(std::memcmp(job.destination, file.data() + job.offset, job.nbytes) == 0);
+  }
+
+  HugeBuffer memory;
+  std::size_t used = 0;
+  std::vector<ReadJob> expected;
+};
+
+void fill_random(Jobs& jobs, ReadBatch& batch, const Bytes& file, std::mt19937& random, int count) {
+  for (int i = 0; i < count; ++i) {
+    const bool aligned = random() % 3 != 0;
+    const std::size_t unit = aligned ? 512 : 1;
+    const std::size_t nbytes = unit * (1 + random() % (aligned ? 40 : 9000));
+    const std::uint64_t offset = random() % (file.size() - nbytes) / unit * unit;
+    jobs.add(batch, offset, nbytes, random() % 4 == 0 ? 1 + random() % 60 : 0);
+  }
+}
+
+enum class Outcome { done, io, format, checksum };
+
+Outcome run(Reader& reader, ReadBatch& batch, const DirectFile& file) {
+  try {
+    reader.read(batch, file);
+  } catch (const CoreError& error) {
+    CHECK(std::string(error.what()).find(file.path()) != std::string::npos);
+    CHECK(error.offset() != CoreError::kNoOffset);
+    if (error.kind() == ErrorKind::io) return Outcome::io;
+    if (error.kind() == ErrorKind::format) return Outcome::format;
+    CHECK(error.kind() == ErrorKind::checksum);
+    return Outcome::checksum;
+  }
+  return Outcome::done;
+}
+
+Fault fault(Fault::Kind kind, std::uint64_t first, std::uint64_t count, std::uint64_t argument) {
+  Fault result;
+  result.kind = kind;
+  result.first = first;
+  result.count = count;
+  result.argument = argument;
+  return result;
+}
+
+void random_batches_equal_the_file(const std::string& path, const Bytes& bytes, int threads, bool direct,
+                                   std::uint64_t max_gap, int rounds) {
+  const DirectFile file(path, direct);
+  ReaderOptions options;
+  options.threads = threads;
+  options.max_gap = max_gap;
+  options.max_request = 64 << 10;
+  Reader reader(options);
+  std::mt19937 random(static_cast<unsigned>(threads) * 7 + direct);
+  for (int round = 0; round < rounds; ++round) {
+    // Two batches in flight; the second is waited for first.
+    ReadBatch one, two;
+    Jobs jobs_one(2 << 20), jobs_two(2 << 20);
+    fill_random(jobs_one, one, bytes, random, 60);
+    fill_random(jobs_two, two, bytes, random, 1 + static_cast<int>(random() % 5));
+    reader.submit(one, file);
+    reader.submit(two, file);
+    reader.wait(two);
+    reader.wait(one);
+    jobs_one.check(bytes);
+    jobs_two.check(bytes);
+    CHECK(one.stats().jobs == 60);
+  }
+}
+
+void many_callers_share_a_reader(const std::string& path, const Bytes& bytes, int rounds) {
+  const DirectFile file(path, true);
+  ReaderOptions options;
+  options.threads = 5;
+  Reader reader(options);
+  std::vector<std::thread> callers;
+  for (unsigned caller = 0; caller < 4; ++caller) {
+    callers.emplace_back([&, caller] {
+      std::mt19937 random(caller);
+      ReadBatch batch;
+      for (int round = 0; round < rounds; ++round) {
+        Jobs jobs(1 << 20);
+        batch.jobs.clear();
+        fill_random(jobs, batch, bytes, random, 1 + static_cast<int>(random() % 12));
+        reader.read(batch, file);
+        jobs.check(bytes);
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+}
+
+// Every N-th system call fails, once or for ever: right bytes or a typed error, and a clean rerun is right.
+void every_fault_is_met(const std::string& path, const Bytes& bytes, bool direct) {
+  constexpr std::uint64_t kForEver = std::uint64_t{1} << 60;
+  DirectFile file(path, direct);
+  ReaderOptions options;
+  options.threads = 3;
+  options.max_gap = 1024;
+  options.max_request = 8192;
+  Reader reader(options);
+  const std::uint64_t sector = std::max<std::uint64_t>(512, file.offset_alignment());
+  const std::vector<Fault> faults = {
+      fault(Fault::Kind::error, 0, 1, EIO),           fault(Fault::Kind::error, 0, kForEver, EIO),
+      fault(Fault::Kind::error, 0, 3, EINTR),         fault(Fault::Kind::error, 0, 5, EAGAIN),
+      fault(Fault::Kind::error, 0, kForEver, EAGAIN), fault(Fault::Kind::short_read, 0, kForEver, sector),
+      fault(Fault::Kind::short_read, 0, 1, sector),   fault(Fault::Kind::end_of_file, 0, 1, 0),
+  };
+  ReadBatch batch;
+  for (const Fault& kind : faults) {
+    for (std::uint64_t n = 0; n < 12; ++n) {
+      Fault this_one = kind;
+      this_one.first = n;
+      file.inject(std::make_shared<FaultPlan>(this_one));
+      for (int attempt = 0; attempt < 2; ++attempt) {
+        std::mt19937 random(99);
+        Jobs jobs(1 << 20);
+        batch.jobs.clear();
+        fill_random(jobs, batch, bytes, random, 10);
+        const Outcome outcome = run(reader, batch, file);
+        const bool must_pass = attempt == 1 || (kind.count != kForEver && kind.kind == Fault::Kind::error) ||
+                               kind.kind == Fault::Kind::short_read;
+        if (must_pass) CHECK(outcome == Outcome::done);
+        if (outcome == Outcome::done) jobs.check(bytes);
+        CHECK(outcome != Outcome::checksum);
+        if (kind.kind == Fault::Kind::end_of_file && attempt == 0) CHECK(outcome != Outcome::io);
+        file.inject(nullptr);
+      }
+    }
+  }
+}
+
+void flipped_bits_are_found(const std::string& path, const Bytes& bytes) {
+  constexpr std::uint32_t kRow = 1024;
+  constexpr std::size_t kRows = 8;
+  std::vector<std::uint64_t> sums(kRows);
+  for (std::size_t r = 0; r < kRows; ++r) sums[r] = xxh3_64(bytes.data() + r * kRow, kRow);
+  DirectFile file(path, true);
+  ReaderOptions options;
+  options.threads = 2;
+  options.max_request = 4096;  // the job is split between rows
+  Reader reader(options);
+  HugeBuffer memory(kRows * kRow + 64);
+  for (const std::size_t skew : {0, 8}) {
+    for (std::uint64_t bit = 0; bit < 8 * 4096; bit += 997) {
+      for (const bool flip : {true, false}) {
+        file.inject(flip ? std::make_shared<FaultPlan>(fault(Fault::Kind::flip, 0, 1, bit)) : nullptr);
+        ReadBatch batch;
+        ReadJob job;
+        job.nbytes = kRows * kRow;
+        job.destination = memory.data() + skew;
+        job.checksums = sums.data();
+        job.row_nbytes = kRow;
+        batch.jobs.push_back(job);
+        CHECK(run(reader, batch, file) == (flip ? Outcome::checksum : Outcome::done));
+      }
+    }
+  }
+}
+
+void a_shrunk_file_is_a_format_error(const std::string& path) {
+  const Bytes bytes = random_bytes(40000, 5);
+  for (const bool direct : {true, false}) {
+    for (const std::size_t skew : {0, 3}) {
+      for (const off_t left : {20000, 20480, 0}) {
+        write_file(path, bytes);
+        const DirectFile file(path, direct);
+        Reader reader(ReaderOptions{});
+        ReadBatch batch;
+        Jobs jobs(1 << 20);
+        jobs.add(batch, 512, 32768, skew);
+        CHECK(truncate(path.c_str(), left) == 0);
+        CHECK(run(reader, batch, file) == Outcome::format);
+      }
+    }
+  }
+}
+
+void batches_are_used_properly(const std::string& path) {
+  const DirectFile file(path, true);
+  Reader reader(ReaderOptions{});
+  ReadBatch batch;
+  reader.read(batch, file);  // empty
+  CHECK(batch.stats().requests == 0 && !batch.in_flight());
+  const auto refused = [](const auto& action) {
+    try {
+      action();
+    } catch (const CoreError& error) {
+      return error.kind() == ErrorKind::usage;
+    }
+    return false;
+  };
+  CHECK(refused([&] { reader.wait(batch); }));
+  HugeBuffer memory(4096);
+  ReadJob job;
+  job.destination = memory.data();
+  batch.jobs = {job};
+  CHECK(refused([&] { reader.submit(batch, file); }));  // no bytes
+  job.nbytes = 512;
+  job.offset = ~std::uint64_t{0} - 100;
+  batch.jobs = {job};
+  CHECK(refused([&] { reader.submit(batch, file); }));  // the end would wrap
+  job.offset = 0;
+  batch.jobs = {job};
+  reader.submit(batch, file);
+  CHECK(refused([&] { reader.submit(batch, file); }));
+  reader.settle(batch);
+  reader.settle(batch);
+  CHECK(!batch.in_flight());
+  ReaderOptions wide;
+  wide.threads = 2;
+  wide.max_gap = ~std::uint64_t{0};  // clamped to a request
+  Reader(wide).read(batch, file);
+}
+
+}  // namespace
+
+// Every job lies in exactly one request, in order, within the limits.
+void test_request_plan(int scale) {
+  std::mt19937 random(1);
+  std::vector<std::byte> memory(1 << 20);
+  std::vector<ReadRequest> requests;
+  for (int round = 0; round < 200 * scale; ++round) {
+    RequestLimits limits;
+    limits.max_gap = random() % 3 * 2048;
+    limits.max_request = 4096 << random() % 4;
+    limits.offset_alignment = limits.memory_alignment = random() % 2 != 0 ? 512 : 1;
+    std::vector<ReadJob> jobs;
+    std::uint64_t total = 0;
+    std::vector<std::uint64_t> checksums(64);
+    for (std::size_t i = 0; i < 1 + random() % 1500; ++i) {
+      ReadJob job;
+      job.offset = random() % 2000 * 512 + (random() % 5 == 0 ? random() % 512 : 0);
+      job.nbytes = 512 * (1 + random() % 32);
+      job.destination = memory.data() + i * 512 % memory.size();
+      if (random() % 3 == 0) {
+        job.row_nbytes = 512;
+        job.checksums = checksums.data();
+      }
+      total += job.nbytes;
+      jobs.push_back(job);
+    }
+    plan_requests(jobs, limits, requests);
+    std::uint64_t planned = 0;
+    std::uint32_t next_job = 0;
+    for (const ReadRequest& request : requests) {
+      CHECK(request.first_job == next_job && request.num_jobs >= 1 && request.num_jobs <= kMaxPieces);
+      std::uint64_t end = request.offset;
+      for (std::uint32_t i = 0; i < request.num_jobs; ++i, ++next_job) {
+        const ReadJob& job = jobs[next_job];
+        CHECK(job.offset >= end && job.offset - end <= limits.max_gap);
+        if (job.checksums != nullptr) CHECK(job.checksums < checksums.data() + 32 && job.nbytes % 512 == 0);
+        end = job.offset + job.nbytes;
+        planned += job.nbytes;
+        if (!request.bounce) {
+          CHECK(job.offset % limits.offset_alignment == 0 && job.nbytes % limits.offset_alignment == 0);
+          CHECK(reinterpret_cast<std::uintptr_t>(job.destination) % limits.memory_alignment == 0);
+        }
+      }
+      CHECK(end == request.offset + request.nbytes && request.nbytes <= limits.max_request);
+    }
+    CHECK(next_job == jobs.size() && planned == total);
+  }
+}
+
+void test_reader(const std::string& directory, int scale) {
+  const std::string path = directory + "/reader.bin";
+  const Bytes bytes = random_bytes(300000, 3);
+  write_file(path, bytes);
+  for (const int threads : {1, 4, 32})
+    for (const bool direct : {true, false})
+      random_batches_equal_the_file(path, bytes, threads, direct, threads == 4 ? 4096 : 0, 4 * scale);
+  many_callers_share_a_reader(path, bytes, 15 * scale);
+  every_fault_is_met(path, bytes, true);
+  every_fault_is_met(path, bytes, false);
+  flipped_bits_are_found(path, bytes);
+  batches_are_used_properly(path);
+  a_shrunk_file_is_a_format_error(directory + "/shrinks.bin");
+}
