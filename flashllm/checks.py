@@ -31,16 +31,20 @@ def check_int(name: str, value: Any, low: int, high: int) -> None:
 
 def check_str(name: str, value: Any, max_length: int) -> str:
     """`value` as a text of at most `max_length` characters."""
-    if type(value) is not str or len(value) > max_length:
+    if type(value) is not str or len(value) > max_length or not _is_unicode(value):
         raise ValueError(f"{name} must be a text of at most {max_length} characters, not {_short(value)}")
     return value
 
 
 def check_file_name(name: Any) -> None:
     """The name of a file directly in a directory: no separator, no `..`, nothing a file system cannot hold."""
-    plain = type(name) is str and 0 < len(name.encode("utf-8", "replace")) <= 255 and name not in (".", "..")
+    plain = type(name) is str and _is_unicode(name) and 0 < len(name.encode()) <= 255 and name not in (".", "..")
     if not plain or any(character in name for character in "/\\\0"):
         raise ValueError(f"{_short(name)} is not the name of a file directly in the directory")
+
+
+def _is_unicode(text: str) -> bool:
+    return not any(0xD800 <= ord(character) <= 0xDFFF for character in text)  # JSON can spell lone surrogates
 
 
 def _short(value: Any) -> str:

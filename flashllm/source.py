@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm.checks import check_file_name
 from flashllm.errors import FlashIOError, FormatError, UnsupportedModelError, UsageError
 from flashllm.files import drop_page_cache, read_json_object
 from flashllm.manifest import MANIFEST
@@ -96,8 +97,10 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(f"{path}: has no weight_map")
     for shard in weight_map.values():
-        if not isinstance(shard, str) or shard in ("", ".", "..") or any(c in shard for c in "/\\\0"):
-            raise FormatError(f"{path}: {str(shard)[:80]!r} is not the name of a file in this folder")
+        try:
+            check_file_name(shard)
+        except ValueError as error:
+            raise FormatError(f"{path}: weight_map: {error}") from error
     return weight_map
 
 

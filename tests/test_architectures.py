@@ -4,14 +4,13 @@ import dataclasses
 
 import pytest
 import torch
+from tiny_models import GATED
 from transformers import OPTConfig, OPTForCausalLM
 
 from flashllm.architectures import (
     ARCHITECTURES,
     OPT,
     Architecture,
-    ArchitectureSpec,
-    ResidentTensor,
     attention_shape,
     canonical_names,
     resident_names,
@@ -129,42 +128,15 @@ def test_a_tensor_with_and_without_prefix_is_an_error():
 
 
 def test_a_gated_parallel_architecture_is_data(monkeypatch):
-    layer = "model.layers.{i}."
-    spec = ArchitectureSpec(
-        model_type="gated",
-        base_prefix="model.",
-        head="lm_head.weight",
-        embedding="model.embed.weight",
-        up_weight=layer + "mlp.up.weight",
-        gate_weight=layer + "mlp.gate.weight",
-        down_weight=layer + "mlp.down.weight",
-        up_bias=None,
-        gate_bias=None,
-        down_bias=None,
-        ffn_bias_when=None,
-        resident=(ResidentTensor(name="model.embed.weight"),),
-        activation_key="hidden_act",
-        activations={"relu2": "squared_relu", "fatrelu": "fatrelu"},
-        activation_threshold_key="fatrelu_threshold",
-        parallel_attention=True,
-        num_layers_key="layers",
-        d_model_key="dim",
-        d_ff_key="inner",
-        num_heads_key="heads",
-        num_kv_heads_key="kv_heads",
-        head_dim_key="head_dim",
-        context_key="context",
-        defaults={"tie_word_embeddings": False},
-    )
-    monkeypatch.setitem(ARCHITECTURES, "gated", spec)
+    monkeypatch.setitem(ARCHITECTURES, GATED.model_type, GATED)
     config = {"model_type": "gated", "hidden_act": "relu2", "layers": 1, "dim": 48, "inner": 96, "heads": 5}
     config |= {"kv_heads": 1, "head_dim": 16, "context": 8}
     architecture = resolve(config)
     assert (architecture.activation, architecture.gated, architecture.ffn_bias) == ("squared_relu", True, False)
-    assert architecture.matrices == tuple(spec.matrices()) == ("up", "gate", "down")
+    assert architecture.matrices == tuple(GATED.matrices()) == ("up", "gate", "down")
     assert attention_shape(config).kv_nbytes_per_token(2) == 2 * 1 * 1 * 16 * 2
-    assert resident_names(config) == ["model.embed.weight", "lm_head.weight"]
+    assert resident_names(config) == ["model.embed.weight", "model.layers.0.norm.weight", "lm_head.weight"]
     with pytest.raises(ValueError, match="'gelu' is not one of"):
-        dataclasses.replace(spec, activations={"gelu": "gelu"})
+        dataclasses.replace(GATED, activations={"gelu": "gelu"})
     with pytest.raises(ValueError, match="without a gate_weight"):
-        dataclasses.replace(spec, gate_weight=None, gate_bias="x")
+        dataclasses.replace(GATED, gate_weight=None, gate_bias="x")
