@@ -1,0 +1,164 @@
+"""Types of the native core (flashllm/csrc). Addresses are of C-contiguous CPU memory, checked by the callers."""
+
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+Simd = Literal["auto", "scalar", "avx2", "avx512"]
+Dtype = Literal["float32", "float16", "bfloat16"]
+Matrix = Any  # what speaks DLPack, 2-D: a torch tensor or numpy array of float32, float16 or bfloat16
+
+class ReadStats(TypedDict):
+    jobs: int
+    requests: int
+    bytes: int
+    gap_bytes: int
+    bounced: int
+    retries: int
+    wall_ns: int
+
+class CounterValues(TypedDict):
+    io_ns: int
+    memory_ns: int
+    compute_ns: int
+    io_busy_ns: int
+    bytes_read: int
+    requests: int
+    retries: int
+    active: int
+    hits: int
+    misses: int
+    moves: int
+    parts: int
+
+def allocate(nbytes: int) -> NDArray[np.uint8]: ...
+def xxh3_64_rows(rows: NDArray[np.uint8]) -> NDArray[np.uint64]: ...
+def best_simd_level() -> Literal["scalar", "avx2", "avx512"]: ...
+
+class DirectFile:
+    def __init__(self, path: str, direct: bool = True) -> None: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def direct(self) -> bool: ...
+    @property
+    def fallback_reason(self) -> str: ...
+    @property
+    def offset_alignment(self) -> int: ...
+    @property
+    def memory_alignment(self) -> int: ...
+    def inject(
+        self,
+        kind: Literal["error", "short_read", "end_of_file", "flip"],
+        first: int,
+        count: int = 1,
+        argument: int = 0,
+    ) -> None: ...
+
+class Reader:
+    def __init__(
+        self, threads: int = 32, max_gap: int = 0, max_request: int = 1048576, verify: bool = True
+    ) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def verify(self) -> bool: ...
+
+class ReadBatch:
+    def __init__(self, reader: Reader, file: DirectFile) -> None: ...
+    def add(
+        self,
+        offset: int,
+        destination: NDArray[np.uint8],
+        checksums: NDArray[np.uint64] | None = None,
+        row_nbytes: int = 0,
+    ) -> None: ...
+    def submit(self) -> None: ...
+    def wait(self) -> ReadStats: ...
+
+class ThreadPool:
+    def __init__(self, threads: int) -> None: ...
+    @property
+    def threads(self) -> int: ...
+
+class Counters:
+    def __init__(self) -> None: ...
+    def take(self) -> CounterValues: ...
+
+class Linear:
+    def __init__(
+        self,
+        weight: Matrix,
+        bias: NDArray[np.float32] | None,
+        pool: ThreadPool,
+        counters: Counters,
+        simd: Simd = "auto",
+    ) -> None: ...
+    def forward(self, x: int, tokens: int, out: int) -> None: ...
+
+class Attention:
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        max_length: int,
+        dtype: Dtype,
+        pool: ThreadPool,
+        counters: Counters,
+        simd: Simd = "auto",
+    ) -> None: ...
+    def forward(
+        self, q: int, k: int, v: int, length: int, head_stride: int, row_stride: int, scale: float, out: int
+    ) -> None: ...
+
+class SlotTable:
+    def __init__(self, num_neurons: int, capacity: int) -> None: ...
+    @property
+    def num_used(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+    def slot_of(self, neuron: int) -> int: ...
+    def pointers(self) -> list[int]: ...
+    def exchange(self, leaving: list[int], coming: list[int]) -> list[tuple[int, int]]: ...
+
+class FfnLayer:
+    def __init__(
+        self,
+        *,
+        layer: int,
+        dtype: Dtype,
+        stride: int,
+        d_model: int,
+        num_neurons: int,
+        up: int,
+        gate: int,
+        down: int,
+        activation: Literal["relu", "squared_relu"],
+        window: int,
+        file_offset: int,
+        up_bias: NDArray[np.float32] | None,
+        down_bias: NDArray[np.float32] | None,
+        checksums: NDArray[np.uint64],
+        rows: NDArray[np.uint8],
+        reader: Reader,
+        file: DirectFile,
+        pool: ThreadPool,
+        counters: Counters,
+        simd: Simd = "auto",
+    ) -> None: ...
+    def set_predictor(self, a: Matrix, b: Matrix, bias: NDArray[np.float32], threshold: float) -> None: ...
+    def forward(self, x: int, tokens: int, y: int) -> None: ...
+    def forward_active(self, x: int, active: NDArray[np.int32], y: int) -> None: ...
+    def predict(self, x: int) -> list[int]: ...
+    def begin_fill(self, x: int, tokens: int) -> None: ...
+    def fill_from(self, rows: NDArray[np.uint8], first_neuron: int, count: int) -> None: ...
+    def abandon_fill(self) -> None: ...
+    def cached(self) -> list[int]: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def has_predictor(self) -> bool: ...
