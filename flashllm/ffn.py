@@ -4,6 +4,7 @@ Three ways through it, chosen by mode and by the number of new tokens (design co
 sparse (predicted neurons, one native call), oracle (the exact ReLU mask) and dense (every neuron, block by block).
 """
 
+from collections.abc import Callable
 from enum import StrEnum
 
 import numpy as np
@@ -28,6 +29,10 @@ class Mode(StrEnum):
     DENSE = "dense"  # all
 
 
+# (first token, first neuron, activations [tokens, neurons])
+Observer = Callable[[int, int, torch.Tensor], None]
+
+
 class FlashFFN(nn.Module):
     """y = down(activation(up(x))) of one layer, its neurons on flash."""
 
@@ -50,6 +55,7 @@ class FlashFFN(nn.Module):
         super().__init__()
         self.layer, self.num_layers, self.mode = layer, num_layers, mode
         self.native = native
+        self.observer: Observer | None = None  # sees every block of a dense pass; for collecting activity
         self.few_tokens = True  # the model says so before each pass: at most K0 new tokens a sequence
         self._layout, self._activation = layout, _ACTIVATIONS[activation]
         self._stream, self._meter = stream, meter
@@ -72,6 +78,20 @@ class FlashFFN(nn.Module):
     def release(self) -> None:
         """Let go of native memory, files and threads."""
         del self.native, self._stream
+
+    def driver_matrix(self) -> torch.Tensor:
+        """The matrix whose products decide which neurons fire (the gate where there is one): fp32 [d_ff, d_model]."""
+        matrix = torch.empty((self._layout.d_ff, self._layout.d_model))
+        for first, rows in self._stream.blocks(self.layer):
+            count = min(rows.shape[0], self._layout.d_ff - first)
+            block = self._matrices(rows, count)
+            matrix[first : first + count] = block.get("gate", block["up"])
+        return matrix
+
+    @property
+    def up_bias(self) -> torch.Tensor | None:
+        """fp32 [d_ff], or None."""
+        return self._up_bias
 
     def _dense(self, x: torch.Tensor) -> torch.Tensor:
         """Every neuron; the rows of the last tokens' active neurons stay in the cache."""
@@ -102,6 +122,8 @@ class FlashFFN(nn.Module):
             tokens = slice(start, start + self._prefill_block)
             h = self._activated(x[tokens].to(block["up"].dtype), first, count, block)
             total[tokens] += dense_product(h, block["down"].T)
+            if self.observer is not None:
+                self.observer(start, first, h)
 
     def _activated(
         self, x: torch.Tensor, first: int, count: int, block: dict[str, torch.Tensor]

@@ -267,9 +267,10 @@ def predictor_ranks(path: Path, manifest: Manifest) -> list[int]:
     return check_predictors_header(header, manifest.rows, manifest.architecture.num_layers, manifest.files[FFN].sha256)
 
 
-def install_predictors(directory: Path, path: Path) -> Manifest:
+def install_predictors(directory: Path, path: Path, calibration: Calibration | None = None) -> Manifest:
     """Put a copy of the predictor file `path` into the model directory and its manifest; the new manifest.
 
+    `calibration` is what was measured with these predictors; that of older ones is forgotten with them.
     FormatError where the predictors belong to another model. A crash leaves the old predictors or none, never a
     directory that does not load: the manifest forgets the old file before it is replaced.
     """
@@ -289,7 +290,7 @@ def install_predictors(directory: Path, path: Path) -> Manifest:
         dataclasses.replace(manifest, files=files).save(directory)
         os.rename(temporary, directory / PREDICTORS)
         fsync_directory(directory)
-        manifest = dataclasses.replace(manifest, files={**files, PREDICTORS: entry})
+        manifest = dataclasses.replace(manifest, files={**files, PREDICTORS: entry}, calibration=calibration)
         manifest.save(directory)
         return manifest
 
