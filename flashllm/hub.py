@@ -1,25 +1,23 @@
 """Fetching a checkpoint from the Hugging Face hub: the config first, then only the files a conversion needs.
 
 The files land in the hub library's own cache, so what was downloaded before is used again, also offline. Runs no code
-from a repository, takes no pickled weights, and knows nothing of model directories.
+from a repository, takes no pickled weights, and knows nothing of model directories. The hub library shows its progress
+itself, at a terminal.
 """
 
 import glob
 import re
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub import errors as hub_errors
-from huggingface_hub import utils as hub_utils
 
 from flashllm.architectures import resolve
 from flashllm.errors import FlashError, FlashIOError, FormatError, UnsupportedModelError, UsageError
 from flashllm.files import read_json_object
 from flashllm.model_files import CONFIG
-from flashllm.terminal import is_terminal
 from flashllm.units import format_size
 
 _COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja")
@@ -83,8 +81,6 @@ class Hub:
         cannot convert (before they are downloaded), FlashIOError where the hub cannot be reached and the files are not
         in the cache.
         """
-        if not is_terminal(sys.stderr):
-            hub_utils.disable_progress_bars()
         try:
             return self._download(model, say)
         except FlashError:
@@ -109,7 +105,7 @@ class Hub:
         if CONFIG not in sizes:
             raise FormatError(f"{model}: has no {CONFIG}, so it is no model that transformers could load")
         config = huggingface_hub.hf_hub_download(
-            model.repo, CONFIG, revision=info.sha, cache_dir=self._cache, endpoint=self._endpoint
+            model.repo, CONFIG, revision=model.revision, cache_dir=self._cache, endpoint=self._endpoint
         )
         try:
             resolve(read_json_object(Path(config)))
@@ -120,7 +116,7 @@ class Hub:
         patterns = [glob.escape(name) for name in names]
         folder = huggingface_hub.snapshot_download(
             model.repo,
-            revision=info.sha,
+            revision=model.revision,  # not info.sha: the library finds a branch offline only if asked for it online
             allow_patterns=patterns,
             cache_dir=self._cache,
             endpoint=self._endpoint,
@@ -131,7 +127,12 @@ class Hub:
         """What an earlier download left, as whole as it was left: the conversion finds out what is missing."""
         try:
             folder = huggingface_hub.snapshot_download(
-                model.repo, revision=model.revision, cache_dir=self._cache, local_files_only=True
+                model.repo,
+                revision=model.revision,
+                allow_patterns=["*.safetensors", *(f"*{suffix}" for suffix in _COMPANION_SUFFIXES)],
+                ignore_patterns=["*/*"],
+                cache_dir=self._cache,
+                local_files_only=True,
             )
         except Exception:
             raise FlashIOError(

@@ -1,0 +1,89 @@
+"""`flashllm chat [MODEL]`: talk with a model, at a terminal or through a pipe.
+
+Sampling defaults come from the model's generation_config.json; flags override them.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from flashllm.commands import options
+from flashllm.commands.options import find_model
+from flashllm.terminal import is_terminal, valid_unicode
+
+GENERATION_CONFIG = "generation_config.json"
+MAX_ANSWER_TOKENS = 256
+CONTEXT_SHARE = 4  # by default an answer takes at most this part of the context, so that a conversation fits
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.epilog = (
+        "At a terminal: /help lists the commands. Piped: each line is a user turn and each answer goes to standard "
+        "output; commands work; when the context is full, the next line begins a new conversation, which is said on "
+        "standard error."
+    )
+    options.add_model(parser)
+    parser.add_argument("--system", metavar="TEXT", help="instructions at the start of every conversation")
+    parser.add_argument(
+        "--max-new-tokens",
+        metavar="N",
+        type=options.whole(1),
+        help=f"tokens of an answer (default: a quarter of the context, at most {MAX_ANSWER_TOKENS})",
+    )
+    options.add_memory(parser)
+    options.add_engine(parser)
+    options.add_sampling(parser, defaults="by default as in the model's generation_config.json")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Chat until the input ends."""
+    path = find_model(args)
+
+    from rich.console import Console
+
+    from flashllm.chat import Chat, Memory, run_plain
+    from flashllm.chat_terminal import TerminalChat  # before the model: the plan counts what is loaded by then
+    from flashllm.commands.runtime import open_session
+    from flashllm.demo import user_cache_dir
+    from flashllm.generate import SamplingOptions
+    from flashllm.machine import process_nbytes
+
+    sampling = {**sampling_defaults(path), **options.given_sampling(args)}
+    context = args.context if args.context is not None else model_context(path)
+    max_new_tokens = args.max_new_tokens or min(MAX_ANSWER_TOKENS, max(1, context // CONTEXT_SHARE))
+    with open_session(args, path, SamplingOptions(max_new_tokens=max_new_tokens, **sampling)) as session:
+        session.system = valid_unicode(args.system) if args.system else None
+        plan, direct_io = session.model.engine.plan, session.model.engine.direct_io
+        chat = Chat(session, lambda: Memory(used=process_nbytes(), limit=plan.limit_nbytes), direct_io)
+        if is_terminal(sys.stdin) and is_terminal(sys.stdout):
+            return TerminalChat(chat, history=user_cache_dir() / "chat_history", console=Console()).run()
+        return run_plain(chat, sys.stdin.buffer, sys.stdout, sys.stderr)
+
+
+def sampling_defaults(path: Path) -> dict[str, Any]:
+    """The sampling options in the model's generation config, under the names of `SamplingOptions`.
+
+    As for transformers, a model that does not sample is greedy; one that gives a temperature samples unless it says no.
+    """
+    from flashllm.files import read_json_object
+
+    if not (path / GENERATION_CONFIG).exists():
+        return {}
+    config = read_json_object(path / GENERATION_CONFIG)
+    names = ("temperature", "top_k", "top_p", "repetition_penalty")
+    given = {name: config[name] for name in names if type(config.get(name)) in (int, float)}
+    if config.get("do_sample", "temperature" in given) is not True:
+        given["temperature"] = 0.0
+    else:
+        given.setdefault("temperature", 1.0)
+    return given
+
+
+def model_context(path: Path) -> int:
+    """The model's own context limit, in tokens."""
+    from flashllm.architectures import attention_shape
+    from flashllm.files import read_json_object
+
+    return attention_shape(read_json_object(path / "config.json")).context
