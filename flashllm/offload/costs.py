@@ -1,7 +1,7 @@
-"""The cost model of paper B, appendix A.3: times and peaks of a block as affine forms in the nine fractions.
+"""The cost model of paper B, appendix A.3: stage times of a block as affine forms in the nine fractions.
 
 Everything that is not a fraction (model, machine, workload, batches, methods) is fixed when a `CostModel` is made, so
-rates may depend on sizes and the forms stay linear. It searches nothing.
+rates may depend on sizes and the forms stay linear. Memory is counted in `peaks`; nothing is searched here.
 
 What is added to the letter of A.3, each because a figure of the paper needs it (bench/offload_plan.py compares):
 1. rates depend on the size of a transfer or a GEMM, and a GEMM never outruns the device reading its weights;
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from flashllm.offload.hardware import Hardware
-from flashllm.offload.linear import CC, CD, CG, HC, HD, HG, WC, WD, WG, Linear, constant
+from flashllm.offload.linear import CC, CD, CG, HC, HD, WC, WD, Linear, constant
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.shape import ModelShape
 
@@ -62,7 +62,7 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Stage times (seconds, one layer, one block) and peaks (bytes) of one method on one machine."""
+    """Stage times of one method on one machine: seconds, one layer, one block."""
 
     shape: ModelShape
     hardware: Hardware
@@ -225,68 +225,3 @@ class CostModel:
     def head_bounds(self) -> list[Linear]:
         """Time of the output head, once a generated token, is the largest of these."""
         return self._step_bounds(self.head_step)
-
-    # Peaks -----------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def device_peaks(self) -> list[Linear]:
-        """Device bytes in prefill and after it; each must fit (gpu_peak of A.3)."""
-        m, shape, dt = self.method, self.shape, self.shape.dtype_bytes
-        s, total, gbs = self.workload.prompt_len, self.workload.full_context, self.method.gpu_batch
-        weights = WG * (self.weight_bytes * shape.layers + self.embedding_bytes)
-        cache = CG * (m.block_size * total * self.cache_token_bytes * shape.layers)
-        # Two layers in flight: the one computed and the one arriving. The output head arrives once, alone.
-        arriving = (WC + WD) * max(2 * self.weight_bytes, self.head_bytes)
-        expanded = max(shape.matrix_params) * dt if m.compress_weights else 0
-        logits = gbs * shape.vocab * dt * self.head
-
-        def working(tokens: int, context: int, attention_share: Linear) -> list[Linear]:
-            rows = gbs * tokens * dt
-            scores = gbs * shape.heads * tokens * context * dt
-            seen = gbs * context * shape.kv_token_bytes * (1 + COMPRESSED * m.compress_cache)
-            qkv = constant(rows * (shape.hidden + shape.query_dim + 2 * shape.kv_dim))
-            attention = attention_share * (rows * shape.query_dim + seen + scores)
-            mlp = constant(rows * (shape.hidden + shape.ffn * (2 if shape.gated else 1)))
-            return [qkv, attention, mlp, constant(logits + rows * 2 * shape.hidden)]
-
-        # After prefill the device attends to its own share, and without CPU attention to every share as it arrives.
-        share = CG if m.cpu_attention else CG + 2 * (CC + CD)
-        peaks = []
-        for tokens, works in ((s, working(s, s, constant(1))), (1, working(1, total, share))):
-            hidden = tokens * shape.activation_token_bytes
-            home = weights + cache + HG * (hidden * m.block_size) + arriving + expanded + (HC + HD) * (hidden * gbs)
-            peaks += [home + work for work in works]
-        return peaks
-
-    @cached_property
-    def cpu_peaks(self) -> list[Linear]:
-        """CPU bytes in prefill and after it (cpu_peak of A.3)."""
-        m, shape = self.method, self.shape
-        s, total, gbs = self.workload.prompt_len, self.workload.full_context, self.method.gpu_batch
-        weights = WC * (self.weight_bytes * shape.layers + self.embedding_bytes)
-        cache = CC * (m.block_size * total * self.cache_token_bytes * shape.layers)
-        hidden = shape.activation_token_bytes
-        prefill = weights + cache + HC * (s * hidden * m.block_size)
-        prefill += (WC + WD) * self.weight_bytes + (HC + HD) * (s * hidden * gbs)
-        decode = weights + cache + HC * (hidden * m.block_size) + WD * self.weight_bytes + HD * (2 * hidden * gbs)
-        decode += CD * (2 * gbs * total * self.cache_token_bytes)
-        if m.cpu_attention:
-            scores = gbs * shape.heads * total * shape.dtype_bytes
-            expanded = gbs * total * shape.kv_token_bytes if m.compress_cache else 0
-            decode += (CC + CD) * (2 * scores + expanded + gbs * shape.query_dim * shape.dtype_bytes)
-        return [prefill, decode]
-
-    @cached_property
-    def disk_peak(self) -> Linear:
-        """Disk bytes (nvme_peak of A.3)."""
-        m, shape = self.method, self.shape
-        weights = WD * (self.weight_bytes * shape.layers + self.embedding_bytes)
-        hidden = HD * (self.workload.prompt_len * shape.activation_token_bytes * m.block_size)
-        cache = CD * (m.block_size * self.workload.full_context * self.cache_token_bytes * shape.layers)
-        return weights + hidden + cache
-
-    def memory_limits(self) -> list[tuple[str, Linear, int]]:
-        """(resource, peak, bytes it has) for every peak."""
-        rows = [("device", peak, self.hardware.device_usable) for peak in self.device_peaks]
-        rows += [("cpu", peak, self.hardware.cpu_usable) for peak in self.cpu_peaks]
-        return [*rows, ("disk", self.disk_peak, self.hardware.disk_capacity)]

@@ -5,6 +5,7 @@ from typing import Any
 
 from flashllm.offload.costs import STAGES, CostModel, Method
 from flashllm.offload.hardware import Hardware
+from flashllm.offload.peaks import memory_limits
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.shape import ModelShape
 
@@ -58,7 +59,7 @@ def price(model: CostModel, policy: Policy) -> Prediction:
     }
     peaks: dict[str, float] = {"device": 0.0, "cpu": 0.0, "disk": 0.0}
     limits: dict[str, int] = {}
-    for resource, form, limit in model.memory_limits():
+    for resource, form, limit in memory_limits(model):
         peaks[resource] = max(peaks[resource], form.value(x))
         limits[resource] = limit
     # A byte of slack for the rounding of sums of 10^12.

@@ -68,11 +68,11 @@ class SearchSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The best policy over whole tensors, its price, and what the linear program alone promised for its pair."""
+    """The best policy over whole tensors, its price, and what the linear program alone promised."""
 
     policy: Policy
     prediction: Prediction
-    relaxed_throughput: float  # tokens/s before rounding to whole tensors
+    relaxed_throughput: float  # tokens/s of the linear program's best over all pairs, before rounding
     pairs: int
     programs: int  # linear and integer programs solved
 
@@ -84,7 +84,7 @@ class _Candidate:
     bound: float
     ticket: int  # ties are settled by the order of enumeration, so a search gives one answer
     program: PlacementProgram = field(compare=False)
-    relaxed: float = field(compare=False, default=0.0)
+    is_relaxed: bool = field(compare=False, default=False)
     rounded: NDArray[np.float64] | None = field(compare=False, default=None)
 
 
@@ -97,6 +97,7 @@ def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: Sea
     ticket = count()
     heap: list[_Candidate] = []
     programs = pairs = 0
+    relaxed: float | None = None
     for method in space.methods():
         pairs += 1
         model = CostModel(shape=shape, hardware=hardware, workload=workload, method=method)
@@ -116,18 +117,19 @@ def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: Sea
             return Plan(
                 policy=policy,
                 prediction=prediction,
-                relaxed_throughput=workload.gen_len / best.relaxed,
+                relaxed_throughput=workload.gen_len / (relaxed or best.bound),
                 pairs=pairs,
                 programs=programs,
             )
         programs += 1
-        if not best.relaxed:
+        if not best.is_relaxed:
             if found := best.program.relaxed():
-                bound = found[0] / block
-                heapq.heappush(heap, _Candidate(bound, next(ticket), best.program, relaxed=bound))
-        elif found := best.program.whole_tensors():
+                heapq.heappush(heap, _Candidate(found[0] / block, next(ticket), best.program, is_relaxed=True))
+            continue
+        relaxed = best.bound if relaxed is None else relaxed  # the first of its kind off the heap is the best
+        if found := best.program.whole_tensors():
             bound = max(found[0] / block, best.bound)
-            heapq.heappush(heap, _Candidate(bound, next(ticket), best.program, best.relaxed, found[1]))
+            heapq.heappush(heap, _Candidate(bound, next(ticket), best.program, rounded=found[1]))
     raise BudgetError(explain_refusal(shape, hardware, workload, space))
 
 

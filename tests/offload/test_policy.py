@@ -7,19 +7,8 @@ import pytest
 from flashllm.errors import FormatError
 from flashllm.offload.policy import Policy, Workload
 
-FIELDS = {
-    "gpu_batch": 4,
-    "num_batches": 3,
-    "wg": 0.2,
-    "wc": 0.8,
-    "wd": 0,
-    "cg": 0,
-    "cc": 0.5,
-    "cd": 0.5,
-    "hg": 1,
-    "hc": 0,
-    "hd": 0,
-}
+FIELDS = {"gpu_batch": 4, "num_batches": 3, "wg": 0.2, "wc": 0.8, "wd": 0, "cg": 0, "cc": 0.5, "cd": 0.5}
+FIELDS |= {"hg": 1, "hc": 0, "hd": 0}
 
 
 def test_derived_numbers():

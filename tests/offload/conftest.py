@@ -1,0 +1,21 @@
+"""Lets tests import the scripts of bench/ by name."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+@pytest.fixture
+def bench_path(monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(BENCH))
+    return BENCH
+
+
+@pytest.fixture(autouse=True)
+def _forget_bench_modules():
+    yield
+    for name in [name for name in sys.modules if name.startswith("offload_")]:
+        del sys.modules[name]

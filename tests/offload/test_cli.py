@@ -1,0 +1,117 @@
+"""`flashllm offload plan`: one JSON document, exit statuses, and a parser that loads nothing heavy."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from flashllm.offload import cli
+from flashllm.offload.machines import T4
+
+PLAN = ["plan", "opt-1.3b", "--prompt-len", "64", "--gen-len", "8"]
+
+
+def run(capsys, *more, argv=PLAN):
+    status = cli._standalone([*argv, *more])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_json_is_one_document(capsys):
+    status, out, err = run(capsys, "--json")
+    assert (status, err) == (0, "")
+    document = json.loads(out)
+    assert document["policy"]["wg"] + document["policy"]["wc"] + document["policy"]["wd"] == pytest.approx(1)
+    predicted = document["predicted"]
+    for key in ("prefill_s", "decode_s", "throughput", "peak_device", "peak_cpu", "peak_disk", "binding"):
+        assert key in predicted
+    assert predicted["tokens_per_usd"] == pytest.approx(predicted["throughput"] * 3600 / 0.05)  # 250 W at 0.2 $/kWh
+    assert document["what_if"]
+
+
+def test_text_says_what_binds(capsys):
+    status, out, _ = run(capsys)
+    assert status == 0
+    for word in ("policy", "binding", "peak", "tokens/s", "what more would buy"):
+        assert word in out
+
+
+def test_a_given_policy_is_priced(capsys, tmp_path):
+    path = tmp_path / "p.json"
+    policy = json.loads(run(capsys, "--json", "--no-what-if")[1])["policy"]
+    path.write_text(json.dumps(policy | {"num_batches": 1, "gpu_batch": 2}))
+    status, out, _ = run(capsys, "--json", "--policy", str(path))
+    document = json.loads(out)
+    assert status == 0
+    assert document["policy"]["gpu_batch"] == 2
+    assert "search" not in document
+
+
+def test_a_policy_that_does_not_fit_fails_but_is_priced(capsys, tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text(
+        json.dumps({"gpu_batch": 4, "wg": 1, "wc": 0, "wd": 0, "cg": 1, "cc": 0, "cd": 0, "hg": 1, "hc": 0, "hd": 0})
+    )
+    argv = ["plan", "opt-175b", "--prompt-len", "64", "--gen-len", "8"]
+    status, out, err = run(capsys, "--json", "--policy", str(path), argv=argv)
+    assert status == 1
+    assert "device memory is short by" in err
+    assert json.loads(out)["predicted"]["over"]["device"] > 300e9
+
+
+def test_limits_and_saved_hardware(capsys, tmp_path):
+    path = tmp_path / "small.json"
+    limits = ["--device-memory", "3GB", "--cpu-memory", "8GB", "--disk", "0", "--save-hardware", str(path)]
+    status, out, _ = run(capsys, "--json", "--no-what-if", *limits)
+    assert status == 0
+    assert json.loads(out)["predicted"]["peak_device"] <= 3e9
+    saved = json.loads(path.read_text())
+    assert (saved["device_memory"], saved["disk_capacity"]) == (3 * 10**9, 0)
+    again = run(capsys, "--json", "--no-what-if", "--hardware", str(path))[1]
+    assert json.loads(again) == json.loads(out)
+
+
+def test_compression_and_latency_reach_the_search(capsys):
+    document = json.loads(run(capsys, "--json", "--no-what-if", "--compress", "--latency", "5")[1])
+    assert document["policy"]["compress_weights"]
+    assert document["policy"]["compress_cache"]
+    assert document["predicted"]["prefill_s"] + document["predicted"]["decode_s"] <= 5
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "said"),
+    [
+        (["--device-memory", "3 apples"], 2, "apples"),
+        (["--prompt-len", "0"], 2, "prompt_len"),
+        (["--latency", "-1"], 2, "latency"),
+        (["--attention-sparsity", "0"], 2, "attention-sparsity"),
+        (["--hardware", "h100"], 2, "h100"),
+        (["--device-memory", "1GB"], 1, "more device memory"),
+        (["--policy", "absent.json"], 1, "absent.json"),
+    ],
+)
+def test_errors_have_their_status(capsys, more, status, said):
+    got, out, err = run(capsys, "--json", *more)
+    assert (got, out) == (status, "")
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_unknown_model_is_wrong_use(capsys):
+    status, _, err = run(capsys, argv=["plan", "opt-9b", "--prompt-len", "1", "--gen-len", "1"])
+    assert status == 2
+    assert "opt-9b" in err
+
+
+def test_parser_loads_nothing_heavy():
+    code = (
+        "import argparse, sys; from flashllm.offload import cli; cli.add_arguments(argparse.ArgumentParser());"
+        "print([m for m in ('torch', 'numpy', 'scipy', 'psutil') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_t4_is_the_default_and_says_so(capsys):
+    assert T4.source in run(capsys, "--no-what-if")[1]
