@@ -8,6 +8,7 @@ class FlashError(Exception):
     """Base of all errors of this package."""
 
     exit_status = 1
+    offset: int | None = None  # byte in the file where a read went wrong, where the native core knows it
 
 
 class UsageError(FlashError):

@@ -176,6 +176,8 @@ void FfnLayer::rethrow_with_place(const CoreError& error) const {
   if (error.kind() == ErrorKind::checksum || error.kind() == ErrorKind::format)
     message +=
         "; the model directory is damaged: check it with `flashllm verify`, then convert the model again";
+  if (error.kind() == ErrorKind::io)
+    message += "; check the drive (the system's log says more), then try again";
   throw CoreError(error.kind(), message, error.offset());
 }
 

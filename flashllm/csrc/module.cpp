@@ -30,7 +30,9 @@ void translate(const std::exception_ptr& pointer, void*) {
       PyErr_SetString(PyExc_ValueError, error.what());
     } else {
       const nb::object type = nb::module_::import_("flashllm.errors").attr(name);
-      PyErr_SetString(type.ptr(), error.what());
+      const nb::object value = type(error.what());
+      if (error.offset() != CoreError::kNoOffset) value.attr("offset") = error.offset();
+      PyErr_SetObject(type.ptr(), value.ptr());
     }
   }
 }
