@@ -4,6 +4,7 @@ The length of a block is a constant of the model directory, so that dense sums d
 contract 2). Knows rows and blocks; not what is computed from them.
 """
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm.errors import FlashError, FormatError
+
+_DAMAGED = "; the model directory is damaged: check it with `flashllm verify`, then convert the model again"
+_FAILED = "; check the drive (the system's log says more), then try again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +57,7 @@ class RowStream:
         self._reader, self._file, self._layers = reader, file, layers
         self._stride, self._block_rows = stride, block_rows
         self._staging = [_core.allocate(block_rows * stride) for _ in range(2)]
+        self._in_flight: list[_core.ReadBatch | None] = [None, None]  # the reads into each buffer
         self._ahead: _Pending | None = None
         self.times = StreamTimes()
 
@@ -61,8 +67,8 @@ class RowStream:
         `then`: the layer wanted next, whose first block is read while the caller works on other things.
         """
         rows = self._layers[layer].num_rows
-        current = self._take_ahead(layer)
-        while current is not None:
+        current = self._take_ahead(layer, 0)
+        while True:
             following = current.first_row + current.count
             if following < rows:
                 self._ahead = self._submit(layer, following, 1 - current.buffer)
@@ -71,29 +77,29 @@ class RowStream:
             self._wait(current)
             nbytes = current.count * self._stride
             yield current.first_row, self._staging[current.buffer][:nbytes].reshape(current.count, self._stride)
-            current = self._take_ahead(layer) if following < rows else None
+            if following >= rows:
+                return
+            current = self._take_ahead(layer, following)
 
     def drain(self) -> None:
-        """Wait for whatever is still being read, and forget it."""
-        pending, self._ahead = self._ahead, None
-        if pending is not None:
-            self._wait(pending)
+        """Wait for whatever is still being read, and forget it, its errors too."""
+        self._ahead = None
+        for buffer in range(len(self._in_flight)):
+            self._settle(buffer)
 
     def take_times(self) -> StreamTimes:
         """The times since the last call."""
         times, self.times = self.times, StreamTimes()
         return times
 
-    def _take_ahead(self, layer: int) -> _Pending:
+    def _take_ahead(self, layer: int, first_row: int) -> _Pending:
         pending, self._ahead = self._ahead, None
-        if pending is None:
-            return self._submit(layer, 0, 0)
-        if pending.layer == layer:
+        if pending is not None and (pending.layer, pending.first_row) == (layer, first_row):
             return pending
-        self._wait(pending)  # another layer was expected: an earlier pass was interrupted
-        return self._submit(layer, 0, 0)
+        return self._submit(layer, first_row, 0)  # nothing was expected, or an earlier pass was interrupted
 
     def _submit(self, layer: int, first_row: int, buffer: int) -> _Pending:
+        self._settle(buffer)
         rows = self._layers[layer]
         count = min(self._block_rows, rows.num_rows - first_row)
         batch = _core.ReadBatch(self._reader, self._file)
@@ -103,20 +109,38 @@ class RowStream:
             rows.checksums[first_row : first_row + count],
             self._stride,
         )
+        self._in_flight[buffer] = batch
         batch.submit()
         return _Pending(layer, first_row, count, buffer, batch)
+
+    def _settle(self, buffer: int) -> None:
+        """No read may still fly into a buffer that is given to another: after an interrupted pass one might."""
+        batch = self._in_flight[buffer]
+        if batch is not None:
+            with contextlib.suppress(FlashError, ValueError):  # ValueError: it never came to be submitted
+                batch.wait()
+        self._in_flight[buffer] = None
 
     def _wait(self, pending: _Pending) -> None:
         start = time.perf_counter_ns()
         try:
             stats = pending.batch.wait()
-        except Exception as error:
-            self._ahead, ahead = None, self._ahead
-            if ahead is not None and ahead is not pending:
-                del ahead  # a dropped batch waits for its own reads
-            raise type(error)(f"layer {pending.layer}: {error}") from error
+        except FlashError as error:
+            self._in_flight[pending.buffer] = None
+            raise self._placed(error, pending.layer) from error
+        self._in_flight[pending.buffer] = None
         self.times.wait_ns += time.perf_counter_ns() - start
         self.times.busy_ns += stats["wall_ns"]
         self.times.nbytes += stats["bytes"]
         self.times.requests += stats["requests"]
         self.times.retries += stats["retries"]
+
+    def _placed(self, error: FlashError, layer: int) -> FlashError:
+        """The error with the layer, the neuron and what to do in its message."""
+        where = f"layer {layer}"
+        if error.offset is not None:
+            where += f", neuron {(error.offset - self._layers[layer].offset) // self._stride}"
+        advice = _DAMAGED if isinstance(error, FormatError) else _FAILED
+        placed = type(error)(f"{where}: {error}{advice}")
+        placed.offset = error.offset
+        return placed
