@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from flashllm import _core
-from flashllm.errors import FlashError
+from flashllm.errors import FlashError, UsageError
 from flashllm.meter import Meter
 
 ATTENTION_NAME = "planned_kv"  # transformers takes any name with "flash" in it for FlashAttention
@@ -34,6 +34,7 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers'
         self.length = 0
         self.batch = keys.shape[0]
         self.is_initialized = True
+        self._closed = False
         self._show()
 
     def _show(self) -> None:
@@ -47,6 +48,8 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers'
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends [batch, kv_heads, tokens, head_dim]; returns views of all cached positions."""
+        if self._closed:
+            raise UsageError("this KV cache is closed: its memory belongs to the plan; take a new one with new_cache()")
         batch, new = key_states.shape[0], key_states.shape[2]
         capacity = self._all_keys.shape[2]
         if batch > self._all_keys.shape[0]:
@@ -102,6 +105,12 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers'
         self.batch = len(rows)
         self._show()
 
+    def close(self) -> None:
+        """Let go of the memory; the layer cannot be used afterwards."""
+        self._closed, self.length = True, 0
+        self._all_keys = self._all_values = torch.empty((0, 0, 0, 0))
+        self._show()
+
 
 class KVMemory:
     """The KV cache's bytes for all layers, allocated once; every cache made from it uses the same memory."""
@@ -118,55 +127,79 @@ class KVMemory:
         self._in_use: weakref.ref[Cache] | None = None
 
     def new_cache(self) -> Cache:
-        """An empty cache over this memory. FlashError while another one lives: it would overwrite its keys."""
+        """An empty cache over this memory. UsageError while another one lives: it would overwrite its keys."""
         if self._in_use is not None and self._in_use() is not None:
-            raise FlashError(
-                "the planned KV cache is in use by another conversation; close it first, or pass your own past_key_values"
+            raise UsageError(
+                "the planned KV cache is in use by another conversation; close that session (or call "
+                "model.release_cache), or pass your own past_key_values"
             )
         cache = Cache(layers=[PreallocatedLayer(layer[0], layer[1]) for layer in self._memory])
         self._in_use = weakref.ref(cache)
         return cache
 
+    def release(self, cache: Cache) -> None:
+        """Close a cache made here, whoever still refers to it; the memory is free for the next one."""
+        for layer in cache.layers:
+            layer.close()
+        if self._in_use is not None and self._in_use() is cache:
+            self._in_use = None
 
-def make_attention(meter: Meter, native: _core.Attention, max_length: int) -> Any:
+    def close(self) -> None:
+        """Let go of the memory, also where a cache still refers to it."""
+        cache = None if self._in_use is None else self._in_use()
+        if cache is not None:
+            self.release(cache)
+        del self._memory
+
+
+class PlannedAttention:
     """An attention function in transformers' form: (output [batch, tokens, heads, head_dim], no weights)."""
 
-    def attend(
+    def __init__(self, meter: Meter, native: _core.Attention, max_length: int) -> None:
+        self._meter, self._native, self._max_length = meter, native, max_length
+
+    def release(self) -> None:
+        """Let go of the native threads."""
+        del self._native
+
+    def __call__(
+        self,
         module: torch.nn.Module,
         query: torch.Tensor,  # [batch, heads, tokens, head_dim]
         key: torch.Tensor,  # [batch, kv_heads, length, head_dim]
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
+        *,
         scaling: float | None = None,
         dropout: float = 0.0,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        if query.shape[2] == 1 and attention_mask is None and key.shape[2] <= max_length:
+        if query.shape[2] == 1 and attention_mask is None and key.shape[2] <= self._max_length:
             scale = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
-            query = query.contiguous()
-            out = torch.empty((query.shape[0], 1, query.shape[1], query.shape[3]), dtype=query.dtype)
-            itemsize = key.element_size()
-            if key.stride(3) != 1 or key.stride() != value.stride():
-                raise ValueError("keys and values must lie alike in memory, head_dim last")
-            for row in range(query.shape[0]):
-                native.forward(
-                    query[row].data_ptr(),
-                    key[row].data_ptr(),
-                    value[row].data_ptr(),
-                    key.shape[2],
-                    key.stride(1) * itemsize,
-                    key.stride(2) * itemsize,
-                    scale,
-                    out[row].data_ptr(),
-                )
-            return out, None
-        with meter.computing():
+            return self._one_token(query.contiguous(), key, value, scale), None
+        with self._meter.computing():
             output, _ = sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
             )
         return output, None
 
-    return attend
+    def _one_token(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        if key.stride(3) != 1 or key.stride() != value.stride():
+            raise ValueError("keys and values must lie alike in memory, head_dim last")
+        out = torch.empty((query.shape[0], 1, query.shape[1], query.shape[3]), dtype=query.dtype)
+        itemsize = key.element_size()
+        for row in range(query.shape[0]):
+            self._native.forward(
+                query[row].data_ptr(),
+                key[row].data_ptr(),
+                value[row].data_ptr(),
+                key.shape[2],
+                key.stride(1) * itemsize,
+                key.stride(2) * itemsize,
+                scale,
+                out[row].data_ptr(),
+            )
+        return out
 
 
 def register_attention() -> None:

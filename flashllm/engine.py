@@ -5,7 +5,7 @@ Built once from a manifest and a memory plan, in the order of the plan; nothing 
 
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -17,11 +17,17 @@ from flashllm.budget import MAX_REQUEST, MemoryPlan
 from flashllm.errors import UsageError
 from flashllm.ffn import TORCH_DTYPES, FlashFFN, Mode
 from flashllm.manifest import Manifest
-from flashllm.model_files import FFN, PREDICTORS, RESIDENT, checksums_tensor, ffn_tensor
 from flashllm.meter import Meter
+from flashllm.model_files import FFN, PREDICTORS, RESIDENT, checksums_tensor, ffn_tensor
 from flashllm.resident import read_tensors
 from flashllm.safetensors_file import read_header
 from flashllm.stream import LayerRows, RowStream
+
+
+class Releasable(Protocol):
+    """What holds native threads or weights on the engine's behalf."""
+
+    def release(self) -> None: ...
 
 
 class Engine:
@@ -49,6 +55,8 @@ class Engine:
         self.directory, self.manifest, self.plan, self.mode = directory, manifest, plan, mode
         self.meter = Meter()
         self.notices: list[str] = []
+        self.closed = False
+        self._adopted: list[Releasable] = []
         # 1. Threads, and the file the rows come from.
         self.pool = _core.ThreadPool(threads)
         self._reader = _core.Reader(io_threads, max_request=MAX_REQUEST, verify=verify_checksums)
@@ -56,8 +64,8 @@ class Engine:
         self.direct_io = self._file.direct
         if direct and not self._file.direct:
             self.notices.append(
-                f"direct I/O is not available for {directory} ({self._file.fallback_reason}): reads go through the page "
-                "cache, which is not counted in the memory plan and makes timings those of memory, not of flash"
+                f"direct I/O is not available for {directory} ({self._file.fallback_reason}): reads go through the "
+                "page cache, which is not counted in the memory plan and makes timings those of memory, not of flash"
             )
         # 2. Resident weights and checksums, in anonymous memory.
         self.tensors, _ = read_tensors(directory / RESIDENT, self._reader, direct=direct)
@@ -150,20 +158,28 @@ class Engine:
         """Ids in each layer's cache, in the order of its rows."""
         return [np.asarray(ffn.native.cached(), dtype=np.int32) for ffn in self.ffns]
 
+    def adopt(self, *parts: Releasable) -> None:
+        """Parts of the model built over this engine, released when it closes."""
+        self._adopted += parts
+
     def interrupt(self) -> None:
-        """After a pass that did not finish: no read stays under way."""
-        self._stream.drain()
+        """After a pass that did not finish: no read stays under way. Raises nothing."""
+        if not self.closed:
+            self._stream.drain()
 
     def close(self) -> None:
         """Wait for reads under way and release threads, files and memory. The model cannot be used afterwards."""
+        if self.closed:
+            return
+        self.closed = True
         self._stream.drain()
-        for ffn in self.ffns:
-            ffn.release()
+        for part in [*self._adopted, *self.ffns]:
+            part.release()
+        self.kv_memory.close()
+        self._adopted.clear()
         self.tensors.clear()
-        for name in ("_cache", "_stream", "_file", "_reader", "pool", "kv_memory", "_rows"):
-            if hasattr(self, name):
-                delattr(self, name)
         self.meter.streams.clear()
+        del self._cache, self._stream, self._file, self._reader, self._rows, self.pool
 
     def __enter__(self) -> Self:
         return self

@@ -27,13 +27,18 @@ class FlashLinear(nn.Linear):
     def attach(self, pool: _core.ThreadPool, meter: Meter, max_native_tokens: int) -> None:
         self._meter, self._max_native_tokens = meter, max_native_tokens
         self._bias32 = None if self.bias is None else self.bias.detach().float().contiguous()
+        self._dtype = self.weight.dtype
         self._native = _core.Linear(self.weight.detach(), self._bias32, pool, meter.native)
+
+    def release(self) -> None:
+        """Let go of the native threads and the fp32 bias."""
+        del self._native, self._bias32
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features], same dtype."""
         flat = x.reshape(-1, self.in_features).contiguous()
-        if flat.dtype != self.weight.dtype:
-            raise TypeError(f"inputs are {flat.dtype}, weights {self.weight.dtype}")
+        if flat.dtype != self._dtype or self.weight.dtype != self._dtype:
+            raise TypeError(f"inputs and weights must be {self._dtype}, as the model was loaded, not {flat.dtype}")
         if flat.shape[0] <= self._max_native_tokens:
             out = torch.empty((flat.shape[0], self.out_features), dtype=x.dtype)
             self._native.forward(flat.data_ptr(), flat.shape[0], out.data_ptr())

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from flashllm import _core
 from flashllm.architectures import attention_shape, spec_of
-from flashllm.attention import ATTENTION_NAME, make_attention, register_attention
+from flashllm.attention import ATTENTION_NAME, PlannedAttention, register_attention
 from flashllm.budget import MemoryPlan, plan_memory
 from flashllm.demo import resolve_model
 from flashllm.engine import Engine
@@ -39,23 +39,56 @@ class FlashMixin:
         self, input_ids: torch.Tensor | None = None, *, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
     ) -> Any:
         """As the Hugging Face class. At most K0 new tokens a sequence use the predictor (design contract 2)."""
+        self._check_open()
         given = input_ids if input_ids is not None else inputs_embeds
         new_tokens = 0 if given is None else given.shape[1]
         few = new_tokens <= self.engine.manifest.sparse_prefill_tokens
         for ffn in self.engine.ffns:
             ffn.few_tokens = few
-        with torch.inference_mode():
-            return super().forward(input_ids, inputs_embeds=inputs_embeds, **kwargs)  # type: ignore[misc]
+        try:
+            with torch.inference_mode():
+                return super().forward(input_ids, inputs_embeds=inputs_embeds, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            self.engine.interrupt()
+            raise
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Hugging Face class, over the KV cache of the memory plan unless `past_key_values` is given."""
-        if kwargs.get("past_key_values") is None and kwargs.get("use_cache", True):
-            kwargs["past_key_values"] = self.new_cache()
-        return super().generate(*args, **kwargs)  # type: ignore[misc]
+        """As the Hugging Face class, over the KV cache of the memory plan unless `past_key_values` is given.
+
+        That cache is closed at the end, also where the output refers to it: to go on from it, pass `new_cache()`.
+        """
+        self._check_open()
+        if kwargs.get("past_key_values") is not None or not kwargs.get("use_cache", True):
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        cache = self.new_cache()
+        try:
+            return super().generate(*args, **{**kwargs, "past_key_values": cache})  # type: ignore[misc]
+        finally:
+            self.release_cache(cache)
 
     def new_cache(self) -> Cache:
-        """An empty KV cache over the planned memory; one lives at a time."""
+        """An empty KV cache over the planned memory; one is open at a time."""
+        self._check_open()
         return self.engine.kv_memory.new_cache()
+
+    def release_cache(self, cache: Cache) -> None:
+        """Close a cache of `new_cache`, so that another can be made. Once more is harmless."""
+        self.engine.kv_memory.release(cache)
+
+    def _check_open(self) -> None:
+        if self.engine.closed:
+            raise UsageError("the model is closed; load it again with FlashModel.from_pretrained")
+
+
+class _Weights:
+    """The resident parameters, to be let go of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = list(model.parameters())
+
+    def release(self) -> None:
+        for parameter in self._parameters:
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
 class FlashModel:
@@ -75,7 +108,7 @@ class FlashModel:
         verify_checksums: bool = True,
         batch: int = 1,
     ) -> Any:
-        """Load a model directory. Returns a Hugging Face causal LM with `.engine`; close it with `model.engine.close()`.
+        """Load a model directory: a Hugging Face causal LM with `.engine`; close it with `model.engine.close()`.
 
         Args:
             path: model directory, Hugging Face folder or hub id (converted on first use); None: the bundled demo.
@@ -97,6 +130,8 @@ class FlashModel:
         except ValueError:
             raise UsageError(f"--mode must be one of {', '.join(Mode)}, not {mode!r}") from None
         threads = threads if threads is not None else num_cores()
+        if threads < 1:
+            raise UsageError(f"--threads must be at least 1, not {threads}")
         plan = plan_memory(
             manifest,
             config,
@@ -159,8 +194,8 @@ def _build_model(
     left = sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
     if left or unexpected:
         raise FormatError(
-            f"{directory}: resident weights do not fit the architecture (missing {left[:3]}, unknown {unexpected[:3]}); "
-            "convert the model again"
+            f"{directory}: resident weights do not fit the architecture (missing {left[:3]}, unknown "
+            f"{unexpected[:3]}); convert the model again"
         )
     del missing  # the tied head is listed there although it is in place
     engine.tensors.clear()
@@ -179,7 +214,8 @@ def _build_model(
         pool=engine.pool,
         counters=engine.meter.native,
     )
-    attend = make_attention(engine.meter, native, plan.context)
+    attend = PlannedAttention(engine.meter, native, plan.context)
+    engine.adopt(*linears, attend, _Weights(model))
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             module.flash_attend = attend
