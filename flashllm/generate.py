@@ -5,9 +5,10 @@ turn computes only what is new. Whatever ends a stream early (an error, ctrl-C, 
 it was after the last record.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 import torch
 from transformers import (
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from flashllm.attention import ContextFull
+from flashllm.detokenizer import Detokenizer
 from flashllm.errors import UsageError
 from flashllm.meter import StepTimes
 
@@ -40,7 +42,7 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         checks = {
             "max_new_tokens": self.max_new_tokens >= 1,
-            "temperature": 0 <= self.temperature < float("inf"),
+            "temperature": self.temperature == 0 or 1e-6 <= self.temperature < float("inf"),  # below, fp32 overflows
             "top_k": self.top_k >= 0,
             "top_p": 0 < self.top_p <= 1,
             "repetition_penalty": 0 < self.repetition_penalty < float("inf"),
@@ -70,50 +72,6 @@ class TokenRecord:
     times: StepTimes
 
 
-class Detokenizer:
-    """Token ids to text as they come; a piece is given out once no later token can change it."""
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
-        self._ids: list[int] = []
-        self._start, self._shown_until = 0, 0  # ids from _start on are decoded; before _shown_until they are shown
-        self._held = ""  # text that may be the beginning of a stop string
-        self.stopped = False
-
-    def push(self, token_id: int) -> str:
-        """The text that became certain with this token."""
-        self._ids.append(token_id)
-        shown = self._decode(self._start, self._shown_until)
-        whole = self._decode(self._start, len(self._ids))
-        if whole.endswith("\ufffd") or len(whole) < len(shown):  # in the middle of a character
-            return ""
-        piece = whole[len(shown) :]
-        self._start, self._shown_until = self._shown_until, len(self._ids)
-        return self._release(piece)
-
-    def finish(self) -> str:
-        """What was held back, when no more tokens come."""
-        shown = self._decode(self._start, self._shown_until)
-        rest = self._held + self._decode(self._start, len(self._ids))[len(shown) :]
-        self._held, self._shown_until = "", len(self._ids)
-        return "" if self.stopped else rest
-
-    def _decode(self, start: int, end: int) -> str:
-        text: str = self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True)
-        return text
-
-    def _release(self, piece: str) -> str:
-        text, self._held = self._held + piece, ""
-        ends = [text.index(stop) for stop in self._stop if stop in text]
-        if ends:
-            self.stopped = True
-            return text[: min(ends)]
-        keep = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
-        if keep:
-            text, self._held = text[:-keep], text[-keep:]
-        return text
-
-
 class Session:
     """One conversation with a loaded model: its tokens, its KV cache, and the streams that extend them."""
 
@@ -123,9 +81,10 @@ class Session:
         self.stopped: Stopped | None = None
         self.messages: list[dict[str, str]] = []  # with a chat template: the conversation as it is rendered
         self.system: str | None = None
-        self._cache = model.new_cache()
+        self._cache: Any = model.new_cache()
         self._tokens: list[int] = []  # in the context; the KV cache holds the first `_computed` of them
         self._computed = 0
+        self._turn = 0  # which stream may extend the context
         self._generator = torch.Generator()
         if self.options.seed is None:
             self._generator.seed()
@@ -150,7 +109,24 @@ class Session:
     def reset(self) -> None:
         """Forget the conversation; the system text stays."""
         self._tokens, self._computed, self.messages, self.stopped = [], 0, [], None
-        self._cache.reset()
+        self._turn += 1
+        if self._cache is not None:
+            self._truncate_cache()
+
+    def close(self) -> None:
+        """Free the KV cache for another session. The tokens and messages stay readable."""
+        cache, self._cache = self._cache, None
+        self._turn += 1
+        if cache is not None:
+            self.model.release_cache(cache)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def stream(self, text: str, *, add_special: bool = True) -> Iterator[PrefillRecord | TokenRecord]:
         """Append `text` to the context and generate. Raises ContextFull, FlashIOError, ChecksumError."""
@@ -164,19 +140,22 @@ class Session:
             system = f"{self.system}\n" if first and self.system else ""
             yield from self.stream(system + user_text if first else "\n" + user_text, add_special=first)
             return
-        before = list(self.messages)
-        self.messages.append({"role": "user", "content": user_text})
-        answer: list[str] = []
+        before = self.messages
+        self.messages = [*before, {"role": "user", "content": user_text}]
+        answer: list[str] | None = None  # none before the prompt is computed: until then nothing has changed
         try:
-            yield from self._answer(answer)
-        except ContextFull:
-            self.messages = before
-            raise
+            for record in self._answer():
+                answer = [] if answer is None else answer
+                if isinstance(record, TokenRecord):
+                    answer.append(record.text)
+                yield record
         finally:
-            if answer or len(self.messages) > len(before):
+            if answer is None:
+                self.messages = before
+            else:
                 self.messages.append({"role": "assistant", "content": "".join(answer)})
 
-    def _answer(self, answer: list[str]) -> Iterator[PrefillRecord | TokenRecord]:
+    def _answer(self) -> Iterator[PrefillRecord | TokenRecord]:
         system = [{"role": "system", "content": self.system}] if self.system else []
         ids = self.tokenizer.apply_chat_template(
             system + self.messages, add_generation_prompt=True, tokenize=True, return_dict=True
@@ -185,27 +164,30 @@ class Session:
         shared = 0
         while shared < min(len(ids) - 1, len(self._tokens)) and ids[shared] == self._tokens[shared]:
             shared += 1
-        self._truncate(shared)
-        for record in self._extend(ids[shared:]):
-            if isinstance(record, TokenRecord):
-                answer.append(record.text)
-            yield record
+        yield from self._extend(ids[shared:], keep=shared)
 
-    def _extend(self, new_ids: list[int]) -> Iterator[PrefillRecord | TokenRecord]:
+    def _extend(self, new_ids: list[int], *, keep: int | None = None) -> Iterator[PrefillRecord | TokenRecord]:
+        """Generate after the first `keep` tokens of the context (None: all of it) and `new_ids`."""
+        if self._cache is None:
+            raise UsageError("the session is closed")
         meter = self.model.engine.meter
-        self.stopped = None
-        pending = self._tokens[self._computed :] + list(new_ids)
+        context = self._tokens[:keep]
+        reused = min(self._computed, len(context))
+        pending = context[reused:] + list(new_ids)
         if not pending:
             raise UsageError("there is nothing to continue: the prompt has no tokens")
-        if self._computed + len(pending) > self.context_limit:
+        if reused + len(pending) > self.context_limit:
             raise ContextFull(
-                f"the context limit of {self.context_limit} tokens is reached: {self._computed} are in use and this turn "
+                f"the context limit of {self.context_limit} tokens is reached: {reused} are in use and this turn "
                 f"adds {len(pending)}; start a new conversation (/reset) or shorten the text"
             )
+        self.stopped = None
+        self._turn = turn = self._turn + 1
         meter.restart()
-        reused = self._computed
+        self._computed = reused
+        self._truncate_cache()
         logits = self._forward(pending)
-        self._tokens += new_ids
+        self._tokens = context + list(new_ids)
         yield PrefillRecord(
             tokens=len(pending),
             reused_tokens=reused,
@@ -216,6 +198,7 @@ class Session:
         processors = self._processors()
         ends = self._end_ids()
         for count in range(1, self.options.max_new_tokens + 1):
+            self._check_turn(turn)
             token_id = self._choose(logits, processors)
             self._tokens.append(token_id)
             text = detokenizer.push(token_id)
@@ -229,32 +212,33 @@ class Session:
                 self.stopped = "context"
             if self.stopped is not None:
                 text += detokenizer.finish()
+                if detokenizer.stopped:
+                    self.stopped = "stop"  # a stop string whose last character was incomplete so far
             yield TokenRecord(token_id=token_id, text=text, times=meter.take())
             if self.stopped is not None:
                 return
+            self._check_turn(turn)
             logits = self._forward([token_id])
+
+    def _check_turn(self, turn: int) -> None:
+        if self._turn != turn:
+            raise UsageError("this answer was ended by a newer turn, a reset or the session's end")
 
     def _forward(self, ids: list[int]) -> torch.Tensor:
         """Logits [vocab] (fp32) after `ids`; they are in the KV cache afterwards, or nothing has changed."""
         try:
             output = self.model(torch.tensor([ids]), past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         except BaseException:
-            self.model.engine.interrupt()
-            self._truncate_cache(self._computed)
+            self._truncate_cache()
             raise
         self._computed += len(ids)
         logits: torch.Tensor = output.logits[0, -1].float()
         return logits
 
-    def _truncate(self, length: int) -> None:
-        self._tokens = self._tokens[:length]
-        self._computed = min(self._computed, length)
-        self._truncate_cache(self._computed)
-
-    def _truncate_cache(self, length: int) -> None:
+    def _truncate_cache(self) -> None:
         """Layers may differ in length after an interrupted pass; afterwards none does."""
         for layer in self._cache.layers:
-            layer.crop(min(0, length - layer.get_seq_length()))
+            layer.crop(min(0, self._computed - layer.get_seq_length()))
 
     def _processors(self) -> LogitsProcessorList:
         """In the order of transformers' `generate`."""
