@@ -124,15 +124,16 @@ def plan_memory(
 
     Raises:
         BudgetError: the limit is below the minimum, or above what the machine has left.
-        UsageError: a context or window that cannot be.
+        UsageError: a context, window, number of threads or batch that cannot be.
     """
     shape, rows, layers = attention_shape(config), manifest.rows, manifest.architecture.num_layers
     context = shape.context if context is None else context
     if not 1 <= context <= shape.context:
         raise UsageError(f"--context must be 1 to {shape.context} tokens for this model, not {context}")
     window = window if window is not None else DEFAULT_WINDOW
-    if window < 1:
-        raise UsageError(f"--window must be at least 1 token, not {window}")
+    for name, value in (("--window", window), ("--io-threads", io_threads), ("batch", batch)):
+        if value < 1:
+            raise UsageError(f"{name} must be at least 1, not {value}")
     itemsize = 4 if manifest.dtype == "float32" else 2
     vocab = int(config.get("vocab_size", 50272))
 
