@@ -1,0 +1,84 @@
+"""Tiny models shared by the tests: made and converted once a session, loaded by each test and closed after it."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import predictor_files
+import pytest
+import torch
+from tiny_models import make_tiny_opt
+from transformers import AutoTokenizer, OPTForCausalLM
+
+from flashllm import FlashModel
+from flashllm.convert import convert
+from flashllm.manifest import Manifest
+
+CONTEXT = 96  # tokens the tiny model allows
+BLOCK_ROWS = 128  # four dense blocks a layer
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """One dtype: the Hugging Face folder, the dense model, and a model directory for each kind of predictor."""
+
+    dtype: str
+    source: Path
+    reference: Any
+    tokenizer: Any
+    directories: dict[str, Path]  # by kind of predictor; "bare" has none
+
+    def path(self, predictors: str = "exact") -> Path:
+        return self.directories[predictors]
+
+
+def _make(root: Path, dtype: str) -> TinyModel:
+    source = make_tiny_opt(root / "hf", num_layers=3, d_ff=512, context=CONTEXT, dtype=dtype)
+    bare = root / "bare"
+    convert(source, bare)
+    dataclasses.replace(Manifest.load(bare), stream_block_rows=BLOCK_ROWS).save(bare)
+    directories = {"bare": bare}
+    for kind in predictor_files.KINDS:
+        directories[kind] = Path(shutil.copytree(bare, root / kind))
+        predictor_files.install(kind, source, directories[kind], root)
+    reference = OPTForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).eval()
+    return TinyModel(dtype, source, reference, AutoTokenizer.from_pretrained(source), directories)
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    """The tiny model of a dtype ("float32", "float16", "bfloat16"), made on first use. Never change its directories."""
+    made: dict[str, TinyModel] = {}
+
+    def get(dtype: str = "float32") -> TinyModel:
+        if dtype not in made:
+            made[dtype] = _make(tmp_path_factory.mktemp(dtype), dtype)
+        return made[dtype]
+
+    return get
+
+
+@pytest.fixture
+def load() -> Iterator[Callable[..., Any]]:
+    """`FlashModel.from_pretrained` with one compute thread and few reader threads; closed at the end of the test."""
+    loaded = []
+
+    def open_model(path: Path, **options: Any) -> Any:
+        model = FlashModel.from_pretrained(path, **{"threads": 1, "io_threads": 4, **options})
+        loaded.append(model)
+        return model
+
+    yield open_model
+    for model in loaded:
+        model.engine.close()
