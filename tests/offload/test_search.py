@@ -43,7 +43,7 @@ def test_weights_come_out_as_whole_matrices():
 
 def test_exhaustive_enumeration_finds_nothing_better():
     """Every whole-tensor policy of a tiny model, by brute force."""
-    work, space = Workload(prompt_len=8, gen_len=4), SearchSpace(gpu_batches=(1, 2), num_batches=(1, 2))
+    work, space = Workload(prompt_len=8, gen_len=4), SearchSpace(gpu_batches=(2,), num_batches=(2,))
     hardware = dataclasses.replace(
         T4, device_memory=300_000, device_reserved=0, cpu_memory=230_000, cpu_reserved=0, disk_capacity=10**9
     )
