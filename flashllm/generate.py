@@ -202,20 +202,22 @@ class Session:
             token_id = self._choose(logits, processors)
             self._tokens.append(token_id)
             text = detokenizer.push(token_id)
+            stopped: Stopped | None = None
             if token_id in ends:
-                self.stopped = "eos"
+                stopped = "eos"
             elif detokenizer.stopped:
-                self.stopped = "stop"
+                stopped = "stop"
             elif count == self.options.max_new_tokens:
-                self.stopped = "length"
+                stopped = "length"
             elif self._computed == self.context_limit:
-                self.stopped = "context"
-            if self.stopped is not None:
+                stopped = "context"
+            if stopped is not None:
                 text += detokenizer.finish()
                 if detokenizer.stopped:
-                    self.stopped = "stop"  # a stop string whose last character was incomplete so far
+                    stopped = "stop"  # a stop string in front of a character that stayed incomplete
+            self.stopped = stopped
             yield TokenRecord(token_id=token_id, text=text, times=meter.take())
-            if self.stopped is not None:
+            if stopped is not None:
                 return
             self._check_turn(turn)
             logits = self._forward([token_id])
