@@ -20,8 +20,8 @@ COMMANDS = {
     "/help": "this list",
     "/reset": "forget the conversation and begin a new one",
     "/stats": "speed, times, cache and memory of the last answer",
-    "/system": "/system TEXT: begin anew under these instructions; alone: show them; /system off: none",
-    "/save": "/save FILE: write the conversation into a new text file",
+    "/system": "TEXT: begin anew under these instructions; off: without",
+    "/save": "FILE: write the conversation into a new text file",
     "/quit": "end the chat",
 }
 
@@ -128,12 +128,17 @@ class Chat:
                     f"there is no command {one_line(name)}; to send such text, begin it with a space\n{_help()}"
                 )
 
+    @property
+    def context_used(self) -> int:
+        """Tokens in the context. The last one said is not computed yet, so there can be one too many in the session."""
+        return min(len(self.session.tokens), self.session.context_limit)
+
     def stats_rows(self) -> list[tuple[str, str]]:
         """(name, value) of the last answer and of the state now."""
         memory = self.memory()
         return [
             *self.stats.rows(),
-            ("context", f"{len(self.session.tokens)} of {self.session.context_limit} tokens"),
+            ("context", f"{self.context_used} of {self.session.context_limit} tokens"),
             ("memory", f"{format_size(memory.used)} of {format_size(memory.limit)}"),
             ("direct I/O", "yes" if self.direct_io else "no"),
         ]
@@ -147,7 +152,7 @@ class Chat:
             parts.append(f"hits {self.stats.hit_rate:.0%}")
         memory = self.memory()
         parts.append(f"{format_size(memory.used)} of {format_size(memory.limit)}")
-        parts.append(f"context {len(self.session.tokens)}/{self.session.context_limit}")
+        parts.append(f"context {self.context_used}/{self.session.context_limit}")
         parts.append("/help")
         line = ""
         for part in parts:

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import flashllm
 from flashllm.errors import FlashError
-from flashllm.terminal import one_line, tolerate_any_text
+from flashllm.terminal import one_line, prepare_streams
 
 # Verb -> its module, with `add_arguments(parser)` and `main(args) -> int`, and what it is for.
 VERBS = {
@@ -26,6 +26,7 @@ VERBS = {
     "plan": ("flashllm.commands.plan", "the memory plan, before anything is loaded"),
     "offload": ("flashllm.offload.cli", "large batches through a model that does not fit: plan, run"),
 }
+DEBUG = "--debug"
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -46,6 +47,7 @@ def make_parser(verb: str | None) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"flashllm {flashllm.__version__}")
+    parser.add_argument(DEBUG, action="store_true", help="show the traceback of an error, for a bug report")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
     for name, (module, summary) in VERBS.items():
         subparser = subparsers.add_parser(
@@ -55,17 +57,15 @@ def make_parser(verb: str | None) -> argparse.ArgumentParser:
             command = importlib.import_module(module)
             command.add_arguments(subparser)
             subparser.set_defaults(main=command.main)
-            subparser.add_argument(
-                "--debug", action="store_true", help="show the traceback of an error, for a bug report"
-            )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (by default the process's); the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments  # known before parsing, as that can fail too
-    tolerate_any_text()
+    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = [argument for argument in given if argument != DEBUG]  # allowed anywhere, after any verb
+    debug = len(arguments) < len(given)
+    prepare_streams()
     try:
         verb = next((argument for argument in arguments if not argument.startswith("-")), None)
         args = make_parser(verb).parse_args(arguments)

@@ -4,6 +4,7 @@ Knows no colours and no layout.
 """
 
 import io
+import os
 import re
 import sys
 from typing import TextIO
@@ -35,8 +36,14 @@ def is_terminal(stream: TextIO) -> bool:
     return not stream.closed and stream.isatty()
 
 
-def tolerate_any_text() -> None:
-    """Let standard output and error replace characters their encoding lacks instead of raising."""
+def prepare_streams() -> None:
+    """Give the process three standard streams that never raise for a character their encoding lacks.
+
+    A stream closed by the caller (`2>&-`) is opened to nowhere: otherwise the next file opened would get its number.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # for the process's life
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -3,7 +3,9 @@
 import errno
 import io
 import os
+import pty
 import stat
+import termios
 import threading
 
 import pytest
@@ -14,7 +16,7 @@ from rich.console import Console
 from flashllm import chat_terminal
 from flashllm.attention import ContextFull
 from flashllm.chat import COMMANDS, Chat, Memory, run_plain
-from flashllm.chat_terminal import SafeHistory, TerminalChat, open_history
+from flashllm.chat_terminal import SafeHistory, TerminalChat, hidden_keys, open_history
 from flashllm.errors import FlashIOError
 from flashllm.generate import PrefillRecord, TokenRecord
 from flashllm.meter import StepTimes
@@ -333,6 +335,21 @@ def test_a_history_that_cannot_be_kept_is_said_once_and_costs_nothing(tmp_path):
     assert len(said) == 2
     assert os.strerror(errno.ENOSPC) in said[1]
     assert history.get_strings() == ["a", "b"]
+
+
+def test_keys_typed_during_an_answer_are_not_echoed_and_the_terminal_is_restored():
+    def echoes():
+        return bool(termios.tcgetattr(child)[3] & termios.ECHO)
+
+    parent, child = pty.openpty()
+    try:
+        assert echoes()
+        with hidden_keys(child):
+            assert not echoes()
+        assert echoes()
+    finally:
+        os.close(parent)
+        os.close(child)
 
 
 def test_narrow_terminals(tmp_path):

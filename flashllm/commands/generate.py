@@ -7,7 +7,6 @@ from typing import Any
 
 from flashllm.commands import options
 from flashllm.commands.options import find_model, print_json, say
-from flashllm.errors import UsageError
 from flashllm.terminal import inert, valid_unicode
 
 
@@ -80,8 +79,6 @@ def main(args: argparse.Namespace) -> int:
 def _read_prompt(argument: str) -> str:
     if argument != "-":
         return valid_unicode(argument)
-    if sys.stdin is None or sys.stdin.closed:
-        raise UsageError("--prompt - reads standard input, which is closed")
     return sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n")
 
 
