@@ -21,8 +21,7 @@ nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> allocate(std::size_t nbytes) {
   return {buffer->data(), {nbytes}, owner};
 }
 
-nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>> xxh3_64_rows(
-    const nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::device::cpu, nb::c_contig>& rows) {
+nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>> xxh3_64_rows(const ConstRows& rows) {
   const std::size_t stride = rows.shape(1);
   require(stride >= kMinHashed && stride % kHashedMultiple == 0,
           "rows to hash must be a multiple of 64 bytes and at least 512, got " + std::to_string(stride));

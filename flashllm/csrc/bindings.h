@@ -6,6 +6,7 @@
 #include <nanobind/ndarray.h>
 
 #include <string>
+#include <utility>
 
 #include "error.h"
 #include "kernels.h"
@@ -14,12 +15,22 @@ namespace flashllm {
 
 namespace nb = nanobind;
 
-using AnyArray = nb::ndarray<nb::device::cpu, nb::c_contig>;
-using ByteArray = nb::ndarray<std::uint8_t, nb::device::cpu, nb::c_contig>;
-using ConstBytes = nb::ndarray<const std::uint8_t, nb::device::cpu, nb::c_contig>;
-using ChecksumArray = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>;
-using FloatArray = nb::ndarray<const float, nb::ndim<1>, nb::device::cpu, nb::c_contig>;
-using IdArray = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>;
+// An array taken as it is or not at all. nanobind would hand over a converted copy of one with another dtype
+// or with gaps: reads would land in the copy, and weights would be held twice. (`noconvert` did not prevent
+// it in nanobind 3.1.)
+template <typename Array>
+struct Exact : Array {
+  Exact() = default;
+  explicit Exact(Array array) : Array(std::move(array)) {}
+};
+
+using AnyArray = Exact<nb::ndarray<nb::device::cpu, nb::c_contig>>;
+using ByteArray = Exact<nb::ndarray<std::uint8_t, nb::device::cpu, nb::c_contig>>;
+using ConstBytes = Exact<nb::ndarray<const std::uint8_t, nb::device::cpu, nb::c_contig>>;
+using ConstRows = Exact<nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
+using ChecksumArray = Exact<nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
+using FloatArray = Exact<nb::ndarray<const float, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
+using IdArray = Exact<nb::ndarray<const std::int32_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
 
 inline void require(bool condition, const std::string& message) {
   if (!condition) throw CoreError(ErrorKind::usage, message);
@@ -41,3 +52,19 @@ void init_compute(nb::module_& m);
 void init_ffn(nb::module_& m);
 
 }  // namespace flashllm
+
+template <typename Array>
+struct nanobind::detail::type_caster<flashllm::Exact<Array>> {
+  NB_TYPE_CASTER(flashllm::Exact<Array>, make_caster<Array>::Name)
+
+  bool from_python(handle source, std::uint32_t flags, cleanup_list* cleanup) noexcept {
+    make_caster<Array> caster;
+    if (!caster.from_python(source, flags & ~static_cast<std::uint32_t>(cast_flags::convert), cleanup))
+      return false;
+    value = flashllm::Exact<Array>(std::move(caster.value));
+    return true;
+  }
+  static handle from_cpp(const flashllm::Exact<Array>& array, rv_policy policy, cleanup_list* cleanup) {
+    return make_caster<Array>::from_cpp(array, policy, cleanup);
+  }
+};
