@@ -1,0 +1,143 @@
+"""For tests of the native FFN layer: random neurons in a real file, a layer over it, and its value in float64."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from flashllm import _core
+
+FILE_OFFSET = 4096
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class FfnFile:
+    """One layer's weights as the file has them (rounded to `dtype`), with biases and checksums."""
+
+    path: Path
+    dtype: str
+    stride: int
+    up: torch.Tensor  # [num_neurons, d_model], float64
+    gate: torch.Tensor | None
+    down: torch.Tensor  # [num_neurons, d_model]
+    up_bias: np.ndarray | None
+    down_bias: np.ndarray | None
+    checksums: np.ndarray
+    rows: np.ndarray  # uint8 [num_neurons, stride]
+
+    @property
+    def num_neurons(self) -> int:
+        return self.up.shape[0]
+
+    @property
+    def d_model(self) -> int:
+        return self.up.shape[1]
+
+    def dense(self, x, active, activation="relu"):
+        """The FFN over `active` neurons in float64, and the sum of the magnitudes of all terms (for bounds)."""
+        ids = torch.as_tensor(list(active), dtype=torch.long)
+        x = x.double()
+        fired = (self.gate if self.gate is not None else self.up)[ids] @ x
+        if self.up_bias is not None:
+            fired = fired + torch.from_numpy(self.up_bias).double()[ids]
+        fired = fired.clamp(min=0)
+        if activation == "squared_relu":
+            fired = fired**2
+        if self.gate is not None:
+            fired = fired * (self.up[ids] @ x)
+        y = fired @ self.down[ids]
+        magnitude = fired.abs() @ self.down[ids].abs()
+        if self.down_bias is not None:
+            y = y + torch.from_numpy(self.down_bias).double()
+        return y, magnitude
+
+
+def write_ffn(path, *, dtype="float32", num_neurons=24, d_model=64, gated=False, biased=True, seed=0) -> FfnFile:
+    random = torch.Generator().manual_seed(seed)
+    matrices = [
+        torch.randn(num_neurons, d_model, generator=random).to(TORCH_DTYPES[dtype]) for _ in range(3 if gated else 2)
+    ]
+    items = torch.cat(matrices, dim=1)
+    row_nbytes = items.shape[1] * items.element_size()
+    stride = -(-row_nbytes // 512) * 512
+    rows = np.zeros((num_neurons, stride), np.uint8)
+    rows[:, :row_nbytes] = items.view(torch.uint8).numpy()
+    path.write_bytes(bytes(FILE_OFFSET) + rows.tobytes())
+    return FfnFile(
+        path=path,
+        dtype=dtype,
+        stride=stride,
+        up=matrices[0].double(),
+        gate=matrices[1].double() if gated else None,
+        down=matrices[-1].double(),
+        up_bias=torch.randn(num_neurons, generator=random).numpy() if biased and not gated else None,
+        down_bias=torch.randn(d_model, generator=random).numpy() if biased else None,
+        checksums=_core.xxh3_64_rows(rows),
+        rows=rows,
+    )
+
+
+class Ffn:
+    """A native layer over an `FfnFile`, with all it refers to."""
+
+    def __init__(
+        self,
+        ffn: FfnFile,
+        *,
+        capacity=None,
+        window=4,
+        threads=1,
+        io_threads=4,
+        activation="relu",
+        simd="auto",
+        direct=True,
+        max_gap=0,
+        reader=None,
+    ):
+        self.ffn = ffn
+        self.file = _core.DirectFile(str(ffn.path), direct)
+        self.counters = _core.Counters()
+        self.rows = _core.allocate((capacity or ffn.num_neurons) * ffn.stride)
+        gated = ffn.gate is not None
+        self.layer = _core.FfnLayer(
+            layer=3,
+            dtype=ffn.dtype,
+            stride=ffn.stride,
+            d_model=ffn.d_model,
+            num_neurons=ffn.num_neurons,
+            up=0,
+            gate=ffn.d_model if gated else -1,
+            down=(2 if gated else 1) * ffn.d_model,
+            activation=activation,
+            window=window,
+            file_offset=FILE_OFFSET,
+            up_bias=ffn.up_bias,
+            down_bias=ffn.down_bias,
+            checksums=ffn.checksums,
+            rows=self.rows,
+            reader=reader or _core.Reader(threads=io_threads, max_gap=max_gap),
+            file=self.file,
+            pool=_core.ThreadPool(threads),
+            counters=self.counters,
+            simd=simd,
+        )
+
+    def __call__(self, x, active) -> torch.Tensor:
+        """y [d_model] over the ids given, in the rows' dtype."""
+        assert x.dtype == TORCH_DTYPES[self.ffn.dtype]
+        assert x.is_contiguous()
+        y = torch.empty_like(x)
+        self.layer.forward_active(x.data_ptr(), np.array(sorted(active), dtype=np.int32), y.data_ptr())
+        return y
+
+    def wrong_rows(self) -> list[int]:
+        """Cached neurons whose bytes in memory are not the file's."""
+        cached = self.layer.cached()
+        memory = self.rows[: len(cached) * self.ffn.stride].reshape(len(cached), self.ffn.stride)
+        return [neuron for row, neuron in zip(memory, cached, strict=True) if (row != self.ffn.rows[neuron]).any()]
+
+
+def random_input(ffn, seed=0) -> torch.Tensor:
+    return torch.randn(ffn.d_model, generator=torch.Generator().manual_seed(seed)).to(TORCH_DTYPES[ffn.dtype])

@@ -1,0 +1,490 @@
+"""The direct reader against the file's bytes: offsets, sizes, threads, merging, file ends and faults."""
+
+import errno
+import gc
+import os
+import re
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flashllm import _core
+from flashllm.errors import ChecksumError, FlashIOError, FormatError
+
+NBYTES = 200_003  # ends in the middle of a sector
+FOREVER = 2**60
+ROW = 1024
+
+
+@pytest.fixture(scope="module")
+def data():
+    return np.random.default_rng(0).integers(0, 256, NBYTES, dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("reader") / "data.bin"
+    data.tofile(path)
+    return path
+
+
+def _read(reader, file, jobs):
+    """Read (offset, destination) jobs in one batch; its statistics."""
+    batch = _core.ReadBatch(reader, file)
+    for offset, destination in jobs:
+        batch.add(offset, destination)
+    batch.submit()
+    return batch.wait()
+
+
+def _destinations(jobs, skew=0):
+    """Disjoint memory for (offset, nbytes) jobs, `skew` bytes off alignment."""
+    memory = _core.allocate(sum(nbytes + 1024 for _, nbytes in jobs))
+    result, used = [], 0
+    for offset, nbytes in jobs:
+        start = -(-used // 512) * 512 + skew
+        result.append((offset, memory[start : start + nbytes]))
+        used = start + nbytes
+    return result
+
+
+def _check(jobs, data):
+    for offset, destination in jobs:
+        assert (destination == data[offset : offset + len(destination)]).all(), offset
+
+
+@pytest.mark.parametrize("threads", [1, 4, 32])
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("skew", [0, 1, 64])
+def test_offsets_and_sizes(path, data, threads, direct, skew):
+    reader, file = _core.Reader(threads=threads), _core.DirectFile(str(path), direct)
+    offsets, sizes = (0, 1, 511, 512, 4095, 4096, 65536, 77777), (1, 2, 511, 512, 513, 4096, 8192, 50000)
+    jobs = _destinations(list(product(offsets, sizes)), skew)
+    stats = _read(reader, file, jobs)
+    _check(jobs, data)
+    assert stats["jobs"] == 64
+    assert stats["retries"] == 0
+    if not file.direct:
+        assert stats["bounced"] == 0
+        assert stats["bytes"] == sum(len(destination) for _, destination in jobs)
+    if file.direct and skew % file.memory_alignment != 0:
+        assert stats["bounced"] == stats["requests"]
+
+
+def test_direct_and_buffered_agree_with_what_they_say(path):
+    buffered = _core.DirectFile(str(path), direct=False)
+    assert (buffered.direct, buffered.fallback_reason) == (False, "")
+    assert (buffered.offset_alignment, buffered.memory_alignment) == (1, 1)
+    assert (buffered.size, buffered.path) == (NBYTES, str(path))
+    wanted = _core.DirectFile(str(path))
+    assert wanted.direct == (wanted.fallback_reason == "")
+    assert wanted.direct or wanted.offset_alignment == 1
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs a file system in memory")
+def test_files_in_memory_are_not_called_direct(data):
+    path = Path(f"/dev/shm/flashllm-test-{os.getpid()}")
+    try:
+        data.tofile(path)
+        file = _core.DirectFile(str(path))
+        assert not file.direct
+        assert file.fallback_reason != ""
+        jobs = _destinations([(0, 5000), (33333, 40000), (NBYTES - 7, 7)], 3)
+        _read(_core.Reader(threads=2), file, jobs)
+        _check(jobs, data)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_end_of_file(path, data, direct):
+    reader, file = _core.Reader(threads=2), _core.DirectFile(str(path), direct)
+    jobs = _destinations([(NBYTES - 1, 1), (NBYTES - 3000, 3000), (NBYTES - 67, 67), (0, NBYTES)])
+    _read(reader, file, jobs)
+    _check(jobs, data)
+    for offset, nbytes in [(NBYTES, 1), (NBYTES - 10, 11), (NBYTES + 4096, 512), (196608, 4096), (0, NBYTES + 512)]:
+        with pytest.raises(FormatError, match=rf"{re.escape(str(path))} ends at byte .*expected at least .*shrank"):
+            _read(reader, file, _destinations([(offset, nbytes)]))
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("left", [0, 4096, 5000, 8191, 8192, 20000])
+@pytest.mark.parametrize("skew", [0, 5])
+def test_a_file_that_shrinks_under_us(tmp_path, data, direct, left, skew):
+    path = tmp_path / "shrinking"
+    data[:32768].tofile(path)
+    file = _core.DirectFile(str(path), direct)
+    os.truncate(path, left)
+    with pytest.raises(FormatError, match="shrank"):
+        _read(_core.Reader(threads=2), file, _destinations([(4096, 20480)], skew))
+
+
+def test_neighbours_merge_and_gaps_are_read_through(path, data):
+    file = _core.DirectFile(str(path))
+    rows = [(offset, 1024) for offset in (0, 1024, 4096, 5120, 16384)]
+    for max_gap, requests, gap_bytes in [(0, 3, 0), (2047, 3, 0), (2048, 2, 2048), (65536, 1, 2048 + 10240)]:
+        jobs = _destinations(rows[::-1])
+        stats = _read(_core.Reader(threads=3, max_gap=max_gap), file, jobs)
+        _check(jobs, data)
+        assert (stats["requests"], stats["gap_bytes"]) == (requests, gap_bytes)
+        assert stats["bytes"] == 5 * 1024 + gap_bytes
+
+
+def test_more_pieces_than_one_system_call_takes(tmp_path):
+    data = np.random.default_rng(1).integers(0, 256, 2 * 1300 * 512, dtype=np.uint8)
+    path = tmp_path / "pieces"
+    data.tofile(path)
+    for direct in (True, False):
+        jobs = _destinations([(1024 * i, 512) for i in range(1300)])
+        reader = _core.Reader(threads=2, max_gap=512, max_request=4 << 20)
+        stats = _read(reader, _core.DirectFile(str(path), direct), jobs)
+        _check(jobs, data)
+        assert stats["requests"] == 3  # 512 pieces and the gaps between them each
+
+
+def test_overlapping_and_repeated_jobs(path, data):
+    jobs = _destinations([(0, 8192), (4096, 8192), (4096, 8192), (4100, 1), (4100, 1), (8191, 3)])
+    _read(_core.Reader(threads=4, max_gap=4096), _core.DirectFile(str(path)), jobs)
+    _check(jobs, data)
+
+
+@pytest.mark.parametrize("max_request", [4096, 5000, 65536, 1 << 20])
+@pytest.mark.parametrize("offset", [0, 100, 512])
+@pytest.mark.parametrize("skew", [0, 8])
+def test_long_jobs_are_split(path, data, max_request, offset, skew):
+    rows = (NBYTES - offset) // ROW
+    whole = np.ascontiguousarray(data[offset : offset + rows * ROW]).reshape(rows, ROW)
+    sums = _core.xxh3_64_rows(whole)
+    reader, file = _core.Reader(threads=4, max_request=max_request), _core.DirectFile(str(path))
+    for checksums in (None, sums):
+        jobs = _destinations([(offset, rows * ROW)], skew)
+        batch = _core.ReadBatch(reader, file)
+        batch.add(offset, jobs[0][1], checksums, 0 if checksums is None else ROW)
+        batch.submit()
+        stats = batch.wait()
+        _check(jobs, data)
+        assert stats["requests"] >= rows * ROW / max_request
+    bad = sums.copy()
+    bad[rows // 2] ^= np.uint64(1)
+    batch.add(offset, jobs[0][1], bad, ROW)
+    batch.submit()
+    with pytest.raises(ChecksumError, match=rf"offset {offset + rows // 2 * ROW} of {re.escape(str(path))}"):
+        batch.wait()
+
+
+# Faults
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_one_failure_is_retried(path, data, direct):
+    file = _core.DirectFile(str(path), direct)
+    for failures in (1, 2):
+        file.inject("error", 0, failures, errno.EIO)
+        jobs = _destinations([(4096, 8192)])
+        assert _read(_core.Reader(threads=1), file, jobs)["retries"] == failures
+        _check(jobs, data)
+
+
+def test_three_failures_are_an_error_that_says_where(path):
+    file = _core.DirectFile(str(path))
+    file.inject("error", 0, FOREVER, errno.EIO)
+    pattern = rf"reading 8192 bytes at offset 4096 failed three times, {re.escape(str(path))}: .* \(errno {errno.EIO}\)"
+    with pytest.raises(FlashIOError, match=pattern):
+        _read(_core.Reader(threads=1), file, _destinations([(4096, 8192)]))
+
+
+@pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
+def test_interruptions_are_not_failures(path, data, number):
+    file = _core.DirectFile(str(path))
+    file.inject("error", 0, 50, number)
+    jobs = _destinations([(0, 4096)])
+    assert _read(_core.Reader(threads=1), file, jobs)["retries"] == 0
+    _check(jobs, data)
+
+
+def test_a_file_that_is_never_ready_is_an_error_not_a_hang(path):
+    file = _core.DirectFile(str(path))
+    file.inject("error", 0, FOREVER, errno.EAGAIN)
+    with pytest.raises(FlashIOError, match=f"errno {errno.EAGAIN}"):
+        _read(_core.Reader(threads=1), file, _destinations([(0, 4096)]))
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_short_reads_are_continued(path, data, direct):
+    file = _core.DirectFile(str(path), direct)
+    step = max(512, file.offset_alignment)
+    jobs = _destinations([(512 * 8 * i, 512 * 7) for i in range(20)])
+    for count in (1, 5, FOREVER):
+        file.inject("short_read", 0, count, step)
+        for _, destination in jobs:
+            destination[:] = 0
+        _read(_core.Reader(threads=3, max_gap=4096), file, jobs)
+        _check(jobs, data)
+
+
+def test_flipped_bits_are_found_and_named(path, data):
+    sums = _core.xxh3_64_rows(data[: 8 * ROW].reshape(8, ROW))
+    reader, file = _core.Reader(threads=1), _core.DirectFile(str(path))
+    batch = _core.ReadBatch(reader, file)
+    memory = _core.allocate(8 * ROW)
+    for bit in range(0, 8 * 8 * ROW, 331):
+        file.inject("flip", 0, 1, bit)
+        batch.add(0, memory, sums, ROW)
+        batch.submit()
+        row = bit // (8 * ROW)
+        with pytest.raises(ChecksumError, match=rf"offset {row * ROW} of"):
+            batch.wait()
+
+
+def test_checksums_are_not_compared_when_switched_off(path, data):
+    reader, file = _core.Reader(threads=1, verify=False), _core.DirectFile(str(path))
+    assert not reader.verify
+    batch = _core.ReadBatch(reader, file)
+    memory = _core.allocate(ROW)
+    batch.add(0, memory, np.zeros(1, np.uint64), ROW)
+    batch.submit()
+    batch.wait()
+    assert (memory == data[:ROW]).all()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_every_read_may_fail(path, data, direct):
+    """Every N-th system call fails, once or for ever: right bytes or a typed error, then a right rerun."""
+    file = _core.DirectFile(str(path), direct)
+    reader = _core.Reader(threads=4, max_gap=1024, max_request=8192)
+    batch = _core.ReadBatch(reader, file)
+    wanted = [(1500 * i, 100 + 977 * (i % 9)) for i in range(60)]
+    step = max(512, file.offset_alignment)
+    raised = 0
+    for (kind, count, argument), nth in product(
+        [("error", 1, errno.EIO), ("error", FOREVER, errno.EIO), ("end_of_file", 1, 0), ("short_read", 1, step)],
+        range(70),
+    ):
+        jobs = _destinations(wanted)
+        file.inject(kind, nth, count, argument)
+        try:
+            for offset, destination in jobs:
+                batch.add(offset, destination)
+            batch.submit()
+            batch.wait()
+            _check(jobs, data)
+        except FlashIOError:
+            assert (kind, count) == ("error", FOREVER)
+            raised += 1
+        except FormatError:
+            assert kind == "end_of_file"
+            raised += 1
+        file.inject("error", FOREVER)  # no fault any more
+        for offset, destination in jobs:
+            destination[:] = 0
+            batch.add(offset, destination)  # the same batch again
+        batch.submit()
+        batch.wait()
+        _check(jobs, data)
+    assert raised >= 2 * 40
+
+
+# Batches
+
+
+def test_two_batches_in_flight(path, data):
+    reader, file = _core.Reader(threads=3), _core.DirectFile(str(path))
+    for _ in range(50):
+        first, second = _core.ReadBatch(reader, file), _core.ReadBatch(reader, file)
+        jobs = _destinations([(offset, 5000) for offset in range(0, 150000, 5000)])
+        for batch, part in ((first, jobs[:-1]), (second, jobs[-1:])):
+            for offset, destination in part:
+                batch.add(offset, destination)
+            batch.submit()
+        second.wait()
+        first.wait()
+        _check(jobs, data)
+
+
+def test_one_batch_fails_and_the_other_does_not(path, data):
+    reader = _core.Reader(threads=2)
+    good, bad = _core.DirectFile(str(path)), _core.DirectFile(str(path))
+    bad.inject("error", 0, FOREVER, errno.EIO)
+    for _ in range(20):
+        jobs = _destinations([(8192 * i, 4096) for i in range(20)])
+        failing, working = _core.ReadBatch(reader, bad), _core.ReadBatch(reader, good)
+        for offset, destination in jobs:
+            working.add(offset, destination)
+            failing.add(offset, np.zeros(4096, np.uint8))
+        failing.submit()
+        working.submit()
+        working.wait()
+        _check(jobs, data)
+        with pytest.raises(FlashIOError):
+            failing.wait()
+
+
+def test_a_dropped_batch_lands_before_its_memory_goes(path):
+    reader, file = _core.Reader(threads=2), _core.DirectFile(str(path))
+    for _ in range(50):
+        batch = _core.ReadBatch(reader, file)
+        for i in range(40):
+            batch.add(4096 * i, np.zeros(4096, np.uint8))
+        batch.submit()
+        del batch
+    gc.collect()
+    batch = _core.ReadBatch(reader, file)
+    del reader, file  # the batch keeps them
+    batch.add(0, np.zeros(4096, np.uint8))
+    batch.submit()
+    assert batch.wait()["jobs"] == 1
+
+
+def test_a_batch_is_used_in_order(path):
+    reader, file = _core.Reader(threads=1), _core.DirectFile(str(path))
+    batch = _core.ReadBatch(reader, file)
+    with pytest.raises(ValueError, match="not submitted"):
+        batch.wait()
+    memory = np.zeros(4096, np.uint8)
+    batch.add(0, memory)
+    batch.submit()
+    with pytest.raises(ValueError, match="cannot grow"):
+        batch.add(0, memory)
+    with pytest.raises(ValueError, match="submitted twice"):
+        batch.submit()
+    assert batch.wait()["jobs"] == 1
+    with pytest.raises(ValueError, match="not submitted"):
+        batch.wait()
+    batch.submit()  # empty: nothing to read, nothing to wait for
+    assert batch.wait()["requests"] == 0
+
+
+def test_a_batch_refuses_what_cannot_be_read(path):
+    batch = _core.ReadBatch(_core.Reader(threads=1), _core.DirectFile(str(path)))
+    memory = np.zeros(2048, np.uint8)
+    with pytest.raises(ValueError, match="at least one byte"):
+        batch.add(0, memory[:0])
+    for sums, row in [(1, 1024), (3, 1024), (2, 1000), (4, 512 + 64), (32, 64), (2, 0)]:
+        with pytest.raises(ValueError, match="one a row"):
+            batch.add(0, memory, np.zeros(sums, np.uint64), row)
+    readonly = memory.copy()
+    readonly.flags.writeable = False
+    for wrong in (readonly, np.zeros((2, 8), np.uint8)[:, ::2], np.zeros(4, np.int8)):
+        with pytest.raises(TypeError):
+            batch.add(0, wrong)
+    batch.add(2**64 - 512, memory)
+    with pytest.raises(ValueError, match="beyond any file"):
+        batch.submit()
+
+
+# Files, threads and memory that are not to be had
+
+
+def test_files_that_cannot_be_opened(tmp_path):
+    for path, reason in [(tmp_path / "missing", "No such file"), (tmp_path, "not a regular file")]:
+        for direct in (True, False):
+            with pytest.raises(FlashIOError, match=f"{re.escape(str(path))}.*{reason}"):
+                _core.DirectFile(str(path), direct)
+    assert not [link for link in os.listdir("/proc/self/fd") if _points_to(link, tmp_path)]
+
+
+def _points_to(descriptor, path):
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}") == str(path)
+    except OSError:
+        return False
+
+
+def test_an_empty_file_opens_and_ends_at_once(tmp_path):
+    path = tmp_path / "empty"
+    path.touch()
+    file = _core.DirectFile(str(path))
+    assert file.size == 0
+    with pytest.raises(FormatError, match="ends at byte 0"):
+        _read(_core.Reader(threads=1), file, _destinations([(0, 512)]))
+
+
+def test_names_with_spaces_and_umlauts(tmp_path, data):
+    path = tmp_path / ("Größe 漢字 " + "x" * 200)
+    data[:4096].tofile(path)
+    jobs = _destinations([(0, 4096)])
+    _read(_core.Reader(threads=1), _core.DirectFile(str(path)), jobs)
+    _check(jobs, data)
+
+
+@pytest.mark.parametrize(
+    "options", [{"threads": 0}, {"threads": 1025}, {"max_request": 4095}, {"max_request": 2**30 + 1}]
+)
+def test_readers_that_cannot_be_are_refused(options):
+    with pytest.raises(ValueError, match=r"threads must be|max_request must be"):
+        _core.Reader(**options)
+
+
+def test_a_gap_beyond_a_request_means_a_request(path, data):
+    reader = _core.Reader(threads=1, max_gap=2**64 - 1, max_request=8192)
+    jobs = _destinations([(offset, 512) for offset in (0, 7680, 16384, 100000)])
+    assert _read(reader, _core.DirectFile(str(path)), jobs)["requests"] == 3
+    _check(jobs, data)
+
+
+LIMITED = """
+import resource, sys
+from flashllm import _core
+from flashllm.errors import FlashIOError
+what, limit = sys.argv[1], int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_AS, (limit << 20, limit << 20))
+try:
+    _core.Reader(threads=1000) if what == "reader" else _core.ThreadPool(1000)
+except (FlashIOError, MemoryError) as error:
+    print(type(error).__name__, error)
+_core.Reader(threads=1)
+_core.ThreadPool(2)
+print("alive")
+"""
+
+
+@pytest.mark.parametrize(("what", "option"), [("reader", "--io-threads"), ("pool", "--threads")])
+@pytest.mark.parametrize("spare_mib", [300, 3000])
+def test_threads_that_cannot_start_are_an_error(what, option, spare_mib):
+    """Address space for some threads only: an error, and a process that can go on with fewer."""
+    result = subprocess.run(
+        [sys.executable, "-c", LIMITED, what, str(200 + spare_mib)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("alive\n")
+    assert re.search(rf"FlashIOError cannot start 1000 .*{option}|MemoryError", result.stdout)
+
+
+NO_MORE_THREADS = """
+import os, resource, sys
+from flashllm import _core
+from flashllm.errors import FlashIOError
+if os.geteuid() == 0:
+    os.setuid(54321)  # root has no such limit
+resource.setrlimit(resource.RLIMIT_NPROC, (4, 4))
+for make, option in ((lambda: _core.Reader(threads=32), "--io-threads"), (lambda: _core.ThreadPool(32), "--threads")):
+    try:
+        make()
+    except FlashIOError as error:
+        assert option in str(error), error
+    else:
+        sys.exit("32 threads started under a limit of 4")
+print("ok")
+"""
+
+
+def test_the_users_limit_on_threads():
+    result = subprocess.run(
+        [sys.executable, "-c", "import flashllm.errors\n" + NO_MORE_THREADS],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    if "PermissionError" in result.stderr:
+        pytest.skip("needs the right to become a user without threads")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "ok\n"
