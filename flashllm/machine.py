@@ -5,6 +5,7 @@ from pathlib import Path
 
 import psutil
 
+_FILE_PAGES = ("inactive_file", "active_file")  # of memory.stat
 _NO_LIMIT = 2**60  # version 1 control groups report "no limit" as a huge number
 
 
@@ -34,7 +35,8 @@ def peak_process_nbytes() -> int:
 def available_nbytes() -> int:
     """Bytes the process can still take: the system's available memory, or less where a control group says so.
 
-    `psutil.virtual_memory()` shows the host even inside a control group, so the group is asked too.
+    `psutil.virtual_memory()` shows the host even inside a control group, so the group is asked too; what it holds of
+    files is not counted as used, because the kernel gives it up first.
     """
     available = int(psutil.virtual_memory().available)
     for limit, used in _cgroup_limits():
@@ -50,7 +52,7 @@ def cgroup_limit_nbytes() -> int | None:
 def _cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> list[tuple[int, int]]:
-    """(limit, used) in bytes of every limited memory group the process is in, versions 1 and 2."""
+    """(limit, used) in bytes of every limited memory group the process is in, versions 1 and 2; used without files."""
     found = []
     try:
         lines = membership.read_text().splitlines()
@@ -59,9 +61,10 @@ def _cgroup_limits(
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, limit_name, used_name = root, "memory.max", "memory.current"
+            base, limit_name, used_name, file_names = root, "memory.max", "memory.current", _FILE_PAGES
         elif "memory" in controllers.split(","):
             base, limit_name, used_name = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            file_names = tuple(f"total_{name}" for name in _FILE_PAGES)
         else:
             continue
         group = base / path.lstrip("/")
@@ -69,10 +72,17 @@ def _cgroup_limits(
             try:
                 limit_text = (group / limit_name).read_text().strip()
                 if limit_text != "max" and int(limit_text) < _NO_LIMIT:
-                    found.append((int(limit_text), int((group / used_name).read_text())))
+                    used = int((group / used_name).read_text()) - _reclaimable(group / "memory.stat", file_names)
+                    found.append((int(limit_text), max(0, used)))
             except (OSError, ValueError):
                 pass  # a container shows its own group at the root, or the root has no limit file
             if group == base:
                 break
             group = group.parent
     return found
+
+
+def _reclaimable(stat: Path, names: tuple[str, ...]) -> int:
+    """Bytes of files in the page cache of a group and the groups below it."""
+    pairs = (line.split() for line in stat.read_text().splitlines())
+    return sum(int(pair[1]) for pair in pairs if pair[0] in names)
