@@ -77,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _silence(sys.stdout.fileno())  # the reader (`| head`) has what it wanted
         return 1
-    except KeyboardInterrupt:
-        return _fail("interrupted", _INTERRUPTED, debug=False, prefix="flashllm: ")
+    except KeyboardInterrupt as stop:
+        return _fail(str(stop) or "interrupted", _INTERRUPTED, debug=False, prefix="flashllm: ")
     except FlashError as error:
         return _fail(str(error), error.exit_status, debug=debug)
     except OSError as error:

@@ -4,12 +4,13 @@ Sampling defaults come from the model's generation_config.json; flags override t
 """
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
 
 from flashllm.commands import options
-from flashllm.commands.options import find_model
+from flashllm.commands.options import find_model, loading
 from flashllm.terminal import is_terminal, valid_unicode
 
 GENERATION_CONFIG = "generation_config.json"
@@ -41,22 +42,26 @@ def main(args: argparse.Namespace) -> int:
     """Chat until the input ends."""
     path = find_model(args)
 
-    from rich.console import Console
+    with contextlib.ExitStack() as stack:
+        with loading(path):
+            from rich.console import Console
 
-    from flashllm.chat import Chat, Memory, run_plain
-    from flashllm.chat_terminal import TerminalChat  # before the model: the plan counts what is loaded by then
-    from flashllm.commands.runtime import open_session
-    from flashllm.demo import user_cache_dir
-    from flashllm.generate import SamplingOptions
-    from flashllm.machine import process_nbytes
+            from flashllm.chat import Chat, Memory, run_plain
+            from flashllm.chat_terminal import TerminalChat  # before the model: the plan counts what is there by then
+            from flashllm.commands.runtime import open_session
+            from flashllm.demo import user_cache_dir
+            from flashllm.generate import SamplingOptions
+            from flashllm.machine import process_nbytes
 
-    sampling = {**sampling_defaults(path), **options.given_sampling(args)}
-    context = args.context if args.context is not None else model_context(path)
-    max_new_tokens = args.max_new_tokens or min(MAX_ANSWER_TOKENS, max(1, context // CONTEXT_SHARE))
-    with open_session(args, path, SamplingOptions(max_new_tokens=max_new_tokens, **sampling)) as session:
+            sampling = {**sampling_defaults(path), **options.given_sampling(args)}
+            context = args.context if args.context is not None else model_context(path)
+            max_new_tokens = args.max_new_tokens or min(MAX_ANSWER_TOKENS, max(1, context // CONTEXT_SHARE))
+            session = stack.enter_context(
+                open_session(args, path, SamplingOptions(max_new_tokens=max_new_tokens, **sampling))
+            )
         session.system = valid_unicode(args.system) if args.system else None
-        plan, direct_io = session.model.engine.plan, session.model.engine.direct_io
-        chat = Chat(session, lambda: Memory(used=process_nbytes(), limit=plan.limit_nbytes), direct_io)
+        engine = session.model.engine
+        chat = Chat(session, lambda: Memory(used=process_nbytes(), limit=engine.plan.limit_nbytes), engine.direct_io)
         if is_terminal(sys.stdin) and is_terminal(sys.stdout):
             return TerminalChat(chat, history=user_cache_dir() / "chat_history", console=Console()).run()
         return run_plain(chat, sys.stdin.buffer, sys.stdout, sys.stderr)

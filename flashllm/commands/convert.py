@@ -22,7 +22,10 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.progress import ProgressBar
 
     source, name = find_checkpoint(args.src, say=say)
-    with ProgressBar("convert") as bar:
-        convert(source, args.dst, dtype=args.dtype, source_name=name, progress=bar)
+    try:
+        with ProgressBar("convert") as bar:
+            convert(source, args.dst, dtype=args.dtype, source_name=name, progress=bar)
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt("interrupted; the same command goes on where it stopped") from stop
     print(args.dst)
     return 0

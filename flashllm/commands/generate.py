@@ -1,13 +1,19 @@
 """`flashllm generate [MODEL] --prompt TEXT`: continues one prompt; with --json, every token's times and bytes."""
 
 import argparse
+import contextlib
 import dataclasses
 import sys
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from flashllm.commands import options
-from flashllm.commands.options import find_model, print_json, say
+from flashllm.commands.options import find_model, loading, print_json, say
 from flashllm.terminal import inert, valid_unicode
+
+if TYPE_CHECKING:
+    from flashllm.generate import PrefillRecord, Session, TokenRecord
+    from flashllm.turn_stats import TurnStats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,53 +33,69 @@ def main(args: argparse.Namespace) -> int:
     """Generate: text as it comes and a summary on standard error, or one JSON document."""
     prompt = _read_prompt(args.prompt)
     path = find_model(args)
+    with contextlib.ExitStack() as stack:
+        with loading(path):
+            from flashllm.commands.runtime import open_session
+            from flashllm.generate import SamplingOptions
+            from flashllm.machine import peak_process_nbytes
+            from flashllm.units import format_size
 
-    from flashllm.commands.runtime import open_session
-    from flashllm.generate import PrefillRecord, SamplingOptions, TokenRecord
-    from flashllm.machine import peak_process_nbytes
-    from flashllm.turn_stats import TurnStats
-    from flashllm.units import format_size
-
-    sampling = SamplingOptions(max_new_tokens=args.max_new_tokens, **options.given_sampling(args))
-    with open_session(args, path, sampling) as session:
-        stats, prefill, tokens = TurnStats(), None, list[TokenRecord]()
-        for record in session.stream(prompt, add_special=True):
-            stats.add(record)
-            if isinstance(record, PrefillRecord):
-                prefill = record
-                continue
-            tokens.append(record)
-            if not args.json:
-                sys.stdout.write(inert(record.text))
-                sys.stdout.flush()
-        engine = session.model.engine
+            sampling = SamplingOptions(max_new_tokens=args.max_new_tokens, **options.given_sampling(args))
+            session = stack.enter_context(open_session(args, path, sampling))
         if args.json:
-            print_json(
-                {
-                    "text": "".join(token.text for token in tokens),
-                    "token_ids": [token.token_id for token in tokens],
-                    "tokens": [_flat(token) for token in tokens],
-                    "prefill": None if prefill is None else _flat(prefill),
-                    "stopped": session.stopped,
-                    "plan": engine.plan.as_dict(),
-                    "direct_io": engine.direct_io,
-                    "peak_rss_bytes": peak_process_nbytes(),
-                    "model": {
-                        "path": str(path.absolute()),
-                        "source": engine.manifest.source.name,
-                        "model_type": engine.manifest.architecture.model_type,
-                        "dtype": engine.manifest.dtype,
-                        "mode": args.mode,
-                    },
-                    "notices": engine.notices,
-                }
-            )
+            records = list(session.stream(prompt, add_special=True))
+            print_json({**_document(args, session, records), "peak_rss_bytes": peak_process_nbytes()})
         else:
-            sys.stdout.write("\n")
+            stats = _show(session.stream(prompt, add_special=True))
             say(f"{stats.summary()}, peak memory {format_size(peak_process_nbytes())}")
         if session.stopped == "context":
             say(f"the context limit of {session.context_limit} tokens is reached")
     return 0
+
+
+def _show(records: "Iterable[PrefillRecord | TokenRecord]") -> "TurnStats":
+    """Print the text as it comes. A line is ended also where an interrupt or an error ends the text."""
+    from flashllm.generate import TokenRecord
+    from flashllm.turn_stats import TurnStats
+
+    stats = TurnStats()
+    try:
+        for record in records:
+            stats.add(record)
+            if isinstance(record, TokenRecord):
+                sys.stdout.write(inert(record.text))
+                sys.stdout.flush()
+    finally:
+        if stats.num_tokens:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+    return stats
+
+
+def _document(
+    args: argparse.Namespace, session: "Session", records: "list[PrefillRecord | TokenRecord]"
+) -> dict[str, Any]:
+    from flashllm.generate import TokenRecord
+
+    tokens = [record for record in records if isinstance(record, TokenRecord)]
+    engine = session.model.engine
+    return {
+        "text": "".join(token.text for token in tokens),
+        "token_ids": [token.token_id for token in tokens],
+        "tokens": [_flat(token) for token in tokens],
+        "prefill": _flat(records[0]),
+        "stopped": session.stopped,
+        "plan": engine.plan.as_dict(),
+        "direct_io": engine.direct_io,
+        "model": {
+            "path": str(engine.directory.absolute()),
+            "source": engine.manifest.source.name,
+            "model_type": engine.manifest.architecture.model_type,
+            "dtype": engine.manifest.dtype,
+            "mode": args.mode,
+        },
+        "notices": list(engine.notices),
+    }
 
 
 def _read_prompt(argument: str) -> str:

@@ -4,12 +4,13 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from flashllm.errors import UsageError
-from flashllm.terminal import one_line
+from flashllm.terminal import is_terminal, one_line
 from flashllm.units import parse_size
 
 MODES = ("sparse", "oracle", "dense")
@@ -145,6 +146,19 @@ def find_model(args: argparse.Namespace) -> Path:
     if is_demo(path):
         say(DEMO_NOTICE)
     return path
+
+
+@contextmanager
+def loading(path: Path) -> Iterator[None]:
+    """Show a person that the seconds of the block (importing libraries, reading weights) have a purpose."""
+    if not is_terminal(sys.stderr):
+        yield
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status(Text(f"loading {one_line(path.name)}"), spinner="line"):
+        yield
 
 
 def find_converted(args: argparse.Namespace) -> Path:

@@ -41,4 +41,5 @@ def open_session(args: argparse.Namespace, path: Path, options: SamplingOptions)
     with model.engine:
         for notice in model.engine.notices:
             say(notice)
-        yield Session(model, tokenizer, options)
+        with Session(model, tokenizer, options) as session:
+            yield session
