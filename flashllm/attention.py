@@ -27,6 +27,8 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers'
     """Keys and values of one layer: views [batch, kv_heads, context, head_dim] of memory allocated at load."""
 
     is_croppable = True
+    keys: torch.Tensor  # [batch, kv_heads, length, head_dim]: what transformers sees
+    values: torch.Tensor
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
@@ -52,11 +54,9 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers'
             raise UsageError("this KV cache is closed: its memory belongs to the plan; take a new one with new_cache()")
         batch, new = key_states.shape[0], key_states.shape[2]
         capacity = self._all_keys.shape[2]
-        if batch > self._all_keys.shape[0]:
-            raise ContextFull(
-                f"a batch of {batch} sequences exceeds the KV cache planned for {self._all_keys.shape[0]}; "
-                f"load the model with batch={batch}"
-            )
+        self._check_batch(batch)
+        if self.length > 0 and batch != self.batch:
+            raise ValueError(f"a batch of {batch} sequences cannot go on from a KV cache of {self.batch}")
         if self.length + new > capacity:
             raise ContextFull(
                 f"the context is full: {self.length} tokens are cached, {new} more exceed its limit of {capacity}; "
@@ -89,21 +89,29 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers'
         self.length = max(0, self.length + tokens_to_remove)
         self._show()
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._all_keys[: len(beam_idx), :, : self.length] = self.keys.index_select(0, beam_idx)
-        self._all_values[: len(beam_idx), :, : self.length] = self.values.index_select(0, beam_idx)
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """The sequences `beam_idx` of the cached ones, in that order."""
+        if self.length == 0:
+            return  # nothing is cached, not even a batch size
+        self._check_batch(len(beam_idx))
+        keys, values = self.keys.index_select(0, beam_idx), self.values.index_select(0, beam_idx)
+        self.batch = len(beam_idx)
         self._show()
+        self.keys.copy_(keys)
+        self.values.copy_(values)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.reorder_cache(torch.arange(self.batch).repeat_interleave(repeats))  # type: ignore[arg-type]
-        self.batch *= repeats
-        self._show()
+        self.reorder_cache(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        rows = torch.arange(self.batch)[indices]
-        self.reorder_cache(rows)  # type: ignore[arg-type]
-        self.batch = len(rows)
-        self._show()
+        self.reorder_cache(torch.arange(self.batch)[indices])
+
+    def _check_batch(self, batch: int) -> None:
+        if batch > self._all_keys.shape[0]:
+            raise ContextFull(
+                f"a batch of {batch} sequences exceeds the KV cache planned for {self._all_keys.shape[0]}; "
+                f"load the model with batch={batch}"
+            )
 
     def close(self) -> None:
         """Let go of the memory; the layer cannot be used afterwards."""
