@@ -57,6 +57,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from flashllm.offload.clusters import tokens_per_dollar
     from flashllm.offload.policy import Policy, Workload
     from flashllm.offload.predict import predict
     from flashllm.offload.search import search
@@ -84,7 +85,7 @@ def _plan(args: argparse.Namespace) -> int:
             "relaxed_throughput": plan.relaxed_throughput,
         }
         gains = [] if args.no_what_if else what_if(shape, hardware, workload, space)
-    per_dollar = prediction.throughput * 3600 / (args.watts / 1000 * args.usd_per_kwh)
+    per_dollar = tokens_per_dollar(prediction.throughput, watts=args.watts, usd_per_kwh=args.usd_per_kwh)
     document["policy"] = policy.to_json()
     document["predicted"] = _predicted(prediction) | {"tokens_per_usd": per_dollar}
     document["what_if"] = [

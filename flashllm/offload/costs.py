@@ -11,7 +11,7 @@ What is added to the letter of A.3, each because a figure of the paper needs it 
 5. without CPU attention the cache travels to the device, which A.3 leaves out; grouped-query and gated models; 4 bit.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from flashllm.offload.hardware import Hardware
@@ -68,7 +68,7 @@ class CostModel:
     hardware: Hardware
     workload: Workload
     method: Method
-    head: bool = field(default=True)  # False for a pipeline stage that holds no embeddings
+    blocks_in_flight: int = 1  # blocks whose cache is held at once: as many as a pipeline has stages
 
     # Sizes, in bytes -------------------------------------------------------------------------------------------
 
@@ -78,11 +78,11 @@ class CostModel:
 
     @property
     def head_bytes(self) -> float:
-        return self.shape.head_bytes * self.head * (COMPRESSED if self.method.compress_weights else 1)
+        return self.shape.head_bytes * (COMPRESSED if self.method.compress_weights else 1)
 
     @property
     def embedding_bytes(self) -> float:
-        return self.shape.embedding_bytes * self.head * (COMPRESSED if self.method.compress_weights else 1)
+        return self.shape.embedding_bytes * (COMPRESSED if self.method.compress_weights else 1)
 
     @property
     def cache_token_bytes(self) -> float:
@@ -133,7 +133,7 @@ class CostModel:
     def head_step(self) -> dict[str, Linear]:
         """Stages of the output head, once for every generated token of a block."""
         rows, hw = self.method.gpu_batch, self.hardware
-        compute = self._gemm_seconds(self.shape.vocab * self.shape.hidden, rows) * self.method.num_batches * self.head
+        compute = self._gemm_seconds(self.shape.vocab * self.shape.hidden, rows) * self.method.num_batches
         return {
             "ctog": (WC + WD) * (self.head_bytes / hw.ctog.at(max(1.0, self.head_bytes))),
             "gtoc": constant(0),

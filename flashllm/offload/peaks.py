@@ -7,10 +7,14 @@ from flashllm.offload.costs import COMPRESSED, CostModel
 from flashllm.offload.linear import CC, CD, CG, HC, HD, HG, WC, WD, WG, Linear, constant
 
 
+def _sequences(model: CostModel) -> int:
+    return model.method.block_size * model.blocks_in_flight
+
+
 def _cache_bytes(model: CostModel) -> float:
-    """Keys and values of the whole block, all layers, at their full length."""
+    """Keys and values of every block in flight, all layers, at their full length."""
     per_sequence = model.workload.full_context * model.cache_token_bytes * model.shape.layers
-    return model.method.block_size * per_sequence
+    return _sequences(model) * per_sequence
 
 
 def _weight_bytes(model: CostModel) -> float:
@@ -24,7 +28,7 @@ def device_peaks(model: CostModel) -> list[Linear]:
     # Two layers in flight, the one computed and the one arriving; the output head arrives when no layer does.
     arriving = (WC + WD) * max(2 * model.weight_bytes, model.head_bytes)
     expanded = max(shape.matrix_params) * dt if m.compress_weights else 0  # one matrix at a time, in 16 bits
-    logits = gbs * shape.vocab * dt * model.head
+    logits = gbs * shape.vocab * dt
 
     def working(tokens: int, context: int, attended: Linear) -> list[Linear]:
         rows = gbs * tokens * dt
@@ -43,7 +47,7 @@ def device_peaks(model: CostModel) -> list[Linear]:
     peaks = []
     for tokens, works in ((s, working(s, s, constant(1))), (1, working(1, total, attended))):
         hidden = tokens * shape.activation_token_bytes
-        home = WG * _weight_bytes(model) + CG * _cache_bytes(model) + HG * (hidden * m.block_size)
+        home = WG * _weight_bytes(model) + CG * _cache_bytes(model) + HG * (hidden * _sequences(model))
         home += arriving + expanded + (HC + HD) * (hidden * gbs)
         peaks += [home + work for work in works]
     return peaks
@@ -55,8 +59,10 @@ def cpu_peaks(model: CostModel) -> list[Linear]:
     s, total, gbs = model.workload.prompt_len, model.workload.full_context, m.gpu_batch
     hidden = shape.activation_token_bytes
     home = WC * _weight_bytes(model) + CC * _cache_bytes(model)
-    prefill = home + HC * (s * hidden * m.block_size) + (WC + WD) * model.weight_bytes + (HC + HD) * (s * hidden * gbs)
-    decode = home + HC * (hidden * m.block_size) + WD * model.weight_bytes + HD * (2 * hidden * gbs)
+    prefill = (
+        home + HC * (s * hidden * _sequences(model)) + (WC + WD) * model.weight_bytes + (HC + HD) * (s * hidden * gbs)
+    )
+    decode = home + HC * (hidden * _sequences(model)) + WD * model.weight_bytes + HD * (2 * hidden * gbs)
     decode += CD * (2 * gbs * total * model.cache_token_bytes)
     if m.cpu_attention:
         scores = 2 * gbs * shape.heads * total * shape.dtype_bytes
@@ -67,7 +73,7 @@ def cpu_peaks(model: CostModel) -> list[Linear]:
 
 def disk_peak(model: CostModel) -> Linear:
     """Disk bytes (nvme_peak of A.3)."""
-    hidden = model.workload.prompt_len * model.shape.activation_token_bytes * model.method.block_size
+    hidden = model.workload.prompt_len * model.shape.activation_token_bytes * _sequences(model)
     return WD * _weight_bytes(model) + CD * _cache_bytes(model) + HD * hidden
 
 

@@ -40,11 +40,14 @@ class SearchSpace:
     compress_cache: bool = False
     attention_sparsity: float = 1.0
     overlap: bool = True
+    blocks_in_flight: int = 1  # of a pipeline: its stages
     constraints: Constraints = field(default_factory=Constraints)
 
     def __post_init__(self) -> None:
         if not (self.gpu_batches and self.num_batches and self.cpu_attention):
             raise ValueError("gpu_batches, num_batches and cpu_attention must not be empty")
+        if self.blocks_in_flight < 1:
+            raise ValueError(f"blocks_in_flight must be positive, not {self.blocks_in_flight!r}")
         if min(self.gpu_batches) < 1 or min(self.num_batches) < 1:
             raise ValueError("gpu_batches and num_batches must be positive")
 
@@ -64,6 +67,11 @@ class SearchSpace:
                 attention_sparsity=self.attention_sparsity,
                 overlap=self.overlap,
             )
+
+    def model(self, shape: ModelShape, hardware: Hardware, workload: Workload, method: Method) -> CostModel:
+        """The cost model of one method of this space."""
+        flight = self.blocks_in_flight
+        return CostModel(shape=shape, hardware=hardware, workload=workload, method=method, blocks_in_flight=flight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +108,7 @@ def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: Sea
     relaxed: float | None = None
     for method in space.methods():
         pairs += 1
-        model = CostModel(shape=shape, hardware=hardware, workload=workload, method=method)
+        model = space.model(shape, hardware, workload, method)
         program = PlacementProgram(model, space.constraints)
         bound = program.bound() / method.block_size
         if math.isfinite(bound):
@@ -136,7 +144,7 @@ def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: Sea
 def explain_refusal(shape: ModelShape, hardware: Hardware, workload: Workload, space: SearchSpace) -> str:
     """What one resource alone must be for the smallest block to fit, or what is missing of all, where none suffices."""
     smallest = list(space.methods_of(min(space.gpu_batches), min(space.num_batches)))
-    models = [CostModel(shape=shape, hardware=hardware, workload=workload, method=method) for method in smallest]
+    models = [space.model(shape, hardware, workload, method) for method in smallest]
     has = {"device": hardware.device_memory, "cpu": hardware.cpu_memory, "disk": hardware.disk_capacity}
     reserved = {"device": hardware.device_reserved, "cpu": hardware.cpu_reserved, "disk": 0}
     ways = []
