@@ -24,7 +24,7 @@ def _active(num_neurons, share, seed):
 @pytest.mark.parametrize("simd", SIMD)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("gated", "biased", "activation", "d_model"),
+    "form",
     [
         (False, True, "relu", 64),
         (False, False, "relu", 77),
@@ -33,7 +33,8 @@ def _active(num_neurons, share, seed):
         (True, True, "squared_relu", 33),
     ],
 )
-def test_equals_float64_over_the_active_set(tmp_path, dtype, gated, biased, activation, d_model, simd):
+def test_equals_float64_over_the_active_set(tmp_path, dtype, form, simd):
+    gated, biased, activation, d_model = form
     ffn = write_ffn(tmp_path / "f", dtype=dtype, num_neurons=50, d_model=d_model, gated=gated, biased=biased)
     layer = Ffn(ffn, activation=activation, threads=2, simd=simd)
     for seed, share in enumerate((0.0, 0.1, 0.5, 1.0)):
@@ -155,9 +156,12 @@ def test_every_read_of_a_token_may_fail(tmp_path):
             layer.file.inject(kind, nth, count, argument)
             failed = False
             for x, active, right in zip(inputs, tokens, expected, strict=True):
+                error = None
                 try:
                     assert torch.equal(layer(x, active), right)
-                except (FlashIOError, FormatError) as error:
+                except (FlashIOError, FormatError) as raised:
+                    error = raised
+                if error is not None:
                     assert str(error).startswith("layer 3, neuron ")
                     assert isinstance(error, FlashIOError) == (kind == "error")
                     assert isinstance(error, ChecksumError) == (kind == "flip")

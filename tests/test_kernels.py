@@ -1,0 +1,273 @@
+"""Kernels at every SIMD level: right against float64, the same bits for any threads and any number of tokens."""
+
+import numpy as np
+import pytest
+import torch
+from ffn_rows import TORCH_DTYPES
+
+from flashllm import _core
+
+DTYPES = sorted(TORCH_DTYPES)
+SIMD = ["scalar", "avx2", "avx512"]
+SIMD = SIMD[: SIMD.index(_core.best_simd_level()) + 1]
+LENGTHS = [1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 65, 127, 130, 320, 1000]
+FLOAT32_EPS = 2.0**-24  # half a unit in the last place, relative
+
+
+def _bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _random(*shape, dtype="float32", seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(TORCH_DTYPES[dtype])
+
+
+def _linear(weight, bias, x, *, threads=1, simd="auto"):
+    """x [tokens, columns] through our kernel: [tokens, rows] in the weights' dtype."""
+    native = _core.Linear(weight, bias, _core.ThreadPool(threads), _core.Counters(), simd)
+    out = torch.full((len(x), len(weight)), torch.nan, dtype=weight.dtype)
+    native.forward(x.data_ptr(), len(x), out.data_ptr())
+    return out
+
+
+@pytest.mark.parametrize("simd", SIMD)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 17, 66])
+def test_linear_equals_float64(dtype, simd, rows):
+    for columns in LENGTHS:
+        weight, x = _random(rows, columns, dtype=dtype, seed=1), _random(3, columns, dtype=dtype, seed=2)
+        for bias in (None, _random(rows, seed=3).numpy()):
+            out = _linear(weight, bias, x, simd=simd, threads=2).double()
+            expected = x.double() @ weight.double().T
+            magnitude = x.double().abs() @ weight.double().abs().T
+            if bias is not None:
+                expected += torch.from_numpy(bias)
+                magnitude += torch.from_numpy(bias).abs()
+            # Any order of fp32 sums is within columns + 2 roundings; the output is rounded once to its dtype.
+            bound = (columns + 2) * FLOAT32_EPS * magnitude + torch.finfo(weight.dtype).eps * expected.abs() + 1e-7
+            assert ((out - expected).abs() <= bound).all(), columns
+
+
+def test_a_large_linear_equals_float64():
+    weight, x = _random(3000, 2048, dtype="bfloat16"), _random(1, 2048, dtype="bfloat16", seed=1)
+    out = _linear(weight, None, x, threads=4).double()
+    expected = x.double() @ weight.double().T
+    assert ((out - expected).abs() <= 1e-3 + torch.finfo(torch.bfloat16).eps * expected.abs()).all()
+
+
+@pytest.mark.parametrize("simd", SIMD)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 33), (5, 100), (70, 64), (333, 257)])
+def test_bits_do_not_depend_on_threads_or_tokens(dtype, simd, rows, columns):
+    weight, x = _random(rows, columns, dtype=dtype), _random(9, columns, dtype=dtype, seed=1)
+    bias = _random(rows, seed=2).numpy()
+    alone = torch.cat([_linear(weight, bias, row[None], simd=simd) for row in x])
+    for threads in (1, 2, 3, 4):
+        assert torch.equal(_bits(_linear(weight, bias, x, threads=threads, simd=simd)), _bits(alone))
+    # Nor on where a row lies among the others.
+    backwards = _linear(weight.flip(0).contiguous(), bias[::-1].copy(), x, simd=simd)
+    assert torch.equal(_bits(backwards.flip(1)), _bits(alone))
+
+
+def test_no_tokens_and_no_rows():
+    assert _linear(_random(4, 8), None, _random(0, 8)).shape == (0, 4)
+    assert _linear(_random(0, 8), None, _random(2, 8)).shape == (2, 0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e30])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_stays_so(dtype, value):
+    weight, x = torch.ones(5, 40, dtype=TORCH_DTYPES[dtype]), torch.ones(1, 40, dtype=TORCH_DTYPES[dtype])
+    x[0, 7] = value
+    assert torch.equal(_linear(weight, None, x).isnan(), (x @ weight.T).isnan())
+    assert torch.equal(_linear(weight, None, x).isinf(), (x @ weight.T).isinf())
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias", "error"),
+    [
+        (np.zeros(8, np.float32), None, ValueError),
+        (np.zeros((4, 8), np.float64), None, ValueError),
+        (np.zeros((4, 8), np.uint16), None, ValueError),
+        (np.zeros((8, 8), np.float32)[:, ::2], None, TypeError),
+        (np.zeros((4, 8), np.float32), np.zeros(3, np.float32), ValueError),
+        (np.zeros((4, 8), np.float32), np.zeros(4, np.float64), TypeError),
+    ],
+)
+def test_weights_that_cannot_be_used_are_refused(weight, bias, error):
+    with pytest.raises(error):
+        _core.Linear(weight, bias, _core.ThreadPool(1), _core.Counters())
+
+
+def test_levels_by_name():
+    assert _core.best_simd_level() in ("scalar", "avx2", "avx512")
+    with pytest.raises(ValueError, match="sse9"):
+        _linear(_random(4, 8), None, _random(1, 8), simd="sse9")
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1025])
+def test_thread_pools_that_cannot_be_are_refused(threads):
+    with pytest.raises(ValueError, match="1 to 1024"):
+        _core.ThreadPool(threads)
+
+
+# Conversion, both ways
+
+
+def _widen(values, simd):
+    """16-bit values as fp32, through the kernels: y = 0 + 1.0 * value, by attention over one position."""
+    heads = len(values) // 8
+    native = _core.Attention(heads, heads, 8, 1, _NAMES[values.dtype], _core.ThreadPool(1), _core.Counters(), simd)
+    out = torch.empty_like(values)
+    zero = torch.zeros_like(values)
+    size = values.element_size()
+    native.forward(zero.data_ptr(), zero.data_ptr(), values.data_ptr(), 1, 8 * size, 8 * size, 1.0, out.data_ptr())
+    return out
+
+
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+@pytest.mark.parametrize("simd", SIMD)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("columns", [1, 16])
+def test_every_16_bit_value_survives_the_way_through_fp32(dtype, simd, columns):
+    """x = every half, weight = 1: columns 1 takes the scalar conversion, 16 the vector one (the rest of x is 0)."""
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(TORCH_DTYPES[dtype])
+    x = torch.zeros(65536, columns, dtype=every.dtype)
+    x[:, -1] = every
+    weight = torch.ones(1, columns, dtype=every.dtype)
+    if columns > 1:  # no 0 * inf
+        weight[0, :-1] = 0
+    out = _linear(weight, None, x, simd=simd)[:, 0]
+    assert torch.equal(out.isnan(), every.isnan())
+    finite = ~every.isnan()
+    expected = torch.where(every == 0, torch.zeros_like(every), every)  # 0 + -0.0 is 0.0
+    assert torch.equal(_bits(out[finite]), _bits(expected[finite]))
+
+
+@pytest.mark.parametrize("simd", SIMD)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_16_bit_weight_is_read_right(dtype, simd):
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(TORCH_DTYPES[dtype])
+    values = every[every.isfinite()]
+    expected = torch.where(values == 0, torch.zeros_like(values), values)
+    assert torch.equal(_bits(_widen(values, simd)), _bits(expected))
+
+
+def _edges(dtype):
+    """fp32 values at, beside and half-way between 16-bit ones, around overflow and in the subnormals."""
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(TORCH_DTYPES[dtype])
+    values = every[every.isfinite()].float()
+    following = torch.nextafter(every[every.isfinite()], torch.tensor(torch.inf, dtype=every.dtype)).float()
+    ties = (values.double() + following.double().where(following.isfinite(), values.double())) / 2
+    around = torch.cat([values, ties.float()])
+    around = torch.cat([around, torch.nextafter(around, torch.tensor(torch.inf)), torch.nextafter(around, -around)])
+    large = [torch.inf, 65504.0, 65519.996, 65520.0, 65536.0, 3.3895e38, 3.4e38, 3.4028235e38]
+    small = [1e-45, 2.0**-24, 2.0**-25, 2.0**-25 * 1.0000001, 2.0**-14, 6.1e-5, 2.0**-133, 2.0**-134, 1e-40, 0.0]
+    special = torch.tensor([*large, *small])
+    generator = torch.Generator().manual_seed(5)
+    anything = torch.randint(-(2**31), 2**31, (200_000,), generator=generator).to(torch.int32).view(torch.float32)
+    return torch.cat([around, special, -special, anything[~anything.isnan()]])
+
+
+@pytest.mark.parametrize("simd", SIMD)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_fp32_is_rounded_to_nearest_ties_to_even(dtype, simd):
+    """The bias is fp32: 0 * 0 + bias is the value itself, then rounded on the way out."""
+    values = _edges(dtype)
+    zero = torch.zeros(len(values), 1, dtype=TORCH_DTYPES[dtype])
+    out = _linear(zero, values.numpy(), torch.zeros(1, 1, dtype=zero.dtype), simd=simd)[0]
+    expected = (values + 0.0).to(TORCH_DTYPES[dtype])
+    assert torch.equal(_bits(out), _bits(expected))
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            by_numpy = (values + 0.0).numpy().astype(np.float16)
+        assert np.array_equal(out.numpy().view(np.uint16), by_numpy.view(np.uint16))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_nan_stays_nan_whatever_its_bits(dtype):
+    bits = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -1], dtype=torch.int32)  # -0x7FFFFF: 0xFF800001
+    values = bits.view(torch.float32)
+    assert values.isnan().all()
+    zero = torch.zeros(len(values), 1, dtype=TORCH_DTYPES[dtype])
+    assert _linear(zero, values.numpy(), torch.zeros(1, 1, dtype=zero.dtype)).isnan().all()
+
+
+# Attention
+
+
+def _attention(q, k, v, *, scale, threads=1, simd="auto", room=0):
+    """One query over k, v [kv_heads, length, head_dim], which lie in a cache with `room` more positions a head."""
+    kv_heads, length, head_dim = k.shape
+    caches = []
+    for part in (k, v):
+        cache = torch.full((kv_heads, length + room, head_dim), torch.nan, dtype=k.dtype)
+        cache[:, :length] = part
+        caches.append(cache)
+    name, size = _NAMES[k.dtype], k.element_size()
+    native = _core.Attention(
+        len(q), kv_heads, head_dim, length, name, _core.ThreadPool(threads), _core.Counters(), simd
+    )
+    out = torch.empty_like(q)
+    strides = ((length + room) * head_dim * size, head_dim * size)
+    native.forward(q.data_ptr(), caches[0].data_ptr(), caches[1].data_ptr(), length, *strides, scale, out.data_ptr())
+    return out
+
+
+@pytest.mark.parametrize("simd", SIMD)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 6), (6, 2), (8, 1)])
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 300])
+def test_attention_equals_a_float64_softmax(dtype, simd, heads, kv_heads, length):
+    for head_dim in (20, 64):
+        q = _random(heads, head_dim, dtype=dtype)
+        k, v = (_random(kv_heads, length, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
+        scale = head_dim**-0.5
+        out = _attention(q, k, v, scale=scale, threads=2, simd=simd, room=5)
+        wide_k, wide_v = (part.double().repeat_interleave(heads // kv_heads, dim=0) for part in (k, v))
+        weights = torch.softmax(torch.einsum("hd,hpd->hp", q.double(), wide_k) * scale, dim=-1)
+        expected = torch.einsum("hp,hpd->hd", weights, wide_v)
+        # Scores err by head_dim roundings, which exp passes on; the two sums by `length` each.
+        bound = (4 * head_dim + 2 * length + 20) * FLOAT32_EPS * torch.einsum("hp,hpd->hd", weights, wide_v.abs())
+        bound += torch.finfo(q.dtype).eps * expected.abs()
+        assert ((out.double() - expected).abs() <= bound).all()
+        for threads in (1, 3, 4):
+            again = _attention(q, k, v, scale=scale, threads=threads, simd=simd)
+            assert torch.equal(_bits(again), _bits(out))
+
+
+def test_attention_over_one_position_is_its_value():
+    v = _random(2, 1, 16, dtype="bfloat16", seed=3)
+    out = _attention(_random(4, 16, dtype="bfloat16"), _random(2, 1, 16, dtype="bfloat16", seed=1), v, scale=0.3)
+    assert torch.equal(out, v[:, 0].repeat_interleave(2, dim=0))
+
+
+def test_attention_survives_large_scores():
+    q, k = torch.full((1, 8), 1e4), torch.stack([torch.full((8,), 1e4), torch.full((8,), -1e4)])[None]
+    v = torch.stack([torch.ones(8), torch.zeros(8)])[None]
+    assert torch.equal(_attention(q, k, v, scale=1.0), torch.ones(1, 8))
+
+
+@pytest.mark.parametrize("length", [0, 5])
+def test_attention_beyond_what_was_planned_is_refused(length):
+    native = _core.Attention(2, 1, 8, 4, "float32", _core.ThreadPool(1), _core.Counters())
+    memory = torch.zeros(64).data_ptr()
+    with pytest.raises(ValueError, match="more positions than planned"):
+        native.forward(memory, memory, memory, length, 160, 32, 1.0, memory)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(0, 1, 8), (4, 0, 8), (4, 3, 8), (4, 2, 0)])
+def test_attention_shapes_that_cannot_be_are_refused(heads, kv_heads, head_dim):
+    with pytest.raises(ValueError, match="multiple of kv_heads"):
+        _core.Attention(heads, kv_heads, head_dim, 4, "float32", _core.ThreadPool(1), _core.Counters())
+
+
+def test_compute_is_charged_to_the_counters():
+    counters = _core.Counters()
+    weight, x, out = torch.ones(64, 64), torch.ones(1, 64), torch.zeros(1, 64)
+    _core.Linear(weight, None, _core.ThreadPool(1), counters).forward(x.data_ptr(), 1, out.data_ptr())
+    values = counters.take()
+    assert values["compute_ns"] > 0
+    assert values["io_ns"] == values["memory_ns"] == 0
