@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         write_file(path, args.file_size)
         file = _core.DirectFile(str(path))
         how = "direct" if file.direct else f"NOT direct ({file.fallback_reason})"
-        roof = measure(path, size=SEQUENTIAL_NBYTES, threads=8, seconds=args.seconds, sequential=True)
+        roof = measure(path, size=SEQUENTIAL_NBYTES, threads=32, seconds=args.seconds, sequential=True)
         print(f"reads are {how}; roof: {roof['bytes_per_s'] / 1e6:.0f} MB/s sequential; {os.getloadavg()[0]:.1f} load")
         results = []
         for size in sizes:
