@@ -241,12 +241,15 @@ def run_plain(chat: Chat, lines: Iterable[bytes], out: TextIO, err: TextIO) -> i
 
 
 def _answer_plain(chat: Chat, text: str, out: TextIO) -> None:
-    with contextlib.closing(chat.answer(text)) as pieces:
-        last = "\n"
-        for piece in pieces:
-            out.write(piece)
+    """Write one answer, ended by a newline however it ends."""
+    last = "\n"
+    try:
+        with contextlib.closing(chat.answer(text)) as pieces:
+            for piece in pieces:
+                out.write(piece)
+                out.flush()
+                last = piece
+    finally:
+        if not last.endswith("\n"):
+            out.write("\n")
             out.flush()
-            last = piece
-    if not last.endswith("\n"):
-        out.write("\n")
-    out.flush()

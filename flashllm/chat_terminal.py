@@ -6,8 +6,7 @@ Keys, colours and widths only; what is said and what commands do is `flashllm.ch
 import contextlib
 import itertools
 import os
-import termios
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -57,21 +56,6 @@ def open_history(path: Path, say: Callable[[str], None]) -> History:
     return SafeHistory(path, say)
 
 
-@contextlib.contextmanager
-def hidden_keys(fd: int) -> Iterator[None]:
-    """Do not show keys typed during an answer in the middle of it: they wait for the prompt, which shows them."""
-    if not os.isatty(fd):
-        yield
-        return
-    before, hidden = termios.tcgetattr(fd), termios.tcgetattr(fd)
-    hidden[3] &= ~termios.ECHO
-    termios.tcsetattr(fd, termios.TCSADRAIN, hidden)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
-
-
 class TerminalChat:
     """The loop. `input` and `output` are prompt_toolkit's and are for tests; by default the process's terminal."""
 
@@ -99,10 +83,6 @@ class TerminalChat:
 
     def run(self) -> int:
         """Talk until ctrl-D or /quit; 0."""
-        with hidden_keys(self._prompt.input.fileno()):
-            return self._run()
-
-    def _run(self) -> int:
         for line in [*self._chat.greeting(), KEYS]:
             self._note(line)
         while True:

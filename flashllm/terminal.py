@@ -3,10 +3,13 @@
 Knows no colours and no layout.
 """
 
+import contextlib
 import io
 import os
 import re
 import sys
+import termios
+from collections.abc import Iterator
 from typing import TextIO
 
 # Everything a terminal may obey: C0 but newline and tab, DEL, C1, and surrogates, which no encoder can print. Of an
@@ -47,3 +50,18 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+@contextlib.contextmanager
+def hidden_keys(fd: int) -> Iterator[None]:
+    """Do not show keys typed during the block amid its output: they wait for the prompt, which shows them."""
+    if not os.isatty(fd):
+        yield
+        return
+    before, hidden = termios.tcgetattr(fd), termios.tcgetattr(fd)
+    hidden[3] &= ~termios.ECHO
+    termios.tcsetattr(fd, termios.TCSADRAIN, hidden)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)

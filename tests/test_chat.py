@@ -16,11 +16,11 @@ from rich.console import Console
 from flashllm import chat_terminal
 from flashllm.attention import ContextFull
 from flashllm.chat import COMMANDS, Chat, Memory, run_plain
-from flashllm.chat_terminal import SafeHistory, TerminalChat, hidden_keys, open_history
+from flashllm.chat_terminal import SafeHistory, TerminalChat, open_history
 from flashllm.errors import FlashIOError
 from flashllm.generate import PrefillRecord, TokenRecord
 from flashllm.meter import StepTimes
-from flashllm.terminal import inert, one_line, valid_unicode
+from flashllm.terminal import hidden_keys, inert, one_line, valid_unicode
 
 
 def times(**values):
@@ -248,8 +248,12 @@ def test_an_answer_cut_by_the_limit_is_announced():
 
 
 def test_a_failing_disk_ends_the_plain_run():
+    out = io.StringIO()
+    chat = make_chat(answers={"x": FlashIOError("bad sector")})
     with pytest.raises(FlashIOError):
-        plain(make_chat(answers={"x": FlashIOError("bad sector")}), "x\ny\n")
+        run_plain(chat, [b"x\n", b"y\n"], out, io.StringIO())
+    assert out.getvalue() == "so f\n"
+    assert chat.session.turns == ["x"]
 
 
 # The terminal.
@@ -337,7 +341,7 @@ def test_a_history_that_cannot_be_kept_is_said_once_and_costs_nothing(tmp_path):
     assert history.get_strings() == ["a", "b"]
 
 
-def test_keys_typed_during_an_answer_are_not_echoed_and_the_terminal_is_restored():
+def test_keys_typed_during_work_are_not_echoed_and_the_terminal_is_restored():
     def echoes():
         return bool(termios.tcgetattr(child)[3] & termios.ECHO)
 

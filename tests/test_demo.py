@@ -42,6 +42,7 @@ def test_the_cache_is_in_the_home_directory_by_the_platforms_rule(monkeypatch):
 
 
 def test_without_a_name_the_demo_is_meant():
+    assert Path(demo.__file__).name == "demo.py"  # beside the directory of that name
     if not (Path(demo.__file__).with_name("demo") / "flashllm.json").exists():
         with pytest.raises(FlashError, match="demo model is not in this installation"):
             resolve_model(None)

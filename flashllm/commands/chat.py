@@ -11,7 +11,7 @@ from typing import Any
 
 from flashllm.commands import options
 from flashllm.commands.options import find_model, loading
-from flashllm.terminal import is_terminal, valid_unicode
+from flashllm.terminal import hidden_keys, is_terminal, valid_unicode
 
 GENERATION_CONFIG = "generation_config.json"
 MAX_ANSWER_TOKENS = 256
@@ -41,8 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Chat until the input ends."""
     path = find_model(args)
-
+    at_terminal = is_terminal(sys.stdin) and is_terminal(sys.stdout)
     with contextlib.ExitStack() as stack:
+        if at_terminal:
+            stack.enter_context(hidden_keys(sys.stdin.fileno()))
         with loading(path):
             from rich.console import Console
 
@@ -62,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
         session.system = valid_unicode(args.system) if args.system else None
         engine = session.model.engine
         chat = Chat(session, lambda: Memory(used=process_nbytes(), limit=engine.plan.limit_nbytes), engine.direct_io)
-        if is_terminal(sys.stdin) and is_terminal(sys.stdout):
+        if at_terminal:
             return TerminalChat(chat, history=user_cache_dir() / "chat_history", console=Console()).run()
         return run_plain(chat, sys.stdin.buffer, sys.stdout, sys.stderr)
 
