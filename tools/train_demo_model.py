@@ -185,7 +185,9 @@ def save_checkpoint(path: Path, state: dict[str, object]) -> None:
 
 
 @torch.no_grad()
-def evaluate(model: OPTForCausalLM, tap: ActivationTap, tokens: np.ndarray, context: int, limit: int) -> dict[str, object]:
+def evaluate(
+    model: OPTForCausalLM, tap: ActivationTap, tokens: np.ndarray, context: int, limit: int
+) -> dict[str, object]:
     """Perplexity over non-overlapping windows of `context`, and the mean share of positive FFN activations."""
     device = next(model.parameters()).device
     nll, count, activity = 0.0, 0, torch.zeros(len(model.model.decoder.layers), dtype=torch.float64)
@@ -197,10 +199,17 @@ def evaluate(model: OPTForCausalLM, tap: ActivationTap, tokens: np.ndarray, cont
         count += context - 1
         activity += torch.tensor([(h > 0).double().mean().item() for h in tap.take()])
     shares = [round(a, 5) for a in (activity / windows).tolist()]
-    return {"perplexity": math.exp(nll / count), "tokens": count, "activity_per_layer": shares, "mean_activity": float(np.mean(shares))}
+    return {
+        "perplexity": math.exp(nll / count),
+        "tokens": count,
+        "activity_per_layer": shares,
+        "mean_activity": float(np.mean(shares)),
+    }
 
 
-def train(recipe: Recipe, data: dict[str, np.ndarray], args: argparse.Namespace) -> tuple[OPTForCausalLM, ActivationTap]:
+def train(
+    recipe: Recipe, data: dict[str, np.ndarray], args: argparse.Namespace
+) -> tuple[OPTForCausalLM, ActivationTap]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(recipe).to(device)
     tap = ActivationTap(model)
@@ -298,8 +307,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, required=True, help="token files and checkpoints")
     parser.add_argument("--out", type=Path, required=True, help="the Hugging Face folder to write")
     parser.add_argument("--tokens", type=float, default=30e6, help="tokens to train on")
-    parser.add_argument("--minutes", type=float, default=0.0, help="stop earlier after this much training; the schedule follows")
-    parser.add_argument("--activity", type=float, default=Recipe().activity, help="target share of positive FFN activations")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="stop earlier after this much training; the schedule follows"
+    )
+    parser.add_argument(
+        "--activity", type=float, default=Recipe().activity, help="target share of positive FFN activations"
+    )
     parser.add_argument("--eval-tokens", type=int, default=200_000)
     for name in ("vocab_size", "hidden_size", "ffn_dim", "num_layers", "num_heads", "context", "window", "batch"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Recipe(), name))
