@@ -4,7 +4,7 @@ Three ways through it, chosen by mode and by the number of new tokens (design co
 sparse (predicted neurons, one native call), oracle (the exact ReLU mask) and dense (every neuron, block by block).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 import numpy as np
@@ -79,14 +79,11 @@ class FlashFFN(nn.Module):
         """Let go of native memory, files and threads."""
         del self.native, self._stream
 
-    def driver_matrix(self) -> torch.Tensor:
-        """The matrix whose products decide which neurons fire (the gate where there is one): fp32 [d_ff, d_model]."""
-        matrix = torch.empty((self._layout.d_ff, self._layout.d_model))
+    def weight_blocks(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """(first neuron, {"up", "gate" if any, "down"}: [neurons, d_model]) over the layer; valid until the next."""
         for first, rows in self._stream.blocks(self.layer):
             count = min(rows.shape[0], self._layout.d_ff - first)
-            block = self._matrices(rows, count)
-            matrix[first : first + count] = block.get("gate", block["up"])
-        return matrix
+            yield first, self._matrices(rows, count)
 
     @property
     def up_bias(self) -> torch.Tensor | None:

@@ -1,24 +1,56 @@
 """Fit one layer's predictor: active where b (a x) + bias > threshold (paper A, section 3.1).
 
-Starts from the best low-rank approximation of the layer's own pre-activations on the samples (a truncated SVD in the
-metric of the inputs), then trains with a loss balanced over active and inactive neurons. Knows tensors, not files.
+Starts from the best low-rank approximation of the layer's own pre-activations (`flashllm.svd_predictor`, with measured
+input statistics), then trains with a loss balanced over active and inactive neurons. A missed neuron counts by what
+it adds to the output, |h| * ||down column||, coded in two bits. Knows tensors and chunks of them, not files.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch.nn import functional as F
+
+from flashllm.svd_predictor import InputStatistics, LowRankPredictor, root_of_covariance
+
+CODES_PER_BYTE = 4
+# Codes: 0 does not fire; 1, 2, 3 fire with a contribution below, around and above the mean of those that fire.
+CODE_EDGES = (0.5, 1.5)  # in means
+_CODE_MEANS = (0.3, 0.9, 2.5)  # about the mean contribution within a code
+PROBIT_TO_LOGIT = 1.7  # the logistic curve nearest to a unit normal's
+JUDGE_TOKENS = 512  # logits computed at once where nothing is learnt
+
+# The activity of a chunk of tokens: inputs [n, d_model] fp32, packed codes [n, ceil(d_ff / 4)] uint8.
+Chunk = tuple[torch.Tensor, torch.Tensor]
+Chunks = Callable[[], Iterator[Chunk]]
 
 
-class Unpack:
-    """Bit-packed masks to booleans [tokens, d_ff]."""
+def pack_codes(
+    codes: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
+) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    """Codes [tokens, d_ff] of 0 to 3 as [tokens, ceil(d_ff / 4)], the first neuron in the lowest bits."""
+    padded = np.pad(codes, ((0, 0), (0, -codes.shape[1] % CODES_PER_BYTE)))
+    quads = padded.reshape(len(codes), -1, CODES_PER_BYTE)
+    return quads[..., 0] | quads[..., 1] << 2 | quads[..., 2] << 4 | quads[..., 3] << 6
 
-    def __init__(self, d_ff: int) -> None:
-        self.d_ff = d_ff
-        self._bits = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
+
+class UnpackCodes:
+    """Packed codes to a value for each neuron [tokens, d_ff], by a table of the values of the four codes."""
+
+    def __init__(
+        self, d_ff: int, values: tuple[float, float, float, float], dtype: torch.dtype = torch.float32
+    ) -> None:
+        self._d_ff = d_ff
+        codes = torch.arange(256)[:, None].bitwise_right_shift(torch.tensor([0, 2, 4, 6])) & 3
+        self._table = torch.tensor(values, dtype=dtype)[codes]  # [256, 4]
 
     def __call__(self, packed: torch.Tensor) -> torch.Tensor:
-        return (packed[..., None] & self._bits).ne(0).flatten(-2)[..., : self.d_ff]
+        return self._table[packed.long()].flatten(-2)[..., : self._d_ff]
+
+
+def fires(d_ff: int) -> UnpackCodes:
+    """Unpacks to booleans."""
+    return UnpackCodes(d_ff, (False, True, True, True), torch.bool)
 
 
 @dataclass(slots=True)
@@ -32,25 +64,51 @@ class LayerPredictor:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, d_ff] for x [tokens, d_model]."""
-        return (x @ self.a.T) @ self.b.T + self.bias
+        return torch.addmm(self.bias, x @ self.a.T, self.b.T)
+
+    @classmethod
+    def from_low_rank(cls, start: LowRankPredictor, threshold: float = 0.0) -> "LayerPredictor":
+        return cls(torch.from_numpy(start.a), torch.from_numpy(start.b), torch.from_numpy(start.bias), threshold)
+
+    @classmethod
+    def everything(cls, d_model: int, d_ff: int) -> "LayerPredictor":
+        """Of a layer without a predictor: every neuron is active."""
+        return cls(torch.zeros(1, d_model), torch.zeros(d_ff, 1), torch.zeros(d_ff), -1.0)
+
+    def rounded(self) -> "LayerPredictor":
+        """As it will be stored: factors in fp16."""
+        return LayerPredictor(self.a.half().float(), self.b.half().float(), self.bias.clone(), self.threshold)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitOptions:
     """How one layer is trained."""
 
-    rank: int
     epochs: int = 2
     batch_tokens: int = 1024
-    learning_rate: float = 2e-3
-    positive_weight: float = 4.0  # a missed active neuron costs this many wrong predictions
-    recall: float = 0.97
+    learning_rate: float = 1e-3
+    positive_weight: float = 4.0  # a missed neuron of mean contribution costs this many wrong predictions
+    even_share: float = 0.5  # of that weight, the share all firings have alike; the rest goes by contribution
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.epochs < 0 or self.batch_tokens < 1:
+            raise ValueError(f"epochs must be at least 0 and batch_tokens at least 1, not {self}")
+        if not 0.0 <= self.even_share <= 1.0 or self.positive_weight <= 0.0 or self.learning_rate <= 0.0:
+            raise ValueError(f"even_share must lie in 0 to 1, the weight and rate above 0: {self}")
+
+    @property
+    def code_weights(self) -> tuple[float, float, float, float]:
+        """Weight of missing a neuron of each code."""
+        low, middle, high = (
+            self.positive_weight * (self.even_share + (1 - self.even_share) * mean) for mean in _CODE_MEANS
+        )
+        return (0.0, low, middle, high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerQuality:
-    """On validation positions: shares of all neurons, and errors as shares of the truly active / inactive."""
+    """On held-back positions: shares of all neurons, and errors as shares of the truly active / inactive."""
 
     rank: int
     true_share: float
@@ -59,81 +117,111 @@ class LayerQuality:
     false_positive: float
 
 
-def low_rank_start(matrix: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, rank: int) -> LayerPredictor:
-    """The rank-`rank` map closest to x -> matrix x + bias in mean square over the inputs `x`.
+def input_statistics(chunks: Chunks) -> InputStatistics:
+    """Mean and covariance of the inputs of all chunks."""
+    count, total, products = 0, None, None
+    for x, _ in chunks():
+        sums, outer = x.double().sum(0), (x.T @ x).double()
+        total, products = (sums, outer) if total is None else (total + sums, products + outer)
+        count += len(x)
+    if total is None or products is None:
+        raise ValueError("no inputs")
+    mean = total / count
+    covariance = products / count - torch.outer(mean, mean)
+    return InputStatistics(mean=mean.numpy(), root=root_of_covariance(covariance.numpy()))
 
-    With C = E[x x^T] = R R^T, the minimiser of E|(matrix - b a) x|^2 is the truncated SVD of matrix R (Eckart-Young).
+
+def fit(start: LayerPredictor, chunks: Chunks, options: FitOptions, d_ff: int) -> LayerPredictor:
+    """Train on all chunks `options.epochs` times; the factors come back as they will be stored.
+
+    Each chunk must hold a random part of the data: positions are shuffled within chunks. The gradient of the weighted
+    cross-entropy is written out: torch's would keep six matrices of [batch, d_ff] alive instead of two.
     """
-    mean = x.mean(0)
-    centred = x - mean
-    values, vectors = torch.linalg.eigh((centred.T @ centred / len(x)).double())
-    scales = values.clamp_min(1e-10 * float(values.max())).sqrt()
-    product = (matrix @ (vectors * scales).float()).double()  # matrix R
-    # Its right singular vectors, from the d_model x d_model Gram matrix: far cheaper than its own SVD.
-    squares, right = torch.linalg.eigh(product.T @ product)
-    top = right[:, -rank:]
-    balance = squares[-rank:].clamp_min(1e-20).sqrt().sqrt()
-    b = product @ top / balance
-    a = balance[:, None] * top.T @ (vectors / scales).T
-    shift = matrix.double() @ mean.double() - b @ (a @ mean.double())
-    if bias is not None:
-        shift = shift + bias.double()
-    return LayerPredictor(a.float(), b.float(), shift.float())
-
-
-def fit(
-    predictor: LayerPredictor, x: torch.Tensor, masks: torch.Tensor, options: FitOptions, unpack: Unpack
-) -> LayerPredictor:
-    """Train on x [tokens, d_model] and bit-packed masks [tokens, ceil(d_ff / 8)]; factors come back fp16-exact."""
+    weigh = UnpackCodes(d_ff, options.code_weights)
     generator = torch.Generator().manual_seed(options.seed)
-    scale = float(predictor.logits(x[:2048]).std()) or 1.0
-    # Logits of unit scale, so that one learning rate serves every layer.
-    a = (predictor.a.clone()).requires_grad_()
-    b = (predictor.b / scale * 2).requires_grad_()
-    bias = (predictor.bias / scale * 2).requires_grad_()
-    optimizer = torch.optim.AdamW([a, b, bias], lr=options.learning_rate, weight_decay=0.0, betas=(0.9, 0.99))
-    steps = options.epochs * (len(x) // options.batch_tokens)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.02, 1 - step / max(1, steps)))
-    weight = torch.tensor(options.positive_weight)
+    a = start.a.clone()
+    b, bias = start.b * PROBIT_TO_LOGIT, start.bias * PROBIT_TO_LOGIT
+    parameters = [a, b, bias]
+    optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, weight_decay=0.0, betas=(0.9, 0.99))
+    batch = options.batch_tokens
+    steps = options.epochs * sum(max(1, len(x) // batch) for x, _ in chunks())
+    done = 0
     for _ in range(options.epochs):
-        order = torch.randperm(len(x), generator=generator)
-        for start in range(0, len(x) - options.batch_tokens + 1, options.batch_tokens):
-            rows = order[start : start + options.batch_tokens]
-            logits = (x[rows] @ a.T) @ b.T + bias
-            loss = F.binary_cross_entropy_with_logits(logits, unpack(masks[rows]).to(logits.dtype), pos_weight=weight)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    with torch.no_grad():
-        return LayerPredictor(a.half().float(), b.half().float(), bias.detach().clone())
+        for x, packed in chunks():
+            order = torch.randperm(len(x), generator=generator)
+            for first in range(0, max(1, len(x) // batch) * batch, batch):
+                rows = order[first : first + batch]
+                xs, weights = x[rows], weigh(packed[rows])
+                projected = xs @ a.T
+                gradient = torch.sigmoid_(torch.addmm(bias, projected, b.T))
+                gradient = torch.where(weights > 0, (gradient - 1).mul_(weights), gradient).div_(len(rows))
+                a.grad, b.grad, bias.grad = (gradient @ b).T @ xs, gradient.T @ projected, gradient.sum(0)
+                for group in optimizer.param_groups:
+                    group["lr"] = options.learning_rate * max(0.02, 1 - done / steps)
+                optimizer.step()
+                done += 1
+    return LayerPredictor(a, b, bias).rounded()
 
 
-@torch.no_grad()
-def calibrate_threshold(
-    predictor: LayerPredictor, x: torch.Tensor, masks: torch.Tensor, recall: float, unpack: Unpack
-) -> None:
-    """The highest threshold that finds at least `recall` of the truly active neurons of these positions."""
-    chunks = [predictor.logits(x[s : s + 2048])[unpack(masks[s : s + 2048])] for s in range(0, len(x), 2048)]
-    positives = torch.cat(chunks)
-    if len(positives) == 0:  # a layer that never fires: predict nothing
-        predictor.threshold = float("inf")
-        return
-    missed = int((1 - recall) * len(positives))
-    predictor.threshold = float(torch.kthvalue(positives, missed + 1).values) - 1e-4
+class LogitCounts:
+    """Logits of firing and of silent neurons, counted by their fp16 value: every threshold's recall and density."""
+
+    def __init__(self) -> None:
+        self.firing = torch.zeros(2**16, dtype=torch.int64)
+        self.silent = torch.zeros(2**16, dtype=torch.int64)
+
+    def add(self, logits: torch.Tensor, active: torch.Tensor) -> None:
+        """logits and active [tokens, d_ff]."""
+        bits = logits.half().view(torch.int16).int()
+        keys = torch.where(bits >= 0, bits, -32768 - bits).add_(2**15)  # in the order of the values
+        self.firing += torch.bincount(keys[active], minlength=2**16)
+        self.silent += torch.bincount(keys[~active], minlength=2**16)
+
+    def threshold_for(self, recall: float) -> float:
+        """The highest threshold that finds at least `recall` of the firings; infinite where nothing fires."""
+        total = int(self.firing.sum())
+        if total == 0:
+            return float("inf")
+        missed = self.firing.cumsum(0)  # by a threshold above each value
+        lowest = int((missed > int((1 - recall) * total)).nonzero()[0])
+        return 0.5 * (_half_of_key(lowest) + _half_of_key(lowest - 1))
+
+    def density_at(self, threshold: float) -> tuple[float, float]:
+        """(recall, predicted share of all neurons) of a threshold."""
+        values = torch.tensor([_half_of_key(key) for key in range(2**16)])
+        above = values > threshold
+        found, total = int(self.firing[above].sum()), int(self.firing.sum())
+        everything = total + int(self.silent.sum())
+        return found / max(1, total), (found + int(self.silent[above].sum())) / max(1, everything)
 
 
-@torch.no_grad()
-def judge(predictor: LayerPredictor, x: torch.Tensor, masks: torch.Tensor, unpack: Unpack) -> LayerQuality:
+def _half_of_key(key: int) -> float:
+    bits = key - 2**15
+    half = torch.tensor(bits if bits >= 0 else -32768 - bits, dtype=torch.int16).view(torch.float16)
+    return float(half)
+
+
+def count_logits(predictor: LayerPredictor, chunks: Chunks, d_ff: int) -> LogitCounts:
+    """Over all chunks."""
+    active, counts = fires(d_ff), LogitCounts()
+    for x, packed in chunks():
+        for start in range(0, len(x), JUDGE_TOKENS):
+            counts.add(predictor.logits(x[start : start + JUDGE_TOKENS]), active(packed[start : start + JUDGE_TOKENS]))
+    return counts
+
+
+def judge(predictor: LayerPredictor, chunks: Chunks, d_ff: int) -> LayerQuality:
     """Errors and densities on positions not trained on."""
+    active = fires(d_ff)
     true = predicted = both = total = 0
-    for start in range(0, len(x), 2048):
-        guess = predictor.logits(x[start : start + 2048]) > predictor.threshold
-        fact = unpack(masks[start : start + 2048])
-        true += int(fact.sum())
-        predicted += int(guess.sum())
-        both += int((guess & fact).sum())
-        total += fact.numel()
+    for x, packed in chunks():
+        for start in range(0, len(x), JUDGE_TOKENS):
+            guess = predictor.logits(x[start : start + JUDGE_TOKENS]) > predictor.threshold
+            fact = active(packed[start : start + JUDGE_TOKENS])
+            true += int(fact.sum())
+            predicted += int(guess.sum())
+            both += int((guess & fact).sum())
+            total += fact.numel()
     return LayerQuality(
         rank=len(predictor.a),
         true_share=true / total,

@@ -1,14 +1,16 @@
 """Text samples for training and judging predictors: C4-schema shards on disk, or a hub data set, as token rows.
 
-Documents give rows in proportion to their length. Bad lines, empty and short documents and a truncated
-shard are counted and skipped, or stop the run with `strict`. Knows no model.
+Documents give excerpts in proportion to their length: a book many, a web page one. Bad lines, empty and short documents
+and a truncated shard are counted and skipped, or stop the run with `strict`. Holds the excerpts and one document, never
+the data; knows no model.
 """
 
 import gzip
+import itertools
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_DOCUMENT_CHARS = 2_000_000  # a longer one is cut, and counted
+MAX_DOCUMENT_CHARS = 20_000_000  # a longer one is cut, and counted
+MAX_LINE_NBYTES = 4 * MAX_DOCUMENT_CHARS  # what a line of JSON may take in memory before it is parsed
+CHARS_PER_TOKEN = 8  # of an excerpt: ample for English and byte-level vocabularies
+_MIN_CHARS_PER_TOKEN = 2  # a document shorter than this never has enough tokens
 
 
 class DataError(Exception):
@@ -36,68 +41,122 @@ class SampleReport:
 
 
 def read_shards(paths: list[Path], report: SampleReport, *, strict: bool = False) -> Iterator[str]:
-    """The `text` of each line of .json, .jsonl and .json(l).gz files."""
+    """The `text` of each line of .json, .jsonl and .json(l).gz files. DataError: see `strict`, and missing files."""
     for path in paths:
-        opener = gzip.open if path.suffix == ".gz" else open
+        opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
         try:
             with opener(path, "rb") as lines:
-                for line in lines:
-                    text = _text_of(line, report)
+                for number, line in enumerate(_lines(lines, report), start=1):
+                    why, text = _text_of(line)
                     if text is not None:
                         yield text
-                    elif strict:
-                        raise DataError(f"{path}: {', '.join(report.skipped)}")
+                        continue
+                    if strict:
+                        raise DataError(f"{path}, line {number}: {why}")
+                    report.skipped[why] += 1
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             if strict:
-                raise DataError(f"{path} is truncated or damaged: {error}") from error
+                raise DataError(f"{path} is truncated or damaged: {error}; fetch it again") from error
             report.skipped["truncated shard"] += 1
         except OSError as error:
-            raise DataError(f"cannot read {path}: {error}") from error
+            raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _text_of(line: bytes, report: SampleReport) -> str | None:
+def _lines(file: Any, report: SampleReport) -> Iterator[bytes]:
+    """Lines of bounded length: one without an end must not take all memory."""
+    while line := file.readline(MAX_LINE_NBYTES):
+        if len(line) == MAX_LINE_NBYTES and not line.endswith(b"\n"):
+            while not line.endswith(b"\n") and (line := file.readline(MAX_LINE_NBYTES)):
+                pass
+            line = b"\n"
+            report.skipped["line of huge length"] += 1
+        yield line
+
+
+def _text_of(line: bytes) -> tuple[str, str | None]:
+    """(what is wrong, None) or ("", the text)."""
     try:
         text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError):  # UnicodeDecodeError is a ValueError
-        report.skipped["bad line"] += 1
-        return None
-    if not isinstance(text, str) or not text.strip():
-        report.skipped["empty document"] += 1
-        return None
-    return text
+    except (ValueError, KeyError, TypeError, RecursionError):  # UnicodeDecodeError is a ValueError
+        return "bad line", None
+    if not isinstance(text, str):
+        return "bad line", None
+    return ("", text) if text.strip() else ("empty document", None)
 
 
-def read_hub(dataset: str, config: str | None, split: str = "train") -> Iterator[str]:
-    """The `text` column of a hub data set, streamed."""
+def read_hub(dataset: str, config: str | None, split: str = "train", *, limit: int) -> Iterator[str]:
+    """The `text` column of the first `limit` rows of a hub data set, streamed. DataError where it cannot be had."""
     import datasets
 
-    for row in datasets.load_dataset(dataset, config, split=split, streaming=True):
-        yield row["text"]
+    try:
+        rows = datasets.load_dataset(dataset, config, split=split, streaming=True)
+        for row in itertools.islice(rows, limit):
+            yield row["text"]
+    except Exception as error:  # datasets raises a dozen types: offline, unknown name, no such split, lost connection
+        raise DataError(
+            f"cannot read {dataset} from the hub ({type(error).__name__}: {error}); give local shards with --data-files"
+        ) from error
 
 
 def token_rows(
-    texts: Iterator[str], tokenizer: Any, *, samples: int, tokens_per_sample: int, report: SampleReport, seed: int
+    texts: Callable[[], Iterator[str]],
+    tokenizer: Any,
+    *,
+    samples: int,
+    tokens_per_sample: int,
+    report: SampleReport,
+    seed: int,
 ) -> NDArray[np.int64]:
-    """[at most `samples`, tokens_per_sample] ids. Long documents (books) give several rows, drawn over their length."""
-    rows: list[NDArray[np.int64]] = []
+    """[at most `samples`, tokens_per_sample] ids in random order, equal for equal arguments.
+
+    `texts` is called twice: for the documents' lengths, and for their text. Each document gives excerpts in proportion
+    to its length, at least one, at random places, so that books and web pages can be mixed.
+    """
+    # 1. How many excerpts each document gives.
+    lengths = np.fromiter((min(len(text), MAX_DOCUMENT_CHARS) for text in texts()), dtype=np.int64)
+    report.skipped.clear()  # counted again in the second pass
+    usable = lengths >= _MIN_CHARS_PER_TOKEN * tokens_per_sample
+    if not usable.any():
+        raise DataError(f"no document is long enough for {tokens_per_sample} tokens; lower --tokens-per-sample")
     rng = np.random.default_rng(seed)
-    documents = list(texts) if samples > 0 else []
-    lengths = np.array([min(len(text), MAX_DOCUMENT_CHARS) for text in documents], dtype=np.float64)
-    if len(documents) == 0:
-        raise DataError("no usable document in the data")
-    quota = np.maximum(1, np.floor(samples * lengths / lengths.sum())).astype(int)
-    for text, count in zip(documents, quota, strict=True):
+    expected = 1.2 * samples * lengths * usable / (lengths * usable).sum()  # a fifth more: some turn out too short
+    most = np.maximum(1, lengths // (CHARS_PER_TOKEN * tokens_per_sample))
+    quota = np.minimum(np.floor(expected + rng.random(len(lengths))), most).astype(int) * usable
+    if quota.sum() < samples:
+        quota = np.maximum(quota, usable)
+    # 2. The excerpts, one document in memory at a time.
+    rows: list[NDArray[np.int64]] = []
+    for text, count, fits in zip(texts(), quota, usable, strict=False):
         if len(text) > MAX_DOCUMENT_CHARS:
             report.skipped["end of a huge document"] += 1
-        ids = np.asarray(tokenizer(text[:MAX_DOCUMENT_CHARS])["input_ids"], dtype=np.int64)
-        if len(ids) < tokens_per_sample:
+        if not fits:
             report.skipped["short document"] += 1
-            continue
-        pieces = len(ids) // tokens_per_sample
-        for piece in sorted(rng.choice(pieces, size=min(count, pieces), replace=False)):
-            rows.append(ids[piece * tokens_per_sample : (piece + 1) * tokens_per_sample])
+        elif count:
+            short = 0
+            for ids in _excerpts(text[:MAX_DOCUMENT_CHARS], int(count), tokenizer, tokens_per_sample, rng):
+                if len(ids) == tokens_per_sample:
+                    rows.append(ids)
+                else:
+                    short += 1
+            if short == count:
+                report.skipped["short document"] += 1
     if not rows:
         raise DataError(f"no document has {tokens_per_sample} tokens; lower --tokens-per-sample")
     order = rng.permutation(len(rows))[:samples]
     report.used = len(order)
     return np.stack([rows[index] for index in order])
+
+
+def _excerpts(
+    text: str, count: int, tokenizer: Any, tokens: int, rng: np.random.Generator
+) -> Iterator[NDArray[np.int64]]:
+    """`count` pieces of a document, each in its own part of it; one is the document's beginning."""
+    width = CHARS_PER_TOKEN * tokens
+    part = len(text) / count
+    for index in range(count):
+        slack = max(0, int(part) - width)
+        start = 0 if index == 0 else int(index * part) + int(rng.integers(0, slack + 1))
+        while 0 < start < len(text) and not text[start - 1].isspace():
+            start += 1  # at a word
+        ids = tokenizer(text[start : start + width], truncation=False)["input_ids"][:tokens]
+        yield np.asarray(ids, dtype=np.int64)

@@ -2,181 +2,260 @@
 
 The hidden states of all samples lie in scratch files and pass one layer at a time: its neurons stream from flash once a
 batch, its FFN inputs and active sets are recorded, its predictor is fitted and calibrated, and the states go on to the
-next layer. Finished layers are kept in the scratch directory, so a killed run resumes at the layer it was in.
+next layer. Finished steps are kept in the scratch directory, so a killed run resumes at the step it was in, with the
+results it would have had. Installs the predictors and the calibrated cache need into the model directory.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import hashlib
 import json
+import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from fit import FitOptions, LayerPredictor, LayerQuality, Unpack, calibrate_threshold, fit, judge, low_rank_start
+from fit import FitOptions, LayerPredictor, count_logits, fit, input_statistics, judge
 from numpy.typing import NDArray
+from passes import BATCH_TOKENS, ActivityRecord, HiddenStates, LayerPass, WeightBlocks, kept_positions
+from recipes import Recipe, auto_rank, parse_ranks
 from samples import DataError, SampleReport, read_hub, read_shards, token_rows
+from training_plan import TrainingPlan, plan_training
 from transformers import AutoTokenizer
 
 from flashllm import FlashModel
 from flashllm.budget import DEFAULT_WINDOW
 from flashllm.demo import resolve_model
-from flashllm.errors import FlashError
-from flashllm.manifest import Calibration, install_predictors
-from flashllm.model_files import FFN
-from flashllm.units import format_size
+from flashllm.errors import FlashError, UsageError
+from flashllm.files import locked_directory, write_atomically
+from flashllm.manifest import Calibration, Manifest, install_predictors
+from flashllm.model_files import FFN, PREDICTOR_METADATA
+from flashllm.progress import ProgressBar
+from flashllm.svd_predictor import low_rank_predictor
+from flashllm.units import parse_size
 
 VALIDATION_SHARE = 0.1
-BATCH_TOKENS = 4096  # of the passes through a layer
+CALIBRATION_SHARE = 0.1  # of the rest: seen in training, like the paper's; the validation share is not
+CURVE = (0.8, 0.9, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995)  # recalls of the reported trade-off
 
 
-class _Captured(Exception):
-    """Raised once the first layer's inputs are known."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Samples by use: [0, calibration) and on to `validation` are trained on, the latter also set the threshold."""
+
+    calibration: int
+    validation: int
+    end: int
+
+    @classmethod
+    def of(cls, samples: int) -> "Split":
+        validation = max(1, int(samples * (1 - VALIDATION_SHARE)))
+        return cls(calibration=int(validation * (1 - CALIBRATION_SHARE)), validation=validation, end=samples)
 
 
-class HiddenStates:
-    """Hidden states of all samples, [samples, tokens, d_model] in the model's dtype, in a scratch file a layer."""
+class Trainer:
+    """The steps of a run, in a locked scratch directory."""
 
-    def __init__(self, scratch: Path, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-        self._scratch, self._shape, self._dtype = scratch, shape, dtype
-        self._bits = np.uint32 if dtype == torch.float32 else np.uint16
+    def __init__(
+        self, args: argparse.Namespace, recipe: Recipe | None, model: Any, rows: NDArray[np.int64], plan: TrainingPlan
+    ) -> None:
+        self._args, self._recipe, self._model, self._rows = args, recipe, model, rows
+        self._shape, self._scratch = plan.shape, args.scratch
+        self._architecture = model.engine.manifest.architecture
+        self._states = HiddenStates(args.scratch, plan.shape, model.dtype)
+        self._record = ActivityRecord(args.scratch, plan.shape)
+        self._kept = kept_positions(plan.shape, args.seed)
+        self._pass = LayerPass(model)
+        self._split = Split.of(len(rows))
+        self._batch = max(1, BATCH_TOKENS // plan.shape.tokens)
 
-    def open(self, layer: int, mode: str) -> torch.Tensor:
-        """The states that enter `layer`, as a tensor over the file."""
-        raw = np.memmap(self._path(layer), dtype=self._bits, mode=mode, shape=self._shape)  # type: ignore[call-overload]
-        return torch.from_numpy(raw).view(self._dtype)
+    def run(self, progress: ProgressBar) -> tuple[list[LayerPredictor], list[dict[str, Any]]]:
+        """Every layer's predictor and result, those of earlier runs included."""
+        layers, predictors, results = self._architecture.num_layers, [], []
+        units = self._shape.samples * self._shape.tokens  # tokens through a layer: the measure of progress
+        self._embed()
+        for layer in range(layers):
+            saved = self._saved(layer)
+            if saved is None:
+                began = time.monotonic()
+                saved = self._layer(
+                    layer, lambda done, at=layer: progress(f"layer {at}", at * units + done, layers * units)
+                )
+                result = saved[1]
+                result["seconds"] = time.monotonic() - began
+                self._save(layer, *saved)
+                print(describe(layer, result, (layers - layer - 1) * result["seconds"]), file=sys.stderr, flush=True)
+            predictors.append(saved[0])
+            results.append(saved[1])
+            progress(f"layer {layer}", (layer + 1) * units, layers * units)
+        return predictors, results
 
-    def forget(self, layer: int) -> None:
-        self._path(layer).unlink(missing_ok=True)
+    def _embed(self) -> None:
+        """The states that enter layer 0, where no run came further; and what layers are called with."""
+        wanted = not self._done("embedded")
+        for first, ids in self._batches():
+            if wanted or first == 0 or first + self._batch >= len(self._rows):
+                states = self._pass.embed(torch.from_numpy(ids))
+                if wanted:
+                    self._states.write(0, first, states)
+        self._mark("embedded")
 
-    def _path(self, layer: int) -> Path:
-        return self._scratch / f"states.{layer}.bin"
-
-
-class LayerPass:
-    """Sends hidden states through single decoder layers of a loaded model."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._layers = model.get_decoder().layers
-        self._arguments: dict[int, dict[str, Any]] = {}  # by batch size
-
-    @torch.inference_mode()
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """The states that enter layer 0; remembers the other arguments a layer is called with."""
-        found: list[torch.Tensor] = []
-
-        def capture(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.append(args[0])
-            self._arguments[len(args[0])] = {**kwargs, "past_key_values": None, "use_cache": False}
-            raise _Captured
-
-        handle = self._layers[0].register_forward_pre_hook(capture, with_kwargs=True)
-        try:
-            self._model(ids, use_cache=False)
-        except _Captured:
-            pass
-        finally:
-            handle.remove()
-        return found[0]
-
-    @torch.inference_mode()
-    def run(self, layer: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.uint8]]:
-        """(states after the layer, FFN inputs [tokens, d_model], bit-packed active sets [tokens, d_ff / 8])."""
+    def _layer(self, layer: int, progress: Any) -> tuple[LayerPredictor, dict[str, Any]]:
+        """One layer: pass, fit, calibrate, judge."""
+        shape, split = self._shape, self._split
         ffn = self._model.engine.ffns[layer]
-        d_ff = self._model.engine.manifest.architecture.d_ff
-        active = np.zeros((states.shape[0] * states.shape[1], d_ff), dtype=bool)
-        inputs: list[torch.Tensor] = []
+        weights = WeightBlocks(ffn, shape.d_ff)
+        # 1. All samples pass the layer.
+        if not self._done(f"passed.{layer:03d}"):
+            first_batch = self._states.read(layer, 0, min(self._batch, shape.samples))
+            edges = weights.code_edges(self._pass, layer, first_batch)
+            for first, ids in self._batches():
+                end = first + len(ids)
+                before = self._states.read(layer, first, end)
+                after, inputs, codes = self._pass.run(layer, before, self._kept[first:end], edges)
+                self._states.write(layer + 1, first, after)
+                self._record.write(first, inputs, codes)
+                progress(end * shape.tokens // 2)
+            self._mark(f"passed.{layer:03d}")
 
-        def observe(first_token: int, first_neuron: int, h: torch.Tensor) -> None:
-            active[first_token : first_token + len(h), first_neuron : first_neuron + h.shape[1]] = (h > 0).numpy()
+        # 2. The best low-rank map is trained on.
+        def training() -> Iterator[Any]:
+            return self._record.chunks(0, split.validation)
 
-        ffn.observer = observe
-        ffn.few_tokens = False
-        handle = ffn.register_forward_pre_hook(lambda _m, args: inputs.append(args[0].reshape(-1, args[0].shape[-1])))
-        try:
-            output = self._layers[layer](states, **self._arguments[len(states)])
-        finally:
-            handle.remove()
-            ffn.observer = None
-        after = output[0] if isinstance(output, tuple) else output
-        return after, inputs[0], np.packbits(active, axis=1)
+        def calibration() -> Iterator[Any]:
+            return self._record.chunks(split.calibration, split.validation)
+
+        def validation() -> Iterator[Any]:
+            return self._record.chunks(split.validation, split.end)
+
+        activity = judge(LayerPredictor.everything(shape.d_model, shape.d_ff), calibration, shape.d_ff).true_share
+        rank = self._rank(layer, activity)
+        svd: dict[str, Any] = {}
+        if rank == 0:
+            predictor = LayerPredictor.everything(shape.d_model, shape.d_ff)
+        else:
+            bias = ffn.up_bias
+            statistics = input_statistics(training)
+            low_rank = low_rank_predictor(weights.drivers, None if bias is None else bias.numpy(), statistics, rank)
+            start = LayerPredictor.from_low_rank(low_rank).rounded()
+            start.threshold = count_logits(start, calibration, shape.d_ff).threshold_for(self._args.recall)
+            svd = dataclasses.asdict(judge(start, validation, shape.d_ff))
+            predictor = fit(start, training, fit_options(self._args, layer), shape.d_ff)
+            predictor.threshold = count_logits(predictor, calibration, shape.d_ff).threshold_for(self._args.recall)
+        # 3. Judged on samples never seen.
+        quality = judge(predictor, validation, shape.d_ff)
+        if (
+            svd
+            and svd["false_negative"] <= quality.false_negative
+            and svd["predicted_share"] <= quality.predicted_share
+        ):
+            predictor, quality = start, judge(start, validation, shape.d_ff)  # training has not helped
+        counts = count_logits(predictor, validation, shape.d_ff)
+        active, need = self._needs(predictor)
+        result = {
+            **dataclasses.asdict(quality),
+            "mean_active": active,
+            "req": need,
+            "threshold": predictor.threshold,
+            "svd": svd,
+            "curve": curve(counts),
+        }
+        return predictor, result
+
+    def _needs(self, predictor: LayerPredictor) -> tuple[float, int]:
+        """Mean predicted neurons a token, and the most of any window, over the validation samples (paper A, Req_i)."""
+        total = tokens = most = 0
+        for x, _ in self._record.chunks(self._split.validation, self._split.end):
+            for sample in x.split(self._shape.kept):
+                guess = (predictor.logits(sample) > predictor.threshold).numpy()
+                total, tokens = total + int(guess.sum()), tokens + len(guess)
+                most = max(most, needed_rows(guess, self._args.window))
+        return total / tokens, most
+
+    def _rank(self, layer: int, activity: float) -> int:
+        if self._recipe is None:
+            return auto_rank(self._shape.d_model, activity)
+        return min(self._recipe.rank(layer, self._architecture.num_layers), self._shape.d_model)
+
+    def _batches(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        for first in range(0, len(self._rows), self._batch):
+            yield first, self._rows[first : first + self._batch]
+
+    def _saved(self, layer: int) -> tuple[LayerPredictor, dict[str, Any]] | None:
+        path = self._scratch / f"layer.{layer:03d}.pt"
+        if not path.exists():
+            return None
+        saved = torch.load(path, weights_only=True)
+        return LayerPredictor(saved["a"], saved["b"], saved["bias"], saved["threshold"]), saved["result"]
+
+    def _save(self, layer: int, predictor: LayerPredictor, result: dict[str, Any]) -> None:
+        partial = self._scratch / "layer.partial"
+        with open(partial, "wb") as file:
+            torch.save({**dataclasses.asdict(predictor), "result": result}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(self._scratch / f"layer.{layer:03d}.pt")
+        self._states.forget(layer)
+        self._record.forget()
+
+    def _done(self, step: str) -> bool:
+        return (self._scratch / f"{step}.done").exists()
+
+    def _mark(self, step: str) -> None:
+        """A step is done, and what it wrote is on disk: also a power cut resumes."""
+        for path in self._scratch.glob("*.bin"):
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        write_atomically(self._scratch / f"{step}.done", b"")
 
 
-def choose_rank(ranks: str, layer: int, num_layers: int, d_model: int, activity: float) -> int:
-    """A number for all layers, "128:1024x4" (the last four larger), or AUTO: larger where the layer is less sparse."""
-    if ranks.upper() == "AUTO":
-        share = min(max(2.0 * activity, 0.08), 0.25)  # of d_model
-        return max(8, round(share * d_model / 8) * 8)
-    common, _, special = ranks.partition(":")
-    if special:
-        rank, _, last = special.partition("x")
-        if layer >= num_layers - int(last):
-            return int(rank)
-    return int(common)
+def fit_options(args: argparse.Namespace, layer: int) -> FitOptions:
+    """The options of one layer's training. ValueError for values that cannot be."""
+    return FitOptions(
+        epochs=args.epochs,
+        seed=args.seed + layer,
+        positive_weight=args.positive_weight,
+        learning_rate=args.learning_rate,
+    )
+
+
+def curve(counts: Any) -> list[dict[str, float]]:
+    """Recall and predicted share of the thresholds that reach the recalls of CURVE."""
+    points = []
+    for recall in CURVE:
+        threshold = counts.threshold_for(recall)
+        found, density = counts.density_at(threshold)
+        points.append({"threshold": threshold, "recall": found, "predicted_share": density})
+    return points
 
 
 def needed_rows(predicted: NDArray[np.bool_], window: int) -> int:
-    """The most neurons of any `window` consecutive tokens: predicted [samples, tokens, d_ff] (paper A, Req_i)."""
-    most = 0
-    for sample in predicted:
-        counts = np.zeros(sample.shape[1], dtype=np.int32)
-        for token in range(len(sample)):
-            counts += sample[token]
-            if token >= window:
-                counts -= sample[token - window]
-            most = max(most, int((counts > 0).sum()))
+    """The most neurons of any `window` consecutive tokens: predicted [tokens, d_ff] (paper A, Req_i)."""
+    most, counts = 0, np.zeros(predicted.shape[1], dtype=np.int32)
+    for token in range(len(predicted)):
+        counts += predicted[token]
+        if token >= window:
+            counts -= predicted[token - window]
+        most = max(most, int(np.count_nonzero(counts)))
     return most
 
 
-def train_layer(
-    lp: LayerPass,
-    states: HiddenStates,
-    layer: int,
-    *,
-    shape: tuple[int, int, int],
-    args: argparse.Namespace,
-    model: Any,
-) -> tuple[LayerPredictor, LayerQuality, float, int]:
-    """One layer: pass, fit, calibrate, judge. Returns the predictor, its quality, mean predicted and rows needed."""
-    samples, tokens, d_model = shape
-    d_ff = model.engine.manifest.architecture.d_ff
-    before, after = states.open(layer, "r+"), states.open(layer + 1, "w+")
-    inputs = torch.empty((samples * tokens, d_model), dtype=torch.float16 if args.half_inputs else torch.float32)
-    masks = np.empty((samples * tokens, (d_ff + 7) // 8), dtype=np.uint8)
-    batch = max(1, BATCH_TOKENS // tokens)
-    for start in range(0, samples, batch):
-        end = min(start + batch, samples)
-        after[start:end], x, packed = lp.run(layer, before[start:end].clone())
-        inputs[start * tokens : end * tokens] = x.to(inputs.dtype)
-        masks[start * tokens : end * tokens] = packed
-
-    train_rows = int(samples * (1 - VALIDATION_SHARE)) * tokens
-    packed_masks, unpack = torch.from_numpy(masks), Unpack(d_ff)
-    x_train, x_validation = inputs[:train_rows].float(), inputs[train_rows:].float()
-    activity = float(unpack(packed_masks[train_rows:]).float().mean())
-    rank = min(
-        choose_rank(args.ranks, layer, model.engine.manifest.architecture.num_layers, d_model, activity), d_model
+def describe(layer: int, result: dict[str, Any], seconds_left: float) -> str:
+    """A finished layer's line."""
+    return (
+        f"layer {layer}: rank {result['rank']}, active {result['true_share']:.2%}, predicted "
+        f"{result['predicted_share']:.2%}, false negatives {result['false_negative']:.2%}, false positives "
+        f"{result['false_positive']:.2%}; about {seconds_left / 60:.1f} min left"
     )
-    ffn = model.engine.ffns[layer]
-    start_point = low_rank_start(ffn.driver_matrix(), ffn.up_bias, x_train, rank)
-    options = FitOptions(
-        rank=rank, epochs=args.epochs, recall=args.recall, seed=args.seed + layer, positive_weight=args.positive_weight
-    )
-    predictor = fit(start_point, x_train, packed_masks[:train_rows], options, unpack)
-    # The threshold is fitted on the last training samples' positions, judged on samples never seen.
-    fitted_on = slice(max(0, train_rows - len(x_validation)), train_rows)
-    calibrate_threshold(predictor, inputs[fitted_on].float(), packed_masks[fitted_on], args.recall, unpack)
-    quality = judge(predictor, x_validation, packed_masks[train_rows:], unpack)
-    with torch.no_grad():
-        guesses = predictor.logits(x_validation) > predictor.threshold
-    predicted = guesses.reshape(-1, tokens, d_ff).numpy()
-    return predictor, quality, float(predicted.sum(-1).mean()), needed_rows(predicted, args.window)
 
 
 def save_predictors(path: Path, predictors: list[LayerPredictor], model_sha256: str, metadata: dict[str, str]) -> None:
+    """Write the predictor file of a model whose `ffn.safetensors` has `model_sha256`."""
     from safetensors.torch import save_file
 
     tensors = {}
@@ -185,18 +264,18 @@ def save_predictors(path: Path, predictors: list[LayerPredictor], model_sha256: 
         tensors[f"layers.{layer}.b"] = predictor.b.half().contiguous()
         tensors[f"layers.{layer}.bias"] = predictor.bias.float().contiguous()
         tensors[f"layers.{layer}.threshold"] = torch.tensor([predictor.threshold], dtype=torch.float32)
-    kind = {"format": "flashllm-predictors", "version": "1", "model_sha256": model_sha256}
-    save_file(tensors, path, metadata=kind | metadata)
+    save_file(tensors, path, metadata={**PREDICTOR_METADATA, "model_sha256": model_sha256, **metadata})
 
 
 def load_samples(args: argparse.Namespace, tokenizer: Any) -> tuple[NDArray[np.int64], SampleReport]:
+    """Token rows [samples, tokens] and what became of the documents."""
     report = SampleReport()
-    if args.data_files:
-        texts = read_shards(args.data_files, report, strict=args.strict)
-    else:
-        texts = iter(
-            text for text, _ in zip(read_hub(args.dataset, args.config), range(2 * args.samples), strict=False)
-        )
+
+    def texts() -> Iterator[str]:
+        if args.data_files:
+            return read_shards(args.data_files, report, strict=args.strict)
+        return read_hub(args.dataset, args.config, limit=2 * args.samples)
+
     rows = token_rows(
         texts,
         tokenizer,
@@ -210,108 +289,138 @@ def load_samples(args: argparse.Namespace, tokenizer: Any) -> tuple[NDArray[np.i
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", nargs="?", help="model directory; the bundled demo by default")
+    parser.add_argument("model", nargs="?", help="model directory or Hugging Face folder; the bundled demo by default")
     parser.add_argument("--dataset", default="allenai/c4", help="hub data set, streamed")
-    parser.add_argument("--config", default="en")
+    parser.add_argument("--config", default="en", help="its configuration")
     parser.add_argument("--data-files", type=Path, nargs="+", help="C4-schema .json(l)(.gz) shards instead")
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--tokens-per-sample", type=int, default=128)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--memory", help="limit for the model while it passes the samples, e.g. 7GB")
+    parser.add_argument("--epochs", type=int, default=2, help="0: the truncated SVD as it is, calibrated")
+    parser.add_argument("--memory", help="limit for everything the process holds, e.g. 7GB")
     parser.add_argument("--scratch", type=Path, help="default: MODEL.predictors beside the model")
-    parser.add_argument("--ranks", default="AUTO", help='AUTO, a number, or "128:1024x4" (the last 4 layers larger)')
+    parser.add_argument("--ranks", default="AUTO", help='AUTO, a rank, "128:1024x4" (the last 4 layers), or a recipe')
     parser.add_argument("--recall", type=float, default=0.97, help="share of truly active neurons to find, per layer")
-    parser.add_argument("--positive-weight", type=float, default=4.0)
+    parser.add_argument("--positions", type=int, default=1_000_000, help="positions trained on, at most")
+    parser.add_argument("--positive-weight", type=float, default=4.0, help="cost of a missed neuron over a wrong one's")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--window", type=int, default=DEFAULT_WINDOW, help="tokens, for the calibrated cache need")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="compute threads; the result depends on their number")
     parser.add_argument("--resume", action="store_true", help="go on with the scratch directory of a killed run")
     parser.add_argument("--strict", action="store_true", help="stop at the first bad document")
-    parser.add_argument("--half-inputs", action="store_true", help="keep FFN inputs in 16 bit: half the memory")
     parser.add_argument("--json", type=Path, help="write the report here")
     return parser
 
 
+def check_args(args: argparse.Namespace) -> Recipe | None:
+    """The recipe. UsageError for values that cannot be."""
+    for name, least in (("samples", 3), ("tokens_per_sample", 2), ("epochs", 0), ("positions", 1), ("window", 1)):
+        if getattr(args, name) < least:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
+    if not 0.0 < args.recall < 1.0:
+        raise UsageError(f"--recall must lie between 0 and 1, not {args.recall}")
+    try:
+        fit_options(args, 0)
+        return parse_ranks(args.ranks)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def identity(args: argparse.Namespace, manifest: Manifest, rows: NDArray[np.int64]) -> bytes:
+    """Everything the result depends on: a scratch directory is resumed only by a run that would give the same."""
+    options = {
+        name: value
+        for name, value in vars(args).items()
+        if name not in ("model", "scratch", "resume", "json", "memory", "data_files", "dataset", "config", "strict")
+    }
+    value = {
+        "options": options,
+        "threads": torch.get_num_threads(),
+        "model": manifest.files[FFN].sha256,
+        "samples": hashlib.sha256(rows.tobytes()).hexdigest(),
+    }
+    return json.dumps(value, sort_keys=True, default=str).encode()
+
+
+@contextlib.contextmanager
+def scratch_directory(path: Path, *, resume: bool) -> Iterator[None]:
+    """Made or resumed, and locked."""
+    if path.exists() and not resume:
+        raise UsageError(f"{path} exists: --resume goes on with it, or remove it")
+    path.mkdir(parents=True, exist_ok=True)
+    with locked_directory(path, f"{path}: another training is at work here; wait for it to finish"):
+        yield
+
+
 def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
-    directory = resolve_model(args.model)
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    recipe = check_args(args)
+    directory = resolve_model(args.model, say=lambda line: print(line, file=sys.stderr))
+    manifest = Manifest.load(directory)
     if args.threads:
         torch.set_num_threads(args.threads)
-    scratch = args.scratch or directory.with_name(directory.name + ".predictors")
-    if scratch.exists() and not args.resume:
-        raise FlashError(f"{scratch} exists: --resume goes on with it, or remove it")
-    scratch.mkdir(parents=True, exist_ok=True)
-    rows, report = load_samples(args, tokenizer)
-    print(report, file=sys.stderr)
-
-    model = FlashModel.from_pretrained(directory, memory=args.memory, mode="dense", threads=args.threads)
-    with model.engine:
-        architecture = model.engine.manifest.architecture
-        shape = (len(rows), rows.shape[1], architecture.d_model)
-        states = HiddenStates(scratch, shape, model.dtype)
-        scratch_nbytes = 2 * rows.size * architecture.d_model * model.dtype.itemsize
-        work_nbytes = rows.size * (architecture.d_model * (2 if args.half_inputs else 4) + architecture.d_ff // 8)
-        print(
-            f"{len(rows)} samples of {rows.shape[1]} tokens, {architecture.num_layers} layers; scratch "
-            f"{format_size(scratch_nbytes)} in {scratch}, one layer's inputs and masks {format_size(work_nbytes)} in memory",
-            file=sys.stderr,
-        )
-        lp = LayerPass(model)
-        batch = max(1, BATCH_TOKENS // rows.shape[1])
-        results: list[dict[str, Any]] = []
-        predictors: list[LayerPredictor] = []
-        # 1. The states that enter layer 0, unless a killed run left later ones.
-        done = sorted(scratch.glob("layer.*.pt")) if args.resume else []
-        for layer in range(len(done)):
-            saved = torch.load(scratch / f"layer.{layer:03d}.pt", weights_only=True)
-            predictors.append(LayerPredictor(saved["a"], saved["b"], saved["bias"], saved["threshold"]))
-            results.append(saved["result"])
-        first = states.open(0, "w+") if not done else None
-        for start in range(0, len(rows), batch):
-            embedded = lp.embed(torch.from_numpy(rows[start : start + batch]))
-            if first is not None:
-                first[start : start + batch] = embedded
-        # 2. Layer by layer.
-        for layer in range(len(done), architecture.num_layers):
-            began = time.monotonic()
-            predictor, quality, mean_active, need = train_layer(lp, states, layer, shape=shape, args=args, model=model)
-            result = {**dataclasses.asdict(quality), "mean_active": mean_active, "req": need}
-            partial = scratch / "layer.partial"
-            torch.save({**dataclasses.asdict(predictor), "result": result}, partial)
-            partial.rename(scratch / f"layer.{layer:03d}.pt")
-            states.forget(layer)
-            predictors.append(predictor)
-            results.append(result)
-            left = (time.monotonic() - began) * (architecture.num_layers - layer - 1)
-            print(
-                f"layer {layer}: rank {quality.rank}, active {quality.true_share:.2%}, predicted "
-                f"{quality.predicted_share:.2%}, false negatives {quality.false_negative:.2%}, false positives "
-                f"{quality.false_positive:.2%}; about {left / 60:.1f} min left",
-                file=sys.stderr,
-            )
-        sha256 = model.engine.manifest.files[FFN].sha256
-    # 3. Into the model directory.
-    path = scratch / "predictors.safetensors"
-    save_predictors(path, predictors, sha256, {"samples": str(len(rows)), "recall": str(args.recall)})
-    validation_tokens = (len(rows) - int(len(rows) * (1 - VALIDATION_SHARE))) * rows.shape[1]
-    calibration = Calibration(
-        window=args.window,
-        mean_active=tuple(r["mean_active"] for r in results),
-        req=tuple(r["req"] for r in results),
-        tokens=validation_tokens,
-        text="validation share of the predictors' training samples",
-    )
-    install_predictors(directory, path, calibration)
-    for leftover in scratch.iterdir():
-        leftover.unlink()
-    scratch.rmdir()
-    summary = {"layers": results, "samples": len(rows), "seconds": time.monotonic() - started, "data": str(report)}
+    args.scratch = args.scratch or directory.with_name(directory.name + ".predictors")
+    with scratch_directory(args.scratch, resume=args.resume):
+        summary = train(args, recipe, directory, manifest)
+        for leftover in args.scratch.iterdir():
+            leftover.unlink()
+    args.scratch.rmdir()
+    summary["seconds"] = time.monotonic() - started
     text = json.dumps(summary)
     if args.json:
-        args.json.write_text(text + "\n")
+        args.json.write_text(text + "\n", encoding="utf-8")
     print(text)
     return 0
+
+
+def train(args: argparse.Namespace, recipe: Recipe | None, directory: Path, manifest: Manifest) -> dict[str, Any]:
+    """Train and install; the report."""
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    rows, report = load_samples(args, tokenizer)
+    print(report, file=sys.stderr)
+    mine, known = identity(args, manifest, rows), args.scratch / "identity.json"
+    if known.exists() and known.read_bytes() != mine:
+        raise UsageError(f"{args.scratch} is of a run with other options, data or model; remove it to start again")
+    write_atomically(known, mine)
+
+    plan = plan_training(
+        directory,
+        manifest,
+        samples=len(rows),
+        tokens=rows.shape[1],
+        positions=args.positions,
+        recipe=recipe,
+        options=fit_options(args, 0),
+        limit=parse_size(args.memory) if args.memory else None,
+        scratch=args.scratch,
+    )
+    print(plan.table(), file=sys.stderr, flush=True)
+    model = FlashModel.from_pretrained(
+        directory, memory=plan.model, mode="dense", threads=args.threads, context=rows.shape[1]
+    )
+    with model.engine, ProgressBar("train", unit="tokens") as bar:
+        trainer = Trainer(args, recipe, model, rows, plan)
+        predictors, results = trainer.run(bar)
+    path = args.scratch / "predictors.safetensors"
+    save_predictors(
+        path, predictors, manifest.files[FFN].sha256, {"samples": str(len(rows)), "recall": str(args.recall)}
+    )
+    split = Split.of(len(rows))
+    calibration = Calibration(
+        window=args.window,
+        mean_active=tuple(result["mean_active"] for result in results),
+        req=tuple(result["req"] for result in results),
+        tokens=(split.end - split.validation) * rows.shape[1],
+        text="validation share of the predictors' training samples",
+    )
+    installed = install_predictors(directory, path, calibration)
+    return {
+        "layers": results,
+        "samples": len(rows),
+        "data": str(report),
+        "predictor_bytes": path.stat().st_size,
+        "model_bytes": sum(entry.nbytes for entry in installed.files.values()),
+    }
 
 
 def main(argv: list[str] | None = None) -> int:

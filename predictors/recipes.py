@@ -1,0 +1,92 @@
+"""Ranks and thresholds of predictors by model: paper A's recipes (section 3.1 and appendix C) as data, and a rule.
+
+Knows layer numbers and names of architectures; no tensors.
+"""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """`ranks`: (first layer counted from the front, or from the back where negative; rank) from there on.
+
+    A rank of 0 stands for no predictor: such a layer computes every neuron. `sigmoid_threshold` is the paper's; it
+    orders neurons as any other, so it is used only where no recall is asked for.
+    """
+
+    name: str
+    ranks: tuple[tuple[int, int], ...]
+    sigmoid_threshold: float = 0.5
+    num_layers: int | None = None  # of the model the recipe was written for; None: any
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.ranks or self.ranks[0][0] != 0:
+            raise ValueError(f"ranks must begin with layer 0, not {self.ranks!r}")
+        if any(rank < 0 for _, rank in self.ranks):
+            raise ValueError(f"ranks must not be negative: {self.ranks!r}")
+        if not 0.0 < self.sigmoid_threshold < 1.0:
+            raise ValueError(f"sigmoid_threshold must lie between 0 and 1, not {self.sigmoid_threshold!r}")
+
+    def rank(self, layer: int, num_layers: int) -> int:
+        """Rank of the predictor of `layer`."""
+        chosen = 0
+        for first, rank in self.ranks:
+            if layer >= (first if first >= 0 else num_layers + first):
+                chosen = rank
+        return chosen
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(name="opt-6.7b", ranks=((0, 128), (-4, 1024)), num_layers=32, source="appendix C.1"),
+        Recipe(name="falcon-7b", ranks=((0, 256), (-4, 1152)), num_layers=32, source="appendix C.2"),
+        Recipe(
+            name="persimmon-8b",
+            ranks=((0, 256), (-4, 1152)),
+            sigmoid_threshold=0.7,
+            num_layers=36,
+            source="appendix C.3",
+        ),
+        Recipe(
+            name="phi-2",
+            ranks=((0, 160), (8, 480), (12, 800), (20, 480), (24, 160), (28, 0)),
+            num_layers=32,
+            source="appendix C.4: groups of four layers; none in the last",
+        ),
+        Recipe(
+            name="llama-2-7b-fatrelu",
+            ranks=((0, 256), (14, 1024), (18, 256)),
+            num_layers=32,
+            source="appendix C.5: larger in the middle four",
+        ),
+    )
+}
+
+_CUSTOM = re.compile(r"(\d+)(?::(\d+)x(\d+))?")
+
+
+def parse_ranks(text: str) -> Recipe | None:
+    """The recipe that `--ranks` means: a name, a rank for all layers, or "128:1024x4" (the last four larger).
+
+    None for AUTO, where `auto_rank` decides by layer. ValueError says what would be right.
+    """
+    if text.upper() == "AUTO":
+        return None
+    if text.lower() in RECIPES:
+        return RECIPES[text.lower()]
+    match = _CUSTOM.fullmatch(text)
+    if match is None or int(match[1]) == 0 or match[2] == "0":
+        known = ", ".join(RECIPES)
+        raise ValueError(f'--ranks must be AUTO, a rank, "128:1024x4" (the last 4 layers larger) or one of {known}')
+    common = (0, int(match[1]))
+    special = () if match[2] is None else ((-int(match[3]), int(match[2])),)
+    return Recipe(name=text, ranks=(common, *special))
+
+
+def auto_rank(d_model: int, activity: float) -> int:
+    """Larger where the layer is less sparse (paper A, appendix B and C.4). `activity`: share of neurons that fire."""
+    share = min(max(0.09 + activity, 0.10), 0.25)  # of d_model; measured on the demo: bench/LOG.md
+    return max(4, 4 * round(share * d_model / 4))
