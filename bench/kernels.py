@@ -35,8 +35,9 @@ ROOF_NBYTES = 128 << 20  # well beyond the caches
 class Roof:
     """Memory read bandwidth: each thread sums its part of one array (numpy releases the lock)."""
 
-    def __init__(self, threads: int):
-        self._parts = np.array_split(np.ones(ROOF_NBYTES // 8), threads)
+    def __init__(self, threads: int, nbytes: int = ROOF_NBYTES):
+        self.nbytes = nbytes
+        self._parts = np.array_split(np.ones(nbytes // 8), threads)
 
     def measure(self) -> float:
         """Bytes per second of one pass."""
@@ -47,7 +48,7 @@ class Roof:
         self._parts[0].sum()
         for worker in workers:
             worker.join()
-        return ROOF_NBYTES / (time.perf_counter() - started)
+        return self.nbytes / (time.perf_counter() - started)
 
 
 def repeat(run: Callable[[], None], seconds: float) -> list[float]:
@@ -81,7 +82,7 @@ def bench_linear(dtype: str, shape: tuple[int, int], pool: _core.ThreadPool, sec
     rows, columns = shape
     element = torch.empty(0, dtype=DTYPES[dtype]).element_size()
     nbytes = rows * columns * element
-    copies = max(2, ROOF_NBYTES // nbytes)
+    copies = max(2, roof.nbytes // nbytes)
     weights = [torch.randn(rows, columns).to(DTYPES[dtype]) for _ in range(copies)]
     linears = [_core.Linear(weight, None, pool, _core.Counters()) for weight in weights]
     x, out = torch.randn(columns).to(DTYPES[dtype]), torch.empty(rows, dtype=DTYPES[dtype])
@@ -163,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=0.5, help="measuring time of each figure")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
     args = parser.parse_args(argv)
-    pool, roof = _core.ThreadPool(args.threads), Roof(args.threads)
+    pool, roof = _core.ThreadPool(args.threads), Roof(args.threads, 1 << 20 if args.tiny else ROOF_NBYTES)
     roofs = [roof.measure() for _ in range(5)]
     print(
         f"roof: {max(roofs) / 1e9:.1f} GB/s reading memory with {args.threads} threads (best of 5); "
