@@ -65,28 +65,42 @@ RECIPES = {
     )
 }
 
+_AUTO = re.compile(r"AUTO(?:\*(\d+(?:\.\d+)?))?", re.IGNORECASE)
 _CUSTOM = re.compile(r"(\d+)(?::(\d+)x(\d+))?")
 
 
-def parse_ranks(text: str) -> Recipe | None:
-    """The recipe that `--ranks` means: a name, a rank for all layers, or "128:1024x4" (the last four larger).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoRanks:
+    """Ranks by the rule of `auto_rank`, times `scale`."""
 
-    None for AUTO, where `auto_rank` decides by layer. ValueError says what would be right.
+    scale: float = 1.0
+
+
+def parse_ranks(text: str) -> Recipe | AutoRanks:
+    """What `--ranks` means: AUTO, AUTO*2 (twice as large), a recipe's name, a rank for all layers, or "128:1024x4".
+
+    The last is 128, and 1024 in the last four layers. ValueError says what would be right.
     """
-    if text.upper() == "AUTO":
-        return None
+    auto = _AUTO.fullmatch(text)
+    if auto is not None and float(auto[1] or 1) > 0:
+        return AutoRanks(scale=float(auto[1] or 1))
     if text.lower() in RECIPES:
         return RECIPES[text.lower()]
     match = _CUSTOM.fullmatch(text)
     if match is None or int(match[1]) == 0 or match[2] == "0":
         known = ", ".join(RECIPES)
-        raise ValueError(f'--ranks must be AUTO, a rank, "128:1024x4" (the last 4 layers larger) or one of {known}')
+        raise ValueError(
+            f'--ranks must be AUTO, AUTO*2, a rank, "128:1024x4" (the last 4 layers larger) or one of {known}'
+        )
     common = (0, int(match[1]))
     special = () if match[2] is None else ((-int(match[3]), int(match[2])),)
     return Recipe(name=text, ranks=(common, *special))
 
 
-def auto_rank(d_model: int, activity: float) -> int:
-    """Larger where the layer is less sparse (paper A, appendix B and C.4). `activity`: share of neurons that fire."""
-    share = min(max(0.09 + activity, 0.10), 0.25)  # of d_model; measured on the demo: bench/LOG.md
-    return max(4, 4 * round(share * d_model / 4))
+def auto_rank(d_model: int, activity: float, scale: float = 1.0) -> int:
+    """Larger where the layer is less sparse (paper A, appendices B and C.4). `activity`: share of neurons that fire.
+
+    Grows with the root of the width: 28 for a layer of 256 that fires at 1 %, 117 for one of 4096 (the paper: 128).
+    """
+    rank = scale * 16 * d_model**0.5 * (0.10 + 1.5 * min(activity, 0.2))
+    return min(max(4, 4 * round(rank / 4)), d_model)

@@ -1,8 +1,8 @@
 """Text samples for training and judging predictors: C4-schema shards on disk, or a hub data set, as token rows.
 
-Documents give excerpts in proportion to their length: a book many, a web page one. Bad lines, empty and short documents
-and a truncated shard are counted and skipped, or stop the run with `strict`. Holds the excerpts and one document, never
-the data; knows no model.
+Documents give excerpts in proportion to the square root of their length, so that books do not drown web pages; short
+pieces are packed together. Bad lines, empty documents and a truncated shard are counted and skipped, or stop the run
+with `strict`. Holds the excerpts and one document, never the data; knows no model.
 """
 
 import gzip
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 MAX_DOCUMENT_CHARS = 20_000_000  # a longer one is cut, and counted
 MAX_LINE_NBYTES = 4 * MAX_DOCUMENT_CHARS  # what a line of JSON may take in memory before it is parsed
 CHARS_PER_TOKEN = 8  # of an excerpt: ample for English and byte-level vocabularies
-_MIN_CHARS_PER_TOKEN = 2  # a document shorter than this never has enough tokens
 
 
 class DataError(Exception):
@@ -109,39 +108,37 @@ def token_rows(
 ) -> NDArray[np.int64]:
     """[at most `samples`, tokens_per_sample] ids in random order, equal for equal arguments.
 
-    `texts` is called twice: for the documents' lengths, and for their text. Each document gives excerpts in proportion
-    to its length, at least one, at random places, so that books and web pages can be mixed.
+    `texts` is called twice: for the documents' lengths, and for their text. DataError where there is too little text.
     """
-    # 1. How many excerpts each document gives.
-    lengths = np.fromiter((min(len(text), MAX_DOCUMENT_CHARS) for text in texts()), dtype=np.int64)
+    # 1. How many excerpts each document gives, at random places of it.
+    lengths = np.fromiter((min(len(text), MAX_DOCUMENT_CHARS) for text in texts()), dtype=np.float64)
     report.skipped.clear()  # counted again in the second pass
-    usable = lengths >= _MIN_CHARS_PER_TOKEN * tokens_per_sample
-    if not usable.any():
-        raise DataError(f"no document is long enough for {tokens_per_sample} tokens; lower --tokens-per-sample")
+    if not len(lengths):
+        raise DataError(f"no usable document in the data; skipped: {report}")
     rng = np.random.default_rng(seed)
-    expected = 1.2 * samples * lengths * usable / (lengths * usable).sum()  # a fifth more: some turn out too short
-    most = np.maximum(1, lengths // (CHARS_PER_TOKEN * tokens_per_sample))
-    quota = np.minimum(np.floor(expected + rng.random(len(lengths))), most).astype(int) * usable
-    if quota.sum() < samples:
-        quota = np.maximum(quota, usable)
+    width = CHARS_PER_TOKEN * tokens_per_sample
+    share = np.sqrt(lengths) / np.sqrt(lengths).sum()
+    fill = np.minimum(1.0, lengths / (0.5 * width))  # of a row, by an excerpt: shorter ones are packed
+    expected = 1.2 * samples * share / (share * fill).sum()
+    quota = np.minimum(np.floor(expected + rng.random(len(lengths))), np.maximum(1, lengths // width)).astype(int)
+    if (quota * fill).sum() < samples:  # little text: all of it
+        quota = np.maximum(1, lengths // width).astype(int)
     # 2. The excerpts, one document in memory at a time.
     rows: list[NDArray[np.int64]] = []
-    for text, count, fits in zip(texts(), quota, usable, strict=False):
+    pack = np.empty(0, dtype=np.int64)
+    for text, count in zip(texts(), quota, strict=False):
         if len(text) > MAX_DOCUMENT_CHARS:
             report.skipped["end of a huge document"] += 1
-        if not fits:
-            report.skipped["short document"] += 1
-        elif count:
-            short = 0
-            for ids in _excerpts(text[:MAX_DOCUMENT_CHARS], int(count), tokenizer, tokens_per_sample, rng):
-                if len(ids) == tokens_per_sample:
-                    rows.append(ids)
-                else:
-                    short += 1
-            if short == count:
-                report.skipped["short document"] += 1
+        for ids in _excerpts(text[:MAX_DOCUMENT_CHARS], int(count), tokenizer, tokens_per_sample, rng):
+            if len(ids) == tokens_per_sample:
+                rows.append(ids)
+                continue
+            pack = np.concatenate([pack, ids])
+            if len(pack) >= tokens_per_sample:
+                rows.append(pack[:tokens_per_sample])
+                pack = pack[tokens_per_sample:]
     if not rows:
-        raise DataError(f"no document has {tokens_per_sample} tokens; lower --tokens-per-sample")
+        raise DataError(f"the data has no {tokens_per_sample} tokens; lower --tokens-per-sample or give more")
     order = rng.permutation(len(rows))[:samples]
     report.used = len(order)
     return np.stack([rows[index] for index in order])
@@ -150,13 +147,12 @@ def token_rows(
 def _excerpts(
     text: str, count: int, tokenizer: Any, tokens: int, rng: np.random.Generator
 ) -> Iterator[NDArray[np.int64]]:
-    """`count` pieces of a document, each in its own part of it; one is the document's beginning."""
+    """`count` pieces of a document, each in its own part of it; the first is its beginning."""
     width = CHARS_PER_TOKEN * tokens
-    part = len(text) / count
     for index in range(count):
-        slack = max(0, int(part) - width)
-        start = 0 if index == 0 else int(index * part) + int(rng.integers(0, slack + 1))
+        part = len(text) / count
+        start = 0 if index == 0 else int(index * part) + int(rng.integers(0, max(0, int(part) - width) + 1))
         while 0 < start < len(text) and not text[start - 1].isspace():
             start += 1  # at a word
-        ids = tokenizer(text[start : start + width], truncation=False)["input_ids"][:tokens]
+        ids = tokenizer(text[start : start + width])["input_ids"][:tokens]
         yield np.asarray(ids, dtype=np.int64)

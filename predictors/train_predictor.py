@@ -23,7 +23,7 @@ import torch
 from fit import FitOptions, LayerPredictor, count_logits, fit, input_statistics, judge
 from numpy.typing import NDArray
 from passes import BATCH_TOKENS, ActivityRecord, HiddenStates, LayerPass, WeightBlocks, kept_positions
-from recipes import Recipe, auto_rank, parse_ranks
+from recipes import AutoRanks, Recipe, auto_rank, parse_ranks
 from samples import DataError, SampleReport, read_hub, read_shards, token_rows
 from training_plan import TrainingPlan, plan_training
 from transformers import AutoTokenizer
@@ -62,7 +62,12 @@ class Trainer:
     """The steps of a run, in a locked scratch directory."""
 
     def __init__(
-        self, args: argparse.Namespace, recipe: Recipe | None, model: Any, rows: NDArray[np.int64], plan: TrainingPlan
+        self,
+        args: argparse.Namespace,
+        recipe: Recipe | AutoRanks,
+        model: Any,
+        rows: NDArray[np.int64],
+        plan: TrainingPlan,
     ) -> None:
         self._args, self._recipe, self._model, self._rows = args, recipe, model, rows
         self._shape, self._scratch = plan.shape, args.scratch
@@ -178,8 +183,8 @@ class Trainer:
         return total / tokens, most
 
     def _rank(self, layer: int, activity: float) -> int:
-        if self._recipe is None:
-            return auto_rank(self._shape.d_model, activity)
+        if isinstance(self._recipe, AutoRanks):
+            return auto_rank(self._shape.d_model, activity, self._recipe.scale)
         return min(self._recipe.rank(layer, self._architecture.num_layers), self._shape.d_model)
 
     def _batches(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
@@ -298,7 +303,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--epochs", type=int, default=2, help="0: the truncated SVD as it is, calibrated")
     parser.add_argument("--memory", help="limit for everything the process holds, e.g. 7GB")
     parser.add_argument("--scratch", type=Path, help="default: MODEL.predictors beside the model")
-    parser.add_argument("--ranks", default="AUTO", help='AUTO, a rank, "128:1024x4" (the last 4 layers), or a recipe')
+    parser.add_argument(
+        "--ranks", default="AUTO", help='AUTO, AUTO*2, a rank, "128:1024x4" (last 4 layers), or a recipe'
+    )
     parser.add_argument("--recall", type=float, default=0.97, help="share of truly active neurons to find, per layer")
     parser.add_argument("--positions", type=int, default=1_000_000, help="positions trained on, at most")
     parser.add_argument("--positive-weight", type=float, default=4.0, help="cost of a missed neuron over a wrong one's")
@@ -312,7 +319,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_args(args: argparse.Namespace) -> Recipe | None:
+def check_args(args: argparse.Namespace) -> Recipe | AutoRanks:
     """The recipe. UsageError for values that cannot be."""
     for name, least in (("samples", 3), ("tokens_per_sample", 2), ("epochs", 0), ("positions", 1), ("window", 1)):
         if getattr(args, name) < least:
@@ -373,7 +380,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def train(args: argparse.Namespace, recipe: Recipe | None, directory: Path, manifest: Manifest) -> dict[str, Any]:
+def train(args: argparse.Namespace, recipe: Recipe | AutoRanks, directory: Path, manifest: Manifest) -> dict[str, Any]:
     """Train and install; the report."""
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     rows, report = load_samples(args, tokenizer)

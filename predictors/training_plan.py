@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from fit import JUDGE_TOKENS, FitOptions, LayerPredictor, fit
 from passes import BATCH_TOKENS, CHUNK_NBYTES, PassShape
-from recipes import Recipe, auto_rank
+from recipes import AutoRanks, Recipe, auto_rank
 
 from flashllm.budget import plan_memory
 from flashllm.errors import BudgetError
@@ -62,7 +62,7 @@ def plan_training(
     samples: int,
     tokens: int,
     positions: int,
-    recipe: Recipe | None,
+    recipe: Recipe | AutoRanks,
     options: FitOptions,
     limit: int | None,
     scratch: Path,
@@ -80,7 +80,9 @@ def plan_training(
     # Asked as if the machine had no end: what matters is the least the model needs.
     loaded = plan_memory(manifest, config, limit=None, available=2**60, process=process_nbytes(), context=tokens)
     ranks = [
-        auto_rank(shape.d_model, _ACTIVITY) if recipe is None else recipe.rank(layer, architecture.num_layers)
+        auto_rank(shape.d_model, _ACTIVITY, recipe.scale)
+        if isinstance(recipe, AutoRanks)
+        else recipe.rank(layer, architecture.num_layers)
         for layer in range(architecture.num_layers)
     ]
     work = _work_nbytes(shape, max(1, *ranks), int(config.get("num_attention_heads", 1)), itemsize, manifest)
