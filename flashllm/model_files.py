@@ -11,6 +11,7 @@ FFN = "ffn.safetensors"
 RESIDENT = "resident.safetensors"
 PREDICTORS = "predictors.safetensors"
 CONFIG = "config.json"
+MODEL_CARD = "README.md"  # for people: may be edited, so it is not hashed
 PREDICTOR_METADATA = {"format": "flashllm-predictors", "version": "1"}
 
 

@@ -17,7 +17,7 @@ from flashllm.bundle import row_checksums
 from flashllm.errors import FlashError
 from flashllm.files import Progress, drop_page_cache, iterate_chunks, open_for_reading, pread_bytes, pread_into
 from flashllm.manifest import MANIFEST, Manifest, check_directory, open_model_dir, size_problem
-from flashllm.model_files import FFN, RESIDENT, check_ffn_header, check_resident_header, checksums_tensor
+from flashllm.model_files import FFN, MODEL_CARD, RESIDENT, check_ffn_header, check_resident_header, checksums_tensor
 from flashllm.safetensors_file import DATA_ALIGNMENT, MAX_HEADER_NBYTES, open_safetensors, read_header
 
 MAX_LISTED_ROWS = 20  # of a file; the rest is counted
@@ -208,7 +208,7 @@ class _Verification:
 
     def _check_unlisted(self) -> None:
         for name in sorted(os.listdir(self._path)):
-            if name not in self._manifest.files and name != MANIFEST and not name.startswith("."):
+            if name not in self._manifest.files and name not in (MANIFEST, MODEL_CARD) and not name.startswith("."):
                 self._report(name, f"{self._path / name}: is not listed in {MANIFEST}; remove it")
 
     def _check_contents(self) -> None:

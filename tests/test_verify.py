@@ -137,6 +137,11 @@ def test_missing_extra_cut_and_replaced_files(copy):
     assert "no symbolic link" in messages["config.json"]
 
 
+def test_a_model_card_may_be_added_and_edited(copy):
+    (copy / "README.md").write_text("# A model\n")
+    assert verify(copy).ok
+
+
 def test_a_failing_read_is_reported_and_the_rest_is_checked(copy, monkeypatch):
     preadv = os.preadv
     bad = os.stat(copy / "ffn.safetensors").st_ino
