@@ -26,14 +26,16 @@ Probe = Callable[[int], Sample]  # does the work once at a size
 
 
 def seconds_of(work: Callable[[], object], *, at_least_s: float) -> float:
-    """Mean seconds of one call, over as many calls as take `at_least_s` together (one at least)."""
-    calls, start = 0, time.perf_counter()
-    while True:
+    """Median seconds of one call, over as many calls as take `at_least_s` together (one at least).
+
+    The median, since a call that another process interrupted says nothing of the work.
+    """
+    times: list[float] = []
+    while not times or sum(times) < at_least_s:
+        start = time.perf_counter()
         work()
-        calls += 1
-        elapsed = time.perf_counter() - start
-        if elapsed >= at_least_s:
-            return elapsed / calls
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]
 
 
 def sample_rounds(probe: Probe, sizes: Sequence[int], *, rounds: int) -> list[Sample]:

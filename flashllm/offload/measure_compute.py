@@ -11,9 +11,6 @@ import torch
 
 from flashllm.offload.curves import Sample, seconds_of
 
-# Larger than last-level caches in use; operands of one probe together take at least this.
-_ROTATION = 256 << 20
-
 
 @dataclass(slots=True)
 class ComputeProbe:
@@ -21,8 +18,8 @@ class ComputeProbe:
 
     device: torch.device
     dtype: torch.dtype
-    at_least_s: float = 0.1
-    rotation_bytes: int = _ROTATION
+    at_least_s: float  # of one sample
+    rotation_bytes: int  # operands of one probe together take at least this: more than the caches
     _operands: dict[tuple[object, ...], list[torch.Tensor]] = field(default_factory=dict)
 
     def _rotating(

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from flashllm.offload.curves import Probe, Sample, fit_curve, sample_rounds
+from flashllm.offload.curves import Probe, Sample, fit_curve, medians, sample_rounds
 from flashllm.offload.hardware import Hardware
 from flashllm.offload.measure_compute import ComputeProbe
 from flashllm.offload.measure_disk import open_probe
@@ -39,6 +39,7 @@ class ProfileSizes:
     disk_file: int = 512 * MIB
     rounds: int = 3
     at_least_s: float = 0.1
+    rotation: int = 256 * MIB  # operands together take this, more than the last-level caches in use
 
 
 Rates = dict[str, list[Sample]]
@@ -48,7 +49,7 @@ def measure(folder: Path, sizes: ProfileSizes, *, report: Callable[[str], None])
     """Samples of every rate of `Hardware`, and whether the disk was read and written past the page cache."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    compute = ComputeProbe(device, torch.float16 if cuda else torch.bfloat16, sizes.at_least_s)
+    compute = ComputeProbe(device, torch.float16 if cuda else torch.bfloat16, sizes.at_least_s, sizes.rotation)
     rates: Rates = {}
 
     def take(name: str, probe: Probe, at: tuple[int, ...]) -> None:
@@ -66,7 +67,7 @@ def measure(folder: Path, sizes: ProfileSizes, *, report: Callable[[str], None])
     take("device_bandwidth", compute.memory_read, sizes.memory)
     take("gemm", lambda n: compute.gemm(n, inner=sizes.gemm_inner, outer=sizes.gemm_outer), sizes.gemm_rows)
     take("bmm", lambda n: compute.batched_gemm(n, heads=sizes.heads, head_dim=sizes.head_dim), sizes.bmm_tokens)
-    attention = ComputeProbe(torch.device("cpu"), torch.bfloat16, sizes.at_least_s)
+    attention = ComputeProbe(torch.device("cpu"), torch.bfloat16, sizes.at_least_s, sizes.rotation)
     take(
         "cpu_attention",
         lambda n: attention.cpu_attention(n, context=sizes.context, head_dim=sizes.head_dim),
@@ -78,7 +79,10 @@ def measure(folder: Path, sizes: ProfileSizes, *, report: Callable[[str], None])
 
 def fit_machine(rates: Rates, *, direct_io: bool, folder: Path) -> Hardware:
     """The machine these samples describe, with the memory and disk space that are free now."""
-    curves = {name: fit_curve(samples, knots=sorted({s.size for s in samples})) for name, samples in rates.items()}
+    # Medians, since a neighbour's burst makes one round slow and no round fast.
+    curves = {
+        name: fit_curve(medians(samples), knots=sorted({s.size for s in samples})) for name, samples in rates.items()
+    }
     cuda = torch.cuda.is_available()
     available = psutil.virtual_memory().available
     # The same bytes must not be planned twice: with no GPU, device and CPU tiers share the machine's memory.

@@ -1,0 +1,73 @@
+"""The bench scripts of the planner run, and what they rest on holds."""
+
+import json
+
+import pytest
+
+from flashllm.offload.machines import T4
+
+
+def test_t4_is_what_the_fit_gives(bench_path):
+    import offload_fit
+
+    _, fitted = offload_fit.fit()
+    for name in ("gemm", "device_bandwidth", "ctog", "dtoc", "ctod", "cpu_attention"):
+        shipped, derived = getattr(T4, name), getattr(fitted, name)
+        for size in (1e3, 1e6, 1e9):
+            assert shipped.at(size) == pytest.approx(derived.at(size), rel=0.01), name
+
+
+def test_the_fit_meets_every_figure_it_uses(bench_path, capsys):
+    import offload_fit
+
+    assert offload_fit.main([]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert len(rows) == 12
+    for row in rows:
+        if not row["figure"].endswith(offload_fit.LEFT_OUT):
+            assert row["model"] == pytest.approx(row["paper"], rel=0.05), row["figure"]
+
+
+def test_the_fit_uses_no_held_out_cell(bench_path):
+    import offload_fit
+    import offload_plan
+
+    used = {value for _, _, value in offload_fit.ROWS} | set(offload_fit.TABLE_4.values())
+    held_out = {paper for _, _, paper, _, _, use in offload_plan.TABLE_2 if use != offload_plan.USED}
+    assert len(held_out) == 10
+    assert not used & held_out
+
+
+def test_held_out_cells_are_within_a_quarter(bench_path):
+    import offload_plan
+
+    rows = [row for row in offload_plan.TABLE_2 if row[5] == offload_plan.HELD_OUT]
+    for record in offload_plan.table_2(rows, offload_plan.COARSE):
+        for key in ("at_paper_policy", "searched_paper_tiers"):
+            assert record[key] == pytest.approx(record["paper"], rel=0.25), (record["model"], record["prompt_len"], key)
+
+
+def test_plan_writes_its_results(bench_path, tmp_path, capsys):
+    import offload_plan
+
+    assert offload_plan.main(["--quick", "--out", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["held_out"]
+    names = {path.name for path in tmp_path.iterdir()}
+    pictures = {"offload_frontier.png", "offload_scaling.png", "offload_network.png"}
+    assert names == {"offload_plan.json", "offload_plan.md"} | pictures
+    assert "| 6.7b @ 512 | held out |" in (tmp_path / "offload_plan.md").read_text()
+    frontier = json.loads((tmp_path / "offload_plan.json").read_text())["frontier"]["opt-175b"]
+    ours = max(throughput for _, throughput in frontier["flashllm"])
+    assert ours > 20 * max(throughput for _, throughput in frontier["row by row"])  # figure 1: some 40 to 69 times
+
+
+def test_profile_check_runs(bench_path, tmp_path, capsys):
+    import offload_profile
+
+    out = tmp_path / "p.json"
+    assert offload_profile.main(["--quick", "--dir", str(tmp_path), "--json", str(out)]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["what"] for row in rows} >= {"disk to CPU", "CPU to disk", "CPU to device", "device to CPU"}
+    assert summary["within"] <= len(rows)
+    assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
