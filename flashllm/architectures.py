@@ -63,6 +63,7 @@ class ArchitectureSpec:
     down_bias: str | None
     ffn_bias_when: When | None  # None: always, where a bias is named at all
     resident: tuple[ResidentTensor, ...]  # without the FFN biases and the head
+    ffn_norm: str | None = None  # the module whose normed output the FFN reads
     ignored: tuple[str, ...] = ()  # names that old checkpoints carry and nothing reads
     activation_key: str
     activations: Mapping[str, str]  # Hugging Face's name -> one of ACTIVATIONS
@@ -134,6 +135,7 @@ OPT = ArchitectureSpec(
         ResidentTensor(name="model.decoder.final_layer_norm.weight", when=_NORM_AFFINE),
         ResidentTensor(name="model.decoder.final_layer_norm.bias", when=_NORM_AFFINE),
     ),
+    ffn_norm=_OPT_LAYER + "final_layer_norm",
     ignored=("model.decoder.version",),
     layers_module="model.decoder.layers",
     ffn_module="fc1",  # OPT keeps fc1, activation_fn and fc2 inline in the layer

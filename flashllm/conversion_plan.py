@@ -28,6 +28,7 @@ from flashllm.files import CHUNK_NBYTES
 from flashllm.model_files import checksums_tensor, ffn_tensor
 from flashllm.safetensors_file import encode_header
 from flashllm.source import Checkpoint, companion_files
+from flashllm.untrained import default_rank, predictors_nbytes
 
 _METADATA = {"format": "pt"}  # transformers asks whose tensors these are
 _CACHE_LINE_NBYTES = 64
@@ -64,6 +65,7 @@ class ConversionPlan:
     ffn_header: bytes
     resident_header: bytes
     companions: tuple[Path, ...]
+    predictor_rank: int = 0  # 0: none are made
 
     @property
     def ffn_nbytes(self) -> int:
@@ -78,13 +80,16 @@ class ConversionPlan:
     @property
     def total_nbytes(self) -> int:
         """Bytes of all files but the manifest."""
-        return self.ffn_nbytes + self.resident_nbytes + sum(path.stat().st_size for path in self.companions)
+        predictors = predictors_nbytes(self.architecture, self.predictor_rank) if self.predictor_rank else 0
+        companions = sum(path.stat().st_size for path in self.companions)
+        return self.ffn_nbytes + self.resident_nbytes + companions + predictors
 
     def identity(self) -> dict[str, Any]:
         """What a partial directory must have been begun with to be resumed: the source, the options, the layout."""
         headers = hashlib.sha256(self.ffn_header + self.resident_header).hexdigest()
         source = [str(self.checkpoint.directory.resolve()), self.checkpoint.fingerprint()]
-        return {"version": flashllm.__version__, "source": source, "dtype": self.dtype.name, "headers": headers}
+        rank = {"predictor_rank": self.predictor_rank} if self.predictor_rank else {}
+        return {"version": flashllm.__version__, "source": source, "dtype": self.dtype.name, "headers": headers, **rank}
 
     def matrix_name(self, matrix: str, layer: int) -> str:
         """Name in the checkpoint of an FFN matrix."""
@@ -95,7 +100,7 @@ class ConversionPlan:
         return WEIGHT_DTYPE_BY_CODE[self.checkpoint.tensors[name].dtype]
 
 
-def plan_conversion(checkpoint: Checkpoint, dtype: str | None) -> ConversionPlan:
+def plan_conversion(checkpoint: Checkpoint, dtype: str | None, *, predictors: bool = False) -> ConversionPlan:
     """Decide and check everything.
 
     FormatError for missing tensors and wrong shapes; UnsupportedModelError for what the architecture's table entry
@@ -141,6 +146,7 @@ def plan_conversion(checkpoint: Checkpoint, dtype: str | None) -> ConversionPlan
         ffn_header=encode_header(ffn, _METADATA),
         resident_header=encode_header([(entry.name, entry.code, entry.shape) for entry in entries], _METADATA),
         companions=tuple(companion_files(checkpoint.directory)),
+        predictor_rank=default_rank(architecture.d_model) if predictors else 0,
     )
 
 

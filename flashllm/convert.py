@@ -24,19 +24,28 @@ from flashllm.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.errors import FlashIOError, UnsupportedModelError, UsageError
 from flashllm.files import CHUNK_NBYTES, HashingWriter, Progress, iterate_chunks
 from flashllm.manifest import MANIFEST, PARTIAL_SUFFIX, FileEntry, Manifest, Source
-from flashllm.model_files import FFN, RESIDENT
+from flashllm.model_files import FFN, PREDICTORS, RESIDENT
 from flashllm.partial import PartialDirectory, check_space, open_partial
 from flashllm.source import open_checkpoint
 from flashllm.units import format_size
+from flashllm.untrained import predictor_arrays, predictors_header, untrained_predictor
 
 
 def convert(
-    src: Path, dst: Path, *, dtype: str | None = None, source_name: str | None = None, progress: Progress | None = None
+    src: Path,
+    dst: Path,
+    *,
+    dtype: str | None = None,
+    source_name: str | None = None,
+    predictors: bool = False,
+    progress: Progress | None = None,
 ) -> Manifest:
     """Convert the checkpoint folder `src` into the new model directory `dst`; the manifest.
 
     `dtype` ("float32", "float16", "bfloat16") is the result's, by default the source's. `source_name` is recorded
-    (a hub id), by default the folder's name. Works in `dst`.partial, and resumes what it finds there.
+    (a hub id), by default the folder's name. With `predictors` untrained ones are made, so that the model can be used
+    before better ones are trained; on one machine they too are the same byte for byte.
+    Works in `dst`.partial, and resumes what it finds there.
     Raises UsageError (`dst` exists, `src` is no checkpoint), UnsupportedModelError, FormatError (`src` is damaged),
     FlashIOError (no space, a failed read or write). Never writes to `src`.
     """
@@ -50,7 +59,7 @@ def convert(
     name = source_name if source_name is not None else os.path.basename(os.path.abspath(src))
     partial_path = dst.with_name(dst.name + PARTIAL_SUFFIX)
     with open_checkpoint(src) as checkpoint:
-        plan = plan_conversion(checkpoint, dtype)
+        plan = plan_conversion(checkpoint, dtype, predictors=predictors)
         try:
             check_space(dst.parent, partial_path, plan.total_nbytes)
             with open_partial(partial_path, dst, plan.identity()) as partial:
@@ -85,11 +94,13 @@ class _Conversion:
         self._down = np.empty((layout.d_model, layout.d_ff), layout.storage)  # the one layer-sized buffer
 
     def run(self, dst: Path, source_name: str) -> Manifest:
-        """1. neurons, 2. everything else, 3. the manifest, 4. the name."""
+        """1. neurons, 2. everything else, 3. predictors, 4. the manifest, 5. the name."""
         self._write_ffn()
         self._write_resident()
         for path in self._plan.companions:
             self._copy(path)
+        if self._plan.predictor_rank:
+            self._write_predictors(self._plan.predictor_rank)
         manifest = Manifest(
             flashllm_version=flashllm.__version__,
             architecture=self._plan.architecture,
@@ -197,6 +208,39 @@ class _Conversion:
             return
         for _, values in self._elements(self._plan.names[entry.name]):
             self._write(writer, RESIDENT, values.data)
+
+    def _write_predictors(self, rank: int) -> None:
+        plan = self._plan
+        layout, norm = plan.layout, plan.spec.ffn_norm
+        driver = "gate" if plan.architecture.gated else "up"
+        with HashingWriter(self._partial.path / PREDICTORS) as writer:
+            header = predictors_header(plan.architecture, rank, self._files[FFN].sha256)
+            self._write(writer, PREDICTORS, memoryview(header))
+            for layer in range(plan.architecture.num_layers):
+
+                def blocks(name: str = plan.matrix_name(driver, layer)) -> Iterator[NDArray[np.float32]]:
+                    for first in range(0, layout.d_ff, layout.stream_block_rows):
+                        count = min(layout.stream_block_rows, layout.d_ff - first)
+                        yield cast(self._read_rows(name, first, count), plan.dtype, WEIGHT_DTYPES["float32"])
+
+                predictor, threshold = untrained_predictor(
+                    blocks,
+                    self._vector(plan.spec.gate_bias if plan.architecture.gated else plan.spec.up_bias, layer),
+                    *(self._vector(norm and f"{norm}.{part}", layer) for part in ("weight", "bias")),
+                    d_model=layout.d_model,
+                    rank=rank,
+                )
+                for array in predictor_arrays(predictor, threshold):
+                    self._write(writer, PREDICTORS, array.data)
+            self._files[PREDICTORS] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
+
+    def _vector(self, pattern: str | None, layer: int) -> NDArray[np.float32] | None:
+        """A resident vector in fp32; None where the model has none of that name."""
+        name = None if pattern is None else self._plan.names.get(pattern.format(i=layer))
+        if name is None:
+            return None
+        parts = [cast(part, self._plan.dtype, WEIGHT_DTYPES["float32"]) for _, part in self._elements(name)]
+        return np.concatenate(parts)
 
     def _copy(self, path: Path) -> None:
         with HashingWriter(self._partial.path / path.name) as writer:

@@ -90,6 +90,11 @@ class FlashFFN(nn.Module):
         """fp32 [d_ff], or None."""
         return self._up_bias
 
+    @property
+    def down_bias(self) -> torch.Tensor | None:
+        """fp32 [d_model], or None."""
+        return self._down_bias
+
     def _dense(self, x: torch.Tensor) -> torch.Tensor:
         """Every neuron; the rows of the last tokens' active neurons stay in the cache."""
         fill = self.mode is Mode.SPARSE
@@ -117,14 +122,13 @@ class FlashFFN(nn.Module):
             block = {name: matrix.float() for name, matrix in block.items()}
         for start in range(0, x.shape[0], self._prefill_block):
             tokens = slice(start, start + self._prefill_block)
-            h = self._activated(x[tokens].to(block["up"].dtype), first, count, block)
+            h = self.activations(x[tokens].to(block["up"].dtype), first, count, block)
             total[tokens] += dense_product(h, block["down"].T)
             if self.observer is not None:
                 self.observer(start, first, h)
 
-    def _activated(
-        self, x: torch.Tensor, first: int, count: int, block: dict[str, torch.Tensor]
-    ) -> torch.Tensor:  # [tokens, count]
+    def activations(self, x: torch.Tensor, first: int, count: int, block: dict[str, torch.Tensor]) -> torch.Tensor:
+        """h [tokens, count] of the neurons from `first` on, whose matrices are `block`, for x [tokens, d_model]."""
         driver = dense_product(x, block.get("gate", block["up"]))
         if "gate" in block:
             return self._activation(driver) * dense_product(x, block["up"])
@@ -138,7 +142,7 @@ class FlashFFN(nn.Module):
             count = min(rows.shape[0], self._layout.d_ff - first)
             with self._meter.computing():
                 block = {name: matrix.float() for name, matrix in self._matrices(rows, count).items()}
-                fires = self._activated(x.float(), first, count, block) > 0
+                fires = self.activations(x.float(), first, count, block) > 0
                 for token, mask in enumerate(fires):
                     active[token].append(mask.nonzero().flatten() + first)
         y = torch.empty_like(x)

@@ -13,6 +13,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), help="of the result (default: the source's)"
     )
+    parser.add_argument(
+        "--no-predictors",
+        action="store_true",
+        help="make no untrained predictors: the model then needs trained ones, or --mode dense",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -24,7 +29,14 @@ def main(args: argparse.Namespace) -> int:
     source, name = find_checkpoint(args.src, say=say)
     try:
         with ProgressBar("convert") as bar:
-            convert(source, args.dst, dtype=args.dtype, source_name=name, progress=bar)
+            convert(
+                source,
+                args.dst,
+                dtype=args.dtype,
+                source_name=name,
+                predictors=not args.no_predictors,
+                progress=bar,
+            )
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt("interrupted; the same command goes on where it stopped") from stop
     print(args.dst)

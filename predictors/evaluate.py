@@ -1,0 +1,331 @@
+"""How well predictors do, and what the model loses by them: errors by layer, KL, perplexity, tasks, texts, figures.
+
+Works offline on any converted model. Everything is computed in batched dense passes with the predictors as masks
+(`masked`), which is the function the engine computes. The last line of stdout is one JSON document.
+"""
+
+import argparse
+import gzip
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from activity import aggregated_usage, collect_inputs, every_layer, friends, new_rows_per_token
+from fit import LayerPredictor
+from masked import MaskedModel, Variant, load_predictors, untrained
+from report import markdown, save_plots
+from scoring import BATCH_TOKENS, TaskScore, TextScore, score_items, score_text, windows
+from tasks import TASKS, load_items
+from transformers import AutoTokenizer
+
+from flashllm import FlashModel
+from flashllm.budget import DEFAULT_WINDOW
+from flashllm.demo import resolve_model
+from flashllm.errors import FlashError, UsageError
+from flashllm.manifest import Manifest
+from flashllm.model import read_config
+from flashllm.model_files import PREDICTORS
+from flashllm.progress import ProgressBar
+from flashllm.untrained import default_rank
+
+SAMPLE = Path(__file__).with_name("text_sample.txt")
+RUNS = (1, 2, 5, 10, 20, 50, 100, 200)  # tokens, of the aggregated usage
+PROMPTS = ("Once upon a time there was a", "The old man opened the door and", "She looked at the letter and said")
+
+
+def read_text(path: Path) -> str:
+    """A text file, plain or .gz; of a .json(l) file the `text` of its lines, joined by blank lines. UsageError."""
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        text = raw.decode("utf-8")
+        if ".json" in path.name:
+            return "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: cannot be read as text: {error}") from error
+    return text
+
+
+def text_windows(path: Path, tokenizer: Any, length: int, max_tokens: int) -> torch.Tensor:
+    """[n, length] windows spread over a text of which at most `max_tokens` are used."""
+    text = read_text(path)
+    keep = 12 * max_tokens  # characters: far more than are needed, far fewer than a library of books has
+    if len(text) > keep:
+        step = len(text) // 8
+        text = "\n\n".join(text[part * step : part * step + keep // 8] for part in range(8))
+    ids = tokenizer(text)["input_ids"]
+    rows = windows(ids, length)
+    wanted = max(1, max_tokens // length)
+    return rows[np.linspace(0, len(rows) - 1, min(wanted, len(rows))).astype(int)]
+
+
+def text_report(scores: dict[str, TextScore]) -> dict[str, Any]:
+    return {
+        "tokens": next(iter(scores.values())).tokens,
+        "perplexity": {name: score.perplexity for name, score in scores.items()},
+        "kl": {name: score.kl / score.tokens for name, score in scores.items() if name != Variant.DENSE},
+        "same_top": {name: score.same_top / score.tokens for name, score in scores.items() if name != Variant.DENSE},
+    }
+
+
+def merged(reports: dict[str, dict[str, Any]], key: str) -> dict[str, float]:
+    """Over all texts, weighted by tokens: arithmetic for KL, geometric for perplexity."""
+    weights = np.array([report["tokens"] for report in reports.values()], dtype=float)
+    result = {}
+    for name in next(iter(reports.values()))[key]:
+        values = np.array([report[key][name] for report in reports.values()])
+        if key == "perplexity":
+            result[name] = float(np.exp((np.log(values) * weights).sum() / weights.sum()))
+        else:
+            result[name] = float((values * weights).sum() / weights.sum())
+    return result
+
+
+def task_report(scores: dict[str, TaskScore]) -> dict[str, Any]:
+    dense = scores[Variant.DENSE]
+    return {
+        "items": dense.items,
+        "accuracy": {name: score.correct / score.items for name, score in scores.items()},
+        "accuracy_normalised": {name: score.correct_normalised / score.items for name, score in scores.items()},
+        "agreement": {
+            name: float(np.mean([a == b for a, b in zip(score.chosen, dense.chosen, strict=True)]))
+            for name, score in scores.items()
+            if name != Variant.DENSE
+        },
+    }
+
+
+def layer_reports(
+    model: MaskedModel, ids: torch.Tensor, predictors: list[LayerPredictor], max_tokens: int, window: int
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(the interface's `layers`, what the figures need)."""
+    stride = model.model.engine.manifest.rows.stride
+    inputs = collect_inputs(model, ids, max_tokens)
+    layers, figures = [], {"usage": [], "friends": [], "histograms": []}
+    for activity, predictor in zip(every_layer(model, inputs, predictors), predictors, strict=True):
+        misses = new_rows_per_token(activity.predicted, window, ids.shape[1])
+        layers.append(
+            {
+                **activity.errors(),
+                "rank": len(predictor.a),
+                "flash_bytes_per_token": misses * stride,
+                "flash_bytes_per_token_oracle": new_rows_per_token(activity.true, window, ids.shape[1]) * stride,
+            }
+        )
+        lengths = tuple(length for length in RUNS if length <= ids.shape[1])
+        figures["usage"].append({"lengths": lengths, "shares": aggregated_usage(activity.predicted, lengths)})
+        figures["friends"].append(friends(activity.true))
+        figures["histograms"].append({name: counts.tolist() for name, counts in activity.histograms.items()})
+    return layers, figures
+
+
+def threshold_curve(
+    model: MaskedModel,
+    ids: torch.Tensor,
+    predictors: list[LayerPredictor],
+    *,
+    recalls: list[float],
+    max_tokens: int,
+    window: int,
+    bandwidth: float,
+) -> list[dict[str, float]]:
+    """Paper A, table 4: thresholds fitted on the first half of the windows, everything else measured on the second."""
+    half = len(ids) // 2
+    if half == 0:
+        raise UsageError("the text is too short for --curve: it needs two windows")
+    fitted, judged = ids[:half], ids[half:]
+    inputs = collect_inputs(model, fitted, max_tokens)
+    firing: list[torch.Tensor] = []
+    for activity, x, predictor in zip(every_layer(model, inputs, predictors), inputs, predictors, strict=True):
+        logits = predictor.logits(x.float())
+        firing.append(logits[torch.from_numpy(activity.true)].sort().values)
+    sets: dict[str, Any] = {Variant.DENSE: Variant.DENSE}
+    for recall in recalls:
+        sets[f"{recall:g}"] = [
+            LayerPredictor(p.a, p.b, p.bias, float(values[int((1 - recall) * len(values))]) - 1e-6)
+            if len(values)
+            else LayerPredictor(p.a, p.b, p.bias, float("inf"))
+            for p, values in zip(predictors, firing, strict=True)
+        ]
+    scores = score_text(model, judged, sets)
+    points = []
+    for recall in recalls:
+        layers, _ = layer_reports(model, judged, sets[f"{recall:g}"], max_tokens, window)
+        nbytes = sum(layer["flash_bytes_per_token"] for layer in layers)
+        score = scores[f"{recall:g}"]
+        points.append(
+            {
+                "target_recall": recall,
+                "recall": 1 - float(np.mean([layer["false_negative"] for layer in layers])),
+                "true_share": float(np.mean([layer["true_share"] for layer in layers])),
+                "predicted_share": float(np.mean([layer["predicted_share"] for layer in layers])),
+                "flash_bytes_per_token": nbytes,
+                "io_ms_per_token": 1e3 * nbytes / bandwidth,
+                "perplexity": score.perplexity,
+                "perplexity_dense": scores[Variant.DENSE].perplexity,
+                "kl": score.kl / score.tokens,
+            }
+        )
+    return points
+
+
+def texts_side_by_side(model: MaskedModel, tokenizer: Any, max_new_tokens: int) -> list[dict[str, str]]:
+    """Greedy continuations by the dense model and with predictors (paper A, appendix G)."""
+    rows = []
+    for prompt in PROMPTS:
+        row = {"prompt": prompt}
+        for variant in (v for v in model.variants if v is not Variant.ORACLE):
+            model.use(variant)
+            ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+            out = model.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
+            )
+            row[variant] = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        rows.append(row)
+    return rows
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", nargs="?", help="model directory; the bundled demo by default")
+    parser.add_argument("--text", type=Path, nargs="+", help="text, .json(l) files, .gz too; default: a small sample")
+    parser.add_argument("--tokens", type=int, default=20_000, help="of each text, at most")
+    parser.add_argument("--length", type=int, help="tokens of a window; default: the model's context, at most 512")
+    parser.add_argument("--layer-tokens", type=int, default=4096, help="of the errors by layer")
+    parser.add_argument("--tasks", default="", help=f"comma-separated, or all: {', '.join(TASKS)}")
+    parser.add_argument("--tasks-dir", type=Path, help="folder of the tasks' .jsonl.gz files; default: the hub")
+    parser.add_argument("--items", type=int, default=200, help="of each task, at most")
+    parser.add_argument("--curve", action="store_true", help="recall, density, bytes and perplexity by threshold")
+    parser.add_argument("--recalls", type=float, nargs="+", default=[0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995])
+    parser.add_argument("--window", type=int, default=DEFAULT_WINDOW, help="tokens, of the cache (flash bytes)")
+    parser.add_argument("--bandwidth", type=float, default=1.0, help="GB/s of flash, for expected I/O times")
+    parser.add_argument("--samples", type=int, default=0, help="new tokens of the texts side by side; 0: none")
+    parser.add_argument("--memory", help="limit for the model, e.g. 7GB")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--markdown", type=Path, help="write tables and texts here")
+    parser.add_argument("--plots", type=Path, help="write PNG figures into this folder")
+    return parser
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """The report."""
+    tasks = list(TASKS) if args.tasks == "all" else [name for name in args.tasks.split(",") if name]
+    unknown = sorted(set(tasks) - set(TASKS))
+    if unknown:
+        raise UsageError(f"--tasks: {unknown[0]!r} is not one of {', '.join(TASKS)}")
+    directory = resolve_model(args.model, say=lambda line: print(line, file=sys.stderr))
+    manifest = Manifest.load(directory)
+    context = int(read_config(directory).get("max_position_embeddings", 512))
+    length = min(args.length or 512, context)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    batch = max(1, BATCH_TOKENS // length)
+    flash = FlashModel.from_pretrained(
+        directory, memory=args.memory, mode="dense", threads=args.threads, context=max(length, 64), batch=batch
+    )
+    with flash.engine:
+        predictors = {}
+        if PREDICTORS in manifest.files:
+            predictors[Variant.TRAINED] = load_predictors(directory / PREDICTORS, manifest)
+        ranks = [len(p.a) for p in predictors[Variant.TRAINED]] if predictors else None
+        architecture = manifest.architecture
+        same = [default_rank(architecture.d_model)] * architecture.num_layers
+        predictors[Variant.SVD] = untrained(flash, ranks or same)
+        model = MaskedModel(flash, predictors)
+        return _measure(args, model, tokenizer, tasks, length)
+
+
+def _measure(
+    args: argparse.Namespace, model: MaskedModel, tokenizer: Any, tasks: list[str], length: int
+) -> dict[str, Any]:
+    judged = model.predictors(Variant.TRAINED) or model.predictors(Variant.SVD)
+    texts = {str(path.name): text_windows(path, tokenizer, length, args.tokens) for path in args.text or [SAMPLE]}
+    sets = {variant: variant for variant in model.variants}
+    reports = {}
+    for name, ids in texts.items():
+        with ProgressBar(name, unit="tokens") as bar:
+            reports[name] = text_report(score_text(model, ids, sets, bar))
+    main = next(iter(texts.values()))
+    layers, figures = layer_reports(model, main, judged, args.layer_tokens, args.window)
+    scores, items = {}, {}
+    for name in tasks:
+        try:
+            items[name] = load_items(name, args.tasks_dir, limit=args.items, seed=args.seed)
+        except OSError as error:
+            raise UsageError(str(error)) from error
+        with ProgressBar(name, unit="variants") as bar:
+            found = {}
+            for number, variant in enumerate(v for v in model.variants if v is not Variant.ORACLE):
+                found[variant] = score_items(model, variant, items[name], tokenizer, length)
+                bar(variant, number + 1, len(model.variants) - 1)
+            # Exactly those that fire are exactly the neurons that count: the oracle's answers are the dense model's.
+            found[Variant.ORACLE] = found[Variant.DENSE]
+            scores[name] = task_report(found)
+    nbytes = sum(layer["flash_bytes_per_token"] for layer in layers)
+    report: dict[str, Any] = {
+        "layers": layers,
+        "kl": merged(reports, "kl"),
+        "perplexity": merged(reports, "perplexity"),
+        "tasks": scores,
+        "agreement": agreement(scores),
+        "texts": reports,
+        "window": args.window,
+        "flash_bytes_per_token": nbytes,
+        "io_ms_per_token": nbytes / args.bandwidth / 1e6,
+        "predictor_bytes": sum(2 * (p.a.numel() + p.b.numel()) + 4 * p.bias.numel() for p in judged),
+        "model_bytes": sum(entry.nbytes for entry in model.model.engine.manifest.files.values()),
+    }
+    if args.curve:
+        report["curve"] = threshold_curve(
+            model,
+            main,
+            judged,
+            recalls=args.recalls,
+            max_tokens=args.layer_tokens,
+            window=args.window,
+            bandwidth=args.bandwidth * 1e9,
+        )
+    if args.samples:
+        report["samples"] = texts_side_by_side(model, tokenizer, args.samples)
+    if args.plots:
+        save_plots(args.plots, report, figures)
+    return report
+
+
+def agreement(scores: dict[str, Any]) -> dict[str, float]:
+    """Share of all tasks' items where the chosen answer is the dense model's."""
+    total = sum(score["items"] for score in scores.values())
+    if not total:
+        return {}
+    names = next(iter(scores.values()))["agreement"]
+    return {n: sum(s["agreement"][n] * s["items"] for s in scores.values()) / total for n in names}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    began = time.monotonic()
+    try:
+        report = run(args)
+    except FlashError as error:
+        print(f"evaluate: error: {error}", file=sys.stderr)
+        return error.exit_status
+    report["seconds"] = time.monotonic() - began
+    text = json.dumps(report)
+    if args.json:
+        args.json.write_text(text + "\n", encoding="utf-8")
+    page = markdown(report)
+    if args.markdown:
+        args.markdown.write_text(page, encoding="utf-8")
+    print(page, file=sys.stderr)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The page and the figures of an evaluation, from its report. Computes nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from activity import BINS
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """Tables by layer, text and task, the threshold curve, and texts side by side."""
+    lines = ["## Layers", "", "| layer | rank | active | predicted | ratio | false neg. | false pos. | missed energy |"]
+    lines.append("| --- " * 8 + "|")
+    for index, layer in enumerate(report["layers"]):
+        lines.append(_layer_row(str(index), layer))
+    keys = ("rank", "true_share", "predicted_share", "false_negative", "false_positive", "missed_energy")
+    mean = {key: float(np.mean([layer[key] for layer in report["layers"]])) for key in keys}
+    lines += [_layer_row("mean", mean), "", "## Texts", "", "| text | tokens | variant | perplexity | KL | same top |"]
+    lines.append("| --- " * 6 + "|")
+    for name, text in report["texts"].items():
+        for variant, perplexity in text["perplexity"].items():
+            kl, same = text["kl"].get(variant), text["same_top"].get(variant)
+            rest = " | |" if kl is None else f" {kl:.5f} | {same:.2%} |"
+            change = perplexity / text["perplexity"]["dense"] - 1
+            lines.append(f"| {name} | {text['tokens']} | {variant} | {perplexity:.3f} ({change:+.2%}) |{rest}")
+    if report["tasks"]:
+        lines += ["", "## Tasks", "", "| task | items | variant | accuracy | normalised | agrees with dense |"]
+        lines.append("| --- " * 6 + "|")
+    for name, task in report["tasks"].items():
+        for variant, accuracy in task["accuracy"].items():
+            agrees = "" if variant == "dense" else f"{task['agreement'][variant]:.1%}"
+            normalised = task["accuracy_normalised"][variant]
+            lines.append(f"| {name} | {task['items']} | {variant} | {accuracy:.1%} | {normalised:.1%} | {agrees} |")
+    if "curve" in report:
+        lines += ["", "## Thresholds", "", "| recall | predicted | flash kB/token | I/O ms/token | perplexity | KL |"]
+        lines.append("| --- " * 6 + "|")
+        for p in report["curve"]:
+            lines.append(
+                f"| {p['recall']:.2%} | {p['predicted_share']:.2%} | {p['flash_bytes_per_token'] / 1e3:.1f} | "
+                f"{p['io_ms_per_token']:.3f} | {p['perplexity']:.3f} | {p['kl']:.5f} |"
+            )
+    for sample in report.get("samples", []):
+        lines += ["", f"**{sample['prompt']}** ...", ""]
+        lines += [f"- *{name}*: {text}" for name, text in sample.items() if name != "prompt"]
+    share = report["predictor_bytes"] / report["model_bytes"]
+    lines += ["", f"Predictors: {report['predictor_bytes'] / 1e6:.2f} MB, {share:.1%} of the model directory."]
+    return "\n".join(lines) + "\n"
+
+
+def _layer_row(name: str, layer: dict[str, Any]) -> str:
+    ratio = layer["predicted_share"] / max(1e-9, layer["true_share"])
+    return (
+        f"| {name} | {layer['rank']:.0f} | {layer['true_share']:.2%} | {layer['predicted_share']:.2%} | {ratio:.2f} | "
+        f"{layer['false_negative']:.2%} | {layer['false_positive']:.2%} | {layer['missed_energy']:.3%} |"
+    )
+
+
+def save_plots(folder: Path, report: dict[str, Any], figures: dict[str, Any]) -> None:
+    """PNG files: pre-activations (figure 3a), usage over tokens (4a), co-activation (12), errors, the curve."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    layers = report["layers"]
+
+    # 1. Figure 3a: what was predicted and what was missed, by pre-activation, all layers together.
+    figure, axes = plt.subplots(figsize=(7, 4))
+    centres = (BINS[:-1] + BINS[1:]) / 2
+    for name in ("all", "true_positive", "false_positive", "false_negative"):
+        counts = np.sum([histogram[name] for histogram in figures["histograms"]], axis=0)
+        axes.plot(centres, np.maximum(counts, 0.5), label=name.replace("_", " "))
+    axes.set(yscale="log", xlabel="pre-activation, standard deviations of the layer", ylabel="neurons x tokens")
+    axes.legend()
+    _save(figure, folder / "preactivations.png")
+
+    # 2. Figure 4a: share of neurons used by n consecutive tokens.
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for layer, usage in enumerate(figures["usage"]):
+        axes.plot(usage["lengths"], usage["shares"], marker=".", label=f"layer {layer}")
+    axes.set(xscale="log", xlabel="consecutive tokens", ylabel="share of neurons used")
+    axes.legend(fontsize="small", ncols=1 + len(layers) // 9)
+    _save(figure, folder / "usage.png")
+
+    # 3. Figure 12: how often a neuron's closest friends fire with it.
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for rank in figures["friends"][0]:
+        shares = [share for layer in figures["friends"] for share in layer[rank]]
+        axes.hist(shares, bins=np.linspace(0, 1, 41), histtype="step", label=f"friend {rank}")
+    axes.set(xlabel="share of a neuron's firings in which the friend fires", ylabel="neurons")
+    axes.legend()
+    _save(figure, folder / "coactivation.png")
+
+    # 4. Errors by layer.
+    figure, axes = plt.subplots(figsize=(7, 4))
+    positions = np.arange(len(layers))
+    axes.bar(positions - 0.2, [100 * layer["true_share"] for layer in layers], 0.4, label="active")
+    axes.bar(positions + 0.2, [100 * layer["predicted_share"] for layer in layers], 0.4, label="predicted")
+    axes.plot(positions, [100 * layer["false_negative"] for layer in layers], "k.-", label="false negatives")
+    axes.set(xlabel="layer", ylabel="%")
+    axes.legend()
+    _save(figure, folder / "layers.png")
+
+    # 5. Density and perplexity by recall.
+    if "curve" in report:
+        figure, axes = plt.subplots(figsize=(7, 4))
+        recalls = [100 * point["recall"] for point in report["curve"]]
+        axes.plot(recalls, [100 * point["predicted_share"] for point in report["curve"]], "o-", label="predicted, %")
+        axes.set(xlabel="recall, %", ylabel="predicted neurons, %")
+        other = axes.twinx()
+        other.plot(recalls, [point["perplexity"] for point in report["curve"]], "s--", color="C1", label="perplexity")
+        other.axhline(report["curve"][0]["perplexity_dense"], color="C1", lw=0.5)
+        other.set_ylabel("perplexity (line: dense)")
+        figure.legend(loc="upper left", bbox_to_anchor=(0.12, 0.88))
+        _save(figure, folder / "curve.png")
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
