@@ -307,7 +307,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--ranks", default="AUTO", help='AUTO, AUTO*2, a rank, "128:1024x4" (last 4 layers), or a recipe'
     )
     parser.add_argument("--recall", type=float, default=0.98, help="share of truly active neurons to find, per layer")
-    parser.add_argument("--positions", type=int, default=1_000_000, help="positions trained on, at most")
+    parser.add_argument("--positions", type=int, default=400_000, help="positions trained on, at most")
     parser.add_argument("--positive-weight", type=float, default=4.0, help="cost of a missed neuron over a wrong one's")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--window", type=int, default=DEFAULT_WINDOW, help="tokens, for the calibrated cache need")
