@@ -23,7 +23,7 @@ class ContextFull(FlashError):
     """The KV cache has no room for the tokens asked for."""
 
 
-class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers' cache is untyped
+class PreallocatedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' cache is half typed
     """Keys and values of one layer: views [batch, kv_heads, context, head_dim] of memory allocated at load."""
 
     is_croppable = True
@@ -31,7 +31,7 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers'
     values: torch.Tensor
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._all_keys, self._all_values = keys, values
         self.length = 0
         self.batch = keys.shape[0]
@@ -148,7 +148,8 @@ class KVMemory:
     def release(self, cache: Cache) -> None:
         """Close a cache made here, whoever still refers to it; the memory is free for the next one."""
         for layer in cache.layers:
-            layer.close()
+            if isinstance(layer, PreallocatedLayer):
+                layer.close()
         if self._in_use is not None and self._in_use() is cache:
             self._in_use = None
 

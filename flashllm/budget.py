@@ -150,7 +150,7 @@ def plan_memory(
         resident=manifest.files[RESIDENT].nbytes,
         predictors=manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files else 0,
         kv_cache=batch * context * shape.kv_nbytes_per_token(itemsize),
-        # Two blocks of rows streaming; a request's worth for each thread where a file system's sectors make rows bounce.
+        # Two blocks of rows streaming; a request's worth for each thread where the file system makes rows bounce.
         staging=2 * block * rows.stride + io_threads * (MAX_REQUEST // 4),
         workspace=batch * _workspace_per_sequence(context, rows.d_model, vocab, itemsize)
         + 2 * block * rows.stride * (4 // itemsize)  # a block of rows in fp32
@@ -167,8 +167,8 @@ def plan_memory(
     plan = replace(plan, cache_rows=share_rows(spare, needs))
     if plan.total_nbytes - process > available:
         raise BudgetError(
-            f"the plan of {format_size(plan.total_nbytes)} needs {format_size(plan.total_nbytes - process)} more, but the "
-            f"machine (or its control group) has {format_size(available)} left; lower --memory to at most "
+            f"the plan of {format_size(plan.total_nbytes)} needs {format_size(plan.total_nbytes - process)} more, but "
+            f"the machine (or its control group) has {format_size(available)} left; lower --memory to at most "
             f"{format_size(available + process)}, or close other programs"
         )
     return plan
@@ -187,6 +187,6 @@ def _refusal(plan: MemoryPlan, available: int) -> str:
     else:
         advice = f"this machine has {format_size(available)} left; close other programs"
     return (
-        f"{format_size(plan.limit_nbytes)} cannot hold this model: it needs at least {format_size(plan.minimum_nbytes)}, "
-        f"{format_size(missing)} more ({table}); {advice}, or shorten --context (now {plan.context} tokens)"
+        f"{format_size(plan.limit_nbytes)} cannot hold this model: it needs at least {format_size(plan.minimum_nbytes)}"
+        f", {format_size(missing)} more ({table}); {advice}, or shorten --context (now {plan.context} tokens)"
     )

@@ -5,7 +5,7 @@ Built once from a manifest and a memory plan, in the order of the plan; nothing 
 
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 import torch
@@ -110,18 +110,18 @@ class Engine:
         parts = {name: index * layout.d_model for index, name in enumerate(layout.matrices)}
         native = _core.FfnLayer(
             layer=layer,
-            dtype=layout.encoding,
+            dtype=cast(Any, layout.encoding),  # the core checks both names
             stride=stride,
             d_model=layout.d_model,
             num_neurons=layout.d_ff,
             up=parts["up"],
             gate=parts.get("gate", -1),
             down=parts["down"],
-            activation=manifest.architecture.activation,
+            activation=cast(Any, manifest.architecture.activation),
             window=self.plan.window,
             file_offset=self._rows[layer].offset,
-            up_bias=up_bias,
-            down_bias=down_bias,
+            up_bias=None if up_bias is None else up_bias.numpy(),
+            down_bias=None if down_bias is None else down_bias.numpy(),
             checksums=self._rows[layer].checksums,
             rows=self._cache[start : start + self.plan.cache_rows[layer] * stride],
             reader=self._reader,
@@ -150,7 +150,7 @@ class Engine:
             ffn.native.set_predictor(
                 tensors[f"layers.{layer}.a"],
                 tensors[f"layers.{layer}.b"],
-                tensors[f"layers.{layer}.bias"],
+                tensors[f"layers.{layer}.bias"].numpy(),
                 float(tensors[f"layers.{layer}.threshold"].item()),
             )
 

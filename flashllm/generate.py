@@ -256,7 +256,8 @@ class Session:
         return processors
 
     def _choose(self, logits: torch.Tensor, processors: LogitsProcessorList) -> int:
-        scores = processors(torch.tensor([self._tokens]), logits[None])[0]
+        context: Any = torch.tensor([self._tokens])
+        scores = processors(context, logits[None])[0]
         if self.options.temperature == 0:
             return int(scores.argmax())
         return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))

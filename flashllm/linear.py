@@ -28,7 +28,8 @@ class FlashLinear(nn.Linear):
         self._meter, self._max_native_tokens = meter, max_native_tokens
         self._bias32 = None if self.bias is None else self.bias.detach().float().contiguous()
         self._dtype = self.weight.dtype
-        self._native = _core.Linear(self.weight.detach(), self._bias32, pool, meter.native)
+        bias = None if self._bias32 is None else self._bias32.numpy()
+        self._native = _core.Linear(self.weight.detach(), bias, pool, meter.native)
 
     def release(self) -> None:
         """Let go of the native threads and the fp32 bias."""

@@ -1,11 +1,11 @@
-"""What the process may use: cores, memory left, and the limit of its own control group. Reads the kernel, sets nothing."""
+"""What the process may use: cores, memory left, its control group's limit. Reads the kernel, sets nothing."""
 
 import os
 from pathlib import Path
 
 import psutil
 
-_FILE_PAGES = ("inactive_file", "active_file")  # of memory.stat
+_FILE_PAGES: tuple[str, ...] = ("inactive_file", "active_file")  # of memory.stat
 _NO_LIMIT = 2**60  # version 1 control groups report "no limit" as a huge number
 
 
@@ -61,7 +61,8 @@ def _cgroup_limits(
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, limit_name, used_name, file_names = root, "memory.max", "memory.current", _FILE_PAGES
+            base, limit_name, used_name = root, "memory.max", "memory.current"
+            file_names = _FILE_PAGES
         elif "memory" in controllers.split(","):
             base, limit_name, used_name = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
             file_names = tuple(f"total_{name}" for name in _FILE_PAGES)

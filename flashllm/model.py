@@ -6,7 +6,7 @@ linears replaced by ours. `generate`, sampling, streamers and evaluation harness
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -174,7 +174,7 @@ def _build_model(
     register_attention()
     hf_config = AutoConfig.from_pretrained(directory, local_files_only=True)
     hf_config._attn_implementation = ATTENTION_NAME
-    base = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     flash_class = type(f"Flash{base.__name__}", (FlashMixin, base), {})
     dtype = TORCH_DTYPES[manifest.dtype]
 
@@ -210,7 +210,7 @@ def _build_model(
         kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         max_length=plan.context,
-        dtype=manifest.dtype,
+        dtype=cast(Any, manifest.dtype),  # the core checks the name
         pool=engine.pool,
         counters=engine.meter.native,
     )
@@ -222,7 +222,7 @@ def _build_model(
     model.engine = engine
     if (directory / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
-    return model
+    return cast(PreTrainedModel, model)
 
 
 def _replace_linears(model: nn.Module) -> list[FlashLinear]:
