@@ -18,8 +18,8 @@ from flashllm.units import format_size
 DEFAULT_WINDOW = 5  # tokens (paper A, section 3.1)
 MAX_REQUEST = 1 << 20  # bytes of one read request
 # What the process grows by at its first forward passes besides the planned buffers: lazily loaded library pages,
-# OpenMP and oneDNN workspaces, the allocator's slack, page tables. Measured 20 MB at d_model 64 and 768, 21 MB at 2048
-# (peak RSS of a 2,000-token prefill minus all other parts of the plan); the rest is margin.
+# OpenMP and oneDNN workspaces, the allocator's slack, page tables. Measured as the peak RSS of a 2,000-token prefill
+# minus all other parts of the plan: 20 MB at d_model 64, 3 to 19 MB at 768, 22 to 38 MB at 2048; the rest is margin.
 LIBRARY_GROWTH = 64_000_000
 _MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, slowly
 
