@@ -130,6 +130,16 @@ def plausible(program: PlacementProgram, placement: np.ndarray) -> bool:
     return bool(fits and (placement <= program.upper[:9] + 1e-12).all())
 
 
+def corners(program: PlacementProgram, rng: random.Random) -> list[np.ndarray]:
+    """Feasible placements at corners of what fits, by least random objectives; any mixture of them fits too."""
+    found = []
+    for _ in range(12):
+        objective = np.append([rng.gauss(0, 1) for _ in range(9)], np.zeros(3))
+        if solution := program.solve(objective, program.rows, program.limits, whole=False):
+            found.append(solution[1])
+    return found
+
+
 def check_case(seed: int, *, policies: int) -> dict[str, Any]:
     """One case: what came of the search, and the best of the random feasible policies against it."""
     rng = random.Random(seed)
@@ -161,12 +171,21 @@ def check_case(seed: int, *, policies: int) -> dict[str, Any]:
     methods = list(programs)
     feasible = attempts = 0
     best = 0.0
-    while feasible < policies and attempts < (60 if plan is not None else 10) * policies:
+    mixtures: list[np.ndarray] = []
+    while feasible < policies and attempts < 30 * policies:
         attempts += 1
+        if plan is None and attempts > 10 * policies:
+            break
         whole, near = rng.random() < 0.5, plan.policy if plan is not None and rng.random() < 0.5 else None
         method = rng.choice(methods) if near is None else Method.of(near)
         program = programs[method]
         placement = random_placement(rng, program, None if whole else near, whole)
+        if plan is not None and attempts > 10 * policies:  # little fits: mix corners of it, for the search's own pair
+            whole, method = False, Method.of(plan.policy)
+            program = programs[method]
+            mixtures = mixtures or corners(program, rng)
+            shares = np.array([rng.gammavariate(0.3, 1) + 1e-12 for _ in mixtures])
+            placement = shares @ np.array(mixtures) / shares.sum()
         if not plausible(program, placement):
             continue
         policy = program.policy(placement)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashllm.errors import FlashError, UsageError
+from flashllm.errors import UsageError
 from flashllm.units import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -204,18 +204,3 @@ def _text(document: dict[str, Any], policy: "Policy", prediction: "Prediction", 
         lines.append("what more would buy")
         lines += [f"  {g['change']:36s}×{g['ratio']:.2f}  {g['throughput']:.3g} tokens/s" for g in document["what_if"]]
     return "\n".join(lines)
-
-
-def _standalone(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="flashllm offload")
-    add_arguments(parser)
-    args = parser.parse_args(argv)
-    try:
-        return main(args)
-    except FlashError as error:
-        print(f"flashllm: {error}", file=sys.stderr)
-        return error.exit_status
-
-
-if __name__ == "__main__":
-    sys.exit(_standalone())

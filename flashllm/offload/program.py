@@ -95,12 +95,12 @@ class PlacementProgram:
 
     def relaxed(self) -> Solution | None:
         """Least seconds and the nine fractions, or None where nothing is feasible."""
-        return self._timed(self._solve(self._block_time, self.rows, self.limits, whole=False))
+        return self._timed(self.solve(self._block_time, self.rows, self.limits, whole=False))
 
     def whole_tensors(self) -> Solution | None:
         """As `relaxed`, over what tensors can do (section 4.2): a layer's matrices whole (layer granularity for
         weights), the cache cut between the heads of sequences and activations between sequences."""
-        return self._timed(self._solve(self._block_time, self.rows, self.limits, whole=True))
+        return self._timed(self.solve(self._block_time, self.rows, self.limits, whole=True))
 
     def _timed(self, found: Solution | None) -> Solution | None:
         return None if found is None else (found[0] * self._second, found[1])
@@ -116,7 +116,7 @@ class PlacementProgram:
         )  # peak(x) <= need
         rows = np.vstack([np.column_stack([self.rows, np.zeros(len(self.rows))]), need])
         limits = np.append(self.limits, [-peak.const / self._byte for peak in peaks])
-        found = self._solve(np.append(np.zeros(SIZE + _PHASES), 1.0), rows, limits, whole=True)
+        found = self.solve(np.append(np.zeros(SIZE + _PHASES), 1.0), rows, limits, whole=True)
         return None if found is None else found[0] * self._byte / (1 - _MARGIN)
 
     def least_shortfall(self) -> dict[str, float]:
@@ -127,7 +127,7 @@ class PlacementProgram:
         for row, owner in zip(memory, owners, strict=True):
             grow[row, TIERS.index(owner)] = -1
         objective = np.append(np.zeros(SIZE + _PHASES), np.ones(tiers))
-        found = self._solve(objective, np.column_stack([self.rows, grow]), self.limits, whole=True)
+        found = self.solve(objective, np.column_stack([self.rows, grow]), self.limits, whole=True)
         if found is None:
             return {}
         peaks = dict.fromkeys(TIERS, 0.0)
@@ -156,7 +156,7 @@ class PlacementProgram:
         upper = np.concatenate([np.tile(self.upper[:3], matrices), self.upper[3:SIZE] * np.repeat(grains, 3)])
         return fractions, sums, np.append(np.ones(matrices), grains), upper
 
-    def _solve(self, objective: Matrix, rows: Matrix, limits: Matrix, *, whole: bool) -> Solution | None:
+    def solve(self, objective: Matrix, rows: Matrix, limits: Matrix, *, whole: bool) -> Solution | None:
         """Least objective and its nine fractions; columns after fractions and times are free non-negative variables."""
         extra = len(objective) - SIZE - _PHASES
         if not whole:

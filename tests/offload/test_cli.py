@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from flashllm.offload import cli
+from flashllm.cli import main
 from flashllm.offload.machines import T4
 
 PLAN = ["plan", "opt-1.3b", "--prompt-len", "64", "--gen-len", "8"]
 
 
 def run(capsys, *more, argv=PLAN):
-    status = cli._standalone([*argv, *more])
+    status = main(["offload", *argv, *more])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
@@ -106,7 +106,7 @@ def test_unknown_model_is_wrong_use(capsys):
 
 def test_parser_loads_nothing_heavy():
     code = (
-        "import argparse, sys; from flashllm.offload import cli; cli.add_arguments(argparse.ArgumentParser());"
+        "import sys; from flashllm.cli import make_parser; make_parser('offload');"
         "print([m for m in ('torch', 'numpy', 'scipy', 'psutil') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
