@@ -403,7 +403,7 @@ def train(args: argparse.Namespace, recipe: Recipe | AutoRanks, directory: Path,
     )
     print(plan.table(), file=sys.stderr, flush=True)
     model = FlashModel.from_pretrained(
-        directory, memory=plan.model, mode="dense", threads=args.threads, context=rows.shape[1]
+        directory, memory=plan.model_limit, mode="dense", threads=args.threads, context=rows.shape[1]
     )
     with model.engine, ProgressBar("train", unit="tokens") as bar:
         trainer = Trainer(args, recipe, model, rows, plan)

@@ -42,6 +42,11 @@ class TrainingPlan:
     def total_nbytes(self) -> int:
         return self.model + self.work
 
+    @property
+    def model_limit(self) -> int | None:
+        """What the loaded model may take of the limit: all that training leaves."""
+        return None if self.limit is None else self.limit - self.work
+
     def table(self) -> str:
         """What is printed before work begins."""
         shape = self.shape
