@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flashllm.architectures import attention_shape
+from flashllm.bundle import PAGE_NBYTES
 from flashllm.errors import BudgetError, UsageError
 from flashllm.manifest import Manifest
 from flashllm.model_files import PREDICTORS, RESIDENT
@@ -150,8 +151,10 @@ def plan_memory(
         resident=manifest.files[RESIDENT].nbytes,
         predictors=manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files else 0,
         kv_cache=batch * context * shape.kv_nbytes_per_token(itemsize),
-        # Two blocks of rows streaming; a request's worth for each thread where the file system makes rows bounce.
-        staging=2 * block * rows.stride + io_threads * (MAX_REQUEST // 4),
+        # Two blocks of rows streaming; rows that are no whole pages bounce on drives with 4 KiB sectors, a request's
+        # worth for each thread.
+        staging=2 * block * rows.stride
+        + (io_threads * (MAX_REQUEST // 4) if rows.stride % PAGE_NBYTES else MAX_REQUEST),
         workspace=batch * _workspace_per_sequence(context, rows.d_model, vocab, itemsize)
         + 2 * block * rows.stride * (4 // itemsize)  # a block of rows in fp32
         + 4 * manifest.prefill_block_tokens * block * 4,  # its products
@@ -172,6 +175,12 @@ def plan_memory(
             f"{format_size(available + process)}, or close other programs"
         )
     return plan
+
+
+def _bounce_nbytes(stride: int, io_threads: int) -> int:
+    """Aligned copies: a request's worth a thread where rows are no whole pages (drives with 4 KiB sectors), else the
+    last bytes of a file."""
+    return MAX_REQUEST if stride % PAGE_NBYTES == 0 else io_threads * (MAX_REQUEST // 4)
 
 
 def _workspace_per_sequence(context: int, d_model: int, vocab: int, itemsize: int) -> int:
