@@ -28,7 +28,7 @@ from flashllm.files import CHUNK_NBYTES
 from flashllm.model_files import checksums_tensor, ffn_tensor
 from flashllm.safetensors_file import encode_header
 from flashllm.source import Checkpoint, companion_files
-from flashllm.untrained import default_rank, predictors_nbytes
+from flashllm.untrained import default_rank, untrained_nbytes
 
 _METADATA = {"format": "pt"}  # transformers asks whose tensors these are
 _CACHE_LINE_NBYTES = 64
@@ -80,7 +80,7 @@ class ConversionPlan:
     @property
     def total_nbytes(self) -> int:
         """Bytes of all files but the manifest."""
-        predictors = predictors_nbytes(self.architecture, self.predictor_rank) if self.predictor_rank else 0
+        predictors = untrained_nbytes(self.architecture, self.predictor_rank) if self.predictor_rank else 0
         companions = sum(path.stat().st_size for path in self.companions)
         return self.ffn_nbytes + self.resident_nbytes + companions + predictors
 

@@ -28,7 +28,7 @@ from flashllm.model_files import FFN, PREDICTORS, RESIDENT
 from flashllm.partial import PartialDirectory, check_space, open_partial
 from flashllm.source import open_checkpoint
 from flashllm.units import format_size
-from flashllm.untrained import predictor_arrays, predictors_header, untrained_predictor
+from flashllm.untrained import predictor_bytes, untrained_header, untrained_predictor
 
 
 def convert(
@@ -214,7 +214,7 @@ class _Conversion:
         layout, norm = plan.layout, plan.spec.ffn_norm
         driver = "gate" if plan.architecture.gated else "up"
         with HashingWriter(self._partial.path / PREDICTORS) as writer:
-            header = predictors_header(plan.architecture, rank, self._files[FFN].sha256)
+            header = untrained_header(plan.architecture, rank, self._files[FFN].sha256)
             self._write(writer, PREDICTORS, memoryview(header))
             for layer in range(plan.architecture.num_layers):
 
@@ -230,7 +230,7 @@ class _Conversion:
                     d_model=layout.d_model,
                     rank=rank,
                 )
-                for array in predictor_arrays(predictor, threshold):
+                for array in predictor_bytes(predictor.a, predictor.b, predictor.bias, threshold):
                     self._write(writer, PREDICTORS, array.data)
             self._files[PREDICTORS] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
 

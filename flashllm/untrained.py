@@ -5,7 +5,7 @@ Plain numpy; opens no files.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,25 +23,35 @@ def default_rank(d_model: int) -> int:
     return min(d_model, max(4, 4 * round(0.64 * math.sqrt(d_model))))
 
 
-def predictors_header(architecture: Architecture, rank: int, model_sha256: str) -> bytes:
-    """Header of the predictor file; its length does not depend on `model_sha256`."""
+def predictors_header(
+    architecture: Architecture, ranks: Sequence[int], model_sha256: str, metadata: Mapping[str, str]
+) -> bytes:
+    """Header of a predictor file with a rank for each layer, in our own writer's fixed order (the library's is not).
+
+    Its length does not depend on `model_sha256`, the checksum of the `ffn.safetensors` it belongs to.
+    """
     d_model, d_ff = architecture.d_model, architecture.d_ff
     tensors = []
-    for layer in range(architecture.num_layers):
+    for layer, rank in enumerate(ranks):
         tensors += [
             (f"layers.{layer}.a", "F16", (rank, d_model)),
             (f"layers.{layer}.b", "F16", (d_ff, rank)),
             (f"layers.{layer}.bias", "F32", (d_ff,)),
             (f"layers.{layer}.threshold", "F32", (1,)),
         ]
-    return encode_header(tensors, {**PREDICTOR_METADATA, "model_sha256": model_sha256, "made_by": "svd"})
+    return encode_header(tensors, {**PREDICTOR_METADATA, "model_sha256": model_sha256, **metadata})
 
 
-def predictors_nbytes(architecture: Architecture, rank: int) -> int:
+def untrained_header(architecture: Architecture, rank: int, model_sha256: str) -> bytes:
+    """Header of the file that conversion writes."""
+    return predictors_header(architecture, [rank] * architecture.num_layers, model_sha256, {"made_by": "svd"})
+
+
+def untrained_nbytes(architecture: Architecture, rank: int) -> int:
     """Size of the predictor file."""
     d_model, d_ff = architecture.d_model, architecture.d_ff
     per_layer = 2 * rank * (d_model + d_ff) + 4 * (d_ff + 1)
-    return len(predictors_header(architecture, rank, "0" * 64)) + architecture.num_layers * per_layer
+    return len(untrained_header(architecture, rank, "0" * 64)) + architecture.num_layers * per_layer
 
 
 def untrained_predictor(
@@ -58,8 +68,10 @@ def untrained_predictor(
     return predictor, predictor.threshold_for(RECALL)
 
 
-def predictor_arrays(predictor: LowRankPredictor, threshold: float) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of a layer's arrays in the order of the header."""
-    values = (predictor.a, predictor.b, predictor.bias, np.array([threshold]))
+def predictor_bytes(
+    a: NDArray[np.float32], b: NDArray[np.float32], bias: NDArray[np.float32], threshold: float
+) -> Iterator[NDArray[np.uint8]]:
+    """A layer's arrays as they are stored, in the order of the header."""
+    values = (a, b, bias, np.array([threshold]))
     for array, dtype in zip(values, ("<f2", "<f2", "<f4", "<f4"), strict=True):
         yield array.astype(dtype).reshape(-1).view(np.uint8)

@@ -163,6 +163,11 @@ def fit(start: LayerPredictor, chunks: Chunks, options: FitOptions, d_ff: int) -
     return LayerPredictor(a, b, bias).rounded()
 
 
+# The fp16 numbers in ascending order, as floats; the first and last thousand are NaNs, which no logit is.
+_KEYS = torch.arange(-(2**15), 2**15)
+_KEY_VALUES = torch.where(_KEYS >= 0, _KEYS, -(2**15) - _KEYS).to(torch.int16).view(torch.float16).float()
+
+
 class LogitCounts:
     """Logits of firing and of silent neurons, counted by their fp16 value: every threshold's recall and density."""
 
@@ -184,21 +189,14 @@ class LogitCounts:
             return float("inf")
         missed = self.firing.cumsum(0)  # by a threshold above each value
         lowest = int((missed > int((1 - recall) * total)).nonzero()[0])
-        return 0.5 * (_half_of_key(lowest) + _half_of_key(lowest - 1))
+        return 0.5 * float(_KEY_VALUES[lowest] + _KEY_VALUES[lowest - 1])
 
     def density_at(self, threshold: float) -> tuple[float, float]:
         """(recall, predicted share of all neurons) of a threshold."""
-        values = torch.tensor([_half_of_key(key) for key in range(2**16)])
-        above = values > threshold
+        above = threshold < _KEY_VALUES
         found, total = int(self.firing[above].sum()), int(self.firing.sum())
         everything = total + int(self.silent.sum())
         return found / max(1, total), (found + int(self.silent[above].sum())) / max(1, everything)
-
-
-def _half_of_key(key: int) -> float:
-    bits = key - 2**15
-    half = torch.tensor(bits if bits >= 0 else -32768 - bits, dtype=torch.int16).view(torch.float16)
-    return float(half)
 
 
 def count_logits(predictor: LayerPredictor, chunks: Chunks, d_ff: int) -> LogitCounts:

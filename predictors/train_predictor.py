@@ -34,10 +34,11 @@ from flashllm.demo import resolve_model
 from flashllm.errors import FlashError, UsageError
 from flashllm.files import locked_directory, write_atomically
 from flashllm.manifest import Calibration, Manifest, install_predictors
-from flashllm.model_files import FFN, PREDICTOR_METADATA
+from flashllm.model_files import FFN
 from flashllm.progress import ProgressBar
 from flashllm.svd_predictor import low_rank_predictor
 from flashllm.units import parse_size
+from flashllm.untrained import predictor_bytes, predictors_header
 
 VALIDATION_SHARE = 0.1
 CALIBRATION_SHARE = 0.1  # of the rest: seen in training, like the paper's; the validation share is not
@@ -259,17 +260,14 @@ def describe(layer: int, result: dict[str, Any], seconds_left: float) -> str:
     )
 
 
-def save_predictors(path: Path, predictors: list[LayerPredictor], model_sha256: str, metadata: dict[str, str]) -> None:
-    """Write the predictor file of a model whose `ffn.safetensors` has `model_sha256`."""
-    from safetensors.torch import save_file
-
-    tensors = {}
-    for layer, predictor in enumerate(predictors):
-        tensors[f"layers.{layer}.a"] = predictor.a.half().contiguous()
-        tensors[f"layers.{layer}.b"] = predictor.b.half().contiguous()
-        tensors[f"layers.{layer}.bias"] = predictor.bias.float().contiguous()
-        tensors[f"layers.{layer}.threshold"] = torch.tensor([predictor.threshold], dtype=torch.float32)
-    save_file(tensors, path, metadata={**PREDICTOR_METADATA, "model_sha256": model_sha256, **metadata})
+def save_predictors(path: Path, predictors: list[LayerPredictor], manifest: Manifest, metadata: dict[str, str]) -> None:
+    """Write the predictor file of the model that `manifest` describes; equal predictors give equal bytes."""
+    ranks = [len(predictor.a) for predictor in predictors]
+    with open(path, "wb") as file:
+        file.write(predictors_header(manifest.architecture, ranks, manifest.files[FFN].sha256, metadata))
+        for p in predictors:
+            for data in predictor_bytes(p.a.numpy(), p.b.numpy(), p.bias.numpy(), p.threshold):
+                file.write(data.data)
 
 
 def load_samples(args: argparse.Namespace, tokenizer: Any) -> tuple[NDArray[np.int64], SampleReport]:
@@ -409,9 +407,7 @@ def train(args: argparse.Namespace, recipe: Recipe | AutoRanks, directory: Path,
         trainer = Trainer(args, recipe, model, rows, plan)
         predictors, results = trainer.run(bar)
     path = args.scratch / "predictors.safetensors"
-    save_predictors(
-        path, predictors, manifest.files[FFN].sha256, {"samples": str(len(rows)), "recall": str(args.recall)}
-    )
+    save_predictors(path, predictors, manifest, {"samples": str(len(rows)), "recall": str(args.recall)})
     split = Split.of(len(rows))
     calibration = Calibration(
         window=args.window,

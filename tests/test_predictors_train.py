@@ -1,0 +1,220 @@
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import predictors_path  # noqa: F401
+import pytest
+import torch
+import train_predictor
+from fit import fires
+from masked import load_predictors
+from passes import PassShape, kept_positions
+from safetensors.torch import load_file
+from tiny_models import SENTENCES
+from train_predictor import needed_rows
+
+from flashllm import FlashModel
+from flashllm.manifest import Manifest
+from flashllm.model_files import PREDICTORS
+
+SCRIPT = Path(train_predictor.__file__)
+QUICK = ["--samples", "40", "--tokens-per-sample", "24", "--epochs", "1", "--threads", "1", "--ranks", "8"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    words = " ".join(SENTENCES).split()
+    rng = random.Random(0)
+    path = tmp_path_factory.mktemp("data") / "text.jsonl"
+    texts = (" ".join(rng.choices(words, k=rng.randint(20, 200))) for _ in range(60))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def bare(tiny, tmp_path):
+    """A model directory of one's own, without predictors."""
+
+    def get(name="model", dtype="float16"):
+        return Path(shutil.copytree(tiny(dtype).path("bare"), tmp_path / name))
+
+    return get
+
+
+def train(model, data, *options):
+    return train_predictor.main([str(model), "--data-files", str(data), *QUICK, *options])
+
+
+def test_trains_installs_and_reports(bare, data, tmp_path, capsys, load):
+    model, report_path = bare(), tmp_path / "report.json"
+    assert train(model, data, "--json", str(report_path)) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert json.loads(report_path.read_text()) == report
+    assert "memory:" in captured.err.split("layer 0")[0]  # the plan comes before the work
+    assert "scratch:" in captured.err.split("layer 0")[0]
+    manifest = Manifest.load(model)
+    assert manifest.calibration.req == tuple(layer["req"] for layer in report["layers"])
+    assert all(layer["rank"] == 8 for layer in report["layers"])
+    assert not model.with_name("model.predictors").exists()
+    # What the report says of the predicted share is what the engine predicts.
+    flash = load(model, mode="sparse")
+    flash.generate(torch.tensor([[2, 5, 9, 12]]), max_new_tokens=8, do_sample=False)
+    assert [len(p.a) for p in load_predictors(model / PREDICTORS, manifest)] == [8] * 3
+
+
+def test_the_report_holds_on_the_samples_judged(bare, data, capsys):
+    assert train(bare(), data, "--recall", "0.9") == 0
+    for layer in json.loads(capsys.readouterr().out)["layers"]:
+        assert 0.0 < layer["true_share"] < layer["predicted_share"] < 1.0
+        assert layer["false_negative"] < 0.3
+        recalls = [point["recall"] for point in layer["curve"]]
+        shares = [point["predicted_share"] for point in layer["curve"]]
+        assert recalls == sorted(recalls)
+        assert shares == sorted(shares)
+
+
+def test_equal_seeds_give_equal_bits(bare, data):
+    files = []
+    for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
+        model = bare(name)
+        assert train(model, data, "--seed", seed) == 0
+        files.append((model / PREDICTORS).read_bytes())
+    assert files[0] == files[1]
+    assert files[0] != files[2]
+
+
+def test_memory_decides_nothing_but_whether_it_runs(bare, data, capsys):
+    free, limited, small = bare("a"), bare("b"), bare("c")
+    assert train(free, data) == 0
+    assert train(limited, data, "--memory", "3GB") == 0
+    assert (free / PREDICTORS).read_bytes() == (limited / PREDICTORS).read_bytes()
+    capsys.readouterr()
+    assert train(small, data, "--memory", "100MB") == 1
+    refusal = capsys.readouterr().err
+    assert "100 MB cannot hold this training" in refusal
+    assert "use --memory" in refusal
+    assert PREDICTORS not in Manifest.load(small).files
+
+
+@pytest.mark.parametrize("kill_at", ["embedded.done", "passed.000.done", "layer.000.pt", "passed.002.done"])
+def test_a_killed_run_resumes_with_the_same_results(bare, data, tmp_path, kill_at):
+    whole, killed = bare("whole"), bare("killed")
+    assert train(whole, data) == 0
+    scratch = tmp_path / "scratch"
+    command = [sys.executable, str(SCRIPT), str(killed), "--data-files", str(data), *QUICK, "--scratch", str(scratch)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 120
+        while not (scratch / kill_at).exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert (scratch / kill_at).exists()
+    assert PREDICTORS not in Manifest.load(killed).files
+    assert train(killed, data, "--scratch", str(scratch), "--resume") == 0
+    assert (killed / PREDICTORS).read_bytes() == (whole / PREDICTORS).read_bytes()
+    assert Manifest.load(killed).calibration == Manifest.load(whole).calibration
+    assert not scratch.exists()
+
+
+def test_scratch_of_another_run_is_not_resumed(bare, data, tmp_path, capsys):
+    model, scratch = bare(), tmp_path / "scratch"
+    scratch.mkdir()
+    assert train(model, data, "--scratch", str(scratch)) == 2
+    assert "--resume" in capsys.readouterr().err
+    (scratch / "identity.json").write_bytes(b"{}")
+    assert train(model, data, "--scratch", str(scratch), "--resume") == 2
+    assert "other options" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--samples", "2"], "--samples must be at least 3"),
+        (["--recall", "1.0"], "--recall must lie between"),
+        (["--epochs", "-1"], "--epochs"),
+        (["--ranks", "many"], "--ranks must be"),
+        (["--memory", "lots"], "not a size"),
+        (["--positive-weight", "0"], "weight"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(bare, data, capsys, options, message):
+    model = bare()
+    assert train(model, data, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_layer_without_a_predictor_computes_everything(bare, data):
+    """phi-2's recipe has none in the last layers; here in all but the first."""
+    model = bare()
+    recipe = train_predictor.Recipe(name="first", ranks=((0, 8), (1, 0)))
+    train_predictor.check_args, before = lambda _args: recipe, train_predictor.check_args
+    try:
+        assert train(model, data) == 0
+    finally:
+        train_predictor.check_args = before
+    tensors = load_file(model / PREDICTORS)
+    assert tensors["layers.1.a"].shape[0] == 1
+    assert float(tensors["layers.1.threshold"]) < float((tensors["layers.1.bias"]).min())
+    assert Manifest.load(model).calibration.mean_active[1] == 512
+
+
+def test_epochs_0_calibrates_the_truncated_svd(bare, data, capsys):
+    assert train(bare(), data, "--epochs", "0") == 0
+    for layer in json.loads(capsys.readouterr().out)["layers"]:
+        assert layer["false_negative"] == layer["svd"]["false_negative"]
+
+
+def test_fewer_positions_are_runs_of_each_sample(bare, data, capsys):
+    assert train(bare(), data, "--positions", "400") == 0
+    assert "trained on 10 positions of each" in capsys.readouterr().err
+    shape = PassShape(samples=5, tokens=24, kept=10, d_model=8, d_ff=8)
+    positions = kept_positions(shape, seed=0)
+    assert positions.shape == (5, 10)
+    assert (np.diff(positions) == 1).all()
+    assert len(set(positions[:, 0].tolist())) > 1
+
+
+def test_needed_rows_counts_the_fullest_window():
+    predicted = np.zeros((5, 6), dtype=bool)
+    for token, neurons in enumerate([(0, 1), (1,), (2, 3), (3,), (0,)]):
+        predicted[token, list(neurons)] = True
+    assert [needed_rows(predicted, window) for window in (1, 2, 3, 5)] == [2, 3, 4, 4]
+
+
+def test_recorded_codes_are_the_dense_models_activity(bare, data, tmp_path, monkeypatch, tiny):
+    """The chunks the predictor is fitted on against the Hugging Face model's own activations."""
+    seen = []
+    real = train_predictor.fit
+
+    def spy(start, chunks, options, d_ff):
+        seen.append([(x.clone(), codes.clone()) for x, codes in chunks()])
+        return real(start, chunks, options, d_ff)
+
+    monkeypatch.setattr(train_predictor, "fit", spy)
+    model = bare(dtype="float32")
+    assert train(model, data) == 0
+    weights = tiny("float32").reference.state_dict()
+    for layer, chunks in enumerate(seen):
+        x, packed = chunks[0]
+        name = f"model.decoder.layers.{layer}.fc1."
+        pre = x @ weights[name + "weight"].T + weights[name + "bias"]
+        fired = fires(512)(packed)
+        clear = pre.abs() > 0.02  # inputs were kept in 16 bit
+        assert torch.equal(fired[clear], (pre > 0)[clear])
+        assert 0.05 < float(fired.float().mean()) < 0.6
+
+
+def test_a_hugging_face_folder_is_converted_first(tiny, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert train(tiny("float16").source, data, "--scratch", str(tmp_path / "scratch")) == 0
+    (manifest,) = (tmp_path / ".cache/flashllm/models").glob("*/flashllm.json")
+    assert Manifest.load(manifest.parent).calibration is not None
+    FlashModel.from_pretrained(manifest.parent, threads=1).engine.close()
