@@ -17,7 +17,7 @@ from flashllm.model_files import PREDICTORS, RESIDENT
 from flashllm.units import format_size
 
 DEFAULT_WINDOW = 5  # tokens (paper A, section 3.1)
-MAX_REQUEST = 1 << 20  # bytes of one read request
+MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for one streaming block
 # What the process grows by at its first forward passes besides the planned buffers: lazily loaded library pages,
 # OpenMP and oneDNN workspaces, the allocator's slack, page tables. Measured as the peak RSS of a 2,000-token prefill
 # minus all other parts of the plan: 20 MB at d_model 64, 3 to 19 MB at 768, 22 to 38 MB at 2048; the rest is margin.
@@ -151,10 +151,7 @@ def plan_memory(
         resident=manifest.files[RESIDENT].nbytes,
         predictors=manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files else 0,
         kv_cache=batch * context * shape.kv_nbytes_per_token(itemsize),
-        # Two blocks of rows streaming; rows that are no whole pages bounce on drives with 4 KiB sectors, a request's
-        # worth for each thread.
-        staging=2 * block * rows.stride
-        + (io_threads * (MAX_REQUEST // 4) if rows.stride % PAGE_NBYTES else MAX_REQUEST),
+        staging=2 * block * rows.stride + _bounce_nbytes(rows.stride, io_threads),  # two blocks of rows streaming
         workspace=batch * _workspace_per_sequence(context, rows.d_model, vocab, itemsize)
         + 2 * block * rows.stride * (4 // itemsize)  # a block of rows in fp32
         + 4 * manifest.prefill_block_tokens * block * 4,  # its products

@@ -20,7 +20,7 @@ SECTOR_NBYTES = 512
 PAGE_NBYTES = 4096
 MAX_PAGE_WASTE = 0.05  # rows are padded to whole pages where that costs less than this share of them
 _TILE_ITEMS = 64
-STREAM_BLOCK_NBYTES = 8 * 2**20
+STREAM_BLOCK_NBYTES = 4 * 2**20
 MATRICES = (("up", "down"), ("up", "gate", "down"))
 
 
@@ -125,7 +125,7 @@ class RowLayout:
 
     @property
     def stream_block_rows(self) -> int:
-        """Neurons of one dense FFN product: a multiple of 64 within 8 MiB, at least 64, never over `num_rows`."""
+        """Neurons of one dense FFN product: a multiple of 64 within 4 MiB, at least 64, never over `num_rows`."""
         fitting = STREAM_BLOCK_NBYTES // self.stride // 64 * 64
         return min(self.num_rows, max(64, fitting))
 

@@ -47,9 +47,9 @@ def test_offsets_of_matrices():
 @pytest.mark.parametrize(
     ("layout", "rows"),
     [
-        (_layout(d_model=4096, d_ff=16384), 512),  # 8 MiB of 16 KiB rows
-        (_layout(d_model=5120, d_ff=20480), 384),  # 409 rows fit; a multiple of 64
-        (_layout(d_model=2**16, d_ff=2**18), 64),  # 32 rows fit; never under 64
+        (_layout(d_model=4096, d_ff=16384), 256),  # 4 MiB of 16 KiB rows
+        (_layout(d_model=5120, d_ff=20480), 192),  # 204 rows fit; a multiple of 64
+        (_layout(d_model=2**16, d_ff=2**18), 64),  # 16 rows fit; never under 64
         (_layout("float32", 64, 256), 256),  # never over num_rows
         (_layout("float32", 64, 9), 16),
     ],

@@ -537,7 +537,7 @@ print(peak() - before)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="VmHWM is Linux's")
 @pytest.mark.parametrize("dtype", ["", "bfloat16"])
 def test_peak_memory_does_not_grow_with_the_model(tmp_path, dtype):
-    """A model of 24 layers of 8.4 MB and an embedding of 84 MB passes through one layer and a few blocks of 8 MiB."""
+    """A model of 24 layers of 8.4 MB and an embedding of 84 MB passes through one layer and a few reads of 8 MiB."""
     d_model, d_ff, num_layers, vocab = 512, 2048, 24, 41_000
     config = {"model_type": "opt", "hidden_size": d_model, "ffn_dim": d_ff, "num_hidden_layers": num_layers}
     config |= {"num_attention_heads": 8, "enable_bias": False, "layer_norm_elementwise_affine": False}
