@@ -97,10 +97,17 @@ def parse_ranks(text: str) -> Recipe | AutoRanks:
     return Recipe(name=text, ranks=(common, *special))
 
 
-def auto_rank(d_model: int, activity: float, scale: float = 1.0) -> int:
-    """Larger where the layer is less sparse (paper A, appendices B and C.4). `activity`: share of neurons that fire.
+def probe_rank(d_model: int) -> int:
+    """Rank of the truncated SVD by which a layer's difficulty is measured."""
+    return min(d_model, max(4, 4 * round(0.5 * d_model**0.5)))
 
-    Grows with the root of the width: 28 for a layer of 256 that fires at 1 %, 117 for one of 4096 (the paper: 128).
+
+def auto_rank(d_model: int, waste: float, scale: float = 1.0) -> int:
+    """Larger where prediction is harder. `waste`: share of all neurons that the SVD of `probe_rank` names in vain.
+
+    The paper chose larger ranks for less sparse layers by hand (appendices B and C.4); activity alone misses sparse
+    layers that are hard (bench/LOG.md). Grows with the root of the width: for a waste of 1 % it is 28 at a width of
+    256 and 112 at 4096 (the paper: 128).
     """
-    rank = scale * 16 * d_model**0.5 * (0.10 + 1.5 * min(activity, 0.2))
+    rank = scale * 16 * d_model**0.5 * (0.04 + 0.65 * min(max(waste, 0.0), 0.25) ** 0.5)
     return min(max(4, 4 * round(rank / 4)), d_model)

@@ -23,7 +23,7 @@ import torch
 from fit import FitOptions, LayerPredictor, count_logits, fit, input_statistics, judge
 from numpy.typing import NDArray
 from passes import BATCH_TOKENS, ActivityRecord, HiddenStates, LayerPass, WeightBlocks, kept_positions
-from recipes import AutoRanks, Recipe, auto_rank, parse_ranks
+from recipes import AutoRanks, Recipe, auto_rank, parse_ranks, probe_rank
 from samples import DataError, SampleReport, read_hub, read_shards, token_rows
 from training_plan import TrainingPlan, plan_training
 from transformers import AutoTokenizer
@@ -139,28 +139,32 @@ class Trainer:
         def validation() -> Iterator[Any]:
             return self._record.chunks(split.validation, split.end)
 
-        activity = judge(LayerPredictor.everything(shape.d_model, shape.d_ff), calibration, shape.d_ff).true_share
-        rank = self._rank(layer, activity)
-        svd: dict[str, Any] = {}
+        statistics = input_statistics(training)
+
+        def low_rank(rank: int) -> LayerPredictor:
+            bias = None if ffn.up_bias is None else ffn.up_bias.numpy()
+            start = LayerPredictor.from_low_rank(low_rank_predictor(weights.drivers, bias, statistics, rank)).rounded()
+            start.threshold = count_logits(start, calibration, shape.d_ff).threshold_for(self._args.recall)
+            return start
+
+        if isinstance(self._recipe, AutoRanks):
+            probe = judge(low_rank(probe_rank(shape.d_model)), calibration, shape.d_ff)
+            waste = probe.predicted_share - probe.true_share * (1 - probe.false_negative)
+            rank = auto_rank(shape.d_model, waste, self._recipe.scale)
+        else:
+            rank = min(self._recipe.rank(layer, self._architecture.num_layers), shape.d_model)
+        svd = None
         if rank == 0:
             predictor = LayerPredictor.everything(shape.d_model, shape.d_ff)
         else:
-            bias = ffn.up_bias
-            statistics = input_statistics(training)
-            low_rank = low_rank_predictor(weights.drivers, None if bias is None else bias.numpy(), statistics, rank)
-            start = LayerPredictor.from_low_rank(low_rank).rounded()
-            start.threshold = count_logits(start, calibration, shape.d_ff).threshold_for(self._args.recall)
-            svd = dataclasses.asdict(judge(start, validation, shape.d_ff))
-            predictor = fit(start, training, fit_options(self._args, layer), shape.d_ff)
+            start = low_rank(rank)
+            svd = judge(start, validation, shape.d_ff)
+            predictor = fit(start, training, fit_options(self._args, layer), shape.d_ff) if self._args.epochs else start
             predictor.threshold = count_logits(predictor, calibration, shape.d_ff).threshold_for(self._args.recall)
         # 3. Judged on samples never seen.
         quality = judge(predictor, validation, shape.d_ff)
-        if (
-            svd
-            and svd["false_negative"] <= quality.false_negative
-            and svd["predicted_share"] <= quality.predicted_share
-        ):
-            predictor, quality = start, judge(start, validation, shape.d_ff)  # training has not helped
+        if svd is not None and svd.predicted_share <= quality.predicted_share:
+            predictor, quality = start, svd  # training has not helped
         counts = count_logits(predictor, validation, shape.d_ff)
         active, need = self._needs(predictor)
         result = {
@@ -168,7 +172,7 @@ class Trainer:
             "mean_active": active,
             "req": need,
             "threshold": predictor.threshold,
-            "svd": svd,
+            "svd": None if svd is None else dataclasses.asdict(svd),
             "curve": curve(counts),
         }
         return predictor, result
@@ -182,11 +186,6 @@ class Trainer:
                 total, tokens = total + int(guess.sum()), tokens + len(guess)
                 most = max(most, needed_rows(guess, self._args.window))
         return total / tokens, most
-
-    def _rank(self, layer: int, activity: float) -> int:
-        if isinstance(self._recipe, AutoRanks):
-            return auto_rank(self._shape.d_model, activity, self._recipe.scale)
-        return min(self._recipe.rank(layer, self._architecture.num_layers), self._shape.d_model)
 
     def _batches(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
         for first in range(0, len(self._rows), self._batch):
@@ -304,7 +303,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ranks", default="AUTO", help='AUTO, AUTO*2, a rank, "128:1024x4" (last 4 layers), or a recipe'
     )
-    parser.add_argument("--recall", type=float, default=0.98, help="share of truly active neurons to find, per layer")
+    parser.add_argument("--recall", type=float, default=0.97, help="share of truly active neurons to find, per layer")
     parser.add_argument("--positions", type=int, default=400_000, help="positions trained on, at most")
     parser.add_argument("--positive-weight", type=float, default=4.0, help="cost of a missed neuron over a wrong one's")
     parser.add_argument("--learning-rate", type=float, default=1e-3)

@@ -23,7 +23,7 @@ from flashllm.model import read_config
 from flashllm.units import format_size
 
 _SLACK = 64_000_000  # between the plan and the loading of the model the process grows by its imports
-_ACTIVITY = 0.1  # expected, for the estimates
+_WASTE = 0.1  # of the rule for ranks, for the estimates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ def plan_training(
     # Asked as if the machine had no end: what matters is the least the model needs.
     loaded = plan_memory(manifest, config, limit=None, available=2**60, process=process_nbytes(), context=tokens)
     ranks = [
-        auto_rank(shape.d_model, _ACTIVITY, recipe.scale)
+        auto_rank(shape.d_model, _WASTE, recipe.scale)
         if isinstance(recipe, AutoRanks)
         else recipe.rank(layer, architecture.num_layers)
         for layer in range(architecture.num_layers)

@@ -159,7 +159,7 @@ def test_other_ranks_are_refused(text):
         parse_ranks(text)
 
 
-def test_auto_ranks_grow_with_activity_and_stay_below_the_width():
-    assert auto_rank(256, 0.01) == 28
+def test_auto_ranks_grow_with_what_is_named_in_vain_and_stay_below_the_width():
+    assert (auto_rank(256, 0.01), auto_rank(4096, 0.01)) == (28, 108)
     assert auto_rank(256, 0.01) < auto_rank(256, 0.1) <= auto_rank(256, 0.5) < 256
     assert auto_rank(8, 0.5, scale=100) == 8
