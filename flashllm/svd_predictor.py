@@ -100,8 +100,10 @@ def normed_inputs(
 ) -> InputStatistics:
     """What is known of a LayerNorm's output without data: its entries have mean `bias` and deviation `weight`."""
     scale = np.ones(d_model) if weight is None else np.abs(weight.astype(np.float64))
+    if not scale.any():  # nothing passes such a norm; any metric will do
+        scale = np.ones(d_model)
     mean = np.zeros(d_model) if bias is None else bias.astype(np.float64)
-    return InputStatistics(mean=mean, root=np.maximum(scale, 1e-6 * max(1e-30, float(scale.max()))))
+    return InputStatistics(mean=mean, root=np.maximum(scale, 1e-6 * float(scale.max())))
 
 
 def root_of_covariance(covariance: NDArray[np.float64]) -> NDArray[np.float64]:
