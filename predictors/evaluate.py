@@ -253,6 +253,9 @@ def _measure(
             reports[name] = text_report(score_text(model, ids, sets, bar))
     main = next(iter(texts.values()))
     layers, figures = layer_reports(model, main, judged, args.layer_tokens, args.window)
+    untrained_layers, _ = layer_reports(
+        model, main, model.predictors(Variant.SVD) or judged, args.layer_tokens, args.window
+    )
     scores, items = {}, {}
     for name in tasks:
         try:
@@ -270,6 +273,7 @@ def _measure(
     nbytes = sum(layer["flash_bytes_per_token"] for layer in layers)
     report: dict[str, Any] = {
         "layers": layers,
+        "layers_svd": untrained_layers,
         "kl": merged(reports, "kl"),
         "perplexity": merged(reports, "perplexity"),
         "tasks": scores,

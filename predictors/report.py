@@ -9,13 +9,9 @@ from activity import BINS
 
 def markdown(report: dict[str, Any]) -> str:
     """Tables by layer, text and task, the threshold curve, and texts side by side."""
-    lines = ["## Layers", "", "| layer | rank | active | predicted | ratio | false neg. | false pos. | missed energy |"]
-    lines.append("| --- " * 8 + "|")
-    for index, layer in enumerate(report["layers"]):
-        lines.append(_layer_row(str(index), layer))
-    keys = ("rank", "true_share", "predicted_share", "false_negative", "false_positive", "missed_energy")
-    mean = {key: float(np.mean([layer[key] for layer in report["layers"]])) for key in keys}
-    lines += [_layer_row("mean", mean), "", "## Texts", "", "| text | tokens | variant | perplexity | KL | same top |"]
+    lines = ["## Layers", "", *_layer_table(report["layers"])]
+    lines += ["", "## Layers, untrained SVD predictors of the same ranks", "", *_layer_table(report["layers_svd"])]
+    lines += ["", "## Texts", "", "| text | tokens | variant | perplexity | KL | same top |"]
     lines.append("| --- " * 6 + "|")
     for name, text in report["texts"].items():
         for variant, perplexity in text["perplexity"].items():
@@ -45,6 +41,17 @@ def markdown(report: dict[str, Any]) -> str:
     share = report["predictor_bytes"] / report["model_bytes"]
     lines += ["", f"Predictors: {report['predictor_bytes'] / 1e6:.2f} MB, {share:.1%} of the model directory."]
     return "\n".join(lines) + "\n"
+
+
+def _layer_table(layers: list[dict[str, Any]]) -> list[str]:
+    keys = ("rank", "true_share", "predicted_share", "false_negative", "false_positive", "missed_energy")
+    mean = {key: float(np.mean([layer[key] for layer in layers])) for key in keys}
+    return [
+        "| layer | rank | active | predicted | ratio | false neg. | false pos. | missed energy |",
+        "| --- " * 8 + "|",
+        *(_layer_row(str(index), layer) for index, layer in enumerate(layers)),
+        _layer_row("mean", mean),
+    ]
 
 
 def _layer_row(name: str, layer: dict[str, Any]) -> str:
