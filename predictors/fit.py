@@ -86,7 +86,7 @@ class FitOptions:
 
     epochs: int = 2
     batch_tokens: int = 1024
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     positive_weight: float = 4.0  # a missed neuron of mean contribution costs this many wrong predictions
     even_share: float = 0.5  # of that weight, the share all firings have alike; the rest goes by contribution
     seed: int = 0

@@ -308,7 +308,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--recall", type=float, default=0.97, help="share of truly active neurons to find, per layer")
     parser.add_argument("--positions", type=int, default=400_000, help="positions trained on, at most")
     parser.add_argument("--positive-weight", type=float, default=4.0, help="cost of a missed neuron over a wrong one's")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--window", type=int, default=DEFAULT_WINDOW, help="tokens, for the calibrated cache need")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="compute threads; the result depends on their number")
