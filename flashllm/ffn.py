@@ -18,7 +18,10 @@ from flashllm.meter import Meter
 from flashllm.stream import RowStream
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_ACTIVATIONS = {"relu": torch.relu, "squared_relu": lambda h: torch.relu(h).square()}
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": torch.relu,
+    "squared_relu": lambda h: torch.relu(h).square(),
+}
 
 
 class Mode(StrEnum):
