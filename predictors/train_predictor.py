@@ -422,7 +422,7 @@ def train(args: argparse.Namespace, recipe: Recipe | AutoRanks, directory: Path,
         window=args.window,
         mean_active=tuple(result["mean_active"] for result in results),
         req=tuple(result["req"] for result in results),
-        tokens=(split.end - split.validation) * rows.shape[1],
+        tokens=(split.end - split.validation) * plan.shape.kept,
         text="validation share of the predictors' training samples",
     )
     installed = install_predictors(directory, path, calibration)
