@@ -98,7 +98,7 @@ class TraceWriter:
         if self._left == 0:
             raise ValueError(f"the trace is full with {self.info.num_tokens} tokens")
         self._left -= 1
-        self._writer.write(memoryview(np.ascontiguousarray(token)).cast("B"))
+        self._writer.write(np.ascontiguousarray(token).data.cast("B"))
 
     def finish(self) -> tuple[str, int]:
         """SHA-256 and size of the whole file, durable. ValueError where tokens are missing."""
@@ -110,9 +110,7 @@ class TraceWriter:
         self._writer.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self._writer.__exit__(kind, value, tb)
 
 
@@ -127,9 +125,9 @@ class Trace:
         self._fd = open_for_reading(self.path)
 
     def read_into(self, token: int, buffer: Bits) -> None:
-        """Fill `buffer` [layers, 3, row_nbytes] with the bit sets of `token`; counts on after the trace's end from 0."""
+        """Fill `buffer` [layers, 3, row_nbytes] with one token's bit sets. After the trace's end it begins again."""
         nbytes = int(np.prod(self.info.token_shape))
-        view = memoryview(buffer).cast("B")
+        view = buffer.data.cast("B")
         pread_into(self._fd, view, self._offset + token % self.info.num_tokens * nbytes, self.path)
 
     def token(self, token: int) -> Bits:
@@ -151,9 +149,7 @@ class Trace:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
 
