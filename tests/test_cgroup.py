@@ -4,16 +4,14 @@ The models here are tiny, so the process's own size is nearly all of the limit: 
 it honestly, and that a limit that is too small is refused before the kernel has to act.
 """
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
-import uuid
-from pathlib import Path
 
+import bench_path  # noqa: F401
 import pytest
+from memory_group import GroupError, MemoryGroup, drop_page_cache
 
 pytestmark = pytest.mark.cgroup
 SPREAD = 12_000_000  # bytes: the interpreter and libraries do not map the same pages in every run
@@ -36,66 +34,28 @@ except FlashError as error:
 """
 
 
-class Group:
-    """A memory control group of either version, with a limit."""
-
-    def __init__(self, root, names, limit):
-        self.path, self._names = root / f"flashllm-test-{uuid.uuid4().hex}", names
-        self.path.mkdir()
-        try:
-            (self.path / names["limit"]).write_text(str(limit))
-        except OSError:
-            self.path.rmdir()
-            raise
-
-    @property
-    def peak(self):
-        return int((self.path / self._names["peak"]).read_text())
-
-    def enter(self):
-        (self.path / "cgroup.procs").write_text("0")
-
-
-V1 = {"limit": "memory.limit_in_bytes", "peak": "memory.max_usage_in_bytes"}
-V2 = {"limit": "memory.max", "peak": "memory.peak"}
-
-
 @pytest.fixture
 def group():
     """Makes groups; skips where none can be made."""
     made = []
 
     def make(limit):
-        reasons = []
-        for root, names in ((Path("/sys/fs/cgroup/memory"), V1), (Path("/sys/fs/cgroup"), V2)):
-            try:
-                made.append(Group(root, names, limit))
-                return made[-1]
-            except OSError as error:
-                reasons.append(f"{root}: {error.strerror}")
-        return pytest.skip(f"no memory cgroup can be made here ({'; '.join(reasons)})")
+        try:
+            made.append(MemoryGroup(limit))
+        except GroupError as error:
+            pytest.skip(str(error))
+        return made[-1]
 
     yield make
     for one in made:
-        one.path.rmdir()
-
-
-def drop_page_cache():
-    """Pages already cached are charged to whoever read them first: without this, libraries come free in a group."""
-    os.sync()
-    with contextlib.suppress(OSError):
-        Path("/proc/sys/vm/drop_caches").write_text("1")
+        one.close()
 
 
 def run(path, memory, group=None):
     """The child's answer."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(path), str(memory)],
-        capture_output=True,
-        text=True,
-        preexec_fn=None if group is None else group.enter,
-        check=False,
-    )
+    command = [sys.executable, "-c", CHILD, str(path), str(memory)]
+    command = command if group is None else group.entering(command)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != -signal.SIGKILL, "the kernel ended the process: the plan promised too much"
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -113,7 +73,7 @@ def test_the_minimum_is_enough_under_a_cap_of_exactly_that(tiny, group, unlimite
     answer = run(tiny("bfloat16").path("random"), limit, capped)
     assert answer.get("error") is None, answer
     assert answer["ids"] == unlimited["ids"]
-    assert capped.peak <= limit
+    assert capped.peak_nbytes <= limit
 
 
 def test_below_the_minimum_is_refused_and_never_killed(tiny, group, unlimited):
