@@ -6,8 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from predictor_files import MARGIN
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flashllm.trace import Stream, Trace
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -91,3 +96,40 @@ def test_the_window_benchmark_on_the_demo():
     assert rows[0]["hit_rate"] < rows[1]["hit_rate"]
     assert rows[0]["bytes_per_token"] > rows[1]["bytes_per_token"]
     assert rows[0]["active_share"] == rows[1]["active_share"]
+
+
+def test_a_trace_is_what_the_model_did(tiny, tmp_path):
+    model = tiny("float32")
+    texts = {"a.txt": "One day a girl found a house in the forest. " * 4, "b.jsonl.gz": "It was home. " * 30}
+    (tmp_path / "a.txt").write_text(texts["a.txt"])
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt", encoding="utf-8") as lines:
+        lines.writelines(json.dumps({"text": texts["b.jsonl.gz"]}) + "\n" for _ in range(2))
+    out = tmp_path / "trace"
+    arguments = [model.path("exact"), "--text", *(tmp_path / name for name in texts), "--tokens", 220, "--out", out]
+    recorded = run("tools/record_trace.py", *arguments)
+    assert recorded.returncode == 0, recorded.stderr
+    with Trace(out) as trace:
+        info = trace.info
+        active, firing, early = (np.stack([trace.masks(layer, stream) for layer in range(3)]) for stream in Stream)
+    assert (info.num_tokens, info.num_layers, info.num_neurons, info.synthetic) == (220, 3, 512, False)
+    assert info.sequence_starts[0] == 0
+    assert len(info.sequence_starts) >= 3  # of 96 tokens at most
+    assert not (firing & ~active).any()  # these predictors name what comes near to firing, too
+    assert 0 < (active & ~firing).mean() < 0.05
+    assert not early[0].any()
+    assert early[1:].any(axis=2).all()
+    # The first sequence, against the dense model.
+    ids = model.tokenizer(texts["a.txt"])["input_ids"][: info.sequence_starts[1]]
+    inputs = {}
+    for index, layer in enumerate(model.reference.model.decoder.layers):
+        layer.fc1.register_forward_hook(lambda _m, x, y, index=index: inputs.update({index: (x[0].detach(), y > 0)}))
+    with torch.no_grad():
+        model.reference(torch.tensor([ids]))
+    for layer, (_, fires) in inputs.items():
+        assert (fires.reshape(len(ids), -1).numpy() == firing[layer, : len(ids)]).mean() > 0.999
+    guess = model.reference.model.decoder.layers[2].fc1(inputs[1][0]).reshape(len(ids), -1) > -MARGIN
+    assert (guess.numpy() == early[2, : len(ids)]).mean() > 0.999
+    refused = run("tools/record_trace.py", *arguments)
+    assert (refused.returncode, "exists" in refused.stderr) == (1, True)
+    arguments[-1], arguments[arguments.index(220)] = tmp_path / "more", 10**6
+    assert "lower --tokens" in run("tools/record_trace.py", *arguments).stderr
