@@ -3,10 +3,9 @@
     python bench/kernels.py [--threads N] [--seconds S] [--tiny]
 
 Prints GB/s of resident products (one token) and of the sparse FFN with every active neuron cached, by dtype and
-shape, beside the roof: the best of a plain summing loop over the same amount of memory with the same number of threads,
-measured before and after each figure because the machine's bandwidth moves with its neighbours. Says the load
-average it ran under: on a busy machine the percentages hold better than the figures. The last line is one
-JSON document. Knows no model.
+shape, beside the roof: all threads summing memory well beyond the caches (`_core.read_bandwidth`), taken in turn with
+the figures because the machine's bandwidth moves with its neighbours. Says the load average it ran under: on a busy
+machine the percentages hold better than the figures. The last line is one JSON document. Knows no model.
 """
 
 import argparse
@@ -15,7 +14,6 @@ import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,75 +27,71 @@ from flashllm import _core
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 LINEARS = [(4096, 4096), (8192, 2048)]  # rows, columns: attention of OPT-6.7B, the up projection of OPT-1.3B
 SPARSE = [(4096, 8192, 0.10), (2048, 8192, 0.10)]  # d_model, d_ff, share active
-ROOF_NBYTES = 128 << 20  # well beyond the caches
+ROOF_NBYTES = 512 << 20  # well beyond the caches
+ROUNDS = 5
 
 
-class Roof:
-    """Memory read bandwidth: each thread sums its part of one array (numpy releases the lock)."""
+class Rounds:
+    """Figures and the roof taken in turn, because the machine's bandwidth moves with its neighbours."""
 
-    def __init__(self, threads: int, nbytes: int = ROOF_NBYTES):
-        self.nbytes = nbytes
-        self._parts = np.array_split(np.ones(nbytes // 8), threads)
+    def __init__(self, pool: _core.ThreadPool, seconds: float, nbytes: int = ROOF_NBYTES):
+        self.pool, self.seconds, self.nbytes = pool, seconds, nbytes
 
-    def measure(self) -> float:
-        """Bytes per second of one pass."""
-        workers = [threading.Thread(target=part.sum) for part in self._parts[1:]]
-        started = time.perf_counter()
-        for worker in workers:
-            worker.start()
-        self._parts[0].sum()
-        for worker in workers:
-            worker.join()
-        return self.nbytes / (time.perf_counter() - started)
+    def roof(self) -> float:
+        """Bytes per second of the median pass over memory."""
+        return statistics.median(_core.read_bandwidth(self.pool, self.nbytes, self.seconds / 2))
 
-
-def repeat(run: Callable[[], None], seconds: float) -> list[float]:
-    """Times of single calls, in seconds, for about `seconds` in all and at least five."""
-    run()
-    times: list[float] = []
-    while len(times) < 5 or sum(times) < seconds:
-        started = time.perf_counter()
+    def figure(self, name: str, nbytes: int, run: Callable[[], None], **conditions: Any) -> dict[str, Any]:
+        """One result: GB/s over single calls, and the share of the roof, both medians over the rounds."""
         run()
-        times.append(time.perf_counter() - started)
-    return times
+        rates: list[float] = []
+        roofs: list[float] = []
+        calls = 0
+        for _ in range(ROUNDS):
+            roofs.append(self.roof())
+            times: list[float] = []
+            while not times or sum(times) < self.seconds:
+                started = time.perf_counter()
+                run()
+                times.append(time.perf_counter() - started)
+            rates.append(nbytes / statistics.median(times))
+            calls += len(times)
+        return {
+            "name": name,
+            **conditions,
+            "nbytes": nbytes,
+            "calls": calls,
+            "gb_per_s": round(statistics.median(rates) / 1e9, 2),
+            "gb_per_s_range": [round(min(rates) / 1e9, 2), round(max(rates) / 1e9, 2)],
+            "roof_gb_per_s": round(statistics.median(roofs) / 1e9, 2),
+            "percent_of_roof": round(100 * statistics.median(r / t for r, t in zip(rates, roofs, strict=True))),
+        }
 
 
-def figure(name: str, nbytes: int, times: list[float], roof: float, **conditions: Any) -> dict[str, Any]:
-    """One result: GB/s at the median call with its quartiles, and its share of the roof."""
-    low, median, high = statistics.quantiles(times, n=4)
-    return {
-        "name": name,
-        **conditions,
-        "nbytes": nbytes,
-        "calls": len(times),
-        "gb_per_s": round(nbytes / median / 1e9, 2),
-        "gb_per_s_quartiles": [round(nbytes / high / 1e9, 2), round(nbytes / low / 1e9, 2)],
-        "roof_gb_per_s": round(roof / 1e9, 2),
-        "percent_of_roof": round(100 * nbytes / median / roof),
-    }
+def as_loaded(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of the kind that resident weights are read into: huge pages where there are any."""
+    memory = torch.from_numpy(_core.allocate(tensor.nbytes)).view(tensor.dtype).reshape(tensor.shape)
+    return memory.copy_(tensor)
 
 
-def bench_linear(dtype: str, shape: tuple[int, int], pool: _core.ThreadPool, seconds: float, roof: Roof):
+def bench_linear(dtype: str, shape: tuple[int, int], rounds: Rounds):
     """A resident linear at one token; several copies in turn, so that none stays in the processor's cache."""
     rows, columns = shape
     element = torch.empty(0, dtype=DTYPES[dtype]).element_size()
     nbytes = rows * columns * element
-    copies = max(2, roof.nbytes // nbytes)
-    weights = [torch.randn(rows, columns).to(DTYPES[dtype]) for _ in range(copies)]
-    linears = [_core.Linear(weight, None, pool, _core.Counters()) for weight in weights]
+    copies = max(2, rounds.nbytes // nbytes)
+    weight = torch.randn(rows, columns).to(DTYPES[dtype])
+    linears = [_core.Linear(as_loaded(weight), None, rounds.pool, _core.Counters()) for _ in range(copies)]
     x, out = torch.randn(columns).to(DTYPES[dtype]), torch.empty(rows, dtype=DTYPES[dtype])
 
     def run() -> None:
         for linear in linears:
             linear.forward(x.data_ptr(), 1, out.data_ptr())
 
-    before = roof.measure()
-    times = repeat(run, seconds)
-    best = max(before, roof.measure())
-    return figure("linear", nbytes * copies, times, best, dtype=dtype, rows=rows, columns=columns)
+    return rounds.figure("linear", nbytes * copies, run, dtype=dtype, rows=rows, columns=columns)
 
 
-def bench_sparse(dtype: str, shape: tuple[int, int, float], pool: _core.ThreadPool, seconds: float, roof: Roof):
+def bench_sparse(dtype: str, shape: tuple[int, int, float], rounds: Rounds):
     """The FFN layer over random active sets that are all cached: up products, activation, down sum."""
     d_model, d_ff, share = shape
     element = torch.empty(0, dtype=DTYPES[dtype]).element_size()
@@ -126,7 +120,7 @@ def bench_sparse(dtype: str, shape: tuple[int, int, float], pool: _core.ThreadPo
             rows=_core.allocate(d_ff * stride),
             reader=_core.Reader(threads=8),
             file=_core.DirectFile(str(path)),
-            pool=pool,
+            pool=rounds.pool,
             counters=counters,
         )
         x, y = torch.randn(d_model).to(DTYPES[dtype]), torch.empty(d_model, dtype=DTYPES[dtype])
@@ -139,35 +133,31 @@ def bench_sparse(dtype: str, shape: tuple[int, int, float], pool: _core.ThreadPo
         for active in sets:
             layer.forward_active(x.data_ptr(), active, y.data_ptr())
 
-    before = roof.measure()
     counters.take()
-    times = repeat(run, seconds)
-    values = counters.take()
-    best = max(before, roof.measure())
-    spent = values["memory_ns"] + values["compute_ns"] + values["io_ns"]
-    return figure(
+    result = rounds.figure(
         "sparse_ffn",
         len(sets) * count * 2 * d_model * element,
-        times,
-        best,
+        run,
         dtype=dtype,
         d_model=d_model,
         d_ff=d_ff,
         active=count,
-        percent_bookkeeping=round(100 * (spent - values["compute_ns"]) / spent, 1),
     )
+    values = counters.take()
+    spent = values["memory_ns"] + values["compute_ns"] + values["io_ns"]
+    result["percent_bookkeeping"] = round(100 * (spent - values["compute_ns"]) / spent, 1)
+    return result
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="compute threads")
-    parser.add_argument("--seconds", type=float, default=0.5, help="measuring time of each figure")
+    parser.add_argument("--seconds", type=float, default=0.1, help="measuring time of each round, of five")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
     args = parser.parse_args(argv)
-    pool, roof = _core.ThreadPool(args.threads), Roof(args.threads, 1 << 20 if args.tiny else ROOF_NBYTES)
-    roofs = [roof.measure() for _ in range(5)]
+    rounds = Rounds(_core.ThreadPool(args.threads), args.seconds, 1 << 20 if args.tiny else ROOF_NBYTES)
     print(
-        f"roof: {max(roofs) / 1e9:.1f} GB/s reading memory with {args.threads} threads (best of 5); "
+        f"roof: {rounds.roof() / 1e9:.1f} GB/s reading memory with {args.threads} threads; "
         f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; {_core.best_simd_level()}"
     )
     linears = [(64, 48)] if args.tiny else LINEARS
@@ -175,12 +165,12 @@ def main(argv: list[str] | None = None) -> int:
     results = []
     for dtype in DTYPES:
         for shape in linears:
-            results.append(bench_linear(dtype, shape, pool, args.seconds, roof))
+            results.append(bench_linear(dtype, shape, rounds))
         for ffn in sparse:
-            results.append(bench_sparse(dtype, ffn, pool, args.seconds, roof))
+            results.append(bench_sparse(dtype, ffn, rounds))
         for result in results[-len(linears) - len(sparse) :]:
             size = " x ".join(str(result[key]) for key in ("rows", "columns", "d_model", "d_ff") if key in result)
-            low, high = result["gb_per_s_quartiles"]
+            low, high = result["gb_per_s_range"]
             print(
                 f"{result['name']:<11} {dtype:<9} {size:<13} {result['gb_per_s']:6.1f} GB/s ({low} to {high}), "
                 f"{result['percent_of_roof']} % of {result['roof_gb_per_s']} GB/s"

@@ -111,6 +111,15 @@ def test_thread_pools_that_cannot_be_are_refused(threads):
         _core.ThreadPool(threads)
 
 
+def test_read_bandwidth_gives_the_rate_of_every_pass():
+    pool = _core.ThreadPool(2)
+    for simd in SIMD:
+        assert len(_core.read_bandwidth(pool, 4 << 20, 0.0, simd)) == 1
+        assert all(rate > 0 for rate in _core.read_bandwidth(pool, 4 << 20, 0.05, simd))
+    with pytest.raises(ValueError, match="no bytes"):
+        _core.read_bandwidth(pool, 0, 0.0)
+
+
 # Conversion, both ways
 
 

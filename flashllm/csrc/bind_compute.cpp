@@ -2,6 +2,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <chrono>
 #include <memory>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "bandwidth.h"
 #include "bindings.h"
 #include "ffn_layer.h"
 
@@ -167,6 +169,15 @@ void init_compute(nb::module_& m) {
   nb::class_<ThreadPool>(m, "ThreadPool")
       .def(nb::init<int>(), nb::arg("threads"))
       .def_prop_ro("threads", &ThreadPool::threads);
+
+  m.def(
+      "read_bandwidth",
+      [](ThreadPool& pool, std::size_t nbytes, double seconds, const std::string& simd) {
+        const SimdLevel level = parse_simd(simd);
+        const nb::gil_scoped_release unlocked;
+        return read_bandwidth(pool, nbytes, seconds, level);
+      },
+      nb::arg("pool"), nb::arg("nbytes"), nb::arg("seconds"), nb::arg("simd") = "auto");
 
   nb::class_<PyLinear>(m, "Linear")
       .def(nb::init<AnyArray, std::optional<FloatArray>, std::shared_ptr<ThreadPool>,

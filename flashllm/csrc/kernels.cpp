@@ -8,14 +8,17 @@ namespace flashllm {
 
 namespace scalar {
 extern const KernelTable kTables[3];
-}
+float sum_floats(const float* from, std::size_t n);
+}  // namespace scalar
 #if defined(__x86_64__)
 namespace avx2 {
 extern const KernelTable kTables[3];
-}
+float sum_floats(const float* from, std::size_t n);
+}  // namespace avx2
 namespace avx512 {
 extern const KernelTable kTables[3];
-}
+float sum_floats(const float* from, std::size_t n);
+}  // namespace avx512
 #endif
 
 namespace {
@@ -52,6 +55,15 @@ const KernelTable& kernel_table(SimdLevel level, Dtype dtype) {
   if (level == SimdLevel::avx2) return avx2::kTables[index];
 #endif
   return scalar::kTables[index];
+}
+
+SumFloats sum_floats_kernel(SimdLevel level) {
+  kernel_table(level, Dtype::f32);  // throws where the processor lacks it
+#if defined(__x86_64__)
+  if (level == SimdLevel::avx512) return avx512::sum_floats;
+  if (level == SimdLevel::avx2) return avx2::sum_floats;
+#endif
+  return scalar::sum_floats;
 }
 
 float apply_activation(Activation activation, float value) {

@@ -33,6 +33,10 @@ struct KernelTable {
 };
 const KernelTable& kernel_table(SimdLevel level, Dtype dtype);
 
+// The sum of n floats, read as fast as the level can: for measuring, in no fixed order.
+using SumFloats = float (*)(const float* from, std::size_t n);
+SumFloats sum_floats_kernel(SimdLevel level);
+
 // out[m][r] = sum_j weights[r][j] * x[m][j] (+ bias[r]), rows `stride` bytes apart.
 struct LinearWeights {
   const std::byte* data = nullptr;

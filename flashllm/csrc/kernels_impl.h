@@ -104,6 +104,25 @@ inline void from_f32_bf16(const float* from, std::size_t n, void* to) {
   for (std::size_t j = 0; j < n; ++j) target[j] = float_to_bfloat(from[j]);
 }
 
+// Four streams and two sums each: what kept most cache lines under way (bench/LOG.md).
+float sum_floats(const float* from, std::size_t n) {
+  constexpr std::size_t kStreams = 4, kStep = 2 * Vec::kWidth;
+  const std::size_t part = n / kStreams / kStep * kStep;
+  Vec sum[kStreams][2];
+  for (auto& stream : sum) stream[0] = stream[1] = Vec::zero();
+  for (std::size_t j = 0; j < part; j += kStep) {
+    for (std::size_t s = 0; s < kStreams; ++s) {
+      const float* at = from + s * part + j;
+      sum[s][0] = sum[s][0] + Vec::load_f32(at);
+      sum[s][1] = sum[s][1] + Vec::load_f32(at + Vec::kWidth);
+    }
+  }
+  float total = 0.0F;
+  for (const auto& stream : sum) total += (stream[0] + stream[1]).sum();
+  for (std::size_t j = kStreams * part; j < n; ++j) total += from[j];
+  return total;
+}
+
 extern const KernelTable kTables[3];
 const KernelTable kTables[3] = {
     {dot_rows<F32>, add_scaled_rows<F32>, to_f32<F32>, from_f32_f32},

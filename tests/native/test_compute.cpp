@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "attention.h"
+#include "bandwidth.h"
 #include "check.h"
 #include "kernels.h"
 #include "memory.h"
@@ -150,6 +151,12 @@ void test_thread_pool(int scale) {
 
 void test_kernels(int scale) {
   for (const SimdLevel level : levels()) {
+    for (const std::size_t n : {0, 1, 3, 64, 1000, 4099}) {
+      const std::vector<float> ones(n, 1.0F);
+      CHECK(sum_floats_kernel(level)(ones.data(), n) == static_cast<float>(n));
+    }
+    ThreadPool pool(3);
+    for (const double rate : read_bandwidth(pool, 4099, 1e-4, level)) CHECK(rate > 0.0);
     for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
       for (const std::size_t columns : {1, 7, 31, 33, 130}) {
         for (const std::size_t rows : {1, 3, 5, 17, 70 * scale}) {
