@@ -26,7 +26,7 @@ from flashllm.files import CHUNK_NBYTES, HashingWriter, Progress, iterate_chunks
 from flashllm.manifest import MANIFEST, PARTIAL_SUFFIX, FileEntry, Manifest, Source
 from flashllm.model_files import FFN, PREDICTORS, RESIDENT
 from flashllm.partial import PartialDirectory, check_space, open_partial
-from flashllm.source import open_checkpoint
+from flashllm.source import Checkpoint, open_checkpoint
 from flashllm.units import format_size
 from flashllm.untrained import predictor_bytes, untrained_header, untrained_predictor
 
@@ -49,23 +49,46 @@ def convert(
     Raises UsageError (`dst` exists, `src` is no checkpoint), UnsupportedModelError, FormatError (`src` is damaged),
     FlashIOError (no space, a failed read or write). Never writes to `src`.
     """
-    src, dst = Path(src), Path(os.path.abspath(dst))
+    src = Path(src)
+    name = source_name if source_name is not None else os.path.basename(os.path.abspath(src))
+    _check_request(Path(dst), dtype)
+    with open_checkpoint(src) as checkpoint:
+        return convert_checkpoint(
+            checkpoint, dst, dtype=dtype, source_name=name, predictors=predictors, progress=progress
+        )
+
+
+def convert_checkpoint(
+    checkpoint: Checkpoint,
+    dst: Path,
+    *,
+    dtype: str | None = None,
+    source_name: str,
+    predictors: bool = False,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Convert an open checkpoint, which need not lie in files; otherwise as `convert`."""
+    dst = Path(os.path.abspath(dst))
+    _check_request(dst, dtype)
+    partial_path = dst.with_name(dst.name + PARTIAL_SUFFIX)
+    plan = plan_conversion(checkpoint, dtype, predictors=predictors)
+    try:
+        check_space(dst.parent, partial_path, plan.total_nbytes)
+        with open_partial(partial_path, dst, plan.identity()) as partial:
+            return _Conversion(plan, partial, progress).run(dst, source_name)
+    except OSError as error:
+        raise FlashIOError(_explain(error, dst, partial_path, plan)) from error
+
+
+def _check_request(dst: Path, dtype: str | None) -> None:
+    """Refuse before anything is opened. UsageError."""
+    dst = Path(os.path.abspath(dst))
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         raise UsageError(f"dtype {dtype!r} is not one of {', '.join(WEIGHT_DTYPES)}")
     if os.path.lexists(dst):
         raise UsageError(f"{dst}: exists; remove it or choose another destination")
     if not dst.parent.is_dir():
         raise UsageError(f"{dst.parent}: there is no such directory")
-    name = source_name if source_name is not None else os.path.basename(os.path.abspath(src))
-    partial_path = dst.with_name(dst.name + PARTIAL_SUFFIX)
-    with open_checkpoint(src) as checkpoint:
-        plan = plan_conversion(checkpoint, dtype, predictors=predictors)
-        try:
-            check_space(dst.parent, partial_path, plan.total_nbytes)
-            with open_partial(partial_path, dst, plan.identity()) as partial:
-                return _Conversion(plan, partial, progress).run(dst, name)
-        except OSError as error:
-            raise FlashIOError(_explain(error, dst, partial_path, plan)) from error
 
 
 def _explain(error: OSError, dst: Path, partial_path: Path, plan: ConversionPlan) -> str:

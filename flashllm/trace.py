@@ -1,9 +1,9 @@
 """Activity traces: which neurons each layer used, token by token, recorded from a model or made up.
 
-A trace is a safetensors file with one tensor `activity`, uint8 [tokens, layers, 3, row_nbytes]: for each layer three bit
-sets over the neurons by original id (bit i of byte i // 8 is 1 << i % 8), in the order of `Stream`. Its metadata says
-where it came from. Traces drive cache replay and placement, and stand in for the predictor's answer in models whose
-weights are dummies. Reads one token at a time, with `pread`; imports no torch.
+A trace is a safetensors file with one tensor `activity`, uint8 [tokens, layers, 3, row_nbytes]: for each layer three
+bit sets over the neurons by original id (bit i of byte i // 8 is 1 << i % 8), in the order of `Stream`. Its metadata
+says where it came from. Traces drive cache replay and placement, and stand in for the predictor's answer in models
+whose weights are dummies. Reads one token at a time, with `pread`; imports no torch.
 """
 
 import os

@@ -14,15 +14,9 @@ from statistics import NormalDist
 
 import numpy as np
 import torch
+from opt_shapes import CONTEXT, SHAPES, VOCAB, opt_config
 from safetensors.torch import save_file
 
-SHAPES = {  # layers, hidden, heads (FFN is four times hidden), as in the OPT family
-    "opt-125m": (12, 768, 12),
-    "opt-1.3b": (24, 2048, 32),
-    "opt-2.7b": (32, 2560, 32),
-    "opt-6.7b": (32, 4096, 32),
-}
-VOCAB, CONTEXT = 50272, 2048
 PLANTED_RANK = 64
 NOISE = 0.3  # share of a pre-activation's standard deviation that no low-rank predictor can see
 
@@ -91,24 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name}", file=sys.stderr)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (args.out / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "dtype": "float16",
-        "hidden_size": hidden,
-        "word_embed_proj_dim": hidden,
-        "ffn_dim": 4 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": CONTEXT,
-        "activation_function": "relu",
-        "do_layer_norm_before": True,
-        "dropout": 0.0,
-        "bos_token_id": 2,
-        "eos_token_id": 2,
-        "pad_token_id": 1,
-    }
+    config = opt_config(layers, hidden, heads, dtype="float16")
     (args.out / "config.json").write_text(json.dumps(config, indent=1))
     for path in sorted(args.tokenizer.glob("token*.json")):
         shutil.copy(path, args.out)

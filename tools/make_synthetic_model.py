@@ -1,0 +1,195 @@
+"""Write a model directory of any OPT shape with dummy weights, streamed straight into our format, and a made-up trace.
+
+    python tools/make_synthetic_model.py OUT --shape opt-6.7b
+
+For measurements at sizes for which no trained model is at hand: sizes, limits, reads and arithmetic are real, the
+weights mean nothing. Dummy weights have no natural sparsity, so the directory carries a trace whose answers take the
+place of the predictor's, which still runs at full cost; every record of such a model says *synthetic weights,
+synthetic trace*. Memory: one layer's down projection and a pool of random numbers, a few hundred megabytes whatever
+the shape.
+"""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from opt_shapes import CONTEXT, SHAPES, VOCAB, opt_config
+from synthetic_trace import add_early_arguments, write_synthetic_trace
+
+from flashllm.architectures import resident_names, resolve, spec_of
+from flashllm.convert import convert_checkpoint
+from flashllm.dtypes import WEIGHT_DTYPES, WeightDtype, cast
+from flashllm.files import HashingWriter
+from flashllm.manifest import FileEntry, Manifest, install_predictors
+from flashllm.model_files import FFN, TRACE
+from flashllm.progress import ProgressBar
+from flashllm.safetensors_file import TensorInfo
+from flashllm.source import Checkpoint
+from flashllm.untrained import predictor_bytes, predictors_header
+
+POOL_SIZE = 16_777_213  # values; a prime, so that no two rows of a matrix repeat the same stretch of the pool
+NAME = "synthetic weights (seed {seed})"
+
+
+class Numbers:
+    """Normal deviates of one dtype, endlessly: any stretch of any tensor, always the same."""
+
+    def __init__(self, dtype: WeightDtype, seed: int) -> None:
+        self._dtype = dtype
+        self._normal = np.random.default_rng(seed).standard_normal(POOL_SIZE, np.float32)
+        self._scaled: dict[float, NDArray[Any]] = {}
+
+    def fill(self, name: str, scale: float, first: int, out: NDArray[Any]) -> None:
+        """`out` gets the values of tensor `name` from its element `first` on."""
+        if scale not in self._scaled:
+            self._scaled[scale] = cast(self._normal * np.float32(scale), WEIGHT_DTYPES["float32"], self._dtype)
+        pool, at, done = self._scaled[scale], (zlib.crc32(name.encode()) * 7919 + first) % POOL_SIZE, 0
+        while done < len(out):
+            count = min(len(out) - done, POOL_SIZE - at)
+            out[done : done + count] = pool[at : at + count]
+            done, at = done + count, 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DummyCheckpoint(Checkpoint):
+    """A checkpoint that lies in no file: its tensors are made up when they are read."""
+
+    numbers: Numbers
+    dtype: WeightDtype
+    seed: int
+
+    def read(self, name: str, start: int, out: NDArray[Any]) -> None:
+        """As `Checkpoint.read`: norms are ones, biases zeros, matrices normal with variance 1 / columns."""
+        flat, shape = out.reshape(-1).view(self.dtype.storage), self.tensors[name].shape
+        if len(shape) == 1:
+            flat[:] = cast(np.full(1, float(name.endswith("weight")), np.float32), WEIGHT_DTYPES["float32"], self.dtype)
+        else:
+            self.numbers.fill(name, shape[-1] ** -0.5, start // self.dtype.itemsize, flat)
+
+    def where(self, name: str) -> str:
+        return f"dummy tensor {name}"
+
+    def fingerprint(self) -> list[list[object]]:
+        return [["dummy weights", self.seed, self.dtype.name]]
+
+
+def dummy_checkpoint(folder: Path, config: dict[str, Any], dtype: WeightDtype, seed: int) -> DummyCheckpoint:
+    """The checkpoint that `config`, which lies in `folder` beside a tokenizer, describes."""
+    architecture, spec = resolve(config), spec_of(config["model_type"])
+    hidden, ffn = architecture.d_model, architecture.d_ff
+    embeddings = {spec.embedding: (config["vocab_size"], hidden)}
+    embeddings["model.decoder.embed_positions.weight"] = (config["max_position_embeddings"] + 2, hidden)
+    names = resident_names(config)
+    for layer in range(architecture.num_layers):
+        names += [pattern.format(i=layer) for pattern in spec.matrices().values()]
+
+    def shape(name: str) -> tuple[int, ...]:
+        if name in embeddings:
+            return embeddings[name]
+        if "fc1" in name:
+            return (ffn, hidden) if name.endswith("weight") else (ffn,)
+        if "fc2" in name:
+            return (hidden, ffn) if name.endswith("weight") else (hidden,)
+        return (hidden, hidden) if "_proj.weight" in name else (hidden,)
+
+    tensors = {
+        name: TensorInfo(
+            name=name, dtype=dtype.code, shape=shape(name), offset=0, nbytes=int(np.prod(shape(name))) * dtype.itemsize
+        )
+        for name in names
+    }
+    return DummyCheckpoint(
+        directory=folder,
+        config=MappingProxyType(config),
+        tensors=MappingProxyType(tensors),
+        _files=MappingProxyType({}),
+        numbers=Numbers(dtype, seed),
+        dtype=dtype,
+        seed=seed,
+    )
+
+
+def paper_ranks(num_layers: int, d_model: int) -> list[int]:
+    """Paper A, appendix C.1, scaled by the width: rank 128 of 4096, 1024 in the last four layers."""
+    return [max(4, d_model // (4 if layer >= num_layers - 4 else 32)) for layer in range(num_layers)]
+
+
+def write_predictors(path: Path, manifest: Manifest, seed: int) -> None:
+    """Predictors of the paper's ranks: random factors, whose arithmetic costs what a trained one's does."""
+    architecture = manifest.architecture
+    ranks = paper_ranks(architecture.num_layers, architecture.d_model)
+    metadata = {"made_by": f"synthetic, seed {seed}"}
+    random = np.random.default_rng(seed)
+    with HashingWriter(path) as writer:
+        writer.write(memoryview(predictors_header(architecture, ranks, manifest.files[FFN].sha256, metadata)))
+        for rank in ranks:
+            a = random.standard_normal((rank, architecture.d_model), np.float32) * np.float32(
+                architecture.d_model**-0.5
+            )
+            b = random.standard_normal((architecture.d_ff, rank), np.float32) * np.float32(rank**-0.5)
+            bias = np.zeros(architecture.d_ff, np.float32)
+            for array in predictor_bytes(a, b, bias, 1.28):
+                writer.write(array.data)
+        writer.finish()
+
+
+def add_file(directory: Path, name: str, entry: tuple[str, int]) -> None:
+    """List another file in the manifest."""
+    manifest = Manifest.load(directory)
+    sha256, nbytes = entry
+    files = {**manifest.files, name: FileEntry(sha256=sha256, nbytes=nbytes)}
+    dataclasses.replace(manifest, files=files).save(directory)
+
+
+def tokenizer_files(folder: Path) -> Iterator[Path]:
+    yield from sorted(folder.glob("token*.json"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("out", type=Path, help="directory to write; must not exist")
+    parser.add_argument("--shape", choices=SHAPES, default="opt-6.7b")
+    parser.add_argument("--layers", type=int, help="another number of layers than the shape has")
+    parser.add_argument("--hidden", type=int, help="another width (a multiple of the number of heads)")
+    parser.add_argument("--vocab", type=int, default=VOCAB)
+    parser.add_argument("--dtype", choices=WEIGHT_DTYPES, default="bfloat16")
+    parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parents[1] / "flashllm" / "demo")
+    parser.add_argument("--tokens", type=int, default=1200, help="tokens of the trace, after which it begins again")
+    parser.add_argument("--seed", type=int, default=0)
+    add_early_arguments(parser)
+    args = parser.parse_args(argv)
+
+    layers, hidden, heads = SHAPES[args.shape]
+    layers, hidden = args.layers or layers, args.hidden or hidden
+    dtype = WEIGHT_DTYPES[args.dtype]
+    config = opt_config(layers, hidden, heads, dtype=dtype.name, vocab=args.vocab, context=CONTEXT)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(config, indent=1))
+        for path in tokenizer_files(args.tokenizer):
+            shutil.copy(path, folder)
+        checkpoint = dummy_checkpoint(folder, config, dtype, args.seed)
+        with ProgressBar("model") as bar:
+            manifest = convert_checkpoint(checkpoint, args.out, source_name=NAME.format(seed=args.seed), progress=bar)
+        write_predictors(folder / "predictors", manifest, args.seed)
+        install_predictors(args.out, folder / "predictors")
+    trace = write_synthetic_trace(
+        args.out / TRACE, layers=layers, neurons=4 * hidden, tokens=args.tokens, part="judge",
+        recall=args.early_recall, precision=args.early_precision, seed=args.seed,
+    )  # fmt: skip
+    add_file(args.out, TRACE, trace)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
