@@ -14,14 +14,15 @@ from flashllm import _core
 from flashllm.architectures import AttentionShape, spec_of
 from flashllm.attention import KVMemory
 from flashllm.budget import MAX_REQUEST, MemoryPlan
-from flashllm.errors import UsageError
+from flashllm.errors import FormatError, UsageError
 from flashllm.ffn import TORCH_DTYPES, FlashFFN, Mode
 from flashllm.manifest import Manifest
 from flashllm.meter import Meter
-from flashllm.model_files import FFN, PREDICTORS, RESIDENT, checksums_tensor, ffn_tensor
+from flashllm.model_files import FFN, PREDICTORS, RESIDENT, TRACE, checksums_tensor, ffn_tensor
 from flashllm.resident import read_tensors
 from flashllm.safetensors_file import read_header
 from flashllm.stream import LayerRows, RowStream
+from flashllm.trace import Trace
 
 
 class Releasable(Protocol):
@@ -94,8 +95,11 @@ class Engine:
         self.meter.streams.append(self._stream)
         self._cache = _core.allocate(plan.neuron_cache)
         self.ffns = [self._build_ffn(layer) for layer in layers]
+        self._trace: Trace | None = None
         if mode is Mode.SPARSE:
             self._load_predictors(direct)
+            if TRACE in manifest.files:
+                self._open_trace()
 
     def _build_ffn(self, layer: int) -> FlashFFN:
         manifest, spec = self.manifest, spec_of(self.manifest.architecture.model_type)
@@ -154,6 +158,33 @@ class Engine:
                 float(tensors[f"layers.{layer}.threshold"].item()),
             )
 
+    def _open_trace(self) -> None:
+        """Dummy weights have no sparsity of their own: the trace says what is active, at the position of each token."""
+        self._trace = trace = Trace(self.directory / TRACE)
+        layers, neurons = self.manifest.architecture.num_layers, self.manifest.rows.d_ff
+        if (trace.info.num_layers, trace.info.num_neurons) != (layers, neurons):
+            raise FormatError(f"{trace.path}: is no trace of {layers} layers of {neurons} neurons; make it again")
+        tokens = max(self.manifest.sparse_prefill_tokens, self.plan.window)
+        self._activity = np.zeros((tokens, *trace.info.token_shape), np.uint8)
+        for layer, ffn in enumerate(self.ffns):
+            ffn.native.set_trace(self._activity, layer)
+        self.notices.append(f"synthetic weights, {trace.info.description}: times and bytes are real, the text is not")
+
+    @property
+    def activity_source(self) -> str:
+        """Who says which neurons are active: for records."""
+        return "predictors" if self._trace is None else f"synthetic weights, {self._trace.info.description}"
+
+    def begin_pass(self, first: int, count: int) -> None:
+        """Before each pass: `count` new tokens from position `first` of the sequence on."""
+        few = count <= self.manifest.sparse_prefill_tokens
+        for ffn in self.ffns:
+            ffn.few_tokens = few
+        if self._trace is not None:
+            used = count if few else min(count, self.plan.window)  # a dense pass fills the cache for its last tokens
+            for token in range(used):
+                self._trace.read_into(first + count - used + token, self._activity[token])
+
     def cached_neurons(self) -> list[np.ndarray[tuple[int, ...], np.dtype[np.int32]]]:
         """Ids in each layer's cache, in the order of its rows."""
         return [np.asarray(ffn.native.cached(), dtype=np.int32) for ffn in self.ffns]
@@ -176,6 +207,8 @@ class Engine:
         for part in [*self._adopted, *self.ffns]:
             part.release()
         self.kv_memory.close()
+        if self._trace is not None:
+            self._trace.close()
         self._adopted.clear()
         self.tensors.clear()
         self.meter.streams.clear()

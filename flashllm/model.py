@@ -41,10 +41,8 @@ class FlashMixin:
         """As the Hugging Face class. At most K0 new tokens a sequence use the predictor (design contract 2)."""
         self._check_open()
         given = input_ids if input_ids is not None else inputs_embeds
-        new_tokens = 0 if given is None else given.shape[1]
-        few = new_tokens <= self.engine.manifest.sparse_prefill_tokens
-        for ffn in self.engine.ffns:
-            ffn.few_tokens = few
+        cache = kwargs.get("past_key_values")
+        self.engine.begin_pass(0 if cache is None else cache.get_seq_length(), 0 if given is None else given.shape[1])
         try:
             with torch.inference_mode():
                 return super().forward(input_ids, inputs_embeds=inputs_embeds, **kwargs)  # type: ignore[misc]

@@ -69,7 +69,7 @@ def write_synthetic_trace(
         num_layers=layers,
         num_neurons=neurons,
         synthetic=True,
-        description=f"synthetic trace, seed {seed}, part {part}, early guess of recall {recall} and precision {precision}",
+        description=f"synthetic trace, seed {seed}, part {part}, early guess: recall {recall}, precision {precision}",
     )
     activities = [LayerActivity(layer, layers, neurons, seed=seed, part=part) for layer in range(layers)]
     with TraceWriter(path, info) as writer:

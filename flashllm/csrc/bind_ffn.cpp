@@ -18,6 +18,9 @@ namespace flashllm {
 
 namespace {
 
+constexpr std::size_t kTraceStreams = 3;  // active, firing, early: flashllm/trace.py
+using TraceArray = Exact<nb::ndarray<const std::uint8_t, nb::ndim<4>, nb::device::cpu, nb::c_contig>>;
+
 nb::dict take(FfnCounters& counters) {
   nb::dict result;
   result["io_ns"] = counters.io_ns;
@@ -108,11 +111,28 @@ class PyFfnLayer {
     layer_->set_predictor(predictor);
   }
 
+  // activity: [tokens, layers, streams, bytes of a bit set] of whole words, kept and reread at every pass.
+  void set_trace(TraceArray activity, std::size_t layer) {
+    const std::size_t set_nbytes = activity.shape(3);
+    require(activity.shape(2) == kTraceStreams && layer < activity.shape(1) && set_nbytes % 8 == 0 &&
+                set_nbytes * 8 >= static_cast<std::size_t>(layer_->slots().num_neurons()),
+            "the trace does not fit the layer");
+    trace_array_ = std::move(activity);
+    const auto* words = reinterpret_cast<const std::uint64_t*>(trace_array_.data());
+    const std::size_t set_words = set_nbytes / 8;
+    TracedActivity trace;
+    trace.active = words + layer * kTraceStreams * set_words;
+    trace.firing = trace.active + set_words;
+    trace.token_words = trace_array_.shape(1) * kTraceStreams * set_words;
+    layer_->set_trace(trace);
+  }
+
   // x, y: [tokens, d_model] in the rows' dtype; each token has its own active set.
   void forward(std::uintptr_t x, std::size_t tokens, std::uintptr_t y) {
+    require(tokens <= traced_tokens(), "the pass has more tokens than the trace at hand");
     for (std::size_t t = 0; t < tokens; ++t) {
       load(x, t);
-      layer_->forward(x_.data(), layer_->predict(x_.data()), y_.data());
+      layer_->forward(x_.data(), t, layer_->predict(x_.data(), t), y_.data());
       kernels_->from_f32(y_.data(), d_model_, at_address<std::byte>(y) + t * d_model_ * element_nbytes_);
     }
   }
@@ -125,16 +145,17 @@ class PyFfnLayer {
               "active neurons must be ascending ids of this layer");
     const nb::gil_scoped_release unlocked;
     load(x, 0);
-    layer_->forward(x_.data(), ids, y_.data());
+    layer_->forward(x_.data(), 0, ids, y_.data());
     kernels_->from_f32(y_.data(), d_model_, at_address<void>(y));
   }
 
   std::vector<std::int32_t> predict(std::uintptr_t x) {
     load(x, 0);
-    return layer_->predict(x_.data());
+    return layer_->predict(x_.data(), 0);
   }
 
   void begin_fill(std::uintptr_t x, std::size_t tokens) {
+    require(tokens <= traced_tokens(), "the pass has more tokens than the trace at hand");
     std::vector<float> inputs(tokens * d_model_);
     kernels_->to_f32(at_address<const void>(x), inputs.size(), inputs.data());
     layer_->begin_fill(inputs.data(), tokens);
@@ -163,6 +184,8 @@ class PyFfnLayer {
                      x_.data());
   }
 
+  std::size_t traced_tokens() const { return trace_array_.is_valid() ? trace_array_.shape(0) : SIZE_MAX; }
+
   static LinearWeights linear_of(const AnyArray& array, const float* bias) {
     LinearWeights weights;
     weights.dtype = dtype_of(array);
@@ -183,6 +206,7 @@ class PyFfnLayer {
   std::shared_ptr<FfnCounters> counters_;
   std::vector<AnyArray> predictor_arrays_;
   FloatArray predictor_bias_;
+  TraceArray trace_array_;
   const KernelTable* kernels_ = nullptr;
   std::size_t d_model_ = 0, stride_ = 0, element_nbytes_ = 0;
   std::vector<float> x_, y_;
@@ -234,6 +258,7 @@ void init_ffn(nb::module_& m) {
            nb::arg("counters"), nb::arg("simd") = "auto")
       .def("set_predictor", &PyFfnLayer::set_predictor, nb::arg("a"), nb::arg("b"), nb::arg("bias"),
            nb::arg("threshold"))
+      .def("set_trace", &PyFfnLayer::set_trace, nb::arg("activity"), nb::arg("layer"))
       .def("forward", &PyFfnLayer::forward, nb::arg("x"), nb::arg("tokens"), nb::arg("y"),
            nb::call_guard<nb::gil_scoped_release>())
       .def("forward_active", &PyFfnLayer::forward_active, nb::arg("x"), nb::arg("active"), nb::arg("y"))

@@ -12,6 +12,8 @@ namespace flashllm {
 
 namespace {
 
+constexpr float kSilentValue = 1e-3F;  // of a neuron that fires by the trace and not by its dummy weights
+
 // Adds the time since the last call to one counter after another, so that no instant is counted twice or
 // lost.
 class Stopwatch {
@@ -54,7 +56,7 @@ FfnLayer::FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectF
     ids->reserve(capacity);
 }
 
-const std::vector<std::int32_t>& FfnLayer::predict(const float* x) {
+const std::vector<std::int32_t>& FfnLayer::predict(const float* x, std::size_t token) {
   if (!has_predictor())
     throw CoreError(ErrorKind::usage, "layer " + std::to_string(options_.layer) + " has no predictor");
   Stopwatch watch;
@@ -62,13 +64,16 @@ const std::vector<std::int32_t>& FfnLayer::predict(const float* x) {
   linear(predictor_.a, x, 1, projected_.data(), pool_, options_.simd);
   linear(predictor_.b, projected_.data(), 1, logits_.data(), pool_, options_.simd);
   active_.clear();
-  for (std::int32_t neuron = 0; neuron < options_.num_neurons; ++neuron)
-    if (logits_[static_cast<std::size_t>(neuron)] > predictor_.threshold) active_.push_back(neuron);
+  const std::uint64_t* traced = trace_.traced() ? trace_.active + token * trace_.token_words : nullptr;
+  for (std::int32_t neuron = 0; neuron < options_.num_neurons; ++neuron) {
+    const bool predicted = logits_[static_cast<std::size_t>(neuron)] > predictor_.threshold;
+    if (traced != nullptr ? TracedActivity::has(traced, neuron) : predicted) active_.push_back(neuron);
+  }
   watch.charge(counters_.compute_ns);
   return active_;
 }
 
-void FfnLayer::forward(const float* x, const std::vector<std::int32_t>& active, float* y) {
+void FfnLayer::forward(const float* x, std::size_t token, const std::vector<std::int32_t>& active, float* y) {
   Stopwatch watch;
   abandon_fill();
   std::fill(y, y + options_.layout.d_model, 0.0F);
@@ -80,7 +85,7 @@ void FfnLayer::forward(const float* x, const std::vector<std::int32_t>& active, 
   const auto capacity = static_cast<std::size_t>(slots_.capacity());
   for (std::size_t begin = 0; begin < active.size(); begin += capacity) {
     const std::size_t end = std::min(begin + capacity, active.size());
-    forward_part(x, active.data() + begin, active.data() + end, y);
+    forward_part(x, token, active.data() + begin, active.data() + end, y);
   }
 
   Stopwatch bias_watch;
@@ -89,7 +94,8 @@ void FfnLayer::forward(const float* x, const std::vector<std::int32_t>& active, 
   bias_watch.charge(counters_.compute_ns);
 }
 
-void FfnLayer::forward_part(const float* x, const std::int32_t* begin, const std::int32_t* end, float* y) {
+void FfnLayer::forward_part(const float* x, std::size_t token, const std::int32_t* begin,
+                            const std::int32_t* end, float* y) {
   Stopwatch watch;
   const auto count = static_cast<std::size_t>(end - begin);
   ++counters_.parts;
@@ -124,6 +130,7 @@ void FfnLayer::forward_part(const float* x, const std::int32_t* begin, const std
   watch.charge(counters_.memory_ns);
   // 5. Their up products, then the down sum over every neuron that really fired, in the order of ids.
   up_products(x, miss_positions_, begin);
+  if (trace_.traced()) silence(token, begin, count);
   pointers_.clear();
   scales_.clear();
   for (std::size_t i = 0; i < count; ++i) {
@@ -196,6 +203,18 @@ const std::byte* FfnLayer::part_of_row(std::int32_t neuron, std::uint32_t elemen
   return row(slots_.slot_of(neuron)) + element * dtype_nbytes(options_.layout.dtype);
 }
 
+// Of dummy weights about half of the values fire; by the trace fewer do. The arithmetic left is what a
+// trained model's would be.
+void FfnLayer::silence(std::size_t token, const std::int32_t* ids, std::size_t count) {
+  const std::uint64_t* firing = trace_.firing + token * trace_.token_words;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (!TracedActivity::has(firing, ids[i]))
+      values_[i] = 0.0F;
+    else if (values_[i] == 0.0F)
+      values_[i] = kSilentValue;
+  }
+}
+
 // values_[p] = activation(up . x + bias), or activation(gate . x) * (up . x), for the positions given.
 void FfnLayer::up_products(const float* x, const std::vector<std::int32_t>& positions,
                            const std::int32_t* ids) {
@@ -225,7 +244,7 @@ void FfnLayer::begin_fill(const float* x, std::size_t tokens) {
   abandon_fill();
   watch.charge(counters_.memory_ns);
   for (std::size_t t = 0; t < tokens; ++t) {
-    const std::vector<std::int32_t>& active = predict(x + t * options_.layout.d_model);
+    const std::vector<std::int32_t>& active = predict(x + t * options_.layout.d_model, t);
     Stopwatch observing;
     policy_->observe(active);
     observing.charge(counters_.memory_ns);

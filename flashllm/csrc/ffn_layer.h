@@ -36,6 +36,19 @@ struct Predictor {
   float threshold = 0.0F;
 };
 
+// Activity that takes the place of the predictor's answer where the weights are dummies: bit sets over the
+// neurons, for each token of a pass. The predictor still runs; only what it says is replaced.
+struct TracedActivity {
+  const std::uint64_t* active = nullptr;  // nullptr: there is no trace
+  const std::uint64_t* firing = nullptr;  // the neurons of `active` whose value counts
+  std::size_t token_words = 0;            // from a token's set to the next one's
+
+  bool traced() const { return active != nullptr; }
+  static bool has(const std::uint64_t* set, std::int32_t neuron) {
+    return (set[neuron / 64] >> (neuron % 64) & 1) != 0;
+  }
+};
+
 // Times are exposed wall time: each instant of a call is in exactly one of them.
 struct FfnCounters {
   std::uint64_t io_ns = 0;       // waiting for the reader
@@ -72,12 +85,15 @@ class FfnLayer {
   void set_predictor(const Predictor& predictor) { predictor_ = predictor; }
   bool has_predictor() const { return predictor_.b.rows != 0; }
 
-  // The neurons predicted active for x [d_model], ascending; valid until the next call.
-  const std::vector<std::int32_t>& predict(const float* x);
+  void set_trace(const TracedActivity& trace) { trace_ = trace; }
+
+  // The neurons predicted active for x [d_model], the pass's token number `token`; ascending, valid until the
+  // next call.
+  const std::vector<std::int32_t>& predict(const float* x, std::size_t token);
 
   // y [d_model] = FFN(x) over `active` (ascending ids). Throws CoreError, after which the cache is still
   // consistent.
-  void forward(const float* x, const std::vector<std::int32_t>& active, float* y);
+  void forward(const float* x, std::size_t token, const std::vector<std::int32_t>& active, float* y);
 
   // After a dense prefill: which rows the policy wants for the tokens just seen, then the rows themselves as
   // they stream by. `abandon_fill` forgets those that never came; so does the next `forward`.
@@ -88,11 +104,13 @@ class FfnLayer {
   const SlotTable& slots() const { return slots_; }
 
  private:
-  void forward_part(const float* x, const std::int32_t* begin, const std::int32_t* end, float* y);
+  void forward_part(const float* x, std::size_t token, const std::int32_t* begin, const std::int32_t* end,
+                    float* y);
   void admit(const std::int32_t* begin, const std::int32_t* end);
   [[noreturn]] void rethrow_with_place(const CoreError& error) const;
   void discard(const std::vector<std::int32_t>& neurons);
   void apply_moves();
+  void silence(std::size_t token, const std::int32_t* ids, std::size_t count);
   void up_products(const float* x, const std::vector<std::int32_t>& positions, const std::int32_t* ids);
   std::byte* row(std::int32_t slot) const {
     return rows_ + static_cast<std::size_t>(slot) * options_.layout.stride;
@@ -106,6 +124,7 @@ class FfnLayer {
   std::byte* rows_;
   FfnCounters& counters_;
   Predictor predictor_;
+  TracedActivity trace_;
   SlotTable slots_;
   std::unique_ptr<CachePolicy> policy_;
 

@@ -71,7 +71,7 @@ struct Layer {
   }
   std::vector<float> forward(const Flash& flash, const std::vector<std::int32_t>& active) {
     std::vector<float> y(kWidth);
-    layer.forward(flash.x.data(), active, y.data());
+    layer.forward(flash.x.data(), 0, active, y.data());
     return y;
   }
 
