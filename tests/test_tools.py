@@ -12,6 +12,7 @@ import torch
 from predictor_files import MARGIN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flashllm.model import FlashModel
 from flashllm.trace import Stream, Trace
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -133,3 +134,60 @@ def test_a_trace_is_what_the_model_did(tiny, tmp_path):
     assert (refused.returncode, "exists" in refused.stderr) == (1, True)
     arguments[-1], arguments[arguments.index(220)] = tmp_path / "more", 10**6
     assert "lower --tokens" in run("tools/record_trace.py", *arguments).stderr
+
+
+@pytest.fixture(scope="module")
+def synthetic(tmp_path_factory):
+    out = tmp_path_factory.mktemp("synthetic") / "model"
+    small = ["--shape", "opt-125m", "--layers", 2, "--hidden", 192, "--vocab", 8192, "--tokens", 20]
+    done = run("tools/make_synthetic_model.py", out, *small, "--dtype", "float32")
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_a_synthetic_model_computes_what_its_trace_says(synthetic):
+    prompt, steps = 12, 9
+    ids = torch.arange(prompt)[None]
+    tokens = {}
+    with Trace(synthetic / "trace.safetensors") as trace:
+        active = [trace.masks(layer).sum(1) for layer in range(2)]
+    for window in (1, 4):
+        model = FlashModel.from_pretrained(synthetic, window=window, context=64)
+        try:
+            cache = model.new_cache()
+            logits = model(ids, past_key_values=cache).logits
+            model.engine.meter.restart()
+            tokens[window] = []
+            for step in range(steps):  # beyond the trace's end, where it begins again
+                tokens[window].append(int(logits[0, -1].argmax()))
+                logits = model(torch.tensor([tokens[window][-1:]]), past_key_values=cache).logits
+                position = (prompt + step) % 20
+                assert model.engine.meter.take().active == sum(layer[position] for layer in active)
+            assert "synthetic weights, synthetic trace" in model.engine.activity_source
+            assert any("synthetic weights" in notice for notice in model.engine.notices)
+            model.release_cache(cache)
+        finally:
+            model.engine.close()
+    assert tokens[1] == tokens[4]
+
+
+def test_a_synthetic_trace_has_the_statistics_it_promises(tmp_path):
+    size = ["--layers", 3, "--neurons", 2048, "--tokens", 300, "--early-recall", 0.6, "--early-precision", 0.8]
+    for part in ("learn", "judge"):
+        assert run("tools/synthetic_trace.py", tmp_path / part, *size, "--part", part).returncode == 0
+    with Trace(tmp_path / "learn") as learn, Trace(tmp_path / "judge") as judge:
+        assert judge.info.synthetic
+        first, middle = judge.masks(0), judge.masks(1)
+        assert first.mean() == pytest.approx(0.06, abs=0.015)
+        assert middle.mean() == pytest.approx(0.10, abs=0.015)
+        new = [(middle[t] & ~middle[t - 4 : t].any(0)).mean() for t in range(4, 300)]
+        assert sum(new) / len(new) == pytest.approx(0.024, abs=0.006)  # paper A, section 3.1
+        firing, early = judge.masks(1, Stream.FIRING), judge.masks(1, Stream.EARLY)
+        assert not (firing & ~middle).any()
+        assert firing.sum() / middle.sum() == pytest.approx(1 / 3, abs=0.02)
+        assert (early & middle).sum() / middle.sum() == pytest.approx(0.6, abs=0.02)
+        assert (early & middle).sum() / early.sum() == pytest.approx(0.8, abs=0.02)
+        assert not judge.masks(0, Stream.EARLY).any()
+        other = learn.masks(1)
+        assert not np.array_equal(other, middle)
+        assert np.corrcoef(other.mean(0), middle.mean(0))[0, 1] > 0.95  # the same popularity
