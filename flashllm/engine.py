@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from flashllm import _core
+from flashllm.ablation import Ablation
 from flashllm.architectures import AttentionShape, spec_of
 from flashllm.attention import KVMemory
 from flashllm.budget import MAX_REQUEST, MemoryPlan
+from flashllm.bundle import PAGE_NBYTES
 from flashllm.errors import FormatError, UsageError
 from flashllm.ffn import TORCH_DTYPES, FlashFFN, Mode
 from flashllm.manifest import Manifest
@@ -47,6 +49,7 @@ class Engine:
         direct: bool,
         verify_checksums: bool,
         batch: int,
+        ablation: Ablation | None = None,
     ) -> None:
         if mode is Mode.SPARSE and PREDICTORS not in manifest.files:
             raise UsageError(
@@ -54,13 +57,14 @@ class Engine:
                 f"`python predictors/train_predictor.py {directory}`, or use --mode dense"
             )
         self.directory, self.manifest, self.plan, self.mode = directory, manifest, plan, mode
+        self.ablation = ablation if ablation is not None else Ablation()
         self.meter = Meter()
         self.notices: list[str] = []
         self.closed = False
         self._adopted: list[Releasable] = []
         # 1. Threads, and the file the rows come from.
         self.pool = _core.ThreadPool(threads)
-        self._reader = _core.Reader(io_threads, max_request=MAX_REQUEST, verify=verify_checksums)
+        self._reader = _core.Reader(io_threads, max_request=self._max_request(), verify=verify_checksums)
         self._file = _core.DirectFile(str(directory / FFN), direct=direct)
         self.direct_io = self._file.direct
         if direct and not self._file.direct:
@@ -101,6 +105,13 @@ class Engine:
             if TRACE in manifest.files:
                 self._open_trace()
 
+    def _max_request(self) -> int:
+        """Bytes of one read request: more than one matrix's, or one row's, only where neighbours may merge."""
+        rows = self.manifest.rows
+        if not self.ablation.bundled:
+            return max(rows.byte_offset("down") // (len(rows.matrices) - 1), PAGE_NBYTES)
+        return MAX_REQUEST if self.ablation.merged else max(rows.stride, PAGE_NBYTES)
+
     def _build_ffn(self, layer: int) -> FlashFFN:
         manifest, spec = self.manifest, spec_of(self.manifest.architecture.model_type)
         layout, stride = manifest.rows, manifest.rows.stride
@@ -132,6 +143,8 @@ class Engine:
             file=self._file,
             pool=self.pool,
             counters=self.meter.native,
+            overlap=self.ablation.overlap,
+            bundled=self.ablation.bundled,
         )
         return FlashFFN(
             layer,

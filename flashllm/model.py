@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from flashllm import _core
+from flashllm.ablation import Ablation
 from flashllm.architectures import attention_shape, spec_of
 from flashllm.attention import ATTENTION_NAME, PlannedAttention, register_attention
 from flashllm.budget import MemoryPlan, plan_memory
@@ -105,6 +106,7 @@ class FlashModel:
         direct: bool = True,
         verify_checksums: bool = True,
         batch: int = 1,
+        ablation: Ablation | None = None,
     ) -> Any:
         """Load a model directory: a Hugging Face causal LM with `.engine`; close it with `model.engine.close()`.
 
@@ -117,6 +119,7 @@ class FlashModel:
             context: tokens of KV cache; None: the model's limit.
             direct: read past the page cache; False: through it.
             batch: sequences computed together at most.
+            ablation: parts to switch off in a measurement.
 
         Raises:
             UsageError, BudgetError, FormatError, FlashIOError, UnsupportedModelError: each says what to do.
@@ -152,6 +155,7 @@ class FlashModel:
             direct=direct,
             verify_checksums=verify_checksums,
             batch=batch,
+            ablation=ablation,
         )
         try:
             return _build_model(directory, manifest, config, plan, engine)
@@ -201,7 +205,9 @@ def _build_model(
     model.eval()
     # 4. The native kernels over what is now in place.
     for linear in linears:
-        linear.attach(engine.pool, engine.meter, manifest.sparse_prefill_tokens)
+        linear.attach(
+            engine.pool, engine.meter, manifest.sparse_prefill_tokens if engine.ablation.native_linears else 0
+        )
     shape = attention_shape(config)
     native = _core.Attention(
         heads=int(hf_config.num_attention_heads),

@@ -15,7 +15,7 @@ ORDER = """
     flashllm errors terminal _core
     units checks dtypes machine architectures files progress bundle safetensors_file
     model_files trace svd_predictor untrained manifest partial source hub conversion_plan convert verify inspect demo
-    stream meter resident linear attention budget ffn engine model
+    ablation stream meter resident linear attention budget ffn engine model
     detokenizer generate turn_stats chat chat_terminal
     offload
     commands commands.options commands.convert commands.inspect commands.verify

@@ -8,6 +8,7 @@ import pytest
 import torch
 from predictor_files import make_predictors
 
+from flashllm.ablation import Ablation
 from flashllm.attention import ContextFull
 from flashllm.budget import plan_memory
 from flashllm.errors import BudgetError, ChecksumError, FlashIOError, FormatError, UsageError
@@ -163,6 +164,8 @@ def undisturbed(tiny):
         {"context": 60},
         {"batch": 3},
         {"memory": "minimum"},
+        {"ablation": Ablation(bundled=False)},
+        {"ablation": Ablation(merged=False, overlap=False)},
     ],
     ids=str,
 )

@@ -52,7 +52,8 @@ class PyFfnLayer {
              const std::string& activation, std::int32_t window, std::uint64_t file_offset,
              std::optional<FloatArray> up_bias, std::optional<FloatArray> down_bias, ChecksumArray checksums,
              ByteArray rows, std::shared_ptr<Reader> reader, std::shared_ptr<DirectFile> file,
-             std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters, const std::string& simd)
+             std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters, const std::string& simd,
+             bool overlap, bool bundled)
       : up_bias_(std::move(up_bias)),
         down_bias_(std::move(down_bias)),
         checksums_(std::move(checksums)),
@@ -69,6 +70,8 @@ class PyFfnLayer {
     options.activation = parse_activation(activation);
     options.file_offset = file_offset;
     options.simd = parse_simd(simd);
+    options.overlap = overlap;
+    options.bundled = bundled;
     element_nbytes_ = dtype_nbytes(options.layout.dtype);
     const auto fits = [&](std::size_t element) { return (element + d_model) * element_nbytes_ <= stride; };
     require(d_model != 0 && num_neurons > 0, "an FFN layer needs a width and neurons");
@@ -250,12 +253,13 @@ void init_ffn(nb::module_& m) {
                     std::int32_t, std::uint32_t, const std::string&, std::int32_t, std::uint64_t,
                     std::optional<FloatArray>, std::optional<FloatArray>, ChecksumArray, ByteArray,
                     std::shared_ptr<Reader>, std::shared_ptr<DirectFile>, std::shared_ptr<ThreadPool>,
-                    std::shared_ptr<FfnCounters>, const std::string&>(),
+                    std::shared_ptr<FfnCounters>, const std::string&, bool, bool>(),
            nb::kw_only(), nb::arg("layer"), nb::arg("dtype"), nb::arg("stride"), nb::arg("d_model"),
            nb::arg("num_neurons"), nb::arg("up"), nb::arg("gate"), nb::arg("down"), nb::arg("activation"),
            nb::arg("window"), nb::arg("file_offset"), nb::arg("up_bias").none(), nb::arg("down_bias").none(),
            nb::arg("checksums"), nb::arg("rows"), nb::arg("reader"), nb::arg("file"), nb::arg("pool"),
-           nb::arg("counters"), nb::arg("simd") = "auto")
+           nb::arg("counters"), nb::arg("simd") = "auto", nb::arg("overlap") = true,
+           nb::arg("bundled") = true)
       .def("set_predictor", &PyFfnLayer::set_predictor, nb::arg("a"), nb::arg("b"), nb::arg("bias"),
            nb::arg("threshold"))
       .def("set_trace", &PyFfnLayer::set_trace, nb::arg("activity"), nb::arg("layer"))

@@ -50,7 +50,7 @@ FfnLayer::FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectF
   scales_.reserve(capacity);
   pointers_.reserve(capacity);
   moves_.reserve(capacity);
-  batch_.jobs.reserve(capacity);
+  batch_.jobs.reserve(options.bundled ? capacity : capacity * (options.layout.gate >= 0 ? 3 : 2));
   // Nothing is allocated between taking rows and filling them, so nothing can fail there but a read.
   for (auto* ids : {&leaving_, &misses_, &hit_positions_, &miss_positions_, &ids_, &pending_fill_})
     ids->reserve(capacity);
@@ -107,7 +107,7 @@ void FfnLayer::forward_part(const float* x, std::size_t token, const std::int32_
     reader_.submit(batch_, file_);
     watch.charge(counters_.memory_ns);
     // 3. ... while the hits are multiplied (never summed: the sum has one order).
-    up_products(x, hit_positions_, begin);
+    if (options_.overlap) up_products(x, hit_positions_, begin);
     watch.charge(counters_.compute_ns);
     // 4. The misses have landed.
     reader_.wait(batch_);
@@ -129,6 +129,7 @@ void FfnLayer::forward_part(const float* x, std::size_t token, const std::int32_
   counters_.retries += stats.retries;
   watch.charge(counters_.memory_ns);
   // 5. Their up products, then the down sum over every neuron that really fired, in the order of ids.
+  if (!options_.overlap) up_products(x, hit_positions_, begin);
   up_products(x, miss_positions_, begin);
   if (trace_.traced()) silence(token, begin, count);
   pointers_.clear();
@@ -162,16 +163,27 @@ void FfnLayer::admit(const std::int32_t* begin, const std::int32_t* end) {
   slots_.exchange(leaving_, misses_, moves_);
   apply_moves();
   batch_.jobs.clear();
-  for (const std::int32_t neuron : misses_) {
-    ReadJob job;
-    job.offset = options_.file_offset + static_cast<std::uint64_t>(neuron) * options_.layout.stride;
-    job.nbytes = options_.layout.stride;
-    job.destination = row(slots_.slot_of(neuron));
+  for (const std::int32_t neuron : misses_) add_jobs(neuron);
+}
+
+void FfnLayer::add_jobs(std::int32_t neuron) {
+  ReadJob job;
+  job.offset = options_.file_offset + static_cast<std::uint64_t>(neuron) * options_.layout.stride;
+  job.nbytes = options_.layout.stride;
+  job.destination = row(slots_.slot_of(neuron));
+  if (options_.bundled) {
     if (options_.checksums != nullptr) {
       job.checksums = options_.checksums + neuron;
       job.row_nbytes = options_.layout.stride;
     }
     batch_.jobs.push_back(job);
+    return;
+  }
+  job.nbytes = options_.layout.d_model * dtype_nbytes(options_.layout.dtype);  // a checksum is of a whole row
+  for (std::uint64_t at = 0; at + job.nbytes <= options_.layout.stride; at += job.nbytes) {
+    batch_.jobs.push_back(job);
+    job.offset += job.nbytes;
+    job.destination += job.nbytes;
   }
 }
 

@@ -71,6 +71,9 @@ struct FfnLayerOptions {
   std::uint64_t file_offset = 0;     // of row 0
   const std::uint64_t* checksums = nullptr;
   SimdLevel simd = SimdLevel::scalar;
+  // Switched off only to see what they are worth (paper A, table 2).
+  bool overlap = true;  // multiply the hits while the misses fly
+  bool bundled = true;  // read a neuron's matrices as one row, not one by one
 };
 
 class FfnLayer {
@@ -106,6 +109,7 @@ class FfnLayer {
  private:
   void forward_part(const float* x, std::size_t token, const std::int32_t* begin, const std::int32_t* end,
                     float* y);
+  void add_jobs(std::int32_t neuron);
   void admit(const std::int32_t* begin, const std::int32_t* end);
   [[noreturn]] void rethrow_with_place(const CoreError& error) const;
   void discard(const std::vector<std::int32_t>& neurons);
