@@ -5,7 +5,7 @@ turn computes only what is new. Whatever ends a stream early (an error, ctrl-C, 
 it was after the last record.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -38,6 +38,7 @@ class SamplingOptions:
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    ignore_eos: bool = False  # go on after an end token: for measurements of a given length
 
     def __post_init__(self) -> None:
         checks = {
@@ -130,8 +131,11 @@ class Session:
 
     def stream(self, text: str, *, add_special: bool = True) -> Iterator[PrefillRecord | TokenRecord]:
         """Append `text` to the context and generate. Raises ContextFull, FlashIOError, ChecksumError."""
-        ids = self.tokenizer(text, add_special_tokens=add_special)["input_ids"]
-        yield from self._extend(ids)
+        yield from self.stream_ids(self.tokenizer(text, add_special_tokens=add_special)["input_ids"])
+
+    def stream_ids(self, ids: Sequence[int]) -> Iterator[PrefillRecord | TokenRecord]:
+        """As `stream`, of text that is tokens already."""
+        yield from self._extend(list(ids))
 
     def stream_chat(self, user_text: str) -> Iterator[PrefillRecord | TokenRecord]:
         """One user turn: through the chat template where there is one, else as a continuation of the text so far."""
@@ -196,7 +200,7 @@ class Session:
         )
         detokenizer = Detokenizer(self.tokenizer, self.options.stop)
         processors = self._processors()
-        ends = self._end_ids()
+        ends = set() if self.options.ignore_eos else self._end_ids()
         for count in range(1, self.options.max_new_tokens + 1):
             self._check_turn(turn)
             token_id = self._choose(logits, processors)

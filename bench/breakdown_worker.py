@@ -1,0 +1,183 @@
+"""One engine's share of a latency breakdown, in a process of its own: `latency_breakdown.py` starts these.
+
+    python bench/breakdown_worker.py '{"task": "flashllm", "model": DIR, ...}'
+
+Prints one JSON document: what was measured, token by token. Knows one engine at a time; compares nothing.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from dense_stream import BLOCK_NBYTES, MAX_REQUEST, READ_AHEAD, DenseStream
+from energy import joules
+
+from flashllm import _core
+from flashllm.ablation import Ablation
+from flashllm.commands.runtime import load_tokenizer
+from flashllm.generate import PrefillRecord, SamplingOptions, Session
+from flashllm.machine import num_cores, peak_process_nbytes
+from flashllm.manifest import Manifest
+from flashllm.model import FlashModel
+from flashllm.model_files import FFN
+
+LIBRARIES_NBYTES = 600_000_000  # what interpreter, libraries and staging hold beside a dense engine's weights
+ROOF_NBYTES = 512 << 20
+ROOF_READS_NBYTES = 64 << 20
+
+
+def dense(settings: dict[str, Any]) -> dict[str, Any]:
+    """`naive` or `hybrid`: `resident_share` of the weights in memory, as far as the limit allows."""
+    directory = Path(settings["model"])
+    manifest = Manifest.load(directory, check_files=False)
+    total = sum(manifest.files[name].nbytes for name in (FFN, "resident.safetensors"))
+    share = settings["resident_share"]
+    if settings["memory"] is not None:
+        share = min(share, max(0.0, (settings["memory"] - LIBRARIES_NBYTES) / total))
+    stream = DenseStream(directory, share, threads=num_cores(), io_threads=settings["io_threads"])
+    tokens = []
+    energy = joules()
+    for _ in range(settings["tokens"]):
+        tokens.append(dataclasses.asdict(stream.token()))
+    return {
+        "tokens": tokens,
+        "energy_j": None if energy is None else joules() - energy,
+        "direct_io": stream.direct_io,
+        "resident_share": stream.resident_nbytes / total,
+        "peak_rss_bytes": peak_process_nbytes(),
+    }
+
+
+def flash(settings: dict[str, Any]) -> dict[str, Any]:
+    """The engine, generating after a prompt of random tokens (their text does not matter, their number does)."""
+    directory = Path(settings["model"])
+    tokenizer = load_tokenizer(directory)
+    model = FlashModel.from_pretrained(
+        directory,
+        memory=settings["memory"],
+        context=settings["context"],
+        io_threads=settings["io_threads"],
+        ablation=Ablation(**settings.get("ablation", {})),
+        **settings.get("options", {}),
+    )
+    sampling = SamplingOptions(max_new_tokens=settings["tokens"] + 1, ignore_eos=True, **settings.get("sampling", {}))
+    prompt = np.random.default_rng(0).integers(10, model.config.vocab_size, settings["prompt_tokens"])
+    with model.engine as engine, Session(model, tokenizer, sampling) as session:
+        records = iter(session.stream_ids(prompt.tolist()))
+        prefill = next(records)
+        assert isinstance(prefill, PrefillRecord)
+        next(records)  # the first token comes out of the prefill's pass
+        energy = joules()
+        tokens = [dataclasses.asdict(record.times) for record in records]
+        energy = None if energy is None else joules() - energy
+        layout, plan = engine.manifest.rows, engine.plan
+        shape = {
+            "row_nbytes": layout.stride,
+            "matrix_nbytes": layout.vector_items * layout.itemsize,
+            "num_neurons": engine.manifest.architecture.num_layers * layout.d_ff,
+            "cached_neurons": sum(plan.cache_rows),
+            "resident_touched_nbytes": resident_touched(model, plan.predictors),
+            "kv_nbytes_per_token": plan.kv_cache // plan.context,
+        }
+        return {
+            "tokens": tokens,
+            "prefill": dataclasses.asdict(prefill.times),
+            "energy_j": energy,
+            "direct_io": engine.direct_io,
+            "activity": engine.activity_source,
+            "weights": engine.manifest.source.name,
+            "dtype": engine.manifest.dtype,
+            "notices": list(engine.notices),
+            "plan": plan.as_dict(),
+            "shape": shape,
+            "ablation": dataclasses.asdict(engine.ablation),
+            "text_ids": session.tokens[settings["prompt_tokens"] :][:20],
+            "peak_rss_bytes": peak_process_nbytes(),
+        }
+
+
+def resident_touched(model: Any, predictors_nbytes: int) -> int:
+    """Bytes of resident weights that one token reads: every linear's (the head's too), and the predictors'."""
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    return sum(module.weight.nbytes for module in linears) + predictors_nbytes
+
+
+def roof(settings: dict[str, Any]) -> dict[str, Any]:
+    """What this machine can do now: reading memory, reading sequentially, and random reads by size of request."""
+    directory = Path(settings["model"])
+    stride = Manifest.load(directory, check_files=False).rows.stride
+    pool = _core.ThreadPool(num_cores())
+    dram = sorted(_core.read_bandwidth(pool, ROOF_NBYTES, settings["seconds"]))
+    file = _core.DirectFile(str(directory / FFN), direct=True)
+    block = min(BLOCK_NBYTES, file.size // READ_AHEAD // 4096 * 4096)
+    sequential = read_rate(file, settings, size=block, count=READ_AHEAD, max_request=MAX_REQUEST, choose=consecutive)
+    sizes = [stride * rows for rows in (1, 2, 4, 8)]
+    return {
+        "dram_gbps": dram[len(dram) // 2] / 1e9,
+        "sequential_gbps": sequential / 1e9,
+        "reads": [
+            {
+                "size": size,
+                "gbps": read_rate(
+                    file,
+                    settings,
+                    size=size,
+                    count=max(1, min(ROOF_READS_NBYTES, file.size // 2) // size),
+                    max_request=max(size, 4096),
+                    choose=scattered,
+                )
+                / 1e9,
+            }
+            for size in sizes
+            if size * 4 < file.size
+        ],
+    }
+
+
+Choose = Callable[[np.random.Generator, int, int, int], "np.ndarray[Any, Any]"]
+
+
+def consecutive(random: np.random.Generator, places: int, count: int, done: int) -> "np.ndarray[Any, Any]":
+    return (done * count + np.arange(count)) % places
+
+
+def scattered(random: np.random.Generator, places: int, count: int, done: int) -> "np.ndarray[Any, Any]":
+    return random.choice(places, min(count, places), replace=False)
+
+
+def read_rate(
+    file: _core.DirectFile, settings: dict[str, Any], *, size: int, count: int, max_request: int, choose: Choose
+) -> float:
+    """Bytes per second of `count` reads of `size` bytes a batch, the median over batches."""
+    reader = _core.Reader(settings["io_threads"], max_request=max_request, verify=False)
+    buffer = _core.allocate(size * count).reshape(count, size)
+    random, rates, done = np.random.default_rng(0), [], 0
+    end = time.perf_counter() + settings["seconds"]
+    while len(rates) < 3 or time.perf_counter() < end:
+        batch = _core.ReadBatch(reader, file)
+        for place, destination in zip(choose(random, file.size // size, count, done).tolist(), buffer, strict=False):
+            batch.add(place * size, destination)
+        batch.submit()
+        stats = batch.wait()
+        rates.append(stats["bytes"] / stats["wall_ns"] * 1e9)
+        done += 1
+    return float(np.median(rates))
+
+
+TASKS = {"roof": roof, "dense": dense, "flash": flash}
+
+
+def main() -> int:
+    settings = json.loads(sys.argv[1])
+    print(json.dumps(TASKS[settings["task"]](settings)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

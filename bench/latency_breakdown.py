@@ -1,0 +1,288 @@
+"""Where a token's time goes, engine by engine, in one run on this machine (paper A, tables 2 and 3, figure 1).
+
+    python bench/latency_breakdown.py [--model DIR] [--memory SIZE] [--engines naive,hybrid,paper,flashllm]
+        [--tokens N] [--cgroup] [--json OUT] [--plot PNG]
+
+naive     every weight is read for every token, in large sequential reads that run ahead of the products
+hybrid    half of the weights in memory (or what the limit leaves room for), the other half read
+paper     paper A: its window (five tokens, fewer where they do not fit), no merging, no overlap
+flashllm  this engine as it comes
+paper24   paper mode with room for 24 % of the neurons, outside the limit
+
+The engines take turns, each in a process of its own that starts cold; with --cgroup inside a memory group of exactly
+--memory, entered with a cold page cache. Roofs are measured between them in every round. Times are exposed wall time:
+I/O, memory management, compute and other sum to the total. Without arguments it runs on the bundled demo, for a minute,
+without a limit. The last line is one JSON document.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from breakdown_report import markdown, plot
+from memory_group import GroupError, MemoryGroup, drop_page_cache
+
+from flashllm.budget import DEFAULT_WINDOW
+from flashllm.demo import is_demo, resolve_model
+from flashllm.errors import FlashError
+from flashllm.manifest import Manifest, open_model_dir
+from flashllm.model_files import FFN
+from flashllm.units import format_size, parse_size
+
+WORKER = Path(__file__).with_name("breakdown_worker.py")
+ENGINES = ("naive", "hybrid", "paper", "flashllm")
+COLD_TOKENS = 10  # the first tokens of a run are shown apart
+PAPER = {"options": {"window": DEFAULT_WINDOW}, "ablation": {"merged": False, "overlap": False}}
+PAPER_SHARE = 0.24  # of the FFN in memory (paper A, section 4)
+BUSY_PARTS = ("io_ms", "memory_ms", "compute_ms", "other_ms", "total_ms", "io_busy_ms")
+
+
+class Run:
+    """The rounds of one breakdown: starts workers, keeps what they say."""
+
+    def __init__(self, args: argparse.Namespace, directory: Path) -> None:
+        self.args, self.directory = args, directory
+        self.manifest: Manifest = open_model_dir(directory)
+        self.results: dict[str, list[dict[str, Any]]] = {}
+        self.roofs: list[dict[str, Any]] = []
+
+    def measure(self) -> None:
+        """All rounds."""
+        for number in range(self.args.rounds):
+            self.roofs.append(self._work({"task": "roof", "seconds": self.args.roof_seconds}, capped=False))
+            for engine in self.args.engines:
+                print(f"round {number + 1} of {self.args.rounds}: {engine}", file=sys.stderr, flush=True)
+                self.results.setdefault(engine, []).append(self._engine(engine))
+
+    def _engine(self, name: str) -> dict[str, Any]:
+        args = self.args
+        if name in ("naive", "hybrid"):
+            settings = {"task": "dense", "tokens": args.dense_tokens, "memory": args.memory}
+            return self._work({**settings, "resident_share": 0.5 if name == "hybrid" else 0.0})
+        settings = {
+            "task": "flash",
+            "tokens": args.tokens,
+            "memory": args.memory,
+            "context": args.prompt + args.tokens + 1,
+            "prompt_tokens": args.prompt,
+            **(PAPER if name.startswith("paper") else {}),
+        }
+        if name == "paper24":
+            plan = self.results["paper"][-1]["plan"]
+            ffn = PAPER_SHARE * self.manifest.files[FFN].nbytes
+            settings["memory"] = int(plan["total_bytes"] - plan["neuron_cache_bytes"] + ffn)
+            return self._work(settings, capped=False)
+        return self._work(settings)
+
+    def _work(self, settings: dict[str, Any], *, capped: bool = True) -> dict[str, Any]:
+        full = {"model": str(self.directory), "io_threads": self.args.io_threads, **settings}
+        command = [sys.executable, str(WORKER), json.dumps(full)]
+        if not self.args.cgroup or not capped:
+            return self._result(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False))
+        with MemoryGroup(self.args.memory) as group:
+            drop_page_cache()
+            result = self._result(
+                subprocess.run(group.entering(command), stdout=subprocess.PIPE, text=True, check=False)
+            )
+            return {**result, "group_peak_bytes": group.peak_nbytes}
+
+    def _result(self, done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
+        if done.returncode != 0:
+            raise SystemExit(f"a worker ended with {done.returncode}; a limit too low is a kill (-9)")
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return result
+
+
+def steady(runs: list[dict[str, Any]], cold: int) -> list[dict[str, Any]]:
+    """The tokens that count: of every round, those after the first `cold`."""
+    return [token for run in runs for token in run["tokens"][cold:]]
+
+
+def summary(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over an engine's tokens."""
+    cold = 0 if name in ("naive", "hybrid") else COLD_TOKENS
+    tokens = steady(runs, cold)
+    totals = sorted(token["total_ms"] for token in tokens)
+    first = [token["total_ms"] for run in runs for token in run["tokens"][:COLD_TOKENS]]
+    reads = statistics.mean(token["bytes_read"] for token in tokens)
+    busy = statistics.mean(token["io_busy_ms"] for token in tokens)
+    active = sum(token["active"] for token in tokens)
+    result = {part: statistics.median(token[part] for token in tokens) for part in BUSY_PARTS}
+    quarters = statistics.quantiles(totals, n=4) if len(totals) > 1 else [totals[0]] * 3
+    return {
+        **result,
+        "p95_ms": totals[min(len(totals) - 1, int(0.95 * len(totals)))],
+        "quartiles_ms": [quarters[0], quarters[2]],
+        "first_ten_ms": statistics.median(first),
+        "tokens": len(tokens),
+        "bytes_read": round(reads),
+        "requests": round(statistics.mean(token["requests"] for token in tokens)),
+        "read_gbps": reads / busy / 1e6 if busy and cold else reads / result["total_ms"] / 1e6,
+        "hit_rate": sum(token["hits"] for token in tokens) / active if active else 0.0,
+        "active": round(active / len(tokens)),
+        "misses": round(statistics.mean(token["misses"] for token in tokens)),
+        "prefill_ms": statistics.median(run["prefill"]["total_ms"] for run in runs) if "prefill" in runs[0] else None,
+        "energy_j_per_token": energy(runs),
+        "group_peak_bytes": max((run["group_peak_bytes"] for run in runs if "group_peak_bytes" in run), default=None),
+        "resident_share": runs[0].get("resident_share"),
+        "cached_share": cached_share(runs[0]),
+    }
+
+
+def cached_share(run: dict[str, Any]) -> float | None:
+    shape = run.get("shape")
+    return None if shape is None else shape["cached_neurons"] / shape["num_neurons"]
+
+
+def energy(runs: list[dict[str, Any]]) -> float | None:
+    """Joules a token; None where RAPL cannot be read."""
+    if any(run["energy_j"] is None for run in runs):
+        return None
+    return float(sum(run["energy_j"] for run in runs) / sum(len(run["tokens"]) for run in runs))
+
+
+def roofs(roofs: list[dict[str, Any]], engine: dict[str, Any] | None, run: dict[str, Any] | None) -> dict[str, Any]:
+    """What the hardware allows for flashllm's bytes: reads at the size issued, touched weights at DRAM bandwidth."""
+    dram = statistics.median(roof["dram_gbps"] for roof in roofs)
+    sequential = statistics.median(roof["sequential_gbps"] for roof in roofs)
+    curve = [
+        (point["size"], statistics.median(roof["reads"][index]["gbps"] for roof in roofs))
+        for index, point in enumerate(roofs[0]["reads"])
+    ]
+    result = {"dram_gbps": dram, "sequential_gbps": sequential, "curve": curve}
+    if engine is None or run is None:
+        return {**result, "io_ms": None, "compute_ms": None, "read_gbps": None}
+    read = rate_at(curve, engine["bytes_read"] / max(1, engine["requests"]))
+    shape, firing = run["shape"], 1 / 3 if "synthetic" in run["activity"] else 1.0
+    position = run["plan"]["context"] / 2
+    touched = (
+        shape["resident_touched_nbytes"]
+        + engine["active"] * (shape["row_nbytes"] - (1 - firing) * shape["matrix_nbytes"])
+        + shape["kv_nbytes_per_token"] * position
+    )
+    return {
+        **result,
+        "io_ms": engine["bytes_read"] / read / 1e6,
+        "compute_ms": touched / dram / 1e6,
+        "read_gbps": read,
+        "touched_bytes": round(touched),
+    }
+
+
+def rate_at(curve: list[tuple[int, float]], size: float) -> float:
+    """GB/s of random reads of `size` bytes, between the sizes measured."""
+    if size <= curve[0][0]:
+        return curve[0][1]
+    for (low, slow), (high, fast) in itertools.pairwise(curve):
+        if size <= high:
+            return slow + (fast - slow) * (size - low) / (high - low)
+    return curve[-1][1]
+
+
+def ratios(engines: dict[str, Any], roof: dict[str, Any]) -> dict[str, float | None]:
+    """The figures the design promises."""
+
+    def over(name: str) -> float | None:
+        if name not in engines or "flashllm" not in engines:
+            return None
+        return float(engines[name]["total_ms"] / engines["flashllm"]["total_ms"])
+
+    total = engines.get("flashllm", {}).get("total_ms")
+    known = total is not None and roof["io_ms"] is not None
+    return {
+        "naive_over_flashllm": over("naive"),
+        "hybrid_over_flashllm": over("hybrid"),
+        "paper_over_flashllm": over("paper"),
+        "total_over_roof_sum": total / (roof["io_ms"] + roof["compute_ms"]) if known else None,
+        "total_over_roof_max": total / max(roof["io_ms"], roof["compute_ms"]) if known else None,
+    }
+
+
+def conditions(run: Run) -> dict[str, Any]:
+    args = run.args
+    first = next((results[0] for name, results in run.results.items() if name in ("flashllm", "paper")), {})
+    return {
+        "model": "demo" if is_demo(run.directory) else run.directory.name,
+        "weights": run.manifest.source.name,
+        "activity": first.get("activity", "all neurons"),
+        "dtype": run.manifest.dtype,
+        "model_bytes": sum(entry.nbytes for name, entry in run.manifest.files.items() if "safetensors" in name),
+        "memory": args.memory,
+        "cgroup": args.cgroup,
+        "direct_io": all(result["direct_io"] for results in run.results.values() for result in results),
+        "prompt_tokens": args.prompt,
+        "tokens": args.tokens,
+        "dense_tokens": args.dense_tokens,
+        "rounds": args.rounds,
+        "io_threads": args.io_threads,
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "load_average": os.getloadavg()[0],
+        "rapl": first.get("energy_j") is not None,
+        "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+    }
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--model", help="model directory (default: the bundled demo)")
+    parser.add_argument("--memory", type=parse_size, help="limit of everything a process holds")
+    parser.add_argument("--engines", type=lambda text: text.split(","), default=list(ENGINES))
+    parser.add_argument("--tokens", type=int, default=60, help="tokens of paper and flashllm in each round")
+    parser.add_argument("--dense-tokens", type=int, help="tokens of naive and hybrid in each round (default: a tenth)")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--io-threads", type=int, default=32)
+    parser.add_argument("--roof-seconds", type=float, default=0.5, help="measuring time of each roof")
+    parser.add_argument("--cgroup", action="store_true", help="enforce --memory by a memory control group (root)")
+    parser.add_argument("--json", type=Path, help="write the document, every token included, here too")
+    parser.add_argument("--plot", type=Path, help="write a stacked bar chart (PNG)")
+    args = parser.parse_args(argv)
+    unknown = set(args.engines) - {*ENGINES, "paper24"}
+    if unknown:
+        parser.error(f"unknown engines {', '.join(sorted(unknown))}; there are {', '.join((*ENGINES, 'paper24'))}")
+    if args.cgroup and args.memory is None:
+        parser.error("--cgroup needs --memory, the limit to enforce")
+    if "paper24" in args.engines and "paper" not in args.engines:
+        parser.error("paper24 needs paper beside it")
+    if args.tokens <= COLD_TOKENS:
+        parser.error(f"--tokens must be more than {COLD_TOKENS}, which are shown apart")
+    args.dense_tokens = args.dense_tokens or max(3, args.tokens // 10)
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        run = Run(args, resolve_model(args.model, convert_on_first_use=False))
+        run.measure()
+    except (GroupError, FlashError) as error:
+        raise SystemExit(f"latency_breakdown: {error}") from error
+    engines = {name: summary(name, results) for name, results in run.results.items()}
+    main_run = run.results.get("flashllm", [None])[0]
+    roof = roofs(run.roofs, engines.get("flashllm"), main_run)
+    document = {
+        "conditions": conditions(run),
+        "roof": roof,
+        "engines": engines,
+        "ratios": ratios(engines, roof),
+    }
+    limit = "no limit" if args.memory is None else format_size(args.memory)
+    print(markdown(document, limit))
+    if args.plot:
+        plot(document, args.plot)
+    if args.json:
+        args.json.write_text(json.dumps({**document, "runs": run.results, "roofs": run.roofs}) + "\n")
+    print(json.dumps(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
