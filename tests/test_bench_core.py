@@ -13,7 +13,7 @@ BENCH = Path(__file__).parent.parent / "bench"
 @pytest.mark.parametrize(
     ("script", "arguments", "figures"),
     [
-        ("kernels.py", ["--tiny", "--threads", "1", "--seconds", "0.001"], 6),
+        ("kernels.py", ["--tiny", "--threads", "1", "--seconds", "0.001"], 9),
         ("reader.py", ["--file-size", "1MiB", "--sizes", "512B,4KiB", "--threads", "2", "--seconds", "0.001"], 2),
     ],
 )

@@ -1,7 +1,6 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace flashllm {
 
@@ -10,20 +9,11 @@ namespace {
 constexpr std::size_t kPositionsTogether = 64;
 
 void attend_head(const AttentionShape& shape, const float* q, const std::byte* k, const std::byte* v,
-                 float* scores, float* out, const KernelTable& kernels) {
-  const void* rows[kPositionsTogether];
-  float largest = -INFINITY;
-  for (std::size_t p = 0; p < shape.length; p += kPositionsTogether) {
-    const std::size_t n = std::min(kPositionsTogether, shape.length - p);
-    for (std::size_t i = 0; i < n; ++i) rows[i] = k + (p + i) * shape.row_stride;
-    kernels.dot_rows(rows, n, q, shape.head_dim, scores + p);
-    for (std::size_t i = 0; i < n; ++i) largest = std::max(largest, scores[p + i] *= shape.scale);
-  }
-  float total = 0.0F;
-  for (std::size_t p = 0; p < shape.length; ++p) total += scores[p] = std::exp(scores[p] - largest);
-  for (std::size_t p = 0; p < shape.length; ++p) scores[p] /= total;
-
+                 float* scores, float* out, const KernelTable& kernels, Softmax softmax) {
+  kernels.dot_matrix(k, shape.row_stride, shape.length, q, shape.head_dim, scores);
+  softmax(scores, shape.length, shape.scale);
   std::fill(out, out + shape.head_dim, 0.0F);
+  const void* rows[kPositionsTogether];
   for (std::size_t p = 0; p < shape.length; p += kPositionsTogether) {
     const std::size_t n = std::min(kPositionsTogether, shape.length - p);
     for (std::size_t i = 0; i < n; ++i) rows[i] = v + (p + i) * shape.row_stride;
@@ -36,12 +26,13 @@ void attend_head(const AttentionShape& shape, const float* q, const std::byte* k
 void attend_one(const AttentionShape& shape, const float* q, const std::byte* k, const std::byte* v,
                 float* scores, float* out, ThreadPool& pool, SimdLevel level) {
   const KernelTable& kernels = kernel_table(level, shape.dtype);
+  const Softmax softmax = softmax_kernel(level);
   const std::size_t group = shape.heads / shape.kv_heads;
   pool.parallel_for(shape.heads, 1, [&](std::size_t begin, std::size_t end) {
     for (std::size_t h = begin; h < end; ++h) {
       const std::size_t offset = h / group * shape.head_stride;
       attend_head(shape, q + h * shape.head_dim, k + offset, v + offset, scores + h * shape.length,
-                  out + h * shape.head_dim, kernels);
+                  out + h * shape.head_dim, kernels, softmax);
     }
   });
 }

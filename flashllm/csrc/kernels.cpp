@@ -9,24 +9,26 @@ namespace flashllm {
 namespace scalar {
 extern const KernelTable kTables[3];
 float sum_floats(const float* from, std::size_t n);
+void softmax(float* scores, std::size_t n, float scale);
 }  // namespace scalar
 #if defined(__x86_64__)
 namespace avx2 {
 extern const KernelTable kTables[3];
 float sum_floats(const float* from, std::size_t n);
+void softmax(float* scores, std::size_t n, float scale);
 }  // namespace avx2
 namespace avx512 {
 extern const KernelTable kTables[3];
 float sum_floats(const float* from, std::size_t n);
+void softmax(float* scores, std::size_t n, float scale);
 }  // namespace avx512
 #endif
 
 namespace {
 
-constexpr std::size_t kRowGrain = 16;     // rows a thread takes at a time, a multiple of what dot_rows groups
+constexpr std::size_t kRowGrain = 16;     // rows a thread takes at a time
 constexpr std::size_t kColumnGrain = 64;  // columns: whole cache lines of fp16, whole vectors of every level
-constexpr std::size_t kRowsTogether = 64;  // row pointers set up on the stack
-static_assert(kRowGrain % 4 == 0 && kColumnGrain % 32 == 0, "splits must fall between vectors");
+static_assert(kColumnGrain % 32 == 0, "splits must fall between vectors");
 
 }  // namespace
 
@@ -66,6 +68,15 @@ SumFloats sum_floats_kernel(SimdLevel level) {
   return scalar::sum_floats;
 }
 
+Softmax softmax_kernel(SimdLevel level) {
+  kernel_table(level, Dtype::f32);
+#if defined(__x86_64__)
+  if (level == SimdLevel::avx512) return avx512::softmax;
+  if (level == SimdLevel::avx2) return avx2::softmax;
+#endif
+  return scalar::softmax;
+}
+
 float apply_activation(Activation activation, float value) {
   switch (activation) {
     case Activation::identity:
@@ -82,19 +93,16 @@ void linear(const LinearWeights& weights, const float* x, std::size_t tokens, fl
             SimdLevel level) {
   const KernelTable& kernels = kernel_table(level, weights.dtype);
   pool.parallel_for(weights.rows, kRowGrain, [&](std::size_t begin, std::size_t end) {
-    const void* rows[kRowsTogether];
-    for (std::size_t r = begin; r < end; r += kRowsTogether) {
-      const std::size_t n = std::min(kRowsTogether, end - r);
-      for (std::size_t i = 0; i < n; ++i) rows[i] = weights.data + (r + i) * weights.stride;
-      // All tokens use a small block of rows while it is in the processor's cache.
-      for (std::size_t i = 0; i < n; i += 4) {
-        for (std::size_t m = 0; m < tokens; ++m)
-          kernels.dot_rows(rows + i, std::min<std::size_t>(4, n - i), x + m * weights.columns,
-                           weights.columns, out + m * weights.rows + r + i);
-      }
-      if (weights.bias != nullptr) {
-        for (std::size_t m = 0; m < tokens; ++m)
-          for (std::size_t i = 0; i < n; ++i) out[m * weights.rows + r + i] += weights.bias[r + i];
+    // All tokens use a small block of rows while it is in the processor's cache.
+    const std::size_t block = tokens == 1 ? end - begin : kRowGrain;
+    for (std::size_t r = begin; r < end; r += block) {
+      const std::size_t n = std::min(block, end - r);
+      for (std::size_t m = 0; m < tokens; ++m) {
+        float* values = out + m * weights.rows + r;
+        kernels.dot_matrix(weights.data + r * weights.stride, weights.stride, n, x + m * weights.columns,
+                           weights.columns, values);
+        if (weights.bias != nullptr)
+          for (std::size_t i = 0; i < n; ++i) values[i] += weights.bias[r + i];
       }
     }
   });
@@ -116,7 +124,11 @@ void gathered_dots(const void* const* rows, const std::int32_t* ids, std::size_t
 void scaled_row_sum(const void* const* rows, const float* scales, std::size_t n, Dtype dtype, std::size_t k,
                     float* y, ThreadPool& pool, SimdLevel level) {
   const KernelTable& kernels = kernel_table(level, dtype);
-  pool.parallel_for(k, kColumnGrain, [&](std::size_t begin, std::size_t end) {
+  // One share a thread: a piece of a row is read from memory in one go, the longer the better.
+  const auto threads = static_cast<std::size_t>(pool.threads());
+  const std::size_t share = (k + threads - 1) / threads;
+  const std::size_t grain = (share + kColumnGrain - 1) / kColumnGrain * kColumnGrain;
+  pool.parallel_for(k, grain, [&](std::size_t begin, std::size_t end) {
     kernels.add_scaled_rows(rows, scales, n, begin, end, y);
   });
 }

@@ -25,6 +25,9 @@ enum class Activation { identity, relu, squared_relu };
 struct KernelTable {
   // out[r] = sum_j rows[r][j] * x[j]
   void (*dot_rows)(const void* const* rows, std::size_t n, const float* x, std::size_t k, float* out);
+  // the same over rows `stride` bytes apart
+  void (*dot_matrix)(const void* data, std::size_t stride, std::size_t n, const float* x, std::size_t k,
+                     float* out);
   // y[j] += sum_i scales[i] * rows[i][j], the terms added in the order of i; j in [begin, end)
   void (*add_scaled_rows)(const void* const* rows, const float* scales, std::size_t n, std::size_t begin,
                           std::size_t end, float* y);
@@ -32,6 +35,10 @@ struct KernelTable {
   void (*from_f32)(const float* from, std::size_t n, void* to);  // rounds to nearest, ties to even
 };
 const KernelTable& kernel_table(SimdLevel level, Dtype dtype);
+
+// scores = softmax(scale * scores), in place
+using Softmax = void (*)(float* scores, std::size_t n, float scale);
+Softmax softmax_kernel(SimdLevel level);
 
 // The sum of n floats, read as fast as the level can: for measuring, in no fixed order.
 using SumFloats = float (*)(const float* from, std::size_t n);

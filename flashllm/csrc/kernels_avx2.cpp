@@ -10,6 +10,8 @@ namespace flashllm::avx2 {
 
 namespace {
 
+constexpr std::size_t kUnroll = 4, kRows = 2;
+
 struct Vec {
   static constexpr std::size_t kWidth = 8;
   __m256 v;
@@ -25,6 +27,11 @@ struct Vec {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
   }
   void store(float* p) const { _mm256_storeu_ps(p, v); }
+  // this * 2^n, n the integer in the low bits of `shifted`
+  Vec times_two_to(const Vec& shifted) const {
+    const __m256i n = _mm256_slli_epi32(_mm256_castps_si256(shifted.v), 23);
+    return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), n))};
+  }
   float sum() const {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -34,6 +41,8 @@ struct Vec {
 
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }  // b where either is NaN
 
 }  // namespace
 

@@ -15,6 +15,8 @@ namespace flashllm::avx512 {
 
 namespace {
 
+constexpr std::size_t kUnroll = 4, kRows = 4;
+
 struct Vec {
   static constexpr std::size_t kWidth = 16;
   __m512 v;
@@ -30,6 +32,11 @@ struct Vec {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
   }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
+  // this * 2^n, n the integer in the low bits of `shifted`
+  Vec times_two_to(const Vec& shifted) const {
+    const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
+    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(v), n))};
+  }
   float sum() const {
     const __m256 high = _mm256_castsi256_ps(_mm512_extracti64x4_epi64(_mm512_castps_si512(v), 1));
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), high);
@@ -41,6 +48,8 @@ struct Vec {
 
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where either is NaN
 
 }  // namespace
 

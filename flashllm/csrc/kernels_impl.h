@@ -1,10 +1,18 @@
-// The loops of kernels.h over a vector type. Each kernels_<level>.cpp defines `Vec` in its own namespace,
-// compiled with that level's flags, then includes this file; nothing here may be shared between levels.
+// The loops of kernels.h over a vector type. Each kernels_<level>.cpp defines in its own namespace, compiled
+// with that level's flags, `Vec`, `kUnroll` and `kRows`, then includes this file; nothing here may be shared
+// between levels.
 //
-// Vec: kWidth floats; zero, load of fp32/fp16/bf16, set, fma, add, sum (a fixed tree), store.
-// Included several times on purpose, hence no include guard.
+// Vec: kWidth floats; zero, load of fp32/fp16/bf16, set, fma, add, multiply, max, times_two_to, sum (a fixed
+// tree), store. kUnroll: independent sums a row, so that additions overlap; part of the order of a dot
+// product. kRows: rows read together where that pays; no sum depends on it.
+//
+// Prefetching: at two cores, loads alone keep too few cache lines under way to reach the memory's bandwidth,
+// and the processor's own prefetchers start anew at each row (bench/LOG.md). Included several times on
+// purpose, hence no include guard.
 
-constexpr std::size_t kUnroll = 2;  // independent sums a row, so that additions overlap
+constexpr std::size_t kCacheLine = 64;
+constexpr std::size_t kAhead = 8192;  // bytes between a load and the prefetch beside it, in consecutive rows
+constexpr std::size_t kShortRow = 1024;  // bytes: rows too short to be a stream of their own
 
 struct F32 {
   using T = float;
@@ -22,66 +30,186 @@ struct BF16 {
   static float scalar(T v) { return bfloat_to_float(v); }
 };
 
-// R rows at a time read R streams; each row's own order of additions is the same for every R.
+// The cache lines of `n` elements at `p`.
+template <typename T, std::size_t n>
+inline void prefetch(const T* p) {
+  constexpr std::size_t kStep = kCacheLine / sizeof(T);
+  for (std::size_t j = 0; j < n; j += kStep) __builtin_prefetch(p + j);
+}
+
+// R rows at a time; each row's own order of additions is the same for every R. next[r]: what to fetch while
+// row[r] is read, as far on; nullptr: nothing.
 template <typename W, std::size_t R>
-void dot_block(const void* const* rows, const float* x, std::size_t k, float* out) {
+inline void dot_block(const typename W::T* const* row, const typename W::T* const* next, const float* x,
+                      std::size_t k, float* out) {
   constexpr std::size_t kStep = kUnroll * Vec::kWidth;
-  const typename W::T* row[R];
   Vec sum[R][kUnroll];
-  for (std::size_t r = 0; r < R; ++r) {
-    row[r] = static_cast<const typename W::T*>(rows[r]);
+  for (std::size_t r = 0; r < R; ++r)
     for (std::size_t u = 0; u < kUnroll; ++u) sum[r][u] = Vec::zero();
-  }
   std::size_t j = 0;
   for (; j + kStep <= k; j += kStep) {
+    if (next != nullptr)
+      for (std::size_t r = 0; r < R; ++r) prefetch<typename W::T, kStep>(next[r] + j);
     for (std::size_t u = 0; u < kUnroll; ++u) {
       const Vec xv = Vec::load_f32(x + j + u * Vec::kWidth);
       for (std::size_t r = 0; r < R; ++r)
         sum[r][u] = fma(W::load(row[r] + j + u * Vec::kWidth), xv, sum[r][u]);
     }
   }
+  for (; j + Vec::kWidth <= k; j += Vec::kWidth) {
+    const Vec xv = Vec::load_f32(x + j);
+    for (std::size_t r = 0; r < R; ++r) sum[r][0] = fma(W::load(row[r] + j), xv, sum[r][0]);
+  }
   for (std::size_t r = 0; r < R; ++r) {
-    float total = (sum[r][0] + sum[r][1]).sum();
+    for (std::size_t half = kUnroll / 2; half != 0; half /= 2)
+      for (std::size_t u = 0; u < half; ++u) sum[r][u] = sum[r][u] + sum[r][u + half];
+    float total = sum[r][0].sum();
     for (std::size_t t = j; t < k; ++t) total = __builtin_fmaf(W::scalar(row[r][t]), x[t], total);
     out[r] = total;
   }
 }
 
+// Rows that lie anywhere: while kRows of them are read, the next kRows are fetched.
 template <typename W>
 void dot_rows(const void* const* rows, std::size_t n, const float* x, std::size_t k, float* out) {
-  constexpr std::size_t kRows = 4;
+  const auto* row = reinterpret_cast<const typename W::T* const*>(rows);
   std::size_t r = 0;
-  for (; r + kRows <= n; r += kRows) dot_block<W, kRows>(rows + r, x, k, out + r);
-  for (; r < n; ++r) dot_block<W, 1>(rows + r, x, k, out + r);
+  for (; r + 2 * kRows <= n; r += kRows) dot_block<W, kRows>(row + r, row + r + kRows, x, k, out + r);
+  for (; r + kRows <= n; r += kRows) dot_block<W, kRows>(row + r, nullptr, x, k, out + r);
+  for (; r < n; ++r) dot_block<W, 1>(row + r, nullptr, x, k, out + r);
 }
 
-// y stays in registers for R terms; the additions of one y[j] are in the order of the terms whatever R is.
+// Consecutive rows are one stream, fetched kAhead bytes before it is read, up to the end of the last row.
+template <typename W>
+void dot_matrix(const void* data, std::size_t stride, std::size_t n, const float* x, std::size_t k,
+                float* out) {
+  using T = typename W::T;
+  const auto* first = static_cast<const std::byte*>(data);
+  const auto row_at = [=](std::size_t r) { return reinterpret_cast<const T*>(first + r * stride); };
+  const auto fetched = [=](std::size_t r, std::size_t together) {
+    return (r + together) * stride + kAhead <= n * stride;
+  };
+  const T* row[kRows];
+  const T* next[kRows];
+  std::size_t r = 0;
+  if (k * sizeof(T) <= kShortRow) {
+    for (; r + kRows <= n; r += kRows) {
+      for (std::size_t i = 0; i < kRows; ++i) {
+        row[i] = row_at(r + i);
+        next[i] = row[i] + kAhead / sizeof(T);
+      }
+      dot_block<W, kRows>(row, fetched(r, kRows) ? next : nullptr, x, k, out + r);
+    }
+  }
+  for (; r < n; ++r) {
+    row[0] = row_at(r);
+    next[0] = row[0] + kAhead / sizeof(T);
+    dot_block<W, 1>(row, fetched(r, 1) ? next : nullptr, x, k, out + r);
+  }
+}
+
+// y[j] += the terms of R rows, in their order.
 template <typename W, std::size_t R>
-void add_block(const void* const* rows, const float* scales, std::size_t begin, std::size_t end, float* y) {
-  const typename W::T* row[R];
+inline void add_block(const typename W::T* const* row, const typename W::T* const* next, const float* scales,
+                      std::size_t begin, std::size_t end, float* y) {
+  constexpr std::size_t kVectors = 2;
+  constexpr std::size_t kStep = kVectors * Vec::kWidth;
   Vec scale[R];
-  for (std::size_t r = 0; r < R; ++r) {
-    row[r] = static_cast<const typename W::T*>(rows[r]);
-    scale[r] = Vec::set(scales[r]);
-  }
+  for (std::size_t r = 0; r < R; ++r) scale[r] = Vec::set(scales[r]);
   std::size_t j = begin;
-  for (; j + Vec::kWidth <= end; j += Vec::kWidth) {
-    Vec sum = Vec::load_f32(y + j);
-    for (std::size_t r = 0; r < R; ++r) sum = fma(W::load(row[r] + j), scale[r], sum);
-    sum.store(y + j);
+  for (; j + kStep <= end; j += kStep) {
+    if (next != nullptr)
+      for (std::size_t r = 0; r < R; ++r) prefetch<typename W::T, kStep>(next[r] + j);
+    Vec sum[kVectors];
+    for (std::size_t v = 0; v < kVectors; ++v) sum[v] = Vec::load_f32(y + j + v * Vec::kWidth);
+    for (std::size_t r = 0; r < R; ++r)
+      for (std::size_t v = 0; v < kVectors; ++v)
+        sum[v] = fma(W::load(row[r] + j + v * Vec::kWidth), scale[r], sum[v]);
+    for (std::size_t v = 0; v < kVectors; ++v) sum[v].store(y + j + v * Vec::kWidth);
   }
-  for (; j < end; ++j) {
+  for (; j < end; ++j)
     for (std::size_t r = 0; r < R; ++r) y[j] = __builtin_fmaf(W::scalar(row[r][j]), scales[r], y[j]);
-  }
 }
 
+// V vectors of y stay in registers for all rows.
+template <typename W, std::size_t V>
+inline void add_to_registers(const typename W::T* const* row, const float* scales, std::size_t n,
+                             std::size_t begin, float* y) {
+  Vec sum[V];
+  for (std::size_t v = 0; v < V; ++v) sum[v] = Vec::load_f32(y + begin + v * Vec::kWidth);
+  for (std::size_t i = 0; i < n; ++i) {
+    const Vec scale = Vec::set(scales[i]);
+    for (std::size_t v = 0; v < V; ++v)
+      sum[v] = fma(W::load(row[i] + begin + v * Vec::kWidth), scale, sum[v]);
+  }
+  for (std::size_t v = 0; v < V; ++v) sum[v].store(y + begin + v * Vec::kWidth);
+}
+
+// The additions of one y[j] are in the order of the terms, whichever way is taken.
 template <typename W>
 void add_scaled_rows(const void* const* rows, const float* scales, std::size_t n, std::size_t begin,
                      std::size_t end, float* y) {
-  constexpr std::size_t kRows = 8;
+  constexpr std::size_t kNarrow = 8;  // vectors: the width of an attention head
+  const auto* row = reinterpret_cast<const typename W::T* const*>(rows);
+  if (end - begin <= 2 * kNarrow * Vec::kWidth) {
+    for (; begin + kNarrow * Vec::kWidth <= end; begin += kNarrow * Vec::kWidth)
+      add_to_registers<W, kNarrow>(row, scales, n, begin, y);
+    for (; begin + Vec::kWidth <= end; begin += Vec::kWidth) add_to_registers<W, 1>(row, scales, n, begin, y);
+  }
   std::size_t i = 0;
-  for (; i + kRows <= n; i += kRows) add_block<W, kRows>(rows + i, scales + i, begin, end, y);
-  for (; i < n; ++i) add_block<W, 1>(rows + i, scales + i, begin, end, y);
+  for (; i + 2 * kRows <= n; i += kRows)
+    add_block<W, kRows>(row + i, row + i + kRows, scales + i, begin, end, y);
+  for (; i + kRows <= n; i += kRows) add_block<W, kRows>(row + i, nullptr, scales + i, begin, end, y);
+  for (; i < n; ++i) add_block<W, 1>(row + i, nullptr, scales + i, begin, end, y);
+}
+
+// e^x for x <= 0 to about 2 units in the last place; 1.6e-38 from -87 down. exp(x) = 2^n * e^r with n =
+// round(x / ln 2) and |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 6 (remainder below 2^-23). NaN
+// stays NaN.
+inline Vec exp_negative(Vec x) {
+  x = max(Vec::set(-87.0F), x);
+  const Vec shifted = fma(x, Vec::set(1.44269504F), Vec::set(12582912.0F));  // 1.5 * 2^23: n in the low bits
+  const Vec n = shifted + Vec::set(-12582912.0F);
+  Vec r = fma(n, Vec::set(-0.693359375F), x);  // ln 2 in two parts: the first product is exact
+  r = fma(n, Vec::set(2.12194440e-4F), r);
+  Vec p = Vec::set(1.0F / 720.0F);
+  for (const float c : {1.0F / 120.0F, 1.0F / 24.0F, 1.0F / 6.0F, 0.5F, 1.0F, 1.0F})
+    p = fma(p, r, Vec::set(c));
+  return p.times_two_to(shifted);
+}
+
+// scores[i] = e^(scale * scores[i] - m) / (their sum), m the largest of the scaled scores.
+void softmax(float* scores, std::size_t n, float scale) {
+  constexpr float kLowest = -__builtin_inff();
+  const std::size_t whole = n / Vec::kWidth * Vec::kWidth;
+  float
+      last[Vec::kWidth];  // the scores beyond the last whole vector, padded with what weighs next to nothing
+  for (std::size_t i = 0; i < Vec::kWidth; ++i) last[i] = whole + i < n ? scores[whole + i] * scale : kLowest;
+  const Vec factor = Vec::set(scale);
+  Vec largest = Vec::load_f32(last);
+  for (std::size_t i = 0; i < whole; i += Vec::kWidth) {
+    const Vec scaled = Vec::load_f32(scores + i) * factor;
+    scaled.store(scores + i);
+    largest = max(largest, scaled);
+  }
+  float lanes[Vec::kWidth];
+  largest.store(lanes);
+  float m = lanes[0];
+  for (const float lane : lanes) m = lane > m ? lane : m;
+  const Vec offset = Vec::set(-m);
+  Vec sum = Vec::zero();
+  for (std::size_t i = 0; i < whole; i += Vec::kWidth) {
+    const Vec e = exp_negative(Vec::load_f32(scores + i) + offset);
+    e.store(scores + i);
+    sum = sum + e;
+  }
+  exp_negative(Vec::load_f32(last) + offset).store(last);
+  float total = sum.sum();
+  for (std::size_t i = whole; i < n; ++i) total += last[i - whole];
+  const Vec inverse = Vec::set(1.0F / total);
+  for (std::size_t i = 0; i < whole; i += Vec::kWidth)
+    (Vec::load_f32(scores + i) * inverse).store(scores + i);
+  for (std::size_t i = whole; i < n; ++i) scores[i] = last[i - whole] * (1.0F / total);
 }
 
 template <typename W>
@@ -125,7 +253,7 @@ float sum_floats(const float* from, std::size_t n) {
 
 extern const KernelTable kTables[3];
 const KernelTable kTables[3] = {
-    {dot_rows<F32>, add_scaled_rows<F32>, to_f32<F32>, from_f32_f32},
-    {dot_rows<F16>, add_scaled_rows<F16>, to_f32<F16>, from_f32_f16},
-    {dot_rows<BF16>, add_scaled_rows<BF16>, to_f32<BF16>, from_f32_bf16},
+    {dot_rows<F32>, dot_matrix<F32>, add_scaled_rows<F32>, to_f32<F32>, from_f32_f32},
+    {dot_rows<F16>, dot_matrix<F16>, add_scaled_rows<F16>, to_f32<F16>, from_f32_f16},
+    {dot_rows<BF16>, dot_matrix<BF16>, add_scaled_rows<BF16>, to_f32<BF16>, from_f32_bf16},
 };

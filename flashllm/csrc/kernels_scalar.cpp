@@ -6,6 +6,8 @@ namespace flashllm::scalar {
 
 namespace {
 
+constexpr std::size_t kUnroll = 2, kRows = 4;
+
 struct Vec {
   static constexpr std::size_t kWidth = 8;
   float lane[kWidth];
@@ -34,6 +36,13 @@ struct Vec {
   void store(float* p) const {
     for (std::size_t i = 0; i < kWidth; ++i) p[i] = lane[i];
   }
+  // this * 2^n, n the integer in the low bits of `shifted`
+  Vec times_two_to(const Vec& shifted) const {
+    Vec product;
+    for (std::size_t i = 0; i < kWidth; ++i)
+      product.lane[i] = float_from_bits(bits_of_float(lane[i]) + (bits_of_float(shifted.lane[i]) << 23));
+    return product;
+  }
   float sum() const {
     return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
   }
@@ -48,6 +57,17 @@ Vec fma(const Vec& a, const Vec& b, const Vec& c) {
 Vec operator+(const Vec& a, const Vec& b) {
   Vec v;
   for (std::size_t i = 0; i < Vec::kWidth; ++i) v.lane[i] = a.lane[i] + b.lane[i];
+  return v;
+}
+
+Vec operator*(const Vec& a, const Vec& b) {
+  Vec v;
+  for (std::size_t i = 0; i < Vec::kWidth; ++i) v.lane[i] = a.lane[i] * b.lane[i];
+  return v;
+}
+Vec max(const Vec& a, const Vec& b) {  // b where either is NaN, as the processors' instruction
+  Vec v;
+  for (std::size_t i = 0; i < Vec::kWidth; ++i) v.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i];
   return v;
 }
 
