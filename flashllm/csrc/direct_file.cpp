@@ -122,84 +122,65 @@ DirectFile::~DirectFile() {
   if (fd_ >= 0) close(fd_);
 }
 
-ssize_t DirectFile::read_once(const struct iovec* iov, int iovcnt, std::uint64_t offset) const {
-  const Fault* fault = faults_ ? faults_->next() : nullptr;
-  if (fault == nullptr) return preadv(fd_, iov, iovcnt, static_cast<off_t>(offset));
-  switch (fault->kind) {
-    case Fault::Kind::error:
-      errno = static_cast<int>(fault->argument);
-      return -1;
-    case Fault::Kind::end_of_file:
-      return 0;
-    case Fault::Kind::short_read: {
-      struct iovec first = iov[0];
-      first.iov_len = std::min<std::size_t>(first.iov_len, fault->argument);
-      return preadv(fd_, &first, 1, static_cast<off_t>(offset));
+int DirectRead::descriptor() const { return file_->fd_; }
+
+void DirectRead::accept(ssize_t result) {
+  if (file_->faults_) result = file_->faults_->distort(iov_, result);
+  if (result < 0) {
+    const auto error = static_cast<int>(-result);
+    if (error == EINTR) return;
+    if (error == EAGAIN && ++waits_ < kPatience) {
+      std::this_thread::yield();
+      return;
     }
-    case Fault::Kind::flip: {
-      const ssize_t got = preadv(fd_, iov, iovcnt, static_cast<off_t>(offset));
-      if (got > 0) {
-        const std::size_t bit = fault->argument % (8 * std::min<std::size_t>(iov[0].iov_len, got));
-        static_cast<unsigned char*>(iov[0].iov_base)[bit / 8] ^= static_cast<unsigned char>(1U << (bit % 8));
-      }
-      return got;
+    ++retries_;
+    if (++failures_ <= kExtraTries) return;
+    std::size_t wanted = 0;
+    for (int i = 0; i < iovcnt_; ++i) wanted += iov_[i].iov_len;
+    throw_io("reading " + std::to_string(wanted) + " bytes at offset " + std::to_string(offset()) +
+                 " failed three times,",
+             file_->path_, error, offset());
+  }
+  if (result == 0) {  // the end of the file
+    iovcnt_ = 0;
+    return;
+  }
+  waits_ = 0;
+  done_ += static_cast<std::size_t>(result);
+  // A short read: step over what came. A direct read that stopped between sectors can only be the file's
+  // end.
+  auto left = static_cast<std::size_t>(result);
+  while (iovcnt_ > 0 && left >= iov_->iov_len) {
+    left -= iov_->iov_len;
+    ++iov_;
+    --iovcnt_;
+  }
+  if (iovcnt_ == 0 || left == 0) return;
+  if (file_->direct_ && (left % file_->memory_alignment_ != 0 || offset() % file_->offset_alignment_ != 0)) {
+    if (offset() >= file_->current_size()) {
+      iovcnt_ = 0;
+      return;
+    }
+    // Mid-file and unaligned: read this piece again from its last sector, but not for ever.
+    const std::size_t back = offset() % file_->offset_alignment_;
+    done_ -= back;
+    left -= back;
+    if (left == 0 && ++failures_ > kExtraTries) {
+      throw CoreError(ErrorKind::io,
+                      "reading at offset " + std::to_string(offset()) +
+                          " returned less than one sector three times, " + file_->path_,
+                      offset());
     }
   }
-  return -1;
+  iov_->iov_base = static_cast<char*>(iov_->iov_base) + left;
+  iov_->iov_len -= left;
 }
 
-std::size_t DirectFile::read(struct iovec* iov, int iovcnt, std::uint64_t offset,
-                             std::uint64_t& retries) const {
-  std::size_t done = 0;
-  int failures = 0;
-  int waits = 0;
-  while (iovcnt > 0) {
-    const ssize_t got = read_once(iov, iovcnt, offset + done);
-    if (got < 0) {
-      const int error = errno;
-      if (error == EINTR) continue;
-      if (error == EAGAIN && ++waits < kPatience) {
-        std::this_thread::yield();
-        continue;
-      }
-      ++retries;
-      if (++failures <= kExtraTries) continue;
-      std::size_t wanted = 0;
-      for (int i = 0; i < iovcnt; ++i) wanted += iov[i].iov_len;
-      throw_io("reading " + std::to_string(wanted) + " bytes at offset " + std::to_string(offset + done) +
-                   " failed three times,",
-               path_, error, offset + done);
-    }
-    if (got == 0) break;  // the end of the file
-    waits = 0;
-    done += static_cast<std::size_t>(got);
-    // A short read: step over what came. A direct read that stopped between sectors can only be the file's
-    // end.
-    auto left = static_cast<std::size_t>(got);
-    while (iovcnt > 0 && left >= iov->iov_len) {
-      left -= iov->iov_len;
-      ++iov;
-      --iovcnt;
-    }
-    if (iovcnt > 0 && left > 0) {
-      if (direct_ && (left % memory_alignment_ != 0 || (offset + done) % offset_alignment_ != 0)) {
-        if (offset + done >= current_size()) break;
-        // Mid-file and unaligned: read this piece again from its last sector, but not for ever.
-        const std::size_t back = (offset + done) % offset_alignment_;
-        done -= back;
-        left -= back;
-        if (left == 0 && ++failures > kExtraTries) {
-          throw CoreError(ErrorKind::io,
-                          "reading at offset " + std::to_string(offset + done) +
-                              " returned less than one sector three times, " + path_,
-                          offset + done);
-        }
-      }
-      iov->iov_base = static_cast<char*>(iov->iov_base) + left;
-      iov->iov_len -= left;
-    }
+void DirectFile::read(DirectRead& read) const {
+  while (!read.finished()) {
+    const ssize_t got = preadv(fd_, read.iov(), read.iovcnt(), static_cast<off_t>(read.offset()));
+    read.accept(got < 0 ? -errno : got);
   }
-  return done;
 }
 
 }  // namespace flashllm

@@ -1,31 +1,33 @@
 // Batches of reads: submit returns at once, wait returns when every byte is there, checked.
 //
-// A ReadBatch belongs to its caller, who fills `jobs`, submits it, may compute meanwhile, and waits. The
-// first error of a batch wins, the rest of the batch is skipped, and wait throws it. A batch can be used
-// again after wait. The backend is one small interface, so that others (io_uring) can stand beside the
-// threads.
+// A ReadBatch belongs to its caller, who fills `jobs`, submits it, may compute meanwhile, and waits. Many
+// batches may be in flight: demand reads start before prefetches, each kind in the order of submission. When
+// it turns out what a prefetch was good for, `keep` drops those of its requests that have not been started
+// and lets the wanted ones go on as demand reads. The first error of a batch wins, the rest of the batch is
+// skipped, and wait throws it. After wait each job says whether it landed, and the batch can be used again.
+// One thread at a time uses a batch.
 #pragma once
 
-#include <condition_variable>
+#include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <exception>
+#include <functional>
 #include <memory>
-#include <mutex>
-#include <thread>
 #include <vector>
 
 #include "direct_file.h"
+#include "read_queue.h"
 #include "request_plan.h"
 
 namespace flashllm {
 
 struct ReadStats {
   std::uint64_t jobs = 0;
-  std::uint64_t requests = 0;
+  std::uint64_t requests = 0;   // without those dropped before they were started
+  std::uint64_t dropped = 0;    // requests
   std::uint64_t bytes = 0;      // asked from the device, gaps included
   std::uint64_t gap_bytes = 0;  // read and thrown away
-  std::uint64_t bounced = 0;    // requests that needed an aligned copy
+  std::uint64_t bounced = 0;    // requests that needed an aligned copy, dropped or not
   std::uint64_t retries = 0;
   std::uint64_t wall_ns = 0;  // from submit to the last byte
 };
@@ -39,24 +41,19 @@ class ReadBatch {
 
  private:
   friend class Reader;
-  friend class ThreadBackend;
+  friend class ReadQueue;
 
   const DirectFile* file_ = nullptr;
   std::vector<ReadRequest> requests_;
+  bool in_flight_ = false;  // the caller's own, never seen by the backend
+  // Guarded by the queue's lock.
   ReadStats stats_;
-  // Guarded by the backend's mutex.
-  std::size_t next_request_ = 0;
-  std::size_t unfinished_ = 0;
+  ReadPriority priority_ = ReadPriority::demand;
+  std::size_t next_request_ = 0;            // those before it were started
+  std::size_t unfinished_ = 0;              // requests neither finished nor dropped
+  std::vector<const ReadRequest*> landed_;  // finished since the last poll
   std::exception_ptr error_;
   std::uint64_t submitted_at_ns_ = 0;
-  bool in_flight_ = false;  // the caller's own, never seen by the backend's threads
-};
-
-class ReadBackend {
- public:
-  virtual ~ReadBackend() = default;
-  virtual void submit(ReadBatch& batch) = 0;
-  virtual void wait(ReadBatch& batch) = 0;  // does not throw the batch's own error
 };
 
 struct ReaderOptions {
@@ -66,14 +63,27 @@ struct ReaderOptions {
   bool verify = true;  // compare the checksums of jobs that carry them
 };
 
+// Takes work from a ReadQueue and finishes it. All memory and threads are taken when it is made.
+class ReadBackend {
+ public:
+  virtual ~ReadBackend() = default;                     // ends after the requests under way
+  virtual void work_arrived(std::size_t requests) = 0;  // called by those who submit
+};
+
 class Reader {
  public:
   explicit Reader(const ReaderOptions& options);
   ~Reader();
 
   const ReaderOptions& options() const { return options_; }
-  void submit(ReadBatch& batch, const DirectFile& file);
-  void wait(ReadBatch& batch);             // throws CoreError
+  void submit(ReadBatch& batch, const DirectFile& file, ReadPriority priority = ReadPriority::demand);
+  // Of the requests not yet started, those with a job that is `wanted` (called with the queue's lock held:
+  // brief, and no call of the reader) become demand reads; the others are dropped.
+  void keep(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted);
+  void cancel(ReadBatch& batch);  // keeps none; wait then returns as soon as the started ones are done
+  // Sets `landed` of the jobs that are there, read and checked. True when wait would return at once.
+  bool poll(ReadBatch& batch);
+  void wait(ReadBatch& batch);             // as poll, but waits; throws CoreError
   void settle(ReadBatch& batch) noexcept;  // waits if it is in flight; its error is not wanted
   void read(ReadBatch& batch, const DirectFile& file) {
     submit(batch, file);
@@ -82,6 +92,7 @@ class Reader {
 
  private:
   ReaderOptions options_;
+  ReadQueue queue_;
   std::unique_ptr<ReadBackend> backend_;
 };
 

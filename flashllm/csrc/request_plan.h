@@ -17,6 +17,7 @@ struct ReadJob {
   std::byte* destination = nullptr;
   const std::uint64_t* checksums = nullptr;  // xxh3-64 of each row of `row_nbytes`, or nullptr: not checked
   std::uint32_t row_nbytes = 0;              // 0: not rows
+  bool landed = false;                       // read and checked; set by the Reader
 };
 
 struct ReadRequest {

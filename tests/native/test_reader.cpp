@@ -229,6 +229,172 @@ void a_shrunk_file_is_a_format_error(const std::string& path) {
   }
 }
 
+std::shared_ptr<FaultPlan> inject(DirectFile& file, Fault::Kind kind, std::uint64_t first,
+                                  std::uint64_t count = 1, std::uint64_t argument = 0) {
+  auto plan = std::make_shared<FaultPlan>(fault(kind, first, count, argument));
+  file.inject(plan);
+  return plan;
+}
+
+// A reader that reads one request at a time, and cannot go on before `release`.
+struct HeldReader {
+  explicit HeldReader(const std::string& path) : file(path, true), reader(one_at_a_time()), jobs(4096) {
+    plan = inject(file, Fault::Kind::hold, 0);
+    jobs.add(batch, 0, 512, 0);
+    reader.submit(batch, file);
+    plan->wait_until_held();
+  }
+  void release() {
+    plan->release();
+    reader.wait(batch);
+  }
+  static ReaderOptions one_at_a_time() {
+    ReaderOptions options;
+    options.threads = 1;
+    return options;
+  }
+
+  DirectFile file;
+  Reader reader;
+  Jobs jobs;
+  ReadBatch batch;
+  std::shared_ptr<FaultPlan> plan;
+};
+
+void add_scattered(Jobs& jobs, ReadBatch& batch, std::uint64_t first, int count) {
+  for (int i = 0; i < count; ++i) jobs.add(batch, 8192 * (first + static_cast<std::uint64_t>(i)), 4096, 0);
+}
+
+int landed(const ReadBatch& batch) {
+  return static_cast<int>(
+      std::count_if(batch.jobs.begin(), batch.jobs.end(), [](const ReadJob& job) { return job.landed; }));
+}
+
+// The first reads of a file are flipped: whose bits are wrong tells who was read first.
+void demand_is_read_before_prefetch(const std::string& path, const Bytes& bytes) {
+  DirectFile file(path, true);
+  for (const bool promoted : {false, true}) {
+    HeldReader held(path);
+    ReadBatch guessed, needed;
+    Jobs guessed_jobs(1 << 20), needed_jobs(1 << 20);
+    add_scattered(guessed_jobs, guessed, 0, 6);
+    add_scattered(needed_jobs, needed, 10, 4);
+    inject(file, Fault::Kind::flip, 0, promoted ? 6 : 4, 5);
+    held.reader.submit(guessed, file, ReadPriority::prefetch);
+    if (promoted) held.reader.keep(guessed, [](const ReadJob&) { return true; });
+    held.reader.submit(needed, file);
+    CHECK(!held.reader.poll(guessed) && !held.reader.poll(needed));
+    held.release();
+    held.reader.wait(needed);
+    held.reader.wait(guessed);
+    CHECK(landed(needed) == 4 && landed(guessed) == 6);
+    Jobs& flipped = promoted ? guessed_jobs : needed_jobs;
+    (promoted ? needed_jobs : guessed_jobs).check(bytes);
+    for (const ReadJob& job : flipped.expected)
+      CHECK(std::memcmp(job.destination, bytes.data() + job.offset, job.nbytes) != 0);
+  }
+}
+
+void guesses_are_dropped(const std::string& path, const Bytes& bytes) {
+  // 1. Nothing was started: nothing is read.
+  {
+    HeldReader held(path);
+    DirectFile file(path, true);
+    const auto plan = inject(file, Fault::Kind::error, 0, 1000, EIO);
+    ReadBatch batch;
+    Jobs jobs(1 << 20);
+    add_scattered(jobs, batch, 0, 10);
+    held.reader.submit(batch, file, ReadPriority::prefetch);
+    held.reader.cancel(batch);
+    CHECK(held.reader.poll(batch));
+    held.reader.wait(batch);
+    CHECK(batch.stats().dropped == 10 && batch.stats().requests == 0 && landed(batch) == 0);
+    held.release();
+    CHECK(plan->calls() == 0);
+  }
+  // 2. Three were started: they and those wanted are read, and the batch says which.
+  DirectFile file(path, true);
+  Reader reader(HeldReader::one_at_a_time());
+  const auto plan = inject(file, Fault::Kind::hold, 2);
+  ReadBatch batch;
+  Jobs jobs(1 << 20);
+  add_scattered(jobs, batch, 0, 10);
+  reader.submit(batch, file, ReadPriority::prefetch);
+  plan->wait_until_held();
+  CHECK(!reader.poll(batch) && landed(batch) == 2);
+  const auto wanted = [](const ReadJob& job) { return job.offset == 8192 * 7 || job.offset == 8192 * 9; };
+  reader.keep(batch, wanted);
+  CHECK(!reader.poll(batch));
+  plan->release();
+  reader.wait(batch);
+  CHECK(batch.stats().dropped == 5 && batch.stats().requests == 5 && batch.stats().jobs == 10);
+  CHECK(batch.stats().bytes == 5 * 4096 && plan->calls() == 5);
+  for (const ReadJob& job : batch.jobs) {
+    CHECK(job.landed == (job.offset <= 8192 * 2 || wanted(job)));
+    CHECK((std::memcmp(job.destination, bytes.data() + job.offset, job.nbytes) == 0) == job.landed);
+  }
+  // 3. Too late: everything has landed, and the batch can be used again.
+  file.inject(nullptr);
+  reader.submit(batch, file, ReadPriority::prefetch);
+  CHECK(landed(batch) == 0 || reader.poll(batch));
+  while (!reader.poll(batch)) std::this_thread::yield();
+  CHECK(landed(batch) == 10);
+  reader.cancel(batch);
+  reader.wait(batch);
+  CHECK(batch.stats().dropped == 0 && batch.stats().requests == 10);
+  jobs.check(bytes);
+}
+
+void an_error_leaves_the_landed_jobs(const std::string& path) {
+  DirectFile file(path, true);
+  Reader reader(HeldReader::one_at_a_time());
+  inject(file, Fault::Kind::error, 4, 1000, EIO);
+  ReadBatch batch;
+  Jobs jobs(1 << 20);
+  add_scattered(jobs, batch, 0, 10);
+  CHECK(run(reader, batch, file) == Outcome::io);
+  CHECK(landed(batch) == 4);
+}
+
+// Demand reads and guesses of several callers, sorted out at random moments: what landed is right.
+void guesses_are_sorted_out_under_way(const std::string& path, const Bytes& bytes, int rounds) {
+  const DirectFile file(path, true);
+  ReaderOptions options;
+  options.threads = 5;
+  options.max_gap = 1024;
+  Reader reader(options);
+  std::vector<std::thread> callers;
+  for (unsigned caller = 0; caller < 3; ++caller) {
+    callers.emplace_back([&, caller] {
+      std::mt19937 random(caller);
+      for (int round = 0; round < rounds; ++round) {
+        ReadBatch guessed, needed;
+        Jobs guessed_jobs(2 << 20), needed_jobs(1 << 20);
+        fill_random(guessed_jobs, guessed, bytes, random, 40);
+        fill_random(needed_jobs, needed, bytes, random, 10);
+        reader.submit(guessed, file, ReadPriority::prefetch);
+        for (unsigned spin = random() % 200; spin > 0; --spin) std::this_thread::yield();
+        const auto parity = static_cast<std::uint64_t>(random() % 2);
+        const auto wanted = [&](const ReadJob& job) { return job.offset / 512 % 2 == parity; };
+        if (round % 3 != 0) reader.keep(guessed, wanted);
+        reader.submit(needed, file);
+        if (round % 3 == 0) reader.cancel(guessed);
+        while (round % 2 == 0 && !reader.poll(needed)) std::this_thread::yield();
+        reader.wait(needed);
+        reader.wait(guessed);
+        needed_jobs.check(bytes);
+        const ReadStats& stats = guessed.stats();
+        CHECK((landed(guessed) == 40) == (stats.dropped == 0));
+        for (const ReadJob& job : guessed.jobs) {
+          CHECK(job.landed || round % 3 == 0 || !wanted(job));
+          if (job.landed) CHECK(std::memcmp(job.destination, bytes.data() + job.offset, job.nbytes) == 0);
+        }
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+}
+
 void batches_are_used_properly(const std::string& path) {
   const DirectFile file(path, true);
   Reader reader(ReaderOptions{});
@@ -244,6 +410,8 @@ void batches_are_used_properly(const std::string& path) {
     return false;
   };
   CHECK(refused([&] { reader.wait(batch); }));
+  CHECK(refused([&] { reader.poll(batch); }));
+  CHECK(refused([&] { reader.cancel(batch); }));
   HugeBuffer memory(4096);
   ReadJob job;
   job.destination = memory.data();
@@ -327,6 +495,10 @@ void test_reader(const std::string& directory, int scale) {
   every_fault_is_met(path, bytes, true);
   every_fault_is_met(path, bytes, false);
   flipped_bits_are_found(path, bytes);
+  demand_is_read_before_prefetch(path, bytes);
+  guesses_are_dropped(path, bytes);
+  an_error_leaves_the_landed_jobs(path);
+  guesses_are_sorted_out_under_way(path, bytes, 20 * scale);
   batches_are_used_properly(path);
   a_shrunk_file_is_a_format_error(directory + "/shrinks.bin");
 }

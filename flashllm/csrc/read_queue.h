@@ -1,0 +1,59 @@
+// Which request is read next, and which batches are finished. Plain bookkeeping under one lock; reads
+// nothing and starts no threads. Shared by the callers of a Reader and its backend.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <mutex>
+
+#include "read_request.h"
+#include "request_plan.h"
+
+namespace flashllm {
+
+class ReadBatch;
+
+enum class ReadPriority { demand, prefetch };
+
+class ReadQueue {
+ public:
+  struct Work {
+    ReadBatch* batch = nullptr;
+    const ReadRequest* request = nullptr;
+    const ReadJob* jobs = nullptr;  // of the request
+    const DirectFile* file = nullptr;
+  };
+
+  // For callers.
+  void push(ReadBatch& batch, ReadPriority priority);
+  void keep(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted);
+  bool poll(ReadBatch& batch);  // marks the jobs that have landed; true when nothing is under way
+  void wait(ReadBatch& batch);  // the same, when nothing is under way any more
+
+  // For backends. Work is handed out in the order of submission, demand before prefetch; all of it must be
+  // finished.
+  bool take(Work& work);      // waits for work; false when the queue was closed
+  bool try_take(Work& work);  // false when there is none
+  void finish(const Work& work, const RequestOutcome& outcome, std::exception_ptr error);
+  void notify(std::size_t requests);  // wakes so many of those waiting in `take`
+  void close();                       // ends all waiting in `take`
+
+ private:
+  std::deque<ReadBatch*>& queue_of(const ReadBatch& batch);
+  bool pop(Work& work);
+  void retire(ReadBatch& batch, std::size_t requests);
+  void drop_rest(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted);
+  static void mark_landed(ReadBatch& batch);
+
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::condition_variable done_;
+  std::deque<ReadBatch*> demand_, prefetch_;  // batches with requests nobody has taken
+  bool closed_ = false;
+};
+
+}  // namespace flashllm
