@@ -21,13 +21,13 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from breakdown_report import markdown, plot
-from memory_group import GroupError, MemoryGroup, drop_page_cache
+from engine_runs import COLD_TOKENS, Workers, summary
+from memory_group import GroupError
 
 from flashllm.budget import DEFAULT_WINDOW
 from flashllm.demo import is_demo, resolve_model
@@ -36,12 +36,9 @@ from flashllm.manifest import Manifest, open_model_dir
 from flashllm.model_files import FFN
 from flashllm.units import format_size, parse_size
 
-WORKER = Path(__file__).with_name("breakdown_worker.py")
 ENGINES = ("naive", "hybrid", "paper", "flashllm")
-COLD_TOKENS = 10  # the first tokens of a run are shown apart
 PAPER = {"options": {"window": DEFAULT_WINDOW}, "ablation": {"merged": False, "overlap": False}}
 PAPER_SHARE = 0.24  # of the FFN in memory (paper A, section 4)
-BUSY_PARTS = ("io_ms", "memory_ms", "compute_ms", "other_ms", "total_ms", "io_busy_ms")
 
 
 class Run:
@@ -49,6 +46,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, directory: Path) -> None:
         self.args, self.directory = args, directory
+        self.workers = Workers(directory, memory=args.memory if args.cgroup else None, io_threads=args.io_threads)
         self.manifest: Manifest = open_model_dir(directory)
         self.results: dict[str, list[dict[str, Any]]] = {}
         self.roofs: list[dict[str, Any]] = []
@@ -56,7 +54,7 @@ class Run:
     def measure(self) -> None:
         """All rounds."""
         for number in range(self.args.rounds):
-            self.roofs.append(self._work({"task": "roof", "seconds": self.args.roof_seconds}, capped=False))
+            self.roofs.append(self.workers.roof(self.args.roof_seconds))
             for engine in self.args.engines:
                 print(f"round {number + 1} of {self.args.rounds}: {engine}", file=sys.stderr, flush=True)
                 self.results.setdefault(engine, []).append(self._engine(engine))
@@ -65,7 +63,7 @@ class Run:
         args = self.args
         if name in ("naive", "hybrid"):
             settings = {"task": "dense", "tokens": args.dense_tokens, "memory": args.memory}
-            return self._work({**settings, "resident_share": 0.5 if name == "hybrid" else 0.0})
+            return self.workers.run({**settings, "resident_share": 0.5 if name == "hybrid" else 0.0})
         settings = {
             "task": "flash",
             "tokens": args.tokens,
@@ -78,74 +76,8 @@ class Run:
             plan = self.results["paper"][-1]["plan"]
             ffn = PAPER_SHARE * self.manifest.files[FFN].nbytes
             settings["memory"] = int(plan["total_bytes"] - plan["neuron_cache_bytes"] + ffn)
-            return self._work(settings, capped=False)
-        return self._work(settings)
-
-    def _work(self, settings: dict[str, Any], *, capped: bool = True) -> dict[str, Any]:
-        full = {"model": str(self.directory), "io_threads": self.args.io_threads, **settings}
-        command = [sys.executable, str(WORKER), json.dumps(full)]
-        if not self.args.cgroup or not capped:
-            return self._result(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False))
-        with MemoryGroup(self.args.memory) as group:
-            drop_page_cache()
-            result = self._result(
-                subprocess.run(group.entering(command), stdout=subprocess.PIPE, text=True, check=False)
-            )
-            return {**result, "group_peak_bytes": group.peak_nbytes}
-
-    def _result(self, done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
-        if done.returncode != 0:
-            raise SystemExit(f"a worker ended with {done.returncode}; a limit too low is a kill (-9)")
-        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return result
-
-
-def steady(runs: list[dict[str, Any]], cold: int) -> list[dict[str, Any]]:
-    """The tokens that count: of every round, those after the first `cold`."""
-    return [token for run in runs for token in run["tokens"][cold:]]
-
-
-def summary(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over an engine's tokens."""
-    cold = 0 if name in ("naive", "hybrid") else COLD_TOKENS
-    tokens = steady(runs, cold)
-    totals = sorted(token["total_ms"] for token in tokens)
-    first = [token["total_ms"] for run in runs for token in run["tokens"][:COLD_TOKENS]]
-    reads = statistics.mean(token["bytes_read"] for token in tokens)
-    busy = statistics.mean(token["io_busy_ms"] for token in tokens)
-    active = sum(token["active"] for token in tokens)
-    result = {part: statistics.median(token[part] for token in tokens) for part in BUSY_PARTS}
-    quarters = statistics.quantiles(totals, n=4) if len(totals) > 1 else [totals[0]] * 3
-    return {
-        **result,
-        "p95_ms": totals[min(len(totals) - 1, int(0.95 * len(totals)))],
-        "quartiles_ms": [quarters[0], quarters[2]],
-        "first_ten_ms": statistics.median(first),
-        "tokens": len(tokens),
-        "bytes_read": round(reads),
-        "requests": round(statistics.mean(token["requests"] for token in tokens)),
-        "read_gbps": reads / busy / 1e6 if busy and cold else reads / result["total_ms"] / 1e6,
-        "hit_rate": sum(token["hits"] for token in tokens) / active if active else 0.0,
-        "active": round(active / len(tokens)),
-        "misses": round(statistics.mean(token["misses"] for token in tokens)),
-        "prefill_ms": statistics.median(run["prefill"]["total_ms"] for run in runs) if "prefill" in runs[0] else None,
-        "energy_j_per_token": energy(runs),
-        "group_peak_bytes": max((run["group_peak_bytes"] for run in runs if "group_peak_bytes" in run), default=None),
-        "resident_share": runs[0].get("resident_share"),
-        "cached_share": cached_share(runs[0]),
-    }
-
-
-def cached_share(run: dict[str, Any]) -> float | None:
-    shape = run.get("shape")
-    return None if shape is None else shape["cached_neurons"] / shape["num_neurons"]
-
-
-def energy(runs: list[dict[str, Any]]) -> float | None:
-    """Joules a token; None where RAPL cannot be read."""
-    if any(run["energy_j"] is None for run in runs):
-        return None
-    return float(sum(run["energy_j"] for run in runs) / sum(len(run["tokens"]) for run in runs))
+            return self.workers.run(settings, capped=False)
+        return self.workers.run(settings)
 
 
 def roofs(roofs: list[dict[str, Any]], engine: dict[str, Any] | None, run: dict[str, Any] | None) -> dict[str, Any]:
@@ -265,7 +197,10 @@ def main(argv: list[str] | None = None) -> int:
         run.measure()
     except (GroupError, FlashError) as error:
         raise SystemExit(f"latency_breakdown: {error}") from error
-    engines = {name: summary(name, results) for name, results in run.results.items()}
+    engines = {
+        name: summary(results, cold=0 if name in ("naive", "hybrid") else COLD_TOKENS)
+        for name, results in run.results.items()
+    }
     main_run = run.results.get("flashllm", [None])[0]
     roof = roofs(run.roofs, engines.get("flashllm"), main_run)
     document = {
