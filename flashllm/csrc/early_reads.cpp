@@ -1,0 +1,96 @@
+#include "early_reads.h"
+
+#include <algorithm>
+#include <exception>
+
+#include "error.h"
+
+namespace flashllm {
+
+EarlyReads::EarlyReads(std::byte* rows, std::int32_t capacity, std::uint32_t stride, std::int32_t num_neurons,
+                       Reader& reader, const DirectFile& file)
+    : rows_(rows),
+      capacity_(capacity),
+      stride_(stride),
+      reader_(reader),
+      file_(file),
+      row_of_(static_cast<std::size_t>(num_neurons), -1),
+      wanted_(static_cast<std::size_t>(num_neurons), 0) {
+  asked_.reserve(static_cast<std::size_t>(capacity));
+  for (ReadBatch& wave : waves_) wave.jobs.reserve(static_cast<std::size_t>(capacity) / kWaves + 1);
+}
+
+void EarlyReads::start(const std::vector<std::int32_t>& neurons, const RowSource& source) {
+  abandon();
+  file_offset_ = source.file_offset;
+  const std::size_t count = std::min(neurons.size(), static_cast<std::size_t>(capacity_));
+  for (std::size_t w = 0; w < kWaves; ++w) {
+    ReadBatch& wave = waves_[w];
+    wave.jobs.clear();
+    for (std::size_t i = count * w / kWaves; i < count * (w + 1) / kWaves; ++i) {
+      const std::int32_t neuron = neurons[i];
+      row_of_[static_cast<std::size_t>(neuron)] = static_cast<std::int32_t>(i);
+      asked_.push_back(neuron);
+      ReadJob job;
+      job.offset = source.file_offset + static_cast<std::uint64_t>(neuron) * stride_;
+      job.nbytes = stride_;
+      job.destination = rows_ + i * stride_;
+      if (source.checksums != nullptr) {
+        job.checksums = source.checksums + neuron;
+        job.row_nbytes = stride_;
+      }
+      wave.jobs.push_back(job);
+    }
+    if (!wave.jobs.empty()) reader_.submit(wave, file_, ReadPriority::prefetch);
+  }
+}
+
+void EarlyReads::keep(const std::vector<std::int32_t>& active) {
+  for (const std::int32_t neuron : active) wanted_[static_cast<std::size_t>(neuron)] = 1;
+  for (ReadBatch& wave : waves_) {
+    if (!wave.in_flight()) continue;
+    reader_.keep(wave, [this](const ReadJob& job) {
+      return wanted_[static_cast<std::size_t>((job.offset - file_offset_) / stride_)] != 0;
+    });
+  }
+  // From here on only what is wanted has a row: the others are neither waited for by name nor found.
+  for (const std::int32_t neuron : asked_)
+    if (wanted_[static_cast<std::size_t>(neuron)] == 0) row_of_[static_cast<std::size_t>(neuron)] = -1;
+  for (const std::int32_t neuron : active) wanted_[static_cast<std::size_t>(neuron)] = 0;
+}
+
+void EarlyReads::finish() {
+  stats_ = ReadStats{};
+  std::exception_ptr error;
+  for (ReadBatch& wave : waves_) {
+    if (!wave.in_flight()) continue;
+    try {
+      reader_.wait(wave);
+    } catch (const CoreError&) {
+      // Only a row that is wanted may end a token.
+      for (const ReadJob& job : wave.jobs) {
+        const auto neuron = static_cast<std::int32_t>((job.offset - file_offset_) / stride_);
+        if (!job.landed && asked_for(neuron)) error = std::current_exception();
+      }
+    }
+    const ReadStats& stats = wave.stats();
+    stats_.jobs += stats.jobs;
+    stats_.requests += stats.requests;
+    stats_.dropped += stats.dropped;
+    stats_.bytes += stats.bytes;
+    stats_.retries += stats.retries;
+    stats_.wall_ns = std::max(stats_.wall_ns, stats.wall_ns);
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+void EarlyReads::abandon() noexcept {
+  for (ReadBatch& wave : waves_) {
+    if (wave.in_flight()) reader_.cancel(wave);
+    reader_.settle(wave);
+  }
+  for (const std::int32_t neuron : asked_) row_of_[static_cast<std::size_t>(neuron)] = -1;
+  asked_.clear();
+}
+
+}  // namespace flashllm

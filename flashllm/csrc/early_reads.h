@@ -1,0 +1,71 @@
+// Rows of one layer's neurons, read on a guess before the layer is reached.
+//
+// The guess comes the likeliest first and is read in waves of that order, behind every demand read. When the
+// layer's active set is known, what has not been started and is not wanted is dropped, and what is wanted
+// goes on as demand. Wrong guesses so cost what the device would have idled, and the reads under way at that
+// moment. The rows lie in a buffer of their own: the neuron cache never sees a guess.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "reader.h"
+
+namespace flashllm {
+
+// Where a layer's rows lie.
+struct RowSource {
+  std::uint64_t file_offset = 0;  // of row 0
+  std::uint32_t stride = 0;
+  const std::uint64_t* checksums = nullptr;
+};
+
+class EarlyReads {
+ public:
+  // `rows` holds `capacity` rows of `stride` bytes; keeps references to all of them.
+  EarlyReads(std::byte* rows, std::int32_t capacity, std::uint32_t stride, std::int32_t num_neurons,
+             Reader& reader, const DirectFile& file);
+  ~EarlyReads() { abandon(); }
+  EarlyReads(const EarlyReads&) = delete;
+  EarlyReads& operator=(const EarlyReads&) = delete;
+
+  std::int32_t capacity() const { return capacity_; }
+
+  // Begins to read `neurons` (distinct, the likeliest first; at most the capacity of them). Forgets those
+  // before.
+  void start(const std::vector<std::int32_t>& neurons, const RowSource& source);
+
+  // The layer's active neurons, ascending: of the others no more is read than is under way. Those asked for
+  // and active are there after `finish`.
+  void keep(const std::vector<std::int32_t>& active);
+  bool asked_for(std::int32_t neuron) const { return row_of_[static_cast<std::size_t>(neuron)] >= 0; }
+
+  // Waits until every row kept is there. Throws the reader's error where one of them could not be read.
+  void finish();
+  const std::byte* row(std::int32_t neuron) const {
+    return rows_ + static_cast<std::size_t>(row_of_[static_cast<std::size_t>(neuron)]) * stride_;
+  }
+
+  // Waits for whatever is under way, and forgets it.
+  void abandon() noexcept;
+
+  const ReadStats& stats() const { return stats_; }  // of the reads of the last `finish`
+
+ private:
+  static constexpr std::size_t kWaves = 4;
+
+  std::byte* rows_;
+  const std::int32_t capacity_;
+  const std::uint32_t stride_;
+  Reader& reader_;
+  const DirectFile& file_;
+  std::uint64_t file_offset_ = 0;
+  std::array<ReadBatch, kWaves> waves_;
+  std::vector<std::int32_t> row_of_;  // [num_neurons]: row of the buffer, -1 where not asked for
+  std::vector<std::int32_t> asked_;   // neurons with a row
+  std::vector<std::uint8_t> wanted_;  // [num_neurons]
+  ReadStats stats_;
+};
+
+}  // namespace flashllm

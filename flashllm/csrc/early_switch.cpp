@@ -1,0 +1,35 @@
+#include "early_switch.h"
+
+#include <algorithm>
+
+namespace flashllm {
+
+double EarlySwitch::Arm::median() const {
+  auto sorted = times;
+  const auto end = sorted.begin() + static_cast<std::ptrdiff_t>(std::min(count, kKept));
+  const auto middle = sorted.begin() + (end - sorted.begin()) / 2;
+  std::nth_element(sorted.begin(), middle, end);
+  return *middle;
+}
+
+bool EarlySwitch::next(double seconds) {
+  if (seconds > 0 && started_) arms_[current_ ? 1 : 0].add(seconds);
+  started_ = true;
+  if (left_ > 0) {
+    --left_;
+    return current_;
+  }
+  const bool tried = arms_[0].count >= kTrial && arms_[1].count >= kTrial;
+  if (!tried) {
+    // The trial alternates, so that a drifting machine drifts for both.
+    current_ = !current_;
+    return current_;
+  }
+  winner_ = arms_[1].median() < kMargin * arms_[0].median();
+  probing_ = !probing_;
+  current_ = probing_ ? winner_ : !winner_;
+  left_ = (probing_ ? kPeriod : kProbe) - 1;
+  return current_;
+}
+
+}  // namespace flashllm

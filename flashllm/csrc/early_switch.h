@@ -1,0 +1,43 @@
+// Does reading ahead on a guess pay, here and now? Decided by the clock: tokens with it against tokens
+// without.
+//
+// Reads ahead help while the device would idle and hurt where wrong guesses keep it from what is wanted, and
+// both move with the machine. Changes what is read, never what is computed. Plain bookkeeping; knows no reads
+// and no clock.
+#pragma once
+
+#include <array>
+#include <cstddef>
+
+namespace flashllm {
+
+class EarlySwitch {
+ public:
+  static constexpr std::size_t kTrial = 6;     // tokens of each arm before the first decision
+  static constexpr std::size_t kProbe = 2;     // tokens of the losing arm at each later look
+  static constexpr std::size_t kPeriod = 100;  // tokens between looks
+  static constexpr double kMargin = 0.98;      // on must beat off by this much: it also costs energy
+
+  // Whether the next token reads ahead. `seconds` is how long the last one took; 0 where there was none.
+  bool next(double seconds);
+
+  bool winner() const { return winner_; }
+
+ private:
+  static constexpr std::size_t kKept = 6;
+  struct Arm {
+    std::array<double, kKept> times{};
+    std::size_t count = 0;
+    void add(double seconds) { times[count++ % kKept] = seconds; }
+    double median() const;
+  };
+
+  Arm arms_[2];
+  bool current_ = false;
+  bool started_ = false;
+  bool winner_ = true;
+  std::size_t left_ = 0;  // tokens of the present stretch
+  bool probing_ = false;
+};
+
+}  // namespace flashllm
