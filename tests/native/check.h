@@ -16,6 +16,7 @@
 // The test functions, one a file's idea; `scale` multiplies the iterations.
 void test_request_plan(int scale);
 void test_reader(const std::string& directory, int scale);
+void test_early(const std::string& directory, int scale);
 void test_cache(int scale);
 void test_thread_pool(int scale);
 void test_kernels(int scale);

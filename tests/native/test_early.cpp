@@ -1,0 +1,139 @@
+// Early reads: what is wanted is there, what is not is dropped or ignored; and the switch that judges them.
+#include "early_reads.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <random>
+
+#include "check.h"
+#include "early_switch.h"
+#include "error.h"
+#include "memory.h"
+#include "xxh3.h"
+
+namespace {
+
+using namespace flashllm;
+
+constexpr std::int32_t kNeurons = 300;
+constexpr std::uint32_t kStride = 512;
+constexpr std::int32_t kCapacity = 64;
+constexpr std::uint64_t kOffset = 4096;
+
+struct Rows {
+  explicit Rows(const std::string& path) : bytes(kOffset + kNeurons * kStride) {
+    std::mt19937 random(3);
+    for (unsigned char& byte : bytes) byte = static_cast<unsigned char>(random());
+    for (std::int32_t n = 0; n < kNeurons; ++n) sums.push_back(xxh3_64(row(n), kStride));
+    const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    CHECK(fd >= 0 && write(fd, bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
+    CHECK(fsync(fd) == 0);
+    close(fd);
+    file = std::make_unique<DirectFile>(path, true);
+  }
+  const unsigned char* row(std::int32_t neuron) const {
+    return bytes.data() + kOffset + static_cast<std::size_t>(neuron) * kStride;
+  }
+  RowSource source() const { return {kOffset, kStride, sums.data()}; }
+
+  std::vector<unsigned char> bytes;
+  std::vector<std::uint64_t> sums;
+  std::unique_ptr<DirectFile> file;
+};
+
+std::vector<std::int32_t> some(std::mt19937& random, std::size_t count) {
+  std::vector<std::int32_t> all(kNeurons);
+  for (std::int32_t n = 0; n < kNeurons; ++n) all[static_cast<std::size_t>(n)] = n;
+  std::shuffle(all.begin(), all.end(), random);
+  all.resize(count);
+  return all;
+}
+
+void test_reads(const Rows& rows, int threads, int scale) {
+  ReaderOptions options;
+  options.threads = threads;
+  Reader reader(options);
+  HugeBuffer memory(static_cast<std::size_t>(kCapacity) * kStride);
+  EarlyReads early(memory.data(), kCapacity, kStride, kNeurons, reader, *rows.file);
+  std::mt19937 random(static_cast<unsigned>(threads));
+  for (int i = 0; i < 200 * scale; ++i) {
+    const std::vector<std::int32_t> guess = some(random, random() % (kCapacity + 20));
+    std::vector<std::int32_t> active = some(random, random() % kNeurons);
+    std::sort(active.begin(), active.end());
+    early.start(guess, rows.source());
+    if (i % 7 == 0) continue;  // the next start forgets it
+    early.keep(active);
+    early.finish();
+    const std::size_t asked = std::min<std::size_t>(guess.size(), kCapacity);
+    for (std::size_t g = 0; g < guess.size(); ++g) {
+      const bool wanted = std::binary_search(active.begin(), active.end(), guess[g]);
+      CHECK(early.asked_for(guess[g]) == (wanted && g < asked));
+      if (wanted && g < asked) CHECK(std::memcmp(early.row(guess[g]), rows.row(guess[g]), kStride) == 0);
+    }
+    if (i % 3 == 0) early.abandon();
+  }
+}
+
+// An unreadable row ends a token that wants it, and no other.
+void test_errors(Rows& rows) {
+  rows.sums[7] ^= 1;
+  Reader reader(ReaderOptions{});
+  HugeBuffer memory(static_cast<std::size_t>(kCapacity) * kStride);
+  EarlyReads early(memory.data(), kCapacity, kStride, kNeurons, reader, *rows.file);
+  early.start({5, 7, 9}, rows.source());
+  early.keep({5, 20});
+  early.finish();
+  CHECK(std::memcmp(early.row(5), rows.row(5), kStride) == 0);
+  early.start({5, 7, 9}, rows.source());
+  early.keep({7});
+  bool thrown = false;
+  try {
+    early.finish();
+  } catch (const CoreError& error) {
+    thrown = error.kind() == ErrorKind::checksum;
+  }
+  CHECK(thrown);
+  early.start({9}, rows.source());
+  early.keep({9});
+  early.finish();
+  CHECK(std::memcmp(early.row(9), rows.row(9), kStride) == 0);
+  rows.sums[7] ^= 1;
+}
+
+// Counts the tokens read ahead for, out of `tokens`, where a token takes `on` or `off` seconds.
+int run_switch(EarlySwitch& early, int tokens, double on, double off) {
+  int count = 0;
+  double last = 0;
+  for (int t = 0; t < tokens; ++t) {
+    const bool reads = early.next(last);
+    last = reads ? on : off;
+    count += reads ? 1 : 0;
+  }
+  return count;
+}
+
+void test_switch() {
+  EarlySwitch pays;
+  CHECK(run_switch(pays, 1000, 0.2, 0.3) > 950);
+  CHECK(pays.winner());
+  EarlySwitch hurts;
+  CHECK(run_switch(hurts, 1000, 0.3, 0.2) < 50);
+  CHECK(!hurts.winner());
+  CHECK(run_switch(hurts, 1000, 0.1, 0.2) > 500);  // the machine changed, and it notices
+  EarlySwitch equal;
+  CHECK(run_switch(equal, 1000, 0.2, 0.2) < 50);
+}
+
+}  // namespace
+
+void test_early(const std::string& directory, int scale) {
+  Rows rows(directory + "/early");
+  for (const int threads : {1, 4, 32}) test_reads(rows, threads, scale);
+  test_errors(rows);
+  test_switch();
+}
