@@ -1,0 +1,79 @@
+"""The latency breakdown and its relatives, run as a user runs them, on a tiny synthetic model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+TOOLS = BENCH.parent / "tools"
+PARTS = ("io_ms", "memory_ms", "compute_ms", "other_ms")
+
+
+def run(script: Path, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def document(done: "subprocess.CompletedProcess[str]"):
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    out = tmp_path_factory.mktemp("synthetic") / "model"
+    small = ["--shape", "opt-125m", "--layers", 2, "--hidden", 192, "--vocab", 8192, "--tokens", 40]
+    assert run(TOOLS / "make_synthetic_model.py", out, *small).returncode == 0
+    return out
+
+
+def test_the_breakdown_says_what_it_promises(model, tmp_path):
+    quick = ["--tokens", 14, "--prompt", 12, "--rounds", 1, "--roof-seconds", 0.05, "--io-threads", 4]
+    out, chart = tmp_path / "out.json", tmp_path / "chart.png"
+    done = run(BENCH / "latency_breakdown.py", "--model", model, *quick, "--json", out, "--plot", chart)
+    result = document(done)
+    assert set(result) == {"conditions", "roof", "engines", "ratios"}
+    assert list(result["engines"]) == ["naive", "hybrid", "paper", "flashllm"]
+    assert "synthetic weights, synthetic trace" in done.stdout
+    assert "synthetic weights, synthetic trace" in result["conditions"]["activity"]
+    full = json.loads(out.read_text())
+    for engine, runs in full["runs"].items():
+        for token in runs[0]["tokens"]:
+            assert sum(token[part] for part in PARTS) == pytest.approx(token["total_ms"], rel=1e-3), engine
+    engines, weights = result["engines"], result["conditions"]["weights"]
+    assert "synthetic" in weights
+    model_nbytes = sum((model / name).stat().st_size for name in ("ffn.safetensors", "resident.safetensors"))
+    assert engines["naive"]["bytes_read"] == pytest.approx(model_nbytes, rel=0.01)
+    assert engines["hybrid"]["bytes_read"] < 0.8 * model_nbytes
+    assert engines["flashllm"]["active"] == engines["paper"]["active"] > 0
+    ratio = engines["naive"]["total_ms"] / engines["flashllm"]["total_ms"]
+    assert result["ratios"]["naive_over_flashllm"] == pytest.approx(ratio)
+    assert result["roof"]["io_ms"] > 0
+    assert chart.stat().st_size > 1000
+
+
+def test_the_breakdown_refuses_what_it_cannot_mean(model):
+    for wrong in (["--engines", "fast"], ["--cgroup"], ["--tokens", 10], ["--engines", "paper24"]):
+        done = run(BENCH / "latency_breakdown.py", "--model", model, *wrong)
+        assert done.returncode == 2
+        assert "error:" in done.stderr
+
+
+def test_a_long_generation_is_compared_with_itself(model):
+    result = document(run(BENCH / "long_generation.py", "--model", model, "--tokens", 200, "--prompt", 12))
+    for sampling in ("greedy", "nucleus"):
+        one = result["samplings"][sampling]
+        assert one["tokens"] == 200
+        assert one["late_over_early"] == pytest.approx(one["late_ms"] / one["early_ms"])
+
+
+def test_the_memory_curve_caches_more_where_there_is_more(model):
+    model_nbytes = sum((model / name).stat().st_size for name in ("ffn.safetensors", "resident.safetensors"))
+    shares = ",".join(str(limit / model_nbytes) for limit in (700e6, 2e9))  # the libraries alone hold 0.4 GB
+    done = run(BENCH / "memory_curve.py", "--model", model, "--shares", shares, "--tokens", 14, "--prompt", 12)
+    rows = document(done)["rows"]
+    assert [row["memory"] for row in rows] == [pytest.approx(700e6, rel=0.01), pytest.approx(2e9, rel=0.01)]
+    assert rows[0]["cached_share"] <= rows[1]["cached_share"] == 1.0
