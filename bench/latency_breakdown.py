@@ -37,7 +37,10 @@ from flashllm.model_files import FFN
 from flashllm.units import format_size, parse_size
 
 ENGINES = ("naive", "hybrid", "paper", "flashllm")
-PAPER = {"options": {"window": DEFAULT_WINDOW}, "ablation": {"merged": False, "overlap": False}}
+PAPER = {
+    "options": {"cache_policy": "window", "window": DEFAULT_WINDOW},
+    "ablation": {"merged": False, "overlap": False},
+}
 PAPER_SHARE = 0.24  # of the FFN in memory (paper A, section 4)
 
 

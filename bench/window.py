@@ -21,7 +21,9 @@ PROMPT = "Once upon a time, there was a little girl who lived near the forest. O
 def measure(directory: str, window: int, args: argparse.Namespace) -> dict[str, object]:
     """One window: medians over the tokens after the first ones."""
     options = SamplingOptions(max_new_tokens=args.tokens, temperature=0.8, top_p=0.95, seed=0)
-    model = FlashModel.from_pretrained(directory, window=window, memory=args.memory, threads=args.threads)
+    model = FlashModel.from_pretrained(
+        directory, cache_policy="window", window=window, memory=args.memory, threads=args.threads
+    )
     with model.engine, Session(model, load_tokenizer(model.engine.directory), options) as session:
         records = list(session.stream(PROMPT))
         tokens = [record for record in records if isinstance(record, TokenRecord)]

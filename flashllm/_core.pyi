@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Simd = Literal["auto", "scalar", "avx2", "avx512"]
+CachePolicy = Literal["window", "frequency"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Matrix = Any  # what speaks DLPack, 2-D: a torch tensor or numpy array of float32, float16 or bfloat16
 
@@ -140,12 +141,15 @@ class FfnLayer:
         gate: int,
         down: int,
         activation: Literal["relu", "squared_relu"],
+        cache_policy: CachePolicy,
         window: int,
+        popularity: NDArray[np.float32] | None,
         file_offset: int,
         up_bias: NDArray[np.float32] | None,
         down_bias: NDArray[np.float32] | None,
         checksums: NDArray[np.uint64],
         rows: NDArray[np.uint8],
+        bypass_rows: NDArray[np.uint8] | None,
         reader: Reader,
         file: DirectFile,
         pool: ThreadPool,

@@ -1,8 +1,8 @@
 """The memory plan: every byte the process will hold, decided before anything is loaded (design contract 3).
 
 Plain arithmetic over the manifest and the config; imports no torch. `plan_memory` either returns a plan that fits its
-limit or raises BudgetError with the numbers. What is left after everything fixed goes to the neuron caches, a layer's
-share no larger than its calibrated need (paper A, section 3.3: Req_i).
+limit or raises BudgetError with the numbers. What is left after everything fixed goes to the neuron caches; under the
+paper's window a layer's share is no larger than its calibrated need (paper A, section 3.3: Req_i).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,8 @@ from flashllm.manifest import Manifest
 from flashllm.model_files import PREDICTORS, RESIDENT
 from flashllm.units import format_size
 
+CACHE_POLICIES = ("frequency", "window")  # of flashllm/csrc/cache_policy.h; the first is the default
+
 DEFAULT_WINDOW = 5  # tokens (paper A, section 3.1)
 MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for one streaming block
 # What the process grows by at its first forward passes besides the planned buffers: lazily loaded library pages,
@@ -23,6 +25,7 @@ MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for on
 # minus all other parts of the plan: 20 MB at d_model 64, 3 to 19 MB at 768, 22 to 38 MB at 2048; the rest is margin.
 LIBRARY_GROWTH = 64_000_000
 _MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, slowly
+_BYPASS_SHARE = 16  # neurons of a layer for each bypass row (of misses that are not kept); layers share the rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +41,17 @@ class MemoryPlan:
     staging: int
     workspace: int
     row_nbytes: int
+    cache_policy: str
     cache_rows: tuple[int, ...]  # per layer
     min_cache_rows: tuple[int, ...]
+    bypass_rows: int
+    min_bypass_rows: int
     context: int  # tokens of KV cache
     window: int
 
     @property
     def neuron_cache(self) -> int:
-        return sum(self.cache_rows) * self.row_nbytes
+        return (sum(self.cache_rows) + self.bypass_rows) * self.row_nbytes
 
     @property
     def fixed_nbytes(self) -> int:
@@ -58,7 +64,7 @@ class MemoryPlan:
     @property
     def minimum_nbytes(self) -> int:
         """The smallest limit this configuration runs under."""
-        return self.fixed_nbytes + sum(self.min_cache_rows) * self.row_nbytes
+        return self.fixed_nbytes + (sum(self.min_cache_rows) + self.min_bypass_rows) * self.row_nbytes
 
     def rows(self) -> list[tuple[str, int]]:
         """(purpose, bytes), in the order of a printed table."""
@@ -86,7 +92,9 @@ class MemoryPlan:
             "staging_bytes": self.staging,
             "workspace_bytes": self.workspace,
             "neuron_cache_bytes": self.neuron_cache,
+            "cache_policy": self.cache_policy,
             "cache_rows": list(self.cache_rows),
+            "bypass_rows": self.bypass_rows,
             "context": self.context,
             "window": self.window,
         }
@@ -111,6 +119,7 @@ def plan_memory(
     process: int,
     context: int | None = None,
     window: int | None = None,
+    cache_policy: str = CACHE_POLICIES[0],
     io_threads: int = 32,
     batch: int = 1,
 ) -> MemoryPlan:
@@ -126,7 +135,7 @@ def plan_memory(
 
     Raises:
         BudgetError: the limit is below the minimum, or above what the machine has left.
-        UsageError: a context, window, number of threads or batch that cannot be.
+        UsageError: a context, window, cache policy, number of threads or batch that cannot be.
     """
     shape, rows, layers = attention_shape(config), manifest.rows, manifest.architecture.num_layers
     context = shape.context if context is None else context
@@ -136,13 +145,17 @@ def plan_memory(
     for name, value in (("--window", window), ("--io-threads", io_threads), ("batch", batch)):
         if value < 1:
             raise UsageError(f"{name} must be at least 1, not {value}")
+    if cache_policy not in CACHE_POLICIES:
+        raise UsageError(f"--cache-policy must be one of {', '.join(CACHE_POLICIES)}, not {cache_policy!r}")
+    windowed = cache_policy == "window"
     itemsize = 4 if manifest.dtype == "float32" else 2
     vocab = int(config.get("vocab_size", 50272))
 
     needs = [manifest.architecture.d_ff] * layers
-    if manifest.calibration is not None and manifest.calibration.window >= window:
+    if windowed and manifest.calibration is not None and manifest.calibration.window >= window:
         needs = [min(max(need, 1), manifest.architecture.d_ff) for need in manifest.calibration.req]
     minimum = tuple(min(need, _MIN_CACHE_ROWS) for need in needs)
+    min_bypass = 0 if windowed else min(manifest.architecture.d_ff, _MIN_CACHE_ROWS)
     block = manifest.stream_block_rows
     plan = MemoryPlan(
         limit_nbytes=limit if limit is not None else (process + available) * 4 // 5,
@@ -156,15 +169,20 @@ def plan_memory(
         + 2 * block * rows.stride * (4 // itemsize)  # a block of rows in fp32
         + 4 * manifest.prefill_block_tokens * block * 4,  # its products
         row_nbytes=rows.stride,
+        cache_policy=cache_policy,
         cache_rows=minimum,
         min_cache_rows=minimum,
+        bypass_rows=min_bypass,
+        min_bypass_rows=min_bypass,
         context=context,
         window=window,
     )
     if plan.limit_nbytes < plan.minimum_nbytes:
         raise BudgetError(_refusal(plan, available))
     spare = (plan.limit_nbytes - plan.fixed_nbytes) // rows.stride
-    plan = replace(plan, cache_rows=share_rows(spare, needs))
+    if not windowed:
+        plan = replace(plan, bypass_rows=max(min_bypass, min(manifest.architecture.d_ff // _BYPASS_SHARE, spare // 10)))
+    plan = replace(plan, cache_rows=share_rows(spare - plan.bypass_rows, needs))
     if plan.total_nbytes - process > available:
         raise BudgetError(
             f"the plan of {format_size(plan.total_nbytes)} needs {format_size(plan.total_nbytes - process)} more, but "

@@ -97,7 +97,8 @@ class Engine:
             self._reader, self._file, self._rows, stride=manifest.rows.stride, block_rows=manifest.stream_block_rows
         )
         self.meter.streams.append(self._stream)
-        self._cache = _core.allocate(plan.neuron_cache)
+        self._cache = _core.allocate(sum(plan.cache_rows) * manifest.rows.stride)
+        self._bypass = _core.allocate(plan.bypass_rows * manifest.rows.stride) if plan.bypass_rows else None
         self.ffns = [self._build_ffn(layer) for layer in layers]
         self._trace: Trace | None = None
         if mode is Mode.SPARSE:
@@ -133,12 +134,15 @@ class Engine:
             gate=parts.get("gate", -1),
             down=parts["down"],
             activation=cast(Any, manifest.architecture.activation),
+            cache_policy=cast(Any, self.plan.cache_policy),
             window=self.plan.window,
+            popularity=None,
             file_offset=self._rows[layer].offset,
             up_bias=None if up_bias is None else up_bias.numpy(),
             down_bias=None if down_bias is None else down_bias.numpy(),
             checksums=self._rows[layer].checksums,
             rows=self._cache[start : start + self.plan.cache_rows[layer] * stride],
+            bypass_rows=self._bypass,
             reader=self._reader,
             file=self._file,
             pool=self.pool,
@@ -225,7 +229,7 @@ class Engine:
         self._adopted.clear()
         self.tensors.clear()
         self.meter.streams.clear()
-        del self._cache, self._stream, self._file, self._reader, self._rows, self.pool
+        del self._cache, self._bypass, self._stream, self._file, self._reader, self._rows, self.pool
 
     def __enter__(self) -> Self:
         return self

@@ -18,7 +18,7 @@ from flashllm import _core
 from flashllm.ablation import Ablation
 from flashllm.architectures import attention_shape, spec_of
 from flashllm.attention import ATTENTION_NAME, PlannedAttention, register_attention
-from flashllm.budget import MemoryPlan, plan_memory
+from flashllm.budget import CACHE_POLICIES, MemoryPlan, plan_memory
 from flashllm.demo import resolve_model
 from flashllm.engine import Engine
 from flashllm.errors import FormatError, UsageError
@@ -99,6 +99,7 @@ class FlashModel:
         *,
         memory: int | str | None = None,
         window: int | None = None,
+        cache_policy: str = CACHE_POLICIES[0],
         threads: int | None = None,
         io_threads: int = 32,
         mode: str = "sparse",
@@ -113,7 +114,9 @@ class FlashModel:
         Args:
             path: model directory, Hugging Face folder or hub id (converted on first use); None: the bundled demo.
             memory: limit for everything the process holds, in bytes or as "7GB"; None: four fifths of what is free.
-            window: tokens a neuron stays cached after it was active (paper A, section 3.1).
+            cache_policy: which neurons stay cached: "frequency" (those active most often), or "window" (those of the
+                last tokens: paper A, section 3.1).
+            window: its tokens; under another policy, the prompt's last tokens from which the cache is filled.
             threads: compute threads. io_threads: the reader's.
             mode: "sparse", "oracle" (exact ReLU mask) or "dense".
             context: tokens of KV cache; None: the model's limit.
@@ -141,6 +144,7 @@ class FlashModel:
             process=process_nbytes(),
             context=context,
             window=window,
+            cache_policy=cache_policy,
             io_threads=io_threads,
             batch=batch,
         )

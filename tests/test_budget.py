@@ -87,20 +87,40 @@ def test_every_limit_from_the_minimum_on_is_kept(model):
 
 
 def test_a_calibrated_layer_gets_no_more_than_its_need(model):
+    """Under the window; other policies make use of every row."""
     manifest = calibrated(model, (10, 600, 100))
-    plan = plan_of(model, manifest)
+    assert plan_of(model, manifest).cache_rows == (512, 512, 512)
+    plan = plan_of(model, manifest, cache_policy="window")
+    assert plan.bypass_rows == 0
     assert plan.cache_rows == (10, 512, 100)
     assert plan.min_cache_rows == (10, 64, 64)
-    assert plan_of(model, manifest, window=6).cache_rows == (512, 512, 512)  # measured for a smaller window
-    tight = plan_of(model, manifest, limit=plan.minimum_nbytes + 100 * plan.row_nbytes)
+    wider = plan_of(model, manifest, cache_policy="window", window=6)
+    assert wider.cache_rows == (512, 512, 512)  # measured for a smaller window
+    limit = plan.minimum_nbytes + 100 * plan.row_nbytes
+    tight = plan_of(model, manifest, cache_policy="window", limit=limit)
     assert sum(tight.cache_rows) == 10 + 64 + 64 + 100
     assert tight.cache_rows[0] == 10
 
 
 def test_a_calibrated_need_of_nothing_still_has_a_row(model):
-    plan = plan_of(model, calibrated(model, (0, 5, 5)))
+    manifest = calibrated(model, (0, 5, 5))
+    plan = plan_of(model, manifest, cache_policy="window")
     assert min(plan.cache_rows) >= 1
-    assert min(plan_of(model, calibrated(model, (0, 5, 5)), limit=plan.minimum_nbytes).cache_rows) >= 1
+    least = plan_of(model, manifest, cache_policy="window", limit=plan.minimum_nbytes)
+    assert min(least.cache_rows) >= 1
+
+
+def test_bypass_rows_are_planned_and_shared_by_the_layers(model):
+    wide = dataclasses.replace(model[0].rows, d_ff=4096)
+    manifest = dataclasses.replace(
+        model[0], rows=wide, architecture=dataclasses.replace(model[0].architecture, d_ff=4096)
+    )
+    plan = plan_of(model, manifest)
+    assert (plan.bypass_rows, plan.min_bypass_rows) == (256, 64)
+    assert plan.neuron_cache == (sum(plan.cache_rows) + 256) * plan.row_nbytes
+    tight = plan_of(model, manifest, limit=plan.minimum_nbytes + 1000 * plan.row_nbytes)
+    assert tight.bypass_rows == (1000 + 3 * 64 + 64) // 10  # a tenth of what is left, where that is less
+    assert sum(tight.cache_rows) + tight.bypass_rows == 1000 + 3 * 64 + 64
 
 
 def test_context_batch_and_threads_are_paid_for(model):
@@ -148,6 +168,7 @@ def test_more_than_the_machine_has_is_refused(model):
         ({"context": 0}, "--context must be 1 to 96 tokens for this model, not 0"),
         ({"context": 97}, "--context must be 1 to 96"),
         ({"window": 0}, "--window must be at least 1, not 0"),
+        ({"cache_policy": "lru"}, "--cache-policy must be one of frequency, window, not 'lru'"),
         ({"io_threads": 0}, "--io-threads must be at least 1"),
         ({"batch": 0}, "batch must be at least 1"),
     ],

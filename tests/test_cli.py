@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import flashllm.cli
+from flashllm.budget import CACHE_POLICIES
 from flashllm.cli import VERBS, main, make_parser
 from flashllm.commands import options
 from flashllm.commands.chat import sampling_defaults
@@ -256,6 +257,7 @@ def test_generate_prints_one_document(run, tiny):
         assert token["bytes_read"] >= 0
         assert "times" not in token
     assert document["prefill"]["tokens"] > 0
+    assert document["plan"]["cache_policy"] == CACHE_POLICIES[0] == options.CACHE_POLICIES[0]
     assert document["plan"]["window"] == 5
     assert document["model"]["path"] == str(tiny().path())
     assert isinstance(document["direct_io"], bool)
@@ -266,7 +268,9 @@ def test_generate_prints_one_document(run, tiny):
     assert text == inert(document["text"]) + "\n"
     assert "5 tokens, first after" in err
 
-    same = run(*argv, "--json", "--seed", "1", "--window", "1", "--buffered", "--no-checksums")
+    same = run(
+        *argv, "--json", "--seed", "1", "--cache-policy", "window", "--window", "1", "--buffered", "--no-checksums"
+    )
     assert json.loads(same[1])["token_ids"] == document["token_ids"]
     assert json.loads(same[1])["direct_io"] is False
     piped = run(*argv[:3], "-", *argv[4:], "--json", stdin=b"The little\n")

@@ -160,7 +160,7 @@ def test_records_add_up(session, load, tiny, mode, prompt):
 
 
 def test_retries_are_counted_in_the_record_they_belong_to(session, load, tiny):
-    one = session(load(tiny("bfloat16").path("random"), io_threads=1))
+    one = session(load(tiny("bfloat16").path("random"), io_threads=1, cache_policy="window"))
     expected = run(one.stream(PROMPTS[0]))[0]
     one.reset()
     stream = one.stream(PROMPTS[0])

@@ -156,6 +156,8 @@ def undisturbed(tiny):
     [
         {"window": 1},
         {"window": 50},
+        {"cache_policy": "window"},
+        {"cache_policy": "window", "window": 1, "memory": "minimum"},
         {"io_threads": 1},
         {"io_threads": 32},
         {"threads": 2},
@@ -171,10 +173,10 @@ def undisturbed(tiny):
 )
 def test_same_bits_whatever_the_options(tiny, load, undisturbed, monkeypatch, options):
     if options.get("memory") == "minimum":
-        options = {"memory": minimum(tiny("bfloat16").path("random"), monkeypatch)}
+        options = options | {"memory": minimum(tiny("bfloat16").path("random"), monkeypatch)}
     flash = load(tiny("bfloat16").path("random"), **options)
     if "memory" in options:
-        assert flash.engine.plan.cache_rows == flash.engine.plan.min_cache_rows
+        assert sum(flash.engine.plan.cache_rows) <= sum(flash.engine.plan.min_cache_rows) + 64  # without bypass rows
         assert 0 < max(flash.engine.plan.cache_rows) < 100  # fewer than are active at once: computed in parts
     tokens, logits = undisturbed
     assert [greedy(flash, ids_of(length)) for length in (30, 4)] == tokens
@@ -368,7 +370,7 @@ def test_transient_faults_change_nothing_and_are_counted(tiny, load, length):
 
 @pytest.mark.parametrize("mode", ["sparse", "oracle", "dense"])
 def test_every_read_may_be_the_one_that_fails(tiny, load, mode):
-    flash = load(tiny("bfloat16").path("random"), mode=mode, io_threads=2)
+    flash = load(tiny("bfloat16").path("random"), mode=mode, cache_policy="window", window=1, io_threads=2)
     ids = ids_of(20)
     expected = greedy(load(tiny("bfloat16").path("random"), mode=mode), ids, count=3)
     failures = 0

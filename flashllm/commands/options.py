@@ -14,6 +14,7 @@ from flashllm.terminal import is_terminal, one_line
 from flashllm.units import parse_size
 
 MODES = ("sparse", "oracle", "dense")
+CACHE_POLICIES = ("frequency", "window")  # as in flashllm/budget.py, which takes longer to import
 DEFAULT_IO_THREADS = 32  # paper A, section 4
 MAX_THREADS = 1024
 
@@ -38,7 +39,13 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
     group.add_argument("--memory", metavar="SIZE", type=size, help="limit of everything the process holds, like 7GB")
     group.add_argument("--context", metavar="N", type=whole(1), help="tokens of KV cache (default: the model's limit)")
-    group.add_argument("--window", metavar="K", type=whole(1), help="tokens a neuron stays cached after it was active")
+    group.add_argument(
+        "--cache-policy",
+        choices=CACHE_POLICIES,
+        default=CACHE_POLICIES[0],
+        help="neurons that stay cached: the most often active, or those of the last K tokens (default: %(default)s)",
+    )
+    group.add_argument("--window", metavar="K", type=whole(1), help="tokens of the window policy")
     group.add_argument(
         "--io-threads",
         metavar="T",

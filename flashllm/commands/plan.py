@@ -37,6 +37,7 @@ def main(args: argparse.Namespace) -> int:
         process=process_nbytes(),
         context=args.context,
         window=args.window,
+        cache_policy=args.cache_policy,
         io_threads=args.io_threads,
     )
     del tokenizer

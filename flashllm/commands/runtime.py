@@ -31,6 +31,7 @@ def open_session(args: argparse.Namespace, path: Path, options: SamplingOptions)
         path,
         memory=args.memory,
         window=args.window,
+        cache_policy=args.cache_policy,
         threads=args.threads,
         io_threads=args.io_threads,
         mode=args.mode,

@@ -49,15 +49,17 @@ class PyFfnLayer {
  public:
   PyFfnLayer(int layer, const std::string& dtype, std::uint32_t stride, std::uint32_t d_model,
              std::int32_t num_neurons, std::uint32_t up, std::int32_t gate, std::uint32_t down,
-             const std::string& activation, std::int32_t window, std::uint64_t file_offset,
+             const std::string& activation, const std::string& cache_policy, std::int32_t window,
+             std::optional<FloatArray> popularity, std::uint64_t file_offset,
              std::optional<FloatArray> up_bias, std::optional<FloatArray> down_bias, ChecksumArray checksums,
-             ByteArray rows, std::shared_ptr<Reader> reader, std::shared_ptr<DirectFile> file,
-             std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters, const std::string& simd,
-             bool overlap, bool bundled)
+             ByteArray rows, std::optional<ByteArray> bypass_rows, std::shared_ptr<Reader> reader,
+             std::shared_ptr<DirectFile> file, std::shared_ptr<ThreadPool> pool,
+             std::shared_ptr<FfnCounters> counters, const std::string& simd, bool overlap, bool bundled)
       : up_bias_(std::move(up_bias)),
         down_bias_(std::move(down_bias)),
         checksums_(std::move(checksums)),
         rows_(std::move(rows)),
+        bypass_rows_(std::move(bypass_rows)),
         reader_(std::move(reader)),
         file_(std::move(file)),
         pool_(std::move(pool)),
@@ -66,6 +68,7 @@ class PyFfnLayer {
     options.layout = {parse_dtype(dtype), stride, d_model, up, down, gate};
     options.layer = layer;
     options.num_neurons = num_neurons;
+    options.cache_policy = cache_policy;
     options.window = window;
     options.activation = parse_activation(activation);
     options.file_offset = file_offset;
@@ -89,6 +92,17 @@ class PyFfnLayer {
     require(!down_bias_ || down_bias_->shape(0) == d_model, "down bias has the wrong length");
     options.capacity = static_cast<std::int32_t>(std::min<std::size_t>(rows_.nbytes() / stride, num_neurons));
     options.checksums = checksums_.data();
+    if (bypass_rows_) {
+      require(reinterpret_cast<std::uintptr_t>(bypass_rows_->data()) % kHashedMultiple == 0,
+              "bypass rows must start at a multiple of 64 bytes; take them from allocate()");
+      options.bypass_capacity =
+          static_cast<std::int32_t>(std::min<std::size_t>(bypass_rows_->nbytes() / stride, num_neurons));
+    }
+    if (popularity) {
+      require(popularity->shape(0) == static_cast<std::size_t>(num_neurons),
+              "popularity has the wrong length");
+      options.popularity = popularity->data();  // read by the constructor alone
+    }
     if (up_bias_) options.up_bias = up_bias_->data();
     if (down_bias_) options.down_bias = down_bias_->data();
     kernels_ = &kernel_table(options.simd, options.layout.dtype);
@@ -96,8 +110,9 @@ class PyFfnLayer {
     stride_ = stride;
     x_.resize(d_model);
     y_.resize(d_model);
-    layer_ = std::make_unique<FfnLayer>(options, *reader_, *file_, *pool_,
-                                        reinterpret_cast<std::byte*>(rows_.data()), *counters_);
+    layer_ = std::make_unique<FfnLayer>(
+        options, *reader_, *file_, *pool_, reinterpret_cast<std::byte*>(rows_.data()),
+        bypass_rows_ ? reinterpret_cast<std::byte*>(bypass_rows_->data()) : nullptr, *counters_);
   }
 
   void set_predictor(AnyArray a, AnyArray b, FloatArray bias, float threshold) {
@@ -203,6 +218,7 @@ class PyFfnLayer {
   std::optional<FloatArray> up_bias_, down_bias_;
   ChecksumArray checksums_;
   ByteArray rows_;
+  std::optional<ByteArray> bypass_rows_;
   std::shared_ptr<Reader> reader_;
   std::shared_ptr<DirectFile> file_;
   std::shared_ptr<ThreadPool> pool_;
@@ -250,14 +266,16 @@ void init_ffn(nb::module_& m) {
 
   nb::class_<PyFfnLayer>(m, "FfnLayer")
       .def(nb::init<int, const std::string&, std::uint32_t, std::uint32_t, std::int32_t, std::uint32_t,
-                    std::int32_t, std::uint32_t, const std::string&, std::int32_t, std::uint64_t,
-                    std::optional<FloatArray>, std::optional<FloatArray>, ChecksumArray, ByteArray,
+                    std::int32_t, std::uint32_t, const std::string&, const std::string&, std::int32_t,
+                    std::optional<FloatArray>, std::uint64_t, std::optional<FloatArray>,
+                    std::optional<FloatArray>, ChecksumArray, ByteArray, std::optional<ByteArray>,
                     std::shared_ptr<Reader>, std::shared_ptr<DirectFile>, std::shared_ptr<ThreadPool>,
                     std::shared_ptr<FfnCounters>, const std::string&, bool, bool>(),
            nb::kw_only(), nb::arg("layer"), nb::arg("dtype"), nb::arg("stride"), nb::arg("d_model"),
            nb::arg("num_neurons"), nb::arg("up"), nb::arg("gate"), nb::arg("down"), nb::arg("activation"),
-           nb::arg("window"), nb::arg("file_offset"), nb::arg("up_bias").none(), nb::arg("down_bias").none(),
-           nb::arg("checksums"), nb::arg("rows"), nb::arg("reader"), nb::arg("file"), nb::arg("pool"),
+           nb::arg("cache_policy"), nb::arg("window"), nb::arg("popularity").none(), nb::arg("file_offset"),
+           nb::arg("up_bias").none(), nb::arg("down_bias").none(), nb::arg("checksums"), nb::arg("rows"),
+           nb::arg("bypass_rows").none(), nb::arg("reader"), nb::arg("file"), nb::arg("pool"),
            nb::arg("counters"), nb::arg("simd") = "auto", nb::arg("overlap") = true,
            nb::arg("bundled") = true)
       .def("set_predictor", &PyFfnLayer::set_predictor, nb::arg("a"), nb::arg("b"), nb::arg("bias"),

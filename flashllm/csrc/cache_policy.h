@@ -1,15 +1,35 @@
-// Decides which neurons leave a layer's cache. Sees ids and the slot table, never weights.
+// Decides which neurons leave a layer's cache, and which of those read for a token stay in it. Sees ids and
+// the slot table, never weights.
 //
-// For each token the layer calls `observe` once with the whole active set, then for each part of it (one
-// part, unless the set exceeds the capacity) `choose_leaving`, which must leave room for the part's misses.
+// For each token the layer calls `observe` once with the whole active set, then `choose` for each part of it
+// (one part, unless the set exceeds the rows there are).
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "slot_table.h"
 
 namespace flashllm {
+
+// Neurons wanted at once: ascending ids, at most as many as the cache has rows of both kinds.
+struct CacheRequest {
+  const std::int32_t* begin;
+  const std::int32_t* end;
+  const std::vector<std::int32_t>& misses;  // those of them that are not cached
+  // A guess of what the next token will want, made before it is observed. Misses may then be left unread.
+  bool early = false;
+};
+
+// What happens to the cache: afterwards each miss is in exactly one of `coming` and `bypassing` (at most one,
+// for an early request), and the rows suffice.
+struct CacheChoice {
+  std::vector<std::int32_t> leaving;    // cached, none of the request's
+  std::vector<std::int32_t> coming;     // read into rows of the cache
+  std::vector<std::int32_t> bypassing;  // read into bypass rows, forgotten after the token
+};
 
 class CachePolicy {
  public:
@@ -18,15 +38,16 @@ class CachePolicy {
   // `active`: the token's active neurons, ascending.
   virtual void observe(const std::vector<std::int32_t>& active) = 0;
 
-  // Fills `leaving` with cached neurons outside [part_begin, part_end) (ascending ids, at most the capacity),
-  // so that the `misses` among them fit.
-  virtual void choose_leaving(const SlotTable& slots, const std::int32_t* part_begin,
-                              const std::int32_t* part_end, std::int32_t misses,
-                              std::vector<std::int32_t>& leaving) = 0;
+  virtual void choose(const SlotTable& slots, const CacheRequest& request, CacheChoice& choice) = 0;
 
   // The neurons worth holding after the tokens observed so far, ascending, at most `capacity` (used after a
   // prefill).
   virtual void choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const = 0;
 };
+
+// "window": paper A's, of `window` tokens. "frequency": by estimated frequency; `popularity` [num_neurons] is
+// the share of tokens each neuron was active in before, or nullptr.
+std::unique_ptr<CachePolicy> make_cache_policy(const std::string& name, std::int32_t num_neurons,
+                                               std::int32_t window, const float* popularity);
 
 }  // namespace flashllm

@@ -6,7 +6,6 @@
 #include <string>
 
 #include "error.h"
-#include "window_policy.h"
 
 namespace flashllm {
 
@@ -32,17 +31,19 @@ class Stopwatch {
 }  // namespace
 
 FfnLayer::FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectFile& file, ThreadPool& pool,
-                   std::byte* rows, FfnCounters& counters)
+                   std::byte* rows, std::byte* bypass_rows, FfnCounters& counters)
     : options_(options),
       reader_(reader),
       file_(file),
       pool_(pool),
       rows_(rows),
+      bypass_rows_(bypass_rows),
       counters_(counters),
-      slots_(options.num_neurons, options.capacity),
-      policy_(std::make_unique<WindowPolicy>(options.num_neurons, options.window)) {
+      slots_(options.num_neurons, options.capacity, options.bypass_capacity),
+      policy_(
+          make_cache_policy(options.cache_policy, options.num_neurons, options.window, options.popularity)) {
   const auto neurons = static_cast<std::size_t>(options.num_neurons);
-  const auto capacity = static_cast<std::size_t>(slots_.capacity());
+  const auto capacity = static_cast<std::size_t>(slots_.capacity() + slots_.bypass_capacity());
   logits_.resize(neurons);
   active_.reserve(neurons);
   values_.resize(capacity);
@@ -52,7 +53,8 @@ FfnLayer::FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectF
   moves_.reserve(capacity);
   batch_.jobs.reserve(options.bundled ? capacity : capacity * (options.layout.gate >= 0 ? 3 : 2));
   // Nothing is allocated between taking rows and filling them, so nothing can fail there but a read.
-  for (auto* ids : {&leaving_, &misses_, &hit_positions_, &miss_positions_, &ids_, &pending_fill_})
+  for (auto* ids : {&leaving_, &misses_, &hit_positions_, &miss_positions_, &ids_, &pending_fill_,
+                    &choice_.leaving, &choice_.coming, &choice_.bypassing})
     ids->reserve(capacity);
 }
 
@@ -81,8 +83,8 @@ void FfnLayer::forward(const float* x, std::size_t token, const std::vector<std:
   counters_.active += active.size();
   watch.charge(counters_.memory_ns);
 
-  // A token whose active set exceeds the cache is computed in parts; the sum runs on in the order of ids.
-  const auto capacity = static_cast<std::size_t>(slots_.capacity());
+  // A token whose active set exceeds the rows is computed in parts; the sum runs on in the order of ids.
+  const auto capacity = static_cast<std::size_t>(slots_.capacity() + slots_.bypass_capacity());
   for (std::size_t begin = 0; begin < active.size(); begin += capacity) {
     const std::size_t end = std::min(begin + capacity, active.size());
     forward_part(x, token, active.data() + begin, active.data() + end, y);
@@ -114,7 +116,8 @@ void FfnLayer::forward_part(const float* x, std::size_t token, const std::int32_
   } catch (...) {
     // No read may still fly into a row, and no row may count that did not land.
     reader_.settle(batch_);
-    discard(misses_);
+    slots_.end_bypass();
+    discard(choice_.coming);
     try {
       throw;
     } catch (const CoreError& error) {
@@ -142,6 +145,8 @@ void FfnLayer::forward_part(const float* x, std::size_t token, const std::int32_
   scaled_row_sum(pointers_.data(), scales_.data(), scales_.size(), options_.layout.dtype,
                  options_.layout.d_model, y, pool_, options_.simd);
   watch.charge(counters_.compute_ns);
+  slots_.end_bypass();
+  watch.charge(counters_.memory_ns);
 }
 
 void FfnLayer::admit(const std::int32_t* begin, const std::int32_t* end) {
@@ -159,8 +164,9 @@ void FfnLayer::admit(const std::int32_t* begin, const std::int32_t* end) {
   }
   counters_.hits += hit_positions_.size();
   counters_.misses += misses_.size();
-  policy_->choose_leaving(slots_, begin, end, static_cast<std::int32_t>(misses_.size()), leaving_);
-  slots_.exchange(leaving_, misses_, moves_);
+  policy_->choose(slots_, {begin, end, misses_}, choice_);
+  slots_.exchange(choice_.leaving, choice_.coming, moves_);
+  slots_.bypass(choice_.bypassing);
   apply_moves();
   batch_.jobs.clear();
   for (const std::int32_t neuron : misses_) add_jobs(neuron);

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "cache_policy.h"
@@ -63,8 +64,11 @@ struct FfnLayerOptions {
   RowLayout layout;
   std::int32_t layer = 0;
   std::int32_t num_neurons = 0;
-  std::int32_t capacity = 0;  // rows of the cache
+  std::int32_t capacity = 0;         // rows of the cache
+  std::int32_t bypass_capacity = 0;  // bypass rows, which layers may share
+  std::string cache_policy = "window";
   std::int32_t window = 1;
+  const float* popularity = nullptr;  // [num_neurons] or nullptr: for the policy
   Activation activation = Activation::relu;
   const float* up_bias = nullptr;    // [num_neurons] or nullptr
   const float* down_bias = nullptr;  // [d_model] or nullptr
@@ -78,9 +82,9 @@ struct FfnLayerOptions {
 
 class FfnLayer {
  public:
-  // Keeps references to all of them; `rows` holds capacity * stride bytes.
+  // Keeps references to all of them; `rows` holds capacity * stride bytes, `bypass_rows` in the same way.
   FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectFile& file, ThreadPool& pool,
-           std::byte* rows, FfnCounters& counters);
+           std::byte* rows, std::byte* bypass_rows, FfnCounters& counters);
   ~FfnLayer() { reader_.settle(batch_); }
   FfnLayer(const FfnLayer&) = delete;
   FfnLayer& operator=(const FfnLayer&) = delete;
@@ -117,7 +121,9 @@ class FfnLayer {
   void silence(std::size_t token, const std::int32_t* ids, std::size_t count);
   void up_products(const float* x, const std::vector<std::int32_t>& positions, const std::int32_t* ids);
   std::byte* row(std::int32_t slot) const {
-    return rows_ + static_cast<std::size_t>(slot) * options_.layout.stride;
+    const std::int32_t bypass = slot - slots_.capacity();
+    return bypass < 0 ? rows_ + static_cast<std::size_t>(slot) * options_.layout.stride
+                      : bypass_rows_ + static_cast<std::size_t>(bypass) * options_.layout.stride;
   }
   const std::byte* part_of_row(std::int32_t neuron, std::uint32_t element) const;
 
@@ -126,6 +132,7 @@ class FfnLayer {
   const DirectFile& file_;
   ThreadPool& pool_;
   std::byte* rows_;
+  std::byte* bypass_rows_;
   FfnCounters& counters_;
   Predictor predictor_;
   TracedActivity trace_;
@@ -134,6 +141,7 @@ class FfnLayer {
 
   // Scratch, sized once.
   ReadBatch batch_;
+  CacheChoice choice_;
   std::vector<float> projected_, logits_, values_, gathered_, scales_;
   std::vector<std::int32_t> active_, leaving_, misses_, hit_positions_, miss_positions_, ids_, pending_fill_;
   std::vector<const void*> pointers_;

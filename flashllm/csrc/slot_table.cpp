@@ -7,13 +7,15 @@
 
 namespace flashllm {
 
-SlotTable::SlotTable(std::int32_t num_neurons, std::int32_t capacity) {
-  if (num_neurons < 1 || capacity < 1)
+SlotTable::SlotTable(std::int32_t num_neurons, std::int32_t capacity, std::int32_t bypass_capacity)
+    : bypass_capacity_(bypass_capacity) {
+  if (num_neurons < 1 || capacity < 1 || bypass_capacity < 0)
     throw CoreError(ErrorKind::usage, "a neuron cache needs at least one neuron and one row, got " +
                                           std::to_string(num_neurons) + " and " + std::to_string(capacity));
   slot_of_.assign(static_cast<std::size_t>(num_neurons), kAbsent);
   pointers_.assign(static_cast<std::size_t>(std::min(capacity, num_neurons)), kAbsent);
   holes_.reserve(pointers_.size());
+  bypassing_.reserve(static_cast<std::size_t>(bypass_capacity));
 }
 
 void SlotTable::place(std::int32_t neuron, std::int32_t slot) {
@@ -56,6 +58,21 @@ void SlotTable::exchange(const std::vector<std::int32_t>& leaving, const std::ve
     place(pointers_[static_cast<std::size_t>(last)], holes_[filled]);
     pointers_[static_cast<std::size_t>(last)] = kAbsent;
   }
+}
+
+void SlotTable::bypass(const std::vector<std::int32_t>& neurons) {
+  if (bypassing_.size() + neurons.size() > static_cast<std::size_t>(bypass_capacity_))
+    throw CoreError(ErrorKind::usage, "there are " + std::to_string(bypass_capacity_) + " bypass rows, not " +
+                                          std::to_string(bypassing_.size() + neurons.size()));
+  for (const std::int32_t neuron : neurons) {
+    slot_of_[static_cast<std::size_t>(neuron)] = capacity() + static_cast<std::int32_t>(bypassing_.size());
+    bypassing_.push_back(neuron);
+  }
+}
+
+void SlotTable::end_bypass() {
+  for (const std::int32_t neuron : bypassing_) slot_of_[static_cast<std::size_t>(neuron)] = kAbsent;
+  bypassing_.clear();
 }
 
 }  // namespace flashllm

@@ -1,6 +1,7 @@
 // Which neuron lies in which row of a layer's preallocated matrix (paper A, section 3.3 and figure 6).
 //
-// Plain bookkeeping: no bytes, no reads. Rows [0, num_used) are occupied. Unlike the paper, which deletes
+// Plain bookkeeping: no bytes, no reads. Rows [0, num_used) are occupied; rows from `capacity` on are bypass
+// rows, for neurons that are read for one token and not kept. Unlike the paper, which deletes
 // first and appends after, incoming neurons take the freed rows first; rows move only when more leave than
 // come.
 #pragma once
@@ -16,14 +17,15 @@ class SlotTable {
  public:
   static constexpr std::int32_t kAbsent = -1;
 
-  SlotTable(std::int32_t num_neurons, std::int32_t capacity);
+  SlotTable(std::int32_t num_neurons, std::int32_t capacity, std::int32_t bypass_capacity = 0);
 
   std::int32_t num_neurons() const { return static_cast<std::int32_t>(slot_of_.size()); }
   std::int32_t capacity() const { return static_cast<std::int32_t>(pointers_.size()); }
-  std::int32_t num_used() const { return num_used_; }
+  std::int32_t bypass_capacity() const { return bypass_capacity_; }
+  std::int32_t num_used() const { return num_used_; }  // bypass rows not counted
   std::int32_t slot_of(std::int32_t neuron) const { return slot_of_[static_cast<std::size_t>(neuron)]; }
   bool contains(std::int32_t neuron) const { return slot_of(neuron) != kAbsent; }
-  // The neuron in each occupied row.
+  // The neuron in each occupied row below `capacity`.
   const std::int32_t* pointers() const { return pointers_.data(); }
 
   struct Move {
@@ -36,13 +38,19 @@ class SlotTable {
   void exchange(const std::vector<std::int32_t>& leaving, const std::vector<std::int32_t>& coming,
                 std::vector<Move>& moves);
 
+  // Gives bypass rows to `neurons` (none cached), and takes all of them back.
+  void bypass(const std::vector<std::int32_t>& neurons);
+  void end_bypass();
+
  private:
   void place(std::int32_t neuron, std::int32_t slot);
 
   std::vector<std::int32_t> slot_of_;   // [num_neurons], kAbsent where not cached
   std::vector<std::int32_t> pointers_;  // [capacity]
+  std::int32_t bypass_capacity_;
   std::int32_t num_used_ = 0;
-  std::vector<std::int32_t> holes_;  // scratch of exchange
+  std::vector<std::int32_t> bypassing_;  // the neuron in each bypass row
+  std::vector<std::int32_t> holes_;      // scratch of exchange
 };
 
 }  // namespace flashllm

@@ -27,9 +27,18 @@ void WindowPolicy::observe(const std::vector<std::int32_t>& active) {
   if (current_window() > window_) forget_oldest();
 }
 
-void WindowPolicy::choose_leaving(const SlotTable& slots, const std::int32_t* part_begin,
-                                  const std::int32_t* part_end, std::int32_t misses,
-                                  std::vector<std::int32_t>& leaving) {
+void WindowPolicy::choose(const SlotTable& slots, const CacheRequest& request, CacheChoice& choice) {
+  choice.leaving.clear();
+  choice.bypassing.clear();
+  choice.coming.assign(request.misses.begin(), request.misses.end());
+  if (!request.early) return make_room(slots, request, choice.leaving);
+  const auto free = static_cast<std::size_t>(slots.capacity() - slots.num_used());
+  choice.coming.resize(std::min(free, choice.coming.size()));
+}
+
+void WindowPolicy::make_room(const SlotTable& slots, const CacheRequest& request,
+                             std::vector<std::int32_t>& leaving) {
+  const auto misses = static_cast<std::int32_t>(request.misses.size());
   const auto room = [&] {
     return slots.capacity() - slots.num_used() + static_cast<std::int32_t>(leaving.size());
   };
@@ -55,7 +64,8 @@ void WindowPolicy::choose_leaving(const SlotTable& slots, const std::int32_t* pa
   std::vector<std::int32_t> others;
   for (std::int32_t slot = 0; slot < slots.num_used(); ++slot) {
     const std::int32_t neuron = slots.pointers()[slot];
-    if (uses_[static_cast<std::size_t>(neuron)] != 0 && !std::binary_search(part_begin, part_end, neuron))
+    if (uses_[static_cast<std::size_t>(neuron)] != 0 &&
+        !std::binary_search(request.begin, request.end, neuron))
       others.push_back(neuron);
   }
   std::sort(others.begin(), others.end());  // the choice depends on ids, not on where rows happen to lie

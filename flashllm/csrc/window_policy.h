@@ -16,14 +16,15 @@ class WindowPolicy final : public CachePolicy {
   WindowPolicy(std::int32_t num_neurons, std::int32_t window);
 
   void observe(const std::vector<std::int32_t>& active) override;
-  void choose_leaving(const SlotTable& slots, const std::int32_t* part_begin, const std::int32_t* part_end,
-                      std::int32_t misses, std::vector<std::int32_t>& leaving) override;
+  // Every miss comes into the cache. An early request makes no room: what fits comes, the rest is dropped.
+  void choose(const SlotTable& slots, const CacheRequest& request, CacheChoice& choice) override;
   void choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const override;
 
   std::int32_t current_window() const { return static_cast<std::int32_t>(last_k_active_.size()); }
 
  private:
   void forget_oldest();
+  void make_room(const SlotTable& slots, const CacheRequest& request, std::vector<std::int32_t>& leaving);
 
   std::int32_t window_;
   std::deque<std::vector<std::int32_t>> last_k_active_;  // the newest token last

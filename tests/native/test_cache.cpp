@@ -1,4 +1,4 @@
-// Slot table and window policy: random sequences against sets, whatever rows they use.
+// Slot table and cache policies: random sequences against sets, whatever rows they use.
 #include <algorithm>
 #include <deque>
 #include <map>
@@ -7,11 +7,15 @@
 
 #include "check.h"
 #include "error.h"
+#include "frequency_policy.h"
 #include "slot_table.h"
 #include "window_policy.h"
 
 namespace {
 
+using flashllm::CacheChoice;
+using flashllm::CacheRequest;
+using flashllm::FrequencyPolicy;
 using flashllm::SlotTable;
 using flashllm::WindowPolicy;
 using Ids = std::vector<std::int32_t>;
@@ -40,6 +44,21 @@ struct Rows {
       CHECK(table.contains(neuron) == (expected.count(neuron) == 1));
   }
 };
+
+Ids missing(const SlotTable& table, const Ids& wanted) {
+  Ids misses;
+  for (const std::int32_t neuron : wanted)
+    if (!table.contains(neuron)) misses.push_back(neuron);
+  return misses;
+}
+
+Ids random_ids(std::mt19937& random, std::int32_t neurons) {
+  Ids ids;
+  const unsigned rarity = 1 + random() % 8;
+  for (std::int32_t neuron = 0; neuron < neurons; ++neuron)
+    if (random() % rarity == 0) ids.push_back(neuron);
+  return ids;
+}
 
 void slot_table_follows_a_set(std::mt19937& random) {
   const std::int32_t neurons = 1 + static_cast<std::int32_t>(random() % 40);
@@ -76,6 +95,24 @@ void slot_table_refuses_what_does_not_fit() {
   CHECK(refused && table.num_used() == 2 && table.contains(1) && !table.contains(3));
 }
 
+void bypass_rows_come_after_the_cache() {
+  SlotTable table(8, 2, 3);
+  std::vector<SlotTable::Move> moves;
+  table.exchange({}, {5}, moves);
+  table.bypass({1, 7});
+  CHECK(table.slot_of(5) == 0 && table.slot_of(1) == 2 && table.slot_of(7) == 3 && table.num_used() == 1);
+  table.bypass({0});
+  bool refused = false;
+  try {
+    table.bypass({6});
+  } catch (const flashllm::CoreError&) {
+    refused = true;
+  }
+  CHECK(refused && table.slot_of(0) == 4 && !table.contains(6));
+  table.end_bypass();
+  CHECK(table.contains(5) && !table.contains(0) && !table.contains(1) && !table.contains(7));
+}
+
 // The window policy with a plain statement of it: keep the union of the newest token sets that fits.
 void window_policy_follows_its_definition(std::mt19937& random) {
   const std::int32_t neurons = 1 + static_cast<std::int32_t>(random() % 30);
@@ -86,10 +123,7 @@ void window_policy_follows_its_definition(std::mt19937& random) {
   std::set<std::int32_t> cached;
   std::deque<std::set<std::int32_t>> recent;  // the newest token first
   for (int token = 0; token < 50; ++token) {
-    Ids active;
-    const unsigned rarity = 1 + random() % 8;
-    for (std::int32_t neuron = 0; neuron < neurons; ++neuron)
-      if (random() % rarity == 0) active.push_back(neuron);
+    const Ids active = random_ids(random, neurons);
     policy.observe(active);
     recent.emplace_front(active.begin(), active.end());
     if (recent.size() > static_cast<std::size_t>(window)) recent.pop_back();
@@ -98,16 +132,15 @@ void window_policy_follows_its_definition(std::mt19937& random) {
     for (std::size_t begin = 0; begin < active.size(); begin += capacity) {
       const Ids part(active.begin() + static_cast<std::ptrdiff_t>(begin),
                      active.begin() + static_cast<std::ptrdiff_t>(std::min(begin + capacity, active.size())));
-      Ids misses, leaving;
-      for (const std::int32_t neuron : part)
-        if (!table.contains(neuron)) misses.push_back(neuron);
-      policy.choose_leaving(table, part.data(), part.data() + part.size(),
-                            static_cast<std::int32_t>(misses.size()), leaving);
-      for (const std::int32_t neuron : leaving) {
+      const Ids misses = missing(table, part);
+      CacheChoice choice;
+      policy.choose(table, {part.data(), part.data() + part.size(), misses}, choice);
+      CHECK(choice.coming == misses && choice.bypassing.empty());
+      for (const std::int32_t neuron : choice.leaving) {
         CHECK(cached.erase(neuron) == 1);
         CHECK(!std::binary_search(part.begin(), part.end(), neuron));
       }
-      rows.exchange(table, leaving, misses);
+      rows.exchange(table, choice.leaving, misses);
       cached.insert(misses.begin(), misses.end());
       rows.check(table, cached);
     }
@@ -132,13 +165,87 @@ void window_policy_follows_its_definition(std::mt19937& random) {
   }
 }
 
+// Whatever the frequency policy chooses fits, and what it keeps was active more often than what it does not.
+void frequency_policy_keeps_the_frequent(std::mt19937& random) {
+  const std::int32_t neurons = 1 + static_cast<std::int32_t>(random() % 40);
+  const auto bypass = static_cast<std::int32_t>(random() % 12);
+  SlotTable table(neurons, 1 + static_cast<std::int32_t>(random() % 30), bypass);
+  std::vector<float> popularity;
+  for (std::int32_t neuron = 0; neuron < neurons; ++neuron)
+    popularity.push_back(static_cast<float>(random() % 100) / 100.0F);
+  FrequencyPolicy policy(neurons, random() % 2 == 0 ? popularity.data() : nullptr);
+  Rows rows;
+  std::set<std::int32_t> cached;
+  for (int token = 0; token < 60; ++token) {
+    const Ids active = random_ids(random, neurons);
+    const bool early = random() % 3 == 0;
+    if (!early) policy.observe(active);
+    const auto most = static_cast<std::size_t>(table.capacity() + bypass);
+    for (std::size_t begin = 0; begin < active.size(); begin += most) {
+      const Ids part(active.begin() + static_cast<std::ptrdiff_t>(begin),
+                     active.begin() + static_cast<std::ptrdiff_t>(std::min(begin + most, active.size())));
+      const Ids misses = missing(table, part);
+      CacheChoice choice;
+      policy.choose(table, {part.data(), part.data() + part.size(), misses, early}, choice);
+      std::set<std::int32_t> chosen(choice.coming.begin(), choice.coming.end());
+      chosen.insert(choice.bypassing.begin(), choice.bypassing.end());
+      CHECK(chosen.size() == choice.coming.size() + choice.bypassing.size());
+      for (const std::int32_t neuron : chosen)
+        CHECK(std::binary_search(misses.begin(), misses.end(), neuron));
+      CHECK(early || chosen.size() == misses.size());
+      CHECK(choice.bypassing.size() <= static_cast<std::size_t>(bypass));
+      for (const std::int32_t neuron : choice.leaving) {
+        CHECK(cached.erase(neuron) == 1);
+        CHECK(!std::binary_search(part.begin(), part.end(), neuron));
+      }
+      CHECK(choice.leaving.size() <= choice.coming.size());
+      rows.exchange(table, choice.leaving, choice.coming);
+      cached.insert(choice.coming.begin(), choice.coming.end());
+      rows.check(table, cached);
+      if (!choice.bypassing.empty()) CHECK(table.num_used() == table.capacity());
+      table.bypass(choice.bypassing);
+      table.end_bypass();
+    }
+    Ids kept;
+    policy.choose_kept(table.capacity(), kept);
+    CHECK(kept.size() <= static_cast<std::size_t>(table.capacity()) &&
+          std::is_sorted(kept.begin(), kept.end()));
+  }
+}
+
+// Of two neurons one is active in every token, the other in every third: a cache of one row keeps the first.
+void a_rare_neuron_does_not_displace_a_frequent_one() {
+  SlotTable table(3, 1, 2);
+  FrequencyPolicy policy(3, nullptr);
+  std::vector<SlotTable::Move> moves;
+  int reads = 0;
+  for (int token = 0; token < 5000; ++token) {  // long enough for the counts to be scaled down
+    const Ids active = token % 3 == 0 ? Ids{0, 2} : Ids{2};
+    policy.observe(active);
+    const Ids misses = missing(table, active);
+    reads += static_cast<int>(misses.size());
+    CacheChoice choice;
+    policy.choose(table, {active.data(), active.data() + active.size(), misses}, choice);
+    table.exchange(choice.leaving, choice.coming, moves);
+  }
+  CHECK(table.contains(2) && reads < 1680);
+  // A guess of what was never seen does not displace it either; it may pass by.
+  const Ids guess{1};
+  CacheChoice choice;
+  policy.choose(table, {guess.data(), guess.data() + 1, guess, true}, choice);
+  CHECK(choice.leaving.empty() && choice.coming.empty() && choice.bypassing == guess);
+}
+
 }  // namespace
 
 void test_cache(int scale) {
   slot_table_refuses_what_does_not_fit();
+  bypass_rows_come_after_the_cache();
+  a_rare_neuron_does_not_displace_a_frequent_one();
   for (int seed = 0; seed < 40 * scale; ++seed) {
     std::mt19937 random(static_cast<unsigned>(seed));
     slot_table_follows_a_set(random);
     window_policy_follows_its_definition(random);
+    frequency_policy_keeps_the_frequent(random);
   }
 }

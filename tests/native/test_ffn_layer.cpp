@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <random>
@@ -59,11 +60,22 @@ struct Flash {
 
 // A layer with all it refers to.
 struct Layer {
-  Layer(const Flash& flash, std::int32_t capacity, std::int32_t window, int threads, int io_threads)
+  Layer(const Flash& flash, std::int32_t capacity, std::int32_t window, int threads, int io_threads,
+        std::int32_t bypass = 0)
       : pool(threads),
         reader(reader_options(io_threads)),
         memory(static_cast<std::size_t>(capacity) * kStride),
-        layer(flash.options(capacity, window), reader, *flash.file, pool, memory.data(), counters) {}
+        bypass_memory(static_cast<std::size_t>(std::max(1, bypass)) * kStride),
+        layer(options(flash, capacity, window, bypass), reader, *flash.file, pool, memory.data(),
+              bypass_memory.data(), counters) {}
+  // With bypass rows by frequency, without by the window.
+  static FfnLayerOptions options(const Flash& flash, std::int32_t capacity, std::int32_t window,
+                                 std::int32_t bypass) {
+    FfnLayerOptions result = flash.options(capacity, window);
+    if (bypass > 0) result.cache_policy = "frequency";
+    result.bypass_capacity = bypass;
+    return result;
+  }
   static ReaderOptions reader_options(int threads) {
     ReaderOptions result;
     result.threads = threads;
@@ -77,7 +89,7 @@ struct Layer {
 
   ThreadPool pool;
   Reader reader;
-  HugeBuffer memory;
+  HugeBuffer memory, bypass_memory;
   FfnCounters counters;
   FfnLayer layer;
 };
@@ -92,22 +104,23 @@ std::vector<std::int32_t> random_active(std::mt19937& random) {
 
 void bits_depend_on_the_active_set_alone(const Flash& flash, int tokens) {
   Layer whole(flash, kNeurons, 3, 1, 1), narrow(flash, 3, 2, 2, 4), middle(flash, 17, 5, 3, 2);
+  Layer frequency(flash, 11, 1, 2, 3, 5), scarce(flash, 2, 1, 1, 2, 1);
   std::mt19937 random(2);
   for (int token = 0; token < tokens; ++token) {
     const std::vector<std::int32_t> active = random_active(random);
     const std::vector<float> expected = whole.forward(flash, active);
-    for (Layer* layer : {&narrow, &middle}) {
+    for (Layer* layer : {&narrow, &middle, &frequency, &scarce}) {
       const std::vector<float> y = layer->forward(flash, active);
       CHECK(std::memcmp(y.data(), expected.data(), 4 * kWidth) == 0);
     }
   }
-  for (const Layer* layer : {&whole, &narrow, &middle})
+  for (const Layer* layer : {&whole, &narrow, &middle, &frequency, &scarce})
     CHECK(layer->counters.hits + layer->counters.misses == layer->counters.active);
   CHECK(narrow.counters.parts > static_cast<std::uint64_t>(tokens));
 }
 
-void failures_leave_a_right_cache(Flash& flash, int tokens) {
-  Layer right(flash, kNeurons, 3, 1, 1), faulty(flash, 12, 3, 2, 3);
+void failures_leave_a_right_cache(Flash& flash, int tokens, std::int32_t bypass) {
+  Layer right(flash, kNeurons, 3, 1, 1), faulty(flash, 12, 3, 2, 3, bypass);
   std::mt19937 random(3);
   int failed = 0;
   for (int token = 0; token < tokens; ++token) {
@@ -139,5 +152,5 @@ void failures_leave_a_right_cache(Flash& flash, int tokens) {
 void test_ffn_layer(const std::string& directory, int scale) {
   Flash flash(directory + "/ffn.bin");
   bits_depend_on_the_active_set_alone(flash, 60 * scale);
-  failures_leave_a_right_cache(flash, 60 * scale);
+  for (const std::int32_t bypass : {0, 6}) failures_leave_a_right_cache(flash, 60 * scale, bypass);
 }

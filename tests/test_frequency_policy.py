@@ -1,0 +1,94 @@
+"""The frequency policy, driven through a layer over a real file, against a plain statement of it."""
+
+import numpy as np
+import pytest
+import torch
+from ffn_rows import Ffn, random_input, write_ffn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+NEURONS = 16
+HALF_LIFE, LONG_RUN_TOKENS, KNOWN_TOKENS = 16, 12, 256
+
+
+class FrequencyModel:
+    """Estimates in float64. Neurons equally frequent have the same history, so rounding makes no difference to them."""
+
+    def __init__(self, capacity: int, bypass: int, popularity: np.ndarray | None):
+        self.capacity, self.bypass = capacity, bypass
+        known = np.zeros(NEURONS) if popularity is None else popularity.astype(np.float64)
+        self.recent = known / (1 - 2 ** (-1 / HALF_LIFE))
+        self.total, self.tokens = known * KNOWN_TOKENS, 0 if popularity is None else KNOWN_TOKENS
+        self.cached: set[int] = set()
+
+    def token(self, active: list[int]) -> None:
+        self.recent *= 2 ** (-1 / HALF_LIFE)
+        self.recent[active] += 1
+        self.total[active] += 1
+        self.tokens += 1
+        estimate = self.recent + LONG_RUN_TOKENS * self.total / self.tokens
+        estimate = np.round(estimate, 4) - np.arange(NEURONS) * 1e-6  # of equals the lower id is kept
+        for start in range(0, len(active), self.capacity + self.bypass):
+            part = set(active[start : start + self.capacity + self.bypass])
+            misses = part - self.cached
+            if not misses:
+                continue
+            hits = part & self.cached
+            ranking = sorted((self.cached | part) - hits, key=lambda neuron: -estimate[neuron])
+            room = self.capacity - len(hits)
+            kept, passing = set(ranking[:room]), [neuron for neuron in ranking[room:] if neuron in misses]
+            excess = max(0, len(passing) - self.bypass)
+            kept -= set([neuron for neuron in ranking[:room] if neuron in self.cached][::-1][:excess])
+            self.cached = hits | kept | set(passing[:excess])
+
+
+@pytest.fixture(scope="module")
+def ffn(tmp_path_factory):
+    return write_ffn(tmp_path_factory.mktemp("frequency") / "ffn.bin", num_neurons=NEURONS)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    capacity=st.integers(1, NEURONS),
+    bypass=st.integers(0, 6),
+    popularity=st.none() | st.lists(st.integers(0, 8), min_size=NEURONS, max_size=NEURONS),
+    tokens=st.lists(st.sets(st.integers(0, NEURONS - 1)), min_size=1, max_size=20),
+)
+def test_cache_follows_the_estimates(ffn, capacity, bypass, popularity, tokens):
+    shares = None if popularity is None else np.array(popularity, np.float32) / 8
+    options = {"cache_policy": "frequency", "bypass": bypass, "popularity": shares, "io_threads": 2}
+    narrow, whole = Ffn(ffn, capacity=capacity, **options), Ffn(ffn, io_threads=1)
+    model = FrequencyModel(capacity, bypass, shares)
+    for number, token in enumerate(tokens):
+        active = sorted(token)
+        x = random_input(ffn, number)
+        y = narrow(x, active)
+        model.token(active)
+        assert set(narrow.layer.cached()) == model.cached
+        assert narrow.wrong_rows() == []
+        assert torch.equal(y, whole(x, active))
+
+
+def test_what_bypasses_the_cache_is_read_again(ffn):
+    layer = Ffn(ffn, capacity=2, cache_policy="frequency", bypass=4)
+    x = random_input(ffn)
+    expected = [([0, 1], 2), ([0, 1, 5, 6], 2), ([0, 1, 5], 1), ([7], 1), ([0, 1], 0)]
+    for active, misses in expected:
+        layer(x, active)
+        counters = layer.counters.take()
+        assert (counters["misses"], counters["hits"]) == (misses, len(active) - misses)
+        assert counters["bytes_read"] == misses * ffn.stride
+        assert sorted(layer.layer.cached()) == [0, 1]
+
+
+def test_known_popularity_fills_the_cache_after_a_prefill(ffn):
+    popularity = np.linspace(0, 1, NEURONS, dtype=np.float32)
+    layer = Ffn(ffn, capacity=5, cache_policy="frequency", popularity=popularity)
+    nothing = torch.zeros(1, ffn.d_model)
+    layer.layer.set_predictor(
+        torch.zeros(1, ffn.d_model), torch.zeros(NEURONS, 1), np.zeros(NEURONS, np.float32), threshold=1.0
+    )
+    layer.layer.begin_fill(nothing.data_ptr(), 1)
+    layer.layer.fill_from(ffn.rows, 0, NEURONS)
+    assert sorted(layer.layer.cached()) == [11, 12, 13, 14, 15]
+    assert layer.wrong_rows() == []
