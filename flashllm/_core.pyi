@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 Simd = Literal["auto", "scalar", "avx2", "avx512"]
 CachePolicy = Literal["window", "frequency"]
 Dtype = Literal["float32", "float16", "bfloat16"]
-Matrix = Any  # what speaks DLPack, 2-D: a torch tensor or numpy array of float32, float16 or bfloat16
+Matrix = Any  # what speaks DLPack, 2-D: a torch tensor or numpy array of float32, float16, bfloat16 (predictors: int8)
 
 class ReadStats(TypedDict):
     jobs: int
@@ -158,7 +158,15 @@ class FfnLayer:
         overlap: bool = True,
         bundled: bool = True,
     ) -> None: ...
-    def set_predictor(self, a: Matrix, b: Matrix, bias: NDArray[np.float32], threshold: float) -> None: ...
+    def set_predictor(
+        self,
+        a: Matrix,
+        b: Matrix,
+        bias: NDArray[np.float32],
+        threshold: float,
+        a_scale: Any = None,
+        b_scale: Any = None,
+    ) -> None: ...
     def set_trace(self, activity: NDArray[np.uint8], layer: int) -> None: ...
     def forward(self, x: int, tokens: int, y: int) -> None: ...
     def forward_active(self, x: int, active: NDArray[np.int32], y: int) -> None: ...

@@ -26,9 +26,10 @@ from flashllm.files import CHUNK_NBYTES, HashingWriter, Progress, iterate_chunks
 from flashllm.manifest import MANIFEST, PARTIAL_SUFFIX, FileEntry, Manifest, Source
 from flashllm.model_files import FFN, PREDICTORS, RESIDENT
 from flashllm.partial import PartialDirectory, check_space, open_partial
+from flashllm.predictor_file import predictor_bytes
 from flashllm.source import Checkpoint, open_checkpoint
 from flashllm.units import format_size
-from flashllm.untrained import predictor_bytes, untrained_header, untrained_predictor
+from flashllm.untrained import untrained_header, untrained_predictor
 
 
 def convert(

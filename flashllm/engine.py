@@ -173,6 +173,8 @@ class Engine:
                 tensors[f"layers.{layer}.b"],
                 tensors[f"layers.{layer}.bias"].numpy(),
                 float(tensors[f"layers.{layer}.threshold"].item()),
+                tensors.get(f"layers.{layer}.a_scale"),  # of 8-bit factors
+                tensors.get(f"layers.{layer}.b_scale"),
             )
 
     def _open_trace(self) -> None:

@@ -39,9 +39,9 @@ from flashllm.model_files import (
     PREDICTORS,
     RESIDENT,
     check_ffn_header,
-    check_predictors_header,
     check_resident_header,
 )
+from flashllm.predictor_file import check_predictors_header
 from flashllm.safetensors_file import read_header
 
 FORMAT_VERSION = 1

@@ -43,31 +43,6 @@ def check_resident_header(header: SafetensorsHeader, layout: RowLayout, num_laye
     _check_alignment(header)
 
 
-def check_predictors_header(
-    header: SafetensorsHeader, layout: RowLayout, num_layers: int, model_sha256: str
-) -> list[int]:
-    """The ranks by layer. FormatError for predictors of another model, or other tensors or shapes than theirs."""
-    metadata = header.metadata
-    if any(metadata.get(key) != value for key, value in PREDICTOR_METADATA.items()):
-        raise FormatError(f"{header.path}: is not a predictor file of version {PREDICTOR_METADATA['version']}")
-    if metadata.get("model_sha256") != model_sha256:
-        raise FormatError(f"{header.path}: these predictors were trained for another model; train them for this one")
-    ranks = []
-    for layer in range(num_layers):
-        first = header.tensors.get(f"layers.{layer}.a")
-        rank = first.shape[0] if first is not None and len(first.shape) == 2 else 0
-        if not 0 < rank <= layout.d_model:
-            raise FormatError(f"{header.path}: layers.{layer}.a must be [rank, {layout.d_model}] with a rank from 1")
-        _expect(header, f"layers.{layer}.a", "F16", (rank, layout.d_model))
-        _expect(header, f"layers.{layer}.b", "F16", (layout.d_ff, rank))
-        _expect(header, f"layers.{layer}.bias", "F32", (layout.d_ff,))
-        _expect(header, f"layers.{layer}.threshold", "F32", (1,))
-        ranks.append(rank)
-    if len(header.tensors) != 4 * num_layers:
-        raise FormatError(f"{header.path}: holds tensors that belong to no predictor of {num_layers} layers")
-    return ranks
-
-
 def _expect(header: SafetensorsHeader, name: str, dtype: str, shape: tuple[int, ...]) -> None:
     info = header.tensors.get(name)
     if info is None:

@@ -12,7 +12,13 @@ from flashllm import _core
 from flashllm.errors import FlashIOError
 from flashllm.safetensors_file import read_header
 
-_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U64": torch.uint64}
+_TORCH_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U64": torch.uint64,
+    "I8": torch.int8,
+}
 _READ_BLOCK = 64 << 20  # bytes handed to the reader at a time
 
 

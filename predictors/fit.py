@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from flashllm.predictor_file import stored_values
 from flashllm.svd_predictor import InputStatistics, LowRankPredictor, root_of_covariance
 
 CODES_PER_BYTE = 4
@@ -75,9 +76,10 @@ class LayerPredictor:
         """Of a layer without a predictor: every neuron is active."""
         return cls(torch.zeros(1, d_model), torch.zeros(d_ff, 1), torch.zeros(d_ff), -1.0)
 
-    def rounded(self) -> "LayerPredictor":
-        """As it will be stored: factors in fp16."""
-        return LayerPredictor(self.a.half().float(), self.b.half().float(), self.bias.clone(), self.threshold)
+    def stored(self, bits: int) -> "LayerPredictor":
+        """As a file of `bits` will hold it: factors in fp16, or in 8-bit codes with a scale a row."""
+        a, b = (torch.from_numpy(stored_values(factor.numpy(), bits)) for factor in (self.a, self.b))
+        return LayerPredictor(a, b, self.bias.clone(), self.threshold)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +133,14 @@ def input_statistics(chunks: Chunks) -> InputStatistics:
     return InputStatistics(mean=mean.numpy(), root=root_of_covariance(covariance.numpy()))
 
 
-def fit(start: LayerPredictor, chunks: Chunks, options: FitOptions, d_ff: int) -> LayerPredictor:
-    """Train on all chunks `options.epochs` times; the factors come back as they will be stored.
+def fit(
+    start: LayerPredictor, chunks: Chunks, options: FitOptions, d_ff: int, held: Chunks | None = None
+) -> tuple[LayerPredictor, list[float]]:
+    """Train on all chunks at most `options.epochs` times, in fp32: the predictor, and its loss on `held` by epoch.
 
-    Each chunk must hold a random part of the data: positions are shuffled within chunks. The gradient of the weighted
-    cross-entropy is written out: torch's would keep six matrices of [batch, d_ff] alive instead of two.
+    Stops after an epoch that is worse on `held` than one before, and gives back the best. Each chunk must hold a random
+    part of the data: positions are shuffled within chunks. The gradient of the weighted cross-entropy is written out:
+    torch's would keep six matrices of [batch, d_ff] alive instead of two.
     """
     weigh = UnpackCodes(d_ff, options.code_weights)
     generator = torch.Generator().manual_seed(options.seed)
@@ -145,7 +150,7 @@ def fit(start: LayerPredictor, chunks: Chunks, options: FitOptions, d_ff: int) -
     optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, weight_decay=0.0, betas=(0.9, 0.99))
     batch = options.batch_tokens
     steps = options.epochs * sum(max(1, len(x) // batch) for x, _ in chunks())
-    done = 0
+    done, losses, best = 0, list[float](), start
     for _ in range(options.epochs):
         for x, packed in chunks():
             order = torch.randperm(len(x), generator=generator)
@@ -160,7 +165,27 @@ def fit(start: LayerPredictor, chunks: Chunks, options: FitOptions, d_ff: int) -
                     group["lr"] = options.learning_rate * max(0.02, 1 - done / steps)
                 optimizer.step()
                 done += 1
-    return LayerPredictor(a, b, bias).rounded()
+        if held is not None:
+            losses.append(weighted_loss(LayerPredictor(a, b, bias), held, options, d_ff))
+            if losses[-1] > min(losses):
+                return best, losses
+        best = LayerPredictor(a.clone(), b.clone(), bias.clone())
+    return best, losses
+
+
+def weighted_loss(predictor: LayerPredictor, chunks: Chunks, options: FitOptions, d_ff: int) -> float:
+    """The loss `fit` lowers, per position."""
+    weigh = UnpackCodes(d_ff, options.code_weights)
+    total, count = 0.0, 0
+    for x, packed in chunks():
+        for first in range(0, len(x), JUDGE_TOKENS):
+            rows = slice(first, first + JUDGE_TOKENS)
+            logits, weights = predictor.logits(x[rows]), weigh(packed[rows])
+            signed = torch.where(weights > 0, -logits, logits)
+            loss = torch.nn.functional.softplus(signed)
+            total += float(torch.where(weights > 0, loss * weights, loss).double().sum())
+        count += len(x)
+    return total / max(1, count)
 
 
 # The fp16 numbers in ascending order, as floats; the first and last thousand are NaNs, which no logit is.
@@ -189,6 +214,16 @@ class LogitCounts:
             return float("inf")
         missed = self.firing.cumsum(0)  # by a threshold above each value
         lowest = int((missed > int((1 - recall) * total)).nonzero()[0])
+        return 0.5 * float(_KEY_VALUES[lowest] + _KEY_VALUES[lowest - 1])
+
+    def threshold_for_precision(self, precision: float) -> float:
+        """The lowest threshold at which at least `precision` of the neurons named fire; infinite where none does."""
+        found, wrong = (counts.flip(0).cumsum(0).flip(0) for counts in (self.firing, self.silent))
+        seen = self.firing + self.silent > 0
+        enough = (seen & (found > 0) & (found >= precision * (found + wrong))).nonzero()
+        if not len(enough):
+            return float("inf")
+        lowest = int(enough[0])
         return 0.5 * float(_KEY_VALUES[lowest] + _KEY_VALUES[lowest - 1])
 
     def density_at(self, threshold: float) -> tuple[float, float]:

@@ -133,7 +133,7 @@ def untrained(model: Any, ranks: list[int]) -> list[LayerPredictor]:
             d_model=architecture.d_model,
             rank=rank,
         )
-        made.append(LayerPredictor.from_low_rank(low_rank, threshold).rounded())
+        made.append(LayerPredictor.from_low_rank(low_rank, threshold).stored(16))
     return made
 
 
@@ -141,10 +141,15 @@ def load_predictors(path: Path, manifest: Any) -> list[LayerPredictor]:
     """The predictors in a file, checked against the model's manifest. FormatError where they are another's."""
     layers = len(predictor_ranks(path, manifest))
     tensors = load_file(path)
+
+    def factor(name: str) -> torch.Tensor:
+        scale = tensors.get(f"{name}_scale")
+        return tensors[name].float() if scale is None else tensors[name].float() * scale.float()[:, None]
+
     return [
         LayerPredictor(
-            a=tensors[f"layers.{layer}.a"].float(),
-            b=tensors[f"layers.{layer}.b"].float(),
+            a=factor(f"layers.{layer}.a"),
+            b=factor(f"layers.{layer}.b"),
             bias=tensors[f"layers.{layer}.bias"],
             threshold=float(tensors[f"layers.{layer}.threshold"]),
         )

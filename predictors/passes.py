@@ -45,10 +45,11 @@ class PassShape:
         """Samples whose positions make a chunk: a constant of the shape, so that results do not depend on memory."""
         return max(1, CHUNK_NBYTES // (self.kept * self.position_nbytes))
 
-    def scratch_nbytes(self, itemsize: int) -> int:
-        """States before and after a layer, and one layer's record."""
+    def scratch_nbytes(self, itemsize: int, *, early: bool) -> int:
+        """States before and after a layer, and one layer's record; with `early` the inputs of the layer before too."""
         states = 2 * self.samples * self.tokens * self.d_model * itemsize
-        return states + self.samples * self.kept * self.position_nbytes
+        earlier = self.samples * self.kept * 2 * self.d_model if early else 0
+        return states + self.samples * self.kept * self.position_nbytes + earlier
 
 
 class HiddenStates:
@@ -75,33 +76,43 @@ class HiddenStates:
 
 
 class ActivityRecord:
-    """One layer's FFN inputs and codes at the kept positions, by sample."""
+    """FFN inputs and codes at the kept positions, by layer and sample."""
 
     def __init__(self, scratch: Path, shape: PassShape) -> None:
-        self._inputs, self._codes = scratch / "inputs.bin", scratch / "codes.bin"
-        self._shape = shape
+        self._scratch, self._shape = scratch, shape
 
-    def write(self, first: int, inputs: torch.Tensor, codes: NDArray[np.uint8]) -> None:
+    def write(self, layer: int, first: int, inputs: torch.Tensor, codes: NDArray[np.uint8]) -> None:
         """inputs [samples * kept, d_model], packed codes [samples * kept, ...] of the samples from `first` on."""
         shape = self._shape
         largest = float(torch.finfo(torch.float16).max)
         half = inputs.float().clamp(-largest, largest).half().contiguous()
-        _write_at(self._inputs, first * shape.kept * shape.d_model * 2, half.view(torch.uint8).numpy())
-        _write_at(self._codes, first * shape.kept * shape.code_nbytes, codes)
+        offset = first * shape.kept
+        _write_at(self._path("inputs", layer), offset * shape.d_model * 2, half.view(torch.uint8).numpy())
+        _write_at(self._path("codes", layer), offset * shape.code_nbytes, codes)
 
-    def chunks(self, first: int, end: int) -> Iterator[Chunk]:
-        """(inputs fp32 [n, d_model], packed codes [n, ...]) of the samples from `first` to `end`."""
+    def chunks(self, layer: int, first: int, end: int, *, inputs_of: int | None = None) -> Iterator[Chunk]:
+        """(inputs fp32 [n, d_model], packed codes [n, ...]) of the samples from `first` to `end`.
+
+        `inputs_of`: the layer whose inputs are wanted, where it is not `layer`.
+        """
         shape = self._shape
+        inputs_path = self._path("inputs", layer if inputs_of is None else inputs_of)
         for start in range(first, end, shape.chunk_samples):
             count = (min(start + shape.chunk_samples, end) - start) * shape.kept
-            inputs = _read_at(self._inputs, start * shape.kept * shape.d_model * 2, count * shape.d_model * 2)
-            codes = _read_at(self._codes, start * shape.kept * shape.code_nbytes, count * shape.code_nbytes)
+            offset = start * shape.kept
+            inputs = _read_at(inputs_path, offset * shape.d_model * 2, count * shape.d_model * 2)
+            codes = _read_at(self._path("codes", layer), offset * shape.code_nbytes, count * shape.code_nbytes)
             x = torch.from_numpy(inputs).view(torch.float16).reshape(count, shape.d_model).float()
             yield x, torch.from_numpy(codes.reshape(count, shape.code_nbytes))
 
-    def forget(self) -> None:
-        self._inputs.unlink(missing_ok=True)
-        self._codes.unlink(missing_ok=True)
+    def forget_inputs(self, layer: int) -> None:
+        self._path("inputs", layer).unlink(missing_ok=True)
+
+    def forget_codes(self, layer: int) -> None:
+        self._path("codes", layer).unlink(missing_ok=True)
+
+    def _path(self, what: str, layer: int) -> Path:
+        return self._scratch / f"{what}.{layer:03d}.bin"
 
 
 def kept_positions(shape: PassShape, seed: int) -> NDArray[np.int64]:

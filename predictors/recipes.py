@@ -11,13 +11,12 @@ from dataclasses import dataclass
 class Recipe:
     """`ranks`: (first layer counted from the front, or from the back where negative; rank) from there on.
 
-    A rank of 0 stands for no predictor: such a layer computes every neuron. `sigmoid_threshold` is the paper's; it
-    orders neurons as any other, so it is used only where no recall is asked for.
+    A rank of 0 stands for no predictor: such a layer computes every neuron. The paper's thresholds (0.5; 0.7 for
+    Persimmon) are not part of it: ours are calibrated to a recall, and our loss gives its sigmoid another meaning.
     """
 
     name: str
     ranks: tuple[tuple[int, int], ...]
-    sigmoid_threshold: float = 0.5
     num_layers: int | None = None  # of the model the recipe was written for; None: any
     source: str = ""
 
@@ -26,8 +25,6 @@ class Recipe:
             raise ValueError(f"ranks must begin with layer 0, not {self.ranks!r}")
         if any(rank < 0 for _, rank in self.ranks):
             raise ValueError(f"ranks must not be negative: {self.ranks!r}")
-        if not 0.0 < self.sigmoid_threshold < 1.0:
-            raise ValueError(f"sigmoid_threshold must lie between 0 and 1, not {self.sigmoid_threshold!r}")
 
     def rank(self, layer: int, num_layers: int) -> int:
         """Rank of the predictor of `layer`."""
@@ -43,13 +40,7 @@ RECIPES = {
     for recipe in (
         Recipe(name="opt-6.7b", ranks=((0, 128), (-4, 1024)), num_layers=32, source="appendix C.1"),
         Recipe(name="falcon-7b", ranks=((0, 256), (-4, 1152)), num_layers=32, source="appendix C.2"),
-        Recipe(
-            name="persimmon-8b",
-            ranks=((0, 256), (-4, 1152)),
-            sigmoid_threshold=0.7,
-            num_layers=36,
-            source="appendix C.3",
-        ),
+        Recipe(name="persimmon-8b", ranks=((0, 256), (-4, 1152)), num_layers=36, source="appendix C.3"),
         Recipe(
             name="phi-2",
             ranks=((0, 160), (8, 480), (12, 800), (20, 480), (24, 160), (28, 0)),
@@ -71,9 +62,13 @@ _CUSTOM = re.compile(r"(\d+)(?::(\d+)x(\d+))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoRanks:
-    """Ranks by the rule of `auto_rank`, times `scale`."""
+    """Ranks by the rule of `auto_rank`, times `scale`, and twice as large where weights have 8 bits: equal bytes."""
 
     scale: float = 1.0
+
+    def rank(self, d_model: int, waste: float, bits: int) -> int:
+        """For a layer; `waste` as in `auto_rank`."""
+        return auto_rank(d_model, waste, self.scale * 16 / bits)
 
 
 def parse_ranks(text: str) -> Recipe | AutoRanks:

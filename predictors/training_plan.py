@@ -1,19 +1,18 @@
-"""What a training run will take: memory by purpose, scratch space and time, said before work begins.
+"""What a training run will take: memory by purpose and scratch space, said before work begins.
 
-Arithmetic over the model's shape, and two short measurements of this machine. BudgetError where the limit, or the free
-disk, cannot hold the run.
+Arithmetic over the model's shape. BudgetError where the limit, or the free disk, cannot hold the run. How long it takes
+is measured by the trainer.
 """
 
 import os
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from fit import JUDGE_TOKENS, FitOptions, LayerPredictor, fit
+from fit import JUDGE_TOKENS
 from passes import BATCH_TOKENS, CHUNK_NBYTES, PassShape
-from recipes import AutoRanks, Recipe, auto_rank
+from recipes import AutoRanks
+from trainer import TrainOptions
 
 from flashllm.budget import plan_memory
 from flashllm.errors import BudgetError
@@ -28,14 +27,13 @@ _WASTE = 0.1  # of the rule for ranks, for the estimates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """Bytes and seconds. `model` is the plan of the loaded model with its libraries, `work` the largest step's."""
+    """Bytes. `model` is the plan of the loaded model with its libraries, `work` the largest step's."""
 
     shape: PassShape
-    num_layers: int
+    ranks: list[int]  # by layer, as far as they are known before the layer is measured
     model: int
     work: int
     scratch: int
-    seconds: float
     limit: int | None
 
     @property
@@ -52,11 +50,10 @@ class TrainingPlan:
         shape = self.shape
         limit = "" if self.limit is None else f" of {format_size(self.limit)}"
         return (
-            f"{shape.samples} samples of {shape.tokens} tokens, {self.num_layers} layers; trained on {shape.kept} "
+            f"{shape.samples} samples of {shape.tokens} tokens, {len(self.ranks)} layers; trained on {shape.kept} "
             f"positions of each\n"
             f"memory: {format_size(self.model)} model and libraries + {format_size(self.work)} training = "
-            f"{format_size(self.total_nbytes)}{limit}; scratch: {format_size(self.scratch)}; "
-            f"about {_duration(self.seconds)}"
+            f"{format_size(self.total_nbytes)}{limit}; scratch: {format_size(self.scratch)}"
         )
 
 
@@ -67,8 +64,7 @@ def plan_training(
     samples: int,
     tokens: int,
     positions: int,
-    recipe: Recipe | AutoRanks,
-    options: FitOptions,
+    options: TrainOptions,
     limit: int | None,
     scratch: Path,
 ) -> TrainingPlan:
@@ -84,20 +80,21 @@ def plan_training(
     )
     # Asked as if the machine had no end: what matters is the least the model needs.
     loaded = plan_memory(manifest, config, limit=None, available=2**60, process=process_nbytes(), context=tokens)
+    recipe = options.recipe
     ranks = [
-        auto_rank(shape.d_model, _WASTE, recipe.scale)
+        recipe.rank(shape.d_model, _WASTE, options.bits)
         if isinstance(recipe, AutoRanks)
         else recipe.rank(layer, architecture.num_layers)
         for layer in range(architecture.num_layers)
     ]
-    work = _work_nbytes(shape, max(1, *ranks), int(config.get("num_attention_heads", 1)), itemsize, manifest)
+    heads, early = int(config.get("num_attention_heads", 1)), options.early_precision is not None
+    work = _work_nbytes(shape, max(1, *ranks), heads, itemsize, manifest, early=early)
     plan = TrainingPlan(
         shape=shape,
-        num_layers=architecture.num_layers,
+        ranks=ranks,
         model=loaded.minimum_nbytes + _SLACK,
         work=work,
-        scratch=shape.scratch_nbytes(itemsize),
-        seconds=_seconds(shape, manifest, ranks, options),
+        scratch=shape.scratch_nbytes(itemsize, early=options.early_precision is not None),
         limit=limit,
     )
     if limit is not None and plan.total_nbytes > limit:
@@ -121,39 +118,15 @@ def plan_training(
     return plan
 
 
-def _work_nbytes(shape: PassShape, rank: int, heads: int, itemsize: int, manifest: Manifest) -> int:
+def _work_nbytes(shape: PassShape, rank: int, heads: int, itemsize: int, manifest: Manifest, *, early: bool) -> int:
     """The largest of the steps' own memory; they follow one another."""
     d_model, d_ff = shape.d_model, shape.d_ff
     block = min(manifest.stream_block_rows, d_ff) * d_model
-    chunk = 2 * CHUNK_NBYTES + CHUNK_NBYTES  # the file's bytes, the inputs in fp32
+    chunk = 3 * CHUNK_NBYTES * (2 if early else 1)  # the file's bytes, the inputs in fp32
     factors = rank * (d_model + d_ff)
     passing = BATCH_TOKENS * (d_model * (12 * itemsize + 16) + 2 * d_ff + shape.tokens * heads * (4 + itemsize))
-    mapping = 8 * 8 * d_model * d_model + 3 * 8 * factors + 20 * block
-    fitting = chunk + 1024 * d_ff * 4 * 5 + 6 * 4 * factors
+    matrices = 13 if early else 8  # of [d_model, d_model]: statistics, or a regression's beside them
+    mapping = matrices * 8 * d_model * d_model + 3 * 8 * factors + 20 * block
+    fitting = chunk + 1024 * d_ff * 4 * 5 + 8 * 4 * factors
     judging = chunk + JUDGE_TOKENS * d_ff * 24 + 3 * 4 * factors
     return max(passing, chunk + mapping, fitting, judging)
-
-
-def _seconds(shape: PassShape, manifest: Manifest, ranks: list[int], options: FitOptions) -> float:
-    """Passes at the rate of a product measured here, training at that of a step measured here."""
-    d_model, d_ff, batch = shape.d_model, shape.d_ff, options.batch_tokens
-    x, weight = torch.ones(256, d_model), torch.ones(min(d_ff, 4096), d_model)
-    x @ weight.T
-    began = time.perf_counter()
-    x @ weight.T
-    per_product = (time.perf_counter() - began) / (x.numel() * len(weight))
-    per_token = d_model * (4 * d_model + len(manifest.architecture.matrices) * d_ff) * per_product * 1.5
-    rank = max(1, sum(ranks) // len(ranks))
-    start = LayerPredictor(torch.zeros(rank, d_model), torch.zeros(d_ff, rank), torch.zeros(d_ff))
-    data = (torch.ones(batch, d_model), torch.zeros((batch, shape.code_nbytes), dtype=torch.uint8))
-    began = time.perf_counter()
-    fit(start, lambda: iter([data]), FitOptions(epochs=2, batch_tokens=batch), d_ff)
-    per_step = (time.perf_counter() - began) / 2
-    positions = shape.samples * shape.kept
-    # Statistics, thresholds and judging cost about as much as one epoch.
-    per_layer = shape.samples * shape.tokens * per_token + (options.epochs + 1) * positions / batch * per_step
-    return per_layer * manifest.architecture.num_layers
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

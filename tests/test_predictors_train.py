@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -13,12 +14,14 @@ import predictors_path  # noqa: F401
 import pytest
 import torch
 import train_predictor
+import trainer
 from fit import fires
 from masked import load_predictors
 from passes import PassShape, kept_positions
+from recipes import Recipe
 from safetensors.torch import load_file
 from tiny_models import SENTENCES
-from train_predictor import needed_rows
+from trainer import needed_rows
 
 from flashllm import FlashModel
 from flashllm.manifest import Manifest
@@ -60,6 +63,7 @@ def test_trains_installs_and_reports(bare, data, tmp_path, capsys, load):
     assert json.loads(report_path.read_text()) == report
     assert "memory:" in captured.err.split("layer 0")[0]  # the plan comes before the work
     assert "scratch:" in captured.err.split("layer 0")[0]
+    assert re.search(r"about \d+ minutes", captured.err.split("layer 0")[0])
     manifest = Manifest.load(model)
     assert manifest.calibration.req == tuple(layer["req"] for layer in report["layers"])
     assert all(layer["rank"] == 8 for layer in report["layers"])
@@ -106,10 +110,11 @@ def test_memory_decides_nothing_but_whether_it_runs(bare, data, capsys):
 
 @pytest.mark.parametrize("kill_at", ["embedded.done", "passed.000.done", "layer.000.pt", "passed.002.done"])
 def test_a_killed_run_resumes_with_the_same_results(bare, data, tmp_path, kill_at):
-    whole, killed = bare("whole"), bare("killed")
-    assert train(whole, data) == 0
+    whole, killed, early = bare("whole"), bare("killed"), ("--early", "0.5")
+    assert train(whole, data, *early) == 0
     scratch = tmp_path / "scratch"
-    command = [sys.executable, str(SCRIPT), str(killed), "--data-files", str(data), *QUICK, "--scratch", str(scratch)]
+    options = ["--data-files", str(data), *QUICK, *early, "--scratch", str(scratch)]
+    command = [sys.executable, str(SCRIPT), str(killed), *options]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         deadline = time.monotonic() + 120
         while not (scratch / kill_at).exists() and process.poll() is None and time.monotonic() < deadline:
@@ -118,7 +123,7 @@ def test_a_killed_run_resumes_with_the_same_results(bare, data, tmp_path, kill_a
         process.wait()
     assert (scratch / kill_at).exists()
     assert PREDICTORS not in Manifest.load(killed).files
-    assert train(killed, data, "--scratch", str(scratch), "--resume") == 0
+    assert train(killed, data, *early, "--scratch", str(scratch), "--resume") == 0
     assert (killed / PREDICTORS).read_bytes() == (whole / PREDICTORS).read_bytes()
     assert Manifest.load(killed).calibration == Manifest.load(whole).calibration
     assert not scratch.exists()
@@ -143,6 +148,7 @@ def test_scratch_of_another_run_is_not_resumed(bare, data, tmp_path, capsys):
         (["--ranks", "many"], "--ranks must be"),
         (["--memory", "lots"], "not a size"),
         (["--positive-weight", "0"], "weight"),
+        (["--early", "1.5"], "--early must lie between"),
     ],
 )
 def test_values_that_cannot_be_are_refused(bare, data, capsys, options, message):
@@ -151,15 +157,12 @@ def test_values_that_cannot_be_are_refused(bare, data, capsys, options, message)
     assert message in capsys.readouterr().err
 
 
-def test_a_layer_without_a_predictor_computes_everything(bare, data):
+def test_a_layer_without_a_predictor_computes_everything(bare, data, monkeypatch):
     """phi-2's recipe has none in the last layers; here in all but the first."""
     model = bare()
-    recipe = train_predictor.Recipe(name="first", ranks=((0, 8), (1, 0)))
-    train_predictor.check_args, before = lambda _args: recipe, train_predictor.check_args
-    try:
-        assert train(model, data) == 0
-    finally:
-        train_predictor.check_args = before
+    recipe = Recipe(name="first", ranks=((0, 8), (1, 0)))
+    monkeypatch.setattr(train_predictor, "parse_ranks", lambda _text: recipe)
+    assert train(model, data) == 0
     tensors = load_file(model / PREDICTORS)
     assert tensors["layers.1.a"].shape[0] == 1
     assert float(tensors["layers.1.threshold"]) < float((tensors["layers.1.bias"]).min())
@@ -192,13 +195,13 @@ def test_needed_rows_counts_the_fullest_window():
 def test_recorded_codes_are_the_dense_models_activity(bare, data, tmp_path, monkeypatch, tiny):
     """The chunks the predictor is fitted on against the Hugging Face model's own activations."""
     seen = []
-    real = train_predictor.fit
+    real = trainer.fit
 
-    def spy(start, chunks, options, d_ff):
+    def spy(start, chunks, options, d_ff, held):
         seen.append([(x.clone(), codes.clone()) for x, codes in chunks()])
-        return real(start, chunks, options, d_ff)
+        return real(start, chunks, options, d_ff, held)
 
-    monkeypatch.setattr(train_predictor, "fit", spy)
+    monkeypatch.setattr(trainer, "fit", spy)
     model = bare(dtype="float32")
     assert train(model, data) == 0
     weights = tiny("float32").reference.state_dict()
@@ -218,3 +221,42 @@ def test_a_hugging_face_folder_is_converted_first(tiny, data, tmp_path, monkeypa
     (manifest,) = (tmp_path / ".cache/flashllm/models").glob("*/flashllm.json")
     assert Manifest.load(manifest.parent).calibration is not None
     FlashModel.from_pretrained(manifest.parent, threads=1).engine.close()
+
+
+def test_8_bits_take_half_the_bytes_and_the_engine_names_what_was_judged(bare, data, load, capsys):
+    """The stored predictor, as the engine's kernels compute it, against the one that was calibrated."""
+    sizes = {}
+    for bits in ("8", "16"):
+        model = bare(bits)
+        assert train(model, data, "--bits", bits, "--ranks", "32") == 0
+        sizes[bits] = json.loads(capsys.readouterr().out)["predictor_bytes"]
+        tensors = load_file(model / PREDICTORS)
+        assert tensors["layers.0.a"].dtype == {"8": torch.int8, "16": torch.float16}[bits]
+        flash = load(model, mode="sparse")
+        x = torch.randn((20, flash.config.hidden_size), generator=torch.Generator().manual_seed(1)).half()
+        for layer, predictor in enumerate(load_predictors(model / PREDICTORS, Manifest.load(model))):
+            logits = predictor.logits(x.float())
+            clear = (logits - predictor.threshold).abs() > 1e-3 * logits.abs().max()
+            for token, row in enumerate(x):
+                named = torch.zeros(logits.shape[1], dtype=torch.bool)
+                named[flash.engine.ffns[layer].native.predict(row.data_ptr())] = True
+                assert torch.equal(named[clear[token]], (logits[token] > predictor.threshold)[clear[token]])
+    assert sizes["8"] < 0.65 * sizes["16"]
+
+
+def test_early_predictors_foretell_the_next_layer_from_the_input_before(bare, data, load, capsys):
+    model = bare()
+    assert train(model, data, "--early", "0.5", "--ranks", "32", "--epochs", "4") == 0
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    assert "early" not in layers[0]
+    for layer in layers[1:]:
+        early = layer["early"]
+        assert early["rank"] == layer["rank"]
+        assert early["precision"] > 0.4  # asked for on other text
+        assert early["precision"] > 1.5 * early["true_share"]  # by chance it would be the share itself
+        assert early["recall"] > 2 * early["predicted_share"]
+    tensors = load_file(model / PREDICTORS)
+    assert "layers.0.early_a" not in tensors
+    assert tensors["layers.2.early_a"].shape == tensors["layers.2.a"].shape
+    flash = load(model, mode="sparse")  # the engine takes the file as it is
+    flash.generate(torch.tensor([[2, 5, 9, 12]]), max_new_tokens=2, do_sample=False)

@@ -115,17 +115,18 @@ class PyFfnLayer {
         bypass_rows_ ? reinterpret_cast<std::byte*>(bypass_rows_->data()) : nullptr, *counters_);
   }
 
-  void set_predictor(AnyArray a, AnyArray b, FloatArray bias, float threshold) {
+  // Factors of 8 bits come with a scale for each row, others without.
+  void set_predictor(AnyArray a, AnyArray b, FloatArray bias, float threshold,
+                     std::optional<AnyArray> a_scale, std::optional<AnyArray> b_scale) {
     require(a.ndim() == 2 && b.ndim() == 2 && a.shape(0) == b.shape(1) && a.shape(1) == d_model_ &&
                 b.shape(0) == bias.shape(0) &&
                 b.shape(0) == static_cast<std::size_t>(layer_->slots().num_neurons()),
             "predictor factors do not fit the layer");
+    const Predictor predictor(factor_of(a, a_scale, nullptr), factor_of(b, b_scale, bias.data()), threshold);
     predictor_arrays_ = {std::move(a), std::move(b)};
     predictor_bias_ = std::move(bias);
-    Predictor predictor;
-    predictor.a = linear_of(predictor_arrays_[0], nullptr);
-    predictor.b = linear_of(predictor_arrays_[1], predictor_bias_.data());
-    predictor.threshold = threshold;
+    for (auto* scale : {&a_scale, &b_scale})
+      if (*scale) predictor_arrays_.push_back(std::move(**scale));
     layer_->set_predictor(predictor);
   }
 
@@ -204,7 +205,21 @@ class PyFfnLayer {
 
   std::size_t traced_tokens() const { return trace_array_.is_valid() ? trace_array_.shape(0) : SIZE_MAX; }
 
-  static LinearWeights linear_of(const AnyArray& array, const float* bias) {
+  static Predictor::Factor factor_of(const AnyArray& array, const std::optional<AnyArray>& scale,
+                                     const float* bias) {
+    const bool codes = array.dtype() == nb::dtype<std::int8_t>();
+    require(codes == scale.has_value(), "8-bit predictor factors need scales, and others have none");
+    if (codes) {
+      require(scale->ndim() == 1 && scale->shape(0) == array.shape(0) && dtype_of(*scale) == Dtype::f16,
+              "an 8-bit predictor factor needs one float16 scale a row");
+      Int8Weights weights;
+      weights.codes = static_cast<const std::int8_t*>(array.data());
+      weights.rows = array.shape(0);
+      weights.columns = array.shape(1);
+      weights.scales = static_cast<const std::uint16_t*>(scale->data());
+      weights.bias = bias;
+      return weights;
+    }
     LinearWeights weights;
     weights.dtype = dtype_of(array);
     weights.data = static_cast<const std::byte*>(array.data());
@@ -223,7 +238,7 @@ class PyFfnLayer {
   std::shared_ptr<DirectFile> file_;
   std::shared_ptr<ThreadPool> pool_;
   std::shared_ptr<FfnCounters> counters_;
-  std::vector<AnyArray> predictor_arrays_;
+  std::vector<AnyArray> predictor_arrays_;  // factors and scales
   FloatArray predictor_bias_;
   TraceArray trace_array_;
   const KernelTable* kernels_ = nullptr;
@@ -279,7 +294,8 @@ void init_ffn(nb::module_& m) {
            nb::arg("counters"), nb::arg("simd") = "auto", nb::arg("overlap") = true,
            nb::arg("bundled") = true)
       .def("set_predictor", &PyFfnLayer::set_predictor, nb::arg("a"), nb::arg("b"), nb::arg("bias"),
-           nb::arg("threshold"))
+           nb::arg("threshold"), nb::arg("a_scale").none() = nb::none(),
+           nb::arg("b_scale").none() = nb::none())
       .def("set_trace", &PyFfnLayer::set_trace, nb::arg("activity"), nb::arg("layer"))
       .def("forward", &PyFfnLayer::forward, nb::arg("x"), nb::arg("tokens"), nb::arg("y"),
            nb::call_guard<nb::gil_scoped_release>())

@@ -44,7 +44,6 @@ FfnLayer::FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectF
           make_cache_policy(options.cache_policy, options.num_neurons, options.window, options.popularity)) {
   const auto neurons = static_cast<std::size_t>(options.num_neurons);
   const auto capacity = static_cast<std::size_t>(slots_.capacity() + slots_.bypass_capacity());
-  logits_.resize(neurons);
   active_.reserve(neurons);
   values_.resize(capacity);
   gathered_.resize(capacity);
@@ -62,14 +61,12 @@ const std::vector<std::int32_t>& FfnLayer::predict(const float* x, std::size_t t
   if (!has_predictor())
     throw CoreError(ErrorKind::usage, "layer " + std::to_string(options_.layer) + " has no predictor");
   Stopwatch watch;
-  projected_.resize(predictor_.a.rows);
-  linear(predictor_.a, x, 1, projected_.data(), pool_, options_.simd);
-  linear(predictor_.b, projected_.data(), 1, logits_.data(), pool_, options_.simd);
-  active_.clear();
-  const std::uint64_t* traced = trace_.traced() ? trace_.active + token * trace_.token_words : nullptr;
-  for (std::int32_t neuron = 0; neuron < options_.num_neurons; ++neuron) {
-    const bool predicted = logits_[static_cast<std::size_t>(neuron)] > predictor_.threshold;
-    if (traced != nullptr ? TracedActivity::has(traced, neuron) : predicted) active_.push_back(neuron);
+  predictor_->predict(x, pool_, options_.simd, active_);
+  if (trace_.traced()) {
+    const std::uint64_t* traced = trace_.active + token * trace_.token_words;
+    active_.clear();
+    for (std::int32_t neuron = 0; neuron < options_.num_neurons; ++neuron)
+      if (TracedActivity::has(traced, neuron)) active_.push_back(neuron);
   }
   watch.charge(counters_.compute_ns);
   return active_;

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "error.h"
 #include "kernels.h"
 #include "memory.h"
+#include "predictor.h"
 #include "reader.h"
 #include "slot_table.h"
 
@@ -28,13 +30,6 @@ struct RowLayout {
   std::uint32_t d_model = 0;
   std::uint32_t up = 0, down = 0;
   std::int32_t gate = -1;  // -1: no gate
-};
-
-// Low-rank predictor (paper A, section 3.1): active where b (a x) + bias > threshold.
-struct Predictor {
-  LinearWeights a;  // [rank, d_model]
-  LinearWeights b;  // [d_ff, rank], bias included
-  float threshold = 0.0F;
 };
 
 // Activity that takes the place of the predictor's answer where the weights are dummies: bit sets over the
@@ -90,7 +85,7 @@ class FfnLayer {
   FfnLayer& operator=(const FfnLayer&) = delete;
 
   void set_predictor(const Predictor& predictor) { predictor_ = predictor; }
-  bool has_predictor() const { return predictor_.b.rows != 0; }
+  bool has_predictor() const { return predictor_.has_value(); }
 
   void set_trace(const TracedActivity& trace) { trace_ = trace; }
 
@@ -134,7 +129,7 @@ class FfnLayer {
   std::byte* rows_;
   std::byte* bypass_rows_;
   FfnCounters& counters_;
-  Predictor predictor_;
+  std::optional<Predictor> predictor_;
   TracedActivity trace_;
   SlotTable slots_;
   std::unique_ptr<CachePolicy> policy_;
@@ -142,7 +137,7 @@ class FfnLayer {
   // Scratch, sized once.
   ReadBatch batch_;
   CacheChoice choice_;
-  std::vector<float> projected_, logits_, values_, gathered_, scales_;
+  std::vector<float> values_, gathered_, scales_;
   std::vector<std::int32_t> active_, leaving_, misses_, hit_positions_, miss_positions_, ids_, pending_fill_;
   std::vector<const void*> pointers_;
   std::vector<SlotTable::Move> moves_;

@@ -1,0 +1,338 @@
+"""The steps of a training run: every layer's pass, fit, calibration and judgement, kept in a scratch directory.
+
+The hidden states of all samples pass one layer at a time. A finished step leaves a file, so that a killed run goes on
+at the step it was in with the results it would have had. Knows nothing of command lines, text or model directories.
+"""
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from early import linear_guess
+from fit import Chunk, Chunks, FitOptions, LayerPredictor, LayerQuality, count_logits, fit, input_statistics, judge
+from numpy.typing import NDArray
+from passes import BATCH_TOKENS, ActivityRecord, HiddenStates, LayerPass, PassShape, WeightBlocks, kept_positions
+from recipes import AutoRanks, Recipe, probe_rank
+
+from flashllm.files import write_atomically
+from flashllm.progress import ProgressBar
+from flashllm.svd_predictor import low_rank_predictor
+
+VALIDATION_SHARE = 0.1
+CALIBRATION_SHARE = 0.1  # of the rest
+CURVE = (0.8, 0.9, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995)  # recalls of the reported trade-off
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """What decides a run's results, beside the model and the samples."""
+
+    recipe: Recipe | AutoRanks
+    fit: FitOptions  # of layer 0; layer i adds i to the seed
+    recall: float  # of the truly active, in each layer
+    bits: int  # of the factors' weights, 8 or 16
+    window: int  # tokens, of the calibrated cache need
+    early_precision: float | None = None  # None: no early predictors
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Samples by use: [0, calibration) are trained on, from there to `validation` stop the training and set the
+    threshold, and the rest are judged on."""
+
+    calibration: int
+    validation: int
+    end: int
+
+    @classmethod
+    def of(cls, samples: int) -> "Split":
+        validation = max(2, int(samples * (1 - VALIDATION_SHARE)))
+        return cls(
+            calibration=min(validation - 1, int(validation * (1 - CALIBRATION_SHARE))),
+            validation=validation,
+            end=samples,
+        )
+
+
+@dataclasses.dataclass(slots=True)
+class LayerResult:
+    """A layer's predictors and what is reported of them."""
+
+    predictor: LayerPredictor
+    early: LayerPredictor | None
+    report: dict[str, Any]
+
+
+class Trainer:
+    """The steps of a run, in a locked scratch directory."""
+
+    def __init__(
+        self, options: TrainOptions, model: Any, rows: NDArray[np.int64], shape: PassShape, scratch: Path
+    ) -> None:
+        self._options, self._model, self._rows = options, model, rows
+        self._shape, self._scratch = shape, scratch
+        self._architecture = model.engine.manifest.architecture
+        self._states = HiddenStates(scratch, shape, model.dtype)
+        self._record = ActivityRecord(scratch, shape)
+        self._kept = kept_positions(shape, options.fit.seed)
+        self._pass = LayerPass(model)
+        self.split = Split.of(len(rows))
+        self._batch = max(1, BATCH_TOKENS // shape.tokens)
+
+    def seconds(self, ranks: list[int]) -> float:
+        """What a run takes, from a slice of it measured here: a batch through a layer, a step of training, an SVD."""
+        shape, fit_options = self._shape, self._options.fit
+        edges = torch.full((2, shape.d_ff), torch.inf)
+        states = self._pass.embed(torch.from_numpy(self._rows[: self._batch]))
+        began = time.perf_counter()
+        _, inputs, codes = self._pass.run(0, states, self._kept[: self._batch], edges)
+        per_batch = time.perf_counter() - began
+        rank = max(1, sum(ranks) // len(ranks))
+        weights = WeightBlocks(self._model.engine.ffns[0], shape.d_ff)
+        x = inputs.float()
+        began = time.perf_counter()
+        start = low_rank_predictor(weights.drivers, None, input_statistics(lambda: iter([(x, torch.empty(0))])), rank)
+        per_svd = time.perf_counter() - began
+        many = torch.arange(fit_options.batch_tokens) % len(x)
+        chunk = (x[many], torch.from_numpy(codes)[many])
+        once = dataclasses.replace(fit_options, epochs=1)
+        predictor = LayerPredictor.from_low_rank(start)
+        fit(predictor, lambda: iter([chunk]), once, shape.d_ff)  # warm
+        began = time.perf_counter()
+        fit(predictor, lambda: iter([chunk]), once, shape.d_ff)
+        per_step = time.perf_counter() - began
+        steps = shape.samples * shape.kept / fit_options.batch_tokens
+        # Statistics, thresholds, losses and judging cost about as much as half an epoch.
+        fitting = per_svd + (fit_options.epochs + 0.5) * steps * per_step
+        heads = 1 if self._options.early_precision is None else 2
+        probing = per_svd if isinstance(self._options.recipe, AutoRanks) else 0.0
+        per_layer = len(self._rows) / self._batch * per_batch + heads * fitting + probing
+        return per_layer * sum(self._saved(layer) is None for layer in range(self._architecture.num_layers))
+
+    def run(self, progress: ProgressBar) -> list[LayerResult]:
+        """Every layer's result, those of earlier runs included."""
+        layers, results = self._architecture.num_layers, []
+        units = self._shape.samples * self._shape.tokens  # tokens through a layer: the measure of progress
+        self._embed()
+        for layer in range(layers):
+            saved = self._saved(layer)
+            if saved is None:
+                began = time.monotonic()
+                saved = self._layer(
+                    layer, lambda done, at=layer: progress(f"layer {at}", at * units + done, layers * units)
+                )
+                saved.report["seconds"] = seconds = time.monotonic() - began
+                self._save(layer, saved)
+                print(describe(layer, saved.report, (layers - layer - 1) * seconds), file=sys.stderr, flush=True)
+            results.append(saved)
+            progress(f"layer {layer}", (layer + 1) * units, layers * units)
+        return results
+
+    def _embed(self) -> None:
+        """The states that enter layer 0, where no run came further; and what layers are called with."""
+        wanted = not self._done("embedded")
+        for first, ids in self._batches():
+            if wanted or first == 0 or first + self._batch >= len(self._rows):
+                states = self._pass.embed(torch.from_numpy(ids))
+                if wanted:
+                    self._states.write(0, first, states)
+        self._mark("embedded")
+
+    def _layer(self, layer: int, progress: Any) -> LayerResult:
+        """One layer: pass, fit, calibrate, judge."""
+        if not self._done(f"passed.{layer:03d}"):
+            self._pass_samples(layer, progress)
+            self._mark(f"passed.{layer:03d}")
+        predictor, report = self._fit_layer(layer)
+        early = None
+        if self._options.early_precision is not None and layer > 0:
+            early, report["early"] = self._fit_early(layer, len(predictor.a), self._options.early_precision)
+        return LayerResult(predictor, early, report)
+
+    def _pass_samples(self, layer: int, progress: Any) -> None:
+        weights = WeightBlocks(self._model.engine.ffns[layer], self._shape.d_ff)
+        first_batch = self._states.read(layer, 0, min(self._batch, self._shape.samples))
+        edges = weights.code_edges(self._pass, layer, first_batch)
+        for first, ids in self._batches():
+            end = first + len(ids)
+            before = self._states.read(layer, first, end)
+            after, inputs, codes = self._pass.run(layer, before, self._kept[first:end], edges)
+            self._states.write(layer + 1, first, after)
+            self._record.write(layer, first, inputs, codes)
+            progress(end * self._shape.tokens // 2)
+
+    def _chunks(self, layer: int, first: int, end: int, *, inputs_of: int | None = None) -> Chunks:
+        def chunks() -> Iterator[Chunk]:
+            return self._record.chunks(layer, first, end, inputs_of=inputs_of)
+
+        return chunks
+
+    def _fit_layer(self, layer: int) -> tuple[LayerPredictor, dict[str, Any]]:
+        """A layer's predictor, thresholded and judged."""
+        options, shape, split = self._options, self._shape, self.split
+        ffn = self._model.engine.ffns[layer]
+        weights = WeightBlocks(ffn, shape.d_ff)
+        training = self._chunks(layer, 0, split.calibration)
+        calibration = self._chunks(layer, split.calibration, split.validation)
+        validation = self._chunks(layer, split.validation, split.end)
+        statistics = input_statistics(training)
+
+        def ready(predictor: LayerPredictor) -> LayerPredictor:
+            """As it will be stored, with its threshold."""
+            stored = predictor.stored(options.bits)
+            stored.threshold = count_logits(stored, calibration, shape.d_ff).threshold_for(options.recall)
+            return stored
+
+        def low_rank(rank: int) -> LayerPredictor:
+            bias = None if ffn.up_bias is None else ffn.up_bias.numpy()
+            return LayerPredictor.from_low_rank(low_rank_predictor(weights.drivers, bias, statistics, rank))
+
+        if isinstance(options.recipe, AutoRanks):
+            probe = judge(ready(low_rank(probe_rank(shape.d_model))), calibration, shape.d_ff)
+            waste = probe.predicted_share - probe.true_share * (1 - probe.false_negative)
+            rank = options.recipe.rank(shape.d_model, waste, options.bits)
+        else:
+            rank = min(options.recipe.rank(layer, self._architecture.num_layers), shape.d_model)
+        svd: LayerQuality | None = None
+        losses: list[float] = []
+        if rank == 0:
+            predictor = LayerPredictor.everything(shape.d_model, shape.d_ff)
+            quality = judge(predictor, validation, shape.d_ff)
+        else:
+            guess = low_rank(rank)
+            predictor = start = ready(guess)
+            quality = svd = judge(start, validation, shape.d_ff)
+            if options.fit.epochs:
+                trained, losses = fit(guess, training, self._fit_options(layer), shape.d_ff, calibration)
+                predictor = ready(trained)
+                quality = judge(predictor, validation, shape.d_ff)
+            if svd.predicted_share <= quality.predicted_share:
+                predictor, quality = start, svd  # training has not helped
+        counts = count_logits(predictor, validation, shape.d_ff)
+        active, need = self._needs(layer, predictor)
+        return predictor, {
+            **dataclasses.asdict(quality),
+            "mean_active": active,
+            "req": need,
+            "threshold": predictor.threshold,
+            "losses": losses,
+            "svd": None if svd is None else dataclasses.asdict(svd),
+            "curve": curve(counts),
+        }
+
+    def _fit_early(self, layer: int, rank: int, precision: float) -> tuple[LayerPredictor, dict[str, Any]]:
+        """A predictor of the layer's active neurons from the FFN input of the layer before, of the same rank."""
+        options, shape, split = self._options, self._shape, self.split
+        ffn = self._model.engine.ffns[layer]
+        training = self._chunks(layer, 0, split.calibration, inputs_of=layer - 1)
+        calibration = self._chunks(layer, split.calibration, split.validation, inputs_of=layer - 1)
+        validation = self._chunks(layer, split.validation, split.end, inputs_of=layer - 1)
+        now = self._chunks(layer, 0, split.calibration)
+
+        def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for (before, _), (at, _) in zip(training(), now(), strict=True):
+                yield before, at
+
+        bias = None if ffn.up_bias is None else ffn.up_bias.numpy()
+        start = linear_guess(WeightBlocks(ffn, shape.d_ff).drivers, bias, pairs, rank)
+        trained, losses = fit(start, training, self._fit_options(layer), shape.d_ff, calibration)
+        early = trained.stored(options.bits)
+        early.threshold = count_logits(early, calibration, shape.d_ff).threshold_for_precision(precision)
+        quality = judge(early, validation, shape.d_ff)
+        found = quality.true_share * (1 - quality.false_negative)
+        return early, {
+            **dataclasses.asdict(quality),
+            "recall": 1 - quality.false_negative,
+            "precision": found / max(1e-12, quality.predicted_share),
+            "threshold": early.threshold,
+            "losses": losses,
+        }
+
+    def _fit_options(self, layer: int) -> FitOptions:
+        return dataclasses.replace(self._options.fit, seed=self._options.fit.seed + layer)
+
+    def _needs(self, layer: int, predictor: LayerPredictor) -> tuple[float, int]:
+        """Mean predicted neurons a token, and the most of any window, over the validation samples (paper A, Req_i)."""
+        total = tokens = most = 0
+        for x, _ in self._record.chunks(layer, self.split.validation, self.split.end):
+            for sample in x.split(self._shape.kept):
+                guess = (predictor.logits(sample) > predictor.threshold).numpy()
+                total, tokens = total + int(guess.sum()), tokens + len(guess)
+                most = max(most, needed_rows(guess, self._options.window))
+        return total / tokens, most
+
+    def _batches(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        for first in range(0, len(self._rows), self._batch):
+            yield first, self._rows[first : first + self._batch]
+
+    def _saved(self, layer: int) -> LayerResult | None:
+        path = self._scratch / f"layer.{layer:03d}.pt"
+        if not path.exists():
+            return None
+        saved = torch.load(path, weights_only=True)
+        early = saved["early"]
+        return LayerResult(
+            LayerPredictor(**saved["predictor"]), None if early is None else LayerPredictor(**early), saved["report"]
+        )
+
+    def _save(self, layer: int, result: LayerResult) -> None:
+        partial = self._scratch / "layer.partial"
+        with open(partial, "wb") as file:
+            torch.save(dataclasses.asdict(result), file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(self._scratch / f"layer.{layer:03d}.pt")
+        self._states.forget(layer)
+        self._record.forget_codes(layer)
+        if self._options.early_precision is None:
+            self._record.forget_inputs(layer)
+        elif layer > 0:
+            self._record.forget_inputs(layer - 1)
+
+    def _done(self, step: str) -> bool:
+        return (self._scratch / f"{step}.done").exists()
+
+    def _mark(self, step: str) -> None:
+        """A step is done, and what it wrote is on disk: also a power cut resumes."""
+        for path in self._scratch.glob("*.bin"):
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        write_atomically(self._scratch / f"{step}.done", b"")
+
+
+def curve(counts: Any) -> list[dict[str, float]]:
+    """Recall and predicted share of the thresholds that reach the recalls of CURVE."""
+    points = []
+    for recall in CURVE:
+        threshold = counts.threshold_for(recall)
+        found, density = counts.density_at(threshold)
+        points.append({"threshold": threshold, "recall": found, "predicted_share": density})
+    return points
+
+
+def needed_rows(predicted: NDArray[np.bool_], window: int) -> int:
+    """The most neurons of any `window` consecutive tokens: predicted [tokens, d_ff] (paper A, Req_i)."""
+    most, counts = 0, np.zeros(predicted.shape[1], dtype=np.int32)
+    for token in range(len(predicted)):
+        counts += predicted[token]
+        if token >= window:
+            counts -= predicted[token - window]
+        most = max(most, int(np.count_nonzero(counts)))
+    return most
+
+
+def describe(layer: int, report: dict[str, Any], seconds_left: float) -> str:
+    """A finished layer's line."""
+    early = report.get("early")
+    foretold = "" if early is None else f", foretold {early['recall']:.2%} at precision {early['precision']:.2%}"
+    return (
+        f"layer {layer}: rank {report['rank']}, active {report['true_share']:.2%}, predicted "
+        f"{report['predicted_share']:.2%}, false negatives {report['false_negative']:.2%}, false positives "
+        f"{report['false_positive']:.2%}{foretold}; about {seconds_left / 60:.1f} min left"
+    )
