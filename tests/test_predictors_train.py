@@ -197,8 +197,9 @@ def test_recorded_codes_are_the_dense_models_activity(bare, data, tmp_path, monk
     seen = []
     real = trainer.fit
 
-    def spy(start, chunks, options, d_ff, held):
-        seen.append([(x.clone(), codes.clone()) for x, codes in chunks()])
+    def spy(start, chunks, options, d_ff, held=None):
+        if held is not None:  # else it is the step that is timed beforehand
+            seen.append([(x.clone(), codes.clone()) for x, codes in chunks()])
         return real(start, chunks, options, d_ff, held)
 
     monkeypatch.setattr(trainer, "fit", spy)

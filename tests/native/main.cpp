@@ -15,6 +15,7 @@ int main(int argc, char** argv) {
   test_cache(scale);
   test_thread_pool(scale);
   test_kernels(scale);
+  test_predictor(scale);
   test_reader(directory, scale);
   test_early(directory, scale);
   test_ffn_layer(directory, scale);
