@@ -1,13 +1,17 @@
 """The memory plan: every byte the process will hold, decided before anything is loaded (design contract 3).
 
 Plain arithmetic over the manifest and the config; imports no torch. `plan_memory` either returns a plan that fits its
-limit or raises BudgetError with the numbers. What is left after everything fixed goes to the neuron caches; under the
-paper's window a layer's share is no larger than its calibrated need (paper A, section 3.3: Req_i).
+limit or raises BudgetError with the numbers. What is left after everything fixed goes to the neuron caches: to the most
+popular neurons of all layers where popularity is known, else in even shares. Under the paper's window a layer's share
+is no larger than its calibrated need (paper A, section 3.3: Req_i).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flashllm.architectures import attention_shape
 from flashllm.bundle import PAGE_NBYTES
@@ -110,6 +114,21 @@ def share_rows(available: int, needs: Sequence[int]) -> tuple[int, ...]:
     return tuple(rows)
 
 
+def share_by_popularity(available: int, minimum: Sequence[int], popularity: NDArray[np.float32]) -> tuple[int, ...]:
+    """Rows for each layer: its minimum, and the rest where they save most reads.
+
+    A layer's n-th row saves the n-th highest of its neurons' shares of tokens (`popularity`, [layers, d_ff]) in reads a
+    token, so all rows go to the highest shares of all layers. Equals, like neurons never seen, are shared out evenly.
+    """
+    gains = np.sort(popularity, axis=1)[:, ::-1]
+    layers = np.broadcast_to(np.arange(gains.shape[0])[:, None], gains.shape)
+    ranks = np.broadcast_to(np.arange(gains.shape[1]), gains.shape)
+    free = ranks >= np.asarray(minimum)[:, None]
+    order = np.lexsort((ranks[free], -gains[free]))[: max(0, available - sum(minimum))]
+    extra = np.bincount(layers[free][order], minlength=len(gains))
+    return tuple(int(rows) for rows in np.asarray(minimum) + extra)
+
+
 def plan_memory(
     manifest: Manifest,
     config: Mapping[str, Any],
@@ -120,6 +139,7 @@ def plan_memory(
     context: int | None = None,
     window: int | None = None,
     cache_policy: str = CACHE_POLICIES[0],
+    popularity: NDArray[np.float32] | None = None,
     io_threads: int = 32,
     batch: int = 1,
 ) -> MemoryPlan:
@@ -131,6 +151,7 @@ def plan_memory(
         available: bytes the process could still take.
         process: bytes it holds with its libraries loaded and no model.
         context: tokens of KV cache; None: the model's own limit.
+        popularity: as in flashllm/popularity.py, where it is known.
         batch: sequences computed together.
 
     Raises:
@@ -182,7 +203,10 @@ def plan_memory(
     spare = (plan.limit_nbytes - plan.fixed_nbytes) // rows.stride
     if not windowed:
         plan = replace(plan, bypass_rows=max(min_bypass, min(manifest.architecture.d_ff // _BYPASS_SHARE, spare // 10)))
-    plan = replace(plan, cache_rows=share_rows(spare - plan.bypass_rows, needs))
+    if windowed or popularity is None:
+        plan = replace(plan, cache_rows=share_rows(spare - plan.bypass_rows, needs))
+    else:
+        plan = replace(plan, cache_rows=share_by_popularity(spare - plan.bypass_rows, minimum, popularity))
     if plan.total_nbytes - process > available:
         raise BudgetError(
             f"the plan of {format_size(plan.total_nbytes)} needs {format_size(plan.total_nbytes - process)} more, but "

@@ -21,6 +21,7 @@ from flashllm.ffn import TORCH_DTYPES, FlashFFN, Mode
 from flashllm.manifest import Manifest
 from flashllm.meter import Meter
 from flashllm.model_files import FFN, PREDICTORS, RESIDENT, TRACE, checksums_tensor, ffn_tensor
+from flashllm.popularity import read_popularity
 from flashllm.resident import read_tensors
 from flashllm.safetensors_file import read_header
 from flashllm.stream import LayerRows, RowStream
@@ -97,6 +98,7 @@ class Engine:
             self._reader, self._file, self._rows, stride=manifest.rows.stride, block_rows=manifest.stream_block_rows
         )
         self.meter.streams.append(self._stream)
+        self._popularity = read_popularity(directory, manifest)
         self._cache = _core.allocate(sum(plan.cache_rows) * manifest.rows.stride)
         self._bypass = _core.allocate(plan.bypass_rows * manifest.rows.stride) if plan.bypass_rows else None
         self.ffns = [self._build_ffn(layer) for layer in layers]
@@ -136,7 +138,7 @@ class Engine:
             activation=cast(Any, manifest.architecture.activation),
             cache_policy=cast(Any, self.plan.cache_policy),
             window=self.plan.window,
-            popularity=None,
+            popularity=None if self._popularity is None else self._popularity[layer],
             file_offset=self._rows[layer].offset,
             up_bias=None if up_bias is None else up_bias.numpy(),
             down_bias=None if down_bias is None else down_bias.numpy(),

@@ -14,7 +14,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -271,26 +271,43 @@ def install_predictors(directory: Path, path: Path, calibration: Calibration | N
     """Put a copy of the predictor file `path` into the model directory and its manifest; the new manifest.
 
     `calibration` is what was measured with these predictors; that of older ones is forgotten with them.
-    FormatError where the predictors belong to another model. A crash leaves the old predictors or none, never a
-    directory that does not load: the manifest forgets the old file before it is replaced.
+    FormatError where the predictors belong to another model.
     """
-    directory, path = Path(directory), Path(path)
+    path = Path(path)
+    predictor_ranks(path, Manifest.load(Path(directory)))
+    return install_file(directory, PREDICTORS, iterate_chunks(path), check=predictor_ranks, calibration=calibration)
+
+
+def install_file(
+    directory: Path,
+    name: str,
+    chunks: Iterable[bytes],
+    *,
+    check: Callable[[Path, Manifest], object] | None = None,
+    **changes: Any,
+) -> Manifest:
+    """Put a file of these bytes into the model directory and its manifest, with other `changes` to it; the new one.
+
+    `check` is called with the finished file under a temporary name, and raises where it must not be installed. A crash
+    leaves the old file or none, never a directory that does not load: the manifest forgets the old file first.
+    """
+    directory = Path(directory)
     with locked_directory(directory, f"{directory}: another process is changing this model; try again later"):
         manifest = Manifest.load(directory)
-        predictor_ranks(path, manifest)
         # 1. The new file's bytes are safe under another name.
-        temporary = directory / f".{PREDICTORS}.tmp"
+        temporary = directory / f".{name}.tmp"
         with HashingWriter(temporary) as writer:
-            for chunk in iterate_chunks(path):
+            for chunk in chunks:
                 writer.write(memoryview(chunk))
             entry = FileEntry(sha256=writer.finish(), nbytes=writer.position)
-        predictor_ranks(temporary, manifest)  # what we copied, should `path` have changed
+        if check is not None:
+            check(temporary, manifest)
         # 2. The manifest forgets the old file, 3. the file is replaced, 4. the manifest lists the new one.
-        files = {name: old for name, old in manifest.files.items() if name != PREDICTORS}
+        files = {other: old for other, old in manifest.files.items() if other != name}
         dataclasses.replace(manifest, files=files).save(directory)
-        os.rename(temporary, directory / PREDICTORS)
+        os.rename(temporary, directory / name)
         fsync_directory(directory)
-        manifest = dataclasses.replace(manifest, files={**files, PREDICTORS: entry}, calibration=calibration)
+        manifest = dataclasses.replace(manifest, files={**files, name: entry}, **changes)
         manifest.save(directory)
         return manifest
 

@@ -27,6 +27,7 @@ from flashllm.linear import FlashLinear
 from flashllm.machine import available_nbytes, num_cores, process_nbytes
 from flashllm.manifest import Manifest, open_model_dir
 from flashllm.model_files import CONFIG
+from flashllm.popularity import read_popularity
 from flashllm.units import parse_size
 
 
@@ -145,6 +146,7 @@ class FlashModel:
             context=context,
             window=window,
             cache_policy=cache_policy,
+            popularity=read_popularity(directory, manifest),
             io_threads=io_threads,
             batch=batch,
         )

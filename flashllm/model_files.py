@@ -10,6 +10,7 @@ from flashllm.safetensors_file import DATA_ALIGNMENT, SafetensorsHeader
 FFN = "ffn.safetensors"
 RESIDENT = "resident.safetensors"
 PREDICTORS = "predictors.safetensors"
+POPULARITY = "popularity.safetensors"  # how often each neuron is active; see flashllm/popularity.py
 TRACE = "trace.safetensors"  # in models of dummy weights: activity that takes the place of the predictor's answer
 CONFIG = "config.json"
 MODEL_CARD = "README.md"  # for people: may be edited, so it is not hashed

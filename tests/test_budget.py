@@ -4,11 +4,12 @@ import dataclasses
 import json
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashllm.budget import LIBRARY_GROWTH, plan_memory, share_rows
+from flashllm.budget import LIBRARY_GROWTH, plan_memory, share_by_popularity, share_rows
 from flashllm.errors import BudgetError, UsageError
 from flashllm.manifest import Calibration, open_model_dir
 
@@ -51,6 +52,31 @@ def test_equal_needs_get_equal_shares():
     assert share_rows(10, [8, 8, 8]) == (3, 3, 4)
     assert share_rows(100, [10, 200, 20]) == (10, 70, 20)
     assert share_rows(0, [5, 5]) == (0, 0)
+
+
+def test_rows_go_to_the_highest_shares_of_all_layers():
+    popularity = np.array([[0.9, 0.1, 0.5, 0.0], [0.8, 0.7, 0.6, 0.2]], np.float32)
+    expected = {0: (1, 1), 2: (1, 1), 3: (1, 2), 4: (1, 3), 5: (2, 3), 6: (2, 4), 7: (3, 4), 8: (4, 4), 9: (4, 4)}
+    for available, rows in expected.items():
+        assert share_by_popularity(available, (1, 1), popularity) == rows
+    nothing = np.zeros((3, 100), np.float32)
+    assert share_by_popularity(60, (10, 10, 10), nothing) == (20, 20, 20)
+    assert share_by_popularity(1000, (10, 10, 10), nothing) == (100, 100, 100)
+
+
+@given(st.integers(0, 200), st.integers(0, 2**32 - 1))
+def test_no_other_shares_save_more(available, seed):
+    random = np.random.default_rng(seed)
+    popularity = random.random((3, 20)).astype(np.float32) ** 3
+    minimum = tuple(int(n) for n in random.integers(0, 5, 3))
+    rows = share_by_popularity(available, minimum, popularity)
+    assert all(low <= row <= 20 for low, row in zip(minimum, rows, strict=True))
+    assert sum(rows) == min(60, max(available, sum(minimum)))
+    best = np.sort(popularity, axis=1)[:, ::-1]
+    for giver in range(3):  # moving one row elsewhere saves nothing
+        for taker in range(3):
+            if rows[giver] > minimum[giver] and rows[taker] < 20:
+                assert best[giver, rows[giver] - 1] >= best[taker, rows[taker]]
 
 
 # Plans

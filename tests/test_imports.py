@@ -14,7 +14,8 @@ ROOT = Path(flashllm.__file__).parent
 ORDER = """
     flashllm errors terminal _core
     units checks dtypes machine architectures files progress bundle safetensors_file
-    model_files trace predictor_file svd_predictor untrained manifest partial source hub conversion_plan convert verify
+    model_files trace predictor_file svd_predictor untrained manifest popularity partial source hub conversion_plan
+    convert verify
     inspect demo
     ablation stream meter resident linear attention budget ffn engine model
     detokenizer generate turn_stats chat chat_terminal
@@ -35,6 +36,7 @@ NO_TORCH = (
     "predictor_file",
     "trace",
     "manifest",
+    "popularity",
     "budget",
 )
 

@@ -25,6 +25,7 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.machine import available_nbytes, process_nbytes
     from flashllm.manifest import open_model_dir
     from flashllm.model import read_config
+    from flashllm.popularity import read_popularity
     from flashllm.units import format_size
 
     manifest, config = open_model_dir(path), read_config(path)
@@ -38,6 +39,7 @@ def main(args: argparse.Namespace) -> int:
         context=args.context,
         window=args.window,
         cache_policy=args.cache_policy,
+        popularity=read_popularity(path, manifest),
         io_threads=args.io_threads,
     )
     del tokenizer
