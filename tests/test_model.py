@@ -370,7 +370,7 @@ def test_transient_faults_change_nothing_and_are_counted(tiny, load, length):
 
 @pytest.mark.parametrize("mode", ["sparse", "oracle", "dense"])
 def test_every_read_may_be_the_one_that_fails(tiny, load, mode):
-    flash = load(tiny("bfloat16").path("random"), mode=mode, cache_policy="window", window=1, io_threads=2)
+    flash = load(tiny("bfloat16").path("random"), mode=mode, cache_policy="window", window=1, io_threads=1)
     ids = ids_of(20)
     expected = greedy(load(tiny("bfloat16").path("random"), mode=mode), ids, count=3)
     failures = 0
