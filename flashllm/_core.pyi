@@ -101,6 +101,29 @@ class Linear:
         simd: Simd = "auto",
     ) -> None: ...
     def forward(self, x: int, tokens: int, out: int) -> None: ...
+    def forward_many(self, x: int, tokens: int, out: int) -> None: ...
+
+class DenseFfn:
+    def __init__(
+        self,
+        *,
+        dtype: Dtype,
+        stride: int,
+        d_model: int,
+        up: int,
+        gate: int,
+        down: int,
+        activation: Literal["relu", "squared_relu"],
+        up_bias: NDArray[np.float32] | None,
+        down_bias: NDArray[np.float32] | None,
+        pool: ThreadPool,
+        counters: Counters,
+        simd: Simd = "auto",
+    ) -> None: ...
+    def begin(self, x: int, tokens: int) -> None: ...
+    def add(self, rows: NDArray[np.uint8], first: int, count: int) -> None: ...
+    def activations(self, h: int) -> None: ...
+    def finish(self, y: int) -> None: ...
 
 class Attention:
     def __init__(

@@ -152,6 +152,19 @@ class Engine:
             overlap=self.ablation.overlap,
             bundled=self.ablation.bundled,
         )
+        dense = _core.DenseFfn(
+            dtype=cast(Any, layout.encoding),
+            stride=stride,
+            d_model=layout.d_model,
+            up=parts["up"],
+            gate=parts.get("gate", -1),
+            down=parts["down"],
+            activation=cast(Any, manifest.architecture.activation),
+            up_bias=None if up_bias is None else up_bias.numpy(),
+            down_bias=None if down_bias is None else down_bias.numpy(),
+            pool=self.pool,
+            counters=self.meter.native,
+        )
         return FlashFFN(
             layer,
             num_layers=manifest.architecture.num_layers,
@@ -159,11 +172,11 @@ class Engine:
             layout=layout,
             activation=manifest.architecture.activation,
             native=native,
+            dense=dense,
             stream=self._stream,
             meter=self.meter,
             up_bias=up_bias,
             down_bias=down_bias,
-            prefill_block=manifest.prefill_block_tokens,
             window=self.plan.window,
         )
 

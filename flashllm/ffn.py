@@ -48,22 +48,22 @@ class FlashFFN(nn.Module):
         layout: RowLayout,
         activation: str,
         native: _core.FfnLayer,
+        dense: _core.DenseFfn,
         stream: RowStream,
         meter: Meter,
         up_bias: torch.Tensor | None,
         down_bias: torch.Tensor | None,
-        prefill_block: int,
         window: int,
     ) -> None:
         super().__init__()
         self.layer, self.num_layers, self.mode = layer, num_layers, mode
-        self.native = native
+        self.native, self._native_dense = native, dense
         self.observer: Observer | None = None  # sees every block of a dense pass; for collecting activity
         self.few_tokens = True  # the model says so before each pass: at most K0 new tokens a sequence
         self._layout, self._activation = layout, _ACTIVATIONS[activation]
         self._stream, self._meter = stream, meter
         self._up_bias, self._down_bias = up_bias, down_bias  # fp32
-        self._prefill_block, self._window = prefill_block, window
+        self._window = window
         self._dtype = TORCH_DTYPES[layout.encoding]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -80,12 +80,12 @@ class FlashFFN(nn.Module):
 
     def release(self) -> None:
         """Let go of native memory, files and threads."""
-        del self.native, self._stream
+        del self.native, self._native_dense, self._stream
 
     def weight_blocks(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """(first neuron, {"up", "gate" if any, "down"}: [neurons, d_model]) over the layer; valid until the next."""
         for first, rows in self._stream.blocks(self.layer):
-            count = min(rows.shape[0], self._layout.d_ff - first)
+            count = self._neurons_in(rows, first)
             yield first, self._matrices(rows, count)
 
     @property
@@ -104,31 +104,23 @@ class FlashFFN(nn.Module):
         if fill:
             recent = x[-self._window :]
             self.native.begin_fill(recent.data_ptr(), recent.shape[0])
-        total = torch.zeros(x.shape, dtype=torch.float32)
+        tokens, dense = x.shape[0], self._native_dense
+        y = torch.empty_like(x)
+        dense.begin(x.data_ptr(), tokens)
         try:
             for first, rows in self._stream.blocks(self.layer, then=self._next_layer()):
-                count = min(rows.shape[0], self._layout.d_ff - first)
+                count = self._neurons_in(rows, first)
                 if fill:
                     self.native.fill_from(rows, first, count)
-                with self._meter.computing():
-                    self._add_block(x, first, self._matrices(rows, count), total)
+                dense.add(rows, first, count)
+                if self.observer is not None:
+                    h = torch.empty((tokens, count))
+                    dense.activations(h.data_ptr())
+                    self.observer(0, first, h)
         finally:
             self.native.abandon_fill()  # nothing, unless a read failed
-        with self._meter.computing():
-            if self._down_bias is not None:
-                total += self._down_bias
-            return total.to(x.dtype)
-
-    def _add_block(self, x: torch.Tensor, first: int, block: dict[str, torch.Tensor], total: torch.Tensor) -> None:
-        count = block["up"].shape[0]
-        if x.dtype == torch.float16:  # widened once a block, not once a product
-            block = {name: matrix.float() for name, matrix in block.items()}
-        for start in range(0, x.shape[0], self._prefill_block):
-            tokens = slice(start, start + self._prefill_block)
-            h = self.activations(x[tokens].to(block["up"].dtype), first, count, block)
-            total[tokens] += dense_product(h, block["down"].T)
-            if self.observer is not None:
-                self.observer(start, first, h)
+        dense.finish(y.data_ptr())
+        return y
 
     def activations(self, x: torch.Tensor, first: int, count: int, block: dict[str, torch.Tensor]) -> torch.Tensor:
         """h [tokens, count] of the neurons from `first` on, whose matrices are `block`, for x [tokens, d_model]."""
@@ -142,7 +134,7 @@ class FlashFFN(nn.Module):
     def _oracle(self, x: torch.Tensor) -> torch.Tensor:
         active: list[list[torch.Tensor]] = [[] for _ in range(x.shape[0])]
         for first, rows in self._stream.blocks(self.layer, then=self._next_layer()):
-            count = min(rows.shape[0], self._layout.d_ff - first)
+            count = self._neurons_in(rows, first)
             with self._meter.computing():
                 block = {name: matrix.float() for name, matrix in self._matrices(rows, count).items()}
                 fires = self.activations(x.float(), first, count, block) > 0
@@ -159,6 +151,10 @@ class FlashFFN(nn.Module):
         elements = torch.from_numpy(rows[:count]).view(self._dtype)
         width = self._layout.d_model
         return {name: elements[:, part * width : (part + 1) * width] for part, name in enumerate(self._layout.matrices)}
+
+    def _neurons_in(self, rows: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], first: int) -> int:
+        """How many of a block's rows are neurons: the last block may end with padding."""
+        return min(rows.shape[0], self._layout.d_ff - first)
 
     def _next_layer(self) -> int | None:
         return self.layer + 1 if self.layer + 1 < self.num_layers else None

@@ -1,8 +1,6 @@
-"""Resident linears: few tokens through the native kernel, many through torch.
+"""Resident linears: few tokens through the kernel that reads fast, many through the one that multiplies fast.
 
-The native kernel gives each token the same bits however many are computed together and whatever the threads. Many
-tokens are a matrix product, which torch does well in fp32 and bf16; fp16 weights are widened block by block, because
-torch's own fp16 product is twelve times slower on some processors, and a choice by machine would change results.
+Either gives each token the same bits however many are computed together and whatever the threads; sums are fp32.
 """
 
 import torch
@@ -10,8 +8,6 @@ from torch import nn
 
 from flashllm import _core
 from flashllm.meter import Meter
-
-_WIDEN_ROWS = 1024  # rows of fp16 weights widened at a time: bounds the workspace
 
 
 def dense_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -24,35 +20,28 @@ def dense_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class FlashLinear(nn.Linear):
     """`nn.Linear` over resident weights. `attach` must be called once the weights are in place."""
 
-    def attach(self, pool: _core.ThreadPool, meter: Meter, max_native_tokens: int) -> None:
-        self._meter, self._max_native_tokens = meter, max_native_tokens
-        self._bias32 = None if self.bias is None else self.bias.detach().float().contiguous()
+    def attach(self, pool: _core.ThreadPool, meter: Meter, few_tokens: int) -> None:
+        self._few_tokens = few_tokens
         self._dtype = self.weight.dtype
-        bias = None if self._bias32 is None else self._bias32.numpy()
+        bias = None if self.bias is None else self.bias.detach().float().contiguous().numpy()
         self._native = _core.Linear(self.weight.detach(), bias, pool, meter.native)
 
     def release(self) -> None:
-        """Let go of the native threads and the fp32 bias."""
-        del self._native, self._bias32
+        """Let go of the native threads."""
+        del self._native
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features], same dtype."""
-        flat = x.reshape(-1, self.in_features).contiguous()
-        if flat.dtype != self._dtype or self.weight.dtype != self._dtype:
-            raise TypeError(f"inputs and weights must be {self._dtype}, as the model was loaded, not {flat.dtype}")
-        if flat.shape[0] <= self._max_native_tokens:
-            out = torch.empty((flat.shape[0], self.out_features), dtype=x.dtype)
-            self._native.forward(flat.data_ptr(), flat.shape[0], out.data_ptr())
+        if x.dtype != self._dtype or self.weight.dtype != self._dtype:
+            raise TypeError(f"inputs and weights must be {self._dtype}, as the model was loaded, not {x.dtype}")
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"inputs must have {self.in_features} features, not {x.shape[-1]}")
+        # Once a linear a token: every tensor operation here counts.
+        tokens = x.numel() // self.in_features
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], self.out_features))
+        if tokens <= self._few_tokens:
+            self._native.forward(x.data_ptr(), tokens, out.data_ptr())
         else:
-            with self._meter.computing():
-                out = self._dense(flat)
-        return out.reshape(*x.shape[:-1], self.out_features)
-
-    def _dense(self, flat: torch.Tensor) -> torch.Tensor:
-        out = torch.empty((flat.shape[0], self.out_features), dtype=flat.dtype)
-        for start in range(0, self.out_features, _WIDEN_ROWS):
-            block = dense_product(flat, self.weight[start : start + _WIDEN_ROWS])
-            if self._bias32 is not None:
-                block = block + self._bias32[start : start + _WIDEN_ROWS]
-            out[:, start : start + _WIDEN_ROWS] = block
+            self._native.forward_many(x.data_ptr(), tokens, out.data_ptr())
         return out

@@ -409,19 +409,19 @@ def test_an_interruption_between_two_blocks_of_a_layer(tiny, load, monkeypatch, 
     expected = greedy(flash, ids, count=3)
     from flashllm.ffn import FlashFFN
 
-    matrices = FlashFFN._matrices
+    neurons_in = FlashFFN._neurons_in
     for nth in range(1, 9):
         calls = iter(range(1, 10**6))
 
-        def interrupted(self, rows, count, calls=calls, nth=nth):
+        def interrupted(self, rows, first, calls=calls, nth=nth):
             if next(calls) == nth:
                 raise KeyboardInterrupt
-            return matrices(self, rows, count)
+            return neurons_in(self, rows, first)
 
-        monkeypatch.setattr(FlashFFN, "_matrices", interrupted)
+        monkeypatch.setattr(FlashFFN, "_neurons_in", interrupted)
         with pytest.raises(KeyboardInterrupt) as kept:  # the traceback keeps the pass's frames alive
             greedy(flash, ids, count=3)
-        monkeypatch.setattr(FlashFFN, "_matrices", matrices)
+        monkeypatch.setattr(FlashFFN, "_neurons_in", neurons_in)
         assert greedy(flash, ids, count=3) == expected
         assert kept.value is not None
 

@@ -12,6 +12,7 @@
 #include "attention.h"
 #include "bandwidth.h"
 #include "bindings.h"
+#include "dense_ffn.h"
 #include "ffn_layer.h"
 
 namespace flashllm {
@@ -35,6 +36,12 @@ SimdLevel parse_simd(const std::string& name) {
   }
   kernel_table(level, Dtype::f32);  // throws where the processor lacks it
   return level;
+}
+
+Activation parse_activation(const std::string& name) {
+  if (name == "relu") return Activation::relu;
+  if (name == "squared_relu") return Activation::squared_relu;
+  throw CoreError(ErrorKind::usage, "unknown activation " + name);
 }
 
 Dtype dtype_of(const AnyArray& array) {
@@ -97,6 +104,14 @@ class PyLinear {
     kernels.from_f32(out_.data(), out_.size(), at_address<void>(out));
   }
 
+  // The same for a prompt, where arithmetic is the limit.
+  void forward_many(std::uintptr_t x, std::size_t tokens, std::uintptr_t out) {
+    const ComputeTimer timer(*counters_);
+    const PackedTokens packed(at_address<const std::byte>(x), tokens, weights_.columns, weights_.dtype,
+                              *pool_, simd_);
+    linear_many(weights_, packed, at_address<std::byte>(out), *pool_, simd_);
+  }
+
  private:
   AnyArray weight_;
   std::optional<FloatArray> bias_;
@@ -105,6 +120,52 @@ class PyLinear {
   SimdLevel simd_;
   LinearWeights weights_;
   std::vector<float> x_, out_;
+};
+
+// A layer's FFN over every neuron, for prompts.
+class PyDenseFfn {
+ public:
+  PyDenseFfn(const std::string& dtype, std::uint32_t stride, std::uint32_t d_model, std::uint32_t up,
+             std::int32_t gate, std::uint32_t down, const std::string& activation,
+             std::optional<FloatArray> up_bias, std::optional<FloatArray> down_bias,
+             std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters, const std::string& simd)
+      : layout_{parse_dtype(dtype), stride, d_model, up, down, gate},
+        up_bias_(std::move(up_bias)),
+        down_bias_(std::move(down_bias)),
+        pool_(std::move(pool)),
+        counters_(std::move(counters)),
+        ffn_(layout_, parse_activation(activation), *pool_, parse_simd(simd)) {
+    require(!down_bias_ || down_bias_->shape(0) == d_model, "down bias has the wrong length");
+    require(gate < 0 || !up_bias_, "a gated FFN has no up bias");
+  }
+
+  void begin(std::uintptr_t x, std::size_t tokens) {
+    const ComputeTimer timer(*counters_);
+    ffn_.begin(at_address<const std::byte>(x), tokens);
+  }
+
+  void add(const ConstBytes& rows, std::size_t first, std::size_t count) {
+    require(rows.nbytes() >= count * layout_.stride, "a block must be `count` whole rows");
+    require(!up_bias_ || up_bias_->shape(0) >= first + count, "more neurons than biases");
+    const nb::gil_scoped_release unlocked;
+    const ComputeTimer timer(*counters_);
+    ffn_.add(reinterpret_cast<const std::byte*>(rows.data()), count,
+             up_bias_ ? up_bias_->data() + first : nullptr);
+  }
+
+  void activations(std::uintptr_t h) const { ffn_.copy_activations(at_address<float>(h)); }
+
+  void finish(std::uintptr_t y) {
+    const ComputeTimer timer(*counters_);
+    ffn_.finish(down_bias_ ? down_bias_->data() : nullptr, at_address<std::byte>(y));
+  }
+
+ private:
+  RowLayout layout_;
+  std::optional<FloatArray> up_bias_, down_bias_;
+  std::shared_ptr<ThreadPool> pool_;
+  std::shared_ptr<FfnCounters> counters_;
+  DenseFfn ffn_;
 };
 
 class PyAttention {
@@ -185,7 +246,22 @@ void init_compute(nb::module_& m) {
            nb::arg("weight"), nb::arg("bias").none(), nb::arg("pool"), nb::arg("counters"),
            nb::arg("simd") = "auto")
       .def("forward", &PyLinear::forward, nb::arg("x"), nb::arg("tokens"), nb::arg("out"),
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("forward_many", &PyLinear::forward_many, nb::arg("x"), nb::arg("tokens"), nb::arg("out"),
            nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<PyDenseFfn>(m, "DenseFfn")
+      .def(nb::init<const std::string&, std::uint32_t, std::uint32_t, std::uint32_t, std::int32_t,
+                    std::uint32_t, const std::string&, std::optional<FloatArray>, std::optional<FloatArray>,
+                    std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>, const std::string&>(),
+           nb::kw_only(), nb::arg("dtype"), nb::arg("stride"), nb::arg("d_model"), nb::arg("up"),
+           nb::arg("gate"), nb::arg("down"), nb::arg("activation"), nb::arg("up_bias").none(),
+           nb::arg("down_bias").none(), nb::arg("pool"), nb::arg("counters"), nb::arg("simd") = "auto")
+      .def("begin", &PyDenseFfn::begin, nb::arg("x"), nb::arg("tokens"),
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("add", &PyDenseFfn::add, nb::arg("rows"), nb::arg("first"), nb::arg("count"))
+      .def("activations", &PyDenseFfn::activations, nb::arg("h"), nb::call_guard<nb::gil_scoped_release>())
+      .def("finish", &PyDenseFfn::finish, nb::arg("y"), nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<PyAttention>(m, "Attention")
       .def(nb::init<std::size_t, std::size_t, std::size_t, std::size_t, const std::string&,

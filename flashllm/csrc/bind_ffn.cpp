@@ -39,12 +39,6 @@ nb::dict take(FfnCounters& counters) {
   return result;
 }
 
-Activation parse_activation(const std::string& name) {
-  if (name == "relu") return Activation::relu;
-  if (name == "squared_relu") return Activation::squared_relu;
-  throw CoreError(ErrorKind::usage, "unknown activation " + name);
-}
-
 class PyFfnLayer {
  public:
   PyFfnLayer(int layer, const std::string& dtype, std::uint32_t stride, std::uint32_t d_model,

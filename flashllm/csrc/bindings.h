@@ -45,6 +45,7 @@ T* at_address(std::uintptr_t address) {
 
 Dtype parse_dtype(const std::string& name);
 SimdLevel parse_simd(const std::string& name);  // "auto", "scalar", "avx2" or "avx512"
+Activation parse_activation(const std::string& name);
 Dtype dtype_of(const AnyArray& array);
 
 void init_io(nb::module_& m);

@@ -10,17 +10,23 @@ namespace scalar {
 extern const KernelTable kTables[3];
 float sum_floats(const float* from, std::size_t n);
 void softmax(float* scores, std::size_t n, float scale);
+void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width, std::size_t terms, float* c,
+                  std::size_t c_row);
 }  // namespace scalar
 #if defined(__x86_64__)
 namespace avx2 {
 extern const KernelTable kTables[3];
 float sum_floats(const float* from, std::size_t n);
 void softmax(float* scores, std::size_t n, float scale);
+void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width, std::size_t terms, float* c,
+                  std::size_t c_row);
 }  // namespace avx2
 namespace avx512 {
 extern const KernelTable kTables[3];
 float sum_floats(const float* from, std::size_t n);
 void softmax(float* scores, std::size_t n, float scale);
+void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width, std::size_t terms, float* c,
+                  std::size_t c_row);
 }  // namespace avx512
 #endif
 
@@ -75,6 +81,15 @@ Softmax softmax_kernel(SimdLevel level) {
   if (level == SimdLevel::avx2) return avx2::softmax;
 #endif
   return scalar::softmax;
+}
+
+MultiplyAdd multiply_add_kernel(SimdLevel level) {
+  kernel_table(level, Dtype::f32);
+#if defined(__x86_64__)
+  if (level == SimdLevel::avx512) return avx512::multiply_add;
+  if (level == SimdLevel::avx2) return avx2::multiply_add;
+#endif
+  return scalar::multiply_add;
 }
 
 float apply_activation(Activation activation, float value) {

@@ -36,6 +36,20 @@ struct KernelTable {
 };
 const KernelTable& kernel_table(SimdLevel level, Dtype dtype);
 
+// c[m][n] += sum_s a[m * a.row + s * a.step] * b[s * b.row + n], the terms added in the order of s; m in [0,
+// rows), n in [0, width), s in [0, terms). `width` is a multiple of 16; rows of c are c_row floats apart.
+struct TileRows {
+  const float* data;
+  std::size_t row, step;
+};
+struct TileColumns {
+  const float* data;
+  std::size_t row;
+};
+using MultiplyAdd = void (*)(TileRows a, std::size_t rows, TileColumns b, std::size_t width,
+                             std::size_t terms, float* c, std::size_t c_row);
+MultiplyAdd multiply_add_kernel(SimdLevel level);
+
 // scores = softmax(scale * scores), in place
 using Softmax = void (*)(float* scores, std::size_t n, float scale);
 Softmax softmax_kernel(SimdLevel level);

@@ -10,7 +10,7 @@ namespace flashllm::avx2 {
 
 namespace {
 
-constexpr std::size_t kUnroll = 4, kRows = 2;
+constexpr std::size_t kUnroll = 4, kRows = 2, kTileRows = 6, kTileVectors = 2;
 
 struct Vec {
   static constexpr std::size_t kWidth = 8;

@@ -15,7 +15,7 @@ namespace flashllm::avx512 {
 
 namespace {
 
-constexpr std::size_t kUnroll = 4, kRows = 4;
+constexpr std::size_t kUnroll = 4, kRows = 4, kTileRows = 6, kTileVectors = 4;
 
 struct Vec {
   static constexpr std::size_t kWidth = 16;

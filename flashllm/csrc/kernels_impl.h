@@ -1,14 +1,16 @@
 // The loops of kernels.h over a vector type. Each kernels_<level>.cpp defines in its own namespace, compiled
-// with that level's flags, `Vec`, `kUnroll` and `kRows`, then includes this file; nothing here may be shared
-// between levels.
+// with that level's flags, `Vec` and the constants below, then includes this file; nothing here may be shared
+// between levels. Included several times on purpose, hence no include guard.
 //
 // Vec: kWidth floats; zero, load of fp32/fp16/bf16, set, fma, add, multiply, max, times_two_to, sum (a fixed
-// tree), store. kUnroll: independent sums a row, so that additions overlap; part of the order of a dot
-// product. kRows: rows read together where that pays; no sum depends on it.
+// tree), store.
+//
+// kUnroll: independent sums a row, so that additions overlap; part of the order of a dot product. kRows: rows
+// read together where that pays; kTileRows and kTileVectors: a tile of sums that fills the registers. No sum
+// depends on these three.
 //
 // Prefetching: at two cores, loads alone keep too few cache lines under way to reach the memory's bandwidth,
-// and the processor's own prefetchers start anew at each row (bench/LOG.md). Included several times on
-// purpose, hence no include guard.
+// and the processor's own prefetchers start anew at each row (bench/LOG.md).
 
 constexpr std::size_t kCacheLine = 64;
 constexpr std::size_t kAhead = 8192;  // bytes between a load and the prefetch beside it, in consecutive rows
@@ -210,6 +212,43 @@ void softmax(float* scores, std::size_t n, float scale) {
   for (std::size_t i = 0; i < whole; i += Vec::kWidth)
     (Vec::load_f32(scores + i) * inverse).store(scores + i);
   for (std::size_t i = whole; i < n; ++i) scores[i] = last[i - whole] * (1.0F / total);
+}
+
+// A tile of R rows by V vectors of c stays in registers for all terms.
+template <std::size_t R, std::size_t V>
+inline void multiply_tile(TileRows a, TileColumns b, std::size_t terms, float* c, std::size_t c_row) {
+  Vec sum[R][V];
+  for (std::size_t r = 0; r < R; ++r)
+    for (std::size_t v = 0; v < V; ++v) sum[r][v] = Vec::load_f32(c + r * c_row + v * Vec::kWidth);
+  for (std::size_t s = 0; s < terms; ++s) {
+    Vec column[V];
+    for (std::size_t v = 0; v < V; ++v) column[v] = Vec::load_f32(b.data + s * b.row + v * Vec::kWidth);
+    for (std::size_t r = 0; r < R; ++r) {
+      const Vec factor = Vec::set(a.data[r * a.row + s * a.step]);
+      for (std::size_t v = 0; v < V; ++v) sum[r][v] = fma(factor, column[v], sum[r][v]);
+    }
+  }
+  for (std::size_t r = 0; r < R; ++r)
+    for (std::size_t v = 0; v < V; ++v) sum[r][v].store(c + r * c_row + v * Vec::kWidth);
+}
+
+template <std::size_t V>
+inline void multiply_strip(TileRows a, std::size_t rows, TileColumns b, std::size_t terms, float* c,
+                           std::size_t c_row) {
+  std::size_t r = 0;
+  const auto from = [&](std::size_t row) { return TileRows{a.data + row * a.row, a.row, a.step}; };
+  for (; r + kTileRows <= rows; r += kTileRows)
+    multiply_tile<kTileRows, V>(from(r), b, terms, c + r * c_row, c_row);
+  for (; r < rows; ++r) multiply_tile<1, V>(from(r), b, terms, c + r * c_row, c_row);
+}
+
+void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width, std::size_t terms, float* c,
+                  std::size_t c_row) {
+  std::size_t n = 0;
+  const auto from = [&](std::size_t column) { return TileColumns{b.data + column, b.row}; };
+  for (; n + kTileVectors * Vec::kWidth <= width; n += kTileVectors * Vec::kWidth)
+    multiply_strip<kTileVectors>(a, rows, from(n), terms, c + n, c_row);
+  for (; n + Vec::kWidth <= width; n += Vec::kWidth) multiply_strip<1>(a, rows, from(n), terms, c + n, c_row);
 }
 
 template <typename W>

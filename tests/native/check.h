@@ -21,4 +21,5 @@ void test_cache(int scale);
 void test_thread_pool(int scale);
 void test_kernels(int scale);
 void test_predictor(int scale);
+void test_many_tokens(int scale);
 void test_ffn_layer(const std::string& directory, int scale);

@@ -16,6 +16,7 @@ int main(int argc, char** argv) {
   test_thread_pool(scale);
   test_kernels(scale);
   test_predictor(scale);
+  test_many_tokens(scale);
   test_reader(directory, scale);
   test_early(directory, scale);
   test_ffn_layer(directory, scale);

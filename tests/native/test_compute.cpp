@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "bandwidth.h"
 #include "check.h"
+#include "dense_ffn.h"
 #include "kernels.h"
 #include "memory.h"
 #include "thread_pool.h"
@@ -112,7 +113,89 @@ std::vector<float> attention(int threads, SimdLevel level, Dtype dtype, std::siz
   return out;
 }
 
+// A dense FFN and a linear over `tokens` of the same inputs, from `first` on, all outputs in one vector.
+std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::size_t first,
+                               std::size_t tokens) {
+  constexpr std::size_t kWidth = 70, kNeurons = 61, kAll = 300;
+  std::mt19937 random(11);
+  ThreadPool pool(threads);
+  const KernelTable& kernels = kernel_table(level, dtype);
+  const std::size_t element = dtype_nbytes(dtype);
+  RowLayout layout;
+  layout.dtype = dtype;
+  layout.d_model = kWidth;
+  layout.up = 0;
+  layout.down = kWidth;
+  layout.stride = static_cast<std::uint32_t>(2 * kWidth * element);
+  std::vector<std::byte> rows(kNeurons * layout.stride), x(kAll * kWidth * element);
+  kernels.from_f32(random_floats(2 * kWidth * kNeurons, random).data(), 2 * kWidth * kNeurons, rows.data());
+  kernels.from_f32(random_floats(kAll * kWidth, random).data(), kAll * kWidth, x.data());
+  const std::vector<float> bias = random_floats(kNeurons, random), down_bias = random_floats(kWidth, random);
+  const std::byte* inputs = x.data() + first * kWidth * element;
+
+  DenseFfn ffn(layout, Activation::relu, pool, level);
+  std::vector<std::byte> y(tokens * kWidth * element), out(tokens * kNeurons * element);
+  std::vector<float> h(tokens * 41);
+  ffn.begin(inputs, tokens);
+  ffn.add(rows.data(), 20, bias.data());
+  ffn.add(rows.data() + 20 * layout.stride, 41, bias.data() + 20);
+  ffn.copy_activations(h.data());
+  ffn.finish(down_bias.data(), y.data());
+  CHECK(ffn.tokens() == 0);
+  LinearWeights up;
+  up.data = rows.data();
+  up.rows = kNeurons;
+  up.columns = kWidth;
+  up.stride = layout.stride;
+  up.dtype = dtype;
+  up.bias = bias.data();
+  linear_many(up, PackedTokens(inputs, tokens, kWidth, dtype, pool, level), out.data(), pool, level);
+
+  std::vector<float> wide(2 * kWidth * kNeurons), wide_x(tokens * kWidth), result(tokens * kWidth);
+  kernels.to_f32(rows.data(), wide.size(), wide.data());
+  kernels.to_f32(inputs, wide_x.size(), wide_x.data());
+  kernels.to_f32(y.data(), result.size(), result.data());
+  std::vector<float> products(tokens * kNeurons);
+  kernels.to_f32(out.data(), products.size(), products.data());
+  const double rounding = dtype == Dtype::f32 ? 1e-5 : dtype == Dtype::f16 ? 1e-3 : 8e-3;
+  for (std::size_t m = 0; m < tokens; ++m) {
+    std::vector<double> fires(kNeurons);
+    for (std::size_t n = 0; n < kNeurons; ++n) {
+      double sum = bias[n];
+      for (std::size_t j = 0; j < kWidth; ++j)
+        sum += static_cast<double>(wide[n * 2 * kWidth + j]) * wide_x[m * kWidth + j];
+      CHECK(std::fabs(products[m * kNeurons + n] - sum) <= rounding * std::fmax(1.0, std::fabs(sum)));
+      fires[n] = std::fmax(sum, 0.0);
+      if (n >= 20) CHECK(std::fabs(h[m * 41 + n - 20] - fires[n]) <= 1e-3);
+    }
+    for (std::size_t j = 0; j < kWidth; ++j) {
+      double sum = down_bias[j];
+      for (std::size_t n = 0; n < kNeurons; ++n) sum += fires[n] * wide[n * 2 * kWidth + kWidth + j];
+      CHECK(std::fabs(result[m * kWidth + j] - sum) <= 4 * rounding * std::fmax(1.0, std::fabs(sum)));
+    }
+  }
+  result.insert(result.end(), products.begin(), products.end());
+  return result;
+}
+
 }  // namespace
+
+void test_many_tokens(int scale) {
+  for (const SimdLevel level : levels()) {
+    for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
+      const std::vector<float> together = many_tokens(1, level, dtype, 0, 300);
+      for (const int threads : {2, 2 + scale})
+        CHECK(same_bits(many_tokens(threads, level, dtype, 0, 300), together));
+      // A token's bits do not depend on its company.
+      for (const std::size_t first : {0, 3, 259}) {
+        const std::vector<float> few = many_tokens(2, level, dtype, first, 7);
+        CHECK(std::memcmp(few.data(), together.data() + first * 70, 7 * 70 * sizeof(float)) == 0);
+        CHECK(std::memcmp(few.data() + 7 * 70, together.data() + 300 * 70 + first * 61,
+                          7 * 61 * sizeof(float)) == 0);
+      }
+    }
+  }
+}
 
 void test_thread_pool(int scale) {
   for (const int threads : {1, 2, 3, 7}) {

@@ -1,0 +1,129 @@
+#include "matmul.h"
+
+#include <algorithm>
+
+namespace flashllm {
+
+namespace {
+
+constexpr std::size_t kTokensTogether =
+    256;                                   // with kTerms of them a slab of inputs fits a core's second cache
+constexpr std::size_t kTerms = 256;        // of a dot product before the next rows take their turn
+constexpr std::size_t kRowsTogether = 48;  // rows a thread takes at a time: whole tiles
+constexpr std::size_t kWidened = 12;       // rows widened together
+constexpr std::size_t kColumns = 64;       // columns widened together, with kSummed rows of them
+constexpr std::size_t kSummed = 128;
+static_assert(kRowsTogether % kWidened == 0 && kColumns % kColumnPad == 0, "blocks must be whole");
+
+std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// One block of rows by one block of tokens: products[r][m] in fp32, rows `width` floats apart.
+void multiply_block(const LinearWeights& weights, std::size_t begin, std::size_t end, const PackedTokens& x,
+                    std::size_t first_token, std::size_t width, float* products, SimdLevel level) {
+  const KernelTable& kernels = kernel_table(level, weights.dtype);
+  const MultiplyAdd multiply_add = multiply_add_kernel(level);
+  const std::size_t element = dtype_nbytes(weights.dtype);
+  alignas(64) float wide[kWidened * kTerms];
+  std::fill(products, products + (end - begin) * width, 0.0F);
+  for (std::size_t j = 0; j < weights.columns; j += kTerms) {
+    const std::size_t terms = std::min(kTerms, weights.columns - j);
+    for (std::size_t r = begin; r < end; r += kWidened) {
+      const std::size_t rows = std::min(kWidened, end - r);
+      for (std::size_t i = 0; i < rows; ++i)
+        kernels.to_f32(weights.data + (r + i) * weights.stride + j * element, terms, wide + i * kTerms);
+      multiply_add({wide, kTerms, 1}, rows, {x.row(j) + first_token, x.padded()}, width, terms,
+                   products + (r - begin) * width, width);
+    }
+  }
+}
+
+}  // namespace
+
+PackedTokens::PackedTokens(const std::byte* x, std::size_t tokens, std::size_t columns, Dtype dtype,
+                           ThreadPool& pool, SimdLevel level)
+    : tokens_(tokens),
+      columns_(columns),
+      padded_(round_up(tokens, kColumnPad)),
+      values_(new float[columns * padded_]) {
+  const KernelTable& kernels = kernel_table(level, dtype);
+  pool.parallel_for(columns, kColumns, [&](std::size_t begin, std::size_t end) {
+    float wide[kColumns];
+    for (std::size_t j = begin; j < end; j += kColumns) {
+      const std::size_t n = std::min(kColumns, end - j);
+      float* to = values_.get() + j * padded_;
+      for (std::size_t m = 0; m < padded_; ++m) {
+        if (m < tokens_) {
+          kernels.to_f32(x + (m * columns_ + j) * dtype_nbytes(dtype), n, wide);
+        } else {
+          std::fill(wide, wide + n, 0.0F);
+        }
+        for (std::size_t i = 0; i < n; ++i) to[i * padded_ + m] = wide[i];
+      }
+    }
+  });
+}
+
+void linear_many(const LinearWeights& weights, const PackedTokens& x, std::byte* out, ThreadPool& pool,
+                 SimdLevel level) {
+  const KernelTable& kernels = kernel_table(level, weights.dtype);
+  const std::size_t element = dtype_nbytes(weights.dtype);
+  pool.parallel_for(weights.rows, kRowsTogether, [&](std::size_t begin, std::size_t end) {
+    std::unique_ptr<float[]> products(new float[kRowsTogether * std::min(kTokensTogether, x.padded())]);
+    for (std::size_t r = begin; r < end; r += kRowsTogether) {
+      const std::size_t rows = std::min(kRowsTogether, end - r);
+      for (std::size_t first = 0; first < x.tokens(); first += kTokensTogether) {
+        const std::size_t width = std::min(kTokensTogether, x.padded() - first);
+        multiply_block(weights, r, r + rows, x, first, width, products.get(), level);
+        for (std::size_t m = 0; m < std::min(width, x.tokens() - first); ++m) {
+          float values[kRowsTogether];
+          for (std::size_t i = 0; i < rows; ++i) {
+            values[i] = products[i * width + m];
+            if (weights.bias != nullptr) values[i] += weights.bias[r + i];
+          }
+          kernels.from_f32(values, rows, out + ((first + m) * weights.rows + r) * element);
+        }
+      }
+    }
+  });
+}
+
+void product_rows(const LinearWeights& weights, const PackedTokens& x, float* products, ThreadPool& pool,
+                  SimdLevel level) {
+  pool.parallel_for(weights.rows, kWidened, [&](std::size_t begin, std::size_t end) {
+    std::unique_ptr<float[]> block(new float[kRowsTogether * std::min(kTokensTogether, x.padded())]);
+    for (std::size_t r = begin; r < end; r += kRowsTogether) {
+      const std::size_t rows = std::min(kRowsTogether, end - r);
+      for (std::size_t first = 0; first < x.padded(); first += kTokensTogether) {
+        const std::size_t width = std::min(kTokensTogether, x.padded() - first);
+        multiply_block(weights, r, r + rows, x, first, width, block.get(), level);
+        for (std::size_t i = 0; i < rows; ++i)
+          std::copy_n(block.get() + i * width, width, products + (r + i) * x.padded() + first);
+      }
+    }
+  });
+}
+
+void add_rows(const LinearWeights& weights, const float* scales, std::size_t padded, std::size_t tokens,
+              float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
+  const KernelTable& kernels = kernel_table(level, weights.dtype);
+  const MultiplyAdd multiply_add = multiply_add_kernel(level);
+  const std::size_t element = dtype_nbytes(weights.dtype);
+  pool.parallel_for(weights.columns, kColumns, [&](std::size_t begin, std::size_t end) {
+    alignas(64) float wide[kSummed * kColumns];
+    for (std::size_t j = begin; j < end; j += kColumns) {
+      const std::size_t columns = std::min(kColumns, end - j);
+      const std::size_t width = round_up(columns, kColumnPad);
+      for (std::size_t i = 0; i < weights.rows; i += kSummed) {
+        const std::size_t rows = std::min(kSummed, weights.rows - i);
+        for (std::size_t s = 0; s < rows; ++s) {
+          kernels.to_f32(weights.data + (i + s) * weights.stride + j * element, columns, wide + s * kColumns);
+          std::fill(wide + s * kColumns + columns, wide + s * kColumns + width, 0.0F);
+        }
+        multiply_add({scales + i * padded, 1, padded}, tokens, {wide, kColumns}, width, rows, y + j,
+                     y_stride);
+      }
+    }
+  });
+}
+
+}  // namespace flashllm
