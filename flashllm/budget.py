@@ -28,6 +28,7 @@ MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for on
 # OpenMP and oneDNN workspaces, the allocator's slack, page tables. Measured as the peak RSS of a 2,000-token prefill
 # minus all other parts of the plan: 20 MB at d_model 64, 3 to 19 MB at 768, 22 to 38 MB at 2048; the rest is margin.
 LIBRARY_GROWTH = 64_000_000
+READ_AHEAD = 6  # streaming blocks in flight while one is used: enough requests to keep a fast drive busy
 _MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, slowly
 _BYPASS_SHARE = 16  # neurons of a layer for each bypass row (of misses that are not kept); layers share the rows
 
@@ -185,10 +186,9 @@ def plan_memory(
         resident=manifest.files[RESIDENT].nbytes,
         predictors=manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files else 0,
         kv_cache=batch * context * shape.kv_nbytes_per_token(itemsize),
-        staging=2 * block * rows.stride + _bounce_nbytes(rows.stride, io_threads),  # two blocks of rows streaming
+        staging=(1 + READ_AHEAD) * block * rows.stride + _bounce_nbytes(rows.stride, io_threads),
         workspace=batch * _workspace_per_sequence(context, rows.d_model, vocab, itemsize)
-        + 2 * block * rows.stride * (4 // itemsize)  # a block of rows in fp32
-        + 4 * manifest.prefill_block_tokens * block * 4,  # its products
+        + 2 * block * (batch * context + 16) * 4,  # products of a block of rows
         row_nbytes=rows.stride,
         cache_policy=cache_policy,
         cache_rows=minimum,

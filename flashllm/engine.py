@@ -14,7 +14,7 @@ from flashllm import _core
 from flashllm.ablation import Ablation
 from flashllm.architectures import AttentionShape, spec_of
 from flashllm.attention import KVMemory
-from flashllm.budget import MAX_REQUEST, MemoryPlan
+from flashllm.budget import MAX_REQUEST, READ_AHEAD, MemoryPlan
 from flashllm.bundle import PAGE_NBYTES
 from flashllm.errors import FormatError, UsageError
 from flashllm.ffn import TORCH_DTYPES, FlashFFN, Mode
@@ -95,7 +95,12 @@ class Engine:
             for layer in layers
         ]
         self._stream = RowStream(
-            self._reader, self._file, self._rows, stride=manifest.rows.stride, block_rows=manifest.stream_block_rows
+            self._reader,
+            self._file,
+            self._rows,
+            stride=manifest.rows.stride,
+            block_rows=manifest.stream_block_rows,
+            ahead=READ_AHEAD,
         )
         self.meter.streams.append(self._stream)
         self._popularity = read_popularity(directory, manifest)

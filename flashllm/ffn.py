@@ -104,22 +104,21 @@ class FlashFFN(nn.Module):
         if fill:
             recent = x[-self._window :]
             self.native.begin_fill(recent.data_ptr(), recent.shape[0])
-        tokens, dense = x.shape[0], self._native_dense
         y = torch.empty_like(x)
-        dense.begin(x.data_ptr(), tokens)
+        self._native_dense.begin(x.data_ptr(), x.shape[0])
         try:
             for first, rows in self._stream.blocks(self.layer, then=self._next_layer()):
                 count = self._neurons_in(rows, first)
                 if fill:
                     self.native.fill_from(rows, first, count)
-                dense.add(rows, first, count)
+                self._native_dense.add(rows, first, count)
                 if self.observer is not None:
-                    h = torch.empty((tokens, count))
-                    dense.activations(h.data_ptr())
+                    h = torch.empty((x.shape[0], count))
+                    self._native_dense.activations(h.data_ptr())
                     self.observer(0, first, h)
         finally:
             self.native.abandon_fill()  # nothing, unless a read failed
-        dense.finish(y.data_ptr())
+        self._native_dense.finish(y.data_ptr())
         return y
 
     def activations(self, x: torch.Tensor, first: int, count: int, block: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A layer's rows in file order, block by block, for dense products: the next block is read while one is used.
+"""A layer's rows in file order, block by block, for dense products: the next ones are read while one is used.
 
 The length of a block is a constant of the model directory, so that dense sums do not depend on the machine (design
 contract 2). Knows rows and blocks; not what is computed from them.
@@ -6,6 +6,7 @@ contract 2). Knows rows and blocks; not what is computed from them.
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -49,41 +50,49 @@ class _Pending:
 
 
 class RowStream:
-    """Double-buffered sequential reads of whole layers through two staging buffers."""
+    """Sequential reads of whole layers through a ring of staging buffers: `ahead` blocks fly while one is used."""
 
     def __init__(
-        self, reader: _core.Reader, file: _core.DirectFile, layers: list[LayerRows], *, stride: int, block_rows: int
+        self,
+        reader: _core.Reader,
+        file: _core.DirectFile,
+        layers: list[LayerRows],
+        *,
+        stride: int,
+        block_rows: int,
+        ahead: int,
     ) -> None:
         self._reader, self._file, self._layers = reader, file, layers
-        self._stride, self._block_rows = stride, block_rows
-        self._staging = [_core.allocate(block_rows * stride) for _ in range(2)]
-        self._in_flight: list[_core.ReadBatch | None] = [None, None]  # the reads into each buffer
-        self._ahead: _Pending | None = None
+        self._stride, self._block_rows, self._blocks_ahead = stride, block_rows, ahead
+        self._staging = [_core.allocate(block_rows * stride) for _ in range(ahead + 1)]
+        self._in_flight: list[_core.ReadBatch | None] = [None] * len(self._staging)  # the reads into each buffer
+        self._ahead: deque[_Pending] = deque()  # in the order they will be wanted
+        self._next_buffer = 0
         self.times = StreamTimes()
 
     def blocks(self, layer: int, *, then: int | None = None) -> Iterator[tuple[int, NDArray[np.uint8]]]:
         """(first row, rows [count, stride] uint8) over `layer`; a block is valid until the next is asked for.
 
-        `then`: the layer wanted next, whose first block is read while the caller works on other things.
+        `then`: the layer wanted next, whose first blocks are read while the caller works on other things.
         """
-        rows = self._layers[layer].num_rows
-        current = self._take_ahead(layer, 0)
-        while True:
-            following = current.first_row + current.count
-            if following < rows:
-                self._ahead = self._submit(layer, following, 1 - current.buffer)
-            elif then is not None:
-                self._ahead = self._submit(then, 0, 1 - current.buffer)
+        own = self._positions(layer)
+        wanted = own if then is None else own + self._positions(then)
+        if [(pending.layer, pending.first_row) for pending in self._ahead] != wanted[: len(self._ahead)]:
+            self._ahead.clear()  # an earlier pass was interrupted
+        submitted = len(self._ahead)
+        for _ in own:
+            # The block to use, and the ones behind it: the buffer of the block before is free by now.
+            while len(self._ahead) <= self._blocks_ahead and submitted < len(wanted):
+                self._ahead.append(self._submit(*wanted[submitted]))
+                submitted += 1
+            current = self._ahead.popleft()
             self._wait(current)
             nbytes = current.count * self._stride
             yield current.first_row, self._staging[current.buffer][:nbytes].reshape(current.count, self._stride)
-            if following >= rows:
-                return
-            current = self._take_ahead(layer, following)
 
     def drain(self) -> None:
         """Wait for whatever is still being read, and forget it, its errors too."""
-        self._ahead = None
+        self._ahead.clear()
         for buffer in range(len(self._in_flight)):
             self._settle(buffer)
 
@@ -92,13 +101,11 @@ class RowStream:
         times, self.times = self.times, StreamTimes()
         return times
 
-    def _take_ahead(self, layer: int, first_row: int) -> _Pending:
-        pending, self._ahead = self._ahead, None
-        if pending is not None and (pending.layer, pending.first_row) == (layer, first_row):
-            return pending
-        return self._submit(layer, first_row, 0)  # nothing was expected, or an earlier pass was interrupted
+    def _positions(self, layer: int) -> list[tuple[int, int]]:
+        return [(layer, first_row) for first_row in range(0, self._layers[layer].num_rows, self._block_rows)]
 
-    def _submit(self, layer: int, first_row: int, buffer: int) -> _Pending:
+    def _submit(self, layer: int, first_row: int) -> _Pending:
+        buffer, self._next_buffer = self._next_buffer, (self._next_buffer + 1) % len(self._staging)
         self._settle(buffer)
         rows = self._layers[layer]
         count = min(self._block_rows, rows.num_rows - first_row)

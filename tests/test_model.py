@@ -461,6 +461,7 @@ def test_close_frees_threads_and_files_and_can_be_repeated(tiny, load):
 
 def test_a_failed_load_leaves_nothing_open(tiny):
     path = tiny().path("random")
+    gc.collect()  # models of earlier tests whose tracebacks were kept
     threads = num_threads()
     with pytest.raises(UsageError, match="--mode must be one of sparse, oracle, dense, not 'fast'"):
         load_and_close(path, mode="fast")

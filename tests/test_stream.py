@@ -17,7 +17,7 @@ STRIDE, LAYERS = 512, 3
 def flash(tmp_path):
     """A file of three layers of `num_rows` rows, and a stream over it."""
 
-    def make(num_rows=10, block_rows=4, *, threads=3, verify=True):
+    def make(num_rows=10, block_rows=4, *, threads=3, verify=True, ahead=2):
         data = np.random.default_rng(0).integers(0, 256, (LAYERS, num_rows, STRIDE), dtype=np.uint8)
         path = tmp_path / "rows"
         path.write_bytes(bytes(4096) + data.tobytes())
@@ -27,7 +27,7 @@ def flash(tmp_path):
             for index, layer in enumerate(data)
         ]
         reader = _core.Reader(threads, verify=verify)
-        return RowStream(reader, file, layers, stride=STRIDE, block_rows=block_rows), data, file
+        return RowStream(reader, file, layers, stride=STRIDE, block_rows=block_rows, ahead=ahead), data, file
 
     return make
 
@@ -40,9 +40,10 @@ def read_layer(stream, layer, then=None):
     return np.concatenate(blocks)
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 7])
 @pytest.mark.parametrize(("num_rows", "block_rows"), [(1, 1), (10, 1), (10, 4), (8, 4), (10, 10), (7, 64)])
-def test_every_row_once_in_order(flash, num_rows, block_rows):
-    stream, data, _ = flash(num_rows, block_rows)
+def test_every_row_once_in_order(flash, num_rows, block_rows, ahead):
+    stream, data, _ = flash(num_rows, block_rows, ahead=ahead)
     for _ in range(2):
         for layer in range(LAYERS):
             then = layer + 1 if layer + 1 < LAYERS else None
