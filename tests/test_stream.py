@@ -62,12 +62,13 @@ def test_times_count_each_read_once(flash):
     assert stream.take_times().nbytes == 0
 
 
+@pytest.mark.parametrize("ahead", [1, 4])
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
 @pytest.mark.parametrize("then", [None, 0, 1])
 @pytest.mark.parametrize("drained", [False, True])
 @pytest.mark.parametrize("kept", [False, True], ids=["iterator dropped", "iterator kept"])
-def test_a_pass_given_up_anywhere_does_not_disturb_the_next(flash, stop_after, then, drained, kept):
-    stream, data, _ = flash()
+def test_a_pass_given_up_anywhere_does_not_disturb_the_next(flash, stop_after, then, drained, *, kept, ahead):
+    stream, data, _ = flash(ahead=ahead)
     for start in range(LAYERS):
         blocks = stream.blocks(start, then=then)
         for _ in range(stop_after):
