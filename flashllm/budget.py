@@ -30,6 +30,7 @@ MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for on
 LIBRARY_GROWTH = 64_000_000
 READ_AHEAD = 6  # streaming blocks in flight while one is used: enough requests to keep a fast drive busy
 _MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, slowly
+_EARLY_SHARE = 32  # neurons of a layer for each row read ahead: about what a device reads while a layer computes
 _BYPASS_SHARE = 16  # neurons of a layer for each bypass row (of misses that are not kept); layers share the rows
 
 
@@ -51,6 +52,7 @@ class MemoryPlan:
     min_cache_rows: tuple[int, ...]
     bypass_rows: int
     min_bypass_rows: int
+    early_rows: int  # of each of the two buffers for rows read ahead
     context: int  # tokens of KV cache
     window: int
 
@@ -100,6 +102,7 @@ class MemoryPlan:
             "cache_policy": self.cache_policy,
             "cache_rows": list(self.cache_rows),
             "bypass_rows": self.bypass_rows,
+            "early_rows": self.early_rows,
             "context": self.context,
             "window": self.window,
         }
@@ -143,6 +146,7 @@ def plan_memory(
     popularity: NDArray[np.float32] | None = None,
     io_threads: int = 32,
     batch: int = 1,
+    early: bool = False,
 ) -> MemoryPlan:
     """The plan for one loaded model.
 
@@ -154,6 +158,7 @@ def plan_memory(
         context: tokens of KV cache; None: the model's own limit.
         popularity: as in flashllm/popularity.py, where it is known.
         batch: sequences computed together.
+        early: the model has predictors of the next layer, on whose word rows are read ahead.
 
     Raises:
         BudgetError: the limit is below the minimum, or above what the machine has left.
@@ -179,6 +184,7 @@ def plan_memory(
     minimum = tuple(min(need, _MIN_CACHE_ROWS) for need in needs)
     min_bypass = 0 if windowed else min(manifest.architecture.d_ff, _MIN_CACHE_ROWS)
     block = manifest.stream_block_rows
+    early_rows = max(1, manifest.architecture.d_ff // _EARLY_SHARE) if early else 0
     plan = MemoryPlan(
         limit_nbytes=limit if limit is not None else (process + available) * 4 // 5,
         limit_is_given=limit is not None,
@@ -186,7 +192,7 @@ def plan_memory(
         resident=manifest.files[RESIDENT].nbytes,
         predictors=manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files else 0,
         kv_cache=batch * context * shape.kv_nbytes_per_token(itemsize),
-        staging=(1 + READ_AHEAD) * block * rows.stride + _bounce_nbytes(rows.stride, io_threads),
+        staging=((1 + READ_AHEAD) * block + 2 * early_rows) * rows.stride + _bounce_nbytes(rows.stride, io_threads),
         workspace=batch * _workspace_per_sequence(context, rows.d_model, vocab, itemsize)
         + 2 * block * (batch * context + 16) * 4,  # products of a block of rows
         row_nbytes=rows.stride,
@@ -195,6 +201,7 @@ def plan_memory(
         min_cache_rows=minimum,
         bypass_rows=min_bypass,
         min_bypass_rows=min_bypass,
+        early_rows=early_rows,
         context=context,
         window=window,
     )

@@ -3,6 +3,7 @@
 Built once from a manifest and a memory plan, in the order of the plan; nothing grows afterwards. `close` releases all.
 """
 
+import itertools
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, cast
@@ -22,6 +23,7 @@ from flashllm.manifest import Manifest
 from flashllm.meter import Meter
 from flashllm.model_files import FFN, PREDICTORS, RESIDENT, TRACE, checksums_tensor, ffn_tensor
 from flashllm.popularity import read_popularity
+from flashllm.predictor_file import EARLY
 from flashllm.resident import read_tensors
 from flashllm.safetensors_file import read_header
 from flashllm.stream import LayerRows, RowStream
@@ -187,15 +189,42 @@ class Engine:
 
     def _load_predictors(self, direct: bool) -> None:
         tensors, _ = read_tensors(self.directory / PREDICTORS, self._reader, direct=direct)
-        for layer, ffn in enumerate(self.ffns):
-            ffn.native.set_predictor(
-                tensors[f"layers.{layer}.a"],
-                tensors[f"layers.{layer}.b"],
-                tensors[f"layers.{layer}.bias"].numpy(),
-                float(tensors[f"layers.{layer}.threshold"].item()),
-                tensors.get(f"layers.{layer}.a_scale"),  # of 8-bit factors
-                tensors.get(f"layers.{layer}.b_scale"),
+
+        def install(layer: int, kind: str, early: _core.EarlyReads | None) -> None:
+            names = {part: f"layers.{layer}.{kind}{part}" for part in ("a", "b", "bias", "threshold")}
+            self.ffns[layer].native.set_predictor(
+                tensors[names["a"]],
+                tensors[names["b"]],
+                tensors[names["bias"]].numpy(),
+                float(tensors[names["threshold"]].item()),
+                tensors.get(f"{names['a']}_scale"),  # of 8-bit factors
+                tensors.get(f"{names['b']}_scale"),
+                early,
             )
+
+        for layer in range(len(self.ffns)):
+            install(layer, "", None)
+        early_layers = [layer for layer in range(len(self.ffns)) if f"layers.{layer}.{EARLY}a" in tensors]
+        if not (early_layers and self.plan.early_rows and self.ablation.early):
+            return
+        # Layers that follow each other read into two buffers in turn: one is used while the other fills.
+        rows = self.manifest.rows
+        buffers = [
+            _core.EarlyReads(
+                rows=_core.allocate(self.plan.early_rows * rows.stride),
+                stride=rows.stride,
+                num_neurons=rows.d_ff,
+                reader=self._reader,
+                file=self._file,
+            )
+            for _ in range(2)
+        ]
+        for layer in early_layers:
+            install(layer, EARLY, buffers[layer % 2])
+        control = _core.EarlyControl()
+        for ffn, following in itertools.pairwise(self.ffns):
+            ffn.native.set_next(following.native, control)
+        self.ffns[-1].native.set_last(control)
 
     def _open_trace(self) -> None:
         """Dummy weights have no sparsity of their own: the trace says what is active, at the position of each token."""

@@ -41,7 +41,7 @@ from flashllm.model_files import (
     check_ffn_header,
     check_resident_header,
 )
-from flashllm.predictor_file import check_predictors_header
+from flashllm.predictor_file import EARLY, check_predictors_header
 from flashllm.safetensors_file import read_header
 
 FORMAT_VERSION = 1
@@ -265,6 +265,13 @@ def predictor_ranks(path: Path, manifest: Manifest) -> list[int]:
     """The rank by layer of the predictor file `path`. FormatError unless it belongs to this very model."""
     header = read_header(path)
     return check_predictors_header(header, manifest.rows, manifest.architecture.num_layers, manifest.files[FFN].sha256)
+
+
+def reads_ahead(directory: Path, manifest: Manifest) -> bool:
+    """Whether the model has predictors of the next layer."""
+    if PREDICTORS not in manifest.files:
+        return False
+    return any(f".{EARLY}" in name for name in read_header(directory / PREDICTORS).tensors)
 
 
 def install_predictors(directory: Path, path: Path, calibration: Calibration | None = None) -> Manifest:

@@ -29,6 +29,8 @@ class StepTimes:
     active: int
     hits: int
     misses: int
+    early_read: int = 0  # rows read on a guess before their layer was reached
+    early_used: int = 0  # those of them that were misses
 
 
 class Meter:
@@ -75,4 +77,6 @@ class Meter:
             active=native["active"],
             hits=native["hits"],
             misses=native["misses"],
+            early_read=native["early_read"],
+            early_used=native["early_used"],
         )

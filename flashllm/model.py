@@ -25,7 +25,7 @@ from flashllm.errors import FormatError, UsageError
 from flashllm.ffn import TORCH_DTYPES, Mode
 from flashllm.linear import FlashLinear
 from flashllm.machine import available_nbytes, num_cores, process_nbytes
-from flashllm.manifest import Manifest, open_model_dir
+from flashllm.manifest import Manifest, open_model_dir, reads_ahead
 from flashllm.model_files import CONFIG
 from flashllm.popularity import read_popularity
 from flashllm.units import parse_size
@@ -149,6 +149,7 @@ class FlashModel:
             popularity=read_popularity(directory, manifest),
             io_threads=io_threads,
             batch=batch,
+            early=chosen is Mode.SPARSE and reads_ahead(directory, manifest),
         )
         engine = Engine(
             directory,

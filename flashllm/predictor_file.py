@@ -73,7 +73,9 @@ def predictors_header(
     Its length does not depend on `model_sha256`.
     """
     tensors = [
-        entry for layer, rank in enumerate(ranks) for entry in _entries(f"layers.{layer}.", rank, d_model, d_ff, 16)
+        entry
+        for layer, rank in enumerate(ranks)
+        for entry in predictor_entries(f"layers.{layer}.", rank, d_model, d_ff, 16)
     ]
     return encode_header(tensors, {**PREDICTOR_METADATA, "model_sha256": model_sha256, **metadata})
 
@@ -100,7 +102,7 @@ def encode_predictors(
             arrays = [a, b, a_scale.astype("<f2"), b_scale.astype("<f2")]
         arrays += [p.bias.astype("<f4"), np.array([p.threshold], "<f4")]
         start = f"layers.{p.layer}.{EARLY if p.early else ''}"
-        names = _entries(start, len(p.a), p.a.shape[1], len(p.b), bits)
+        names = predictor_entries(start, len(p.a), p.a.shape[1], len(p.b), bits)
         entries += zip(names, arrays, strict=True)
     entries.sort(key=lambda entry: -entry[1].itemsize)
     yield encode_header(
@@ -131,7 +133,7 @@ def check_predictors_header(
             if not 0 < rank <= layout.d_model:
                 raise FormatError(f"{header.path}: {start}a must be [rank, {layout.d_model}] with a rank from 1")
             bits = 8 if first is not None and first.dtype == "I8" else 16
-            for entry in _entries(start, rank, layout.d_model, layout.d_ff, bits):
+            for entry in predictor_entries(start, rank, layout.d_model, layout.d_ff, bits):
                 _expect(header, *entry)
                 known.add(entry[0])
             if not kind:
@@ -141,7 +143,9 @@ def check_predictors_header(
     return ranks
 
 
-def _entries(start: str, rank: int, d_model: int, d_ff: int, bits: int) -> list[tuple[str, str, tuple[int, ...]]]:
+def predictor_entries(
+    start: str, rank: int, d_model: int, d_ff: int, bits: int
+) -> list[tuple[str, str, tuple[int, ...]]]:
     """(name, dtype, shape) of one predictor's tensors, whose names begin with `start`."""
     dtype = "I8" if bits == 8 else "F16"
     return [

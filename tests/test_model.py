@@ -183,6 +183,31 @@ def test_same_bits_whatever_the_options(tiny, load, undisturbed, monkeypatch, op
     assert torch.equal(flash(ids_of(6)).logits, logits)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 1, "io_threads": 1}, {"cache_policy": "window", "threads": 2}, {"memory": "minimum"}],
+    ids=str,
+)
+def test_same_bits_whatever_is_read_ahead(tiny, load, undisturbed, monkeypatch, options):
+    path = tiny("bfloat16").path("early")
+    if "memory" in options:
+        options = {"memory": minimum(path, monkeypatch)}
+    flash = load(path, **options)
+    tokens, logits = undisturbed
+    assert torch.equal(flash(ids_of(6)).logits, logits)
+    flash.engine.meter.restart()
+    assert [greedy(flash, ids_of(length)) for length in (30, 4)] == tokens
+    times = flash.engine.meter.take()
+    assert times.early_read >= times.early_used > 0
+
+
+def test_without_early_reads_nothing_is_read_ahead(tiny, load):
+    flash = load(tiny("bfloat16").path("early"), ablation=Ablation(early=False))
+    flash.engine.meter.restart()
+    greedy(flash, ids_of(4))
+    assert flash.engine.meter.take().early_read == 0
+
+
 def test_same_bits_whatever_was_cached_before(tiny, load, undisturbed):
     flash = load(tiny("bfloat16").path("random"), window=3)
     for seed in range(1, 4):

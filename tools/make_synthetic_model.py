@@ -31,11 +31,11 @@ from flashllm.convert import convert_checkpoint
 from flashllm.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.files import HashingWriter
 from flashllm.manifest import FileEntry, Manifest, install_predictors
-from flashllm.model_files import FFN, TRACE
+from flashllm.model_files import FFN, PREDICTOR_METADATA, TRACE
+from flashllm.predictor_file import EARLY, predictor_entries
 from flashllm.progress import ProgressBar
-from flashllm.safetensors_file import TensorInfo
+from flashllm.safetensors_file import ITEMSIZES, TensorInfo, encode_header
 from flashllm.source import Checkpoint
-from flashllm.untrained import predictor_bytes, predictors_header
 
 POOL_SIZE = 16_777_213  # values; a prime, so that no two rows of a matrix repeat the same stretch of the pool
 NAME = "synthetic weights (seed {seed})"
@@ -124,22 +124,25 @@ def paper_ranks(num_layers: int, d_model: int) -> list[int]:
     return [max(4, d_model // (4 if layer >= num_layers - 4 else 32)) for layer in range(num_layers)]
 
 
-def write_predictors(path: Path, manifest: Manifest, seed: int) -> None:
-    """Predictors of the paper's ranks: random factors, whose arithmetic costs what a trained one's does."""
-    architecture = manifest.architecture
-    ranks = paper_ranks(architecture.num_layers, architecture.d_model)
-    metadata = {"made_by": f"synthetic, seed {seed}"}
-    random = np.random.default_rng(seed)
+def write_predictors(path: Path, manifest: Manifest, seed: int, *, early: bool) -> None:
+    """8-bit predictors of the paper's ranks: random factors, whose arithmetic costs what a trained one's does."""
+    architecture, random = manifest.architecture, np.random.default_rng(seed)
+    d_model, d_ff = architecture.d_model, architecture.d_ff
+    entries = []
+    for layer, rank in enumerate(paper_ranks(architecture.num_layers, d_model)):
+        for kind in ("", EARLY) if early and layer > 0 else ("",):
+            entries += predictor_entries(f"layers.{layer}.{kind}", rank, d_model, d_ff, 8)
+    entries.sort(key=lambda entry: -ITEMSIZES[entry[1]])  # wider elements first, so that all are aligned
+    metadata = {**PREDICTOR_METADATA, "made_by": f"synthetic, seed {seed}"}
     with HashingWriter(path) as writer:
-        writer.write(memoryview(predictors_header(architecture, ranks, manifest.files[FFN].sha256, metadata)))
-        for rank in ranks:
-            a = random.standard_normal((rank, architecture.d_model), np.float32) * np.float32(
-                architecture.d_model**-0.5
-            )
-            b = random.standard_normal((architecture.d_ff, rank), np.float32) * np.float32(rank**-0.5)
-            bias = np.zeros(architecture.d_ff, np.float32)
-            for array in predictor_bytes(a, b, bias, 1.28):
-                writer.write(array.data)
+        writer.write(memoryview(encode_header(entries, {**metadata, "model_sha256": manifest.files[FFN].sha256})))
+        for name, dtype, shape in entries:
+            values = {
+                "I8": lambda: random.integers(-127, 128, shape, np.int8),  # noqa: B023
+                "F16": lambda: np.full(shape, 2.0**-7, "<f2"),  # noqa: B023
+                "F32": lambda: np.full(shape, float(name.endswith("threshold")), "<f4"),  # noqa: B023
+            }[dtype]()
+            writer.write(values.reshape(-1).view(np.uint8).data)
         writer.finish()
 
 
@@ -166,6 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parents[1] / "flashllm" / "demo")
     parser.add_argument("--tokens", type=int, default=1200, help="tokens of the trace, after which it begins again")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-early", action="store_true", help="make no predictors of the next layer")
     add_early_arguments(parser)
     args = parser.parse_args(argv)
 
@@ -181,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
         checkpoint = dummy_checkpoint(folder, config, dtype, args.seed)
         with ProgressBar("model") as bar:
             manifest = convert_checkpoint(checkpoint, args.out, source_name=NAME.format(seed=args.seed), progress=bar)
-        write_predictors(folder / "predictors", manifest, args.seed)
+        write_predictors(folder / "predictors", manifest, args.seed, early=not args.no_early)
         install_predictors(args.out, folder / "predictors")
     trace = write_synthetic_trace(
         args.out / TRACE, layers=layers, neurons=4 * hidden, tokens=args.tokens, part="judge",

@@ -23,7 +23,7 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.budget import plan_memory
     from flashllm.commands.runtime import load_tokenizer
     from flashllm.machine import available_nbytes, process_nbytes
-    from flashllm.manifest import open_model_dir
+    from flashllm.manifest import open_model_dir, reads_ahead
     from flashllm.model import read_config
     from flashllm.popularity import read_popularity
     from flashllm.units import format_size
@@ -41,6 +41,7 @@ def main(args: argparse.Namespace) -> int:
         cache_policy=args.cache_policy,
         popularity=read_popularity(path, manifest),
         io_threads=args.io_threads,
+        early=reads_ahead(path, manifest),
     )
     del tokenizer
     if args.json:

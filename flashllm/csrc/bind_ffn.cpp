@@ -35,9 +35,37 @@ nb::dict take(FfnCounters& counters) {
   result["misses"] = counters.misses;
   result["moves"] = counters.moves;
   result["parts"] = counters.parts;
+  result["early_read"] = counters.early_read;
+  result["early_used"] = counters.early_used;
   counters = FfnCounters{};
   return result;
 }
+
+// Early reads with all they refer to.
+class PyEarlyReads {
+ public:
+  PyEarlyReads(ByteArray rows, std::uint32_t stride, std::int32_t num_neurons, std::shared_ptr<Reader> reader,
+               std::shared_ptr<DirectFile> file)
+      : rows_(std::move(rows)), reader_(std::move(reader)), file_(std::move(file)), stride_(stride) {
+    require(stride != 0 && num_neurons > 0 && rows_.nbytes() >= stride, "early reads need room for a row");
+    require(reinterpret_cast<std::uintptr_t>(rows_.data()) % kHashedMultiple == 0,
+            "early rows must start at a multiple of 64 bytes; take them from allocate()");
+    const auto capacity =
+        std::min<std::size_t>(rows_.nbytes() / stride, static_cast<std::size_t>(num_neurons));
+    reads_ = std::make_unique<EarlyReads>(reinterpret_cast<std::byte*>(rows_.data()),
+                                          static_cast<std::int32_t>(capacity), stride, num_neurons, *reader_,
+                                          *file_);
+  }
+  EarlyReads& reads() { return *reads_; }
+  std::uint32_t stride() const { return stride_; }
+
+ private:
+  ByteArray rows_;
+  std::shared_ptr<Reader> reader_;
+  std::shared_ptr<DirectFile> file_;
+  std::uint32_t stride_;
+  std::unique_ptr<EarlyReads> reads_;
+};
 
 class PyFfnLayer {
  public:
@@ -109,19 +137,33 @@ class PyFfnLayer {
         bypass_rows_ ? reinterpret_cast<std::byte*>(bypass_rows_->data()) : nullptr, *counters_);
   }
 
-  // Factors of 8 bits come with a scale for each row, others without.
+  // Factors of 8 bits come with a scale for each row, others without. With `early` it is the predictor that
+  // tells this layer's neurons from the input of the layer before, and `early` holds what is read on its
+  // word.
   void set_predictor(AnyArray a, AnyArray b, FloatArray bias, float threshold,
-                     std::optional<AnyArray> a_scale, std::optional<AnyArray> b_scale) {
+                     std::optional<AnyArray> a_scale, std::optional<AnyArray> b_scale,
+                     std::shared_ptr<PyEarlyReads> early) {
     require(a.ndim() == 2 && b.ndim() == 2 && a.shape(0) == b.shape(1) && a.shape(1) == d_model_ &&
                 b.shape(0) == bias.shape(0) &&
                 b.shape(0) == static_cast<std::size_t>(layer_->slots().num_neurons()),
             "predictor factors do not fit the layer");
     const Predictor predictor(factor_of(a, a_scale, nullptr), factor_of(b, b_scale, bias.data()), threshold);
-    predictor_arrays_ = {std::move(a), std::move(b)};
-    predictor_bias_ = std::move(bias);
-    for (auto* scale : {&a_scale, &b_scale})
-      if (*scale) predictor_arrays_.push_back(std::move(**scale));
-    layer_->set_predictor(predictor);
+    PredictorArrays& kept = early == nullptr ? predictor_arrays_ : early_arrays_;
+    kept = {std::move(a), std::move(b), std::move(bias), std::move(a_scale), std::move(b_scale)};
+    if (early == nullptr) return layer_->set_predictor(predictor);
+    require(early->stride() == stride_, "early rows have another stride than the layer's");
+    early_ = std::move(early);
+    layer_->set_early(predictor, early_->reads());
+  }
+
+  // The layer after this one, which must live as long as this does.
+  void set_next(PyFfnLayer& next, std::shared_ptr<EarlyControl> control) {
+    control_ = std::move(control);
+    layer_->set_next(next.layer_.get(), control_.get());
+  }
+  void set_last(std::shared_ptr<EarlyControl> control) {
+    control_ = std::move(control);
+    layer_->set_next(nullptr, control_.get());
   }
 
   // activity: [tokens, layers, streams, bytes of a bit set] of whole words, kept and reread at every pass.
@@ -136,6 +178,7 @@ class PyFfnLayer {
     TracedActivity trace;
     trace.active = words + layer * kTraceStreams * set_words;
     trace.firing = trace.active + set_words;
+    trace.early = trace.firing + set_words;
     trace.token_words = trace_array_.shape(1) * kTraceStreams * set_words;
     layer_->set_trace(trace);
   }
@@ -145,7 +188,7 @@ class PyFfnLayer {
     require(tokens <= traced_tokens(), "the pass has more tokens than the trace at hand");
     for (std::size_t t = 0; t < tokens; ++t) {
       load(x, t);
-      layer_->forward(x_.data(), t, layer_->predict(x_.data(), t), y_.data());
+      layer_->forward(x_.data(), t, layer_->predict(x_.data(), t), y_.data(), tokens == 1);
       kernels_->from_f32(y_.data(), d_model_, at_address<std::byte>(y) + t * d_model_ * element_nbytes_);
     }
   }
@@ -232,8 +275,14 @@ class PyFfnLayer {
   std::shared_ptr<DirectFile> file_;
   std::shared_ptr<ThreadPool> pool_;
   std::shared_ptr<FfnCounters> counters_;
-  std::vector<AnyArray> predictor_arrays_;  // factors and scales
-  FloatArray predictor_bias_;
+  struct PredictorArrays {
+    AnyArray a, b;
+    FloatArray bias;
+    std::optional<AnyArray> a_scale, b_scale;
+  };
+  PredictorArrays predictor_arrays_, early_arrays_;
+  std::shared_ptr<PyEarlyReads> early_;
+  std::shared_ptr<EarlyControl> control_;
   TraceArray trace_array_;
   const KernelTable* kernels_ = nullptr;
   std::size_t d_model_ = 0, stride_ = 0, element_nbytes_ = 0;
@@ -273,6 +322,16 @@ void init_ffn(nb::module_& m) {
            })
       .def("exchange", &exchange, nb::arg("leaving"), nb::arg("coming"));
 
+  nb::class_<EarlyControl>(m, "EarlyControl")
+      .def(nb::init<>())
+      .def_prop_ro("reads_ahead", &EarlyControl::reads_ahead);
+
+  nb::class_<PyEarlyReads>(m, "EarlyReads")
+      .def(nb::init<ByteArray, std::uint32_t, std::int32_t, std::shared_ptr<Reader>,
+                    std::shared_ptr<DirectFile>>(),
+           nb::kw_only(), nb::arg("rows"), nb::arg("stride"), nb::arg("num_neurons"), nb::arg("reader"),
+           nb::arg("file"));
+
   nb::class_<PyFfnLayer>(m, "FfnLayer")
       .def(nb::init<int, const std::string&, std::uint32_t, std::uint32_t, std::int32_t, std::uint32_t,
                     std::int32_t, std::uint32_t, const std::string&, const std::string&, std::int32_t,
@@ -289,7 +348,9 @@ void init_ffn(nb::module_& m) {
            nb::arg("bundled") = true)
       .def("set_predictor", &PyFfnLayer::set_predictor, nb::arg("a"), nb::arg("b"), nb::arg("bias"),
            nb::arg("threshold"), nb::arg("a_scale").none() = nb::none(),
-           nb::arg("b_scale").none() = nb::none())
+           nb::arg("b_scale").none() = nb::none(), nb::arg("early").none() = nb::none())
+      .def("set_next", &PyFfnLayer::set_next, nb::arg("next"), nb::arg("control"), nb::keep_alive<1, 2>())
+      .def("set_last", &PyFfnLayer::set_last, nb::arg("control"))
       .def("set_trace", &PyFfnLayer::set_trace, nb::arg("activity"), nb::arg("layer"))
       .def("forward", &PyFfnLayer::forward, nb::arg("x"), nb::arg("tokens"), nb::arg("y"),
            nb::call_guard<nb::gil_scoped_release>())

@@ -19,12 +19,10 @@ struct CacheRequest {
   const std::int32_t* begin;
   const std::int32_t* end;
   const std::vector<std::int32_t>& misses;  // those of them that are not cached
-  // A guess of what the next token will want, made before it is observed. Misses may then be left unread.
-  bool early = false;
 };
 
-// What happens to the cache: afterwards each miss is in exactly one of `coming` and `bypassing` (at most one,
-// for an early request), and the rows suffice.
+// What happens to the cache: afterwards each miss is in exactly one of `coming` and `bypassing`, and the rows
+// suffice.
 struct CacheChoice {
   std::vector<std::int32_t> leaving;    // cached, none of the request's
   std::vector<std::int32_t> coming;     // read into rows of the cache
@@ -39,6 +37,9 @@ class CachePolicy {
   virtual void observe(const std::vector<std::int32_t>& active) = 0;
 
   virtual void choose(const SlotTable& slots, const CacheRequest& request, CacheChoice& choice) = 0;
+
+  // Puts the likeliest to be active first, as far as the policy knows; otherwise leaves the order.
+  virtual void sort_by_likelihood(std::vector<std::int32_t>& /*neurons*/) {}
 
   // The neurons worth holding after the tokens observed so far, ascending, at most `capacity` (used after a
   // prefill).

@@ -20,8 +20,10 @@ EarlyReads::EarlyReads(std::byte* rows, std::int32_t capacity, std::uint32_t str
   for (ReadBatch& wave : waves_) wave.jobs.reserve(static_cast<std::size_t>(capacity) / kWaves + 1);
 }
 
-void EarlyReads::start(const std::vector<std::int32_t>& neurons, const RowSource& source) {
+void EarlyReads::start(std::int32_t layer, const std::vector<std::int32_t>& neurons,
+                       const RowSource& source) {
   abandon();
+  layer_ = layer;
   file_offset_ = source.file_offset;
   const std::size_t count = std::min(neurons.size(), static_cast<std::size_t>(capacity_));
   for (std::size_t w = 0; w < kWaves; ++w) {
@@ -60,7 +62,6 @@ void EarlyReads::keep(const std::vector<std::int32_t>& active) {
 }
 
 void EarlyReads::finish() {
-  stats_ = ReadStats{};
   std::exception_ptr error;
   for (ReadBatch& wave : waves_) {
     if (!wave.in_flight()) continue;
@@ -73,24 +74,37 @@ void EarlyReads::finish() {
         if (!job.landed && asked_for(neuron)) error = std::current_exception();
       }
     }
-    const ReadStats& stats = wave.stats();
-    stats_.jobs += stats.jobs;
-    stats_.requests += stats.requests;
-    stats_.dropped += stats.dropped;
-    stats_.bytes += stats.bytes;
-    stats_.retries += stats.retries;
-    stats_.wall_ns = std::max(stats_.wall_ns, stats.wall_ns);
+    add_stats(wave);
   }
   if (error) std::rethrow_exception(error);
 }
 
 void EarlyReads::abandon() noexcept {
   for (ReadBatch& wave : waves_) {
-    if (wave.in_flight()) reader_.cancel(wave);
+    if (!wave.in_flight()) continue;
+    reader_.cancel(wave);
     reader_.settle(wave);
+    add_stats(wave);
   }
   for (const std::int32_t neuron : asked_) row_of_[static_cast<std::size_t>(neuron)] = -1;
   asked_.clear();
+  layer_ = -1;
+}
+
+void EarlyReads::add_stats(const ReadBatch& wave) {
+  const ReadStats& stats = wave.stats();
+  for (const ReadJob& job : wave.jobs) stats_.jobs += job.landed ? 1 : 0;
+  stats_.requests += stats.requests;
+  stats_.dropped += stats.dropped;
+  stats_.bytes += stats.bytes;
+  stats_.retries += stats.retries;
+  stats_.wall_ns += stats.wall_ns;
+}
+
+ReadStats EarlyReads::take_stats() {
+  const ReadStats stats = stats_;
+  stats_ = ReadStats{};
+  return stats;
 }
 
 }  // namespace flashllm

@@ -32,9 +32,11 @@ class EarlyReads {
 
   std::int32_t capacity() const { return capacity_; }
 
-  // Begins to read `neurons` (distinct, the likeliest first; at most the capacity of them). Forgets those
-  // before.
-  void start(const std::vector<std::int32_t>& neurons, const RowSource& source);
+  // Begins to read `neurons` of `layer` (distinct, the likeliest first; at most the capacity of them).
+  // Forgets those before.
+  void start(std::int32_t layer, const std::vector<std::int32_t>& neurons, const RowSource& source);
+  // Whose rows these are; -1: nobody's.
+  std::int32_t layer() const { return layer_; }
 
   // The layer's active neurons, ascending: of the others no more is read than is under way. Those asked for
   // and active are there after `finish`.
@@ -50,16 +52,19 @@ class EarlyReads {
   // Waits for whatever is under way, and forgets it.
   void abandon() noexcept;
 
-  const ReadStats& stats() const { return stats_; }  // of the reads of the last `finish`
+  ReadStats take_stats();  // of all reads waited for since the last call
 
  private:
   static constexpr std::size_t kWaves = 4;
+
+  void add_stats(const ReadBatch& wave);
 
   std::byte* rows_;
   const std::int32_t capacity_;
   const std::uint32_t stride_;
   Reader& reader_;
   const DirectFile& file_;
+  std::int32_t layer_ = -1;
   std::uint64_t file_offset_ = 0;
   std::array<ReadBatch, kWaves> waves_;
   std::vector<std::int32_t> row_of_;  // [num_neurons]: row of the buffer, -1 where not asked for

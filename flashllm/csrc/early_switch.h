@@ -7,6 +7,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstddef>
 
 namespace flashllm {
@@ -38,6 +39,27 @@ class EarlySwitch {
   bool winner_ = true;
   std::size_t left_ = 0;  // tokens of the present stretch
   bool probing_ = false;
+};
+
+// The switch on the clock: from a token's first layer to its last.
+class EarlyControl {
+ public:
+  bool reads_ahead() const { return on_; }
+
+  void begin_token() {
+    on_ = switch_.next(seconds_);
+    seconds_ = 0;
+    began_ = Clock::now();
+  }
+  void end_token() { seconds_ = std::chrono::duration<double>(Clock::now() - began_).count(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  EarlySwitch switch_;
+  Clock::time_point began_;
+  double seconds_ = 0;
+  bool on_ = false;
 };
 
 }  // namespace flashllm

@@ -23,6 +23,7 @@ class Stopwatch {
         static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now - last_).count());
     last_ = now;
   }
+  void restart() { last_ = std::chrono::steady_clock::now(); }
 
  private:
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
@@ -45,6 +46,7 @@ FfnLayer::FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectF
   const auto neurons = static_cast<std::size_t>(options.num_neurons);
   const auto capacity = static_cast<std::size_t>(slots_.capacity() + slots_.bypass_capacity());
   active_.reserve(neurons);
+  guessed_.reserve(neurons);
   values_.resize(capacity);
   gathered_.resize(capacity);
   scales_.reserve(capacity);
@@ -53,48 +55,76 @@ FfnLayer::FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectF
   batch_.jobs.reserve(options.bundled ? capacity : capacity * (options.layout.gate >= 0 ? 3 : 2));
   // Nothing is allocated between taking rows and filling them, so nothing can fail there but a read.
   for (auto* ids : {&leaving_, &misses_, &hit_positions_, &miss_positions_, &ids_, &pending_fill_,
-                    &choice_.leaving, &choice_.coming, &choice_.bypassing})
+                    &early_positions_, &choice_.leaving, &choice_.coming, &choice_.bypassing})
     ids->reserve(capacity);
+}
+
+FfnLayer::~FfnLayer() {
+  if (was_read_ahead()) early_->abandon();
+  reader_.settle(batch_);
 }
 
 const std::vector<std::int32_t>& FfnLayer::predict(const float* x, std::size_t token) {
   if (!has_predictor())
     throw CoreError(ErrorKind::usage, "layer " + std::to_string(options_.layer) + " has no predictor");
   Stopwatch watch;
-  predictor_->predict(x, pool_, options_.simd, active_);
-  if (trace_.traced()) {
-    const std::uint64_t* traced = trace_.active + token * trace_.token_words;
-    active_.clear();
-    for (std::int32_t neuron = 0; neuron < options_.num_neurons; ++neuron)
-      if (TracedActivity::has(traced, neuron)) active_.push_back(neuron);
-  }
+  run(*predictor_, x, trace_.active, token, active_);
   watch.charge(counters_.compute_ns);
   return active_;
 }
 
-void FfnLayer::forward(const float* x, std::size_t token, const std::vector<std::int32_t>& active, float* y) {
+// What the predictor says, or, where there is a trace, what `traced` of it says.
+void FfnLayer::run(Predictor& predictor, const float* x, const std::uint64_t* traced, std::size_t token,
+                   std::vector<std::int32_t>& active) {
+  predictor.predict(x, pool_, options_.simd, active);
+  if (!trace_.traced()) return;
+  traced += token * trace_.token_words;
+  active.clear();
+  for (std::int32_t neuron = 0; neuron < options_.num_neurons; ++neuron)
+    if (TracedActivity::has(traced, neuron)) active.push_back(neuron);
+}
+
+void FfnLayer::read_ahead(const float* x, std::size_t token) {
   Stopwatch watch;
+  run(*early_predictor_, x, trace_.early, token, guessed_);
+  watch.charge(counters_.compute_ns);
+  guessed_.erase(std::remove_if(guessed_.begin(), guessed_.end(),
+                                [this](std::int32_t neuron) { return slots_.contains(neuron); }),
+                 guessed_.end());
+  policy_->sort_by_likelihood(guessed_);
+  early_->start(options_.layer, guessed_, {options_.file_offset, options_.layout.stride, options_.checksums});
+  watch.charge(counters_.memory_ns);
+}
+
+void FfnLayer::forward(const float* x, std::size_t token, const std::vector<std::int32_t>& active, float* y,
+                       bool ahead) {
+  Stopwatch watch;
+  if (ahead && control_ != nullptr && options_.layer == 0) control_->begin_token();
   abandon_fill();
   std::fill(y, y + options_.layout.d_model, 0.0F);
   policy_->observe(active);
   counters_.active += active.size();
+  if (was_read_ahead()) early_->keep(active);
   watch.charge(counters_.memory_ns);
 
   // A token whose active set exceeds the rows is computed in parts; the sum runs on in the order of ids.
   const auto capacity = static_cast<std::size_t>(slots_.capacity() + slots_.bypass_capacity());
   for (std::size_t begin = 0; begin < active.size(); begin += capacity) {
     const std::size_t end = std::min(begin + capacity, active.size());
-    forward_part(x, token, active.data() + begin, active.data() + end, y);
+    forward_part(x, token, active.data() + begin, active.data() + end, y, ahead && begin == 0);
   }
 
-  Stopwatch bias_watch;
+  Stopwatch end_watch;
   if (options_.down_bias != nullptr)
     for (std::uint32_t j = 0; j < options_.layout.d_model; ++j) y[j] += options_.down_bias[j];
-  bias_watch.charge(counters_.compute_ns);
+  end_watch.charge(counters_.compute_ns);
+  if (was_read_ahead()) end_early();
+  if (ahead && control_ != nullptr && next_ == nullptr) control_->end_token();
+  end_watch.charge(counters_.memory_ns);
 }
 
 void FfnLayer::forward_part(const float* x, std::size_t token, const std::int32_t* begin,
-                            const std::int32_t* end, float* y) {
+                            const std::int32_t* end, float* y, bool ahead) {
   Stopwatch watch;
   const auto count = static_cast<std::size_t>(end - begin);
   ++counters_.parts;
@@ -105,14 +135,26 @@ void FfnLayer::forward_part(const float* x, std::size_t token, const std::int32_
     // 2. The reads fly ...
     reader_.submit(batch_, file_);
     watch.charge(counters_.memory_ns);
+    // ... behind them those that the next layer will probably want ...
+    if (ahead && next_ != nullptr && next_->early_ != nullptr && control_->reads_ahead()) {
+      next_->read_ahead(x, token);
+      watch.restart();  // it has counted its own time
+    }
     // 3. ... while the hits are multiplied (never summed: the sum has one order).
     if (options_.overlap) up_products(x, hit_positions_, begin);
     watch.charge(counters_.compute_ns);
-    // 4. The misses have landed.
+    // 4. What was read ahead has landed, and then the misses.
+    if (!early_positions_.empty()) {
+      early_->finish();
+      watch.charge(counters_.io_ns);
+      up_products(x, early_positions_, begin);
+      watch.charge(counters_.compute_ns);
+    }
     reader_.wait(batch_);
   } catch (...) {
     // No read may still fly into a row, and no row may count that did not land.
     reader_.settle(batch_);
+    if (was_read_ahead()) end_early();
     slots_.end_bypass();
     discard(choice_.coming);
     try {
@@ -122,11 +164,7 @@ void FfnLayer::forward_part(const float* x, std::size_t token, const std::int32_
     }
   }
   watch.charge(counters_.io_ns);
-  const ReadStats& stats = batch_.stats();
-  counters_.io_busy_ns += stats.wall_ns;
-  counters_.bytes_read += stats.bytes;
-  counters_.requests += stats.requests;
-  counters_.retries += stats.retries;
+  tally(batch_.stats());
   watch.charge(counters_.memory_ns);
   // 5. Their up products, then the down sum over every neuron that really fired, in the order of ids.
   if (!options_.overlap) up_products(x, hit_positions_, begin);
@@ -142,31 +180,56 @@ void FfnLayer::forward_part(const float* x, std::size_t token, const std::int32_
   scaled_row_sum(pointers_.data(), scales_.data(), scales_.size(), options_.layout.dtype,
                  options_.layout.d_model, y, pool_, options_.simd);
   watch.charge(counters_.compute_ns);
+  if (!early_positions_.empty()) adopt_early_rows();
   slots_.end_bypass();
   watch.charge(counters_.memory_ns);
+}
+
+void FfnLayer::tally(const ReadStats& stats) {
+  counters_.io_busy_ns += stats.wall_ns;
+  counters_.bytes_read += stats.bytes;
+  counters_.requests += stats.requests;
+  counters_.retries += stats.retries;
+}
+
+// Of what was read ahead, the rows that the policy wants in the cache are copied there.
+void FfnLayer::adopt_early_rows() {
+  for (const std::int32_t neuron : choice_.coming)
+    if (early_->asked_for(neuron))
+      std::memcpy(row(slots_.slot_of(neuron)), early_->row(neuron), options_.layout.stride);
+}
+
+void FfnLayer::end_early() {
+  early_->abandon();
+  const ReadStats stats = early_->take_stats();
+  tally(stats);
+  counters_.early_read += stats.jobs;
 }
 
 void FfnLayer::admit(const std::int32_t* begin, const std::int32_t* end) {
   hit_positions_.clear();
   miss_positions_.clear();
+  early_positions_.clear();
   misses_.clear();
   for (const std::int32_t* id = begin; id != end; ++id) {
     const auto position = static_cast<std::int32_t>(id - begin);
     if (slots_.contains(*id)) {
       hit_positions_.push_back(position);
     } else {
-      miss_positions_.push_back(position);
+      (in_early_rows(*id) ? early_positions_ : miss_positions_).push_back(position);
       misses_.push_back(*id);
     }
   }
   counters_.hits += hit_positions_.size();
   counters_.misses += misses_.size();
+  counters_.early_used += early_positions_.size();
   policy_->choose(slots_, {begin, end, misses_}, choice_);
   slots_.exchange(choice_.leaving, choice_.coming, moves_);
   slots_.bypass(choice_.bypassing);
   apply_moves();
   batch_.jobs.clear();
-  for (const std::int32_t neuron : misses_) add_jobs(neuron);
+  for (const std::int32_t neuron : misses_)
+    if (!in_early_rows(neuron)) add_jobs(neuron);
 }
 
 void FfnLayer::add_jobs(std::int32_t neuron) {
@@ -215,7 +278,8 @@ void FfnLayer::discard(const std::vector<std::int32_t>& neurons) {
 }
 
 const std::byte* FfnLayer::part_of_row(std::int32_t neuron, std::uint32_t element) const {
-  return row(slots_.slot_of(neuron)) + element * dtype_nbytes(options_.layout.dtype);
+  const std::byte* start = in_early_rows(neuron) ? early_->row(neuron) : row(slots_.slot_of(neuron));
+  return start + element * dtype_nbytes(options_.layout.dtype);
 }
 
 // Of dummy weights about half of the values fire; by the trace fewer do. The arithmetic left is what a
@@ -256,6 +320,7 @@ void FfnLayer::up_products(const float* x, const std::vector<std::int32_t>& posi
 
 void FfnLayer::begin_fill(const float* x, std::size_t tokens) {
   Stopwatch watch;
+  if (was_read_ahead()) end_early();  // for a token that never came here
   abandon_fill();
   watch.charge(counters_.memory_ns);
   for (std::size_t t = 0; t < tokens; ++t) {

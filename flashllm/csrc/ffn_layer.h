@@ -1,8 +1,8 @@
 // One FFN layer whose neurons lie on flash: a token's way through it, from its input to its output.
 //
-//   x -> predictor: active ids -> cache: hits, misses, rows freed -> reader: the misses, while the hits' up
-//   products are computed -> up products of the misses -> down sum over the active neurons in the order of
-//   their ids -> y
+//   x -> predictor: active ids -> cache: hits, misses, rows freed -> reader: the misses, and behind them the
+//   next layer's by an early guess, while the hits' up products are computed -> up products of the misses ->
+//   down sum over the active neurons in the order of their ids -> y
 //
 // What is computed depends on x and the weights alone; the cache decides only what is read.
 #pragma once
@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "cache_policy.h"
+#include "early_reads.h"
+#include "early_switch.h"
 #include "error.h"
 #include "kernels.h"
 #include "memory.h"
@@ -32,11 +34,12 @@ struct RowLayout {
   std::int32_t gate = -1;  // -1: no gate
 };
 
-// Activity that takes the place of the predictor's answer where the weights are dummies: bit sets over the
-// neurons, for each token of a pass. The predictor still runs; only what it says is replaced.
+// Activity that takes the place of the predictors' answers where the weights are dummies: bit sets over the
+// neurons, for each token of a pass. The predictors still run; only what they say is replaced.
 struct TracedActivity {
   const std::uint64_t* active = nullptr;  // nullptr: there is no trace
   const std::uint64_t* firing = nullptr;  // the neurons of `active` whose value counts
+  const std::uint64_t* early = nullptr;   // the early predictor's answer
   std::size_t token_words = 0;            // from a token's set to the next one's
 
   bool traced() const { return active != nullptr; }
@@ -53,6 +56,7 @@ struct FfnCounters {
   std::uint64_t io_busy_ns = 0;  // from submission to the last byte, overlapped or not
   std::uint64_t bytes_read = 0, requests = 0, retries = 0;
   std::uint64_t active = 0, hits = 0, misses = 0, moves = 0, parts = 0;
+  std::uint64_t early_read = 0, early_used = 0;  // rows read ahead, and those of them that were misses
 };
 
 struct FfnLayerOptions {
@@ -80,7 +84,7 @@ class FfnLayer {
   // Keeps references to all of them; `rows` holds capacity * stride bytes, `bypass_rows` in the same way.
   FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectFile& file, ThreadPool& pool,
            std::byte* rows, std::byte* bypass_rows, FfnCounters& counters);
-  ~FfnLayer() { reader_.settle(batch_); }
+  ~FfnLayer();
   FfnLayer(const FfnLayer&) = delete;
   FfnLayer& operator=(const FfnLayer&) = delete;
 
@@ -89,13 +93,30 @@ class FfnLayer {
 
   void set_trace(const TracedActivity& trace) { trace_ = trace; }
 
+  // Lets the layer before call `read_ahead`: `predictor` tells this layer's active neurons from that one's
+  // input. `early`, which layers may share where two that follow each other do not, holds what is read.
+  void set_early(const Predictor& predictor, EarlyReads& early) {
+    early_predictor_ = predictor;
+    early_ = &early;
+  }
+  // The layer after this one, whose rows this one has read ahead of it where `control` says so.
+  void set_next(FfnLayer* next, EarlyControl* control) {
+    next_ = next;
+    control_ = control;
+  }
+
+  // Begins to read the rows that the early predictor names for x, the input of the layer before; those not
+  // cached, the likeliest first.
+  void read_ahead(const float* x, std::size_t token);
+
   // The neurons predicted active for x [d_model], the pass's token number `token`; ascending, valid until the
   // next call.
   const std::vector<std::int32_t>& predict(const float* x, std::size_t token);
 
   // y [d_model] = FFN(x) over `active` (ascending ids). Throws CoreError, after which the cache is still
-  // consistent.
-  void forward(const float* x, std::size_t token, const std::vector<std::int32_t>& active, float* y);
+  // consistent. `ahead`: the next layer comes next, with the same token, so its rows may be read ahead.
+  void forward(const float* x, std::size_t token, const std::vector<std::int32_t>& active, float* y,
+               bool ahead = false);
 
   // After a dense prefill: which rows the policy wants for the tokens just seen, then the rows themselves as
   // they stream by. `abandon_fill` forgets those that never came; so does the next `forward`.
@@ -107,7 +128,14 @@ class FfnLayer {
 
  private:
   void forward_part(const float* x, std::size_t token, const std::int32_t* begin, const std::int32_t* end,
-                    float* y);
+                    float* y, bool ahead);
+  void run(Predictor& predictor, const float* x, const std::uint64_t* traced, std::size_t token,
+           std::vector<std::int32_t>& active);
+  bool was_read_ahead() const { return early_ != nullptr && early_->layer() == options_.layer; }
+  bool in_early_rows(std::int32_t neuron) const { return was_read_ahead() && early_->asked_for(neuron); }
+  void adopt_early_rows();
+  void end_early();
+  void tally(const ReadStats& stats);
   void add_jobs(std::int32_t neuron);
   void admit(const std::int32_t* begin, const std::int32_t* end);
   [[noreturn]] void rethrow_with_place(const CoreError& error) const;
@@ -129,8 +157,11 @@ class FfnLayer {
   std::byte* rows_;
   std::byte* bypass_rows_;
   FfnCounters& counters_;
-  std::optional<Predictor> predictor_;
+  std::optional<Predictor> predictor_, early_predictor_;
   TracedActivity trace_;
+  EarlyReads* early_ = nullptr;  // nullptr: nothing is read ahead for this layer
+  FfnLayer* next_ = nullptr;
+  EarlyControl* control_ = nullptr;
   SlotTable slots_;
   std::unique_ptr<CachePolicy> policy_;
 
@@ -138,7 +169,8 @@ class FfnLayer {
   ReadBatch batch_;
   CacheChoice choice_;
   std::vector<float> values_, gathered_, scales_;
-  std::vector<std::int32_t> active_, leaving_, misses_, hit_positions_, miss_positions_, ids_, pending_fill_;
+  std::vector<std::int32_t> active_, leaving_, misses_, hit_positions_, miss_positions_, ids_, pending_fill_,
+      early_positions_, guessed_;
   std::vector<const void*> pointers_;
   std::vector<SlotTable::Move> moves_;
 };

@@ -60,11 +60,7 @@ void FrequencyPolicy::choose(const SlotTable& slots, const CacheRequest& request
     if (requested_by_[static_cast<std::size_t>(neuron)] != request_) candidates_.push_back(candidate(neuron));
   }
   const std::int32_t hits = slots.num_used() - static_cast<std::int32_t>(candidates_.size());
-  const float expected = request.early ? increment_ : 0.0F;  // what `observe` will add if the guess is right
-  for (const std::int32_t neuron : request.misses) {
-    candidates_.push_back(candidate(neuron));
-    candidates_.back().estimate += expected;
-  }
+  for (const std::int32_t neuron : request.misses) candidates_.push_back(candidate(neuron));
 
   // 2. The most frequent of them do.
   const auto room =
@@ -83,10 +79,9 @@ void FrequencyPolicy::choose(const SlotTable& slots, const CacheRequest& request
     }
   }
 
-  // 3. Too few bypass rows: a guess is dropped; a neuron wanted now takes the row of a cached one after all.
+  // 3. Too few bypass rows: a neuron wanted now takes the row of a cached one after all.
   const auto rows = static_cast<std::size_t>(slots.bypass_capacity());
   std::sort(bypassing_.begin(), bypassing_.end(), more_frequent);
-  if (bypassing_.size() > rows && request.early) bypassing_.resize(rows);
   if (bypassing_.size() > rows) {
     const auto excess = static_cast<std::ptrdiff_t>(bypassing_.size() - rows);
     const auto kept = std::remove_if(candidates_.begin(), room,
@@ -98,6 +93,13 @@ void FrequencyPolicy::choose(const SlotTable& slots, const CacheRequest& request
     bypassing_.erase(bypassing_.begin(), bypassing_.begin() + excess);
   }
   for (const Candidate& one : bypassing_) choice.bypassing.push_back(one.neuron);
+}
+
+void FrequencyPolicy::sort_by_likelihood(std::vector<std::int32_t>& neurons) {
+  candidates_.clear();
+  for (const std::int32_t neuron : neurons) candidates_.push_back(candidate(neuron));
+  std::sort(candidates_.begin(), candidates_.end(), more_frequent);
+  for (std::size_t i = 0; i < neurons.size(); ++i) neurons[i] = candidates_[i].neuron;
 }
 
 void FrequencyPolicy::choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const {

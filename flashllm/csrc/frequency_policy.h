@@ -22,6 +22,7 @@ class FrequencyPolicy final : public CachePolicy {
 
   void observe(const std::vector<std::int32_t>& active) override;
   void choose(const SlotTable& slots, const CacheRequest& request, CacheChoice& choice) override;
+  void sort_by_likelihood(std::vector<std::int32_t>& neurons) override;
   void choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const override;
 
  private:

@@ -31,9 +31,7 @@ void WindowPolicy::choose(const SlotTable& slots, const CacheRequest& request, C
   choice.leaving.clear();
   choice.bypassing.clear();
   choice.coming.assign(request.misses.begin(), request.misses.end());
-  if (!request.early) return make_room(slots, request, choice.leaving);
-  const auto free = static_cast<std::size_t>(slots.capacity() - slots.num_used());
-  choice.coming.resize(std::min(free, choice.coming.size()));
+  make_room(slots, request, choice.leaving);
 }
 
 void WindowPolicy::make_room(const SlotTable& slots, const CacheRequest& request,

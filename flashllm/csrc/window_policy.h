@@ -16,7 +16,7 @@ class WindowPolicy final : public CachePolicy {
   WindowPolicy(std::int32_t num_neurons, std::int32_t window);
 
   void observe(const std::vector<std::int32_t>& active) override;
-  // Every miss comes into the cache. An early request makes no room: what fits comes, the rest is dropped.
+  // Every miss comes into the cache.
   void choose(const SlotTable& slots, const CacheRequest& request, CacheChoice& choice) override;
   void choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const override;
 

@@ -178,21 +178,20 @@ void frequency_policy_keeps_the_frequent(std::mt19937& random) {
   std::set<std::int32_t> cached;
   for (int token = 0; token < 60; ++token) {
     const Ids active = random_ids(random, neurons);
-    const bool early = random() % 3 == 0;
-    if (!early) policy.observe(active);
+    policy.observe(active);
     const auto most = static_cast<std::size_t>(table.capacity() + bypass);
     for (std::size_t begin = 0; begin < active.size(); begin += most) {
       const Ids part(active.begin() + static_cast<std::ptrdiff_t>(begin),
                      active.begin() + static_cast<std::ptrdiff_t>(std::min(begin + most, active.size())));
       const Ids misses = missing(table, part);
       CacheChoice choice;
-      policy.choose(table, {part.data(), part.data() + part.size(), misses, early}, choice);
+      policy.choose(table, {part.data(), part.data() + part.size(), misses}, choice);
       std::set<std::int32_t> chosen(choice.coming.begin(), choice.coming.end());
       chosen.insert(choice.bypassing.begin(), choice.bypassing.end());
       CHECK(chosen.size() == choice.coming.size() + choice.bypassing.size());
       for (const std::int32_t neuron : chosen)
         CHECK(std::binary_search(misses.begin(), misses.end(), neuron));
-      CHECK(early || chosen.size() == misses.size());
+      CHECK(chosen.size() == misses.size());
       CHECK(choice.bypassing.size() <= static_cast<std::size_t>(bypass));
       for (const std::int32_t neuron : choice.leaving) {
         CHECK(cached.erase(neuron) == 1);
@@ -206,6 +205,9 @@ void frequency_policy_keeps_the_frequent(std::mt19937& random) {
       table.bypass(choice.bypassing);
       table.end_bypass();
     }
+    Ids likely = active;
+    policy.sort_by_likelihood(likely);
+    CHECK(std::is_permutation(likely.begin(), likely.end(), active.begin(), active.end()));
     Ids kept;
     policy.choose_kept(table.capacity(), kept);
     CHECK(kept.size() <= static_cast<std::size_t>(table.capacity()) &&

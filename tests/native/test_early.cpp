@@ -65,8 +65,9 @@ void test_reads(const Rows& rows, int threads, int scale) {
     const std::vector<std::int32_t> guess = some(random, random() % (kCapacity + 20));
     std::vector<std::int32_t> active = some(random, random() % kNeurons);
     std::sort(active.begin(), active.end());
-    early.start(guess, rows.source());
+    early.start(5, guess, rows.source());
     if (i % 7 == 0) continue;  // the next start forgets it
+    CHECK(early.layer() == 5);
     early.keep(active);
     early.finish();
     const std::size_t asked = std::min<std::size_t>(guess.size(), kCapacity);
@@ -76,6 +77,9 @@ void test_reads(const Rows& rows, int threads, int scale) {
       if (wanted && g < asked) CHECK(std::memcmp(early.row(guess[g]), rows.row(guess[g]), kStride) == 0);
     }
     if (i % 3 == 0) early.abandon();
+    CHECK(early.layer() == (i % 3 == 0 ? -1 : 5));
+    const ReadStats stats = early.take_stats();
+    CHECK(stats.jobs <= 2 * kCapacity && stats.bytes >= stats.jobs * kStride && early.take_stats().jobs == 0);
   }
 }
 
@@ -85,11 +89,11 @@ void test_errors(Rows& rows) {
   Reader reader(ReaderOptions{});
   HugeBuffer memory(static_cast<std::size_t>(kCapacity) * kStride);
   EarlyReads early(memory.data(), kCapacity, kStride, kNeurons, reader, *rows.file);
-  early.start({5, 7, 9}, rows.source());
+  early.start(5, {5, 7, 9}, rows.source());
   early.keep({5, 20});
   early.finish();
   CHECK(std::memcmp(early.row(5), rows.row(5), kStride) == 0);
-  early.start({5, 7, 9}, rows.source());
+  early.start(5, {5, 7, 9}, rows.source());
   early.keep({7});
   bool thrown = false;
   try {
@@ -98,7 +102,7 @@ void test_errors(Rows& rows) {
     thrown = error.kind() == ErrorKind::checksum;
   }
   CHECK(thrown);
-  early.start({9}, rows.source());
+  early.start(5, {9}, rows.source());
   early.keep({9});
   early.finish();
   CHECK(std::memcmp(early.row(9), rows.row(9), kStride) == 0);
