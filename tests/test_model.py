@@ -13,7 +13,7 @@ from flashllm.attention import ContextFull
 from flashllm.budget import plan_memory
 from flashllm.errors import BudgetError, ChecksumError, FlashIOError, FormatError, UsageError
 from flashllm.machine import num_cores
-from flashllm.manifest import open_model_dir
+from flashllm.manifest import open_model_dir, reads_ahead
 from flashllm.model import read_config
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -221,7 +221,15 @@ def minimum(path: Path, monkeypatch) -> int:
     """The least limit the model runs under, the process's own size held still."""
     monkeypatch.setattr("flashllm.model.process_nbytes", lambda: 400_000_000)
     manifest, config = open_model_dir(path), read_config(path)
-    plan = plan_memory(manifest, config, limit=None, available=10**12, process=400_000_000, io_threads=4)
+    plan = plan_memory(
+        manifest,
+        config,
+        limit=None,
+        available=10**12,
+        process=400_000_000,
+        io_threads=4,
+        early=reads_ahead(path, manifest),
+    )
     return plan.minimum_nbytes
 
 
