@@ -63,8 +63,20 @@ class DirectFile:
 
 class Reader:
     def __init__(
-        self, threads: int = 32, max_gap: int = 0, max_request: int = 1048576, verify: bool = True
+        self,
+        threads: int = 32,
+        max_gap: int = 0,
+        max_request: int = 1048576,
+        verify: bool = True,
+        backend: Literal["threads", "io_uring", "auto"] = "threads",
+        queue_depth: int = 64,
     ) -> None: ...
+    @property
+    def backend(self) -> Literal["threads", "io_uring"]: ...
+    @property
+    def backend_reason(self) -> str: ...
+    @property
+    def queue_depth(self) -> int: ...
     @property
     def threads(self) -> int: ...
     @property

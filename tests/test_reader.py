@@ -20,6 +20,27 @@ FOREVER = 2**60
 ROW = 1024
 
 
+def _io_uring_is_missing():
+    try:
+        _core.Reader(backend="io_uring")
+    except FlashIOError as error:
+        return str(error)
+    return ""
+
+
+needs_io_uring = pytest.mark.skipif(_io_uring_is_missing() != "", reason=_io_uring_is_missing() or "io_uring is here")
+
+
+@pytest.fixture(params=["threads", pytest.param("io_uring", marks=needs_io_uring)])
+def reader_of(request):
+    """A reader of each backend; `threads` reads at a time."""
+
+    def make(threads=32, **options):
+        return _core.Reader(threads=threads, queue_depth=threads, backend=request.param, **options)
+
+    return make
+
+
 @pytest.fixture(scope="module")
 def data():
     return np.random.default_rng(0).integers(0, 256, NBYTES, dtype=np.uint8)
@@ -60,8 +81,8 @@ def _check(jobs, data):
 @pytest.mark.parametrize("threads", [1, 4, 32])
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("skew", [0, 1, 64])
-def test_offsets_and_sizes(path, data, threads, direct, skew):
-    reader, file = _core.Reader(threads=threads), _core.DirectFile(str(path), direct)
+def test_offsets_and_sizes(*, reader_of, path, data, threads, direct, skew):
+    reader, file = reader_of(threads=threads), _core.DirectFile(str(path), direct)
     offsets, sizes = (0, 1, 511, 512, 4095, 4096, 65536, 77777), (1, 2, 511, 512, 513, 4096, 8192, 50000)
     jobs = _destinations(list(product(offsets, sizes)), skew)
     stats = _read(reader, file, jobs)
@@ -86,7 +107,7 @@ def test_direct_and_buffered_agree_with_what_they_say(path):
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs a file system in memory")
-def test_files_in_memory_are_not_called_direct(data):
+def test_files_in_memory_are_not_called_direct(reader_of, data):
     path = Path(f"/dev/shm/flashllm-test-{os.getpid()}")
     try:
         data.tofile(path)
@@ -94,15 +115,15 @@ def test_files_in_memory_are_not_called_direct(data):
         assert not file.direct
         assert file.fallback_reason != ""
         jobs = _destinations([(0, 5000), (33333, 40000), (NBYTES - 7, 7)], 3)
-        _read(_core.Reader(threads=2), file, jobs)
+        _read(reader_of(threads=2), file, jobs)
         _check(jobs, data)
     finally:
         path.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_end_of_file(path, data, direct):
-    reader, file = _core.Reader(threads=2), _core.DirectFile(str(path), direct)
+def test_end_of_file(reader_of, path, data, direct):
+    reader, file = reader_of(threads=2), _core.DirectFile(str(path), direct)
     jobs = _destinations([(NBYTES - 1, 1), (NBYTES - 3000, 3000), (NBYTES - 67, 67), (0, NBYTES)])
     _read(reader, file, jobs)
     _check(jobs, data)
@@ -114,52 +135,52 @@ def test_end_of_file(path, data, direct):
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("left", [0, 4096, 5000, 8191, 8192, 20000])
 @pytest.mark.parametrize("skew", [0, 5])
-def test_a_file_that_shrinks_under_us(tmp_path, data, direct, left, skew):
+def test_a_file_that_shrinks_under_us(*, reader_of, tmp_path, data, direct, left, skew):
     path = tmp_path / "shrinking"
     data[:32768].tofile(path)
     file = _core.DirectFile(str(path), direct)
     os.truncate(path, left)
     with pytest.raises(FormatError, match="shrank"):
-        _read(_core.Reader(threads=2), file, _destinations([(4096, 20480)], skew))
+        _read(reader_of(threads=2), file, _destinations([(4096, 20480)], skew))
 
 
-def test_neighbours_merge_and_gaps_are_read_through(path, data):
+def test_neighbours_merge_and_gaps_are_read_through(reader_of, path, data):
     file = _core.DirectFile(str(path))
     rows = [(offset, 1024) for offset in (0, 1024, 4096, 5120, 16384)]
     for max_gap, requests, gap_bytes in [(0, 3, 0), (2047, 3, 0), (2048, 2, 2048), (65536, 1, 2048 + 10240)]:
         jobs = _destinations(rows[::-1])
-        stats = _read(_core.Reader(threads=3, max_gap=max_gap), file, jobs)
+        stats = _read(reader_of(threads=3, max_gap=max_gap), file, jobs)
         _check(jobs, data)
         assert (stats["requests"], stats["gap_bytes"]) == (requests, gap_bytes)
         assert stats["bytes"] == 5 * 1024 + gap_bytes
 
 
-def test_more_pieces_than_one_system_call_takes(tmp_path):
+def test_more_pieces_than_one_system_call_takes(reader_of, tmp_path):
     data = np.random.default_rng(1).integers(0, 256, 2 * 1300 * 512, dtype=np.uint8)
     path = tmp_path / "pieces"
     data.tofile(path)
     for direct in (True, False):
         jobs = _destinations([(1024 * i, 512) for i in range(1300)])
-        reader = _core.Reader(threads=2, max_gap=512, max_request=4 << 20)
+        reader = reader_of(threads=2, max_gap=512, max_request=4 << 20)
         stats = _read(reader, _core.DirectFile(str(path), direct), jobs)
         _check(jobs, data)
         assert stats["requests"] == 3  # 512 pieces and the gaps between them each
 
 
-def test_overlapping_and_repeated_jobs(path, data):
+def test_overlapping_and_repeated_jobs(reader_of, path, data):
     jobs = _destinations([(0, 8192), (4096, 8192), (4096, 8192), (4100, 1), (4100, 1), (8191, 3)])
-    _read(_core.Reader(threads=4, max_gap=4096), _core.DirectFile(str(path)), jobs)
+    _read(reader_of(threads=4, max_gap=4096), _core.DirectFile(str(path)), jobs)
     _check(jobs, data)
 
 
 @pytest.mark.parametrize("max_request", [4096, 5000, 65536, 1 << 20])
 @pytest.mark.parametrize("offset", [0, 100, 512])
 @pytest.mark.parametrize("skew", [0, 8])
-def test_long_jobs_are_split(path, data, max_request, offset, skew):
+def test_long_jobs_are_split(*, reader_of, path, data, max_request, offset, skew):
     rows = (NBYTES - offset) // ROW
     whole = np.ascontiguousarray(data[offset : offset + rows * ROW]).reshape(rows, ROW)
     sums = _core.xxh3_64_rows(whole)
-    reader, file = _core.Reader(threads=4, max_request=max_request), _core.DirectFile(str(path))
+    reader, file = reader_of(threads=4, max_request=max_request), _core.DirectFile(str(path))
     for checksums in (None, sums):
         jobs = _destinations([(offset, rows * ROW)], skew)
         batch = _core.ReadBatch(reader, file)
@@ -180,41 +201,41 @@ def test_long_jobs_are_split(path, data, max_request, offset, skew):
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_one_failure_is_retried(path, data, direct):
+def test_one_failure_is_retried(reader_of, path, data, direct):
     file = _core.DirectFile(str(path), direct)
     for failures in (1, 2):
         file.inject("error", 0, failures, errno.EIO)
         jobs = _destinations([(4096, 8192)])
-        assert _read(_core.Reader(threads=1), file, jobs)["retries"] == failures
+        assert _read(reader_of(threads=1), file, jobs)["retries"] == failures
         _check(jobs, data)
 
 
-def test_three_failures_are_an_error_that_says_where(path):
+def test_three_failures_are_an_error_that_says_where(reader_of, path):
     file = _core.DirectFile(str(path))
     file.inject("error", 0, FOREVER, errno.EIO)
     pattern = rf"reading 8192 bytes at offset 4096 failed three times, {re.escape(str(path))}: .* \(errno {errno.EIO}\)"
     with pytest.raises(FlashIOError, match=pattern):
-        _read(_core.Reader(threads=1), file, _destinations([(4096, 8192)]))
+        _read(reader_of(threads=1), file, _destinations([(4096, 8192)]))
 
 
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
-def test_interruptions_are_not_failures(path, data, number):
+def test_interruptions_are_not_failures(reader_of, path, data, number):
     file = _core.DirectFile(str(path))
     file.inject("error", 0, 50, number)
     jobs = _destinations([(0, 4096)])
-    assert _read(_core.Reader(threads=1), file, jobs)["retries"] == 0
+    assert _read(reader_of(threads=1), file, jobs)["retries"] == 0
     _check(jobs, data)
 
 
-def test_a_file_that_is_never_ready_is_an_error_not_a_hang(path):
+def test_a_file_that_is_never_ready_is_an_error_not_a_hang(reader_of, path):
     file = _core.DirectFile(str(path))
     file.inject("error", 0, FOREVER, errno.EAGAIN)
     with pytest.raises(FlashIOError, match=f"errno {errno.EAGAIN}"):
-        _read(_core.Reader(threads=1), file, _destinations([(0, 4096)]))
+        _read(reader_of(threads=1), file, _destinations([(0, 4096)]))
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_short_reads_are_continued(path, data, direct):
+def test_short_reads_are_continued(reader_of, path, data, direct):
     file = _core.DirectFile(str(path), direct)
     step = max(512, file.offset_alignment)
     jobs = _destinations([(512 * 8 * i, 512 * 7) for i in range(20)])
@@ -222,13 +243,13 @@ def test_short_reads_are_continued(path, data, direct):
         file.inject("short_read", 0, count, step)
         for _, destination in jobs:
             destination[:] = 0
-        _read(_core.Reader(threads=3, max_gap=4096), file, jobs)
+        _read(reader_of(threads=3, max_gap=4096), file, jobs)
         _check(jobs, data)
 
 
-def test_flipped_bits_are_found_and_named(path, data):
+def test_flipped_bits_are_found_and_named(reader_of, path, data):
     sums = _core.xxh3_64_rows(data[: 8 * ROW].reshape(8, ROW))
-    reader, file = _core.Reader(threads=1), _core.DirectFile(str(path))
+    reader, file = reader_of(threads=1), _core.DirectFile(str(path))
     batch = _core.ReadBatch(reader, file)
     memory = _core.allocate(8 * ROW)
     for bit in range(0, 8 * 8 * ROW, 331):
@@ -240,8 +261,8 @@ def test_flipped_bits_are_found_and_named(path, data):
             batch.wait()
 
 
-def test_checksums_are_not_compared_when_switched_off(path, data):
-    reader, file = _core.Reader(threads=1, verify=False), _core.DirectFile(str(path))
+def test_checksums_are_not_compared_when_switched_off(reader_of, path, data):
+    reader, file = reader_of(threads=1, verify=False), _core.DirectFile(str(path))
     assert not reader.verify
     batch = _core.ReadBatch(reader, file)
     memory = _core.allocate(ROW)
@@ -252,10 +273,10 @@ def test_checksums_are_not_compared_when_switched_off(path, data):
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_every_read_may_fail(path, data, direct):
+def test_every_read_may_fail(reader_of, path, data, direct):
     """Every N-th system call fails, once or for ever: right bytes or a typed error, then a right rerun."""
     file = _core.DirectFile(str(path), direct)
-    reader = _core.Reader(threads=4, max_gap=1024, max_request=8192)
+    reader = reader_of(threads=4, max_gap=1024, max_request=8192)
     batch = _core.ReadBatch(reader, file)
     wanted = [(1500 * i, 100 + 977 * (i % 9)) for i in range(60)]
     step = max(512, file.offset_alignment)
@@ -291,8 +312,8 @@ def test_every_read_may_fail(path, data, direct):
 # Batches
 
 
-def test_two_batches_in_flight(path, data):
-    reader, file = _core.Reader(threads=3), _core.DirectFile(str(path))
+def test_two_batches_in_flight(reader_of, path, data):
+    reader, file = reader_of(threads=3), _core.DirectFile(str(path))
     for _ in range(50):
         first, second = _core.ReadBatch(reader, file), _core.ReadBatch(reader, file)
         jobs = _destinations([(offset, 5000) for offset in range(0, 150000, 5000)])
@@ -305,8 +326,8 @@ def test_two_batches_in_flight(path, data):
         _check(jobs, data)
 
 
-def test_one_batch_fails_and_the_other_does_not(path, data):
-    reader = _core.Reader(threads=2)
+def test_one_batch_fails_and_the_other_does_not(reader_of, path, data):
+    reader = reader_of(threads=2)
     good, bad = _core.DirectFile(str(path)), _core.DirectFile(str(path))
     bad.inject("error", 0, FOREVER, errno.EIO)
     for _ in range(20):
@@ -323,8 +344,8 @@ def test_one_batch_fails_and_the_other_does_not(path, data):
             failing.wait()
 
 
-def test_a_dropped_batch_lands_before_its_memory_goes(path):
-    reader, file = _core.Reader(threads=2), _core.DirectFile(str(path))
+def test_a_dropped_batch_lands_before_its_memory_goes(reader_of, path):
+    reader, file = reader_of(threads=2), _core.DirectFile(str(path))
     for _ in range(50):
         batch = _core.ReadBatch(reader, file)
         for i in range(40):
@@ -339,8 +360,8 @@ def test_a_dropped_batch_lands_before_its_memory_goes(path):
     assert batch.wait()["jobs"] == 1
 
 
-def test_a_batch_is_used_in_order(path):
-    reader, file = _core.Reader(threads=1), _core.DirectFile(str(path))
+def test_a_batch_is_used_in_order(reader_of, path):
+    reader, file = reader_of(threads=1), _core.DirectFile(str(path))
     batch = _core.ReadBatch(reader, file)
     with pytest.raises(ValueError, match="not submitted"):
         batch.wait()
@@ -358,8 +379,8 @@ def test_a_batch_is_used_in_order(path):
     assert batch.wait()["requests"] == 0
 
 
-def test_a_batch_refuses_what_cannot_be_read(path):
-    batch = _core.ReadBatch(_core.Reader(threads=1), _core.DirectFile(str(path)))
+def test_a_batch_refuses_what_cannot_be_read(reader_of, path):
+    batch = _core.ReadBatch(reader_of(threads=1), _core.DirectFile(str(path)))
     memory = np.zeros(2048, np.uint8)
     with pytest.raises(ValueError, match="at least one byte"):
         batch.add(0, memory[:0])
@@ -488,3 +509,99 @@ def test_the_users_limit_on_threads():
         pytest.skip("needs the right to become a user without threads")
     assert result.returncode == 0, result.stderr
     assert result.stdout == "ok\n"
+
+
+# Backends
+
+
+def test_the_backend_is_told(path):
+    assert _core.Reader().backend == "threads"
+    for backend in ("uring", ""):
+        with pytest.raises(ValueError, match="threads, io_uring or auto"):
+            _core.Reader(backend=backend)
+    for depth in (0, 1025):
+        with pytest.raises(ValueError, match="queue_depth must be 1 to 1024"):
+            _core.Reader(queue_depth=depth)
+    automatic = _core.Reader(backend="auto", queue_depth=7)
+    missing = _io_uring_is_missing()
+    assert automatic.backend == ("threads" if missing else "io_uring")
+    assert (automatic.backend_reason != "") == (missing != "")
+    assert automatic.queue_depth == 7
+
+
+NO_RING = """
+import os, resource, sys
+from flashllm import _core
+from flashllm.errors import FlashIOError
+if sys.argv[1] == "descriptors":
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, lowest_free))
+else:  # enough for a small ring, not for this one
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (16 << 10, 16 << 10))
+    if os.geteuid() == 0:
+        os.setuid(65534)
+automatic = _core.Reader(backend="auto", threads=2, queue_depth=1024)
+assert automatic.backend == "threads" and automatic.backend_reason, automatic.backend
+try:
+    _core.Reader(backend="io_uring", queue_depth=1024)
+except FlashIOError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("missing", ["descriptors", "locked memory"])
+def test_where_there_is_no_ring(missing):
+    """Asked for by name it is an error, chosen freely it is threads and a reason."""
+    command = [sys.executable, "-c", "import flashllm.errors\n" + NO_RING, missing]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    if missing == "locked memory" and "assert automatic.backend" in result.stderr:
+        pytest.skip("needs a kernel whose rings are locked memory")
+    assert result.returncode == 0, result.stderr
+    assert re.match(r"io_uring is not to be had here \(.+\); use threads\n", result.stdout)
+
+
+AS_USER = """
+import os, resource, sys
+import numpy as np
+from flashllm import _core
+limit = int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+data = np.frombuffer(sys.stdin.buffer.read(), np.uint8)
+reader = _core.Reader(backend="io_uring", queue_depth=64)
+file = _core.DirectFile(sys.argv[1])
+batch = _core.ReadBatch(reader, file)
+memory = _core.allocate(len(data))
+for offset in range(0, len(data), 4096):
+    batch.add(offset, memory[offset : offset + 4096])
+batch.submit()
+batch.wait()
+assert (memory == data).all()
+print(os.geteuid(), reader.backend)
+"""
+
+
+@needs_io_uring
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to become an ordinary user")
+@pytest.mark.parametrize("memlock", [8 << 20, 64 << 10])
+def test_an_ordinary_user_has_a_ring(tmp_path_factory, data, memlock):
+    """With the usual limit on locked memory, and with one far smaller than the memory read into."""
+    folder = tmp_path_factory.mktemp("user")
+    for directory in (folder, *folder.parents[:2]):
+        if directory.stat().st_uid == os.geteuid():
+            directory.chmod(directory.stat().st_mode | 0o055)
+    path = folder / "data.bin"
+    data[: 32 * 4096].tofile(path)
+    path.chmod(0o444)
+    result = subprocess.run(
+        [sys.executable, "-c", "import flashllm.errors\n" + AS_USER, path, str(memlock)],
+        input=data[: 32 * 4096].tobytes(),
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr.decode()
+    assert result.stdout == b"65534 io_uring\n"

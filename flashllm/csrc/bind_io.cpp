@@ -54,6 +54,13 @@ void inject(DirectFile& file, const std::string& kind, std::uint64_t first, std:
   file.inject(std::make_shared<FaultPlan>(fault));
 }
 
+ReadBackendKind parse_backend(const std::string& name) {
+  if (name == "threads") return ReadBackendKind::threads;
+  if (name == "io_uring") return ReadBackendKind::io_uring;
+  require(name == "auto", "backend must be threads, io_uring or auto, got " + name);
+  return ReadBackendKind::automatic;
+}
+
 // A batch of reads as Python sees it: it keeps its destinations alive, and never dies with reads under way.
 class PyReadBatch {
  public:
@@ -137,16 +144,25 @@ void init_io(nb::module_& m) {
   nb::class_<Reader>(m, "Reader")
       .def(
           "__init__",
-          [](Reader* self, int threads, std::uint64_t max_gap, std::uint64_t max_request, bool verify) {
+          [](Reader* self, int threads, std::uint64_t max_gap, std::uint64_t max_request, bool verify,
+             const std::string& backend, int queue_depth) {
             ReaderOptions options;
             options.threads = threads;
             options.max_gap = max_gap;
             options.max_request = max_request;
             options.verify = verify;
+            options.backend = parse_backend(backend);
+            options.queue_depth = queue_depth;
             new (self) Reader(options);
           },
           nb::arg("threads") = 32, nb::arg("max_gap") = 0, nb::arg("max_request") = std::uint64_t{1} << 20,
-          nb::arg("verify") = true)
+          nb::arg("verify") = true, nb::arg("backend") = "threads", nb::arg("queue_depth") = 64)
+      .def_prop_ro("backend",
+                   [](const Reader& self) {
+                     return self.options().backend == ReadBackendKind::threads ? "threads" : "io_uring";
+                   })
+      .def_prop_ro("backend_reason", &Reader::backend_reason)
+      .def_prop_ro("queue_depth", [](const Reader& self) { return self.options().queue_depth; })
       .def_prop_ro("threads", [](const Reader& self) { return self.options().threads; })
       .def_prop_ro("verify", [](const Reader& self) { return self.options().verify; });
 

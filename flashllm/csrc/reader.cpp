@@ -4,6 +4,7 @@
 
 #include "error.h"
 #include "thread_backend.h"
+#include "uring_backend.h"
 
 namespace flashllm {
 
@@ -26,6 +27,21 @@ Reader::Reader(const ReaderOptions& options) : options_(options) {
   if (options.max_request < 4096 || options.max_request > kLargestRequest)
     throw CoreError(ErrorKind::usage,
                     "max_request must be 4 KiB to 1 GiB, got " + std::to_string(options.max_request));
+  if (options.queue_depth < 1 || options.queue_depth > 1024)
+    throw CoreError(ErrorKind::usage,
+                    "queue_depth must be 1 to 1024, got " + std::to_string(options.queue_depth));
+  if (options.backend != ReadBackendKind::threads) {
+    try {
+      backend_ = std::make_unique<UringBackend>(queue_, options);
+      options_.backend = ReadBackendKind::io_uring;
+      return;
+    } catch (const CoreError& error) {
+      backend_reason_ = std::string("io_uring is not to be had here (") + error.what() + ")";
+      if (options.backend == ReadBackendKind::io_uring)
+        throw CoreError(error.kind(), backend_reason_ + "; use threads");
+    }
+  }
+  options_.backend = ReadBackendKind::threads;
   backend_ = std::make_unique<ThreadBackend>(queue_, options);
 }
 

@@ -13,6 +13,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "direct_file.h"
@@ -56,8 +57,16 @@ class ReadBatch {
   std::uint64_t submitted_at_ns_ = 0;
 };
 
+enum class ReadBackendKind {
+  threads,
+  io_uring,   // an error where there is none
+  automatic,  // io_uring where it is to be had, else threads
+};
+
 struct ReaderOptions {
-  int threads = 32;  // paper A, section 4
+  ReadBackendKind backend = ReadBackendKind::threads;
+  int threads = 32;      // of the threads backend; paper A, section 4
+  int queue_depth = 64;  // of io_uring
   std::uint64_t max_gap = 0;
   std::uint64_t max_request = std::uint64_t{1} << 20;
   bool verify = true;  // compare the checksums of jobs that carry them
@@ -75,7 +84,10 @@ class Reader {
   explicit Reader(const ReaderOptions& options);
   ~Reader();
 
+  // With the backend in use; `backend_reason` says why an automatic choice was not io_uring.
   const ReaderOptions& options() const { return options_; }
+  const std::string& backend_reason() const { return backend_reason_; }
+
   void submit(ReadBatch& batch, const DirectFile& file, ReadPriority priority = ReadPriority::demand);
   // Of the requests not yet started, those with a job that is `wanted` (called with the queue's lock held:
   // brief, and no call of the reader) become demand reads; the others are dropped.
@@ -92,6 +104,7 @@ class Reader {
 
  private:
   ReaderOptions options_;
+  std::string backend_reason_;
   ReadQueue queue_;
   std::unique_ptr<ReadBackend> backend_;
 };

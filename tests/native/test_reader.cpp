@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -20,6 +21,15 @@ namespace {
 
 using namespace flashllm;
 using Bytes = std::vector<unsigned char>;
+
+ReadBackendKind tested_backend = ReadBackendKind::threads;
+
+ReaderOptions reading(int at_a_time) {
+  ReaderOptions options;
+  options.backend = tested_backend;
+  options.threads = options.queue_depth = at_a_time;
+  return options;
+}
 
 Bytes random_bytes(std::size_t nbytes, unsigned seed) {
   std::mt19937 random(seed);
@@ -99,8 +109,7 @@ Fault fault(Fault::Kind kind, std::uint64_t first, std::uint64_t count, std::uin
 void random_batches_equal_the_file(const std::string& path, const Bytes& bytes, int threads, bool direct,
                                    std::uint64_t max_gap, int rounds) {
   const DirectFile file(path, direct);
-  ReaderOptions options;
-  options.threads = threads;
+  ReaderOptions options = reading(threads);
   options.max_gap = max_gap;
   options.max_request = 64 << 10;
   Reader reader(options);
@@ -123,8 +132,7 @@ void random_batches_equal_the_file(const std::string& path, const Bytes& bytes, 
 
 void many_callers_share_a_reader(const std::string& path, const Bytes& bytes, int rounds) {
   const DirectFile file(path, true);
-  ReaderOptions options;
-  options.threads = 5;
+  ReaderOptions options = reading(5);
   Reader reader(options);
   std::vector<std::thread> callers;
   for (unsigned caller = 0; caller < 4; ++caller) {
@@ -147,8 +155,7 @@ void many_callers_share_a_reader(const std::string& path, const Bytes& bytes, in
 void every_fault_is_met(const std::string& path, const Bytes& bytes, bool direct) {
   constexpr std::uint64_t kForEver = std::uint64_t{1} << 60;
   DirectFile file(path, direct);
-  ReaderOptions options;
-  options.threads = 3;
+  ReaderOptions options = reading(3);
   options.max_gap = 1024;
   options.max_request = 8192;
   Reader reader(options);
@@ -189,8 +196,7 @@ void flipped_bits_are_found(const std::string& path, const Bytes& bytes) {
   std::vector<std::uint64_t> sums(kRows);
   for (std::size_t r = 0; r < kRows; ++r) sums[r] = xxh3_64(bytes.data() + r * kRow, kRow);
   DirectFile file(path, true);
-  ReaderOptions options;
-  options.threads = 2;
+  ReaderOptions options = reading(2);
   options.max_request = 4096;  // the job is split between rows
   Reader reader(options);
   HugeBuffer memory(kRows * kRow + 64);
@@ -218,7 +224,7 @@ void a_shrunk_file_is_a_format_error(const std::string& path) {
       for (const off_t left : {20000, 20480, 0}) {
         write_file(path, bytes);
         const DirectFile file(path, direct);
-        Reader reader(ReaderOptions{});
+        Reader reader(reading(32));
         ReadBatch batch;
         Jobs jobs(1 << 20);
         jobs.add(batch, 512, 32768, skew);
@@ -238,7 +244,7 @@ std::shared_ptr<FaultPlan> inject(DirectFile& file, Fault::Kind kind, std::uint6
 
 // A reader that reads one request at a time, and cannot go on before `release`.
 struct HeldReader {
-  explicit HeldReader(const std::string& path) : file(path, true), reader(one_at_a_time()), jobs(4096) {
+  explicit HeldReader(const std::string& path) : file(path, true), reader(reading(1)), jobs(4096) {
     plan = inject(file, Fault::Kind::hold, 0);
     jobs.add(batch, 0, 512, 0);
     reader.submit(batch, file);
@@ -247,11 +253,6 @@ struct HeldReader {
   void release() {
     plan->release();
     reader.wait(batch);
-  }
-  static ReaderOptions one_at_a_time() {
-    ReaderOptions options;
-    options.threads = 1;
-    return options;
   }
 
   DirectFile file;
@@ -314,7 +315,7 @@ void guesses_are_dropped(const std::string& path, const Bytes& bytes) {
   }
   // 2. Three were started: they and those wanted are read, and the batch says which.
   DirectFile file(path, true);
-  Reader reader(HeldReader::one_at_a_time());
+  Reader reader(reading(1));
   const auto plan = inject(file, Fault::Kind::hold, 2);
   ReadBatch batch;
   Jobs jobs(1 << 20);
@@ -347,7 +348,7 @@ void guesses_are_dropped(const std::string& path, const Bytes& bytes) {
 
 void an_error_leaves_the_landed_jobs(const std::string& path) {
   DirectFile file(path, true);
-  Reader reader(HeldReader::one_at_a_time());
+  Reader reader(reading(1));
   inject(file, Fault::Kind::error, 4, 1000, EIO);
   ReadBatch batch;
   Jobs jobs(1 << 20);
@@ -359,8 +360,7 @@ void an_error_leaves_the_landed_jobs(const std::string& path) {
 // Demand reads and guesses of several callers, sorted out at random moments: what landed is right.
 void guesses_are_sorted_out_under_way(const std::string& path, const Bytes& bytes, int rounds) {
   const DirectFile file(path, true);
-  ReaderOptions options;
-  options.threads = 5;
+  ReaderOptions options = reading(5);
   options.max_gap = 1024;
   Reader reader(options);
   std::vector<std::thread> callers;
@@ -397,7 +397,7 @@ void guesses_are_sorted_out_under_way(const std::string& path, const Bytes& byte
 
 void batches_are_used_properly(const std::string& path) {
   const DirectFile file(path, true);
-  Reader reader(ReaderOptions{});
+  Reader reader(reading(32));
   ReadBatch batch;
   reader.read(batch, file);  // empty
   CHECK(batch.stats().requests == 0 && !batch.in_flight());
@@ -428,8 +428,7 @@ void batches_are_used_properly(const std::string& path) {
   reader.settle(batch);
   reader.settle(batch);
   CHECK(!batch.in_flight());
-  ReaderOptions wide;
-  wide.threads = 2;
+  ReaderOptions wide = reading(2);
   wide.max_gap = ~std::uint64_t{0};  // clamped to a request
   Reader(wide).read(batch, file);
 }
@@ -488,17 +487,27 @@ void test_reader(const std::string& directory, int scale) {
   const std::string path = directory + "/reader.bin";
   const Bytes bytes = random_bytes(300000, 3);
   write_file(path, bytes);
-  for (const int threads : {1, 4, 32})
-    for (const bool direct : {true, false})
-      random_batches_equal_the_file(path, bytes, threads, direct, threads == 4 ? 4096 : 0, 4 * scale);
-  many_callers_share_a_reader(path, bytes, 15 * scale);
-  every_fault_is_met(path, bytes, true);
-  every_fault_is_met(path, bytes, false);
-  flipped_bits_are_found(path, bytes);
-  demand_is_read_before_prefetch(path, bytes);
-  guesses_are_dropped(path, bytes);
-  an_error_leaves_the_landed_jobs(path);
-  guesses_are_sorted_out_under_way(path, bytes, 20 * scale);
-  batches_are_used_properly(path);
-  a_shrunk_file_is_a_format_error(directory + "/shrinks.bin");
+  for (const ReadBackendKind backend : {ReadBackendKind::threads, ReadBackendKind::io_uring}) {
+    tested_backend = backend;
+    try {
+      Reader(reading(32));
+    } catch (const CoreError& error) {
+      CHECK(backend == ReadBackendKind::io_uring);
+      std::printf("not tested: %s\n", error.what());
+      continue;
+    }
+    for (const int at_a_time : {1, 4, 32})
+      for (const bool direct : {true, false})
+        random_batches_equal_the_file(path, bytes, at_a_time, direct, at_a_time == 4 ? 4096 : 0, 4 * scale);
+    many_callers_share_a_reader(path, bytes, 15 * scale);
+    every_fault_is_met(path, bytes, true);
+    every_fault_is_met(path, bytes, false);
+    flipped_bits_are_found(path, bytes);
+    demand_is_read_before_prefetch(path, bytes);
+    guesses_are_dropped(path, bytes);
+    an_error_leaves_the_landed_jobs(path);
+    guesses_are_sorted_out_under_way(path, bytes, 20 * scale);
+    batches_are_used_properly(path);
+    a_shrunk_file_is_a_format_error(directory + "/shrinks.bin");
+  }
 }

@@ -1,0 +1,61 @@
+// A ring of reads shared with the kernel: io_uring(7) by raw system calls, no library. Knows descriptors,
+// iovecs and numbers, no files and no batches. One thread uses a ring, from `enable` on.
+//
+// Rings are locked memory to kernels before 5.12 and again to newer ones: on 6.18 an RLIMIT_MEMLOCK of 64 KiB
+// was enough for 65 entries and 16 KiB for 33. A ring that cannot be had says why.
+#pragma once
+
+#include <sys/types.h>
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <cstdint>
+
+struct io_uring_sqe;
+struct io_uring_cqe;
+
+namespace flashllm {
+
+class IoUring {
+ public:
+  // Room for `entries` operations under way. Throws CoreError(io) saying why not.
+  explicit IoUring(unsigned entries);
+  ~IoUring() { release(); }
+  IoUring(const IoUring&) = delete;
+  IoUring& operator=(const IoUring&) = delete;
+
+  void enable();  // by the thread that will use it
+
+  // Queues a read; the iovecs stay where they are until it is reaped.
+  void read(std::uint64_t id, int descriptor, const struct iovec* iov, int iovcnt, std::uint64_t offset);
+
+  // Hands over what was queued and waits until something can be reaped.
+  void submit_and_wait();
+
+  // The next answer: bytes or -errno. False when there is none.
+  bool reap(std::uint64_t& id, ssize_t& result);
+
+ private:
+  void setup(unsigned entries);
+  void* map(std::size_t nbytes, std::uint64_t offset);
+  void release();
+
+  int descriptor_ = -1;
+  bool disabled_ = false;  // made so, to be enabled by another thread than made it
+  void* rings_ = nullptr;
+  std::size_t rings_nbytes_ = 0;
+  void* entries_ = nullptr;
+  std::size_t entries_nbytes_ = 0;
+  // In the shared rings: heads and tails are exchanged with the kernel.
+  unsigned* sq_tail_ = nullptr;
+  unsigned sq_mask_ = 0;
+  unsigned* cq_head_ = nullptr;
+  unsigned* cq_tail_ = nullptr;
+  unsigned cq_mask_ = 0;
+  unsigned* sq_array_ = nullptr;
+  struct io_uring_sqe* sqes_ = nullptr;
+  struct io_uring_cqe* cqes_ = nullptr;
+  unsigned unsubmitted_ = 0;
+};
+
+}  // namespace flashllm
