@@ -32,10 +32,12 @@ from flashllm.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.files import HashingWriter
 from flashllm.manifest import FileEntry, Manifest, install_predictors
 from flashllm.model_files import FFN, PREDICTOR_METADATA, TRACE
+from flashllm.popularity import install_popularity
 from flashllm.predictor_file import EARLY, predictor_entries
 from flashllm.progress import ProgressBar
 from flashllm.safetensors_file import ITEMSIZES, TensorInfo, encode_header
 from flashllm.source import Checkpoint
+from flashllm.trace import Trace
 
 POOL_SIZE = 16_777_213  # values; a prime, so that no two rows of a matrix repeat the same stretch of the pool
 NAME = "synthetic weights (seed {seed})"
@@ -168,6 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=WEIGHT_DTYPES, default="bfloat16")
     parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parents[1] / "flashllm" / "demo")
     parser.add_argument("--tokens", type=int, default=1200, help="tokens of the trace, after which it begins again")
+    parser.add_argument("--learn-tokens", type=int, default=500, help="tokens from which popularity is learned")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-early", action="store_true", help="make no predictors of the next layer")
     add_early_arguments(parser)
@@ -192,6 +195,15 @@ def main(argv: list[str] | None = None) -> int:
         recall=args.early_recall, precision=args.early_precision, seed=args.seed,
     )  # fmt: skip
     add_file(args.out, TRACE, trace)
+    # What is known before the first token comes from another trace of the same popularity and groups.
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "learn"
+        write_synthetic_trace(
+            path, layers=layers, neurons=4 * hidden, tokens=args.learn_tokens, part="learn",
+            recall=args.early_recall, precision=args.early_precision, seed=args.seed,
+        )  # fmt: skip
+        with Trace(path) as learn:
+            install_popularity(args.out, learn)
     return 0
 
 
