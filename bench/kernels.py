@@ -30,6 +30,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 LINEARS = [(4096, 4096), (50272, 4096), (128, 4096), (16384, 128), (1024, 4096), (16384, 1024)]
 SPARSE = (4096, 16384, 0.10, 4)  # d_model, d_ff, share active, layers cached
 ATTENTION = (32, 128, [128, 512, 2048])  # heads, head_dim, positions
+PROMPT = (128, 16384, 4096)  # tokens, rows, columns
+TINY_PROMPT = (9, 64, 48)
 TINY_LINEARS = [(64, 48)]
 TINY_SPARSE = (64, 256, 0.10, 2)
 TINY_ATTENTION = (2, 16, [8])
@@ -121,12 +123,15 @@ def bench_sparse(dtype: str, shape: tuple[int, int, float, int], rounds: Rounds)
                 gate=-1,
                 down=d_model,
                 activation="relu",
+                cache_policy="window",
                 window=2**30,
+                popularity=None,
                 file_offset=0,
                 up_bias=np.full(d_ff, 10.0, np.float32),  # every active neuron fires: its down column is read
                 down_bias=None,
                 checksums=_core.xxh3_64_rows(rows),
                 rows=_core.allocate(d_ff * stride),
+                bypass_rows=None,
                 reader=_core.Reader(threads=8),
                 file=_core.DirectFile(str(path)),
                 pool=rounds.pool,
@@ -179,6 +184,28 @@ def bench_attention(dtype: str, shape: tuple[int, int], positions: int, rounds: 
     return rounds.figure("attention", nbytes, run, dtype=dtype, heads=heads, head_dim=head_dim, positions=positions)
 
 
+def bench_prompt(dtype: str, shape: tuple[int, int, int], pool: _core.ThreadPool) -> dict[str, Any]:
+    """A matrix times a prompt's tokens, in GFLOP/s: ours (fp32 sums over widened weights) and torch's, in turn."""
+    tokens, rows, columns = shape
+    weight, x = torch.randn(rows, columns).to(DTYPES[dtype]), torch.randn(tokens, columns).to(DTYPES[dtype])
+    out = torch.empty((tokens, rows), dtype=weight.dtype)
+    native = _core.Linear(as_loaded(weight), None, pool, _core.Counters())
+    ways: dict[str, Callable[[], Any]] = {
+        "native": lambda: native.forward_many(x.data_ptr(), tokens, out.data_ptr()),
+        "torch": lambda: x @ weight.T,
+        "torch_widened": lambda: x.float() @ weight.float().T,
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(ROUNDS):
+        for way, run in ways.items():
+            started = time.perf_counter()
+            run()
+            times[way].append(time.perf_counter() - started)
+    flop = 2 * tokens * rows * columns
+    result = {f"{way}_gflop_per_s": round(flop / statistics.median(spent) / 1e9, 1) for way, spent in times.items()}
+    return {"name": "prompt", "dtype": dtype, "tokens": tokens, "rows": rows, "columns": columns, **result}
+
+
 def call_microseconds(pool: _core.ThreadPool, seconds: float) -> float:
     """What a native call costs from Python when there is next to nothing to compute, the pool's threads included."""
     linear = _core.Linear(torch.zeros(64, 64), None, pool, _core.Counters())
@@ -207,6 +234,15 @@ def as_markdown(document: dict[str, Any]) -> str:
             f"| {result['name']} | {result['dtype']} | {size_of(result)} | {result['gb_per_s']} ({low}–{high}) | "
             f"{result['roof_gb_per_s']} | {result['percent_of_roof']} |"
         )
+    lines += [
+        "",
+        "| prompt | dtype | native | torch | torch, weights widened to fp32 | unit |",
+        "|---|---|---|---|---|---|",
+    ]
+    for prompt in document["prompts"]:
+        shape = f"{prompt['tokens']} tokens x {prompt['rows']} x {prompt['columns']}"
+        figures = " | ".join(str(prompt[f"{way}_gflop_per_s"]) for way in ("native", "torch", "torch_widened"))
+        lines.append(f"| {shape} | {prompt['dtype']} | {figures} | GFLOP/s |")
     return "\n".join(lines) + "\n"
 
 
@@ -232,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
     linears = TINY_LINEARS if args.tiny else LINEARS
     sparse = TINY_SPARSE if args.tiny else SPARSE
     heads, head_dim, contexts = TINY_ATTENTION if args.tiny else ATTENTION
-    results = []
+    results, prompts = [], []
     for dtype in args.dtypes.split(","):
         benches = [functools.partial(bench_linear, dtype, shape, rounds) for shape in linears]
         benches.append(functools.partial(bench_sparse, dtype, sparse, rounds))
@@ -246,6 +282,8 @@ def main(argv: list[str] | None = None) -> int:
                 f"({low} to {high}), {result['percent_of_roof']} % of {result['roof_gb_per_s']} GB/s",
                 flush=True,
             )
+        prompts.append(bench_prompt(dtype, TINY_PROMPT if args.tiny else PROMPT, rounds.pool))
+        print(json.dumps(prompts[-1]), flush=True)
     document = {
         "benchmark": "kernels",
         "threads": args.threads,
@@ -254,6 +292,7 @@ def main(argv: list[str] | None = None) -> int:
         "load_average": os.getloadavg()[0],
         "call_us": round(call_microseconds(rounds.pool, args.seconds), 2),
         "results": results,
+        "prompts": prompts,
     }
     if args.markdown is not None:
         args.markdown.write_text(as_markdown(document), encoding="utf-8")

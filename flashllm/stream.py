@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm.bundle import PAGE_NBYTES
 from flashllm.errors import FlashError, FormatError
 
 _DAMAGED = "; the model directory is damaged: check it with `flashllm verify`, then convert the model again"
@@ -64,7 +65,10 @@ class RowStream:
     ) -> None:
         self._reader, self._file, self._layers = reader, file, layers
         self._stride, self._block_rows, self._blocks_ahead = stride, block_rows, ahead
-        self._staging = [_core.allocate(block_rows * stride) for _ in range(ahead + 1)]
+        # One allocation: in ordinary pages, which small ones are in, direct reads ran at half the speed.
+        slot = -(-block_rows * stride // PAGE_NBYTES) * PAGE_NBYTES
+        memory = _core.allocate((ahead + 1) * slot)
+        self._staging = [memory[start : start + slot] for start in range(0, len(memory), slot)]
         self._in_flight: list[_core.ReadBatch | None] = [None] * len(self._staging)  # the reads into each buffer
         self._ahead: deque[_Pending] = deque()  # in the order they will be wanted
         self._next_buffer = 0
