@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from activity import aggregated_usage, collect_inputs, every_layer, friends, new_rows_per_token
 from fit import LayerPredictor
-from masked import MaskedModel, Variant, load_predictors, untrained
+from masked import MaskedModel, Variant, load_predictors, predictor_nbytes, untrained
 from report import markdown, save_plots
 from scoring import BATCH_TOKENS, TaskScore, TextScore, score_items, score_text, windows
 from tasks import TASKS, load_items
@@ -271,6 +271,9 @@ def _measure(
             found[Variant.ORACLE] = found[Variant.DENSE]
             scores[name] = task_report(found)
     nbytes = sum(layer["flash_bytes_per_token"] for layer in layers)
+    engine = model.model.engine
+    has_file = PREDICTORS in engine.manifest.files
+    own_nbytes, early_nbytes = predictor_nbytes(engine.directory / PREDICTORS) if has_file else (0, 0)
     report: dict[str, Any] = {
         "layers": layers,
         "layers_svd": untrained_layers,
@@ -282,8 +285,9 @@ def _measure(
         "window": args.window,
         "flash_bytes_per_token": nbytes,
         "io_ms_per_token": nbytes / args.bandwidth / 1e6,
-        "predictor_bytes": sum(2 * (p.a.numel() + p.b.numel()) + 4 * p.bias.numel() for p in judged),
-        "model_bytes": sum(entry.nbytes for entry in model.model.engine.manifest.files.values()),
+        "predictor_bytes": own_nbytes,
+        "early_predictor_bytes": early_nbytes,
+        "model_bytes": sum(entry.nbytes for entry in engine.manifest.files.values()),
     }
     if args.curve:
         report["curve"] = threshold_curve(

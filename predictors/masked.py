@@ -19,6 +19,8 @@ from torch import nn
 from flashllm.architectures import spec_of
 from flashllm.linear import dense_product
 from flashllm.manifest import predictor_ranks
+from flashllm.predictor_file import EARLY
+from flashllm.safetensors_file import read_header
 from flashllm.untrained import untrained_predictor
 
 BLOCK_TOKENS = 512  # of one product
@@ -135,6 +137,13 @@ def untrained(model: Any, ranks: list[int]) -> list[LayerPredictor]:
         )
         made.append(LayerPredictor.from_low_rank(low_rank, threshold).stored(16))
     return made
+
+
+def predictor_nbytes(path: Path) -> tuple[int, int]:
+    """Bytes of a file's predictors, and of its early ones."""
+    infos = read_header(path).tensors.values()
+    early = sum(info.nbytes for info in infos if f".{EARLY}" in info.name)
+    return sum(info.nbytes for info in infos) - early, early
 
 
 def load_predictors(path: Path, manifest: Any) -> list[LayerPredictor]:

@@ -1,4 +1,4 @@
-"""Text samples for training and judging predictors: C4-schema shards on disk, or a hub data set, as token rows.
+"""Text samples for training and judging predictors: shards or plain text on disk, or a hub data set, as token rows.
 
 Documents give excerpts in proportion to the square root of their length, so that books do not drown web pages; short
 pieces are packed together. Bad lines, empty documents and a truncated shard are counted and skipped, or stop the run
@@ -40,13 +40,17 @@ class SampleReport:
 
 
 def read_shards(paths: list[Path], report: SampleReport, *, strict: bool = False) -> Iterator[str]:
-    """The `text` of each line of .json, .jsonl and .json(l).gz files. DataError: see `strict`, and missing files."""
+    """The `text` of each line of C4-schema .json(l) files, and each .txt file whole; any of them may be .gz.
+
+    DataError: see `strict`, and missing files.
+    """
     for path in paths:
         opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
         try:
             with opener(path, "rb") as lines:
-                for number, line in enumerate(_lines(lines, report), start=1):
-                    why, text = _text_of(line)
+                plain = path.with_suffix("").suffix == ".txt" if path.suffix == ".gz" else path.suffix == ".txt"
+                documents = _plain_text(lines) if plain else map(_text_of, _lines(lines, report))
+                for number, (why, text) in enumerate(documents, start=1):
                     if text is not None:
                         yield text
                         continue
@@ -59,6 +63,12 @@ def read_shards(paths: list[Path], report: SampleReport, *, strict: bool = False
             report.skipped["truncated shard"] += 1
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _plain_text(file: Any) -> Iterator[tuple[str, str | None]]:
+    """The whole file as one document; as `_text_of`."""
+    text = file.read(MAX_LINE_NBYTES).decode("utf-8", errors="replace")
+    yield ("", text) if text.strip() else ("empty document", None)
 
 
 def _lines(file: Any, report: SampleReport) -> Iterator[bytes]:

@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("model", nargs="?", help="model directory or Hugging Face folder; the bundled demo by default")
     parser.add_argument("--dataset", default="allenai/c4", help="hub data set, streamed")
     parser.add_argument("--config", default="en", help="its configuration")
-    parser.add_argument("--data-files", type=Path, nargs="+", help="C4-schema .json(l)(.gz) shards instead")
+    parser.add_argument("--data-files", type=Path, nargs="+", help=".txt or C4-schema .jsonl files (or .gz) instead")
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--tokens-per-sample", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=2, help="at most; 0: the truncated SVD as it is, calibrated")

@@ -63,6 +63,18 @@ def test_a_file_that_is_no_gzip(tmp_path):
         rows_of([path])
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_plain_text_is_one_document(tmp_path, name):
+    raw = (STORY + "\n\n" + STORY).encode() + b"\xff"  # a byte that is no UTF-8 spoils nothing
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    rows, report = rows_of([tmp_path / name])
+    assert rows.shape == (20, 8)
+    assert not report.skipped
+    (tmp_path / "empty.txt").write_text(" ")
+    _, report = rows_of([tmp_path / "empty.txt", tmp_path / name])
+    assert report.skipped == {"empty document": 1}
+
+
 def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(DataError, match="cannot read"):
         rows_of([tmp_path / "absent.jsonl"])

@@ -261,3 +261,23 @@ def test_early_predictors_foretell_the_next_layer_from_the_input_before(bare, da
     assert tensors["layers.2.early_a"].shape == (16, tensors["layers.2.a"].shape[1])
     flash = load(model, mode="sparse")  # the engine takes the file as it is
     flash.generate(torch.tensor([[2, 5, 9, 12]]), max_new_tokens=2, do_sample=False)
+
+
+def test_the_demo_is_retrained_by_the_readmes_line_with_equal_bits(tmp_path, capsys):
+    """The line itself, on a copy and with few short samples; the options that decide what is trained stay."""
+    root = SCRIPT.parents[1]
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    line = re.search(r"<!-- predictors line -->\n```sh\n(.*?)\n```", readme, re.DOTALL)[1]
+    interpreter, script, model, *options = line.split("#")[0].split()
+    assert (interpreter, script, model) == ("python", "predictors/train_predictor.py", "flashllm/demo")
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join(random.Random(1).choices(" ".join(SENTENCES).split(), k=4000)))
+    files = []
+    for name in "ab":
+        copy = Path(shutil.copytree(root / model, tmp_path / name))
+        small = ["--data-files", str(text), "--samples", "12", "--tokens-per-sample", "64", "--ranks", "8"]
+        assert train_predictor.main([str(copy), *options, *small]) == 0
+        capsys.readouterr()
+        files.append((copy / PREDICTORS).read_bytes())
+        FlashModel.from_pretrained(copy, threads=1).engine.close()
+    assert files[0] == files[1]
