@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from flashllm import _core
-from flashllm.ffn import TORCH_DTYPES
+from flashllm.dense import TORCH_DTYPES
 from flashllm.manifest import Manifest
 from flashllm.meter import StepTimes
 from flashllm.model_files import FFN, RESIDENT

@@ -4,6 +4,7 @@ Built once from a manifest and a memory plan, in the order of the plan; nothing 
 """
 
 import itertools
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, cast
@@ -17,8 +18,9 @@ from flashllm.architectures import AttentionShape, spec_of
 from flashllm.attention import KVMemory
 from flashllm.budget import MAX_REQUEST, READ_AHEAD, MemoryPlan
 from flashllm.bundle import PAGE_NBYTES
+from flashllm.dense import TORCH_DTYPES, DenseFFN, NativeDenseFFN, TorchDenseFFN
 from flashllm.errors import FormatError, UsageError
-from flashllm.ffn import TORCH_DTYPES, FlashFFN, Mode
+from flashllm.ffn import FlashFFN, Mode
 from flashllm.manifest import Manifest
 from flashllm.meter import Meter
 from flashllm.model_files import FFN, PREDICTORS, RESIDENT, TRACE, checksums_tensor, ffn_tensor
@@ -28,6 +30,8 @@ from flashllm.resident import read_tensors
 from flashllm.safetensors_file import read_header
 from flashllm.stream import LayerRows, RowStream
 from flashllm.trace import Trace
+
+_STREAM_THREADS = 8
 
 
 class Releasable(Protocol):
@@ -68,6 +72,10 @@ class Engine:
         # 1. Threads, and the file the rows come from.
         self.pool = _core.ThreadPool(threads)
         self._reader = _core.Reader(io_threads, max_request=self._max_request(), verify=verify_checksums)
+        # Large reads in file order keep a drive busy with few threads, which leaves the processor to the products.
+        self._stream_reader = _core.Reader(
+            min(io_threads, _STREAM_THREADS), max_request=MAX_REQUEST, verify=verify_checksums
+        )
         self._file = _core.DirectFile(str(directory / FFN), direct=direct)
         self.direct_io = self._file.direct
         if direct and not self._file.direct:
@@ -75,8 +83,15 @@ class Engine:
                 f"direct I/O is not available for {directory} ({self._file.fallback_reason}): reads go through the "
                 "page cache, which is not counted in the memory plan and makes timings those of memory, not of flash"
             )
-        # 2. Resident weights and checksums, in anonymous memory.
-        self.tensors, _ = read_tensors(directory / RESIDENT, self._reader, direct=direct)
+        # 2. Resident weights and checksums, in anonymous memory; meanwhile the neuron caches' memory is made real, so
+        # that the first prompt does not wait for it.
+        self._cache = _core.allocate(sum(plan.cache_rows) * manifest.rows.stride)
+        populating = threading.Thread(target=_core.populate, args=(self._cache,))
+        populating.start()
+        try:
+            self.tensors, _ = read_tensors(directory / RESIDENT, self._stream_reader, direct=direct)
+        finally:
+            populating.join()
         # 3. Buffers of the plan: KV cache, staging, neuron caches.
         self.kv_memory = KVMemory(
             num_layers=attention.num_layers,
@@ -97,7 +112,7 @@ class Engine:
             for layer in layers
         ]
         self._stream = RowStream(
-            self._reader,
+            self._stream_reader,
             self._file,
             self._rows,
             stride=manifest.rows.stride,
@@ -106,7 +121,6 @@ class Engine:
         )
         self.meter.streams.append(self._stream)
         self._popularity = read_popularity(directory, manifest)
-        self._cache = _core.allocate(sum(plan.cache_rows) * manifest.rows.stride)
         self._bypass = _core.allocate(plan.bypass_rows * manifest.rows.stride) if plan.bypass_rows else None
         self.ffns = [self._build_ffn(layer) for layer in layers]
         self._trace: Trace | None = None
@@ -159,19 +173,26 @@ class Engine:
             overlap=self.ablation.overlap,
             bundled=self.ablation.bundled,
         )
-        dense = _core.DenseFfn(
-            dtype=cast(Any, layout.encoding),
-            stride=stride,
-            d_model=layout.d_model,
-            up=parts["up"],
-            gate=parts.get("gate", -1),
-            down=parts["down"],
-            activation=cast(Any, manifest.architecture.activation),
-            up_bias=None if up_bias is None else up_bias.numpy(),
-            down_bias=None if down_bias is None else down_bias.numpy(),
-            pool=self.pool,
-            counters=self.meter.native,
-        )
+        dense: DenseFFN
+        if layout.encoding == "bfloat16":
+            activation = manifest.architecture.activation
+            dense = TorchDenseFFN(layout, activation, up_bias, down_bias, self.meter)
+        else:
+            dense = NativeDenseFFN(
+                _core.DenseFfn(
+                    dtype=cast(Any, layout.encoding),
+                    stride=stride,
+                    d_model=layout.d_model,
+                    up=parts["up"],
+                    gate=parts.get("gate", -1),
+                    down=parts["down"],
+                    activation=cast(Any, manifest.architecture.activation),
+                    up_bias=None if up_bias is None else up_bias.numpy(),
+                    down_bias=None if down_bias is None else down_bias.numpy(),
+                    pool=self.pool,
+                    counters=self.meter.native,
+                )
+            )
         return FlashFFN(
             layer,
             num_layers=manifest.architecture.num_layers,
@@ -188,7 +209,7 @@ class Engine:
         )
 
     def _load_predictors(self, direct: bool) -> None:
-        tensors, _ = read_tensors(self.directory / PREDICTORS, self._reader, direct=direct)
+        tensors, _ = read_tensors(self.directory / PREDICTORS, self._stream_reader, direct=direct)
 
         def install(layer: int, kind: str, early: _core.EarlyReads | None) -> None:
             names = {part: f"layers.{layer}.{kind}{part}" for part in ("a", "b", "bias", "threshold")}
@@ -280,7 +301,8 @@ class Engine:
         self._adopted.clear()
         self.tensors.clear()
         self.meter.streams.clear()
-        del self._cache, self._bypass, self._stream, self._file, self._reader, self._rows, self.pool
+        del self._cache, self._bypass, self._stream, self._file, self._reader, self._stream_reader
+        del self._rows, self.pool
 
     def __enter__(self) -> Self:
         return self

@@ -13,15 +13,10 @@ from torch import nn
 
 from flashllm import _core
 from flashllm.bundle import RowLayout
+from flashllm.dense import ACTIVATIONS, DenseFFN, matrices
 from flashllm.linear import dense_product
 from flashllm.meter import Meter
 from flashllm.stream import RowStream
-
-TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "relu": torch.relu,
-    "squared_relu": lambda h: torch.relu(h).square(),
-}
 
 
 class Mode(StrEnum):
@@ -48,7 +43,7 @@ class FlashFFN(nn.Module):
         layout: RowLayout,
         activation: str,
         native: _core.FfnLayer,
-        dense: _core.DenseFfn,
+        dense: DenseFFN,
         stream: RowStream,
         meter: Meter,
         up_bias: torch.Tensor | None,
@@ -57,14 +52,13 @@ class FlashFFN(nn.Module):
     ) -> None:
         super().__init__()
         self.layer, self.num_layers, self.mode = layer, num_layers, mode
-        self.native, self._native_dense = native, dense
+        self.native, self._dense_ffn = native, dense
         self.observer: Observer | None = None  # sees every block of a dense pass; for collecting activity
         self.few_tokens = True  # the model says so before each pass: at most K0 new tokens a sequence
-        self._layout, self._activation = layout, _ACTIVATIONS[activation]
+        self._layout, self._activation = layout, ACTIVATIONS[activation]
         self._stream, self._meter = stream, meter
         self._up_bias, self._down_bias = up_bias, down_bias  # fp32
         self._window = window
-        self._dtype = TORCH_DTYPES[layout.encoding]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., d_model] -> y, same shape and dtype. Raises FlashIOError, ChecksumError, FormatError."""
@@ -80,13 +74,14 @@ class FlashFFN(nn.Module):
 
     def release(self) -> None:
         """Let go of native memory, files and threads."""
-        del self.native, self._native_dense, self._stream
+        self._dense_ffn.release()
+        del self.native, self._stream
 
     def weight_blocks(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """(first neuron, {"up", "gate" if any, "down"}: [neurons, d_model]) over the layer; valid until the next."""
         for first, rows in self._stream.blocks(self.layer):
             count = self._neurons_in(rows, first)
-            yield first, self._matrices(rows, count)
+            yield first, matrices(self._layout, rows, count)
 
     @property
     def up_bias(self) -> torch.Tensor | None:
@@ -104,22 +99,19 @@ class FlashFFN(nn.Module):
         if fill:
             recent = x[-self._window :]
             self.native.begin_fill(recent.data_ptr(), recent.shape[0])
-        y = torch.empty_like(x)
-        self._native_dense.begin(x.data_ptr(), x.shape[0])
+        dense = self._dense_ffn
+        dense.begin(x)
         try:
             for first, rows in self._stream.blocks(self.layer, then=self._next_layer()):
                 count = self._neurons_in(rows, first)
                 if fill:
                     self.native.fill_from(rows, first, count)
-                self._native_dense.add(rows, first, count)
+                dense.add(rows, first, count)
                 if self.observer is not None:
-                    h = torch.empty((x.shape[0], count))
-                    self._native_dense.activations(h.data_ptr())
-                    self.observer(0, first, h)
+                    self.observer(0, first, dense.activations())
         finally:
             self.native.abandon_fill()  # nothing, unless a read failed
-        self._native_dense.finish(y.data_ptr())
-        return y
+        return dense.finish()
 
     def activations(self, x: torch.Tensor, first: int, count: int, block: dict[str, torch.Tensor]) -> torch.Tensor:
         """h [tokens, count] of the neurons from `first` on, whose matrices are `block`, for x [tokens, d_model]."""
@@ -135,7 +127,7 @@ class FlashFFN(nn.Module):
         for first, rows in self._stream.blocks(self.layer, then=self._next_layer()):
             count = self._neurons_in(rows, first)
             with self._meter.computing():
-                block = {name: matrix.float() for name, matrix in self._matrices(rows, count).items()}
+                block = {name: matrix.float() for name, matrix in matrices(self._layout, rows, count).items()}
                 fires = self.activations(x.float(), first, count, block) > 0
                 for token, mask in enumerate(fires):
                     active[token].append(mask.nonzero().flatten() + first)
@@ -144,12 +136,6 @@ class FlashFFN(nn.Module):
             exact = torch.cat(ids).to(torch.int32).numpy()
             self.native.forward_active(x[token].data_ptr(), exact, y[token].data_ptr())
         return y
-
-    def _matrices(self, rows: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], count: int) -> dict[str, torch.Tensor]:
-        """[count, d_model] views of a block's matrices (down transposed: one row a neuron)."""
-        elements = torch.from_numpy(rows[:count]).view(self._dtype)
-        width = self._layout.d_model
-        return {name: elements[:, part * width : (part + 1) * width] for part, name in enumerate(self._layout.matrices)}
 
     def _neurons_in(self, rows: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], first: int) -> int:
         """How many of a block's rows are neurons: the last block may end with padding."""

@@ -1,6 +1,7 @@
 """Resident linears: few tokens through the kernel that reads fast, many through the one that multiplies fast.
 
-Either gives each token the same bits however many are computed together and whatever the threads; sums are fp32.
+Few tokens get the same bits however many are computed together and whatever the threads; sums are fp32. Many tokens of
+bf16 weights go through torch, which has bf16 products where the processor does; of others through our fp32 products.
 """
 
 import torch
@@ -21,7 +22,7 @@ class FlashLinear(nn.Linear):
     """`nn.Linear` over resident weights. `attach` must be called once the weights are in place."""
 
     def attach(self, pool: _core.ThreadPool, meter: Meter, few_tokens: int) -> None:
-        self._few_tokens = few_tokens
+        self._few_tokens, self._meter = few_tokens, meter
         self._dtype = self.weight.dtype
         bias = None if self.bias is None else self.bias.detach().float().contiguous().numpy()
         self._native = _core.Linear(self.weight.detach(), bias, pool, meter.native)
@@ -42,6 +43,9 @@ class FlashLinear(nn.Linear):
         out = x.new_empty((*x.shape[:-1], self.out_features))
         if tokens <= self._few_tokens:
             self._native.forward(x.data_ptr(), tokens, out.data_ptr())
+        elif self._dtype == torch.bfloat16:
+            with self._meter.computing():
+                return nn.functional.linear(x, self.weight, self.bias)
         else:
             self._native.forward_many(x.data_ptr(), tokens, out.data_ptr())
         return out

@@ -20,9 +20,10 @@ from flashllm.architectures import attention_shape, spec_of
 from flashllm.attention import ATTENTION_NAME, PlannedAttention, register_attention
 from flashllm.budget import CACHE_POLICIES, MemoryPlan, plan_memory
 from flashllm.demo import resolve_model
+from flashllm.dense import TORCH_DTYPES
 from flashllm.engine import Engine
 from flashllm.errors import FormatError, UsageError
-from flashllm.ffn import TORCH_DTYPES, Mode
+from flashllm.ffn import Mode
 from flashllm.linear import FlashLinear
 from flashllm.machine import available_nbytes, num_cores, process_nbytes
 from flashllm.manifest import Manifest, open_model_dir, reads_ahead

@@ -17,7 +17,7 @@ ORDER = """
     model_files trace predictor_file svd_predictor untrained manifest popularity partial source hub conversion_plan
     convert verify
     inspect demo
-    ablation stream meter resident linear attention budget ffn engine model
+    ablation stream meter resident linear dense attention budget ffn engine model
     detokenizer generate turn_stats chat chat_terminal
     offload
     commands commands.options commands.convert commands.inspect commands.verify

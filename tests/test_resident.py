@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -67,3 +68,11 @@ def test_a_truncated_file(path):
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(FormatError, match=r"t\.safetensors"):
         read_tensors(path, _core.Reader(1), direct=True)
+
+
+def test_populated_memory_keeps_its_contents():
+    memory = _core.allocate(5 << 20)
+    memory[:] = np.arange(5 << 20, dtype=np.uint8)
+    for part in (memory, memory[7:], memory[:3], memory[4096:8192], memory[:0]):
+        _core.populate(part)
+    assert np.array_equal(memory, np.arange(5 << 20, dtype=np.uint8))

@@ -128,6 +128,13 @@ class PyReadBatch {
 
 void init_io(nb::module_& m) {
   m.def("allocate", &allocate, nb::arg("nbytes"));
+  m.def(
+      "populate",
+      [](ByteArray memory) {
+        const nb::gil_scoped_release unlocked;
+        populate(reinterpret_cast<std::byte*>(memory.data()), memory.nbytes());
+      },
+      nb::arg("memory"));
   m.def("xxh3_64_rows", &xxh3_64_rows, nb::arg("rows"));
 
   nb::class_<DirectFile>(m, "DirectFile")

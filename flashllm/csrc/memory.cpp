@@ -31,4 +31,18 @@ HugeBuffer::~HugeBuffer() {
   if (mapping_ != nullptr) munmap(mapping_, mapped_);
 }
 
+void populate(std::byte* data, std::size_t nbytes) {
+  constexpr std::uintptr_t kPage = 4096;
+  const auto start = (reinterpret_cast<std::uintptr_t>(data) + kPage - 1) / kPage * kPage;
+  const auto end = (reinterpret_cast<std::uintptr_t>(data) + nbytes) / kPage * kPage;
+  if (start >= end) return;
+#ifdef MADV_POPULATE_WRITE
+  if (madvise(reinterpret_cast<void*>(start), end - start, MADV_POPULATE_WRITE) == 0) return;
+#endif
+  for (std::uintptr_t page = start; page < end; page += kPage) {
+    auto* byte = reinterpret_cast<volatile unsigned char*>(page);
+    *byte = *byte;
+  }
+}
+
 }  // namespace flashllm

@@ -28,4 +28,8 @@ class HugeBuffer {
   std::size_t size_ = 0;
 };
 
+// Makes the memory [data, data + nbytes) real: page faults are taken here instead of at first use. Its
+// contents stay.
+void populate(std::byte* data, std::size_t nbytes);
+
 }  // namespace flashllm
