@@ -124,7 +124,12 @@ def main(argv: list[str] | None = None) -> int:
         print(table(rows))
         document = {
             "benchmark": "overlap",
-            "conditions": {"cores": os.cpu_count(), "kernel": platform.release(), "load": os.getloadavg()[0]},
+            "conditions": {
+                "cores": os.cpu_count(),
+                "kernel": platform.release(),
+                "reads_nbytes": READS_NBYTES,
+                "products_nbytes": 32 * 4 * 4096 * 4096 * 2,
+            },
             "results": rows,
         }
         if args.json:
