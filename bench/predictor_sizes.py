@@ -26,11 +26,11 @@ def size_row(name: str, trained: dict[str, Any], judged: dict[str, Any] | None) 
         curve.append({"recall": float(np.mean(recalls)), "ratio": float(mean), "worst_ratio": float(max(ratios))})
     row: dict[str, Any] = {"name": name, "ranks": [layer["rank"] for layer in trained["layers"]], "curve": curve}
     row["predictor_bytes"] = trained["predictor_bytes"]
-    row["share_of_model"] = trained["predictor_bytes"] / trained["model_bytes"]
+    row["share_of_model"] = _share(trained)
     row["at_threshold"] = _errors(trained["layers"])
     if judged is not None:
         row["predictor_bytes"] = judged["predictor_bytes"]
-        row["share_of_model"] = judged["predictor_bytes"] / judged["model_bytes"]
+        row["share_of_model"] = _share(judged)
         row["judged"] = _errors(judged["layers"])
         row["texts"] = {
             text: {
@@ -43,6 +43,11 @@ def size_row(name: str, trained: dict[str, Any], judged: dict[str, Any] | None) 
         row["agreement"] = judged["agreement"].get("trained")
         row["flash_bytes_per_token"] = judged["flash_bytes_per_token"]
     return row
+
+
+def _share(report: dict[str, Any]) -> float:
+    """Of a model directory without early predictors."""
+    return float(report["predictor_bytes"] / (report["model_bytes"] - report.get("early_predictor_bytes", 0)))
 
 
 def _errors(layers: list[dict[str, float]]) -> dict[str, float]:

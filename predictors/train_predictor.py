@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from fit import FitOptions
+from masked import predictor_nbytes
 from numpy.typing import NDArray
 from recipes import parse_ranks
 from samples import DataError, SampleReport, read_hub, read_shards, token_rows
@@ -230,12 +231,14 @@ def train(args: argparse.Namespace, options: TrainOptions, directory: Path, mani
         text="validation share of the predictors' training samples",
     )
     installed = install_predictors(directory, path, calibration)
+    own_nbytes, early_nbytes = predictor_nbytes(path)
     return {
         "layers": [result.report for result in results],
         "samples": len(rows),
         "data": str(report),
         "bits": args.bits,
-        "predictor_bytes": path.stat().st_size,
+        "predictor_bytes": own_nbytes,
+        "early_predictor_bytes": early_nbytes,
         "model_bytes": sum(entry.nbytes for entry in installed.files.values()),
     }
 
