@@ -139,7 +139,7 @@ class CappedRun:
     seconds: float
 
 
-def run_capped(command: Sequence[str], limit_nbytes: int, *, stdout: IO[Any] | int | None = None) -> CappedRun:
+def run_capped(command: Sequence[str], limit_nbytes: int, *, stdout: IO[Any] | None = None) -> CappedRun:
     """Run `command` in a group of its own, from a cold page cache; its output goes to `stdout` (None: ours).
 
     Raises GroupError where the limit cannot be enforced. A command that cannot be started returns 126 or 127.
