@@ -1,6 +1,6 @@
 """What a dense engine does on the same work: llama.cpp, a model of the Llama-2-7B shape in 16 bit, batch 1.
 
-    pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36 gguf   # built here, for this CPU
+    pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36 gguf   # built for this CPU
     python bench/peer_llama.py make llama-7b-f16.gguf
     python bench/peer_llama.py run llama-7b-f16.gguf --memory 7.0GB --tokens 10
     python bench/peer_llama.py run llama-7b-f16.gguf --tokens 30
