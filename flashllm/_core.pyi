@@ -176,6 +176,19 @@ class EarlyReads:
         self, *, rows: NDArray[np.uint8], stride: int, num_neurons: int, reader: Reader, file: DirectFile
     ) -> None: ...
 
+class CacheReplay:
+    def __init__(
+        self,
+        *,
+        cache_policy: CachePolicy,
+        num_neurons: int,
+        capacity: int,
+        bypass: int,
+        window: int,
+        popularity: NDArray[np.float32] | None,
+    ) -> None: ...
+    def token(self, active: NDArray[np.int32]) -> list[int]: ...
+
 class FfnLayer:
     def __init__(
         self,

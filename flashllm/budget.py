@@ -145,6 +145,7 @@ def plan_memory(
     cache_policy: str = CACHE_POLICIES[0],
     popularity: NDArray[np.float32] | None = None,
     io_threads: int = 32,
+    max_gap: int = 0,
     batch: int = 1,
     early: bool = False,
 ) -> MemoryPlan:
@@ -157,6 +158,7 @@ def plan_memory(
         process: bytes it holds with its libraries loaded and no model.
         context: tokens of KV cache; None: the model's own limit.
         popularity: as in flashllm/popularity.py, where it is known.
+        max_gap: bytes between rows that a reader thread reads through, into memory of its own.
         batch: sequences computed together.
         early: the model has predictors of the next layer, on whose word rows are read ahead.
 
@@ -192,7 +194,9 @@ def plan_memory(
         resident=manifest.files[RESIDENT].nbytes,
         predictors=manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files else 0,
         kv_cache=batch * context * shape.kv_nbytes_per_token(itemsize),
-        staging=((1 + READ_AHEAD) * block + 2 * early_rows) * rows.stride + _bounce_nbytes(rows.stride, io_threads),
+        staging=((1 + READ_AHEAD) * block + 2 * early_rows) * rows.stride
+        + _bounce_nbytes(rows.stride, io_threads)
+        + io_threads * max_gap,
         workspace=batch * _workspace_per_sequence(context, rows.d_model, vocab, itemsize)
         + 2 * block * (batch * context + 16) * 4,  # products of a block of rows
         row_nbytes=rows.stride,

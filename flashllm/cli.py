@@ -23,6 +23,7 @@ VERBS = {
     "convert": ("flashllm.commands.convert", "make a model directory from a Hugging Face folder"),
     "inspect": ("flashllm.commands.inspect", "what a model directory holds and needs"),
     "verify": ("flashllm.commands.verify", "check every byte of a model directory"),
+    "calibrate": ("flashllm.commands.calibrate", "measure this drive and machine, for the reader and the plan"),
     "plan": ("flashllm.commands.plan", "the memory plan, before anything is loaded"),
     "offload": ("flashllm.offload.cli", "large batches through a model that does not fit: plan, run"),
 }
@@ -46,7 +47,7 @@ def make_parser(verb: str | None) -> argparse.ArgumentParser:
         epilog="`flashllm VERB --help` has the arguments of a verb.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"flashllm {flashllm.__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"flashllm {flashllm.__version__}")
     parser.add_argument(DEBUG, action="store_true", help="show the traceback of an error, for a bug report")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
     for name, (module, summary) in VERBS.items():

@@ -41,6 +41,11 @@ def user_cache_dir() -> Path:
     return base / "flashllm"
 
 
+def device_store_path() -> Path:
+    """Where `flashllm calibrate` keeps what it measured, unless told otherwise."""
+    return user_cache_dir() / "devices.json"
+
+
 def resolve_model(
     model: str | None,
     *,

@@ -19,6 +19,7 @@ from flashllm.attention import KVMemory
 from flashllm.budget import MAX_REQUEST, READ_AHEAD, MemoryPlan
 from flashllm.bundle import PAGE_NBYTES
 from flashllm.dense import TORCH_DTYPES, DenseFFN, NativeDenseFFN, TorchDenseFFN
+from flashllm.device_costs import ReaderChoice
 from flashllm.errors import FormatError, UsageError
 from flashllm.ffn import FlashFFN, Mode
 from flashllm.manifest import Manifest
@@ -26,6 +27,7 @@ from flashllm.meter import Meter
 from flashllm.model_files import FFN, PREDICTORS, RESIDENT, TRACE, checksums_tensor, ffn_tensor
 from flashllm.popularity import read_popularity
 from flashllm.predictor_file import EARLY
+from flashllm.reader import open_reader
 from flashllm.resident import read_tensors
 from flashllm.safetensors_file import read_header
 from flashllm.stream import LayerRows, RowStream
@@ -52,7 +54,7 @@ class Engine:
         *,
         mode: Mode,
         threads: int,
-        io_threads: int,
+        reader: ReaderChoice,
         direct: bool,
         verify_checksums: bool,
         batch: int,
@@ -64,6 +66,7 @@ class Engine:
                 f"`python predictors/train_predictor.py {directory}`, or use --mode dense"
             )
         self.directory, self.manifest, self.plan, self.mode = directory, manifest, plan, mode
+        self.reader_choice = reader
         self.ablation = ablation if ablation is not None else Ablation()
         self.meter = Meter()
         self.notices: list[str] = []
@@ -71,10 +74,10 @@ class Engine:
         self._adopted: list[Releasable] = []
         # 1. Threads, and the file the rows come from.
         self.pool = _core.ThreadPool(threads)
-        self._reader = _core.Reader(io_threads, max_request=self._max_request(), verify=verify_checksums)
+        self._reader = open_reader(reader, max_request=self._max_request(), verify=verify_checksums)
         # Large reads in file order keep a drive busy with few threads, which leaves the processor to the products.
         self._stream_reader = _core.Reader(
-            min(io_threads, _STREAM_THREADS), max_request=MAX_REQUEST, verify=verify_checksums
+            min(reader.depth, _STREAM_THREADS), max_request=MAX_REQUEST, verify=verify_checksums
         )
         self._file = _core.DirectFile(str(directory / FFN), direct=direct)
         self.direct_io = self._file.direct

@@ -19,7 +19,7 @@ from flashllm.ablation import Ablation
 from flashllm.architectures import attention_shape, spec_of
 from flashllm.attention import ATTENTION_NAME, PlannedAttention, register_attention
 from flashllm.budget import CACHE_POLICIES, MemoryPlan, plan_memory
-from flashllm.demo import resolve_model
+from flashllm.demo import device_store_path, resolve_model
 from flashllm.dense import TORCH_DTYPES
 from flashllm.engine import Engine
 from flashllm.errors import FormatError, UsageError
@@ -29,6 +29,7 @@ from flashllm.machine import available_nbytes, num_cores, process_nbytes
 from flashllm.manifest import Manifest, open_model_dir, reads_ahead
 from flashllm.model_files import CONFIG
 from flashllm.popularity import read_popularity
+from flashllm.reader import choose_reader, find_costs
 from flashllm.units import parse_size
 
 
@@ -103,7 +104,8 @@ class FlashModel:
         window: int | None = None,
         cache_policy: str = CACHE_POLICIES[0],
         threads: int | None = None,
-        io_threads: int = 32,
+        io_threads: int | None = None,
+        store: str | Path | None = None,
         mode: str = "sparse",
         context: int | None = None,
         direct: bool = True,
@@ -119,7 +121,8 @@ class FlashModel:
             cache_policy: which neurons stay cached: "frequency" (those active most often), or "window" (those of the
                 last tokens: paper A, section 3.1).
             window: its tokens; under another policy, the prompt's last tokens from which the cache is filled.
-            threads: compute threads. io_threads: the reader's.
+            threads: compute threads. io_threads: the reader's; None: as calibrated, else 32.
+            store: calibrations of drives (`flashllm calibrate`); None: the user's.
             mode: "sparse", "oracle" (exact ReLU mask) or "dense".
             context: tokens of KV cache; None: the model's limit.
             direct: read past the page cache; False: through it.
@@ -138,6 +141,8 @@ class FlashModel:
         threads = threads if threads is not None else num_cores()
         if threads < 1:
             raise UsageError(f"--threads must be at least 1, not {threads}")
+        costs, problem = find_costs(directory, device_store_path() if store is None else Path(store))
+        reader = choose_reader(costs, manifest.rows.stride, io_threads=io_threads, direct=direct)
         plan = plan_memory(
             manifest,
             config,
@@ -148,7 +153,8 @@ class FlashModel:
             window=window,
             cache_policy=cache_policy,
             popularity=read_popularity(directory, manifest),
-            io_threads=io_threads,
+            io_threads=reader.depth,
+            max_gap=reader.max_gap,
             batch=batch,
             early=chosen is Mode.SPARSE and reads_ahead(directory, manifest),
         )
@@ -159,12 +165,14 @@ class FlashModel:
             attention_shape(config),
             mode=chosen,
             threads=threads,
-            io_threads=io_threads,
+            reader=reader,
             direct=direct,
             verify_checksums=verify_checksums,
             batch=batch,
             ablation=ablation,
         )
+        if problem is not None:
+            engine.notices.append(problem)
         try:
             return _build_model(directory, manifest, config, plan, engine)
         except BaseException:

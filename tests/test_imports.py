@@ -17,11 +17,12 @@ ORDER = """
     model_files trace predictor_file svd_predictor untrained manifest popularity partial source hub conversion_plan
     convert verify
     inspect demo
-    ablation stream meter resident linear dense attention budget ffn engine model
-    detokenizer generate turn_stats chat chat_terminal
+    device_costs device_store reader ablation stream meter resident linear dense attention budget
+    expected_activity latency ffn engine model
+    detokenizer generate calibrate turn_stats chat chat_terminal
     offload
     commands commands.options commands.convert commands.inspect commands.verify
-    commands.runtime commands.plan commands.generate commands.chat
+    commands.calibrate commands.runtime commands.plan commands.generate commands.chat
     cli __main__
 """.split()  # noqa: SIM905
 OFFLOAD_SHARES = {"errors", "units", "terminal", "architectures", "files", "bundle", "_core", "machine"}
@@ -38,6 +39,10 @@ NO_TORCH = (
     "manifest",
     "popularity",
     "budget",
+    "device_costs",
+    "device_store",
+    "expected_activity",
+    "latency",
 )
 
 

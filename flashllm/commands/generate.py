@@ -87,6 +87,7 @@ def _document(
         "stopped": session.stopped,
         "plan": engine.plan.as_dict(),
         "direct_io": engine.direct_io,
+        "reader": dataclasses.asdict(engine.reader_choice),
         "model": {
             "path": str(engine.directory.absolute()),
             "source": engine.manifest.source.name,

@@ -34,6 +34,16 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
 
 
+def add_store(parser: argparse._ActionsContainer) -> None:
+    """--store."""
+    parser.add_argument(
+        "--store",
+        metavar="FILE",
+        type=Path,
+        help="calibrations of drives, made by `flashllm calibrate` (default: devices.json in the user's cache)",
+    )
+
+
 def add_memory(parser: argparse.ArgumentParser) -> None:
     """What the memory plan depends on."""
     group = parser.add_argument_group("memory")
@@ -50,9 +60,9 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         "--io-threads",
         metavar="T",
         type=whole(1, MAX_THREADS),
-        default=DEFAULT_IO_THREADS,
-        help="threads that read from flash (default: %(default)s)",
+        help=f"threads that read from flash (default: as calibrated, else {DEFAULT_IO_THREADS})",
     )
+    add_store(group)
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:

@@ -1,12 +1,24 @@
-"""`flashllm plan [MODEL] --memory SIZE`: what the memory would be used for, and the least that would work.
+"""`flashllm plan [MODEL] --memory SIZE`: what the memory would be used for, the least that would work, and the time of
+a token where the drive has been calibrated.
 
 Imports the libraries a run imports, because their size is part of the plan; loads no weights.
 """
 
 import argparse
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from flashllm.commands.options import add_json, add_memory, add_model, find_converted, print_json
+from flashllm.commands.options import add_json, add_memory, add_model, find_converted, print_json, say
 from flashllm.terminal import inert
+
+if TYPE_CHECKING:
+    from flashllm.budget import MemoryPlan
+    from flashllm.expected_activity import ExpectedActivity
+    from flashllm.latency import TokenEstimate
+    from flashllm.manifest import Manifest
+    from flashllm.popularity import Popularity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_json(parser)
     add_memory(parser)
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="the model's activity as tools/record_trace.py recorded it, for a better estimate of its reads",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -22,13 +40,22 @@ def main(args: argparse.Namespace) -> int:
 
     from flashllm.budget import plan_memory
     from flashllm.commands.runtime import load_tokenizer
+    from flashllm.demo import device_store_path
+    from flashllm.device_store import device_of
+    from flashllm.latency import estimate_token, product_nbytes
     from flashllm.machine import available_nbytes, process_nbytes
     from flashllm.manifest import open_model_dir, reads_ahead
     from flashllm.model import read_config
     from flashllm.popularity import read_popularity
+    from flashllm.reader import choose_reader, find_costs
     from flashllm.units import format_size
 
     manifest, config = open_model_dir(path), read_config(path)
+    costs, problem = find_costs(path, args.store if args.store is not None else device_store_path())
+    if problem is not None:
+        say(problem)
+    reader = choose_reader(costs, manifest.rows.stride, io_threads=args.io_threads, direct=True)
+    popularity = read_popularity(path, manifest)
     tokenizer = load_tokenizer(path)  # part of the process in a run, too
     plan = plan_memory(
         manifest,
@@ -39,13 +66,33 @@ def main(args: argparse.Namespace) -> int:
         context=args.context,
         window=args.window,
         cache_policy=args.cache_policy,
-        popularity=read_popularity(path, manifest),
-        io_threads=args.io_threads,
         early=reads_ahead(path, manifest),
+        popularity=popularity,
+        io_threads=reader.depth,
+        max_gap=reader.max_gap,
     )
     del tokenizer
+    activity = _activity(path, manifest, plan, trace=args.trace, popularity=popularity, gap=reader.max_gap)
+    token = None
+    if costs is not None:
+        token = estimate_token(
+            manifest,
+            config,
+            plan,
+            costs=costs,
+            choice=reader,
+            activity=activity,
+            resident_nbytes=product_nbytes(path, config),
+        )
     if args.json:
-        print_json({"path": str(path.absolute()), **plan.as_dict()})
+        print_json(
+            {
+                "path": str(path.absolute()),
+                **plan.as_dict(),
+                "reader": dataclasses.asdict(reader),
+                "token": None if token is None else _document(token, activity),
+            }
+        )
         return 0
     origin = "--memory" if plan.limit_is_given else "four fifths of what is free"
     neurons = manifest.architecture.num_layers * manifest.architecture.d_ff
@@ -59,4 +106,52 @@ def main(args: argparse.Namespace) -> int:
     print(inert(f"{path.absolute()}"))
     for name, size, remark in table:
         print(f"  {name:<{width}}  {size:>8}  {remark}".rstrip())
+    if token is None:
+        print(inert(f"token: {device_of(path)} is not calibrated; run `flashllm calibrate {path}`"))
+    else:
+        print(inert("\n".join(_lines(token, activity))))
     return 0
+
+
+def _activity(
+    path: Path,
+    manifest: "Manifest",
+    plan: "MemoryPlan",
+    *,
+    trace: Path | None,
+    popularity: "Popularity | None",
+    gap: int,
+) -> "ExpectedActivity":
+    from flashllm.errors import FormatError
+    from flashllm.expected_activity import from_shares, from_trace
+    from flashllm.model_files import TRACE
+    from flashllm.trace import Trace
+
+    if trace is None and TRACE not in manifest.files:
+        return from_shares(manifest, plan, popularity, gap)
+    with Trace(trace if trace is not None else path / TRACE) as opened:
+        shape = manifest.architecture.num_layers, manifest.architecture.d_ff
+        if (opened.info.num_layers, opened.info.num_neurons) != shape:
+            raise FormatError(f"{opened.path}: is no trace of {shape[0]} layers of {shape[1]} neurons, as {path} has")
+        return from_trace(opened, plan, popularity, gap)
+
+
+def _document(token: "TokenEstimate", activity: "ExpectedActivity") -> Mapping[str, Any]:
+    return {
+        **dataclasses.asdict(token),
+        "total_s": token.total_s,
+        "activity_source": activity.source,
+    }
+
+
+def _lines(token: "TokenEstimate", activity: "ExpectedActivity") -> list[str]:
+    from flashllm.units import format_size
+
+    return [
+        f"a token ({activity.source})",
+        f"  I/O       {token.io_s * 1e3:8.1f} ms  {token.misses:.0f} of {token.active:.0f} active neurons in "
+        f"{token.requests:.0f} requests, {format_size(token.bytes_read)}",
+        f"  compute   {token.compute_s * 1e3:8.1f} ms  {format_size(token.bytes_touched)} of memory",
+        f"  overhead  {token.overhead_s * 1e3:8.1f} ms",
+        f"  total     {token.total_s * 1e3:8.1f} ms  {1 / token.total_s:.3g} tokens/s",
+    ]

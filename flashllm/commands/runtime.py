@@ -34,6 +34,7 @@ def open_session(args: argparse.Namespace, path: Path, options: SamplingOptions)
         cache_policy=args.cache_policy,
         threads=args.threads,
         io_threads=args.io_threads,
+        store=args.store,
         mode=args.mode,
         context=args.context,
         direct=not args.buffered,

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "cache_replay.h"
 #include "ffn_layer.h"
 #include "xxh3.h"
 
@@ -20,6 +21,14 @@ namespace {
 
 constexpr std::size_t kTraceStreams = 3;  // active, firing, early: flashllm/trace.py
 using TraceArray = Exact<nb::ndarray<const std::uint8_t, nb::ndim<4>, nb::device::cpu, nb::c_contig>>;
+
+std::vector<std::int32_t> checked_ids(const IdArray& active, std::int32_t num_neurons) {
+  std::vector<std::int32_t> ids(active.data(), active.data() + active.shape(0));
+  for (std::size_t i = 0; i < ids.size(); ++i)
+    require(ids[i] >= 0 && ids[i] < num_neurons && (i == 0 || ids[i] > ids[i - 1]),
+            "active neurons must be ascending ids of this layer");
+  return ids;
+}
 
 nb::dict take(FfnCounters& counters) {
   nb::dict result;
@@ -195,10 +204,7 @@ class PyFfnLayer {
 
   // One token over a given active set (ascending).
   void forward_active(std::uintptr_t x, const IdArray& active, std::uintptr_t y) {
-    std::vector<std::int32_t> ids(active.data(), active.data() + active.shape(0));
-    for (std::size_t i = 0; i < ids.size(); ++i)
-      require(ids[i] >= 0 && ids[i] < layer_->slots().num_neurons() && (i == 0 || ids[i] > ids[i - 1]),
-              "active neurons must be ascending ids of this layer");
+    const std::vector<std::int32_t> ids = checked_ids(active, layer_->slots().num_neurons());
     const nb::gil_scoped_release unlocked;
     load(x, 0);
     layer_->forward(x_.data(), 0, ids, y_.data());
@@ -331,6 +337,25 @@ void init_ffn(nb::module_& m) {
                     std::shared_ptr<DirectFile>>(),
            nb::kw_only(), nb::arg("rows"), nb::arg("stride"), nb::arg("num_neurons"), nb::arg("reader"),
            nb::arg("file"));
+
+  nb::class_<CacheReplay>(m, "CacheReplay")
+      .def(
+          "__init__",
+          [](CacheReplay* self, const std::string& policy, std::int32_t num_neurons, std::int32_t capacity,
+             std::int32_t bypass, std::int32_t window, std::optional<FloatArray> popularity) {
+            require(!popularity || popularity->shape(0) == static_cast<std::size_t>(num_neurons),
+                    "popularity has the wrong length");
+            new (self) CacheReplay(policy, num_neurons, capacity, bypass, window,
+                                   popularity ? popularity->data() : nullptr);
+          },
+          nb::kw_only(), nb::arg("cache_policy"), nb::arg("num_neurons"), nb::arg("capacity"),
+          nb::arg("bypass"), nb::arg("window"), nb::arg("popularity").none())
+      .def(
+          "token",
+          [](CacheReplay& self, const IdArray& active) {
+            return self.token(checked_ids(active, self.num_neurons()));
+          },
+          nb::arg("active"));
 
   nb::class_<PyFfnLayer>(m, "FfnLayer")
       .def(nb::init<int, const std::string&, std::uint32_t, std::uint32_t, std::int32_t, std::uint32_t,

@@ -1,0 +1,272 @@
+"""Measures a drive and this machine: what batches of direct random reads cost through each backend, sequential reads,
+memory bandwidth, the rate of resident products, and what a layer costs besides.
+
+Reads are issued as the engine issues them: a batch of scattered requests of one size, then a barrier. Rounds go over
+all figures, so that a busy neighbour slows every figure and not one. Stores nothing: see `device_store`.
+"""
+
+import contextlib
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoTokenizer
+
+from flashllm import _core
+from flashllm.demo import demo_path
+from flashllm.device_costs import (
+    Backend,
+    BatchSample,
+    DeviceCosts,
+    GapSample,
+    ReaderChoice,
+    ReaderCosts,
+    fit_reader,
+)
+from flashllm.dtypes import WEIGHT_DTYPES
+from flashllm.errors import FlashIOError
+from flashllm.dense import TORCH_DTYPES
+from flashllm.files import Progress, drop_page_cache
+from flashllm.generate import SamplingOptions, Session, TokenRecord
+from flashllm.manifest import MANIFEST
+from flashllm.model import FlashModel
+from flashllm.model_files import FFN
+from flashllm.reader import backends, open_reader
+from flashllm.units import format_size
+
+_LEAST_FILE = 1 << 30  # bytes: of a smaller one too much lies in caches that we cannot see (of the drive, of a host)
+_DISK_MARGIN = 1 << 30  # bytes that stay free
+_PROMPT = "Once upon a time there was a little dog who lived in a house by the sea."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationOptions:
+    """What is measured, and for how long. The defaults take under two minutes; smaller ones are for tests."""
+
+    sizes: tuple[int, ...] = tuple(4096 << i for i in range(9))  # bytes of a request: 4 KiB to 1 MiB
+    requests: tuple[int, ...] = (8, 64, 256)  # of a batch
+    batch_nbytes: int = 64 << 20  # at most
+    gaps: tuple[int, ...] = (4096, 8192, 16384, 32768)  # bytes between two rows
+    pairs: int = 32  # of rows, with a gap between them
+    scratch_nbytes: int = 4 << 30
+    dram_nbytes: int = 256 << 20
+    gemv_shape: tuple[int, int] = (16384, 4096)
+    read_s: float = 40.0
+    memory_s: float = 2.0  # of each figure of memory and products
+    rounds: int = 40  # at most
+    demo_tokens: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("sizes", "requests", "gaps"):
+            values = getattr(self, name)
+            if len(values) == 0 or list(values) != sorted(set(values)) or values[0] < 1:
+                raise ValueError(f"{name} must be ascending, from 1, not {values}")
+
+
+@contextlib.contextmanager
+def file_to_read(path: Path, nbytes: int) -> Iterator[Path]:
+    """A file on the drive of `path` to read at random: the model's own where `path` is a model directory that is large
+    enough, else a scratch file of `nbytes`, removed at the end, also of a run that was interrupted.
+
+    FlashIOError where there is no room, or the file cannot be written.
+    """
+    own = path / FFN
+    if (path / MANIFEST).exists() and own.exists() and own.stat().st_size >= _LEAST_FILE:
+        yield own
+        return
+    folder = path if path.is_dir() else path.parent
+    scratch = folder / f".flashllm-calibrate-{os.getpid()}"
+    free = shutil.disk_usage(folder).free
+    if free < nbytes + _DISK_MARGIN:
+        raise FlashIOError(
+            f"{folder}: {format_size(free)} are free, but a scratch file of {format_size(nbytes)} is needed for a "
+            "minute; free some space, or name a folder elsewhere on the same drive"
+        )
+    try:
+        _write_scratch(scratch, nbytes)
+        yield scratch
+    except OSError as error:
+        raise FlashIOError(f"{scratch}: {error.strerror}; nothing was kept") from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _write_scratch(path: Path, nbytes: int) -> None:
+    """Bytes that no file system can compress, on the drive and out of the page cache."""
+    block = np.random.default_rng(0).bytes(min(nbytes, 16 << 20))
+    with path.open("xb", buffering=0) as file:
+        for start in range(0, nbytes, len(block)):
+            file.write(block[: nbytes - start])
+            os.fsync(file.fileno())
+            drop_page_cache(file.fileno(), start, len(block))
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A backend and what was seen of it."""
+
+    backend: Backend
+    depth: int
+    reader: _core.Reader
+    merging: _core.Reader  # reads through any gap that is measured
+    batches: list[BatchSample]
+    gaps: list[GapSample]
+
+
+class _Reads:
+    """Batches of reads from one file through all backends."""
+
+    def __init__(self, path: Path, options: CalibrationOptions) -> None:
+        self._file = _core.DirectFile(str(path))
+        self._path, self._options = path, options
+        self._memory = _core.allocate(max(options.batch_nbytes, options.sizes[-1]))
+        self._random = np.random.default_rng(0)
+        self.direct = self._file.direct
+        self._measured = [
+            _Measured(
+                backend, depth, self._open(backend, depth, 0), self._open(backend, depth, options.gaps[-1]), [], []
+            )
+            for backend, depth in backends()
+        ]
+        self.sequential_bps: list[float] = []
+
+    def _open(self, backend: Backend, depth: int, max_gap: int) -> _core.Reader:
+        choice = ReaderChoice(backend=backend, depth=depth, max_gap=max_gap, source="argument")
+        return open_reader(choice, max_request=max(self._options.sizes[-1], 4096))
+
+    def round(self, size: int) -> None:
+        """One batch of each length at `size` through each backend."""
+        for one in self._measured:
+            for requests in self._options.requests:
+                places = self._file.size // size
+                if requests > places or requests * size > self._memory.nbytes:
+                    break
+                offsets = self._random.choice(places, requests, replace=False) * size
+                one.batches.append(self._timed(one.reader, offsets, size))
+
+    def gaps(self) -> None:
+        """Pairs of rows at each gap, read apart and through, by each backend."""
+        row, pairs = self._options.sizes[0], self._options.pairs
+        apart = 2 * row + 2 * self._options.gaps[-1]  # no two pairs are near enough to be read as one
+        pairs = min(pairs, self._file.size // apart)
+        for one in self._measured:
+            for gap in self._options.gaps:
+                starts = self._random.choice(self._file.size // apart, pairs, replace=False) * apart
+                offsets = np.stack([starts, starts + row + gap], axis=1).reshape(-1)
+                two, through = (self._timed(reader, offsets, row) for reader in (one.reader, one.merging))
+                one.gaps.append(GapSample(gap_nbytes=gap, apart_s=two.wall_s, through_s=through.wall_s))
+
+    def sequential(self) -> None:
+        """As much as a batch holds in a row, through each backend; the best is kept."""
+        size = self._options.sizes[-1]
+        count = max(1, min(self._memory.nbytes, self._file.size) // size // 2)
+        first = int(self._random.integers(0, self._file.size // size - count + 1))
+        offsets = np.arange(first, first + count) * size
+        timed = [self._timed(one.reader, offsets, size) for one in self._measured]
+        self.sequential_bps.append(count * size / min(sample.wall_s for sample in timed))
+
+    def _timed(self, reader: _core.Reader, offsets: NDArray[np.int64], size: int) -> BatchSample:
+        if not self.direct:
+            fd = os.open(self._path, os.O_RDONLY)
+            drop_page_cache(fd)
+            os.close(fd)
+        batch = _core.ReadBatch(reader, self._file)
+        for slot, offset in enumerate(offsets.tolist()):
+            batch.add(offset, self._memory[slot * size : (slot + 1) * size])
+        cpu, start = time.process_time(), time.perf_counter()
+        batch.submit()
+        batch.wait()
+        wall_s = time.perf_counter() - start
+        return BatchSample(requests=len(offsets), nbytes=size, wall_s=wall_s, cpu_s=time.process_time() - cpu)
+
+    def costs(self) -> tuple[ReaderCosts, ...]:
+        """The fitted costs of each backend."""
+        return tuple(fit_reader(one.batches, one.gaps, backend=one.backend, depth=one.depth) for one in self._measured)
+
+
+def measure_device(
+    path: Path, *, threads: int, options: CalibrationOptions, progress: Progress | None = None
+) -> DeviceCosts:
+    """The costs of the drive on which `path` lies, and of this machine with `threads` compute threads.
+
+    FlashIOError where the drive cannot be read, or a scratch file not be written.
+    """
+    report = progress if progress is not None else lambda what, done, total: None
+    total = options.rounds * (len(options.sizes) + 2) + 3
+    report("preparing a file to read", 0, total)
+    with file_to_read(path, options.scratch_nbytes) as file:
+        reads = _Reads(file, options)
+        done = _read_rounds(reads, options, report, total)
+    report("memory", done, total)
+    pool = _core.ThreadPool(threads)
+    dram = _core.read_bandwidth(pool, options.dram_nbytes, options.memory_s)
+    report("resident products", done + 1, total)
+    gemv = {dtype: _gemv_bps(dtype, options, pool) for dtype in WEIGHT_DTYPES}
+    report("the demo model", done + 2, total)
+    overhead = _layer_overhead_s(threads, options.demo_tokens)
+    report("done", done + 3, done + 3)
+    return DeviceCosts(
+        readers=reads.costs(),
+        sequential_bps=statistics.median(reads.sequential_bps),
+        direct=reads.direct,
+        dram_bps=statistics.median(dram),
+        gemv_bps=gemv,
+        layer_overhead_s=overhead,
+        threads=threads,
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _read_rounds(reads: _Reads, options: CalibrationOptions, report: Progress, total: int) -> int:
+    """Rounds until the time is up, one at least; the steps done."""
+    start, done = time.monotonic(), 0
+    for round_ in range(options.rounds):
+        for size in options.sizes:
+            if round_ > 0 and time.monotonic() - start > options.read_s:
+                return done
+            reads.round(size)
+            done += 1
+            report(f"reads of {format_size(size)}", done, total)
+        reads.gaps()
+        report("gaps", done + 1, total)
+        reads.sequential()
+        done += 2
+        report("sequential reads", done, total)
+    return done
+
+
+def _gemv_bps(dtype: str, options: CalibrationOptions, pool: _core.ThreadPool) -> float:
+    """Bytes of weights a second in products of one token, over weights that no cache holds."""
+    rows, columns = options.gemv_shape
+    torch_dtype = TORCH_DTYPES[dtype]
+    memory = _core.allocate(rows * columns * torch_dtype.itemsize)
+    weight = torch.from_numpy(memory).view(torch_dtype).reshape(rows, columns)
+    weight.fill_(0.01)
+    linear = _core.Linear(weight, None, pool, _core.Counters())
+    x = torch.full((1, columns), 0.01, dtype=torch_dtype)
+    out = torch.empty((1, rows), dtype=torch_dtype)
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < options.memory_s:
+        start = time.perf_counter()
+        linear.forward(x.data_ptr(), 1, out.data_ptr())
+        times.append(time.perf_counter() - start)
+    return memory.nbytes / statistics.median(times)
+
+
+def _layer_overhead_s(threads: int, tokens: int) -> float:
+    """Seconds of a token that are neither reads nor bytes, a layer: of the demo model, whose weights fit any cache."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_path(), local_files_only=True)
+    model = FlashModel.from_pretrained(demo_path(), threads=threads, io_threads=8)
+    with model.engine, Session(model, tokenizer, SamplingOptions(max_new_tokens=tokens)) as session:
+        times = [record.times for record in session.stream(_PROMPT) if isinstance(record, TokenRecord)][1:]
+        layers = len(model.engine.ffns)
+    rest_ms = statistics.median(max(0.0, one.total_ms - one.io_busy_ms) for one in times)
+    return rest_ms / 1e3 / layers

@@ -1,0 +1,98 @@
+"""`flashllm calibrate [PATH]`: measures a drive and this machine once, so that runs and plans can go by it."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashllm.commands.options import MAX_THREADS, add_json, add_store, number, print_json, say, size, whole
+from flashllm.terminal import inert
+from flashllm.units import format_size
+
+if TYPE_CHECKING:
+    from flashllm.device_costs import DeviceCosts, ReaderCosts
+
+_ROWS = (4 << 10, 16 << 10, 64 << 10)  # bytes of a neuron: of small, middling and large models
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        nargs="?",
+        type=Path,
+        help="a model directory, or any folder of the drive (default: where converted models are kept)",
+    )
+    add_json(parser)
+    add_store(parser)
+    parser.add_argument("--threads", metavar="T", type=whole(1, MAX_THREADS), help="compute threads (default: cores)")
+    parser.add_argument(
+        "--seconds",
+        metavar="S",
+        type=number(0, 3600, low_allowed=False),
+        default=40.0,
+        help="for the reads; the rest takes about half a minute (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--scratch",
+        metavar="SIZE",
+        type=size,
+        default=4 << 30,
+        help="of the file written and removed again where PATH is no large model (default: 4GiB)",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure, store, and show what was measured and chosen."""
+    from flashllm.calibrate import CalibrationOptions, measure_device
+    from flashllm.demo import device_store_path, user_cache_dir
+    from flashllm.device_store import device_of, save_costs
+    from flashllm.errors import UsageError
+    from flashllm.machine import num_cores
+    from flashllm.progress import ProgressBar
+
+    if args.path is None:
+        path = user_cache_dir()
+        path.mkdir(parents=True, exist_ok=True)
+    else:
+        path = args.path
+    if not path.exists():
+        raise UsageError(f"{path}: there is no such file or directory; name a model or a folder on the drive")
+    store = args.store if args.store is not None else device_store_path()
+    key = device_of(path)
+    options = CalibrationOptions(read_s=args.seconds, memory_s=min(2.0, args.seconds / 30), scratch_nbytes=args.scratch)
+    threads = args.threads if args.threads is not None else num_cores()
+    with ProgressBar("calibrate", unit="steps") as bar:
+        costs = measure_device(path, threads=threads, options=options, progress=bar)
+    if not costs.direct:
+        say(f"direct I/O is not available on {key}: reads went through the page cache; what they took says little")
+    problem = save_costs(store, key, costs)
+    if problem is not None:
+        say(problem)
+    if args.json:
+        print_json({"key": str(key), "store": str(store), **costs.to_json()})
+    else:
+        print(inert("\n".join([str(key), *_lines(costs), f"stored in {store}"])))
+    return 0
+
+
+def _lines(costs: "DeviceCosts") -> list[str]:
+    def name(reader: "ReaderCosts") -> str:
+        return f"{reader.depth} threads" if reader.backend == "threads" else f"io_uring {reader.depth}"
+
+    header = "  request " + "".join(f"{name(reader):>13}" for reader in costs.readers)
+    lines = [header]
+    for nbytes in costs.readers[0].sizes:
+        rates = "".join(f"{nbytes / reader.request(nbytes) / 1e6:>8.0f} MB/s" for reader in costs.readers)
+        lines.append(f"  {format_size(nbytes):>7} {rates}")
+    latencies = "".join(f"{reader.latency_s * 1e6:>10.0f} us" for reader in costs.readers)
+    lines.append(f"  {'batch':>7} {latencies}")
+    lines.append(f"sequential reads {costs.sequential_bps / 1e9:.2f} GB/s, memory {costs.dram_bps / 1e9:.1f} GB/s")
+    rates = ", ".join(f"{dtype} {rate / 1e9:.1f} GB/s" for dtype, rate in costs.gemv_bps.items())
+    lines.append(f"resident products: {rates}; besides, {costs.layer_overhead_s * 1e3:.2f} ms a layer")
+    for row in _ROWS:
+        best = costs.best(row)
+        gap = best.gap(row)
+        through = f"gaps up to {format_size(gap)} are read through" if gap else "no gap is worth reading through"
+        lines.append(f"neurons of {format_size(row)}: {name(best)}, {through}")
+    return lines

@@ -1,0 +1,49 @@
+"""Which reader to use for a model, and how it is spelt to the core.
+
+What was asked for wins; else what this drive's calibration says is fastest for rows of this size; else the default.
+Speed is all that is chosen: no choice changes a token.
+"""
+
+from pathlib import Path
+
+from flashllm import _core
+from flashllm.device_costs import DEFAULT_DEPTH, Backend, DeviceCosts, ReaderChoice
+from flashllm.device_store import device_of, load_costs
+from flashllm.errors import FlashError
+
+
+def open_reader(choice: ReaderChoice, *, max_request: int, verify: bool = True) -> _core.Reader:
+    """A reader set up as `choice` says. FlashIOError where its threads cannot be started."""
+    return _core.Reader(choice.depth, max_gap=choice.max_gap, max_request=max_request, verify=verify)
+
+
+def backends() -> list[tuple[Backend, int]]:
+    """(backend, depth) of what can be had here and is worth measuring."""
+    return [("threads", 8), ("threads", 16), ("threads", 32)]
+
+
+def find_costs(path: Path, store: Path) -> tuple[DeviceCosts | None, str | None]:
+    """The calibration of the drive on which `path` lies, where there is one, and what is wrong with the store."""
+    try:
+        return load_costs(store, device_of(path)), None
+    except FlashError as error:
+        return None, f"the calibrations of drives cannot be used: {error}"
+
+
+def choose_reader(costs: DeviceCosts | None, row_nbytes: int, *, io_threads: int | None, direct: bool) -> ReaderChoice:
+    """How to read rows of `row_nbytes`.
+
+    Args:
+        costs: the drive's calibration. One made without direct I/O, or for reads that are not direct, tells nothing.
+        io_threads: what was asked for.
+    """
+    if costs is None or not (direct and costs.direct):
+        depth = DEFAULT_DEPTH if io_threads is None else io_threads
+        return ReaderChoice(
+            backend="threads", depth=depth, max_gap=0, source="default" if io_threads is None else "argument"
+        )
+    if io_threads is not None:
+        gap = costs.of("threads", io_threads).gap(row_nbytes)
+        return ReaderChoice(backend="threads", depth=io_threads, max_gap=gap, source="argument")
+    best = costs.best(row_nbytes)
+    return ReaderChoice(backend=best.backend, depth=best.depth, max_gap=best.gap(row_nbytes), source="calibration")

@@ -1,0 +1,129 @@
+"""Calibration on a tiny file: every figure is there, nothing is left behind, and a run uses what was stored."""
+
+import json
+import shutil
+
+import pytest
+
+from flashllm import calibrate
+from flashllm.calibrate import CalibrationOptions, file_to_read, measure_device
+from flashllm.cli import main
+from flashllm.device_store import device_of, load_costs
+from flashllm.errors import FlashIOError
+from flashllm.model_files import FFN
+from flashllm.reader import backends
+
+TINY = CalibrationOptions(
+    sizes=(4096, 8192),
+    requests=(2, 4),
+    batch_nbytes=1 << 16,
+    gaps=(4096,),
+    pairs=2,
+    scratch_nbytes=1 << 20,
+    dram_nbytes=1 << 20,
+    gemv_shape=(64, 48),
+    read_s=0.0,
+    memory_s=0.0,
+    rounds=2,
+    demo_tokens=3,
+)
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """A drive with enough space left, whatever this one has."""
+    monkeypatch.setattr(calibrate, "_DISK_MARGIN", 0)
+
+
+def test_every_figure_is_measured(tmp_path, room):
+    steps = []
+    costs = measure_device(tmp_path, threads=1, options=TINY, progress=lambda *step: steps.append(step))
+    assert [(reader.backend, reader.depth) for reader in costs.readers] == backends()
+    assert all(reader.sizes == (4096, 8192) for reader in costs.readers)
+    assert min(costs.sequential_bps, costs.dram_bps, costs.layer_overhead_s) > 0
+    assert set(costs.gemv_bps) == {"float32", "float16", "bfloat16"}
+    assert [done for _, done, _ in steps] == sorted(done for _, done, _ in steps)
+    assert steps[-1][1] == steps[-1][2]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_scratch_file_goes_whatever_happens(tmp_path, room):
+    def interrupted():
+        with file_to_read(tmp_path, 1 << 16) as path:
+            assert path.stat().st_size == 1 << 16
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_drive_is_told_before_anything_is_written(tmp_path):
+    with pytest.raises(FlashIOError, match="are free"), file_to_read(tmp_path, 1 << 60):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_models_own_file_is_read_where_it_is_large_enough(tmp_path, tiny, room, monkeypatch):
+    model = tiny().path()
+    with file_to_read(model, 1 << 16) as path:
+        assert path.name != FFN
+    monkeypatch.setattr(calibrate, "_LEAST_FILE", 1)
+    with file_to_read(model, 1 << 16) as path:
+        assert path == model / FFN
+
+
+@pytest.mark.parametrize("changes", [{"sizes": ()}, {"requests": (4, 2)}, {"gaps": (0, 4096)}])
+def test_wrong_options_are_refused(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        CalibrationOptions(**changes)
+
+
+def test_the_command_stores_and_runs_and_plans_use_it(tmp_path, tiny, room, monkeypatch, capsys):
+    monkeypatch.setattr(calibrate, "CalibrationOptions", lambda **given: TINY)
+    store, model = tmp_path / "devices.json", shutil.copytree(tiny().path("random"), tmp_path / "model")
+    common = [str(model), "--store", str(store), "--json"]
+    plan = ["plan", *common, "--memory", "2GB"]
+    generate = ["generate", *common, "--prompt", "The fox ran", "--max-new-tokens", "4", "--threads", "1"]
+
+    assert main(plan) == 0
+    assert json.loads(capsys.readouterr().out)["token"] is None
+    assert main(["plan", str(model), "--store", str(store), "--memory", "2GB"]) == 0
+    assert f"run `flashllm calibrate {model}`" in capsys.readouterr().out
+    assert main(generate) == 0
+    before = json.loads(capsys.readouterr().out)
+    assert before["reader"] == {"backend": "threads", "depth": 32, "max_gap": 0, "source": "default"}
+
+    assert main(["calibrate", str(model), "--store", str(store)]) == 0
+    assert "stored in" in capsys.readouterr().out
+    costs = load_costs(store, device_of(model))
+    assert main(["calibrate", *common]) == 0
+    assert json.loads(capsys.readouterr().out)["store"] == str(store)
+    costs = load_costs(store, device_of(model))
+
+    assert main(plan) == 0
+    document = json.loads(capsys.readouterr().out)
+    token = document["token"]
+    assert token["total_s"] == pytest.approx(token["io_s"] + token["compute_s"] + token["overhead_s"])
+    assert main(["plan", str(model), "--store", str(store), "--memory", "2GB"]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+    assert main(generate) == 0
+    after = json.loads(capsys.readouterr().out)
+    assert after["reader"]["source"] == ("calibration" if costs.direct else "default")
+    assert after["reader"] == document["reader"]
+    assert after["token_ids"] == before["token_ids"]
+
+
+def test_a_damaged_store_does_not_stop_a_run(tmp_path, tiny, capsys):
+    store = tmp_path / "devices.json"
+    store.write_text("{")
+    arguments = ["--prompt", "The fox", "--max-new-tokens", "2", "--threads", "1", "--json"]
+    assert main(["generate", str(tiny().path("random")), "--store", str(store), *arguments]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["reader"]["source"] == "default"
+    assert "run `flashllm calibrate` again" in captured.err or "is not JSON" in captured.err
+
+
+def test_a_path_that_is_not_there_is_wrong_use(tmp_path, capsys):
+    assert main(["calibrate", str(tmp_path / "none")]) == 2
+    assert "there is no such" in capsys.readouterr().err
