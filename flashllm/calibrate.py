@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from flashllm import _core
 from flashllm.demo import demo_path
+from flashllm.dense import TORCH_DTYPES
 from flashllm.device_costs import (
     Backend,
     BatchSample,
@@ -33,7 +34,6 @@ from flashllm.device_costs import (
 )
 from flashllm.dtypes import WEIGHT_DTYPES
 from flashllm.errors import FlashIOError
-from flashllm.dense import TORCH_DTYPES
 from flashllm.files import Progress, drop_page_cache
 from flashllm.generate import SamplingOptions, Session, TokenRecord
 from flashllm.manifest import MANIFEST

@@ -5,6 +5,7 @@ Built once from a manifest and a memory plan, in the order of the plan; nothing 
 
 import itertools
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, cast
@@ -75,6 +76,9 @@ class Engine:
         # 1. Threads, and the file the rows come from.
         self.pool = _core.ThreadPool(threads)
         self._reader = open_reader(reader, max_request=self._max_request(), verify=verify_checksums)
+        if self._reader.backend != reader.backend:
+            self.reader_choice = replace(reader, backend=self._reader.backend)
+            self.notices.append(f"{reader.backend} is calibrated, but {self._reader.backend_reason}")
         # Large reads in file order keep a drive busy with few threads, which leaves the processor to the products.
         self._stream_reader = _core.Reader(
             min(reader.depth, _STREAM_THREADS), max_request=MAX_REQUEST, verify=verify_checksums

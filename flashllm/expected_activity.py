@@ -129,7 +129,9 @@ def assumed_shares(mean: float, neurons: int) -> Shares:
     """Shares of tokens of as many neurons, ~ Beta(c m, c (1 - m)): by rank, from a sample that is always the same."""
     random = np.random.default_rng(0)
     sample = np.sort(random.beta(_CONCENTRATION * mean, _CONCENTRATION * (1 - mean), size=16 * neurons))
-    return sample.reshape(neurons, 16).mean(axis=1).astype(np.float32)
+    ranked: Shares = sample.reshape(neurons, 16).mean(axis=1).astype(np.float32)
+    scaled: Shares = np.minimum(ranked * np.float32(mean / max(float(ranked.mean()), 1e-9)), np.float32(1))
+    return scaled
 
 
 def window_misses(shares: Shares, rows: int, window: int) -> float:

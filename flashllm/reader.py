@@ -13,13 +13,24 @@ from flashllm.errors import FlashError
 
 
 def open_reader(choice: ReaderChoice, *, max_request: int, verify: bool = True) -> _core.Reader:
-    """A reader set up as `choice` says. FlashIOError where its threads cannot be started."""
-    return _core.Reader(choice.depth, max_gap=choice.max_gap, max_request=max_request, verify=verify)
+    """A reader set up as `choice` says; as many threads as its depth where io_uring is not to be had any more: compare
+    its `backend`. FlashIOError where its threads cannot be started."""
+    return _core.Reader(
+        choice.depth,
+        max_gap=choice.max_gap,
+        max_request=max_request,
+        verify=verify,
+        backend="auto" if choice.backend == "io_uring" else "threads",
+        queue_depth=choice.depth,
+    )
 
 
 def backends() -> list[tuple[Backend, int]]:
     """(backend, depth) of what can be had here and is worth measuring."""
-    return [("threads", 8), ("threads", 16), ("threads", 32)]
+    found: list[tuple[Backend, int]] = [("threads", 8), ("threads", 16), ("threads", 32)]
+    if _core.Reader(1, backend="auto", queue_depth=1).backend == "io_uring":
+        found += [("io_uring", 32), ("io_uring", 64)]
+    return found
 
 
 def find_costs(path: Path, store: Path) -> tuple[DeviceCosts | None, str | None]:

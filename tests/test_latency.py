@@ -7,10 +7,20 @@ import numpy as np
 import pytest
 from test_device_costs import device, reader
 
+from flashllm import _core
 from flashllm.budget import plan_memory
 from flashllm.device_costs import ReaderChoice
-from flashllm.expected_activity import ExpectedActivity, from_manifest, from_trace, new_share, window_that_fits
-from flashllm.latency import estimate_token, merge, product_nbytes
+from flashllm.expected_activity import (
+    ExpectedActivity,
+    LayerActivity,
+    assumed_shares,
+    count_requests,
+    from_shares,
+    from_trace,
+    merge,
+    window_misses,
+)
+from flashllm.latency import estimate_token, product_nbytes
 from flashllm.manifest import Calibration, open_model_dir
 from flashllm.model_files import RESIDENT
 from flashllm.safetensors_file import read_header
@@ -34,8 +44,9 @@ def estimate(model, activity, *, max_gap=0, **changes):
     )
 
 
-def activity(active, misses, layers=3):
-    return ExpectedActivity(active=(active,) * layers, misses=(misses,) * layers, firing=(active,) * layers, source="")
+def activity(active, misses, requests=0.0, rows_read=0.0):
+    layer = LayerActivity(active=active, firing=active, misses=misses, requests=requests, rows_read=rows_read)
+    return ExpectedActivity(layers=(layer,) * 3, source="")
 
 
 # Arithmetic
@@ -56,20 +67,20 @@ def test_a_token_is_reads_bytes_and_overhead(model):
 
 def test_misses_wait_for_the_reader_beside_the_hits_products(model):
     row = model[1].rows.stride
-    token = estimate(model, activity(40.0, 10.0))
-    requests, nbytes = merge(10, 512, row, 0)
-    assert token.requests == pytest.approx(3 * requests)
-    assert token.bytes_read == pytest.approx(3 * nbytes)
-    assert token.io_busy_s == pytest.approx(3 * (1e-4 + requests * 1e-5))
+    some = activity(40.0, 10.0, 8.0, 12.0)
+    token = estimate(model, some)
+    assert (token.active, token.misses, token.requests) == (120, 30, 24)
+    assert token.bytes_read == 3 * 12 * row
+    assert token.io_busy_s == pytest.approx(3 * (1e-4 + 8 * 1e-5))
     assert token.io_s == pytest.approx(token.io_busy_s - 3 * 30 * row / 2 / 20e9)
-    assert estimate(model, activity(40.0, 10.0), gemv_bps={"float16": 1e6}).io_s == 0  # slow products hide the reads
+    assert estimate(model, some, gemv_bps={"float16": 1e6}).io_s == 0  # slow products hide the reads
 
 
 def test_a_token_that_outgrows_the_cache_waits_for_each_part(model):
     path, manifest, config, plan = model
-    small = dataclasses.replace(plan, cache_rows=(16, 16, 16))
+    small = dataclasses.replace(plan, cache_rows=(10, 10, 10), bypass_rows=6)
     whole, parts = (
-        estimate((path, manifest, config, one), activity(40.0, 10.0), gemv_bps={"float16": 1e15})
+        estimate((path, manifest, config, one), activity(40.0, 10.0, 8.0, 10.0), gemv_bps={"float16": 1e15})
         for one in (plan, small)
     )
     assert parts.io_s == pytest.approx(whole.io_s + 3 * 2 * 1e-4)
@@ -78,22 +89,25 @@ def test_a_token_that_outgrows_the_cache_waits_for_each_part(model):
 @pytest.mark.parametrize("max_gap_rows", [0, 1, 3])
 def test_merging_agrees_with_a_count(max_gap_rows):
     random = np.random.default_rng(0)
-    requests, nbytes = [], []
+    requests, rows_read = [], []
     for _ in range(300):
         rows = np.flatnonzero(random.random(4000) < 0.05)
         gaps = np.diff(rows) - 1
         requests.append(1 + np.count_nonzero(gaps > max_gap_rows))
-        nbytes.append((len(rows) + gaps[gaps <= max_gap_rows].sum()) * 512)
+        rows_read.append(len(rows) + gaps[gaps <= max_gap_rows].sum())
+        assert count_requests(rows, 512, max_gap_rows * 512) == (requests[-1], rows_read[-1])
     expected = merge(200, 4000, 512, max_gap_rows * 512)
     assert expected[0] == pytest.approx(np.mean(requests), rel=0.02)
-    assert expected[1] == pytest.approx(np.mean(nbytes), rel=0.02)
+    assert expected[1] == pytest.approx(np.mean(rows_read), rel=0.02)
 
 
 def test_merging_has_ends():
     assert merge(0, 100, 512, 0) == (0, 0)
-    requests, nbytes = merge(100, 100, 1 << 18, 0)  # two rows fill a request
+    requests, rows_read = merge(100, 100, 1 << 18, 0)  # two rows fill a request
     assert requests == 50
-    assert nbytes == pytest.approx(100 << 18)
+    assert rows_read == pytest.approx(100)
+    assert count_requests(np.arange(100), 1 << 18, 0) == (50, 100)
+    assert count_requests(np.arange(0), 512, 0) == (0, 0)
 
 
 def test_products_leave_the_embeddings_out_and_the_tied_head_in(model):
@@ -108,29 +122,36 @@ def test_products_leave_the_embeddings_out_and_the_tied_head_in(model):
 
 
 def test_the_assumed_popularity_gives_the_papers_figures():
-    assert sum(new_share(0.1, window) for window in range(5)) == pytest.approx(0.24, abs=0.02)
-    assert new_share(0.1, 4) == pytest.approx(0.024, abs=0.003)
-    assert new_share(0.1, 0) == 0.1
+    shares = assumed_shares(0.1, 2000)
+    assert shares.mean() == pytest.approx(0.1, rel=0.01)
+    assert 1 - ((1 - shares) ** 5).mean() == pytest.approx(0.24, abs=0.02)
+    assert window_misses(shares, 2000, 4) / 2000 == pytest.approx(0.024, abs=0.003)
 
 
-def test_a_window_fits_its_rows():
-    held = sum(new_share(0.1, window) for window in range(5))
-    assert window_that_fits(0.1, held + 1e-9) == 5
-    assert window_that_fits(0.1, held - 1e-9) == 4
-    assert window_that_fits(0.1, 0.05) == 0
-    assert window_that_fits(0.001, 1.0) > 100
+def test_a_window_shrinks_to_the_rows_there_are():
+    shares = np.full(100, 0.1, np.float32)
+    assert window_misses(shares, 100, 2) == pytest.approx(8.1)
+    assert window_misses(shares, 20, 2) == pytest.approx(8.1)  # two tokens hold 19 neurons
+    assert window_misses(shares, 18, 2) == pytest.approx(9.0)
+    assert window_misses(shares, 5, 2) == pytest.approx(10.0)
 
 
-def test_the_manifests_means_are_used_where_there_are_any(model):
+def test_what_is_known_best_is_used(model):
     _, manifest, _, plan = model
+    plan = dataclasses.replace(plan, cache_rows=(512, 256, 64), cache_policy="frequency")
+    popularity = np.zeros((3, 512), np.float32)
+    popularity[:, :128] = 0.5
+    known = from_shares(manifest, plan, popularity, 0)
+    assert [layer.active for layer in known.layers] == [64, 64, 64]
+    assert [layer.misses for layer in known.layers] == [0, 0, 32]  # half of the popular ones have no row
     calibration = Calibration(window=5, mean_active=(51.2, 25.6, 5.12), req=(200, 100, 50), tokens=9, text="a test")
-    known = from_manifest(dataclasses.replace(manifest, calibration=calibration), plan)
-    assert known.active == calibration.mean_active
-    assert known.misses[0] == pytest.approx(512 * new_share(0.1, 5))
-    assert "a test" in known.source
-    unknown = from_manifest(manifest, plan)
-    assert unknown.active == (51.2,) * 3
-    assert "no calibration" in unknown.source
+    means = from_shares(dataclasses.replace(manifest, calibration=calibration), plan, None, 0)
+    assert [layer.active for layer in means.layers] == pytest.approx([51.2, 25.6, 5.12], rel=0.02)
+    assert means.layers[0].misses == 0
+    assert "a test" in means.source
+    assumed = from_shares(manifest, plan, None, 0)
+    assert assumed.layers[0].active == pytest.approx(51.2, rel=0.02)
+    assert "assumed" in assumed.source
 
 
 def write_trace(path, masks, **changes):
@@ -144,16 +165,27 @@ def write_trace(path, masks, **changes):
     return Trace(path)
 
 
-def test_a_replay_counts_what_the_window_misses(model, tmp_path):
+def test_a_replay_counts_what_the_cache_misses(model, tmp_path):
     masks = np.zeros((20, 3, 3, 512), bool)
     for token in range(20):
         masks[token, :, 0, [token % 7, 100, 200]] = True  # one neuron comes again after 7 tokens
         masks[token, 0, 1, 100] = True
-    plan = dataclasses.replace(model[3], cache_rows=(512, 9, 4), window=7)
+    window = dataclasses.replace(model[3], cache_rows=(512, 9, 4), bypass_rows=0, window=7, cache_policy="window")
+    frequency = dataclasses.replace(window, cache_rows=(512, 9, 3), bypass_rows=3, cache_policy="frequency")
     with write_trace(tmp_path / "t", masks) as trace:
-        seen = from_trace(trace, plan)
-    assert seen.active == (3, 3, 3)
-    assert seen.firing == (1, 0, 0)
-    assert seen.misses == (0, 0, 1)  # four rows hold two tokens' neurons, so the seventh before is gone
-    with write_trace(tmp_path / "u", masks, sequence_starts=tuple(range(20))) as trace:
-        assert from_trace(trace, plan).misses == (3, 3, 3)  # a new text finds nothing in the cache
+        seen = from_trace(trace, window, None, 0).layers
+        frequent = from_trace(trace, frequency, None, 0).layers
+    assert [layer.active for layer in seen] == [3, 3, 3]
+    assert [layer.firing for layer in seen] == [1, 0, 0]
+    assert [layer.misses for layer in seen] == [0, 0, 1]  # four rows hold two tokens' neurons
+    assert [layer.misses for layer in frequent] == [0, 0, pytest.approx(1, abs=0.2)]  # the two of every token stay
+    assert seen[2].requests == seen[2].rows_read == 1
+
+
+def test_a_replay_refuses_ids_out_of_order():
+    replay = _core.CacheReplay(cache_policy="window", num_neurons=8, capacity=4, bypass=0, window=2, popularity=None)
+    assert replay.token(np.array([1, 5], np.int32)) == [1, 5]
+    assert replay.token(np.array([1, 6], np.int32)) == [6]
+    for wrong in ([5, 1], [1, 1], [8], [-1]):
+        with pytest.raises(ValueError, match="ascending"):
+            replay.token(np.array(wrong, np.int32))
