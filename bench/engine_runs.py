@@ -4,6 +4,7 @@ What the benchmarks of whole tokens share: `latency_breakdown`, `ablation`, `mem
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 
 from memory_group import MemoryGroup, drop_page_cache
 
+# What importing flashllm before torch sets, as the command line does; a worker imports torch first.
+ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
 WORKER = Path(__file__).with_name("breakdown_worker.py")
 COLD_TOKENS = 10  # the first tokens of a run are shown apart
 PARTS = ("io_ms", "memory_ms", "compute_ms", "other_ms", "total_ms", "io_busy_ms")
@@ -33,10 +36,12 @@ class Workers:
         command = [sys.executable, str(WORKER), json.dumps({**self._common, **settings})]
         memory = self._memory if memory is None else memory
         if memory is None or not capped:
-            return _result(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False))
+            return _result(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=ENVIRONMENT))
         with MemoryGroup(memory) as group:
             drop_page_cache()
-            done = subprocess.run(group.entering(command), stdout=subprocess.PIPE, text=True, check=False)
+            done = subprocess.run(
+                group.entering(command), stdout=subprocess.PIPE, text=True, check=False, env=ENVIRONMENT
+            )
             return {**_result(done), "group_peak_bytes": group.peak_nbytes}
 
 
