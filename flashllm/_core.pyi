@@ -218,6 +218,7 @@ class FfnLayer:
         simd: Simd = "auto",
         overlap: bool = True,
         bundled: bool = True,
+        cached: bool = True,
     ) -> None: ...
     def set_predictor(
         self,

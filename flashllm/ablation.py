@@ -11,6 +11,7 @@ from dataclasses import dataclass
 class Ablation:
     """What is on; everything, by default."""
 
+    cached: bool = True  # neurons stay in memory from token to token (paper A, section 3.1)
     bundled: bool = True  # a neuron's matrices are read as one row, not one by one (paper A, section 3.2)
     merged: bool = True  # misses that are neighbours on flash are read in one request
     overlap: bool = True  # hits are multiplied while misses fly

@@ -179,6 +179,7 @@ class Engine:
             counters=self.meter.native,
             overlap=self.ablation.overlap,
             bundled=self.ablation.bundled,
+            cached=self.ablation.cached,
         )
         dense: DenseFFN
         if layout.encoding == "bfloat16":

@@ -167,6 +167,7 @@ def undisturbed(tiny):
         {"batch": 3},
         {"memory": "minimum"},
         {"ablation": Ablation(bundled=False)},
+        {"ablation": Ablation(cached=False, overlap=False)},
         {"ablation": Ablation(merged=False, overlap=False)},
     ],
     ids=str,

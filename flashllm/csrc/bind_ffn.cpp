@@ -85,7 +85,8 @@ class PyFfnLayer {
              std::optional<FloatArray> up_bias, std::optional<FloatArray> down_bias, ChecksumArray checksums,
              ByteArray rows, std::optional<ByteArray> bypass_rows, std::shared_ptr<Reader> reader,
              std::shared_ptr<DirectFile> file, std::shared_ptr<ThreadPool> pool,
-             std::shared_ptr<FfnCounters> counters, const std::string& simd, bool overlap, bool bundled)
+             std::shared_ptr<FfnCounters> counters, const std::string& simd, bool overlap, bool bundled,
+             bool cached)
       : up_bias_(std::move(up_bias)),
         down_bias_(std::move(down_bias)),
         checksums_(std::move(checksums)),
@@ -106,6 +107,7 @@ class PyFfnLayer {
     options.simd = parse_simd(simd);
     options.overlap = overlap;
     options.bundled = bundled;
+    options.cached = cached;
     element_nbytes_ = dtype_nbytes(options.layout.dtype);
     const auto fits = [&](std::size_t element) { return (element + d_model) * element_nbytes_ <= stride; };
     require(d_model != 0 && num_neurons > 0, "an FFN layer needs a width and neurons");
@@ -363,14 +365,14 @@ void init_ffn(nb::module_& m) {
                     std::optional<FloatArray>, std::uint64_t, std::optional<FloatArray>,
                     std::optional<FloatArray>, ChecksumArray, ByteArray, std::optional<ByteArray>,
                     std::shared_ptr<Reader>, std::shared_ptr<DirectFile>, std::shared_ptr<ThreadPool>,
-                    std::shared_ptr<FfnCounters>, const std::string&, bool, bool>(),
+                    std::shared_ptr<FfnCounters>, const std::string&, bool, bool, bool>(),
            nb::kw_only(), nb::arg("layer"), nb::arg("dtype"), nb::arg("stride"), nb::arg("d_model"),
            nb::arg("num_neurons"), nb::arg("up"), nb::arg("gate"), nb::arg("down"), nb::arg("activation"),
            nb::arg("cache_policy"), nb::arg("window"), nb::arg("popularity").none(), nb::arg("file_offset"),
            nb::arg("up_bias").none(), nb::arg("down_bias").none(), nb::arg("checksums"), nb::arg("rows"),
            nb::arg("bypass_rows").none(), nb::arg("reader"), nb::arg("file"), nb::arg("pool"),
            nb::arg("counters"), nb::arg("simd") = "auto", nb::arg("overlap") = true,
-           nb::arg("bundled") = true)
+           nb::arg("bundled") = true, nb::arg("cached") = true)
       .def("set_predictor", &PyFfnLayer::set_predictor, nb::arg("a"), nb::arg("b"), nb::arg("bias"),
            nb::arg("threshold"), nb::arg("a_scale").none() = nb::none(),
            nb::arg("b_scale").none() = nb::none(), nb::arg("early").none() = nb::none())

@@ -101,6 +101,7 @@ void FfnLayer::forward(const float* x, std::size_t token, const std::vector<std:
   Stopwatch watch;
   if (ahead && control_ != nullptr && options_.layer == 0) control_->begin_token();
   abandon_fill();
+  if (!options_.cached) forget_all();
   std::fill(y, y + options_.layout.d_model, 0.0F);
   policy_->observe(active);
   counters_.active += active.size();
@@ -275,6 +276,11 @@ void FfnLayer::apply_moves() {
 void FfnLayer::discard(const std::vector<std::int32_t>& neurons) {
   slots_.exchange(neurons, {}, moves_);
   apply_moves();
+}
+
+void FfnLayer::forget_all() {
+  leaving_.assign(slots_.pointers(), slots_.pointers() + slots_.num_used());
+  discard(leaving_);
 }
 
 const std::byte* FfnLayer::part_of_row(std::int32_t neuron, std::uint32_t element) const {

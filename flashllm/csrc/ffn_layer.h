@@ -75,6 +75,7 @@ struct FfnLayerOptions {
   const std::uint64_t* checksums = nullptr;
   SimdLevel simd = SimdLevel::scalar;
   // Switched off only to see what they are worth (paper A, table 2).
+  bool cached = true;   // keep rows from token to token
   bool overlap = true;  // multiply the hits while the misses fly
   bool bundled = true;  // read a neuron's matrices as one row, not one by one
 };
@@ -140,6 +141,7 @@ class FfnLayer {
   void admit(const std::int32_t* begin, const std::int32_t* end);
   [[noreturn]] void rethrow_with_place(const CoreError& error) const;
   void discard(const std::vector<std::int32_t>& neurons);
+  void forget_all();
   void apply_moves();
   void silence(std::size_t token, const std::int32_t* ids, std::size_t count);
   void up_products(const float* x, const std::vector<std::int32_t>& positions, const std::int32_t* ids);
