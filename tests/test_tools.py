@@ -12,7 +12,9 @@ import torch
 from predictor_files import MARGIN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flashllm.manifest import Manifest
 from flashllm.model import FlashModel
+from flashllm.popularity import measure_popularity, read_popularity
 from flashllm.trace import Stream, Trace
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -143,6 +145,14 @@ def synthetic(tmp_path_factory):
     done = run("tools/make_synthetic_model.py", out, *small, "--dtype", "float32")
     assert done.returncode == 0, done.stderr
     return out
+
+
+def test_a_synthetic_model_knows_its_popular_neurons_from_another_trace(synthetic):
+    shares = read_popularity(synthetic, Manifest.load(synthetic))
+    with Trace(synthetic / "trace.safetensors") as trace:
+        judged = measure_popularity(trace)
+    assert not np.array_equal(shares, judged)
+    assert all(np.corrcoef(known, seen)[0, 1] > 0.8 for known, seen in zip(shares, judged, strict=True))
 
 
 def test_a_synthetic_model_computes_what_its_trace_says(synthetic):

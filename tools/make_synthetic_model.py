@@ -40,6 +40,7 @@ from flashllm.source import Checkpoint
 from flashllm.trace import Trace
 
 POOL_SIZE = 16_777_213  # values; a prime, so that no two rows of a matrix repeat the same stretch of the pool
+LEARNED_TOKENS = 1000  # of a trace beside the judged one, from which the cache knows the popular neurons
 NAME = "synthetic weights (seed {seed})"
 
 
@@ -190,6 +191,12 @@ def main(argv: list[str] | None = None) -> int:
             manifest = convert_checkpoint(checkpoint, args.out, source_name=NAME.format(seed=args.seed), progress=bar)
         write_predictors(folder / "predictors", manifest, args.seed, early=not args.no_early)
         install_predictors(args.out, folder / "predictors")
+        write_synthetic_trace(
+            folder / "learn", layers=layers, neurons=4 * hidden, tokens=LEARNED_TOKENS, part="learn",
+            recall=0.0, precision=1.0, seed=args.seed,
+        )  # fmt: skip
+        with Trace(folder / "learn") as learned:
+            install_popularity(args.out, learned)
     trace = write_synthetic_trace(
         args.out / TRACE, layers=layers, neurons=4 * hidden, tokens=args.tokens, part="judge",
         recall=args.early_recall, precision=args.early_precision, seed=args.seed,
