@@ -84,6 +84,7 @@ def summary(runs: list[dict[str, Any]], *, cold: int = COLD_TOKENS) -> dict[str,
         "group_peak_bytes": max((run["group_peak_bytes"] for run in runs if "group_peak_bytes" in run), default=None),
         "resident_share": runs[0].get("resident_share"),
         "cached_share": cached_share(runs[0]),
+        "window_held": runs[0].get("window_held"),  # tokens, on average over layers; 0: the policy knows no window
     }
 
 

@@ -49,6 +49,8 @@ def test_the_breakdown_says_what_it_promises(model, tmp_path):
     assert engines["naive"]["bytes_read"] == pytest.approx(model_nbytes, rel=0.01)
     assert engines["hybrid"]["bytes_read"] < 0.8 * model_nbytes
     assert engines["flashllm"]["active"] == engines["paper"]["active"] > 0
+    assert 0 < engines["paper"]["window_held"] <= 5
+    assert engines["flashllm"]["window_held"] == 0
     ratio = engines["naive"]["total_ms"] / engines["flashllm"]["total_ms"]
     assert result["ratios"]["naive_over_flashllm"] == pytest.approx(ratio)
     assert result["roof"]["io_ms"] > 0

@@ -240,6 +240,7 @@ class PyFfnLayer {
     return {slots.pointers(), slots.pointers() + slots.num_used()};
   }
   std::int32_t capacity() const { return layer_->slots().capacity(); }
+  std::int32_t current_window() const { return layer_->policy().current_window(); }
   bool has_predictor() const { return layer_->has_predictor(); }
 
  private:
@@ -389,6 +390,7 @@ void init_ffn(nb::module_& m) {
       .def("abandon_fill", &PyFfnLayer::abandon_fill)
       .def("cached", &PyFfnLayer::cached)
       .def_prop_ro("capacity", &PyFfnLayer::capacity)
+      .def_prop_ro("current_window", &PyFfnLayer::current_window)
       .def_prop_ro("has_predictor", &PyFfnLayer::has_predictor);
 }
 

@@ -41,6 +41,9 @@ class CachePolicy {
   // Puts the likeliest to be active first, as far as the policy knows; otherwise leaves the order.
   virtual void sort_by_likelihood(std::vector<std::int32_t>& /*neurons*/) {}
 
+  // Tokens whose neurons are held now, where the policy goes by tokens; otherwise 0.
+  virtual std::int32_t current_window() const { return 0; }
+
   // The neurons worth holding after the tokens observed so far, ascending, at most `capacity` (used after a
   // prefill).
   virtual void choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const = 0;

@@ -126,6 +126,7 @@ class FfnLayer {
   void abandon_fill();
 
   const SlotTable& slots() const { return slots_; }
+  const CachePolicy& policy() const { return *policy_; }
 
  private:
   void forward_part(const float* x, std::size_t token, const std::int32_t* begin, const std::int32_t* end,

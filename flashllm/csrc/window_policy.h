@@ -20,7 +20,7 @@ class WindowPolicy final : public CachePolicy {
   void choose(const SlotTable& slots, const CacheRequest& request, CacheChoice& choice) override;
   void choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const override;
 
-  std::int32_t current_window() const { return static_cast<std::int32_t>(last_k_active_.size()); }
+  std::int32_t current_window() const override { return static_cast<std::int32_t>(last_k_active_.size()); }
 
  private:
   void forget_oldest();
