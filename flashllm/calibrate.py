@@ -58,7 +58,7 @@ class CalibrationOptions:
     pairs: int = 32  # of rows, with a gap between them
     scratch_nbytes: int = 4 << 30
     dram_nbytes: int = 256 << 20
-    gemv_shape: tuple[int, int] = (16384, 4096)
+    gemv_nbytes: int = 512 << 20  # of weights
     read_s: float = 40.0
     memory_s: float = 2.0  # of each figure of memory and products
     rounds: int = 40  # at most
@@ -245,11 +245,12 @@ def _read_rounds(reads: _Reads, options: CalibrationOptions, report: Progress, t
 
 def _gemv_bps(dtype: str, options: CalibrationOptions, pool: _core.ThreadPool) -> float:
     """Bytes of weights a second in products of one token, over weights that no cache holds."""
-    rows, columns = options.gemv_shape
     torch_dtype = TORCH_DTYPES[dtype]
+    columns = 4096
+    rows = options.gemv_nbytes // (columns * torch_dtype.itemsize)
     memory = _core.allocate(rows * columns * torch_dtype.itemsize)
     weight = torch.from_numpy(memory).view(torch_dtype).reshape(rows, columns)
-    weight.fill_(0.01)
+    weight.copy_(torch.randn(columns))
     linear = _core.Linear(weight, None, pool, _core.Counters())
     x = torch.full((1, columns), 0.01, dtype=torch_dtype)
     out = torch.empty((1, rows), dtype=torch_dtype)
@@ -268,5 +269,5 @@ def _layer_overhead_s(threads: int, tokens: int) -> float:
     with model.engine, Session(model, tokenizer, SamplingOptions(max_new_tokens=tokens)) as session:
         times = [record.times for record in session.stream(_PROMPT) if isinstance(record, TokenRecord)][1:]
         layers = len(model.engine.ffns)
-    rest_ms = statistics.median(max(0.0, one.total_ms - one.io_busy_ms) for one in times)
+    rest_ms = statistics.median(one.total_ms - one.io_ms for one in times)
     return rest_ms / 1e3 / layers

@@ -2,13 +2,17 @@
 
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from test_device_costs import device
 
 from flashllm import calibrate
 from flashllm.calibrate import CalibrationOptions, file_to_read, measure_device
 from flashllm.cli import main
-from flashllm.device_store import device_of, load_costs
+from flashllm.device_store import device_of, load_costs, save_costs
 from flashllm.errors import FlashIOError
 from flashllm.model_files import FFN
 from flashllm.reader import backends
@@ -21,7 +25,7 @@ TINY = CalibrationOptions(
     pairs=2,
     scratch_nbytes=1 << 20,
     dram_nbytes=1 << 20,
-    gemv_shape=(64, 48),
+    gemv_nbytes=1 << 16,
     read_s=0.0,
     memory_s=0.0,
     rounds=2,
@@ -127,3 +131,26 @@ def test_a_damaged_store_does_not_stop_a_run(tmp_path, tiny, capsys):
 def test_a_path_that_is_not_there_is_wrong_use(tmp_path, capsys):
     assert main(["calibrate", str(tmp_path / "none")]) == 2
     assert "there is no such" in capsys.readouterr().err
+
+
+def test_the_plan_is_compared_with_a_run(tmp_path, tiny):
+    model, store = tiny().path("random"), tmp_path / "devices.json"
+    save_costs(store, device_of(model), device(gemv_bps={"float32": 1e10}))
+    script = Path(__file__).parents[1] / "bench" / "plan_accuracy.py"
+    arguments = [str(model), "--memory", "2GB", "--context", "64", "--store", str(store), "--tokens", "14"]
+    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    predicted, measured = document["predicted"]["total_s"], document["measured"]["total_ms"] / 1e3
+    assert document["predicted_over_measured"] == pytest.approx(predicted / measured)
+
+
+def test_the_peer_says_how_to_get_it(tmp_path):
+    script = Path(__file__).parents[1] / "bench" / "peer_llama.py"
+    hide = "import sys, runpy; sys.modules['gguf'] = None; sys.path.insert(0, sys.argv[1]); sys.argv = sys.argv[2:];"
+    code = hide + "runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", code, str(script.parent), str(script), "make", str(tmp_path / "m.gguf")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install llama-cpp-python" in done.stderr
+    assert list(tmp_path.iterdir()) == []
