@@ -6,7 +6,7 @@ hybrid       half of the weights in memory, or what the limit leaves room for; t
 + predictor  only the predicted neurons are read, all of them for every token, matrix by matrix
 + windowing  those of the last tokens stay in memory (five tokens, fewer where they do not fit)
 + bundling   a neuron's matrices are one read
-then our own: + overlap and merging, + kernels, + policy, + early prediction, + placement (with --placed)
+then our own: + overlap and merging, + policy, + early prediction, + placement (with --placed)
 
 The variants take turns in every round. The last line is one JSON document.
 """
@@ -27,12 +27,11 @@ from flashllm.units import parse_size
 
 # Each row's settings of the worker; what a row does not name is as in the row before it.
 ROWS: dict[str, dict[str, Any]] = {
-    "+ predictor": {"ablation": {"cached": False, "bundled": False, "merged": False, "overlap": False, "early": False,
-                                 "native_linears": False}, "options": {"cache_policy": "window"}},
+    "+ predictor": {"ablation": {"cached": False, "bundled": False, "merged": False, "overlap": False, "early": False},
+                    "options": {"cache_policy": "window"}},
     "+ windowing": {"ablation": {"cached": True}},
     "+ bundling": {"ablation": {"bundled": True}},
     "+ overlap, merging": {"ablation": {"merged": True, "overlap": True}},
-    "+ kernels": {"ablation": {"native_linears": True}},
     "+ policy": {"options": {"cache_policy": "frequency"}},
     "+ early prediction": {"ablation": {"early": True}},
 }  # fmt: skip

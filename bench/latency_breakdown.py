@@ -39,7 +39,7 @@ from flashllm.units import format_size, parse_size
 ENGINES = ("naive", "hybrid", "paper", "flashllm")
 PAPER = {
     "options": {"cache_policy": "window", "window": DEFAULT_WINDOW},
-    "ablation": {"merged": False, "overlap": False},
+    "ablation": {"merged": False, "overlap": False, "early": False},
 }
 PAPER_SHARE = 0.24  # of the FFN in memory (paper A, section 4)
 

@@ -15,5 +15,4 @@ class Ablation:
     bundled: bool = True  # a neuron's matrices are read as one row, not one by one (paper A, section 3.2)
     merged: bool = True  # misses that are neighbours on flash are read in one request
     overlap: bool = True  # hits are multiplied while misses fly
-    native_linears: bool = True  # resident products by our kernels, not torch's
     early: bool = True  # the next layer's rows are read ahead on a guess, where there are predictors for it

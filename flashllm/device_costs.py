@@ -19,6 +19,9 @@ Backend = Literal["threads", "io_uring"]
 DEFAULT_DEPTH = 32  # paper A, section 4
 TYPICAL_BATCH = 128  # requests: a layer's misses, for choosing among backends
 _NEAR = 1.05  # backends within 5 % of the fastest: the one that costs the least processor time
+# Measured alone; in a token reads run beside products, where one io_uring thread waits longer for its turn than the
+# next of many does: 12 to 17 % of a token (bench/LOG.md, E1). It must be so much faster alone.
+_BESIDE_PRODUCTS = {"threads": 1.0, "io_uring": 1.15}
 _GAP_PAYS = 0.95  # of the time without: a gap read through must save so much, because its bytes also wear the drive
 
 
@@ -131,7 +134,7 @@ class DeviceCosts:
         the most processor time to compute."""
 
         def wall(reader: ReaderCosts) -> float:
-            return reader.batch(TYPICAL_BATCH, row_nbytes)
+            return reader.batch(TYPICAL_BATCH, row_nbytes) * _BESIDE_PRODUCTS[reader.backend]
 
         fastest = min(wall(reader) for reader in self.readers)
         near = [reader for reader in self.readers if wall(reader) <= _NEAR * fastest]

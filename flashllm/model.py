@@ -221,9 +221,7 @@ def _build_model(
     model.eval()
     # 4. The native kernels over what is now in place.
     for linear in linears:
-        linear.attach(
-            engine.pool, engine.meter, manifest.sparse_prefill_tokens if engine.ablation.native_linears else 0
-        )
+        linear.attach(engine.pool, engine.meter, manifest.sparse_prefill_tokens)
     shape = attention_shape(config)
     native = _core.Attention(
         heads=int(hf_config.num_attention_heads),
