@@ -29,8 +29,8 @@ from synthetic_trace import add_early_arguments, write_synthetic_trace
 from flashllm.architectures import resident_names, resolve, spec_of
 from flashllm.convert import convert_checkpoint
 from flashllm.dtypes import WEIGHT_DTYPES, WeightDtype, cast
-from flashllm.files import HashingWriter
-from flashllm.manifest import FileEntry, Manifest, install_predictors
+from flashllm.files import HashingWriter, iterate_chunks
+from flashllm.manifest import Manifest, install_file, install_predictors
 from flashllm.model_files import FFN, PREDICTOR_METADATA, TRACE
 from flashllm.popularity import install_popularity
 from flashllm.predictor_file import EARLY, predictor_entries
@@ -149,14 +149,6 @@ def write_predictors(path: Path, manifest: Manifest, seed: int, *, early: bool) 
         writer.finish()
 
 
-def add_file(directory: Path, name: str, entry: tuple[str, int]) -> None:
-    """List another file in the manifest."""
-    manifest = Manifest.load(directory)
-    sha256, nbytes = entry
-    files = {**manifest.files, name: FileEntry(sha256=sha256, nbytes=nbytes)}
-    dataclasses.replace(manifest, files=files).save(directory)
-
-
 def tokenizer_files(folder: Path) -> Iterator[Path]:
     yield from sorted(folder.glob("token*.json"))
 
@@ -197,19 +189,16 @@ def main(argv: list[str] | None = None) -> int:
         )  # fmt: skip
         with Trace(folder / "learn") as learned:
             install_popularity(args.out, learned)
-    trace = write_synthetic_trace(
-        args.out / TRACE, layers=layers, neurons=4 * hidden, tokens=args.tokens, part="judge",
-        recall=args.early_recall, precision=args.early_precision, seed=args.seed,
-    )  # fmt: skip
-    add_file(args.out, TRACE, trace)
-    # What is known before the first token comes from another trace of the same popularity and groups.
     with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "learn"
-        write_synthetic_trace(
-            path, layers=layers, neurons=4 * hidden, tokens=args.learn_tokens, part="learn",
-            recall=args.early_recall, precision=args.early_precision, seed=args.seed,
-        )  # fmt: skip
-        with Trace(path) as learn:
+        # What is known before the first token comes from another trace of the same popularity and groups.
+        paths = {"judge": (Path(name) / "judge", args.tokens), "learn": (Path(name) / "learn", args.learn_tokens)}
+        for part, (path, tokens) in paths.items():
+            write_synthetic_trace(
+                path, layers=layers, neurons=4 * hidden, tokens=tokens, part=part,
+                recall=args.early_recall, precision=args.early_precision, seed=args.seed,
+            )  # fmt: skip
+        install_file(args.out, TRACE, iterate_chunks(paths["judge"][0]))
+        with Trace(paths["learn"][0]) as learn:
             install_popularity(args.out, learn)
     return 0
 
