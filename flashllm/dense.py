@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from flashllm import _core
 from flashllm.bundle import RowLayout
+from flashllm.linear import dense_product
 from flashllm.meter import Meter
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -28,6 +29,21 @@ def matrices(layout: RowLayout, rows: Rows, count: int) -> dict[str, torch.Tenso
     elements = torch.from_numpy(rows[:count]).view(TORCH_DTYPES[layout.encoding])
     width = layout.d_model
     return {name: elements[:, part * width : (part + 1) * width] for part, name in enumerate(layout.matrices)}
+
+
+def activations(
+    x: torch.Tensor,
+    block: dict[str, torch.Tensor],
+    bias: torch.Tensor | None,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """h [tokens, count] of a block's neurons, for x [tokens, d_model]. `bias`: their up biases; none with a gate."""
+    driver = dense_product(x, block.get("gate", block["up"]))
+    if "gate" in block:
+        return activation(driver) * dense_product(x, block["up"])
+    if bias is not None:
+        driver = driver + bias.to(driver.dtype)
+    return activation(driver)
 
 
 class DenseFFN(Protocol):
@@ -90,9 +106,7 @@ class TorchDenseFFN:
         meter: Meter,
     ) -> None:
         self._layout, self._activation, self._meter = layout, ACTIVATIONS[activation], meter
-        dtype = TORCH_DTYPES[layout.encoding]
-        self._up_bias = None if up_bias is None else up_bias.to(dtype)
-        self._down_bias = down_bias  # fp32
+        self._up_bias, self._down_bias = up_bias, down_bias  # fp32
 
     def begin(self, x: torch.Tensor) -> None:
         self._x = x
@@ -101,12 +115,8 @@ class TorchDenseFFN:
     def add(self, rows: Rows, first: int, count: int) -> None:
         with self._meter.computing():
             block = matrices(self._layout, rows, count)
-            driver = self._x @ block.get("gate", block["up"]).T
-            if self._up_bias is not None and "gate" not in block:
-                driver += self._up_bias[first : first + count]
-            self._h = self._activation(driver)
-            if "gate" in block:
-                self._h = self._h * (self._x @ block["up"].T)
+            bias = None if self._up_bias is None else self._up_bias[first : first + count]
+            self._h = activations(self._x, block, bias, self._activation)
             self._y += self._h @ block["down"]
 
     def activations(self) -> torch.Tensor:

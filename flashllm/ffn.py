@@ -13,8 +13,7 @@ from torch import nn
 
 from flashllm import _core
 from flashllm.bundle import RowLayout
-from flashllm.dense import ACTIVATIONS, DenseFFN, matrices
-from flashllm.linear import dense_product
+from flashllm.dense import ACTIVATIONS, DenseFFN, activations, matrices
 from flashllm.meter import Meter
 from flashllm.stream import RowStream
 
@@ -115,12 +114,8 @@ class FlashFFN(nn.Module):
 
     def activations(self, x: torch.Tensor, first: int, count: int, block: dict[str, torch.Tensor]) -> torch.Tensor:
         """h [tokens, count] of the neurons from `first` on, whose matrices are `block`, for x [tokens, d_model]."""
-        driver = dense_product(x, block.get("gate", block["up"]))
-        if "gate" in block:
-            return self._activation(driver) * dense_product(x, block["up"])
-        if self._up_bias is not None:
-            driver = driver + self._up_bias[first : first + count].to(driver.dtype)
-        return self._activation(driver)
+        bias = None if self._up_bias is None else self._up_bias[first : first + count]
+        return activations(x, block, bias, self._activation)
 
     def _oracle(self, x: torch.Tensor) -> torch.Tensor:
         active: list[list[torch.Tensor]] = [[] for _ in range(x.shape[0])]
