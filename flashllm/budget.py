@@ -29,6 +29,7 @@ MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for on
 # minus all other parts of the plan: 20 MB at d_model 64, 3 to 19 MB at 768, 22 to 38 MB at 2048; the rest is margin.
 LIBRARY_GROWTH = 64_000_000
 READ_AHEAD = 2  # streaming blocks in flight while one is used; more read no faster (bench/LOG.md)
+STREAM_THREADS = 8  # at most, of reads in file order
 _MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, slowly
 _EARLY_SHARE = 32  # neurons of a layer for each row read ahead: about what a device reads while a layer computes
 _BYPASS_SHARE = 16  # neurons of a layer for each bypass row (of misses that are not kept); layers share the rows
@@ -195,7 +196,7 @@ def plan_memory(
         predictors=manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files else 0,
         kv_cache=batch * context * shape.kv_nbytes_per_token(itemsize),
         staging=((1 + READ_AHEAD) * block + 2 * early_rows) * rows.stride
-        + _bounce_nbytes(rows.stride, io_threads)
+        + _bounce_nbytes(rows.stride, io_threads + min(io_threads, STREAM_THREADS))
         + io_threads * max_gap,
         workspace=batch * _workspace_per_sequence(context, rows.d_model, vocab, itemsize)
         + 2 * block * (batch * context + 16) * 4,  # products of a block of rows

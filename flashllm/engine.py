@@ -17,7 +17,7 @@ from flashllm import _core
 from flashllm.ablation import Ablation
 from flashllm.architectures import AttentionShape, spec_of
 from flashllm.attention import KVMemory
-from flashllm.budget import MAX_REQUEST, READ_AHEAD, MemoryPlan
+from flashllm.budget import MAX_REQUEST, READ_AHEAD, STREAM_THREADS, MemoryPlan
 from flashllm.bundle import PAGE_NBYTES
 from flashllm.dense import TORCH_DTYPES, DenseFFN, NativeDenseFFN, TorchDenseFFN
 from flashllm.device_costs import ReaderChoice
@@ -33,8 +33,6 @@ from flashllm.resident import read_tensors
 from flashllm.safetensors_file import read_header
 from flashllm.stream import LayerRows, RowStream
 from flashllm.trace import Trace
-
-_STREAM_THREADS = 8
 
 
 class Releasable(Protocol):
@@ -81,7 +79,7 @@ class Engine:
             self.notices.append(f"{reader.backend} is calibrated, but {self._reader.backend_reason}")
         # Large reads in file order keep a drive busy with few threads, which leaves the processor to the products.
         self._stream_reader = _core.Reader(
-            min(reader.depth, _STREAM_THREADS), max_request=MAX_REQUEST, verify=verify_checksums
+            min(reader.depth, STREAM_THREADS), max_request=MAX_REQUEST, verify=verify_checksums
         )
         self._file = _core.DirectFile(str(directory / FFN), direct=direct)
         self.direct_io = self._file.direct
