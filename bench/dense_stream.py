@@ -81,7 +81,8 @@ class DenseStream:
         started = time.perf_counter_ns()
         self._counters.take()
         flying: deque[_core.ReadBatch] = deque()
-        submitted = io_ns = busy_ns = nbytes = requests = 0
+        self._reader.take_busy_ns()
+        submitted = io_ns = nbytes = requests = 0
         for streamed, index in self._steps:
             while submitted < len(self._streamed) and len(flying) < READ_AHEAD:
                 flying.append(self._submit(self._streamed[submitted], self._staging[submitted % len(self._staging)]))
@@ -90,7 +91,6 @@ class DenseStream:
                 before = time.perf_counter_ns()
                 stats = flying.popleft().wait()
                 io_ns += time.perf_counter_ns() - before
-                busy_ns += stats["wall_ns"]
                 nbytes, requests = nbytes + stats["bytes"], requests + stats["requests"]
             linear = self._staged[index % len(self._staged)] if streamed else self._resident[index]
             linear.forward(self._x.data_ptr(), 1, self._out.data_ptr())
@@ -102,7 +102,7 @@ class DenseStream:
             compute_ms=compute_ns / 1e6,
             other_ms=max(0, total_ns - io_ns - compute_ns) / 1e6,
             total_ms=total_ns / 1e6,
-            io_busy_ms=busy_ns / 1e6,
+            io_busy_ms=self._reader.take_busy_ns() / 1e6,
             bytes_read=nbytes,
             requests=requests,
             retries=0,

@@ -84,6 +84,8 @@ class RowStream:
         if [(pending.layer, pending.first_row) for pending in self._ahead] != wanted[: len(self._ahead)]:
             self._ahead.clear()  # an earlier pass was interrupted
         submitted = len(self._ahead)
+        if not submitted:
+            self._reader.take_busy_ns()  # what the reader did for others
         for _ in own:
             # The block to use, and the ones behind it: the buffer of the block before is free by now.
             while len(self._ahead) <= self._blocks_ahead and submitted < len(wanted):
@@ -141,7 +143,7 @@ class RowStream:
             raise self._placed(error, pending.layer) from error
         self._in_flight[pending.buffer] = None
         self.times.wait_ns += time.perf_counter_ns() - start
-        self.times.busy_ns += stats["wall_ns"]
+        self.times.busy_ns += self._reader.take_busy_ns()
         self.times.nbytes += stats["bytes"]
         self.times.requests += stats["requests"]
         self.times.retries += stats["retries"]

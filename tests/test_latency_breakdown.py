@@ -43,6 +43,7 @@ def test_the_breakdown_says_what_it_promises(model, tmp_path):
     for engine, runs in full["runs"].items():
         for token in runs[0]["tokens"]:
             assert sum(token[part] for part in PARTS) == pytest.approx(token["total_ms"], rel=1e-3), engine
+            assert 0 <= token["io_busy_ms"] <= token["total_ms"] * 1.001, engine
     engines, weights = result["engines"], result["conditions"]["weights"]
     assert "synthetic" in weights
     model_nbytes = sum((model / name).stat().st_size for name in ("ffn.safetensors", "resident.safetensors"))
@@ -69,6 +70,8 @@ def test_a_long_generation_is_compared_with_itself(model):
     for sampling in ("greedy", "nucleus"):
         one = result["samplings"][sampling]
         assert one["tokens"] == 200
+        assert len(one["hundreds_ms"]) == 2
+        assert one["late_ms"] == one["hundreds_ms"][1] == one["early_ms"]  # of 200 tokens both are the second hundred
         assert one["late_over_early"] == pytest.approx(one["late_ms"] / one["early_ms"])
 
 

@@ -200,6 +200,7 @@ def test_same_bits_whatever_is_read_ahead(tiny, load, undisturbed, monkeypatch, 
     assert [greedy(flash, ids_of(length)) for length in (30, 4)] == tokens
     times = flash.engine.meter.take()
     assert times.early_read >= times.early_used > 0
+    assert 0 < times.io_busy_ms <= times.total_ms
 
 
 def test_without_early_reads_nothing_is_read_ahead(tiny, load):

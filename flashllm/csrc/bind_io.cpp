@@ -164,6 +164,7 @@ void init_io(nb::module_& m) {
           },
           nb::arg("threads") = 32, nb::arg("max_gap") = 0, nb::arg("max_request") = std::uint64_t{1} << 20,
           nb::arg("verify") = true, nb::arg("backend") = "threads", nb::arg("queue_depth") = 64)
+      .def("take_busy_ns", &Reader::take_busy_ns)
       .def_prop_ro("backend",
                    [](const Reader& self) {
                      return self.options().backend == ReadBackendKind::threads ? "threads" : "io_uring";

@@ -98,7 +98,6 @@ void EarlyReads::add_stats(const ReadBatch& wave) {
   stats_.dropped += stats.dropped;
   stats_.bytes += stats.bytes;
   stats_.retries += stats.retries;
-  stats_.wall_ns += stats.wall_ns;
 }
 
 ReadStats EarlyReads::take_stats() {

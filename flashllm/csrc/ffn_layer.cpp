@@ -121,6 +121,7 @@ void FfnLayer::forward(const float* x, std::size_t token, const std::vector<std:
   end_watch.charge(counters_.compute_ns);
   if (was_read_ahead()) end_early();
   if (ahead && control_ != nullptr && next_ == nullptr) control_->end_token();
+  counters_.io_busy_ns += reader_.take_busy_ns();
   end_watch.charge(counters_.memory_ns);
 }
 
@@ -187,7 +188,6 @@ void FfnLayer::forward_part(const float* x, std::size_t token, const std::int32_
 }
 
 void FfnLayer::tally(const ReadStats& stats) {
-  counters_.io_busy_ns += stats.wall_ns;
   counters_.bytes_read += stats.bytes;
   counters_.requests += stats.requests;
   counters_.retries += stats.retries;

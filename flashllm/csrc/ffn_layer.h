@@ -53,7 +53,7 @@ struct FfnCounters {
   std::uint64_t io_ns = 0;       // waiting for the reader
   std::uint64_t memory_ns = 0;   // cache bookkeeping, row moves, planning and handing over requests
   std::uint64_t compute_ns = 0;  // predictor and products
-  std::uint64_t io_busy_ns = 0;  // from submission to the last byte, overlapped or not
+  std::uint64_t io_busy_ns = 0;  // reads under way, behind compute or not; those that overlap count once
   std::uint64_t bytes_read = 0, requests = 0, retries = 0;
   std::uint64_t active = 0, hits = 0, misses = 0, moves = 0, parts = 0;
   std::uint64_t early_read = 0, early_used = 0;  // rows read ahead, and those of them that were misses

@@ -21,6 +21,7 @@ std::uint64_t now_ns() {
 void ReadQueue::push(ReadBatch& batch, ReadPriority priority) {
   const std::lock_guard<std::mutex> lock(mutex_);
   batch.submitted_at_ns_ = now_ns();
+  if (unfinished_batches_++ == 0) busy_since_ns_ = batch.submitted_at_ns_;
   batch.priority_ = priority;
   queue_of(batch).push_back(&batch);
 }
@@ -45,6 +46,16 @@ void ReadQueue::wait(ReadBatch& batch) {
   std::unique_lock<std::mutex> lock(mutex_);
   done_.wait(lock, [&] { return batch.unfinished_ == 0; });
   mark_landed(batch);
+}
+
+std::uint64_t ReadQueue::take_busy_ns() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (unfinished_batches_ != 0) {
+    const std::uint64_t now = now_ns();
+    busy_ns_ += now - busy_since_ns_;
+    busy_since_ns_ = now;
+  }
+  return std::exchange(busy_ns_, 0);
 }
 
 bool ReadQueue::take(Work& work) {
@@ -76,7 +87,9 @@ void ReadQueue::finish(const Work& work, const RequestOutcome& outcome, std::exc
 void ReadQueue::retire(ReadBatch& batch, std::size_t requests) {
   batch.unfinished_ -= requests;
   if (batch.unfinished_ != 0) return;
-  batch.stats_.wall_ns = now_ns() - batch.submitted_at_ns_;
+  const std::uint64_t now = now_ns();
+  batch.stats_.wall_ns = now - batch.submitted_at_ns_;
+  if (--unfinished_batches_ == 0) busy_ns_ += now - busy_since_ns_;
   done_.notify_all();
 }
 

@@ -31,8 +31,9 @@ class ReadQueue {
   // For callers.
   void push(ReadBatch& batch, ReadPriority priority);
   void keep(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted);
-  bool poll(ReadBatch& batch);  // marks the jobs that have landed; true when nothing is under way
-  void wait(ReadBatch& batch);  // the same, when nothing is under way any more
+  bool poll(ReadBatch& batch);   // marks the jobs that have landed; true when nothing is under way
+  void wait(ReadBatch& batch);   // the same, when nothing is under way any more
+  std::uint64_t take_busy_ns();  // time since the last call in which any batch was unfinished
 
   // For backends. Work is handed out in the order of submission, demand before prefetch; all of it must be
   // finished.
@@ -53,6 +54,8 @@ class ReadQueue {
   std::condition_variable work_;
   std::condition_variable done_;
   std::deque<ReadBatch*> demand_, prefetch_;  // batches with requests nobody has taken
+  std::size_t unfinished_batches_ = 0;
+  std::uint64_t busy_since_ns_ = 0, busy_ns_ = 0;  // since: where a batch is unfinished
   bool closed_ = false;
 };
 

@@ -95,7 +95,9 @@ class Reader {
   void cancel(ReadBatch& batch);  // keeps none; wait then returns as soon as the started ones are done
   // Sets `landed` of the jobs that are there, read and checked. True when wait would return at once.
   bool poll(ReadBatch& batch);
-  void wait(ReadBatch& batch);             // as poll, but waits; throws CoreError
+  void wait(ReadBatch& batch);  // as poll, but waits; throws CoreError
+  // Time since the last call in which any batch was under way; batches that overlap count once.
+  std::uint64_t take_busy_ns() { return queue_.take_busy_ns(); }
   void settle(ReadBatch& batch) noexcept;  // waits if it is in flight; its error is not wanted
   void read(ReadBatch& batch, const DirectFile& file) {
     submit(batch, file);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <random>
@@ -296,6 +297,36 @@ void demand_is_read_before_prefetch(const std::string& path, const Bytes& bytes)
   }
 }
 
+// Batches under way at the same time count once, and time in which none is counts nothing.
+void busy_time_is_counted_once(const std::string& path) {
+  const auto now = [] { return std::chrono::steady_clock::now(); };
+  DirectFile file(path, true);
+  Reader reader(reading(4));
+  std::uint64_t walls = 0;
+  const auto started = now();
+  {
+    const auto plan = inject(file, Fault::Kind::hold, 0);
+    ReadBatch one, other;
+    Jobs jobs(1 << 20);
+    add_scattered(jobs, one, 0, 5);
+    add_scattered(jobs, other, 10, 5);
+    reader.submit(one, file);
+    reader.submit(other, file, ReadPriority::prefetch);
+    plan->wait_until_held();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    plan->release();
+    reader.wait(one);
+    reader.wait(other);
+    walls = std::max(one.stats().wall_ns, other.stats().wall_ns);
+  }
+  const std::uint64_t busy = reader.take_busy_ns();
+  const auto elapsed = static_cast<std::uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(now() - started).count());
+  CHECK(busy >= walls && busy >= 20'000'000 && busy <= elapsed);
+  std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  CHECK(reader.take_busy_ns() == 0);
+}
+
 void guesses_are_dropped(const std::string& path, const Bytes& bytes) {
   // 1. Nothing was started: nothing is read.
   {
@@ -504,6 +535,7 @@ void test_reader(const std::string& directory, int scale) {
     every_fault_is_met(path, bytes, false);
     flipped_bits_are_found(path, bytes);
     demand_is_read_before_prefetch(path, bytes);
+    busy_time_is_counted_once(path);
     guesses_are_dropped(path, bytes);
     an_error_leaves_the_landed_jobs(path);
     guesses_are_sorted_out_under_way(path, bytes, 20 * scale);
