@@ -220,6 +220,7 @@ class FfnLayer:
         overlap: bool = True,
         bundled: bool = True,
         cached: bool = True,
+        row_of: NDArray[np.int32] | None = None,
     ) -> None: ...
     def set_predictor(
         self,

@@ -30,6 +30,17 @@ std::vector<std::int32_t> checked_ids(const IdArray& active, std::int32_t num_ne
   return ids;
 }
 
+bool is_permutation(const IdArray& rows) {
+  std::vector<bool> taken(rows.shape(0), false);
+  for (std::size_t i = 0; i < rows.shape(0); ++i) {
+    const std::int32_t row = rows.data()[i];
+    if (row < 0 || static_cast<std::size_t>(row) >= rows.shape(0) || taken[static_cast<std::size_t>(row)])
+      return false;
+    taken[static_cast<std::size_t>(row)] = true;
+  }
+  return true;
+}
+
 nb::dict take(FfnCounters& counters) {
   nb::dict result;
   result["io_ns"] = counters.io_ns;
@@ -86,10 +97,11 @@ class PyFfnLayer {
              ByteArray rows, std::optional<ByteArray> bypass_rows, std::shared_ptr<Reader> reader,
              std::shared_ptr<DirectFile> file, std::shared_ptr<ThreadPool> pool,
              std::shared_ptr<FfnCounters> counters, const std::string& simd, bool overlap, bool bundled,
-             bool cached)
+             bool cached, std::optional<IdArray> row_of)
       : up_bias_(std::move(up_bias)),
         down_bias_(std::move(down_bias)),
         checksums_(std::move(checksums)),
+        row_of_(std::move(row_of)),
         rows_(std::move(rows)),
         bypass_rows_(std::move(bypass_rows)),
         reader_(std::move(reader)),
@@ -125,6 +137,11 @@ class PyFfnLayer {
     require(!down_bias_ || down_bias_->shape(0) == d_model, "down bias has the wrong length");
     options.capacity = static_cast<std::int32_t>(std::min<std::size_t>(rows_.nbytes() / stride, num_neurons));
     options.checksums = checksums_.data();
+    if (row_of_) {
+      require(row_of_->shape(0) == static_cast<std::size_t>(num_neurons) && is_permutation(*row_of_),
+              "row_of must give every neuron a row of its own");
+      options.row_of = row_of_->data();
+    }
     if (bypass_rows_) {
       require(reinterpret_cast<std::uintptr_t>(bypass_rows_->data()) % kHashedMultiple == 0,
               "bypass rows must start at a multiple of 64 bytes; take them from allocate()");
@@ -278,6 +295,7 @@ class PyFfnLayer {
 
   std::optional<FloatArray> up_bias_, down_bias_;
   ChecksumArray checksums_;
+  std::optional<IdArray> row_of_;
   ByteArray rows_;
   std::optional<ByteArray> bypass_rows_;
   std::shared_ptr<Reader> reader_;
@@ -366,14 +384,15 @@ void init_ffn(nb::module_& m) {
                     std::optional<FloatArray>, std::uint64_t, std::optional<FloatArray>,
                     std::optional<FloatArray>, ChecksumArray, ByteArray, std::optional<ByteArray>,
                     std::shared_ptr<Reader>, std::shared_ptr<DirectFile>, std::shared_ptr<ThreadPool>,
-                    std::shared_ptr<FfnCounters>, const std::string&, bool, bool, bool>(),
+                    std::shared_ptr<FfnCounters>, const std::string&, bool, bool, bool,
+                    std::optional<IdArray>>(),
            nb::kw_only(), nb::arg("layer"), nb::arg("dtype"), nb::arg("stride"), nb::arg("d_model"),
            nb::arg("num_neurons"), nb::arg("up"), nb::arg("gate"), nb::arg("down"), nb::arg("activation"),
            nb::arg("cache_policy"), nb::arg("window"), nb::arg("popularity").none(), nb::arg("file_offset"),
            nb::arg("up_bias").none(), nb::arg("down_bias").none(), nb::arg("checksums"), nb::arg("rows"),
            nb::arg("bypass_rows").none(), nb::arg("reader"), nb::arg("file"), nb::arg("pool"),
            nb::arg("counters"), nb::arg("simd") = "auto", nb::arg("overlap") = true,
-           nb::arg("bundled") = true, nb::arg("cached") = true)
+           nb::arg("bundled") = true, nb::arg("cached") = true, nb::arg("row_of") = nb::none())
       .def("set_predictor", &PyFfnLayer::set_predictor, nb::arg("a"), nb::arg("b"), nb::arg("bias"),
            nb::arg("threshold"), nb::arg("a_scale").none() = nb::none(),
            nb::arg("b_scale").none() = nb::none(), nb::arg("early").none() = nb::none())

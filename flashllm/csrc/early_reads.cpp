@@ -24,7 +24,6 @@ void EarlyReads::start(std::int32_t layer, const std::vector<std::int32_t>& neur
                        const RowSource& source) {
   abandon();
   layer_ = layer;
-  file_offset_ = source.file_offset;
   const std::size_t count = std::min(neurons.size(), static_cast<std::size_t>(capacity_));
   for (std::size_t w = 0; w < kWaves; ++w) {
     ReadBatch& wave = waves_[w];
@@ -33,15 +32,7 @@ void EarlyReads::start(std::int32_t layer, const std::vector<std::int32_t>& neur
       const std::int32_t neuron = neurons[i];
       row_of_[static_cast<std::size_t>(neuron)] = static_cast<std::int32_t>(i);
       asked_.push_back(neuron);
-      ReadJob job;
-      job.offset = source.file_offset + static_cast<std::uint64_t>(neuron) * stride_;
-      job.nbytes = stride_;
-      job.destination = rows_ + i * stride_;
-      if (source.checksums != nullptr) {
-        job.checksums = source.checksums + neuron;
-        job.row_nbytes = stride_;
-      }
-      wave.jobs.push_back(job);
+      wave.jobs.push_back(source.job(neuron, rows_ + i * stride_));
     }
     if (!wave.jobs.empty()) reader_.submit(wave, file_, ReadPriority::prefetch);
   }
@@ -51,9 +42,8 @@ void EarlyReads::keep(const std::vector<std::int32_t>& active) {
   for (const std::int32_t neuron : active) wanted_[static_cast<std::size_t>(neuron)] = 1;
   for (ReadBatch& wave : waves_) {
     if (!wave.in_flight()) continue;
-    reader_.keep(wave, [this](const ReadJob& job) {
-      return wanted_[static_cast<std::size_t>((job.offset - file_offset_) / stride_)] != 0;
-    });
+    reader_.keep(
+        wave, [this](const ReadJob& job) { return wanted_[static_cast<std::size_t>(neuron_of(job))] != 0; });
   }
   // From here on only what is wanted has a row: the others are neither waited for by name nor found.
   for (const std::int32_t neuron : asked_)
@@ -69,10 +59,8 @@ void EarlyReads::finish() {
       reader_.wait(wave);
     } catch (const CoreError&) {
       // Only a row that is wanted may end a token.
-      for (const ReadJob& job : wave.jobs) {
-        const auto neuron = static_cast<std::int32_t>((job.offset - file_offset_) / stride_);
-        if (!job.landed && asked_for(neuron)) error = std::current_exception();
-      }
+      for (const ReadJob& job : wave.jobs)
+        if (!job.landed && asked_for(neuron_of(job))) error = std::current_exception();
     }
     add_stats(wave);
   }

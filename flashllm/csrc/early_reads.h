@@ -14,11 +14,25 @@
 
 namespace flashllm {
 
-// Where a layer's rows lie.
+// Where a layer's rows lie, and what they must hash to.
 struct RowSource {
   std::uint64_t file_offset = 0;  // of row 0
   std::uint32_t stride = 0;
-  const std::uint64_t* checksums = nullptr;
+  const std::uint64_t* checksums = nullptr;  // by neuron
+  const std::int32_t* row_of = nullptr;      // each neuron's row in the file; nullptr: in the order of ids
+
+  ReadJob job(std::int32_t neuron, std::byte* destination) const {
+    ReadJob job;
+    const std::int32_t row = row_of != nullptr ? row_of[neuron] : neuron;
+    job.offset = file_offset + static_cast<std::uint64_t>(row) * stride;
+    job.nbytes = stride;
+    job.destination = destination;
+    if (checksums != nullptr) {
+      job.checksums = checksums + neuron;
+      job.row_nbytes = stride;
+    }
+    return job;
+  }
 };
 
 class EarlyReads {
@@ -58,6 +72,9 @@ class EarlyReads {
   static constexpr std::size_t kWaves = 4;
 
   void add_stats(const ReadBatch& wave);
+  std::int32_t neuron_of(const ReadJob& job) const {
+    return asked_[static_cast<std::size_t>(job.destination - rows_) / stride_];
+  }
 
   std::byte* rows_;
   const std::int32_t capacity_;
@@ -65,10 +82,9 @@ class EarlyReads {
   Reader& reader_;
   const DirectFile& file_;
   std::int32_t layer_ = -1;
-  std::uint64_t file_offset_ = 0;
   std::array<ReadBatch, kWaves> waves_;
   std::vector<std::int32_t> row_of_;  // [num_neurons]: row of the buffer, -1 where not asked for
-  std::vector<std::int32_t> asked_;   // neurons with a row
+  std::vector<std::int32_t> asked_;   // the neuron of each row of the buffer
   std::vector<std::uint8_t> wanted_;  // [num_neurons]
   ReadStats stats_;
 };

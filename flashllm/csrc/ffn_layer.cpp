@@ -34,6 +34,7 @@ class Stopwatch {
 FfnLayer::FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectFile& file, ThreadPool& pool,
                    std::byte* rows, std::byte* bypass_rows, FfnCounters& counters)
     : options_(options),
+      source_({options.file_offset, options.layout.stride, options.checksums, options.row_of}),
       reader_(reader),
       file_(file),
       pool_(pool),
@@ -92,7 +93,7 @@ void FfnLayer::read_ahead(const float* x, std::size_t token) {
                                 [this](std::int32_t neuron) { return slots_.contains(neuron); }),
                  guessed_.end());
   policy_->sort_by_likelihood(guessed_);
-  early_->start(options_.layer, guessed_, {options_.file_offset, options_.layout.stride, options_.checksums});
+  early_->start(options_.layer, guessed_, source_);
   watch.charge(counters_.memory_ns);
 }
 
@@ -234,19 +235,14 @@ void FfnLayer::admit(const std::int32_t* begin, const std::int32_t* end) {
 }
 
 void FfnLayer::add_jobs(std::int32_t neuron) {
-  ReadJob job;
-  job.offset = options_.file_offset + static_cast<std::uint64_t>(neuron) * options_.layout.stride;
-  job.nbytes = options_.layout.stride;
-  job.destination = row(slots_.slot_of(neuron));
+  ReadJob job = source_.job(neuron, row(slots_.slot_of(neuron)));
   if (options_.bundled) {
-    if (options_.checksums != nullptr) {
-      job.checksums = options_.checksums + neuron;
-      job.row_nbytes = options_.layout.stride;
-    }
     batch_.jobs.push_back(job);
     return;
   }
-  job.nbytes = options_.layout.d_model * dtype_nbytes(options_.layout.dtype);  // a checksum is of a whole row
+  job.checksums = nullptr;  // they are of whole rows
+  job.row_nbytes = 0;
+  job.nbytes = options_.layout.d_model * dtype_nbytes(options_.layout.dtype);
   for (std::uint64_t at = 0; at + job.nbytes <= options_.layout.stride; at += job.nbytes) {
     batch_.jobs.push_back(job);
     job.offset += job.nbytes;
@@ -256,8 +252,13 @@ void FfnLayer::add_jobs(std::int32_t neuron) {
 
 void FfnLayer::rethrow_with_place(const CoreError& error) const {
   std::string message = "layer " + std::to_string(options_.layer);
-  if (error.offset() != CoreError::kNoOffset && error.offset() >= options_.file_offset)
-    message += ", neuron " + std::to_string((error.offset() - options_.file_offset) / options_.layout.stride);
+  if (error.offset() != CoreError::kNoOffset && error.offset() >= options_.file_offset) {
+    auto neuron = static_cast<std::int32_t>((error.offset() - options_.file_offset) / options_.layout.stride);
+    if (options_.row_of != nullptr)
+      neuron = static_cast<std::int32_t>(
+          std::find(options_.row_of, options_.row_of + options_.num_neurons, neuron) - options_.row_of);
+    message += ", neuron " + std::to_string(neuron);
+  }
   message += std::string(": ") + error.what();
   if (error.kind() == ErrorKind::checksum || error.kind() == ErrorKind::format)
     message +=

@@ -73,6 +73,7 @@ struct FfnLayerOptions {
   const float* down_bias = nullptr;  // [d_model] or nullptr
   std::uint64_t file_offset = 0;     // of row 0
   const std::uint64_t* checksums = nullptr;
+  const std::int32_t* row_of = nullptr;  // [num_neurons] or nullptr, as in RowSource
   SimdLevel simd = SimdLevel::scalar;
   // Switched off only to see what they are worth (paper A, table 2).
   bool cached = true;   // keep rows from token to token
@@ -154,6 +155,7 @@ class FfnLayer {
   const std::byte* part_of_row(std::int32_t neuron, std::uint32_t element) const;
 
   const FfnLayerOptions options_;
+  const RowSource source_;
   Reader& reader_;
   const DirectFile& file_;
   ThreadPool& pool_;

@@ -30,13 +30,27 @@ struct Flash {
     for (float& value : rows) value = normal(random);
     for (std::int32_t n = 0; n < kNeurons; ++n)
       sums.push_back(xxh3_64(rows.data() + kOffset / 4 + static_cast<std::size_t>(n) * kStride / 4, kStride));
-    const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-    CHECK(fd >= 0 && write(fd, rows.data(), 4 * rows.size()) == static_cast<ssize_t>(4 * rows.size()));
-    CHECK(fsync(fd) == 0);
-    close(fd);
-    file = std::make_unique<DirectFile>(path, true);
+    file = written(path, rows);
     x.resize(kWidth);
     for (float& value : x) value = normal(random);
+    // The same neurons in another order.
+    row_of.resize(kNeurons);
+    for (std::int32_t n = 0; n < kNeurons; ++n) row_of[static_cast<std::size_t>(n)] = n;
+    std::shuffle(row_of.begin(), row_of.end(), random);
+    std::vector<float> placed = rows;
+    const auto row = [](std::vector<float>& all, std::int32_t r) {
+      return all.data() + kOffset / 4 + static_cast<std::size_t>(r) * kStride / 4;
+    };
+    for (std::int32_t n = 0; n < kNeurons; ++n)
+      std::memcpy(row(placed, row_of[static_cast<std::size_t>(n)]), row(rows, n), kStride);
+    placed_file = written(path + ".placed", placed);
+  }
+  static std::unique_ptr<DirectFile> written(const std::string& path, const std::vector<float>& values) {
+    const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    CHECK(fd >= 0 && write(fd, values.data(), 4 * values.size()) == static_cast<ssize_t>(4 * values.size()));
+    CHECK(fsync(fd) == 0);
+    close(fd);
+    return std::make_unique<DirectFile>(path, true);
   }
   FfnLayerOptions options(std::int32_t capacity, std::int32_t window) const {
     FfnLayerOptions result;
@@ -53,25 +67,28 @@ struct Flash {
     return result;
   }
 
-  std::unique_ptr<DirectFile> file;
+  std::unique_ptr<DirectFile> file, placed_file;
   std::vector<std::uint64_t> sums;
+  std::vector<std::int32_t> row_of;  // in the placed file
   std::vector<float> x;
 };
 
 // A layer with all it refers to.
 struct Layer {
   Layer(const Flash& flash, std::int32_t capacity, std::int32_t window, int threads, int io_threads,
-        std::int32_t bypass = 0)
+        std::int32_t bypass = 0, bool placed = false)
       : pool(threads),
         reader(reader_options(io_threads)),
         memory(static_cast<std::size_t>(capacity) * kStride),
         bypass_memory(static_cast<std::size_t>(std::max(1, bypass)) * kStride),
-        layer(options(flash, capacity, window, bypass), reader, *flash.file, pool, memory.data(),
-              bypass_memory.data(), counters) {}
+        layer(options(flash, capacity, window, bypass, placed), reader,
+              placed ? *flash.placed_file : *flash.file, pool, memory.data(), bypass_memory.data(),
+              counters) {}
   // With bypass rows by frequency, without by the window.
   static FfnLayerOptions options(const Flash& flash, std::int32_t capacity, std::int32_t window,
-                                 std::int32_t bypass) {
+                                 std::int32_t bypass, bool placed) {
     FfnLayerOptions result = flash.options(capacity, window);
+    if (placed) result.row_of = flash.row_of.data();
     if (bypass > 0) result.cache_policy = "frequency";
     result.bypass_capacity = bypass;
     return result;
@@ -105,16 +122,17 @@ std::vector<std::int32_t> random_active(std::mt19937& random) {
 void bits_depend_on_the_active_set_alone(const Flash& flash, int tokens) {
   Layer whole(flash, kNeurons, 3, 1, 1), narrow(flash, 3, 2, 2, 4), middle(flash, 17, 5, 3, 2);
   Layer frequency(flash, 11, 1, 2, 3, 5), scarce(flash, 2, 1, 1, 2, 1);
+  Layer placed(flash, 9, 2, 1, 3, 0, true);
   std::mt19937 random(2);
   for (int token = 0; token < tokens; ++token) {
     const std::vector<std::int32_t> active = random_active(random);
     const std::vector<float> expected = whole.forward(flash, active);
-    for (Layer* layer : {&narrow, &middle, &frequency, &scarce}) {
+    for (Layer* layer : {&narrow, &middle, &frequency, &scarce, &placed}) {
       const std::vector<float> y = layer->forward(flash, active);
       CHECK(std::memcmp(y.data(), expected.data(), 4 * kWidth) == 0);
     }
   }
-  for (const Layer* layer : {&whole, &narrow, &middle, &frequency, &scarce})
+  for (const Layer* layer : {&whole, &narrow, &middle, &frequency, &scarce, &placed})
     CHECK(layer->counters.hits + layer->counters.misses == layer->counters.active);
   CHECK(narrow.counters.parts > static_cast<std::uint64_t>(tokens));
 }
