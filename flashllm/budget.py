@@ -192,7 +192,7 @@ def plan_memory(
         limit_nbytes=limit if limit is not None else (process + available) * 4 // 5,
         limit_is_given=limit is not None,
         process=process + LIBRARY_GROWTH,
-        resident=manifest.files[RESIDENT].nbytes,
+        resident=manifest.files[RESIDENT].nbytes + _places_nbytes(manifest),
         predictors=manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files else 0,
         kv_cache=batch * context * shape.kv_nbytes_per_token(itemsize),
         staging=((1 + READ_AHEAD) * block + 2 * early_rows) * rows.stride
@@ -226,6 +226,11 @@ def plan_memory(
             f"{format_size(available + process)}, or close other programs"
         )
     return plan
+
+
+def _places_nbytes(manifest: Manifest) -> int:
+    """Where each neuron lies, in models whose neurons are reordered."""
+    return 0 if manifest.permutation is None else 4 * manifest.architecture.num_layers * manifest.rows.d_ff
 
 
 def _bounce_nbytes(stride: int, io_threads: int) -> int:

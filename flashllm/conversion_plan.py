@@ -26,8 +26,10 @@ from flashllm.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype
 from flashllm.errors import FormatError, UnsupportedModelError
 from flashllm.files import CHUNK_NBYTES
 from flashllm.model_files import checksums_tensor, ffn_tensor
+from flashllm.placed_file import placed_nbytes
 from flashllm.safetensors_file import encode_header
 from flashllm.source import Checkpoint, companion_files
+from flashllm.trace import Trace
 from flashllm.untrained import default_rank, untrained_nbytes
 
 _METADATA = {"format": "pt"}  # transformers asks whose tensors these are
@@ -66,6 +68,7 @@ class ConversionPlan:
     resident_header: bytes
     companions: tuple[Path, ...]
     predictor_rank: int = 0  # 0: none are made
+    reorder: Trace | None = None  # from which the order of the neurons' second copy is learned
 
     @property
     def ffn_nbytes(self) -> int:
@@ -82,14 +85,23 @@ class ConversionPlan:
         """Bytes of all files but the manifest."""
         predictors = untrained_nbytes(self.architecture, self.predictor_rank) if self.predictor_rank else 0
         companions = sum(path.stat().st_size for path in self.companions)
-        return self.ffn_nbytes + self.resident_nbytes + companions + predictors
+        placed = 0 if self.reorder is None else placed_nbytes(self.layout, self.architecture.num_layers)
+        return self.ffn_nbytes + self.resident_nbytes + companions + predictors + placed
 
     def identity(self) -> dict[str, Any]:
         """What a partial directory must have been begun with to be resumed: the source, the options, the layout."""
         headers = hashlib.sha256(self.ffn_header + self.resident_header).hexdigest()
         source = [str(self.checkpoint.directory.resolve()), self.checkpoint.fingerprint()]
         rank = {"predictor_rank": self.predictor_rank} if self.predictor_rank else {}
-        return {"version": flashllm.__version__, "source": source, "dtype": self.dtype.name, "headers": headers, **rank}
+        order = {} if self.reorder is None else {"reorder": self.reorder.fingerprint()}
+        return {
+            "version": flashllm.__version__,
+            "source": source,
+            "dtype": self.dtype.name,
+            "headers": headers,
+            **rank,
+            **order,
+        }
 
     def matrix_name(self, matrix: str, layer: int) -> str:
         """Name in the checkpoint of an FFN matrix."""
@@ -100,13 +112,17 @@ class ConversionPlan:
         return WEIGHT_DTYPE_BY_CODE[self.checkpoint.tensors[name].dtype]
 
 
-def plan_conversion(checkpoint: Checkpoint, dtype: str | None, *, predictors: bool = False) -> ConversionPlan:
+def plan_conversion(
+    checkpoint: Checkpoint, dtype: str | None, *, predictors: bool = False, reorder: Trace | None = None
+) -> ConversionPlan:
     """Decide and check everything.
 
     FormatError for missing tensors and wrong shapes; UnsupportedModelError for what the architecture's table entry
     does not know, for dtypes other than float32, float16 and bfloat16, and for mixed ones without a `dtype`.
     """
     architecture = resolve(checkpoint.config)
+    if reorder is not None:
+        reorder.check_model(architecture.num_layers, architecture.d_ff)
     config = complete_config(checkpoint.config)
     spec = spec_of(architecture.model_type)
     names = canonical_names(spec, checkpoint.tensors)
@@ -147,6 +163,7 @@ def plan_conversion(checkpoint: Checkpoint, dtype: str | None, *, predictors: bo
         resident_header=encode_header([(entry.name, entry.code, entry.shape) for entry in entries], _METADATA),
         companions=tuple(companion_files(checkpoint.directory)),
         predictor_rank=default_rank(architecture.d_model) if predictors else 0,
+        reorder=reorder,
     )
 
 

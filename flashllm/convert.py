@@ -10,7 +10,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ from flashllm.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.errors import FlashIOError, UnsupportedModelError, UsageError
 from flashllm.files import CHUNK_NBYTES, HashingWriter, Progress, iterate_chunks
 from flashllm.manifest import MANIFEST, PARTIAL_SUFFIX, FileEntry, Manifest, Source
-from flashllm.model_files import FFN, PREDICTORS, RESIDENT
+from flashllm.model_files import FFN, PLACED, PREDICTORS, RESIDENT
 from flashllm.partial import PartialDirectory, check_space, open_partial
+from flashllm.placed_file import permutation_of, write_placed
 from flashllm.predictor_file import predictor_bytes
 from flashllm.source import Checkpoint, open_checkpoint
+from flashllm.trace import Trace
 from flashllm.units import format_size
 from flashllm.untrained import untrained_header, untrained_predictor
 
@@ -39,23 +41,31 @@ def convert(
     dtype: str | None = None,
     source_name: str | None = None,
     predictors: bool = False,
+    reorder: Trace | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Convert the checkpoint folder `src` into the new model directory `dst`; the manifest.
 
     `dtype` ("float32", "float16", "bfloat16") is the result's, by default the source's. `source_name` is recorded
     (a hub id), by default the folder's name. With `predictors` untrained ones are made, so that the model can be used
-    before better ones are trained; on one machine they too are the same byte for byte.
+    before better ones are trained; on one machine they too are the same byte for byte. With `reorder`, a trace of this
+    model, the neurons are written a second time in the order in which they are best read (flashllm/placed_file.py).
     Works in `dst`.partial, and resumes what it finds there.
-    Raises UsageError (`dst` exists, `src` is no checkpoint), UnsupportedModelError, FormatError (`src` is damaged),
-    FlashIOError (no space, a failed read or write). Never writes to `src`.
+    Raises UsageError (`dst` exists, `src` is no checkpoint, the trace is another model's), UnsupportedModelError,
+    FormatError (`src` is damaged), FlashIOError (no space, a failed read or write). Never writes to `src`.
     """
     src = Path(src)
     name = source_name if source_name is not None else os.path.basename(os.path.abspath(src))
     _check_request(Path(dst), dtype)
     with open_checkpoint(src) as checkpoint:
         return convert_checkpoint(
-            checkpoint, dst, dtype=dtype, source_name=name, predictors=predictors, progress=progress
+            checkpoint,
+            dst,
+            dtype=dtype,
+            source_name=name,
+            predictors=predictors,
+            reorder=reorder,
+            progress=progress,
         )
 
 
@@ -66,19 +76,27 @@ def convert_checkpoint(
     dtype: str | None = None,
     source_name: str,
     predictors: bool = False,
+    reorder: Trace | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Convert an open checkpoint, which need not lie in files; otherwise as `convert`."""
-    dst = Path(os.path.abspath(dst))
     _check_request(dst, dtype)
+    plan = plan_conversion(checkpoint, dtype, predictors=predictors, reorder=reorder)
+    with new_model_directory(dst, plan.identity(), plan.total_nbytes) as partial:
+        return _Conversion(plan, partial, progress).run(Path(os.path.abspath(dst)), source_name)
+
+
+@contextlib.contextmanager
+def new_model_directory(dst: Path, identity: Mapping[str, Any], nbytes: int) -> Iterator[PartialDirectory]:
+    """`dst`.partial, begun or resumed, for a model of `nbytes`. OSErrors become FlashIOErrors that say what to do."""
+    dst = Path(os.path.abspath(dst))
     partial_path = dst.with_name(dst.name + PARTIAL_SUFFIX)
-    plan = plan_conversion(checkpoint, dtype, predictors=predictors)
     try:
-        check_space(dst.parent, partial_path, plan.total_nbytes)
-        with open_partial(partial_path, dst, plan.identity()) as partial:
-            return _Conversion(plan, partial, progress).run(dst, source_name)
+        check_space(dst.parent, partial_path, nbytes)
+        with open_partial(partial_path, dst, identity) as partial:
+            yield partial
     except OSError as error:
-        raise FlashIOError(_explain(error, dst, partial_path, plan)) from error
+        raise FlashIOError(_explain(error, dst, partial_path, nbytes)) from error
 
 
 def _check_request(dst: Path, dtype: str | None) -> None:
@@ -92,12 +110,12 @@ def _check_request(dst: Path, dtype: str | None) -> None:
         raise UsageError(f"{dst.parent}: there is no such directory")
 
 
-def _explain(error: OSError, dst: Path, partial_path: Path, plan: ConversionPlan) -> str:
+def _explain(error: OSError, dst: Path, partial_path: Path, nbytes: int) -> str:
     message = f"{dst}: the conversion stopped: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         with contextlib.suppress(OSError):
             free = shutil.disk_usage(dst.parent).free
-            message += f"; the output has {format_size(plan.total_nbytes)} ({plan.total_nbytes} bytes), {free} are free"
+            message += f"; the output has {format_size(nbytes)} ({nbytes} bytes), {free} are free"
     if partial_path.exists():
         message += f"; {partial_path} is kept: run the same conversion again to go on, or remove it"
     return message
@@ -118,19 +136,22 @@ class _Conversion:
         self._down = np.empty((layout.d_model, layout.d_ff), layout.storage)  # the one layer-sized buffer
 
     def run(self, dst: Path, source_name: str) -> Manifest:
-        """1. neurons, 2. everything else, 3. predictors, 4. the manifest, 5. the name."""
+        """1. neurons, 2. everything else, 3. predictors, 4. the neurons reordered, 5. the manifest, 6. the name."""
         self._write_ffn()
         self._write_resident()
         for path in self._plan.companions:
             self._copy(path)
         if self._plan.predictor_rank:
             self._write_predictors(self._plan.predictor_rank)
+        if self._plan.reorder is not None:
+            self._write_placed(self._plan.reorder)
         manifest = Manifest(
             flashllm_version=flashllm.__version__,
             architecture=self._plan.architecture,
             dtype=self._plan.dtype.name,
             rows=self._plan.layout,
             files=self._files,
+            permutation=None if self._plan.reorder is None else permutation_of(self._plan.reorder),
             stream_block_rows=self._plan.layout.stream_block_rows,
             source=Source(name=source_name, dtype=self._plan.source_dtype.name),
         )
@@ -265,6 +286,14 @@ class _Conversion:
             return None
         parts = [cast(part, self._plan.dtype, WEIGHT_DTYPES["float32"]) for _, part in self._elements(name)]
         return np.concatenate(parts)
+
+    def _write_placed(self, trace: Trace) -> None:
+        before = self._done_nbytes
+
+        def report(what: str, done: int, total: int) -> None:
+            self._report(what, before + done - self._done_nbytes)
+
+        self._files[PLACED] = write_placed(self._partial.path, self._plan.layout, self._checksums, trace, report)
 
     def _copy(self, path: Path) -> None:
         with HashingWriter(self._partial.path / path.name) as writer:

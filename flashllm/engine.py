@@ -25,7 +25,9 @@ from flashllm.errors import FormatError, UsageError
 from flashllm.ffn import FlashFFN, Mode
 from flashllm.manifest import Manifest
 from flashllm.meter import Meter
-from flashllm.model_files import FFN, PREDICTORS, RESIDENT, TRACE, checksums_tensor, ffn_tensor
+from flashllm.model_files import FFN, PLACED, PREDICTORS, RESIDENT, TRACE, checksums_tensor, ffn_tensor
+from flashllm.placed_file import read_orders, rows_of
+from flashllm.placement import Order
 from flashllm.popularity import read_popularity
 from flashllm.predictor_file import EARLY
 from flashllm.reader import open_reader
@@ -125,6 +127,15 @@ class Engine:
             ahead=READ_AHEAD,
         )
         self.meter.streams.append(self._stream)
+        # Single neurons are read from the reordered copy where there is one, dense passes always in the order of ids.
+        self._neurons_file, self._neurons_at = self._file, [rows.offset for rows in self._rows]
+        self._row_of: list[Order] | None = None
+        if manifest.permutation is not None and self.ablation.placed:
+            path = directory / PLACED
+            self._neurons_file = _core.DirectFile(str(path), direct=direct)
+            header = read_header(path)
+            self._neurons_at = [header.tensors[ffn_tensor(layer)].offset for layer in layers]
+            self._row_of = [rows_of(order) for order in read_orders(path, manifest.rows, len(layers))]
         self._popularity = read_popularity(directory, manifest)
         self._bypass = _core.allocate(plan.bypass_rows * manifest.rows.stride) if plan.bypass_rows else None
         self.ffns = [self._build_ffn(layer) for layer in layers]
@@ -165,14 +176,15 @@ class Engine:
             cache_policy=cast(Any, self.plan.cache_policy),
             window=self.plan.window,
             popularity=None if self._popularity is None else self._popularity[layer],
-            file_offset=self._rows[layer].offset,
+            file_offset=self._neurons_at[layer],
+            row_of=None if self._row_of is None else self._row_of[layer],
             up_bias=None if up_bias is None else up_bias.numpy(),
             down_bias=None if down_bias is None else down_bias.numpy(),
             checksums=self._rows[layer].checksums,
             rows=self._cache[start : start + self.plan.cache_rows[layer] * stride],
             bypass_rows=self._bypass,
             reader=self._reader,
-            file=self._file,
+            file=self._neurons_file,
             pool=self.pool,
             counters=self.meter.native,
             overlap=self.ablation.overlap,
@@ -242,7 +254,7 @@ class Engine:
                 stride=rows.stride,
                 num_neurons=rows.d_ff,
                 reader=self._reader,
-                file=self._file,
+                file=self._neurons_file,
             )
             for _ in range(2)
         ]
@@ -308,7 +320,7 @@ class Engine:
         self.tensors.clear()
         self.meter.streams.clear()
         del self._cache, self._bypass, self._stream, self._file, self._reader, self._stream_reader
-        del self._rows, self.pool
+        del self._rows, self._neurons_file, self.pool
 
     def __enter__(self) -> Self:
         return self

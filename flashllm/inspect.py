@@ -57,6 +57,7 @@ def inspect(path: Path) -> dict[str, Any]:
         "stream_block_rows": manifest.stream_block_rows,
         "predictors": predictors,
         "calibration": calibration,
+        "permutation": manifest.to_json()["permutation"],
         "context": attention.context,
         "kv_nbytes_per_token": kv_nbytes,
         "minimum_nbytes": sum(needs.values()),
@@ -103,5 +104,10 @@ def format_inspection(facts: dict[str, Any]) -> str:
         active = sum(calibration["mean_active"]) / len(calibration["mean_active"]) / architecture["d_ff"]
         sample = f"{calibration['tokens']} tokens of {calibration['text']}"
         text["calibration"] = f"window {calibration['window']}, {active:.1%} of the neurons active, on {sample}"
+    if facts["permutation"] is not None:
+        learned = facts["permutation"]
+        text["placement"] = (
+            f"neurons also in the order learned from {learned['tokens']} tokens: {learned['learned_on']}"
+        )
     width = max(len(name) for name in text)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in text.items())

@@ -36,9 +36,11 @@ from flashllm.files import (
 from flashllm.model_files import (
     CONFIG,
     FFN,
+    PLACED,
     PREDICTORS,
     RESIDENT,
     check_ffn_header,
+    check_placed_header,
     check_resident_header,
 )
 from flashllm.predictor_file import EARLY, check_predictors_header
@@ -90,6 +92,18 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Permutation:
+    """The neurons lie on flash a second time, in `placed.safetensors`, in an order learned from a trace."""
+
+    learned_on: str  # the trace's description
+    tokens: int
+
+    def __post_init__(self) -> None:
+        check_str("learned_on", self.learned_on, 10_000)
+        check_int("tokens", self.tokens, 1, 2**63 - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Where the weights came from: a folder's or hub repository's name, and their dtype there."""
 
@@ -111,7 +125,7 @@ class Manifest:
     rows: RowLayout
     files: Mapping[str, FileEntry]
     source: Source
-    permutation: None = None  # rows are in the order of neurons; reordering comes with a later version
+    permutation: Permutation | None = None
     calibration: Calibration | None = None
     sparse_prefill_tokens: int = 8  # prompts of at most this many new tokens use the predictor
     prefill_block_tokens: int = 256  # tokens of one dense FFN product
@@ -135,8 +149,8 @@ class Manifest:
         for name in (CONFIG, FFN, RESIDENT):
             if name not in self.files:
                 raise ValueError(f"files does not list {name}")
-        if self.permutation is not None:
-            raise ValueError("permutation must be null in this version; upgrade flashllm")
+        if (self.permutation is not None) != (PLACED in self.files):
+            raise ValueError(f"permutation and {PLACED} belong together; one of them is missing")
         if self.calibration is not None and len(self.calibration.req) != self.architecture.num_layers:
             raise ValueError(f"calibration has {len(self.calibration.req)} layers, not {self.architecture.num_layers}")
         check_int("sparse_prefill_tokens", self.sparse_prefill_tokens, 0, 2**20)
@@ -182,13 +196,16 @@ class Manifest:
             parts = _fields(Calibration, calibration, "calibration")
             lists = {name: tuple(check_list(parts[name], name)) for name in ("mean_active", "req")}
             calibration = Calibration(**{**parts, **lists})
+        permutation = fields["permutation"]
+        if permutation is not None:
+            permutation = _build(Permutation, permutation, "permutation")
         files = fields["files"]
         if not isinstance(files, dict):
             raise ValueError("files must be an object")
         entries = {name: _build(FileEntry, entry, f"files {name[:80]!r}") for name, entry in files.items()}
         source = _build(Source, fields["source"], "source")
         parsed = {"architecture": architecture, "rows": layout, "calibration": calibration, "files": entries}
-        return cls(**{**fields, **parsed, "source": source})
+        return cls(**{**fields, **parsed, "permutation": permutation, "source": source})
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object, in the order of the written file."""
@@ -201,7 +218,7 @@ class Manifest:
                 name: list(self.rows.matrices) if name == "matrices" else getattr(self.rows, name) for name in _ROW_KEYS
             },
             "files": {name: dataclasses.asdict(self.files[name]) for name in sorted(self.files)},
-            "permutation": self.permutation,
+            "permutation": None if self.permutation is None else dataclasses.asdict(self.permutation),
             "calibration": None if self.calibration is None else dataclasses.asdict(self.calibration),
             "sparse_prefill_tokens": self.sparse_prefill_tokens,
             "prefill_block_tokens": self.prefill_block_tokens,
@@ -244,6 +261,8 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
     num_layers = manifest.architecture.num_layers
     check_ffn_header(read_header(directory / FFN), manifest.rows, num_layers)
     check_resident_header(read_header(directory / RESIDENT), manifest.rows, num_layers)
+    if PLACED in manifest.files:
+        check_placed_header(read_header(directory / PLACED), manifest.rows, num_layers)
     if PREDICTORS in manifest.files:
         predictor_ranks(directory / PREDICTORS, manifest)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.errors import FormatError, UsageError
+from flashllm.errors import FormatError
 from flashllm.manifest import Manifest, install_file
 from flashllm.model_files import POPULARITY
 from flashllm.safetensors_file import encode_header, read_header
@@ -33,7 +33,7 @@ def measure_popularity(trace: Trace) -> Popularity:
 def install_popularity(directory: Path, trace: Trace) -> Manifest:
     """Measure `trace` and put the result into a model directory; the new manifest. UsageError for a foreign trace."""
     manifest = Manifest.load(Path(directory))
-    _check_shape(trace, manifest)
+    trace.check_model(manifest.architecture.num_layers, manifest.rows.d_ff)
     shares = measure_popularity(trace)
     metadata = {"tokens": str(trace.info.num_tokens), "measured_on": trace.info.description}
     header = encode_header([(_TENSOR, "F32", shares.shape)], metadata)
@@ -54,12 +54,3 @@ def read_popularity(directory: Path, manifest: Manifest) -> Popularity | None:
     if not ((shares >= 0) & (shares <= 1)).all():
         raise FormatError(f"{path}: holds shares outside 0 to 1; the model directory is damaged")
     return shares
-
-
-def _check_shape(trace: Trace, manifest: Manifest) -> None:
-    info, layers, neurons = trace.info, manifest.architecture.num_layers, manifest.rows.d_ff
-    if (info.num_layers, info.num_neurons) != (layers, neurons):
-        raise UsageError(
-            f"{trace.path}: a trace of {info.num_layers} layers of {info.num_neurons} neurons; the model has "
-            f"{layers} of {neurons}"
-        )

@@ -17,7 +17,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.errors import FormatError
+from flashllm.errors import FormatError, UsageError
 from flashllm.files import HashingWriter, open_for_reading, pread_into
 from flashllm.safetensors_file import SafetensorsHeader, encode_header, read_header
 
@@ -138,8 +138,25 @@ class Trace:
 
     def masks(self, layer: int, stream: Stream = Stream.ACTIVE) -> NDArray[np.bool_]:
         """One layer's stream over all tokens, [tokens, num_neurons]: for analysis, not for the token loop."""
-        rows = np.stack([self.token(token)[layer, stream] for token in range(self.info.num_tokens)])
-        return unpack_bits(rows, self.info.num_neurons)
+        layers, streams, nbytes = self.info.token_shape
+        bits = np.empty((self.info.num_tokens, nbytes), np.uint8)
+        for token, row in enumerate(bits):
+            set_number = (token * layers + layer) * streams + stream
+            pread_into(self._fd, row.data, self._offset + set_number * nbytes, self.path)
+        return unpack_bits(bits, self.info.num_neurons)
+
+    def fingerprint(self) -> list[object]:
+        """Size, modification time and description: changes when the file does."""
+        status = os.fstat(self._fd)
+        return [status.st_size, status.st_mtime_ns, self.info.description]
+
+    def check_model(self, num_layers: int, num_neurons: int) -> None:
+        """UsageError unless the trace is of a model of this shape."""
+        if (self.info.num_layers, self.info.num_neurons) != (num_layers, num_neurons):
+            raise UsageError(
+                f"{self.path}: a trace of {self.info.num_layers} layers of {self.info.num_neurons} neurons; the model "
+                f"has {num_layers} of {num_neurons}"
+            )
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -17,7 +17,16 @@ from flashllm.bundle import row_checksums
 from flashllm.errors import FlashError
 from flashllm.files import Progress, drop_page_cache, iterate_chunks, open_for_reading, pread_bytes, pread_into
 from flashllm.manifest import MANIFEST, Manifest, check_directory, open_model_dir, size_problem
-from flashllm.model_files import FFN, MODEL_CARD, RESIDENT, check_ffn_header, check_resident_header, checksums_tensor
+from flashllm.model_files import (
+    FFN,
+    MODEL_CARD,
+    PLACED,
+    RESIDENT,
+    check_ffn_header,
+    check_resident_header,
+    checksums_tensor,
+)
+from flashllm.placed_file import read_orders
 from flashllm.safetensors_file import DATA_ALIGNMENT, MAX_HEADER_NBYTES, open_safetensors, read_header
 
 MAX_LISTED_ROWS = 20  # of a file; the rest is counted
@@ -52,8 +61,9 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class _BadRow:
+    file: str
     layer: int
-    row: int
+    row: int  # in the order of ids: the neuron, or padding
 
 
 def verify(path: Path, progress: Progress | None = None) -> VerifyReport:
@@ -87,7 +97,8 @@ class _Verification:
                 self._report(name, problem)
                 continue
             try:
-                chunks = self._ffn_chunks(bad_rows) if name == FFN else iterate_chunks(self._path / name)
+                has_rows = name in (FFN, PLACED)
+                chunks = self._row_chunks(name, bad_rows) if has_rows else iterate_chunks(self._path / name)
                 digest = self._hash(name, chunks)
             except FlashError as error:
                 self._report(name, str(error))
@@ -119,32 +130,40 @@ class _Verification:
                 self._progress(name, self._done_nbytes, self._total_nbytes)
         return sha256.hexdigest()
 
-    def _ffn_chunks(self, bad_rows: list[_BadRow]) -> Iterator[memoryview]:
-        """The bytes of the FFN file, checking every row on the way. Where rows lie is the manifest's word: the header
-        may be what is damaged."""
-        layout, num_layers = self._manifest.rows, self._manifest.architecture.num_layers
-        data_start = self._manifest.files[FFN].nbytes - num_layers * layout.layer_nbytes
+    def _row_chunks(self, name: str, bad_rows: list[_BadRow]) -> Iterator[memoryview]:
+        """The bytes of a file of neurons, checking every row on the way. Where rows lie is the manifest's word: the
+        header may be what is damaged."""
+        path, layout, num_layers = self._path / name, self._manifest.rows, self._manifest.architecture.num_layers
+        orders_nbytes = 4 * num_layers * layout.d_ff if name == PLACED else 0
+        data_start = self._manifest.files[name].nbytes - num_layers * layout.layer_nbytes - orders_nbytes
         if not 0 < data_start <= MAX_HEADER_NBYTES + DATA_ALIGNMENT or data_start % DATA_ALIGNMENT:
-            yield from (memoryview(chunk) for chunk in iterate_chunks(self._path / FFN))
+            yield from (memoryview(chunk) for chunk in iterate_chunks(path))
             return
         rows = np.empty((layout.stream_block_rows, layout.stride), np.uint8)
-        fd = open_for_reading(self._path / FFN)
+        fd = open_for_reading(path)
         try:
             drop_page_cache(fd)
-            yield memoryview(pread_bytes(fd, data_start, 0, self._path / FFN))
+            yield memoryview(pread_bytes(fd, data_start, 0, path))
             offset = data_start
+            orders_at = data_start + num_layers * layout.layer_nbytes
+            orders = memoryview(pread_bytes(fd, orders_nbytes, orders_at, path))
             for layer in range(num_layers):
-                expected = self._recorded_checksums(layer)
+                expected, ids = self._recorded_checksums(layer), np.arange(layout.num_rows)
+                if name == PLACED:
+                    order = np.frombuffer(orders, "<i4").reshape(num_layers, layout.d_ff)[layer]
+                    ids[: layout.d_ff] = np.clip(order, 0, layout.d_ff - 1)  # a damaged order names wrong rows
                 for first in range(0, layout.num_rows, len(rows)):
                     block = rows[: layout.num_rows - first]
                     data = block.reshape(-1).data
-                    pread_into(fd, data, offset, self._path / FFN)
+                    pread_into(fd, data, offset, path)
                     drop_page_cache(fd, offset, len(data))
                     offset += len(data)
                     if expected is not None:
-                        wrong = np.flatnonzero(row_checksums(block) != expected[first : first + len(block)])
-                        bad_rows.extend(_BadRow(layer, first + int(row)) for row in wrong)
+                        block_ids = ids[first : first + len(block)]
+                        wrong = block_ids[row_checksums(block) != expected[block_ids]]
+                        bad_rows.extend(_BadRow(name, layer, int(row)) for row in wrong)
                     yield data
+            yield orders
             drop_page_cache(fd)
         finally:
             os.close(fd)
@@ -164,29 +183,30 @@ class _Verification:
 
     def _report_rows(self, bad_rows: list[_BadRow], damaged: set[str]) -> None:
         """A row that does not match its checksum: the row is wrong where its file's hash is, else the checksum."""
-        for bad in bad_rows[:MAX_LISTED_ROWS]:
-            if FFN in damaged:
-                is_neuron = bad.row < self._manifest.rows.d_ff
-                what = "neuron" if is_neuron else "padding row"
-                problem = Problem(
-                    file=FFN,
-                    message=f"{self._path / FFN}: layer {bad.layer}, {what} {bad.row}: wrong checksum; {_ADVICE}",
-                    layer=bad.layer,
-                    neuron=bad.row if is_neuron else None,
-                )
+        for name in (FFN, PLACED):
+            of_file = [bad for bad in bad_rows if bad.file == name]
+            if name in damaged:
+                blamed = name
+            elif name == FFN:
+                blamed = RESIDENT
             else:
-                tensor = checksums_tensor(bad.layer)
-                problem = Problem(
-                    file=RESIDENT,
-                    message=f"{self._path / RESIDENT}: tensor {tensor}, item {bad.row} is wrong; {_ADVICE}",
-                    layer=bad.layer,
-                    neuron=bad.row if bad.row < self._manifest.rows.d_ff else None,
-                    tensor=tensor,
-                )
-            self._problems.append(problem)
-        if len(bad_rows) > MAX_LISTED_ROWS:
-            name = FFN if FFN in damaged else RESIDENT
-            self._report(name, f"{self._path / name}: and {len(bad_rows) - MAX_LISTED_ROWS} more rows")
+                continue  # a wrong checksum is found with the rows of the FFN file
+            for bad in of_file[:MAX_LISTED_ROWS]:
+                neuron = bad.row if bad.row < self._manifest.rows.d_ff else None
+                if blamed == RESIDENT:
+                    tensor = checksums_tensor(bad.layer)
+                    where = f"tensor {tensor}, item {bad.row} is wrong"
+                    self._problems.append(self._problem(RESIDENT, where, bad.layer, neuron, tensor))
+                else:
+                    what = "padding row" if neuron is None else "neuron"
+                    where = f"layer {bad.layer}, {what} {bad.row}: wrong checksum"
+                    self._problems.append(self._problem(name, where, bad.layer, neuron))
+            if len(of_file) > MAX_LISTED_ROWS:
+                self._report(blamed, f"{self._path / blamed}: and {len(of_file) - MAX_LISTED_ROWS} more rows")
+
+    def _problem(self, name: str, where: str, layer: int, neuron: int | None, tensor: str | None = None) -> Problem:
+        message = f"{self._path / name}: {where}; {_ADVICE}"
+        return Problem(file=name, message=message, layer=layer, neuron=neuron, tensor=tensor)
 
     def _report_damage(self, name: str, *, located: bool) -> None:
         """The hash is wrong: say so, and what the header says about it."""
@@ -197,6 +217,8 @@ class _Verification:
                 check_ffn_header(read_header(self._path / FFN), layout, num_layers)
             elif name == RESIDENT:
                 check_resident_header(read_header(self._path / RESIDENT), layout, num_layers)
+            elif name == PLACED:
+                read_orders(self._path / PLACED, layout, num_layers)
         except FlashError as error:
             self._report(name, f"{error}; {_ADVICE}")
             return
@@ -215,5 +237,7 @@ class _Verification:
         """Hashes right, meaning wrong: a manifest that was edited, rows whose checksums never matched."""
         try:
             check_directory(self._path, self._manifest)
+            if PLACED in self._manifest.files:
+                read_orders(self._path / PLACED, self._manifest.rows, self._manifest.architecture.num_layers)
         except FlashError as error:
             self._report(MANIFEST, str(error))

@@ -1,6 +1,11 @@
-"""`flashllm convert SRC DST`: from a Hugging Face folder, or a hub id, to a model directory."""
+"""`flashllm convert SRC DST`: from a Hugging Face folder, or a hub id, to a model directory.
+
+With --reorder TRACE the neurons are also written in the order in which they are best read; SRC may then be a model
+directory itself, as a trace is recorded with one.
+"""
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 
 from flashllm.commands.options import say
@@ -8,10 +13,21 @@ from flashllm.commands.options import say
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser.add_argument("src", metavar="SRC", help="a Hugging Face folder with safetensors weights, or a hub id")
+    parser.add_argument(
+        "src",
+        metavar="SRC",
+        help="a Hugging Face folder with safetensors weights, or a hub id; with --reorder also a model directory",
+    )
     parser.add_argument("dst", metavar="DST", type=Path, help="the directory to make; it must not exist")
     parser.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), help="of the result (default: the source's)"
+    )
+    parser.add_argument(
+        "--reorder",
+        metavar="TRACE",
+        type=Path,
+        help="also write the neurons in the order of this trace (tools/record_trace.py) in which they fire together, "
+        "so that one read brings several; takes as much disk again as the neurons",
     )
     parser.add_argument(
         "--no-predictors",
@@ -24,19 +40,34 @@ def main(args: argparse.Namespace) -> int:
     """Convert. Interrupted, the same command goes on where it stopped."""
     from flashllm.convert import convert
     from flashllm.demo import find_checkpoint
+    from flashllm.errors import UsageError
+    from flashllm.manifest import MANIFEST
     from flashllm.progress import ProgressBar
+    from flashllm.reorder import reorder
+    from flashllm.trace import Trace
 
-    source, name = find_checkpoint(args.src, say=say)
+    is_model = (Path(args.src) / MANIFEST).exists()
+    if is_model and args.reorder is not None and (args.dtype is not None or args.no_predictors):
+        raise UsageError(
+            f"{args.src}: is a model directory, which --reorder copies as it is: --dtype and "
+            "--no-predictors are for a Hugging Face folder"
+        )
     try:
-        with ProgressBar("convert") as bar:
-            convert(
-                source,
-                args.dst,
-                dtype=args.dtype,
-                source_name=name,
-                predictors=not args.no_predictors,
-                progress=bar,
-            )
+        with ExitStack() as stack:
+            trace = None if args.reorder is None else stack.enter_context(Trace(args.reorder))
+            if is_model and trace is not None:
+                reorder(Path(args.src), args.dst, trace, stack.enter_context(ProgressBar("reorder")))
+            else:
+                source, name = find_checkpoint(args.src, say=say)
+                convert(
+                    source,
+                    args.dst,
+                    dtype=args.dtype,
+                    source_name=name,
+                    predictors=not args.no_predictors,
+                    reorder=trace,
+                    progress=stack.enter_context(ProgressBar("convert")),
+                )
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt("interrupted; the same command goes on where it stopped") from stop
     print(args.dst)
