@@ -6,7 +6,8 @@ hybrid       half of the weights in memory, or what the limit leaves room for; t
 + predictor  only the predicted neurons are read, all of them for every token, matrix by matrix
 + windowing  those of the last tokens stay in memory (five tokens, fewer where they do not fit)
 + bundling   a neuron's matrices are one read
-then our own: + overlap and merging, + policy, + early prediction, + placement (with --placed)
+then our own: + overlap and merging, + policy, + placement (of a model made with `convert --reorder`), + early
+prediction
 
 The variants take turns in every round. The last line is one JSON document.
 """
@@ -23,16 +24,19 @@ from memory_group import GroupError
 
 from flashllm.ablation import Ablation
 from flashllm.demo import is_demo, resolve_model
+from flashllm.manifest import open_model_dir
 from flashllm.units import parse_size
 
 # Each row's settings of the worker; what a row does not name is as in the row before it.
 ROWS: dict[str, dict[str, Any]] = {
-    "+ predictor": {"ablation": {"cached": False, "bundled": False, "merged": False, "overlap": False, "early": False},
+    "+ predictor": {"ablation": {"cached": False, "bundled": False, "merged": False, "overlap": False, "early": False,
+                                 "placed": False},
                     "options": {"cache_policy": "window"}},
     "+ windowing": {"ablation": {"cached": True}},
     "+ bundling": {"ablation": {"bundled": True}},
     "+ overlap, merging": {"ablation": {"merged": True, "overlap": True}},
     "+ policy": {"options": {"cache_policy": "frequency"}},
+    "+ placement": {"ablation": {"placed": True}},
     "+ early prediction": {"ablation": {"early": True}},
 }  # fmt: skip
 PLACEMENT = "+ placement"
@@ -41,7 +45,7 @@ PLACEMENT = "+ placement"
 class Variants:
     """The rows of the table, as settings of the worker."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, *, placed: bool) -> None:
         self.args = args
         self.rows: dict[str, dict[str, Any]] = {}
         merged: dict[str, Any] = {"ablation": {}, "options": {}}
@@ -49,9 +53,8 @@ class Variants:
             merged = {part: {**merged[part], **changes.get(part, {})} for part in merged}
             unknown = set(merged["ablation"]) - {field.name for field in dataclasses.fields(Ablation)}
             assert not unknown, f"{name}: no such part {unknown}"
-            self.rows[name] = merged
-        if args.placed is not None:
-            self.rows[PLACEMENT] = {**merged, "model": str(args.placed)}
+            if name != PLACEMENT or placed:
+                self.rows[name] = merged
 
     def settings(self, name: str) -> dict[str, Any]:
         args = self.args
@@ -64,7 +67,6 @@ class Variants:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--model", help="model directory (default: the bundled demo)")
-    parser.add_argument("--placed", type=Path, help="the same model with its neurons reordered (convert --reorder)")
     parser.add_argument("--memory", type=parse_size, help="limit of everything a process holds")
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--dense-tokens", type=int, default=5)
@@ -74,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     directory = resolve_model(args.model, convert_on_first_use=False)
-    variants = Variants(args)
+    variants = Variants(args, placed=open_model_dir(directory).permutation is not None)
     workers = Workers(directory, memory=args.memory if args.cgroup else None)
     runs: dict[str, list[dict[str, Any]]] = {}
     try:

@@ -33,13 +33,13 @@ from flashllm.budget import DEFAULT_WINDOW
 from flashllm.demo import is_demo, resolve_model
 from flashllm.errors import FlashError
 from flashllm.manifest import Manifest, open_model_dir
-from flashllm.model_files import FFN
+from flashllm.model_files import FFN, RESIDENT
 from flashllm.units import format_size, parse_size
 
 ENGINES = ("naive", "hybrid", "paper", "flashllm")
 PAPER = {
     "options": {"cache_policy": "window", "window": DEFAULT_WINDOW},
-    "ablation": {"merged": False, "overlap": False, "early": False},
+    "ablation": {"merged": False, "overlap": False, "early": False, "placed": False},
 }
 PAPER_SHARE = 0.24  # of the FFN in memory (paper A, section 4)
 
@@ -148,7 +148,8 @@ def conditions(run: Run) -> dict[str, Any]:
         "weights": run.manifest.source.name,
         "activity": first.get("activity", "all neurons"),
         "dtype": run.manifest.dtype,
-        "model_bytes": sum(entry.nbytes for name, entry in run.manifest.files.items() if "safetensors" in name),
+        "model_bytes": sum(run.manifest.files[name].nbytes for name in (FFN, RESIDENT)),
+        "placed": run.manifest.permutation is not None,
         "memory": args.memory,
         "cgroup": args.cgroup,
         "direct_io": all(result["direct_io"] for results in run.results.values() for result in results),

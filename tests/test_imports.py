@@ -14,8 +14,8 @@ ROOT = Path(flashllm.__file__).parent
 ORDER = """
     flashllm errors terminal _core
     units checks dtypes machine architectures files progress bundle safetensors_file
-    model_files trace predictor_file svd_predictor untrained manifest popularity placement placed_file partial source hub
-    conversion_plan convert reorder verify inspect demo
+    model_files trace predictor_file svd_predictor untrained manifest popularity placement placed_file
+    partial source hub conversion_plan convert reorder verify inspect demo
     device_costs device_store reader ablation stream meter resident linear dense attention budget
     expected_activity latency ffn engine model
     detokenizer generate calibrate turn_stats chat chat_terminal

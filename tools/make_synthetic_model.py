@@ -40,7 +40,6 @@ from flashllm.source import Checkpoint
 from flashllm.trace import Trace
 
 POOL_SIZE = 16_777_213  # values; a prime, so that no two rows of a matrix repeat the same stretch of the pool
-LEARNED_TOKENS = 1000  # of a trace beside the judged one, from which the cache knows the popular neurons
 NAME = "synthetic weights (seed {seed})"
 
 
@@ -163,7 +162,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=WEIGHT_DTYPES, default="bfloat16")
     parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parents[1] / "flashllm" / "demo")
     parser.add_argument("--tokens", type=int, default=1200, help="tokens of the trace, after which it begins again")
-    parser.add_argument("--learn-tokens", type=int, default=500, help="tokens from which popularity is learned")
+    parser.add_argument(
+        "--learn-tokens", type=int, default=1000, help="tokens of another trace, from which popularity is learned"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-early", action="store_true", help="make no predictors of the next layer")
     add_early_arguments(parser)
@@ -183,12 +184,6 @@ def main(argv: list[str] | None = None) -> int:
             manifest = convert_checkpoint(checkpoint, args.out, source_name=NAME.format(seed=args.seed), progress=bar)
         write_predictors(folder / "predictors", manifest, args.seed, early=not args.no_early)
         install_predictors(args.out, folder / "predictors")
-        write_synthetic_trace(
-            folder / "learn", layers=layers, neurons=4 * hidden, tokens=LEARNED_TOKENS, part="learn",
-            recall=0.0, precision=1.0, seed=args.seed,
-        )  # fmt: skip
-        with Trace(folder / "learn") as learned:
-            install_popularity(args.out, learned)
     with tempfile.TemporaryDirectory() as name:
         # What is known before the first token comes from another trace of the same popularity and groups.
         paths = {"judge": (Path(name) / "judge", args.tokens), "learn": (Path(name) / "learn", args.learn_tokens)}

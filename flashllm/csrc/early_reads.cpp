@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <utility>
 
 #include "error.h"
 
@@ -15,7 +16,8 @@ EarlyReads::EarlyReads(std::byte* rows, std::int32_t capacity, std::uint32_t str
       reader_(reader),
       file_(file),
       row_of_(static_cast<std::size_t>(num_neurons), -1),
-      wanted_(static_cast<std::size_t>(num_neurons), 0) {
+      wanted_(static_cast<std::size_t>(num_neurons), 0),
+      guess_at_(static_cast<std::size_t>(num_neurons), -1) {
   asked_.reserve(static_cast<std::size_t>(capacity));
   for (ReadBatch& wave : waves_) wave.jobs.reserve(static_cast<std::size_t>(capacity) / kWaves + 1);
 }
@@ -24,17 +26,35 @@ void EarlyReads::start(std::int32_t layer, const std::vector<std::int32_t>& neur
                        const RowSource& source) {
   abandon();
   layer_ = layer;
-  const std::size_t count = std::min(neurons.size(), static_cast<std::size_t>(capacity_));
+  ask_for(neurons, source);
+  const std::size_t count = asked_.size();
   for (std::size_t w = 0; w < kWaves; ++w) {
     ReadBatch& wave = waves_[w];
     wave.jobs.clear();
     for (std::size_t i = count * w / kWaves; i < count * (w + 1) / kWaves; ++i) {
-      const std::int32_t neuron = neurons[i];
-      row_of_[static_cast<std::size_t>(neuron)] = static_cast<std::int32_t>(i);
-      asked_.push_back(neuron);
-      wave.jobs.push_back(source.job(neuron, rows_ + i * stride_));
+      wave.jobs.push_back(source.job(asked_[i], rows_ + i * stride_));
     }
     if (!wave.jobs.empty()) reader_.submit(wave, file_, ReadPriority::prefetch);
+  }
+}
+
+// In the order given, but neighbours on flash one after the other.
+void EarlyReads::ask_for(const std::vector<std::int32_t>& neurons, const RowSource& source) {
+  const auto at = [this](std::int32_t row) -> std::int32_t& {
+    return guess_at_[static_cast<std::size_t>(row)];
+  };
+  for (const std::int32_t neuron : neurons) at(source.row(neuron)) = neuron;
+  const auto rows = static_cast<std::int32_t>(guess_at_.size());
+  for (const std::int32_t neuron : neurons) {
+    std::int32_t row = source.row(neuron);
+    if (at(row) < 0) continue;  // came with a neighbour
+    while (row > 0 && at(row - 1) >= 0) --row;
+    for (; row < rows && at(row) >= 0; ++row) {
+      const std::int32_t asked = std::exchange(at(row), -1);
+      if (asked_.size() == static_cast<std::size_t>(capacity_)) continue;
+      row_of_[static_cast<std::size_t>(asked)] = static_cast<std::int32_t>(asked_.size());
+      asked_.push_back(asked);
+    }
   }
 }
 

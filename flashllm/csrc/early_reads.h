@@ -1,6 +1,7 @@
 // Rows of one layer's neurons, read on a guess before the layer is reached.
 //
-// The guess comes the likeliest first and is read in waves of that order, behind every demand read. When the
+// The guess comes the likeliest first and is read in waves of that order, behind every demand read; what is a
+// neighbour of a likely one on flash comes with it, as one request reads both. When the
 // layer's active set is known, what has not been started and is not wanted is dropped, and what is wanted
 // goes on as demand. Wrong guesses so cost what the device would have idled, and the reads under way at that
 // moment. The rows lie in a buffer of their own: the neuron cache never sees a guess.
@@ -21,10 +22,10 @@ struct RowSource {
   const std::uint64_t* checksums = nullptr;  // by neuron
   const std::int32_t* row_of = nullptr;      // each neuron's row in the file; nullptr: in the order of ids
 
+  std::int32_t row(std::int32_t neuron) const { return row_of != nullptr ? row_of[neuron] : neuron; }
   ReadJob job(std::int32_t neuron, std::byte* destination) const {
     ReadJob job;
-    const std::int32_t row = row_of != nullptr ? row_of[neuron] : neuron;
-    job.offset = file_offset + static_cast<std::uint64_t>(row) * stride;
+    job.offset = file_offset + static_cast<std::uint64_t>(row(neuron)) * stride;
     job.nbytes = stride;
     job.destination = destination;
     if (checksums != nullptr) {
@@ -71,6 +72,7 @@ class EarlyReads {
  private:
   static constexpr std::size_t kWaves = 4;
 
+  void ask_for(const std::vector<std::int32_t>& neurons, const RowSource& source);
   void add_stats(const ReadBatch& wave);
   std::int32_t neuron_of(const ReadJob& job) const {
     return asked_[static_cast<std::size_t>(job.destination - rows_) / stride_];
@@ -86,6 +88,8 @@ class EarlyReads {
   std::vector<std::int32_t> row_of_;  // [num_neurons]: row of the buffer, -1 where not asked for
   std::vector<std::int32_t> asked_;   // the neuron of each row of the buffer
   std::vector<std::uint8_t> wanted_;  // [num_neurons]
+  std::vector<std::int32_t>
+      guess_at_;  // [num_neurons]: by row of the file, the neuron guessed and not yet asked for
   ReadStats stats_;
 };
 
