@@ -21,6 +21,7 @@ from flashllm.budget import share_by_popularity
 from flashllm.trace import Stream, Trace, unpack_bits
 from flashllm.units import parse_size
 
+PLOTTED = ("window", "LRU", "S3-FIFO", "LFU", "hot set", "frequency", "MIN")
 WARM_UP = 20  # tokens that are not counted
 
 
@@ -78,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--policies", nargs="+", choices=ALL_POLICIES, default=ALL_POLICIES, metavar="NAME")
     parser.add_argument("--shuffle", action="store_true", help="tokens in random order: no locality but popularity")
     parser.add_argument("--row", type=parse_size, default=16384, metavar="SIZE", help="bytes of a neuron (16 KiB)")
-    parser.add_argument("--out", type=Path, help="stem of a .json and a .md file")
+    parser.add_argument("--out", type=Path, help="stem of a .json, a .md and a .png file")
     args = parser.parse_args(argv)
 
     bits, neurons, about = read_active(args.trace, None if args.learn is None else args.tokens)
@@ -117,6 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.out is not None:
         Path(f"{args.out}.json").write_text(json.dumps(document) + "\n")
         Path(f"{args.out}.md").write_text(text)
+        plot(document, Path(f"{args.out}.png"))
     print(json.dumps(document))
     return 0
 
@@ -147,6 +149,31 @@ def report(document: dict[str, Any]) -> str:
         read = [column["policies"]["frequency"]["misses"] * conditions["row_nbytes"] / 1e6 for column in columns]
         lines.append("| *frequency, MB a token* | " + " | ".join(f"{nbytes:.2f}" for nbytes in read) + " |")
     return "\n".join(lines) + "\n"
+
+
+def plot(document: dict[str, Any], path: Path) -> None:
+    """Misses a token by capacity, as a share of the active neurons; Belady's MIN is the floor."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    conditions, columns = document["conditions"], document["capacities"]
+    figure, axes = plt.subplots(figsize=(5.6, 3.6), layout="constrained")
+    x = [float(percent) for percent in columns]
+    replayed = next(iter(columns.values()))["policies"]
+    for policy in (name for name in PLOTTED if name in replayed):
+        misses = [column["policies"][policy]["misses"] for column in columns.values()]
+        style = "k-" if policy == "MIN" else "o-" if policy == "frequency" else ".--"
+        axes.plot(x, [count / conditions["active_per_token"] for count in misses], style, label=policy)
+    axes.set_xlabel("neurons cached, %")
+    axes.set_ylabel("misses, share of the active")
+    axes.set_ylim(bottom=0)
+    axes.set_title(
+        f"{conditions['layers']} layers, {'synthetic' if conditions['synthetic'] else 'recorded'} trace", fontsize=9
+    )
+    axes.legend(frameon=False, fontsize=7)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
