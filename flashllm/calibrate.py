@@ -1,19 +1,21 @@
 """Measures a drive and this machine: what batches of direct random reads cost through each backend, sequential reads,
-memory bandwidth, the rate of resident products, and what a layer costs besides.
+memory bandwidth, the rates of resident products and of gathered rows, and what a layer costs besides.
 
 Reads are issued as the engine issues them: a batch of scattered requests of one size, then a barrier. Rounds go over
 all figures, so that a busy neighbour slows every figure and not one. Stores nothing: see `device_store`.
 """
 
 import contextlib
+import itertools
 import os
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -44,6 +46,8 @@ from flashllm.units import format_size
 
 _LEAST_FILE = 1 << 30  # bytes: of a smaller one too much lies in caches that we cannot see (of the drive, of a host)
 _DISK_MARGIN = 1 << 30  # bytes that stay free
+_D_MODEL = 4096  # of the products that are timed: a row of two 16-bit vectors is 16 KiB
+_ACTIVE_SHARE = 0.1  # of the rows cached (paper A, section 3.1)
 _PROMPT = "Once upon a time there was a little dog who lived in a house by the sea."
 
 
@@ -200,25 +204,28 @@ def measure_device(
     FlashIOError where the drive cannot be read, or a scratch file not be written.
     """
     report = progress if progress is not None else lambda what, done, total: None
-    total = options.rounds * (len(options.sizes) + 2) + 3
+    total = options.rounds * (len(options.sizes) + 2) + 4
     report("preparing a file to read", 0, total)
     with file_to_read(path, options.scratch_nbytes) as file:
         reads = _Reads(file, options)
         done = _read_rounds(reads, options, report, total)
-    report("memory", done, total)
-    pool = _core.ThreadPool(threads)
-    dram = _core.read_bandwidth(pool, options.dram_nbytes, options.memory_s)
-    report("resident products", done + 1, total)
-    gemv = {dtype: _gemv_bps(dtype, options, pool) for dtype in WEIGHT_DTYPES}
-    report("the demo model", done + 2, total)
+        report("memory", done, total)
+        pool = _core.ThreadPool(threads)
+        dram = _core.read_bandwidth(pool, options.dram_nbytes, options.memory_s)
+        report("resident products", done + 1, total)
+        gemv = {dtype: _gemv_bps(dtype, options, pool) for dtype in WEIGHT_DTYPES}
+        report("products of gathered rows", done + 2, total)
+        sparse = {dtype: _sparse_bps(dtype, options, pool, file) for dtype in WEIGHT_DTYPES}
+    report("the demo model", done + 3, total)
     overhead = _layer_overhead_s(threads, options.demo_tokens)
-    report("done", done + 3, done + 3)
+    report("done", done + 4, done + 4)
     return DeviceCosts(
         readers=reads.costs(),
         sequential_bps=statistics.median(reads.sequential_bps),
         direct=reads.direct,
         dram_bps=statistics.median(dram),
         gemv_bps=gemv,
+        sparse_bps=sparse,
         layer_overhead_s=overhead,
         threads=threads,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -246,20 +253,72 @@ def _read_rounds(reads: _Reads, options: CalibrationOptions, report: Progress, t
 def _gemv_bps(dtype: str, options: CalibrationOptions, pool: _core.ThreadPool) -> float:
     """Bytes of weights a second in products of one token, over weights that no cache holds."""
     torch_dtype = TORCH_DTYPES[dtype]
-    columns = 4096
-    rows = options.gemv_nbytes // (columns * torch_dtype.itemsize)
-    memory = _core.allocate(rows * columns * torch_dtype.itemsize)
-    weight = torch.from_numpy(memory).view(torch_dtype).reshape(rows, columns)
-    weight.copy_(torch.randn(columns))
+    rows = options.gemv_nbytes // (_D_MODEL * torch_dtype.itemsize)
+    memory = _core.allocate(rows * _D_MODEL * torch_dtype.itemsize)
+    weight = torch.from_numpy(memory).view(torch_dtype).reshape(rows, _D_MODEL)
+    weight.copy_(torch.randn(_D_MODEL))
     linear = _core.Linear(weight, None, pool, _core.Counters())
-    x = torch.full((1, columns), 0.01, dtype=torch_dtype)
+    x = torch.full((1, _D_MODEL), 0.01, dtype=torch_dtype)
     out = torch.empty((1, rows), dtype=torch_dtype)
+    return memory.nbytes / _median_s(lambda: linear.forward(x.data_ptr(), 1, out.data_ptr()), options.memory_s)
+
+
+def _sparse_bps(dtype: str, options: CalibrationOptions, pool: _core.ThreadPool, file: Path) -> float:
+    """Bytes of rows a second in an FFN layer's products of one token, over neurons that are all cached and all fire.
+
+    Nothing is read from `file`: a layer must have one.
+    """
+    torch_dtype = TORCH_DTYPES[dtype]
+    stride = 2 * _D_MODEL * torch_dtype.itemsize
+    neurons = max(1, options.gemv_nbytes // stride)
+    layer = _core.FfnLayer(
+        layer=0,
+        dtype=cast(Any, dtype),
+        stride=stride,
+        d_model=_D_MODEL,
+        num_neurons=neurons,
+        up=0,
+        gate=-1,
+        down=_D_MODEL,
+        activation="relu",
+        cache_policy="window",
+        window=2**30,  # nothing leaves
+        popularity=None,
+        file_offset=0,
+        up_bias=None,
+        down_bias=None,
+        checksums=np.zeros(neurons, np.uint64),
+        rows=_core.allocate(neurons * stride),
+        bypass_rows=None,
+        reader=_core.Reader(1),
+        file=_core.DirectFile(str(file)),
+        pool=pool,
+        counters=_core.Counters(),
+    )
+    # A predictor that names every neuron, so that all rows are taken over into the cache.
+    a, b = torch.zeros((1, _D_MODEL), dtype=torch.float16), torch.zeros((neurons, 1), dtype=torch.float16)
+    layer.set_predictor(a, b, np.ones(neurons, np.float32), 0.0)
+    x, y = torch.full((_D_MODEL,), 0.01, dtype=torch_dtype), torch.empty(_D_MODEL, dtype=torch_dtype)
+    block = torch.full((min(neurons, 256), 2 * _D_MODEL), 0.01, dtype=torch_dtype).view(torch.uint8).numpy()
+    layer.begin_fill(x.data_ptr(), 1)
+    for first in range(0, neurons, len(block)):
+        count = min(len(block), neurons - first)
+        layer.fill_from(block[:count], first, count)
+    random, count = np.random.default_rng(0), max(1, int(_ACTIVE_SHARE * neurons))
+    active = [np.sort(random.choice(neurons, count, replace=False)).astype(np.int32) for _ in range(10)]
+    turn = itertools.cycle(active)
+    seconds = _median_s(lambda: layer.forward_active(x.data_ptr(), next(turn), y.data_ptr()), options.memory_s)
+    return count * stride / seconds
+
+
+def _median_s(run: Callable[[], object], seconds: float) -> float:
+    """Median time of `run`, called three times at least and until `seconds` are over."""
     times: list[float] = []
-    while len(times) < 3 or sum(times) < options.memory_s:
+    while len(times) < 3 or sum(times) < seconds:
         start = time.perf_counter()
-        linear.forward(x.data_ptr(), 1, out.data_ptr())
+        run()
         times.append(time.perf_counter() - start)
-    return memory.nbytes / statistics.median(times)
+    return statistics.median(times)
 
 
 def _layer_overhead_s(threads: int, tokens: int) -> float:

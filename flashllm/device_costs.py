@@ -112,6 +112,7 @@ class DeviceCosts:
     direct: bool  # False: the reads went through the page cache, and tell nothing about the drive
     dram_bps: float  # reading memory, all cores
     gemv_bps: Mapping[str, float]  # weights per second in a resident product of one token, by dtype
+    sparse_bps: Mapping[str, float]  # the same of rows gathered from the neuron cache
     layer_overhead_s: float  # of a token, a layer: interpreter, waking threads, norms
     threads: int  # compute threads measured with
     made: str  # ISO 8601
@@ -121,9 +122,10 @@ class DeviceCosts:
             raise ValueError("readers must not be empty")
         for name in ("sequential_bps", "dram_bps", "layer_overhead_s"):
             _check_cost(name, getattr(self, name))
-        for dtype, rate in self.gemv_bps.items():
-            check_str("gemv_bps", dtype, 80)
-            _check_cost("gemv_bps", rate)
+        for name in ("gemv_bps", "sparse_bps"):
+            for dtype, rate in getattr(self, name).items():
+                check_str(name, dtype, 80)
+                _check_cost(name, rate)
         if type(self.direct) is not bool:
             raise ValueError(f"direct must be true or false, not {str(self.direct)[:80]!r}")
         check_int("threads", self.threads, 1, 2**16)
@@ -158,8 +160,9 @@ class DeviceCosts:
             parts = check_keys(reader, tuple(field.name for field in dataclasses.fields(ReaderCosts)), "readers")
             lists = {name: tuple(check_list(parts[name], name)) for name in ("sizes", "request_s", "cpu_request_s")}
             readers.append(ReaderCosts(**{**parts, **lists}))
-        if not isinstance(fields["gemv_bps"], dict):
-            raise ValueError("gemv_bps must be an object")
+        for name in ("gemv_bps", "sparse_bps"):
+            if not isinstance(fields[name], dict):
+                raise ValueError(f"{name} must be an object")
         return cls(**{**fields, "readers": tuple(readers)})
 
 

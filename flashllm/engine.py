@@ -26,8 +26,7 @@ from flashllm.ffn import FlashFFN, Mode
 from flashllm.manifest import Manifest
 from flashllm.meter import Meter
 from flashllm.model_files import FFN, PLACED, PREDICTORS, RESIDENT, TRACE, checksums_tensor, ffn_tensor
-from flashllm.placed_file import read_orders, rows_of
-from flashllm.placement import Order
+from flashllm.placed_file import read_places
 from flashllm.popularity import read_popularity
 from flashllm.predictor_file import EARLY
 from flashllm.reader import open_reader
@@ -129,13 +128,11 @@ class Engine:
         self.meter.streams.append(self._stream)
         # Single neurons are read from the reordered copy where there is one, dense passes always in the order of ids.
         self._neurons_file, self._neurons_at = self._file, [rows.offset for rows in self._rows]
-        self._row_of: list[Order] | None = None
-        if manifest.permutation is not None and self.ablation.placed:
-            path = directory / PLACED
-            self._neurons_file = _core.DirectFile(str(path), direct=direct)
-            header = read_header(path)
+        self._row_of = read_places(directory, manifest) if self.ablation.placed else None
+        if self._row_of is not None:
+            self._neurons_file = _core.DirectFile(str(directory / PLACED), direct=direct)
+            header = read_header(directory / PLACED)
             self._neurons_at = [header.tensors[ffn_tensor(layer)].offset for layer in layers]
-            self._row_of = [rows_of(order) for order in read_orders(path, manifest.rows, len(layers))]
         self._popularity = read_popularity(directory, manifest)
         self._bypass = _core.allocate(plan.bypass_rows * manifest.rows.stride) if plan.bypass_rows else None
         self.ffns = [self._build_ffn(layer) for layer in layers]

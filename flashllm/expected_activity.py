@@ -4,6 +4,7 @@ From an activity trace, by replaying the cache's policy over it; else from how o
 manifest's mean activity, as if neurons and tokens were independent of each other. Reads nothing but the trace.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ _WARM_UP = 100  # of them not counted: the cache fills
 # c = 1.5, m = 0.1 gives the figures of paper A (24 % active in 5 tokens, 2.4 % new at a window of 4).
 _CONCENTRATION = 1.5
 _ASSUMED_SHARE = 0.1  # of the neurons active where nothing is known (paper A, section 3.1)
-_MAX_WINDOW = 512
+_ASSUMED_RECALL = 0.9  # of the early guess (the demo's; bench/results/early_prediction.json)
 
 Shares = NDArray[np.float32]  # of tokens a neuron is active in
 
@@ -35,6 +36,7 @@ class LayerActivity:
     misses: float
     requests: float  # misses near each other are read together
     rows_read: float  # with those in the gaps
+    foretold: float  # misses that the early guess names, where there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +47,19 @@ class ExpectedActivity:
     source: str
 
 
-def from_trace(trace: Trace, plan: MemoryPlan, popularity: NDArray[np.float32] | None, gap: int) -> ExpectedActivity:
+def from_trace(
+    trace: Trace,
+    plan: MemoryPlan,
+    popularity: NDArray[np.float32] | None,
+    gap: int,
+    places: Sequence[NDArray[np.int32]] | None = None,
+) -> ExpectedActivity:
     """Means over the last of the trace's first tokens, replayed through caches of the plan's size.
 
     Args:
         popularity: [layers, d_ff], what the policy starts from in this model; None where it starts from nothing.
         gap: bytes between two rows that are read through.
+        places: each neuron's row on flash, by layer; None where they lie in the order of ids.
     """
     info = trace.info
     tokens = min(info.num_tokens, REPLAYED_TOKENS)
@@ -66,7 +75,7 @@ def from_trace(trace: Trace, plan: MemoryPlan, popularity: NDArray[np.float32] |
         )
         for layer, rows in enumerate(plan.cache_rows)
     ]
-    sums = np.zeros((info.num_layers, 5))
+    sums = np.zeros((info.num_layers, len(LayerActivity.__dataclass_fields__)))
     for token in range(tokens):
         masks = unpack_bits(trace.token(token), info.num_neurons)
         for layer, cache in enumerate(caches):
@@ -74,12 +83,13 @@ def from_trace(trace: Trace, plan: MemoryPlan, popularity: NDArray[np.float32] |
             misses = np.array(cache.token(np.flatnonzero(active).astype(np.int32)), np.int64)
             if token >= skipped:
                 firing = np.count_nonzero(active & masks[layer, Stream.FIRING])
-                requests = count_requests(misses, plan.row_nbytes, gap)
-                sums[layer] += (np.count_nonzero(active), firing, len(misses), *requests)
+                rows = misses if places is None else np.sort(places[layer][misses]).astype(np.int64)
+                requests = count_requests(rows, plan.row_nbytes, gap)
+                foretold = np.count_nonzero(masks[layer, Stream.EARLY][misses])
+                sums[layer] += (np.count_nonzero(active), firing, len(misses), *requests, foretold)
     means = (sums / (tokens - skipped)).tolist()
-    layers = tuple(
-        LayerActivity(active=row[0], firing=row[1], misses=row[2], requests=row[3], rows_read=row[4]) for row in means
-    )
+    names = tuple(LayerActivity.__dataclass_fields__)
+    layers = tuple(LayerActivity(**dict(zip(names, row, strict=True))) for row in means)
     return ExpectedActivity(layers=layers, source=f"trace: {info.description}")
 
 
@@ -120,7 +130,14 @@ def from_shares(
             misses = float(np.sort(share)[: max(0, neurons - rows)].sum())  # the rarest are not cached
         requests, rows_read = merge(misses, neurons, plan.row_nbytes, gap)
         layers.append(
-            LayerActivity(active=active, firing=active, misses=misses, requests=requests, rows_read=rows_read)
+            LayerActivity(
+                active=active,
+                firing=active,
+                misses=misses,
+                requests=requests,
+                rows_read=rows_read,
+                foretold=_ASSUMED_RECALL * misses,
+            )
         )
     return ExpectedActivity(layers=tuple(layers), source=source)
 

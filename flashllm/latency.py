@@ -1,8 +1,9 @@
 """The time of a token before any token ran: reads, products and what is left, from a memory plan and a calibration.
 
-Per layer: the reader gets one batch for the misses (neighbours merged), while the hits' up products run; everything
-touched in memory is touched once, at the rate of resident products; the interpreter and waking threads cost a fixed
-time. Plain arithmetic; loads and measures nothing.
+Per layer: the reader gets one batch for the misses (neighbours merged), while the hits' up products run; behind it, the
+rows read ahead for the next layer while this one computes. Everything touched in memory is touched once, resident
+weights at the rate of resident products, rows at that of rows gathered. Reads beside products cost processor time. The
+interpreter and waking threads cost a fixed time a layer. Plain arithmetic; loads and measures nothing.
 """
 
 import math
@@ -13,13 +14,14 @@ from typing import Any
 
 from flashllm.architectures import attention_shape, resident_names, spec_of
 from flashllm.budget import MemoryPlan
-from flashllm.device_costs import DeviceCosts, ReaderChoice
+from flashllm.device_costs import DeviceCosts, ReaderChoice, ReaderCosts
 from flashllm.dtypes import WEIGHT_DTYPES
-from flashllm.expected_activity import ExpectedActivity
+from flashllm.expected_activity import ExpectedActivity, LayerActivity
 from flashllm.manifest import Manifest
 from flashllm.model_files import RESIDENT
 from flashllm.safetensors_file import read_header
 
+_USEFUL_GUESSES = 0.75  # of the rows read ahead: bench/LOG.md, "Reading ahead on an early guess"
 TYPICAL_POSITION = 256  # tokens in the KV cache that attention reads, where the context allows as many
 
 
@@ -62,31 +64,95 @@ def estimate_token(
     activity: ExpectedActivity,
     resident_nbytes: int,
 ) -> TokenEstimate:
-    """The expected token. `resident_nbytes`: `product_nbytes` of the model."""
+    """The expected token. `resident_nbytes`: `product_nbytes` of the model.
+
+    Where the model has predictors of the next layer, rows are read ahead if that is faster, as a run finds out too.
+    """
     reader = costs.of(choice.backend, choice.depth)
-    row = manifest.rows.stride
-    matrices = len(manifest.rows.matrices)
-    rate = costs.gemv_bps[manifest.dtype]
-    io = busy = touched = 0.0
-    for layer, rows in zip(activity.layers, plan.cache_rows, strict=True):
-        parts = max(1, math.ceil(layer.active / (rows + plan.bypass_rows)))
-        reading = 0.0
-        if layer.requests:
-            reading = parts * reader.batch(layer.requests / parts, layer.rows_read / layer.requests * row)
-        before_down = (layer.active - layer.misses) * row * (matrices - 1) / matrices
-        io, busy = io + max(0.0, reading - before_down / rate), busy + reading
-        touched += (layer.active * (matrices - 1) + layer.firing) * row / matrices
-    position = min(TYPICAL_POSITION, plan.context)
-    itemsize = WEIGHT_DTYPES[manifest.dtype].itemsize
-    touched += resident_nbytes + plan.predictors + position * attention_shape(config).kv_nbytes_per_token(itemsize)
-    return TokenEstimate(
-        io_s=io,
-        compute_s=touched / rate,
-        overhead_s=manifest.architecture.num_layers * costs.layer_overhead_s,
-        io_busy_s=busy,
-        active=sum(layer.active for layer in activity.layers),
-        misses=sum(layer.misses for layer in activity.layers),
-        requests=sum(layer.requests for layer in activity.layers),
-        bytes_read=sum(layer.rows_read for layer in activity.layers) * row,
-        bytes_touched=touched,
-    )
+    rates = _Rates(manifest, config, plan, costs=costs, reader=reader, resident_nbytes=resident_nbytes)
+    tokens = [rates.token(activity, ahead=False)]
+    if plan.early_rows:
+        tokens.append(rates.token(activity, ahead=True))
+    return min(tokens, key=lambda token: token.total_s)
+
+
+class _Rates:
+    """What a model's rows and resident weights cost on a device; sums up a token layer by layer."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        config: Mapping[str, Any],
+        plan: MemoryPlan,
+        *,
+        costs: DeviceCosts,
+        reader: ReaderCosts,
+        resident_nbytes: int,
+    ) -> None:
+        self._plan, self._costs, self._reader = plan, costs, reader
+        self._row, self._matrices = manifest.rows.stride, len(manifest.rows.matrices)
+        self._sparse_bps = costs.sparse_bps[manifest.dtype]
+        self._num_layers = manifest.architecture.num_layers
+        position = min(TYPICAL_POSITION, plan.context)
+        itemsize = WEIGHT_DTYPES[manifest.dtype].itemsize
+        kv_nbytes = position * attention_shape(config).kv_nbytes_per_token(itemsize)
+        self._resident_nbytes = resident_nbytes + plan.predictors + kv_nbytes
+        self._resident_s = self._resident_nbytes / costs.gemv_bps[manifest.dtype] / self._num_layers
+
+    def token(self, activity: ExpectedActivity, *, ahead: bool) -> TokenEstimate:
+        layers = [
+            self._layer(layer, rows, ahead=ahead and index > 0)
+            for index, (layer, rows) in enumerate(zip(activity.layers, self._plan.cache_rows, strict=True))
+        ]
+        return TokenEstimate(
+            io_s=sum(layer.io_s for layer in layers),
+            compute_s=sum(layer.compute_s for layer in layers),
+            overhead_s=self._num_layers * self._costs.layer_overhead_s,
+            io_busy_s=sum(layer.io_busy_s for layer in layers),
+            active=sum(layer.active for layer in activity.layers),
+            misses=sum(layer.misses for layer in activity.layers),
+            requests=sum(layer.requests for layer in layers),
+            bytes_read=sum(layer.rows_read for layer in layers) * self._row,
+            bytes_touched=sum(self._touched_nbytes(layer) for layer in activity.layers) + self._resident_nbytes,
+        )
+
+    def _touched_nbytes(self, layer: LayerActivity) -> float:
+        """Of the active neurons' rows: the down columns of those that do not fire are left alone."""
+        return (layer.active * (self._matrices - 1) + layer.firing) * self._row / self._matrices
+
+    def _layer(self, layer: LayerActivity, rows: int, *, ahead: bool) -> "_LayerEstimate":
+        products_s = self._resident_s + self._touched_nbytes(layer) / self._sparse_bps
+        if not layer.requests:
+            return _LayerEstimate(0.0, products_s, 0.0, 0.0, 0.0)
+        parts = max(1, math.ceil(layer.active / (rows + self._plan.bypass_rows)))
+        rows_read, per_request = layer.rows_read, layer.rows_read / layer.requests
+        row_s = self._reader.request(per_request * self._row) / per_request
+        row_cpu_s = self._reader.cpu_request(per_request * self._row) / per_request / self._costs.threads
+        # The hits' up products run while the misses fly.
+        hidden_s = (layer.active - layer.misses) * self._row * (self._matrices - 1) / self._matrices / self._sparse_bps
+        demand = rows_read
+        if ahead:
+            # While a layer is computed, the drive reads for the next one; some of it in vain.
+            idle_s = products_s + rows_read * row_cpu_s
+            guessed = min(self._plan.early_rows, idle_s / row_s, layer.foretold / _USEFUL_GUESSES)
+            demand -= guessed * _USEFUL_GUESSES
+            rows_read += guessed * (1 - _USEFUL_GUESSES)
+        demand_s = parts * self._reader.batch(demand / per_request / parts, per_request * self._row)
+        # Reads beside products take processor time from them; those that are waited for do not.
+        beside = 1.0 if ahead else min(1.0, hidden_s / demand_s)
+        return _LayerEstimate(
+            io_s=max(0.0, demand_s - hidden_s),
+            compute_s=products_s + rows_read * row_cpu_s * beside,
+            io_busy_s=demand_s + (rows_read - demand) * row_s,
+            requests=rows_read / per_request,
+            rows_read=rows_read,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerEstimate:
+    io_s: float
+    compute_s: float
+    io_busy_s: float
+    requests: float
+    rows_read: float

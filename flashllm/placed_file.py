@@ -20,7 +20,7 @@ from flashllm import _core
 from flashllm.bundle import RowLayout, row_checksums
 from flashllm.errors import FlashError, FlashIOError, FormatError
 from flashllm.files import HashingWriter, Progress
-from flashllm.manifest import FileEntry, Permutation
+from flashllm.manifest import FileEntry, Manifest, Permutation
 from flashllm.model_files import FFN, PLACED, check_placed_header, ffn_tensor, order_tensor
 from flashllm.placement import Order, place
 from flashllm.safetensors_file import encode_header, open_safetensors, read_header
@@ -90,11 +90,16 @@ def read_orders(path: Path, layout: RowLayout, num_layers: int) -> list[Order]:
     return orders
 
 
-def rows_of(order: Order) -> Order:
-    """Each neuron's row: the inverse of an order."""
-    rows = np.empty_like(order)
-    rows[order] = np.arange(len(order), dtype=order.dtype)
-    return rows
+def read_places(directory: Path, manifest: Manifest) -> list[Order] | None:
+    """Each neuron's row in the copy, by layer; None where the model has none. FormatError as `read_orders`."""
+    if manifest.permutation is None:
+        return None
+    places = []
+    for order in read_orders(directory / PLACED, manifest.rows, manifest.architecture.num_layers):
+        rows = np.empty_like(order)
+        rows[order] = np.arange(len(order), dtype=order.dtype)
+        places.append(rows)
+    return places
 
 
 def _header(layout: RowLayout, num_layers: int) -> bytes:

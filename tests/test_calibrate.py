@@ -45,7 +45,7 @@ def test_every_figure_is_measured(tmp_path, room):
     assert [(reader.backend, reader.depth) for reader in costs.readers] == backends()
     assert all(reader.sizes == (4096, 8192) for reader in costs.readers)
     assert min(costs.sequential_bps, costs.dram_bps, costs.layer_overhead_s) > 0
-    assert set(costs.gemv_bps) == {"float32", "float16", "bfloat16"}
+    assert set(costs.gemv_bps) == set(costs.sparse_bps) == {"float32", "float16", "bfloat16"}
     assert [done for _, done, _ in steps] == sorted(done for _, done, _ in steps)
     assert steps[-1][1] == steps[-1][2]
     assert list(tmp_path.iterdir()) == []
@@ -135,7 +135,7 @@ def test_a_path_that_is_not_there_is_wrong_use(tmp_path, capsys):
 
 def test_the_plan_is_compared_with_a_run(tmp_path, tiny):
     model, store = tiny().path("random"), tmp_path / "devices.json"
-    save_costs(store, device_of(model), device(gemv_bps={"float32": 1e10}))
+    save_costs(store, device_of(model), device(gemv_bps={"float32": 1e10}, sparse_bps={"float32": 1e10}))
     script = Path(__file__).parents[1] / "bench" / "plan_accuracy.py"
     arguments = [str(model), "--memory", "2GB", "--context", "64", "--store", str(store), "--tokens", "14"]
     done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, check=False)

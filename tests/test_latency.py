@@ -44,8 +44,10 @@ def estimate(model, activity, *, max_gap=0, **changes):
     )
 
 
-def activity(active, misses, requests=0.0, rows_read=0.0):
-    layer = LayerActivity(active=active, firing=active, misses=misses, requests=requests, rows_read=rows_read)
+def activity(active, misses, requests=0.0, rows_read=0.0, foretold=0.0):
+    layer = LayerActivity(
+        active=active, firing=active, misses=misses, requests=requests, rows_read=rows_read, foretold=foretold
+    )
     return ExpectedActivity(layers=(layer,) * 3, source="")
 
 
@@ -58,9 +60,9 @@ def test_a_token_is_reads_bytes_and_overhead(model):
     token = estimate(model, activity(40.0, 0.0))
     assert (token.io_s, token.requests, token.bytes_read) == (0, 0, 0)
     heads = plan.kv_cache / plan.context * min(plan.context, 256)
-    touched = 3 * 40 * row + 1_000_000 + plan.predictors + heads
-    assert token.bytes_touched == pytest.approx(touched)
-    assert token.compute_s == pytest.approx(touched / 20e9)
+    resident = 1_000_000 + plan.predictors + heads
+    assert token.bytes_touched == pytest.approx(3 * 40 * row + resident)
+    assert token.compute_s == pytest.approx(3 * 40 * row / 16e9 + resident / 20e9)
     assert token.overhead_s == pytest.approx(3 * 5e-4)
     assert token.total_s == pytest.approx(token.compute_s + token.overhead_s)
 
@@ -68,19 +70,46 @@ def test_a_token_is_reads_bytes_and_overhead(model):
 def test_misses_wait_for_the_reader_beside_the_hits_products(model):
     row = model[1].rows.stride
     some = activity(40.0, 10.0, 8.0, 12.0)
-    token = estimate(model, some)
+    token, without = estimate(model, some), estimate(model, activity(40.0, 0.0))
     assert (token.active, token.misses, token.requests) == (120, 30, 24)
     assert token.bytes_read == 3 * 12 * row
-    assert token.io_busy_s == pytest.approx(3 * (1e-4 + 8 * 1e-5))
-    assert token.io_s == pytest.approx(token.io_busy_s - 3 * 30 * row / 2 / 20e9)
-    assert estimate(model, some, gemv_bps={"float16": 1e6}).io_s == 0  # slow products hide the reads
+    reading, hidden = 1e-4 + 8 * 1e-5, 30 * row / 2 / 16e9
+    assert token.io_busy_s == pytest.approx(3 * reading)
+    assert token.io_s == pytest.approx(3 * (reading - hidden))
+    # Of the reads' processor time (5 us a request over two threads), products lose what flies beside them.
+    assert token.compute_s - without.compute_s == pytest.approx(3 * 8 * 2.5e-6 * hidden / reading, rel=1e-3)
+    assert estimate(model, some, sparse_bps={"float16": 1e6}).io_s == 0  # slow products hide the reads
+
+
+def test_what_is_read_ahead_is_not_waited_for(model):
+    path, manifest, config, plan = model
+    early = path, manifest, config, dataclasses.replace(plan, early_rows=30)
+    some = activity(40.0, 10.0, 10.0, 10.0, 9.0)
+    slow = {"gemv_bps": {"float16": 1e9}}  # products that take longer than the reads
+    plain, ahead = (estimate(one, some, **slow) for one in (model, early))
+    # In all layers but the first: 12 guesses, 9 of them right; one miss is left.
+    row = manifest.rows.stride
+    assert ahead.bytes_read == pytest.approx((30 + 2 * 3) * row)
+    assert ahead.io_s == pytest.approx(plain.io_s - 2 * 9 * 1e-5)
+    assert ahead.compute_s > plain.compute_s  # more reads, all beside products
+    assert ahead.total_s < plain.total_s
+    # Where it would lose, a run switches it off.
+    costly = reader(latency_s=1e-4, sizes=(512, 1 << 20), request_s=(1e-5, 1e-5), cpu_request_s=(1e-3, 1e-3))
+    choice = ReaderChoice(backend="threads", depth=32, max_gap=0, source="default")
+    tokens = [
+        estimate_token(
+            manifest, config, one[3], costs=device(costly), choice=choice, activity=some, resident_nbytes=1_000_000
+        )
+        for one in (model, early)
+    ]
+    assert tokens[0] == tokens[1]
 
 
 def test_a_token_that_outgrows_the_cache_waits_for_each_part(model):
     path, manifest, config, plan = model
     small = dataclasses.replace(plan, cache_rows=(10, 10, 10), bypass_rows=6)
     whole, parts = (
-        estimate((path, manifest, config, one), activity(40.0, 10.0, 8.0, 10.0), gemv_bps={"float16": 1e15})
+        estimate((path, manifest, config, one), activity(40.0, 10.0, 8.0, 10.0), sparse_bps={"float16": 1e15})
         for one in (plan, small)
     )
     assert parts.io_s == pytest.approx(whole.io_s + 3 * 2 * 1e-4)
@@ -180,6 +209,24 @@ def test_a_replay_counts_what_the_cache_misses(model, tmp_path):
     assert [layer.misses for layer in seen] == [0, 0, 1]  # four rows hold two tokens' neurons
     assert [layer.misses for layer in frequent] == [0, 0, pytest.approx(1, abs=0.2)]  # the two of every token stay
     assert seen[2].requests == seen[2].rows_read == 1
+
+
+def test_a_replay_knows_places_and_early_guesses(model, tmp_path):
+    masks = np.zeros((20, 3, 3, 512), bool)
+    groups = np.random.default_rng(0).permutation(512).reshape(64, 8)  # eight fire together, scattered over the ids
+    for token in range(20):
+        masks[token, :, 0, groups[token % 64]] = True
+        masks[token, 1:, 2, groups[token % 64][:6]] = True
+    places = np.empty(512, np.int32)
+    places[groups.reshape(-1)] = np.arange(512)
+    small = dataclasses.replace(model[3], cache_rows=(8, 8, 8), bypass_rows=0, window=1, cache_policy="window")
+    with write_trace(tmp_path / "t", masks) as trace:
+        apart = from_trace(trace, small, None, 0).layers
+        together = from_trace(trace, small, None, 0, [places] * 3).layers
+    assert [layer.misses for layer in together] == [layer.misses for layer in apart] == [8, 8, 8]
+    assert [layer.requests for layer in together] == [1, 1, 1]
+    assert apart[0].requests > 6
+    assert [layer.foretold for layer in together] == [0, 6, 6]
 
 
 def test_a_replay_refuses_ids_out_of_order():

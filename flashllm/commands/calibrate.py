@@ -88,8 +88,9 @@ def _lines(costs: "DeviceCosts") -> list[str]:
     latencies = "".join(f"{reader.latency_s * 1e6:>10.0f} us" for reader in costs.readers)
     lines.append(f"  {'batch':>7} {latencies}")
     lines.append(f"sequential reads {costs.sequential_bps / 1e9:.2f} GB/s, memory {costs.dram_bps / 1e9:.1f} GB/s")
-    rates = ", ".join(f"{dtype} {rate / 1e9:.1f} GB/s" for dtype, rate in costs.gemv_bps.items())
-    lines.append(f"resident products: {rates}; besides, {costs.layer_overhead_s * 1e3:.2f} ms a layer")
+    for what, by_dtype in (("resident products", costs.gemv_bps), ("products of cached neurons", costs.sparse_bps)):
+        lines.append(f"{what}: " + ", ".join(f"{dtype} {rate / 1e9:.1f} GB/s" for dtype, rate in by_dtype.items()))
+    lines.append(f"besides, {costs.layer_overhead_s * 1e3:.2f} ms a layer")
     for row in _ROWS:
         best = costs.best(row)
         gap = best.gap(row)

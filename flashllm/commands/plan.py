@@ -125,6 +125,7 @@ def _activity(
     from flashllm.errors import FormatError
     from flashllm.expected_activity import from_shares, from_trace
     from flashllm.model_files import TRACE
+    from flashllm.placed_file import read_places
     from flashllm.trace import Trace
 
     if trace is None and TRACE not in manifest.files:
@@ -133,7 +134,7 @@ def _activity(
         shape = manifest.architecture.num_layers, manifest.architecture.d_ff
         if (opened.info.num_layers, opened.info.num_neurons) != shape:
             raise FormatError(f"{opened.path}: is no trace of {shape[0]} layers of {shape[1]} neurons, as {path} has")
-        return from_trace(opened, plan, popularity, gap)
+        return from_trace(opened, plan, popularity, gap, read_places(path, manifest))
 
 
 def _document(token: "TokenEstimate", activity: "ExpectedActivity") -> Mapping[str, Any]:
