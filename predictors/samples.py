@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 MAX_DOCUMENT_CHARS = 20_000_000  # a longer one is cut, and counted
 MAX_LINE_NBYTES = 4 * MAX_DOCUMENT_CHARS  # what a line of JSON may take in memory before it is parsed
+LEAST_SAMPLES = 3  # to train on, to calibrate with and to judge by
 CHARS_PER_TOKEN = 8  # of an excerpt: ample for English and byte-level vocabularies
 
 
@@ -147,8 +148,11 @@ def token_rows(
             if len(pack) >= tokens_per_sample:
                 rows.append(pack[:tokens_per_sample])
                 pack = pack[tokens_per_sample:]
-    if not rows:
-        raise DataError(f"the data has no {tokens_per_sample} tokens; lower --tokens-per-sample or give more")
+    if len(rows) < LEAST_SAMPLES:
+        raise DataError(
+            f"the data gives {len(rows)} samples of {tokens_per_sample} tokens, and {LEAST_SAMPLES} are the least; "
+            "lower --tokens-per-sample or give more text"
+        )
     order = rng.permutation(len(rows))[:samples]
     report.used = len(order)
     return np.stack([rows[index] for index in order])

@@ -21,9 +21,9 @@ import torch
 from fit import FitOptions
 from masked import predictor_nbytes
 from numpy.typing import NDArray
-from recipes import parse_ranks
-from samples import DataError, SampleReport, read_hub, read_shards, token_rows
-from trainer import LayerResult, Trainer, TrainOptions
+from recipes import RECIPES, Recipe, parse_ranks
+from samples import LEAST_SAMPLES, DataError, SampleReport, read_hub, read_shards, token_rows
+from trainer import SCRATCH_FILES, LayerResult, Trainer, TrainOptions
 from training_plan import plan_training
 from transformers import AutoTokenizer
 
@@ -40,6 +40,9 @@ from flashllm.progress import ProgressBar
 from flashllm.units import parse_size
 
 LONG_CONTEXT = 512  # tokens: shorter samples than this and the model's context get a note
+IDENTITY = "identity.json"  # in the scratch directory: of which run its files are
+TRAINED = "trained.safetensors"  # there too: the predictors, before they are installed
+RESUMABLE = "what is done is kept; the same command with --resume goes on"
 
 
 def save_predictors(
@@ -89,7 +92,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", help="limit for everything the process holds, e.g. 7GB")
     parser.add_argument("--scratch", type=Path, help="default: MODEL.predictors beside the model")
     parser.add_argument(
-        "--ranks", default="AUTO", help='AUTO, AUTO*2, a rank, "128:1024x4" (last 4 layers), or a recipe'
+        "--ranks",
+        default="AUTO",
+        help=f'AUTO, AUTO*2, a rank, "128:1024x4" (last 4 layers), or a recipe of paper A: {", ".join(RECIPES)}',
     )
     parser.add_argument("--recall", type=float, default=0.97, help="share of truly active neurons to find, per layer")
     parser.add_argument("--bits", type=int, choices=BITS, default=8, help="of a predictor's weights")
@@ -113,7 +118,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def train_options(args: argparse.Namespace) -> TrainOptions:
     """What the arguments ask for. UsageError for values that cannot be."""
-    for name, least in (("samples", 3), ("tokens_per_sample", 2), ("epochs", 0), ("positions", 1), ("window", 1)):
+    least_of = {"samples": LEAST_SAMPLES, "tokens_per_sample": 2, "epochs": 0, "positions": 1, "window": 1}
+    for name, least in least_of.items():
         if getattr(args, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
     for name in ("recall", "early"):
@@ -160,12 +166,35 @@ def scratch_directory(path: Path, *, resume: bool) -> Iterator[None]:
         raise UsageError(f"{path} exists: --resume goes on with it, or remove it")
     path.mkdir(parents=True, exist_ok=True)
     with locked_directory(path, f"{path}: another training is at work here; wait for it to finish"):
-        yield
+        try:
+            scratch_files(path)
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # it stays where there is something to resume
+                path.rmdir()
+
+
+def scratch_files(path: Path) -> list[Path]:
+    """What a training keeps in its scratch directory. UsageError where something else lies there."""
+    own = {file for pattern in (*SCRATCH_FILES, IDENTITY, f".{IDENTITY}.tmp", TRAINED) for file in path.glob(pattern)}
+    for file in path.iterdir():
+        if file not in own:
+            raise UsageError(f"{path} holds {file.name}, which is no training's; choose another --scratch")
+    return sorted(own)
+
+
+def clear_scratch(path: Path) -> None:
+    """Remove a run's files; its identity first, without which the rest is not believed."""
+    (path / IDENTITY).unlink(missing_ok=True)
+    for file in scratch_files(path):
+        file.unlink()
 
 
 def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     options = train_options(args)
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise UsageError(f"--json: {args.json.parent} is no folder")
     directory = resolve_model(args.model, say=lambda line: print(line, file=sys.stderr))
     manifest = Manifest.load(directory)
     if args.threads:
@@ -173,9 +202,7 @@ def run(args: argparse.Namespace) -> int:
     args.scratch = args.scratch or directory.with_name(directory.name + ".predictors")
     with scratch_directory(args.scratch, resume=args.resume):
         summary = train(args, options, directory, manifest)
-        for leftover in args.scratch.iterdir():
-            leftover.unlink()
-    args.scratch.rmdir()
+        clear_scratch(args.scratch)
     summary["seconds"] = time.monotonic() - started
     text = json.dumps(summary)
     if args.json:
@@ -186,14 +213,17 @@ def run(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace, options: TrainOptions, directory: Path, manifest: Manifest) -> dict[str, Any]:
     """Train and install; the report."""
+    recipe, layers = options.recipe, manifest.architecture.num_layers
+    if isinstance(recipe, Recipe) and recipe.num_layers not in (None, layers):
+        raise UsageError(f"--ranks: {recipe.name} is written for {recipe.num_layers} layers, this model has {layers}")
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     rows, report = load_samples(args, tokenizer)
     print(report, file=sys.stderr)
-    mine, known = identity(args, manifest, rows), args.scratch / "identity.json"
-    if known.exists() and known.read_bytes() != mine:
+    mine, known = identity(args, manifest, rows), args.scratch / IDENTITY
+    if not known.exists():
+        clear_scratch(args.scratch)
+    elif known.read_bytes() != mine:
         raise UsageError(f"{args.scratch} is of a run with other options, data or model; remove it to start again")
-    write_atomically(known, mine)
-
     plan = plan_training(
         directory,
         manifest,
@@ -204,6 +234,7 @@ def train(args: argparse.Namespace, options: TrainOptions, directory: Path, mani
         limit=parse_size(args.memory) if args.memory else None,
         scratch=args.scratch,
     )
+    write_atomically(known, mine)
     print(plan.table(), file=sys.stderr, flush=True)
     context = int(read_config(directory).get("max_position_embeddings", rows.shape[1]))
     if rows.shape[1] < min(context, LONG_CONTEXT):
@@ -221,7 +252,7 @@ def train(args: argparse.Namespace, options: TrainOptions, directory: Path, mani
         seconds = trainer.seconds(plan.ranks)
         print(f"about {_duration(seconds)}, by a slice of the work measured here", file=sys.stderr, flush=True)
         results = trainer.run(bar)
-    path = args.scratch / "predictors.safetensors"
+    path = args.scratch / TRAINED
     save_predictors(path, results, manifest, args.bits, {"samples": str(len(rows)), "recall": str(args.recall)})
     calibration = Calibration(
         window=args.window,
@@ -254,6 +285,12 @@ def main(argv: list[str] | None = None) -> int:
     except (FlashError, DataError) as error:
         print(f"train_predictor: error: {error}", file=sys.stderr)
         return getattr(error, "exit_status", 1)
+    except OSError as error:  # a full disk, a folder that may not be written
+        print(f"train_predictor: error: {error} ({RESUMABLE})", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"train_predictor: interrupted; {RESUMABLE}", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

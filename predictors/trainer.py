@@ -27,6 +27,8 @@ from flashllm.svd_predictor import low_rank_predictor
 VALIDATION_SHARE = 0.1
 CALIBRATION_SHARE = 0.1  # of the rest
 EARLY_RANK_DIVISOR = 2  # early predictors take half the memory of the layer's own
+# What is kept in the scratch directory, as patterns; a kill leaves "tmp" files of atomic writes.
+SCRATCH_FILES = ("states.*.bin", "inputs.*.bin", "codes.*.bin", "*.done", ".*.done.tmp", "layer.*.pt", "layer.partial")
 CURVE = (0.8, 0.9, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995)  # recalls of the reported trade-off
 
 

@@ -84,7 +84,7 @@ def plan_training(
     ranks = [
         recipe.rank(shape.d_model, _WASTE, options.bits)
         if isinstance(recipe, AutoRanks)
-        else recipe.rank(layer, architecture.num_layers)
+        else min(recipe.rank(layer, architecture.num_layers), shape.d_model)
         for layer in range(architecture.num_layers)
     ]
     heads, early = int(config.get("num_attention_heads", 1)), options.early_precision is not None

@@ -85,6 +85,8 @@ def test_too_little_text_is_an_error(tmp_path):
         rows_of([shard(tmp_path / "a.jsonl", ["", b"x"])])
     with pytest.raises(DataError, match="lower --tokens-per-sample"):
         rows_of([shard(tmp_path / "b.jsonl", ["two words"])])
+    with pytest.raises(DataError, match="gives 2 samples of 8 tokens, and 3 are the least"):
+        rows_of([shard(tmp_path / "c.jsonl", ["one two three four five six seven"] * 2)])
 
 
 def test_equal_seeds_give_equal_rows(tmp_path):

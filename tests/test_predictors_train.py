@@ -139,6 +139,65 @@ def test_scratch_of_another_run_is_not_resumed(bare, data, tmp_path, capsys):
     assert "other options" in capsys.readouterr().err
 
 
+def test_what_fails_before_the_work_leaves_nothing_to_remove(bare, data, tmp_path, capsys):
+    model, scratch = bare(), tmp_path / "scratch"
+    for options in (["--data-files", str(tmp_path / "absent")], ["--memory", "100MB"], ["--json", "no/folder.json"]):
+        assert train(model, data, "--scratch", str(scratch), *options) in (1, 2)
+        assert not scratch.exists()
+    assert "no is no folder" in capsys.readouterr().err
+    assert train(model, data, "--scratch", str(scratch)) == 0
+
+
+def test_scratch_that_holds_other_files_is_left_alone(bare, data, tmp_path, capsys):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    for name in ("pytorch_model.bin", "predictors.safetensors"):
+        (scratch / name).write_text("mine")
+        assert train(bare(name), data, "--scratch", str(scratch), "--resume") == 2
+        assert f"holds {name}" in capsys.readouterr().err
+        (scratch / name).unlink()
+
+
+def test_a_kill_while_tidying_up_leaves_nothing_that_is_believed(bare, data, tmp_path):
+    """The identity goes first; what other options find without one they do not use."""
+    whole, again, scratch = bare("whole"), bare("again"), tmp_path / "scratch"
+    assert train(whole, data) == 0
+    scratch.mkdir()
+    for name in ("passed.001.done", "layer.000.pt", "states.002.bin", "trained.safetensors"):
+        (scratch / name).write_bytes(b"of another run")
+    assert train(again, data, "--scratch", str(scratch), "--resume") == 0
+    assert (again / PREDICTORS).read_bytes() == (whole / PREDICTORS).read_bytes()
+    assert not scratch.exists()
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_full_disk_and_ctrl_c_end_in_a_line_and_resume(bare, data, monkeypatch, capsys, error):
+    model, whole = bare(), bare("whole")
+    assert train(whole, data) == 0
+    status, message = (1, "No space left") if error is OSError else (130, "interrupted")
+
+    def fail(*_args):
+        raise error(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_fit_layer", fail)
+        assert train(model, data) == status
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert message in last
+    assert "--resume" in last
+    assert train(model, data, "--resume") == 0
+    assert (model / PREDICTORS).read_bytes() == (whole / PREDICTORS).read_bytes()
+
+
+def test_a_recipe_needs_its_number_of_layers_and_no_more_than_the_width(bare, data, monkeypatch, capsys):
+    model = bare()
+    assert train(model, data, "--ranks", "opt-6.7b") == 2
+    assert "written for 32 layers, this model has 3" in capsys.readouterr().err
+    assert train(model, data, "--ranks", "8:9999x1") == 0
+    widths = {layer["rank"] for layer in json.loads(capsys.readouterr().out)["layers"]}
+    assert widths == {8, Manifest.load(model).architecture.d_model}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
