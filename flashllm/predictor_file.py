@@ -12,7 +12,7 @@
 Plain numpy; opens no files.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,9 +89,12 @@ def predictor_bytes(
 
 
 def encode_predictors(
-    predictors: Sequence[StoredPredictor], bits: int, model_sha256: str, metadata: Mapping[str, str]
+    predictors: Iterable[StoredPredictor], bits: int, model_sha256: str, metadata: Mapping[str, str]
 ) -> Iterator[NDArray[np.uint8] | bytes]:
-    """A whole file; equal predictors give equal bytes. Wider elements come first, so that all are aligned."""
+    """A whole file; equal predictors give equal bytes. Wider elements come first, so that all are aligned.
+
+    Memory: the file's bytes, and one predictor.
+    """
     entries: list[tuple[tuple[str, str, tuple[int, ...]], NDArray[Any]]] = []
     for p in predictors:
         arrays: list[NDArray[Any]]

@@ -7,6 +7,7 @@ not fire in the last tokens, which a cache of that window lacks. Thresholds are 
 The last line of stdout is one JSON document.
 """
 
+import flashllm  # noqa: F401  # isort: skip: before torch, whose threads then sleep between products
 import argparse
 import itertools
 import json

@@ -6,13 +6,14 @@ next layer. Finished steps are kept in the scratch directory, so a killed run re
 results it would have had. Installs the predictors and the calibrated cache need into the model directory.
 """
 
+import flashllm  # noqa: F401  # isort: skip: before torch, whose threads then sleep between products
 import argparse
 import contextlib
 import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,19 @@ RESUMABLE = "what is done is kept; the same command with --resume goes on"
 
 
 def save_predictors(
-    path: Path, results: list[LayerResult], manifest: Manifest, bits: int, metadata: dict[str, str]
+    path: Path, results: Iterable[LayerResult], manifest: Manifest, bits: int, metadata: dict[str, str]
 ) -> None:
     """Write the predictor file of the model that `manifest` describes; equal predictors give equal bytes."""
-    stored = []
-    for layer, result in enumerate(results):
-        for p, early in ((result.predictor, False), (result.early, True)):
-            if p is not None:
-                values = {"a": p.a.numpy(), "b": p.b.numpy(), "bias": p.bias.numpy(), "threshold": p.threshold}
-                stored.append(StoredPredictor(layer=layer, early=early, **values))
+
+    def stored() -> Iterator[StoredPredictor]:
+        for layer, result in enumerate(results):
+            for p, early in ((result.predictor, False), (result.early, True)):
+                if p is not None:
+                    values = {"a": p.a.numpy(), "b": p.b.numpy(), "bias": p.bias.numpy(), "threshold": p.threshold}
+                    yield StoredPredictor(layer=layer, early=early, **values)
+
     with open(path, "wb") as file:
-        for data in encode_predictors(stored, bits, manifest.files[FFN].sha256, metadata):
+        for data in encode_predictors(stored(), bits, manifest.files[FFN].sha256, metadata):
             file.write(data)
 
 
@@ -217,8 +220,8 @@ def train(args: argparse.Namespace, options: TrainOptions, directory: Path, mani
     if isinstance(recipe, Recipe) and recipe.num_layers not in (None, layers):
         raise UsageError(f"--ranks: {recipe.name} is written for {recipe.num_layers} layers, this model has {layers}")
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    rows, report = load_samples(args, tokenizer)
-    print(report, file=sys.stderr)
+    rows, data = load_samples(args, tokenizer)
+    print(data, file=sys.stderr)
     mine, known = identity(args, manifest, rows), args.scratch / IDENTITY
     if not known.exists():
         clear_scratch(args.scratch)
@@ -245,28 +248,28 @@ def train(args: argparse.Namespace, options: TrainOptions, directory: Path, mani
             file=sys.stderr,
         )
     model = FlashModel.from_pretrained(
-        directory, memory=plan.model_limit, mode="dense", threads=args.threads, context=rows.shape[1]
+        directory, memory=plan.model, mode="dense", threads=args.threads, context=rows.shape[1]
     )
     with model.engine, ProgressBar("train", unit="tokens") as bar:
         trainer = Trainer(options, model, rows, plan.shape, args.scratch)
         seconds = trainer.seconds(plan.ranks)
         print(f"about {_duration(seconds)}, by a slice of the work measured here", file=sys.stderr, flush=True)
-        results = trainer.run(bar)
-    path = args.scratch / TRAINED
+        reports = trainer.run(bar)
+    path, results = args.scratch / TRAINED, map(trainer.result, range(len(reports)))
     save_predictors(path, results, manifest, args.bits, {"samples": str(len(rows)), "recall": str(args.recall)})
     calibration = Calibration(
         window=args.window,
-        mean_active=tuple(result.report["mean_active"] for result in results),
-        req=tuple(result.report["req"] for result in results),
+        mean_active=tuple(report["mean_active"] for report in reports),
+        req=tuple(report["req"] for report in reports),
         tokens=(trainer.split.end - trainer.split.validation) * plan.shape.kept,
         text="validation share of the predictors' training samples",
     )
     installed = install_predictors(directory, path, calibration)
     own_nbytes, early_nbytes = predictor_nbytes(path)
     return {
-        "layers": [result.report for result in results],
+        "layers": reports,
         "samples": len(rows),
-        "data": str(report),
+        "data": str(data),
         "bits": args.bits,
         "predictor_bytes": own_nbytes,
         "early_predictor_bytes": early_nbytes,

@@ -113,26 +113,34 @@ class Trainer:
         heads = 1 if self._options.early_precision is None else 2 - 1 / layers
         probing = per_svd if isinstance(self._options.recipe, AutoRanks) else 0.0
         per_layer = len(self._rows) / self._batch * per_batch + heads * fitting + probing
-        return per_layer * sum(self._saved(layer) is None for layer in range(layers))
+        return per_layer * sum(not self._path(layer).exists() for layer in range(layers))
 
-    def run(self, progress: ProgressBar) -> list[LayerResult]:
-        """Every layer's result, those of earlier runs included."""
-        layers, results = self._architecture.num_layers, []
+    def run(self, progress: ProgressBar) -> list[dict[str, Any]]:
+        """Every layer's report, those of earlier runs included. Predictors wait on disk: see `result`."""
+        layers, reports = self._architecture.num_layers, []
         units = self._shape.samples * self._shape.tokens  # tokens through a layer: the measure of progress
         self._embed()
         for layer in range(layers):
-            saved = self._saved(layer)
-            if saved is None:
+            if not self._path(layer).exists():
                 began = time.monotonic()
-                saved = self._layer(
+                made = self._layer(
                     layer, lambda done, at=layer: progress(f"layer {at}", at * units + done, layers * units)
                 )
-                saved.report["seconds"] = seconds = time.monotonic() - began
-                self._save(layer, saved)
-                print(describe(layer, saved.report, (layers - layer - 1) * seconds), file=sys.stderr, flush=True)
-            results.append(saved)
+                made.report["seconds"] = seconds = time.monotonic() - began
+                self._save(layer, made)
+                print(describe(layer, made.report, (layers - layer - 1) * seconds), file=sys.stderr, flush=True)
+                del made
+            reports.append(self.result(layer).report)
             progress(f"layer {layer}", (layer + 1) * units, layers * units)
-        return results
+        return reports
+
+    def result(self, layer: int) -> LayerResult:
+        """Of a finished layer, from its file: all of them together would take more memory than the largest step."""
+        saved = torch.load(self._path(layer), weights_only=True)
+        early = saved["early"]
+        return LayerResult(
+            LayerPredictor(**saved["predictor"]), None if early is None else LayerPredictor(**early), saved["report"]
+        )
 
     def _embed(self) -> None:
         """The states that enter layer 0, where no run came further; and what layers are called with."""
@@ -272,15 +280,8 @@ class Trainer:
         for first in range(0, len(self._rows), self._batch):
             yield first, self._rows[first : first + self._batch]
 
-    def _saved(self, layer: int) -> LayerResult | None:
-        path = self._scratch / f"layer.{layer:03d}.pt"
-        if not path.exists():
-            return None
-        saved = torch.load(path, weights_only=True)
-        early = saved["early"]
-        return LayerResult(
-            LayerPredictor(**saved["predictor"]), None if early is None else LayerPredictor(**early), saved["report"]
-        )
+    def _path(self, layer: int) -> Path:
+        return self._scratch / f"layer.{layer:03d}.pt"
 
     def _save(self, layer: int, result: LayerResult) -> None:
         partial = self._scratch / "layer.partial"
@@ -288,7 +289,7 @@ class Trainer:
             torch.save(dataclasses.asdict(result), file)
             file.flush()
             os.fsync(file.fileno())
-        partial.rename(self._scratch / f"layer.{layer:03d}.pt")
+        partial.rename(self._path(layer))
         self._states.forget(layer)
         self._record.forget_codes(layer)
         if self._options.early_precision is None:

@@ -27,7 +27,10 @@ _WASTE = 0.1  # of the rule for ranks, for the estimates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """Bytes. `model` is the plan of the loaded model with its libraries, `work` the largest step's."""
+    """Bytes. `model` is what the loaded model may take with its libraries, `work` the largest step's.
+
+    The model gets no more than it needs: its passes are dense, and a cache of neurons would do nothing.
+    """
 
     shape: PassShape
     ranks: list[int]  # by layer, as far as they are known before the layer is measured
@@ -39,11 +42,6 @@ class TrainingPlan:
     @property
     def total_nbytes(self) -> int:
         return self.model + self.work
-
-    @property
-    def model_limit(self) -> int | None:
-        """What the loaded model may take of the limit: all that training leaves."""
-        return None if self.limit is None else self.limit - self.work
 
     def table(self) -> str:
         """What is printed before work begins."""

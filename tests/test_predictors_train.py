@@ -108,6 +108,28 @@ def test_memory_decides_nothing_but_whether_it_runs(bare, data, capsys):
     assert PREDICTORS not in Manifest.load(small).files
 
 
+@pytest.mark.parametrize("script", ["train_predictor", "evaluate", "early_prediction"])
+def test_flashllm_is_imported_before_torch(script):
+    """Else torch's threads spin between products, and two programs on one machine stop each other."""
+    code = f"import {script}, sys; names = list(sys.modules); sys.exit(names.index('flashllm') > names.index('torch'))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent, check=False).returncode == 0
+
+
+def test_the_model_takes_no_more_than_it_needs_of_the_limit(bare, data, monkeypatch):
+    """Dense passes have no use for cached neurons; what is left of the limit is not theirs to fill."""
+    given, real = [], FlashModel.from_pretrained
+
+    def spy(directory, *, memory, **options):
+        given.append(memory)
+        return real(directory, memory=memory, **options)
+
+    monkeypatch.setattr(FlashModel, "from_pretrained", spy)
+    assert train(bare("a"), data, "--memory", "3GB") == 0
+    assert train(bare("b"), data) == 0
+    assert given[0] == pytest.approx(given[1], abs=100_000_000)  # the process has grown in between
+    assert max(given) < 2_000_000_000
+
+
 @pytest.mark.parametrize("kill_at", ["embedded.done", "passed.000.done", "layer.000.pt", "passed.002.done"])
 def test_a_killed_run_resumes_with_the_same_results(bare, data, tmp_path, kill_at):
     whole, killed, early = bare("whole"), bare("killed"), ("--early", "0.5")
