@@ -4,11 +4,13 @@ Works offline on any converted model. Everything is computed in batched dense pa
 (`masked`), which is the function the engine computes. The last line of stdout is one JSON document.
 """
 
+import flashllm  # noqa: F401  # isort: skip: before torch, whose threads then sleep between products
 import argparse
 import gzip
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,17 @@ from transformers import AutoTokenizer
 
 from flashllm import FlashModel
 from flashllm.budget import DEFAULT_WINDOW
-from flashllm.demo import resolve_model
+from flashllm.demo import device_store_path, resolve_model
 from flashllm.errors import FlashError, UsageError
 from flashllm.manifest import Manifest
 from flashllm.model import read_config
 from flashllm.model_files import PREDICTORS
 from flashllm.progress import ProgressBar
+from flashllm.reader import find_costs
 from flashllm.untrained import default_rank
 
 SAMPLE = Path(__file__).with_name("text_sample.txt")
+DEFAULT_BANDWIDTH = 1.0  # GB/s, of a drive that was never calibrated
 RUNS = (1, 2, 5, 10, 20, 50, 100, 200)  # tokens, of the aggregated usage
 PROMPTS = ("Once upon a time there was a", "The old man opened the door and", "She looked at the letter and said")
 
@@ -122,6 +126,22 @@ def layer_reports(
     return layers, figures
 
 
+ReadTime = Callable[[list[float]], float]  # bytes that each layer reads for a token -> seconds
+
+
+def read_time(directory: Path, stride: int, bandwidth: float | None) -> tuple[ReadTime, str]:
+    """What reading costs, and by what it is known: `bandwidth` (GB/s), or the drive's calibration, or a round number.
+
+    By the calibration a layer's rows are a batch of requests of `stride` bytes and a barrier.
+    """
+    costs = find_costs(directory, device_store_path())[0] if bandwidth is None else None
+    if costs is not None and costs.direct:
+        reader = costs.best(stride)
+        return lambda layers: sum(reader.batch(nbytes / stride, stride) for nbytes in layers), "the drive's calibration"
+    rate = DEFAULT_BANDWIDTH if bandwidth is None else bandwidth
+    return lambda layers: sum(layers) / rate / 1e9, f"{rate:g} GB/s"
+
+
 def threshold_curve(
     model: MaskedModel,
     ids: torch.Tensor,
@@ -130,7 +150,7 @@ def threshold_curve(
     recalls: list[float],
     max_tokens: int,
     window: int,
-    bandwidth: float,
+    seconds: ReadTime,
 ) -> list[dict[str, float]]:
     """Paper A, table 4: thresholds fitted on the first half of the windows, everything else measured on the second."""
     half = len(ids) // 2
@@ -154,7 +174,7 @@ def threshold_curve(
     points = []
     for recall in recalls:
         layers, _ = layer_reports(model, judged, sets[f"{recall:g}"], max_tokens, window)
-        nbytes = sum(layer["flash_bytes_per_token"] for layer in layers)
+        nbytes = [layer["flash_bytes_per_token"] for layer in layers]
         score = scores[f"{recall:g}"]
         points.append(
             {
@@ -162,8 +182,8 @@ def threshold_curve(
                 "recall": 1 - float(np.mean([layer["false_negative"] for layer in layers])),
                 "true_share": float(np.mean([layer["true_share"] for layer in layers])),
                 "predicted_share": float(np.mean([layer["predicted_share"] for layer in layers])),
-                "flash_bytes_per_token": nbytes,
-                "io_ms_per_token": 1e3 * nbytes / bandwidth,
+                "flash_bytes_per_token": sum(nbytes),
+                "io_ms_per_token": 1e3 * seconds(nbytes),
                 "perplexity": score.perplexity,
                 "perplexity_dense": scores[Variant.DENSE].perplexity,
                 "kl": score.kl / score.tokens,
@@ -201,7 +221,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--curve", action="store_true", help="recall, density, bytes and perplexity by threshold")
     parser.add_argument("--recalls", type=float, nargs="+", default=[0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995])
     parser.add_argument("--window", type=int, default=DEFAULT_WINDOW, help="tokens, of the cache (flash bytes)")
-    parser.add_argument("--bandwidth", type=float, default=1.0, help="GB/s of flash, for expected I/O times")
+    parser.add_argument(
+        "--bandwidth", type=float, help="GB/s of flash, for expected I/O times; default: this drive's calibration"
+    )
     parser.add_argument("--samples", type=int, default=0, help="new tokens of the texts side by side; 0: none")
     parser.add_argument("--memory", help="limit for the model, e.g. 7GB")
     parser.add_argument("--threads", type=int)
@@ -218,6 +240,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     unknown = sorted(set(tasks) - set(TASKS))
     if unknown:
         raise UsageError(f"--tasks: {unknown[0]!r} is not one of {', '.join(TASKS)}")
+    for name in ("json", "markdown"):
+        path = getattr(args, name)
+        if path and not path.absolute().parent.is_dir():
+            raise UsageError(f"--{name}: {path.parent} is no folder")
     directory = resolve_model(args.model, say=lambda line: print(line, file=sys.stderr))
     manifest = Manifest.load(directory)
     context = int(read_config(directory).get("max_position_embeddings", 512))
@@ -270,8 +296,9 @@ def _measure(
             # Exactly those that fire are exactly the neurons that count: the oracle's answers are the dense model's.
             found[Variant.ORACLE] = found[Variant.DENSE]
             scores[name] = task_report(found)
-    nbytes = sum(layer["flash_bytes_per_token"] for layer in layers)
+    nbytes = [layer["flash_bytes_per_token"] for layer in layers]
     engine = model.model.engine
+    seconds, known_by = read_time(engine.directory, engine.manifest.rows.stride, args.bandwidth)
     has_file = PREDICTORS in engine.manifest.files
     own_nbytes, early_nbytes = predictor_nbytes(engine.directory / PREDICTORS) if has_file else (0, 0)
     report: dict[str, Any] = {
@@ -283,8 +310,9 @@ def _measure(
         "agreement": agreement(scores),
         "texts": reports,
         "window": args.window,
-        "flash_bytes_per_token": nbytes,
-        "io_ms_per_token": nbytes / args.bandwidth / 1e6,
+        "flash_bytes_per_token": sum(nbytes),
+        "io_ms_per_token": 1e3 * seconds(nbytes),
+        "io_by": known_by,
         "predictor_bytes": own_nbytes,
         "early_predictor_bytes": early_nbytes,
         "model_bytes": sum(entry.nbytes for entry in engine.manifest.files.values()),
@@ -297,7 +325,7 @@ def _measure(
             recalls=args.recalls,
             max_tokens=args.layer_tokens,
             window=args.window,
-            bandwidth=args.bandwidth * 1e9,
+            seconds=seconds,
         )
     if args.samples:
         report["samples"] = texts_side_by_side(model, tokenizer, args.samples)

@@ -28,7 +28,8 @@ def markdown(report: dict[str, Any]) -> str:
             normalised = task["accuracy_normalised"][variant]
             lines.append(f"| {name} | {task['items']} | {variant} | {accuracy:.1%} | {normalised:.1%} | {agrees} |")
     if "curve" in report:
-        lines += ["", "## Thresholds", "", "| recall | predicted | flash kB/token | I/O ms/token | perplexity | KL |"]
+        lines += ["", f"## Thresholds (window of {report['window']} tokens; I/O by {report['io_by']})"]
+        lines += ["", "| recall | predicted | flash kB/token | I/O ms/token | perplexity | KL |"]
         lines.append("| --- " * 6 + "|")
         for p in report["curve"]:
             lines.append(

@@ -6,12 +6,14 @@ import predictors_path  # noqa: F401
 import pytest
 import torch
 from activity import aggregated_usage, friends, layer_activity, new_rows_per_token
-from evaluate import main
+from evaluate import main, read_time
 from masked import MaskedModel, Variant, load_predictors, untrained
 from scoring import score_items, score_text, windows
 from tasks import TASKS, Item, load_items
 from transformers import AutoTokenizer
 
+from flashllm.device_costs import DeviceCosts, ReaderCosts
+from flashllm.device_store import device_of, save_costs
 from flashllm.manifest import Manifest
 from flashllm.model_files import PREDICTORS
 
@@ -203,7 +205,8 @@ def test_the_report_has_the_fields_others_build_on(tiny, tmp_path, capsys):
     out, page, plots = tmp_path / "o.json", tmp_path / "o.md", tmp_path / "plots"
     model = str(tiny("float16").path("random"))
     arguments = ["--threads", "1", "--length", "32", "--tokens", "256", "--layer-tokens", "64", "--curve"]
-    arguments += ["--recalls", "0.9", "0.99", "--tasks", "arc_easy", "--tasks-dir", str(tmp_path), "--samples", "3"]
+    arguments += ["--recalls", "0.9", "0.99", "--tasks", "arc_easy", "--tasks-dir", str(tmp_path)]
+    arguments += ["--samples", "3", "--bandwidth", "2"]
     arguments += ["--json", str(out), "--markdown", str(page), "--plots", str(plots)]
     assert main([model, *arguments]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -215,15 +218,36 @@ def test_the_report_has_the_fields_others_build_on(tiny, tmp_path, capsys):
     assert report["kl"]["trained"] > report["kl"]["oracle"]
     assert report["tasks"]["arc_easy"]["items"] == 3
     assert report["curve"][0]["predicted_share"] < report["curve"][1]["predicted_share"]
-    assert report["curve"][0]["io_ms_per_token"] > 0
+    assert report["curve"][0]["io_ms_per_token"] == pytest.approx(report["curve"][0]["flash_bytes_per_token"] / 2e6)
+    assert report["io_by"] == "2 GB/s"
     assert "appendix" not in page.read_text()
     assert {path.name for path in plots.iterdir()} >= {"preactivations.png", "usage.png", "coactivation.png"}
+
+
+def test_read_times_come_from_the_drives_calibration(tmp_path, monkeypatch):
+    reader = ReaderCosts(
+        backend="threads", depth=32, latency_s=1e-3, sizes=(4096,), request_s=(1e-5,), cpu_request_s=(1e-6,),
+        gap_nbytes=0.0,
+    )  # fmt: skip
+    costs = DeviceCosts(
+        readers=(reader,), sequential_bps=1e9, direct=True, dram_bps=1e10, gemv_bps={}, layer_overhead_s=0.0, threads=1,
+        made="2026-11-21T00:00:00",
+    )  # fmt: skip
+    monkeypatch.setattr("evaluate.device_store_path", lambda: tmp_path / "devices.json")
+    seconds, known_by = read_time(tmp_path, 4096, None)
+    assert (seconds([2e9, 1e9]), known_by) == (pytest.approx(3.0), "1 GB/s")
+    save_costs(tmp_path / "devices.json", device_of(tmp_path), costs)
+    seconds, known_by = read_time(tmp_path, 4096, None)
+    assert seconds([4096 * 100, 4096 * 50]) == pytest.approx(2e-3 + 150e-5)  # a barrier a layer
+    assert known_by == "the drive's calibration"
+    assert read_time(tmp_path, 4096, 2.0)[1] == "2 GB/s"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--tasks", "chess"], "not one of hellaswag"),
+        (["--json", "absent/report.json"], "absent is no folder"),
         (["--text", "absent.txt"], "cannot be read"),
         (["--tasks", "piqa", "--tasks-dir", "absent"], "absent"),
     ],
