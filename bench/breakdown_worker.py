@@ -97,6 +97,7 @@ def flash(settings: dict[str, Any]) -> dict[str, Any]:
             "plan": plan.as_dict(),
             "shape": shape,
             "window_held": float(np.mean([ffn.native.current_window for ffn in engine.ffns])),
+            "decoding": engine.decoding,
             "ablation": dataclasses.asdict(engine.ablation),
             "text_ids": session.tokens[settings["prompt_tokens"] :][:20],
             "peak_rss_bytes": peak_process_nbytes(),

@@ -119,6 +119,20 @@ class Linear:
     def forward(self, x: int, tokens: int, out: int) -> None: ...
     def forward_many(self, x: int, tokens: int, out: int) -> None: ...
 
+class LayerNorm:
+    def __init__(
+        self,
+        width: int,
+        epsilon: float,
+        weight: NDArray[np.float32] | None,
+        bias: NDArray[np.float32] | None,
+        dtype: Dtype,
+        pool: ThreadPool,
+        counters: Counters,
+        simd: Simd = "auto",
+    ) -> None: ...
+    def forward(self, x: int, rows: int, out: int) -> None: ...
+
 class DenseFfn:
     def __init__(
         self,
@@ -248,3 +262,34 @@ class FfnLayer:
     def capacity(self) -> int: ...
     @property
     def has_predictor(self) -> bool: ...
+
+class Decoder:
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        context: int,
+        batch: int,
+        dtype: Dtype,
+        query_scale: float,
+        pool: ThreadPool,
+        counters: Counters,
+        simd: Simd = "auto",
+    ) -> None: ...
+    def add_layer(
+        self,
+        *,
+        norm: LayerNorm,
+        query: Linear,
+        key: Linear,
+        value: Linear,
+        out: Linear,
+        ffn_norm: LayerNorm,
+        ffn: FfnLayer,
+        keys: Any,
+        values: Any,
+    ) -> None: ...
+    def forward(self, layer: int, x: int, sequences: int, position: int, out: int) -> None: ...

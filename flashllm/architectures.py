@@ -48,6 +48,22 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderBlock:
+    """Submodules of a decoder layer that computes h += out(attention(q, k, v of norm(h))), then h += FFN(ffn_norm(h)).
+
+    With layer norms, queries scaled by head_dim^-0.5 before their products and positions that are part of h: what the
+    native core runs in one call (flashllm/csrc/decoder.h).
+    """
+
+    norm: str
+    query: str
+    key: str
+    value: str
+    out: str
+    ffn_norm: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ArchitectureSpec:
     """One architecture. Tensor names are the causal-LM class's state_dict names with "{i}" for the layer."""
 
@@ -72,6 +88,7 @@ class ArchitectureSpec:
     ffn_module: str  # the submodule of a layer that the streaming FFN replaces
     silenced_modules: tuple[str, ...] = ()  # submodules whose work it does too
     parallel_attention: bool = False  # the FFN reads the same input as the attention
+    decoder_block: DecoderBlock | None = None  # None: a layer's modules run one by one
     num_layers_key: str
     d_model_key: str
     d_ff_key: str
@@ -93,6 +110,11 @@ class ArchitectureSpec:
         """Name pattern of each FFN matrix, in the order of a row: up, gate (if any), down."""
         gate = {} if self.gate_weight is None else {"gate": self.gate_weight}
         return {"up": self.up_weight, **gate, "down": self.down_weight}
+
+    @property
+    def decoding(self) -> str:
+        """How a layer runs at one new token, with predictors: for people and records."""
+        return "module by module" if self.decoder_block is None else "one call a layer"
 
     def ffn_biases(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Name patterns of the FFN biases a model of this (complete) config has."""
@@ -140,6 +162,14 @@ OPT = ArchitectureSpec(
     layers_module="model.decoder.layers",
     ffn_module="fc1",  # OPT keeps fc1, activation_fn and fc2 inline in the layer
     silenced_modules=("activation_fn", "fc2"),
+    decoder_block=DecoderBlock(
+        norm="self_attn_layer_norm",
+        query="self_attn.q_proj",
+        key="self_attn.k_proj",
+        value="self_attn.v_proj",
+        out="self_attn.out_proj",
+        ffn_norm="final_layer_norm",
+    ),
     activation_key="activation_function",
     activations={"relu": "relu"},
     num_layers_key="num_hidden_layers",

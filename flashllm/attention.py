@@ -27,21 +27,27 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tr
     """Keys and values of one layer: views [batch, kv_heads, context, head_dim] of memory allocated at load."""
 
     is_croppable = True
-    keys: torch.Tensor  # [batch, kv_heads, length, head_dim]: what transformers sees
-    values: torch.Tensor
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:  # the base class sets what is computed here
         self._all_keys, self._all_values = keys, values
         self.length = 0
         self.batch = keys.shape[0]
         self.is_initialized = True
         self._closed = False
-        self._show()
 
-    def _show(self) -> None:
-        self.keys = self._span(self._all_keys, 0, self.length)
-        self.values = self._span(self._all_values, 0, self.length)
+    @property
+    def keys(self) -> torch.Tensor:  # type: ignore[override]
+        """[batch, kv_heads, length, head_dim]: what transformers sees."""
+        return self._span(self._all_keys, 0, self.length)
+
+    @property
+    def values(self) -> torch.Tensor:  # type: ignore[override]
+        """As `keys`."""
+        return self._span(self._all_values, 0, self.length)
+
+    def lies_in(self, keys: torch.Tensor) -> bool:
+        """Whether this layer's keys are kept in the tensor `keys`, and not let go of."""
+        return self._all_keys is keys
 
     def _span(self, states: torch.Tensor, start: int, length: int) -> torch.Tensor:
         """View of some positions. Once a layer a token: `narrow` costs a fraction of an index expression."""
@@ -56,9 +62,15 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tr
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends [batch, kv_heads, tokens, head_dim]; returns views of all cached positions."""
+        start = self.claim(key_states.shape[0], key_states.shape[2])
+        self._span(self._all_keys, start, self.length - start).copy_(key_states)
+        self._span(self._all_values, start, self.length - start).copy_(value_states)
+        return self.keys, self.values
+
+    def claim(self, batch: int, new: int) -> int:
+        """Room for `new` more positions of `batch` sequences, theirs to fill; returns the first. Raises ContextFull."""
         if self._closed:
             raise UsageError("this KV cache is closed: its memory belongs to the plan; take a new one with new_cache()")
-        batch, new = key_states.shape[0], key_states.shape[2]
         capacity = self._all_keys.shape[2]
         self._check_batch(batch)
         if self.length > 0 and batch != self.batch:
@@ -69,11 +81,8 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tr
                 "start a new conversation, shorten the prompt, or load with a larger --context if the model allows it"
             )
         self.batch = batch
-        self._span(self._all_keys, self.length, new).copy_(key_states)
-        self._span(self._all_values, self.length, new).copy_(value_states)
         self.length += new
-        self._show()
-        return self.keys, self.values
+        return self.length - new
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -86,14 +95,12 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tr
 
     def reset(self) -> None:
         self.length = 0
-        self._show()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` positions (transformers 5 takes negative counts only)."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a negative number of tokens to remove, not {tokens_to_remove}")
         self.length = max(0, self.length + tokens_to_remove)
-        self._show()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """The sequences `beam_idx` of the cached ones, in that order."""
@@ -102,7 +109,6 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tr
         self._check_batch(len(beam_idx))
         keys, values = self.keys.index_select(0, beam_idx), self.values.index_select(0, beam_idx)
         self.batch = len(beam_idx)
-        self._show()
         self.keys.copy_(keys)
         self.values.copy_(values)
 
@@ -123,7 +129,6 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tr
         """Let go of the memory; the layer cannot be used afterwards."""
         self._closed, self.length, self.batch = True, 0, 0
         self._all_keys = self._all_values = torch.empty((0, 0, 0, 0))
-        self._show()
 
 
 class KVMemory:
@@ -132,12 +137,15 @@ class KVMemory:
     def __init__(
         self, *, num_layers: int, batch: int, kv_heads: int, context: int, head_dim: int, dtype: torch.dtype
     ) -> None:
+        self.batch = batch
         shape = (num_layers, 2, batch, kv_heads, context, head_dim)
         itemsize = torch.empty((), dtype=dtype).element_size()
         nbytes = itemsize
         for extent in shape:
             nbytes *= extent
-        self._memory = torch.from_numpy(_core.allocate(nbytes)).view(dtype).reshape(shape)
+        memory = torch.from_numpy(_core.allocate(nbytes)).view(dtype).reshape(shape)
+        self.keys = [layer[0] for layer in memory]  # one a layer: [batch, kv_heads, context, head_dim]
+        self.values = [layer[1] for layer in memory]
         self._in_use: weakref.ref[Cache] | None = None
 
     def new_cache(self) -> Cache:
@@ -147,7 +155,7 @@ class KVMemory:
                 "the planned KV cache is in use by another conversation; close that session (or call "
                 "model.release_cache), or pass your own past_key_values"
             )
-        cache = Cache(layers=[PreallocatedLayer(layer[0], layer[1]) for layer in self._memory])
+        cache = Cache(layers=[PreallocatedLayer(*states) for states in zip(self.keys, self.values, strict=True)])
         self._in_use = weakref.ref(cache)
         return cache
 
@@ -164,7 +172,7 @@ class KVMemory:
         cache = None if self._in_use is None else self._in_use()
         if cache is not None:
             self.release(cache)
-        del self._memory
+        self.keys, self.values = [], []
 
 
 class PlannedAttention:

@@ -279,11 +279,18 @@ class Engine:
         """Who says which neurons are active: for records."""
         return "predictors" if self._trace is None else f"synthetic weights, {self._trace.info.description}"
 
+    @property
+    def decoding(self) -> str:
+        """How a layer runs at one new token: for records."""
+        spec = spec_of(self.manifest.architecture.model_type)
+        return spec.decoding if self.mode is Mode.SPARSE else "module by module"
+
     def begin_pass(self, first: int, count: int) -> None:
         """Before each pass: `count` new tokens from position `first` of the sequence on."""
         few = count <= self.manifest.sparse_prefill_tokens
         for ffn in self.ffns:
-            ffn.few_tokens = few
+            if ffn.few_tokens is not few:  # setting a module's attribute costs ten times the question
+                ffn.few_tokens = few
         if self._trace is not None:
             used = count if few else min(count, self.plan.window)  # a dense pass fills the cache for its last tokens
             for token in range(used):

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from flashllm.architectures import attention_shape
+from flashllm.architectures import attention_shape, spec_of
 from flashllm.dtypes import WEIGHT_DTYPES
 from flashllm.files import read_json_object
 from flashllm.manifest import Manifest, open_model_dir, predictor_ranks
@@ -58,6 +58,7 @@ def inspect(path: Path) -> dict[str, Any]:
         "predictors": predictors,
         "calibration": calibration,
         "permutation": manifest.to_json()["permutation"],
+        "decoding": spec_of(architecture.model_type).decoding,
         "context": attention.context,
         "kv_nbytes_per_token": kv_nbytes,
         "minimum_nbytes": sum(needs.values()),
@@ -89,6 +90,7 @@ def format_inspection(facts: dict[str, Any]) -> str:
         ("on flash", f"{format_size(facts['ffn_nbytes'])} of neurons, {facts['ffn_share']:.0%} of the weights"),
         ("resident", format_size(facts["resident_nbytes"])),
         ("row", f"{rows['row_nbytes']} bytes every {rows['stride']} ({padding:.1%} padding), {rows['encoding']}"),
+        ("decoding", facts["decoding"]),
         ("predictors", "none; train them with predictors/train_predictor.py"),
         ("calibration", "none"),
         ("KV cache", f"{format_size(facts['kv_nbytes_per_token'])} a token, context {facts['context']} tokens"),

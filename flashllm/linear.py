@@ -21,15 +21,17 @@ def dense_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class FlashLinear(nn.Linear):
     """`nn.Linear` over resident weights. `attach` must be called once the weights are in place."""
 
+    native: _core.Linear
+
     def attach(self, pool: _core.ThreadPool, meter: Meter, few_tokens: int) -> None:
         self._few_tokens, self._meter = few_tokens, meter
         self._dtype = self.weight.dtype
         bias = None if self.bias is None else self.bias.detach().float().contiguous().numpy()
-        self._native = _core.Linear(self.weight.detach(), bias, pool, meter.native)
+        self.native = _core.Linear(self.weight.detach(), bias, pool, meter.native)
 
     def release(self) -> None:
         """Let go of the native threads."""
-        del self._native
+        del self.native
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features], same dtype."""
@@ -42,10 +44,10 @@ class FlashLinear(nn.Linear):
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.out_features))
         if tokens <= self._few_tokens:
-            self._native.forward(x.data_ptr(), tokens, out.data_ptr())
+            self.native.forward(x.data_ptr(), tokens, out.data_ptr())
         elif self._dtype == torch.bfloat16:
             with self._meter.computing():
                 return nn.functional.linear(x, self.weight, self.bias)
         else:
-            self._native.forward_many(x.data_ptr(), tokens, out.data_ptr())
+            self.native.forward_many(x.data_ptr(), tokens, out.data_ptr())
         return out

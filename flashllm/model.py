@@ -19,6 +19,7 @@ from flashllm.ablation import Ablation
 from flashllm.architectures import attention_shape, spec_of
 from flashllm.attention import ATTENTION_NAME, PlannedAttention, register_attention
 from flashllm.budget import CACHE_POLICIES, MemoryPlan, plan_memory
+from flashllm.decoder import FlashLayerMixin, NativeDecoder
 from flashllm.demo import device_store_path, resolve_model
 from flashllm.dense import TORCH_DTYPES
 from flashllm.engine import Engine
@@ -28,6 +29,7 @@ from flashllm.linear import FlashLinear
 from flashllm.machine import available_nbytes, num_cores, process_nbytes
 from flashllm.manifest import Manifest, open_model_dir, reads_ahead
 from flashllm.model_files import CONFIG
+from flashllm.norm import FlashNorm
 from flashllm.popularity import read_popularity
 from flashllm.reader import choose_reader, find_costs
 from flashllm.units import parse_size
@@ -199,13 +201,19 @@ def _build_model(
     # 1. The Hugging Face skeleton, without memory.
     with torch.device("meta"):
         model = flash_class(hf_config).to(dtype)
-    # 2. FFNs and linears become ours.
+    # 2. FFNs, linears and norms become ours; layers too, where one new token runs through them in one call.
     spec = spec_of(manifest.architecture.model_type)
     for layer, ffn in zip(model.get_submodule(spec.layers_module), engine.ffns, strict=True):
         layer.set_submodule(spec.ffn_module, ffn)
         for name in spec.silenced_modules:
             layer.set_submodule(name, nn.Identity())
-    linears = _replace_linears(model)
+    replaced = _replace_modules(model, dtype)
+    layers = list(model.get_submodule(spec.layers_module).children())
+    block = spec.decoder_block if engine.mode is Mode.SPARSE else None
+    if block is not None:
+        layer_class = type(f"Flash{type(layers[0]).__name__}", (FlashLayerMixin, type(layers[0])), {})
+        for layer in layers:
+            layer.__class__ = layer_class
     # 3. Resident tensors are assigned, never copied.
     missing, unexpected = model.load_state_dict(engine.tensors, strict=False, assign=True)
     model.tie_weights()
@@ -220,20 +228,34 @@ def _build_model(
     model.requires_grad_(False)
     model.eval()
     # 4. The native kernels over what is now in place.
-    for linear in linears:
-        linear.attach(engine.pool, engine.meter, manifest.sparse_prefill_tokens)
+    for module in replaced:
+        if isinstance(module, FlashLinear):
+            module.attach(engine.pool, engine.meter, manifest.sparse_prefill_tokens)
+        else:
+            module.attach(dtype, engine.pool, engine.meter)
     shape = attention_shape(config)
-    native = _core.Attention(
-        heads=int(hf_config.num_attention_heads),
-        kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_length=plan.context,
-        dtype=cast(Any, manifest.dtype),  # the core checks the name
-        pool=engine.pool,
-        counters=engine.meter.native,
-    )
-    attend = PlannedAttention(engine.meter, native, plan.context)
-    engine.adopt(*linears, attend, _Weights(model))
+    attention: dict[str, Any] = {
+        "heads": int(hf_config.num_attention_heads),
+        "kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "dtype": manifest.dtype,
+        "pool": engine.pool,
+        "counters": engine.meter.native,
+    }
+    attend = PlannedAttention(engine.meter, _core.Attention(max_length=plan.context, **attention), plan.context)
+    engine.adopt(*replaced, attend, _Weights(model))
+    if block is not None:
+        native = _core.Decoder(
+            d_model=manifest.rows.d_model,
+            context=plan.context,
+            batch=engine.kv_memory.batch,
+            query_scale=shape.head_dim**-0.5,
+            **attention,
+        )
+        decoder = NativeDecoder(native, engine.kv_memory, few_tokens=manifest.sparse_prefill_tokens)
+        engine.adopt(decoder)
+        for layer, ffn in zip(layers, engine.ffns, strict=True):
+            decoder.add(layer, block, ffn)
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             module.flash_attend = attend
@@ -243,11 +265,17 @@ def _build_model(
     return cast(PreTrainedModel, model)
 
 
-def _replace_linears(model: nn.Module) -> list[FlashLinear]:
-    replaced = []
+def _replace_modules(model: nn.Module, dtype: torch.dtype) -> list[FlashLinear | FlashNorm]:
+    replaced: list[FlashLinear | FlashNorm] = []
     for name, module in list(model.named_modules()):
+        ours: FlashLinear | FlashNorm
         if type(module) is nn.Linear:
             ours = FlashLinear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
-            model.set_submodule(name, ours.to(module.weight.dtype))
-            replaced.append(ours)
+        elif type(module) is nn.LayerNorm:
+            affine, bias = module.elementwise_affine, module.bias is not None
+            ours = FlashNorm(module.normalized_shape, module.eps, affine, bias, device="meta")
+        else:
+            continue
+        model.set_submodule(name, ours.to(dtype))
+        replaced.append(ours)
     return replaced

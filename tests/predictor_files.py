@@ -16,7 +16,7 @@ def make_predictors(kind: str, source: Path, layer: int, *, seed: int = 0) -> di
     """{a, b, bias, threshold} of one layer; `source` is the Hugging Face folder, an OPT in one file."""
     weights = load_file(source / "model.safetensors")
     up = weights[f"model.decoder.layers.{layer}.fc1.weight"].float()
-    up_bias = weights[f"model.decoder.layers.{layer}.fc1.bias"].float()
+    up_bias = weights.get(f"model.decoder.layers.{layer}.fc1.bias", torch.zeros(len(up))).float()
     d_ff, d_model = up.shape
     if kind == "exact":  # full rank, so what fires is among what is named
         a, b, bias, threshold = torch.eye(d_model), up, up_bias, -MARGIN

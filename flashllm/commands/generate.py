@@ -94,6 +94,7 @@ def _document(
             "model_type": engine.manifest.architecture.model_type,
             "dtype": engine.manifest.dtype,
             "mode": args.mode,
+            "decoding": engine.decoding,
         },
         "notices": list(engine.notices),
     }

@@ -1,4 +1,4 @@
-// Compute threads, resident linears and decode attention.
+// Compute threads, resident linears and norms, and decode attention.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -112,6 +112,8 @@ class PyLinear {
     linear_many(weights_, packed, at_address<std::byte>(out), *pool_, simd_);
   }
 
+  const LinearWeights& weights() const { return weights_; }
+
  private:
   AnyArray weight_;
   std::optional<FloatArray> bias_;
@@ -120,6 +122,45 @@ class PyLinear {
   SimdLevel simd_;
   LinearWeights weights_;
   std::vector<float> x_, out_;
+};
+
+// A layer norm of rows of a model's dtype.
+class PyNorm {
+ public:
+  PyNorm(std::size_t width, float epsilon, const std::optional<FloatArray>& weight,
+         const std::optional<FloatArray>& bias, const std::string& dtype, std::shared_ptr<ThreadPool> pool,
+         std::shared_ptr<FfnCounters> counters, const std::string& simd)
+      : weight_(width, 1.0F),
+        bias_(width, 0.0F),
+        dtype_(parse_dtype(dtype)),
+        pool_(std::move(pool)),
+        counters_(std::move(counters)),
+        simd_(parse_simd(simd)) {
+    require(width != 0, "a norm needs a width");
+    for (const auto& [given, kept] : {std::pair{&weight, &weight_}, std::pair{&bias, &bias_}}) {
+      if (!given->has_value()) continue;
+      require((*given)->shape(0) == width, "a norm's weight and bias must have its width");
+      kept->assign((*given)->data(), (*given)->data() + width);
+    }
+    norm_ = {width, epsilon, weight_.data(), bias_.data()};
+  }
+
+  // x, out: [rows, width]
+  void forward(std::uintptr_t x, std::size_t rows, std::uintptr_t out) {
+    const ComputeTimer timer(*counters_);
+    layer_norm_rows(norm_, at_address<const std::byte>(x), rows, dtype_, at_address<std::byte>(out), *pool_,
+                    simd_);
+  }
+
+  const LayerNorm& norm() const { return norm_; }
+
+ private:
+  std::vector<float> weight_, bias_;
+  Dtype dtype_;
+  std::shared_ptr<ThreadPool> pool_;
+  std::shared_ptr<FfnCounters> counters_;
+  SimdLevel simd_;
+  LayerNorm norm_;
 };
 
 // A layer's FFN over every neuron, for prompts.
@@ -224,6 +265,9 @@ const char* simd_name(SimdLevel level) {
 
 }  // namespace
 
+LinearWeights linear_weights_of(nb::handle linear) { return nb::cast<PyLinear&>(linear).weights(); }
+LayerNorm layer_norm_of(nb::handle norm) { return nb::cast<PyNorm&>(norm).norm(); }
+
 void init_compute(nb::module_& m) {
   m.def("best_simd_level", [] { return simd_name(best_simd_level()); });
 
@@ -248,6 +292,15 @@ void init_compute(nb::module_& m) {
       .def("forward", &PyLinear::forward, nb::arg("x"), nb::arg("tokens"), nb::arg("out"),
            nb::call_guard<nb::gil_scoped_release>())
       .def("forward_many", &PyLinear::forward_many, nb::arg("x"), nb::arg("tokens"), nb::arg("out"),
+           nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<PyNorm>(m, "LayerNorm")
+      .def(nb::init<std::size_t, float, const std::optional<FloatArray>&, const std::optional<FloatArray>&,
+                    const std::string&, std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>,
+                    const std::string&>(),
+           nb::arg("width"), nb::arg("epsilon"), nb::arg("weight").none(), nb::arg("bias").none(),
+           nb::arg("dtype"), nb::arg("pool"), nb::arg("counters"), nb::arg("simd") = "auto")
+      .def("forward", &PyNorm::forward, nb::arg("x"), nb::arg("rows"), nb::arg("out"),
            nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<PyDenseFfn>(m, "DenseFfn")

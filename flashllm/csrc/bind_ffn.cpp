@@ -208,12 +208,12 @@ class PyFfnLayer {
     trace.firing = trace.active + set_words;
     trace.early = trace.firing + set_words;
     trace.token_words = trace_array_.shape(1) * kTraceStreams * set_words;
+    trace.tokens = trace_array_.shape(0);
     layer_->set_trace(trace);
   }
 
   // x, y: [tokens, d_model] in the rows' dtype; each token has its own active set.
   void forward(std::uintptr_t x, std::size_t tokens, std::uintptr_t y) {
-    require(tokens <= traced_tokens(), "the pass has more tokens than the trace at hand");
     for (std::size_t t = 0; t < tokens; ++t) {
       load(x, t);
       layer_->forward(x_.data(), t, layer_->predict(x_.data(), t), y_.data(), tokens == 1);
@@ -236,7 +236,6 @@ class PyFfnLayer {
   }
 
   void begin_fill(std::uintptr_t x, std::size_t tokens) {
-    require(tokens <= traced_tokens(), "the pass has more tokens than the trace at hand");
     std::vector<float> inputs(tokens * d_model_);
     kernels_->to_f32(at_address<const void>(x), inputs.size(), inputs.data());
     layer_->begin_fill(inputs.data(), tokens);
@@ -259,14 +258,13 @@ class PyFfnLayer {
   std::int32_t capacity() const { return layer_->slots().capacity(); }
   std::int32_t current_window() const { return layer_->policy().current_window(); }
   bool has_predictor() const { return layer_->has_predictor(); }
+  FfnLayer& layer() { return *layer_; }
 
  private:
   void load(std::uintptr_t x, std::size_t token) {
     kernels_->to_f32(at_address<const std::byte>(x) + token * d_model_ * element_nbytes_, d_model_,
                      x_.data());
   }
-
-  std::size_t traced_tokens() const { return trace_array_.is_valid() ? trace_array_.shape(0) : SIZE_MAX; }
 
   static Predictor::Factor factor_of(const AnyArray& array, const std::optional<AnyArray>& scale,
                                      const float* bias) {
@@ -330,6 +328,8 @@ std::vector<std::tuple<int, int>> exchange(SlotTable& table, const std::vector<s
 }
 
 }  // namespace
+
+FfnLayer& ffn_layer_of(nb::handle ffn) { return nb::cast<PyFfnLayer&>(ffn).layer(); }
 
 void init_ffn(nb::module_& m) {
   nb::class_<FfnCounters>(m, "Counters").def(nb::init<>()).def("take", &take);

@@ -9,7 +9,9 @@
 #include <utility>
 
 #include "error.h"
+#include "ffn_layer.h"
 #include "kernels.h"
+#include "layer_norm.h"
 
 namespace flashllm {
 
@@ -48,9 +50,16 @@ SimdLevel parse_simd(const std::string& name);  // "auto", "scalar", "avx2" or "
 Activation parse_activation(const std::string& name);
 Dtype dtype_of(const AnyArray& array);
 
+// What bound objects hold, for those built over them; nb::cast_error where it is another object. The caller
+// keeps the object alive.
+LinearWeights linear_weights_of(nb::handle linear);
+LayerNorm layer_norm_of(nb::handle norm);
+FfnLayer& ffn_layer_of(nb::handle ffn);
+
 void init_io(nb::module_& m);
 void init_compute(nb::module_& m);
 void init_ffn(nb::module_& m);
+void init_decoder(nb::module_& m);
 
 }  // namespace flashllm
 

@@ -1,33 +1,17 @@
 #include "ffn_layer.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <string>
 
 #include "error.h"
+#include "stopwatch.h"
 
 namespace flashllm {
 
 namespace {
 
 constexpr float kSilentValue = 1e-3F;  // of a neuron that fires by the trace and not by its dummy weights
-
-// Adds the time since the last call to one counter after another, so that no instant is counted twice or
-// lost.
-class Stopwatch {
- public:
-  void charge(std::uint64_t& counter) {
-    const auto now = std::chrono::steady_clock::now();
-    counter +=
-        static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now - last_).count());
-    last_ = now;
-  }
-  void restart() { last_ = std::chrono::steady_clock::now(); }
-
- private:
-  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
-};
 
 }  // namespace
 
@@ -68,6 +52,8 @@ FfnLayer::~FfnLayer() {
 const std::vector<std::int32_t>& FfnLayer::predict(const float* x, std::size_t token) {
   if (!has_predictor())
     throw CoreError(ErrorKind::usage, "layer " + std::to_string(options_.layer) + " has no predictor");
+  if (trace_.traced() && token >= trace_.tokens)
+    throw CoreError(ErrorKind::usage, "the pass has more tokens than the trace at hand");
   Stopwatch watch;
   run(*predictor_, x, trace_.active, token, active_);
   watch.charge(counters_.compute_ns);

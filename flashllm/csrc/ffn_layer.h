@@ -41,6 +41,7 @@ struct TracedActivity {
   const std::uint64_t* firing = nullptr;  // the neurons of `active` whose value counts
   const std::uint64_t* early = nullptr;   // the early predictor's answer
   std::size_t token_words = 0;            // from a token's set to the next one's
+  std::size_t tokens = 0;                 // at hand
 
   bool traced() const { return active != nullptr; }
   static bool has(const std::uint64_t* set, std::int32_t neuron) {
@@ -126,6 +127,7 @@ class FfnLayer {
   void fill_from(const std::byte* rows, std::int32_t first_neuron, std::int32_t count);
   void abandon_fill();
 
+  std::uint32_t width() const { return options_.layout.d_model; }
   const SlotTable& slots() const { return slots_; }
   const CachePolicy& policy() const { return *policy_; }
 

@@ -1,4 +1,4 @@
-// The extension module flashllm._core: exceptions, and the three groups of bindings.
+// The extension module flashllm._core: exceptions, and the four groups of bindings.
 #include <exception>
 
 #include "bindings.h"
@@ -47,4 +47,5 @@ NB_MODULE(_core, m) {
   flashllm::init_io(m);
   flashllm::init_compute(m);
   flashllm::init_ffn(m);
+  flashllm::init_decoder(m);
 }

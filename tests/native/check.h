@@ -23,3 +23,5 @@ void test_kernels(int scale);
 void test_predictor(int scale);
 void test_many_tokens(int scale);
 void test_ffn_layer(const std::string& directory, int scale);
+void test_decoder(const std::string& directory, int scale);
+void test_layer_norm(int scale);

@@ -15,11 +15,13 @@ int main(int argc, char** argv) {
   test_cache(scale);
   test_thread_pool(scale);
   test_kernels(scale);
+  test_layer_norm(scale);
   test_predictor(scale);
   test_many_tokens(scale);
   test_reader(directory, scale);
   test_early(directory, scale);
   test_ffn_layer(directory, scale);
+  test_decoder(directory, scale);
   std::puts("core tests passed");
   return 0;
 }
