@@ -36,7 +36,7 @@ def steps(monkeypatch):
 
 
 def token_by_token(flash, ids, *, prompt, modules=False, cache=None):
-    """Logits of a prompt and then of one token a sequence at a time; `modules`: through transformers' modules, as hooks inside want it."""
+    """Logits of a prompt, then of one token a sequence at a time; `modules`: with hooks inside the layers."""
     cache = flash.new_cache() if cache is None else cache
     layers = flash.model.decoder.layers if modules else []
     handles = [layer.self_attn.register_forward_hook(lambda *_: None) for layer in layers]
