@@ -16,8 +16,8 @@ ORDER = """
     units checks dtypes machine architectures files progress bundle safetensors_file
     model_files trace predictor_file svd_predictor untrained manifest popularity placement placed_file
     partial source hub conversion_plan convert reorder verify inspect demo
-    device_costs device_store reader ablation stream meter resident linear dense attention budget
-    expected_activity latency ffn engine model
+    device_costs device_store reader ablation stream meter resident linear norm dense attention budget
+    expected_activity latency ffn decoder engine model
     detokenizer generate calibrate turn_stats chat chat_terminal
     offload
     commands commands.options commands.convert commands.inspect commands.verify
