@@ -63,6 +63,7 @@ def flash(settings: dict[str, Any]) -> dict[str, Any]:
         memory=settings["memory"],
         context=settings["context"],
         io_threads=settings["io_threads"],
+        io_backend=settings.get("io_backend", "threads"),
         ablation=Ablation(**settings.get("ablation", {})),
         **settings.get("options", {}),
     )

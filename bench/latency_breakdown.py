@@ -73,6 +73,8 @@ class Run:
             "memory": args.memory,
             "context": args.prompt + args.tokens + 1,
             "prompt_tokens": args.prompt,
+            "io_backend": args.io_backend,
+            **({"io_threads": None} if args.io_backend == "io_uring" else {}),  # its own depth
             **(PAPER if name.startswith("paper") else {}),
         }
         if name == "paper24":
@@ -158,6 +160,7 @@ def conditions(run: Run) -> dict[str, Any]:
         "dense_tokens": args.dense_tokens,
         "rounds": args.rounds,
         "io_threads": args.io_threads,
+        "io_backend": args.io_backend,
         "cores": os.cpu_count(),
         "machine": platform.machine(),
         "load_average": os.getloadavg()[0],
@@ -176,6 +179,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--io-threads", type=int, default=32)
+    parser.add_argument(
+        "--io-backend", choices=("threads", "io_uring"), default="threads", help="of paper and flashllm"
+    )
     parser.add_argument("--roof-seconds", type=float, default=0.5, help="measuring time of each roof")
     parser.add_argument("--cgroup", action="store_true", help="enforce --memory by a memory control group (root)")
     parser.add_argument("--json", type=Path, help="write the document, every token included, here too")

@@ -1,6 +1,7 @@
 // E1: what a token costs with its reads before its compute, and behind it.
 //
-//   overlap FILE ROUNDS   -> one JSON object a line: {"round", "backend", "size", "recall", "token_ms"}
+//   overlap FILE ROUNDS   -> one JSON object a line: {"round", "backend", "size", "recall", "token_ms",
+//   "cpu_ms"}
 //
 // The real reader, checksums on, against resident products: each of 32 layers multiplies 4 matrices of
 // 4096 x 4096 in bf16 (the attention of the OPT-6.7B shape; the weights of 8 layers in turn, far beyond any
@@ -10,6 +11,8 @@
 // serial token; recall -1 the reads alone, -2 the products alone. All variants take turns in each round.
 //
 // FILE repeats a block of 64 MiB, so that the checksums of all its rows are known.
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -37,6 +40,15 @@ constexpr std::size_t kRow = 16384;  // the bundle of a neuron: what carries a c
 constexpr std::size_t kRowsNeeded = 393;
 constexpr std::size_t kBlock = std::size_t{64} << 20;
 constexpr double kReadsAlone = -1, kProductsAlone = -2;
+
+double cpu_ms() {  // of this process, all threads
+  struct rusage usage;
+  getrusage(RUSAGE_SELF, &usage);
+  const auto ms = [](const struct timeval& time) {
+    return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_usec) / 1e3;
+  };
+  return ms(usage.ru_utime) + ms(usage.ru_stime);
+}
 
 struct Variant {
   const char* name;
@@ -161,22 +173,24 @@ int main(int argc, char** argv) {
       variants.push_back({name, readers.back().get()});
     };
     add("threads 32", ReadBackendKind::threads, 32);
-    add("io_uring 32", ReadBackendKind::io_uring, 32);
     add("io_uring 64", ReadBackendKind::io_uring, 64);
+    add("io_uring 128", ReadBackendKind::io_uring, 128);
     Token token(file);
     std::mt19937 random(std::random_device{}());
-    const auto report = [](int round, const char* backend, std::size_t size, double recall, double ms) {
+    const auto measure = [&](int round, const char* backend, Reader& reader, std::size_t size,
+                             double recall) {
+      const double cpu = cpu_ms(), ms = token.run(reader, size == 0 ? kRow : size, recall, random);
       std::printf(
-          "{\"round\": %d, \"backend\": \"%s\", \"size\": %zu, \"recall\": %.1f, \"token_ms\": %.2f}\n",
-          round, backend, size, recall, ms);
+          "{\"round\": %d, \"backend\": \"%s\", \"size\": %zu, \"recall\": %.1f, \"token_ms\": %.2f, "
+          "\"cpu_ms\": %.2f}\n",
+          round, backend, size, recall, ms, cpu_ms() - cpu);
       std::fflush(stdout);
     };
     for (int round = 0; round < std::atoi(argv[2]); ++round) {
-      report(round, "none", 0, kProductsAlone, token.run(*readers[0], kRow, kProductsAlone, random));
+      measure(round, "none", *readers[0], 0, kProductsAlone);
       for (const std::size_t size : {kRow, 2 * kRow, 4 * kRow})
         for (const double recall : {kReadsAlone, 0.0, 0.5, 0.7, 0.9})
-          for (const Variant& variant : variants)
-            report(round, variant.name, size, recall, token.run(*variant.reader, size, recall, random));
+          for (const Variant& variant : variants) measure(round, variant.name, *variant.reader, size, recall);
     }
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());

@@ -16,12 +16,13 @@ import numpy as np
 from flashllm.checks import check_int, check_keys, check_list, check_str
 
 Backend = Literal["threads", "io_uring"]
-DEFAULT_DEPTH = 32  # paper A, section 4
+DEFAULT_DEPTHS: Mapping[Backend, int] = {"threads": 32, "io_uring": 128}  # paper A, section 4; bench/LOG.md
 TYPICAL_BATCH = 128  # requests: a layer's misses, for choosing among backends
 _NEAR = 1.05  # backends within 5 % of the fastest: the one that costs the least processor time
 # Measured alone; in a token reads run beside products, where one io_uring thread waits longer for its turn than the
-# next of many does: 12 to 17 % of a token (bench/LOG.md, E1). It must be so much faster alone.
-_BESIDE_PRODUCTS = {"threads": 1.0, "io_uring": 1.15}
+# next of many does. 13 to 19 % faster alone were 6 to 10 % of a token with its reads before its products, and 3 to 5 %
+# with most of them behind (bench/LOG.md): it must be a tenth faster alone.
+_BESIDE_PRODUCTS = {"threads": 1.0, "io_uring": 1.1}
 _GAP_PAYS = 0.95  # of the time without: a gap read through must save so much, because its bytes also wear the drive
 
 
@@ -131,15 +132,16 @@ class DeviceCosts:
         check_int("threads", self.threads, 1, 2**16)
         check_str("made", self.made, 80)
 
-    def best(self, row_nbytes: int) -> ReaderCosts:
+    def best(self, row_nbytes: int, backend: Backend | None = None) -> ReaderCosts:
         """The backend for batches of rows of `row_nbytes`: the fastest, or of those hardly slower the one that leaves
-        the most processor time to compute."""
+        the most processor time to compute. With `backend`: its best depth, where it was measured."""
+        readers = [reader for reader in self.readers if reader.backend == backend] or list(self.readers)
 
         def wall(reader: ReaderCosts) -> float:
             return reader.batch(TYPICAL_BATCH, row_nbytes) * _BESIDE_PRODUCTS[reader.backend]
 
-        fastest = min(wall(reader) for reader in self.readers)
-        near = [reader for reader in self.readers if wall(reader) <= _NEAR * fastest]
+        fastest = min(wall(reader) for reader in readers)
+        near = [reader for reader in readers if wall(reader) <= _NEAR * fastest]
         return min(near, key=lambda reader: reader.cpu_request(row_nbytes))
 
     def of(self, backend: str, depth: int) -> ReaderCosts:

@@ -77,7 +77,7 @@ class Engine:
         self._reader = open_reader(reader, max_request=self._max_request(), verify=verify_checksums)
         if self._reader.backend != reader.backend:
             self.reader_choice = replace(reader, backend=self._reader.backend)
-            self.notices.append(f"{reader.backend} is calibrated, but {self._reader.backend_reason}")
+            self.notices.append(f"{self._reader.backend_reason}: flash is read with {reader.depth} threads")
         # Large reads in file order keep a drive busy with few threads, which leaves the processor to the products.
         self._stream_reader = _core.Reader(
             min(reader.depth, STREAM_THREADS), max_request=MAX_REQUEST, verify=verify_checksums

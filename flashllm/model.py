@@ -22,6 +22,7 @@ from flashllm.budget import CACHE_POLICIES, MemoryPlan, plan_memory
 from flashllm.decoder import FlashLayerMixin, NativeDecoder
 from flashllm.demo import device_store_path, resolve_model
 from flashllm.dense import TORCH_DTYPES
+from flashllm.device_costs import Backend
 from flashllm.engine import Engine
 from flashllm.errors import FormatError, UsageError
 from flashllm.ffn import Mode
@@ -107,6 +108,7 @@ class FlashModel:
         cache_policy: str = CACHE_POLICIES[0],
         threads: int | None = None,
         io_threads: int | None = None,
+        io_backend: Backend | None = None,
         store: str | Path | None = None,
         mode: str = "sparse",
         context: int | None = None,
@@ -123,7 +125,9 @@ class FlashModel:
             cache_policy: which neurons stay cached: "frequency" (those active most often), or "window" (those of the
                 last tokens: paper A, section 3.1).
             window: its tokens; under another policy, the prompt's last tokens from which the cache is filled.
-            threads: compute threads. io_threads: the reader's; None: as calibrated, else 32.
+            threads: compute threads.
+            io_threads: reads at a time; io_backend: "threads" or "io_uring" makes them; None: as calibrated, else 32
+                threads.
             store: calibrations of drives (`flashllm calibrate`); None: the user's.
             mode: "sparse", "oracle" (exact ReLU mask) or "dense".
             context: tokens of KV cache; None: the model's limit.
@@ -144,7 +148,7 @@ class FlashModel:
         if threads < 1:
             raise UsageError(f"--threads must be at least 1, not {threads}")
         costs, problem = find_costs(directory, device_store_path() if store is None else Path(store))
-        reader = choose_reader(costs, manifest.rows.stride, io_threads=io_threads, direct=direct)
+        reader = choose_reader(costs, manifest.rows.stride, io_threads=io_threads, direct=direct, io_backend=io_backend)
         plan = plan_memory(
             manifest,
             config,

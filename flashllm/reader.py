@@ -7,7 +7,7 @@ Speed is all that is chosen: no choice changes a token.
 from pathlib import Path
 
 from flashllm import _core
-from flashllm.device_costs import DEFAULT_DEPTH, Backend, DeviceCosts, ReaderChoice
+from flashllm.device_costs import DEFAULT_DEPTHS, Backend, DeviceCosts, ReaderChoice
 from flashllm.device_store import device_of, load_costs
 from flashllm.errors import FlashError
 
@@ -29,7 +29,7 @@ def backends() -> list[tuple[Backend, int]]:
     """(backend, depth) of what can be had here and is worth measuring."""
     found: list[tuple[Backend, int]] = [("threads", 8), ("threads", 16), ("threads", 32)]
     if _core.Reader(1, backend="auto", queue_depth=1).backend == "io_uring":
-        found += [("io_uring", 32), ("io_uring", 64)]
+        found += [("io_uring", 64), ("io_uring", 128)]
     return found
 
 
@@ -41,20 +41,31 @@ def find_costs(path: Path, store: Path) -> tuple[DeviceCosts | None, str | None]
         return None, f"the calibrations of drives cannot be used: {error}"
 
 
-def choose_reader(costs: DeviceCosts | None, row_nbytes: int, *, io_threads: int | None, direct: bool) -> ReaderChoice:
+def choose_reader(
+    costs: DeviceCosts | None,
+    row_nbytes: int,
+    *,
+    io_threads: int | None,
+    direct: bool,
+    io_backend: Backend | None = None,
+) -> ReaderChoice:
     """How to read rows of `row_nbytes`.
 
     Args:
         costs: the drive's calibration. One made without direct I/O, or for reads that are not direct, tells nothing.
-        io_threads: what was asked for.
+        io_threads, io_backend: what was asked for: reads at a time, and who makes them (threads where only the former
+            is given).
     """
-    if costs is None or not (direct and costs.direct):
-        depth = DEFAULT_DEPTH if io_threads is None else io_threads
-        return ReaderChoice(
-            backend="threads", depth=depth, max_gap=0, source="default" if io_threads is None else "argument"
-        )
-    if io_threads is not None:
-        gap = costs.of("threads", io_threads).gap(row_nbytes)
-        return ReaderChoice(backend="threads", depth=io_threads, max_gap=gap, source="argument")
-    best = costs.best(row_nbytes)
-    return ReaderChoice(backend=best.backend, depth=best.depth, max_gap=best.gap(row_nbytes), source="calibration")
+    known = costs if costs is not None and costs.direct and direct else None
+    if io_threads is None and io_backend is None:
+        if known is None:
+            return ReaderChoice(backend="threads", depth=DEFAULT_DEPTHS["threads"], max_gap=0, source="default")
+        best = known.best(row_nbytes)
+        return ReaderChoice(backend=best.backend, depth=best.depth, max_gap=best.gap(row_nbytes), source="calibration")
+    backend = io_backend if io_backend is not None else "threads"
+    if known is None:
+        depth = io_threads if io_threads is not None else DEFAULT_DEPTHS[backend]
+        return ReaderChoice(backend=backend, depth=depth, max_gap=0, source="argument")
+    depth = io_threads if io_threads is not None else known.best(row_nbytes, backend).depth
+    gap = known.of(backend, depth).gap(row_nbytes)
+    return ReaderChoice(backend=backend, depth=depth, max_gap=gap, source="argument")

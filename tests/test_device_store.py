@@ -63,4 +63,13 @@ def test_what_was_asked_for_wins_then_the_calibration_then_the_default():
         default = choose_reader(without, 4096, io_threads=None, direct=True)
         assert (default.backend, default.depth, default.max_gap, default.source) == ("threads", 32, 0, "default")
     assert choose_reader(costs, 4096, io_threads=None, direct=False).source == "default"
+    for known, backend, number, expected in [
+        (costs, "threads", None, ("threads", 8, 8192)),
+        (costs, "io_uring", 100, ("io_uring", 100, 8192)),
+        (None, "io_uring", None, ("io_uring", 128, 0)),
+        (None, "io_uring", 16, ("io_uring", 16, 0)),
+    ]:
+        asked = choose_reader(known, 4096, io_threads=number, direct=True, io_backend=backend)
+        assert (asked.backend, asked.depth, asked.max_gap) == expected
+        assert asked.source == "argument"
     assert choose_reader(None, 4096, io_threads=7, direct=True).source == "argument"

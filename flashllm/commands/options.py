@@ -13,6 +13,7 @@ from flashllm.errors import UsageError
 from flashllm.terminal import is_terminal, one_line
 from flashllm.units import parse_size
 
+BACKENDS = ("threads", "io_uring")
 MODES = ("sparse", "oracle", "dense")
 CACHE_POLICIES = ("frequency", "window")  # as in flashllm/budget.py, which takes longer to import
 DEFAULT_IO_THREADS = 32  # paper A, section 4
@@ -60,8 +61,9 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         "--io-threads",
         metavar="T",
         type=whole(1, MAX_THREADS),
-        help=f"threads that read from flash (default: as calibrated, else {DEFAULT_IO_THREADS})",
+        help=f"reads from flash at a time (default: as calibrated, else {DEFAULT_IO_THREADS})",
     )
+    group.add_argument("--io-backend", choices=BACKENDS, help="what makes them (default: as calibrated, else threads)")
     add_store(group)
 
 

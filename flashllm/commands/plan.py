@@ -54,7 +54,9 @@ def main(args: argparse.Namespace) -> int:
     costs, problem = find_costs(path, args.store if args.store is not None else device_store_path())
     if problem is not None:
         say(problem)
-    reader = choose_reader(costs, manifest.rows.stride, io_threads=args.io_threads, direct=True)
+    reader = choose_reader(
+        costs, manifest.rows.stride, io_threads=args.io_threads, direct=True, io_backend=args.io_backend
+    )
     popularity = read_popularity(path, manifest)
     tokenizer = load_tokenizer(path)  # part of the process in a run, too
     plan = plan_memory(

@@ -34,6 +34,7 @@ def open_session(args: argparse.Namespace, path: Path, options: SamplingOptions)
         cache_policy=args.cache_policy,
         threads=args.threads,
         io_threads=args.io_threads,
+        io_backend=args.io_backend,
         store=args.store,
         mode=args.mode,
         context=args.context,

@@ -13,18 +13,15 @@ constexpr float kMaxIncrement = 1e20F;
 
 FrequencyPolicy::FrequencyPolicy(std::int32_t num_neurons, const float* popularity) {
   const auto neurons = static_cast<std::size_t>(num_neurons);
-  recent_.assign(neurons, 0.0F);
-  total_.assign(neurons, 0.0F);
+  counts_.assign(neurons, {0.0F, 0.0F});
   requested_by_.assign(neurons, 0);
   candidates_.reserve(neurons);
   bypassing_.reserve(neurons);
   if (popularity == nullptr) return;
   // As if it had been so always: recent counts tend to share * (1 + 1/2^(1/H) + 1/4^(1/H) + ...).
   const auto recent_tokens = static_cast<float>(1.0 / (1.0 - std::exp2(-1.0 / kHalfLife)));
-  for (std::size_t neuron = 0; neuron < neurons; ++neuron) {
-    recent_[neuron] = popularity[neuron] * recent_tokens;
-    total_[neuron] = popularity[neuron] * kKnownTokens;
-  }
+  for (std::size_t neuron = 0; neuron < neurons; ++neuron)
+    counts_[neuron] = {popularity[neuron] * recent_tokens, popularity[neuron] * kKnownTokens};
   tokens_ = kKnownTokens;
   weigh();
 }
@@ -34,11 +31,12 @@ void FrequencyPolicy::observe(const std::vector<std::int32_t>& active) {
   increment_ *= growth;
   tokens_ += 1.0F;
   for (const std::int32_t neuron : active) {
-    recent_[static_cast<std::size_t>(neuron)] += increment_;
-    total_[static_cast<std::size_t>(neuron)] += 1.0F;
+    Counts& counts = counts_[static_cast<std::size_t>(neuron)];
+    counts.recent += increment_;
+    counts.total += 1.0F;
   }
   if (increment_ > kMaxIncrement) {
-    for (float& count : recent_) count /= increment_;
+    for (Counts& counts : counts_) counts.recent /= increment_;
     increment_ = 1.0F;
   }
   weigh();
@@ -62,18 +60,19 @@ void FrequencyPolicy::choose(const SlotTable& slots, const CacheRequest& request
   const std::int32_t hits = slots.num_used() - static_cast<std::int32_t>(candidates_.size());
   for (const std::int32_t neuron : request.misses) candidates_.push_back(candidate(neuron));
 
-  // 2. The most frequent of them do.
+  // 2. The most frequent of them do; of the others the misses are bypassed.
   const auto room =
       candidates_.begin() +
       std::min<std::ptrdiff_t>(slots.capacity() - hits, static_cast<std::ptrdiff_t>(candidates_.size()));
-  std::nth_element(candidates_.begin(), room, candidates_.end(), more_frequent);
+  std::nth_element(candidates_.begin(), room, candidates_.end());
   bypassing_.clear();
   for (auto one = candidates_.begin(); one != candidates_.end(); ++one) {
-    const bool cached = slots.contains(one->neuron);
+    const std::int32_t neuron = neuron_of(*one);
+    const bool cached = slots.contains(neuron);
     if (one < room) {
-      if (!cached) choice.coming.push_back(one->neuron);
+      if (!cached) choice.coming.push_back(neuron);
     } else if (cached) {
-      choice.leaving.push_back(one->neuron);
+      choice.leaving.push_back(neuron);
     } else {
       bypassing_.push_back(*one);
     }
@@ -81,37 +80,37 @@ void FrequencyPolicy::choose(const SlotTable& slots, const CacheRequest& request
 
   // 3. Too few bypass rows: a neuron wanted now takes the row of a cached one after all.
   const auto rows = static_cast<std::size_t>(slots.bypass_capacity());
-  std::sort(bypassing_.begin(), bypassing_.end(), more_frequent);
   if (bypassing_.size() > rows) {
     const auto excess = static_cast<std::ptrdiff_t>(bypassing_.size() - rows);
     const auto kept = std::remove_if(candidates_.begin(), room,
-                                     [&](const Candidate& one) { return !slots.contains(one.neuron); });
-    std::nth_element(candidates_.begin(), kept - excess, kept, more_frequent);
-    for (auto one = kept - excess; one != kept; ++one) choice.leaving.push_back(one->neuron);
+                                     [&](Candidate one) { return !slots.contains(neuron_of(one)); });
+    std::nth_element(candidates_.begin(), kept - excess, kept);
+    for (auto one = kept - excess; one != kept; ++one) choice.leaving.push_back(neuron_of(*one));
+    std::nth_element(bypassing_.begin(), bypassing_.begin() + excess, bypassing_.end());
     for (std::ptrdiff_t i = 0; i < excess; ++i)
-      choice.coming.push_back(bypassing_[static_cast<std::size_t>(i)].neuron);
+      choice.coming.push_back(neuron_of(bypassing_[static_cast<std::size_t>(i)]));
     bypassing_.erase(bypassing_.begin(), bypassing_.begin() + excess);
   }
-  for (const Candidate& one : bypassing_) choice.bypassing.push_back(one.neuron);
+  for (const Candidate one : bypassing_) choice.bypassing.push_back(neuron_of(one));
 }
 
 void FrequencyPolicy::sort_by_likelihood(std::vector<std::int32_t>& neurons) {
   candidates_.clear();
   for (const std::int32_t neuron : neurons) candidates_.push_back(candidate(neuron));
-  std::sort(candidates_.begin(), candidates_.end(), more_frequent);
-  for (std::size_t i = 0; i < neurons.size(); ++i) neurons[i] = candidates_[i].neuron;
+  std::sort(candidates_.begin(), candidates_.end());
+  for (std::size_t i = 0; i < neurons.size(); ++i) neurons[i] = neuron_of(candidates_[i]);
 }
 
 void FrequencyPolicy::choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const {
   std::vector<Candidate> seen;
-  for (std::int32_t neuron = 0; neuron < static_cast<std::int32_t>(total_.size()); ++neuron)
-    if (total_[static_cast<std::size_t>(neuron)] > 0.0F) seen.push_back(candidate(neuron));
+  for (std::int32_t neuron = 0; neuron < static_cast<std::int32_t>(counts_.size()); ++neuron)
+    if (counts_[static_cast<std::size_t>(neuron)].total > 0.0F) seen.push_back(candidate(neuron));
   if (seen.size() > static_cast<std::size_t>(capacity)) {
-    std::nth_element(seen.begin(), seen.begin() + capacity, seen.end(), more_frequent);
+    std::nth_element(seen.begin(), seen.begin() + capacity, seen.end());
     seen.resize(static_cast<std::size_t>(capacity));
   }
   kept.clear();
-  for (const Candidate& one : seen) kept.push_back(one.neuron);
+  for (const Candidate one : seen) kept.push_back(neuron_of(one));
   std::sort(kept.begin(), kept.end());
 }
 

@@ -6,6 +6,10 @@
 // with whatever it missed are rows that hold nothing for the next one.
 #pragma once
 
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
 #include "cache_policy.h"
 
 namespace flashllm {
@@ -26,23 +30,26 @@ class FrequencyPolicy final : public CachePolicy {
   void choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const override;
 
  private:
-  struct Candidate {
-    float estimate;
-    std::int32_t neuron;
-  };
-  // The order of keeping; ids break ties, so that the choice depends on what was seen and nothing else.
-  static bool more_frequent(const Candidate& one, const Candidate& other) {
-    return one.estimate != other.estimate ? one.estimate > other.estimate : one.neuron < other.neuron;
-  }
+  // A neuron with its estimate in one number: ascending is the most frequent first, ids break ties, so that
+  // the choice depends on what was seen and nothing else.
+  using Candidate = std::uint64_t;
   Candidate candidate(std::int32_t neuron) const {
     const auto index = static_cast<std::size_t>(neuron);
-    return {recent_[index] + long_run_weight_ * total_[index], neuron};
+    const float estimate =
+        counts_[index].recent + long_run_weight_ * counts_[index].total;  // never negative: bits are ordered
+    std::uint32_t bits = 0;
+    std::memcpy(&bits, &estimate, sizeof bits);
+    return static_cast<std::uint64_t>(~bits) << 32U | static_cast<std::uint32_t>(neuron);
   }
+  static std::int32_t neuron_of(Candidate one) { return static_cast<std::int32_t>(one & 0xffffffffU); }
   void weigh() { long_run_weight_ = tokens_ == 0.0F ? 0.0F : increment_ * kLongRunTokens / tokens_; }
 
   // Recent counts are in units of `increment_`, which grows from token to token instead of all counts
   // shrinking.
-  std::vector<float> recent_, total_;  // [num_neurons]
+  struct Counts {  // used together: one cache line, where each neuron's is another
+    float recent, total;
+  };
+  std::vector<Counts> counts_;  // [num_neurons]
   float increment_ = 1.0F, tokens_ = 0.0F, long_run_weight_ = 0.0F;
 
   std::vector<std::int32_t> requested_by_;  // [num_neurons]: the last request with the neuron

@@ -37,7 +37,8 @@ void plan_requests(std::vector<ReadJob>& jobs, const RequestLimits& limits,
                    std::vector<ReadRequest>& requests) {
   requests.clear();
   split_long_jobs(jobs, limits);
-  std::sort(jobs.begin(), jobs.end(), [](const ReadJob& a, const ReadJob& b) { return a.offset < b.offset; });
+  const auto before = [](const ReadJob& a, const ReadJob& b) { return a.offset < b.offset; };
+  if (!std::is_sorted(jobs.begin(), jobs.end(), before)) std::sort(jobs.begin(), jobs.end(), before);
 
   std::uint64_t end = 0;  // of the open request, in the file
   for (std::uint32_t i = 0; i < jobs.size(); ++i) {

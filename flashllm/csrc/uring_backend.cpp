@@ -48,12 +48,18 @@ UringBackend::UringBackend(ReadQueue& queue, const ReaderOptions& options)
 UringBackend::~UringBackend() {
   queue_.close();
   stopping_ = true;
-  work_arrived(0);
+  wake();
   thread_.join();
   close(wake_);
 }
 
+// The token's thread calls this for every batch: it makes no system call where the thread is up, or has its
+// hands full and comes back of itself.
 void UringBackend::work_arrived(std::size_t) {
+  if (idle_.exchange(false)) wake();
+}
+
+void UringBackend::wake() {
   const std::uint64_t one = 1;
   while (write(wake_, &one, sizeof one) < 0 && errno == EINTR) {
   }
@@ -64,7 +70,12 @@ void UringBackend::serve() {
   listen();
   while (!stopping_ || free_.size() != active_.size()) {
     start_requests();
+    if (!free_.empty()) {
+      idle_ = true;
+      start_requests();  // what arrived before it was
+    }
     ring_.submit_and_wait();
+    idle_ = false;
     std::uint64_t id = 0;
     ssize_t result = 0;
     while (ring_.reap(id, result)) {

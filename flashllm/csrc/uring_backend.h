@@ -35,6 +35,7 @@ class UringBackend final : public ReadBackend {
   };
 
   void serve();
+  void wake();
   void listen();
   void start_requests();
   void ask(std::size_t index);
@@ -49,6 +50,7 @@ class UringBackend final : public ReadBackend {
   int wake_ = -1;                 // an eventfd; the ring always has one read of it
   std::uint64_t wake_value_ = 0;  // read from it
   struct iovec wake_iov_ = {nullptr, 0};
+  std::atomic<bool> idle_{false};  // the thread may sleep while it could start more: work must wake it
   std::atomic<bool> stopping_{false};
   std::thread thread_;
 };
