@@ -347,7 +347,11 @@ def test_an_interrupt_is_one_line_and_status_130(run, tiny, monkeypatch):
             return False
 
     monkeypatch.setattr(sys, "stdin", Interrupting())
-    status, out, err = run("chat", tiny().path(), *PIECE, "--max-new-tokens", "2")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        status, out, err = run("chat", tiny().path(), *PIECE, "--max-new-tokens", "2")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert status == 130
     assert out.endswith("\n")
     assert err.splitlines()[-1] == "flashllm: interrupted"
