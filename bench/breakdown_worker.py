@@ -20,12 +20,14 @@ from energy import joules
 
 from flashllm import _core
 from flashllm.ablation import Ablation
+from flashllm.architectures import spec_of
 from flashllm.commands.runtime import load_tokenizer
 from flashllm.generate import PrefillRecord, SamplingOptions, Session
 from flashllm.machine import num_cores, peak_process_nbytes
 from flashllm.manifest import Manifest
 from flashllm.model import FlashModel
-from flashllm.model_files import FFN
+from flashllm.model_files import FFN, RESIDENT
+from flashllm.safetensors_file import read_header
 
 LIBRARIES_NBYTES = 600_000_000  # what interpreter, libraries and staging hold beside a dense engine's weights
 ROOF_NBYTES = 512 << 20
@@ -36,7 +38,7 @@ def dense(settings: dict[str, Any]) -> dict[str, Any]:
     """`naive` or `hybrid`: `resident_share` of the weights in memory, as far as the limit allows."""
     directory = Path(settings["model"])
     manifest = Manifest.load(directory, check_files=False)
-    total = sum(manifest.files[name].nbytes for name in (FFN, "resident.safetensors"))
+    total = sum(manifest.files[name].nbytes for name in (FFN, RESIDENT))
     share = settings["resident_share"]
     if settings["memory"] is not None:
         share = min(share, max(0.0, (settings["memory"] - LIBRARIES_NBYTES) / total))
@@ -173,7 +175,29 @@ def read_rate(
     return float(np.median(rates))
 
 
-TASKS = {"roof": roof, "dense": dense, "flash": flash}
+def prompt_products(settings: dict[str, Any]) -> dict[str, Any]:
+    """The products of `tokens` tokens alone: by torch over one layer's whole matrices, times the number of layers."""
+    directory = Path(settings["model"])
+    manifest = Manifest.load(directory, check_files=False)
+    rows, architecture = manifest.rows, manifest.architecture
+    first_layer = spec_of(architecture.model_type).layers_module + ".0."
+    resident = read_header(directory / RESIDENT).tensors
+    shapes = [t.shape for name, t in resident.items() if name.startswith(first_layer) and len(t.shape) > 1]
+    shapes += [(rows.d_ff, rows.d_model)] * len(rows.matrices)  # all read [n, k]: down costs what up costs
+    dtype = torch.bfloat16 if manifest.dtype == "bfloat16" else torch.float32
+    torch.set_num_threads(num_cores())
+    weights = [torch.randn(shape).to(dtype) for shape in shapes]
+    inputs = {width: torch.randn(settings["tokens"], width).to(dtype) for width in {shape[1] for shape in shapes}}
+    times = []
+    for _ in range(6):
+        started = time.perf_counter()
+        for weight in weights:
+            inputs[weight.shape[1]] @ weight.T
+        times.append(time.perf_counter() - started)
+    return {"products_ms": float(np.median(times[1:])) * architecture.num_layers * 1e3}
+
+
+TASKS = {"roof": roof, "dense": dense, "flash": flash, "prompt_products": prompt_products}
 
 
 def main() -> int:

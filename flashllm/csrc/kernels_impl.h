@@ -32,11 +32,12 @@ struct BF16 {
   static float scalar(T v) { return bfloat_to_float(v); }
 };
 
-// The cache lines of `n` elements at `p`.
+// The cache lines of `n` elements at `p`, into the second level: it takes more lines under way than the
+// first, from which the loads then miss only so far (bench/LOG.md).
 template <typename T, std::size_t n>
 inline void prefetch(const T* p) {
   constexpr std::size_t kStep = kCacheLine / sizeof(T);
-  for (std::size_t j = 0; j < n; j += kStep) __builtin_prefetch(p + j);
+  for (std::size_t j = 0; j < n; j += kStep) __builtin_prefetch(p + j, 0, 2);
 }
 
 // R rows at a time; each row's own order of additions is the same for every R. next[r]: what to fetch while
