@@ -25,9 +25,11 @@ from flashllm.units import parse_size
 
 CSRC = Path(__file__).parent.parent / "flashllm" / "csrc"
 BLOCK_NBYTES = 64 << 20
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
 LEVEL_FLAGS = {
     "kernels_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "kernels_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+    "kernels_avx512.cpp": AVX512,
+    "kernels_avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
 }
 READS_NBYTES = 32 * 393 * 16384  # a token's, by bench/overlap.cpp
 

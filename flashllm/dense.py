@@ -1,7 +1,7 @@
 """A layer's FFN over every neuron for many tokens, the neurons handed in block by block: what a prompt goes through.
 
-fp32 and fp16 weights are multiplied in fp32 by our own kernels; bf16 weights in bf16 by torch, which is three times as
-fast there where the processor has bf16 products (bench/LOG.md). Sums over blocks are fp32 and in the order of blocks.
+By our own kernels, in fp32, or in bf16 where weights and processor are; or by torch in bf16 (`multiplied_by_torch`).
+Sums over blocks are fp32 and in the order of blocks.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ class DenseFFN(Protocol):
 
 
 class NativeDenseFFN:
-    """By our kernels, in fp32."""
+    """By our kernels."""
 
     def __init__(self, native: _core.DenseFfn) -> None:
         self._native = native

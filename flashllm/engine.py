@@ -23,6 +23,7 @@ from flashllm.dense import TORCH_DTYPES, DenseFFN, NativeDenseFFN, TorchDenseFFN
 from flashllm.device_costs import ReaderChoice
 from flashllm.errors import FormatError, UsageError
 from flashllm.ffn import FlashFFN, Mode
+from flashllm.linear import multiplied_by_torch
 from flashllm.manifest import Manifest
 from flashllm.meter import Meter
 from flashllm.model_files import FFN, PLACED, PREDICTORS, RESIDENT, TRACE, checksums_tensor, ffn_tensor
@@ -189,7 +190,7 @@ class Engine:
             cached=self.ablation.cached,
         )
         dense: DenseFFN
-        if layout.encoding == "bfloat16":
+        if multiplied_by_torch(TORCH_DTYPES[layout.encoding]):
             activation = manifest.architecture.activation
             dense = TorchDenseFFN(layout, activation, up_bias, down_bias, self.meter)
         else:

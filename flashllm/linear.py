@@ -1,7 +1,7 @@
 """Resident linears: few tokens through the kernel that reads fast, many through the one that multiplies fast.
 
-Few tokens get the same bits however many are computed together and whatever the threads; sums are fp32. Many tokens of
-bf16 weights go through torch, which has bf16 products where the processor does; of others through our fp32 products.
+Few tokens get the same bits however many are computed together and whatever the threads; sums are fp32. So do many,
+except of bf16 weights where the processor has AMX: torch uses it, and our products do not.
 """
 
 import torch
@@ -9,6 +9,11 @@ from torch import nn
 
 from flashllm import _core
 from flashllm.meter import Meter
+
+
+def multiplied_by_torch(dtype: torch.dtype) -> bool:
+    """Whether many tokens go through torch: only there is it faster than our own products (bench/LOG.md)."""
+    return dtype == torch.bfloat16 and _core.has_amx()
 
 
 def dense_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -26,6 +31,7 @@ class FlashLinear(nn.Linear):
     def attach(self, pool: _core.ThreadPool, meter: Meter, few_tokens: int) -> None:
         self._few_tokens, self._meter = few_tokens, meter
         self._dtype = self.weight.dtype
+        self._by_torch = multiplied_by_torch(self._dtype)
         bias = None if self.bias is None else self.bias.detach().float().contiguous().numpy()
         self.native = _core.Linear(self.weight.detach(), bias, pool, meter.native)
 
@@ -45,7 +51,7 @@ class FlashLinear(nn.Linear):
         out = x.new_empty((*x.shape[:-1], self.out_features))
         if tokens <= self._few_tokens:
             self.native.forward(x.data_ptr(), tokens, out.data_ptr())
-        elif self._dtype == torch.bfloat16:
+        elif self._by_torch:
             with self._meter.computing():
                 return nn.functional.linear(x, self.weight, self.bias)
         else:

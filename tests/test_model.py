@@ -66,6 +66,15 @@ def test_logits_equal_hugging_face(tiny, load, dtype, mode, predictors):
         assert_close(logits, expected[:, t : t + 1], dtype)
 
 
+@pytest.mark.parametrize("torchs", [True, False])
+def test_both_ways_of_a_bf16_prompt_equal_hugging_face(tiny, load, monkeypatch, torchs):
+    """torch's where the processor has AMX, ours elsewhere: whichever this processor takes, both are right."""
+    for module in ("flashllm.engine", "flashllm.linear"):
+        monkeypatch.setattr(f"{module}.multiplied_by_torch", lambda dtype: torchs)
+    model, ids = tiny("bfloat16"), ids_of(40)
+    assert_close(load(model.path("bare"), mode="dense")(ids).logits, reference_logits(model, ids), "bfloat16")
+
+
 @pytest.mark.parametrize(("mode", "predictors"), EXACT_MODES)
 def test_a_padded_batch_equals_its_rows_alone(tiny, load, mode, predictors):
     model, rows = tiny(), [ids_of(14)[0], ids_of(5, seed=1)[0]]

@@ -9,9 +9,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "flashllm" / "csrc"
 NATIVE = ROOT / "tests" / "native"
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
 LEVEL_FLAGS = {
     "kernels_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "kernels_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+    "kernels_avx512.cpp": AVX512,
+    "kernels_avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
 }
 SANITIZERS = {
     "plain": [],

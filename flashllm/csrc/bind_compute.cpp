@@ -31,6 +31,8 @@ SimdLevel parse_simd(const std::string& name) {
     level = SimdLevel::avx2;
   } else if (name == "avx512") {
     level = SimdLevel::avx512;
+  } else if (name == "avx512_bf16") {
+    level = SimdLevel::avx512_bf16;
   } else if (name != "scalar") {
     throw CoreError(ErrorKind::usage, "unknown SIMD level " + name);
   }
@@ -255,6 +257,8 @@ const char* simd_name(SimdLevel level) {
   switch (level) {
     case SimdLevel::avx512:
       return "avx512";
+    case SimdLevel::avx512_bf16:
+      return "avx512_bf16";
     case SimdLevel::avx2:
       return "avx2";
     case SimdLevel::scalar:
@@ -270,6 +274,7 @@ LayerNorm layer_norm_of(nb::handle norm) { return nb::cast<PyNorm&>(norm).norm()
 
 void init_compute(nb::module_& m) {
   m.def("best_simd_level", [] { return simd_name(best_simd_level()); });
+  m.def("has_amx", &has_amx);
 
   nb::class_<ThreadPool>(m, "ThreadPool")
       .def(nb::init<int>(), nb::arg("threads"))

@@ -46,7 +46,7 @@ T* at_address(std::uintptr_t address) {
 }
 
 Dtype parse_dtype(const std::string& name);
-SimdLevel parse_simd(const std::string& name);  // "auto", "scalar", "avx2" or "avx512"
+SimdLevel parse_simd(const std::string& name);  // "auto", or a level's name
 Activation parse_activation(const std::string& name);
 Dtype dtype_of(const AnyArray& array);
 

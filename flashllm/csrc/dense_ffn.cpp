@@ -34,11 +34,9 @@ void DenseFfn::add(const std::byte* rows, std::size_t count, const float* up_bia
   }
   pool_.parallel_for(count, 16, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i) {
-      const float bias = up_bias != nullptr ? up_bias[i] : 0.0F;
-      for (std::size_t m = i * padded; m < (i + 1) * padded; ++m) {
-        h_[m] = apply_activation(activation_, h_[m] + bias);
-        if (gated) h_[m] *= up_[m];
-      }
+      activate(activation_, up_bias != nullptr ? up_bias[i] : 0.0F, h_.data() + i * padded, padded);
+      if (!gated) continue;
+      for (std::size_t m = i * padded; m < (i + 1) * padded; ++m) h_[m] *= up_[m];
     }
   });
   add_rows(part(rows, count, layout_.down), h_.data(), padded, x_->tokens(), y_.data(), y_stride_, pool_,

@@ -2,6 +2,10 @@
 
 #include <algorithm>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "error.h"
 
 namespace flashllm {
@@ -28,6 +32,9 @@ void softmax(float* scores, std::size_t n, float scale);
 void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width, std::size_t terms, float* c,
                   std::size_t c_row);
 }  // namespace avx512
+namespace avx512_bf16 {
+extern const PairKernels kPairs;
+}
 #endif
 
 namespace {
@@ -43,7 +50,7 @@ SimdLevel best_simd_level() {
   static const SimdLevel best = [] {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-      return SimdLevel::avx512;
+      return __builtin_cpu_supports("avx512bf16") ? SimdLevel::avx512_bf16 : SimdLevel::avx512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
       return SimdLevel::avx2;
     return SimdLevel::scalar;
@@ -54,12 +61,22 @@ SimdLevel best_simd_level() {
 #endif
 }
 
+bool has_amx() {
+#if defined(__x86_64__)
+  constexpr unsigned kAmxBf16 = 1U << 22;
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & kAmxBf16) != 0;
+#else
+  return false;
+#endif
+}
+
 const KernelTable& kernel_table(SimdLevel level, Dtype dtype) {
   if (level > best_simd_level())
     throw CoreError(ErrorKind::usage, "this processor lacks the SIMD level asked for");
   const auto index = static_cast<std::size_t>(dtype);
 #if defined(__x86_64__)
-  if (level == SimdLevel::avx512) return avx512::kTables[index];
+  if (level >= SimdLevel::avx512) return avx512::kTables[index];
   if (level == SimdLevel::avx2) return avx2::kTables[index];
 #endif
   return scalar::kTables[index];
@@ -68,7 +85,7 @@ const KernelTable& kernel_table(SimdLevel level, Dtype dtype) {
 SumFloats sum_floats_kernel(SimdLevel level) {
   kernel_table(level, Dtype::f32);  // throws where the processor lacks it
 #if defined(__x86_64__)
-  if (level == SimdLevel::avx512) return avx512::sum_floats;
+  if (level >= SimdLevel::avx512) return avx512::sum_floats;
   if (level == SimdLevel::avx2) return avx2::sum_floats;
 #endif
   return scalar::sum_floats;
@@ -77,7 +94,7 @@ SumFloats sum_floats_kernel(SimdLevel level) {
 Softmax softmax_kernel(SimdLevel level) {
   kernel_table(level, Dtype::f32);
 #if defined(__x86_64__)
-  if (level == SimdLevel::avx512) return avx512::softmax;
+  if (level >= SimdLevel::avx512) return avx512::softmax;
   if (level == SimdLevel::avx2) return avx2::softmax;
 #endif
   return scalar::softmax;
@@ -86,22 +103,52 @@ Softmax softmax_kernel(SimdLevel level) {
 MultiplyAdd multiply_add_kernel(SimdLevel level) {
   kernel_table(level, Dtype::f32);
 #if defined(__x86_64__)
-  if (level == SimdLevel::avx512) return avx512::multiply_add;
+  if (level >= SimdLevel::avx512) return avx512::multiply_add;
   if (level == SimdLevel::avx2) return avx2::multiply_add;
 #endif
   return scalar::multiply_add;
 }
+
+const PairKernels* pair_kernels(SimdLevel level) {
+  kernel_table(level, Dtype::f32);
+#if defined(__x86_64__)
+  if (level >= SimdLevel::avx512_bf16) return &avx512_bf16::kPairs;
+#endif
+  return nullptr;
+}
+
+namespace {
+
+// A NaN stays one, as in the dense model.
+float relu(float value) { return value <= 0.0F ? 0.0F : value; }
+float squared_relu(float value) { return value <= 0.0F ? 0.0F : value * value; }
+
+}  // namespace
 
 float apply_activation(Activation activation, float value) {
   switch (activation) {
     case Activation::identity:
       return value;
     case Activation::relu:
-      return value <= 0.0F ? 0.0F : value;  // a NaN stays one, as in the dense model
+      return relu(value);
     case Activation::squared_relu:
-      return value <= 0.0F ? 0.0F : value * value;
+      return squared_relu(value);
   }
   return value;
+}
+
+void activate(Activation activation, float bias, float* values, std::size_t n) {
+  const auto each = [=](auto function) {
+    for (std::size_t i = 0; i < n; ++i) values[i] = function(values[i] + bias);
+  };
+  switch (activation) {
+    case Activation::identity:
+      return each([](float value) { return value; });
+    case Activation::relu:
+      return each(relu);
+    case Activation::squared_relu:
+      return each(squared_relu);
+  }
 }
 
 void linear(const LinearWeights& weights, const float* x, std::size_t tokens, float* out, ThreadPool& pool,

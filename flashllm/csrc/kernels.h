@@ -16,8 +16,9 @@ namespace flashllm {
 enum class Dtype { f32, f16, bf16 };
 inline std::size_t dtype_nbytes(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
 
-enum class SimdLevel { scalar, avx2, avx512 };
+enum class SimdLevel { scalar, avx2, avx512, avx512_bf16 };  // each has all of those before it
 SimdLevel best_simd_level();
+bool has_amx();  // bf16 products of whole tiles, which no level here uses
 
 enum class Activation { identity, relu, squared_relu };
 
@@ -50,6 +51,24 @@ using MultiplyAdd = void (*)(TileRows a, std::size_t rows, TileColumns b, std::s
                              std::size_t terms, float* c, std::size_t c_row);
 MultiplyAdd multiply_add_kernel(SimdLevel level);
 
+// The same over pairs of bf16 terms, two to a word, the earlier one in its lower half: half as many steps,
+// each c + low * low and + high * high, every sum rounded to fp32. Strides of a are in bytes, of b in words.
+struct PairRows {
+  const std::byte* data;
+  std::size_t row, step;
+};
+struct PairColumns {
+  const std::uint32_t* data;
+  std::size_t row;
+};
+struct PairKernels {
+  void (*multiply_add)(PairRows a, std::size_t rows, PairColumns b, std::size_t width, std::size_t pairs,
+                       float* c, std::size_t c_row);
+  // pairs[j] = {low[j], high[j]}
+  void (*pair_rows)(const std::uint16_t* low, const std::uint16_t* high, std::size_t n, std::uint32_t* pairs);
+};
+const PairKernels* pair_kernels(SimdLevel level);  // nullptr where the level has none
+
 // scores = softmax(scale * scores), in place
 using Softmax = void (*)(float* scores, std::size_t n, float scale);
 Softmax softmax_kernel(SimdLevel level);
@@ -80,5 +99,7 @@ void scaled_row_sum(const void* const* rows, const float* scales, std::size_t n,
                     float* y, ThreadPool& pool, SimdLevel level);
 
 float apply_activation(Activation activation, float value);
+// values[i] = activation(values[i] + bias)
+void activate(Activation activation, float bias, float* values, std::size_t n);
 
 }  // namespace flashllm

@@ -19,7 +19,8 @@ using namespace flashllm;
 
 std::vector<SimdLevel> levels() {
   std::vector<SimdLevel> result;
-  for (const SimdLevel level : {SimdLevel::scalar, SimdLevel::avx2, SimdLevel::avx512})
+  for (const SimdLevel level :
+       {SimdLevel::scalar, SimdLevel::avx2, SimdLevel::avx512, SimdLevel::avx512_bf16})
     if (level <= best_simd_level()) result.push_back(level);
   return result;
 }
