@@ -28,7 +28,7 @@ MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for on
 # OpenMP and oneDNN workspaces, the allocator's slack, page tables. Measured as the peak RSS of a 2,000-token prefill
 # minus all other parts of the plan: 20 MB at d_model 64, 3 to 19 MB at 768, 22 to 38 MB at 2048; the rest is margin.
 LIBRARY_GROWTH = 64_000_000
-READ_AHEAD = 2  # streaming blocks in flight while one is used; more read no faster (bench/LOG.md)
+READ_AHEAD = 6  # streaming blocks in flight while one is used: they last through a layer's attention (bench/LOG.md)
 STREAM_THREADS = 8  # at most, of reads in file order
 _MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, slowly
 _EARLY_SHARE = 32  # neurons of a layer for each row read ahead: about what a device reads while a layer computes

@@ -40,7 +40,8 @@ class ReadQueue {
   bool take(Work& work);      // waits for work; false when the queue was closed
   bool try_take(Work& work);  // false when there is none
   void finish(const Work& work, const RequestOutcome& outcome, std::exception_ptr error);
-  void notify(std::size_t requests);  // wakes so many of those waiting in `take`
+  // Wakes so many of those in `take`, of which there are at most `waiting`.
+  void notify(std::size_t requests, std::size_t waiting);
   void close();                       // ends all waiting in `take`
 
  private:

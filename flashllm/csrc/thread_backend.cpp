@@ -28,7 +28,7 @@ ThreadBackend::ThreadBackend(ReadQueue& queue, const ReaderOptions& options)
   }
 }
 
-void ThreadBackend::work_arrived(std::size_t requests) { queue_.notify(std::min(requests, threads_.size())); }
+void ThreadBackend::work_arrived(std::size_t requests) { queue_.notify(requests, threads_.size()); }
 
 void ThreadBackend::serve(RequestSlot& slot) {
   ReadQueue::Work work;
