@@ -42,7 +42,7 @@ class ReadQueue {
   void finish(const Work& work, const RequestOutcome& outcome, std::exception_ptr error);
   // Wakes so many of those in `take`, of which there are at most `waiting`.
   void notify(std::size_t requests, std::size_t waiting);
-  void close();                       // ends all waiting in `take`
+  void close();  // ends all waiting in `take`
 
  private:
   std::deque<ReadBatch*>& queue_of(const ReadBatch& batch);

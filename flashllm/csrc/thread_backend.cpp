@@ -1,6 +1,5 @@
 #include "thread_backend.h"
 
-#include <algorithm>
 #include <string>
 #include <system_error>
 #include <utility>
