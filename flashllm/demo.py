@@ -36,9 +36,13 @@ def is_demo(path: Path) -> bool:
 
 
 def user_cache_dir() -> Path:
-    """Where converted models and the chat's history are kept, by the platform's rule. Not created here."""
-    base = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    return base / "flashllm"
+    """Where converted models, calibrations and the chat's history are kept. Not created here.
+
+    In $XDG_CACHE_HOME where that is set, else by the platform's rule.
+    """
+    asked = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    own = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return (asked if asked.is_absolute() else own) / "flashllm"
 
 
 def device_store_path() -> Path:

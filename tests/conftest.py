@@ -48,6 +48,14 @@ def _make(root: Path, dtype: str) -> TinyModel:
     return TinyModel(dtype, source, reference, AutoTokenizer.from_pretrained(source), directories)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The user's calibration of this machine changes how runs read, and must not change what tests see."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> Iterator[None]:
     before = torch.get_num_threads()
