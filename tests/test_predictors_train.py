@@ -298,9 +298,9 @@ def test_recorded_codes_are_the_dense_models_activity(bare, data, tmp_path, monk
 
 
 def test_a_hugging_face_folder_is_converted_first(tiny, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert train(tiny("float16").source, data, "--scratch", str(tmp_path / "scratch")) == 0
-    (manifest,) = (tmp_path / ".cache/flashllm/models").glob("*/flashllm.json")
+    (manifest,) = (tmp_path / "cache/flashllm/models").glob("*/flashllm.json")
     assert Manifest.load(manifest.parent).calibration is not None
     FlashModel.from_pretrained(manifest.parent, threads=1).engine.close()
 
