@@ -100,7 +100,7 @@ def test_weights_that_cannot_be_used_are_refused(weight, bias, error):
 
 
 def test_levels_by_name():
-    assert _core.best_simd_level() in SIMD
+    assert _core.best_simd_level() in ("scalar", "avx2", "avx512", "avx512_bf16")
     with pytest.raises(ValueError, match="sse9"):
         _linear(_random(4, 8), None, _random(1, 8), simd="sse9")
 
