@@ -31,9 +31,10 @@ def exact(linear, x):
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("tokens", [1, 4, 5, 300])
-def test_equals_the_exact_product(dtype, bias, tokens):
-    linear = make(dtype, bias=bias)
-    x = torch.randn((tokens, 96), generator=torch.Generator().manual_seed(1)).to(dtype)
+@pytest.mark.parametrize("width", [96, 301, 302])  # an odd one has no pairs; the last two are several blocks of terms
+def test_equals_the_exact_product(dtype, bias, tokens, width):
+    linear = make(dtype, bias=bias, k=width)
+    x = torch.randn((tokens, width), generator=torch.Generator().manual_seed(1)).to(dtype)
     out, expected = linear(x), exact(linear, x)
     assert out.dtype == dtype
     assert (out.double() - expected).abs().max() <= ROUNDING[dtype] * expected.abs().max()
