@@ -27,10 +27,7 @@ std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple
 // One block of rows by one block of tokens: products[r][m] in fp32, rows `width` floats apart.
 void multiply_block(const LinearWeights& weights, std::size_t begin, std::size_t end, const PackedTokens& x,
                     std::size_t first_token, std::size_t width, float* products, SimdLevel level) {
-  const KernelTable& kernels = kernel_table(level, weights.dtype);
-  const MultiplyAdd multiply_add = multiply_add_kernel(level);
   const std::size_t element = dtype_nbytes(weights.dtype);
-  alignas(64) float wide[kWidened * kTerms];
   std::fill(products, products + (end - begin) * width, 0.0F);
   if (x.in_pairs()) {
     for (std::size_t j = 0; j < weights.columns; j += kTerms) {
@@ -41,6 +38,9 @@ void multiply_block(const LinearWeights& weights, std::size_t begin, std::size_t
     }
     return;
   }
+  const KernelTable& kernels = kernel_table(level, weights.dtype);
+  const MultiplyAdd multiply_add = multiply_add_kernel(level);
+  alignas(64) float wide[kWidened * kTerms];
   for (std::size_t j = 0; j < weights.columns; j += kTerms) {
     const std::size_t terms = std::min(kTerms, weights.columns - j);
     for (std::size_t r = begin; r < end; r += kWidened) {
