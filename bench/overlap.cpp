@@ -82,6 +82,7 @@ class Token {
 
   // Milliseconds of one token whose reads are of `size` bytes.
   double run(Reader& reader, std::size_t size, double recall, std::mt19937& random) {
+    pool_.set_side_work(&reader);
     const bool reads = recall != kProductsAlone, products = recall != kReadsAlone;
     const std::size_t count = kRowsNeeded * kRow / size;
     const auto early = static_cast<std::size_t>(std::max(recall, 0.0) * static_cast<double>(count));
@@ -174,7 +175,7 @@ int main(int argc, char** argv) {
     };
     add("threads 32", ReadBackendKind::threads, 32);
     add("io_uring 64", ReadBackendKind::io_uring, 64);
-    add("io_uring 128", ReadBackendKind::io_uring, 128);
+    add("io_uring 32", ReadBackendKind::io_uring, 32);
     Token token(file);
     std::mt19937 random(std::random_device{}());
     const auto measure = [&](int round, const char* backend, Reader& reader, std::size_t size,

@@ -16,13 +16,11 @@ import numpy as np
 from flashllm.checks import check_int, check_keys, check_list, check_str
 
 Backend = Literal["threads", "io_uring"]
-DEFAULT_DEPTHS: Mapping[Backend, int] = {"threads": 32, "io_uring": 128}  # paper A, section 4; bench/LOG.md
+DEFAULT_DEPTHS: Mapping[Backend, int] = {"threads": 32, "io_uring": 48}  # paper A, section 4; bench/LOG.md
 TYPICAL_BATCH = 128  # requests: a layer's misses, for choosing among backends
 _NEAR = 1.05  # backends within 5 % of the fastest: the one that costs the least processor time
-# Measured alone; in a token reads run beside products, where one io_uring thread waits longer for its turn than the
-# next of many does. 13 to 19 % faster alone were 6 to 10 % of a token with its reads before its products, and 3 to 5 %
-# with most of them behind (bench/LOG.md): it must be a tenth faster alone.
-_BESIDE_PRODUCTS = {"threads": 1.0, "io_uring": 1.1}
+# Measured alone; in a token most reads run beside products, where the difference between backends is smaller.
+_BESIDE_PRODUCTS = {"threads": 1.0, "io_uring": 1.05}
 _GAP_PAYS = 0.95  # of the time without: a gap read through must save so much, because its bytes also wear the drive
 
 

@@ -76,6 +76,7 @@ class Engine:
         # 1. Threads, and the file the rows come from.
         self.pool = _core.ThreadPool(threads)
         self._reader = open_reader(reader, max_request=self._max_request(), verify=verify_checksums)
+        self.pool.set_side_work(self._reader)  # reads move on while the pool computes
         if self._reader.backend != reader.backend:
             self.reader_choice = replace(reader, backend=self._reader.backend)
             self.notices.append(f"{self._reader.backend_reason}: flash is read with {reader.depth} threads")

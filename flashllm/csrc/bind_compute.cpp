@@ -278,6 +278,9 @@ void init_compute(nb::module_& m) {
 
   nb::class_<ThreadPool>(m, "ThreadPool")
       .def(nb::init<int>(), nb::arg("threads"))
+      .def(
+          "set_side_work", [](ThreadPool& self, Reader* reader) { self.set_side_work(reader); },
+          nb::arg("reader"), nb::keep_alive<1, 2>())
       .def_prop_ro("threads", &ThreadPool::threads);
 
   m.def(

@@ -90,7 +90,10 @@ class PyReadBatch {
     batch_.jobs.push_back(job);
   }
 
-  void submit() { reader_->submit(batch_, *file_); }
+  void submit() {
+    reader_->submit(batch_, *file_);
+    reader_->start();
+  }
 
   nb::dict wait() {
     require(batch_.in_flight(), "waited for a read batch that was not submitted");

@@ -19,14 +19,17 @@ EarlyReads::EarlyReads(std::byte* rows, std::int32_t capacity, std::uint32_t str
       wanted_(static_cast<std::size_t>(num_neurons), 0),
       guess_at_(static_cast<std::size_t>(num_neurons), -1) {
   asked_.reserve(static_cast<std::size_t>(capacity));
+  guesses_.reserve(static_cast<std::size_t>(num_neurons));
   for (ReadBatch& wave : waves_) wave.jobs.reserve(static_cast<std::size_t>(capacity) / kWaves + 1);
 }
 
-void EarlyReads::start(std::int32_t layer, const std::vector<std::int32_t>& neurons,
-                       const RowSource& source) {
+void EarlyReads::start(std::int32_t layer, const std::vector<std::int32_t>& neurons, const RowSource& source,
+                       GuessLimit& limit) {
   abandon();
   layer_ = layer;
-  ask_for(neurons, source);
+  limit_ = &limit;
+  guesses_.assign(neurons.begin(), neurons.end());
+  ask_for(std::min(neurons.size(), limit.worth_reading()), source);
   const std::size_t count = asked_.size();
   for (std::size_t w = 0; w < kWaves; ++w) {
     ReadBatch& wave = waves_[w];
@@ -38,15 +41,16 @@ void EarlyReads::start(std::int32_t layer, const std::vector<std::int32_t>& neur
   }
 }
 
-// In the order given, but neighbours on flash one after the other.
-void EarlyReads::ask_for(const std::vector<std::int32_t>& neurons, const RowSource& source) {
+// In the order of the guess, but neighbours on flash one after the other.
+void EarlyReads::ask_for(std::size_t most, const RowSource& source) {
   const auto at = [this](std::int32_t row) -> std::int32_t& {
     return guess_at_[static_cast<std::size_t>(row)];
   };
-  for (const std::int32_t neuron : neurons) at(source.row(neuron)) = neuron;
+  const auto end = guesses_.begin() + static_cast<std::ptrdiff_t>(most);
+  std::for_each(guesses_.begin(), end, [&](std::int32_t neuron) { at(source.row(neuron)) = neuron; });
   const auto rows = static_cast<std::int32_t>(guess_at_.size());
-  for (const std::int32_t neuron : neurons) {
-    std::int32_t row = source.row(neuron);
+  for (auto neuron = guesses_.begin(); neuron != end; ++neuron) {
+    std::int32_t row = source.row(*neuron);
     if (at(row) < 0) continue;  // came with a neighbour
     while (row > 0 && at(row - 1) >= 0) --row;
     for (; row < rows && at(row) >= 0; ++row) {
@@ -60,6 +64,9 @@ void EarlyReads::ask_for(const std::vector<std::int32_t>& neurons, const RowSour
 
 void EarlyReads::keep(const std::vector<std::int32_t>& active) {
   for (const std::int32_t neuron : active) wanted_[static_cast<std::size_t>(neuron)] = 1;
+  limit_->judge(guesses_.size(), [this](std::size_t place) {
+    return wanted_[static_cast<std::size_t>(guesses_[place])] != 0;
+  });
   for (ReadBatch& wave : waves_) {
     if (!wave.in_flight()) continue;
     reader_.keep(

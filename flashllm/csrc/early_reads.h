@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "guess_limit.h"
 #include "reader.h"
 
 namespace flashllm {
@@ -47,9 +48,10 @@ class EarlyReads {
 
   std::int32_t capacity() const { return capacity_; }
 
-  // Begins to read `neurons` of `layer` (distinct, the likeliest first; at most the capacity of them).
-  // Forgets those before.
-  void start(std::int32_t layer, const std::vector<std::int32_t>& neurons, const RowSource& source);
+  // Begins to read `neurons` of `layer` (distinct, the likeliest first): as many as `limit` says, which
+  // learns in `keep` what became of all of them, and at most the capacity. Forgets those before.
+  void start(std::int32_t layer, const std::vector<std::int32_t>& neurons, const RowSource& source,
+             GuessLimit& limit);
   // Whose rows these are; -1: nobody's.
   std::int32_t layer() const { return layer_; }
 
@@ -72,7 +74,7 @@ class EarlyReads {
  private:
   static constexpr std::size_t kWaves = 4;
 
-  void ask_for(const std::vector<std::int32_t>& neurons, const RowSource& source);
+  void ask_for(std::size_t most, const RowSource& source);
   void add_stats(const ReadBatch& wave);
   std::int32_t neuron_of(const ReadJob& job) const {
     return asked_[static_cast<std::size_t>(job.destination - rows_) / stride_];
@@ -84,6 +86,8 @@ class EarlyReads {
   Reader& reader_;
   const DirectFile& file_;
   std::int32_t layer_ = -1;
+  GuessLimit* limit_ = nullptr;
+  std::vector<std::int32_t> guesses_;
   std::array<ReadBatch, kWaves> waves_;
   std::vector<std::int32_t> row_of_;  // [num_neurons]: row of the buffer, -1 where not asked for
   std::vector<std::int32_t> asked_;   // the neuron of each row of the buffer

@@ -80,7 +80,7 @@ void FfnLayer::read_ahead(const float* x, std::size_t token) {
                                 [this](std::int32_t neuron) { return slots_.contains(neuron); }),
                  guessed_.end());
   policy_->sort_by_likelihood(guessed_);
-  early_->start(options_.layer, guessed_, source_);
+  early_->start(options_.layer, guessed_, source_, *guess_limit_);
   watch.charge(counters_.memory_ns);
 }
 
@@ -125,6 +125,8 @@ void FfnLayer::forward_part(const float* x, std::size_t token, const std::int32_
     // 2. The reads fly ...
     reader_.submit(batch_, file_);
     watch.charge(counters_.memory_ns);
+    reader_.start();
+    watch.charge(counters_.io_ns);
     // ... behind them those that the next layer will probably want ...
     if (ahead && next_ != nullptr && next_->early_ != nullptr && control_->reads_ahead()) {
       next_->read_ahead(x, token);

@@ -101,6 +101,7 @@ class FfnLayer {
   void set_early(const Predictor& predictor, EarlyReads& early) {
     early_predictor_ = predictor;
     early_ = &early;
+    guess_limit_.emplace(static_cast<std::size_t>(early.capacity()));
   }
   // The layer after this one, whose rows this one has read ahead of it where `control` says so.
   void set_next(FfnLayer* next, EarlyControl* control) {
@@ -166,7 +167,8 @@ class FfnLayer {
   FfnCounters& counters_;
   std::optional<Predictor> predictor_, early_predictor_;
   TracedActivity trace_;
-  EarlyReads* early_ = nullptr;  // nullptr: nothing is read ahead for this layer
+  EarlyReads* early_ = nullptr;            // nullptr: nothing is read ahead for this layer
+  std::optional<GuessLimit> guess_limit_;  // where there is `early_`
   FfnLayer* next_ = nullptr;
   EarlyControl* control_ = nullptr;
   SlotTable slots_;

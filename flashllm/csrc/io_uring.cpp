@@ -44,11 +44,11 @@ IoUring::IoUring(unsigned entries) {
 }
 
 void IoUring::setup(unsigned entries) {
-  // 1. The ring. Completions are worked off where the one thread waits for them (6.1), which costs no
-  // interrupts of its own; older kernels refuse the flags and get none.
+  // 1. The ring. Answers are collected where the thread that asked calls the kernel anyway (5.19): telling it
+  // of each would interrupt its products. Older kernels refuse the flags and do so.
   struct io_uring_params params{};
-#if defined(IORING_SETUP_DEFER_TASKRUN)
-  params.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED;
+#if defined(IORING_SETUP_TASKRUN_FLAG)
+  params.flags = IORING_SETUP_COOP_TASKRUN | IORING_SETUP_TASKRUN_FLAG;
 #endif
   descriptor_ = static_cast<int>(syscall(__NR_io_uring_setup, entries, &params));
   if (descriptor_ < 0 && errno == EINVAL && params.flags != 0) {
@@ -56,7 +56,6 @@ void IoUring::setup(unsigned entries) {
     descriptor_ = static_cast<int>(syscall(__NR_io_uring_setup, entries, &params));
   }
   if (descriptor_ < 0) throw CoreError(ErrorKind::io, describe("io_uring_setup"));
-  disabled_ = params.flags != 0;
   constexpr unsigned kNeeded = IORING_FEAT_SINGLE_MMAP | IORING_FEAT_NODROP | IORING_FEAT_FAST_POLL;
   if ((params.features & kNeeded) != kNeeded)
     throw CoreError(ErrorKind::io, "this kernel's io_uring is older than Linux 5.7");
@@ -71,6 +70,7 @@ void IoUring::setup(unsigned entries) {
     return reinterpret_cast<unsigned*>(static_cast<char*>(rings_) + offset);
   };
   sq_tail_ = in_rings(params.sq_off.tail);
+  sq_flags_ = in_rings(params.sq_off.flags);
   sq_mask_ = *in_rings(params.sq_off.ring_mask);
   sq_array_ = in_rings(params.sq_off.array);
   cq_head_ = in_rings(params.cq_off.head);
@@ -93,12 +93,6 @@ void IoUring::release() {
   if (descriptor_ >= 0) close(descriptor_);
 }
 
-void IoUring::enable() {
-#if defined(IORING_SETUP_DEFER_TASKRUN)
-  if (disabled_) syscall(__NR_io_uring_register, descriptor_, IORING_REGISTER_ENABLE_RINGS, nullptr, 0);
-#endif
-}
-
 void IoUring::read(std::uint64_t id, int descriptor, const struct iovec* iov, int iovcnt,
                    std::uint64_t offset) {
   const unsigned tail = *sq_tail_;  // only we move it
@@ -115,8 +109,15 @@ void IoUring::read(std::uint64_t id, int descriptor, const struct iovec* iov, in
   ++unsubmitted_;
 }
 
-void IoUring::submit_and_wait() {
-  const int submitted = enter(descriptor_, unsubmitted_, 1);
+bool IoUring::has_work() const {
+#if defined(IORING_SQ_TASKRUN)
+  if ((__atomic_load_n(sq_flags_, __ATOMIC_RELAXED) & IORING_SQ_TASKRUN) != 0) return true;
+#endif
+  return unsubmitted_ != 0;
+}
+
+void IoUring::submit(unsigned wait_for) {
+  const int submitted = enter(descriptor_, unsubmitted_, wait_for);
   if (submitted >= 0) {
     unsubmitted_ -= static_cast<unsigned>(submitted);
   } else if (errno != EINTR) {
@@ -140,9 +141,9 @@ IoUring::IoUring(unsigned) {
   throw CoreError(ErrorKind::io, "built without io_uring: it needs Linux and its headers");
 }
 void IoUring::release() {}
-void IoUring::enable() {}
 void IoUring::read(std::uint64_t, int, const struct iovec*, int, std::uint64_t) {}
-void IoUring::submit_and_wait() {}
+bool IoUring::has_work() const { return false; }
+void IoUring::submit(unsigned) {}
 bool IoUring::reap(std::uint64_t&, ssize_t&) { return false; }
 
 #endif

@@ -1,5 +1,5 @@
 // A ring of reads shared with the kernel: io_uring(7) by raw system calls, no library. Knows descriptors,
-// iovecs and numbers, no files and no batches. One thread uses a ring, from `enable` on.
+// iovecs and numbers, no files and no batches. One thread at a time uses a ring, any thread.
 //
 // Rings are locked memory to kernels before 5.12 and again to newer ones: on 6.18 an RLIMIT_MEMLOCK of 64 KiB
 // was enough for 65 entries and 16 KiB for 33. A ring that cannot be had says why.
@@ -24,13 +24,13 @@ class IoUring {
   IoUring(const IoUring&) = delete;
   IoUring& operator=(const IoUring&) = delete;
 
-  void enable();  // by the thread that will use it
-
   // Queues a read; the iovecs stay where they are until it is reaped.
   void read(std::uint64_t id, int descriptor, const struct iovec* iov, int iovcnt, std::uint64_t offset);
 
-  // Hands over what was queued and waits until something can be reaped.
-  void submit_and_wait();
+  // Hands over what was queued and collects answers; returns when as many as `wait_for` can be reaped.
+  void submit(unsigned wait_for);
+  // Whether `submit` has anything to do.
+  bool has_work() const;
 
   // The next answer: bytes or -errno. False when there is none.
   bool reap(std::uint64_t& id, ssize_t& result);
@@ -41,13 +41,13 @@ class IoUring {
   void release();
 
   int descriptor_ = -1;
-  bool disabled_ = false;  // made so, to be enabled by another thread than made it
   void* rings_ = nullptr;
   std::size_t rings_nbytes_ = 0;
   void* entries_ = nullptr;
   std::size_t entries_nbytes_ = 0;
   // In the shared rings: heads and tails are exchanged with the kernel.
   unsigned* sq_tail_ = nullptr;
+  unsigned* sq_flags_ = nullptr;
   unsigned sq_mask_ = 0;
   unsigned* cq_head_ = nullptr;
   unsigned* cq_tail_ = nullptr;

@@ -32,7 +32,7 @@ class ReadQueue {
   void push(ReadBatch& batch, ReadPriority priority);
   void keep(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted);
   bool poll(ReadBatch& batch);   // marks the jobs that have landed; true when nothing is under way
-  void wait(ReadBatch& batch);   // the same, when nothing is under way any more
+  void wait(ReadBatch& batch);   // the same, when others have finished all of it
   std::uint64_t take_busy_ns();  // time since the last call in which any batch was unfinished
 
   // For backends. Work is handed out in the order of submission, demand before prefetch; all of it must be

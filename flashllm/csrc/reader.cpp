@@ -93,19 +93,20 @@ void Reader::cancel(ReadBatch& batch) {
 
 bool Reader::poll(ReadBatch& batch) {
   require_in_flight(batch, "polled");
+  backend_->start();
   return queue_.poll(batch);
 }
 
 void Reader::wait(ReadBatch& batch) {
   require_in_flight(batch, "waited for");
-  queue_.wait(batch);
+  backend_->wait(batch);
   batch.in_flight_ = false;
   if (batch.error_) std::rethrow_exception(batch.error_);
 }
 
 void Reader::settle(ReadBatch& batch) noexcept {
   if (!batch.in_flight_) return;
-  queue_.wait(batch);
+  backend_->wait(batch);
   batch.in_flight_ = false;
 }
 

@@ -19,6 +19,7 @@
 #include "direct_file.h"
 #include "read_queue.h"
 #include "request_plan.h"
+#include "side_work.h"
 
 namespace flashllm {
 
@@ -77,12 +78,15 @@ class ReadBackend {
  public:
   virtual ~ReadBackend() = default;                     // ends after the requests under way
   virtual void work_arrived(std::size_t requests) = 0;  // called by those who submit
+  virtual void start() noexcept = 0;                    // as Reader::start
+  virtual void advance() noexcept = 0;                  // as Reader::advance
+  virtual void wait(ReadBatch& batch) = 0;              // until all of it is finished
 };
 
-class Reader {
+class Reader final : public SideWork {
  public:
   explicit Reader(const ReaderOptions& options);
-  ~Reader();
+  ~Reader() override;
 
   // With the backend in use; `backend_reason` says why an automatic choice was not io_uring.
   const ReaderOptions& options() const { return options_; }
@@ -96,6 +100,12 @@ class Reader {
   // Sets `landed` of the jobs that are there, read and checked. True when wait would return at once.
   bool poll(ReadBatch& batch);
   void wait(ReadBatch& batch);  // as poll, but waits; throws CoreError
+  // Starts what there is room for and takes in what has landed, without waiting; from any thread. Where
+  // threads read, they do all of it themselves. On io_uring reads move on only here, in `poll` and in `wait`:
+  // whoever computes beside them calls `advance` now and then, as a ThreadPool does between two shares of a
+  // loop; it returns at once where the last look was a moment ago.
+  void start() noexcept { backend_->start(); }
+  void advance() noexcept override { backend_->advance(); }
   // Time since the last call in which any batch was under way; batches that overlap count once.
   std::uint64_t take_busy_ns() { return queue_.take_busy_ns(); }
   void settle(ReadBatch& batch) noexcept;  // waits if it is in flight; its error is not wanted

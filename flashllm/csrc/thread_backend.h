@@ -16,6 +16,9 @@ class ThreadBackend final : public ReadBackend {
   ~ThreadBackend() override { stop(); }
 
   void work_arrived(std::size_t requests) override;
+  void start() noexcept override {}
+  void advance() noexcept override {}
+  void wait(ReadBatch& batch) override { queue_.wait(batch); }
 
  private:
   void serve(RequestSlot& slot);

@@ -14,7 +14,8 @@ namespace {
 // Between the loops of one layer the next one comes within microseconds; sleeping would cost more than the
 // wait.
 constexpr auto kSpin = std::chrono::microseconds(30);
-constexpr std::size_t kSharesPerThread = 2;  // finer shares even out the end, longer runs stream better
+// Finer shares even out the end and move side work on more often, longer runs stream better.
+constexpr std::size_t kSharesPerThread = 8;
 
 template <typename Ready>
 bool spin_until(Ready ready) {
@@ -62,10 +63,15 @@ void ThreadPool::stop() {
 
 void ThreadPool::run(Loop loop) {
   if (loop.count == 0) return;
-  if (workers_.empty() || loop.count <= loop.grain) return loop.call(loop.body, 0, loop.count);
+  if (loop.count <= loop.grain) return loop.call(loop.body, 0, loop.count);
   const std::lock_guard<std::mutex> turn(turn_);
   const std::size_t blocks = (loop.count + loop.grain - 1) / loop.grain;
   loop.shares = std::min(blocks, static_cast<std::size_t>(threads()) * kSharesPerThread);
+  if (workers_.empty()) {
+    loop_ = loop;
+    next_share_.store(0);
+    return claim_shares(true);
+  }
   // 1. Open the loop.
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -76,7 +82,7 @@ void ThreadPool::run(Loop loop) {
   }
   start_.notify_all();
   // 2. Work until every share is claimed.
-  claim_shares();
+  claim_shares(true);
   // 3. Close it, so that who wakes up now stays out, and wait for those inside.
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -85,7 +91,7 @@ void ThreadPool::run(Loop loop) {
   while (!spin_until([this] { return inside_.load() == 0; })) std::this_thread::yield();
 }
 
-void ThreadPool::claim_shares() {
+void ThreadPool::claim_shares(bool is_caller) {
   const std::size_t blocks = (loop_.count + loop_.grain - 1) / loop_.grain;
   for (;;) {
     const std::size_t share = next_share_.fetch_add(1);
@@ -93,7 +99,12 @@ void ThreadPool::claim_shares() {
     const std::size_t begin = blocks * share / loop_.shares * loop_.grain;
     const std::size_t end = std::min(loop_.count, blocks * (share + 1) / loop_.shares * loop_.grain);
     loop_.call(loop_.body, begin, end);
+    if (is_caller) advance_side_work();
   }
+}
+
+void ThreadPool::advance_side_work() {
+  if (SideWork* work = side_work_.load(std::memory_order_acquire)) work->advance();
 }
 
 void ThreadPool::serve() {
@@ -110,7 +121,7 @@ void ThreadPool::serve() {
       if (!open_) continue;
       inside_.fetch_add(1);
     }
-    claim_shares();
+    claim_shares(false);
     inside_.fetch_sub(1);
   }
 }

@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "side_work.h"
+
 namespace flashllm {
 
 class ThreadPool {
@@ -21,6 +23,9 @@ class ThreadPool {
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
+
+  // Moved on by all threads between the shares of loops; nullptr: none. Outlives its use here.
+  void set_side_work(SideWork* work) { side_work_.store(work); }
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
@@ -44,7 +49,8 @@ class ThreadPool {
   };
 
   void run(Loop loop);
-  void claim_shares();
+  void claim_shares(bool is_caller);
+  void advance_side_work();
   void serve();
   void stop();
 
@@ -52,6 +58,7 @@ class ThreadPool {
   std::mutex turn_;  // held for a whole loop
   std::mutex mutex_;
   std::condition_variable start_;
+  std::atomic<SideWork*> side_work_{nullptr};
   std::atomic<unsigned> generation_{0};
   std::atomic<std::size_t> next_share_{0};
   std::atomic<int> inside_{0};  // workers that entered the loop and have not left it

@@ -1,94 +1,62 @@
 #include "uring_backend.h"
 
-#if defined(__linux__)
-#include <sys/eventfd.h>
-#endif
-#include <unistd.h>
-
 #include <cerrno>
-#include <string>
-#include <system_error>
 #include <utility>
 
 #include "error.h"
 
 namespace flashllm {
 
-namespace {
-
-constexpr std::uint64_t kWake = ~std::uint64_t{0};  // the id of the read of the eventfd
-
-int make_wake() {
-#if defined(__linux__)
-  const int wake = eventfd(0, EFD_CLOEXEC);
-  if (wake >= 0) return wake;
-#endif
-  throw CoreError(ErrorKind::io, "cannot make an eventfd: " + std::generic_category().message(errno));
-}
-
-}  // namespace
-
 UringBackend::UringBackend(ReadQueue& queue, const ReaderOptions& options)
-    : queue_(queue), verify_(options.verify), ring_(static_cast<unsigned>(options.queue_depth) + 1) {
+    : queue_(queue), verify_(options.verify), ring_(static_cast<unsigned>(options.queue_depth)) {
   const auto depth = static_cast<std::size_t>(options.queue_depth);
   for (std::size_t i = 0; i < depth; ++i) {
     active_.push_back(std::make_unique<Active>(options));
     free_.push_back(i);
   }
-  wake_ = make_wake();
-  wake_iov_ = {&wake_value_, sizeof wake_value_};
-  try {
-    thread_ = std::thread([this] { serve(); });
-  } catch (const std::system_error& error) {
-    close(wake_);
-    throw CoreError(ErrorKind::io, std::string("cannot start the reader thread (") + error.what() + ")");
-  }
 }
 
 UringBackend::~UringBackend() {
   queue_.close();
-  stopping_ = true;
-  wake();
-  thread_.join();
-  close(wake_);
+  for (take_in(); free_.size() != active_.size(); take_in()) ring_.submit(1);
 }
 
-// The token's thread calls this for every batch: it makes no system call where the thread is up, or has its
-// hands full and comes back of itself.
-void UringBackend::work_arrived(std::size_t) {
-  if (idle_.exchange(false)) wake();
+void UringBackend::start() noexcept {
+  const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+  if (turn.owns_lock()) step();  // else its holder does the same
 }
 
-void UringBackend::wake() {
-  const std::uint64_t one = 1;
-  while (write(wake_, &one, sizeof one) < 0 && errno == EINTR) {
+void UringBackend::advance() noexcept {
+  const auto now = Clock::now().time_since_epoch().count();
+  if (now < next_look_.load(std::memory_order_relaxed)) return;
+  const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+  if (!turn.owns_lock()) return;
+  step();
+  next_look_.store(now + kBetweenLooks.count(), std::memory_order_relaxed);
+}
+
+void UringBackend::step() {
+  if (ring_.has_work()) ring_.submit(0);
+  take_in();
+  start_requests();
+  if (ring_.has_work()) ring_.submit(0);
+}
+
+void UringBackend::wait(ReadBatch& batch) {
+  while (!queue_.poll(batch)) {
+    const std::lock_guard<std::mutex> turn(turn_);
+    take_in();
+    if (queue_.poll(batch)) return;
+    start_requests();  // now at least one read of the batch is under way, or all places are taken
+    ring_.submit(1);
   }
 }
 
-void UringBackend::serve() {
-  ring_.enable();
-  listen();
-  while (!stopping_ || free_.size() != active_.size()) {
-    start_requests();
-    if (!free_.empty()) {
-      idle_ = true;
-      start_requests();  // what arrived before it was
-    }
-    ring_.submit_and_wait();
-    idle_ = false;
-    std::uint64_t id = 0;
-    ssize_t result = 0;
-    while (ring_.reap(id, result)) {
-      if (id == kWake) {
-        listen();
-      } else {
-        answer(id, result);
-      }
-    }
-  }
+void UringBackend::take_in() {
+  std::uint64_t id = 0;
+  ssize_t result = 0;
+  while (ring_.reap(id, result)) answer(id, result);
 }
-
-void UringBackend::listen() { ring_.read(kWake, wake_, &wake_iov_, 1, 0); }
 
 void UringBackend::start_requests() {
   while (!free_.empty()) {
@@ -111,6 +79,7 @@ void UringBackend::ask(std::size_t index) {
 }
 
 void UringBackend::answer(std::size_t index, ssize_t result) {
+  if (result == -ECANCELED) return ask(index);  // the thread that asked has ended
   RequestOutcome outcome;
   std::exception_ptr error;
   try {

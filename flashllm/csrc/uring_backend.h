@@ -1,17 +1,17 @@
-// One thread that keeps `queue_depth` reads under way through io_uring, where thread_backend.h needs a
-// thread for each.
+// Keeps `queue_depth` reads under way through io_uring, where thread_backend.h needs a thread for each.
 //
-// The thread submits, reaps and checks; callers only queue and wake it, so reads go on being started and
-// finished while they compute.
+// No thread of its own: reads are started, taken in and checked by those who wait for them or compute beside
+// them (`Reader::advance`), a few at a time, so that one call of the kernel serves several. A thread of its
+// own took the processor from products in the middle of a share, and the queue ran dry until its turn came
+// (bench/LOG.md).
 #pragma once
 
-#include <sys/uio.h>
-
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <thread>
+#include <mutex>
 #include <vector>
 
 #include "io_uring.h"
@@ -21,22 +21,28 @@ namespace flashllm {
 
 class UringBackend final : public ReadBackend {
  public:
-  // Throws CoreError(io) where there is no io_uring, or its thread cannot be started.
+  // Throws CoreError(io) where there is no io_uring.
   UringBackend(ReadQueue& queue, const ReaderOptions& options);
   ~UringBackend() override;
 
-  void work_arrived(std::size_t requests) override;
+  void work_arrived(std::size_t) override {}  // it is started by `advance` or `wait`
+  void start() noexcept override;
+  void advance() noexcept override;
+  void wait(ReadBatch& batch) override;
 
  private:
+  using Clock = std::chrono::steady_clock;
+  // Of `advance`: long enough for a few reads to be handed over by one call, short enough for a deep queue to
+  // last.
+  static constexpr std::chrono::nanoseconds kBetweenLooks{100'000};
   struct Active {  // a request under way
     explicit Active(const ReaderOptions& options) : slot(options.max_request, options.max_gap) {}
     RequestSlot slot;
     ReadQueue::Work work;
   };
 
-  void serve();
-  void wake();
-  void listen();
+  void step();
+  void take_in();
   void start_requests();
   void ask(std::size_t index);
   void answer(std::size_t index, ssize_t result);
@@ -44,15 +50,11 @@ class UringBackend final : public ReadBackend {
 
   ReadQueue& queue_;
   const bool verify_;
+  std::mutex turn_;  // whose holder uses everything below
   IoUring ring_;
   std::vector<std::unique_ptr<Active>> active_;
   std::vector<std::size_t> free_;
-  int wake_ = -1;                 // an eventfd; the ring always has one read of it
-  std::uint64_t wake_value_ = 0;  // read from it
-  struct iovec wake_iov_ = {nullptr, 0};
-  std::atomic<bool> idle_{false};  // the thread may sleep while it could start more: work must wake it
-  std::atomic<bool> stopping_{false};
-  std::thread thread_;
+  std::atomic<std::int64_t> next_look_{0};
 };
 
 }  // namespace flashllm

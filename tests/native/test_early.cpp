@@ -61,11 +61,13 @@ void test_reads(const Rows& rows, int threads, int scale) {
   HugeBuffer memory(static_cast<std::size_t>(kCapacity) * kStride);
   EarlyReads early(memory.data(), kCapacity, kStride, kNeurons, reader, *rows.file);
   std::mt19937 random(static_cast<unsigned>(threads));
+  GuessLimit limit(kCapacity);
   for (int i = 0; i < 200 * scale; ++i) {
+    limit = GuessLimit(kCapacity);  // it must not learn how rarely such guesses come true
     const std::vector<std::int32_t> guess = some(random, random() % (kCapacity + 20));
     std::vector<std::int32_t> active = some(random, random() % kNeurons);
     std::sort(active.begin(), active.end());
-    early.start(5, guess, rows.source());
+    early.start(5, guess, rows.source(), limit);
     if (i % 7 == 0) continue;  // the next start forgets it
     CHECK(early.layer() == 5);
     std::vector<bool> asked;
@@ -92,13 +94,14 @@ void test_neighbours(const Rows& rows) {
   Reader reader(ReaderOptions{});
   HugeBuffer memory(std::size_t{5} * kStride);
   EarlyReads early(memory.data(), 5, kStride, kNeurons, reader, *rows.file);
-  early.start(5, {20, 40, 60, 19, 21, 41}, rows.source());
+  GuessLimit limit(5);
+  early.start(5, {20, 40, 60, 19, 21, 41}, rows.source(), limit);
   for (const std::int32_t neuron : {19, 20, 21, 40, 41}) CHECK(early.asked_for(neuron));
   CHECK(!early.asked_for(60));
   std::vector<std::int32_t> row_of(kNeurons);
   for (std::int32_t n = 0; n < kNeurons; ++n) row_of[static_cast<std::size_t>(n)] = kNeurons - 1 - n;
   std::swap(row_of[40], row_of[19]);
-  early.start(5, {20, 19, 60, 50, 40, 30}, {kOffset, kStride, nullptr, row_of.data()});
+  early.start(5, {20, 19, 60, 50, 40, 30}, {kOffset, kStride, nullptr, row_of.data()}, limit);
   for (const std::int32_t neuron : {20, 40, 19, 60, 50}) CHECK(early.asked_for(neuron));
   early.keep({20, 40});
   early.finish();
@@ -111,11 +114,12 @@ void test_errors(Rows& rows) {
   Reader reader(ReaderOptions{});
   HugeBuffer memory(static_cast<std::size_t>(kCapacity) * kStride);
   EarlyReads early(memory.data(), kCapacity, kStride, kNeurons, reader, *rows.file);
-  early.start(5, {5, 7, 9}, rows.source());
+  GuessLimit limit(kCapacity);
+  early.start(5, {5, 7, 9}, rows.source(), limit);
   early.keep({5, 20});
   early.finish();
   CHECK(std::memcmp(early.row(5), rows.row(5), kStride) == 0);
-  early.start(5, {5, 7, 9}, rows.source());
+  early.start(5, {5, 7, 9}, rows.source(), limit);
   early.keep({7});
   bool thrown = false;
   try {
@@ -124,11 +128,35 @@ void test_errors(Rows& rows) {
     thrown = error.kind() == ErrorKind::checksum;
   }
   CHECK(thrown);
-  early.start(5, {9}, rows.source());
+  early.start(5, {9}, rows.source(), limit);
   early.keep({9});
   early.finish();
   CHECK(std::memcmp(early.row(9), rows.row(9), kStride) == 0);
   rows.sums[7] ^= 1;
+}
+
+// Lists are cut where fewer than half of the guesses come true, and no sooner than that is known.
+void test_limit() {
+  constexpr std::size_t kMost = 100;
+  GuessLimit limit(kMost);
+  CHECK(limit.worth_reading() >= kMost);
+  const auto judge = [&limit](std::size_t come_true, int lists) {
+    for (int i = 0; i < lists; ++i) limit.judge(200, [=](std::size_t place) { return place < come_true; });
+  };
+  judge(50, 1);
+  CHECK(limit.worth_reading() == 3 * GuessLimit::kPlaces);  // of the fourth class two of sixteen came true
+  judge(200, 60);
+  CHECK(limit.worth_reading() >= kMost);
+  judge(0, 200);
+  CHECK(limit.worth_reading() == 0);
+  judge(58, 200);  // of what is not read it learns all the same
+  CHECK(limit.worth_reading() == 4 * GuessLimit::kPlaces);
+  GuessLimit good(kMost), bad(kMost);  // of short lists
+  for (int i = 0; i < 100; ++i) {
+    good.judge(20, [](std::size_t place) { return place % 4 != 0; });
+    bad.judge(20, [](std::size_t place) { return place % 4 == 0; });
+  }
+  CHECK(good.worth_reading() >= kMost && bad.worth_reading() == 0);
 }
 
 // Counts the tokens read ahead for, out of `tokens`, where a token takes `on` or `off` seconds.
@@ -162,5 +190,6 @@ void test_early(const std::string& directory, int scale) {
   for (const int threads : {1, 4, 32}) test_reads(rows, threads, scale);
   test_neighbours(rows);
   test_errors(rows);
+  test_limit();
   test_switch();
 }

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
@@ -16,6 +17,7 @@
 #include "error.h"
 #include "memory.h"
 #include "request_plan.h"
+#include "thread_pool.h"
 #include "xxh3.h"
 
 namespace {
@@ -131,6 +133,23 @@ void random_batches_equal_the_file(const std::string& path, const Bytes& bytes, 
   }
 }
 
+// A thread that computes beside the reads: they move on while nobody waits for them.
+class Beside {
+ public:
+  explicit Beside(Reader& reader)
+      : thread_([this, &reader] {
+          for (; !done_; std::this_thread::yield()) reader.advance();
+        }) {}
+  ~Beside() {
+    done_ = true;
+    thread_.join();
+  }
+
+ private:
+  std::atomic<bool> done_{false};
+  std::thread thread_;
+};
+
 void many_callers_share_a_reader(const std::string& path, const Bytes& bytes, int rounds) {
   const DirectFile file(path, true);
   ReaderOptions options = reading(5);
@@ -149,7 +168,49 @@ void many_callers_share_a_reader(const std::string& path, const Bytes& bytes, in
       }
     });
   }
+  const Beside beside(reader);
   for (std::thread& caller : callers) caller.join();
+}
+
+// Reads begun by a thread that ends before they do.
+void a_thread_may_end_with_reads_under_way(const std::string& path, const Bytes& bytes, int rounds) {
+  const DirectFile file(path, true);
+  Reader reader(reading(8));
+  std::mt19937 random(4);
+  for (int round = 0; round < rounds; ++round) {
+    Jobs jobs(1 << 20);
+    ReadBatch batch;
+    fill_random(jobs, batch, bytes, random, 30);
+    std::thread([&] {
+      reader.submit(batch, file);
+      reader.start();
+    }).join();
+    reader.wait(batch);
+    jobs.check(bytes);
+  }
+}
+
+// Nobody waits: a batch is read by those who compute beside it.
+void reads_move_on_beside_a_loop(const std::string& path, const Bytes& bytes) {
+  const DirectFile file(path, true);
+  Reader reader(reading(2));  // far fewer than the batch has requests
+  ThreadPool pool(2);
+  pool.set_side_work(&reader);
+  std::mt19937 random(5);
+  Jobs jobs(1 << 20);
+  ReadBatch batch;
+  fill_random(jobs, batch, bytes, random, 20);
+  reader.submit(batch, file);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  bool landed = false;
+  while (!landed && std::chrono::steady_clock::now() < deadline) {
+    pool.parallel_for(
+        8, 1, [](std::size_t, std::size_t) { std::this_thread::sleep_for(std::chrono::microseconds(50)); });
+    landed = reader.poll(batch);
+  }
+  CHECK(landed);
+  reader.wait(batch);
+  jobs.check(bytes);
 }
 
 // Every N-th system call fails, once or for ever: right bytes or a typed error, and a clean rerun is right.
@@ -245,7 +306,8 @@ std::shared_ptr<FaultPlan> inject(DirectFile& file, Fault::Kind kind, std::uint6
 
 // A reader that reads one request at a time, and cannot go on before `release`.
 struct HeldReader {
-  explicit HeldReader(const std::string& path) : file(path, true), reader(reading(1)), jobs(4096) {
+  explicit HeldReader(const std::string& path)
+      : file(path, true), reader(reading(1)), jobs(4096), beside(reader) {
     plan = inject(file, Fault::Kind::hold, 0);
     jobs.add(batch, 0, 512, 0);
     reader.submit(batch, file);
@@ -261,6 +323,7 @@ struct HeldReader {
   Jobs jobs;
   ReadBatch batch;
   std::shared_ptr<FaultPlan> plan;
+  Beside beside;
 };
 
 void add_scattered(Jobs& jobs, ReadBatch& batch, std::uint64_t first, int count) {
@@ -302,6 +365,7 @@ void busy_time_is_counted_once(const std::string& path) {
   const auto now = [] { return std::chrono::steady_clock::now(); };
   DirectFile file(path, true);
   Reader reader(reading(4));
+  const Beside beside(reader);
   std::uint64_t walls = 0;
   const auto started = now();
   {
@@ -347,6 +411,7 @@ void guesses_are_dropped(const std::string& path, const Bytes& bytes) {
   // 2. Three were started: they and those wanted are read, and the batch says which.
   DirectFile file(path, true);
   Reader reader(reading(1));
+  const Beside beside(reader);
   const auto plan = inject(file, Fault::Kind::hold, 2);
   ReadBatch batch;
   Jobs jobs(1 << 20);
@@ -531,6 +596,8 @@ void test_reader(const std::string& directory, int scale) {
       for (const bool direct : {true, false})
         random_batches_equal_the_file(path, bytes, at_a_time, direct, at_a_time == 4 ? 4096 : 0, 4 * scale);
     many_callers_share_a_reader(path, bytes, 15 * scale);
+    a_thread_may_end_with_reads_under_way(path, bytes, 5 * scale);
+    reads_move_on_beside_a_loop(path, bytes);
     every_fault_is_met(path, bytes, true);
     every_fault_is_met(path, bytes, false);
     flipped_bits_are_found(path, bytes);
