@@ -7,6 +7,7 @@ Prints one JSON document: what was measured, token by token. Knows one engine at
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -202,6 +203,7 @@ TASKS = {"roof": roof, "dense": dense, "flash": flash, "prompt_products": prompt
 
 def main() -> int:
     settings = json.loads(sys.argv[1])
+    os.environ["FLASHLLM_SIMD"] = settings.get("simd", "auto")
     print(json.dumps(TASKS[settings["task"]](settings)))
     return 0
 

@@ -34,6 +34,7 @@ from flashllm.device_costs import (
     ReaderChoice,
     ReaderCosts,
     fit_reader,
+    scatter_of,
 )
 from flashllm.dtypes import WEIGHT_DTYPES
 from flashllm.errors import FlashIOError
@@ -197,6 +198,10 @@ class _Reads:
         """The fitted costs of each backend."""
         return tuple(fit_reader(one.batches, one.gaps, backend=one.backend, depth=one.depth) for one in self._measured)
 
+    def scatter(self) -> float:
+        """Of the backend that scatters most."""
+        return max(scatter_of(one.batches) for one in self._measured)
+
 
 def measure_device(
     path: Path, *, threads: int, options: CalibrationOptions, progress: Progress | None = None
@@ -229,6 +234,7 @@ def measure_device(
         gemv_bps=gemv,
         sparse_bps=sparse,
         layer_overhead_s=overhead,
+        scatter=reads.scatter(),
         threads=threads,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
     )

@@ -21,6 +21,7 @@ TYPICAL_BATCH = 128  # requests: a layer's misses, for choosing among backends
 _NEAR = 1.05  # backends within 5 % of the fastest: the one that costs the least processor time
 # Measured alone; in a token most reads run beside products, where the difference between backends is smaller.
 _BESIDE_PRODUCTS = {"threads": 1.0, "io_uring": 1.05}
+_UNSTEADY = 2.0  # a quiet drive's quartiles lie within a fifth of each other
 _GAP_PAYS = 0.95  # of the time without: a gap read through must save so much, because its bytes also wear the drive
 
 
@@ -113,13 +114,14 @@ class DeviceCosts:
     gemv_bps: Mapping[str, float]  # weights per second in a resident product of one token, by dtype
     sparse_bps: Mapping[str, float]  # the same of rows gathered from the neuron cache
     layer_overhead_s: float  # of a token, a layer: interpreter, waking threads, norms
+    scatter: float  # of the times of one batch of reads, as `scatter_of`
     threads: int  # compute threads measured with
     made: str  # ISO 8601
 
     def __post_init__(self) -> None:
         if not self.readers:
             raise ValueError("readers must not be empty")
-        for name in ("sequential_bps", "dram_bps", "layer_overhead_s"):
+        for name in ("sequential_bps", "dram_bps", "layer_overhead_s", "scatter"):
             _check_cost(name, getattr(self, name))
         for name in ("gemv_bps", "sparse_bps"):
             for dtype, rate in getattr(self, name).items():
@@ -129,6 +131,11 @@ class DeviceCosts:
             raise ValueError(f"direct must be true or false, not {str(self.direct)[:80]!r}")
         check_int("threads", self.threads, 1, 2**16)
         check_str("made", self.made, 80)
+
+    @property
+    def steady(self) -> bool:
+        """Whether the drive kept its rate while it was measured."""
+        return self.scatter <= _UNSTEADY
 
     def best(self, row_nbytes: int, backend: Backend | None = None) -> ReaderCosts:
         """The backend for batches of rows of `row_nbytes`: the fastest, or of those hardly slower the one that leaves
@@ -164,6 +171,15 @@ class DeviceCosts:
             if not isinstance(fields[name], dict):
                 raise ValueError(f"{name} must be an object")
         return cls(**{**fields, "readers": tuple(readers)})
+
+
+def scatter_of(samples: Sequence[BatchSample]) -> float:
+    """How many times the lower quartile of a batch's times is the upper one: the median over batches alike."""
+    groups: dict[tuple[int, int], list[float]] = {}
+    for sample in samples:
+        groups.setdefault((sample.nbytes, sample.requests), []).append(sample.wall_s)
+    quartiles = [np.percentile(walls, (25, 75)) for walls in groups.values()]
+    return float(np.median([upper / lower for lower, upper in quartiles]))
 
 
 def worthwhile_gap(samples: Sequence[GapSample]) -> float:

@@ -1,5 +1,6 @@
 """Calibration on a tiny file: every figure is there, nothing is left behind, and a run uses what was stored."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -7,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_device_costs import device
+from test_device_costs import device, reader
 
 from flashllm import calibrate
 from flashllm.calibrate import CalibrationOptions, file_to_read, measure_device
@@ -116,6 +117,22 @@ def test_the_command_stores_and_runs_and_plans_use_it(tmp_path, tiny, room, monk
     assert after["reader"]["source"] == ("calibration" if costs.direct else "default")
     assert after["reader"] == document["reader"]
     assert after["token_ids"] == before["token_ids"]
+
+
+def test_a_drive_in_a_bad_minute_is_noticed(tmp_path, monkeypatch, capsys):
+    store = tmp_path / "devices.json"
+    usual = device(gemv_bps={"float32": 1e10}, sparse_bps={"float32": 1e10})
+    slow = reader(request_s=(30e-6, 120e-6))
+    for costs, heard in (
+        (usual, ()),
+        (dataclasses.replace(usual, scatter=3.1), ("did not keep its rate", "3.1 times")),
+        (dataclasses.replace(usual, readers=(slow,)), ("took 3 times what it took in the last calibration",)),
+    ):
+        monkeypatch.setattr(calibrate, "measure_device", lambda *given, costs=costs, **named: costs)
+        assert main(["calibrate", str(tmp_path), "--store", str(store)]) == 0
+        told = capsys.readouterr().err
+        assert all(part in told for part in heard)
+        assert ("calibrate again" in told) is bool(heard)
 
 
 def test_a_damaged_store_does_not_stop_a_run(tmp_path, tiny, capsys):

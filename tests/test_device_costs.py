@@ -11,6 +11,7 @@ from flashllm.device_costs import (
     GapSample,
     ReaderCosts,
     fit_reader,
+    scatter_of,
     worthwhile_gap,
 )
 
@@ -51,10 +52,18 @@ def device(*readers, **changes):
         "gemv_bps": {"float16": 20e9},
         "sparse_bps": {"float16": 16e9},
         "layer_overhead_s": 5e-4,
+        "scatter": 1.1,
         "threads": 2,
         "made": "2026-11-21T00:00:00+00:00",
     }
     return DeviceCosts(readers=readers or (reader(),), **{**values, **changes})
+
+
+def test_scatter_is_that_of_batches_alike():
+    assert scatter_of(samples(noise=(1.0, 1.0, 1.0))) == pytest.approx(1.0)
+    assert scatter_of(samples(noise=(1.0, 2.0, 3.0))) == pytest.approx(2.5 / 1.5)
+    assert device(scatter=1.9).steady
+    assert not device(scatter=2.1).steady
 
 
 def test_the_fit_gives_back_what_made_the_samples():

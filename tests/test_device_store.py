@@ -28,7 +28,7 @@ def test_entries_are_kept_apart_and_replaced(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "{}", '{"format_version": 2, "devices": []}', '{"format_version": 1, "devices": [{}]}'],
+    ["", "{", "[]", "{}", '{"format_version": 1, "devices": []}', '{"format_version": 2, "devices": [{}]}'],
 )
 def test_a_damaged_store_is_told_and_replaced_by_the_next_calibration(tmp_path, text):
     store = tmp_path / "devices.json"
@@ -66,7 +66,7 @@ def test_what_was_asked_for_wins_then_the_calibration_then_the_default():
     for known, backend, number, expected in [
         (costs, "threads", None, ("threads", 8, 8192)),
         (costs, "io_uring", 100, ("io_uring", 100, 8192)),
-        (None, "io_uring", None, ("io_uring", 128, 0)),
+        (None, "io_uring", None, ("io_uring", 48, 0)),
         (None, "io_uring", 16, ("io_uring", 16, 0)),
     ]:
         asked = choose_reader(known, 4096, io_threads=number, direct=True, io_backend=backend)

@@ -280,3 +280,11 @@ def test_compute_is_charged_to_the_counters():
     values = counters.take()
     assert values["compute_ns"] > 0
     assert values["io_ns"] == values["memory_ns"] == 0
+
+
+def test_a_run_can_be_asked_to_do_with_less(monkeypatch):
+    monkeypatch.setenv("FLASHLLM_SIMD", "scalar")
+    _core.read_bandwidth(_core.ThreadPool(1), 1 << 16, 0.001)
+    monkeypatch.setenv("FLASHLLM_SIMD", "mmx")
+    with pytest.raises(ValueError, match="unknown SIMD level mmx"):
+        _core.read_bandwidth(_core.ThreadPool(1), 1 << 16, 0.001)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from flashllm.device_costs import DeviceCosts, ReaderCosts
 
 _ROWS = (4 << 10, 16 << 10, 64 << 10)  # bytes of a neuron: of small, middling and large models
+_MOVED = 2.0  # times the former cost that a drive hardly moves by itself
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +51,7 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.errors import UsageError
     from flashllm.machine import num_cores
     from flashllm.progress import ProgressBar
+    from flashllm.reader import find_costs
 
     if args.path is None:
         path = user_cache_dir()
@@ -66,6 +68,17 @@ def main(args: argparse.Namespace) -> int:
         costs = measure_device(path, threads=threads, options=options, progress=bar)
     if not costs.direct:
         say(f"direct I/O is not available on {key}: reads went through the page cache; what they took says little")
+    if not costs.steady:
+        say(
+            f"{key} did not keep its rate: the upper quartile of a batch's times is {costs.scatter:.1f} times the "
+            "lower one; calibrate again when nothing else uses it"
+        )
+    change = _change(costs, find_costs(path, store)[0])
+    if not 1 / _MOVED < change < _MOVED:
+        say(
+            f"a read of {format_size(_ROWS[1])} took {change:.2g} times what it took in the last calibration of "
+            f"{key}; if it has bad minutes, calibrate again"
+        )
     problem = save_costs(store, key, costs)
     if problem is not None:
         say(problem)
@@ -74,6 +87,13 @@ def main(args: argparse.Namespace) -> int:
     else:
         print(inert("\n".join([str(key), *_lines(costs), f"stored in {store}"])))
     return 0
+
+
+def _change(costs: "DeviceCosts", before: "DeviceCosts | None") -> float:
+    """How many times the former time of a read the present one is; 1 where there is no former."""
+    if before is None:
+        return 1.0
+    return costs.best(_ROWS[1]).request(_ROWS[1]) / before.best(_ROWS[1]).request(_ROWS[1])
 
 
 def _lines(costs: "DeviceCosts") -> list[str]:

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -24,7 +25,11 @@ Dtype parse_dtype(const std::string& name) {
   throw CoreError(ErrorKind::usage, "unknown dtype " + name);
 }
 
-SimdLevel parse_simd(const std::string& name) {
+// "auto" is the best of this processor, or what the environment asks for, so that a whole run can do with
+// less.
+SimdLevel parse_simd(const std::string& asked) {
+  const char* wanted = asked == "auto" ? std::getenv("FLASHLLM_SIMD") : nullptr;
+  const std::string name = wanted != nullptr ? wanted : asked;
   if (name == "auto") return best_simd_level();
   SimdLevel level = SimdLevel::scalar;
   if (name == "avx2") {
