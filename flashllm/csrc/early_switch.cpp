@@ -7,7 +7,7 @@ namespace flashllm {
 double EarlySwitch::Arm::median() const {
   auto sorted = times;
   const auto end = sorted.begin() + static_cast<std::ptrdiff_t>(std::min(count, kKept));
-  const auto middle = sorted.begin() + (end - sorted.begin()) / 2;
+  const auto middle = sorted.begin() + (end - sorted.begin() - 1) / 2;
   std::nth_element(sorted.begin(), middle, end);
   return *middle;
 }
@@ -25,10 +25,13 @@ bool EarlySwitch::next(double seconds) {
     current_ = !current_;
     return current_;
   }
+  const bool before = winner_;
   winner_ = arms_[1].median() < kMargin * arms_[0].median();
+  if (winner_ != before) period_ = kFirstPeriod;
   probing_ = !probing_;
   current_ = probing_ ? winner_ : !winner_;
-  left_ = (probing_ ? kPeriod : kProbe) - 1;
+  left_ = (probing_ ? period_ : kProbe) - 1;
+  if (probing_) period_ = std::min(2 * period_, kPeriod);
   return current_;
 }
 

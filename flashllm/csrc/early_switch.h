@@ -14,10 +14,12 @@ namespace flashllm {
 
 class EarlySwitch {
  public:
-  static constexpr std::size_t kTrial = 6;    // tokens of each arm before the first decision
-  static constexpr std::size_t kProbe = 2;    // tokens of the losing arm at each later look
-  static constexpr std::size_t kPeriod = 50;  // tokens between looks
-  static constexpr double kMargin = 1.03;     // off must win by this much: on a busy machine times scatter
+  static constexpr std::size_t kTrial = 6;  // tokens of each arm before the first decision
+  static constexpr std::size_t kProbe = 3;  // tokens of the losing arm at each later look: half of those kept
+  // Tokens between looks: the first after a decision comes soon, because a drive's bad moment may have made
+  // it.
+  static constexpr std::size_t kFirstPeriod = 12, kPeriod = 50;
+  static constexpr double kMargin = 1.03;  // off must win by this much: on a busy machine times scatter
 
   // Whether the next token reads ahead. `seconds` is how long the last one took; 0 where there was none.
   bool next(double seconds);
@@ -38,6 +40,7 @@ class EarlySwitch {
   bool started_ = false;
   bool winner_ = true;
   std::size_t left_ = 0;  // tokens of the present stretch
+  std::size_t period_ = kFirstPeriod;
   bool probing_ = false;
 };
 

@@ -179,6 +179,10 @@ void test_switch() {
   CHECK(run_switch(hurts, 1000, 0.3, 0.2) < 70);
   CHECK(!hurts.winner());
   CHECK(run_switch(hurts, 1000, 0.1, 0.2) > 500);  // the machine changed, and it notices
+  EarlySwitch unlucky;                             // a bad moment while it was tried
+  run_switch(unlucky, 12, 0.9, 0.3);
+  CHECK(run_switch(unlucky, 10, 0.2, 0.3) <= 1);   // it was decided against
+  CHECK(run_switch(unlucky, 100, 0.2, 0.3) > 80);  // and soon looked at again
   EarlySwitch equal;
   CHECK(run_switch(equal, 1000, 0.2, 0.2) > 930);
 }
