@@ -1,4 +1,5 @@
-// Work that is done a little at a time by whoever has a moment: see ThreadPool and Reader.
+// Work that is done a little at a time by whoever has a moment: reads under way, between two shares of a
+// loop.
 #pragma once
 
 namespace flashllm {

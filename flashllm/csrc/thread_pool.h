@@ -24,7 +24,7 @@ class ThreadPool {
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  // Moved on by all threads between the shares of loops; nullptr: none. Outlives its use here.
+  // Moved on by the callers of loops between two shares; nullptr: none. Outlives its use here.
   void set_side_work(SideWork* work) { side_work_.store(work); }
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
