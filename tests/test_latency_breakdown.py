@@ -54,7 +54,9 @@ def test_the_breakdown_says_what_it_promises(model, tmp_path):
     assert engines["flashllm"]["window_held"] == 0
     ratio = engines["naive"]["total_ms"] / engines["flashllm"]["total_ms"]
     assert result["ratios"]["naive_over_flashllm"] == pytest.approx(ratio)
-    assert result["roof"]["io_ms"] > 0
+    read = engines["flashllm"]["bytes_read"]
+    assert (result["roof"]["io_ms"] > 0) is (read > 0)  # everything may be in memory
+    assert result["roof"]["compute_ms"] > 0
     assert chart.stat().st_size > 1000
 
 

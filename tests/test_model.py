@@ -208,7 +208,10 @@ def test_same_bits_whatever_is_read_ahead(tiny, load, undisturbed, monkeypatch, 
     flash.engine.meter.restart()
     assert [greedy(flash, ids_of(length)) for length in (30, 4)] == tokens
     times = flash.engine.meter.take()
-    assert times.early_read >= times.early_used > 0
+    assert times.early_read >= times.early_used
+    assert times.early_read > 0
+    if "cache_policy" not in options:  # the window holds nearly all that is guessed: the rest is soon left alone
+        assert times.early_used > 0
     assert 0 < times.io_busy_ms <= times.total_ms
 
 
