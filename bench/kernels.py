@@ -263,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
     rounds = Rounds(_core.ThreadPool(args.threads), args.seconds, 1 << 20 if args.tiny else ROOF_NBYTES)
     print(
         f"roof: {rounds.roof() / 1e9:.1f} GB/s reading memory with {args.threads} threads; "
-        f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; {_core.best_simd_level()}"
+        f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; {_core.default_simd_level()}"
     )
     linears = TINY_LINEARS if args.tiny else LINEARS
     sparse = TINY_SPARSE if args.tiny else SPARSE
@@ -287,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
     document = {
         "benchmark": "kernels",
         "threads": args.threads,
-        "simd": _core.best_simd_level(),
+        "simd": _core.default_simd_level(),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "call_us": round(call_microseconds(rounds.pool, args.seconds), 2),

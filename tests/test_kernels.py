@@ -284,7 +284,9 @@ def test_compute_is_charged_to_the_counters():
 
 def test_a_run_can_be_asked_to_do_with_less(monkeypatch):
     monkeypatch.setenv("FLASHLLM_SIMD", "scalar")
-    _core.read_bandwidth(_core.ThreadPool(1), 1 << 16, 0.001)
+    assert _core.default_simd_level() == "scalar"
+    monkeypatch.setenv("FLASHLLM_SIMD", "auto")
+    assert _core.default_simd_level() == _core.best_simd_level()
     monkeypatch.setenv("FLASHLLM_SIMD", "mmx")
     with pytest.raises(ValueError, match="unknown SIMD level mmx"):
         _core.read_bandwidth(_core.ThreadPool(1), 1 << 16, 0.001)

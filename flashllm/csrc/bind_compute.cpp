@@ -279,6 +279,7 @@ LayerNorm layer_norm_of(nb::handle norm) { return nb::cast<PyNorm&>(norm).norm()
 
 void init_compute(nb::module_& m) {
   m.def("best_simd_level", [] { return simd_name(best_simd_level()); });
+  m.def("default_simd_level", [] { return simd_name(parse_simd("auto")); });
   m.def("has_amx", &has_amx);
 
   nb::class_<ThreadPool>(m, "ThreadPool")

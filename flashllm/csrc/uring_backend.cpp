@@ -47,8 +47,9 @@ void UringBackend::wait(ReadBatch& batch) {
     const std::lock_guard<std::mutex> turn(turn_);
     take_in();
     if (queue_.poll(batch)) return;
-    start_requests();  // now at least one read of the batch is under way, or all places are taken
-    ring_.submit(1);
+    start_requests();
+    // Where nothing is under way now, all of it failed before the kernel was asked: nothing would wake us.
+    if (free_.size() != active_.size()) ring_.submit(1);
   }
 }
 
