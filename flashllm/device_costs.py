@@ -1,8 +1,9 @@
 """What reading and computing cost on one machine and drive: fitted values, and what follows from them.
 
 A batch of n requests of s bytes, followed by a barrier, takes `latency + n * request(s)`: the latency is the drive's
-own and that of waking threads; `request` is what one request more costs while many are under way, linear in the size
-between the measured ones. Knows no model and measures nothing.
+own and that of waking threads; `request` is what one request more costs while many are under way. While all cores
+compute, requests land every `beside(s)` instead, and each takes `lost(s)` from the products. All three are linear in
+the size between the measured ones. Knows no model and measures nothing.
 """
 
 import dataclasses
@@ -16,11 +17,12 @@ import numpy as np
 from flashllm.checks import check_int, check_keys, check_list, check_str
 
 Backend = Literal["threads", "io_uring"]
+_CURVES = ("request_s", "beside_s", "lost_s")  # of a reader, by size
 DEFAULT_DEPTHS: Mapping[Backend, int] = {"threads": 32, "io_uring": 48}  # paper A, section 4; bench/LOG.md
-TYPICAL_BATCH = 128  # requests: a layer's misses, for choosing among backends
-_NEAR = 1.05  # backends within 5 % of the fastest: the one that costs the least processor time
-# Measured alone; in a token most reads run beside products, where the difference between backends is smaller.
-_BESIDE_PRODUCTS = {"threads": 1.0, "io_uring": 1.05}
+# Of a layer, for choosing among backends: rows read, the share of them that may be read while it computes, seconds of
+# products. Those of OPT-6.7B's shape at half its size.
+_TYPICAL_READS, _TYPICAL_BESIDE, _TYPICAL_PRODUCTS_S = 400, 0.8, 6e-3
+_MOST_LOST = 0.9  # of the time beside products: something is left to them
 _UNSTEADY = 2.0  # a quiet drive's quartiles lie within a fifth of each other
 _GAP_PAYS = 0.95  # of the time without: a gap read through must save so much, because its bytes also wear the drive
 
@@ -32,7 +34,16 @@ class BatchSample:
     requests: int
     nbytes: int
     wall_s: float
-    cpu_s: float  # processor time of all threads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesideSample:
+    """One batch of `requests` random reads of `nbytes` each, while all cores compute."""
+
+    requests: int
+    nbytes: int
+    wall_s: float  # until the last read landed
+    lost_s: float  # of it: how much longer the products took than without reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +64,8 @@ class ReaderCosts:
     latency_s: float
     sizes: tuple[int, ...]  # bytes
     request_s: tuple[float, ...]
-    cpu_request_s: tuple[float, ...]
+    beside_s: tuple[float, ...]
+    lost_s: tuple[float, ...]
     gap_nbytes: float  # a gap of so many bytes costs as much as the request it saves
 
     def __post_init__(self) -> None:
@@ -66,7 +78,7 @@ class ReaderCosts:
             raise ValueError("sizes must be ascending, and at least one")
         for size in self.sizes:
             check_int("sizes", size, 1, 2**40)
-        for name in ("request_s", "cpu_request_s"):
+        for name in _CURVES:
             values = getattr(self, name)
             if len(values) != len(self.sizes):
                 raise ValueError(f"{name} must have as many values as sizes, not {len(values)}")
@@ -76,17 +88,28 @@ class ReaderCosts:
     def request(self, nbytes: float) -> float:
         """Seconds that one request more of `nbytes` costs. Below the smallest size: the same as that; above the
         largest: by its bytes per second."""
+        return self._at(nbytes, self.request_s)
+
+    def beside(self, nbytes: float) -> float:
+        """Seconds from one request of `nbytes` to the next while all cores compute."""
+        return self._at(nbytes, self.beside_s)
+
+    def lost(self, nbytes: float) -> float:
+        """Seconds that products take longer for each request of `nbytes` beside them; less than `beside`."""
+        return min(self._at(nbytes, self.lost_s), _MOST_LOST * self.beside(nbytes))
+
+    def beside_products(self, products_s: float, nbytes: float) -> float:
+        """Requests of `nbytes` that land while products run that take `products_s` alone."""
+        return products_s / (self.beside(nbytes) - self.lost(nbytes))
+
+    def _at(self, nbytes: float, curve: Sequence[float]) -> float:
         if nbytes > self.sizes[-1]:
-            return self.request_s[-1] * nbytes / self.sizes[-1]
-        return float(np.interp(nbytes, self.sizes, self.request_s))
+            return curve[-1] * nbytes / self.sizes[-1]
+        return float(np.interp(nbytes, self.sizes, curve))
 
     def batch(self, requests: float, nbytes: float) -> float:
         """Seconds of a batch of `requests` (0: nothing) of `nbytes` each."""
         return self.latency_s * min(requests, 1.0) + requests * self.request(nbytes)
-
-    def cpu_request(self, nbytes: float) -> float:
-        """Seconds of processor time that one request more costs."""
-        return float(np.interp(nbytes, self.sizes, self.cpu_request_s))
 
     def gap(self, row_nbytes: int) -> int:
         """The largest gap between two rows of `row_nbytes` that is worth reading through, in bytes of whole rows."""
@@ -138,16 +161,16 @@ class DeviceCosts:
         return self.scatter <= _UNSTEADY
 
     def best(self, row_nbytes: int, backend: Backend | None = None) -> ReaderCosts:
-        """The backend for batches of rows of `row_nbytes`: the fastest, or of those hardly slower the one that leaves
-        the most processor time to compute. With `backend`: its best depth, where it was measured."""
+        """The backend that makes a layer of rows of `row_nbytes` shortest: reads beside its products, the rest behind
+        them. With `backend`: its best depth, where it was measured."""
         readers = [reader for reader in self.readers if reader.backend == backend] or list(self.readers)
 
-        def wall(reader: ReaderCosts) -> float:
-            return reader.batch(TYPICAL_BATCH, row_nbytes) * _BESIDE_PRODUCTS[reader.backend]
+        def layer(reader: ReaderCosts) -> float:
+            landed = reader.beside_products(_TYPICAL_PRODUCTS_S, row_nbytes)
+            beside = min(_TYPICAL_BESIDE * _TYPICAL_READS, landed)
+            return beside * reader.lost(row_nbytes) + reader.batch(_TYPICAL_READS - beside, row_nbytes)
 
-        fastest = min(wall(reader) for reader in readers)
-        near = [reader for reader in readers if wall(reader) <= _NEAR * fastest]
-        return min(near, key=lambda reader: reader.cpu_request(row_nbytes))
+        return min(readers, key=layer)
 
     def of(self, backend: str, depth: int) -> ReaderCosts:
         """The measured backend nearest to the one asked for."""
@@ -165,7 +188,7 @@ class DeviceCosts:
         readers = []
         for reader in check_list(fields["readers"], "readers"):
             parts = check_keys(reader, tuple(field.name for field in dataclasses.fields(ReaderCosts)), "readers")
-            lists = {name: tuple(check_list(parts[name], name)) for name in ("sizes", "request_s", "cpu_request_s")}
+            lists = {name: tuple(check_list(parts[name], name)) for name in ("sizes", *_CURVES)}
             readers.append(ReaderCosts(**{**parts, **lists}))
         for name in ("gemv_bps", "sparse_bps"):
             if not isinstance(fields[name], dict):
@@ -199,11 +222,18 @@ def worthwhile_gap(samples: Sequence[GapSample]) -> float:
 
 
 def fit_reader(
-    samples: Sequence[BatchSample], gaps: Sequence[GapSample], *, backend: Backend, depth: int
+    samples: Sequence[BatchSample],
+    beside: Sequence[BesideSample],
+    gaps: Sequence[GapSample],
+    *,
+    backend: Backend,
+    depth: int,
 ) -> ReaderCosts:
-    """The costs of least squared relative error to the medians of `samples` by size and number of requests.
+    """The costs of least squared relative error to the medians of `samples` by size and number of requests; beside
+    products, medians by size.
 
-    ValueError where there are fewer different batches than unknowns (one a size, and the latency).
+    ValueError where there are fewer different batches than unknowns (one a size, and the latency), or a size has no
+    sample beside products.
     """
     groups: dict[tuple[int, int], list[BatchSample]] = {}
     for sample in samples:
@@ -211,7 +241,10 @@ def fit_reader(
     sizes = sorted({nbytes for nbytes, _ in groups})
     if len(groups) <= len(sizes):
         raise ValueError(f"{len(groups)} different batches cannot tell a latency from {len(sizes)} sizes' costs")
-    walls = {key: float(np.median([sample.wall_s for sample in group])) for key, group in groups.items()}
+    by_size = [[sample for sample in beside if sample.nbytes == size] for size in sizes]
+    if not all(by_size):
+        raise ValueError("a size has no sample beside products")
+    walls = {key: _median([sample.wall_s for sample in group]) for key, group in groups.items()}
     equations = np.zeros((len(groups), 1 + len(sizes)))
     for row, (nbytes, requests) in enumerate(groups):
         equations[row, 0] = 1.0
@@ -221,10 +254,6 @@ def fit_reader(
     if solution[0] < 0:  # noise: without a latency, then
         without, *_ = np.linalg.lstsq(equations[:, 1:], np.ones(len(groups)), rcond=None)
         solution = np.concatenate([[0.0], without])
-    cpu = []
-    for size in sizes:
-        largest = max(requests for nbytes, requests in groups if nbytes == size)
-        cpu.append(float(np.median([sample.cpu_s for sample in groups[size, largest]])) / largest)
     # No request is free, and a larger one never costs less: where noise says so, the curve is flat.
     request = np.maximum.accumulate(np.maximum(solution[1:], 1e-9))
     return ReaderCosts(
@@ -233,9 +262,14 @@ def fit_reader(
         latency_s=float(solution[0]),
         sizes=tuple(sizes),
         request_s=tuple(request.tolist()),
-        cpu_request_s=tuple(cpu),
+        beside_s=tuple(max(1e-9, _median([one.wall_s / one.requests for one in ones])) for ones in by_size),
+        lost_s=tuple(max(0.0, _median([one.lost_s / one.requests for one in ones])) for ones in by_size),
         gap_nbytes=worthwhile_gap(gaps),
     )
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(np.median(values))
 
 
 def _check_cost(name: str, value: Any) -> None:

@@ -3,7 +3,7 @@
 An entry belongs to a file system on a drive as one machine sees it, so that a model on another disk, or a home
 directory shared between machines, never borrows numbers that are not its own. The format:
 
- 1. a JSON object with `format_version` 2 and `devices`, a list of entries;
+ 1. a JSON object with `format_version` 3 and `devices`, a list of entries;
  2. an entry has exactly the keys of `DeviceKey` and `costs`, the object of `DeviceCosts.to_json`;
  3. at most one entry a key; the file is replaced atomically.
 """
@@ -24,7 +24,7 @@ from flashllm.errors import FormatError
 from flashllm.files import locked_directory, read_json_object, write_atomically
 from flashllm.machine import num_cores
 
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 Per layer: the reader gets one batch for the misses (neighbours merged), while the hits' up products run; behind it, the
 rows read ahead for the next layer while this one computes. Everything touched in memory is touched once, resident
-weights at the rate of resident products, rows at that of rows gathered. Reads beside products cost processor time. The
-interpreter and waking threads cost a fixed time a layer. Plain arithmetic; loads and measures nothing.
+weights at the rate of resident products, rows at that of rows gathered. Reads beside products are slower, and slow the
+products. The interpreter and waking threads cost a fixed time a layer. Plain arithmetic; loads and measures nothing.
 """
 
 import math
@@ -126,24 +126,23 @@ class _Rates:
             return _LayerEstimate(0.0, products_s, 0.0, 0.0, 0.0)
         parts = max(1, math.ceil(layer.active / (rows + self._plan.bypass_rows)))
         rows_read, per_request = layer.rows_read, layer.rows_read / layer.requests
-        row_s = self._reader.request(per_request * self._row) / per_request
-        row_cpu_s = self._reader.cpu_request(per_request * self._row) / per_request / self._costs.threads
+        nbytes = per_request * self._row
+        request_s, lost_s = self._reader.request(nbytes), self._reader.lost(nbytes)
         # The hits' up products run while the misses fly.
         hidden_s = (layer.active - layer.misses) * self._row * (self._matrices - 1) / self._matrices / self._sparse_bps
-        demand = rows_read
+        guesses, demand = 0.0, layer.requests
         if ahead:
             # While a layer is computed, the drive reads for the next one; some of it in vain.
-            idle_s = products_s + rows_read * row_cpu_s
-            guessed = min(self._plan.early_rows, idle_s / row_s, layer.foretold / _USEFUL_GUESSES)
-            demand -= guessed * _USEFUL_GUESSES
-            rows_read += guessed * (1 - _USEFUL_GUESSES)
-        demand_s = parts * self._reader.batch(demand / per_request / parts, per_request * self._row)
-        # Reads beside products take processor time from them; those that are waited for do not.
-        beside = 1.0 if ahead else min(1.0, hidden_s / demand_s)
+            most = min(self._plan.early_rows, layer.foretold / _USEFUL_GUESSES) / per_request
+            guesses = min(most, self._reader.beside_products(products_s, nbytes))
+            demand -= guesses * _USEFUL_GUESSES
+            rows_read += guesses * (1 - _USEFUL_GUESSES) * per_request
+        latency_s = parts * self._reader.batch(demand / parts, nbytes) - demand * request_s
+        beside = min(demand, self._reader.beside_products(max(0.0, hidden_s - latency_s), nbytes))
         return _LayerEstimate(
-            io_s=max(0.0, demand_s - hidden_s),
-            compute_s=products_s + rows_read * row_cpu_s * beside,
-            io_busy_s=demand_s + (rows_read - demand) * row_s,
+            io_s=max(0.0, latency_s - hidden_s) + (demand - beside) * request_s,
+            compute_s=products_s + (guesses + beside) * lost_s,
+            io_busy_s=latency_s + (demand - beside) * request_s + (guesses + beside) * self._reader.beside(nbytes),
             requests=rows_read / per_request,
             rows_read=rows_read,
         )

@@ -10,20 +10,17 @@ from pathlib import Path
 import pytest
 from test_device_costs import device, reader
 
-from flashllm import calibrate
-from flashllm.calibrate import CalibrationOptions, file_to_read, measure_device
+from flashllm import calibrate, measure_reads
+from flashllm.calibrate import CalibrationOptions, measure_device
 from flashllm.cli import main
 from flashllm.device_store import device_of, load_costs, save_costs
 from flashllm.errors import FlashIOError
+from flashllm.measure_reads import ReadOptions, file_to_read
 from flashllm.model_files import FFN
 from flashllm.reader import backends
 
 TINY = CalibrationOptions(
-    sizes=(4096, 8192),
-    requests=(2, 4),
-    batch_nbytes=1 << 16,
-    gaps=(4096,),
-    pairs=2,
+    reads=ReadOptions(sizes=(4096, 8192), requests=(2, 4), beside=8, batch_nbytes=1 << 16, gaps=(4096,), pairs=2),
     scratch_nbytes=1 << 20,
     dram_nbytes=1 << 20,
     gemv_nbytes=1 << 16,
@@ -37,7 +34,7 @@ TINY = CalibrationOptions(
 @pytest.fixture
 def room(monkeypatch):
     """A drive with enough space left, whatever this one has."""
-    monkeypatch.setattr(calibrate, "_DISK_MARGIN", 0)
+    monkeypatch.setattr(measure_reads, "_DISK_MARGIN", 0)
 
 
 def test_every_figure_is_measured(tmp_path, room):
@@ -73,7 +70,7 @@ def test_a_models_own_file_is_read_where_it_is_large_enough(tmp_path, tiny, room
     model = tiny().path()
     with file_to_read(model, 1 << 16) as path:
         assert path.name != FFN
-    monkeypatch.setattr(calibrate, "_LEAST_FILE", 1)
+    monkeypatch.setattr(measure_reads, "_LEAST_FILE", 1)
     with file_to_read(model, 1 << 16) as path:
         assert path == model / FFN
 
@@ -81,7 +78,7 @@ def test_a_models_own_file_is_read_where_it_is_large_enough(tmp_path, tiny, room
 @pytest.mark.parametrize("changes", [{"sizes": ()}, {"requests": (4, 2)}, {"gaps": (0, 4096)}])
 def test_wrong_options_are_refused(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
-        CalibrationOptions(**changes)
+        ReadOptions(**changes)
 
 
 def test_the_command_stores_and_runs_and_plans_use_it(tmp_path, tiny, room, monkeypatch, capsys):

@@ -7,6 +7,7 @@ import pytest
 
 from flashllm.device_costs import (
     BatchSample,
+    BesideSample,
     DeviceCosts,
     GapSample,
     ReaderCosts,
@@ -24,13 +25,23 @@ def true_request(nbytes):
 
 def samples(noise=(1.0,), latency=LATENCY):
     return [
-        BatchSample(
-            requests=requests, nbytes=nbytes, wall_s=factor * (latency + requests * true_request(nbytes)), cpu_s=0.001
-        )
+        BatchSample(requests=requests, nbytes=nbytes, wall_s=factor * (latency + requests * true_request(nbytes)))
         for nbytes in (4096, 16384, 65536)
         for requests in (8, 64, 256)
         for factor in noise
     ]
+
+
+def beside(noise=(1.0,), sizes=(4096, 16384, 65536)):
+    return [
+        BesideSample(requests=512, nbytes=nbytes, wall_s=factor * 512 * 30e-6, lost_s=factor * 512 * 5e-6)
+        for nbytes in sizes
+        for factor in noise
+    ]
+
+
+def fit(batches, beside_=None, depth=32):
+    return fit_reader(batches, beside() if beside_ is None else beside_, [], backend="threads", depth=depth)
 
 
 def reader(backend="threads", depth=32, **changes):
@@ -38,7 +49,8 @@ def reader(backend="threads", depth=32, **changes):
         "latency_s": 1e-4,
         "sizes": (4096, 65536),
         "request_s": (10e-6, 40e-6),
-        "cpu_request_s": (5e-6, 9e-6),
+        "beside_s": (20e-6, 60e-6),
+        "lost_s": (5e-6, 9e-6),
         "gap_nbytes": 10_000.0,
     }
     return ReaderCosts(backend=backend, depth=depth, **{**values, **changes})
@@ -67,23 +79,25 @@ def test_scatter_is_that_of_batches_alike():
 
 
 def test_the_fit_gives_back_what_made_the_samples():
-    fitted = fit_reader(samples(), [], backend="threads", depth=32)
+    fitted = fit(samples())
     assert fitted.latency_s == pytest.approx(LATENCY)
     assert fitted.request_s == pytest.approx([true_request(size) for size in (4096, 16384, 65536)])
     assert fitted.batch(100, 16384) == pytest.approx(LATENCY + 100 * true_request(16384))
-    assert fitted.cpu_request_s == pytest.approx([0.001 / 256] * 3)
+    assert fitted.beside_s == pytest.approx([30e-6] * 3)
+    assert fitted.lost_s == pytest.approx([5e-6] * 3)
 
 
 def test_one_batch_that_was_interrupted_changes_nothing():
-    calm = fit_reader(samples((1.0,)), [], backend="threads", depth=32)
-    noisy = fit_reader(samples((0.99, 1.0, 1.0, 1.01, 30.0)), [], backend="threads", depth=32)
+    noise = (0.99, 1.0, 1.0, 1.01, 30.0)
+    calm, noisy = fit(samples()), fit(samples(noise), beside(noise))
     assert noisy.request_s == pytest.approx(calm.request_s)
+    assert (noisy.beside_s, noisy.lost_s) == (calm.beside_s, calm.lost_s)
 
 
 def test_a_latency_is_never_negative_and_a_larger_request_never_cheaper():
-    slow_small = [BatchSample(requests=n, nbytes=4096, wall_s=n * 30e-6, cpu_s=0) for n in (8, 64)]
-    fast_large = [BatchSample(requests=n, nbytes=8192, wall_s=n * 20e-6 * n / 64, cpu_s=0) for n in (8, 64)]
-    fitted = fit_reader(slow_small + fast_large, [], backend="threads", depth=8)
+    slow_small = [BatchSample(requests=n, nbytes=4096, wall_s=n * 30e-6) for n in (8, 64)]
+    fast_large = [BatchSample(requests=n, nbytes=8192, wall_s=n * 20e-6 * n / 64) for n in (8, 64)]
+    fitted = fit(slow_small + fast_large, beside(sizes=(4096, 8192)), depth=8)
     assert fitted.latency_s == 0
     assert fitted.request_s[0] <= fitted.request_s[1]
 
@@ -91,7 +105,14 @@ def test_a_latency_is_never_negative_and_a_larger_request_never_cheaper():
 def test_too_few_batches_cannot_be_fitted():
     one_each = [sample for sample in samples() if sample.requests == 64]
     with pytest.raises(ValueError, match="cannot tell"):
-        fit_reader(one_each, [], backend="threads", depth=32)
+        fit(one_each)
+    with pytest.raises(ValueError, match="no sample beside products"):
+        fit(samples(), beside(sizes=(4096, 16384)))
+
+
+def test_reads_that_took_nothing_from_products_cost_them_nothing():
+    faster = [BesideSample(requests=8, nbytes=size, wall_s=1e-3, lost_s=-1e-4) for size in (4096, 16384, 65536)]
+    assert fit(samples(), faster).lost_s == (0, 0, 0)
 
 
 def test_a_request_outside_the_measured_sizes():
@@ -127,25 +148,32 @@ def test_gaps_are_whole_rows():
     assert reader().gap(16384) == 0
 
 
-def test_the_fastest_backend_is_chosen_and_of_equals_the_one_that_costs_less_processor_time():
-    slow = reader(depth=8, request_s=(20e-6, 60e-6))
-    fast = reader(depth=32)
-    lean = reader(depth=16, request_s=(10.2e-6, 60e-6), cpu_request_s=(1e-6, 2e-6))
-    ring = reader("io_uring", 32, request_s=(12e-6, 60e-6))
-    costs = device(slow, fast, lean, ring)
-    assert costs.best(4096) == lean  # 2 % slower
-    assert costs.best(65536) == fast
-    assert costs.of("threads", 6) == slow
-    assert costs.of("threads", 64) == fast
-    assert costs.of("io_uring", 500) == ring
-    assert device(slow, fast).of("io_uring", 32) == fast
+def test_reads_beside_products_are_slower_and_slow_them():
+    one = reader()
+    assert one.beside((4096 + 65536) / 2) == pytest.approx(40e-6)
+    assert one.beside(2 * 65536) == pytest.approx(120e-6)
+    assert one.lost(4096) == 5e-6
+    # 3 ms of products take 4 ms beside 200 reads that land every 20 us and take 5 us each.
+    assert one.beside_products(3e-3, 4096) == pytest.approx(200)
+    # Whatever was measured, products go on.
+    assert reader(lost_s=(30e-6, 70e-6)).lost(4096) == pytest.approx(18e-6)
 
 
-def test_io_uring_must_be_clearly_faster_alone_because_it_waits_beside_products():
+def test_the_backend_that_makes_a_layer_shortest_is_chosen():
     threads = reader(depth=32)
-    near, clear = (reader("io_uring", 64, request_s=(us * 1e-6, 25e-6)) for us in (9.2, 7.0))
-    assert device(threads, near).best(4096) == threads
-    assert device(threads, clear).best(4096) == clear
+    slow = reader(depth=8, request_s=(20e-6, 60e-6))
+    lean = reader("io_uring", 64, lost_s=(4e-6, 30e-6))
+    costs = device(slow, threads, lean)
+    assert costs.best(4096) == lean  # as fast, and takes less from products
+    assert costs.best(65536) == threads
+    # What does not land beside products is waited for.
+    late = reader("io_uring", 64, beside_s=(40e-6, 120e-6), lost_s=(5e-6, 9e-6))
+    assert device(late, threads).best(4096) == threads
+    assert device(slow, lean).best(4096, "threads") == slow
+    assert costs.of("threads", 6) == slow
+    assert costs.of("threads", 64) == threads
+    assert costs.of("io_uring", 500) == lean
+    assert device(slow, threads).of("io_uring", 32) == threads
 
 
 def test_json_gives_the_same_costs_back():
@@ -170,7 +198,8 @@ def test_json_gives_the_same_costs_back():
         (("readers", 0, "latency_s"), -1, "latency_s"),
         (("readers", 0, "sizes"), [65536, 4096], "sizes"),
         (("readers", 0, "request_s"), [1e-5], "request_s"),
-        (("readers", 0, "cpu_request_s"), [1e-5, None], "cpu_request_s"),
+        (("readers", 0, "beside_s"), [1e-5, None], "beside_s"),
+        (("readers", 0, "lost_s"), [1e-5, -1], "lost_s"),
         (("readers", 0, "gap_nbytes"), None, "gap_nbytes"),
         (("more",), 1, "more"),
     ],

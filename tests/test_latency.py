@@ -35,9 +35,15 @@ def model(tiny):
     return path, manifest, config, plan
 
 
+def one_cost(lost=5e-6):
+    """Reads of any size: 10 us each alone, 20 us beside products."""
+    curves = {"request_s": (1e-5, 1e-5), "beside_s": (2e-5, 2e-5), "lost_s": (lost, lost)}
+    return reader(latency_s=1e-4, sizes=(512, 1 << 20), **curves)
+
+
 def estimate(model, activity, *, max_gap=0, **changes):
     _, manifest, config, plan = model
-    costs = device(reader(latency_s=1e-4, sizes=(512, 1 << 20), request_s=(1e-5, 1e-5)), **changes)
+    costs = device(one_cost(), **changes)
     choice = ReaderChoice(backend="threads", depth=32, max_gap=max_gap, source="default")
     return estimate_token(
         manifest, config, plan, costs=costs, choice=choice, activity=activity, resident_nbytes=1_000_000
@@ -74,11 +80,25 @@ def test_misses_wait_for_the_reader_beside_the_hits_products(model):
     assert (token.active, token.misses, token.requests) == (120, 30, 24)
     assert token.bytes_read == 3 * 12 * row
     reading, hidden = 1e-4 + 8 * 1e-5, 30 * row / 2 / 16e9
+    assert hidden < 1e-4  # over before the first read lands
     assert token.io_busy_s == pytest.approx(3 * reading)
     assert token.io_s == pytest.approx(3 * (reading - hidden))
-    # Of the reads' processor time (5 us a request over two threads), products lose what flies beside them.
-    assert token.compute_s - without.compute_s == pytest.approx(3 * 8 * 2.5e-6 * hidden / reading, rel=1e-3)
-    assert estimate(model, some, sparse_bps={"float16": 1e6}).io_s == 0  # slow products hide the reads
+    assert token.compute_s == pytest.approx(without.compute_s)
+
+
+def test_reads_beside_products_are_not_waited_for_but_slow_them(model):
+    row = model[1].rows.stride
+    some, nothing = activity(40.0, 10.0, 8.0, 12.0), activity(40.0, 0.0)
+    # The hits' up products take as long as the latency and five reads' share: 20 us a read, of which 5 us are lost.
+    rate = {"float16": 30 * row / 2 / (1e-4 + 5 * 15e-6)}
+    token, without = (estimate(model, one, sparse_bps=rate) for one in (some, nothing))
+    assert token.io_s == pytest.approx(3 * 3 * 1e-5)
+    assert token.compute_s == pytest.approx(without.compute_s + 3 * 5 * 5e-6)
+    assert token.io_busy_s == pytest.approx(3 * (1e-4 + 5 * 20e-6 + 3 * 1e-5))
+    slow = {"float16": 1e6}  # products that hide all reads
+    token, without = (estimate(model, one, sparse_bps=slow) for one in (some, nothing))
+    assert token.io_s == 0
+    assert token.compute_s == pytest.approx(without.compute_s + 3 * 8 * 5e-6)
 
 
 def test_what_is_read_ahead_is_not_waited_for(model):
@@ -91,10 +111,10 @@ def test_what_is_read_ahead_is_not_waited_for(model):
     row = manifest.rows.stride
     assert ahead.bytes_read == pytest.approx((30 + 2 * 3) * row)
     assert ahead.io_s == pytest.approx(plain.io_s - 2 * 9 * 1e-5)
-    assert ahead.compute_s > plain.compute_s  # more reads, all beside products
+    assert ahead.compute_s == pytest.approx(plain.compute_s + 2 * 12 * 5e-6)  # lost to the reads beside them
     assert ahead.total_s < plain.total_s
     # Where it would lose, a run switches it off.
-    costly = reader(latency_s=1e-4, sizes=(512, 1 << 20), request_s=(1e-5, 1e-5), cpu_request_s=(1e-3, 1e-3))
+    costly = one_cost(lost=1e-3)
     choice = ReaderChoice(backend="threads", depth=32, max_gap=0, source="default")
     tokens = [
         estimate_token(

@@ -226,7 +226,7 @@ def test_the_report_has_the_fields_others_build_on(tiny, tmp_path, capsys):
 
 def test_read_times_come_from_the_drives_calibration(tmp_path, monkeypatch):
     reader = ReaderCosts(
-        backend="threads", depth=32, latency_s=1e-3, sizes=(4096,), request_s=(1e-5,), cpu_request_s=(1e-6,),
+        backend="threads", depth=32, latency_s=1e-3, sizes=(4096,), request_s=(1e-5,), beside_s=(1e-5,), lost_s=(1e-6,),
         gap_nbytes=0.0,
     )  # fmt: skip
     costs = DeviceCosts(

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from itertools import product
 from pathlib import Path
 
@@ -357,6 +358,20 @@ def test_a_dropped_batch_lands_before_its_memory_goes(reader_of, path):
     del reader, file  # the batch keeps them
     batch.add(0, np.zeros(4096, np.uint8))
     batch.submit()
+    assert batch.wait()["jobs"] == 1
+
+
+def test_a_batch_can_be_looked_after_without_waiting(reader_of, path, data):
+    batch = _core.ReadBatch(reader_of(threads=1), _core.DirectFile(str(path)))
+    with pytest.raises(ValueError, match="not submitted"):
+        batch.poll()
+    memory = np.zeros(4096, np.uint8)
+    batch.add(8192, memory)
+    batch.submit()
+    until = time.monotonic() + 30
+    while not batch.poll():
+        assert time.monotonic() < until
+    np.testing.assert_array_equal(memory, data[8192 : 8192 + 4096])
     assert batch.wait()["jobs"] == 1
 
 

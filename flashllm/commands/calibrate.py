@@ -107,6 +107,11 @@ def _lines(costs: "DeviceCosts") -> list[str]:
         lines.append(f"  {format_size(nbytes):>7} {rates}")
     latencies = "".join(f"{reader.latency_s * 1e6:>10.0f} us" for reader in costs.readers)
     lines.append(f"  {'batch':>7} {latencies}")
+    lines.append("  beside products on all cores; what a read takes from them")
+    for nbytes in _ROWS:
+        rates = "".join(f"{nbytes / reader.beside(nbytes) / 1e6:>8.0f} MB/s" for reader in costs.readers)
+        lost = "".join(f"{reader.lost(nbytes) * 1e6:>10.1f} us" for reader in costs.readers)
+        lines += [f"  {format_size(nbytes):>7} {rates}", f"  {'':>7} {lost}"]
     lines.append(f"sequential reads {costs.sequential_bps / 1e9:.2f} GB/s, memory {costs.dram_bps / 1e9:.1f} GB/s")
     for what, by_dtype in (("resident products", costs.gemv_bps), ("products of cached neurons", costs.sparse_bps)):
         lines.append(f"{what}: " + ", ".join(f"{dtype} {rate / 1e9:.1f} GB/s" for dtype, rate in by_dtype.items()))

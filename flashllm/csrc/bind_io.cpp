@@ -95,6 +95,12 @@ class PyReadBatch {
     reader_->start();
   }
 
+  bool poll() {
+    require(batch_.in_flight(), "looked for the reads of a batch that was not submitted");
+    const nb::gil_scoped_release unlocked;
+    return reader_->poll(batch_);
+  }
+
   nb::dict wait() {
     require(batch_.in_flight(), "waited for a read batch that was not submitted");
     struct Finish {
@@ -183,6 +189,7 @@ void init_io(nb::module_& m) {
       .def("add", &PyReadBatch::add, nb::arg("offset"), nb::arg("destination"),
            nb::arg("checksums").none() = nb::none(), nb::arg("row_nbytes") = 0)
       .def("submit", &PyReadBatch::submit)
+      .def("poll", &PyReadBatch::poll)
       .def("wait", &PyReadBatch::wait);
 }
 
