@@ -97,10 +97,12 @@ class Token {
       // What the guess missed, then the guess for the next layer; then nothing goes on without this one's.
       fill(demanded, layer, here.in_flight() ? early : 0, count, size);
       reader.submit(demanded, file_);
+      reader.start();
       if (here.in_flight()) reader.keep(here, [](const ReadJob&) { return true; });
       if (early != 0 && layer + 1 < kLayers) {
         fill(next, layer + 1, 0, early, size);
         reader.submit(next, file_, ReadPriority::prefetch);
+        reader.start();
       }
       if (here.in_flight()) reader.wait(here);
       reader.wait(demanded);

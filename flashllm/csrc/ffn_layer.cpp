@@ -82,6 +82,8 @@ void FfnLayer::read_ahead(const float* x, std::size_t token) {
   policy_->sort_by_likelihood(guessed_);
   early_->start(options_.layer, guessed_, source_, *guess_limit_);
   watch.charge(counters_.memory_ns);
+  reader_.start();
+  watch.charge(counters_.io_ns);
 }
 
 void FfnLayer::forward(const float* x, std::size_t token, const std::vector<std::int32_t>& active, float* y,

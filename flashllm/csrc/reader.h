@@ -77,7 +77,7 @@ struct ReaderOptions {
 class ReadBackend {
  public:
   virtual ~ReadBackend() = default;                     // ends after the requests under way
-  virtual void work_arrived(std::size_t requests) = 0;  // called by those who submit
+  virtual void work_arrived(std::size_t requests) = 0;  // called by those who submit: brief
   virtual void start() noexcept = 0;                    // as Reader::start
   virtual void advance() noexcept = 0;                  // as Reader::advance
   virtual void wait(ReadBatch& batch) = 0;              // until all of it is finished
@@ -100,10 +100,11 @@ class Reader final : public SideWork {
   // Sets `landed` of the jobs that are there, read and checked. True when wait would return at once.
   bool poll(ReadBatch& batch);
   void wait(ReadBatch& batch);  // as poll, but waits; throws CoreError
-  // Starts what there is room for and takes in what has landed, without waiting; from any thread. Where
-  // threads read, they do all of it themselves. On io_uring reads move on only here, in `poll` and in `wait`:
-  // whoever computes beside them calls `advance` now and then, as a ThreadPool does between two shares of a
-  // loop; it returns at once where the last look was a moment ago.
+  // Starts what there is room for and takes in what has landed, without waiting; from any thread. What was
+  // submitted begins here, or at the next `advance`, `poll` or `wait`. Threads then do all of it themselves;
+  // on io_uring reads move on only in these calls: whoever computes beside them calls `advance` now and then,
+  // as a ThreadPool does between two shares of a loop; it returns at once where the last look was a moment
+  // ago.
   void start() noexcept { backend_->start(); }
   void advance() noexcept override { backend_->advance(); }
   // Time since the last call in which any batch was under way; batches that overlap count once.

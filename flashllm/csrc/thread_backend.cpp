@@ -27,7 +27,15 @@ ThreadBackend::ThreadBackend(ReadQueue& queue, const ReaderOptions& options)
   }
 }
 
-void ThreadBackend::work_arrived(std::size_t requests) { queue_.notify(requests, threads_.size()); }
+void ThreadBackend::start() noexcept {
+  if (unannounced_.load(std::memory_order_relaxed) == 0) return;
+  queue_.notify(unannounced_.exchange(0), threads_.size());
+}
+
+void ThreadBackend::wait(ReadBatch& batch) {
+  start();
+  queue_.wait(batch);
+}
 
 void ThreadBackend::serve(RequestSlot& slot) {
   ReadQueue::Work work;

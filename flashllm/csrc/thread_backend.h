@@ -1,6 +1,7 @@
 // Threads that take one request at a time (paper A, section 4). Works wherever there is preadv.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -15,10 +16,10 @@ class ThreadBackend final : public ReadBackend {
   ThreadBackend(ReadQueue& queue, const ReaderOptions& options);
   ~ThreadBackend() override { stop(); }
 
-  void work_arrived(std::size_t requests) override;
-  void start() noexcept override {}
-  void advance() noexcept override {}
-  void wait(ReadBatch& batch) override { queue_.wait(batch); }
+  void work_arrived(std::size_t requests) override { unannounced_ += requests; }
+  void start() noexcept override;
+  void advance() noexcept override { start(); }
+  void wait(ReadBatch& batch) override;
 
  private:
   void serve(RequestSlot& slot);
@@ -26,6 +27,7 @@ class ThreadBackend final : public ReadBackend {
 
   ReadQueue& queue_;
   const bool verify_;
+  std::atomic<std::size_t> unannounced_{0};          // requests that no thread was woken for
   std::vector<std::unique_ptr<RequestSlot>> slots_;  // one a thread
   std::vector<std::thread> threads_;
 };

@@ -25,7 +25,7 @@ class UringBackend final : public ReadBackend {
   UringBackend(ReadQueue& queue, const ReaderOptions& options);
   ~UringBackend() override;
 
-  void work_arrived(std::size_t) override {}  // it is started by `advance` or `wait`
+  void work_arrived(std::size_t) override {}
   void start() noexcept override;
   void advance() noexcept override;
   void wait(ReadBatch& batch) override;
