@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine_runs import COLD_TOKENS, Workers, summary
+from engine_runs import COLD_TOKENS, PAPER_READER, Workers, summary
 from memory_group import GroupError
 
 from flashllm.ablation import Ablation
@@ -67,6 +67,7 @@ class Variants:
         if name == "hybrid":
             return {"task": "dense", "tokens": args.dense_tokens, "memory": args.memory, "resident_share": 0.5}
         common = {"task": "flash", "tokens": args.tokens, "memory": args.memory, "prompt_tokens": args.prompt}
+        common |= PAPER_READER  # in all rows
         return {**common, "context": args.prompt + args.tokens + 1, **self.rows[name]}
 
 

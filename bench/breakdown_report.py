@@ -43,6 +43,12 @@ def markdown(document: dict[str, Any], limit: str) -> str:
             f", reads at the size issued {roof['read_gbps']:.2f} GB/s; flashllm's token: I/O {roof['io_ms']:.1f} ms, "
             f"compute {roof['compute_ms']:.1f} ms"
         )
+    for name, engine in document["engines"].items():
+        if engine.get("window_held"):
+            lines.append(f"{name}: a window of {engine['window_held']:.1f} tokens held, on average over layers")
+    reader = conditions["reader"]
+    if reader is not None:
+        lines.append(f"flashllm's reader: {reader['backend']}, {reader['depth']} at a time ({reader['source']})")
     given = {name: value for name, value in document["ratios"].items() if value is not None}
     lines.append("Ratios: " + ", ".join(f"{name} {value:.2f}" for name, value in given.items()))
     return "\n".join(lines)

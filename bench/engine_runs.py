@@ -16,6 +16,7 @@ from memory_group import MemoryGroup, drop_page_cache
 # What importing flashllm before torch sets, as the command line does; a worker imports torch first.
 ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
 WORKER = Path(__file__).with_name("breakdown_worker.py")
+PAPER_READER = {"io_backend": "threads", "io_threads": 32}  # paper A, section 4
 COLD_TOKENS = 10  # the first tokens of a run are shown apart
 PARTS = ("io_ms", "memory_ms", "compute_ms", "other_ms", "total_ms", "io_busy_ms")
 
@@ -23,8 +24,8 @@ PARTS = ("io_ms", "memory_ms", "compute_ms", "other_ms", "total_ms", "io_busy_ms
 class Workers:
     """Starts workers over one model directory; with `memory`, in a control group of that many bytes."""
 
-    def __init__(self, directory: Path, *, memory: int | None, io_threads: int = 32) -> None:
-        self._common = {"model": str(directory), "io_threads": io_threads}
+    def __init__(self, directory: Path, *, memory: int | None) -> None:
+        self._common = {"model": str(directory)}
         self._memory = memory
 
     def roof(self, seconds: float) -> dict[str, Any]:

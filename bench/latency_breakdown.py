@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from breakdown_report import markdown, plot
-from engine_runs import COLD_TOKENS, Workers, summary
+from engine_runs import COLD_TOKENS, PAPER_READER, Workers, summary
 from memory_group import GroupError
 
 from flashllm.budget import DEFAULT_WINDOW
@@ -38,6 +38,7 @@ from flashllm.units import format_size, parse_size
 
 ENGINES = ("naive", "hybrid", "paper", "flashllm")
 PAPER = {
+    **PAPER_READER,
     "options": {"cache_policy": "window", "window": DEFAULT_WINDOW},
     "ablation": {"merged": False, "overlap": False, "early": False, "placed": False},
 }
@@ -49,7 +50,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, directory: Path) -> None:
         self.args, self.directory = args, directory
-        self.workers = Workers(directory, memory=args.memory if args.cgroup else None, io_threads=args.io_threads)
+        self.workers = Workers(directory, memory=args.memory if args.cgroup else None)
         self.manifest: Manifest = open_model_dir(directory)
         self.results: dict[str, list[dict[str, Any]]] = {}
         self.roofs: list[dict[str, Any]] = []
@@ -74,7 +75,7 @@ class Run:
             "context": args.prompt + args.tokens + 1,
             "prompt_tokens": args.prompt,
             "io_backend": args.io_backend,
-            **({"io_threads": None} if args.io_backend == "io_uring" else {}),  # its own depth
+            "io_threads": args.io_threads,
             **(PAPER if name.startswith("paper") else {}),
         }
         if name == "paper24":
@@ -144,7 +145,7 @@ def ratios(engines: dict[str, Any], roof: dict[str, Any]) -> dict[str, float | N
 
 def conditions(run: Run) -> dict[str, Any]:
     args = run.args
-    first = next((results[0] for name, results in run.results.items() if name in ("flashllm", "paper")), {})
+    first = next((run.results[name][0] for name in ("flashllm", "paper") if name in run.results), {})
     return {
         "model": "demo" if is_demo(run.directory) else run.directory.name,
         "weights": run.manifest.source.name,
@@ -159,8 +160,7 @@ def conditions(run: Run) -> dict[str, Any]:
         "tokens": args.tokens,
         "dense_tokens": args.dense_tokens,
         "rounds": args.rounds,
-        "io_threads": args.io_threads,
-        "io_backend": args.io_backend,
+        "reader": first.get("reader"),
         "cores": os.cpu_count(),
         "machine": platform.machine(),
         "load_average": os.getloadavg()[0],
@@ -178,10 +178,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dense-tokens", type=int, help="tokens of naive and hybrid in each round (default: a tenth)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--io-threads", type=int, default=32)
-    parser.add_argument(
-        "--io-backend", choices=("threads", "io_uring"), default="threads", help="of paper and flashllm"
-    )
+    parser.add_argument("--io-threads", type=int, help="flashllm's reads at a time (default: as calibrated, else 32)")
+    parser.add_argument("--io-backend", choices=("threads", "io_uring"), help="of flashllm (default: as calibrated)")
     parser.add_argument("--roof-seconds", type=float, default=0.5, help="measuring time of each roof")
     parser.add_argument("--cgroup", action="store_true", help="enforce --memory by a memory control group (root)")
     parser.add_argument("--json", type=Path, help="write the document, every token included, here too")
