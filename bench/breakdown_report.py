@@ -20,9 +20,10 @@ def markdown(document: dict[str, Any], limit: str) -> str:
     capped = " by control group" if conditions["cgroup"] else ""
     columns = ["engine", "ms/token", "I/O", "memory", "compute", "other", "p95", "quartiles", "first ten", "MB/token"]
     columns += ["requests", "GB/s", "hits", "cached", "prompt, s"]
+    first = ", files read through first" if conditions["read_first"] else ""
     lines = [
         f"{conditions['model']} ({conditions['model_bytes'] / 1e9:.2f} GB, {conditions['dtype']})"
-        f"{synthetic(document)}; limit {limit}{capped}; prompt {conditions['prompt_tokens']}; {how}",
+        f"{synthetic(document)}; limit {limit}{capped}; prompt {conditions['prompt_tokens']}; {how}{first}",
         "",
         f"| {' | '.join(columns)} |",
         "|---" * len(columns) + "|",

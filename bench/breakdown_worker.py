@@ -189,6 +189,22 @@ def read_rate(
     return max(float(np.median(one)) for one in rates.values())
 
 
+def read_through(settings: dict[str, Any]) -> dict[str, Any]:
+    """Reads `files` of the model once in sequence: for a drive that forgets (bench/LOG.md). GB/s of each."""
+    reader = _core.Reader(READS_AT_A_TIME, max_request=MAX_REQUEST, verify=False)
+    buffer = _core.allocate(READ_AHEAD * BLOCK_NBYTES)
+    rates = {}
+    for name in settings["files"]:
+        file, start = _core.DirectFile(str(Path(settings["model"]) / name), direct=True), time.perf_counter()
+        for offset in range(0, file.size, len(buffer)):
+            batch = _core.ReadBatch(reader, file)
+            batch.add(offset, buffer[: min(len(buffer), file.size - offset)])
+            batch.submit()
+            batch.wait()
+        rates[name] = file.size / (time.perf_counter() - start) / 1e9
+    return rates
+
+
 def prompt_products(settings: dict[str, Any]) -> dict[str, Any]:
     """The products of `tokens` tokens alone: by torch over one layer's whole matrices, times the number of layers."""
     directory = Path(settings["model"])
@@ -211,7 +227,13 @@ def prompt_products(settings: dict[str, Any]) -> dict[str, Any]:
     return {"products_ms": float(np.median(times[1:])) * architecture.num_layers * 1e3}
 
 
-TASKS = {"roof": roof, "dense": dense, "flash": flash, "prompt_products": prompt_products}
+TASKS = {
+    "roof": roof,
+    "dense": dense,
+    "flash": flash,
+    "prompt_products": prompt_products,
+    "read_through": read_through,
+}
 
 
 def main() -> int:

@@ -59,6 +59,7 @@ def measure_device(
         pool = _core.ThreadPool(threads)
         slices = max(2, options.gemv_nbytes // _SLICE_NBYTES)
         reads = ReadTimer(file, options.reads, ResidentProducts("bfloat16", options.gemv_nbytes, pool, slices))
+        again = reads.again()
         done = _read_rounds(reads, options, report, total)
         costs, sequential_bps, scatter = reads.costs(), statistics.median(reads.sequential_bps), reads.scatter()
         direct = reads.direct
@@ -87,6 +88,7 @@ def measure_device(
         sparse_bps=sparse,
         layer_overhead_s=overhead,
         scatter=scatter,
+        again=again,
         threads=threads,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
     )

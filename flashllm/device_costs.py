@@ -24,6 +24,7 @@ DEFAULT_DEPTHS: Mapping[Backend, int] = {"threads": 32, "io_uring": 48}  # paper
 _TYPICAL_READS, _TYPICAL_BESIDE, _TYPICAL_PRODUCTS_S = 400, 0.8, 6e-3
 _MOST_LOST = 0.9  # of the time beside products: something is left to them
 _UNSTEADY = 2.0  # a quiet drive's quartiles lie within a fifth of each other
+_REMEMBERS = 1.5  # times as fast the second time
 _GAP_PAYS = 0.95  # of the time without: a gap read through must save so much, because its bytes also wear the drive
 
 
@@ -138,13 +139,14 @@ class DeviceCosts:
     sparse_bps: Mapping[str, float]  # the same of rows gathered from the neuron cache
     layer_overhead_s: float  # of a token, a layer: interpreter, waking threads, norms
     scatter: float  # of the times of one batch of reads, as `scatter_of`
+    again: float  # how many times as fast places come back that were read a moment before
     threads: int  # compute threads measured with
     made: str  # ISO 8601
 
     def __post_init__(self) -> None:
         if not self.readers:
             raise ValueError("readers must not be empty")
-        for name in ("sequential_bps", "dram_bps", "layer_overhead_s", "scatter"):
+        for name in ("sequential_bps", "dram_bps", "layer_overhead_s", "scatter", "again"):
             _check_cost(name, getattr(self, name))
         for name in ("gemv_bps", "sparse_bps"):
             for dtype, rate in getattr(self, name).items():
@@ -159,6 +161,11 @@ class DeviceCosts:
     def steady(self) -> bool:
         """Whether the drive kept its rate while it was measured."""
         return self.scatter <= _UNSTEADY
+
+    @property
+    def remembers(self) -> bool:
+        """Whether something between this machine and the drive keeps what was read: a host's cache, or a controller's."""
+        return self.again >= _REMEMBERS
 
     def best(self, row_nbytes: int, backend: Backend | None = None) -> ReaderCosts:
         """The backend that makes a layer of rows of `row_nbytes` shortest: reads beside its products, the rest behind

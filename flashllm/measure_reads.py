@@ -5,6 +5,7 @@ alone, and beside products on all cores. Also pairs of reads with a gap between 
 import contextlib
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from flashllm.reader import backends, open_reader
 from flashllm.units import format_size
 
 _LEAST_FILE = 1 << 30  # bytes: of a smaller one too much lies in caches that we cannot see (of the drive, of a host)
+_SAMPLES_AGAIN = 5
 _DISK_MARGIN = 1 << 30  # bytes that stay free
 
 
@@ -123,6 +125,17 @@ class ReadTimer:
     def _open(self, backend: Backend, depth: int, max_gap: int) -> _core.Reader:
         choice = ReaderChoice(backend=backend, depth=depth, max_gap=max_gap, source="argument")
         return open_reader(choice, max_request=max(self._options.sizes[-1], 4096))
+
+    def again(self) -> float:
+        """How many times as fast the same places are read a second time. Of a file not read for long: to be asked
+        before anything else."""
+        size = self._options.sizes[0]
+        gains = []
+        for _ in range(_SAMPLES_AGAIN):
+            offsets = self._scattered(min(self._options.beside, self._most(size)), size)
+            first, second = (self._timed(self._measured[-1].reader, offsets, size).wall_s for _ in range(2))
+            gains.append(first / second)
+        return statistics.median(gains)
 
     def alone(self, size: int) -> None:
         """One batch of each length at `size` through each backend."""

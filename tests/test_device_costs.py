@@ -65,6 +65,7 @@ def device(*readers, **changes):
         "sparse_bps": {"float16": 16e9},
         "layer_overhead_s": 5e-4,
         "scatter": 1.1,
+        "again": 1.0,
         "threads": 2,
         "made": "2026-11-21T00:00:00+00:00",
     }
@@ -76,6 +77,11 @@ def test_scatter_is_that_of_batches_alike():
     assert scatter_of(samples(noise=(1.0, 2.0, 3.0))) == pytest.approx(2.5 / 1.5)
     assert device(scatter=1.9).steady
     assert not device(scatter=2.1).steady
+
+
+def test_a_drive_that_remembers_is_told_from_one_that_does_not():
+    assert not device(again=1.2).remembers
+    assert device(again=3.0).remembers
 
 
 def test_the_fit_gives_back_what_made_the_samples():

@@ -231,7 +231,7 @@ def test_read_times_come_from_the_drives_calibration(tmp_path, monkeypatch):
     )  # fmt: skip
     costs = DeviceCosts(
         readers=(reader,), sequential_bps=1e9, direct=True, dram_bps=1e10, gemv_bps={}, sparse_bps={},
-        layer_overhead_s=0.0, scatter=1.0, threads=1,
+        layer_overhead_s=0.0, scatter=1.0, again=1.0, threads=1,
         made="2026-11-21T00:00:00",
     )  # fmt: skip
     monkeypatch.setattr("evaluate.device_store_path", lambda: tmp_path / "devices.json")

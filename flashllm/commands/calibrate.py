@@ -73,6 +73,12 @@ def main(args: argparse.Namespace) -> int:
             f"{key} did not keep its rate: the upper quartile of a batch's times is {costs.scatter:.1f} times the "
             "lower one; calibrate again when nothing else uses it"
         )
+    if costs.remembers:
+        say(
+            f"{key}: places read a moment before came back {costs.again:.2g} times as fast, so something outside this "
+            "machine keeps them (a host's or a controller's cache), which direct I/O cannot pass by; what has not been "
+            "read for long takes longer than measured here"
+        )
     change = _change(costs, find_costs(path, store)[0])
     if not 1 / _MOVED < change < _MOVED:
         say(
