@@ -85,6 +85,8 @@ class ReaderCosts:
                 raise ValueError(f"{name} must have as many values as sizes, not {len(values)}")
             for value in values:
                 _check_cost(name, value)
+        if min(self.beside_s) == 0:
+            raise ValueError("beside_s must be above 0: no read is free")
 
     def request(self, nbytes: float) -> float:
         """Seconds that one request more of `nbytes` costs. Below the smallest size: the same as that; above the

@@ -205,6 +205,7 @@ def test_json_gives_the_same_costs_back():
         (("readers", 0, "sizes"), [65536, 4096], "sizes"),
         (("readers", 0, "request_s"), [1e-5], "request_s"),
         (("readers", 0, "beside_s"), [1e-5, None], "beside_s"),
+        (("readers", 0, "beside_s"), [0, 1e-5], "beside_s"),
         (("readers", 0, "lost_s"), [1e-5, -1], "lost_s"),
         (("readers", 0, "gap_nbytes"), None, "gap_nbytes"),
         (("more",), 1, "more"),

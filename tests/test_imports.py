@@ -18,7 +18,7 @@ ORDER = """
     partial source hub conversion_plan convert reorder verify inspect demo
     device_costs device_store reader ablation stream meter resident linear norm dense attention budget
     expected_activity latency ffn decoder engine model
-    detokenizer generate calibrate turn_stats chat chat_terminal
+    detokenizer generate measure_products measure_reads calibrate turn_stats chat chat_terminal
     offload
     commands commands.options commands.convert commands.inspect commands.verify
     commands.calibrate commands.runtime commands.plan commands.generate commands.chat
