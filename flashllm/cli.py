@@ -96,6 +96,10 @@ def _fail(message: str, status: int, *, debug: bool, prefix: str = "flashllm: er
     if debug:
         traceback.print_exc()
     print(prefix + one_line(message), file=sys.stderr, flush=True)
+    try:
+        sys.stdout.flush()
+    except OSError:  # full, or nobody reads: what is left of it has no place to go
+        _silence(sys.stdout.fileno())
     return status
 
 

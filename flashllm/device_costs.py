@@ -166,7 +166,7 @@ class DeviceCosts:
 
     @property
     def remembers(self) -> bool:
-        """Whether something between this machine and the drive keeps what was read: a host's cache, or a controller's."""
+        """Whether a cache between this machine and the drive keeps what was read: a host's, or a controller's."""
         return self.again >= _REMEMBERS
 
     def best(self, row_nbytes: int, backend: Backend | None = None) -> ReaderCosts:

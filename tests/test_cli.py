@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -361,7 +362,8 @@ def test_an_interrupt_is_one_line_and_status_130(run, tiny, monkeypatch):
 @pytest.mark.parametrize(("redirect", "status"), [(">&-", 0), ("2>&-", 0), ("<&-", 0), (">/dev/full", 1)])
 def test_streams_that_are_closed_or_full(tiny, redirect, status):
     command = f"{sys.executable} -m flashllm verify {tiny().path()} {redirect}"
-    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, env=buffered)
     assert result.returncode == status
     assert "Traceback" not in result.stderr
     assert "Exception ignored" not in result.stderr
