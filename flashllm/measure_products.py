@@ -100,8 +100,7 @@ def gathered_bps(dtype: str, *, nbytes: int, pool: _core.ThreadPool, file: Path,
     random, count = np.random.default_rng(0), max(1, int(_ACTIVE_SHARE * neurons))
     active = [np.sort(random.choice(neurons, count, replace=False)).astype(np.int32) for _ in range(10)]
     turn = itertools.cycle(active)
-    seconds = _median_s(lambda: layer.forward_active(x.data_ptr(), next(turn), y.data_ptr()), seconds)
-    return count * stride / seconds
+    return count * stride / _median_s(lambda: layer.forward_active(x.data_ptr(), next(turn), y.data_ptr()), seconds)
 
 
 def _median_s(run: Callable[[], object], seconds: float) -> float:

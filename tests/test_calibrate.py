@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from test_device_costs import device, reader
 
-from flashllm import calibrate, measure_reads
+from flashllm import _core, calibrate, measure_reads
 from flashllm.calibrate import CalibrationOptions, measure_device
 from flashllm.cli import main
+from flashllm.device_costs import BatchSample
 from flashllm.device_store import device_of, load_costs, save_costs
 from flashllm.errors import FlashIOError
-from flashllm.measure_reads import ReadOptions, file_to_read
+from flashllm.measure_products import ResidentProducts
+from flashllm.measure_reads import ReadOptions, ReadTimer, file_to_read
 from flashllm.model_files import FFN
 from flashllm.reader import backends
 
@@ -47,6 +49,20 @@ def test_every_figure_is_measured(tmp_path, room):
     assert [done for _, done, _ in steps] == sorted(done for _, done, _ in steps)
     assert steps[-1][1] == steps[-1][2]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_places_read_again_are_held_against_their_first_reading(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    products = ResidentProducts("bfloat16", 1 << 16, _core.ThreadPool(1))
+    timer, seen = ReadTimer(tmp_path / "file", TINY.reads, products), set()
+
+    def timed(reader, offsets, size):
+        first = tuple(offsets) not in seen
+        seen.add(tuple(offsets))
+        return BatchSample(requests=len(offsets), nbytes=size, wall_s=3e-3 if first else 1e-3)
+
+    monkeypatch.setattr(timer, "_timed", timed)
+    assert timer.again() == pytest.approx(3)
 
 
 def test_the_scratch_file_goes_whatever_happens(tmp_path, room):
