@@ -6,7 +6,8 @@ namespace flashllm {
 
 void DenseFfn::begin(const std::byte* x, std::size_t tokens) {
   x_.emplace(x, tokens, layout_.d_model, layout_.dtype, pool_, level_);
-  y_stride_ = (layout_.d_model + kColumnPad - 1) / kColumnPad * kColumnPad;
+  // Rows a power of two apart would share few lines of a cache: one line more.
+  y_stride_ = (layout_.d_model + kColumnPad - 1) / kColumnPad * kColumnPad + kColumnPad;
   y_.assign(tokens * y_stride_, 0.0F);
 }
 

@@ -66,6 +66,8 @@ struct PairKernels {
                        float* c, std::size_t c_row);
   // pairs[j] = {low[j], high[j]}
   void (*pair_rows)(const std::uint16_t* low, const std::uint16_t* high, std::size_t n, std::uint32_t* pairs);
+  // The same of fp32, rounded to bf16; n is a multiple of 16.
+  void (*pair_floats)(const float* low, const float* high, std::size_t n, std::uint32_t* pairs);
 };
 const PairKernels* pair_kernels(SimdLevel level);  // nullptr where the level has none
 

@@ -14,13 +14,13 @@ constexpr std::size_t kTokensTogether =
 constexpr std::size_t kTerms = 256;        // of a dot product before the next rows take their turn
 constexpr std::size_t kRowsTogether = 48;  // rows a thread takes at a time: whole tiles
 constexpr std::size_t kWidened = 12;       // rows widened together
-constexpr std::size_t kColumns = 64;       // columns widened together, with kSummed rows of them
-constexpr std::size_t kSummed = 128;
+constexpr std::size_t kColumns = 64;       // columns widened or paired together, with kSummed rows of them
+constexpr std::size_t kSummed = 128;       // or pairs of rows
 constexpr std::size_t kPairNbytes = 4;
-constexpr std::size_t kLineColumns = 32;   // bf16 ones in a cache line
-constexpr std::size_t kFetchedAhead = 16;  // rows between one that is paired and the one fetched beside it
+constexpr std::size_t kLineColumns = 32;  // bf16 ones in a cache line
+constexpr std::size_t kFewTokens = 12;    // whole tiles, between which the next rows are fetched
 static_assert(kRowsTogether % kWidened == 0 && kColumns % kColumnPad == 0, "blocks must be whole");
-static_assert(kTerms % 2 == 0 && kSummed % 2 == 0 && kColumns % 2 == 0, "pairs must be whole");
+static_assert(kTerms % 2 == 0 && kColumns % 2 == 0, "pairs must be whole");
 
 std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -142,54 +142,86 @@ void product_rows(const LinearWeights& weights, const PackedTokens& x, float* pr
 
 namespace {
 
-// The scales of two rows of weights at a time: [tokens, pairs], the sums' way through them.
-std::vector<std::uint32_t> paired_scales(const float* scales, std::size_t rows, std::size_t padded,
-                                         std::size_t tokens, ThreadPool& pool) {
-  constexpr std::size_t kTogether = 16;  // pairs: a cache line of the result
-  const std::size_t pairs = (rows + 1) / 2;
-  std::vector<std::uint32_t> paired(tokens * pairs);
-  pool.parallel_for(pairs, kTogether, [&](std::size_t begin, std::size_t end) {
-    for (std::size_t first = begin; first < end; first += kTogether) {
-      for (std::size_t m = 0; m < tokens; ++m) {
-        for (std::size_t i = first; i < std::min(first + kTogether, end); ++i) {
-          const float* low = scales + 2 * i * padded + m;
-          const std::uint32_t high = 2 * i + 1 < rows ? float_to_bfloat(low[padded]) : 0U;
-          paired[m * pairs + i] = float_to_bfloat(*low) | high << 16;
-        }
-      }
+// The scales of two rows of weights at a time: [pairs, stride], in the order of the sums.
+struct PairedScales {
+  std::vector<std::uint32_t> words;
+  std::size_t stride;
+};
+
+PairedScales paired_scales(const float* scales, std::size_t rows, std::size_t padded, ThreadPool& pool,
+                           const PairKernels& kernels) {
+  constexpr std::size_t kGrain = 8;  // pairs a thread takes at a time
+  // A cache line apart from a power of two, of whose multiples few fit the first cache together.
+  PairedScales paired{{}, padded + kColumnPad};
+  paired.words.resize((rows + 1) / 2 * paired.stride);
+  const std::vector<float> nothing(padded);
+  pool.parallel_for((rows + 1) / 2, kGrain, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i) {
+      const float* low = scales + 2 * i * padded;
+      const float* high = 2 * i + 1 < rows ? low + padded : nothing.data();
+      kernels.pair_floats(low, high, padded, paired.words.data() + i * paired.stride);
     }
   });
   return paired;
 }
 
+// Some columns of some rows of bf16 weights.
+struct WeightBlock {
+  const std::byte* data;
+  std::size_t stride;  // bytes from row to row
+  std::size_t rows, columns;
+
+  WeightBlock(const LinearWeights& weights, std::size_t first_row, std::size_t first_column)
+      : data(weights.data + first_row * weights.stride + first_column * dtype_nbytes(Dtype::bf16)),
+        stride(weights.stride),
+        rows(std::min(2 * kSummed, weights.rows - first_row)),
+        columns(std::min(kColumns, weights.columns - first_column)) {}
+  const std::uint16_t* row(std::size_t r) const {
+    return reinterpret_cast<const std::uint16_t*>(data + r * stride);
+  }
+};
+
+// pairs: [pairs of rows, kColumns], zeros up to `width`
+void pair_block(const WeightBlock& block, std::size_t width, const PairKernels& kernels,
+                std::uint32_t* pairs) {
+  alignas(64) static constexpr std::uint16_t kNothing[kColumns] = {};
+  for (std::size_t r = 0; r < block.rows; r += 2, pairs += kColumns) {
+    kernels.pair_rows(block.row(r), r + 1 < block.rows ? block.row(r + 1) : kNothing, block.columns, pairs);
+    std::fill(pairs + block.columns, pairs + width, 0U);
+  }
+}
+
+// Into the second cache: the first is full of what is being multiplied.
+void fetch_rows(const WeightBlock& block, std::size_t begin, std::size_t end) {
+  for (std::size_t r = begin; r < end; ++r)
+    for (std::size_t line = 0; line < block.columns; line += kLineColumns)
+      __builtin_prefetch(block.row(r) + line, 0, 2);
+}
+
 void add_rows_in_pairs(const LinearWeights& weights, const float* scales, std::size_t padded,
                        std::size_t tokens, float* y, std::size_t y_stride, ThreadPool& pool,
                        const PairKernels& kernels) {
-  const std::vector<std::uint32_t> paired = paired_scales(scales, weights.rows, padded, tokens, pool);
-  const std::size_t token_nbytes = (weights.rows + 1) / 2 * kPairNbytes;
-  const auto row = [&](std::size_t r, std::size_t j) {
-    return reinterpret_cast<const std::uint16_t*>(weights.data + r * weights.stride) + j;
-  };
+  const PairedScales paired = paired_scales(scales, weights.rows, padded, pool, kernels);
   pool.parallel_for(weights.columns, kColumns, [&](std::size_t begin, std::size_t end) {
-    alignas(64) std::uint32_t pairs[kSummed / 2 * kColumns];
-    alignas(64) const std::uint16_t nothing[kColumns] = {};
+    alignas(64) std::uint32_t pairs[kSummed * kColumns];
     for (std::size_t j = begin; j < end; j += kColumns) {
-      const std::size_t columns = std::min(kColumns, end - j);
-      const std::size_t width = round_up(columns, kColumnPad);
-      for (std::size_t i = 0; i < weights.rows; i += kSummed) {
-        const std::size_t rows = std::min(kSummed, weights.rows - i);
-        for (std::size_t s = 0; s < rows; s += 2) {
-          for (std::size_t r = i + s + kFetchedAhead; r < std::min(i + s + kFetchedAhead + 2, weights.rows);
-               ++r)
-            for (std::size_t line = 0; line < columns; line += kLineColumns)
-              __builtin_prefetch(row(r, j + line));
-          std::uint32_t* to = pairs + s / 2 * kColumns;
-          kernels.pair_rows(row(i + s, j), s + 1 < rows ? row(i + s + 1, j) : nothing, columns, to);
-          std::fill(to + columns, to + width, 0U);
+      for (std::size_t i = 0; i < weights.rows; i += 2 * kSummed) {
+        const WeightBlock block(weights, i, j);
+        const std::size_t width = round_up(block.columns, kColumnPad);
+        pair_block(block, width, kernels, pairs);
+        // Of the block that follows, a few rows are fetched for every few tokens of this one.
+        const bool goes_on = i + 2 * kSummed < weights.rows;
+        const std::size_t next_column = goes_on ? j : j + kColumns;
+        const bool is_last = next_column >= end;
+        const WeightBlock next(weights, goes_on ? i + 2 * kSummed : 0, is_last ? j : next_column);
+        for (std::size_t m = 0; m < tokens; m += kFewTokens) {
+          const std::size_t few = std::min(kFewTokens, tokens - m);
+          if (!is_last) fetch_rows(next, next.rows * m / tokens, next.rows * (m + few) / tokens);
+          const std::uint32_t* from = paired.words.data() + i / 2 * paired.stride + m;
+          kernels.multiply_add(
+              {reinterpret_cast<const std::byte*>(from), kPairNbytes, paired.stride * kPairNbytes}, few,
+              {pairs, kColumns}, width, (block.rows + 1) / 2, y + m * y_stride + j, y_stride);
         }
-        const auto* first = reinterpret_cast<const std::byte*>(paired.data() + i / 2);
-        kernels.multiply_add({first, token_nbytes, kPairNbytes}, tokens, {pairs, kColumns}, width,
-                             (rows + 1) / 2, y + j, y_stride);
       }
     }
   });
