@@ -22,11 +22,9 @@ from energy import joules
 from flashllm import _core
 from flashllm.ablation import Ablation
 from flashllm.architectures import spec_of
-from flashllm.commands.runtime import load_tokenizer
-from flashllm.generate import PrefillRecord, SamplingOptions, Session
+from flashllm.lean_imports import import_transformers
 from flashllm.machine import num_cores, peak_process_nbytes
 from flashllm.manifest import Manifest
-from flashllm.model import FlashModel
 from flashllm.model_files import FFN, RESIDENT
 from flashllm.safetensors_file import read_header
 
@@ -60,6 +58,11 @@ def dense(settings: dict[str, Any]) -> dict[str, Any]:
 
 def flash(settings: dict[str, Any]) -> dict[str, Any]:
     """The engine, generating after a prompt of random tokens (their text does not matter, their number does)."""
+    import_transformers()  # as the commands do: what is not imported is room for neurons
+    from flashllm.commands.runtime import load_tokenizer
+    from flashllm.generate import PrefillRecord, SamplingOptions, Session
+    from flashllm.model import FlashModel
+
     directory = Path(settings["model"])
     tokenizer = load_tokenizer(directory)
     model = FlashModel.from_pretrained(

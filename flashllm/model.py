@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from flashllm import _core
@@ -202,8 +203,8 @@ def _build_model(
     flash_class = type(f"Flash{base.__name__}", (FlashMixin, base), {})
     dtype = TORCH_DTYPES[manifest.dtype]
 
-    # 1. The Hugging Face skeleton, without memory.
-    with torch.device("meta"):
+    # 1. The Hugging Face skeleton, without memory. Nothing is to be initialised: trying loads half a compiler.
+    with torch.device("meta"), no_init_weights():
         model = flash_class(hf_config).to(dtype)
     # 2. FFNs, linears and norms become ours; layers too, where one new token runs through them in one call.
     spec = spec_of(manifest.architecture.model_type)

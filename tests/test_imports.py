@@ -12,7 +12,7 @@ import flashllm
 ROOT = Path(flashllm.__file__).parent
 # From the ground up. A new module goes in where its imports allow; `offload` is one entry, ordered by itself.
 ORDER = """
-    flashllm errors terminal _core
+    flashllm errors terminal lean_imports _core
     units checks dtypes machine architectures files progress bundle safetensors_file
     model_files trace predictor_file svd_predictor untrained manifest popularity placement placed_file
     partial source hub conversion_plan convert reorder verify inspect demo

@@ -11,6 +11,7 @@ from typing import Any
 
 from flashllm.commands import options
 from flashllm.commands.options import find_model, loading
+from flashllm.lean_imports import import_transformers
 from flashllm.terminal import hidden_keys, is_terminal, valid_unicode
 
 GENERATION_CONFIG = "generation_config.json"
@@ -48,6 +49,7 @@ def main(args: argparse.Namespace) -> int:
         with loading(path):
             from rich.console import Console
 
+            import_transformers()
             from flashllm.chat import Chat, Memory, run_plain
             from flashllm.chat_terminal import TerminalChat  # before the model: the plan counts what is there by then
             from flashllm.commands.runtime import open_session

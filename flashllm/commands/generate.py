@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashllm.commands import options
 from flashllm.commands.options import find_model, loading, print_json, say
+from flashllm.lean_imports import import_transformers
 from flashllm.terminal import inert, valid_unicode
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def main(args: argparse.Namespace) -> int:
     path = find_model(args)
     with contextlib.ExitStack() as stack:
         with loading(path):
+            import_transformers()
             from flashllm.commands.runtime import open_session
             from flashllm.generate import SamplingOptions
             from flashllm.machine import peak_process_nbytes

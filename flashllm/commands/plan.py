@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashllm.commands.options import add_json, add_memory, add_model, find_converted, print_json, say
+from flashllm.lean_imports import import_transformers
 from flashllm.terminal import inert
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def main(args: argparse.Namespace) -> int:
     """Print the plan. A limit that cannot work is an error with the numbers."""
     path = find_converted(args)
 
+    import_transformers()
     from flashllm.budget import plan_memory
     from flashllm.commands.runtime import load_tokenizer
     from flashllm.demo import device_store_path
