@@ -93,6 +93,8 @@ class PreallocatedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tr
     def get_max_length(self) -> int:
         return int(self._all_keys.shape[2])
 
+    get_max_cache_shape = get_max_length  # its name in transformers 5.9
+
     def reset(self) -> None:
         self.length = 0
 
