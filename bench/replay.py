@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
-HALF_LIFE, LONG_RUN_TOKENS, KNOWN_TOKENS = 16.0, 12.0, 256.0  # of flashllm/csrc/frequency_policy.h
+HALF_LIFE, LONG_RUN_TOKENS, KNOWN_TOKENS, NEWCOMER = 16.0, 12.0, 256.0, 0.8  # of flashllm/csrc/frequency_policy.h
 NEVER = 1 << 30  # tokens from now
 
 
@@ -30,6 +30,7 @@ class Policy:
     """Scores decide: the highest stay."""
 
     may_drop_hits = False
+    newcomer = 1.0  # what a miss's score is worth beside those of what is held
 
     def __init__(self, activity: Activity) -> None:
         self.scores = np.zeros(activity.num_neurons)
@@ -85,11 +86,12 @@ class SecondRecency(Policy):
 class Frequency(Policy):
     """LFU with counts that halve every `half_life` tokens, and optionally a long-run share beside them.
 
-    With 16 and 12 this is the engine's policy.
+    With 16, 12 and 0.8 this is the engine's policy.
     """
 
-    def __init__(self, activity: Activity, half_life: float, long_run: float = 0.0) -> None:
+    def __init__(self, activity: Activity, half_life: float, long_run: float = 0.0, newcomer: float = 1.0) -> None:
         super().__init__(activity)
+        self.newcomer = newcomer
         self._growth = 2 ** (1 / half_life)
         self._recent = activity.known / (1 - 1 / self._growth)
         self._total, self._tokens = activity.known * KNOWN_TOKENS, KNOWN_TOKENS
@@ -136,7 +138,8 @@ POLICIES: dict[str, tuple[Callable[[Activity], Policy], bool]] = {  # name: poli
     "LFU, half-life 16, bypass": (lambda a: Frequency(a, HALF_LIFE), True),
     "LFU, half-life 64, bypass": (lambda a: Frequency(a, 64.0), True),
     "hot set": (Known, True),
-    "frequency": (lambda a: Frequency(a, HALF_LIFE, LONG_RUN_TOKENS), True),
+    "frequency": (lambda a: Frequency(a, HALF_LIFE, LONG_RUN_TOKENS, NEWCOMER), True),
+    "frequency, newcomers as others": (lambda a: Frequency(a, HALF_LIFE, LONG_RUN_TOKENS), True),
     "frequency, all admitted": (lambda a: Frequency(a, HALF_LIFE, LONG_RUN_TOKENS), False),
 }
 WINDOW, S3_FIFO = "window", "S3-FIFO"
@@ -176,8 +179,11 @@ def replay(activity: Activity, policy: Policy, capacity: int, *, bypass: bool) -
             pool, certain = others, ids[:capacity]
         room = capacity - len(certain)
         if len(pool) > room:
+            scores = policy.scores[pool]
+            if bypass:
+                scores[len(others) : len(others) + len(missed)] *= policy.newcomer
             held[pool] = False
-            pool = pool[np.argpartition(-policy.scores[pool], room)[:room]] if room else pool[:0]
+            pool = pool[np.argpartition(-scores, room)[:room]] if room else pool[:0]
         held[pool] = True
         held[certain] = True
     return misses

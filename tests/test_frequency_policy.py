@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 NEURONS = 16
-HALF_LIFE, LONG_RUN_TOKENS, KNOWN_TOKENS = 16, 12, 256
+HALF_LIFE, LONG_RUN_TOKENS, KNOWN_TOKENS, NEWCOMER = 16, 12, 256, 0.8
 
 
 class FrequencyModel:
@@ -27,14 +27,15 @@ class FrequencyModel:
         self.total[active] += 1
         self.tokens += 1
         estimate = self.recent + LONG_RUN_TOKENS * self.total / self.tokens
-        estimate = np.round(estimate, 4) - np.arange(NEURONS) * 1e-6  # of equals the lower id is kept
         for start in range(0, len(active), self.capacity + self.bypass):
             part = set(active[start : start + self.capacity + self.bypass])
             misses = part - self.cached
             if not misses:
                 continue
             hits = part & self.cached
-            ranking = sorted((self.cached | part) - hits, key=lambda neuron: -estimate[neuron])
+            weight = np.where(np.isin(np.arange(NEURONS), list(misses)), NEWCOMER, 1.0)
+            score = np.round(weight * estimate, 4) - np.arange(NEURONS) * 1e-6  # of equals the lower id is kept
+            ranking = sorted((self.cached | part) - hits, key=lambda neuron: -score[neuron])
             room = self.capacity - len(hits)
             kept, passing = set(ranking[:room]), [neuron for neuron in ranking[room:] if neuron in misses]
             excess = max(0, len(passing) - self.bypass)

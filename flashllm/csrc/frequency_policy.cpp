@@ -58,7 +58,7 @@ void FrequencyPolicy::choose(const SlotTable& slots, const CacheRequest& request
     if (requested_by_[static_cast<std::size_t>(neuron)] != request_) candidates_.push_back(candidate(neuron));
   }
   const std::int32_t hits = slots.num_used() - static_cast<std::int32_t>(candidates_.size());
-  for (const std::int32_t neuron : request.misses) candidates_.push_back(candidate(neuron));
+  for (const std::int32_t neuron : request.misses) candidates_.push_back(candidate(neuron, kNewcomer));
 
   // 2. The most frequent of them do; of the others the misses are bypassed.
   const auto room =

@@ -20,6 +20,9 @@ class FrequencyPolicy final : public CachePolicy {
   static constexpr double kHalfLife = 16.0;       // tokens, of the recent counts
   static constexpr float kLongRunTokens = 12.0F;  // that the long-run share counts like
   static constexpr float kKnownTokens = 256.0F;   // that `popularity` counts like, when new ones adjust it
+  // A miss counts for so much of its frequency beside what is cached: little is gained by exchanging equals,
+  // and a row that was read ahead is copied to enter.
+  static constexpr float kNewcomer = 0.8F;
 
   // `popularity` [num_neurons]: the share of tokens each neuron was active in before; nullptr: unknown.
   FrequencyPolicy(std::int32_t num_neurons, const float* popularity);
@@ -33,10 +36,10 @@ class FrequencyPolicy final : public CachePolicy {
   // A neuron with its estimate in one number: ascending is the most frequent first, ids break ties, so that
   // the choice depends on what was seen and nothing else.
   using Candidate = std::uint64_t;
-  Candidate candidate(std::int32_t neuron) const {
-    const auto index = static_cast<std::size_t>(neuron);
-    const float estimate =
-        counts_[index].recent + long_run_weight_ * counts_[index].total;  // never negative: bits are ordered
+  Candidate candidate(std::int32_t neuron, float weight = 1.0F) const {
+    const Counts& counts = counts_[static_cast<std::size_t>(neuron)];
+    // Never negative, so its bits are ordered as it is.
+    const float estimate = weight * (counts.recent + long_run_weight_ * counts.total);
     std::uint32_t bits = 0;
     std::memcpy(&bits, &estimate, sizeof bits);
     return static_cast<std::uint64_t>(~bits) << 32U | static_cast<std::uint32_t>(neuron);
