@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine_runs import COLD_TOKENS, PAPER_READER, Workers, summary
+from engine_runs import COLD_TOKENS, PAPER_READER, Workers, add_read_first, summary
 from memory_group import GroupError
 
 from flashllm.ablation import Ablation
@@ -80,11 +80,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cgroup", action="store_true", help="enforce --memory by a memory control group (root)")
+    add_read_first(parser)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     directory = resolve_model(args.model, convert_on_first_use=False)
     variants = Variants(args, placed=open_model_dir(directory).permutation is not None)
-    workers = Workers(directory, memory=args.memory if args.cgroup else None)
+    workers = Workers(directory, memory=args.memory if args.cgroup else None, read_first=args.read_first)
     runs: dict[str, list[dict[str, Any]]] = {}
     try:
         for number in range(args.rounds):

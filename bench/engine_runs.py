@@ -3,6 +3,7 @@
 What the benchmarks of whole tokens share: `latency_breakdown`, `ablation`, `memory_curve`, `long_generation`.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -13,6 +14,8 @@ from typing import Any
 
 from memory_group import MemoryGroup, drop_page_cache
 
+from flashllm.model_files import FFN, PLACED, RESIDENT
+
 # What importing flashllm before torch sets, as the command line does; a worker imports torch first.
 ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
 WORKER = Path(__file__).with_name("breakdown_worker.py")
@@ -21,12 +24,24 @@ COLD_TOKENS = 10  # the first tokens of a run are shown apart
 PARTS = ("io_ms", "memory_ms", "compute_ms", "other_ms", "total_ms", "io_busy_ms")
 
 
-class Workers:
-    """Starts workers over one model directory; with `memory`, in a control group of that many bytes."""
+def add_read_first(parser: argparse.ArgumentParser) -> None:
+    """The argument for `Workers.read_first`."""
+    parser.add_argument(
+        "--read-first",
+        action="store_true",
+        help="read each engine's files in sequence before it runs: for virtual disks whose host caches, and forgets",
+    )
 
-    def __init__(self, directory: Path, *, memory: int | None) -> None:
-        self._common = {"model": str(directory)}
-        self._memory = memory
+
+class Workers:
+    """Starts workers over one model directory; with `memory`, in a control group of that many bytes.
+
+    read_first: before an engine runs, its files are read once in sequence (bench/LOG.md, 2026-11-22).
+    """
+
+    def __init__(self, directory: Path, *, memory: int | None, read_first: bool = False) -> None:
+        self._directory, self._common = directory, {"model": str(directory)}
+        self._memory, self._read_first = memory, read_first
 
     def roof(self, seconds: float) -> dict[str, Any]:
         """What the machine can do now; never capped."""
@@ -34,6 +49,8 @@ class Workers:
 
     def run(self, settings: dict[str, Any], *, capped: bool = True, memory: int | None = None) -> dict[str, Any]:
         """What the worker printed. `memory`: another limit than the usual. SystemExit where it failed."""
+        if self._read_first and settings["task"] in ("dense", "flash"):
+            self.run({"task": "read_through", "files": self._files_of(settings)}, capped=False)
         command = [sys.executable, str(WORKER), json.dumps({**self._common, **settings})]
         memory = self._memory if memory is None else memory
         if memory is None or not capped:
@@ -44,6 +61,11 @@ class Workers:
                 group.entering(command), stdout=subprocess.PIPE, text=True, check=False, env=ENVIRONMENT
             )
             return {**_result(done), "group_peak_bytes": group.peak_nbytes}
+
+    def _files_of(self, settings: dict[str, Any]) -> list[str]:
+        """What an engine reads; what it reads at random comes last, and so is the freshest."""
+        placed = settings["task"] == "flash" and settings.get("ablation", {}).get("placed", True)
+        return [RESIDENT, FFN, *([PLACED] if placed and (self._directory / PLACED).exists() else [])]
 
 
 def _result(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:

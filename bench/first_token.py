@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine_runs import Workers
+from engine_runs import Workers, add_read_first
 from memory_group import GroupError
 
 from flashllm.demo import is_demo, resolve_model
@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--roof-seconds", type=float, default=1.0, help="measuring time of each roof")
     parser.add_argument("--cgroup", action="store_true", help="enforce --memory by a memory control group (root)")
+    add_read_first(parser)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     if args.cgroup and args.memory is None:
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         directory = resolve_model(args.model, convert_on_first_use=False)
         manifest = open_model_dir(directory)
-        workers = Workers(directory, memory=args.memory if args.cgroup else None)
+        workers = Workers(directory, memory=args.memory if args.cgroup else None, read_first=args.read_first)
         settings = {"task": "flash", "tokens": 1, "memory": args.memory, "prompt_tokens": args.prompt}
         for number in range(args.rounds):
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)

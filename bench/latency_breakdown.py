@@ -26,14 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from breakdown_report import markdown, plot
-from engine_runs import COLD_TOKENS, PAPER_READER, Workers, summary
+from engine_runs import COLD_TOKENS, PAPER_READER, Workers, add_read_first, summary
 from memory_group import GroupError
 
 from flashllm.budget import DEFAULT_WINDOW
 from flashllm.demo import is_demo, resolve_model
 from flashllm.errors import FlashError
 from flashllm.manifest import Manifest, open_model_dir
-from flashllm.model_files import FFN, PLACED, RESIDENT
 from flashllm.units import format_size, parse_size
 
 ENGINES = ("naive", "hybrid", "paper", "flashllm")
@@ -50,7 +49,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, directory: Path) -> None:
         self.args, self.directory = args, directory
-        self.workers = Workers(directory, memory=args.memory if args.cgroup else None)
+        self.workers = Workers(directory, memory=args.memory if args.cgroup else None, read_first=args.read_first)
         self.manifest: Manifest = open_model_dir(directory)
         self.results: dict[str, list[dict[str, Any]]] = {}
         self.roofs: list[dict[str, Any]] = []
@@ -65,10 +64,6 @@ class Run:
 
     def _engine(self, name: str) -> dict[str, Any]:
         args = self.args
-        if args.read_first:
-            # What it reads at random comes last, and so is the freshest.
-            files = [RESIDENT, FFN, *([PLACED] if name == "flashllm" and PLACED in self.manifest.files else [])]
-            self.workers.run({"task": "read_through", "files": files}, capped=False)
         if name in ("naive", "hybrid"):
             settings = {"task": "dense", "tokens": args.dense_tokens, "memory": args.memory}
             return self.workers.run({**settings, "resident_share": 0.5 if name == "hybrid" else 0.0})
@@ -185,11 +180,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--io-threads", type=int, help="flashllm's reads at a time (default: as calibrated, else 32)")
     parser.add_argument("--io-backend", choices=("threads", "io_uring"), help="of flashllm (default: as calibrated)")
-    parser.add_argument(
-        "--read-first",
-        action="store_true",
-        help="read each engine's files in sequence before it runs: for virtual disks whose host forgets (bench/LOG.md)",
-    )
+    add_read_first(parser)
     parser.add_argument("--roof-seconds", type=float, default=0.5, help="measuring time of each roof")
     parser.add_argument("--cgroup", action="store_true", help="enforce --memory by a memory control group (root)")
     parser.add_argument("--json", type=Path, help="write the document, every token included, here too")

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine_runs import Workers
+from engine_runs import Workers, add_read_first
 from memory_group import GroupError
 
 from flashllm.demo import resolve_model
@@ -37,11 +37,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--cgroup", action="store_true", help="enforce --memory by a memory control group (root)")
+    add_read_first(parser)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args(argv)
     directory = resolve_model(args.model, convert_on_first_use=False)
-    workers = Workers(directory, memory=args.memory if args.cgroup else None)
+    workers = Workers(directory, memory=args.memory if args.cgroup else None, read_first=args.read_first)
     document: dict[str, Any] = {"model": directory.name, "memory": args.memory, "cgroup": args.cgroup, "samplings": {}}
     print("| sampling | tokens 100–200, ms | last hundred, ms | ratio | hits | peak RSS | peak of the group |")
     print("|---|---|---|---|---|---|---|")

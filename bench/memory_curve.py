@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine_runs import Workers, summary
+from engine_runs import Workers, add_read_first, summary
 from memory_group import GroupError
 
 from flashllm.demo import resolve_model
@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--cgroup", action="store_true", help="enforce each limit by a memory control group (root)")
+    add_read_first(parser)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args(argv)
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
                 memory = int(share * model_nbytes)
                 settings = {"task": "flash", "tokens": args.tokens, "memory": memory, "prompt_tokens": args.prompt}
                 settings["context"] = args.prompt + args.tokens + 1
-                workers = Workers(directory, memory=memory if args.cgroup else None)
+                workers = Workers(directory, memory=memory if args.cgroup else None, read_first=args.read_first)
                 runs[share].append(workers.run(settings))
                 print(f"{share:.0%}: done", file=sys.stderr, flush=True)
     except GroupError as error:
