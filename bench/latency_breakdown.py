@@ -33,6 +33,7 @@ from flashllm.budget import DEFAULT_WINDOW
 from flashllm.demo import is_demo, resolve_model
 from flashllm.errors import FlashError
 from flashllm.manifest import Manifest, open_model_dir
+from flashllm.model_files import FFN, RESIDENT
 from flashllm.units import format_size, parse_size
 
 ENGINES = ("naive", "hybrid", "paper", "flashllm")
