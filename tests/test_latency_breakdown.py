@@ -5,7 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench_path  # noqa: F401
+import engine_runs
 import pytest
+from engine_runs import Workers
+
+from flashllm.model_files import FFN, PLACED, RESIDENT
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 TOOLS = BENCH.parent / "tools"
@@ -95,3 +100,25 @@ def test_the_memory_curve_caches_more_where_there_is_more(model):
     rows = document(done)["rows"]
     assert [row["memory"] for row in rows] == [pytest.approx(700e6, rel=0.01), pytest.approx(2e9, rel=0.01)]
     assert rows[0]["cached_share"] <= rows[1]["cached_share"] == 1.0
+
+
+def test_an_engines_files_are_read_before_it_runs(tmp_path, monkeypatch):
+    asked = []
+
+    def run(command, **options):
+        asked.append(json.loads(command[-1]))
+        return subprocess.CompletedProcess(command, 0, stdout="{}\n")
+
+    monkeypatch.setattr(engine_runs.subprocess, "run", run)
+    (tmp_path / PLACED).touch()
+    workers = Workers(tmp_path, memory=None, read_first=True)
+    workers.roof(0.1)
+    workers.run({"task": "flash"})
+    workers.run({"task": "flash", "ablation": {"placed": False}})
+    workers.run({"task": "dense"})
+    assert [settings["task"] for settings in asked] == ["roof", *["read_through", "flash"] * 2, "read_through", "dense"]
+    files = [settings["files"] for settings in asked if settings["task"] == "read_through"]
+    assert files == [[RESIDENT, FFN, PLACED], [RESIDENT, FFN], [RESIDENT, FFN]]
+    asked.clear()
+    Workers(tmp_path, memory=None).run({"task": "flash"})
+    assert [settings["task"] for settings in asked] == ["flash"]
