@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "half.h"
-
 namespace flashllm {
 
 namespace {
