@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 from transformers.modeling_utils import PreTrainedModel  # as a program that uses transformers for itself has it
 
@@ -11,20 +12,25 @@ from flashllm.lean_imports import import_transformers
 HEAVY = ("sympy", "scipy", "torch._inductor", "torch.distributed.tensor", "torch.onnx")
 
 
-def run(code):
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
+def run(code, given=""):
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, input=given).stdout.splitlines()
 
 
-def test_a_command_generates_without_them():
+@pytest.mark.parametrize(
+    "arguments",
+    [["generate", "--prompt", "The cat", "--max-new-tokens", "20"], ["chat", "--max-new-tokens", "5"], ["plan"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_commands_run_without_them(arguments):
     code = f"""
 import sys
 from flashllm.cli import main
-status = main(["generate", "--prompt", "The cat", "--max-new-tokens", "20"])
+status = main({arguments})
 print()
 print(status, [name for name in {HEAVY} if name in sys.modules])
 """
-    assert run(code)[-1] == "0 []"
+    assert run(code, given="The cat\n")[-1] == "0 []"
 
 
 def test_the_compiler_is_imported_when_it_is_wanted():

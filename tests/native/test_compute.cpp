@@ -114,12 +114,14 @@ std::vector<float> attention(int threads, SimdLevel level, Dtype dtype, std::siz
   return out;
 }
 
-constexpr std::size_t kLater = 281;  // rows of the second block, more than are paired together
+constexpr std::size_t kFirst = 20,
+                      kLater = 281;  // rows of two blocks; the second has more than are paired together
+constexpr std::size_t kNeurons = kFirst + kLater;
 
 // A dense FFN and a linear over `tokens` of the same inputs, from `first` on, all outputs in one vector.
 std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::size_t first,
                                std::size_t tokens) {
-  constexpr std::size_t kWidth = 70, kNeurons = 20 + kLater, kAll = 300;
+  constexpr std::size_t kWidth = 70, kAll = 300;
   std::mt19937 random(11);
   ThreadPool pool(threads);
   const KernelTable& kernels = kernel_table(level, dtype);
@@ -140,8 +142,8 @@ std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::s
   std::vector<std::byte> y(tokens * kWidth * element), out(tokens * kNeurons * element);
   std::vector<float> h(tokens * kLater);
   ffn.begin(inputs, tokens);
-  ffn.add(rows.data(), 20, bias.data());
-  ffn.add(rows.data() + 20 * layout.stride, kLater, bias.data() + 20);
+  ffn.add(rows.data(), kFirst, bias.data());
+  ffn.add(rows.data() + kFirst * layout.stride, kLater, bias.data() + kFirst);
   ffn.copy_activations(h.data());
   ffn.finish(down_bias.data(), y.data());
   CHECK(ffn.tokens() == 0);
@@ -169,7 +171,7 @@ std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::s
         sum += static_cast<double>(wide[n * 2 * kWidth + j]) * wide_x[m * kWidth + j];
       CHECK(std::fabs(products[m * kNeurons + n] - sum) <= rounding * std::fmax(1.0, std::fabs(sum)));
       fires[n] = std::fmax(sum, 0.0);
-      if (n >= 20) CHECK(std::fabs(h[m * kLater + n - 20] - fires[n]) <= 1e-3);
+      if (n >= kFirst) CHECK(std::fabs(h[m * kLater + n - kFirst] - fires[n]) <= 1e-3);
     }
     for (std::size_t j = 0; j < kWidth; ++j) {
       double sum = down_bias[j], magnitude = 0.0;
@@ -200,7 +202,6 @@ void test_many_tokens(int scale) {
       for (const std::size_t first : {0, 3, 259}) {
         const std::vector<float> few = many_tokens(2, level, dtype, first, 7);
         CHECK(std::memcmp(few.data(), together.data() + first * 70, 7 * 70 * sizeof(float)) == 0);
-        constexpr std::size_t kNeurons = 20 + kLater;
         CHECK(std::memcmp(few.data() + 7 * 70, together.data() + 300 * 70 + first * kNeurons,
                           7 * kNeurons * sizeof(float)) == 0);
       }
