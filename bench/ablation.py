@@ -111,6 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         "activity": activity,
         "memory": args.memory,
         "cgroup": args.cgroup,
+        "read_first": args.read_first,
         "rounds": args.rounds,
         "tokens": args.tokens,
         "rows": rows,

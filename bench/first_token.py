@@ -73,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
             "dtype": manifest.dtype,
             "memory": args.memory,
             "cgroup": args.cgroup,
+            "read_first": args.read_first,
             "direct_io": run["direct_io"],
             "prompt_tokens": args.prompt,
             "cores": os.cpu_count(),

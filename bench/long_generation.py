@@ -43,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     directory = resolve_model(args.model, convert_on_first_use=False)
     workers = Workers(directory, memory=args.memory if args.cgroup else None, read_first=args.read_first)
-    document: dict[str, Any] = {"model": directory.name, "memory": args.memory, "cgroup": args.cgroup, "samplings": {}}
+    conditions = {"memory": args.memory, "cgroup": args.cgroup, "read_first": args.read_first}
+    document: dict[str, Any] = {"model": directory.name, **conditions, "samplings": {}}
     print("| sampling | tokens 100–200, ms | last hundred, ms | ratio | hits | peak RSS | peak of the group |")
     print("|---|---|---|---|---|---|---|")
     for name, sampling in SAMPLINGS.items():

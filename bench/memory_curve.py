@@ -81,7 +81,8 @@ def main(argv: list[str] | None = None) -> int:
             f"| {row['memory'] / 1e9:.2f} GB | {row['share']:.0%} | {row['cached_share']:.0%} | {times} "
             f"| {row['bytes_read'] / 1e6:.0f} | {row['hit_rate']:.0%} | {peak} |"
         )
-    document = {"model": directory.name, "activity": activity, "cgroup": args.cgroup, "rows": rows}
+    common = {"cgroup": args.cgroup, "read_first": args.read_first}
+    document = {"model": directory.name, "activity": activity, **common, "rows": rows}
     if args.plot:
         plot(rows, f"{directory.name}: {activity.split(',')[0]}", args.plot)
     if args.json:
