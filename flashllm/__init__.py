@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flashllm.model import FlashModel
+    from flashllm.hf.model import FlashModel
 
 # torch's threads sleep between products instead of spinning: beside the reader's threads a prompt takes half the time
 # (bench/LOG.md). libgomp reads this once, when torch is loaded, and has no call for it.
@@ -19,7 +19,7 @@ __all__ = ["FlashModel", "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name == "FlashModel":
-        from flashllm.model import FlashModel
+        from flashllm.hf.model import FlashModel
 
         return FlashModel
     raise AttributeError(f"module 'flashllm' has no attribute {name!r}")

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import flashllm
+from flashllm.base.text import one_line, prepare_streams
 from flashllm.errors import FlashError
-from flashllm.terminal import one_line, prepare_streams
 
 # Verb -> its module, with `add_arguments(parser)` and `main(args) -> int`, and what it is for.
 VERBS = {

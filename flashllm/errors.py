@@ -34,4 +34,4 @@ class BudgetError(FlashError):
 
 
 class UnsupportedModelError(FlashError):
-    """The architecture, or a feature of it, is not in the table of `flashllm.architectures`."""
+    """The architecture, or a feature of it, is not in the table of `flashllm.arch.registry`."""

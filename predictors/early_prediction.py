@@ -38,12 +38,12 @@ from samples import DataError, SampleReport, read_shards, token_rows
 from transformers import AutoTokenizer
 
 from flashllm import FlashModel
-from flashllm.architectures import spec_of
-from flashllm.budget import DEFAULT_WINDOW
-from flashllm.demo import resolve_model
+from flashllm.arch.registry import spec_of
+from flashllm.convert.locate import resolve_model
 from flashllm.errors import FlashError
-from flashllm.manifest import Manifest
-from flashllm.model_files import PREDICTORS
+from flashllm.format.manifest import Manifest
+from flashllm.format.model_files import PREDICTORS
+from flashllm.plan.memory import DEFAULT_WINDOW
 
 RECALLS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)  # of all firings of the calibration text, a threshold for each
 CHUNK_TOKENS = 32_768

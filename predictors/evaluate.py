@@ -25,15 +25,16 @@ from tasks import TASKS, load_items
 from transformers import AutoTokenizer
 
 from flashllm import FlashModel
-from flashllm.budget import DEFAULT_WINDOW
-from flashllm.demo import device_store_path, resolve_model
+from flashllm.base.progress import ProgressBar
+from flashllm.convert.locate import resolve_model
+from flashllm.convert.untrained import default_rank
+from flashllm.device.choice import find_costs
+from flashllm.device.store import device_store_path
 from flashllm.errors import FlashError, UsageError
-from flashllm.manifest import Manifest
-from flashllm.model import read_config
-from flashllm.model_files import PREDICTORS
-from flashllm.progress import ProgressBar
-from flashllm.reader import find_costs
-from flashllm.untrained import default_rank
+from flashllm.format.manifest import Manifest
+from flashllm.format.model_files import PREDICTORS
+from flashllm.hf.model import read_config
+from flashllm.plan.memory import DEFAULT_WINDOW
 
 SAMPLE = Path(__file__).with_name("text_sample.txt")
 DEFAULT_BANDWIDTH = 1.0  # GB/s, of a drive that was never calibrated

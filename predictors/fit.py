@@ -1,6 +1,6 @@
 """Fit one layer's predictor: active where b (a x) + bias > threshold (paper A, section 3.1).
 
-Starts from the best low-rank approximation of the layer's own pre-activations (`flashllm.svd_predictor`, with measured
+Starts from the best low-rank approximation of the layer's own pre-activations (`flashllm.convert.svd`, with measured
 input statistics), then trains with a loss balanced over active and inactive neurons. A missed neuron counts by what
 it adds to the output, |h| * ||down column||, coded in two bits. Knows tensors and chunks of them, not files.
 """
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flashllm.predictor_file import stored_values
-from flashllm.svd_predictor import InputStatistics, LowRankPredictor, root_of_covariance
+from flashllm.convert.svd import InputStatistics, LowRankPredictor, root_of_covariance
+from flashllm.format.predictors import stored_values
 
 CODES_PER_BYTE = 4
 # Codes: 0 does not fire; 1, 2, 3 fire with a contribution below, around and above the mean of those that fire.

@@ -16,12 +16,12 @@ from passes import WeightBlocks
 from safetensors.torch import load_file
 from torch import nn
 
-from flashllm.architectures import spec_of
-from flashllm.linear import dense_product
-from flashllm.manifest import predictor_ranks
-from flashllm.predictor_file import EARLY
-from flashllm.safetensors_file import read_header
-from flashllm.untrained import untrained_predictor
+from flashllm.arch.registry import spec_of
+from flashllm.convert.untrained import untrained_predictor
+from flashllm.engine.linear import dense_product
+from flashllm.format.manifest import predictor_ranks
+from flashllm.format.predictors import EARLY
+from flashllm.format.safetensors import read_header
 
 BLOCK_TOKENS = 512  # of one product
 

@@ -14,8 +14,8 @@ import torch
 from fit import CODE_EDGES, CODES_PER_BYTE, Chunk, pack_codes
 from numpy.typing import NDArray
 
-from flashllm.ffn import Observer
-from flashllm.files import drop_page_cache
+from flashllm.base.files import drop_page_cache
+from flashllm.engine.ffn import Observer
 
 BATCH_TOKENS = 2048  # of the passes through a layer
 CHUNK_NBYTES = 64 * 2**20  # of the positions that are trained on at a time

@@ -29,16 +29,16 @@ from training_plan import plan_training
 from transformers import AutoTokenizer
 
 from flashllm import FlashModel
-from flashllm.budget import DEFAULT_WINDOW
-from flashllm.demo import resolve_model
+from flashllm.base.files import locked_directory, write_atomically
+from flashllm.base.progress import ProgressBar
+from flashllm.base.units import parse_size
+from flashllm.convert.locate import resolve_model
 from flashllm.errors import FlashError, UsageError
-from flashllm.files import locked_directory, write_atomically
-from flashllm.manifest import Calibration, Manifest, install_predictors
-from flashllm.model import read_config
-from flashllm.model_files import FFN
-from flashllm.predictor_file import BITS, StoredPredictor, encode_predictors
-from flashllm.progress import ProgressBar
-from flashllm.units import parse_size
+from flashllm.format.manifest import Calibration, Manifest, install_predictors
+from flashllm.format.model_files import FFN
+from flashllm.format.predictors import BITS, StoredPredictor, encode_predictors
+from flashllm.hf.model import read_config
+from flashllm.plan.memory import DEFAULT_WINDOW
 
 LONG_CONTEXT = 512  # tokens: shorter samples than this and the model's context get a note
 IDENTITY = "identity.json"  # in the scratch directory: of which run its files are

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from passes import BATCH_TOKENS, ActivityRecord, HiddenStates, LayerPass, PassShape, WeightBlocks, kept_positions
 from recipes import AutoRanks, Recipe, probe_rank
 
-from flashllm.files import write_atomically
-from flashllm.progress import ProgressBar
-from flashllm.svd_predictor import low_rank_predictor
+from flashllm.base.files import write_atomically
+from flashllm.base.progress import ProgressBar
+from flashllm.convert.svd import low_rank_predictor
 
 VALIDATION_SHARE = 0.1
 CALIBRATION_SHARE = 0.1  # of the rest

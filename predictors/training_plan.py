@@ -14,12 +14,12 @@ from passes import BATCH_TOKENS, CHUNK_NBYTES, PassShape
 from recipes import AutoRanks
 from trainer import TrainOptions
 
-from flashllm.budget import plan_memory
+from flashllm.base.machine import available_nbytes, process_nbytes
+from flashllm.base.units import format_size
 from flashllm.errors import BudgetError
-from flashllm.machine import available_nbytes, process_nbytes
-from flashllm.manifest import Manifest
-from flashllm.model import read_config
-from flashllm.units import format_size
+from flashllm.format.manifest import Manifest
+from flashllm.hf.model import read_config
+from flashllm.plan.memory import plan_memory
 
 _SLACK = 64_000_000  # between the plan and the loading of the model the process grows by its imports
 _WASTE = 0.1  # of the rule for ranks, for the estimates

@@ -14,8 +14,8 @@ from tiny_models import make_tiny_opt
 from transformers import AutoTokenizer, OPTForCausalLM
 
 from flashllm import FlashModel
-from flashllm.convert import convert
-from flashllm.manifest import Manifest
+from flashllm.convert.run import convert
+from flashllm.format.manifest import Manifest
 
 CONTEXT = 96  # tokens the tiny model allows
 BLOCK_ROWS = 128  # four dense blocks a layer

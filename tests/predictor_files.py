@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from flashllm.manifest import Manifest, install_predictors
-from flashllm.model_files import FFN, PREDICTOR_METADATA
+from flashllm.format.manifest import Manifest, install_predictors
+from flashllm.format.model_files import FFN, PREDICTOR_METADATA
 
 KINDS = ("exact", "random", "all", "none", "early")  # "early": "random", and guesses for the next layer
 MARGIN = 0.05  # an "exact" predictor names every neuron that comes this near to firing: fp16 factors are rounded

@@ -1,4 +1,4 @@
-"""Imports point one way: each module may use those above it in the list, and nothing else of this repository."""
+"""Imports point one way: a package may use those below it, and nothing else of this repository."""
 
 import ast
 import subprocess
@@ -10,42 +10,21 @@ import pytest
 import flashllm
 
 ROOT = Path(flashllm.__file__).parent
-# From the ground up. A new module goes in where its imports allow; `offload` is one entry, ordered by itself.
-ORDER = """
-    flashllm errors terminal lean_imports _core
-    units checks dtypes machine architectures files progress bundle safetensors_file
-    model_files trace predictor_file svd_predictor untrained manifest popularity placement placed_file
-    partial source hub conversion_plan convert reorder verify inspect demo
-    device_costs device_store reader ablation stream meter resident linear norm dense attention budget
-    expected_activity latency ffn decoder engine model
-    detokenizer generate measure_products measure_reads calibrate turn_stats chat chat_terminal
-    offload
-    commands commands.options commands.convert commands.inspect commands.verify
-    commands.calibrate commands.runtime commands.plan commands.generate commands.chat
-    cli __main__
-""".split()  # noqa: SIM905
-OFFLOAD_SHARES = {"errors", "units", "terminal", "architectures", "files", "bundle", "_core", "machine"}
-NO_TORCH = (
-    "dtypes",
-    "machine",
-    "architectures",
-    "files",
-    "bundle",
-    "safetensors_file",
-    "model_files",
-    "predictor_file",
-    "trace",
-    "manifest",
-    "popularity",
-    "placement",
-    "placed_file",
-    "reorder",
-    "budget",
-    "device_costs",
-    "device_store",
-    "expected_activity",
-    "latency",
+# From the ground up: a name is a package, or a module that stands alone.
+ORDER = (
+    *("_core", "errors", "config", "base", "arch", "format", "device", "convert", "plan", "engine"),
+    *("generate", "hf", "offload", "chat", "commands", "cli", "__main__"),
 )
+OFFLOAD_SHARES = {"errors", "base", "arch", "format", "_core"}
+MAX_MODULES = 12  # of one folder
+# Imports that point up and have to go: (module, package).
+DEBTS = {
+    ("device.calibrate", "convert"),
+    ("device.calibrate", "generate"),
+    ("device.calibrate", "hf"),
+    ("device.products", "engine"),
+}
+TORCH_ALLOWED = ("convert", "engine", "generate", "hf", "device", "offload", "commands")
 
 
 def modules():
@@ -73,51 +52,66 @@ def _is_module(name):
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
-def entry(name):
-    """The entry of ORDER that stands for a module."""
-    short = name.removeprefix("flashllm.")
-    return "offload" if short.split(".")[0] == "offload" else short
+def package(name):
+    """The entry of ORDER that stands for a module; "" for `flashllm` itself, which holds nothing."""
+    return name.removeprefix("flashllm").removeprefix(".").split(".")[0]
 
 
 def test_every_module_has_its_place():
-    assert {entry(name) for name, _ in modules()} | {"_core"} == set(ORDER)
-    assert len(ORDER) == len(set(ORDER))
+    assert {package(name) for name, _ in modules()} | {"_core"} == {*ORDER, ""}
+
+
+def test_no_folder_is_a_corridor():
+    for folder in {path.parent for _, path in modules()}:
+        count = sum(path.name != "__init__.py" for path in folder.glob("*.py"))
+        assert count <= MAX_MODULES, f"{folder.name}: {count} modules; split it"
+
+
+def upward():
+    """(module, package, imported) of each import that does not point down the list."""
+    for name, path in modules():
+        mine = package(name)
+        for other in imported(path):
+            if other.split(".")[0] != "flashllm" or other == "flashllm":
+                continue
+            theirs = package(other)
+            if mine not in ("", theirs) and ORDER.index(theirs) > ORDER.index(mine):
+                yield name.removeprefix("flashllm."), theirs, other
+
+
+def test_imports_point_down():
+    assert {(name, theirs) for name, theirs, _ in upward()} == DEBTS
+
+
+def test_packages_inside_have_no_cycle():
+    edges = {name: {other for other in imported(path) if package(other) == package(name)} for name, path in modules()}
+    done = set()
+    while ready := {name for name, others in edges.items() if name not in done and others - {name} <= done}:
+        done |= ready
+    assert done == set(edges)
 
 
 @pytest.mark.parametrize(("name", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
-def test_imports_point_up_the_list(name, path):
-    mine = entry(name)
+def test_a_module_uses_the_product_alone(name, path):
     for other in imported(path):
         top = other.split(".")[0]
         assert top not in ("predictors", "tools", "bench", "tests"), f"{name} imports {other}"
-        if top != "flashllm":
-            continue
-        theirs = entry(other)
-        if mine == theirs == "offload" or (name, other) == ("flashllm", "flashllm.model"):  # the lazy top level
-            continue
-        assert ORDER.index(theirs) < ORDER.index(mine), f"{name} imports {other}"
-        if mine == "offload":
-            assert theirs in OFFLOAD_SHARES, f"{name} imports {other}"
-
-
-@pytest.mark.parametrize("name", NO_TORCH)
-def test_bookkeeping_has_no_tensors(name):
-    tops = {other.split(".")[0] for other in imported(ROOT / f"{name}.py")}
-    assert not tops & {"torch", "transformers"}
+        if package(name) == "offload" and top == "flashllm":
+            assert package(other) in OFFLOAD_SHARES | {"offload"}, f"{name} imports {other}"
+        if package(name) not in TORCH_ALLOWED:
+            assert top not in ("torch", "transformers"), f"{name} imports {other}"
 
 
 def test_lazy_imports_are_for_the_command_line_alone():
     for name, path in modules():
-        if name in ("flashllm", "flashllm.cli") or entry(name).startswith(("commands", "offload")):
+        if name in ("flashllm", "flashllm.cli") or package(name) in ("commands", "offload"):
             continue
         inside = {other for other in imported(path) if other.startswith("flashllm")}
         assert inside == {other for other in imported(path, top_level_only=True) if other.startswith("flashllm")}, name
 
 
-@pytest.mark.parametrize(
-    "statement", ["import flashllm", "import flashllm.cli", "import flashllm.budget", "import flashllm.convert"]
-)
-def test_importing_loads_neither_torch_nor_transformers(statement):
-    code = f"{statement}, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+@pytest.mark.parametrize("module", ["flashllm", "flashllm.cli", "flashllm.plan.memory", "flashllm.convert.run"])
+def test_importing_loads_neither_torch_nor_transformers(module):
+    code = f"import {module}, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -50,7 +50,7 @@ def test_core_without_python(sanitizer, tmp_path):
     if linked.returncode != 0 or subprocess.run([tmp_path / "probe"], capture_output=True, check=False).returncode != 0:
         pytest.skip(f"needs the runtime of -fsanitize={sanitizer}")
 
-    sources = [path for path in sorted(CSRC.glob("*.cpp")) if not path.name.startswith(("bind_", "module"))]
+    sources = [path for path in sorted(CSRC.rglob("*.cpp")) if path.parent.name != "bind"]
     sources += sorted(NATIVE.glob("*.cpp"))
     objects = []
     for source in sources:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from flashllm.architectures import ArchitectureSpec, ResidentTensor
+from flashllm.arch.registry import ArchitectureSpec, ResidentTensor
 
 SENTENCES = (
     "The little dog ran to the big tree and looked up.",

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from flashllm.errors import FlashError
-from flashllm.popularity import install_popularity
-from flashllm.trace import Trace
+from flashllm.format.popularity import install_popularity
+from flashllm.format.trace import Trace
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -26,18 +26,18 @@ from numpy.typing import NDArray
 from opt_shapes import CONTEXT, SHAPES, VOCAB, opt_config
 from synthetic_trace import add_early_arguments, write_synthetic_trace
 
-from flashllm.architectures import resident_names, resolve, spec_of
-from flashllm.convert import convert_checkpoint
-from flashllm.dtypes import WEIGHT_DTYPES, WeightDtype, cast
-from flashllm.files import HashingWriter, iterate_chunks
-from flashllm.manifest import Manifest, install_file, install_predictors
-from flashllm.model_files import FFN, PREDICTOR_METADATA, TRACE
-from flashllm.popularity import install_popularity
-from flashllm.predictor_file import EARLY, predictor_entries
-from flashllm.progress import ProgressBar
-from flashllm.safetensors_file import ITEMSIZES, TensorInfo, encode_header
-from flashllm.source import Checkpoint
-from flashllm.trace import Trace
+from flashllm.arch.registry import resident_names, resolve, spec_of
+from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
+from flashllm.base.files import HashingWriter, iterate_chunks
+from flashllm.base.progress import ProgressBar
+from flashllm.convert.run import convert_checkpoint
+from flashllm.convert.source import Checkpoint
+from flashllm.format.manifest import Manifest, install_file, install_predictors
+from flashllm.format.model_files import FFN, PREDICTOR_METADATA, TRACE
+from flashllm.format.popularity import install_popularity
+from flashllm.format.predictors import EARLY, predictor_entries
+from flashllm.format.safetensors import ITEMSIZES, TensorInfo, encode_header
+from flashllm.format.trace import Trace
 
 POOL_SIZE = 16_777_213  # values; a prime, so that no two rows of a matrix repeat the same stretch of the pool
 NAME = "synthetic weights (seed {seed})"

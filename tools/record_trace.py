@@ -2,7 +2,8 @@
 
 One dense pass a sequence; the predictors are asked about each layer's real FFN input, by the engine's own kernels. The
 early guess for a layer is its predictor's answer to the input of the layer before. The trace's format is
-flashllm/trace.py; replay it with bench/cache_replay.py, or place neurons by it with `flashllm convert --reorder`.
+flashllm/format/trace.py; replay it with bench/cache/cache_replay.py, or place neurons by it with
+`flashllm convert --reorder`.
 """
 
 import argparse
@@ -20,12 +21,12 @@ import torch
 from numpy.typing import NDArray
 
 from flashllm import FlashModel
+from flashllm.base.progress import ProgressBar
 from flashllm.commands.runtime import load_tokenizer
-from flashllm.demo import is_demo, resolve_model
+from flashllm.convert.locate import is_demo, resolve_model
+from flashllm.engine.ffn import Mode
 from flashllm.errors import FlashError, UsageError
-from flashllm.ffn import Mode
-from flashllm.progress import ProgressBar
-from flashllm.trace import Stream, TraceInfo, TraceWriter, pack_bits
+from flashllm.format.trace import Stream, TraceInfo, TraceWriter, pack_bits
 
 MAX_SEQUENCE = 512  # tokens
 CHARS_PER_TOKEN = 8  # ample for English and byte-level vocabularies

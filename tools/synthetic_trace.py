@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.trace import Bits, Stream, TraceInfo, TraceWriter, pack_bits
+from flashllm.format.trace import Bits, Stream, TraceInfo, TraceWriter, pack_bits
 
 PARTS = {"learn": 1, "judge": 2}
 GROUP_SIZE = 16
@@ -81,7 +81,7 @@ def write_synthetic_trace(
 
 
 def add_early_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--early-recall` and `--early-precision`; measured on the demo: bench/results/early_prediction.json."""
+    """`--early-recall` and `--early-precision`; measured on the demo: bench/cache/results/early_prediction.json."""
     parser.add_argument("--early-recall", type=float, default=0.89, help="share of a layer's active neurons guessed")
     parser.add_argument("--early-precision", type=float, default=0.80, help="share of the guessed that are active")
 

@@ -4,12 +4,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashllm.base.text import inert
+from flashllm.base.units import format_size
 from flashllm.commands.options import MAX_THREADS, add_json, add_store, number, print_json, say, size, whole
-from flashllm.terminal import inert
-from flashllm.units import format_size
 
 if TYPE_CHECKING:
-    from flashllm.device_costs import DeviceCosts, ReaderCosts
+    from flashllm.device.costs import DeviceCosts, ReaderCosts
 
 _ROWS = (4 << 10, 16 << 10, 64 << 10)  # bytes of a neuron: of small, middling and large models
 _MOVED = 2.0  # times the former cost that a drive hardly moves by itself
@@ -45,13 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure, store, and show what was measured and chosen."""
-    from flashllm.calibrate import CalibrationOptions, measure_device
-    from flashllm.demo import device_store_path, user_cache_dir
-    from flashllm.device_store import device_of, save_costs
+    from flashllm.base.machine import num_cores
+    from flashllm.base.progress import ProgressBar
+    from flashllm.base.user_dirs import user_cache_dir
+    from flashllm.device.calibrate import CalibrationOptions, measure_device
+    from flashllm.device.choice import find_costs
+    from flashllm.device.store import device_of, device_store_path, save_costs
     from flashllm.errors import UsageError
-    from flashllm.machine import num_cores
-    from flashllm.progress import ProgressBar
-    from flashllm.reader import find_costs
 
     if args.path is None:
         path = user_cache_dir()

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flashllm.base.text import hidden_keys, is_terminal, valid_unicode
 from flashllm.commands import options
 from flashllm.commands.options import find_model, loading
-from flashllm.lean_imports import import_transformers
-from flashllm.terminal import hidden_keys, is_terminal, valid_unicode
+from flashllm.engine.lean_imports import import_transformers
 
 GENERATION_CONFIG = "generation_config.json"
 MAX_ANSWER_TOKENS = 256
@@ -50,12 +50,12 @@ def main(args: argparse.Namespace) -> int:
             from rich.console import Console
 
             import_transformers()
-            from flashllm.chat import Chat, Memory, run_plain
-            from flashllm.chat_terminal import TerminalChat  # before the model: the plan counts what is there by then
+            from flashllm.base.machine import process_nbytes
+            from flashllm.base.user_dirs import user_cache_dir
+            from flashllm.chat.conversation import Chat, Memory, run_plain
+            from flashllm.chat.terminal import TerminalChat  # before the model: the plan counts what is there by then
             from flashllm.commands.runtime import open_session
-            from flashllm.demo import user_cache_dir
-            from flashllm.generate import SamplingOptions
-            from flashllm.machine import process_nbytes
+            from flashllm.generate.session import SamplingOptions
 
             sampling = {**sampling_defaults(path), **options.given_sampling(args)}
             context = args.context if args.context is not None else model_context(path)
@@ -76,7 +76,7 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
 
     As for transformers, a model that does not sample is greedy; one that gives a temperature samples unless it says no.
     """
-    from flashllm.files import read_json_object
+    from flashllm.base.files import read_json_object
 
     if not (path / GENERATION_CONFIG).exists():
         return {}
@@ -92,7 +92,7 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
 
 def model_context(path: Path) -> int:
     """The model's own context limit, in tokens."""
-    from flashllm.architectures import attention_shape
-    from flashllm.files import read_json_object
+    from flashllm.arch.registry import attention_shape
+    from flashllm.base.files import read_json_object
 
     return attention_shape(read_json_object(path / "config.json")).context

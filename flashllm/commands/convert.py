@@ -38,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Convert. Interrupted, the same command goes on where it stopped."""
-    from flashllm.convert import convert
-    from flashllm.demo import find_checkpoint
+    from flashllm.base.progress import ProgressBar
+    from flashllm.convert.locate import find_checkpoint
+    from flashllm.convert.reorder import reorder
+    from flashllm.convert.run import convert
     from flashllm.errors import UsageError
-    from flashllm.manifest import MANIFEST
-    from flashllm.progress import ProgressBar
-    from flashllm.reorder import reorder
-    from flashllm.trace import Trace
+    from flashllm.format.manifest import MANIFEST
+    from flashllm.format.trace import Trace
 
     is_model = (Path(args.src) / MANIFEST).exists()
     if is_model and args.reorder is not None and (args.dtype is not None or args.no_predictors):

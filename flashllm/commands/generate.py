@@ -7,14 +7,14 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from flashllm.base.text import inert, valid_unicode
 from flashllm.commands import options
 from flashllm.commands.options import find_model, loading, print_json, say
-from flashllm.lean_imports import import_transformers
-from flashllm.terminal import inert, valid_unicode
+from flashllm.engine.lean_imports import import_transformers
 
 if TYPE_CHECKING:
-    from flashllm.generate import PrefillRecord, Session, TokenRecord
-    from flashllm.turn_stats import TurnStats
+    from flashllm.generate.session import PrefillRecord, Session, TokenRecord
+    from flashllm.generate.statistics import TurnStats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,10 +37,10 @@ def main(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         with loading(path):
             import_transformers()
+            from flashllm.base.machine import peak_process_nbytes
+            from flashllm.base.units import format_size
             from flashllm.commands.runtime import open_session
-            from flashllm.generate import SamplingOptions
-            from flashllm.machine import peak_process_nbytes
-            from flashllm.units import format_size
+            from flashllm.generate.session import SamplingOptions
 
             sampling = SamplingOptions(max_new_tokens=args.max_new_tokens, **options.given_sampling(args))
             session = stack.enter_context(open_session(args, path, sampling))
@@ -57,8 +57,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _show(records: "Iterable[PrefillRecord | TokenRecord]") -> "TurnStats":
     """Print the text as it comes. A line is ended also where an interrupt or an error ends the text."""
-    from flashllm.generate import TokenRecord
-    from flashllm.turn_stats import TurnStats
+    from flashllm.generate.session import TokenRecord
+    from flashllm.generate.statistics import TurnStats
 
     stats = TurnStats()
     try:
@@ -77,7 +77,7 @@ def _show(records: "Iterable[PrefillRecord | TokenRecord]") -> "TurnStats":
 def _document(
     args: argparse.Namespace, session: "Session", records: "list[PrefillRecord | TokenRecord]"
 ) -> dict[str, Any]:
-    from flashllm.generate import TokenRecord
+    from flashllm.generate.session import TokenRecord
 
     tokens = [record for record in records if isinstance(record, TokenRecord)]
     engine = session.model.engine

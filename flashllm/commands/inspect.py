@@ -2,8 +2,8 @@
 
 import argparse
 
+from flashllm.base.text import inert
 from flashllm.commands.options import add_json, add_model, find_converted, print_json
-from flashllm.terminal import inert
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the facts."""
-    from flashllm.inspect import format_inspection, inspect
+    from flashllm.format.inspect import format_inspection, inspect
 
     facts = inspect(find_converted(args))
     if args.json:

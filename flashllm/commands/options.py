@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from flashllm.base.text import is_terminal, one_line
+from flashllm.base.units import parse_size
 from flashllm.errors import UsageError
-from flashllm.terminal import is_terminal, one_line
-from flashllm.units import parse_size
 
 BACKENDS = ("threads", "io_uring")
 MODES = ("sparse", "oracle", "dense")
-CACHE_POLICIES = ("frequency", "window")  # as in flashllm/budget.py, which takes longer to import
+CACHE_POLICIES = ("frequency", "window")  # as in flashllm/plan/memory.py, which takes longer to import
 DEFAULT_IO_THREADS = 32  # paper A, section 4
 MAX_THREADS = 1024
 
@@ -157,8 +157,8 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 def find_model(args: argparse.Namespace) -> Path:
     """The model directory to run, converted now if this is its first use."""
-    from flashllm.demo import DEMO_NOTICE, is_demo, resolve_model
-    from flashllm.progress import ProgressBar
+    from flashllm.base.progress import ProgressBar
+    from flashllm.convert.locate import DEMO_NOTICE, is_demo, resolve_model
 
     with ProgressBar("convert") as bar:
         path = resolve_model(args.model, progress=bar, say=say)
@@ -182,6 +182,6 @@ def loading(path: Path) -> Iterator[None]:
 
 def find_converted(args: argparse.Namespace) -> Path:
     """The model directory to look at; nothing is converted or downloaded for that."""
-    from flashllm.demo import resolve_model
+    from flashllm.convert.locate import resolve_model
 
     return resolve_model(args.model, convert_on_first_use=False)

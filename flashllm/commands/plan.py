@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashllm.base.text import inert
 from flashllm.commands.options import add_json, add_memory, add_model, find_converted, print_json, say
-from flashllm.lean_imports import import_transformers
-from flashllm.terminal import inert
+from flashllm.engine.lean_imports import import_transformers
 
 if TYPE_CHECKING:
-    from flashllm.budget import MemoryPlan
-    from flashllm.expected_activity import ExpectedActivity
-    from flashllm.latency import TokenEstimate
-    from flashllm.manifest import Manifest
-    from flashllm.popularity import Popularity
+    from flashllm.format.manifest import Manifest
+    from flashllm.format.popularity import Popularity
+    from flashllm.plan.activity import ExpectedActivity
+    from flashllm.plan.latency import TokenEstimate
+    from flashllm.plan.memory import MemoryPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,17 +40,16 @@ def main(args: argparse.Namespace) -> int:
     path = find_converted(args)
 
     import_transformers()
-    from flashllm.budget import plan_memory
+    from flashllm.base.machine import available_nbytes, process_nbytes
+    from flashllm.base.units import format_size
     from flashllm.commands.runtime import load_tokenizer
-    from flashllm.demo import device_store_path
-    from flashllm.device_store import device_of
-    from flashllm.latency import estimate_token, product_nbytes
-    from flashllm.machine import available_nbytes, process_nbytes
-    from flashllm.manifest import open_model_dir, reads_ahead
-    from flashllm.model import read_config
-    from flashllm.popularity import read_popularity
-    from flashllm.reader import choose_reader, find_costs
-    from flashllm.units import format_size
+    from flashllm.device.choice import choose_reader, find_costs
+    from flashllm.device.store import device_of, device_store_path
+    from flashllm.format.manifest import open_model_dir, reads_ahead
+    from flashllm.format.popularity import read_popularity
+    from flashllm.hf.model import read_config
+    from flashllm.plan.latency import estimate_token, product_nbytes
+    from flashllm.plan.memory import plan_memory
 
     manifest, config = open_model_dir(path), read_config(path)
     costs, problem = find_costs(path, args.store if args.store is not None else device_store_path())
@@ -127,10 +126,10 @@ def _activity(
     gap: int,
 ) -> "ExpectedActivity":
     from flashllm.errors import FormatError
-    from flashllm.expected_activity import from_shares, from_trace
-    from flashllm.model_files import TRACE
-    from flashllm.placed_file import read_places
-    from flashllm.trace import Trace
+    from flashllm.format.model_files import TRACE
+    from flashllm.format.placed import read_places
+    from flashllm.format.trace import Trace
+    from flashllm.plan.activity import from_shares, from_trace
 
     if trace is None and TRACE not in manifest.files:
         return from_shares(manifest, plan, popularity, gap)
@@ -150,7 +149,7 @@ def _document(token: "TokenEstimate", activity: "ExpectedActivity") -> Mapping[s
 
 
 def _lines(token: "TokenEstimate", activity: "ExpectedActivity") -> list[str]:
-    from flashllm.units import format_size
+    from flashllm.base.units import format_size
 
     return [
         f"a token ({activity.source})",

@@ -13,8 +13,8 @@ from typing import Any
 import transformers
 
 from flashllm.commands.options import say
-from flashllm.generate import SamplingOptions, Session
-from flashllm.model import FlashModel
+from flashllm.generate.session import SamplingOptions, Session
+from flashllm.hf.model import FlashModel
 
 
 def load_tokenizer(path: Path) -> Any:

@@ -4,9 +4,9 @@ import argparse
 import dataclasses
 import sys
 
+from flashllm.base.text import inert, one_line
+from flashllm.base.units import format_size
 from flashllm.commands.options import add_json, add_model, find_converted, print_json
-from flashllm.terminal import inert, one_line
-from flashllm.units import format_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Check; exit status 1 where anything is wrong, every finding an error line (with --json: in the document)."""
-    from flashllm.progress import ProgressBar
-    from flashllm.verify import verify
+    from flashllm.base.progress import ProgressBar
+    from flashllm.format.verify import verify
 
     path = find_converted(args)
     with ProgressBar("verify") as bar:

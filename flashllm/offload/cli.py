@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashllm.base.units import format_size, parse_size
 from flashllm.errors import UsageError
-from flashllm.units import format_size, parse_size
 
 if TYPE_CHECKING:
-    from flashllm.offload.hardware import Hardware
+    from flashllm.offload.machine.hardware import Hardware
+    from flashllm.offload.planner.predict import Prediction
+    from flashllm.offload.planner.search import SearchSpace
     from flashllm.offload.policy import Policy
-    from flashllm.offload.predict import Prediction
-    from flashllm.offload.search import SearchSpace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,12 +57,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from flashllm.offload.clusters import tokens_per_dollar
+    from flashllm.offload.planner.clusters import tokens_per_dollar
+    from flashllm.offload.planner.predict import predict
+    from flashllm.offload.planner.search import search
+    from flashllm.offload.planner.whatif import what_if
     from flashllm.offload.policy import Policy, Workload
-    from flashllm.offload.predict import predict
-    from flashllm.offload.search import search
     from flashllm.offload.shape import load_shape
-    from flashllm.offload.whatif import what_if
 
     shape = load_shape(args.model)
     try:
@@ -101,8 +101,8 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _space(args: argparse.Namespace) -> "SearchSpace":
-    from flashllm.offload.program import Constraints
-    from flashllm.offload.search import SearchSpace
+    from flashllm.offload.planner.program import Constraints
+    from flashllm.offload.planner.search import SearchSpace
 
     if not 0 < args.attention_sparsity <= 1:
         raise ValueError(f"--attention-sparsity must be above 0 and at most 1, not {args.attention_sparsity}")
@@ -115,8 +115,8 @@ def _space(args: argparse.Namespace) -> "SearchSpace":
 
 
 def _hardware(args: argparse.Namespace) -> "Hardware":
-    from flashllm.offload.hardware import Hardware
-    from flashllm.offload.machines import MACHINES
+    from flashllm.offload.machine.hardware import Hardware
+    from flashllm.offload.machine.machines import MACHINES
 
     sizes = {
         name: None if text is None else parse_size(text)
@@ -127,7 +127,7 @@ def _hardware(args: argparse.Namespace) -> "Hardware":
         )
     }
     if args.profile:
-        from flashllm.offload.profiler import profile_machine
+        from flashllm.offload.machine.profiler import profile_machine
 
         hardware = profile_machine(args.profile_dir, report=lambda line: print(line, file=sys.stderr))
     elif args.hardware in MACHINES:
@@ -158,7 +158,7 @@ def _predicted(prediction: "Prediction") -> dict[str, Any]:
 
 
 def _text(document: dict[str, Any], policy: "Policy", prediction: "Prediction", hardware: "Hardware") -> str:
-    from flashllm.offload.predict import STAGE_NAMES
+    from flashllm.offload.planner.predict import STAGE_NAMES
 
     methods = [
         name

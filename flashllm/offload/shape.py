@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashllm.architectures import ARCHITECTURES
+from flashllm.arch.registry import ARCHITECTURES
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -127,7 +127,7 @@ class _Family:
     tied: bool = False  # what a config that does not say means
 
 
-# Families that `flashllm.architectures` does not run sparsely but this engine can plan for. The table of
+# Families that `flashllm.arch.registry` does not run sparsely but this engine can plan for. The table of
 # architectures comes first wherever it has an entry.
 _FAMILIES = {
     "llama": _Family(ffn_key="intermediate_size", gated=True),

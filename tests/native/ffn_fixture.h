@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "check.h"
-#include "ffn_layer.h"
-#include "memory.h"
-#include "xxh3.h"
+#include "model/ffn_layer.h"
+#include "io/memory.h"
+#include "io/xxh3.h"
 
 namespace ffn_tests {
 

@@ -6,10 +6,10 @@
 #include <set>
 
 #include "check.h"
-#include "error.h"
-#include "frequency_policy.h"
-#include "slot_table.h"
-#include "window_policy.h"
+#include "io/error.h"
+#include "cache/frequency_policy.h"
+#include "cache/slot_table.h"
+#include "cache/window_policy.h"
 
 namespace {
 

@@ -5,13 +5,13 @@
 #include <random>
 #include <thread>
 
-#include "attention.h"
-#include "bandwidth.h"
+#include "kernels/attention.h"
+#include "kernels/bandwidth.h"
 #include "check.h"
-#include "dense_ffn.h"
-#include "kernels.h"
-#include "memory.h"
-#include "thread_pool.h"
+#include "model/dense_ffn.h"
+#include "kernels/kernels.h"
+#include "io/memory.h"
+#include "kernels/thread_pool.h"
 
 namespace {
 

@@ -1,12 +1,12 @@
 // Layer norms, and decoder layers at one token: as step by step, the same bits for any threads and company,
 // and nothing but the new positions written.
-#include "decoder.h"
+#include "model/decoder.h"
 
 #include <cerrno>
 #include <cmath>
 #include <cstring>
 
-#include "error.h"
+#include "io/error.h"
 #include "ffn_fixture.h"
 
 namespace {

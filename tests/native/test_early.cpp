@@ -1,5 +1,5 @@
 // Early reads: what is wanted is there, what is not is dropped or ignored; and the switch that judges them.
-#include "early_reads.h"
+#include "model/early_reads.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -11,10 +11,10 @@
 #include <random>
 
 #include "check.h"
-#include "early_switch.h"
-#include "error.h"
-#include "memory.h"
-#include "xxh3.h"
+#include "model/early_switch.h"
+#include "io/error.h"
+#include "io/memory.h"
+#include "io/xxh3.h"
 
 namespace {
 

@@ -1,10 +1,10 @@
 // The FFN layer: the same bits whatever is cached, and a cache that is right after failures of every kind.
-#include "ffn_layer.h"
+#include "model/ffn_layer.h"
 
 #include <cerrno>
 #include <cstring>
 
-#include "error.h"
+#include "io/error.h"
 #include "ffn_fixture.h"
 
 namespace {

@@ -4,7 +4,7 @@
 #include <random>
 
 #include "check.h"
-#include "predictor.h"
+#include "model/predictor.h"
 
 namespace {
 

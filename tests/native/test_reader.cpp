@@ -1,5 +1,5 @@
 // Requests and reads against the file's bytes in memory, with faults, many threads and batches in flight.
-#include "reader.h"
+#include "io/reader.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -14,11 +14,11 @@
 #include <thread>
 
 #include "check.h"
-#include "error.h"
-#include "memory.h"
-#include "request_plan.h"
-#include "thread_pool.h"
-#include "xxh3.h"
+#include "io/error.h"
+#include "io/memory.h"
+#include "io/request_plan.h"
+#include "kernels/thread_pool.h"
+#include "io/xxh3.h"
 
 namespace {
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flashllm.offload.machines import T4
+from flashllm.offload.machine.machines import T4
 
 
 def test_t4_is_what_the_fit_gives(bench_path):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from flashllm.cli import main
-from flashllm.offload.machines import T4
+from flashllm.offload.machine.machines import T4
 
 PLAN = ["plan", "opt-1.3b", "--prompt-len", "64", "--gen-len", "8"]
 

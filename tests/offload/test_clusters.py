@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from flashllm.errors import BudgetError
-from flashllm.offload.clusters import Network, decentralised, pipeline, tokens_per_dollar
-from flashllm.offload.machines import T4
+from flashllm.offload.machine.machines import T4
+from flashllm.offload.planner.clusters import Network, decentralised, pipeline, tokens_per_dollar
+from flashllm.offload.planner.predict import predict
+from flashllm.offload.planner.search import SearchSpace
 from flashllm.offload.policy import Policy, Workload
-from flashllm.offload.predict import predict
-from flashllm.offload.search import SearchSpace
 from flashllm.offload.shape import BUILTIN
 
 WORK = Workload(prompt_len=512, gen_len=32)

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
-from flashllm.offload.costs import COMPRESSED, CostModel, Method
-from flashllm.offload.hardware import Hardware
-from flashllm.offload.linear import SIZE, WG
-from flashllm.offload.machines import T4
-from flashllm.offload.peaks import cpu_peaks, device_peaks, disk_peak, memory_limits
+from flashllm.offload.machine.hardware import Hardware
+from flashllm.offload.machine.machines import T4
+from flashllm.offload.machine.rates import RateCurve
+from flashllm.offload.planner.costs import COMPRESSED, CostModel, Method
+from flashllm.offload.planner.linear import SIZE, WG
+from flashllm.offload.planner.peaks import cpu_peaks, device_peaks, disk_peak, memory_limits
+from flashllm.offload.planner.predict import predict
 from flashllm.offload.policy import Policy, Workload
-from flashllm.offload.predict import predict
-from flashllm.offload.rates import RateCurve
 from flashllm.offload.shape import ModelShape
 
 # Small enough to check by hand; no embeddings to speak of, rates of 1, memory too fast to matter.

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from flashllm.errors import FormatError
-from flashllm.offload.hardware import Hardware
-from flashllm.offload.machines import MACHINES, T4
+from flashllm.offload.machine.hardware import Hardware
+from flashllm.offload.machine.machines import MACHINES, T4
 
 
 def test_round_trip(tmp_path):

@@ -8,9 +8,9 @@ import torch
 
 from flashllm.errors import FlashIOError
 from flashllm.offload import measure_disk
-from flashllm.offload.measure_compute import ComputeProbe
-from flashllm.offload.measure_disk import PIECE, open_probe
-from flashllm.offload.profiler import KIB, MIB, ProfileSizes, profile_machine
+from flashllm.offload.machine.measure_compute import ComputeProbe
+from flashllm.offload.machine.measure_disk import PIECE, open_probe
+from flashllm.offload.machine.profiler import KIB, MIB, ProfileSizes, profile_machine
 
 TINY = ProfileSizes(
     disk=(64 * KIB, 2 * MIB), copy=(64 * KIB, 1 * MIB), memory=(64 * KIB, 256 * KIB), gemm_rows=(1, 4),

@@ -2,8 +2,8 @@
 
 import pytest
 
-from flashllm.offload.curves import Sample, fit_curve, medians, sample_rounds, seconds_of
-from flashllm.offload.rates import RateCurve
+from flashllm.offload.machine.curves import Sample, fit_curve, medians, sample_rounds, seconds_of
+from flashllm.offload.machine.rates import RateCurve
 
 
 def test_rate_runs_linearly_in_log_size_and_stays_at_the_ends():

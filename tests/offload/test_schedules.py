@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from flashllm.offload.schedules import (
+from flashllm.offload.planner.schedules import (
     Action,
     Graph,
     Step,

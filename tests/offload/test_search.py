@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from flashllm.errors import BudgetError
-from flashllm.offload.costs import CostModel, Method
-from flashllm.offload.machines import T4
+from flashllm.offload.machine.machines import T4
+from flashllm.offload.planner.costs import CostModel, Method
+from flashllm.offload.planner.predict import price
+from flashllm.offload.planner.program import Constraints, PlacementProgram
+from flashllm.offload.planner.search import SearchSpace, search
+from flashllm.offload.planner.whatif import what_if
 from flashllm.offload.policy import Workload
-from flashllm.offload.predict import price
-from flashllm.offload.program import Constraints, PlacementProgram
-from flashllm.offload.search import SearchSpace, search
 from flashllm.offload.shape import BUILTIN, ModelShape
-from flashllm.offload.whatif import what_if
 
 WORK = Workload(prompt_len=512, gen_len=32)
 COARSE = SearchSpace(gpu_batches=(1, 4, 16, 64), num_batches=(1, 4, 8))

@@ -1,0 +1,126 @@
+"""What each part of the engine is worth, added one by one (paper A, table 2, and then our own).
+
+    python bench/engine/ablation.py [--model DIR] [--memory SIZE] [--cgroup] [--tokens N] [--rounds N] [--json OUT]
+
+hybrid       half of the weights in memory, or what the limit leaves room for; the other half read for every token
++ predictor  only the predicted neurons are read, all of them for every token, matrix by matrix
++ windowing  those of the last tokens stay in memory (five tokens, fewer where they do not fit)
++ bundling   a neuron's matrices are one read
+then our own: + overlap and merging, + policy, + placement (of a model made with `convert --reorder`), + early
+prediction. The last row takes one part away again: all of that, but with the kernels' plain loops
+(`FLASHLLM_SIMD=scalar`) instead of those for this processor.
+
+The variants take turns in every round. The last line is one JSON document.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine_runs import COLD_TOKENS, PAPER_READER, Workers, add_read_first, summary
+from memory_group import GroupError
+
+from flashllm.base.units import parse_size
+from flashllm.config import Ablation
+from flashllm.convert.locate import is_demo, resolve_model
+from flashllm.format.manifest import open_model_dir
+
+# Each row's settings of the worker; what a row does not name is as in the row before it.
+ROWS: dict[str, dict[str, Any]] = {
+    "+ predictor": {"ablation": {"cached": False, "bundled": False, "merged": False, "overlap": False, "early": False,
+                                 "placed": False},
+                    "options": {"cache_policy": "window"}},
+    "+ windowing": {"ablation": {"cached": True}},
+    "+ bundling": {"ablation": {"bundled": True}},
+    "+ overlap, merging": {"ablation": {"merged": True, "overlap": True}},
+    "+ policy": {"options": {"cache_policy": "frequency"}},
+    "+ placement": {"ablation": {"placed": True}},
+    "+ early prediction": {"ablation": {"early": True}},
+    "− kernels": {"simd": "scalar"},
+}  # fmt: skip
+PLACEMENT = "+ placement"
+
+
+class Variants:
+    """The rows of the table, as settings of the worker."""
+
+    def __init__(self, args: argparse.Namespace, *, placed: bool) -> None:
+        self.args = args
+        self.rows: dict[str, dict[str, Any]] = {}
+        merged: dict[str, Any] = {"ablation": {}, "options": {}, "simd": "auto"}
+        for name, changes in ROWS.items():
+            merged = {
+                "ablation": {**merged["ablation"], **changes.get("ablation", {})},
+                "options": {**merged["options"], **changes.get("options", {})},
+                "simd": changes.get("simd", merged["simd"]),
+            }
+            unknown = set(merged["ablation"]) - {field.name for field in dataclasses.fields(Ablation)}
+            assert not unknown, f"{name}: no such part {unknown}"
+            if name != PLACEMENT or placed:
+                self.rows[name] = merged
+
+    def settings(self, name: str) -> dict[str, Any]:
+        args = self.args
+        if name == "hybrid":
+            return {"task": "dense", "tokens": args.dense_tokens, "memory": args.memory, "resident_share": 0.5}
+        common = {"task": "flash", "tokens": args.tokens, "memory": args.memory, "prompt_tokens": args.prompt}
+        common |= PAPER_READER  # in all rows
+        return {**common, "context": args.prompt + args.tokens + 1, **self.rows[name]}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--model", help="model directory (default: the bundled demo)")
+    parser.add_argument("--memory", type=parse_size, help="limit of everything a process holds")
+    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--dense-tokens", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--cgroup", action="store_true", help="enforce --memory by a memory control group (root)")
+    add_read_first(parser)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    directory = resolve_model(args.model, convert_on_first_use=False)
+    variants = Variants(args, placed=open_model_dir(directory).permutation is not None)
+    workers = Workers(directory, memory=args.memory if args.cgroup else None, read_first=args.read_first)
+    runs: dict[str, list[dict[str, Any]]] = {}
+    try:
+        for number in range(args.rounds):
+            for name in ("hybrid", *variants.rows):
+                print(f"round {number + 1} of {args.rounds}: {name}", file=sys.stderr, flush=True)
+                runs.setdefault(name, []).append(workers.run(variants.settings(name)))
+    except GroupError as error:
+        raise SystemExit(f"ablation: {error}") from error
+    rows = {name: summary(results, cold=0 if name == "hybrid" else COLD_TOKENS) for name, results in runs.items()}
+    activity = runs["+ bundling"][0]["activity"]
+    print(f"{directory.name}; activity: {activity}; limit {args.memory}; control group: {args.cgroup}\n")
+    print("| | ms/token | quartiles | I/O | memory | compute | other | MB/token | requests | GB/s | hits |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for name, row in rows.items():
+        low, high = row["quartiles_ms"]
+        parts = " | ".join(f"{row[part]:.1f}" for part in ("io_ms", "memory_ms", "compute_ms", "other_ms"))
+        print(
+            f"| {name} | {row['total_ms']:.1f} | {low:.1f}–{high:.1f} | {parts} | {row['bytes_read'] / 1e6:.1f} "
+            f"| {row['requests']} | {row['read_gbps']:.2f} | {row['hit_rate']:.1%} |"
+        )
+    document = {
+        "model": "demo" if is_demo(directory) else directory.name,
+        "activity": activity,
+        "memory": args.memory,
+        "cgroup": args.cgroup,
+        "read_first": args.read_first,
+        "rounds": args.rounds,
+        "tokens": args.tokens,
+        "rows": rows,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Runs of one engine in a process of its own, capped where asked, and the medians over its tokens.
+
+What the benchmarks of whole tokens share: `latency_breakdown`, `ablation`, `memory_curve`, `long_generation`.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from memory_group import MemoryGroup, drop_page_cache
+
+from flashllm.format.model_files import FFN, PLACED, RESIDENT
+
+# What importing flashllm before torch sets, as the command line does; a worker imports torch first.
+ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+WORKER = Path(__file__).with_name("breakdown_worker.py")
+PAPER_READER = {"io_backend": "threads", "io_threads": 32}  # paper A, section 4
+COLD_TOKENS = 10  # the first tokens of a run are shown apart
+PARTS = ("io_ms", "memory_ms", "compute_ms", "other_ms", "total_ms", "io_busy_ms")
+
+
+def add_read_first(parser: argparse.ArgumentParser) -> None:
+    """The argument for `Workers.read_first`."""
+    parser.add_argument(
+        "--read-first",
+        action="store_true",
+        help="read each engine's files in sequence before it runs: for virtual disks whose host caches, and forgets",
+    )
+
+
+class Workers:
+    """Starts workers over one model directory; with `memory`, in a control group of that many bytes.
+
+    read_first: before an engine runs, its files are read once in sequence (bench/LOG.md, 2026-11-22).
+    """
+
+    def __init__(self, directory: Path, *, memory: int | None, read_first: bool = False) -> None:
+        self._directory, self._common = directory, {"model": str(directory)}
+        self._memory, self._read_first = memory, read_first
+
+    def roof(self, seconds: float) -> dict[str, Any]:
+        """What the machine can do now; never capped."""
+        return self.run({"task": "roof", "seconds": seconds}, capped=False)
+
+    def run(self, settings: dict[str, Any], *, capped: bool = True, memory: int | None = None) -> dict[str, Any]:
+        """What the worker printed. `memory`: another limit than the usual. SystemExit where it failed."""
+        if self._read_first and settings["task"] in ("dense", "flash"):
+            self.run({"task": "read_through", "files": self._files_of(settings)}, capped=False)
+        command = [sys.executable, str(WORKER), json.dumps({**self._common, **settings})]
+        memory = self._memory if memory is None else memory
+        if memory is None or not capped:
+            return _result(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=ENVIRONMENT))
+        with MemoryGroup(memory) as group:
+            drop_page_cache()
+            done = subprocess.run(
+                group.entering(command), stdout=subprocess.PIPE, text=True, check=False, env=ENVIRONMENT
+            )
+            return {**_result(done), "group_peak_bytes": group.peak_nbytes}
+
+    def _files_of(self, settings: dict[str, Any]) -> list[str]:
+        """What an engine reads; what it reads at random comes last, and so is the freshest."""
+        placed = settings["task"] == "flash" and settings.get("ablation", {}).get("placed", True)
+        return [RESIDENT, FFN, *([PLACED] if placed and (self._directory / PLACED).exists() else [])]
+
+
+def _result(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
+    if done.returncode != 0:
+        raise SystemExit(f"a worker ended with {done.returncode}; -9 is a kill: a limit too low")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def steady(runs: list[dict[str, Any]], cold: int) -> list[dict[str, Any]]:
+    """The tokens that count: of every round, those after the first `cold`."""
+    return [token for run in runs for token in run["tokens"][cold:]]
+
+
+def summary(runs: list[dict[str, Any]], *, cold: int = COLD_TOKENS) -> dict[str, Any]:
+    """Medians over an engine's tokens after the first `cold` of each run."""
+    tokens = steady(runs, cold)
+    totals = sorted(token["total_ms"] for token in tokens)
+    first = [token["total_ms"] for run in runs for token in run["tokens"][:COLD_TOKENS]]
+    reads = statistics.mean(token["bytes_read"] for token in tokens)
+    busy = statistics.mean(token["io_busy_ms"] for token in tokens)
+    active = sum(token["active"] for token in tokens)
+    result = {part: statistics.median(token[part] for token in tokens) for part in PARTS}
+    quarters = statistics.quantiles(totals, n=4) if len(totals) > 1 else [totals[0]] * 3
+    return {
+        **result,
+        "p95_ms": totals[min(len(totals) - 1, int(0.95 * len(totals)))],
+        "quartiles_ms": [quarters[0], quarters[2]],
+        "first_ten_ms": statistics.median(first),
+        "tokens": len(tokens),
+        "bytes_read": round(reads),
+        "requests": round(statistics.mean(token["requests"] for token in tokens)),
+        "read_gbps": reads / busy / 1e6 if busy else 0.0,
+        "hit_rate": sum(token["hits"] for token in tokens) / active if active else 0.0,
+        "active": round(active / len(tokens)),
+        "misses": round(statistics.mean(token["misses"] for token in tokens)),
+        "prefill_ms": statistics.median(run["prefill"]["total_ms"] for run in runs) if "prefill" in runs[0] else None,
+        "energy_j_per_token": energy(runs),
+        "group_peak_bytes": max((run["group_peak_bytes"] for run in runs if "group_peak_bytes" in run), default=None),
+        "resident_share": runs[0].get("resident_share"),
+        "cached_share": cached_share(runs[0]),
+        "window_held": runs[0].get("window_held"),  # tokens, on average over layers; 0: the policy knows no window
+    }
+
+
+def cached_share(run: dict[str, Any]) -> float | None:
+    shape = run.get("shape")
+    return None if shape is None else shape["cached_neurons"] / shape["num_neurons"]
+
+
+def energy(runs: list[dict[str, Any]]) -> float | None:
+    """Joules a token; None where RAPL cannot be read."""
+    if any(run["energy_j"] is None for run in runs):
+        return None
+    return float(sum(run["energy_j"] for run in runs) / sum(len(run["tokens"]) for run in runs))

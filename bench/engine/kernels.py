@@ -1,0 +1,304 @@
+"""How fast the kernels read weights, against how fast this machine reads memory at all.
+
+    python bench/engine/kernels.py [--threads N] [--seconds S] [--tiny]
+
+Prints GB/s of resident products and attention at one token and of the sparse FFN with every active neuron cached, by
+dtype and shape, beside the roof: all threads summing memory well beyond the caches (`_core.read_bandwidth`), taken in
+turn with the figures because the machine's bandwidth moves with its neighbours. Says the load average it ran under: on
+a busy machine the percentages hold better than the figures. The last line is one JSON document. Knows no model.
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashllm import _core
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# Rows, columns at OPT-6.7B's shape: attention projections, head, predictors of rank 128 and 1024.
+LINEARS = [(4096, 4096), (50272, 4096), (128, 4096), (16384, 128), (1024, 4096), (16384, 1024)]
+SPARSE = (4096, 16384, 0.10, 4)  # d_model, d_ff, share active, layers cached
+ATTENTION = (32, 128, [128, 512, 2048])  # heads, head_dim, positions
+PROMPT = (128, 16384, 4096)  # tokens, rows, columns
+TINY_PROMPT = (9, 64, 48)
+TINY_LINEARS = [(64, 48)]
+TINY_SPARSE = (64, 256, 0.10, 2)
+TINY_ATTENTION = (2, 16, [8])
+ROOF_NBYTES = 512 << 20  # well beyond the caches
+ROUNDS = 5
+
+
+class Rounds:
+    """Figures and the roof taken in turn, because the machine's bandwidth moves with its neighbours."""
+
+    def __init__(self, pool: _core.ThreadPool, seconds: float, nbytes: int = ROOF_NBYTES):
+        self.pool, self.seconds, self.nbytes = pool, seconds, nbytes
+
+    def roof(self) -> float:
+        """Bytes per second of the median pass over memory."""
+        return statistics.median(_core.read_bandwidth(self.pool, self.nbytes, self.seconds / 2))
+
+    def figure(self, name: str, nbytes: int, run: Callable[[], None], **conditions: Any) -> dict[str, Any]:
+        """One result: GB/s over single calls, and the share of the roof, both medians over the rounds."""
+        run()
+        rates: list[float] = []
+        roofs: list[float] = []
+        calls = 0
+        for _ in range(ROUNDS):
+            roofs.append(self.roof())
+            times: list[float] = []
+            while not times or sum(times) < self.seconds:
+                started = time.perf_counter()
+                run()
+                times.append(time.perf_counter() - started)
+            rates.append(nbytes / statistics.median(times))
+            calls += len(times)
+        return {
+            "name": name,
+            **conditions,
+            "nbytes": nbytes,
+            "calls": calls,
+            "gb_per_s": round(statistics.median(rates) / 1e9, 2),
+            "gb_per_s_range": [round(min(rates) / 1e9, 2), round(max(rates) / 1e9, 2)],
+            "roof_gb_per_s": round(statistics.median(roofs) / 1e9, 2),
+            "percent_of_roof": round(100 * statistics.median(r / t for r, t in zip(rates, roofs, strict=True))),
+        }
+
+
+def as_loaded(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of the kind that resident weights are read into: huge pages where there are any."""
+    memory = torch.from_numpy(_core.allocate(tensor.nbytes)).view(tensor.dtype).reshape(tensor.shape)
+    return memory.copy_(tensor)
+
+
+def bench_linear(dtype: str, shape: tuple[int, int], rounds: Rounds):
+    """A resident linear at one token; several copies in turn, so that none stays in the processor's cache."""
+    rows, columns = shape
+    element = torch.empty(0, dtype=DTYPES[dtype]).element_size()
+    nbytes = rows * columns * element
+    copies = max(2, rounds.nbytes // nbytes)
+    weight = torch.randn(rows, columns).to(DTYPES[dtype])
+    linears = [_core.Linear(as_loaded(weight), None, rounds.pool, _core.Counters()) for _ in range(copies)]
+    x, out = torch.randn(columns).to(DTYPES[dtype]), torch.empty(rows, dtype=DTYPES[dtype])
+
+    def run() -> None:
+        for linear in linears:
+            linear.forward(x.data_ptr(), 1, out.data_ptr())
+
+    return rounds.figure("linear", nbytes * copies, run, dtype=dtype, rows=rows, columns=columns)
+
+
+def bench_sparse(dtype: str, shape: tuple[int, int, float, int], rounds: Rounds):
+    """FFN layers in turn over random active sets that are all cached: up products, activation, down sum."""
+    d_model, d_ff, share, num_layers = shape
+    element = torch.empty(0, dtype=DTYPES[dtype]).element_size()
+    stride = -(-2 * d_model * element // 512) * 512
+    counters = _core.Counters()
+    x, y = torch.randn(d_model).to(DTYPES[dtype]), torch.empty(d_model, dtype=DTYPES[dtype])
+    random = np.random.default_rng(0)
+    layers = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows"
+        rows = (torch.randn(d_ff, stride // element) * 0.02).to(DTYPES[dtype]).view(torch.uint8).numpy()
+        rows.tofile(path)
+        for index in range(num_layers):
+            layer = _core.FfnLayer(
+                layer=index,
+                dtype=dtype,
+                stride=stride,
+                d_model=d_model,
+                num_neurons=d_ff,
+                up=0,
+                gate=-1,
+                down=d_model,
+                activation="relu",
+                cache_policy="window",
+                window=2**30,
+                popularity=None,
+                file_offset=0,
+                up_bias=np.full(d_ff, 10.0, np.float32),  # every active neuron fires: its down column is read
+                down_bias=None,
+                checksums=_core.xxh3_64_rows(rows),
+                rows=_core.allocate(d_ff * stride),
+                bypass_rows=None,
+                reader=_core.Reader(threads=8),
+                file=_core.DirectFile(str(path)),
+                pool=rounds.pool,
+                counters=counters,
+            )
+            # Cached in many steps, so that neighbours by id lie apart, as after some tokens.
+            for ids in np.array_split(random.permutation(d_ff).astype(np.int32), 16):
+                layer.forward_active(x.data_ptr(), np.sort(ids), y.data_ptr())
+            layers.append(layer)
+    count = int(share * d_ff)
+    sets = [np.sort(random.choice(d_ff, count, replace=False)).astype(np.int32) for _ in layers]
+
+    def run() -> None:
+        for layer, active in zip(layers, sets, strict=True):
+            layer.forward_active(x.data_ptr(), active, y.data_ptr())
+
+    counters.take()
+    nbytes = num_layers * count * 2 * d_model * element
+    result = rounds.figure("sparse_ffn", nbytes, run, dtype=dtype, d_model=d_model, d_ff=d_ff, active=count)
+    values = counters.take()
+    spent = values["memory_ns"] + values["compute_ns"] + values["io_ns"]
+    result["percent_bookkeeping"] = round(100 * (spent - values["compute_ns"]) / spent, 1)
+    return result
+
+
+def bench_attention(dtype: str, shape: tuple[int, int], positions: int, rounds: Rounds):
+    """Attention of one token over `positions` cached ones, in as many layers as exceed the processor's cache."""
+    heads, head_dim = shape
+    kind = DTYPES[dtype]
+    q, out = torch.randn(heads, head_dim).to(kind), torch.empty((heads, head_dim), dtype=kind)
+    keys_and_values = torch.randn(2, heads, positions, head_dim).to(kind)
+    caches = [as_loaded(keys_and_values) for _ in range(max(2, rounds.nbytes // keys_and_values.nbytes))]
+    native = _core.Attention(heads, heads, head_dim, positions, dtype, rounds.pool, _core.Counters())
+    row = head_dim * q.element_size()
+
+    def run() -> None:
+        for k, v in caches:
+            native.forward(
+                q.data_ptr(),
+                k.data_ptr(),
+                v.data_ptr(),
+                positions,
+                positions * row,
+                row,
+                head_dim**-0.5,
+                out.data_ptr(),
+            )
+
+    nbytes = len(caches) * keys_and_values.nbytes
+    return rounds.figure("attention", nbytes, run, dtype=dtype, heads=heads, head_dim=head_dim, positions=positions)
+
+
+def bench_prompt(dtype: str, shape: tuple[int, int, int], pool: _core.ThreadPool) -> dict[str, Any]:
+    """A matrix times a prompt's tokens, in GFLOP/s: ours (fp32 sums over widened weights) and torch's, in turn."""
+    tokens, rows, columns = shape
+    weight, x = torch.randn(rows, columns).to(DTYPES[dtype]), torch.randn(tokens, columns).to(DTYPES[dtype])
+    out = torch.empty((tokens, rows), dtype=weight.dtype)
+    native = _core.Linear(as_loaded(weight), None, pool, _core.Counters())
+    ways: dict[str, Callable[[], Any]] = {
+        "native": lambda: native.forward_many(x.data_ptr(), tokens, out.data_ptr()),
+        "torch": lambda: x @ weight.T,
+        "torch_widened": lambda: x.float() @ weight.float().T,
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(ROUNDS):
+        for way, run in ways.items():
+            started = time.perf_counter()
+            run()
+            times[way].append(time.perf_counter() - started)
+    flop = 2 * tokens * rows * columns
+    result = {f"{way}_gflop_per_s": round(flop / statistics.median(spent) / 1e9, 1) for way, spent in times.items()}
+    return {"name": "prompt", "dtype": dtype, "tokens": tokens, "rows": rows, "columns": columns, **result}
+
+
+def call_microseconds(pool: _core.ThreadPool, seconds: float) -> float:
+    """What a native call costs from Python when there is next to nothing to compute, the pool's threads included."""
+    linear = _core.Linear(torch.zeros(64, 64), None, pool, _core.Counters())
+    x, out = torch.zeros(64), torch.empty(64)
+    times: list[float] = []
+    while sum(times) < seconds:
+        started = time.perf_counter()
+        for _ in range(100):
+            linear.forward(x.data_ptr(), 1, out.data_ptr())
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) / 100 * 1e6
+
+
+def as_markdown(document: dict[str, Any]) -> str:
+    """The figures as a table."""
+    lines = [
+        f"{document['threads']} threads on {document['cores']} cores, {document['simd']}, load average "
+        f"{document['load_average']:.1f}; a native call costs {document['call_us']:.1f} µs.",
+        "",
+        "| what | dtype | shape | GB/s (range of the rounds) | reading memory, GB/s | % of it |",
+        "|---|---|---|---|---|---|",
+    ]
+    for result in document["results"]:
+        low, high = result["gb_per_s_range"]
+        lines.append(
+            f"| {result['name']} | {result['dtype']} | {size_of(result)} | {result['gb_per_s']} ({low}–{high}) | "
+            f"{result['roof_gb_per_s']} | {result['percent_of_roof']} |"
+        )
+    lines += [
+        "",
+        "| prompt | dtype | native | torch | torch, weights widened to fp32 | unit |",
+        "|---|---|---|---|---|---|",
+    ]
+    for prompt in document["prompts"]:
+        shape = f"{prompt['tokens']} tokens x {prompt['rows']} x {prompt['columns']}"
+        figures = " | ".join(str(prompt[f"{way}_gflop_per_s"]) for way in ("native", "torch", "torch_widened"))
+        lines.append(f"| {shape} | {prompt['dtype']} | {figures} | GFLOP/s |")
+    return "\n".join(lines) + "\n"
+
+
+def size_of(result: dict[str, Any]) -> str:
+    """The shape of a figure in a few characters."""
+    keys = ("rows", "columns", "d_model", "d_ff", "heads", "head_dim", "positions")
+    return " x ".join(str(result[key]) for key in keys if key in result)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="compute threads")
+    parser.add_argument("--seconds", type=float, default=0.1, help="measuring time of each round, of five")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
+    parser.add_argument("--dtypes", default=",".join(DTYPES), help="which of them, with commas")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the figures as a table, too")
+    args = parser.parse_args(argv)
+    rounds = Rounds(_core.ThreadPool(args.threads), args.seconds, 1 << 20 if args.tiny else ROOF_NBYTES)
+    print(
+        f"roof: {rounds.roof() / 1e9:.1f} GB/s reading memory with {args.threads} threads; "
+        f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; {_core.default_simd_level()}"
+    )
+    linears = TINY_LINEARS if args.tiny else LINEARS
+    sparse = TINY_SPARSE if args.tiny else SPARSE
+    heads, head_dim, contexts = TINY_ATTENTION if args.tiny else ATTENTION
+    results, prompts = [], []
+    for dtype in args.dtypes.split(","):
+        benches = [functools.partial(bench_linear, dtype, shape, rounds) for shape in linears]
+        benches.append(functools.partial(bench_sparse, dtype, sparse, rounds))
+        benches += [functools.partial(bench_attention, dtype, (heads, head_dim), n, rounds) for n in contexts]
+        for bench in benches:
+            result = bench()
+            results.append(result)
+            low, high = result["gb_per_s_range"]
+            print(
+                f"{result['name']:<11} {dtype:<9} {size_of(result):<16} {result['gb_per_s']:6.1f} GB/s "
+                f"({low} to {high}), {result['percent_of_roof']} % of {result['roof_gb_per_s']} GB/s",
+                flush=True,
+            )
+        prompts.append(bench_prompt(dtype, TINY_PROMPT if args.tiny else PROMPT, rounds.pool))
+        print(json.dumps(prompts[-1]), flush=True)
+    document = {
+        "benchmark": "kernels",
+        "threads": args.threads,
+        "simd": _core.default_simd_level(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "call_us": round(call_microseconds(rounds.pool, args.seconds), 2),
+        "results": results,
+        "prompts": prompts,
+    }
+    if args.markdown is not None:
+        args.markdown.write_text(as_markdown(document), encoding="utf-8")
+    print(json.dumps(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

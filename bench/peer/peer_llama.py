@@ -1,0 +1,226 @@
+"""What a dense engine does on the same work: llama.cpp, a model of the Llama-2-7B shape in 16 bit, batch 1.
+
+    pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36 gguf   # built for this CPU
+    python bench/peer/peer_llama.py make llama-7b-f16.gguf
+    python bench/peer/peer_llama.py run llama-7b-f16.gguf --memory 7.0GB --tokens 10
+    python bench/peer/peer_llama.py run llama-7b-f16.gguf --tokens 30
+
+The weights are dummies (13.5 GB; the text means nothing, so tokens go in and out as ids); sizes, reads and times are
+real. With --memory the whole process runs in a memory control group of that size from a cold page cache (needs root);
+without, the model is first read into memory whole. Either way the mapped file is llama.cpp's default; --no-mmap holds
+the weights in memory of the process's own. Prints each token's time and the bytes read from storage for it; the last
+line is one JSON document.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+import memory_group
+import numpy as np
+
+from flashllm.base.machine import available_nbytes, num_cores
+from flashllm.base.units import format_size, parse_size
+
+LAYERS, HIDDEN, FFN, HEADS, VOCAB, CONTEXT = 32, 4096, 11008, 32, 32000, 4096  # Llama-2-7B
+SLACK_NBYTES = 1 << 30  # beside the weights: KV cache, buffers, interpreter
+
+
+def tensors() -> list[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of every tensor, in the order of the file. One-dimensional ones are fp32, the others fp16."""
+    layer = {
+        "attn_norm": (HIDDEN,),
+        "attn_q": (HIDDEN, HIDDEN),
+        "attn_k": (HIDDEN, HIDDEN),
+        "attn_v": (HIDDEN, HIDDEN),
+        "attn_output": (HIDDEN, HIDDEN),
+        "ffn_norm": (HIDDEN,),
+        "ffn_gate": (FFN, HIDDEN),
+        "ffn_up": (FFN, HIDDEN),
+        "ffn_down": (HIDDEN, FFN),
+    }
+    layers = [(f"blk.{i}.{name}.weight", shape) for i in range(LAYERS) for name, shape in layer.items()]
+    ends = [("output_norm.weight", (HIDDEN,)), ("output.weight", (VOCAB, HIDDEN))]
+    return [("token_embd.weight", (VOCAB, HIDDEN)), *layers, *ends]
+
+
+def make(path: Path) -> None:
+    """Write the model, a tensor in memory at a time."""
+    import gguf
+
+    def data(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        return np.ones(shape, np.float32) if len(shape) == 1 else random[: shape[0] * shape[1]].reshape(shape)
+
+    largest = max(np.prod(shape) for _, shape in tensors())
+    random = (np.random.default_rng(0).standard_normal(largest, dtype=np.float32) * HIDDEN**-0.5).astype(np.float16)
+    total = sum(data(shape).nbytes for _, shape in tensors())
+    if shutil.disk_usage(path.parent).free < total + SLACK_NBYTES:
+        raise OSError(f"{path}: {format_size(total)} do not fit on this drive")
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_vocab_size(VOCAB)
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    for name, shape in tensors():
+        dtype = np.dtype(np.float32 if len(shape) == 1 else np.float16)
+        writer.add_tensor_info(name, shape, dtype, data(shape).nbytes)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, shape in tensors():
+        print(name, file=sys.stderr)
+        writer.write_tensor_data(data(shape))
+    writer.close()
+
+
+def bytes_read() -> int:
+    """Bytes this process had read from storage so far, page faults included."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"])
+
+
+def read_whole(path: Path) -> None:
+    """Leave the file in the page cache."""
+    buffer = bytearray(64 << 20)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The run itself, in this process."""
+    import llama_cpp
+
+    quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(quiet, None)
+    llama_cpp.llama_backend_init()
+    if args.whole and not args.no_mmap:
+        read_whole(args.model)
+    start = time.perf_counter()
+    model_params = llama_cpp.llama_model_default_params()
+    if args.no_mmap:
+        model_params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(args.model), model_params)
+    if model is None:
+        raise OSError(f"{args.model}: llama.cpp cannot load it")
+    context_params = llama_cpp.llama_context_default_params()
+    context_params.n_ctx = args.prompt + args.tokens + 1
+    context_params.n_batch = context_params.n_ubatch = args.prompt
+    context_params.n_threads = context_params.n_threads_batch = args.threads
+    context = llama_cpp.llama_init_from_model(model, context_params)
+    loaded_s = time.perf_counter() - start
+
+    def decode(ids: list[int]) -> tuple[int, float, int]:
+        """(the likeliest next token, seconds, bytes read)."""
+        before, began = bytes_read(), time.perf_counter()
+        array = (llama_cpp.llama_token * len(ids))(*ids)
+        status = llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(array, len(ids)))
+        if status != 0:
+            raise OSError(f"llama_decode returned {status}")
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (VOCAB,))
+        return int(logits.argmax()), time.perf_counter() - began, bytes_read() - before
+
+    prompt = np.random.default_rng(1).integers(0, VOCAB, args.prompt).tolist()
+    token, prompt_s, prompt_bytes = decode(prompt)
+    times, reads = [], []
+    for _ in range(args.tokens):
+        token, seconds, nbytes = decode([token])
+        times.append(seconds)
+        reads.append(nbytes)
+        print(f"token {len(times)}: {seconds:.3f} s, {format_size(nbytes)} read", file=sys.stderr, flush=True)
+    return {
+        "llama_cpp_python": llama_cpp.__version__,
+        "load_s": loaded_s,
+        "prompt_s": prompt_s,
+        "prompt_read_bytes": prompt_bytes,
+        "token_s": times,
+        "token_read_bytes": reads,
+    }
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """The run in a process of its own, capped where --memory is given; with its summary."""
+    command = [sys.executable, __file__, "measure", str(args.model), "--prompt", str(args.prompt)]
+    command += ["--tokens", str(args.tokens), "--threads", str(args.threads)]
+    command += ["--no-mmap"] if args.no_mmap else []
+    capped = None
+    with tempfile.TemporaryFile() as output:
+        if args.memory is None:
+            needed = args.model.stat().st_size + SLACK_NBYTES
+            if available_nbytes() < needed:
+                raise OSError(f"{format_size(available_nbytes())} of memory are free, {format_size(needed)} are needed")
+            subprocess.run([*command, "--whole"], stdout=output, check=True)
+        else:
+            capped = memory_group.run_capped(command, args.memory, stdout=output)
+            if capped.returncode:
+                raise OSError(f"the capped run ended with {capped.returncode} ({capped.kills} kills for the limit)")
+        output.seek(0)
+        result = json.load(output)
+    times = result["token_s"][1:] or result["token_s"]  # the first one follows the prompt's other order of reads
+    print(
+        f"token: median {statistics.median(times):.3f} s ({min(times):.3f} to {max(times):.3f}), "
+        f"{format_size(statistics.median(result['token_read_bytes']))} read; prompt {result['prompt_s']:.2f} s"
+    )
+    return {
+        "benchmark": "peer_llama",
+        "weights": "dummy",
+        "model_bytes": args.model.stat().st_size,
+        "memory": args.memory,
+        "mmap": not args.no_mmap,
+        "prompt": args.prompt,
+        "threads": args.threads,
+        "token_median_s": statistics.median(times),
+        "capped": None if capped is None else asdict(capped),
+        **result,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    maker = verbs.add_parser("make", help="write the dummy model")
+    maker.add_argument("model", type=Path)
+    for verb, summary in (("run", "measure, in a process of its own"), ("measure", "the process that `run` starts")):
+        runner = verbs.add_parser(verb, help=summary)
+        runner.add_argument("model", type=Path)
+        runner.add_argument("--prompt", type=int, default=128, help="tokens")
+        runner.add_argument("--tokens", type=int, default=10, help="to generate")
+        runner.add_argument("--threads", type=int, default=num_cores(), help="default: cores")
+        runner.add_argument("--no-mmap", action="store_true", help="weights in the process's own memory")
+        if verb == "run":
+            runner.add_argument("--memory", type=parse_size, help="limit of everything, page cache included")
+        else:
+            runner.add_argument("--whole", action="store_true", help="read the file into the page cache first")
+    args = parser.parse_args(argv)
+    try:
+        if args.verb == "make":
+            make(args.model)
+            return 0
+        print(json.dumps(run(args) if args.verb == "run" else measure(args)))
+        return 0
+    except ImportError as error:
+        print(f"peer_llama: {error}; pip install llama-cpp-python==0.3.36 gguf", file=sys.stderr)
+    except (OSError, subprocess.CalledProcessError, memory_group.GroupError) as error:
+        print(f"peer_llama: {error}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""A conversation, and the terminal it is held at."""

@@ -1,0 +1,255 @@
+"""A conversation as the user sees it: turns, commands beginning with "/", statistics, and the plain-line interface.
+
+Works on any session with `flashllm.generate.session.Session`'s interface. What it hands out is inert text; it knows no
+keys, colours or widths (flashllm/chat/terminal.py does).
+"""
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from flashllm.base.text import inert, one_line, valid_unicode
+from flashllm.base.units import format_size
+from flashllm.engine.attention import ContextFull
+from flashllm.generate.session import PrefillRecord, Stopped, TokenRecord
+from flashllm.generate.statistics import TurnStats
+
+COMMANDS = {
+    "/help": "this list",
+    "/reset": "forget the conversation and begin a new one",
+    "/stats": "speed, times, cache and memory of the last answer",
+    "/system": "TEXT: begin anew under these instructions; off: without",
+    "/save": "FILE: write the conversation into a new text file",
+    "/quit": "end the chat",
+}
+
+
+class ChatSession(Protocol):
+    """What a chat needs of `flashllm.generate.session.Session`."""
+
+    messages: list[dict[str, str]]
+    system: str | None
+    stopped: Stopped | None
+
+    @property
+    def tokens(self) -> list[int]: ...
+    @property
+    def context_limit(self) -> int: ...
+    @property
+    def has_chat_template(self) -> bool: ...
+    def reset(self) -> None: ...
+    def stream_chat(self, user_text: str) -> Iterator[PrefillRecord | TokenRecord]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes the process holds now, and its limit."""
+
+    used: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a command answers: lines to show, or the end of the chat."""
+
+    text: str = ""
+    quit: bool = False
+
+
+@dataclass(slots=True)
+class Chat:
+    """One conversation: the session, what was said, and the last turn's statistics."""
+
+    session: ChatSession
+    memory: Callable[[], Memory]
+    direct_io: bool = True
+    stats: TurnStats = field(default_factory=TurnStats)
+    transcript: list[tuple[str, str]] = field(default_factory=list)  # (speaker, text)
+
+    def greeting(self) -> list[str]:
+        """Lines to show once, at the start."""
+        lines = [f"context: {self.session.context_limit} tokens"]
+        if not self.session.has_chat_template:
+            lines.append("no chat template: the model continues your text")
+        return lines
+
+    def answer(self, user_text: str) -> Generator[str, None, None]:
+        """The answer's inert pieces as they come. Close the generator, or interrupt it, to stop the answer.
+
+        Raises ContextFull where the turn does not fit (nothing has changed then), and the session's other errors.
+        """
+        user_text = valid_unicode(user_text)
+        stats, answer = TurnStats(), ""
+        try:
+            with contextlib.closing(self._records(user_text)) as records:
+                for record in records:
+                    stats.add(record)
+                    self.stats = stats
+                    if isinstance(record, TokenRecord):
+                        answer += record.text
+                        if piece := inert(record.text):
+                            yield piece
+        finally:
+            if stats.prefill is not None:
+                self.transcript += [("user", user_text), ("model", answer)]
+
+    def _records(self, user_text: str) -> Generator[PrefillRecord | TokenRecord, None, None]:
+        yield from self.session.stream_chat(user_text)  # closing this closes the session's stream
+
+    def ending(self) -> str | None:
+        """What is to be said about how the last answer ended, if anything."""
+        if self.session.stopped == "context":
+            return f"the context limit of {self.session.context_limit} tokens is reached; /reset begins anew"
+        return None
+
+    def command(self, line: str) -> Reply:
+        """Carry out a line that begins with "/". An unknown command is answered with the list."""
+        name, _, argument = line.strip().partition(" ")
+        argument = argument.strip()
+        match name:
+            case "/help":
+                return Reply(_help())
+            case "/quit":
+                return Reply(quit=True)
+            case "/reset":
+                self._reset()
+                return Reply("a new conversation")
+            case "/stats":
+                return Reply("\n".join(f"{name}: {value}" for name, value in self.stats_rows()))
+            case "/system":
+                return Reply(self._system(valid_unicode(argument)))
+            case "/save":
+                return Reply(self._save(argument))
+            case _:
+                return Reply(
+                    f"there is no command {one_line(name)}; to send such text, begin it with a space\n{_help()}"
+                )
+
+    @property
+    def context_used(self) -> int:
+        """Tokens in the context. The last one said is not computed yet, so there can be one too many in the session."""
+        return min(len(self.session.tokens), self.session.context_limit)
+
+    def stats_rows(self) -> list[tuple[str, str]]:
+        """(name, value) of the last answer and of the state now."""
+        memory = self.memory()
+        return [
+            *self.stats.rows(),
+            ("context", f"{self.context_used} of {self.session.context_limit} tokens"),
+            ("memory", f"{format_size(memory.used)} of {format_size(memory.limit)}"),
+            ("direct I/O", "yes" if self.direct_io else "no"),
+        ]
+
+    def footer(self, width: int) -> str:
+        """Speed, hit rate, memory and context in at most `width` characters: what does not fit is left out."""
+        parts = []
+        if self.stats.tokens_per_s is not None:
+            parts.append(f"{self.stats.tokens_per_s:.1f} tokens/s")
+        if self.stats.hit_rate is not None:
+            parts.append(f"hits {self.stats.hit_rate:.0%}")
+        memory = self.memory()
+        parts.append(f"{format_size(memory.used)} of {format_size(memory.limit)}")
+        parts.append(f"context {self.context_used}/{self.session.context_limit}")
+        parts.append("/help")
+        line = ""
+        for part in parts:
+            longer = f"{line} · {part}" if line else part
+            if len(longer) <= width:
+                line = longer
+        return line
+
+    def _reset(self) -> None:
+        self.session.reset()
+        self.transcript, self.stats = [], TurnStats()
+
+    def _system(self, text: str) -> str:
+        if not text:
+            return "no instructions" if self.session.system is None else f"instructions: {inert(self.session.system)}"
+        self.session.system = None if text == "off" else text
+        self._reset()
+        return "a new conversation, " + ("without instructions" if text == "off" else "under these instructions")
+
+    def _save(self, argument: str) -> str:
+        if not argument:
+            return "say where: /save FILE"
+        path = Path(argument).expanduser()
+        system = [] if self.session.system is None else [("system", self.session.system)]
+        text = "".join(f"{speaker}: {said}\n\n" for speaker, said in [*system, *self.transcript])
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            return f"{one_line(str(path))} exists; choose another name"
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            return f"{one_line(str(path))} cannot be written: {reason}"
+        return f"saved as {one_line(str(path))}"
+
+
+def _help() -> str:
+    commands = "\n".join(f"{name:<8} {meaning}" for name, meaning in COMMANDS.items())
+    return f"{commands}\nText that begins with a space is never a command."
+
+
+def is_command(line: str) -> bool:
+    """Whether a line is for the chat, not for the model. Text with a leading space never is."""
+    return line.startswith("/")
+
+
+def run_plain(chat: Chat, lines: Iterable[bytes], out: TextIO, err: TextIO) -> int:
+    """Each line a user turn: answers on `out`, everything else on `err`. Empty lines are skipped; 0.
+
+    A turn for which the context has no room left begins a new conversation; a line that is too long even for an empty
+    context is skipped. Both are announced. Other errors end the run.
+    """
+
+    def note(text: str) -> None:
+        for line in text.splitlines():
+            print(f"flashllm: {line}", file=err, flush=True)
+
+    for line in chat.greeting():
+        note(line)
+    for number, raw in enumerate(lines, 1):
+        text = raw.decode("utf-8", "replace").rstrip("\r\n")
+        if not text.strip():
+            continue
+        if is_command(text):
+            reply = chat.command(text)
+            if reply.quit:
+                break
+            note(reply.text)
+            continue
+        try:
+            _answer_plain(chat, text, out)
+        except ContextFull as error:
+            if not chat.session.tokens:
+                note(f"line {number} is skipped: {one_line(str(error))}")
+                continue
+            note(f"line {number} begins a new conversation: {one_line(str(error))}")
+            chat.command("/reset")
+            try:
+                _answer_plain(chat, text, out)
+            except ContextFull as still:
+                note(f"line {number} is skipped: {one_line(str(still))}")
+                continue
+        if (ending := chat.ending()) is not None:
+            note(ending)
+    return 0
+
+
+def _answer_plain(chat: Chat, text: str, out: TextIO) -> None:
+    """Write one answer, ended by a newline however it ends."""
+    last = "\n"
+    try:
+        with contextlib.closing(chat.answer(text)) as pieces:
+            for piece in pieces:
+                out.write(piece)
+                out.flush()
+                last = piece
+    finally:
+        if not last.endswith("\n"):
+            out.write("\n")
+            out.flush()

@@ -1,0 +1,231 @@
+"""Everything about a conversion that is decided before the first byte is written: names, dtypes, layout, headers.
+
+Checks the whole checkpoint against its config. Reads headers (and a tied head, to compare it); writes nothing.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import flashllm
+from flashllm.arch.registry import (
+    Architecture,
+    ArchitectureSpec,
+    canonical_names,
+    complete_config,
+    resident_names,
+    resolve,
+    spec_of,
+)
+from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype
+from flashllm.base.files import CHUNK_NBYTES
+from flashllm.convert.source import Checkpoint, companion_files
+from flashllm.convert.untrained import default_rank, untrained_nbytes
+from flashllm.errors import FormatError, UnsupportedModelError
+from flashllm.format.model_files import checksums_tensor, ffn_tensor
+from flashllm.format.placed import placed_nbytes
+from flashllm.format.rows import RowLayout
+from flashllm.format.safetensors import encode_header
+from flashllm.format.trace import Trace
+
+_METADATA = {"format": "pt"}  # transformers asks whose tensors these are
+_CACHE_LINE_NBYTES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentEntry:
+    """A tensor of the resident file: one of the checkpoint's, or (`layer` set) a layer's checksums."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    itemsize: int
+    layer: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the resident file."""
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionPlan:
+    """What will be written, byte for byte, and where it comes from."""
+
+    checkpoint: Checkpoint
+    spec: ArchitectureSpec
+    architecture: Architecture
+    names: dict[str, str]  # state_dict name -> name in the checkpoint
+    source_dtype: WeightDtype
+    dtype: WeightDtype
+    layout: RowLayout
+    resident: tuple[ResidentEntry, ...]  # in file order
+    ffn_header: bytes
+    resident_header: bytes
+    companions: tuple[Path, ...]
+    predictor_rank: int = 0  # 0: none are made
+    reorder: Trace | None = None  # from which the order of the neurons' second copy is learned
+
+    @property
+    def ffn_nbytes(self) -> int:
+        """Size of `ffn.safetensors`."""
+        return len(self.ffn_header) + self.architecture.num_layers * self.layout.layer_nbytes
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Size of `resident.safetensors`."""
+        return len(self.resident_header) + sum(entry.nbytes for entry in self.resident)
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        predictors = untrained_nbytes(self.architecture, self.predictor_rank) if self.predictor_rank else 0
+        companions = sum(path.stat().st_size for path in self.companions)
+        placed = 0 if self.reorder is None else placed_nbytes(self.layout, self.architecture.num_layers)
+        return self.ffn_nbytes + self.resident_nbytes + companions + predictors + placed
+
+    def identity(self) -> dict[str, Any]:
+        """What a partial directory must have been begun with to be resumed: the source, the options, the layout."""
+        headers = hashlib.sha256(self.ffn_header + self.resident_header).hexdigest()
+        source = [str(self.checkpoint.directory.resolve()), self.checkpoint.fingerprint()]
+        rank = {"predictor_rank": self.predictor_rank} if self.predictor_rank else {}
+        order = {} if self.reorder is None else {"reorder": self.reorder.fingerprint()}
+        return {
+            "version": flashllm.__version__,
+            "source": source,
+            "dtype": self.dtype.name,
+            "headers": headers,
+            **rank,
+            **order,
+        }
+
+    def matrix_name(self, matrix: str, layer: int) -> str:
+        """Name in the checkpoint of an FFN matrix."""
+        return self.names[self.spec.matrices()[matrix].format(i=layer)]
+
+    def dtype_of(self, name: str) -> WeightDtype:
+        """Dtype of a tensor of the checkpoint."""
+        return WEIGHT_DTYPE_BY_CODE[self.checkpoint.tensors[name].dtype]
+
+
+def plan_conversion(
+    checkpoint: Checkpoint, dtype: str | None, *, predictors: bool = False, reorder: Trace | None = None
+) -> ConversionPlan:
+    """Decide and check everything.
+
+    FormatError for missing tensors and wrong shapes; UnsupportedModelError for what the architecture's table entry
+    does not know, for dtypes other than float32, float16 and bfloat16, and for mixed ones without a `dtype`.
+    """
+    architecture = resolve(checkpoint.config)
+    if reorder is not None:
+        reorder.check_model(architecture.num_layers, architecture.d_ff)
+    config = complete_config(checkpoint.config)
+    spec = spec_of(architecture.model_type)
+    names = canonical_names(spec, checkpoint.tensors)
+    resident = resident_names(config)
+    layers = range(architecture.num_layers)
+    matrices = [pattern.format(i=layer) for layer in layers for pattern in spec.matrices().values()]
+    _check_names(checkpoint, spec, names, [*matrices, *resident], tied=bool(config.get("tie_word_embeddings")))
+    _check_shapes(checkpoint, spec, architecture, names)
+    used = [names[name] for name in (*matrices, *resident)]
+    source_dtype = _source_dtype(checkpoint, used, mixed_allowed=dtype is not None)
+    target = source_dtype if dtype is None else WEIGHT_DTYPES[dtype]
+    layout = RowLayout(
+        encoding=target.name, d_model=architecture.d_model, d_ff=architecture.d_ff, matrices=architecture.matrices
+    )
+    entries = [
+        ResidentEntry(
+            name=name, code=target.code, shape=checkpoint.tensors[names[name]].shape, itemsize=target.itemsize
+        )
+        for name in resident
+    ]
+    entries += [
+        ResidentEntry(name=checksums_tensor(layer), code="U64", shape=(layout.num_rows,), itemsize=8, layer=layer)
+        for layer in layers
+    ]
+    # Stable: whole cache lines first, so that they all start on one; then wide items, so that all are aligned.
+    entries.sort(key=lambda entry: (entry.nbytes % _CACHE_LINE_NBYTES != 0, -entry.itemsize))
+    ffn = [(ffn_tensor(layer), layout.safetensors_dtype, layout.shape) for layer in layers]
+    return ConversionPlan(
+        checkpoint=checkpoint,
+        spec=spec,
+        architecture=architecture,
+        names=names,
+        source_dtype=source_dtype,
+        dtype=target,
+        layout=layout,
+        resident=tuple(entries),
+        ffn_header=encode_header(ffn, _METADATA),
+        resident_header=encode_header([(entry.name, entry.code, entry.shape) for entry in entries], _METADATA),
+        companions=tuple(companion_files(checkpoint.directory)),
+        predictor_rank=default_rank(architecture.d_model) if predictors else 0,
+        reorder=reorder,
+    )
+
+
+def _check_names(
+    checkpoint: Checkpoint, spec: ArchitectureSpec, names: dict[str, str], expected: list[str], *, tied: bool
+) -> None:
+    for name in expected:
+        if name not in names:
+            raise FormatError(f"{checkpoint.directory}: tensor {name} is missing from the checkpoint")
+    unknown = sorted(set(names) - {*expected, spec.head})
+    if unknown:
+        where = checkpoint.where(names[unknown[0]])
+        raise UnsupportedModelError(
+            f"{where}: is no part of the {spec.model_type} model that {checkpoint.directory} describes"
+        )
+    if tied and spec.head in names and not _same_bytes(checkpoint, names[spec.head], names[spec.embedding]):
+        raise UnsupportedModelError(
+            f"{checkpoint.where(names[spec.head])}: differs from the embedding, though the config ties them; "
+            "set tie_word_embeddings to false in config.json to keep it, or remove the tensor"
+        )
+
+
+def _same_bytes(checkpoint: Checkpoint, first: str, second: str) -> bool:
+    one, two = checkpoint.tensors[first], checkpoint.tensors[second]
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    for start in range(0, one.nbytes, CHUNK_NBYTES):
+        chunks = [np.empty(min(CHUNK_NBYTES, one.nbytes - start), np.uint8) for _ in range(2)]
+        checkpoint.read(first, start, chunks[0])
+        checkpoint.read(second, start, chunks[1])
+        if not np.array_equal(chunks[0], chunks[1]):
+            return False
+    return True
+
+
+def _check_shapes(
+    checkpoint: Checkpoint, spec: ArchitectureSpec, architecture: Architecture, names: dict[str, str]
+) -> None:
+    d_model, d_ff = architecture.d_model, architecture.d_ff
+    shapes: dict[str | None, tuple[int, ...]] = {
+        spec.up_weight: (d_ff, d_model),
+        spec.gate_weight: (d_ff, d_model),
+        spec.down_weight: (d_model, d_ff),
+    }
+    if architecture.ffn_bias:
+        shapes |= {spec.up_bias: (d_ff,), spec.gate_bias: (d_ff,), spec.down_bias: (d_model,)}
+    for pattern, shape in shapes.items():
+        for layer in range(architecture.num_layers) if pattern is not None else ():
+            name = names[str(pattern).format(i=layer)]
+            found = checkpoint.tensors[name].shape
+            if found != shape:
+                raise FormatError(f"{checkpoint.where(name)}: has shape {list(found)}, the config says {list(shape)}")
+
+
+def _source_dtype(checkpoint: Checkpoint, names: list[str], *, mixed_allowed: bool) -> WeightDtype:
+    first = checkpoint.tensors[names[0]].dtype
+    for name in names:
+        code = checkpoint.tensors[name].dtype
+        if code not in WEIGHT_DTYPE_BY_CODE:
+            known = ", ".join(WEIGHT_DTYPE_BY_CODE)
+            raise UnsupportedModelError(f"{checkpoint.where(name)}: has dtype {code}; supported: {known}")
+        if code != first and not mixed_allowed:
+            message = f"has dtype {code}, {names[0]} has {first}; say which one the result shall have (dtype)"
+            raise UnsupportedModelError(f"{checkpoint.where(name)}: {message}")
+    return WEIGHT_DTYPE_BY_CODE[first]

@@ -1,0 +1,311 @@
+"""From a Hugging Face checkpoint to a model directory whose FFN neurons can be read one by one.
+
+Streams: memory holds one layer's down projection and a few blocks, whatever the model's size. Interruptible: run it
+again and it goes on after the last finished layer, and the result is the same, byte for byte. What goes where was
+decided by `conversion_plan`; knows no kernels and no model code.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import flashllm
+from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
+from flashllm.base.files import CHUNK_NBYTES, HashingWriter, Progress, iterate_chunks
+from flashllm.base.units import format_size
+from flashllm.convert.placed import permutation_of, write_placed
+from flashllm.convert.plan import ConversionPlan, ResidentEntry, plan_conversion
+from flashllm.convert.source import Checkpoint, open_checkpoint
+from flashllm.convert.untrained import untrained_header, untrained_predictor
+from flashllm.errors import FlashIOError, UnsupportedModelError, UsageError
+from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, FileEntry, Manifest, Source
+from flashllm.format.model_files import FFN, PLACED, PREDICTORS, RESIDENT
+from flashllm.format.partial import PartialDirectory, check_space, open_partial
+from flashllm.format.predictors import predictor_bytes
+from flashllm.format.rows import pack_rows, row_checksums
+from flashllm.format.trace import Trace
+
+
+def convert(
+    src: Path,
+    dst: Path,
+    *,
+    dtype: str | None = None,
+    source_name: str | None = None,
+    predictors: bool = False,
+    reorder: Trace | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Convert the checkpoint folder `src` into the new model directory `dst`; the manifest.
+
+    `dtype` ("float32", "float16", "bfloat16") is the result's, by default the source's. `source_name` is recorded
+    (a hub id), by default the folder's name. With `predictors` untrained ones are made, so that the model can be used
+    before better ones are trained; on one machine they too are the same byte for byte. With `reorder`, a trace of this
+    model, the neurons are written a second time in the order in which they are best read (flashllm/format/placed.py).
+    Works in `dst`.partial, and resumes what it finds there.
+    Raises UsageError (`dst` exists, `src` is no checkpoint, the trace is another model's), UnsupportedModelError,
+    FormatError (`src` is damaged), FlashIOError (no space, a failed read or write). Never writes to `src`.
+    """
+    src = Path(src)
+    name = source_name if source_name is not None else os.path.basename(os.path.abspath(src))
+    _check_request(Path(dst), dtype)
+    with open_checkpoint(src) as checkpoint:
+        return convert_checkpoint(
+            checkpoint,
+            dst,
+            dtype=dtype,
+            source_name=name,
+            predictors=predictors,
+            reorder=reorder,
+            progress=progress,
+        )
+
+
+def convert_checkpoint(
+    checkpoint: Checkpoint,
+    dst: Path,
+    *,
+    dtype: str | None = None,
+    source_name: str,
+    predictors: bool = False,
+    reorder: Trace | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Convert an open checkpoint, which need not lie in files; otherwise as `convert`."""
+    _check_request(dst, dtype)
+    plan = plan_conversion(checkpoint, dtype, predictors=predictors, reorder=reorder)
+    with new_model_directory(dst, plan.identity(), plan.total_nbytes) as partial:
+        return _Conversion(plan, partial, progress).run(Path(os.path.abspath(dst)), source_name)
+
+
+@contextlib.contextmanager
+def new_model_directory(dst: Path, identity: Mapping[str, Any], nbytes: int) -> Iterator[PartialDirectory]:
+    """`dst`.partial, begun or resumed, for a model of `nbytes`. OSErrors become FlashIOErrors that say what to do."""
+    dst = Path(os.path.abspath(dst))
+    partial_path = dst.with_name(dst.name + PARTIAL_SUFFIX)
+    try:
+        check_space(dst.parent, partial_path, nbytes)
+        with open_partial(partial_path, dst, identity) as partial:
+            yield partial
+    except OSError as error:
+        raise FlashIOError(_explain(error, dst, partial_path, nbytes)) from error
+
+
+def _check_request(dst: Path, dtype: str | None) -> None:
+    """Refuse before anything is opened. UsageError."""
+    dst = Path(os.path.abspath(dst))
+    if dtype is not None and dtype not in WEIGHT_DTYPES:
+        raise UsageError(f"dtype {dtype!r} is not one of {', '.join(WEIGHT_DTYPES)}")
+    if os.path.lexists(dst):
+        raise UsageError(f"{dst}: exists; remove it or choose another destination")
+    if not dst.parent.is_dir():
+        raise UsageError(f"{dst.parent}: there is no such directory")
+
+
+def _explain(error: OSError, dst: Path, partial_path: Path, nbytes: int) -> str:
+    message = f"{dst}: the conversion stopped: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(dst.parent).free
+            message += f"; the output has {format_size(nbytes)} ({nbytes} bytes), {free} are free"
+    if partial_path.exists():
+        message += f"; {partial_path} is kept: run the same conversion again to go on, or remove it"
+    return message
+
+
+class _Conversion:
+    """The steps, in order, in a locked partial directory."""
+
+    def __init__(self, plan: ConversionPlan, partial: PartialDirectory, progress: Progress | None) -> None:
+        self._plan = plan
+        self._partial = partial
+        self._progress = progress
+        self._done_nbytes = 0
+        self._files: dict[str, FileEntry] = {}
+        self._checksums: list[NDArray[np.uint64]] = []  # [num_rows] a layer
+        layout = plan.layout
+        self._rows = np.empty((layout.stream_block_rows, layout.stride), np.uint8)
+        self._down = np.empty((layout.d_model, layout.d_ff), layout.storage)  # the one layer-sized buffer
+
+    def run(self, dst: Path, source_name: str) -> Manifest:
+        """1. neurons, 2. everything else, 3. predictors, 4. the neurons reordered, 5. the manifest, 6. the name."""
+        self._write_ffn()
+        self._write_resident()
+        for path in self._plan.companions:
+            self._copy(path)
+        if self._plan.predictor_rank:
+            self._write_predictors(self._plan.predictor_rank)
+        if self._plan.reorder is not None:
+            self._write_placed(self._plan.reorder)
+        manifest = Manifest(
+            flashllm_version=flashllm.__version__,
+            architecture=self._plan.architecture,
+            dtype=self._plan.dtype.name,
+            rows=self._plan.layout,
+            files=self._files,
+            permutation=None if self._plan.reorder is None else permutation_of(self._plan.reorder),
+            stream_block_rows=self._plan.layout.stream_block_rows,
+            source=Source(name=source_name, dtype=self._plan.source_dtype.name),
+        )
+        manifest.save(self._partial.path)
+        self._partial.publish(dst, {MANIFEST, *self._files})
+        return manifest
+
+    def _write_ffn(self) -> None:
+        plan = self._plan
+        with HashingWriter(self._partial.path / FFN, preallocate=plan.ffn_nbytes) as writer:
+            self._write(writer, FFN, memoryview(plan.ffn_header))
+            self._resume(writer)
+            for layer in range(len(self._checksums), plan.architecture.num_layers):
+                checksums = []
+                for rows in self._blocks(layer):
+                    self._write(writer, FFN, rows.data)
+                    checksums.append(row_checksums(rows))
+                writer.sync()  # before the journal says so
+                self._checksums.append(np.concatenate(checksums))
+                self._partial.record(self._step(layer))
+            self._files[FFN] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
+        if self._files[FFN].nbytes != plan.ffn_nbytes:
+            raise AssertionError("the layout and the written rows disagree")
+
+    def _step(self, layer: int) -> dict[str, Any]:
+        """A finished layer's journal line. Its rows are represented by their checksums."""
+        digest = hashlib.sha256(self._checksums[layer].data).hexdigest()
+        return {"layer": layer, "nbytes": self._plan.layout.layer_nbytes, "checksums_sha256": digest}
+
+    def _resume(self, writer: HashingWriter) -> None:
+        """Reread the layers of earlier runs, as far as they are what the journal says."""
+        layout = self._plan.layout
+        for step in self._partial.steps[: self._plan.architecture.num_layers]:
+            mark, checksums = writer.mark(), []
+            for first in range(0, layout.num_rows, len(self._rows)):
+                rows = self._rows[: layout.num_rows - first]
+                writer.reread(rows.reshape(-1).data)
+                checksums.append(row_checksums(rows))
+            self._checksums.append(np.concatenate(checksums))
+            if step != self._step(len(self._checksums) - 1):
+                writer.rewind(mark)
+                self._checksums.pop()
+                break
+            self._report(FFN, layout.layer_nbytes)
+        if len(self._checksums) != len(self._partial.steps):
+            self._partial.restart_journal(self._plan.identity(), self._partial.steps[: len(self._checksums)])
+
+    def _blocks(self, layer: int) -> Iterator[NDArray[np.uint8]]:
+        """A layer's rows, uint8 [n, stride] at a time, zero rows at the end included. One buffer is used for all."""
+        plan, layout = self._plan, self._plan.layout
+        for first, part in self._elements(plan.matrix_name("down", layer)):
+            self._down.reshape(-1)[first : first + len(part)] = part
+        for first in range(0, layout.num_rows, len(self._rows)):
+            rows = self._rows[: layout.num_rows - first]
+            count = max(0, min(len(rows), layout.d_ff - first))  # neurons; the rest are zero rows
+            vectors = {"down": self._down[:, first : first + count].T}
+            for matrix in layout.matrices:
+                if matrix != "down":
+                    vectors[matrix] = self._read_rows(plan.matrix_name(matrix, layer), first, count)
+            pack_rows(layout, vectors, rows[:count])
+            rows[count:] = 0
+            yield rows
+
+    def _read_rows(self, name: str, first: int, count: int) -> NDArray[Any]:
+        """Rows of a [d_ff, d_model] matrix in the result's dtype."""
+        source = self._plan.dtype_of(name)
+        values = np.empty((count, self._plan.layout.d_model), source.storage)
+        self._plan.checkpoint.read(name, first * self._plan.layout.d_model * source.itemsize, values)
+        return self._cast(name, values, source)
+
+    def _elements(self, name: str) -> Iterator[tuple[int, NDArray[Any]]]:
+        """(first element, elements in the result's dtype) of a whole tensor, a chunk at a time."""
+        source = self._plan.dtype_of(name)
+        size = self._plan.checkpoint.tensors[name].nbytes // source.itemsize
+        per_chunk = CHUNK_NBYTES // source.itemsize
+        for first in range(0, size, per_chunk):
+            values = np.empty(min(per_chunk, size - first), source.storage)
+            self._plan.checkpoint.read(name, first * source.itemsize, values)
+            yield first, self._cast(name, values, source)
+
+    def _cast(self, name: str, values: NDArray[Any], source: WeightDtype) -> NDArray[Any]:
+        try:
+            return cast(values, source, self._plan.dtype)
+        except OverflowError as error:
+            raise UnsupportedModelError(
+                f"{self._plan.checkpoint.where(name)}: {error}; choose another dtype"
+            ) from error
+
+    def _write_resident(self) -> None:
+        with HashingWriter(self._partial.path / RESIDENT, preallocate=self._plan.resident_nbytes) as writer:
+            self._write(writer, RESIDENT, memoryview(self._plan.resident_header))
+            for entry in self._plan.resident:
+                self._write_tensor(writer, entry)
+            self._files[RESIDENT] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
+
+    def _write_tensor(self, writer: HashingWriter, entry: ResidentEntry) -> None:
+        if entry.layer is not None:
+            self._write(writer, RESIDENT, self._checksums[entry.layer].astype("<u8").data)
+            return
+        for _, values in self._elements(self._plan.names[entry.name]):
+            self._write(writer, RESIDENT, values.data)
+
+    def _write_predictors(self, rank: int) -> None:
+        plan = self._plan
+        layout, norm = plan.layout, plan.spec.ffn_norm
+        driver = "gate" if plan.architecture.gated else "up"
+        with HashingWriter(self._partial.path / PREDICTORS) as writer:
+            header = untrained_header(plan.architecture, rank, self._files[FFN].sha256)
+            self._write(writer, PREDICTORS, memoryview(header))
+            for layer in range(plan.architecture.num_layers):
+
+                def blocks(name: str = plan.matrix_name(driver, layer)) -> Iterator[NDArray[np.float32]]:
+                    for first in range(0, layout.d_ff, layout.stream_block_rows):
+                        count = min(layout.stream_block_rows, layout.d_ff - first)
+                        yield cast(self._read_rows(name, first, count), plan.dtype, WEIGHT_DTYPES["float32"])
+
+                predictor, threshold = untrained_predictor(
+                    blocks,
+                    self._vector(plan.spec.gate_bias if plan.architecture.gated else plan.spec.up_bias, layer),
+                    *(self._vector(norm and f"{norm}.{part}", layer) for part in ("weight", "bias")),
+                    d_model=layout.d_model,
+                    rank=rank,
+                )
+                for array in predictor_bytes(predictor.a, predictor.b, predictor.bias, threshold):
+                    self._write(writer, PREDICTORS, array.data)
+            self._files[PREDICTORS] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
+
+    def _vector(self, pattern: str | None, layer: int) -> NDArray[np.float32] | None:
+        """A resident vector in fp32; None where the model has none of that name."""
+        name = None if pattern is None else self._plan.names.get(pattern.format(i=layer))
+        if name is None:
+            return None
+        parts = [cast(part, self._plan.dtype, WEIGHT_DTYPES["float32"]) for _, part in self._elements(name)]
+        return np.concatenate(parts)
+
+    def _write_placed(self, trace: Trace) -> None:
+        before = self._done_nbytes
+
+        def report(what: str, done: int, total: int) -> None:
+            self._report(what, before + done - self._done_nbytes)
+
+        self._files[PLACED] = write_placed(self._partial.path, self._plan.layout, self._checksums, trace, report)
+
+    def _copy(self, path: Path) -> None:
+        with HashingWriter(self._partial.path / path.name) as writer:
+            for chunk in iterate_chunks(path):
+                self._write(writer, path.name, memoryview(chunk))
+            self._files[path.name] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
+
+    def _write(self, writer: HashingWriter, what: str, data: memoryview) -> None:
+        writer.write(data)
+        self._report(what, data.nbytes)
+
+    def _report(self, what: str, nbytes: int) -> None:
+        self._done_nbytes += nbytes
+        if self._progress is not None:
+            self._progress(what, self._done_nbytes, self._plan.total_nbytes)

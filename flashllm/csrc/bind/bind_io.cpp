@@ -1,0 +1,196 @@
+// Files, batches of reads, memory and checksums.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <optional>
+#include <vector>
+
+#include "bind/bindings.h"
+#include "io/memory.h"
+#include "io/reader.h"
+#include "io/xxh3.h"
+
+namespace flashllm {
+
+namespace {
+
+nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> allocate(std::size_t nbytes) {
+  auto* buffer = new HugeBuffer(nbytes);
+  nb::capsule owner(buffer, [](void* p) noexcept { delete static_cast<HugeBuffer*>(p); });
+  return {buffer->data(), {nbytes}, owner};
+}
+
+nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>> xxh3_64_rows(const ConstRows& rows) {
+  const std::size_t stride = rows.shape(1);
+  require(stride >= kMinHashed && stride % kHashedMultiple == 0,
+          "rows to hash must be a multiple of 64 bytes and at least 512, got " + std::to_string(stride));
+  auto* sums = new std::vector<std::uint64_t>(rows.shape(0));
+  nb::capsule owner(sums, [](void* p) noexcept { delete static_cast<std::vector<std::uint64_t>*>(p); });
+  {
+    const nb::gil_scoped_release unlocked;
+    for (std::size_t r = 0; r < sums->size(); ++r) (*sums)[r] = xxh3_64(rows.data() + r * stride, stride);
+  }
+  return {sums->data(), {sums->size()}, owner};
+}
+
+void inject(DirectFile& file, const std::string& kind, std::uint64_t first, std::uint64_t count,
+            std::uint64_t argument) {
+  Fault fault;
+  fault.first = first;
+  fault.count = count;
+  fault.argument = argument;
+  if (kind == "error") {
+    fault.kind = Fault::Kind::error;
+  } else if (kind == "short_read") {
+    fault.kind = Fault::Kind::short_read;
+  } else if (kind == "end_of_file") {
+    fault.kind = Fault::Kind::end_of_file;
+  } else if (kind == "flip") {
+    fault.kind = Fault::Kind::flip;
+  } else {
+    require(false, "unknown fault " + kind);
+  }
+  file.inject(std::make_shared<FaultPlan>(fault));
+}
+
+ReadBackendKind parse_backend(const std::string& name) {
+  if (name == "threads") return ReadBackendKind::threads;
+  if (name == "io_uring") return ReadBackendKind::io_uring;
+  require(name == "auto", "backend must be threads, io_uring or auto, got " + name);
+  return ReadBackendKind::automatic;
+}
+
+// A batch of reads as Python sees it: it keeps its destinations alive, and never dies with reads under way.
+class PyReadBatch {
+ public:
+  PyReadBatch(std::shared_ptr<Reader> reader, std::shared_ptr<DirectFile> file)
+      : reader_(std::move(reader)), file_(std::move(file)) {}
+  ~PyReadBatch() { reader_->settle(batch_); }
+  PyReadBatch(const PyReadBatch&) = delete;
+  PyReadBatch& operator=(const PyReadBatch&) = delete;
+
+  void add(std::uint64_t offset, const ByteArray& destination, const std::optional<ChecksumArray>& checksums,
+           std::uint32_t row_nbytes) {
+    require(!batch_.in_flight(), "a batch cannot grow while its reads are under way");
+    require(destination.nbytes() != 0, "a read needs a destination of at least one byte");
+    ReadJob job;
+    job.offset = offset;
+    job.nbytes = destination.nbytes();
+    job.destination = reinterpret_cast<std::byte*>(destination.data());
+    if (checksums.has_value()) {
+      require(row_nbytes >= kMinHashed && row_nbytes % kHashedMultiple == 0 &&
+                  checksums->shape(0) * row_nbytes == job.nbytes,
+              "checksums must cover the destination, one a row");
+      job.checksums = checksums->data();
+      job.row_nbytes = row_nbytes;
+      alive_.append(nb::cast(*checksums));
+    }
+    alive_.append(nb::cast(destination));
+    batch_.jobs.push_back(job);
+  }
+
+  void submit() {
+    reader_->submit(batch_, *file_);
+    reader_->start();
+  }
+
+  bool poll() {
+    require(batch_.in_flight(), "looked for the reads of a batch that was not submitted");
+    const nb::gil_scoped_release unlocked;
+    return reader_->poll(batch_);
+  }
+
+  nb::dict wait() {
+    require(batch_.in_flight(), "waited for a read batch that was not submitted");
+    struct Finish {
+      PyReadBatch& self;
+      ~Finish() {
+        self.batch_.jobs.clear();
+        self.alive_ = nb::list();
+      }
+    } finish{*this};
+    {
+      const nb::gil_scoped_release unlocked;
+      reader_->wait(batch_);
+    }
+    const ReadStats& stats = batch_.stats();
+    nb::dict result;
+    result["jobs"] = stats.jobs;
+    result["requests"] = stats.requests;
+    result["bytes"] = stats.bytes;
+    result["gap_bytes"] = stats.gap_bytes;
+    result["bounced"] = stats.bounced;
+    result["retries"] = stats.retries;
+    result["wall_ns"] = stats.wall_ns;
+    return result;
+  }
+
+ private:
+  std::shared_ptr<Reader> reader_;
+  std::shared_ptr<DirectFile> file_;
+  ReadBatch batch_;
+  nb::list alive_;
+};
+
+}  // namespace
+
+void init_io(nb::module_& m) {
+  m.def("allocate", &allocate, nb::arg("nbytes"));
+  m.def(
+      "populate",
+      [](ByteArray memory) {
+        const nb::gil_scoped_release unlocked;
+        populate(reinterpret_cast<std::byte*>(memory.data()), memory.nbytes());
+      },
+      nb::arg("memory"));
+  m.def("xxh3_64_rows", &xxh3_64_rows, nb::arg("rows"));
+
+  nb::class_<DirectFile>(m, "DirectFile")
+      .def(nb::init<std::string, bool>(), nb::arg("path"), nb::arg("direct") = true)
+      .def_prop_ro("path", &DirectFile::path)
+      .def_prop_ro("size", &DirectFile::size)
+      .def_prop_ro("direct", &DirectFile::direct)
+      .def_prop_ro("fallback_reason", &DirectFile::fallback_reason)
+      .def_prop_ro("offset_alignment", &DirectFile::offset_alignment)
+      .def_prop_ro("memory_alignment", &DirectFile::memory_alignment)
+      .def("inject", &inject, nb::arg("kind"), nb::arg("first"), nb::arg("count") = 1,
+           nb::arg("argument") = 0);
+
+  nb::class_<Reader>(m, "Reader")
+      .def(
+          "__init__",
+          [](Reader* self, int threads, std::uint64_t max_gap, std::uint64_t max_request, bool verify,
+             const std::string& backend, int queue_depth) {
+            ReaderOptions options;
+            options.threads = threads;
+            options.max_gap = max_gap;
+            options.max_request = max_request;
+            options.verify = verify;
+            options.backend = parse_backend(backend);
+            options.queue_depth = queue_depth;
+            new (self) Reader(options);
+          },
+          nb::arg("threads") = 32, nb::arg("max_gap") = 0, nb::arg("max_request") = std::uint64_t{1} << 20,
+          nb::arg("verify") = true, nb::arg("backend") = "threads", nb::arg("queue_depth") = 64)
+      .def("take_busy_ns", &Reader::take_busy_ns)
+      .def_prop_ro("backend",
+                   [](const Reader& self) {
+                     return self.options().backend == ReadBackendKind::threads ? "threads" : "io_uring";
+                   })
+      .def_prop_ro("backend_reason", &Reader::backend_reason)
+      .def_prop_ro("queue_depth", [](const Reader& self) { return self.options().queue_depth; })
+      .def_prop_ro("threads", [](const Reader& self) { return self.options().threads; })
+      .def_prop_ro("verify", [](const Reader& self) { return self.options().verify; });
+
+  nb::class_<PyReadBatch>(m, "ReadBatch")
+      .def(nb::init<std::shared_ptr<Reader>, std::shared_ptr<DirectFile>>(), nb::arg("reader"),
+           nb::arg("file"))
+      .def("add", &PyReadBatch::add, nb::arg("offset"), nb::arg("destination"),
+           nb::arg("checksums").none() = nb::none(), nb::arg("row_nbytes") = 0)
+      .def("submit", &PyReadBatch::submit)
+      .def("poll", &PyReadBatch::poll)
+      .def("wait", &PyReadBatch::wait);
+}
+
+}  // namespace flashllm

@@ -1,0 +1,80 @@
+// Shared by the binding files: what crosses from Python, and the pieces of the module. No logic lives in
+// them.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <string>
+#include <utility>
+
+#include "io/error.h"
+#include "kernels/kernels.h"
+#include "kernels/layer_norm.h"
+#include "model/ffn_layer.h"
+
+namespace flashllm {
+
+namespace nb = nanobind;
+
+// An array taken as it is or not at all. nanobind would hand over a converted copy of one with another dtype
+// or with gaps: reads would land in the copy, and weights would be held twice. (`noconvert` did not prevent
+// it in nanobind 3.1.)
+template <typename Array>
+struct Exact : Array {
+  Exact() = default;
+  explicit Exact(Array array) : Array(std::move(array)) {}
+};
+
+using AnyArray = Exact<nb::ndarray<nb::device::cpu, nb::c_contig>>;
+using ByteArray = Exact<nb::ndarray<std::uint8_t, nb::device::cpu, nb::c_contig>>;
+using ConstBytes = Exact<nb::ndarray<const std::uint8_t, nb::device::cpu, nb::c_contig>>;
+using ConstRows = Exact<nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
+using ChecksumArray = Exact<nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
+using FloatArray = Exact<nb::ndarray<const float, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
+using IdArray = Exact<nb::ndarray<const std::int32_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
+
+inline void require(bool condition, const std::string& message) {
+  if (!condition) throw CoreError(ErrorKind::usage, message);
+}
+
+// Hot calls take addresses (a tensor's data_ptr) checked by the one Python wrapper; everything else takes
+// arrays.
+template <typename T>
+T* at_address(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Dtype parse_dtype(const std::string& name);
+SimdLevel parse_simd(const std::string& name);  // "auto", or a level's name
+Activation parse_activation(const std::string& name);
+Dtype dtype_of(const AnyArray& array);
+
+// What bound objects hold, for those built over them; nb::cast_error where it is another object. The caller
+// keeps the object alive.
+LinearWeights linear_weights_of(nb::handle linear);
+LayerNorm layer_norm_of(nb::handle norm);
+FfnLayer& ffn_layer_of(nb::handle ffn);
+
+void init_io(nb::module_& m);
+void init_compute(nb::module_& m);
+void init_ffn(nb::module_& m);
+void init_decoder(nb::module_& m);
+
+}  // namespace flashllm
+
+template <typename Array>
+struct nanobind::detail::type_caster<flashllm::Exact<Array>> {
+  NB_TYPE_CASTER(flashllm::Exact<Array>, make_caster<Array>::Name)
+
+  bool from_python(handle source, std::uint32_t flags, cleanup_list* cleanup) noexcept {
+    make_caster<Array> caster;
+    if (!caster.from_python(source, flags & ~static_cast<std::uint32_t>(cast_flags::convert), cleanup))
+      return false;
+    value = flashllm::Exact<Array>(std::move(caster.value));
+    return true;
+  }
+  static handle from_cpp(const flashllm::Exact<Array>& array, rv_policy policy, cleanup_list* cleanup) {
+    return make_caster<Array>::from_cpp(array, policy, cleanup);
+  }
+};

@@ -1,0 +1,16 @@
+#include "cache/cache_policy.h"
+
+#include "cache/frequency_policy.h"
+#include "cache/window_policy.h"
+#include "io/error.h"
+
+namespace flashllm {
+
+std::unique_ptr<CachePolicy> make_cache_policy(const std::string& name, std::int32_t num_neurons,
+                                               std::int32_t window, const float* popularity) {
+  if (name == "window") return std::make_unique<WindowPolicy>(num_neurons, window);
+  if (name == "frequency") return std::make_unique<FrequencyPolicy>(num_neurons, popularity);
+  throw CoreError(ErrorKind::usage, "the cache policy must be window or frequency, got " + name);
+}
+
+}  // namespace flashllm

@@ -1,0 +1,34 @@
+// What a layer's cache would miss, token by token, without weights or reads: the policy and the slot table
+// alone, driven as FfnLayer drives them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cache/cache_policy.h"
+#include "cache/slot_table.h"
+
+namespace flashllm {
+
+class CacheReplay {
+ public:
+  // Arguments as those of FfnLayer and `make_cache_policy`.
+  CacheReplay(const std::string& policy, std::int32_t num_neurons, std::int32_t capacity,
+              std::int32_t bypass_capacity, std::int32_t window, const float* popularity);
+
+  std::int32_t num_neurons() const { return slots_.num_neurons(); }
+
+  // The neurons of the next token (`active`: ascending) that have to be read; valid until the next call.
+  const std::vector<std::int32_t>& token(const std::vector<std::int32_t>& active);
+
+ private:
+  SlotTable slots_;
+  std::unique_ptr<CachePolicy> policy_;
+  CacheChoice choice_;
+  std::vector<std::int32_t> part_misses_, misses_;
+  std::vector<SlotTable::Move> moves_;
+};
+
+}  // namespace flashllm

@@ -1,0 +1,63 @@
+// Keeps the neurons that are active most often: lately, by counts that halve every few tokens, and in the
+// long run, which steadies the estimate (and is all there is to know where activity has no memory).
+//
+// A token's misses need not enter the cache: one that is rarer than everything cached is read into a bypass
+// row and forgotten. Where many neurons are active at once that decides: rows that every token fills anew
+// with whatever it missed are rows that hold nothing for the next one.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "cache/cache_policy.h"
+
+namespace flashllm {
+
+class FrequencyPolicy final : public CachePolicy {
+ public:
+  // Chosen by replay of recorded and made-up traces (bench/LOG.md).
+  static constexpr double kHalfLife = 16.0;       // tokens, of the recent counts
+  static constexpr float kLongRunTokens = 12.0F;  // that the long-run share counts like
+  static constexpr float kKnownTokens = 256.0F;   // that `popularity` counts like, when new ones adjust it
+  // A miss counts for so much of its frequency beside what is cached: little is gained by exchanging equals,
+  // and a row that was read ahead is copied to enter.
+  static constexpr float kNewcomer = 0.8F;
+
+  // `popularity` [num_neurons]: the share of tokens each neuron was active in before; nullptr: unknown.
+  FrequencyPolicy(std::int32_t num_neurons, const float* popularity);
+
+  void observe(const std::vector<std::int32_t>& active) override;
+  void choose(const SlotTable& slots, const CacheRequest& request, CacheChoice& choice) override;
+  void sort_by_likelihood(std::vector<std::int32_t>& neurons) override;
+  void choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const override;
+
+ private:
+  // A neuron with its estimate in one number: ascending is the most frequent first, ids break ties, so that
+  // the choice depends on what was seen and nothing else.
+  using Candidate = std::uint64_t;
+  Candidate candidate(std::int32_t neuron, float weight = 1.0F) const {
+    const Counts& counts = counts_[static_cast<std::size_t>(neuron)];
+    // Never negative, so its bits are ordered as it is.
+    const float estimate = weight * (counts.recent + long_run_weight_ * counts.total);
+    std::uint32_t bits = 0;
+    std::memcpy(&bits, &estimate, sizeof bits);
+    return static_cast<std::uint64_t>(~bits) << 32U | static_cast<std::uint32_t>(neuron);
+  }
+  static std::int32_t neuron_of(Candidate one) { return static_cast<std::int32_t>(one & 0xffffffffU); }
+  void weigh() { long_run_weight_ = tokens_ == 0.0F ? 0.0F : increment_ * kLongRunTokens / tokens_; }
+
+  // Recent counts are in units of `increment_`, which grows from token to token instead of all counts
+  // shrinking.
+  struct Counts {  // used together: one cache line, where each neuron's is another
+    float recent, total;
+  };
+  std::vector<Counts> counts_;  // [num_neurons]
+  float increment_ = 1.0F, tokens_ = 0.0F, long_run_weight_ = 0.0F;
+
+  std::vector<std::int32_t> requested_by_;  // [num_neurons]: the last request with the neuron
+  std::int32_t request_ = 0;
+  std::vector<Candidate> candidates_, bypassing_;  // scratch
+};
+
+}  // namespace flashllm

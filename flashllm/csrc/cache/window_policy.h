@@ -1,0 +1,35 @@
+// The paper's sliding window (paper A, sections 3.1 and 3.3): a neuron stays while it was active in the last
+// k tokens.
+//
+// When the neurons of k tokens do not fit, the oldest tokens are forgotten until they do: the window shrinks,
+// the limit does not move (contract 3). It grows again by itself as tokens come.
+#pragma once
+
+#include <deque>
+
+#include "cache/cache_policy.h"
+
+namespace flashllm {
+
+class WindowPolicy final : public CachePolicy {
+ public:
+  WindowPolicy(std::int32_t num_neurons, std::int32_t window);
+
+  void observe(const std::vector<std::int32_t>& active) override;
+  // Every miss comes into the cache.
+  void choose(const SlotTable& slots, const CacheRequest& request, CacheChoice& choice) override;
+  void choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const override;
+
+  std::int32_t current_window() const override { return static_cast<std::int32_t>(last_k_active_.size()); }
+
+ private:
+  void forget_oldest();
+  void make_room(const SlotTable& slots, const CacheRequest& request, std::vector<std::int32_t>& leaving);
+
+  std::int32_t window_;
+  std::deque<std::vector<std::int32_t>> last_k_active_;  // the newest token last
+  std::vector<std::int32_t> uses_;                       // [num_neurons]: in how many of those sets
+  std::vector<std::int32_t> spare_;                      // a set's memory, used again
+};
+
+}  // namespace flashllm

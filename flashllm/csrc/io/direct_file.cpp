@@ -1,0 +1,186 @@
+#include "io/direct_file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#if defined(__linux__)
+#include <linux/magic.h>
+#include <sys/vfs.h>
+#endif
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+#include <thread>
+
+#include "io/error.h"
+#include "io/memory.h"
+
+namespace flashllm {
+
+namespace {
+
+constexpr int kExtraTries = 2;   // a failing read is tried twice more
+constexpr int kPatience = 1000;  // EAGAINs in a row: a file that is never ready must not hang us
+constexpr std::size_t kAssumedAlignment = 4096;  // where the kernel does not tell
+
+std::string describe(int error) { return std::generic_category().message(error); }
+
+[[noreturn]] void throw_io(const std::string& what, const std::string& path, int error,
+                           std::uint64_t offset = CoreError::kNoOffset) {
+  throw CoreError(ErrorKind::io,
+                  what + " " + path + ": " + describe(error) + " (errno " + std::to_string(error) + ")",
+                  offset);
+}
+
+int open_for_direct_reads(const std::string& path) {
+#if defined(O_DIRECT)
+  return open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+#elif defined(F_NOCACHE)
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd >= 0 && fcntl(fd, F_NOCACHE, 1) != 0) {
+    const int error = errno;
+    close(fd);
+    errno = error;
+    return -1;
+  }
+  return fd;
+#else
+  errno = ENOTSUP;
+  return -1;
+#endif
+}
+
+}  // namespace
+
+DirectFile::DirectFile(std::string path, bool want_direct) : path_(std::move(path)) {
+  // 1. Open; a file system that refuses direct reads at once is met here.
+  fd_ = want_direct ? open_for_direct_reads(path_) : -1;
+  direct_ = fd_ >= 0;
+  if (!direct_) open_buffered(want_direct ? describe(errno) : "");
+
+  // 2. Size.
+  struct stat status;
+  if (fstat(fd_, &status) != 0 || !S_ISREG(status.st_mode)) {
+    close(fd_);
+    throw CoreError(ErrorKind::io, "cannot read " + path_ + ": not a regular file");
+  }
+  size_ = static_cast<std::uint64_t>(status.st_size);
+  if (!direct_) return;
+
+  // 3. A file system that accepts the flag and goes through the page cache, or refuses the first read.
+  const std::string reason = why_not_direct();
+  if (!reason.empty()) {
+    close(fd_);
+    fd_ = -1;
+    open_buffered(reason);
+  }
+}
+
+std::string DirectFile::why_not_direct() {
+  offset_alignment_ = memory_alignment_ = kAssumedAlignment;
+#if defined(__linux__)
+  struct statfs system;
+  if (fstatfs(fd_, &system) == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC))
+    return "the file lies in memory";
+#endif
+#if defined(STATX_DIOALIGN)
+  struct statx extended;
+  if (statx(fd_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &extended) == 0 &&
+      (extended.stx_mask & STATX_DIOALIGN) != 0) {
+    if (extended.stx_dio_offset_align == 0) return "the file system has no direct reads for this file";
+    offset_alignment_ = extended.stx_dio_offset_align;
+    memory_alignment_ = std::max<std::size_t>(extended.stx_dio_mem_align, 1);
+  }
+#endif
+  const HugeBuffer block(std::max(offset_alignment_, memory_alignment_));
+  if (size_ == 0 || pread(fd_, block.data(), offset_alignment_, 0) >= 0) return "";
+  const int error = errno;
+  if (error == EINVAL || error == ENOTSUP) return describe(error);
+  close(fd_);
+  throw_io("cannot read", path_, error, 0);
+}
+
+void DirectFile::open_buffered(const std::string& reason) {
+  fd_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd_ < 0) throw_io("cannot open", path_, errno);
+  direct_ = false;
+  fallback_reason_ = reason;
+  offset_alignment_ = memory_alignment_ = 1;
+#if defined(POSIX_FADV_RANDOM)
+  posix_fadvise(fd_, 0, 0, POSIX_FADV_RANDOM);  // rows are scattered: read-ahead would multiply the bytes
+#endif
+}
+
+std::uint64_t DirectFile::current_size() const {
+  struct stat status;
+  return fstat(fd_, &status) == 0 ? static_cast<std::uint64_t>(status.st_size) : size_;
+}
+
+DirectFile::~DirectFile() {
+  if (fd_ >= 0) close(fd_);
+}
+
+int DirectRead::descriptor() const { return file_->fd_; }
+
+void DirectRead::accept(ssize_t result) {
+  if (file_->faults_) result = file_->faults_->distort(iov_, result);
+  if (result < 0) {
+    const auto error = static_cast<int>(-result);
+    if (error == EINTR) return;
+    if (error == EAGAIN && ++waits_ < kPatience) {
+      std::this_thread::yield();
+      return;
+    }
+    ++retries_;
+    if (++failures_ <= kExtraTries) return;
+    std::size_t wanted = 0;
+    for (int i = 0; i < iovcnt_; ++i) wanted += iov_[i].iov_len;
+    throw_io("reading " + std::to_string(wanted) + " bytes at offset " + std::to_string(offset()) +
+                 " failed three times,",
+             file_->path_, error, offset());
+  }
+  if (result == 0) {  // the end of the file
+    iovcnt_ = 0;
+    return;
+  }
+  waits_ = 0;
+  done_ += static_cast<std::size_t>(result);
+  // A short read: step over what came. A direct read that stopped between sectors can only be the file's
+  // end.
+  auto left = static_cast<std::size_t>(result);
+  while (iovcnt_ > 0 && left >= iov_->iov_len) {
+    left -= iov_->iov_len;
+    ++iov_;
+    --iovcnt_;
+  }
+  if (iovcnt_ == 0 || left == 0) return;
+  if (file_->direct_ && (left % file_->memory_alignment_ != 0 || offset() % file_->offset_alignment_ != 0)) {
+    if (offset() >= file_->current_size()) {
+      iovcnt_ = 0;
+      return;
+    }
+    // Mid-file and unaligned: read this piece again from its last sector, but not for ever.
+    const std::size_t back = offset() % file_->offset_alignment_;
+    done_ -= back;
+    left -= back;
+    if (left == 0 && ++failures_ > kExtraTries) {
+      throw CoreError(ErrorKind::io,
+                      "reading at offset " + std::to_string(offset()) +
+                          " returned less than one sector three times, " + file_->path_,
+                      offset());
+    }
+  }
+  iov_->iov_base = static_cast<char*>(iov_->iov_base) + left;
+  iov_->iov_len -= left;
+}
+
+void DirectFile::read(DirectRead& read) const {
+  while (!read.finished()) {
+    const ssize_t got = preadv(fd_, read.iov(), read.iovcnt(), static_cast<off_t>(read.offset()));
+    read.accept(got < 0 ? -errno : got);
+  }
+}
+
+}  // namespace flashllm

@@ -1,0 +1,93 @@
+// One file, read at given offsets, past the page cache where the file system allows it.
+//
+// Contract of direct reads: offset, length and memory must be multiples of what statx(STATX_DIOALIGN)
+// reports; callers ask `offset_alignment()` and `memory_alignment()`. Some file systems accept O_DIRECT at
+// open and refuse it at the first read, so opening reads one block. Others accept it and use the page cache
+// all the same (statx says so; tmpfs is made of page cache). A file that cannot be read directly is read
+// through the page cache, and `direct()` says so: whoever opened it must tell the user.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "io/fault.h"
+
+namespace flashllm {
+
+class DirectFile;
+
+// One read on its way: what the next system call asks for, and what its answer means. The rules are the same
+// whoever makes the calls: short reads are continued, EINTR and (for a while) EAGAIN repeated, any other
+// error is tried twice more; the read stops at the end of the file, wherever that is by now.
+class DirectRead {
+ public:
+  DirectRead() = default;
+  // Fills the iovecs from `offset` on; they must be aligned as DirectFile says. Changes `iov`.
+  DirectRead(const DirectFile& file, struct iovec* iov, int iovcnt, std::uint64_t offset)
+      : file_(&file), iov_(iov), iovcnt_(iovcnt), offset_(offset) {}
+
+  bool finished() const { return iovcnt_ == 0; }
+  // The next call.
+  int descriptor() const;
+  const struct iovec* iov() const { return iov_; }
+  int iovcnt() const { return iovcnt_; }
+  std::uint64_t offset() const { return offset_ + done_; }
+  // Its answer: bytes read, or -errno. Throws CoreError(io) naming path, offset, size and errno when the read
+  // failed for good.
+  void accept(ssize_t result);
+
+  std::uint64_t nbytes() const { return done_; }  // read so far
+  std::uint64_t retries() const { return retries_; }
+
+ private:
+  const DirectFile* file_ = nullptr;
+  struct iovec* iov_ = nullptr;
+  int iovcnt_ = 0;
+  std::uint64_t offset_ = 0;
+  std::uint64_t done_ = 0;
+  std::uint64_t retries_ = 0;
+  int failures_ = 0;
+  int waits_ = 0;
+};
+
+class DirectFile {
+ public:
+  // Throws CoreError(io) when the file cannot be opened or read at all.
+  DirectFile(std::string path, bool want_direct);
+  ~DirectFile();
+  DirectFile(const DirectFile&) = delete;
+  DirectFile& operator=(const DirectFile&) = delete;
+
+  const std::string& path() const { return path_; }
+  std::uint64_t size() const { return size_; }
+  bool direct() const { return direct_; }
+  const std::string& fallback_reason() const { return fallback_reason_; }  // empty when direct or not wanted
+  std::size_t offset_alignment() const { return offset_alignment_; }
+  std::size_t memory_alignment() const { return memory_alignment_; }
+
+  void read(DirectRead& read) const;  // makes its calls until it is finished
+
+  void inject(std::shared_ptr<FaultPlan> faults) { faults_ = std::move(faults); }  // tests only
+
+ private:
+  friend class DirectRead;
+
+  void open_buffered(const std::string& reason);
+  std::string why_not_direct();  // empty when reads of the open file can be direct; sets the alignments
+  std::uint64_t current_size() const;
+
+  std::string path_;
+  int fd_ = -1;
+  std::uint64_t size_ = 0;
+  bool direct_ = false;
+  std::string fallback_reason_;
+  std::size_t offset_alignment_ = 1;
+  std::size_t memory_alignment_ = 1;
+  std::shared_ptr<FaultPlan> faults_;
+};
+
+}  // namespace flashllm

@@ -1,0 +1,63 @@
+// Which request is read next, and which batches are finished. Plain bookkeeping under one lock; reads
+// nothing and starts no threads. Shared by the callers of a Reader and its backend.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <mutex>
+
+#include "io/read_request.h"
+#include "io/request_plan.h"
+
+namespace flashllm {
+
+class ReadBatch;
+
+enum class ReadPriority { demand, prefetch };
+
+class ReadQueue {
+ public:
+  struct Work {
+    ReadBatch* batch = nullptr;
+    const ReadRequest* request = nullptr;
+    const ReadJob* jobs = nullptr;  // of the request
+    const DirectFile* file = nullptr;
+  };
+
+  // For callers.
+  void push(ReadBatch& batch, ReadPriority priority);
+  void keep(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted);
+  bool poll(ReadBatch& batch);   // marks the jobs that have landed; true when nothing is under way
+  void wait(ReadBatch& batch);   // the same, when others have finished all of it
+  std::uint64_t take_busy_ns();  // time since the last call in which any batch was unfinished
+
+  // For backends. Work is handed out in the order of submission, demand before prefetch; all of it must be
+  // finished.
+  bool take(Work& work);      // waits for work; false when the queue was closed
+  bool try_take(Work& work);  // false when there is none
+  void finish(const Work& work, const RequestOutcome& outcome, std::exception_ptr error);
+  // Wakes so many of those in `take`, of which there are at most `waiting`.
+  void notify(std::size_t requests, std::size_t waiting);
+  void close();  // ends all waiting in `take`
+
+ private:
+  std::deque<ReadBatch*>& queue_of(const ReadBatch& batch);
+  bool pop(Work& work);
+  void retire(ReadBatch& batch, std::size_t requests);
+  void drop_rest(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted);
+  static void mark_landed(ReadBatch& batch);
+
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::condition_variable done_;
+  std::deque<ReadBatch*> demand_, prefetch_;  // batches with requests nobody has taken
+  std::size_t unfinished_batches_ = 0;
+  std::uint64_t busy_since_ns_ = 0, busy_ns_ = 0;  // since: where a batch is unfinished
+  bool closed_ = false;
+};
+
+}  // namespace flashllm

@@ -1,0 +1,92 @@
+#include "io/read_request.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "io/error.h"
+#include "io/xxh3.h"
+
+namespace flashllm {
+
+namespace {
+
+void verify_job(const ReadJob& job, const DirectFile& file) {
+  const std::uint64_t rows = job.nbytes / job.row_nbytes;
+  for (std::uint64_t r = 0; r < rows; ++r) {
+    if (xxh3_64(job.destination + r * job.row_nbytes, job.row_nbytes) != job.checksums[r]) {
+      const std::uint64_t offset = job.offset + r * job.row_nbytes;
+      throw CoreError(ErrorKind::checksum,
+                      "wrong checksum of the row at offset " + std::to_string(offset) + " of " + file.path(),
+                      offset);
+    }
+  }
+}
+
+}  // namespace
+
+RequestSlot::RequestSlot(std::uint64_t max_request, std::uint64_t max_gap)
+    : max_request_(max_request), gap_(std::min(max_gap, max_request)) {  // a gap lies inside a request
+  iov_.reserve(2 * kMaxPieces);
+}
+
+// An unaligned request can be longer than max_request when a single row is; grown then, once.
+std::byte* RequestSlot::bounce(std::size_t nbytes) {
+  constexpr std::size_t kSector = 4096;
+  if (!bounce_ || bounce_->size() < nbytes)
+    bounce_ = std::make_unique<HugeBuffer>(std::max<std::size_t>(nbytes, max_request_ + 2 * kSector));
+  return bounce_->data();
+}
+
+void RequestSlot::begin(const ReadRequest& request, const ReadJob* jobs, const DirectFile& file) {
+  request_ = &request;
+  jobs_ = jobs;
+  file_ = &file;
+  start_ = request.offset;
+  iov_.clear();
+  if (request.bounce) {
+    const std::uint64_t alignment = file.offset_alignment();
+    start_ = request.offset / alignment * alignment;
+    const std::uint64_t end = (request.offset + request.nbytes + alignment - 1) / alignment * alignment;
+    iov_.push_back({bounce(end - start_), end - start_});
+  } else {
+    std::uint64_t at = request.offset;
+    for (std::uint32_t i = 0; i < request.num_jobs; ++i) {
+      if (jobs[i].offset > at) iov_.push_back({gap_.data(), jobs[i].offset - at});
+      iov_.push_back({jobs[i].destination, jobs[i].nbytes});
+      at = jobs[i].offset + jobs[i].nbytes;
+    }
+  }
+  read = DirectRead(file, iov_.data(), static_cast<int>(iov_.size()), start_);
+}
+
+RequestOutcome RequestSlot::finish(bool verify) {
+  RequestOutcome outcome;
+  outcome.bytes = read.nbytes();
+  outcome.retries = read.retries();
+  // 1. All there?
+  const std::uint64_t skipped = request_->offset - start_;
+  if (outcome.bytes < skipped + request_->nbytes) {
+    const std::uint64_t end = start_ + std::max(outcome.bytes, skipped);
+    throw CoreError(ErrorKind::format,
+                    file_->path() + " ends at byte " + std::to_string(end) + ", expected at least " +
+                        std::to_string(request_->offset + request_->nbytes) +
+                        ": the file shrank or is truncated",
+                    end);
+  }
+  // 2. In place.
+  std::uint64_t wanted = 0;
+  for (std::uint32_t i = 0; i < request_->num_jobs; ++i) {
+    if (request_->bounce)
+      std::memcpy(jobs_[i].destination, bounce_->data() + (jobs_[i].offset - start_), jobs_[i].nbytes);
+    wanted += jobs_[i].nbytes;
+  }
+  outcome.gap_bytes = outcome.bytes - std::min(outcome.bytes, wanted);
+  // 3. Right? Checked on the reader's threads, while other reads are under way.
+  if (verify)
+    for (std::uint32_t i = 0; i < request_->num_jobs; ++i)
+      if (jobs_[i].checksums != nullptr) verify_job(jobs_[i], *file_);
+  return outcome;
+}
+
+}  // namespace flashllm

@@ -1,0 +1,125 @@
+// Batches of reads: submit returns at once, wait returns when every byte is there, checked.
+//
+// A ReadBatch belongs to its caller, who fills `jobs`, submits it, may compute meanwhile, and waits. Many
+// batches may be in flight: demand reads start before prefetches, each kind in the order of submission. When
+// it turns out what a prefetch was good for, `keep` drops those of its requests that have not been started
+// and lets the wanted ones go on as demand reads. The first error of a batch wins, the rest of the batch is
+// skipped, and wait throws it. After wait each job says whether it landed, and the batch can be used again.
+// One thread at a time uses a batch.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "io/direct_file.h"
+#include "io/read_queue.h"
+#include "io/request_plan.h"
+#include "io/side_work.h"
+
+namespace flashllm {
+
+struct ReadStats {
+  std::uint64_t jobs = 0;
+  std::uint64_t requests = 0;   // without those dropped before they were started
+  std::uint64_t dropped = 0;    // requests
+  std::uint64_t bytes = 0;      // asked from the device, gaps included
+  std::uint64_t gap_bytes = 0;  // read and thrown away
+  std::uint64_t bounced = 0;    // requests that needed an aligned copy, dropped or not
+  std::uint64_t retries = 0;
+  std::uint64_t wall_ns = 0;  // from submit to the last byte
+};
+
+class ReadBatch {
+ public:
+  std::vector<ReadJob> jobs;  // the caller's to fill before submit; rearranged by it
+
+  const ReadStats& stats() const { return stats_; }  // of the last submit, complete after wait
+  bool in_flight() const { return in_flight_; }      // submitted and not yet waited for
+
+ private:
+  friend class Reader;
+  friend class ReadQueue;
+
+  const DirectFile* file_ = nullptr;
+  std::vector<ReadRequest> requests_;
+  bool in_flight_ = false;  // the caller's own, never seen by the backend
+  // Guarded by the queue's lock.
+  ReadStats stats_;
+  ReadPriority priority_ = ReadPriority::demand;
+  std::size_t next_request_ = 0;            // those before it were started
+  std::size_t unfinished_ = 0;              // requests neither finished nor dropped
+  std::vector<const ReadRequest*> landed_;  // finished since the last poll
+  std::exception_ptr error_;
+  std::uint64_t submitted_at_ns_ = 0;
+};
+
+enum class ReadBackendKind {
+  threads,
+  io_uring,   // an error where there is none
+  automatic,  // io_uring where it is to be had, else threads
+};
+
+struct ReaderOptions {
+  ReadBackendKind backend = ReadBackendKind::threads;
+  int threads = 32;      // of the threads backend; paper A, section 4
+  int queue_depth = 64;  // of io_uring
+  std::uint64_t max_gap = 0;
+  std::uint64_t max_request = std::uint64_t{1} << 20;
+  bool verify = true;  // compare the checksums of jobs that carry them
+};
+
+// Takes work from a ReadQueue and finishes it. All memory and threads are taken when it is made.
+class ReadBackend {
+ public:
+  virtual ~ReadBackend() = default;                     // ends after the requests under way
+  virtual void work_arrived(std::size_t requests) = 0;  // called by those who submit: brief
+  virtual void start() noexcept = 0;                    // as Reader::start
+  virtual void advance() noexcept = 0;                  // as Reader::advance
+  virtual void wait(ReadBatch& batch) = 0;              // until all of it is finished
+};
+
+class Reader final : public SideWork {
+ public:
+  explicit Reader(const ReaderOptions& options);
+  ~Reader() override;
+
+  // With the backend in use; `backend_reason` says why an automatic choice was not io_uring.
+  const ReaderOptions& options() const { return options_; }
+  const std::string& backend_reason() const { return backend_reason_; }
+
+  void submit(ReadBatch& batch, const DirectFile& file, ReadPriority priority = ReadPriority::demand);
+  // Of the requests not yet started, those with a job that is `wanted` (called with the queue's lock held:
+  // brief, and no call of the reader) become demand reads; the others are dropped.
+  void keep(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted);
+  void cancel(ReadBatch& batch);  // keeps none; wait then returns as soon as the started ones are done
+  // Sets `landed` of the jobs that are there, read and checked. True when wait would return at once.
+  bool poll(ReadBatch& batch);
+  void wait(ReadBatch& batch);  // as poll, but waits; throws CoreError
+  // Starts what there is room for and takes in what has landed, without waiting; from any thread. What was
+  // submitted begins here, or at the next `advance`, `poll` or `wait`. Threads then do all of it themselves;
+  // on io_uring reads move on only in these calls: whoever computes beside them calls `advance` now and then,
+  // as a ThreadPool does between two shares of a loop; it returns at once where the last look was a moment
+  // ago.
+  void start() noexcept { backend_->start(); }
+  void advance() noexcept override { backend_->advance(); }
+  // Time since the last call in which any batch was under way; batches that overlap count once.
+  std::uint64_t take_busy_ns() { return queue_.take_busy_ns(); }
+  void settle(ReadBatch& batch) noexcept;  // waits if it is in flight; its error is not wanted
+  void read(ReadBatch& batch, const DirectFile& file) {
+    submit(batch, file);
+    wait(batch);
+  }
+
+ private:
+  ReaderOptions options_;
+  std::string backend_reason_;
+  ReadQueue queue_;
+  std::unique_ptr<ReadBackend> backend_;
+};
+
+}  // namespace flashllm

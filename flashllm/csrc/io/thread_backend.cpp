@@ -1,0 +1,61 @@
+#include "io/thread_backend.h"
+
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "io/error.h"
+
+namespace flashllm {
+
+ThreadBackend::ThreadBackend(ReadQueue& queue, const ReaderOptions& options)
+    : queue_(queue), verify_(options.verify) {
+  // All memory is taken here, where running out of it can be told; on a thread it would end the process.
+  const auto threads = static_cast<std::size_t>(options.threads);
+  threads_.reserve(threads);
+  for (std::size_t i = 0; i < threads; ++i)
+    slots_.push_back(std::make_unique<RequestSlot>(options.max_request, options.max_gap));
+  try {
+    for (const auto& slot : slots_) threads_.emplace_back([this, &slot] { serve(*slot); });
+  } catch (const std::system_error& error) {
+    stop();
+    throw CoreError(ErrorKind::io, "cannot start " + std::to_string(options.threads) + " reader threads (" +
+                                       error.what() + "); use fewer with --io-threads");
+  } catch (...) {
+    stop();
+    throw;
+  }
+}
+
+void ThreadBackend::start() noexcept {
+  if (unannounced_.load(std::memory_order_relaxed) == 0) return;
+  queue_.notify(unannounced_.exchange(0), threads_.size());
+}
+
+void ThreadBackend::wait(ReadBatch& batch) {
+  start();
+  queue_.wait(batch);
+}
+
+void ThreadBackend::serve(RequestSlot& slot) {
+  ReadQueue::Work work;
+  while (queue_.take(work)) {
+    RequestOutcome outcome;
+    std::exception_ptr error;
+    try {
+      slot.begin(*work.request, work.jobs, *work.file);
+      work.file->read(slot.read);
+      outcome = slot.finish(verify_);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    queue_.finish(work, outcome, std::move(error));  // its last owner is whoever waits for the batch
+  }
+}
+
+void ThreadBackend::stop() {
+  queue_.close();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+}  // namespace flashllm

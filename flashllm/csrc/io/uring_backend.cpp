@@ -1,0 +1,102 @@
+#include "io/uring_backend.h"
+
+#include <cerrno>
+#include <utility>
+
+#include "io/error.h"
+
+namespace flashllm {
+
+UringBackend::UringBackend(ReadQueue& queue, const ReaderOptions& options)
+    : queue_(queue), verify_(options.verify), ring_(static_cast<unsigned>(options.queue_depth)) {
+  const auto depth = static_cast<std::size_t>(options.queue_depth);
+  for (std::size_t i = 0; i < depth; ++i) {
+    active_.push_back(std::make_unique<Active>(options));
+    free_.push_back(i);
+  }
+}
+
+UringBackend::~UringBackend() {
+  queue_.close();
+  for (take_in(); free_.size() != active_.size(); take_in()) ring_.submit(1);
+}
+
+void UringBackend::start() noexcept {
+  const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+  if (turn.owns_lock()) step();  // else its holder does the same
+}
+
+void UringBackend::advance() noexcept {
+  const auto now = Clock::now().time_since_epoch().count();
+  if (now < next_look_.load(std::memory_order_relaxed)) return;
+  const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+  if (!turn.owns_lock()) return;
+  step();
+  next_look_.store(now + kBetweenLooks.count(), std::memory_order_relaxed);
+}
+
+void UringBackend::step() {
+  if (ring_.has_work()) ring_.submit(0);
+  take_in();
+  start_requests();
+  if (ring_.has_work()) ring_.submit(0);
+}
+
+void UringBackend::wait(ReadBatch& batch) {
+  while (!queue_.poll(batch)) {
+    const std::lock_guard<std::mutex> turn(turn_);
+    take_in();
+    if (queue_.poll(batch)) return;
+    start_requests();
+    // Where nothing is under way now, all of it failed before the kernel was asked: nothing would wake us.
+    if (free_.size() != active_.size()) ring_.submit(1);
+  }
+}
+
+void UringBackend::take_in() {
+  std::uint64_t id = 0;
+  ssize_t result = 0;
+  while (ring_.reap(id, result)) answer(id, result);
+}
+
+void UringBackend::start_requests() {
+  while (!free_.empty()) {
+    const std::size_t index = free_.back();
+    Active& active = *active_[index];
+    if (!queue_.try_take(active.work)) return;
+    free_.pop_back();
+    try {
+      active.slot.begin(*active.work.request, active.work.jobs, *active.work.file);
+      ask(index);
+    } catch (...) {
+      finish(index, {}, std::current_exception());
+    }
+  }
+}
+
+void UringBackend::ask(std::size_t index) {
+  const DirectRead& read = active_[index]->slot.read;
+  ring_.read(index, read.descriptor(), read.iov(), read.iovcnt(), read.offset());
+}
+
+void UringBackend::answer(std::size_t index, ssize_t result) {
+  if (result == -ECANCELED) return ask(index);  // the thread that asked has ended
+  RequestOutcome outcome;
+  std::exception_ptr error;
+  try {
+    RequestSlot& slot = active_[index]->slot;
+    slot.read.accept(result);
+    if (!slot.read.finished()) return ask(index);
+    outcome = slot.finish(verify_);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  finish(index, outcome, std::move(error));
+}
+
+void UringBackend::finish(std::size_t index, const RequestOutcome& outcome, std::exception_ptr error) {
+  free_.push_back(index);
+  queue_.finish(active_[index]->work, outcome, std::move(error));
+}
+
+}  // namespace flashllm

@@ -1,0 +1,60 @@
+// Keeps `queue_depth` reads under way through io_uring, where thread_backend.h needs a thread for each.
+//
+// No thread of its own: reads are started, taken in and checked by those who wait for them or compute beside
+// them (`Reader::advance`), a few at a time, so that one call of the kernel serves several. A thread of its
+// own took the processor from products in the middle of a share, and the queue ran dry until its turn came
+// (bench/LOG.md).
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "io/io_uring.h"
+#include "io/reader.h"
+
+namespace flashllm {
+
+class UringBackend final : public ReadBackend {
+ public:
+  // Throws CoreError(io) where there is no io_uring.
+  UringBackend(ReadQueue& queue, const ReaderOptions& options);
+  ~UringBackend() override;
+
+  void work_arrived(std::size_t) override {}
+  void start() noexcept override;
+  void advance() noexcept override;
+  void wait(ReadBatch& batch) override;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  // Of `advance`: long enough for a few reads to be handed over by one call, short enough for a deep queue to
+  // last.
+  static constexpr std::chrono::nanoseconds kBetweenLooks{100'000};
+  struct Active {  // a request under way
+    explicit Active(const ReaderOptions& options) : slot(options.max_request, options.max_gap) {}
+    RequestSlot slot;
+    ReadQueue::Work work;
+  };
+
+  void step();
+  void take_in();
+  void start_requests();
+  void ask(std::size_t index);
+  void answer(std::size_t index, ssize_t result);
+  void finish(std::size_t index, const RequestOutcome& outcome, std::exception_ptr error);
+
+  ReadQueue& queue_;
+  const bool verify_;
+  std::mutex turn_;  // whose holder uses everything below
+  IoUring ring_;
+  std::vector<std::unique_ptr<Active>> active_;
+  std::vector<std::size_t> free_;
+  std::atomic<std::int64_t> next_look_{0};
+};
+
+}  // namespace flashllm

@@ -1,0 +1,198 @@
+#include "kernels/kernels.h"
+
+#include <algorithm>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#include "io/error.h"
+
+namespace flashllm {
+
+namespace scalar {
+extern const KernelTable kTables[3];
+float sum_floats(const float* from, std::size_t n);
+void softmax(float* scores, std::size_t n, float scale);
+void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width, std::size_t terms, float* c,
+                  std::size_t c_row);
+}  // namespace scalar
+#if defined(__x86_64__)
+namespace avx2 {
+extern const KernelTable kTables[3];
+float sum_floats(const float* from, std::size_t n);
+void softmax(float* scores, std::size_t n, float scale);
+void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width, std::size_t terms, float* c,
+                  std::size_t c_row);
+}  // namespace avx2
+namespace avx512 {
+extern const KernelTable kTables[3];
+float sum_floats(const float* from, std::size_t n);
+void softmax(float* scores, std::size_t n, float scale);
+void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width, std::size_t terms, float* c,
+                  std::size_t c_row);
+}  // namespace avx512
+namespace avx512_bf16 {
+extern const PairKernels kPairs;
+}
+#endif
+
+namespace {
+
+constexpr std::size_t kRowGrain = 16;     // rows a thread takes at a time
+constexpr std::size_t kColumnGrain = 64;  // columns: whole cache lines of fp16, whole vectors of every level
+static_assert(kColumnGrain % 32 == 0, "splits must fall between vectors");
+
+}  // namespace
+
+SimdLevel best_simd_level() {
+#if defined(__x86_64__)
+  static const SimdLevel best = [] {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+      return __builtin_cpu_supports("avx512bf16") ? SimdLevel::avx512_bf16 : SimdLevel::avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+      return SimdLevel::avx2;
+    return SimdLevel::scalar;
+  }();
+  return best;
+#else
+  return SimdLevel::scalar;
+#endif
+}
+
+bool has_amx() {
+#if defined(__x86_64__)
+  constexpr unsigned kAmxBf16 = 1U << 22;
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & kAmxBf16) != 0;
+#else
+  return false;
+#endif
+}
+
+const KernelTable& kernel_table(SimdLevel level, Dtype dtype) {
+  if (level > best_simd_level())
+    throw CoreError(ErrorKind::usage, "this processor lacks the SIMD level asked for");
+  const auto index = static_cast<std::size_t>(dtype);
+#if defined(__x86_64__)
+  if (level >= SimdLevel::avx512) return avx512::kTables[index];
+  if (level == SimdLevel::avx2) return avx2::kTables[index];
+#endif
+  return scalar::kTables[index];
+}
+
+SumFloats sum_floats_kernel(SimdLevel level) {
+  kernel_table(level, Dtype::f32);  // throws where the processor lacks it
+#if defined(__x86_64__)
+  if (level >= SimdLevel::avx512) return avx512::sum_floats;
+  if (level == SimdLevel::avx2) return avx2::sum_floats;
+#endif
+  return scalar::sum_floats;
+}
+
+Softmax softmax_kernel(SimdLevel level) {
+  kernel_table(level, Dtype::f32);
+#if defined(__x86_64__)
+  if (level >= SimdLevel::avx512) return avx512::softmax;
+  if (level == SimdLevel::avx2) return avx2::softmax;
+#endif
+  return scalar::softmax;
+}
+
+MultiplyAdd multiply_add_kernel(SimdLevel level) {
+  kernel_table(level, Dtype::f32);
+#if defined(__x86_64__)
+  if (level >= SimdLevel::avx512) return avx512::multiply_add;
+  if (level == SimdLevel::avx2) return avx2::multiply_add;
+#endif
+  return scalar::multiply_add;
+}
+
+const PairKernels* pair_kernels(SimdLevel level) {
+  kernel_table(level, Dtype::f32);
+#if defined(__x86_64__)
+  if (level >= SimdLevel::avx512_bf16) return &avx512_bf16::kPairs;
+#endif
+  return nullptr;
+}
+
+namespace {
+
+// A NaN stays one, as in the dense model.
+float relu(float value) { return value <= 0.0F ? 0.0F : value; }
+float squared_relu(float value) { return value <= 0.0F ? 0.0F : value * value; }
+
+}  // namespace
+
+float apply_activation(Activation activation, float value) {
+  switch (activation) {
+    case Activation::identity:
+      return value;
+    case Activation::relu:
+      return relu(value);
+    case Activation::squared_relu:
+      return squared_relu(value);
+  }
+  return value;
+}
+
+void activate(Activation activation, float bias, float* values, std::size_t n) {
+  const auto each = [=](auto function) {
+    for (std::size_t i = 0; i < n; ++i) values[i] = function(values[i] + bias);
+  };
+  switch (activation) {
+    case Activation::identity:
+      return each([](float value) { return value; });
+    case Activation::relu:
+      return each(relu);
+    case Activation::squared_relu:
+      return each(squared_relu);
+  }
+}
+
+void linear(const LinearWeights& weights, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
+            SimdLevel level) {
+  const KernelTable& kernels = kernel_table(level, weights.dtype);
+  pool.parallel_for(weights.rows, kRowGrain, [&](std::size_t begin, std::size_t end) {
+    // All tokens use a small block of rows while it is in the processor's cache.
+    const std::size_t block = tokens == 1 ? end - begin : kRowGrain;
+    for (std::size_t r = begin; r < end; r += block) {
+      const std::size_t n = std::min(block, end - r);
+      for (std::size_t m = 0; m < tokens; ++m) {
+        float* values = out + m * weights.rows + r;
+        kernels.dot_matrix(weights.data + r * weights.stride, weights.stride, n, x + m * weights.columns,
+                           weights.columns, values);
+        if (weights.bias != nullptr)
+          for (std::size_t i = 0; i < n; ++i) values[i] += weights.bias[r + i];
+      }
+    }
+  });
+}
+
+void gathered_dots(const void* const* rows, const std::int32_t* ids, std::size_t n, Dtype dtype,
+                   const float* x, std::size_t k, const float* bias, Activation activation, float* values,
+                   ThreadPool& pool, SimdLevel level) {
+  const KernelTable& kernels = kernel_table(level, dtype);
+  pool.parallel_for(n, kRowGrain, [&](std::size_t begin, std::size_t end) {
+    kernels.dot_rows(rows + begin, end - begin, x, k, values + begin);
+    for (std::size_t i = begin; i < end; ++i) {
+      const float product = bias != nullptr ? values[i] + bias[ids[i]] : values[i];
+      values[i] = apply_activation(activation, product);
+    }
+  });
+}
+
+void scaled_row_sum(const void* const* rows, const float* scales, std::size_t n, Dtype dtype, std::size_t k,
+                    float* y, ThreadPool& pool, SimdLevel level) {
+  const KernelTable& kernels = kernel_table(level, dtype);
+  // One share a thread: a piece of a row is read from memory in one go, the longer the better.
+  const auto threads = static_cast<std::size_t>(pool.threads());
+  const std::size_t share = (k + threads - 1) / threads;
+  const std::size_t grain = (share + kColumnGrain - 1) / kColumnGrain * kColumnGrain;
+  pool.parallel_for(k, grain, [&](std::size_t begin, std::size_t end) {
+    kernels.add_scaled_rows(rows, scales, n, begin, end, y);
+  });
+}
+
+}  // namespace flashllm

@@ -1,0 +1,107 @@
+// Matrix-vector products over 16- and 32-bit weights with fp32 accumulation, at the speed of reading the
+// weights.
+//
+// Every output is one sum in one fixed order: bits do not depend on the number of threads, on how many rows
+// are handled together, or on where a row lies. They do depend on the instruction set, which is chosen once
+// per process from what the processor has; tests force a level. Vectors (inputs, outputs, products) are fp32.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/thread_pool.h"
+
+namespace flashllm {
+
+enum class Dtype { f32, f16, bf16 };
+inline std::size_t dtype_nbytes(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+
+enum class SimdLevel { scalar, avx2, avx512, avx512_bf16 };  // each has all of those before it
+SimdLevel best_simd_level();
+bool has_amx();  // bf16 products of whole tiles, which no level here uses
+
+enum class Activation { identity, relu, squared_relu };
+
+// The innermost loops of one level and weight type; `n` rows or terms, `k` elements a row.
+struct KernelTable {
+  // out[r] = sum_j rows[r][j] * x[j]
+  void (*dot_rows)(const void* const* rows, std::size_t n, const float* x, std::size_t k, float* out);
+  // the same over rows `stride` bytes apart
+  void (*dot_matrix)(const void* data, std::size_t stride, std::size_t n, const float* x, std::size_t k,
+                     float* out);
+  // y[j] += sum_i scales[i] * rows[i][j], the terms added in the order of i; j in [begin, end)
+  void (*add_scaled_rows)(const void* const* rows, const float* scales, std::size_t n, std::size_t begin,
+                          std::size_t end, float* y);
+  void (*to_f32)(const void* from, std::size_t n, float* to);
+  void (*from_f32)(const float* from, std::size_t n, void* to);  // rounds to nearest, ties to even
+};
+const KernelTable& kernel_table(SimdLevel level, Dtype dtype);
+
+// c[m][n] += sum_s a[m * a.row + s * a.step] * b[s * b.row + n], the terms added in the order of s; m in [0,
+// rows), n in [0, width), s in [0, terms). `width` is a multiple of 16; rows of c are c_row floats apart.
+struct TileRows {
+  const float* data;
+  std::size_t row, step;
+};
+struct TileColumns {
+  const float* data;
+  std::size_t row;
+};
+using MultiplyAdd = void (*)(TileRows a, std::size_t rows, TileColumns b, std::size_t width,
+                             std::size_t terms, float* c, std::size_t c_row);
+MultiplyAdd multiply_add_kernel(SimdLevel level);
+
+// The same over pairs of bf16 terms, two to a word, the earlier one in its lower half: half as many steps,
+// each c + low * low and + high * high, every sum rounded to fp32. Strides of a are in bytes, of b in words.
+struct PairRows {
+  const std::byte* data;
+  std::size_t row, step;
+};
+struct PairColumns {
+  const std::uint32_t* data;
+  std::size_t row;
+};
+struct PairKernels {
+  void (*multiply_add)(PairRows a, std::size_t rows, PairColumns b, std::size_t width, std::size_t pairs,
+                       float* c, std::size_t c_row);
+  // pairs[j] = {low[j], high[j]}
+  void (*pair_rows)(const std::uint16_t* low, const std::uint16_t* high, std::size_t n, std::uint32_t* pairs);
+  // The same of fp32, rounded to bf16; n is a multiple of 16.
+  void (*pair_floats)(const float* low, const float* high, std::size_t n, std::uint32_t* pairs);
+};
+const PairKernels* pair_kernels(SimdLevel level);  // nullptr where the level has none
+
+// scores = softmax(scale * scores), in place
+using Softmax = void (*)(float* scores, std::size_t n, float scale);
+Softmax softmax_kernel(SimdLevel level);
+
+// The sum of n floats, read as fast as the level can: for measuring, in no fixed order.
+using SumFloats = float (*)(const float* from, std::size_t n);
+SumFloats sum_floats_kernel(SimdLevel level);
+
+// out[m][r] = sum_j weights[r][j] * x[m][j] (+ bias[r]), rows `stride` bytes apart.
+struct LinearWeights {
+  const std::byte* data = nullptr;
+  std::size_t rows = 0;
+  std::size_t columns = 0;
+  std::size_t stride = 0;  // bytes
+  Dtype dtype = Dtype::f32;
+  const float* bias = nullptr;
+};
+void linear(const LinearWeights& weights, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
+            SimdLevel level);
+
+// values[i] = activation(dot(rows[i], x) + bias[ids[i]])
+void gathered_dots(const void* const* rows, const std::int32_t* ids, std::size_t n, Dtype dtype,
+                   const float* x, std::size_t k, const float* bias, Activation activation, float* values,
+                   ThreadPool& pool, SimdLevel level);
+
+// y[j] += sum_i scales[i] * rows[i][j] for j < k, in the order of i
+void scaled_row_sum(const void* const* rows, const float* scales, std::size_t n, Dtype dtype, std::size_t k,
+                    float* y, ThreadPool& pool, SimdLevel level);
+
+float apply_activation(Activation activation, float value);
+// values[i] = activation(values[i] + bias)
+void activate(Activation activation, float bias, float* values, std::size_t n);
+
+}  // namespace flashllm

@@ -1,0 +1,53 @@
+// AVX2 + FMA + F16C: eight floats a vector.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include "kernels/half.h"
+#include "kernels/kernels.h"
+
+namespace flashllm::avx2 {
+
+namespace {
+
+constexpr std::size_t kUnroll = 4, kRows = 2, kTileRows = 6, kTileVectors = 2;
+
+struct Vec {
+  static constexpr std::size_t kWidth = 8;
+  __m256 v;
+
+  static Vec zero() { return {_mm256_setzero_ps()}; }
+  static Vec set(float value) { return {_mm256_set1_ps(value)}; }
+  static Vec load_f32(const float* p) { return {_mm256_loadu_ps(p)}; }
+  static Vec load_f16(const std::uint16_t* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+  }
+  static Vec load_bf16(const std::uint16_t* p) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
+  }
+  void store(float* p) const { _mm256_storeu_ps(p, v); }
+  // this * 2^n, n the integer in the low bits of `shifted`
+  Vec times_two_to(const Vec& shifted) const {
+    const __m256i n = _mm256_slli_epi32(_mm256_castps_si256(shifted.v), 23);
+    return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), n))};
+  }
+  float sum() const {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+  }
+};
+
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }  // b where either is NaN
+
+}  // namespace
+
+#include "kernels/kernels_impl.h"
+
+}  // namespace flashllm::avx2
+
+#endif

@@ -1,0 +1,60 @@
+// AVX-512 F/BW/VL: sixteen floats a vector.
+#if defined(__x86_64__)
+
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC 12's own header starts its intrinsics from a deliberately undefined register and then warns about it.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+
+#include "kernels/half.h"
+#include "kernels/kernels.h"
+
+namespace flashllm::avx512 {
+
+namespace {
+
+constexpr std::size_t kUnroll = 4, kRows = 4, kTileRows = 6, kTileVectors = 4;
+
+struct Vec {
+  static constexpr std::size_t kWidth = 16;
+  __m512 v;
+
+  static Vec zero() { return {_mm512_setzero_ps()}; }
+  static Vec set(float value) { return {_mm512_set1_ps(value)}; }
+  static Vec load_f32(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static Vec load_f16(const std::uint16_t* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+  }
+  static Vec load_bf16(const std::uint16_t* p) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+  }
+  void store(float* p) const { _mm512_storeu_ps(p, v); }
+  // this * 2^n, n the integer in the low bits of `shifted`
+  Vec times_two_to(const Vec& shifted) const {
+    const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
+    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(v), n))};
+  }
+  float sum() const {
+    const __m256 high = _mm256_castsi256_ps(_mm512_extracti64x4_epi64(_mm512_castps_si512(v), 1));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), high);
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+  }
+};
+
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where either is NaN
+
+}  // namespace
+
+#include "kernels/kernels_impl.h"
+
+}  // namespace flashllm::avx512
+
+#endif

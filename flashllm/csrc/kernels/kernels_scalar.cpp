@@ -1,0 +1,78 @@
+// The portable level: no intrinsics. Eight lanes, so that a compiler may vectorise what the target has.
+#include "kernels/half.h"
+#include "kernels/kernels.h"
+
+namespace flashllm::scalar {
+
+namespace {
+
+constexpr std::size_t kUnroll = 2, kRows = 4, kTileRows = 4, kTileVectors = 1;
+
+struct Vec {
+  static constexpr std::size_t kWidth = 8;
+  float lane[kWidth];
+
+  static Vec zero() { return set(0.0F); }
+  static Vec set(float value) {
+    Vec v;
+    for (float& lane_value : v.lane) lane_value = value;
+    return v;
+  }
+  static Vec load_f32(const float* p) {
+    Vec v;
+    for (std::size_t i = 0; i < kWidth; ++i) v.lane[i] = p[i];
+    return v;
+  }
+  static Vec load_f16(const std::uint16_t* p) {
+    Vec v;
+    for (std::size_t i = 0; i < kWidth; ++i) v.lane[i] = half_to_float(p[i]);
+    return v;
+  }
+  static Vec load_bf16(const std::uint16_t* p) {
+    Vec v;
+    for (std::size_t i = 0; i < kWidth; ++i) v.lane[i] = bfloat_to_float(p[i]);
+    return v;
+  }
+  void store(float* p) const {
+    for (std::size_t i = 0; i < kWidth; ++i) p[i] = lane[i];
+  }
+  // this * 2^n, n the integer in the low bits of `shifted`
+  Vec times_two_to(const Vec& shifted) const {
+    Vec product;
+    for (std::size_t i = 0; i < kWidth; ++i)
+      product.lane[i] = float_from_bits(bits_of_float(lane[i]) + (bits_of_float(shifted.lane[i]) << 23));
+    return product;
+  }
+  float sum() const {
+    return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
+  }
+};
+
+// Multiply, then add: without the instruction, a fused one would be a library call for each element.
+Vec fma(const Vec& a, const Vec& b, const Vec& c) {
+  Vec v;
+  for (std::size_t i = 0; i < Vec::kWidth; ++i) v.lane[i] = a.lane[i] * b.lane[i] + c.lane[i];
+  return v;
+}
+Vec operator+(const Vec& a, const Vec& b) {
+  Vec v;
+  for (std::size_t i = 0; i < Vec::kWidth; ++i) v.lane[i] = a.lane[i] + b.lane[i];
+  return v;
+}
+
+Vec operator*(const Vec& a, const Vec& b) {
+  Vec v;
+  for (std::size_t i = 0; i < Vec::kWidth; ++i) v.lane[i] = a.lane[i] * b.lane[i];
+  return v;
+}
+Vec max(const Vec& a, const Vec& b) {  // b where either is NaN, as the processors' instruction
+  Vec v;
+  for (std::size_t i = 0; i < Vec::kWidth; ++i) v.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i];
+  return v;
+}
+
+}  // namespace
+
+#include "kernels/kernels_impl.h"
+
+}  // namespace flashllm::scalar

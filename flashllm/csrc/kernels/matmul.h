@@ -1,0 +1,56 @@
+// Products of many tokens with one matrix: a prompt, where weights are used often enough that arithmetic, not
+// memory, is the limit. Sums are fp32. Weights are widened to fp32 block by block, exactly; bf16 ones are
+// used as they lie, in pairs of terms, where the processor has such products (`pair_kernels`).
+//
+// Every output is one chain of additions in the order of its terms, so bits depend neither on the number of
+// threads nor on which tokens are computed together. They do differ from the one-token kernels' (kernels.h),
+// and between processors with and without pairs.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "kernels/kernels.h"
+
+namespace flashllm {
+
+// Whether weights [rows, terms] are multiplied in pairs.
+bool in_pairs(Dtype dtype, std::size_t terms, SimdLevel level);
+
+// Inputs [tokens, columns] as the kernels want them: fp32, one row a column, `padded` tokens long (the rest
+// zeros); or one row a pair of columns.
+class PackedTokens {
+ public:
+  // x: [tokens, columns], of the given dtype
+  PackedTokens(const std::byte* x, std::size_t tokens, std::size_t columns, Dtype dtype, ThreadPool& pool,
+               SimdLevel level);
+
+  std::size_t tokens() const { return tokens_; }
+  std::size_t columns() const { return columns_; }
+  std::size_t padded() const { return padded_; }
+  bool in_pairs() const { return pairs_ != nullptr; }
+  const float* row(std::size_t column) const { return values_.get() + column * padded_; }
+  const std::uint32_t* row_of_pairs(std::size_t pair) const { return pairs_.get() + pair * padded_; }
+
+ private:
+  std::size_t tokens_, columns_, padded_;
+  std::unique_ptr<float[]> values_;  // one of these two
+  std::unique_ptr<std::uint32_t[]> pairs_;
+};
+
+// out[m][r] = sum_j weights[r][j] * x[m][j] (+ bias[r]), rounded to the weights' dtype; out: [tokens, rows]
+void linear_many(const LinearWeights& weights, const PackedTokens& x, std::byte* out, ThreadPool& pool,
+                 SimdLevel level);
+
+// products[r][m] = sum_j weights[r][j] * x[m][j], one row a weight row, x.padded() long
+void product_rows(const LinearWeights& weights, const PackedTokens& x, float* products, ThreadPool& pool,
+                  SimdLevel level);
+
+// y[m][j] += sum_i scales[i][m] * weights[i][j] for m < tokens, in the order of i. scales: rows `padded`
+// long; y: rows `y_stride` floats long, a multiple of kColumnPad that holds all columns. In pairs, `scales`
+// are rounded to bf16 first.
+constexpr std::size_t kColumnPad = 16;
+void add_rows(const LinearWeights& weights, const float* scales, std::size_t padded, std::size_t tokens,
+              float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level);
+
+}  // namespace flashllm

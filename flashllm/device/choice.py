@@ -1,0 +1,71 @@
+"""Which reader to use for a model, and how it is spelt to the core.
+
+What was asked for wins; else what this drive's calibration says is fastest for rows of this size; else the default.
+Speed is all that is chosen: no choice changes a token.
+"""
+
+from pathlib import Path
+
+from flashllm import _core
+from flashllm.device.costs import DEFAULT_DEPTHS, Backend, DeviceCosts, ReaderChoice
+from flashllm.device.store import device_of, load_costs
+from flashllm.errors import FlashError
+
+
+def open_reader(choice: ReaderChoice, *, max_request: int, verify: bool = True) -> _core.Reader:
+    """A reader set up as `choice` says; as many threads as its depth where io_uring is not to be had any more: compare
+    its `backend`. FlashIOError where its threads cannot be started."""
+    return _core.Reader(
+        choice.depth,
+        max_gap=choice.max_gap,
+        max_request=max_request,
+        verify=verify,
+        backend="auto" if choice.backend == "io_uring" else "threads",
+        queue_depth=choice.depth,
+    )
+
+
+def backends() -> list[tuple[Backend, int]]:
+    """(backend, depth) of what can be had here and is worth measuring."""
+    found: list[tuple[Backend, int]] = [("threads", 8), ("threads", 16), ("threads", 32)]
+    if _core.Reader(1, backend="auto", queue_depth=1).backend == "io_uring":
+        found += [("io_uring", 32), ("io_uring", 64)]  # deeper, and reads on demand wait behind guesses
+    return found
+
+
+def find_costs(path: Path, store: Path) -> tuple[DeviceCosts | None, str | None]:
+    """The calibration of the drive on which `path` lies, where there is one, and what is wrong with the store."""
+    try:
+        return load_costs(store, device_of(path)), None
+    except FlashError as error:
+        return None, f"the calibrations of drives cannot be used: {error}"
+
+
+def choose_reader(
+    costs: DeviceCosts | None,
+    row_nbytes: int,
+    *,
+    io_threads: int | None,
+    direct: bool,
+    io_backend: Backend | None = None,
+) -> ReaderChoice:
+    """How to read rows of `row_nbytes`.
+
+    Args:
+        costs: the drive's calibration. One made without direct I/O, or for reads that are not direct, tells nothing.
+        io_threads, io_backend: what was asked for: reads at a time, and who makes them (threads where only the former
+            is given).
+    """
+    known = costs if costs is not None and costs.direct and direct else None
+    if io_threads is None and io_backend is None:
+        if known is None:
+            return ReaderChoice(backend="threads", depth=DEFAULT_DEPTHS["threads"], max_gap=0, source="default")
+        best = known.best(row_nbytes)
+        return ReaderChoice(backend=best.backend, depth=best.depth, max_gap=best.gap(row_nbytes), source="calibration")
+    backend = io_backend if io_backend is not None else "threads"
+    if known is None:
+        depth = io_threads if io_threads is not None else DEFAULT_DEPTHS[backend]
+        return ReaderChoice(backend=backend, depth=depth, max_gap=0, source="argument")
+    depth = io_threads if io_threads is not None else known.best(row_nbytes, backend).depth
+    gap = known.of(backend, depth).gap(row_nbytes)
+    return ReaderChoice(backend=backend, depth=depth, max_gap=gap, source="argument")

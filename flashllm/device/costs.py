@@ -1,0 +1,286 @@
+"""What reading and computing cost on one machine and drive: fitted values, and what follows from them.
+
+A batch of n requests of s bytes, followed by a barrier, takes `latency + n * request(s)`: the latency is the drive's
+own and that of waking threads; `request` is what one request more costs while many are under way. While all cores
+compute, requests land every `beside(s)` instead, and each takes `lost(s)` from the products. All three are linear in
+the size between the measured ones. Knows no model and measures nothing.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from flashllm.base.checks import check_int, check_keys, check_list, check_str
+
+Backend = Literal["threads", "io_uring"]
+_CURVES = ("request_s", "beside_s", "lost_s")  # of a reader, by size
+DEFAULT_DEPTHS: Mapping[Backend, int] = {"threads": 32, "io_uring": 48}  # paper A, section 4; bench/LOG.md
+# Of a layer, for choosing among backends: rows read, the share of them that may be read while it computes, seconds of
+# products. Those of OPT-6.7B's shape at half its size.
+_TYPICAL_READS, _TYPICAL_BESIDE, _TYPICAL_PRODUCTS_S = 400, 0.8, 6e-3
+_MOST_LOST = 0.9  # of the time beside products: something is left to them
+_UNSTEADY = 2.0  # a quiet drive's quartiles lie within a fifth of each other
+_REMEMBERS = 1.5  # times as fast the second time
+_GAP_PAYS = 0.95  # of the time without: a gap read through must save so much, because its bytes also wear the drive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSample:
+    """One timed batch: `requests` random reads of `nbytes` each, then a barrier."""
+
+    requests: int
+    nbytes: int
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesideSample:
+    """One batch of `requests` random reads of `nbytes` each, while all cores compute."""
+
+    requests: int
+    nbytes: int
+    wall_s: float  # until the last read landed
+    lost_s: float  # of it: how much longer the products took than without reads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapSample:
+    """Pairs of reads `gap_nbytes` apart, timed once as two requests each and once as one through the gap."""
+
+    gap_nbytes: int
+    apart_s: float
+    through_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderCosts:
+    """Cost of batches through one backend. Lists are by size, ascending."""
+
+    backend: Backend
+    depth: int  # requests in flight: reader threads, or the queue's depth
+    latency_s: float
+    sizes: tuple[int, ...]  # bytes
+    request_s: tuple[float, ...]
+    beside_s: tuple[float, ...]
+    lost_s: tuple[float, ...]
+    gap_nbytes: float  # a gap of so many bytes costs as much as the request it saves
+
+    def __post_init__(self) -> None:
+        if self.backend not in ("threads", "io_uring"):
+            raise ValueError(f"backend must be threads or io_uring, not {str(self.backend)[:80]!r}")
+        check_int("depth", self.depth, 1, 2**16)
+        _check_cost("latency_s", self.latency_s)
+        _check_cost("gap_nbytes", self.gap_nbytes)
+        if not self.sizes or list(self.sizes) != sorted(set(self.sizes)):
+            raise ValueError("sizes must be ascending, and at least one")
+        for size in self.sizes:
+            check_int("sizes", size, 1, 2**40)
+        for name in _CURVES:
+            values = getattr(self, name)
+            if len(values) != len(self.sizes):
+                raise ValueError(f"{name} must have as many values as sizes, not {len(values)}")
+            for value in values:
+                _check_cost(name, value)
+        if min(self.beside_s) == 0:
+            raise ValueError("beside_s must be above 0: no read is free")
+
+    def request(self, nbytes: float) -> float:
+        """Seconds that one request more of `nbytes` costs. Below the smallest size: the same as that; above the
+        largest: by its bytes per second."""
+        return self._at(nbytes, self.request_s)
+
+    def beside(self, nbytes: float) -> float:
+        """Seconds from one request of `nbytes` to the next while all cores compute."""
+        return self._at(nbytes, self.beside_s)
+
+    def lost(self, nbytes: float) -> float:
+        """Seconds that products take longer for each request of `nbytes` beside them; less than `beside`."""
+        return min(self._at(nbytes, self.lost_s), _MOST_LOST * self.beside(nbytes))
+
+    def beside_products(self, products_s: float, nbytes: float) -> float:
+        """Requests of `nbytes` that land while products run that take `products_s` alone."""
+        return products_s / (self.beside(nbytes) - self.lost(nbytes))
+
+    def _at(self, nbytes: float, curve: Sequence[float]) -> float:
+        if nbytes > self.sizes[-1]:
+            return curve[-1] * nbytes / self.sizes[-1]
+        return float(np.interp(nbytes, self.sizes, curve))
+
+    def batch(self, requests: float, nbytes: float) -> float:
+        """Seconds of a batch of `requests` (0: nothing) of `nbytes` each."""
+        return self.latency_s * min(requests, 1.0) + requests * self.request(nbytes)
+
+    def gap(self, row_nbytes: int) -> int:
+        """The largest gap between two rows of `row_nbytes` that is worth reading through, in bytes of whole rows."""
+        return int(self.gap_nbytes) // row_nbytes * row_nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderChoice:
+    """How the reader is to be set up, and who says so."""
+
+    backend: Backend
+    depth: int
+    max_gap: int  # bytes
+    source: str  # "default", "argument", or "calibration"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceCosts:
+    """A drive as this machine sees it, and the machine's own rates."""
+
+    readers: tuple[ReaderCosts, ...]
+    sequential_bps: float  # bytes per second, all backends' best
+    direct: bool  # False: the reads went through the page cache, and tell nothing about the drive
+    dram_bps: float  # reading memory, all cores
+    gemv_bps: Mapping[str, float]  # weights per second in a resident product of one token, by dtype
+    sparse_bps: Mapping[str, float]  # the same of rows gathered from the neuron cache
+    layer_overhead_s: float  # of a token, a layer: interpreter, waking threads, norms
+    scatter: float  # of the times of one batch of reads, as `scatter_of`
+    again: float  # how many times as fast places come back that were read a moment before
+    threads: int  # compute threads measured with
+    made: str  # ISO 8601
+
+    def __post_init__(self) -> None:
+        if not self.readers:
+            raise ValueError("readers must not be empty")
+        for name in ("sequential_bps", "dram_bps", "layer_overhead_s", "scatter", "again"):
+            _check_cost(name, getattr(self, name))
+        for name in ("gemv_bps", "sparse_bps"):
+            for dtype, rate in getattr(self, name).items():
+                check_str(name, dtype, 80)
+                _check_cost(name, rate)
+        if type(self.direct) is not bool:
+            raise ValueError(f"direct must be true or false, not {str(self.direct)[:80]!r}")
+        check_int("threads", self.threads, 1, 2**16)
+        check_str("made", self.made, 80)
+
+    @property
+    def steady(self) -> bool:
+        """Whether the drive kept its rate while it was measured."""
+        return self.scatter <= _UNSTEADY
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a cache between this machine and the drive keeps what was read: a host's, or a controller's."""
+        return self.again >= _REMEMBERS
+
+    def best(self, row_nbytes: int, backend: Backend | None = None) -> ReaderCosts:
+        """The backend that makes a layer of rows of `row_nbytes` shortest: reads beside its products, the rest behind
+        them. With `backend`: its best depth, where it was measured."""
+        readers = [reader for reader in self.readers if reader.backend == backend] or list(self.readers)
+
+        def layer(reader: ReaderCosts) -> float:
+            landed = reader.beside_products(_TYPICAL_PRODUCTS_S, row_nbytes)
+            beside = min(_TYPICAL_BESIDE * _TYPICAL_READS, landed)
+            return beside * reader.lost(row_nbytes) + reader.batch(_TYPICAL_READS - beside, row_nbytes)
+
+        return min(readers, key=layer)
+
+    def of(self, backend: str, depth: int) -> ReaderCosts:
+        """The measured backend nearest to the one asked for."""
+        same = [reader for reader in self.readers if reader.backend == backend] or list(self.readers)
+        return min(same, key=lambda reader: abs(math.log(reader.depth / depth)))
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object."""
+        return {**dataclasses.asdict(self), "readers": [dataclasses.asdict(reader) for reader in self.readers]}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """The inverse of `to_json`. ValueError names what is wrong."""
+        fields = check_keys(value, tuple(field.name for field in dataclasses.fields(cls)), "the device's entry")
+        readers = []
+        for reader in check_list(fields["readers"], "readers"):
+            parts = check_keys(reader, tuple(field.name for field in dataclasses.fields(ReaderCosts)), "readers")
+            lists = {name: tuple(check_list(parts[name], name)) for name in ("sizes", *_CURVES)}
+            readers.append(ReaderCosts(**{**parts, **lists}))
+        for name in ("gemv_bps", "sparse_bps"):
+            if not isinstance(fields[name], dict):
+                raise ValueError(f"{name} must be an object")
+        return cls(**{**fields, "readers": tuple(readers)})
+
+
+def scatter_of(samples: Sequence[BatchSample]) -> float:
+    """How many times the lower quartile of a batch's times is the upper one: the median over batches alike."""
+    groups: dict[tuple[int, int], list[float]] = {}
+    for sample in samples:
+        groups.setdefault((sample.nbytes, sample.requests), []).append(sample.wall_s)
+    quartiles = [np.percentile(walls, (25, 75)) for walls in groups.values()]
+    return float(np.median([upper / lower for lower, upper in quartiles]))
+
+
+def worthwhile_gap(samples: Sequence[GapSample]) -> float:
+    """Bytes of the largest gap that is worth reading through: where the time through it, as a share of the time apart,
+    crosses `_GAP_PAYS`, linear between the medians at the measured gaps; 0 where none is."""
+    shares = {}
+    for gap in sorted({sample.gap_nbytes for sample in samples}):
+        shares[gap] = float(np.median([one.through_s / one.apart_s for one in samples if one.gap_nbytes == gap]))
+    below, most = 0, 0.0
+    for gap, share in shares.items():
+        if share > _GAP_PAYS:
+            if below:
+                most += (gap - below) * (_GAP_PAYS - shares[below]) / (share - shares[below])
+            break
+        below, most = gap, float(gap)
+    return most
+
+
+def fit_reader(
+    samples: Sequence[BatchSample],
+    beside: Sequence[BesideSample],
+    gaps: Sequence[GapSample],
+    *,
+    backend: Backend,
+    depth: int,
+) -> ReaderCosts:
+    """The costs of least squared relative error to the medians of `samples` by size and number of requests; beside
+    products, medians by size.
+
+    ValueError where there are fewer different batches than unknowns (one a size, and the latency), or a size has no
+    sample beside products.
+    """
+    groups: dict[tuple[int, int], list[BatchSample]] = {}
+    for sample in samples:
+        groups.setdefault((sample.nbytes, sample.requests), []).append(sample)
+    sizes = sorted({nbytes for nbytes, _ in groups})
+    if len(groups) <= len(sizes):
+        raise ValueError(f"{len(groups)} different batches cannot tell a latency from {len(sizes)} sizes' costs")
+    by_size = [[sample for sample in beside if sample.nbytes == size] for size in sizes]
+    if not all(by_size):
+        raise ValueError("a size has no sample beside products")
+    walls = {key: _median([sample.wall_s for sample in group]) for key, group in groups.items()}
+    equations = np.zeros((len(groups), 1 + len(sizes)))
+    for row, (nbytes, requests) in enumerate(groups):
+        equations[row, 0] = 1.0
+        equations[row, 1 + sizes.index(nbytes)] = requests
+    equations /= np.array([walls[key] for key in groups])[:, None]
+    solution, *_ = np.linalg.lstsq(equations, np.ones(len(groups)), rcond=None)
+    if solution[0] < 0:  # noise: without a latency, then
+        without, *_ = np.linalg.lstsq(equations[:, 1:], np.ones(len(groups)), rcond=None)
+        solution = np.concatenate([[0.0], without])
+    # No request is free, and a larger one never costs less: where noise says so, the curve is flat.
+    request = np.maximum.accumulate(np.maximum(solution[1:], 1e-9))
+    return ReaderCosts(
+        backend=backend,
+        depth=depth,
+        latency_s=float(solution[0]),
+        sizes=tuple(sizes),
+        request_s=tuple(request.tolist()),
+        beside_s=tuple(max(1e-9, _median([one.wall_s / one.requests for one in ones])) for ones in by_size),
+        lost_s=tuple(max(0.0, _median([one.lost_s / one.requests for one in ones])) for ones in by_size),
+        gap_nbytes=worthwhile_gap(gaps),
+    )
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(np.median(values))
+
+
+def _check_cost(name: str, value: Any) -> None:
+    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} must be a number from 0, not {str(value)[:80]!r}")

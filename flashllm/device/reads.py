@@ -1,0 +1,224 @@
+"""Times direct random reads as the engine issues them: a batch of scattered requests of one size, then a barrier;
+alone, and beside products on all cores. Also pairs of reads with a gap between them, and reads in sequence.
+"""
+
+import contextlib
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm import _core
+from flashllm.base.files import drop_page_cache
+from flashllm.base.units import format_size
+from flashllm.device.choice import backends, open_reader
+from flashllm.device.costs import (
+    Backend,
+    BatchSample,
+    BesideSample,
+    GapSample,
+    ReaderChoice,
+    ReaderCosts,
+    fit_reader,
+    scatter_of,
+)
+from flashllm.device.products import ResidentProducts
+from flashllm.errors import FlashIOError
+from flashllm.format.manifest import MANIFEST
+from flashllm.format.model_files import FFN
+
+_LEAST_FILE = 1 << 30  # bytes: of a smaller one too much lies in caches that we cannot see (of the drive, of a host)
+_SAMPLES_AGAIN = 5
+_DISK_MARGIN = 1 << 30  # bytes that stay free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """Which reads are timed."""
+
+    sizes: tuple[int, ...] = tuple(4096 << i for i in range(9))  # bytes of a request: 4 KiB to 1 MiB
+    requests: tuple[int, ...] = (8, 64, 256)  # of a batch
+    beside: int = 512  # requests of a batch beside products
+    batch_nbytes: int = 64 << 20  # at most
+    gaps: tuple[int, ...] = (4096, 8192, 16384, 32768)  # bytes between two rows
+    pairs: int = 32  # of rows, with a gap between them
+
+    def __post_init__(self) -> None:
+        for name in ("sizes", "requests", "gaps"):
+            values = getattr(self, name)
+            if len(values) == 0 or list(values) != sorted(set(values)) or values[0] < 1:
+                raise ValueError(f"{name} must be ascending, from 1, not {values}")
+
+
+@contextlib.contextmanager
+def file_to_read(path: Path, nbytes: int) -> Iterator[Path]:
+    """A file on the drive of `path` to read at random: the model's own where `path` is a model directory that is large
+    enough, else a scratch file of `nbytes`, removed at the end, also of a run that was interrupted.
+
+    FlashIOError where there is no room, or the file cannot be written.
+    """
+    own = path / FFN
+    if (path / MANIFEST).exists() and own.exists() and own.stat().st_size >= _LEAST_FILE:
+        yield own
+        return
+    folder = path if path.is_dir() else path.parent
+    scratch = folder / f".flashllm-calibrate-{os.getpid()}"
+    free = shutil.disk_usage(folder).free
+    if free < nbytes + _DISK_MARGIN:
+        raise FlashIOError(
+            f"{folder}: {format_size(free)} are free, but a scratch file of {format_size(nbytes)} is needed for a "
+            "minute; free some space, or name a folder elsewhere on the same drive"
+        )
+    try:
+        _write_scratch(scratch, nbytes)
+        yield scratch
+    except OSError as error:
+        raise FlashIOError(f"{scratch}: {error.strerror}; nothing was kept") from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _write_scratch(path: Path, nbytes: int) -> None:
+    """Bytes that no file system can compress, on the drive and out of the page cache."""
+    block = np.random.default_rng(0).bytes(min(nbytes, 16 << 20))
+    with path.open("xb", buffering=0) as file:
+        for start in range(0, nbytes, len(block)):
+            file.write(block[: nbytes - start])
+            os.fsync(file.fileno())
+            drop_page_cache(file.fileno(), start, len(block))
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A backend and what was seen of it."""
+
+    backend: Backend
+    depth: int
+    reader: _core.Reader
+    merging: _core.Reader  # reads through any gap that is measured
+    batches: list[BatchSample] = field(default_factory=list)
+    beside: list[BesideSample] = field(default_factory=list)
+    gaps: list[GapSample] = field(default_factory=list)
+
+
+class ReadTimer:
+    """Batches of reads from one file through all backends; `products` are what some run beside."""
+
+    def __init__(self, path: Path, options: ReadOptions, products: ResidentProducts) -> None:
+        self._file = _core.DirectFile(str(path))
+        self._path, self._options, self._products = path, options, products
+        self._memory = _core.allocate(max(options.batch_nbytes, options.sizes[-1]))
+        self._random = np.random.default_rng(0)
+        self.direct = self._file.direct
+        self._measured = [
+            _Measured(backend, depth, self._open(backend, depth, 0), self._open(backend, depth, options.gaps[-1]))
+            for backend, depth in backends()
+        ]
+        self.sequential_bps: list[float] = []
+
+    def _open(self, backend: Backend, depth: int, max_gap: int) -> _core.Reader:
+        choice = ReaderChoice(backend=backend, depth=depth, max_gap=max_gap, source="argument")
+        return open_reader(choice, max_request=max(self._options.sizes[-1], 4096))
+
+    def again(self) -> float:
+        """How many times as fast the same places are read a second time. Of a file not read for long: to be asked
+        before anything else."""
+        size = self._options.sizes[0]
+        gains = []
+        for _ in range(_SAMPLES_AGAIN):
+            offsets = self._scattered(min(self._options.beside, self._most(size)), size)
+            first, second = (self._timed(self._measured[-1].reader, offsets, size).wall_s for _ in range(2))
+            gains.append(first / second)
+        return statistics.median(gains)
+
+    def alone(self, size: int) -> None:
+        """One batch of each length at `size` through each backend."""
+        for one in self._measured:
+            for requests in self._options.requests:
+                if requests > self._most(size):
+                    break
+                one.batches.append(self._timed(one.reader, self._scattered(requests, size), size))
+
+    def beside(self, size: int) -> None:
+        """One batch at `size` through each backend while products run, and as many products without."""
+        requests, products = min(self._options.beside, self._most(size)), self._products
+        for one in self._measured:
+            batch = self._batch(one.reader, self._scattered(requests, size), size)
+            products.pool.set_side_work(one.reader)
+            start, slices = time.perf_counter(), 0
+            batch.submit()
+            while not batch.poll():
+                products.slice()
+                slices += 1
+            wall_s = time.perf_counter() - start
+            batch.wait()
+            # As many as were timed beside reads, and all slices at least: a few are soon over, and a clock's noise.
+            start, without = time.perf_counter(), max(slices, len(products))
+            for _ in range(without):
+                products.slice()
+            alone_s = (time.perf_counter() - start) * slices / without
+            one.beside.append(
+                BesideSample(requests=requests, nbytes=size, wall_s=wall_s, lost_s=wall_s - alone_s if slices else 0.0)
+            )
+
+    def gaps(self) -> None:
+        """Pairs of rows at each gap, read apart and through, by each backend."""
+        row, pairs = self._options.sizes[0], self._options.pairs
+        apart = 2 * row + 2 * self._options.gaps[-1]  # no two pairs are near enough to be read as one
+        pairs = min(pairs, self._file.size // apart)
+        for one in self._measured:
+            for gap in self._options.gaps:
+                starts = self._random.choice(self._file.size // apart, pairs, replace=False) * apart
+                offsets = np.stack([starts, starts + row + gap], axis=1).reshape(-1)
+                two, through = (self._timed(reader, offsets, row) for reader in (one.reader, one.merging))
+                one.gaps.append(GapSample(gap_nbytes=gap, apart_s=two.wall_s, through_s=through.wall_s))
+
+    def sequential(self) -> None:
+        """As much as a batch holds in a row, through each backend; the best is kept."""
+        size = self._options.sizes[-1]
+        count = max(1, min(self._memory.nbytes, self._file.size) // size // 2)
+        first = int(self._random.integers(0, self._file.size // size - count + 1))
+        offsets = np.arange(first, first + count) * size
+        timed = [self._timed(one.reader, offsets, size) for one in self._measured]
+        self.sequential_bps.append(count * size / min(sample.wall_s for sample in timed))
+
+    def _most(self, size: int) -> int:
+        """Requests of `size` that a batch can hold."""
+        return min(self._file.size, self._memory.nbytes) // size
+
+    def _scattered(self, requests: int, size: int) -> NDArray[np.int64]:
+        return self._random.choice(self._file.size // size, requests, replace=False) * size
+
+    def _batch(self, reader: _core.Reader, offsets: NDArray[np.int64], size: int) -> _core.ReadBatch:
+        if not self.direct:
+            fd = os.open(self._path, os.O_RDONLY)
+            drop_page_cache(fd)
+            os.close(fd)
+        batch = _core.ReadBatch(reader, self._file)
+        for slot, offset in enumerate(offsets.tolist()):
+            batch.add(offset, self._memory[slot * size : (slot + 1) * size])
+        return batch
+
+    def _timed(self, reader: _core.Reader, offsets: NDArray[np.int64], size: int) -> BatchSample:
+        batch = self._batch(reader, offsets, size)
+        start = time.perf_counter()
+        batch.submit()
+        batch.wait()
+        return BatchSample(requests=len(offsets), nbytes=size, wall_s=time.perf_counter() - start)
+
+    def costs(self) -> tuple[ReaderCosts, ...]:
+        """The fitted costs of each backend."""
+        return tuple(
+            fit_reader(one.batches, one.beside, one.gaps, backend=one.backend, depth=one.depth)
+            for one in self._measured
+        )
+
+    def scatter(self) -> float:
+        """Of the backend that scatters most."""
+        return max(scatter_of(one.batches) for one in self._measured)

@@ -1,0 +1,1 @@
+"""A loaded model: memory, files and threads, over the native core."""

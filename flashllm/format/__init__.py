@@ -1,0 +1,1 @@
+"""The model directory: its files, what they hold, and how they are checked."""

@@ -1,0 +1,115 @@
+"""What a model directory is, in numbers, from its manifest, config and headers alone. Loads and hashes nothing."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from flashllm.arch.registry import attention_shape, spec_of
+from flashllm.base.dtypes import WEIGHT_DTYPES
+from flashllm.base.files import read_json_object
+from flashllm.base.units import format_size
+from flashllm.format.manifest import Manifest, open_model_dir, predictor_ranks
+from flashllm.format.model_files import CONFIG, FFN, PREDICTORS, RESIDENT, checksums_tensor
+from flashllm.format.safetensors import read_header
+
+PROCESS_NBYTES = 400_000_000  # interpreter, torch and transformers before any weight; the plan measures it
+MINIMUM_CONTEXT_TOKENS = 256
+_STREAM_BLOCKS = 2  # one being read, one being multiplied
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """JSON values that describe the model directory `path`. Sizes are bytes; errors as in `open_model_dir`."""
+    path = Path(path)
+    manifest = open_model_dir(path)
+    layout, architecture = manifest.rows, manifest.architecture
+    config = read_json_object(path / CONFIG)
+    attention = attention_shape(config)
+    kv_nbytes = attention.kv_nbytes_per_token(WEIGHT_DTYPES[manifest.dtype].itemsize)
+    tensors = read_header(path / RESIDENT).tensors
+    checksums = sum(tensors[checksums_tensor(layer)].nbytes for layer in range(architecture.num_layers))
+    resident = sum(info.nbytes for info in tensors.values())
+    ffn = architecture.num_layers * layout.d_ff * layout.row_nbytes
+    ffn_values = ffn // layout.itemsize
+    resident_values = sum(math.prod(info.shape) for info in tensors.values() if info.dtype != "U64")
+    predictors = _predictors(path, manifest)
+    predictors_nbytes = 0 if predictors is None else predictors["nbytes"]
+    needs = {
+        "process": PROCESS_NBYTES,
+        "resident": resident,
+        "predictors": predictors_nbytes,
+        "stream_blocks": _STREAM_BLOCKS * layout.stream_block_rows * layout.stride,
+        "kv_cache": min(MINIMUM_CONTEXT_TOKENS, attention.context) * kv_nbytes,
+    }
+    calibration = manifest.to_json()["calibration"]
+    return {
+        "path": str(path.absolute()),
+        "architecture": manifest.to_json()["architecture"],
+        "dtype": manifest.dtype,
+        "source": manifest.to_json()["source"],
+        "parameters": ffn_values + resident_values,
+        "files": {name: entry.nbytes for name, entry in manifest.files.items()},
+        "total_nbytes": sum(entry.nbytes for entry in manifest.files.values()),
+        "ffn_nbytes": ffn,
+        "ffn_file_nbytes": manifest.files[FFN].nbytes,
+        "ffn_share": ffn / (ffn + resident - checksums),
+        "resident_nbytes": resident,
+        "rows": {**manifest.to_json()["rows"], "layer_nbytes": layout.layer_nbytes},
+        "stream_block_rows": manifest.stream_block_rows,
+        "predictors": predictors,
+        "calibration": calibration,
+        "permutation": manifest.to_json()["permutation"],
+        "decoding": spec_of(architecture.model_type).decoding,
+        "context": attention.context,
+        "kv_nbytes_per_token": kv_nbytes,
+        "minimum_nbytes": sum(needs.values()),
+        "minimum_parts": needs,
+    }
+
+
+def _predictors(path: Path, manifest: Manifest) -> dict[str, Any] | None:
+    if PREDICTORS not in manifest.files:
+        return None
+    ranks = predictor_ranks(path / PREDICTORS, manifest)
+    nbytes = sum(info.nbytes for info in read_header(path / PREDICTORS).tensors.values())
+    return {"ranks": ranks, "nbytes": nbytes}
+
+
+def format_inspection(facts: dict[str, Any]) -> str:
+    """The facts of `inspect` as lines for a person."""
+    architecture, rows, predictors = facts["architecture"], facts["rows"], facts["predictors"]
+    gate = ", gated" if architecture["gated"] else ""
+    shape = f"{architecture['num_layers']} layers, d_model {architecture['d_model']}, d_ff {architecture['d_ff']}"
+    padding = 1 - rows["row_nbytes"] / rows["stride"]
+    lines = [
+        ("model", facts["path"]),
+        ("architecture", f"{architecture['model_type']}, {shape}, {architecture['activation']}{gate}"),
+        (
+            "weights",
+            f"{facts['parameters'] / 1e6:.4g} M parameters in {facts['dtype']}, from {facts['source']['name']}",
+        ),
+        ("on flash", f"{format_size(facts['ffn_nbytes'])} of neurons, {facts['ffn_share']:.0%} of the weights"),
+        ("resident", format_size(facts["resident_nbytes"])),
+        ("row", f"{rows['row_nbytes']} bytes every {rows['stride']} ({padding:.1%} padding), {rows['encoding']}"),
+        ("decoding", facts["decoding"]),
+        ("predictors", "none; train them with predictors/train_predictor.py"),
+        ("calibration", "none"),
+        ("KV cache", f"{format_size(facts['kv_nbytes_per_token'])} a token, context {facts['context']} tokens"),
+        ("needs at least", f"about {format_size(facts['minimum_nbytes'])}; `flashllm plan` says what a limit gives"),
+    ]
+    text = dict(lines)
+    if predictors is not None:
+        low, high = min(predictors["ranks"]), max(predictors["ranks"])
+        ranks = f"rank {low}" if low == high else f"ranks {low} to {high}"
+        text["predictors"] = f"{ranks}, {format_size(predictors['nbytes'])}"
+    if facts["calibration"] is not None:
+        calibration = facts["calibration"]
+        active = sum(calibration["mean_active"]) / len(calibration["mean_active"]) / architecture["d_ff"]
+        sample = f"{calibration['tokens']} tokens of {calibration['text']}"
+        text["calibration"] = f"window {calibration['window']}, {active:.1%} of the neurons active, on {sample}"
+    if facts["permutation"] is not None:
+        learned = facts["permutation"]
+        text["placement"] = (
+            f"neurons also in the order learned from {learned['tokens']} tokens: {learned['learned_on']}"
+        )
+    width = max(len(name) for name in text)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in text.items())

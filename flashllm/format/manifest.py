@@ -1,0 +1,354 @@
+"""`flashllm.json`: what a model directory holds, in one checked value. The format:
+
+ 1. a JSON object with exactly the keys of `Manifest` (and of the values in it); unknown keys are errors;
+ 2. `files` lists every file but the manifest, each directly in the directory, no symbolic link, with size and SHA-256;
+ 3. it is written last and replaced atomically: a directory without it is not a model;
+ 4. a higher `format_version` is refused: upgrade flashllm.
+
+Checks are cheap: sizes and headers, never the hash of a file (that is `verify`). Knows no weights.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self, TypeVar
+
+from flashllm.arch.registry import Architecture, resolve
+from flashllm.base.checks import check_file_name, check_int, check_keys, check_list, check_str
+from flashllm.base.dtypes import WEIGHT_DTYPES
+from flashllm.base.files import (
+    HashingWriter,
+    fsync_directory,
+    iterate_chunks,
+    locked_directory,
+    read_json_object,
+    write_atomically,
+)
+from flashllm.errors import FormatError, UsageError
+from flashllm.format.model_files import (
+    CONFIG,
+    FFN,
+    PLACED,
+    PREDICTORS,
+    RESIDENT,
+    check_ffn_header,
+    check_placed_header,
+    check_resident_header,
+)
+from flashllm.format.predictors import EARLY, check_predictors_header
+from flashllm.format.rows import RowLayout
+from flashllm.format.safetensors import read_header
+
+FORMAT_VERSION = 1
+MANIFEST = "flashllm.json"
+PARTIAL_SUFFIX = ".partial"  # of a directory under conversion
+_MAX_FILES = 1000
+_ROW_KEYS = ("encoding", "matrices", "row_nbytes", "stride", "num_rows")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """Size and SHA-256 (hexadecimal) of a file."""
+
+    nbytes: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        check_int("nbytes", self.nbytes, 0, 2**63 - 1)
+        if type(self.sha256) is not str or re.fullmatch(r"[0-9a-f]{64}", self.sha256) is None:
+            raise ValueError(f"sha256 must be 64 hexadecimal digits, not {str(self.sha256)[:80]!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What was measured on sample text: active neurons a token, and neurons needed for the window, by layer."""
+
+    window: int
+    mean_active: tuple[float, ...]
+    req: tuple[int, ...]
+    tokens: int
+    text: str  # what the sample was
+
+    def __post_init__(self) -> None:
+        check_int("window", self.window, 1, 2**20)
+        check_int("tokens", self.tokens, 1, 2**63 - 1)
+        check_str("text", self.text, 10_000)
+        for value in self.mean_active:
+            if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+                raise ValueError(f"mean_active must be numbers from 0, not {value!r}")
+        for value in self.req:
+            check_int("req", value, 0, 2**24)
+        if len(self.req) != len(self.mean_active):
+            raise ValueError(f"mean_active has {len(self.mean_active)} layers, req has {len(self.req)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Permutation:
+    """The neurons lie on flash a second time, in `placed.safetensors`, in an order learned from a trace."""
+
+    learned_on: str  # the trace's description
+    tokens: int
+
+    def __post_init__(self) -> None:
+        check_str("learned_on", self.learned_on, 10_000)
+        check_int("tokens", self.tokens, 1, 2**63 - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the weights came from: a folder's or hub repository's name, and their dtype there."""
+
+    name: str
+    dtype: str
+
+    def __post_init__(self) -> None:
+        check_str("name", self.name, 1000)
+        _check_dtype("dtype", self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The manifest. `rows` is the layout; its derived numbers are written out and compared when read."""
+
+    flashllm_version: str
+    architecture: Architecture
+    dtype: str  # of the resident weights
+    rows: RowLayout
+    files: Mapping[str, FileEntry]
+    source: Source
+    permutation: Permutation | None = None
+    calibration: Calibration | None = None
+    sparse_prefill_tokens: int = 8  # prompts of at most this many new tokens use the predictor
+    prefill_block_tokens: int = 256  # tokens of one dense FFN product
+    stream_block_rows: int  # neurons of one dense FFN product
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        if type(self.format_version) is not int or self.format_version != FORMAT_VERSION:
+            raise ValueError(f"format_version must be {FORMAT_VERSION}, not {str(self.format_version)[:80]!r}")
+        check_str("flashllm_version", self.flashllm_version, 100)
+        _check_dtype("dtype", self.dtype)
+        expected = (self.architecture.d_model, self.architecture.d_ff, self.architecture.matrices)
+        if (self.rows.d_model, self.rows.d_ff, self.rows.matrices) != expected:
+            raise ValueError(f"rows of {self.rows} do not belong to the architecture {self.architecture}")
+        if len(self.files) > _MAX_FILES:
+            raise ValueError(f"files has {len(self.files)} entries; at most {_MAX_FILES} are allowed")
+        for name in self.files:
+            check_file_name(name)
+            if name == MANIFEST:
+                raise ValueError(f"files must not list {MANIFEST} itself")
+        for name in (CONFIG, FFN, RESIDENT):
+            if name not in self.files:
+                raise ValueError(f"files does not list {name}")
+        if (self.permutation is not None) != (PLACED in self.files):
+            raise ValueError(f"permutation and {PLACED} belong together; one of them is missing")
+        if self.calibration is not None and len(self.calibration.req) != self.architecture.num_layers:
+            raise ValueError(f"calibration has {len(self.calibration.req)} layers, not {self.architecture.num_layers}")
+        check_int("sparse_prefill_tokens", self.sparse_prefill_tokens, 0, 2**20)
+        check_int("prefill_block_tokens", self.prefill_block_tokens, 1, 2**20)
+        check_int("stream_block_rows", self.stream_block_rows, 1, self.rows.num_rows)
+        object.__setattr__(self, "files", MappingProxyType(dict(self.files)))
+
+    @classmethod
+    def load(cls, directory: Path, *, check_files: bool = True) -> Self:
+        """The manifest of a model directory.
+
+        With `check_files` the files' sizes, headers and config are compared with it. FormatError names what is wrong.
+        """
+        path = Path(directory) / MANIFEST
+        value = read_json_object(path)
+        version = value.get("format_version")
+        if type(version) is int and version > FORMAT_VERSION:
+            raise FormatError(f"{path}: format version {version} is newer than this flashllm; upgrade flashllm")
+        try:
+            manifest = cls._from_json(value)
+        except ValueError as error:
+            raise FormatError(f"{path}: {error}") from error
+        if check_files:
+            check_directory(Path(directory), manifest)
+        return manifest
+
+    @classmethod
+    def _from_json(cls, value: Any) -> Self:
+        fields = _fields(cls, value, "the manifest")
+        architecture = _build(Architecture, fields["architecture"], "architecture")
+        rows = check_keys(fields["rows"], _ROW_KEYS, "rows")
+        layout = RowLayout(
+            encoding=check_str("rows.encoding", rows["encoding"], 64),
+            d_model=architecture.d_model,
+            d_ff=architecture.d_ff,
+            matrices=tuple(check_list(rows["matrices"], "rows.matrices")),
+        )
+        for name in ("row_nbytes", "stride", "num_rows"):
+            if type(rows[name]) is not int or rows[name] != getattr(layout, name):
+                raise ValueError(f"rows.{name} must be {getattr(layout, name)}, not {str(rows[name])[:80]}")
+        calibration = fields["calibration"]
+        if calibration is not None:
+            parts = _fields(Calibration, calibration, "calibration")
+            lists = {name: tuple(check_list(parts[name], name)) for name in ("mean_active", "req")}
+            calibration = Calibration(**{**parts, **lists})
+        permutation = fields["permutation"]
+        if permutation is not None:
+            permutation = _build(Permutation, permutation, "permutation")
+        files = fields["files"]
+        if not isinstance(files, dict):
+            raise ValueError("files must be an object")
+        entries = {name: _build(FileEntry, entry, f"files {name[:80]!r}") for name, entry in files.items()}
+        source = _build(Source, fields["source"], "source")
+        parsed = {"architecture": architecture, "rows": layout, "calibration": calibration, "files": entries}
+        return cls(**{**fields, **parsed, "permutation": permutation, "source": source})
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object, in the order of the written file."""
+        return {
+            "format_version": self.format_version,
+            "flashllm_version": self.flashllm_version,
+            "architecture": dataclasses.asdict(self.architecture),
+            "dtype": self.dtype,
+            "rows": {
+                name: list(self.rows.matrices) if name == "matrices" else getattr(self.rows, name) for name in _ROW_KEYS
+            },
+            "files": {name: dataclasses.asdict(self.files[name]) for name in sorted(self.files)},
+            "permutation": None if self.permutation is None else dataclasses.asdict(self.permutation),
+            "calibration": None if self.calibration is None else dataclasses.asdict(self.calibration),
+            "sparse_prefill_tokens": self.sparse_prefill_tokens,
+            "prefill_block_tokens": self.prefill_block_tokens,
+            "stream_block_rows": self.stream_block_rows,
+            "source": dataclasses.asdict(self.source),
+        }
+
+    def save(self, directory: Path) -> None:
+        """Write `flashllm.json` into `directory`, atomically and durably."""
+        text = json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        write_atomically(Path(directory) / MANIFEST, text.encode())
+
+
+def open_model_dir(path: Path, *, check_files: bool = True) -> Manifest:
+    """The manifest of the model directory `path`, checked as by `Manifest.load`.
+
+    UsageError where `path` is something else, saying what to do.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise UsageError(f"{path}: there is no such directory")
+    if not (path / MANIFEST).exists():
+        if path.name.endswith(PARTIAL_SUFFIX):
+            raise UsageError(f"{path}: an unfinished conversion; run the same `flashllm convert` again to resume it")
+        if (path / CONFIG).exists():
+            raise UsageError(f"{path}: a Hugging Face folder; run `flashllm convert {path} DST` first, then use DST")
+        raise UsageError(f"{path}: not a model directory: it has no {MANIFEST}")
+    return Manifest.load(path, check_files=check_files)
+
+
+def check_directory(directory: Path, manifest: Manifest) -> None:
+    """Compare files' sizes and kinds, the headers and the config with the manifest. FormatError for the first fault."""
+    for name, entry in manifest.files.items():
+        problem = size_problem(directory / name, entry)
+        if problem is not None:
+            raise FormatError(problem)
+    config = read_json_object(directory / CONFIG)
+    if resolve(config) != manifest.architecture:
+        raise FormatError(f"{directory / CONFIG}: describes {resolve(config)}, {MANIFEST} {manifest.architecture}")
+    num_layers = manifest.architecture.num_layers
+    check_ffn_header(read_header(directory / FFN), manifest.rows, num_layers)
+    check_resident_header(read_header(directory / RESIDENT), manifest.rows, num_layers)
+    if PLACED in manifest.files:
+        check_placed_header(read_header(directory / PLACED), manifest.rows, num_layers)
+    if PREDICTORS in manifest.files:
+        predictor_ranks(directory / PREDICTORS, manifest)
+
+
+def size_problem(path: Path, entry: FileEntry) -> str | None:
+    """What is wrong with the file's existence, kind or size; None where nothing is."""
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        return f"{path}: listed in {MANIFEST}, but: {error.strerror}"
+    if not stat.S_ISREG(status.st_mode):
+        return f"{path}: must be a regular file, and no symbolic link"
+    if status.st_size != entry.nbytes:
+        return f"{path}: has {status.st_size} bytes, {MANIFEST} says {entry.nbytes}; convert the model again"
+    return None
+
+
+def predictor_ranks(path: Path, manifest: Manifest) -> list[int]:
+    """The rank by layer of the predictor file `path`. FormatError unless it belongs to this very model."""
+    header = read_header(path)
+    return check_predictors_header(header, manifest.rows, manifest.architecture.num_layers, manifest.files[FFN].sha256)
+
+
+def reads_ahead(directory: Path, manifest: Manifest) -> bool:
+    """Whether the model has predictors of the next layer."""
+    if PREDICTORS not in manifest.files:
+        return False
+    return any(f".{EARLY}" in name for name in read_header(directory / PREDICTORS).tensors)
+
+
+def install_predictors(directory: Path, path: Path, calibration: Calibration | None = None) -> Manifest:
+    """Put a copy of the predictor file `path` into the model directory and its manifest; the new manifest.
+
+    `calibration` is what was measured with these predictors; that of older ones is forgotten with them.
+    FormatError where the predictors belong to another model.
+    """
+    path = Path(path)
+    predictor_ranks(path, Manifest.load(Path(directory)))
+    return install_file(directory, PREDICTORS, iterate_chunks(path), check=predictor_ranks, calibration=calibration)
+
+
+def install_file(
+    directory: Path,
+    name: str,
+    chunks: Iterable[bytes],
+    *,
+    check: Callable[[Path, Manifest], object] | None = None,
+    **changes: Any,
+) -> Manifest:
+    """Put a file of these bytes into the model directory and its manifest, with other `changes` to it; the new one.
+
+    `check` is called with the finished file under a temporary name, and raises where it must not be installed. A crash
+    leaves the old file or none, never a directory that does not load: the manifest forgets the old file first.
+    """
+    directory = Path(directory)
+    with locked_directory(directory, f"{directory}: another process is changing this model; try again later"):
+        manifest = Manifest.load(directory)
+        # 1. The new file's bytes are safe under another name.
+        temporary = directory / f".{name}.tmp"
+        with HashingWriter(temporary) as writer:
+            for chunk in chunks:
+                writer.write(memoryview(chunk))
+            entry = FileEntry(sha256=writer.finish(), nbytes=writer.position)
+        if check is not None:
+            check(temporary, manifest)
+        # 2. The manifest forgets the old file, 3. the file is replaced, 4. the manifest lists the new one.
+        files = {other: old for other, old in manifest.files.items() if other != name}
+        dataclasses.replace(manifest, files=files).save(directory)
+        os.rename(temporary, directory / name)
+        fsync_directory(directory)
+        manifest = dataclasses.replace(manifest, files={**files, name: entry}, **changes)
+        manifest.save(directory)
+        return manifest
+
+
+def _build(kind: type[T], value: Any, where: str) -> T:
+    try:
+        return kind(**_fields(kind, value, where))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _fields(kind: type[Any], value: Any, where: str) -> dict[str, Any]:
+    return check_keys(value, tuple(field.name for field in dataclasses.fields(kind)), where)
+
+
+def _check_dtype(name: str, value: Any) -> None:
+    if type(value) is not str or value not in WEIGHT_DTYPES:
+        raise ValueError(f"{name} must be one of {', '.join(WEIGHT_DTYPES)}, not {str(value)[:80]!r}")

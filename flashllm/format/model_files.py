@@ -1,0 +1,76 @@
+"""The files of a model directory by name, the tensors in them, and what their headers must say.
+
+Reads no data. Whether the bytes are right is for `verify` and for the row checksums.
+"""
+
+from flashllm.errors import FormatError
+from flashllm.format.rows import RowLayout
+from flashllm.format.safetensors import DATA_ALIGNMENT, SafetensorsHeader
+
+FFN = "ffn.safetensors"
+RESIDENT = "resident.safetensors"
+PREDICTORS = "predictors.safetensors"
+PLACED = "placed.safetensors"  # the neurons again, in the order in which they are read; see flashllm/format/placed.py
+POPULARITY = "popularity.safetensors"  # how often each neuron is active; see flashllm/format/popularity.py
+TRACE = "trace.safetensors"  # in models of dummy weights: activity that takes the place of the predictor's answer
+CONFIG = "config.json"
+MODEL_CARD = "README.md"  # for people: may be edited, so it is not hashed
+PREDICTOR_METADATA = {"format": "flashllm-predictors", "version": "1"}
+
+
+def ffn_tensor(layer: int) -> str:
+    """Name of a layer's rows in `ffn.safetensors`."""
+    return f"layers.{layer}.ffn"
+
+
+def order_tensor(layer: int) -> str:
+    """Name in `placed.safetensors` of the neuron in each of a layer's rows."""
+    return f"layers.{layer}.order"
+
+
+def checksums_tensor(layer: int) -> str:
+    """Name of a layer's row checksums in `resident.safetensors`."""
+    return f"flashllm.layers.{layer}.checksums"
+
+
+def check_ffn_header(header: SafetensorsHeader, layout: RowLayout, num_layers: int) -> None:
+    """`ffn.safetensors` holds exactly the layers' rows, in order, at aligned offsets. FormatError otherwise."""
+    names = [ffn_tensor(layer) for layer in range(num_layers)]
+    if list(header.tensors) != names:
+        raise FormatError(f"{header.path}: must hold {names[0]} to {names[-1]} in this order and nothing else")
+    for name in names:
+        _expect(header, name, layout.safetensors_dtype, layout.shape)
+    _check_alignment(header)
+
+
+def check_placed_header(header: SafetensorsHeader, layout: RowLayout, num_layers: int) -> None:
+    """`placed.safetensors` holds exactly the layers' rows, and behind them their orders. FormatError otherwise."""
+    rows = [ffn_tensor(layer) for layer in range(num_layers)]
+    orders = [order_tensor(layer) for layer in range(num_layers)]
+    if list(header.tensors) != [*rows, *orders]:
+        raise FormatError(f"{header.path}: must hold {rows[0]} to {rows[-1]}, then {orders[0]} to {orders[-1]}")
+    for name in rows:
+        _expect(header, name, layout.safetensors_dtype, layout.shape)
+    for name in orders:
+        _expect(header, name, "I32", (layout.d_ff,))
+    _check_alignment(header)
+
+
+def check_resident_header(header: SafetensorsHeader, layout: RowLayout, num_layers: int) -> None:
+    """`resident.safetensors` holds the row checksums of every layer. FormatError otherwise."""
+    for layer in range(num_layers):
+        _expect(header, checksums_tensor(layer), "U64", (layout.num_rows,))
+    _check_alignment(header)
+
+
+def _expect(header: SafetensorsHeader, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+    info = header.tensors.get(name)
+    if info is None:
+        raise FormatError(f"{header.path}: tensor {name} is missing")
+    if info.dtype != dtype or info.shape != shape:
+        raise FormatError(f"{header.path}: {name} is {info.dtype} {list(info.shape)}, not {dtype} {list(shape)}")
+
+
+def _check_alignment(header: SafetensorsHeader) -> None:
+    if header.data_start % DATA_ALIGNMENT:
+        raise FormatError(f"{header.path}: the data starts at {header.data_start}, no multiple of {DATA_ALIGNMENT}")

@@ -1,0 +1,170 @@
+"""The predictors' file, `predictors.safetensors`: its tensors, their bytes, and the check of its header.
+
+ 1. metadata: `format` flashllm-predictors, `version` 1, `model_sha256` of the `ffn.safetensors` it belongs to;
+ 2. layer N has factors `layers.N.a` [rank, d_model] and `layers.N.b` [d_ff, rank], `layers.N.bias` F32 [d_ff] and
+    `layers.N.threshold` F32 [1]: neurons are active where b (a x) + bias > threshold, x being the FFN's input;
+ 3. the factors are F16, or I8 with a scale a row, `layers.N.a_scale` F16 [rank] and `layers.N.b_scale` F16 [d_ff]:
+    a weight is its code times its row's scale; codes are -127 to 127, scales at least 2^-14;
+ 4. a layer from 1 on may have a second predictor, `layers.N.early_a` and so on by the same rules: it tells the active
+    neurons of layer N from the FFN input of layer N - 1, so that their rows can be read early. Any layer may lack it;
+ 5. tensors start at multiples of their element's size; there is nothing else.
+
+Plain numpy; opens no files.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.errors import FormatError
+from flashllm.format.model_files import PREDICTOR_METADATA
+from flashllm.format.rows import RowLayout
+from flashllm.format.safetensors import SafetensorsHeader, encode_header
+
+BITS = (8, 16)
+EARLY = "early_"  # before the names of a second predictor's tensors
+_LARGEST_CODE = 127
+_SMALLEST_SCALE = 2.0**-14  # below, fp16 has fewer digits, and coding twice would not give the same codes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPredictor:
+    """One predictor's values: a [rank, d_model], b [d_ff, rank], bias [d_ff]. `early`: see rule 4."""
+
+    layer: int
+    a: NDArray[np.float32]
+    b: NDArray[np.float32]
+    bias: NDArray[np.float32]
+    threshold: float
+    early: bool = False
+
+
+def code_rows(matrix: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
+    """Codes and scales [rows] of `matrix` [rows, columns], rounded to nearest.
+
+    Coding what `code_rows` gave back (scale * code) gives the same codes and scales. OverflowError for rows beyond
+    fp16's range of scales.
+    """
+    exact = np.abs(matrix).max(axis=1) / np.float32(_LARGEST_CODE)
+    if bool((exact > np.finfo(np.float16).max).any()):
+        raise OverflowError(f"a predictor's weight of {float(np.abs(matrix).max()):g} has no 8-bit code")
+    scale = np.maximum(exact, np.float32(_SMALLEST_SCALE)).astype(np.float16)
+    above = np.nextafter(scale, np.float16(np.inf))
+    scale = np.where(scale.astype(np.float32) < exact, above, scale)  # so that no code exceeds the largest
+    return np.rint(matrix / scale.astype(np.float32)[:, None]).astype(np.int8), scale
+
+
+def stored_values(matrix: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
+    """`matrix` as a file of `bits` holds it."""
+    if bits == 16:
+        return matrix.astype(np.float16).astype(np.float32)
+    codes, scale = code_rows(matrix)
+    return codes.astype(np.float32) * scale.astype(np.float32)[:, None]
+
+
+def predictors_header(
+    ranks: Sequence[int], d_model: int, d_ff: int, model_sha256: str, metadata: Mapping[str, str]
+) -> bytes:
+    """Header of a 16-bit file with one predictor a layer, in our own writer's fixed order (the library's is not).
+
+    Its length does not depend on `model_sha256`.
+    """
+    tensors = [
+        entry
+        for layer, rank in enumerate(ranks)
+        for entry in predictor_entries(f"layers.{layer}.", rank, d_model, d_ff, 16)
+    ]
+    return encode_header(tensors, {**PREDICTOR_METADATA, "model_sha256": model_sha256, **metadata})
+
+
+def predictor_bytes(
+    a: NDArray[np.float32], b: NDArray[np.float32], bias: NDArray[np.float32], threshold: float
+) -> Iterator[NDArray[np.uint8]]:
+    """A layer's arrays as a 16-bit file stores them, in the order of `predictors_header`."""
+    for array in (a.astype("<f2"), b.astype("<f2"), bias.astype("<f4"), np.array([threshold], "<f4")):
+        yield array.reshape(-1).view(np.uint8)
+
+
+def encode_predictors(
+    predictors: Iterable[StoredPredictor], bits: int, model_sha256: str, metadata: Mapping[str, str]
+) -> Iterator[NDArray[np.uint8] | bytes]:
+    """A whole file; equal predictors give equal bytes. Wider elements come first, so that all are aligned.
+
+    Memory: the file's bytes, and one predictor.
+    """
+    entries: list[tuple[tuple[str, str, tuple[int, ...]], NDArray[Any]]] = []
+    for p in predictors:
+        arrays: list[NDArray[Any]]
+        if bits == 16:
+            arrays = [p.a.astype("<f2"), p.b.astype("<f2")]
+        else:
+            (a, a_scale), (b, b_scale) = code_rows(p.a), code_rows(p.b)
+            arrays = [a, b, a_scale.astype("<f2"), b_scale.astype("<f2")]
+        arrays += [p.bias.astype("<f4"), np.array([p.threshold], "<f4")]
+        start = f"layers.{p.layer}.{EARLY if p.early else ''}"
+        names = predictor_entries(start, len(p.a), p.a.shape[1], len(p.b), bits)
+        entries += zip(names, arrays, strict=True)
+    entries.sort(key=lambda entry: -entry[1].itemsize)
+    yield encode_header(
+        [entry[0] for entry in entries], {**PREDICTOR_METADATA, "model_sha256": model_sha256, **metadata}
+    )
+    for _, array in entries:
+        yield array.reshape(-1).view(np.uint8)
+
+
+def check_predictors_header(
+    header: SafetensorsHeader, layout: RowLayout, num_layers: int, model_sha256: str
+) -> list[int]:
+    """The ranks by layer. FormatError for predictors of another model, or other tensors or shapes than theirs."""
+    metadata = header.metadata
+    if any(metadata.get(key) != value for key, value in PREDICTOR_METADATA.items()):
+        raise FormatError(f"{header.path}: is not a predictor file of version {PREDICTOR_METADATA['version']}")
+    if metadata.get("model_sha256") != model_sha256:
+        raise FormatError(f"{header.path}: these predictors were trained for another model; train them for this one")
+    ranks = []
+    known: set[str] = set()
+    for layer in range(num_layers):
+        for kind in ("", EARLY):
+            start = f"layers.{layer}.{kind}"
+            first = header.tensors.get(f"{start}a")
+            if kind and (first is None or layer == 0):
+                continue
+            rank = first.shape[0] if first is not None and len(first.shape) == 2 else 0
+            if not 0 < rank <= layout.d_model:
+                raise FormatError(f"{header.path}: {start}a must be [rank, {layout.d_model}] with a rank from 1")
+            bits = 8 if first is not None and first.dtype == "I8" else 16
+            for entry in predictor_entries(start, rank, layout.d_model, layout.d_ff, bits):
+                _expect(header, *entry)
+                known.add(entry[0])
+            if not kind:
+                ranks.append(rank)
+    if set(header.tensors) != known:
+        raise FormatError(f"{header.path}: holds tensors that belong to no predictor of {num_layers} layers")
+    return ranks
+
+
+def predictor_entries(
+    start: str, rank: int, d_model: int, d_ff: int, bits: int
+) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype, shape) of one predictor's tensors, whose names begin with `start`."""
+    dtype = "I8" if bits == 8 else "F16"
+    return [
+        (f"{start}a", dtype, (rank, d_model)),
+        (f"{start}b", dtype, (d_ff, rank)),
+        *([(f"{start}a_scale", "F16", (rank,)), (f"{start}b_scale", "F16", (d_ff,))] if bits == 8 else []),
+        (f"{start}bias", "F32", (d_ff,)),
+        (f"{start}threshold", "F32", (1,)),
+    ]
+
+
+def _expect(header: SafetensorsHeader, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+    info = header.tensors.get(name)
+    if info is None:
+        raise FormatError(f"{header.path}: tensor {name} is missing")
+    if info.dtype != dtype or info.shape != shape:
+        raise FormatError(f"{header.path}: {name} is {info.dtype} {list(info.shape)}, not {dtype} {list(shape)}")
+    if info.offset % info.itemsize:
+        raise FormatError(f"{header.path}: {name} starts at {info.offset}, no multiple of its element's size")

@@ -1,0 +1,243 @@
+"""Rereads a whole model directory and says which bytes are not those of the conversion: file, layer, neuron.
+
+Every listed file is hashed, from the device where the system lets us drop its cache. The rows of the FFN are compared
+with their checksums too, which says where the damage is. Repairs nothing.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.base.files import Progress, drop_page_cache, iterate_chunks, open_for_reading, pread_bytes, pread_into
+from flashllm.errors import FlashError
+from flashllm.format.manifest import MANIFEST, Manifest, check_directory, open_model_dir, size_problem
+from flashllm.format.model_files import (
+    FFN,
+    MODEL_CARD,
+    PLACED,
+    RESIDENT,
+    check_ffn_header,
+    check_resident_header,
+    checksums_tensor,
+)
+from flashllm.format.placed import read_orders
+from flashllm.format.rows import row_checksums
+from flashllm.format.safetensors import DATA_ALIGNMENT, MAX_HEADER_NBYTES, open_safetensors, read_header
+
+MAX_LISTED_ROWS = 20  # of a file; the rest is counted
+_ADVICE = "convert the model again or copy the file anew"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One finding. `layer` and `neuron` or `tensor` say where, as far as it is known."""
+
+    file: str
+    message: str
+    layer: int | None = None
+    neuron: int | None = None
+    tensor: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """The outcome for the model directory `path`: how much was read, and every problem found."""
+
+    path: str
+    num_files: int
+    nbytes: int
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was wrong."""
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True)
+class _BadRow:
+    file: str
+    layer: int
+    row: int  # in the order of ids: the neuron, or padding
+
+
+def verify(path: Path, progress: Progress | None = None) -> VerifyReport:
+    """Check every byte of the model directory `path`.
+
+    UsageError where it is no model directory, FormatError where the manifest itself cannot be read; everything else is
+    a problem in the report.
+    """
+    path = Path(path)
+    return _Verification(path, open_model_dir(path, check_files=False), progress).run()
+
+
+class _Verification:
+    """One pass over the files."""
+
+    def __init__(self, path: Path, manifest: Manifest, progress: Progress | None) -> None:
+        self._path = path
+        self._manifest = manifest
+        self._progress = progress
+        self._done_nbytes = 0
+        self._total_nbytes = sum(entry.nbytes for entry in manifest.files.values())
+        self._problems: list[Problem] = []
+
+    def run(self) -> VerifyReport:
+        """Hash every file; then look at what the hashes cannot say."""
+        damaged: set[str] = set()  # right size, wrong hash
+        bad_rows: list[_BadRow] = []
+        for name in sorted(self._manifest.files):
+            problem = size_problem(self._path / name, self._manifest.files[name])
+            if problem is not None:
+                self._report(name, problem)
+                continue
+            try:
+                has_rows = name in (FFN, PLACED)
+                chunks = self._row_chunks(name, bad_rows) if has_rows else iterate_chunks(self._path / name)
+                digest = self._hash(name, chunks)
+            except FlashError as error:
+                self._report(name, str(error))
+                continue
+            if digest != self._manifest.files[name].sha256:
+                damaged.add(name)
+        self._report_rows(bad_rows, damaged)
+        for name in sorted(damaged):
+            self._report_damage(name, located=any(problem.file == name for problem in self._problems))
+        self._check_unlisted()
+        if not self._problems:
+            self._check_contents()
+        return VerifyReport(
+            path=str(self._path.absolute()),
+            num_files=len(self._manifest.files),
+            nbytes=self._done_nbytes,
+            problems=tuple(self._problems),
+        )
+
+    def _report(self, file: str, message: str) -> None:
+        self._problems.append(Problem(file=file, message=message))
+
+    def _hash(self, name: str, chunks: Iterator[bytes] | Iterator[memoryview]) -> str:
+        sha256 = hashlib.sha256()
+        for chunk in chunks:
+            sha256.update(chunk)
+            self._done_nbytes += len(chunk)
+            if self._progress is not None:
+                self._progress(name, self._done_nbytes, self._total_nbytes)
+        return sha256.hexdigest()
+
+    def _row_chunks(self, name: str, bad_rows: list[_BadRow]) -> Iterator[memoryview]:
+        """The bytes of a file of neurons, checking every row on the way. Where rows lie is the manifest's word: the
+        header may be what is damaged."""
+        path, layout, num_layers = self._path / name, self._manifest.rows, self._manifest.architecture.num_layers
+        orders_nbytes = 4 * num_layers * layout.d_ff if name == PLACED else 0
+        data_start = self._manifest.files[name].nbytes - num_layers * layout.layer_nbytes - orders_nbytes
+        if not 0 < data_start <= MAX_HEADER_NBYTES + DATA_ALIGNMENT or data_start % DATA_ALIGNMENT:
+            yield from (memoryview(chunk) for chunk in iterate_chunks(path))
+            return
+        rows = np.empty((layout.stream_block_rows, layout.stride), np.uint8)
+        fd = open_for_reading(path)
+        try:
+            drop_page_cache(fd)
+            yield memoryview(pread_bytes(fd, data_start, 0, path))
+            offset = data_start
+            orders_at = data_start + num_layers * layout.layer_nbytes
+            orders = memoryview(pread_bytes(fd, orders_nbytes, orders_at, path))
+            for layer in range(num_layers):
+                expected, ids = self._recorded_checksums(layer), np.arange(layout.num_rows)
+                if name == PLACED:
+                    order = np.frombuffer(orders, "<i4").reshape(num_layers, layout.d_ff)[layer]
+                    ids[: layout.d_ff] = np.clip(order, 0, layout.d_ff - 1)  # a damaged order names wrong rows
+                for first in range(0, layout.num_rows, len(rows)):
+                    block = rows[: layout.num_rows - first]
+                    data = block.reshape(-1).data
+                    pread_into(fd, data, offset, path)
+                    drop_page_cache(fd, offset, len(data))
+                    offset += len(data)
+                    if expected is not None:
+                        block_ids = ids[first : first + len(block)]
+                        wrong = block_ids[row_checksums(block) != expected[block_ids]]
+                        bad_rows.extend(_BadRow(name, layer, int(row)) for row in wrong)
+                    yield data
+            yield orders
+            drop_page_cache(fd)
+        finally:
+            os.close(fd)
+
+    def _recorded_checksums(self, layer: int) -> NDArray[np.uint64] | None:
+        """A layer's checksums, uint64 [num_rows]; None where the resident file cannot say (reported with that file)."""
+        try:
+            with open_safetensors(self._path / RESIDENT) as file:
+                info = file.header.tensors.get(checksums_tensor(layer))
+                if info is None or (info.dtype, info.shape) != ("U64", (self._manifest.rows.num_rows,)):
+                    return None
+                checksums = np.empty(info.shape, "<u8")
+                file.read_into(info, 0, checksums.view(np.uint8).data)
+                return checksums
+        except FlashError:
+            return None
+
+    def _report_rows(self, bad_rows: list[_BadRow], damaged: set[str]) -> None:
+        """A row that does not match its checksum: the row is wrong where its file's hash is, else the checksum."""
+        for name in (FFN, PLACED):
+            of_file = [bad for bad in bad_rows if bad.file == name]
+            if name in damaged:
+                blamed = name
+            elif name == FFN:
+                blamed = RESIDENT
+            else:
+                continue  # a wrong checksum is found with the rows of the FFN file
+            for bad in of_file[:MAX_LISTED_ROWS]:
+                neuron = bad.row if bad.row < self._manifest.rows.d_ff else None
+                if blamed == RESIDENT:
+                    tensor = checksums_tensor(bad.layer)
+                    where = f"tensor {tensor}, item {bad.row} is wrong"
+                    self._problems.append(self._problem(RESIDENT, where, bad.layer, neuron, tensor))
+                else:
+                    what = "padding row" if neuron is None else "neuron"
+                    where = f"layer {bad.layer}, {what} {bad.row}: wrong checksum"
+                    self._problems.append(self._problem(name, where, bad.layer, neuron))
+            if len(of_file) > MAX_LISTED_ROWS:
+                self._report(blamed, f"{self._path / blamed}: and {len(of_file) - MAX_LISTED_ROWS} more rows")
+
+    def _problem(self, name: str, where: str, layer: int, neuron: int | None, tensor: str | None = None) -> Problem:
+        message = f"{self._path / name}: {where}; {_ADVICE}"
+        return Problem(file=name, message=message, layer=layer, neuron=neuron, tensor=tensor)
+
+    def _report_damage(self, name: str, *, located: bool) -> None:
+        """The hash is wrong: say so, and what the header says about it."""
+        where = f"{self._path / name}"
+        layout, num_layers = self._manifest.rows, self._manifest.architecture.num_layers
+        try:
+            if name == FFN:
+                check_ffn_header(read_header(self._path / FFN), layout, num_layers)
+            elif name == RESIDENT:
+                check_resident_header(read_header(self._path / RESIDENT), layout, num_layers)
+            elif name == PLACED:
+                read_orders(self._path / PLACED, layout, num_layers)
+        except FlashError as error:
+            self._report(name, f"{error}; {_ADVICE}")
+            return
+        if located:
+            return
+        if name == FFN and self._recorded_checksums(0) is not None:
+            where += ": in the header, as every row matches its checksum"
+        self._report(name, f"{where}: the SHA-256 is not the one in {MANIFEST}; {_ADVICE}")
+
+    def _check_unlisted(self) -> None:
+        for name in sorted(os.listdir(self._path)):
+            if name not in self._manifest.files and name not in (MANIFEST, MODEL_CARD) and not name.startswith("."):
+                self._report(name, f"{self._path / name}: is not listed in {MANIFEST}; remove it")
+
+    def _check_contents(self) -> None:
+        """Hashes right, meaning wrong: a manifest that was edited, rows whose checksums never matched."""
+        try:
+            check_directory(self._path, self._manifest)
+            if PLACED in self._manifest.files:
+                read_orders(self._path / PLACED, self._manifest.rows, self._manifest.architecture.num_layers)
+        except FlashError as error:
+            self._report(MANIFEST, str(error))

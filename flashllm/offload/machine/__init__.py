@@ -1,0 +1,1 @@
+"""The hardware of the throughput engine: measured, fitted, or known by name."""

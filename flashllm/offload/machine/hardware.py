@@ -1,0 +1,107 @@
+"""`Hardware`: the constants of table 8 (paper B) for one machine, rates as functions of size, and its file format.
+
+It knows no model. Where constants come from (a profile, a fit to published figures, a person) is told by `source`.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from flashllm.errors import FormatError
+from flashllm.offload.machine.rates import RateCurve
+
+# How streams share the machine while they overlap (`costs.py` gives the two formulas).
+COMBINE = ("a3", "serial-load")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Three tiers, the links between them, and what computes. Sizes in bytes, rates in bytes/s or flop/s."""
+
+    name: str
+    device: str  # what the device tier is: "cuda" or "cpu"
+    source: str = "file"
+    device_memory: int
+    device_reserved: int = 0  # context, libraries, fragmentation: never available to tensors
+    cpu_memory: int
+    cpu_reserved: int = 0
+    disk_capacity: int
+    ctog: RateCurve  # CPU -> device, over bytes of one transfer
+    gtoc: RateCurve
+    dtoc: RateCurve  # disk -> CPU
+    ctod: RateCurve
+    gemm: RateCurve  # device matrix multiplication, flop/s over rows
+    bmm: RateCurve  # device batched multiplication of attention, flop/s over the side of the score matrix
+    device_bandwidth: RateCurve  # the device reading its own memory, over bytes
+    cpu_attention: RateCurve  # key and value bytes/s that decode attention on the CPU consumes, over bytes of a call
+    cpu_bandwidth: RateCurve  # the CPU reading its own memory: dequantising a compressed cache there
+    combine: str = "serial-load"
+    direct_io: bool | None = None  # whether the disk rates were measured past the page cache; None: not known
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cuda", "cpu"):
+            raise ValueError(f"device must be 'cuda' or 'cpu', not {self.device!r}")
+        if self.combine not in COMBINE:
+            raise ValueError(f"combine must be one of {COMBINE}, not {self.combine!r}")
+        for field in ("device_memory", "device_reserved", "cpu_memory", "cpu_reserved", "disk_capacity"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{field} must be a number of bytes, not {value!r}")
+
+    @property
+    def device_usable(self) -> int:
+        return max(0, self.device_memory - self.device_reserved)
+
+    @property
+    def cpu_usable(self) -> int:
+        return max(0, self.cpu_memory - self.cpu_reserved)
+
+    def limited(
+        self, *, device_memory: int | None = None, cpu_memory: int | None = None, disk_capacity: int | None = None
+    ) -> "Hardware":
+        """This machine with other capacities, as the command line's SIZE options state them; rates stay."""
+        return dataclasses.replace(
+            self,
+            device_memory=self.device_memory if device_memory is None else device_memory,
+            cpu_memory=self.cpu_memory if cpu_memory is None else cpu_memory,
+            disk_capacity=self.disk_capacity if disk_capacity is None else disk_capacity,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        pairs = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value.to_json() if isinstance(value, RateCurve) else value for name, value in pairs}
+
+    @classmethod
+    def from_json(cls, data: Any, *, where: str) -> "Hardware":
+        """The machine a JSON object of constants describes; a rate is a number or a list of [size, rate].
+
+        Raises FormatError that names the constant; unknown ones are errors.
+        """
+        if not isinstance(data, dict):
+            raise FormatError(f"{where}: expected a JSON object of hardware constants")
+        known = {field.name: field for field in fields(cls)}
+        for name in data:
+            if name not in known:
+                raise FormatError(f"{where}: unknown hardware constant {name!r}")
+        values = dict(data)
+        for name, field in known.items():
+            if field.type is RateCurve and name in values:
+                try:
+                    values[name] = RateCurve.from_json(values[name])
+                except ValueError as error:
+                    raise FormatError(f"{where}: {name}: {error}") from None
+        try:
+            return cls(**values)
+        except (TypeError, ValueError) as error:
+            raise FormatError(f"{where}: {error}") from None
+
+    @classmethod
+    def load(cls, path: Path) -> "Hardware":
+        """The machine described by the JSON file `path`. Raises FormatError."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise FormatError(f"{path}: cannot read hardware constants: {error}") from None
+        return cls.from_json(data, where=str(path))

@@ -1,0 +1,1 @@
+"""The policy search: cost model, linear program, schedules."""

@@ -1,0 +1,212 @@
+"""The linear program of eq. 1 (paper B) for one (GPU batch, number of batches), relaxed and over whole tensors.
+
+It knows the cost model only as affine forms; which pairs to try is the search's business.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+
+from flashllm.offload.planner.costs import CostModel
+from flashllm.offload.planner.linear import SIZE
+from flashllm.offload.planner.peaks import memory_limits
+from flashllm.offload.policy import Policy
+
+TIERS = ("device", "cpu", "disk")
+# Limits keep this share free, so that no rounding of HiGHS (rows are feasible to 1e-7) ends over one.
+_MARGIN = 1e-6
+_PHASES = 3  # the seconds of prefill, decoding and the output head follow the nine fractions
+# The integer program is stopped here; what it holds then is feasible and reported with the relaxed bound beside it.
+_INTEGER_SECONDS = 5.0
+
+Matrix = NDArray[np.float64]  # of one or two dimensions
+Solution = tuple[float, Matrix]  # least objective, nine fractions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What a user may add to the machine's memories."""
+
+    latency_s: float | None = None  # of a whole block
+    forbid: frozenset[str] = field(default_factory=frozenset)  # tiers that may home no tensor
+
+    def __post_init__(self) -> None:
+        if self.latency_s is not None and not self.latency_s > 0:
+            raise ValueError(f"latency_s must be positive, not {self.latency_s!r}")
+        if unknown := self.forbid - set(TIERS):
+            raise ValueError(f"forbid: unknown tier {min(unknown)!r}; tiers are {', '.join(TIERS)}")
+
+
+class PlacementProgram:
+    """Least seconds of a block over the placements of one method: rows over nine fractions and the times of
+    prefill, decoding and the output head."""
+
+    def __init__(self, model: CostModel, constraints: Constraints, *, unlimited: str | None = None) -> None:
+        """`unlimited` leaves out one limit ("device", "cpu", "disk" or "latency"), to see what it would take."""
+        self.model = model
+        layers, steps = model.shape.layers, model.workload.gen_len
+        phases = (
+            (layers, model.prefill_bounds()),
+            (layers * (steps - 1), model.decode_bounds()),
+            (steps, model.head_bounds()),
+        )
+        # Numbers near 1 keep the solver's absolute tolerances small for a toy and for 175B alike: times are counted in
+        # the least the block can take, memory in a hundredth of the model.
+        self.least_seconds = sum(times * max(form.minimum for form in forms) for times, forms in phases)
+        self._second = self.least_seconds or 1.0
+        self._byte = model.shape.model_bytes / 100
+        rows: list[Matrix] = []
+        limits: list[float] = []
+        for phase, (times, forms) in enumerate(phases):
+            for form in forms:  # times · form(x) <= seconds of the phase
+                row = np.append(form.coef * (times / self._second), np.zeros(_PHASES))
+                row[SIZE + phase] = -1
+                rows.append(row)
+                limits.append(-form.const * times / self._second)
+        self._first_memory = len(rows)
+        for resource, peak, limit in memory_limits(model):
+            if resource != unlimited:
+                rows.append(np.append(peak.coef / self._byte, np.zeros(_PHASES)))
+                limits.append((limit * (1 - _MARGIN) - peak.const) / self._byte)
+        self._last_memory = len(rows)
+        self._block_time = np.append(np.zeros(SIZE), np.ones(_PHASES))
+        if constraints.latency_s is not None and unlimited != "latency":
+            rows.append(self._block_time)
+            limits.append(constraints.latency_s * (1 - _MARGIN) / self._second)
+        self.rows, self.limits = np.array(rows), np.array(limits)
+        self.upper = np.append(np.ones(SIZE), np.full(_PHASES, np.inf))
+        for tier, name in enumerate(TIERS):
+            if name in constraints.forbid:
+                self.upper[[tier, 3 + tier, 6 + tier]] = 0
+        self.sums = np.zeros((3, SIZE + _PHASES))
+        for kind in range(3):
+            self.sums[kind, 3 * kind : 3 * kind + 3] = 1
+
+    def bound(self) -> float:
+        """Seconds of a block, at least, without a solver; infinite where some memory cannot hold the least it must."""
+        memory = slice(self._first_memory, self._last_memory)
+        least = self.rows[memory, :SIZE].reshape(-1, 3, 3).min(axis=2).sum(axis=1)
+        if (least > self.limits[memory]).any():
+            return float("inf")
+        return self.least_seconds
+
+    def relaxed(self) -> Solution | None:
+        """Least seconds and the nine fractions, or None where nothing is feasible."""
+        return self._timed(self.solve(self._block_time, self.rows, self.limits, whole=False))
+
+    def whole_tensors(self) -> Solution | None:
+        """As `relaxed`, over what tensors can do (section 4.2): a layer's matrices whole (layer granularity for
+        weights), the cache cut between the heads of sequences and activations between sequences."""
+        return self._timed(self.solve(self._block_time, self.rows, self.limits, whole=True))
+
+    def _timed(self, found: Solution | None) -> Solution | None:
+        return None if found is None else (found[0] * self._second, found[1])
+
+    def least_need(self, resource: str) -> float | None:
+        """Bytes (seconds for "latency") of `resource` with which whole tensors just fit, whatever time they take."""
+        if resource == "latency":
+            found = self.whole_tensors()
+            return None if found is None else found[0]
+        peaks = [peak for name, peak, _ in memory_limits(self.model) if name == resource]
+        need = np.array(
+            [np.append(peak.coef / self._byte, [0.0] * _PHASES + [-1.0]) for peak in peaks]
+        )  # peak(x) <= need
+        rows = np.vstack([np.column_stack([self.rows, np.zeros(len(self.rows))]), need])
+        limits = np.append(self.limits, [-peak.const / self._byte for peak in peaks])
+        found = self.solve(np.append(np.zeros(SIZE + _PHASES), 1.0), rows, limits, whole=True)
+        return None if found is None else found[0] * self._byte / (1 - _MARGIN)
+
+    def least_shortfall(self) -> dict[str, float]:
+        """Bytes missing of each memory, least in sum, when all three may grow together."""
+        tiers, memory = len(TIERS), range(self._first_memory, self._last_memory)
+        owners = [name for name, _, _ in memory_limits(self.model)]
+        grow = np.zeros((len(self.rows), tiers))
+        for row, owner in zip(memory, owners, strict=True):
+            grow[row, TIERS.index(owner)] = -1
+        objective = np.append(np.zeros(SIZE + _PHASES), np.ones(tiers))
+        found = self.solve(objective, np.column_stack([self.rows, grow]), self.limits, whole=True)
+        if found is None:
+            return {}
+        peaks = dict.fromkeys(TIERS, 0.0)
+        for name, peak, limit in memory_limits(self.model):
+            peaks[name] = max(peaks[name], peak.value(found[1]) - limit)
+        return {tier: more for tier, more in peaks.items() if more > 0}
+
+    def _fractions(self, extra: int) -> tuple[Matrix, Matrix, Matrix, Matrix]:
+        """What whole tensors can do, over integers: is matrix m on tier t, then grains of cache and activations there.
+
+        Returns the map from (integers, times, extra variables) to (fractions, times, extra), the sums that must hold
+        with their totals, and the integers' upper limits.
+        """
+        shape, method = self.model.shape, self.model.method
+        share = np.array(shape.matrix_params) / shape.layer_params
+        matrices, grains = len(share), (method.gpu_batch * shape.kv_heads, method.gpu_batch)
+        integers = 3 * matrices + 6
+        fractions = np.zeros((SIZE + _PHASES + extra, integers + _PHASES + extra))
+        for matrix in range(matrices):
+            fractions[:3, 3 * matrix : 3 * matrix + 3] = np.eye(3) * share[matrix]
+        fractions[3:SIZE, 3 * matrices : integers] = np.diag(np.repeat(1 / np.array(grains), 3))
+        fractions[SIZE:, integers:] = np.eye(_PHASES + extra)
+        sums = np.zeros((matrices + 2, fractions.shape[1]))
+        for row in range(matrices + 2):
+            sums[row, 3 * row : 3 * row + 3] = 1
+        upper = np.concatenate([np.tile(self.upper[:3], matrices), self.upper[3:SIZE] * np.repeat(grains, 3)])
+        return fractions, sums, np.append(np.ones(matrices), grains), upper
+
+    def solve(self, objective: Matrix, rows: Matrix, limits: Matrix, *, whole: bool) -> Solution | None:
+        """Least objective and its nine fractions; columns after fractions and times are free non-negative variables."""
+        extra = len(objective) - SIZE - _PHASES
+        if not whole:
+            result: Any = linprog(
+                objective,
+                A_ub=rows,
+                b_ub=limits,
+                A_eq=np.column_stack([self.sums, np.zeros((3, extra))]),
+                b_eq=np.ones(3),
+                bounds=[(0.0, bound) for bound in [*self.upper.tolist(), *[np.inf] * extra]],
+                method="highs",
+            )
+            return (float(result.fun), result.x[:SIZE]) if result.status == 0 else None
+        fractions, sums, totals, upper = self._fractions(extra)
+        result = milp(
+            objective @ fractions,
+            constraints=[
+                LinearConstraint(rows @ fractions, -np.inf, limits),
+                LinearConstraint(sums, totals, totals),
+            ],
+            bounds=Bounds(np.zeros(fractions.shape[1]), np.append(upper, np.full(_PHASES + extra, np.inf))),
+            integrality=np.append(np.ones(len(upper)), np.zeros(_PHASES + extra)),
+            options={"mip_rel_gap": 1e-6, "time_limit": _INTEGER_SECONDS},
+        )
+        if result.x is None:
+            return None
+        integers = np.append(np.round(result.x[: len(upper)]), result.x[len(upper) :])
+        return float(result.fun), (fractions @ integers)[:SIZE]
+
+    def policy(self, placement: Matrix) -> Policy:
+        """The policy with these nine fractions; sums that miss 1 by a rounding are put right."""
+        parts = np.clip(placement.reshape(3, 3), 0, 1)
+        parts /= parts.sum(axis=1, keepdims=True)
+        wg, wc, wd, cg, cc, cd, hg, hc, hd = (float(value) for value in parts.ravel())
+        method = self.model.method
+        return Policy(
+            gpu_batch=method.gpu_batch,
+            num_batches=method.num_batches,
+            wg=wg,
+            wc=wc,
+            wd=wd,
+            cg=cg,
+            cc=cc,
+            cd=cd,
+            hg=hg,
+            hc=hc,
+            hd=hd,
+            compress_weights=method.compress_weights,
+            compress_cache=method.compress_cache,
+            cpu_attention=method.cpu_attention,
+            attention_sparsity=method.attention_sparsity,
+            overlap=method.overlap,
+        )

@@ -1,0 +1,164 @@
+"""Policy search (paper B, section 4.3): the best policy over all pairs of GPU batch and number of batches.
+
+Best first over three bounds of a pair: a closed form, the linear program, and the program over whole tensors. Each is
+at most the next, so the first whole-tensor solution to come off the heap is the best there is, and most pairs never
+meet a solver.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.base.units import format_size
+from flashllm.errors import BudgetError
+from flashllm.offload.machine.hardware import Hardware
+from flashllm.offload.planner.costs import CostModel, Method
+from flashllm.offload.planner.predict import Prediction, price
+from flashllm.offload.planner.program import TIERS, Constraints, PlacementProgram
+from flashllm.offload.policy import Policy, Workload
+from flashllm.offload.shape import ModelShape
+
+# Section 4.3: GPU batches in multiples of 4 (1 and 2 besides), at most 20 of them in a block.
+GPU_BATCHES = (1, 2, *range(4, 64, 4), *range(64, 128, 16), *range(128, 257, 32), 384, 512)
+NUM_BATCHES = tuple(range(1, 21))
+_RESOURCES = {"device": "device memory", "cpu": "CPU memory", "disk": "disk space"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSpace:
+    """What the search may choose from."""
+
+    gpu_batches: tuple[int, ...] = GPU_BATCHES
+    num_batches: tuple[int, ...] = NUM_BATCHES
+    cpu_attention: tuple[bool, ...] = (True, False)
+    compress_weights: bool = False
+    compress_cache: bool = False
+    attention_sparsity: float = 1.0
+    overlap: bool = True
+    blocks_in_flight: int = 1  # of a pipeline: its stages
+    constraints: Constraints = field(default_factory=Constraints)
+
+    def __post_init__(self) -> None:
+        if not (self.gpu_batches and self.num_batches and self.cpu_attention):
+            raise ValueError("gpu_batches, num_batches and cpu_attention must not be empty")
+        if self.blocks_in_flight < 1:
+            raise ValueError(f"blocks_in_flight must be positive, not {self.blocks_in_flight!r}")
+        if min(self.gpu_batches) < 1 or min(self.num_batches) < 1:
+            raise ValueError("gpu_batches and num_batches must be positive")
+
+    def methods(self) -> Iterator[Method]:
+        for gpu_batch in self.gpu_batches:
+            for num_batches in self.num_batches:
+                yield from self.methods_of(gpu_batch, num_batches)
+
+    def methods_of(self, gpu_batch: int, num_batches: int) -> Iterator[Method]:
+        for cpu_attention in self.cpu_attention:
+            yield Method(
+                gpu_batch=gpu_batch,
+                num_batches=num_batches,
+                compress_weights=self.compress_weights,
+                compress_cache=self.compress_cache,
+                cpu_attention=cpu_attention,
+                attention_sparsity=self.attention_sparsity,
+                overlap=self.overlap,
+            )
+
+    def model(self, shape: ModelShape, hardware: Hardware, workload: Workload, method: Method) -> CostModel:
+        """The cost model of one method of this space."""
+        flight = self.blocks_in_flight
+        return CostModel(shape=shape, hardware=hardware, workload=workload, method=method, blocks_in_flight=flight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The best policy over whole tensors, its price, and what the linear program alone promised."""
+
+    policy: Policy
+    prediction: Prediction
+    relaxed_throughput: float  # tokens/s of the linear program's best over all pairs, before rounding
+    pairs: int
+    programs: int  # linear and integer programs solved
+
+
+@dataclass(slots=True, order=True)
+class _Candidate:
+    """A pair on the heap: its best known bound in seconds a sequence, and how that bound was had."""
+
+    bound: float
+    ticket: int  # ties are settled by the order of enumeration, so a search gives one answer
+    program: PlacementProgram = field(compare=False)
+    is_relaxed: bool = field(compare=False, default=False)
+    rounded: NDArray[np.float64] | None = field(compare=False, default=None)
+
+
+def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: SearchSpace | None = None) -> Plan:
+    """The feasible policy of greatest throughput.
+
+    Raises BudgetError that names the missing resource, and how much of it, when no policy is feasible.
+    """
+    space = space or SearchSpace()
+    ticket = count()
+    heap: list[_Candidate] = []
+    programs = pairs = 0
+    relaxed: float | None = None
+    for method in space.methods():
+        pairs += 1
+        model = space.model(shape, hardware, workload, method)
+        program = PlacementProgram(model, space.constraints)
+        bound = program.bound() / method.block_size
+        if math.isfinite(bound):
+            heap.append(_Candidate(bound, next(ticket), program))
+    heapq.heapify(heap)
+    while heap:
+        best = heapq.heappop(heap)
+        block = best.program.model.method.block_size
+        if best.rounded is not None:
+            policy = best.program.policy(best.rounded)
+            prediction = price(best.program.model, policy)
+            if prediction.over:  # re-checked after rounding; the margin in the program leaves nothing to find here
+                continue
+            return Plan(
+                policy=policy,
+                prediction=prediction,
+                relaxed_throughput=workload.gen_len / (relaxed or best.bound),
+                pairs=pairs,
+                programs=programs,
+            )
+        programs += 1
+        if not best.is_relaxed:
+            if found := best.program.relaxed():
+                heapq.heappush(heap, _Candidate(found[0] / block, next(ticket), best.program, is_relaxed=True))
+            continue
+        relaxed = best.bound if relaxed is None else relaxed  # the first of its kind off the heap is the best
+        if found := best.program.whole_tensors():
+            bound = max(found[0] / block, best.bound)
+            heapq.heappush(heap, _Candidate(bound, next(ticket), best.program, rounded=found[1]))
+    raise BudgetError(explain_refusal(shape, hardware, workload, space))
+
+
+def explain_refusal(shape: ModelShape, hardware: Hardware, workload: Workload, space: SearchSpace) -> str:
+    """What one resource alone must be for the smallest block to fit, or what is missing of all, where none suffices."""
+    smallest = list(space.methods_of(min(space.gpu_batches), min(space.num_batches)))
+    models = [space.model(shape, hardware, workload, method) for method in smallest]
+    has = {"device": hardware.device_memory, "cpu": hardware.cpu_memory, "disk": hardware.disk_capacity}
+    reserved = {"device": hardware.device_reserved, "cpu": hardware.cpu_reserved, "disk": 0}
+    ways = []
+    for resource in (*TIERS, "latency"):
+        programs = [PlacementProgram(model, space.constraints, unlimited=resource) for model in models]
+        needs = [need for program in programs if (need := program.least_need(resource)) is not None]
+        if needs and resource != "latency":
+            need = min(needs) + reserved[resource]
+            more = format_size(max(0.0, need - has[resource]))
+            ways.append(f"{more} more {_RESOURCES[resource]} ({format_size(need)} in all)")
+        elif needs and space.constraints.latency_s is not None:
+            ways.append(f"a latency of {min(needs):.3g} s instead of {space.constraints.latency_s:.3g} s")
+    if not ways:
+        short = PlacementProgram(models[0], space.constraints, unlimited="latency").least_shortfall()
+        ways.append(" and ".join(f"{format_size(more)} more {_RESOURCES[tier]}" for tier, more in short.items()))
+    what = f"{shape.name} ({format_size(shape.model_bytes)}) at {workload.prompt_len} + {workload.gen_len} tokens"
+    return f"{what} does not fit {hardware.name}: it needs {', or '.join(ways)}"

@@ -1,0 +1,175 @@
+"""What a token will find in each layer's cache, before any token ran: active neurons, misses, requests.
+
+From an activity trace, by replaying the cache's policy over it; else from how often each neuron is active, or from the
+manifest's mean activity, as if neurons and tokens were independent of each other. Reads nothing but the trace.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm import _core
+from flashllm.format.manifest import Manifest
+from flashllm.format.trace import Stream, Trace, unpack_bits
+from flashllm.plan.memory import MAX_REQUEST, MemoryPlan
+
+REPLAYED_TOKENS = 300  # at most
+_WARM_UP = 100  # of them not counted: the cache fills
+# How unequal neurons are, where only their mean activity m is known: shares of tokens p ~ Beta(c m, c (1 - m)). With
+# c = 1.5, m = 0.1 gives the figures of paper A (24 % active in 5 tokens, 2.4 % new at a window of 4).
+_CONCENTRATION = 1.5
+_ASSUMED_SHARE = 0.1  # of the neurons active where nothing is known (paper A, section 3.1)
+_ASSUMED_RECALL = 0.9  # of the early guess (the demo's; bench/cache/results/early_prediction.json)
+
+Shares = NDArray[np.float32]  # of tokens a neuron is active in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerActivity:
+    """Means a token."""
+
+    active: float
+    firing: float  # of the active: only their down columns are read from memory
+    misses: float
+    requests: float  # misses near each other are read together
+    rows_read: float  # with those in the gaps
+    foretold: float  # misses that the early guess names, where there is one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedActivity:
+    """What to expect by layer, and where it is known from."""
+
+    layers: tuple[LayerActivity, ...]
+    source: str
+
+
+def from_trace(
+    trace: Trace,
+    plan: MemoryPlan,
+    popularity: NDArray[np.float32] | None,
+    gap: int,
+    places: Sequence[NDArray[np.int32]] | None = None,
+) -> ExpectedActivity:
+    """Means over the last of the trace's first tokens, replayed through caches of the plan's size.
+
+    Args:
+        popularity: [layers, d_ff], what the policy starts from in this model; None where it starts from nothing.
+        gap: bytes between two rows that are read through.
+        places: each neuron's row on flash, by layer; None where they lie in the order of ids.
+    """
+    info = trace.info
+    tokens = min(info.num_tokens, REPLAYED_TOKENS)
+    skipped = min(_WARM_UP, tokens // 2)
+    caches = [
+        _core.CacheReplay(
+            cache_policy=cast(Any, plan.cache_policy),  # the core checks the name
+            num_neurons=info.num_neurons,
+            capacity=rows,
+            bypass=plan.bypass_rows,
+            window=plan.window,
+            popularity=None if popularity is None else popularity[layer],
+        )
+        for layer, rows in enumerate(plan.cache_rows)
+    ]
+    sums = np.zeros((info.num_layers, len(LayerActivity.__dataclass_fields__)))
+    for token in range(tokens):
+        masks = unpack_bits(trace.token(token), info.num_neurons)
+        for layer, cache in enumerate(caches):
+            active = masks[layer, Stream.ACTIVE]
+            misses = np.array(cache.token(np.flatnonzero(active).astype(np.int32)), np.int64)
+            if token >= skipped:
+                firing = np.count_nonzero(active & masks[layer, Stream.FIRING])
+                rows = misses if places is None else np.sort(places[layer][misses]).astype(np.int64)
+                requests = count_requests(rows, plan.row_nbytes, gap)
+                foretold = np.count_nonzero(masks[layer, Stream.EARLY][misses])
+                sums[layer] += (np.count_nonzero(active), firing, len(misses), *requests, foretold)
+    means = (sums / (tokens - skipped)).tolist()
+    names = tuple(LayerActivity.__dataclass_fields__)
+    layers = tuple(LayerActivity(**dict(zip(names, row, strict=True))) for row in means)
+    return ExpectedActivity(layers=layers, source=f"trace: {info.description}")
+
+
+def count_requests(misses: NDArray[np.int64], row_nbytes: int, gap: int) -> tuple[int, int]:
+    """(requests, rows read) for rows that lie in the order of their ids: those up to `gap` bytes apart are read
+    together, up to the longest request."""
+    if len(misses) == 0:
+        return 0, 0
+    requests, rows, first = 1, 1, misses[0]
+    for before, row in zip(misses[:-1].tolist(), misses[1:].tolist(), strict=True):
+        if (row - before - 1) * row_nbytes <= gap and (row + 1 - first) * row_nbytes <= MAX_REQUEST:
+            rows += row - before
+        else:
+            requests, rows, first = requests + 1, rows + 1, row
+    return requests, rows
+
+
+def from_shares(
+    manifest: Manifest, plan: MemoryPlan, popularity: NDArray[np.float32] | None, gap: int
+) -> ExpectedActivity:
+    """By each neuron's share of tokens; where unknown, by the manifest's mean activity and an assumption about how
+    unequal neurons are; where that is unknown too, by paper A's mean."""
+    neurons, calibration = manifest.architecture.d_ff, manifest.calibration
+    if popularity is not None:
+        shares, source = list(popularity), "popularity of neurons"
+    elif calibration is not None:
+        shares = [assumed_shares(mean / neurons, neurons) for mean in calibration.mean_active]
+        source = f"mean activity on {calibration.text}"
+    else:
+        shares = [assumed_shares(_ASSUMED_SHARE, neurons)] * manifest.architecture.num_layers
+        source = f"assumed: {_ASSUMED_SHARE:.0%} of the neurons a token"
+    layers = []
+    for share, rows in zip(shares, plan.cache_rows, strict=True):
+        active = float(share.sum())
+        if plan.cache_policy == "window":
+            misses = window_misses(share, rows, plan.window)
+        else:
+            misses = float(np.sort(share)[: max(0, neurons - rows)].sum())  # the rarest are not cached
+        requests, rows_read = merge(misses, neurons, plan.row_nbytes, gap)
+        layers.append(
+            LayerActivity(
+                active=active,
+                firing=active,
+                misses=misses,
+                requests=requests,
+                rows_read=rows_read,
+                foretold=_ASSUMED_RECALL * misses,
+            )
+        )
+    return ExpectedActivity(layers=tuple(layers), source=source)
+
+
+def assumed_shares(mean: float, neurons: int) -> Shares:
+    """Shares of tokens of as many neurons, ~ Beta(c m, c (1 - m)): by rank, from a sample that is always the same."""
+    random = np.random.default_rng(0)
+    sample = np.sort(random.beta(_CONCENTRATION * mean, _CONCENTRATION * (1 - mean), size=16 * neurons))
+    ranked: Shares = sample.reshape(neurons, 16).mean(axis=1).astype(np.float32)
+    scaled: Shares = np.minimum(ranked * np.float32(mean / max(float(ranked.mean()), 1e-9)), np.float32(1))
+    return scaled
+
+
+def window_misses(shares: Shares, rows: int, window: int) -> float:
+    """Misses a token under the window policy: neurons active now and in none of the last tokens of the longest window
+    whose neurons, on average, have room."""
+    new, held = shares.astype(np.float64), 0.0
+    for _ in range(window):
+        held += float(new.sum())  # a window longer by one holds what is new to the shorter one
+        if held > rows:
+            break
+        new *= 1 - shares
+    return float(new.sum())
+
+
+def merge(misses: float, neurons: int, row_nbytes: int, gap: int) -> tuple[float, float]:
+    """(requests, rows read) of `misses` rows scattered over `neurons`, when rows up to `gap` bytes apart are read
+    together. The next miss is j + 1 rows on with probability d (1 - d)^j, d the share that misses."""
+    density = min(1.0, misses / neurons)
+    gap_rows = gap // row_nbytes
+    longest = max(1, MAX_REQUEST // row_nbytes)  # rows of a request
+    apart = (1 - density) ** (gap_rows + 1)
+    requests = max(misses * apart, misses / longest, min(misses, 1.0))
+    between = sum(j * density * (1 - density) ** j for j in range(gap_rows + 1))
+    return requests, misses + (misses - requests) * between / max(1 - apart, 1e-9)

@@ -1,0 +1,157 @@
+"""Exact reads and writes, strict JSON, atomic replacement."""
+
+import hashlib
+import os
+
+import pytest
+
+from flashllm.base.files import (
+    HashingWriter,
+    iterate_chunks,
+    locked_directory,
+    open_for_reading,
+    parse_json,
+    pread_bytes,
+    read_json_object,
+    write_atomically,
+)
+from flashllm.errors import FlashIOError, FormatError
+
+
+def test_pread_names_the_byte_where_the_file_ends(tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes(b"0123456789")
+    fd = open_for_reading(path)
+    try:
+        assert pread_bytes(fd, 4, 3, path) == b"3456"
+        assert pread_bytes(fd, 0, 10, path) == b""
+        with pytest.raises(FormatError, match="ends at byte 10, 2 bytes too early"):
+            pread_bytes(fd, 6, 6, path)
+    finally:
+        os.close(fd)
+
+
+def test_short_reads_are_continued(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    path.write_bytes(bytes(range(200)))
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:7]], offset))
+    fd = open_for_reading(path)
+    try:
+        assert pread_bytes(fd, 150, 11, path) == bytes(range(11, 161))
+    finally:
+        os.close(fd)
+
+
+def test_a_failing_read_names_file_and_offset(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    path.write_bytes(b"0123")
+
+    def fail(fd, buffers, offset):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(FlashIOError, match=r"f: reading 4 bytes at 0 failed: Input/output error"):
+        list(iterate_chunks(path))
+
+
+@pytest.mark.parametrize("kind", ["absent", "directory", "fifo"])
+def test_only_regular_files_are_opened(tmp_path, kind):
+    path = tmp_path / "f"
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    with pytest.raises((FormatError, FlashIOError), match="f: "):
+        open_for_reading(path)
+
+
+def test_short_writes_are_continued_and_hashed(tmp_path, monkeypatch):
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:3], offset))
+    with HashingWriter(tmp_path / "f", preallocate=100) as writer:
+        writer.write(memoryview(b"hello, "))
+        writer.write(memoryview(b"world"))
+        assert writer.finish() == hashlib.sha256(b"hello, world").hexdigest()
+    assert (tmp_path / "f").read_bytes() == b"hello, world"
+
+
+def test_rewind_forgets_what_followed_the_mark(tmp_path):
+    (tmp_path / "f").write_bytes(b"abcXXXXXX")
+    with HashingWriter(tmp_path / "f") as writer:
+        kept = bytearray(3)
+        writer.reread(memoryview(kept))
+        mark = writer.mark()
+        writer.reread(memoryview(bytearray(3)))
+        writer.rewind(mark)
+        writer.write(memoryview(b"de"))
+        assert writer.finish() == hashlib.sha256(b"abcde").hexdigest()
+    assert kept == b"abc"
+    assert (tmp_path / "f").read_bytes() == b"abcde"
+
+
+def test_a_writer_does_not_follow_links(tmp_path):
+    (tmp_path / "target").write_bytes(b"precious")
+    (tmp_path / "f").symlink_to("target")
+    with pytest.raises(OSError):
+        HashingWriter(tmp_path / "f")
+    assert (tmp_path / "target").read_bytes() == b"precious"
+
+
+def test_atomic_writes_leave_the_old_file_when_they_fail(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    write_atomically(path, b"old")
+
+    def fail(source, target):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fail)
+        with pytest.raises(OSError):
+            write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    write_atomically(path, b"newer")
+    assert path.read_bytes() == b"newer"
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_a_directory_is_locked_once(tmp_path):
+    with (
+        locked_directory(tmp_path, "busy"),
+        pytest.raises(FlashIOError, match="busy"),
+        locked_directory(tmp_path, "busy"),
+    ):
+        pass
+    with locked_directory(tmp_path, "busy"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b'{"a":1,"a":2}', "'a' occurs twice"),
+        (b'{"x":{"b":1,"b":1}}', "'b' occurs twice"),
+        (b'{"a":NaN}', "NaN is not JSON"),
+        (b'{"a":-Infinity}', "-Infinity is not JSON"),
+        (b"\xef\xbb\xbf{}", "is not JSON"),
+        (b'{"a":"\xff"}', "is not UTF-8 at byte 6"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"a":' + b"1" * 10_000 + b"}", "is not JSON"),
+        (b"", "is not JSON"),
+    ],
+)
+def test_json_is_strict(raw, message):
+    with pytest.raises(FormatError, match=f"^here: .*{message}"):
+        parse_json(raw, "here")
+
+
+def test_json_files_are_objects_of_bounded_size(tmp_path):
+    path = tmp_path / "f.json"
+    path.write_text("[1]")
+    with pytest.raises(FormatError, match="must hold a JSON object, not list"):
+        read_json_object(path)
+    path.write_text('{"a": 1}')
+    assert read_json_object(path) == {"a": 1}
+    with pytest.raises(FormatError, match="8 bytes; at most 7"):
+        read_json_object(path, max_nbytes=7)

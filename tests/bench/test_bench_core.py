@@ -1,0 +1,80 @@
+"""The core's benchmarks run, and end with one JSON document."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+CSRC = BENCH.parent / "flashllm" / "csrc"
+READER = ["--file-size", "1MiB", "--sizes", "512B,4KiB", "--threads", "2", "--rounds", "2", "--seconds", "0.001"]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "figures"),
+    [
+        ("engine/kernels.py", ["--tiny", "--threads", "1", "--seconds", "0.001"], 9),
+        ("io/reader.py", [*READER, "--queue-depths", ""], 3),
+    ],
+)
+def test_benchmarks_end_with_one_json_document(script, arguments, figures, tmp_path):
+    result = subprocess.run(
+        [sys.executable, BENCH / script, *arguments], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert len(document["results"]) == figures
+    assert all("percent_of_roof" in figure for figure in document["results"])
+
+
+def test_the_reader_curve_is_written_and_plotted(tmp_path):
+    command = [sys.executable, BENCH / "io/reader.py", *READER, "--queue-depths", "3", "--out", tmp_path / "curve"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert json.loads((tmp_path / "curve.json").read_text()) == document
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    backends = ["threads"] if document["conditions"]["without_io_uring"] else ["threads", "io_uring"]
+    found = {(each["backend"], each["size"], each["sequential"]) for each in document["results"]}
+    assert found == {(backend, size, size == 1 << 20) for backend in backends for size in (512, 4096, 1 << 20)}
+    assert (tmp_path / "curve.md").read_text().count("| random |") == 2
+
+
+def test_the_overlap_table_takes_medians(tmp_path):
+    """Synthetic rounds: the table's medians, rates and document."""
+    rows = [
+        {"round": r, "backend": backend, "size": size, "recall": recall, "token_ms": ms + r}
+        for r in range(3)
+        for backend, size, recall, ms in [
+            ("none", 0, -2.0, 100.0),
+            *(("threads 32", 16384, recall, 300.0) for recall in (-1.0, 0.0, 0.5, 0.7, 0.9)),
+        ]
+    ]
+    (tmp_path / "rounds.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = [sys.executable, BENCH / "io/overlap.py", "table", tmp_path / "rounds.jsonl", "--json", tmp_path / "out"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    rate = 32 * 393 * 16384 / 301 / 1e6
+    assert f"| 16 KiB | threads 32 | 301 (300–302) | {rate:.2f} | 301 (300–302) |" in result.stdout
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert json.loads((tmp_path / "out").read_text()) == document
+    assert {row["rounds"] for row in document["results"]} == {3}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_the_overlap_program_is_in_step_with_the_core():
+    command = [
+        "g++",
+        "-std=c++17",
+        "-fsyntax-only",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-I{CSRC}",
+        BENCH / "io/overlap.cpp",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

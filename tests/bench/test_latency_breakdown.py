@@ -1,0 +1,124 @@
+"""The latency breakdown and its relatives, run as a user runs them, on a tiny synthetic model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import bench_path  # noqa: F401
+import engine_runs
+import pytest
+from engine_runs import Workers
+
+from flashllm.format.model_files import FFN, PLACED, RESIDENT
+
+BENCH = Path(__file__).resolve().parents[2] / "bench" / "engine"
+TOOLS = BENCH.parents[1] / "tools"
+PARTS = ("io_ms", "memory_ms", "compute_ms", "other_ms")
+
+
+def run(script: Path, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def document(done: "subprocess.CompletedProcess[str]"):
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    out = tmp_path_factory.mktemp("synthetic") / "model"
+    small = ["--shape", "opt-125m", "--layers", 2, "--hidden", 192, "--vocab", 8192, "--tokens", 40]
+    assert run(TOOLS / "make_synthetic_model.py", out, *small).returncode == 0
+    return out
+
+
+def test_the_breakdown_says_what_it_promises(model, tmp_path):
+    quick = ["--tokens", 14, "--prompt", 12, "--rounds", 1, "--roof-seconds", 0.05, "--io-threads", 4]
+    out, chart = tmp_path / "out.json", tmp_path / "chart.png"
+    done = run(BENCH / "latency_breakdown.py", "--model", model, *quick, "--json", out, "--plot", chart)
+    result = document(done)
+    assert set(result) == {"conditions", "roof", "engines", "ratios"}
+    assert list(result["engines"]) == ["naive", "hybrid", "paper", "flashllm"]
+    assert "synthetic weights, synthetic trace" in done.stdout
+    assert "synthetic weights, synthetic trace" in result["conditions"]["activity"]
+    full = json.loads(out.read_text())
+    for engine, runs in full["runs"].items():
+        for token in runs[0]["tokens"]:
+            assert sum(token[part] for part in PARTS) == pytest.approx(token["total_ms"], rel=1e-3), engine
+            assert 0 <= token["io_busy_ms"] <= token["total_ms"] * 1.001, engine
+    engines, weights = result["engines"], result["conditions"]["weights"]
+    assert "synthetic" in weights
+    model_nbytes = sum((model / name).stat().st_size for name in ("ffn.safetensors", "resident.safetensors"))
+    assert engines["naive"]["bytes_read"] == pytest.approx(model_nbytes, rel=0.01)
+    assert engines["hybrid"]["bytes_read"] < 0.8 * model_nbytes
+    assert engines["flashllm"]["active"] == engines["paper"]["active"] > 0
+    assert 0 < engines["paper"]["window_held"] <= 5
+    assert engines["flashllm"]["window_held"] == 0
+    ratio = engines["naive"]["total_ms"] / engines["flashllm"]["total_ms"]
+    assert result["ratios"]["naive_over_flashllm"] == pytest.approx(ratio)
+    read = engines["flashllm"]["bytes_read"]
+    assert (result["roof"]["io_ms"] > 0) is (read > 0)  # everything may be in memory
+    assert result["roof"]["compute_ms"] > 0
+    assert chart.stat().st_size > 1000
+
+
+def test_the_breakdown_refuses_what_it_cannot_mean(model):
+    for wrong in (["--engines", "fast"], ["--cgroup"], ["--tokens", 10], ["--engines", "paper24"]):
+        done = run(BENCH / "latency_breakdown.py", "--model", model, *wrong)
+        assert done.returncode == 2
+        assert "error:" in done.stderr
+
+
+def test_the_first_token_is_held_against_its_roof(model):
+    quick = ["--prompt", 24, "--rounds", 2, "--roof-seconds", 0.05]
+    result = document(run(BENCH / "first_token.py", "--model", model, *quick))
+    assert len(result["rounds"]) == 2
+    for one in result["rounds"]:
+        assert sum(one[part] for part in PARTS) == pytest.approx(one["total_ms"], rel=1e-3)
+        assert one["bytes_read"] == pytest.approx((model / "ffn.safetensors").stat().st_size, rel=0.01)
+        assert one["roof_io_ms"] == pytest.approx(one["bytes_read"] / one["sequential_gbps"] / 1e6)
+        assert one["ratio"] == pytest.approx(one["total_ms"] / max(one["roof_io_ms"], one["products_ms"]))
+
+
+def test_a_long_generation_is_compared_with_itself(model):
+    result = document(run(BENCH / "long_generation.py", "--model", model, "--tokens", 200, "--prompt", 12))
+    for sampling in ("greedy", "nucleus"):
+        one = result["samplings"][sampling]
+        assert one["tokens"] == 200
+        assert len(one["hundreds_ms"]) == 2
+        assert one["late_ms"] == one["hundreds_ms"][1] == one["early_ms"]  # of 200 tokens both are the second hundred
+        assert one["late_over_early"] == pytest.approx(one["late_ms"] / one["early_ms"])
+
+
+def test_the_memory_curve_caches_more_where_there_is_more(model):
+    model_nbytes = sum((model / name).stat().st_size for name in ("ffn.safetensors", "resident.safetensors"))
+    shares = ",".join(str(limit / model_nbytes) for limit in (700e6, 2e9))  # the libraries alone hold 0.4 GB
+    done = run(BENCH / "memory_curve.py", "--model", model, "--shares", shares, "--tokens", 14, "--prompt", 12)
+    rows = document(done)["rows"]
+    assert [row["memory"] for row in rows] == [pytest.approx(700e6, rel=0.01), pytest.approx(2e9, rel=0.01)]
+    assert rows[0]["cached_share"] <= rows[1]["cached_share"] == 1.0
+
+
+def test_an_engines_files_are_read_before_it_runs(tmp_path, monkeypatch):
+    asked = []
+
+    def run(command, **options):
+        asked.append(json.loads(command[-1]))
+        return subprocess.CompletedProcess(command, 0, stdout="{}\n")
+
+    monkeypatch.setattr(engine_runs.subprocess, "run", run)
+    (tmp_path / PLACED).touch()
+    workers = Workers(tmp_path, memory=None, read_first=True)
+    workers.roof(0.1)
+    workers.run({"task": "flash"})
+    workers.run({"task": "flash", "ablation": {"placed": False}})
+    workers.run({"task": "dense"})
+    assert [settings["task"] for settings in asked] == ["roof", *["read_through", "flash"] * 2, "read_through", "dense"]
+    files = [settings["files"] for settings in asked if settings["task"] == "read_through"]
+    assert files == [[RESIDENT, FFN, PLACED], [RESIDENT, FFN], [RESIDENT, FFN]]
+    asked.clear()
+    Workers(tmp_path, memory=None).run({"task": "flash"})
+    assert [settings["task"] for settings in asked] == ["flash"]

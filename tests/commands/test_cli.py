@@ -1,0 +1,370 @@
+"""The command line from the outside: statuses, the one error line, what is on which stream, what is imported."""
+
+import argparse
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import flashllm.cli
+from flashllm.base.text import inert
+from flashllm.cli import VERBS, main, make_parser
+from flashllm.commands import options
+from flashllm.commands.chat import sampling_defaults
+from flashllm.errors import BudgetError, FormatError
+from flashllm.plan.memory import CACHE_POLICIES
+
+PIECE = ["--threads", "1", "--io-threads", "4"]
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*argv, stdin=None):
+        before = sys.stdin
+        if stdin is not None:
+            sys.stdin = io.TextIOWrapper(io.BytesIO(stdin))
+        try:
+            status = main([str(argument) for argument in argv])
+        finally:
+            sys.stdin = before
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def is_one_error_line(err):
+    return err.startswith("flashllm: error: ") and err.count("\n") == 1 and err.endswith("\n")
+
+
+# Parsing.
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)])
+def test_help_imports_nothing_heavy(argv):
+    code = (
+        "import sys; from flashllm.cli import main; status = main(sys.argv[1:]);"
+        "heavy = {'torch', 'transformers', 'datasets', 'scipy', 'huggingface_hub', 'rich', 'prompt_toolkit'};"
+        "sys.exit(repr(heavy & set(sys.modules)) if heavy & set(sys.modules) else status)"
+    )
+    result = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("usage: flashllm" if "--help" in argv else "flashllm 0")
+
+
+def test_only_the_chosen_verbs_module_is_imported():
+    code = (
+        "import sys; from flashllm.cli import main; main(['verify', '--help']);"
+        "print(sorted(name for name in sys.modules if name.startswith('flashllm.commands.')), file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert eval(result.stderr) == ["flashllm.commands.options", "flashllm.commands.verify"]
+
+
+def test_every_verb_is_in_the_help(run):
+    _, out, _ = run("--help")
+    for verb in VERBS:
+        assert f"    {verb} " in out
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["frobnicate"],
+        ["--frobnicate"],
+        ["generate"],
+        ["generate", "m", "extra", "--prompt", "x"],
+        ["generate", "--prompt", "x", "--mode", "magic"],
+        ["generate", "--prompt", "x", "--memory", "7GX"],
+        ["generate", "--prompt", "x", "--memory", "0"],
+        ["generate", "--prompt", "x", "--memory", "-1GB"],
+        ["generate", "--prompt", "x", "--top-p", "nan"],
+        ["generate", "--prompt", "x", "--top-p", "0"],
+        ["generate", "--prompt", "x", "--temperature", "inf"],
+        ["generate", "--prompt", "x", "--temperature=-1"],
+        ["generate", "--prompt", "x", "--max-new-tokens", "0"],
+        ["generate", "--prompt", "x", "--threads", "two"],
+        ["generate", "--prompt", "x", "--io-threads", "100000"],
+        ["generate", "--prompt", "x", "--seed", str(2**63)],
+        ["generate", "--prompt", "x", "--max-new", "3"],
+        ["chat", "--window", "0"],
+        ["convert", "only-source"],
+        ["convert", "a", "b", "--dtype", "int8"],
+        ["plan", "/no/such/dir"],
+        ["verify", "no-such-dir"],
+        ["inspect", "weird\x1b[2J\nname"],
+        ["offload"],
+        ["offload", "frobnicate"],
+    ],
+)
+def test_wrong_use_is_one_line_and_status_2(run, argv):
+    status, out, err = run(*argv)
+    assert (status, out) == (2, "")
+    assert is_one_error_line(err), err
+    assert "\x1b" not in err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (FormatError("a.safetensors: damaged\nhere\x1b[31m"), 1, "a.safetensors: damaged here[31m"),
+        (BudgetError("too small"), 1, "too small"),
+        (OSError(28, "No space left on device", "/disk/file"), 1, "/disk/file: No space left on device"),
+        (OSError("bare"), 1, "bare"),
+        (MemoryError(), 1, "out of memory"),
+        (TypeError("oops"), 1, "TypeError: oops (a bug in flashllm; --debug"),
+        (KeyboardInterrupt(), 130, "flashllm: interrupted"),
+        (KeyboardInterrupt("interrupted; go on"), 130, "flashllm: interrupted; go on"),
+        (RecursionError("deep"), 1, "RecursionError: deep"),
+    ],
+)
+def test_every_failure_is_one_line(run, monkeypatch, error, status, words):
+    class Module:
+        @staticmethod
+        def add_arguments(parser):
+            parser.add_argument("--x")
+
+        @staticmethod
+        def main(args):
+            raise error
+
+    monkeypatch.setattr(flashllm.cli.importlib, "import_module", lambda name: Module)
+    got, out, err = run("verify")
+    assert (got, out) == (status, "")
+    assert words in err
+    if status == 130:
+        assert err == words + "\n"
+        return
+    assert is_one_error_line(err)
+    for argv in (["--debug", "verify"], ["verify", "--debug"]):
+        got, _, err = run(*argv)
+        assert got == status
+        assert "Traceback" in err
+        assert err.splitlines()[-1].startswith("flashllm: error: ")
+
+
+def test_numbers_and_sizes():
+    assert options.size("512MiB") == 512 * 2**20
+    assert options.whole(0, 5)("5") == 5
+    assert options.number(0, 1, low_allowed=False)("1") == 1
+    for parse, text in ((options.whole(1, 5), "6"), (options.whole(1), "1.5"), (options.number(0, None), "x")):
+        with pytest.raises(argparse.ArgumentTypeError):
+            parse(text)
+
+
+def test_sampling_options_that_were_not_given_are_absent():
+    args = make_parser("generate").parse_args(["generate", "--prompt", "x"])
+    assert options.given_sampling(args) == {}
+    args = make_parser("generate").parse_args(
+        ["generate", "--prompt", "x", "--temperature", "0", "--stop", "a", "--stop", "", "--stop", "b", "--top-k", "0"]
+    )
+    assert options.given_sampling(args) == {"temperature": 0.0, "stop": ("a", "b"), "top_k": 0}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, {}),
+        ({}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0, "top_p": 0.9}),
+        ({"temperature": 0.7}, {"temperature": 0.7}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        (
+            {"do_sample": True, "temperature": 1, "top_k": 50, "repetition_penalty": 1.1, "top_p": None},
+            {"temperature": 1, "top_k": 50, "repetition_penalty": 1.1},
+        ),
+    ],
+)
+def test_chat_samples_as_the_model_says(tmp_path, config, expected):
+    if config is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert sampling_defaults(tmp_path) == expected
+
+
+# The verbs, on a tiny model.
+
+
+def test_convert_verify_and_inspect(run, tiny, tmp_path):
+    source = tiny("float32").source
+    status, out, err = run("convert", source, tmp_path / "model", "--dtype", "float16")
+    assert (status, out) == (0, f"{tmp_path / 'model'}\n")
+    assert err.startswith("convert: ")
+    status, out, err = run("convert", source, tmp_path / "model")
+    assert status == 2
+    assert "exists" in err
+    status, out, _ = run("verify", tmp_path / "model", "--json")
+    assert status == 0
+    assert json.loads(out)["ok"] is True
+    status, out, _ = run("inspect", tmp_path / "model", "--json")
+    assert (status, json.loads(out)["path"]) == (0, str(tmp_path / "model"))
+    status, out, _ = run("inspect", tmp_path / "model")
+    assert status == 0
+    assert "float16" in out
+
+    with open(tmp_path / "model" / "ffn.safetensors", "r+b") as file:
+        file.seek(5000)
+        byte = file.read(1)
+        file.seek(5000)
+        file.write(bytes([byte[0] ^ 1]))
+    status, out, err = run("verify", tmp_path / "model")
+    assert (status, out) == (1, "")
+    assert "flashllm: error: " in err
+    assert "layer 0, neuron" in err
+    status, out, _ = run("verify", tmp_path / "model", "--json")
+    assert status == 1
+    assert json.loads(out)["problems"][0]["layer"] == 0
+
+
+def test_a_hugging_face_folder_is_not_converted_to_look_at_it(run, tiny):
+    for verb in ("inspect", "verify", "plan"):
+        status, out, err = run(verb, tiny("float32").source)
+        assert (status, out) == (2, "")
+        assert "flashllm convert" in err
+
+
+def test_plan_is_a_table_or_a_document_or_a_refusal_with_numbers(run, tiny):
+    status, out, err = run("plan", tiny().path(), "--memory", "2GB", "--context", "32")
+    assert (status, err) == (0, "")
+    assert "KV cache, 32 tokens" in out
+    assert any(line.split()[:3] == ["limit", "2", "GB"] for line in out.splitlines())
+    status, out, _ = run("plan", tiny().path(), "--memory", "2GB", "--json")
+    document = json.loads(out)
+    assert document["limit_bytes"] == 2_000_000_000
+    assert document["path"] == str(tiny().path())
+    minimum = next(line.split()[-1] for line in run("plan", tiny().path())[1].splitlines() if "minimum" in line)
+    status, out, err = run("plan", tiny().path(), "--memory", "50MB", "--json")
+    assert (status, out) == (1, "")
+    assert is_one_error_line(err)
+    assert "50 MB cannot hold this model" in err
+    assert minimum.endswith("MB")
+
+
+def test_generate_prints_one_document(run, tiny):
+    argv = ("generate", tiny().path(), "--prompt", "The little", "--max-new-tokens", "5", *PIECE)
+    status, out, err = run(*argv, "--json")
+    assert status == 0, err
+    document = json.loads(out)
+    assert len(document["token_ids"]) == len(document["tokens"]) == 5
+    assert document["text"] == "".join(token["text"] for token in document["tokens"])
+    for token in document["tokens"]:
+        parts = [token[f"{kind}_ms"] for kind in ("io", "memory", "compute", "other")]
+        assert sum(parts) == pytest.approx(token["total_ms"])
+        assert token["active"] == token["hits"] + token["misses"]
+        assert token["bytes_read"] >= 0
+        assert "times" not in token
+    assert document["prefill"]["tokens"] > 0
+    assert document["plan"]["cache_policy"] == CACHE_POLICIES[0] == options.CACHE_POLICIES[0]
+    assert document["plan"]["window"] == 5
+    assert document["model"]["path"] == str(tiny().path())
+    assert isinstance(document["direct_io"], bool)
+    assert document["peak_rss_bytes"] > 10**7
+
+    status, text, err = run(*argv)
+    assert status == 0
+    assert text == inert(document["text"]) + "\n"
+    assert "5 tokens, first after" in err
+
+    same = run(
+        *argv, "--json", "--seed", "1", "--cache-policy", "window", "--window", "1", "--buffered", "--no-checksums"
+    )
+    assert json.loads(same[1])["token_ids"] == document["token_ids"]
+    assert json.loads(same[1])["direct_io"] is False
+    piped = run(*argv[:3], "-", *argv[4:], "--json", stdin=b"The little\n")
+    assert json.loads(piped[1])["token_ids"] == document["token_ids"]
+
+
+def test_sampling_is_repeatable_with_a_seed(run, tiny):
+    argv = ("generate", tiny().path(), "--prompt", "A", "--max-new-tokens", "6", *PIECE, "--json", "--temperature", "2")
+    first, again, other = (json.loads(run(*argv, "--seed", seed)[1])["token_ids"] for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+
+
+def test_generate_announces_the_context_limit(run, tiny):
+    argv = ("generate", tiny().path(), "--prompt", "The little dog", "--context", "24", *PIECE)
+    status, _, err = run(*argv, "--max-new-tokens", "100")
+    assert status == 0
+    assert "the context limit of 24 tokens is reached" in err
+    status, out, err = run("generate", tiny().path(), "--prompt", "x y " * 100, "--context", "24", *PIECE)
+    assert (status, out) == (1, "")
+    assert is_one_error_line(err)
+    assert "context limit" in err
+
+
+def test_errors_of_loading_are_one_line(run, tiny):
+    status, out, err = run("generate", tiny().path("bare"), "--prompt", "x", *PIECE)
+    assert (status, out) == (2, "")
+    assert "no predictors" in err
+    assert is_one_error_line(err)
+    status, _, err = run("generate", tiny().path(), "--prompt", "x", "--memory", "1MB", *PIECE)
+    assert status == 1
+    assert is_one_error_line(err)
+    status, _, err = run("chat", tiny().path(), "--context", "100000", *PIECE, stdin=b"")
+    assert (status, is_one_error_line(err)) == (2, True)
+
+
+def test_chat_by_pipe(run, tiny):
+    argv = ("chat", tiny().path(), *PIECE, "--max-new-tokens", "8", "--seed", "1")
+    status, out, err = run(*argv, stdin=b"Once \xff upon\n\n/stats\n" + b"z" * 5000 + b"\nthe end\n")
+    assert status == 0, err
+    assert "continues your text" in err
+    assert "speed: " in err
+    assert "line 4 is skipped" in err
+    assert out.endswith("\n")
+    assert "\x1b" not in out
+    status, alone, _ = run(*argv, stdin=b"Once \xff upon\n")
+    assert status == 0
+    assert out.startswith(alone)
+    assert len(out) > len(alone) > 0
+
+
+# Signals and pipes need a process.
+
+
+def test_a_closed_pipe_is_quiet(tiny):
+    command = [sys.executable, "-m", "flashllm", "inspect", str(tiny().path())]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(), err) == (1, b"")
+
+
+def test_an_interrupt_is_one_line_and_status_130(run, tiny, monkeypatch):
+    class Interrupting:
+        closed = False
+
+        @property
+        def buffer(self):
+            yield b"The little\n"
+            signal.raise_signal(signal.SIGINT)
+
+        def isatty(self):
+            return False
+
+    monkeypatch.setattr(sys, "stdin", Interrupting())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        status, out, err = run("chat", tiny().path(), *PIECE, "--max-new-tokens", "2")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert status == 130
+    assert out.endswith("\n")
+    assert err.splitlines()[-1] == "flashllm: interrupted"
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("redirect", "status"), [(">&-", 0), ("2>&-", 0), ("<&-", 0), (">/dev/full", 1)])
+def test_streams_that_are_closed_or_full(tiny, redirect, status):
+    command = f"{sys.executable} -m flashllm verify {tiny().path()} {redirect}"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, env=buffered)
+    assert result.returncode == status
+    assert "Traceback" not in result.stderr
+    assert "Exception ignored" not in result.stderr
+    assert ("flashllm: error: No space left on device" in result.stderr) == (status == 1)

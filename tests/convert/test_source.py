@@ -1,0 +1,174 @@
+"""Checkpoint folders: whole, sharded, and everything that can be wrong with them, each with its file named."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import make_tiny_opt
+
+from flashllm.convert.source import INDEX, SINGLE, companion_files, open_checkpoint
+from flashllm.errors import FormatError, UnsupportedModelError, UsageError
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    return make_tiny_opt(tmp_path_factory.mktemp("source") / "single")
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    return make_tiny_opt(tmp_path_factory.mktemp("source") / "sharded", max_shard_size="100KB")
+
+
+@pytest.fixture
+def copy(tmp_path, sharded):
+    return shutil.copytree(sharded, tmp_path / "model")
+
+
+def _shards(path):
+    return sorted(path.glob("model-*.safetensors"))
+
+
+def _open(path):
+    with open_checkpoint(path):
+        pass
+
+
+def test_single_and_sharded_give_the_same_tensors(single, sharded):
+    assert len(_shards(sharded)) > 2
+    expected = load_file(single / SINGLE)
+    for path in (single, sharded):
+        with open_checkpoint(path) as checkpoint:
+            assert set(checkpoint.tensors) == set(expected)
+            assert checkpoint.config["model_type"] == "opt"
+            for name, tensor in expected.items():
+                out = np.empty(tuple(tensor.shape), np.float32)
+                checkpoint.read(name, 0, out)
+                assert torch.equal(torch.from_numpy(out), tensor)
+
+
+def test_ranges_are_read_at_byte_offsets(single):
+    name = "model.decoder.layers.1.fc1.weight"
+    expected = load_file(single / SINGLE)[name].numpy()
+    with open_checkpoint(single) as checkpoint:
+        out = np.empty((3, 64), np.float32)
+        checkpoint.read(name, 5 * 64 * 4, out)
+        assert np.array_equal(out, expected[5:8])
+        with pytest.raises(ValueError, match="outside"):
+            checkpoint.read(name, 254 * 64 * 4, out)
+
+
+def test_a_missing_shard_is_named(copy):
+    shard = _shards(copy)[1]
+    shard.unlink()
+    with pytest.raises(FormatError, match=f"{shard.name}: this shard is missing"):
+        _open(copy)
+
+
+def test_a_truncated_shard_is_named(copy):
+    shard = _shards(copy)[-1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(FormatError, match=f"{shard.name}: .*truncated"):
+        _open(copy)
+
+
+def test_a_git_lfs_pointer_is_named(copy):
+    shard = _shards(copy)[0]
+    shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(FormatError, match=f"{shard.name}: is a git-LFS pointer"):
+        _open(copy)
+
+
+def test_a_tensor_the_index_promises_but_the_shard_lacks(copy):
+    index = json.loads((copy / INDEX).read_text())
+    name = next(iter(index["weight_map"]))
+    other = next(shard.name for shard in _shards(copy) if shard.name != index["weight_map"][name])
+    index["weight_map"][name] = other
+    (copy / INDEX).write_text(json.dumps(index))
+    with pytest.raises(FormatError, match=f"{other}: tensor {name} is missing"):
+        _open(copy)
+
+
+@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/passwd", "", "..", "a\0b", "\ud800", 3, None])
+def test_shards_outside_the_folder_are_refused(copy, shard):
+    (copy / INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(FormatError, match=r"weight_map: .* is not the name of a file"):
+        _open(copy)
+
+
+@pytest.mark.parametrize("index", ["{}", '{"weight_map": []}', '{"weight_map": {}}'])
+def test_an_index_without_a_map(copy, index):
+    (copy / INDEX).write_text(index)
+    with pytest.raises(FormatError, match="has no weight_map"):
+        _open(copy)
+
+
+def test_the_index_decides_between_two_copies_and_their_absence_from_it_is_an_error(copy):
+    index = json.loads((copy / INDEX).read_text())
+    first = _shards(copy)[-1]
+    duplicate = copy / "model-duplicate.safetensors"
+    shutil.copy(first, duplicate)
+    twice = [name for name, shard in index["weight_map"].items() if shard == first.name]
+    index["weight_map"][twice[0]] = duplicate.name
+    (copy / INDEX).write_text(json.dumps(index))
+    with open_checkpoint(copy) as checkpoint:
+        assert duplicate.name in checkpoint.where(twice[0])
+    assert len(twice) > 1
+    del index["weight_map"][twice[1]]
+    (copy / INDEX).write_text(json.dumps(index))
+    with pytest.raises(FormatError, match=f"tensor {twice[1]} is also in"):
+        _open(copy)
+
+
+def test_pickled_weights_are_refused_with_a_way_out(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match="holds no weights"):
+        _open(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
+    with pytest.raises(UnsupportedModelError, match=r"pickled weights only \(pytorch_model.bin\).*save_pretrained"):
+        _open(tmp_path)
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    with pytest.raises(UsageError, match="no such directory"):
+        _open(tmp_path / "absent")
+    with pytest.raises(UsageError, match=r"has no config\.json"):
+        _open(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(FormatError, match="must hold a JSON object"):
+        _open(tmp_path)
+    (tmp_path / "flashllm.json").write_text("{}")
+    with pytest.raises(UsageError, match="is a flashllm directory already"):
+        _open(tmp_path)
+
+
+def test_companions_are_plain_files_and_never_weights(copy, tmp_path):
+    (tmp_path / "linked.json").write_text("{}")
+    (copy / "special_tokens_map.json").symlink_to(tmp_path / "linked.json")
+    (copy / "chat_template.jinja").write_text("x")
+    (copy / "merges.txt").write_text("x")
+    (copy / "pytorch_model.bin.index.json").write_text("{}")
+    (copy / "modeling.py").write_text("raise SystemExit")
+    (copy / ".hidden.json").write_text("{}")
+    (copy / "folder.json").mkdir()
+    assert [path.name for path in companion_files(copy)] == [
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+
+
+def test_a_fingerprint_changes_with_any_weight_file(copy):
+    with open_checkpoint(copy) as checkpoint:
+        before = checkpoint.fingerprint()
+    _shards(copy)[0].touch()
+    with open_checkpoint(copy) as checkpoint:
+        assert checkpoint.fingerprint() != before
+        assert len(before) == len(_shards(copy)) + 1

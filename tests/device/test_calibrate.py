@@ -1,0 +1,187 @@
+"""Calibration on a tiny file: every figure is there, nothing is left behind, and a run uses what was stored."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_device_costs import device, reader
+
+from flashllm import _core, calibrate, measure_reads
+from flashllm.cli import main
+from flashllm.device.calibrate import CalibrationOptions, measure_device
+from flashllm.device.choice import backends
+from flashllm.device.costs import BatchSample
+from flashllm.device.products import ResidentProducts
+from flashllm.device.reads import ReadOptions, ReadTimer, file_to_read
+from flashllm.device.store import device_of, load_costs, save_costs
+from flashllm.errors import FlashIOError
+from flashllm.format.model_files import FFN
+
+TINY = CalibrationOptions(
+    reads=ReadOptions(sizes=(4096, 8192), requests=(2, 4), beside=8, batch_nbytes=1 << 16, gaps=(4096,), pairs=2),
+    scratch_nbytes=1 << 20,
+    dram_nbytes=1 << 20,
+    gemv_nbytes=1 << 16,
+    read_s=0.0,
+    memory_s=0.0,
+    rounds=2,
+    demo_tokens=3,
+)
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """A drive with enough space left, whatever this one has."""
+    monkeypatch.setattr(measure_reads, "_DISK_MARGIN", 0)
+
+
+def test_every_figure_is_measured(tmp_path, room):
+    steps = []
+    costs = measure_device(tmp_path, threads=1, options=TINY, progress=lambda *step: steps.append(step))
+    assert [(reader.backend, reader.depth) for reader in costs.readers] == backends()
+    assert all(reader.sizes == (4096, 8192) for reader in costs.readers)
+    assert min(costs.sequential_bps, costs.dram_bps, costs.layer_overhead_s, costs.again) > 0
+    assert set(costs.gemv_bps) == set(costs.sparse_bps) == {"float32", "float16", "bfloat16"}
+    assert [done for _, done, _ in steps] == sorted(done for _, done, _ in steps)
+    assert steps[-1][1] == steps[-1][2]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_places_read_again_are_held_against_their_first_reading(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    products = ResidentProducts("bfloat16", 1 << 16, _core.ThreadPool(1))
+    timer, seen = ReadTimer(tmp_path / "file", TINY.reads, products), set()
+
+    def timed(reader, offsets, size):
+        first = tuple(offsets) not in seen
+        seen.add(tuple(offsets))
+        return BatchSample(requests=len(offsets), nbytes=size, wall_s=3e-3 if first else 1e-3)
+
+    monkeypatch.setattr(timer, "_timed", timed)
+    assert timer.again() == pytest.approx(3)
+
+
+def test_the_scratch_file_goes_whatever_happens(tmp_path, room):
+    def interrupted():
+        with file_to_read(tmp_path, 1 << 16) as path:
+            assert path.stat().st_size == 1 << 16
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_drive_is_told_before_anything_is_written(tmp_path):
+    with pytest.raises(FlashIOError, match="are free"), file_to_read(tmp_path, 1 << 60):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_models_own_file_is_read_where_it_is_large_enough(tmp_path, tiny, room, monkeypatch):
+    model = tiny().path()
+    with file_to_read(model, 1 << 16) as path:
+        assert path.name != FFN
+    monkeypatch.setattr(measure_reads, "_LEAST_FILE", 1)
+    with file_to_read(model, 1 << 16) as path:
+        assert path == model / FFN
+
+
+@pytest.mark.parametrize("changes", [{"sizes": ()}, {"requests": (4, 2)}, {"gaps": (0, 4096)}])
+def test_wrong_options_are_refused(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        ReadOptions(**changes)
+
+
+def test_the_command_stores_and_runs_and_plans_use_it(tmp_path, tiny, room, monkeypatch, capsys):
+    monkeypatch.setattr(calibrate, "CalibrationOptions", lambda **given: TINY)
+    store, model = tmp_path / "devices.json", shutil.copytree(tiny().path("random"), tmp_path / "model")
+    common = [str(model), "--store", str(store), "--json"]
+    plan = ["plan", *common, "--memory", "2GB"]
+    generate = ["generate", *common, "--prompt", "The fox ran", "--max-new-tokens", "4", "--threads", "1"]
+
+    assert main(plan) == 0
+    assert json.loads(capsys.readouterr().out)["token"] is None
+    assert main(["plan", str(model), "--store", str(store), "--memory", "2GB"]) == 0
+    assert f"run `flashllm calibrate {model}`" in capsys.readouterr().out
+    assert main(generate) == 0
+    before = json.loads(capsys.readouterr().out)
+    assert before["reader"] == {"backend": "threads", "depth": 32, "max_gap": 0, "source": "default"}
+
+    assert main(["calibrate", str(model), "--store", str(store)]) == 0
+    assert "stored in" in capsys.readouterr().out
+    costs = load_costs(store, device_of(model))
+    assert main(["calibrate", *common]) == 0
+    assert json.loads(capsys.readouterr().out)["store"] == str(store)
+    costs = load_costs(store, device_of(model))
+
+    assert main(plan) == 0
+    document = json.loads(capsys.readouterr().out)
+    token = document["token"]
+    assert token["total_s"] == pytest.approx(token["io_s"] + token["compute_s"] + token["overhead_s"])
+    assert main(["plan", str(model), "--store", str(store), "--memory", "2GB"]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+    assert main(generate) == 0
+    after = json.loads(capsys.readouterr().out)
+    assert after["reader"]["source"] == ("calibration" if costs.direct else "default")
+    assert after["reader"] == document["reader"]
+    assert after["token_ids"] == before["token_ids"]
+
+
+def test_a_drive_in_a_bad_minute_is_noticed(tmp_path, monkeypatch, capsys):
+    store = tmp_path / "devices.json"
+    usual = device(gemv_bps={"float32": 1e10}, sparse_bps={"float32": 1e10})
+    slow = reader(request_s=(30e-6, 120e-6))
+    for costs, heard in (
+        (usual, ()),
+        (dataclasses.replace(usual, scatter=3.1), ("did not keep its rate", "3.1 times")),
+        (dataclasses.replace(usual, again=3.0), ("3 times as fast", "outside this machine")),
+        (dataclasses.replace(usual, readers=(slow,)), ("took 3 times what it took in the last calibration",)),
+    ):
+        monkeypatch.setattr(calibrate, "measure_device", lambda *given, costs=costs, **named: costs)
+        assert main(["calibrate", str(tmp_path), "--store", str(store)]) == 0
+        told = capsys.readouterr().err
+        assert all(part in told for part in heard)
+        assert bool(told.count("flashllm: ")) is bool(heard)
+
+
+def test_a_damaged_store_does_not_stop_a_run(tmp_path, tiny, capsys):
+    store = tmp_path / "devices.json"
+    store.write_text("{")
+    arguments = ["--prompt", "The fox", "--max-new-tokens", "2", "--threads", "1", "--json"]
+    assert main(["generate", str(tiny().path("random")), "--store", str(store), *arguments]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["reader"]["source"] == "default"
+    assert "run `flashllm calibrate` again" in captured.err or "is not JSON" in captured.err
+
+
+def test_a_path_that_is_not_there_is_wrong_use(tmp_path, capsys):
+    assert main(["calibrate", str(tmp_path / "none")]) == 2
+    assert "there is no such" in capsys.readouterr().err
+
+
+def test_the_plan_is_compared_with_a_run(tmp_path, tiny):
+    model, store = tiny().path("random"), tmp_path / "devices.json"
+    save_costs(store, device_of(model), device(gemv_bps={"float32": 1e10}, sparse_bps={"float32": 1e10}))
+    script = Path(__file__).parents[2] / "bench" / "io" / "plan_accuracy.py"
+    arguments = [str(model), "--memory", "2GB", "--context", "64", "--store", str(store), "--tokens", "14"]
+    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    predicted, measured = document["predicted"]["total_s"], document["measured"]["total_ms"] / 1e3
+    assert document["predicted_over_measured"] == pytest.approx(predicted / measured)
+
+
+def test_the_peer_says_how_to_get_it(tmp_path):
+    script = Path(__file__).parents[2] / "bench" / "peer" / "peer_llama.py"
+    hide = "import sys, runpy; sys.modules['gguf'] = None; sys.path.insert(0, sys.argv[1]); sys.argv = sys.argv[2:];"
+    code = hide + "runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", code, str(script.parent), str(script), "make", str(tmp_path / "m.gguf")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install llama-cpp-python" in done.stderr
+    assert list(tmp_path.iterdir()) == []

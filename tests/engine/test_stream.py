@@ -1,0 +1,133 @@
+"""Blocks of rows in file order, read ahead: whatever was interrupted before, the right bytes come."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from flashllm import _core
+from flashllm.engine.stream import LayerRows, RowStream
+from flashllm.errors import ChecksumError, FlashIOError, FormatError
+from flashllm.format.rows import row_checksums
+
+STRIDE, LAYERS = 512, 3
+
+
+@pytest.fixture
+def flash(tmp_path):
+    """A file of three layers of `num_rows` rows, and a stream over it."""
+
+    def make(num_rows=10, block_rows=4, *, threads=3, verify=True, ahead=2):
+        data = np.random.default_rng(0).integers(0, 256, (LAYERS, num_rows, STRIDE), dtype=np.uint8)
+        path = tmp_path / "rows"
+        path.write_bytes(bytes(4096) + data.tobytes())
+        file = _core.DirectFile(str(path), direct=True)
+        layers = [
+            LayerRows(offset=4096 + index * num_rows * STRIDE, num_rows=num_rows, checksums=row_checksums(layer))
+            for index, layer in enumerate(data)
+        ]
+        reader = _core.Reader(threads, verify=verify)
+        return RowStream(reader, file, layers, stride=STRIDE, block_rows=block_rows, ahead=ahead), data, file
+
+    return make
+
+
+def read_layer(stream, layer, then=None):
+    blocks = []
+    for first, rows in stream.blocks(layer, then=then):
+        assert first == sum(len(block) for block in blocks)
+        blocks.append(rows.copy())
+    return np.concatenate(blocks)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 7])
+@pytest.mark.parametrize(("num_rows", "block_rows"), [(1, 1), (10, 1), (10, 4), (8, 4), (10, 10), (7, 64)])
+def test_every_row_once_in_order(flash, num_rows, block_rows, ahead):
+    stream, data, _ = flash(num_rows, block_rows, ahead=ahead)
+    for _ in range(2):
+        for layer in range(LAYERS):
+            then = layer + 1 if layer + 1 < LAYERS else None
+            assert np.array_equal(read_layer(stream, layer, then), data[layer])
+
+
+def test_times_count_each_read_once(flash):
+    stream, data, _ = flash()
+    read_layer(stream, 0, then=1)
+    read_layer(stream, 1)
+    times = stream.take_times()
+    assert times.nbytes == 2 * data[0].nbytes
+    assert times.requests == 6
+    assert times.wait_ns > 0
+    assert times.busy_ns > 0
+    assert stream.take_times().nbytes == 0
+
+
+@pytest.mark.parametrize("ahead", [1, 4])
+@pytest.mark.parametrize("stop_after", [1, 2, 3])
+@pytest.mark.parametrize("then", [None, 0, 1])
+@pytest.mark.parametrize("drained", [False, True])
+@pytest.mark.parametrize("kept", [False, True], ids=["iterator dropped", "iterator kept"])
+def test_a_pass_given_up_anywhere_does_not_disturb_the_next(flash, stop_after, then, drained, *, kept, ahead):
+    stream, data, _ = flash(ahead=ahead)
+    for start in range(LAYERS):
+        blocks = stream.blocks(start, then=then)
+        for _ in range(stop_after):
+            next(blocks)
+        if not kept:
+            blocks.close()
+        if drained:
+            stream.drain()
+        for layer in (0, 1, 2, 0):
+            assert np.array_equal(read_layer(stream, layer, then), data[layer])
+
+
+def test_another_layer_than_the_one_announced(flash):
+    stream, data, _ = flash()
+    read_layer(stream, 0, then=2)
+    assert np.array_equal(read_layer(stream, 1), data[1])
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        (("error", 5), FlashIOError, "layer 1, neuron 4: .*check the drive"),
+        (("flip", 9), ChecksumError, "layer 1, neuron 4: wrong checksum .*`flashllm verify`"),
+        (("end_of_file", 0), FormatError, "layer 1, neuron 4: .*shrank or is truncated.*`flashllm verify`"),
+    ],
+)
+def test_a_fault_names_layer_and_neuron_and_is_forgotten(flash, fault, error, message):
+    stream, data, file = flash(threads=1)
+    file.inject(fault[0], 1, count=3, argument=fault[1])  # the second request, and its two more tries
+    with pytest.raises(error, match=message) as caught:
+        read_layer(stream, 1, then=2)
+    assert caught.value.offset == 4096 + (10 + 4) * STRIDE
+    file.inject("error", 2**60)
+    for layer in range(LAYERS):
+        assert np.array_equal(read_layer(stream, layer), data[layer])
+
+
+def test_drain_swallows_the_fault_of_a_read_nobody_wants(flash):
+    stream, data, file = flash(threads=1)
+    file.inject("error", 3, count=10**6, argument=5)  # the next layer's first block
+    assert np.array_equal(read_layer(stream, 0, then=1), data[0])
+    stream.drain()
+    file.inject("error", 2**60)
+    assert np.array_equal(read_layer(stream, 1), data[1])
+
+
+@pytest.mark.parametrize("first", range(9))
+def test_every_read_may_fail(flash, first):
+    stream, data, file = flash(threads=2)
+    file.inject("error", first, count=3, argument=5)
+    for layer in range(LAYERS):
+        with contextlib.suppress(FlashIOError):
+            read_layer(stream, layer, then=(layer + 1) % LAYERS)
+    file.inject("error", 2**60)
+    for layer in range(LAYERS):
+        assert np.array_equal(read_layer(stream, layer), data[layer])
+
+
+def test_checksums_may_be_switched_off(flash):
+    stream, data, file = flash(verify=False, threads=1)
+    file.inject("flip", 0, count=1, argument=3)
+    assert (read_layer(stream, 0) != data[0]).sum() == 1

@@ -1,0 +1,124 @@
+"""Row layouts by hand-computed numbers, packing and its inverse, checksums against an independent XXH3."""
+
+import numpy as np
+import pytest
+import xxhash
+
+from flashllm.format.rows import RowLayout, pack_rows, row_checksums, unpack_rows
+
+
+def _layout(encoding="float16", d_model=64, d_ff=256, matrices=("up", "down")):
+    return RowLayout(encoding=encoding, d_model=d_model, d_ff=d_ff, matrices=matrices)
+
+
+@pytest.mark.parametrize(
+    ("layout", "row_nbytes", "stride", "num_rows"),
+    [
+        (_layout(d_model=4096, d_ff=16384), 16384, 16384, 16384),  # OPT-6.7B
+        (_layout(d_model=2048, d_ff=8192), 8192, 8192, 8192),  # OPT-1.3B
+        (_layout("float32", 320, 1280), 2560, 2560, 1280),  # the demo model
+        (_layout("float16", 320, 1280), 1280, 1536, 1280),
+        (_layout(d_model=5120, d_ff=20480), 20480, 20480, 20480),  # OPT-13B: already whole pages
+        (_layout(d_model=1000, d_ff=4000), 4000, 4096, 4000),  # 2.4 % waste: a whole page
+        (_layout(d_model=900, d_ff=3600), 3600, 4096, 3600),  # sectors, which happen to fill a page
+        (_layout(d_model=2000, d_ff=10), 8000, 8192, 10),
+        (_layout(d_model=1952, d_ff=10), 7808, 8192, 10),  # 4.9 %: a page
+        (_layout(d_model=1920, d_ff=10), 7680, 7680, 16),  # 6.7 %: sectors, rows to whole pages
+        (_layout("bfloat16", 4096, 11008, ("up", "gate", "down")), 24576, 24576, 11008),  # a gated 7B
+        (_layout("float32", 1, 1), 8, 512, 8),
+        (_layout("float32", 64, 257), 512, 512, 264),
+    ],
+)
+def test_layouts(layout, row_nbytes, stride, num_rows):
+    assert (layout.row_nbytes, layout.stride, layout.num_rows) == (row_nbytes, stride, num_rows)
+    assert layout.layer_nbytes == stride * num_rows
+    assert layout.layer_nbytes % 4096 == 0
+    assert layout.shape == (num_rows, stride // layout.itemsize)
+
+
+def test_offsets_of_matrices():
+    layout = _layout("float32", 48, 10, ("up", "gate", "down"))
+    assert [layout.item_offset(matrix) for matrix in ("up", "gate", "down")] == [0, 48, 96]
+    assert [layout.byte_offset(matrix) for matrix in ("up", "gate", "down")] == [0, 192, 384]
+    with pytest.raises(ValueError, match="'gate' is not one of"):
+        _layout().item_offset("gate")
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [
+        (_layout(d_model=4096, d_ff=16384), 256),  # 4 MiB of 16 KiB rows
+        (_layout(d_model=5120, d_ff=20480), 192),  # 204 rows fit; a multiple of 64
+        (_layout(d_model=2**16, d_ff=2**18), 64),  # 16 rows fit; never under 64
+        (_layout("float32", 64, 256), 256),  # never over num_rows
+        (_layout("float32", 64, 9), 16),
+    ],
+)
+def test_stream_blocks(layout, rows):
+    assert layout.stream_block_rows == rows
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"encoding": "int8"}, "encoding 'int8' is not one of"),
+        ({"d_model": 0}, "d_model must be"),
+        ({"d_ff": -1}, "d_ff must be"),
+        ({"matrices": ("down", "up")}, "matrices must be"),
+        ({"matrices": ("up",)}, "matrices must be"),
+    ],
+)
+def test_impossible_layouts(change, message):
+    with pytest.raises(ValueError, match=message):
+        _layout(**change)
+
+
+@pytest.mark.parametrize("encoding", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("matrices", [("up", "down"), ("up", "gate", "down")])
+@pytest.mark.parametrize("d_model", [1, 63, 64, 130])
+def test_packing_keeps_every_bit_and_zeroes_the_rest(encoding, matrices, d_model):
+    layout = _layout(encoding, d_model, 20, matrices)
+    rng = np.random.default_rng(0)
+    vectors = {}
+    for matrix in matrices:
+        bits = rng.integers(0, 256, (7, d_model * layout.itemsize), np.uint8)  # any bits, NaNs too
+        vectors[matrix] = bits.view(layout.storage)
+    rows = np.full((7, layout.stride), 0xAA, np.uint8)
+    pack_rows(layout, vectors, rows)
+    assert not rows[:, layout.row_nbytes :].any()
+    expected = b"".join(vectors[matrix][3].tobytes() for matrix in matrices)
+    assert rows[3, : layout.row_nbytes].tobytes() == expected
+    unpacked = unpack_rows(layout, rows)
+    assert list(unpacked) == list(matrices)
+    for matrix in matrices:
+        assert unpacked[matrix].tobytes() == vectors[matrix].tobytes()
+
+
+def test_packing_refuses_other_shapes_types_and_matrices():
+    layout = _layout("float32", 8, 8)
+    rows = np.empty((2, 512), np.uint8)
+    good = np.zeros((2, 8), np.float32)
+    for vectors in (
+        {"up": good},
+        {"up": good, "down": good, "gate": good},
+        {"up": good, "down": good[:1]},
+        {"up": good, "down": good[:, :7]},
+        {"up": good, "down": good.astype(np.float64)},
+    ):
+        with pytest.raises(ValueError):
+            pack_rows(layout, vectors, rows)
+    for bad in (rows[:, :511], rows.view(np.int8), np.empty((2, 1024), np.uint8)[:, ::2], rows[0]):
+        with pytest.raises(ValueError, match="rows must be contiguous"):
+            pack_rows(layout, {"up": good, "down": good}, bad)
+        with pytest.raises(ValueError, match="rows must be contiguous"):
+            unpack_rows(layout, bad)
+
+
+@pytest.mark.parametrize("stride", [512, 1536, 4096, 16384])
+def test_checksums_are_xxh3_of_whole_rows(stride):
+    rows = np.random.default_rng(1).integers(0, 256, (5, stride), np.uint8)
+    expected = [xxhash.xxh3_64_intdigest(row.tobytes()) for row in rows]
+    assert row_checksums(rows).tolist() == expected
+    assert row_checksums(rows[:0]).tolist() == []
+    rows[2, -1] ^= 1
+    assert (row_checksums(rows) != np.array(expected, np.uint64)).tolist() == [False, False, True, False, False]

@@ -1,0 +1,96 @@
+"""Popularity: measured on a trace, kept in a model directory, and what the cache makes of it."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from flashllm.errors import FormatError, UsageError
+from flashllm.format.manifest import Manifest
+from flashllm.format.model_files import POPULARITY
+from flashllm.format.popularity import install_popularity, measure_popularity, read_popularity
+from flashllm.format.trace import Stream, Trace, TraceInfo, TraceWriter, pack_bits
+from flashllm.format.verify import verify
+
+LAYERS, NEURONS = 3, 512
+
+
+def write_trace(path, active):
+    """`active` [tokens, layers, neurons]; the other streams hold noise."""
+    tokens, layers, neurons = active.shape
+    info = TraceInfo(num_tokens=tokens, num_layers=layers, num_neurons=neurons, synthetic=True, description="a test")
+    masks = np.random.default_rng(0).random((tokens, layers, len(Stream), neurons)) < 0.5
+    masks[:, :, Stream.ACTIVE] = active
+    with TraceWriter(path, info) as writer:
+        for token in pack_bits(masks):
+            writer.append(token)
+        writer.finish()
+    return path
+
+
+@pytest.fixture
+def model(tiny, tmp_path):
+    return shutil.copytree(tiny("bfloat16").path("random"), tmp_path / "model")
+
+
+@pytest.fixture
+def active():
+    """Later layers are busier, and some neurons much more often active than others."""
+    random = np.random.default_rng(1)
+    popularity = random.beta(0.3, 2.0, (LAYERS, NEURONS)) * np.array([[0.2], [0.5], [1.0]])
+    return random.random((50, LAYERS, NEURONS)) < popularity
+
+
+def test_shares_are_counted_and_kept(model, active, tmp_path):
+    assert read_popularity(model, Manifest.load(model)) is None
+    with Trace(write_trace(tmp_path / "trace", active)) as trace:
+        shares = measure_popularity(trace)
+        manifest = install_popularity(model, trace)
+    np.testing.assert_allclose(shares, active.mean(axis=0), atol=1e-6)
+    assert POPULARITY in manifest.files
+    np.testing.assert_array_equal(read_popularity(model, Manifest.load(model)), shares)
+    assert verify(model).ok
+
+
+def test_a_foreign_trace_is_refused(model, tmp_path):
+    with (
+        Trace(write_trace(tmp_path / "trace", np.zeros((2, LAYERS, NEURONS + 1), bool))) as trace,
+        pytest.raises(UsageError, match="a trace of 3 layers of 513 neurons; the model has 3 of 512"),
+    ):
+        install_popularity(model, trace)
+    assert not (model / POPULARITY).exists()
+
+
+@pytest.mark.parametrize("wrong", [-0.5, 1.5, float("nan")])
+def test_damage_is_found(model, active, tmp_path, wrong):
+    with Trace(write_trace(tmp_path / "trace", active)) as trace:
+        manifest = install_popularity(model, trace)
+    with open(model / POPULARITY, "r+b") as file:
+        file.seek(-4, 2)
+        file.write(np.float32(wrong).tobytes())
+    with pytest.raises(FormatError, match="outside 0 to 1"):
+        read_popularity(model, manifest)
+
+
+def test_the_cache_goes_where_it_saves_most(model, active, tmp_path, load, monkeypatch):
+    """Same tokens, another plan: busy layers get more, and the cache holds the popular neurons after a prefill."""
+    monkeypatch.setattr("flashllm.hf.model.process_nbytes", lambda: 400_000_000)
+    plain = load(model)
+    limit = plain.engine.plan.minimum_nbytes + 300 * plain.engine.plan.row_nbytes
+    even = load(model, memory=limit)
+    with Trace(write_trace(tmp_path / "trace", active)) as trace:
+        install_popularity(model, trace)
+    shared = load(model, memory=limit)
+    rows = shared.engine.plan.cache_rows
+    assert sum(rows) == sum(even.engine.plan.cache_rows)
+    assert rows[0] < rows[1] < rows[2]
+    assert len(set(even.engine.plan.cache_rows)) == 1
+    tokens = [_greedy(one) for one in (plain, even, shared)]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def _greedy(flash):
+    import torch
+
+    ids = torch.arange(5, 25)[None]
+    return flash.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=1)[0].tolist()

@@ -1,0 +1,125 @@
+"""The predictors' file: 8-bit codes, its order, and what its reader refuses."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from flashllm.errors import FormatError
+from flashllm.format.predictors import (
+    StoredPredictor,
+    check_predictors_header,
+    code_rows,
+    encode_predictors,
+    stored_values,
+)
+from flashllm.format.rows import RowLayout
+from flashllm.format.safetensors import encode_header, read_header
+
+D_MODEL, D_FF = 64, 256
+LAYOUT = RowLayout(d_model=D_MODEL, d_ff=D_FF, matrices=("up", "down"), encoding="float16")
+METADATA = {"format": "flashllm-predictors", "version": "1", "model_sha256": "s"}
+
+
+def stored(layer, rank, *, early=False, seed=0):
+    rng = np.random.default_rng([seed, layer, early])
+    a, b = (
+        rng.standard_normal((rank, D_MODEL)),
+        rng.standard_normal((D_FF, rank)) * 10.0 ** rng.integers(-3, 3, (D_FF, 1)),
+    )
+    values = {
+        "a": a.astype(np.float32),
+        "b": b.astype(np.float32),
+        "bias": rng.standard_normal(D_FF).astype(np.float32),
+    }
+    return StoredPredictor(layer=layer, threshold=0.5, early=early, **values)
+
+
+def write(path, predictors, bits):
+    path.write_bytes(b"".join(bytes(part) for part in encode_predictors(predictors, bits, "s", {})))
+    return path
+
+
+def test_codes_are_within_half_a_step_and_use_the_whole_range():
+    matrix = np.random.default_rng(0).standard_normal((300, 40)).astype(np.float32) * np.logspace(-2, 3, 300)[:, None]
+    codes, scale = code_rows(matrix.astype(np.float32))
+    assert (np.abs(codes).max(axis=1) >= 126).all()
+    error = np.abs(codes * scale.astype(np.float64)[:, None] - matrix)
+    assert (error <= 0.5001 * scale.astype(np.float64)[:, None]).all()
+
+
+def test_coding_twice_changes_nothing():
+    """What was calibrated is what is stored, whatever the size of a row; a row of zeros too."""
+    rng = np.random.default_rng(1)
+    matrix = (rng.standard_normal((400, 16)) * np.logspace(-12, 6, 400)[:, None]).astype(np.float32)
+    matrix[7] = 0.0
+    once = stored_values(matrix, 8)
+    assert np.array_equal(stored_values(once, 8), once)
+    for first, second in zip(code_rows(matrix), code_rows(once), strict=True):
+        assert np.array_equal(first, second)
+    assert not once[7].any()
+
+
+def test_a_row_too_large_for_its_scale_is_refused():
+    with pytest.raises(OverflowError, match="no 8-bit code"):
+        code_rows(np.full((1, 4), 1e9, np.float32))
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_file_holds_what_was_stored_and_any_reader_reads_it(tmp_path, bits):
+    predictors = [stored(0, 3), stored(1, 5), stored(1, 7, early=True)]  # odd ranks: alignment is not for free
+    path = write(tmp_path / "p", predictors, bits)
+    assert path.read_bytes() == write(tmp_path / "q", predictors, bits).read_bytes()
+    assert check_predictors_header(read_header(path), LAYOUT, 2, "s") == [3, 5]
+    tensors = load_file(path)
+    for p in predictors:
+        name = f"layers.{p.layer}.{'early_' if p.early else ''}"
+        for factor in "ab":
+            values = tensors[name + factor].astype(np.float32)
+            if bits == 8:
+                values *= tensors[f"{name}{factor}_scale"].astype(np.float32)[:, None]
+            assert np.array_equal(values, stored_values(getattr(p, factor), bits))
+        assert np.array_equal(tensors[name + "bias"], p.bias)
+        assert tensors[name + "threshold"] == [p.threshold]
+
+
+def header(path, tensors):
+    data = sum({"F32": 4, "F16": 2, "I8": 1}[dtype] * int(np.prod(shape)) for _, dtype, shape in tensors)
+    path.write_bytes(encode_header(tensors, METADATA) + bytes(data))
+    return read_header(path)
+
+
+def entries(kind="", layer=0, dtype="I8", rank=4):
+    name = f"layers.{layer}.{kind}"
+    scales = [(f"{name}a_scale", "F16", (rank,)), (f"{name}b_scale", "F16", (D_FF,))] if dtype == "I8" else []
+    rest = [(f"{name}bias", "F32", (D_FF,)), (f"{name}threshold", "F32", (1,)), *scales]
+    return [*rest, (f"{name}a", dtype, (rank, D_MODEL)), (f"{name}b", dtype, (D_FF, rank))]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([t for t in entries() if t[0] != "layers.0.b_scale"], "b_scale is missing"),
+        ([*entries(dtype="F16"), ("layers.0.a_scale", "F16", (4,))], "belong to no predictor"),
+        ([t if t[0] != "layers.0.b" else (t[0], "F16", t[2]) for t in entries()], "b is F16"),
+        ([t if t[0] != "layers.0.a_scale" else (t[0], "F32", t[2]) for t in entries()], "a_scale is F32"),
+        ([*entries(), *entries(kind="early_")], "belong to no predictor"),  # of layer 0: nothing comes before it
+        ([*entries(), *entries(kind="early_", layer=1)], "layers.1.a must be"),
+        (
+            [*entries(), *entries(layer=1), *[t for t in entries(kind="early_", layer=1) if not t[0].endswith("bias")]],
+            "early_bias is missing",
+        ),
+        ([*entries(), *entries(layer=1), ("layers.1.early_b", "I8", (D_FF, 4))], "belong to no predictor"),
+        ([("layers.0.a", "I8", (3, D_MODEL)), ("layers.0.odd", "I8", (1,))], "missing"),
+        ([("layers.0.odd", "I8", (1,)), *entries(), *entries(layer=1)], "no multiple of its element's size"),
+    ],
+)
+def test_headers_that_are_not_predictors_are_refused(tmp_path, tensors, message):
+    layers = 1 if "layers.1.a" not in [name for name, _, _ in tensors] and "layers.1.a must" not in message else 2
+    with pytest.raises(FormatError, match=message):
+        check_predictors_header(header(tmp_path / "p", tensors), LAYOUT, layers, "s")
+
+
+def test_early_predictors_may_be_of_another_rank_and_width(tmp_path):
+    tensors = [*entries(), *entries(layer=1, dtype="F16", rank=2), *entries(kind="early_", layer=1, rank=9)]
+    tensors.sort(key=lambda t: {"F32": 0, "F16": 1, "I8": 2}[t[1]])
+    assert check_predictors_header(header(tmp_path / "p", tensors), LAYOUT, 2, "s") == [4, 2]

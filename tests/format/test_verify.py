@@ -1,0 +1,174 @@
+"""Every flipped byte of every listed file is found, in the FFN with its layer and neuron."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+from tiny_models import make_tiny_opt
+
+from flashllm.convert.run import convert
+from flashllm.errors import FormatError, UsageError
+from flashllm.format.safetensors import read_header
+from flashllm.format.verify import MAX_LISTED_ROWS, verify
+
+D_FF, NUM_ROWS, STRIDE, START = 203, 208, 512, 4096  # float32 rows of 60: 480 bytes and 32 of padding
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    root = tmp_path_factory.mktemp("verify")
+    make_tiny_opt(root / "hf", num_layers=3, d_model=60, d_ff=D_FF)
+    convert(root / "hf", root / "model")
+    return root / "model"
+
+
+@pytest.fixture
+def flip(model):
+    """Flip a byte of a file; everything is put back afterwards."""
+    undo = []
+
+    def change(name, place, mask=0x10):
+        with open(model / name, "r+b") as file:
+            file.seek(place)
+            old = file.read(1)
+            file.seek(place)
+            file.write(bytes([old[0] ^ mask]))
+        undo.append((name, place, mask))
+
+    yield change
+    for name, place, mask in list(reversed(undo)):
+        change(name, place, mask)
+    assert verify(model).ok
+
+
+def test_a_good_model_and_its_numbers(model):
+    seen = []
+    report = verify(model, progress=lambda what, done, total: seen.append((what, done, total)))
+    assert report.ok
+    assert report.problems == ()
+    assert report.num_files == len(os.listdir(model)) - 1
+    sizes = sum((model / name).stat().st_size for name in os.listdir(model) if name != "flashllm.json")
+    assert report.nbytes == sizes == seen[-1][1] == seen[-1][2]
+    assert report.path == str(model)
+
+
+def _places():
+    end = START + 3 * NUM_ROWS * STRIDE
+    edges = [START, START + 479, START + 480, START + 511, START + 512, START + NUM_ROWS * STRIDE - 1]
+    edges += [START + NUM_ROWS * STRIDE, START + D_FF * STRIDE - 1, START + D_FF * STRIDE, end - 1]
+    return edges + np.random.default_rng(0).integers(START, end, 100).tolist()
+
+
+@pytest.mark.parametrize("place", _places())
+def test_a_flipped_byte_of_the_rows_is_located(model, flip, place):
+    flip("ffn.safetensors", place, 1 << (place % 8))
+    (problem,) = verify(model).problems
+    layer, rest = divmod(place - START, NUM_ROWS * STRIDE)
+    row = rest // STRIDE
+    assert (problem.file, problem.layer) == ("ffn.safetensors", layer)
+    assert problem.neuron == (row if row < D_FF else None)
+    assert f"layer {layer}, {'neuron' if row < D_FF else 'padding row'} {row}: wrong checksum" in problem.message
+
+
+@pytest.mark.parametrize("place", [0, 7, 8, 9, 100, 1000, 4000, 4095])
+@pytest.mark.parametrize("name", ["ffn.safetensors", "resident.safetensors"])
+def test_a_flipped_byte_of_a_header_is_found(model, flip, name, place):
+    flip(name, place, 1)
+    problems = verify(model).problems
+    assert problems
+    assert {problem.file for problem in problems} == {name}
+    assert all(problem.neuron is None for problem in problems)
+
+
+def test_any_byte_of_the_other_files_is_found(model, flip):
+    rng = np.random.default_rng(1)
+    names = [name for name in os.listdir(model) if name not in ("ffn.safetensors", "flashllm.json")]
+    for name in names:
+        size = (model / name).stat().st_size
+        for place in {0, size - 1, *rng.integers(0, size, 4).tolist()}:
+            flip(name, place, 1)
+            problems = verify(model).problems
+            assert name in {problem.file for problem in problems}
+            assert "ffn.safetensors" not in {problem.file for problem in problems}
+            flip(name, place, 1)
+
+
+def test_a_damaged_checksum_is_told_from_a_damaged_row(model, flip):
+    info = read_header(model / "resident.safetensors").tensors["flashllm.layers.1.checksums"]
+    flip("resident.safetensors", info.offset + 8 * 17 + 3)
+    (problem,) = verify(model).problems
+    assert (problem.file, problem.tensor) == ("resident.safetensors", info.name)
+    assert (problem.layer, problem.neuron) == (1, 17)
+
+
+def test_rows_are_located_though_the_header_is_damaged_too(model, flip):
+    flip("ffn.safetensors", 9)
+    flip("ffn.safetensors", START + (NUM_ROWS + 5) * STRIDE)
+    problems = verify(model).problems
+    assert (1, 5) in {(problem.layer, problem.neuron) for problem in problems}
+    assert any(problem.layer is None for problem in problems)
+
+
+def test_many_damaged_rows_are_counted(model, flip):
+    for row in range(MAX_LISTED_ROWS + 7):
+        flip("ffn.safetensors", START + row * STRIDE)
+    problems = verify(model).problems
+    assert len(problems) == MAX_LISTED_ROWS + 1
+    assert problems[-1].message.endswith("and 7 more rows")
+
+
+@pytest.fixture
+def copy(model, tmp_path):
+    return shutil.copytree(model, tmp_path / "model")
+
+
+def test_missing_extra_cut_and_replaced_files(copy):
+    (copy / "tokenizer.json").unlink()
+    (copy / "stray.json").write_text("{}")
+    os.truncate(copy / "ffn.safetensors", START + 100)
+    (copy / "config.json").rename(copy / "elsewhere.json")
+    (copy / "config.json").symlink_to("elsewhere.json")
+    messages = {problem.file: problem.message for problem in verify(copy).problems}
+    assert set(messages) == {"tokenizer.json", "stray.json", "ffn.safetensors", "config.json", "elsewhere.json"}
+    assert "No such file" in messages["tokenizer.json"]
+    assert "is not listed in flashllm.json" in messages["stray.json"]
+    assert "has 4196 bytes" in messages["ffn.safetensors"]
+    assert "no symbolic link" in messages["config.json"]
+
+
+def test_a_model_card_may_be_added_and_edited(copy):
+    (copy / "README.md").write_text("# A model\n")
+    assert verify(copy).ok
+
+
+def test_a_failing_read_is_reported_and_the_rest_is_checked(copy, monkeypatch):
+    preadv = os.preadv
+    bad = os.stat(copy / "ffn.safetensors").st_ino
+
+    def fail(fd, buffers, offset):
+        if os.fstat(fd).st_ino == bad and offset > START:
+            raise OSError(5, "Input/output error")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    (copy / "stray.json").write_text("{}")
+    messages = {problem.file: problem.message for problem in verify(copy).problems}
+    assert set(messages) == {"ffn.safetensors", "stray.json"}
+    assert "Input/output error" in messages["ffn.safetensors"]
+
+
+def test_an_edited_manifest_is_found(copy):
+    path = copy / "flashllm.json"
+    path.write_text(path.read_text().replace('"activation": "relu"', '"activation": "squared_relu"'))
+    (problem,) = verify(copy).problems
+    assert problem.file == "flashllm.json"
+    assert "describes" in problem.message
+
+
+def test_what_cannot_be_verified(tmp_path, copy):
+    with pytest.raises(UsageError, match="not a model directory"):
+        verify(tmp_path)
+    (copy / "flashllm.json").write_text("{")
+    with pytest.raises(FormatError, match=r"flashllm\.json: is not JSON"):
+        verify(copy)

@@ -1,0 +1,205 @@
+"""The memory plan: what fits is planned to the last row, what does not is refused with numbers."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashllm.errors import BudgetError, UsageError
+from flashllm.format.manifest import Calibration, open_model_dir
+from flashllm.plan.memory import LIBRARY_GROWTH, plan_memory, share_by_popularity, share_rows
+
+PLENTY, PROCESS = 10**12, 300_000_000
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    path = tiny().path("random")
+    return open_model_dir(path), json.loads((path / "config.json").read_text())
+
+
+def plan_of(model, manifest=None, **options):
+    given_options = {"limit": None, "available": PLENTY, "process": PROCESS, **options}
+    return plan_memory(manifest or model[0], model[1], **given_options)
+
+
+def calibrated(model, req, window=5):
+    calibration = Calibration(window=window, mean_active=(1.0,) * len(req), req=req, tokens=10, text="a test")
+    return dataclasses.replace(model[0], calibration=calibration)
+
+
+# Shares
+
+
+@given(st.integers(0, 10_000), st.lists(st.integers(0, 3000), min_size=1, max_size=12))
+def test_shares_are_fair_and_whole(available, needs):
+    rows = share_rows(available, needs)
+    assert all(0 <= row <= need for row, need in zip(rows, needs, strict=True))
+    assert sum(rows) <= available
+    if sum(needs) <= available:
+        assert rows == tuple(needs)
+    else:
+        assert available - sum(rows) < len(needs)  # nothing is left over that a layer could use
+        hungry = [row for row, need in zip(rows, needs, strict=True) if row < need]
+        assert max(rows) - min(hungry) <= 1  # nobody has more than one who wants more
+
+
+def test_equal_needs_get_equal_shares():
+    assert share_rows(10, [8, 8, 8]) == (3, 3, 4)
+    assert share_rows(100, [10, 200, 20]) == (10, 70, 20)
+    assert share_rows(0, [5, 5]) == (0, 0)
+
+
+def test_rows_go_to_the_highest_shares_of_all_layers():
+    popularity = np.array([[0.9, 0.1, 0.5, 0.0], [0.8, 0.7, 0.6, 0.2]], np.float32)
+    expected = {0: (1, 1), 2: (1, 1), 3: (1, 2), 4: (1, 3), 5: (2, 3), 6: (2, 4), 7: (3, 4), 8: (4, 4), 9: (4, 4)}
+    for available, rows in expected.items():
+        assert share_by_popularity(available, (1, 1), popularity) == rows
+    nothing = np.zeros((3, 100), np.float32)
+    assert share_by_popularity(60, (10, 10, 10), nothing) == (20, 20, 20)
+    assert share_by_popularity(1000, (10, 10, 10), nothing) == (100, 100, 100)
+
+
+@given(st.integers(0, 200), st.integers(0, 2**32 - 1))
+def test_no_other_shares_save_more(available, seed):
+    random = np.random.default_rng(seed)
+    popularity = random.random((3, 20)).astype(np.float32) ** 3
+    minimum = tuple(int(n) for n in random.integers(0, 5, 3))
+    rows = share_by_popularity(available, minimum, popularity)
+    assert all(low <= row <= 20 for low, row in zip(minimum, rows, strict=True))
+    assert sum(rows) == min(60, max(available, sum(minimum)))
+    best = np.sort(popularity, axis=1)[:, ::-1]
+    for giver in range(3):  # moving one row elsewhere saves nothing
+        for taker in range(3):
+            if rows[giver] > minimum[giver] and rows[taker] < 20:
+                assert best[giver, rows[giver] - 1] >= best[taker, rows[taker]]
+
+
+# Plans
+
+
+def test_the_parts_make_the_total(model):
+    plan = plan_of(model)
+    assert sum(nbytes for _, nbytes in plan.rows()) == plan.total_nbytes <= plan.limit_nbytes
+    document = plan.as_dict()
+    parts = ("process", "resident", "predictor", "kv_cache", "staging", "workspace", "neuron_cache")
+    assert sum(document[f"{part}_bytes"] for part in parts) == document["total_bytes"]
+    assert json.loads(json.dumps(document)) == document
+    assert plan.process == PROCESS + LIBRARY_GROWTH
+    assert plan.limit_nbytes == (PROCESS + PLENTY) * 4 // 5
+    assert not plan.limit_is_given
+
+
+def test_with_plenty_every_neuron_fits(model):
+    assert plan_of(model).cache_rows == (512, 512, 512)
+
+
+def test_every_limit_from_the_minimum_on_is_kept(model):
+    least = plan_of(model).minimum_nbytes
+    before = (0, 0, 0)
+    for extra in (0, 1, 511, 512, 100_000, 300_000, 10**6, 10**8):
+        plan = plan_of(model, limit=least + extra)
+        assert plan.total_nbytes <= plan.limit_nbytes == least + extra
+        assert plan.limit_is_given
+        assert all(now >= then for now, then in zip(plan.cache_rows, before, strict=True))
+        assert plan.minimum_nbytes == least
+        before = plan.cache_rows
+    assert plan_of(model, limit=least).cache_rows == plan_of(model).min_cache_rows == (64, 64, 64)
+    assert before == (512, 512, 512)
+
+
+def test_a_calibrated_layer_gets_no_more_than_its_need(model):
+    """Under the window; other policies make use of every row."""
+    manifest = calibrated(model, (10, 600, 100))
+    assert plan_of(model, manifest).cache_rows == (512, 512, 512)
+    plan = plan_of(model, manifest, cache_policy="window")
+    assert plan.bypass_rows == 0
+    assert plan.cache_rows == (10, 512, 100)
+    assert plan.min_cache_rows == (10, 64, 64)
+    wider = plan_of(model, manifest, cache_policy="window", window=6)
+    assert wider.cache_rows == (512, 512, 512)  # measured for a smaller window
+    limit = plan.minimum_nbytes + 100 * plan.row_nbytes
+    tight = plan_of(model, manifest, cache_policy="window", limit=limit)
+    assert sum(tight.cache_rows) == 10 + 64 + 64 + 100
+    assert tight.cache_rows[0] == 10
+
+
+def test_a_calibrated_need_of_nothing_still_has_a_row(model):
+    manifest = calibrated(model, (0, 5, 5))
+    plan = plan_of(model, manifest, cache_policy="window")
+    assert min(plan.cache_rows) >= 1
+    least = plan_of(model, manifest, cache_policy="window", limit=plan.minimum_nbytes)
+    assert min(least.cache_rows) >= 1
+
+
+def test_bypass_rows_are_planned_and_shared_by_the_layers(model):
+    wide = dataclasses.replace(model[0].rows, d_ff=4096)
+    manifest = dataclasses.replace(
+        model[0], rows=wide, architecture=dataclasses.replace(model[0].architecture, d_ff=4096)
+    )
+    plan = plan_of(model, manifest)
+    assert (plan.bypass_rows, plan.min_bypass_rows) == (256, 64)
+    assert plan.neuron_cache == (sum(plan.cache_rows) + 256) * plan.row_nbytes
+    tight = plan_of(model, manifest, limit=plan.minimum_nbytes + 1000 * plan.row_nbytes)
+    assert tight.bypass_rows == (1000 + 3 * 64 + 64) // 10  # a tenth of what is left, where that is less
+    assert sum(tight.cache_rows) + tight.bypass_rows == 1000 + 3 * 64 + 64
+
+
+def test_context_batch_and_threads_are_paid_for(model):
+    plan = plan_of(model)
+    assert plan.context == 96
+    assert plan_of(model, context=48).kv_cache * 2 == plan.kv_cache
+    assert plan_of(model, batch=3).kv_cache == 3 * plan.kv_cache
+    assert plan_of(model, batch=3).workspace > 2 * plan.workspace - plan.staging
+    assert plan_of(model, io_threads=4).staging < plan.staging
+    assert plan_of(model, context=1).minimum_nbytes < plan.minimum_nbytes
+
+
+# Refusals
+
+
+def test_below_the_minimum_is_refused_with_what_would_do(model):
+    least = plan_of(model).minimum_nbytes
+    with pytest.raises(BudgetError) as refusal:
+        plan_of(model, limit=least - 1)
+    message = str(refusal.value)
+    assert "cannot hold this model: it needs at least" in message
+    assert "neuron cache" in message
+    assert "shorten --context (now 96 tokens)" in message
+    named = int(re.search(r"use --memory (\d+)MB or more", message)[1]) * 10**6
+    assert least <= named < least + 10**6
+    assert plan_of(model, limit=named).cache_rows
+
+
+def test_a_machine_that_is_too_small_is_named(model):
+    with pytest.raises(BudgetError, match="this machine has 1 MB left; close other programs"):
+        plan_of(model, available=10**6)
+
+
+def test_more_than_the_machine_has_is_refused(model):
+    least = plan_of(model).minimum_nbytes
+    short = least - PROCESS - 1
+    with pytest.raises(BudgetError, match=r"lower --memory to at most .*, or close other programs"):
+        plan_of(model, limit=least, available=short)
+    assert plan_of(model, limit=least, available=short + 1).total_nbytes == least
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context": 0}, "--context must be 1 to 96 tokens for this model, not 0"),
+        ({"context": 97}, "--context must be 1 to 96"),
+        ({"window": 0}, "--window must be at least 1, not 0"),
+        ({"cache_policy": "lru"}, "--cache-policy must be one of frequency, window, not 'lru'"),
+        ({"io_threads": 0}, "--io-threads must be at least 1"),
+        ({"batch": 0}, "batch must be at least 1"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_said(model, options, message):
+    with pytest.raises(UsageError, match=message):
+        plan_of(model, **options)

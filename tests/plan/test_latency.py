@@ -1,0 +1,258 @@
+"""The expected token: its arithmetic on numbers small enough to do by hand, and the activity it rests on."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from test_device_costs import device, reader
+
+from flashllm import _core
+from flashllm.device.costs import ReaderChoice
+from flashllm.format.manifest import Calibration, open_model_dir
+from flashllm.format.model_files import RESIDENT
+from flashllm.format.safetensors import read_header
+from flashllm.format.trace import Trace, TraceInfo, TraceWriter, pack_bits
+from flashllm.plan.activity import (
+    ExpectedActivity,
+    LayerActivity,
+    assumed_shares,
+    count_requests,
+    from_shares,
+    from_trace,
+    merge,
+    window_misses,
+)
+from flashllm.plan.latency import estimate_token, product_nbytes
+from flashllm.plan.memory import plan_memory
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    path = tiny("float16").path("random")
+    manifest, config = open_model_dir(path), json.loads((path / "config.json").read_text())
+    plan = plan_memory(manifest, config, limit=None, available=10**12, process=10**8)
+    return path, manifest, config, plan
+
+
+def one_cost(lost=5e-6):
+    """Reads of any size: 10 us each alone, 20 us beside products."""
+    curves = {"request_s": (1e-5, 1e-5), "beside_s": (2e-5, 2e-5), "lost_s": (lost, lost)}
+    return reader(latency_s=1e-4, sizes=(512, 1 << 20), **curves)
+
+
+def estimate(model, activity, *, max_gap=0, **changes):
+    _, manifest, config, plan = model
+    costs = device(one_cost(), **changes)
+    choice = ReaderChoice(backend="threads", depth=32, max_gap=max_gap, source="default")
+    return estimate_token(
+        manifest, config, plan, costs=costs, choice=choice, activity=activity, resident_nbytes=1_000_000
+    )
+
+
+def activity(active, misses, requests=0.0, rows_read=0.0, foretold=0.0):
+    layer = LayerActivity(
+        active=active, firing=active, misses=misses, requests=requests, rows_read=rows_read, foretold=foretold
+    )
+    return ExpectedActivity(layers=(layer,) * 3, source="")
+
+
+# Arithmetic
+
+
+def test_a_token_is_reads_bytes_and_overhead(model):
+    _, manifest, _, plan = model
+    row = manifest.rows.stride
+    token = estimate(model, activity(40.0, 0.0))
+    assert (token.io_s, token.requests, token.bytes_read) == (0, 0, 0)
+    heads = plan.kv_cache / plan.context * min(plan.context, 256)
+    resident = 1_000_000 + plan.predictors + heads
+    assert token.bytes_touched == pytest.approx(3 * 40 * row + resident)
+    assert token.compute_s == pytest.approx(3 * 40 * row / 16e9 + resident / 20e9)
+    assert token.overhead_s == pytest.approx(3 * 5e-4)
+    assert token.total_s == pytest.approx(token.compute_s + token.overhead_s)
+
+
+def test_misses_wait_for_the_reader_beside_the_hits_products(model):
+    row = model[1].rows.stride
+    some = activity(40.0, 10.0, 8.0, 12.0)
+    token, without = estimate(model, some), estimate(model, activity(40.0, 0.0))
+    assert (token.active, token.misses, token.requests) == (120, 30, 24)
+    assert token.bytes_read == 3 * 12 * row
+    reading, hidden = 1e-4 + 8 * 1e-5, 30 * row / 2 / 16e9
+    assert hidden < 1e-4  # over before the first read lands
+    assert token.io_busy_s == pytest.approx(3 * reading)
+    assert token.io_s == pytest.approx(3 * (reading - hidden))
+    assert token.compute_s == pytest.approx(without.compute_s)
+
+
+def test_reads_beside_products_are_not_waited_for_but_slow_them(model):
+    row = model[1].rows.stride
+    some, nothing = activity(40.0, 10.0, 8.0, 12.0), activity(40.0, 0.0)
+    # The hits' up products take as long as the latency and five reads' share: 20 us a read, of which 5 us are lost.
+    rate = {"float16": 30 * row / 2 / (1e-4 + 5 * 15e-6)}
+    token, without = (estimate(model, one, sparse_bps=rate) for one in (some, nothing))
+    assert token.io_s == pytest.approx(3 * 3 * 1e-5)
+    assert token.compute_s == pytest.approx(without.compute_s + 3 * 5 * 5e-6)
+    assert token.io_busy_s == pytest.approx(3 * (1e-4 + 5 * 20e-6 + 3 * 1e-5))
+    slow = {"float16": 1e6}  # products that hide all reads
+    token, without = (estimate(model, one, sparse_bps=slow) for one in (some, nothing))
+    assert token.io_s == 0
+    assert token.compute_s == pytest.approx(without.compute_s + 3 * 8 * 5e-6)
+
+
+def test_what_is_read_ahead_is_not_waited_for(model):
+    path, manifest, config, plan = model
+    early = path, manifest, config, dataclasses.replace(plan, early_rows=30)
+    some = activity(40.0, 10.0, 10.0, 10.0, 9.0)
+    slow = {"gemv_bps": {"float16": 1e9}}  # products that take longer than the reads
+    plain, ahead = (estimate(one, some, **slow) for one in (model, early))
+    # In all layers but the first: 12 guesses, 9 of them right; one miss is left.
+    row = manifest.rows.stride
+    assert ahead.bytes_read == pytest.approx((30 + 2 * 3) * row)
+    assert ahead.io_s == pytest.approx(plain.io_s - 2 * 9 * 1e-5)
+    assert ahead.compute_s == pytest.approx(plain.compute_s + 2 * 12 * 5e-6)  # lost to the reads beside them
+    assert ahead.total_s < plain.total_s
+    # Where it would lose, a run switches it off.
+    costly = one_cost(lost=1e-3)
+    choice = ReaderChoice(backend="threads", depth=32, max_gap=0, source="default")
+    tokens = [
+        estimate_token(
+            manifest, config, one[3], costs=device(costly), choice=choice, activity=some, resident_nbytes=1_000_000
+        )
+        for one in (model, early)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_token_that_outgrows_the_cache_waits_for_each_part(model):
+    path, manifest, config, plan = model
+    small = dataclasses.replace(plan, cache_rows=(10, 10, 10), bypass_rows=6)
+    whole, parts = (
+        estimate((path, manifest, config, one), activity(40.0, 10.0, 8.0, 10.0), sparse_bps={"float16": 1e15})
+        for one in (plan, small)
+    )
+    assert parts.io_s == pytest.approx(whole.io_s + 3 * 2 * 1e-4)
+
+
+@pytest.mark.parametrize("max_gap_rows", [0, 1, 3])
+def test_merging_agrees_with_a_count(max_gap_rows):
+    random = np.random.default_rng(0)
+    requests, rows_read = [], []
+    for _ in range(300):
+        rows = np.flatnonzero(random.random(4000) < 0.05)
+        gaps = np.diff(rows) - 1
+        requests.append(1 + np.count_nonzero(gaps > max_gap_rows))
+        rows_read.append(len(rows) + gaps[gaps <= max_gap_rows].sum())
+        assert count_requests(rows, 512, max_gap_rows * 512) == (requests[-1], rows_read[-1])
+    expected = merge(200, 4000, 512, max_gap_rows * 512)
+    assert expected[0] == pytest.approx(np.mean(requests), rel=0.02)
+    assert expected[1] == pytest.approx(np.mean(rows_read), rel=0.02)
+
+
+def test_merging_has_ends():
+    assert merge(0, 100, 512, 0) == (0, 0)
+    requests, rows_read = merge(100, 100, 1 << 18, 0)  # two rows fill a request
+    assert requests == 50
+    assert rows_read == pytest.approx(100)
+    assert count_requests(np.arange(100), 1 << 18, 0) == (50, 100)
+    assert count_requests(np.arange(0), 512, 0) == (0, 0)
+
+
+def test_products_leave_the_embeddings_out_and_the_tied_head_in(model):
+    path, _, config, _ = model
+    tensors = read_header(path / RESIDENT).tensors
+    positions = tensors["model.decoder.embed_positions.weight"].nbytes
+    matrices = sum(info.nbytes for info in tensors.values() if len(info.shape) == 2)
+    assert product_nbytes(path, config) == matrices - positions
+
+
+# Activity
+
+
+def test_the_assumed_popularity_gives_the_papers_figures():
+    shares = assumed_shares(0.1, 2000)
+    assert shares.mean() == pytest.approx(0.1, rel=0.01)
+    assert 1 - ((1 - shares) ** 5).mean() == pytest.approx(0.24, abs=0.02)
+    assert window_misses(shares, 2000, 4) / 2000 == pytest.approx(0.024, abs=0.003)
+
+
+def test_a_window_shrinks_to_the_rows_there_are():
+    shares = np.full(100, 0.1, np.float32)
+    assert window_misses(shares, 100, 2) == pytest.approx(8.1)
+    assert window_misses(shares, 20, 2) == pytest.approx(8.1)  # two tokens hold 19 neurons
+    assert window_misses(shares, 18, 2) == pytest.approx(9.0)
+    assert window_misses(shares, 5, 2) == pytest.approx(10.0)
+
+
+def test_what_is_known_best_is_used(model):
+    _, manifest, _, plan = model
+    plan = dataclasses.replace(plan, cache_rows=(512, 256, 64), cache_policy="frequency")
+    popularity = np.zeros((3, 512), np.float32)
+    popularity[:, :128] = 0.5
+    known = from_shares(manifest, plan, popularity, 0)
+    assert [layer.active for layer in known.layers] == [64, 64, 64]
+    assert [layer.misses for layer in known.layers] == [0, 0, 32]  # half of the popular ones have no row
+    calibration = Calibration(window=5, mean_active=(51.2, 25.6, 5.12), req=(200, 100, 50), tokens=9, text="a test")
+    means = from_shares(dataclasses.replace(manifest, calibration=calibration), plan, None, 0)
+    assert [layer.active for layer in means.layers] == pytest.approx([51.2, 25.6, 5.12], rel=0.02)
+    assert means.layers[0].misses == 0
+    assert "a test" in means.source
+    assumed = from_shares(manifest, plan, None, 0)
+    assert assumed.layers[0].active == pytest.approx(51.2, rel=0.02)
+    assert "assumed" in assumed.source
+
+
+def write_trace(path, masks, **changes):
+    info = TraceInfo(
+        num_tokens=len(masks), num_layers=3, num_neurons=512, synthetic=True, description="a test", **changes
+    )
+    with TraceWriter(path, info) as writer:
+        for token in masks:
+            writer.append(pack_bits(token))
+        writer.finish()
+    return Trace(path)
+
+
+def test_a_replay_counts_what_the_cache_misses(model, tmp_path):
+    masks = np.zeros((20, 3, 3, 512), bool)
+    for token in range(20):
+        masks[token, :, 0, [token % 7, 100, 200]] = True  # one neuron comes again after 7 tokens
+        masks[token, 0, 1, 100] = True
+    window = dataclasses.replace(model[3], cache_rows=(512, 9, 4), bypass_rows=0, window=7, cache_policy="window")
+    frequency = dataclasses.replace(window, cache_rows=(512, 9, 3), bypass_rows=3, cache_policy="frequency")
+    with write_trace(tmp_path / "t", masks) as trace:
+        seen = from_trace(trace, window, None, 0).layers
+        frequent = from_trace(trace, frequency, None, 0).layers
+    assert [layer.active for layer in seen] == [3, 3, 3]
+    assert [layer.firing for layer in seen] == [1, 0, 0]
+    assert [layer.misses for layer in seen] == [0, 0, 1]  # four rows hold two tokens' neurons
+    assert [layer.misses for layer in frequent] == [0, 0, pytest.approx(1, abs=0.2)]  # the two of every token stay
+    assert seen[2].requests == seen[2].rows_read == 1
+
+
+def test_a_replay_knows_places_and_early_guesses(model, tmp_path):
+    masks = np.zeros((20, 3, 3, 512), bool)
+    groups = np.random.default_rng(0).permutation(512).reshape(64, 8)  # eight fire together, scattered over the ids
+    for token in range(20):
+        masks[token, :, 0, groups[token % 64]] = True
+        masks[token, 1:, 2, groups[token % 64][:6]] = True
+    places = np.empty(512, np.int32)
+    places[groups.reshape(-1)] = np.arange(512)
+    small = dataclasses.replace(model[3], cache_rows=(8, 8, 8), bypass_rows=0, window=1, cache_policy="window")
+    with write_trace(tmp_path / "t", masks) as trace:
+        apart = from_trace(trace, small, None, 0).layers
+        together = from_trace(trace, small, None, 0, [places] * 3).layers
+    assert [layer.misses for layer in together] == [layer.misses for layer in apart] == [8, 8, 8]
+    assert [layer.requests for layer in together] == [1, 1, 1]
+    assert apart[0].requests > 6
+    assert [layer.foretold for layer in together] == [0, 6, 6]
+
+
+def test_a_replay_refuses_ids_out_of_order():
+    replay = _core.CacheReplay(cache_policy="window", num_neurons=8, capacity=4, bypass=0, window=2, popularity=None)
+    assert replay.token(np.array([1, 5], np.int32)) == [1, 5]
+    assert replay.token(np.array([1, 6], np.int32)) == [6]
+    for wrong in ([5, 1], [1, 1], [8], [-1]):
+        with pytest.raises(ValueError, match="ascending"):
+            replay.token(np.array(wrong, np.int32))

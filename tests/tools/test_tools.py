@@ -1,0 +1,203 @@
+"""The tools and the window benchmark, run as a user runs them, with tiny arguments."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from predictor_files import MARGIN
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flashllm.format.manifest import Manifest
+from flashllm.format.popularity import measure_popularity, read_popularity
+from flashllm.format.trace import Stream, Trace
+from flashllm.hf.model import FlashModel
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(REPOSITORY / script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    text = "The fox ran over the hill, and the old dog slept in the sun. {} Then it rained, and they went home. "
+    paths = {}
+    for name, count in (("books", 40), ("stories", 10), ("validation", 10)):
+        paths[name] = tmp_path / f"{name}.jsonl.gz"
+        with gzip.open(paths[name], "wt", encoding="utf-8") as lines:
+            for i in range(count):
+                lines.write(json.dumps({"text": text.format(i) * 4}) + "\n")
+    return paths
+
+
+def test_the_demo_script_trains_saves_and_resumes(shards, tmp_path):
+    small = ["--vocab-size", 300, "--hidden-size", 32, "--ffn-dim", 64, "--num-layers", 2, "--num-heads", 2]
+    small += ["--context", 64, "--window", 32, "--batch", 4, "--eval-tokens", 640]
+    small += [part for name in shards for part in (f"--{name}", shards[name])]
+    first = run(
+        "tools/train_demo_model.py", *small, "--work", tmp_path / "w", "--out", tmp_path / "a", "--tokens", 2560
+    )
+    assert first.returncode == 0, first.stderr
+    report = json.loads((tmp_path / "a" / "training_report.json").read_text())
+    assert report == json.loads(first.stdout.splitlines()[-1])
+    assert 1 < report["perplexity"] < 300  # a uniform guess over the vocabulary is 300
+    assert len(report["activity_per_layer"]) == 2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert model.config.ffn_dim == 64
+    text = "The fox ran."
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+
+    again = run(
+        "tools/train_demo_model.py", *small, "--work", tmp_path / "w", "--out", tmp_path / "b", "--tokens", 5120
+    )
+    assert again.returncode == 0, again.stderr
+    assert "resumed at step 20" in again.stdout
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(shards, tmp_path):
+    small = ["--vocab-size", 300, "--hidden-size", 32, "--ffn-dim", 64, "--num-layers", 1, "--num-heads", 2]
+    small += ["--context", 64, "--window", 32, "--eval-tokens", 64, "--tokens", 64, "--work", tmp_path / "w"]
+    small += [part for name in shards for part in (f"--{name}", shards[name])]
+    assert run("tools/train_demo_model.py", *small, "--batch", 2, "--out", tmp_path / "a").returncode == 0
+    other = run("tools/train_demo_model.py", *small, "--batch", 4, "--out", tmp_path / "b")
+    assert other.returncode == 1
+    assert "another recipe" in other.stderr
+
+
+def test_a_dummy_checkpoint_converts_and_fires_as_asked(tmp_path):
+    made = run(
+        "tools/make_dummy_checkpoint.py", tmp_path / "hf", "--shape", "opt-125m", "--layers", 1, "--tokenizer",
+        REPOSITORY / "flashllm" / "demo",
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    command = [sys.executable, "-m", "flashllm"]
+    converted = subprocess.run([*command, "convert", tmp_path / "hf", tmp_path / "m"], capture_output=True, check=False)
+    assert converted.returncode == 0, converted.stderr
+    arguments = ["--prompt", "a", "--max-new-tokens", "8", "--mode", "oracle", "--context", "64", "--json"]
+    generated = subprocess.run(
+        [*command, "generate", tmp_path / "m", *arguments], capture_output=True, text=True, check=False
+    )
+    assert generated.returncode == 0, generated.stderr
+    tokens = json.loads(generated.stdout)["tokens"][1:]
+    share = sum(token["active"] for token in tokens) / len(tokens) / 3072
+    assert 0.02 < share < 0.10
+
+
+def test_the_window_benchmark_on_the_demo():
+    done = run("bench/cache/window.py", "--windows", 1, 5, "--tokens", 40)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["windows"]
+    assert [row["window"] for row in rows] == [1, 5]
+    assert rows[0]["hit_rate"] < rows[1]["hit_rate"]
+    assert rows[0]["bytes_per_token"] > rows[1]["bytes_per_token"]
+    assert rows[0]["active_share"] == rows[1]["active_share"]
+
+
+def test_a_trace_is_what_the_model_did(tiny, tmp_path):
+    model = tiny("float32")
+    texts = {"a.txt": "One day a girl found a house in the forest. " * 4, "b.jsonl.gz": "It was home. " * 30}
+    (tmp_path / "a.txt").write_text(texts["a.txt"])
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt", encoding="utf-8") as lines:
+        lines.writelines(json.dumps({"text": texts["b.jsonl.gz"]}) + "\n" for _ in range(2))
+    out = tmp_path / "trace"
+    arguments = [model.path("exact"), "--text", *(tmp_path / name for name in texts), "--tokens", 220, "--out", out]
+    recorded = run("tools/record_trace.py", *arguments)
+    assert recorded.returncode == 0, recorded.stderr
+    with Trace(out) as trace:
+        info = trace.info
+        active, firing, early = (np.stack([trace.masks(layer, stream) for layer in range(3)]) for stream in Stream)
+    assert (info.num_tokens, info.num_layers, info.num_neurons, info.synthetic) == (220, 3, 512, False)
+    assert info.sequence_starts[0] == 0
+    assert len(info.sequence_starts) >= 3  # of 96 tokens at most
+    assert not (firing & ~active).any()  # these predictors name what comes near to firing, too
+    assert 0 < (active & ~firing).mean() < 0.05
+    assert not early[0].any()
+    assert early[1:].any(axis=2).all()
+    # The first sequence, against the dense model.
+    ids = model.tokenizer(texts["a.txt"])["input_ids"][: info.sequence_starts[1]]
+    inputs = {}
+    for index, layer in enumerate(model.reference.model.decoder.layers):
+        layer.fc1.register_forward_hook(lambda _m, x, y, index=index: inputs.update({index: (x[0].detach(), y > 0)}))
+    with torch.no_grad():
+        model.reference(torch.tensor([ids]))
+    for layer, (_, fires) in inputs.items():
+        assert (fires.reshape(len(ids), -1).numpy() == firing[layer, : len(ids)]).mean() > 0.999
+    guess = model.reference.model.decoder.layers[2].fc1(inputs[1][0]).reshape(len(ids), -1) > -MARGIN
+    assert (guess.numpy() == early[2, : len(ids)]).mean() > 0.999
+    refused = run("tools/record_trace.py", *arguments)
+    assert (refused.returncode, "exists" in refused.stderr) == (1, True)
+    arguments[-1], arguments[arguments.index(220)] = tmp_path / "more", 10**6
+    assert "lower --tokens" in run("tools/record_trace.py", *arguments).stderr
+
+
+@pytest.fixture(scope="module")
+def synthetic(tmp_path_factory):
+    out = tmp_path_factory.mktemp("synthetic") / "model"
+    small = ["--shape", "opt-125m", "--layers", 2, "--hidden", 192, "--vocab", 8192, "--tokens", 20]
+    done = run("tools/make_synthetic_model.py", out, *small, "--dtype", "float32")
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_a_synthetic_model_knows_its_popular_neurons_from_another_trace(synthetic):
+    shares = read_popularity(synthetic, Manifest.load(synthetic))
+    with Trace(synthetic / "trace.safetensors") as trace:
+        judged = measure_popularity(trace)
+    assert not np.array_equal(shares, judged)
+    assert all(np.corrcoef(known, seen)[0, 1] > 0.8 for known, seen in zip(shares, judged, strict=True))
+
+
+def test_a_synthetic_model_computes_what_its_trace_says(synthetic):
+    prompt, steps = 12, 9
+    ids = torch.arange(prompt)[None]
+    tokens = {}
+    with Trace(synthetic / "trace.safetensors") as trace:
+        active = [trace.masks(layer).sum(1) for layer in range(2)]
+    for window in (1, 4):
+        model = FlashModel.from_pretrained(synthetic, window=window, context=64)
+        try:
+            cache = model.new_cache()
+            logits = model(ids, past_key_values=cache).logits
+            model.engine.meter.restart()
+            tokens[window] = []
+            for step in range(steps):  # beyond the trace's end, where it begins again
+                tokens[window].append(int(logits[0, -1].argmax()))
+                logits = model(torch.tensor([tokens[window][-1:]]), past_key_values=cache).logits
+                position = (prompt + step) % 20
+                assert model.engine.meter.take().active == sum(layer[position] for layer in active)
+            assert "synthetic weights, synthetic trace" in model.engine.activity_source
+            assert any("synthetic weights" in notice for notice in model.engine.notices)
+            model.release_cache(cache)
+        finally:
+            model.engine.close()
+    assert tokens[1] == tokens[4]
+
+
+def test_a_synthetic_trace_has_the_statistics_it_promises(tmp_path):
+    size = ["--layers", 3, "--neurons", 2048, "--tokens", 300, "--early-recall", 0.6, "--early-precision", 0.8]
+    for part in ("learn", "judge"):
+        assert run("tools/synthetic_trace.py", tmp_path / part, *size, "--part", part).returncode == 0
+    with Trace(tmp_path / "learn") as learn, Trace(tmp_path / "judge") as judge:
+        assert judge.info.synthetic
+        first, middle = judge.masks(0), judge.masks(1)
+        assert first.mean() == pytest.approx(0.06, abs=0.015)
+        assert middle.mean() == pytest.approx(0.10, abs=0.015)
+        new = [(middle[t] & ~middle[t - 4 : t].any(0)).mean() for t in range(4, 300)]
+        assert sum(new) / len(new) == pytest.approx(0.024, abs=0.006)  # paper A, section 3.1
+        firing, early = judge.masks(1, Stream.FIRING), judge.masks(1, Stream.EARLY)
+        assert not (firing & ~middle).any()
+        assert firing.sum() / middle.sum() == pytest.approx(1 / 3, abs=0.02)
+        assert (early & middle).sum() / middle.sum() == pytest.approx(0.6, abs=0.02)
+        assert (early & middle).sum() / early.sum() == pytest.approx(0.8, abs=0.02)
+        assert not judge.masks(0, Stream.EARLY).any()
+        other = learn.masks(1)
+        assert not np.array_equal(other, middle)
+        assert np.corrcoef(other.mean(0), middle.mean(0))[0, 1] > 0.95  # the same popularity
