@@ -10,6 +10,7 @@ from typing import Any
 import predictor_files
 import pytest
 import torch
+from generating import greedy, ids_of
 from tiny_models import make_tiny_opt
 from transformers import AutoTokenizer, OPTForCausalLM
 
@@ -90,3 +91,16 @@ def load() -> Iterator[Callable[..., Any]]:
     yield open_model
     for model in loaded:
         model.engine.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny):
+    """Greedy tokens of the sparse model with a predictor that is often wrong, after a long and after a short prompt."""
+    model = tiny("bfloat16")
+    with FlashModel.from_pretrained(model.path("random"), threads=1, io_threads=4).engine as engine:
+        assert engine.direct_io or engine.notices
+    flash = FlashModel.from_pretrained(model.path("random"), threads=1, io_threads=4)
+    tokens = [greedy(flash, ids_of(length)) for length in (30, 4)]
+    logits = flash(ids_of(6)).logits
+    flash.engine.close()
+    return tokens, logits

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ffn_rows import Ffn, random_input, write_ffn
-from test_popularity import write_trace
+from traces import write_trace
 
 BENCH = Path(__file__).parents[2] / "bench" / "cache"
 sys.path.insert(0, str(BENCH))

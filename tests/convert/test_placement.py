@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_popularity import write_trace
+from traces import write_trace
 
 from flashllm.convert.placement import place
 

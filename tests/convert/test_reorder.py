@@ -10,11 +10,11 @@ import sys
 import numpy as np
 import pytest
 import torch
-from test_model import greedy, ids_of, undisturbed  # noqa: F401
-from test_popularity import write_trace
+from generating import greedy, ids_of
 from tiny_models import make_tiny_opt
+from traces import write_trace
 
-import flashllm.format.placed
+import flashllm.convert.placed
 from flashllm.config import Ablation
 from flashllm.convert.placement import place
 from flashllm.convert.reorder import reorder
@@ -91,7 +91,7 @@ def test_a_placed_model_still_takes_new_predictors(tiny, placed, tmp_path):
     [{}, {"ablation": Ablation(placed=False)}, {"ablation": Ablation(bundled=False)}, {"io_threads": 1, "threads": 2}],
     ids=str,
 )
-def test_same_bits_wherever_neurons_lie(placed, load, undisturbed, kind, options):  # noqa: F811
+def test_same_bits_wherever_neurons_lie(placed, load, undisturbed, kind, options):
     flash = load(placed / kind, **options)
     tokens, logits = undisturbed
     assert [greedy(flash, ids_of(length)) for length in (30, 4)] == tokens
@@ -170,21 +170,21 @@ def test_an_interrupted_reordering_goes_on(tiny, placed, trace, tmp_path, monkey
             raise Stopped
         return place(active)
 
-    monkeypatch.setattr(flashllm.format.placed, "place", stop_in_layer_two)
+    monkeypatch.setattr(flashllm.convert.placed, "place", stop_in_layer_two)
     with pytest.raises(Stopped):
         reorder(source, tmp_path / "model", trace)
     assert not (tmp_path / "model").exists()
     partial = tmp_path / "model.partial"
     flip(partial / PLACED, read_header(partial / PLACED).tensors[ffn_tensor(1)].offset + 5)
-    monkeypatch.setattr(flashllm.format.placed, "place", place)
+    monkeypatch.setattr(flashllm.convert.placed, "place", place)
     read = []
-    original = flashllm.format.placed._Rows.read
+    original = flashllm.convert.placed._Rows.read
 
     def count(self, layer, neurons, checksums):
         read.append(layer)
         return original(self, layer, neurons, checksums)
 
-    monkeypatch.setattr(flashllm.format.placed._Rows, "read", count)
+    monkeypatch.setattr(flashllm.convert.placed._Rows, "read", count)
     reorder(source, tmp_path / "model", trace)
     assert 0 not in read  # it was whole
     assert {1, 2} <= set(read)
@@ -195,7 +195,7 @@ def test_another_trace_does_not_resume(tiny, trace, tmp_path, monkeypatch):
     def stop(active):
         raise Stopped
 
-    monkeypatch.setattr(flashllm.format.placed, "place", stop)
+    monkeypatch.setattr(flashllm.convert.placed, "place", stop)
     with pytest.raises(Stopped):
         reorder(tiny("bfloat16").path("random"), tmp_path / "model", trace)
     other = write_trace(tmp_path / "other", np.ones((2, LAYERS, NEURONS), bool))

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_device_costs import device, reader
+from device_costs import device, reader
 
-from flashllm import _core, calibrate, measure_reads
+from flashllm import _core
 from flashllm.cli import main
 from flashllm.device.calibrate import CalibrationOptions, measure_device
 from flashllm.device.choice import backends
@@ -36,7 +36,7 @@ TINY = CalibrationOptions(
 @pytest.fixture
 def room(monkeypatch):
     """A drive with enough space left, whatever this one has."""
-    monkeypatch.setattr(measure_reads, "_DISK_MARGIN", 0)
+    monkeypatch.setattr("flashllm.device.reads._DISK_MARGIN", 0)
 
 
 def test_every_figure_is_measured(tmp_path, room):
@@ -86,7 +86,7 @@ def test_a_models_own_file_is_read_where_it_is_large_enough(tmp_path, tiny, room
     model = tiny().path()
     with file_to_read(model, 1 << 16) as path:
         assert path.name != FFN
-    monkeypatch.setattr(measure_reads, "_LEAST_FILE", 1)
+    monkeypatch.setattr("flashllm.device.reads._LEAST_FILE", 1)
     with file_to_read(model, 1 << 16) as path:
         assert path == model / FFN
 
@@ -98,7 +98,7 @@ def test_wrong_options_are_refused(changes):
 
 
 def test_the_command_stores_and_runs_and_plans_use_it(tmp_path, tiny, room, monkeypatch, capsys):
-    monkeypatch.setattr(calibrate, "CalibrationOptions", lambda **given: TINY)
+    monkeypatch.setattr("flashllm.device.calibrate.CalibrationOptions", lambda **given: TINY)
     store, model = tmp_path / "devices.json", shutil.copytree(tiny().path("random"), tmp_path / "model")
     common = [str(model), "--store", str(store), "--json"]
     plan = ["plan", *common, "--memory", "2GB"]
@@ -142,7 +142,7 @@ def test_a_drive_in_a_bad_minute_is_noticed(tmp_path, monkeypatch, capsys):
         (dataclasses.replace(usual, again=3.0), ("3 times as fast", "outside this machine")),
         (dataclasses.replace(usual, readers=(slow,)), ("took 3 times what it took in the last calibration",)),
     ):
-        monkeypatch.setattr(calibrate, "measure_device", lambda *given, costs=costs, **named: costs)
+        monkeypatch.setattr("flashllm.device.calibrate.measure_device", lambda *given, costs=costs, **named: costs)
         assert main(["calibrate", str(tmp_path), "--store", str(store)]) == 0
         told = capsys.readouterr().err
         assert all(part in told for part in heard)

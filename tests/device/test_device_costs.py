@@ -4,13 +4,13 @@ import dataclasses
 import json
 
 import pytest
+from device_costs import device, reader
 
 from flashllm.device.costs import (
     BatchSample,
     BesideSample,
     DeviceCosts,
     GapSample,
-    ReaderCosts,
     fit_reader,
     scatter_of,
     worthwhile_gap,
@@ -42,34 +42,6 @@ def beside(noise=(1.0,), sizes=(4096, 16384, 65536)):
 
 def fit(batches, beside_=None, depth=32):
     return fit_reader(batches, beside() if beside_ is None else beside_, [], backend="threads", depth=depth)
-
-
-def reader(backend="threads", depth=32, **changes):
-    values = {
-        "latency_s": 1e-4,
-        "sizes": (4096, 65536),
-        "request_s": (10e-6, 40e-6),
-        "beside_s": (20e-6, 60e-6),
-        "lost_s": (5e-6, 9e-6),
-        "gap_nbytes": 10_000.0,
-    }
-    return ReaderCosts(backend=backend, depth=depth, **{**values, **changes})
-
-
-def device(*readers, **changes):
-    values = {
-        "sequential_bps": 3e9,
-        "direct": True,
-        "dram_bps": 40e9,
-        "gemv_bps": {"float16": 20e9},
-        "sparse_bps": {"float16": 16e9},
-        "layer_overhead_s": 5e-4,
-        "scatter": 1.1,
-        "again": 1.0,
-        "threads": 2,
-        "made": "2026-11-21T00:00:00+00:00",
-    }
-    return DeviceCosts(readers=readers or (reader(),), **{**values, **changes})
 
 
 def test_scatter_is_that_of_batches_alike():

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_device_costs import device, reader
+from device_costs import device, reader
 
 from flashllm.device.choice import choose_reader, find_costs
 from flashllm.device.store import DeviceKey, device_of, load_costs, save_costs

@@ -4,28 +4,16 @@ import shutil
 
 import numpy as np
 import pytest
+from traces import write_trace
 
 from flashllm.errors import FormatError, UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import POPULARITY
 from flashllm.format.popularity import install_popularity, measure_popularity, read_popularity
-from flashllm.format.trace import Stream, Trace, TraceInfo, TraceWriter, pack_bits
+from flashllm.format.trace import Trace
 from flashllm.format.verify import verify
 
 LAYERS, NEURONS = 3, 512
-
-
-def write_trace(path, active):
-    """`active` [tokens, layers, neurons]; the other streams hold noise."""
-    tokens, layers, neurons = active.shape
-    info = TraceInfo(num_tokens=tokens, num_layers=layers, num_neurons=neurons, synthetic=True, description="a test")
-    masks = np.random.default_rng(0).random((tokens, layers, len(Stream), neurons)) < 0.5
-    masks[:, :, Stream.ACTIVE] = active
-    with TraceWriter(path, info) as writer:
-        for token in pack_bits(masks):
-            writer.append(token)
-        writer.finish()
-    return path
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from generating import greedy, ids_of
 from predictor_files import make_predictors
 
 from flashllm.base.machine import num_cores
@@ -24,10 +25,6 @@ EXACT_MODES = (("dense", "bare"), ("oracle", "bare"), ("sparse", "all"), ("spars
 K0 = 8  # sparse_prefill_tokens of the manifest
 
 
-def ids_of(length, *, rows=1, seed=0):
-    return torch.randint(5, 290, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
 def assert_close(ours, reference, dtype):
     assert ours.shape == reference.shape
     assert (ours.float() - reference.float()).abs().max() <= TOLERANCE[dtype]
@@ -36,12 +33,6 @@ def assert_close(ours, reference, dtype):
 @torch.no_grad()
 def reference_logits(model, ids, **kwargs):
     return model.reference(ids, **kwargs).logits
-
-
-def greedy(model, ids, count=12, **kwargs):
-    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, **kwargs)[
-        0
-    ].tolist()
 
 
 # Parity (contract 1)
@@ -143,21 +134,6 @@ def test_no_active_neuron_at_all(tiny, load):
 
 
 # Same tokens (contract 2)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tiny):
-    """Greedy tokens of the sparse model with a predictor that is often wrong, after a long and after a short prompt."""
-    from flashllm import FlashModel
-
-    model = tiny("bfloat16")
-    with FlashModel.from_pretrained(model.path("random"), threads=1, io_threads=4).engine as engine:
-        assert engine.direct_io or engine.notices
-    flash = FlashModel.from_pretrained(model.path("random"), threads=1, io_threads=4)
-    tokens = [greedy(flash, ids_of(length)) for length in (30, 4)]
-    logits = flash(ids_of(6)).logits
-    flash.engine.close()
-    return tokens, logits
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashllm.errors import FlashIOError
-from flashllm.offload import measure_disk
+from flashllm.offload.machine import measure_disk
 from flashllm.offload.machine.measure_compute import ComputeProbe
 from flashllm.offload.machine.measure_disk import PIECE, open_probe
 from flashllm.offload.machine.profiler import KIB, MIB, ProfileSizes, profile_machine

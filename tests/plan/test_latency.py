@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from test_device_costs import device, reader
+from device_costs import device, reader
 
 from flashllm import _core
 from flashllm.device.costs import ReaderChoice

@@ -1,0 +1,31 @@
+"""Device costs for tests: made up, whole, and easy to change."""
+
+from flashllm.device.costs import DeviceCosts, ReaderCosts
+
+
+def reader(backend="threads", depth=32, **changes):
+    values = {
+        "latency_s": 1e-4,
+        "sizes": (4096, 65536),
+        "request_s": (10e-6, 40e-6),
+        "beside_s": (20e-6, 60e-6),
+        "lost_s": (5e-6, 9e-6),
+        "gap_nbytes": 10_000.0,
+    }
+    return ReaderCosts(backend=backend, depth=depth, **{**values, **changes})
+
+
+def device(*readers, **changes):
+    values = {
+        "sequential_bps": 3e9,
+        "direct": True,
+        "dram_bps": 40e9,
+        "gemv_bps": {"float16": 20e9},
+        "sparse_bps": {"float16": 16e9},
+        "layer_overhead_s": 5e-4,
+        "scatter": 1.1,
+        "again": 1.0,
+        "threads": 2,
+        "made": "2026-11-21T00:00:00+00:00",
+    }
+    return DeviceCosts(readers=readers or (reader(),), **{**values, **changes})

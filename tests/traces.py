@@ -1,0 +1,18 @@
+"""Traces for tests."""
+
+import numpy as np
+
+from flashllm.format.trace import Stream, TraceInfo, TraceWriter, pack_bits
+
+
+def write_trace(path, active):
+    """`active` [tokens, layers, neurons]; the other streams hold noise."""
+    tokens, layers, neurons = active.shape
+    info = TraceInfo(num_tokens=tokens, num_layers=layers, num_neurons=neurons, synthetic=True, description="a test")
+    masks = np.random.default_rng(0).random((tokens, layers, len(Stream), neurons)) < 0.5
+    masks[:, :, Stream.ACTIVE] = active
+    with TraceWriter(path, info) as writer:
+        for token in pack_bits(masks):
+            writer.append(token)
+        writer.finish()
+    return path
