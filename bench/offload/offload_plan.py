@@ -3,7 +3,7 @@
 Constants are those of `t4`, fitted by bench/offload/offload_fit.py; every row says whether its figure was used there.
 Policies the paper does not print (prompt 1024, 4 bit, four GPUs) are those of its authors' published commands.
 
-    python bench/offload/offload_plan.py --out bench/results          (about two minutes)
+    python bench/offload/offload_plan.py --out bench/offload/results          (about two minutes)
 """
 
 import argparse
@@ -302,7 +302,7 @@ def main(argv: list[str] | None = None) -> int:
     latencies = (12000,) if args.quick else (3000, 3500, 4000, 5000, 6000, 8000, 10000, 12000, 16000, 24000, 40000)
     small = (300,) if args.quick else (20, 30, 40, 60, 100, 150, 200, 300, 450, 700, 1000, 2000)
     batches = (1, 8) if args.quick else (1, 2, 4, 8, 16, 32, 64)
-    results: dict[str, Any] = {"command": "python bench/offload/offload_plan.py --out bench/results"}
+    results: dict[str, Any] = {"command": "python bench/offload/offload_plan.py --out bench/offload/results"}
     grid = COARSE if args.quick else Grid()
     results["table_2"] = table_2(TABLE_2[:2] if args.quick else TABLE_2, grid)
     results["table_5"] = table_5()
