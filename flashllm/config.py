@@ -1,19 +1,88 @@
-"""Parts of the engine that can be switched off to see what each is worth (paper A, table 2). Plain data.
+"""How a model is run, in one frozen value: what the command line, the Python interface and the benchmarks hand over.
 
-None of them changes a token; nobody who wants an answer switches one off. Benchmarks do, through
-`FlashModel.from_pretrained(..., ablation=...)`.
+Standard library only, and no environment variable: a caller passes every value. Fields left at None are
+decided by `flashllm.plan.resolve` from the machine, the device profile and the model; none of them changes a token,
+except `mode`, which says what is computed.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flashllm.errors import UsageError
+
+Mode = Literal["sparse", "oracle", "dense"]
+Backend = Literal["threads", "io_uring"]
+CachePolicy = Literal["frequency", "window"]
+
+MODES: tuple[Mode, ...] = ("sparse", "oracle", "dense")
+BACKENDS: tuple[Backend, ...] = ("threads", "io_uring")
+CACHE_POLICIES: tuple[CachePolicy, ...] = ("frequency", "window")  # the first is the default
+DEFAULT_WINDOW = 5  # tokens (paper A, section 3.1)
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ablation:
-    """What is on; everything, by default."""
+    """Parts of the engine that are on; a measurement switches one off to see what it is worth (paper A, table 2)."""
 
     cached: bool = True  # neurons stay in memory from token to token (paper A, section 3.1)
     bundled: bool = True  # a neuron's matrices are read as one row, not one by one (paper A, section 3.2)
     merged: bool = True  # misses that are neighbours on flash are read in one request
     placed: bool = True  # misses are read from the reordered copy, where the model has one
-    overlap: bool = True  # hits are multiplied while misses fly
-    early: bool = True  # the next layer's rows are read ahead on a guess, where there are predictors for it
+    overlap: bool = True  # hits are multiplied while misses are read
+    kernels: bool = True  # products use this processor's vector instructions; off: plain loops
+    early: bool = True  # the next layer's rows are prefetched, where there are predictors for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """How to run a model. UsageError, naming the command line's option, for what cannot be."""
+
+    memory: int | None = None  # bytes for everything the process holds; None: four fifths of what is free
+    context: int | None = None  # tokens the KV cache can grow to; None: the model's own limit
+    cache_policy: CachePolicy = CACHE_POLICIES[0]  # the neurons that stay cached: most often active, or last used
+    # Tokens of the window policy; under another one, of the prompt's end from which the cache is filled.
+    window: int | None = None  # None: DEFAULT_WINDOW
+    mode: Mode = MODES[0]  # neurons computed: those predicted, those that fire (exact), all
+    threads: int | None = None  # of compute; None: the cores this process may use
+    io_threads: int | None = None  # reads at a time; None: as the device profile says, else 32
+    io_backend: Backend | None = None  # None: as the device profile says, else threads
+    store: Path | None = None  # device profiles; None: devices.json in the user's cache directory
+    direct: bool = True  # read past the page cache
+    verify_checksums: bool = True  # of every row read from flash
+    ablation: Ablation = Ablation()
+
+    def __post_init__(self) -> None:
+        _check_whole("--memory", self.memory, "bytes")
+        _check_whole("--context", self.context, "tokens")
+        _check_whole("--window", self.window, "tokens")
+        _check_whole("--threads", self.threads, high=MAX_THREADS)
+        _check_whole("--io-threads", self.io_threads, high=MAX_THREADS)
+        _check_choice("--mode", self.mode, MODES)
+        _check_choice("--cache-policy", self.cache_policy, CACHE_POLICIES)
+        if self.io_backend is not None:
+            _check_choice("--io-backend", self.io_backend, BACKENDS)
+        if self.store is not None and not isinstance(self.store, Path):
+            raise UsageError(f"--store must be a path, not {self.store!r}")
+        for name in ("direct", "verify_checksums"):
+            if type(getattr(self, name)) is not bool:
+                raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if not isinstance(self.ablation, Ablation):
+            raise UsageError(f"ablation must be an Ablation, not {self.ablation!r}")
+
+
+def _check_whole(name: str, value: object, unit: str = "", *, high: int | None = None) -> None:
+    if value is None:
+        return
+    if type(value) is not int:
+        raise UsageError(f"{name} must be a whole number{f' of {unit}' if unit else ''}, not {value!r}")
+    if value < 1:
+        raise UsageError(f"{name} must be at least 1, not {value}")
+    if high is not None and value > high:
+        raise UsageError(f"{name} must be at most {high}, not {value}")
+
+
+def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UsageError(f"{name} must be one of {', '.join(known)}, not {str(value)[:80]!r}")

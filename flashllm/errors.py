@@ -33,5 +33,9 @@ class BudgetError(FlashError):
     """The memory limit cannot hold what the run needs; the message says by how much and what to change."""
 
 
+class ContextFull(FlashError):
+    """The KV cache has no room for the tokens asked for: the context's limit, or the memory's."""
+
+
 class UnsupportedModelError(FlashError):
-    """The architecture, or a feature of it, is not in the table of `flashllm.arch.registry`."""
+    """The architecture, or a feature of it, is not known to `flashllm.arch`."""

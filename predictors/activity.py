@@ -5,14 +5,13 @@ Works on FFN inputs collected from a dense pass, a layer at a time. Knows no tex
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from fit import LayerPredictor
 from masked import MaskedModel, Variant
 from numpy.typing import NDArray
-from passes import WeightBlocks
+from weights import LayerWeights
 
 BINS = np.linspace(-4.0, 4.0, 81)  # of pre-activations, in standard deviations of the layer's
 BLOCK_TOKENS = 512
@@ -49,7 +48,7 @@ class LayerActivity:
 
 def collect_inputs(model: MaskedModel, ids: torch.Tensor, max_tokens: int) -> list[torch.Tensor]:
     """FFN inputs of each layer, fp16 [tokens, d_model], of a dense pass over the first windows of ids [n, tokens]."""
-    inputs: list[list[torch.Tensor]] = [[] for _ in model.ffns]
+    inputs: list[list[torch.Tensor]] = [[] for _ in range(model.manifest.architecture.num_layers)]
 
     def watch(layer: int, x: torch.Tensor) -> None:
         inputs[layer].append(x.half())
@@ -61,19 +60,11 @@ def collect_inputs(model: MaskedModel, ids: torch.Tensor, max_tokens: int) -> li
     return [torch.cat(parts) for parts in inputs]
 
 
-def layer_activity(ffn: Any, d_ff: int, x: torch.Tensor, predictor: LayerPredictor) -> LayerActivity:
-    """`ffn` is the engine's streaming FFN; x its inputs [tokens, d_model]."""
+def layer_activity(weights: LayerWeights, x: torch.Tensor, predictor: LayerPredictor) -> LayerActivity:
+    """x: the FFN inputs [tokens, d_model] of the layer that `weights` are of."""
     x = x.float()
-    pre = torch.empty(len(x), d_ff)
-    norms = torch.empty(d_ff)
-    first = 0
-    for block in WeightBlocks(ffn, d_ff).drivers():
-        pre[:, first : first + len(block)] = x @ torch.from_numpy(block).T
-        first += len(block)
-    if ffn.up_bias is not None:
-        pre += ffn.up_bias
-    for first, matrices in ffn.weight_blocks():
-        norms[first : first + len(matrices["down"])] = matrices["down"].float().norm(dim=1)
+    pre = pre_activations(weights, x)
+    norms = torch.from_numpy(weights.down_norms())
     predicted = torch.empty(pre.shape, dtype=torch.bool)
     for start in range(0, len(x), BLOCK_TOKENS):
         part = slice(start, start + BLOCK_TOKENS)
@@ -97,6 +88,16 @@ def layer_activity(ffn: Any, d_ff: int, x: torch.Tensor, predictor: LayerPredict
         false_negative_mean=means["false_negative"],
         missed_energy=float(energy[groups["false_negative"]].sum() / energy.sum().clamp_min(1e-30)),
     )
+
+
+def pre_activations(weights: LayerWeights, x: torch.Tensor) -> torch.Tensor:
+    """What decides whether a neuron fires, [tokens, d_ff] fp32: above 0 it does. x: [tokens, d_model] fp32."""
+    pre = torch.empty(len(x), weights.layout.d_ff)
+    first = 0
+    for block in weights.drivers():
+        torch.mm(x, torch.from_numpy(block).T, out=pre[:, first : first + len(block)])
+        first += len(block)
+    return pre if weights.bias is None else pre.add_(torch.from_numpy(weights.bias))
 
 
 def aggregated_usage(predicted: NDArray[np.bool_], lengths: tuple[int, ...]) -> list[float]:
@@ -143,6 +144,5 @@ def every_layer(
     model: MaskedModel, inputs: list[torch.Tensor], predictors: list[LayerPredictor]
 ) -> Iterator[LayerActivity]:
     """Layer by layer, so that only one layer's masks are held."""
-    d_ff = model.model.engine.manifest.architecture.d_ff
-    for ffn, x, predictor in zip(model.model.engine.ffns, inputs, predictors, strict=True):
-        yield layer_activity(ffn, d_ff, x, predictor)
+    for layer, (x, predictor) in enumerate(zip(inputs, predictors, strict=True)):
+        yield layer_activity(LayerWeights(model.model, layer), x, predictor)

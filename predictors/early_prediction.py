@@ -7,7 +7,6 @@ not fire in the last tokens, which a cache of that window lacks. Thresholds are 
 The last line of stdout is one JSON document.
 """
 
-import flashllm  # noqa: F401  # isort: skip: before torch, whose threads then sleep between products
 import argparse
 import itertools
 import json
@@ -35,15 +34,14 @@ from fit import (
 from masked import MaskedModel, Variant, load_predictors
 from numpy.typing import NDArray
 from samples import DataError, SampleReport, read_shards, token_rows
-from transformers import AutoTokenizer
+from weights import LayerWeights
 
-from flashllm import FlashModel
-from flashllm.arch.registry import spec_of
+from flashllm.config import DEFAULT_WINDOW, RunConfig
 from flashllm.convert.locate import resolve_model
+from flashllm.engine.model import Model
 from flashllm.errors import FlashError
-from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import PREDICTORS
-from flashllm.plan.memory import DEFAULT_WINDOW
+from flashllm.generate.tokenizer import Tokenizer
 
 RECALLS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)  # of all firings of the calibration text, a threshold for each
 CHUNK_TOKENS = 32_768
@@ -90,13 +88,10 @@ class Layer:
     down_norms: torch.Tensor  # [d_ff]
 
     @classmethod
-    def of(cls, ffn: Any) -> "Layer":
-        drivers, norms = [], []
-        for _, block in ffn.weight_blocks():
-            drivers.append(block.get("gate", block["up"]).float().clone())
-            norms.append(block["down"].float().norm(dim=1))
-        driver = torch.cat(drivers)
-        return cls(driver, torch.zeros(len(driver)) if ffn.up_bias is None else ffn.up_bias, torch.cat(norms))
+    def of(cls, weights: LayerWeights) -> "Layer":
+        driver = torch.cat([torch.from_numpy(block.copy()) for block in weights.drivers()])
+        bias = torch.zeros(len(driver)) if weights.bias is None else torch.from_numpy(weights.bias)
+        return cls(driver, bias, torch.from_numpy(weights.down_norms()))
 
     def contributions(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, d_ff]: 0 where a neuron does not fire, else its activation times the norm of its down column."""
@@ -134,6 +129,16 @@ def chunks_of(layer: Layer, before: torch.Tensor, at: torch.Tensor) -> list[Chun
             codes.append(torch.from_numpy(pack_codes(code.numpy())))
         chunks.append((before[rows].float(), torch.cat(codes)))
     return chunks
+
+
+def norm_of(weights: LayerWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, shift) of the norm before a layer's FFN."""
+    width = weights.layout.d_model
+    scale, shift = weights.norm()
+    return (
+        torch.ones(width) if scale is None else torch.from_numpy(scale),
+        torch.zeros(width) if shift is None else torch.from_numpy(shift),
+    )
 
 
 def renormed(own: LayerPredictor, before: tuple[Any, Any], at: tuple[Any, Any]) -> LayerPredictor:
@@ -242,7 +247,7 @@ def compare(
     """A report for each layer but the first."""
     rows = []
     for number in range(1, len(predictors)):
-        layer, own = Layer.of(model.model.engine.ffns[number]), predictors[number]
+        layer, own = Layer.of(LayerWeights(model.model, number)), predictors[number]
         before, at = texts.train[number - 1], texts.train[number]
         chunks = chunks_of(layer, before, at)
         guess = linear_guess(
@@ -331,31 +336,22 @@ def build_parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """The report."""
     directory = resolve_model(args.model, say=lambda line: print(line, file=sys.stderr))
-    manifest = Manifest.load(directory)
     if args.threads:
         torch.set_num_threads(args.threads)
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    tokenizer = Tokenizer.load(directory)
     report = SampleReport()
-    flash = FlashModel.from_pretrained(directory, mode="dense", threads=args.threads, batch=4)
-    length = min(512, int(flash.config.max_position_embeddings))
-    rows = token_rows(
-        lambda: read_shards(args.data_files, report),
-        tokenizer,
-        samples=args.samples,
-        tokens_per_sample=length,
-        report=report,
-        seed=args.seed,
-    )
-    with flash.engine:
-        predictors = load_predictors(directory / PREDICTORS, manifest)
-        norm = spec_of(manifest.architecture.model_type).ffn_norm
-        norms = []
-        for layer in range(len(predictors)) if norm is not None else ():
-            module = flash.get_submodule(norm.format(i=layer))
-            scale = module.weight.detach().float()
-            shift = getattr(module, "bias", None)
-            norms.append((scale, torch.zeros_like(scale) if shift is None else shift.detach().float()))
-        model = MaskedModel(flash, {Variant.TRAINED: predictors})
+    with Model.open(directory, RunConfig(mode="dense", threads=args.threads)) as opened:
+        length = min(512, opened.context)
+        rows = token_rows(
+            lambda: read_shards(args.data_files, report),
+            tokenizer,
+            samples=args.samples,
+            tokens_per_sample=length,
+            report=report,
+            seed=args.seed,
+        )
+        predictors = load_predictors(directory / PREDICTORS, opened.manifest)
+        model = MaskedModel(opened, {Variant.TRAINED: predictors})
         ids = torch.from_numpy(rows)
         split = len(ids) - max(1, int(CALIBRATION_SHARE * len(ids)))
         texts = Texts(
@@ -366,7 +362,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 for path in args.text
             },
             text_tokens=length,
-            norms=norms,
+            norms=[norm_of(LayerWeights(opened, layer)) for layer in range(len(predictors))],
         )
         layers = compare(model, texts, predictors, FitOptions(epochs=args.epochs, seed=args.seed), args.window)
     return {

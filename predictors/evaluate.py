@@ -4,7 +4,6 @@ Works offline on any converted model. Everything is computed in batched dense pa
 (`masked`), which is the function the engine computes. The last line of stdout is one JSON document.
 """
 
-import flashllm  # noqa: F401  # isort: skip: before torch, whose threads then sleep between products
 import argparse
 import gzip
 import json
@@ -20,21 +19,23 @@ from activity import aggregated_usage, collect_inputs, every_layer, friends, new
 from fit import LayerPredictor
 from masked import MaskedModel, Variant, load_predictors, predictor_nbytes, untrained
 from report import markdown, save_plots
-from scoring import BATCH_TOKENS, TaskScore, TextScore, score_items, score_text, windows
+from scoring import TaskScore, TextScore, score_items, score_text, windows
 from tasks import TASKS, load_items
-from transformers import AutoTokenizer
 
-from flashllm import FlashModel
 from flashllm.base.progress import ProgressBar
+from flashllm.base.units import parse_size
+from flashllm.config import DEFAULT_WINDOW, RunConfig
 from flashllm.convert.locate import resolve_model
 from flashllm.convert.untrained import default_rank
 from flashllm.device.choice import find_costs
 from flashllm.device.store import device_store_path
+from flashllm.engine.model import Model
 from flashllm.errors import FlashError, UsageError
-from flashllm.format.manifest import Manifest
+from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
-from flashllm.hf.model import read_config
-from flashllm.plan.memory import DEFAULT_WINDOW
+from flashllm.generate.sampling import SamplingOptions
+from flashllm.generate.session import Session, TokenRecord
+from flashllm.generate.tokenizer import Tokenizer
 
 SAMPLE = Path(__file__).with_name("text_sample.txt")
 DEFAULT_BANDWIDTH = 1.0  # GB/s, of a drive that was never calibrated
@@ -54,14 +55,14 @@ def read_text(path: Path) -> str:
     return text
 
 
-def text_windows(path: Path, tokenizer: Any, length: int, max_tokens: int) -> torch.Tensor:
+def text_windows(path: Path, tokenizer: Tokenizer, length: int, max_tokens: int) -> torch.Tensor:
     """[n, length] windows spread over a text of which at most `max_tokens` are used."""
     text = read_text(path)
     keep = 12 * max_tokens  # characters: far more than are needed, far fewer than a library of books has
     if len(text) > keep:
         step = len(text) // 8
         text = "\n\n".join(text[part * step : part * step + keep // 8] for part in range(8))
-    ids = tokenizer(text)["input_ids"]
+    ids = tokenizer.encode(text)
     rows = windows(ids, length)
     wanted = max(1, max_tokens // length)
     return rows[np.linspace(0, len(rows) - 1, min(wanted, len(rows))).astype(int)]
@@ -107,7 +108,7 @@ def layer_reports(
     model: MaskedModel, ids: torch.Tensor, predictors: list[LayerPredictor], max_tokens: int, window: int
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """(the interface's `layers`, what the figures need)."""
-    stride = model.model.engine.manifest.rows.stride
+    stride = model.manifest.rows.stride
     inputs = collect_inputs(model, ids, max_tokens)
     layers, figures = [], {"usage": [], "friends": [], "histograms": []}
     for activity, predictor in zip(every_layer(model, inputs, predictors), predictors, strict=True):
@@ -193,18 +194,18 @@ def threshold_curve(
     return points
 
 
-def texts_side_by_side(model: MaskedModel, tokenizer: Any, max_new_tokens: int) -> list[dict[str, str]]:
+def texts_side_by_side(model: MaskedModel, tokenizer: Tokenizer, max_new_tokens: int) -> list[dict[str, str]]:
     """Greedy continuations by the dense model and with predictors (paper A, appendix G)."""
+    penalty = float(model.model.directory.generation_config.get("repetition_penalty") or 1.0)
+    options = SamplingOptions(max_new_tokens=max_new_tokens, repetition_penalty=penalty)
     rows = []
     for prompt in PROMPTS:
         row = {"prompt": prompt}
         for variant in (v for v in model.variants if v is not Variant.ORACLE):
             model.use(variant)
-            ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-            out = model.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
-            )
-            row[variant] = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+            with Session(model, tokenizer, options) as session:
+                records = session.stream(prompt)
+                row[variant] = "".join(record.text for record in records if isinstance(record, TokenRecord))
         rows.append(row)
     return rows
 
@@ -246,30 +247,31 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if path and not path.absolute().parent.is_dir():
             raise UsageError(f"--{name}: {path.parent} is no folder")
     directory = resolve_model(args.model, say=lambda line: print(line, file=sys.stderr))
-    manifest = Manifest.load(directory)
-    context = int(read_config(directory).get("max_position_embeddings", 512))
-    length = min(args.length or 512, context)
+    model_dir = ModelDir.open(directory)
+    length = min(args.length or 512, model_dir.block.context)
     if args.threads:
         torch.set_num_threads(args.threads)
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    batch = max(1, BATCH_TOKENS // length)
-    flash = FlashModel.from_pretrained(
-        directory, memory=args.memory, mode="dense", threads=args.threads, context=max(length, 64), batch=batch
+    tokenizer = Tokenizer.load(directory)
+    config = RunConfig(
+        memory=parse_size(args.memory) if args.memory else None,
+        mode="dense",
+        threads=args.threads,
+        context=min(max(length, 64), model_dir.block.context),
     )
-    with flash.engine:
+    manifest = model_dir.manifest
+    with Model.open(directory, config) as model:
         predictors = {}
         if PREDICTORS in manifest.files:
             predictors[Variant.TRAINED] = load_predictors(directory / PREDICTORS, manifest)
         ranks = [len(p.a) for p in predictors[Variant.TRAINED]] if predictors else None
         architecture = manifest.architecture
         same = [default_rank(architecture.d_model)] * architecture.num_layers
-        predictors[Variant.SVD] = untrained(flash, ranks or same)
-        model = MaskedModel(flash, predictors)
-        return _measure(args, model, tokenizer, tasks, length)
+        predictors[Variant.SVD] = untrained(model, ranks or same)
+        return _measure(args, MaskedModel(model, predictors), tokenizer, tasks, length)
 
 
 def _measure(
-    args: argparse.Namespace, model: MaskedModel, tokenizer: Any, tasks: list[str], length: int
+    args: argparse.Namespace, model: MaskedModel, tokenizer: Tokenizer, tasks: list[str], length: int
 ) -> dict[str, Any]:
     judged = model.predictors(Variant.TRAINED) or model.predictors(Variant.SVD)
     texts = {str(path.name): text_windows(path, tokenizer, length, args.tokens) for path in args.text or [SAMPLE]}
@@ -298,10 +300,10 @@ def _measure(
             found[Variant.ORACLE] = found[Variant.DENSE]
             scores[name] = task_report(found)
     nbytes = [layer["flash_bytes_per_token"] for layer in layers]
-    engine = model.model.engine
-    seconds, known_by = read_time(engine.directory, engine.manifest.rows.stride, args.bandwidth)
-    has_file = PREDICTORS in engine.manifest.files
-    own_nbytes, early_nbytes = predictor_nbytes(engine.directory / PREDICTORS) if has_file else (0, 0)
+    manifest, directory = model.manifest, model.model.directory.path
+    seconds, known_by = read_time(directory, manifest.rows.stride, args.bandwidth)
+    has_file = PREDICTORS in manifest.files
+    own_nbytes, early_nbytes = predictor_nbytes(directory / PREDICTORS) if has_file else (0, 0)
     report: dict[str, Any] = {
         "layers": layers,
         "layers_svd": untrained_layers,
@@ -316,7 +318,7 @@ def _measure(
         "io_by": known_by,
         "predictor_bytes": own_nbytes,
         "early_predictor_bytes": early_nbytes,
-        "model_bytes": sum(entry.nbytes for entry in engine.manifest.files.values()),
+        "model_bytes": sum(entry.nbytes for entry in manifest.files.values()),
     }
     if args.curve:
         report["curve"] = threshold_curve(

@@ -1,29 +1,33 @@
 """The sparse model's function over many tokens at once: dense passes in which only predicted neurons count.
 
-The engine decodes token by token and reads what it lacks; this computes the same y = down(mask * activation(up(x)))
-with the weights streamed once a batch, so that perplexity over a hundred thousand tokens takes minutes. A test compares
-it with the engine. Knows layers and masks; not texts or scores.
+The engine decodes token by token and reads what it lacks; here its dense pass streams the weights once a batch and an
+observer zeroes the activations of the neurons that are not named, y = down(mask * activation(up(x))), so that
+perplexity over a hundred thousand tokens takes minutes. A test compares the two. Knows layers and masks; not texts or
+scores.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from fit import LayerPredictor
-from passes import WeightBlocks
+from numpy.typing import NDArray
 from safetensors.torch import load_file
-from torch import nn
+from weights import Floats, LayerWeights
 
-from flashllm.arch.registry import spec_of
 from flashllm.convert.untrained import untrained_predictor
-from flashllm.engine.linear import dense_product
-from flashllm.format.manifest import predictor_ranks
+from flashllm.engine.kv import KvSequence
+from flashllm.engine.meter import Meter
+from flashllm.engine.model import Model
+from flashllm.format.manifest import Manifest, predictor_ranks
 from flashllm.format.predictors import EARLY
 from flashllm.format.safetensors import read_header
+from flashllm.plan.memory import KV_BLOCK_TOKENS
 
-BLOCK_TOKENS = 512  # of one product
+BLOCK_TOKENS = 512  # whose logits a predictor gives at once
 
 
 class Variant(StrEnum):
@@ -38,60 +42,39 @@ class Variant(StrEnum):
 Watcher = Callable[[int, torch.Tensor], None]  # (layer, FFN inputs [tokens, d_model])
 
 
-class MaskedFFN(nn.Module):
-    """Stands where a layer's streaming FFN stood. `predictor` None: every neuron."""
+class _Mask:
+    """Observes a pass: hands the inputs on, and zeroes the activations of neurons that the predictors do not name."""
 
-    def __init__(self, layer: int, ffn: Any, d_ff: int) -> None:
-        super().__init__()
-        self.layer, self._d_ff = layer, d_ff
-        self._ffn = [ffn]  # in a list: no submodule, the engine owns it
-        self.predictor: LayerPredictor | None = None
+    def __init__(self) -> None:
+        self.predictors: Sequence[LayerPredictor] | None = None  # None: every neuron counts
         self.oracle = False
         self.watcher: Watcher | None = None
+        self._active: NDArray[np.bool_] | None = None  # [d_ff, tokens] of the layer that is computed
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., d_model] -> y, same shape and dtype."""
-        ffn, flat = self._ffn[0], x.reshape(-1, x.shape[-1])
-        active = None if self.predictor is None else self._active(flat)
+    def input(self, layer: int, x: Floats) -> None:
+        if self.predictors is None and self.watcher is None:
+            return
+        inputs = torch.from_numpy(x.copy())
         if self.watcher is not None:
-            self.watcher(self.layer, flat)
-        total = torch.zeros(flat.shape)
-        for first, stored in ffn.weight_blocks():
-            widen = x.dtype == torch.float16  # once a block, not once a product
-            block = {name: matrix.float() if widen else matrix for name, matrix in stored.items()}
-            count = len(block["up"])
-            for start in range(0, len(flat), BLOCK_TOKENS):
-                tokens = slice(start, start + BLOCK_TOKENS)
-                h = ffn.activations(flat[tokens].to(block["up"].dtype), first, count, block)
-                if active is not None:
-                    h = h * active[tokens, first : first + count]
-                elif self.oracle:
-                    h = h * (h != 0)
-                total[tokens] += dense_product(h, block["down"].T)
-        if ffn.down_bias is not None:
-            total += ffn.down_bias
-        return total.to(x.dtype).reshape(x.shape)
+            self.watcher(layer, inputs)
+        if self.predictors is not None:
+            predictor = self.predictors[layer]
+            parts = [(predictor.logits(part) > predictor.threshold).T for part in inputs.split(BLOCK_TOKENS)]
+            self._active = torch.cat(parts, 1).numpy()
 
-    def _active(self, flat: torch.Tensor) -> torch.Tensor:
-        predictor = self.predictor
-        assert predictor is not None
-        active = torch.empty((len(flat), self._d_ff), dtype=torch.bool)
-        for start in range(0, len(flat), BLOCK_TOKENS):
-            tokens = slice(start, start + BLOCK_TOKENS)
-            active[tokens] = predictor.logits(flat[tokens].float()) > predictor.threshold
-        return active
+    def activations(self, _layer: int, first: int, h: Floats) -> None:
+        if self.predictors is not None and self._active is not None:
+            h *= self._active[first : first + len(h)]
+        elif self.oracle:
+            h *= h != 0
 
 
 class MaskedModel:
-    """A loaded model (mode dense) whose FFNs are masked; `use` says by what."""
+    """A loaded model whose neurons count or not; `use` says by what. A session can run on it."""
 
-    def __init__(self, model: Any, predictors: dict[Variant, list[LayerPredictor]]) -> None:
-        architecture = model.engine.manifest.architecture
-        spec = spec_of(architecture.model_type)
+    def __init__(self, model: Model, predictors: dict[Variant, list[LayerPredictor]]) -> None:
         self.model, self._predictors = model, predictors
-        self.ffns = [MaskedFFN(layer, ffn, architecture.d_ff) for layer, ffn in enumerate(model.engine.ffns)]
-        for layer, masked in zip(model.get_submodule(spec.layers_module), self.ffns, strict=True):
-            layer.set_submodule(spec.ffn_module, masked)
+        self._mask = _Mask()
 
     @property
     def variants(self) -> list[Variant]:
@@ -109,31 +92,56 @@ class MaskedModel:
         self, predictors: list[LayerPredictor] | None, watcher: Watcher | None = None, *, oracle: bool = False
     ) -> None:
         """As `use`, for any predictors; None: every neuron."""
-        for layer, ffn in enumerate(self.ffns):
-            ffn.predictor = None if predictors is None else predictors[layer]
-            ffn.oracle, ffn.watcher = oracle, watcher
+        self._mask.predictors, self._mask.oracle, self._mask.watcher = predictors, oracle, watcher
 
-    @torch.inference_mode()
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """[sequences, tokens, vocabulary] for ids [sequences, tokens], in the model's dtype."""
-        return self.model(ids, use_cache=False).logits
+        """Logits [sequences, tokens, vocabulary], fp32, for ids [sequences, tokens].
+
+        A pass takes as many sequences as the memory plan has room for.
+        """
+        blocks = -(-ids.shape[1] // KV_BLOCK_TOKENS)
+        found = []
+        for part in ids.split(max(1, self.model.plan.memory.max_kv_blocks // blocks)):
+            entries = [(self.model.new_sequence(), row) for row in part.tolist()]
+            try:
+                found += self.model.step(entries, all_logits=True, observer=self._mask)
+            finally:
+                for sequence, _ in entries:
+                    sequence.close()
+        return torch.from_numpy(np.stack(found))
+
+    # What a session needs of a model (flashllm/generate/session.py).
+
+    @property
+    def context(self) -> int:
+        """Tokens a sequence may have."""
+        return self.model.context
+
+    @property
+    def meter(self) -> Meter:
+        return self.model.meter
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.model.manifest
+
+    def new_sequence(self) -> KvSequence:
+        """An empty sequence."""
+        return self.model.new_sequence()
+
+    def step(self, entries: Sequence[tuple[KvSequence, Sequence[int]]]) -> Floats:
+        """Logits [entries, vocab] after each entry's last token, of the variant in use."""
+        return self.model.step(entries, observer=self._mask)
 
 
-def untrained(model: Any, ranks: list[int]) -> list[LayerPredictor]:
+def untrained(model: Model, ranks: list[int]) -> list[LayerPredictor]:
     """What conversion makes of a loaded model's weights without data, at other ranks."""
-    architecture = model.engine.manifest.architecture
-    norm = spec_of(architecture.model_type).ffn_norm
     made = []
-    for layer, (ffn, rank) in enumerate(zip(model.engine.ffns, ranks, strict=True)):
-        parts = None if norm is None else model.get_submodule(norm.format(i=layer))
-        weight, shift = (getattr(parts, name, None) for name in ("weight", "bias"))
+    for layer, rank in enumerate(ranks):
+        weights = LayerWeights(model, layer)
+        scale, shift = weights.norm()
         low_rank, threshold = untrained_predictor(
-            WeightBlocks(ffn, architecture.d_ff).drivers,
-            None if ffn.up_bias is None else ffn.up_bias.numpy(),
-            None if weight is None else weight.float().numpy(),
-            None if shift is None else shift.float().numpy(),
-            d_model=architecture.d_model,
-            rank=rank,
+            weights.drivers, weights.bias, scale, shift, d_model=weights.layout.d_model, rank=rank
         )
         made.append(LayerPredictor.from_low_rank(low_rank, threshold).stored(16))
     return made

@@ -7,17 +7,20 @@ and which neurons fire (2 bits each). Memory holds a batch of samples and a chun
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from fit import CODE_EDGES, CODES_PER_BYTE, Chunk, pack_codes
 from numpy.typing import NDArray
+from weights import Floats, LayerWeights
 
+from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype
+from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.base.files import drop_page_cache
-from flashllm.engine.ffn import Observer
+from flashllm.engine.model import Model, Observer
+from flashllm.plan.memory import KV_BLOCK_TOKENS
 
-BATCH_TOKENS = 2048  # of the passes through a layer
+BATCH_TOKENS = 2048  # of the passes through a layer, at most; one sample where it is longer
 CHUNK_NBYTES = 64 * 2**20  # of the positions that are trained on at a time
 
 
@@ -41,6 +44,26 @@ class PassShape:
         return 2 * self.d_model + self.code_nbytes
 
     @property
+    def batch_samples(self) -> int:
+        """Samples that pass a layer together. Each holds whole blocks of keys and values."""
+        return max(1, BATCH_TOKENS // (self._kv_blocks * KV_BLOCK_TOKENS))
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens that pass a layer together, at most."""
+        return self.batch_samples * self.tokens
+
+    @property
+    def kv_positions(self) -> int:
+        """Positions of keys and values of one layer that a batch holds."""
+        return self.batch_samples * self._kv_blocks * KV_BLOCK_TOKENS
+
+    @property
+    def _kv_blocks(self) -> int:
+        """Of a sample."""
+        return -(-self.tokens // KV_BLOCK_TOKENS)
+
+    @property
     def chunk_samples(self) -> int:
         """Samples whose positions make a chunk: a constant of the shape, so that results do not depend on memory."""
         return max(1, CHUNK_NBYTES // (self.kept * self.position_nbytes))
@@ -55,18 +78,20 @@ class PassShape:
 class HiddenStates:
     """Hidden states of all samples, [samples, tokens, d_model] in the model's dtype, in a scratch file a layer."""
 
-    def __init__(self, scratch: Path, shape: PassShape, dtype: torch.dtype) -> None:
+    def __init__(self, scratch: Path, shape: PassShape, dtype: WeightDtype) -> None:
         self._scratch, self._shape, self._dtype = scratch, shape, dtype
         self._nbytes = shape.tokens * shape.d_model * dtype.itemsize  # of a sample
 
-    def write(self, layer: int, first: int, states: torch.Tensor) -> None:
-        """States that enter `layer`, of the samples from `first` on."""
-        _write_at(self._path(layer), first * self._nbytes, states.contiguous().view(torch.uint8).numpy())
+    def write(self, layer: int, first: int, states: Floats) -> None:
+        """States that enter `layer`, of the samples from `first` on. They are of the model's dtype: none is rounded."""
+        stored = np.ascontiguousarray(cast_dtype(states, WEIGHT_DTYPES["float32"], self._dtype))
+        _write_at(self._path(layer), first * self._nbytes, stored.reshape(-1).view(np.uint8))
 
-    def read(self, layer: int, first: int, end: int) -> torch.Tensor:
+    def read(self, layer: int, first: int, end: int) -> Floats:
+        """[end - first, tokens, d_model]: what was written."""
         raw = _read_at(self._path(layer), first * self._nbytes, (end - first) * self._nbytes)
-        states = torch.from_numpy(raw).view(self._dtype)
-        return states.reshape(end - first, self._shape.tokens, self._shape.d_model)
+        states = cast_dtype(raw.view(self._dtype.storage), self._dtype, WEIGHT_DTYPES["float32"])
+        return np.asarray(states, np.float32).reshape(end - first, self._shape.tokens, self._shape.d_model)
 
     def forget(self, layer: int) -> None:
         self._path(layer).unlink(missing_ok=True)
@@ -81,13 +106,13 @@ class ActivityRecord:
     def __init__(self, scratch: Path, shape: PassShape) -> None:
         self._scratch, self._shape = scratch, shape
 
-    def write(self, layer: int, first: int, inputs: torch.Tensor, codes: NDArray[np.uint8]) -> None:
+    def write(self, layer: int, first: int, inputs: Floats, codes: NDArray[np.uint8]) -> None:
         """inputs [samples * kept, d_model], packed codes [samples * kept, ...] of the samples from `first` on."""
         shape = self._shape
-        largest = float(torch.finfo(torch.float16).max)
-        half = inputs.float().clamp(-largest, largest).half().contiguous()
+        largest = float(np.finfo(np.float16).max)
+        half = np.clip(inputs, -largest, largest).astype(np.float16)
         offset = first * shape.kept
-        _write_at(self._path("inputs", layer), offset * shape.d_model * 2, half.view(torch.uint8).numpy())
+        _write_at(self._path("inputs", layer), offset * shape.d_model * 2, half.reshape(-1).view(np.uint8))
         _write_at(self._path("codes", layer), offset * shape.code_nbytes, codes)
 
     def chunks(self, layer: int, first: int, end: int, *, inputs_of: int | None = None) -> Iterator[Chunk]:
@@ -121,109 +146,86 @@ def kept_positions(shape: PassShape, seed: int) -> NDArray[np.int64]:
     return np.asarray(starts[:, None] + np.arange(shape.kept))
 
 
-class _Captured(Exception):
-    """Raised once the first layer's inputs are known."""
-
-
 class LayerPass:
     """Sends hidden states through single decoder layers of a loaded model."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._layers = model.get_decoder().layers
-        self._arguments: dict[int, dict[str, Any]] = {}  # by batch size
+    def __init__(self, model: Model, shape: PassShape) -> None:
+        native = model.parts.native
+        self._native, self._shape = native, shape
+        # Room for the keys and values of one layer, which every layer uses in turn.
+        self._sequences = [native.new_sequence(shape.tokens, 1) for _ in range(shape.batch_samples)]
 
-    @torch.inference_mode()
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """The states that enter layer 0; remembers the other arguments a layer is called with."""
-        found: list[torch.Tensor] = []
+    def embed(self, ids: NDArray[np.int64]) -> Floats:
+        """The states [samples, tokens, d_model] that enter layer 0, for ids [samples, tokens]."""
+        states = np.empty((*ids.shape, self._shape.d_model), np.float32)
+        entries = list(zip(self._sequences, ids.tolist(), strict=False))
+        self._native.embed(entries, states.reshape(-1, self._shape.d_model))
+        return states
 
-        def capture(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.append(args[0])
-            self._arguments[len(args[0])] = {**kwargs, "past_key_values": None, "use_cache": False}
-            raise _Captured
-
-        handle = self._layers[0].register_forward_pre_hook(capture, with_kwargs=True)
-        try:
-            self._model(ids, use_cache=False)
-        except _Captured:
-            pass
-        finally:
-            handle.remove()
-        return found[0]
-
-    @torch.inference_mode()
     def run(
-        self, layer: int, states: torch.Tensor, kept: NDArray[np.int64], edges: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.uint8]]:
+        self, layer: int, states: Floats, kept: NDArray[np.int64], edges: Floats
+    ) -> tuple[Floats, Floats, NDArray[np.uint8]]:
         """(states after the layer, FFN inputs [samples * kept, d_model], packed codes of the same positions).
 
         `kept` [samples, kept] positions; `edges` [2, d_ff]: activations from which codes 2 and 3 are given.
         """
         samples, tokens = states.shape[:2]
-        rows = torch.from_numpy((kept + tokens * np.arange(samples)[:, None]).reshape(-1))
-        codes = torch.zeros((len(rows), edges.shape[1]), dtype=torch.uint8)
-        inputs: list[torch.Tensor] = []
+        recorder = _Recorder((kept + tokens * np.arange(samples)[:, None]).reshape(-1), edges)
+        after = self.observe(layer, states, recorder)
+        return after, recorder.inputs, pack_codes(recorder.codes)
 
-        def observe(first_token: int, first_neuron: int, h: torch.Tensor) -> None:
-            low, high = torch.searchsorted(rows, torch.tensor([first_token, first_token + len(h)])).tolist()
-            mine, neurons = h[rows[low:high] - first_token].abs(), slice(first_neuron, first_neuron + h.shape[1])
-            code = (mine > 0).to(torch.uint8)  # of a gated neuron too: its product is zero where the gate is shut
-            for edge in edges[:, neurons]:
-                code += mine > edge
-            codes[low:high, neurons] = code
-
-        def keep(_module: Any, args: tuple[torch.Tensor, ...]) -> None:
-            inputs.append(args[0].reshape(-1, args[0].shape[-1])[rows])
-
-        handle = self._model.engine.ffns[layer].register_forward_pre_hook(keep)
-        try:
-            after = self.observe(layer, states, observe)
-        finally:
-            handle.remove()
-        return after, inputs[0], pack_codes(codes.numpy())
-
-    @torch.inference_mode()
-    def observe(self, layer: int, states: torch.Tensor, observer: Observer) -> torch.Tensor:
-        """The states after the layer; `observer` sees its FFN's activations block by block."""
-        ffn = self._model.engine.ffns[layer]
-        ffn.observer, ffn.few_tokens = observer, False
-        try:
-            output = self._layers[layer](states, **self._arguments[len(states)])
-        finally:
-            ffn.observer = None
-        return output[0] if isinstance(output, tuple) else output
+    def observe(self, layer: int, states: Floats, observer: Observer) -> Floats:
+        """The states after the layer; `observer` sees its FFN."""
+        after = states.copy()
+        entries = [(sequence, states.shape[1]) for sequence in self._sequences[: len(states)]]
+        self._native.run_block(layer, entries, after.reshape(-1, self._shape.d_model), observer)
+        return after
 
 
-class WeightBlocks:
-    """A layer's driver matrix, a block of rows at a time, and the norms of its down columns."""
+class _Recorder:
+    """Inputs and codes of some tokens."""
 
-    def __init__(self, ffn: Any, d_ff: int) -> None:
-        self._ffn, self._d_ff = ffn, d_ff
+    def __init__(self, tokens: NDArray[np.int64], edges: Floats) -> None:
+        self._tokens, self._edges = tokens, edges
+        self.inputs = np.empty((0, 0), np.float32)
+        self.codes = np.zeros((len(tokens), edges.shape[1]), np.uint8)
 
-    def drivers(self) -> Iterator[NDArray[np.float32]]:
-        """The matrix whose products decide which neurons fire (the gate where there is one), some rows at a time."""
-        for _, block in self._ffn.weight_blocks():
-            yield block.get("gate", block["up"]).float().numpy()
+    def input(self, _layer: int, x: Floats) -> None:
+        self.inputs = x[self._tokens]
 
-    def code_edges(self, lp: LayerPass, layer: int, states: torch.Tensor) -> torch.Tensor:
-        """[2, d_ff] activations from which a neuron has code 2 and 3: CODE_EDGES times the mean contribution.
+    def activations(self, _layer: int, first: int, h: Floats) -> None:
+        mine, neurons = np.abs(h[:, self._tokens]), slice(first, first + len(h))
+        code = (mine > 0).astype(np.uint8)  # of a gated neuron too: its product is zero where the gate is shut
+        for edge in self._edges[:, neurons]:
+            code += mine > edge[:, None]
+        self.codes[:, neurons] = code.T
 
-        A neuron contributes |h| times the norm of its down column.
-        """
-        norms = torch.zeros(self._d_ff)
-        for first, block in self._ffn.weight_blocks():
-            norms[first : first + len(block["down"])] = block["down"].float().norm(dim=1)
-        total, count = 0.0, 0
 
-        def observe(_first_token: int, first_neuron: int, h: torch.Tensor) -> None:
-            nonlocal total, count
-            total += float((h.abs().float() @ norms[first_neuron : first_neuron + h.shape[1]]).sum())
-            count += int((h != 0).sum())
+class _Contributions:
+    """The sum of |h| times the norm of the down column over a pass, and how often a neuron fired."""
 
-        lp.observe(layer, states, observe)
-        mean = total / max(1, count)
-        return torch.stack([edge * mean / norms.clamp_min(1e-20) for edge in CODE_EDGES])
+    def __init__(self, norms: Floats) -> None:
+        self._norms = norms
+        self.total, self.count = 0.0, 0
+
+    def input(self, _layer: int, x: Floats) -> None:
+        pass
+
+    def activations(self, _layer: int, first: int, h: Floats) -> None:
+        self.total += float(np.abs(h).sum(axis=1, dtype=np.float64) @ self._norms[first : first + len(h)])
+        self.count += int(np.count_nonzero(h))
+
+
+def code_edges(lp: LayerPass, weights: LayerWeights, states: Floats) -> Floats:
+    """[2, d_ff] activations from which a neuron has code 2 and 3: CODE_EDGES times the mean contribution.
+
+    A neuron contributes |h| times the norm of its down column; the mean is of a pass of `states`.
+    """
+    norms = weights.down_norms()
+    seen = _Contributions(norms)
+    lp.observe(weights.layer, states, seen)
+    mean = seen.total / max(1, seen.count)
+    return np.stack([edge * mean / np.maximum(norms, 1e-20) for edge in CODE_EDGES]).astype(np.float32)
 
 
 def _write_at(path: Path, offset: int, data: NDArray[np.uint8]) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,12 @@ MAX_DOCUMENT_CHARS = 20_000_000  # a longer one is cut, and counted
 MAX_LINE_NBYTES = 4 * MAX_DOCUMENT_CHARS  # what a line of JSON may take in memory before it is parsed
 LEAST_SAMPLES = 3  # to train on, to calibrate with and to judge by
 CHARS_PER_TOKEN = 8  # of an excerpt: ample for English and byte-level vocabularies
+
+
+class TextEncoder(Protocol):
+    """What is asked of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
 
 
 class DataError(Exception):
@@ -110,7 +116,7 @@ def read_hub(dataset: str, config: str | None, split: str = "train", *, limit: i
 
 def token_rows(
     texts: Callable[[], Iterator[str]],
-    tokenizer: Any,
+    tokenizer: TextEncoder,
     *,
     samples: int,
     tokens_per_sample: int,
@@ -159,7 +165,7 @@ def token_rows(
 
 
 def _excerpts(
-    text: str, count: int, tokenizer: Any, tokens: int, rng: np.random.Generator
+    text: str, count: int, tokenizer: TextEncoder, tokens: int, rng: np.random.Generator
 ) -> Iterator[NDArray[np.int64]]:
     """`count` pieces of a document, each in its own part of it; the first is its beginning."""
     width = CHARS_PER_TOKEN * tokens
@@ -168,5 +174,5 @@ def _excerpts(
         start = 0 if index == 0 else int(index * part) + int(rng.integers(0, max(0, int(part) - width) + 1))
         while 0 < start < len(text) and not text[start - 1].isspace():
             start += 1  # at a word
-        ids = tokenizer(text[start : start + width])["input_ids"][:tokens]
+        ids = tokenizer.encode(text[start : start + width])[:tokens]
         yield np.asarray(ids, dtype=np.int64)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from masked import MaskedModel, Variant
+from samples import TextEncoder
 from tasks import Item
 
 BATCH_TOKENS = 2048  # of one pass
@@ -92,7 +93,9 @@ class _Request:
     scored: int  # tokens at the end
 
 
-def score_items(model: MaskedModel, variant: Variant, items: list[Item], tokenizer: Any, context: int) -> TaskScore:
+def score_items(
+    model: MaskedModel, variant: Variant, items: list[Item], tokenizer: TextEncoder, context: int
+) -> TaskScore:
     """Answer every item: the choice of the highest log-likelihood, per character where the task is scored so."""
     requests = sorted(_requests(items, tokenizer, context), key=lambda request: len(request.ids))
     likelihoods: list[list[float]] = [[0.0] * len(item.choices) for item in items]
@@ -127,12 +130,12 @@ def score_items(model: MaskedModel, variant: Variant, items: list[Item], tokeniz
     return score
 
 
-def _requests(items: list[Item], tokenizer: Any, context: int) -> Iterator[_Request]:
+def _requests(items: list[Item], tokenizer: TextEncoder, context: int) -> Iterator[_Request]:
     for index, item in enumerate(items):
         for choice in range(len(item.choices)):
             prompt = item.prompts[choice if len(item.prompts) > 1 else 0]
-            before = tokenizer(prompt)["input_ids"]
-            whole = tokenizer(prompt + item.choices[choice])["input_ids"]
+            before = tokenizer.encode(prompt)
+            whole = tokenizer.encode(prompt + item.choices[choice])
             scored = max(1, len(whole) - len(before))
             yield _Request(index, choice, tuple(whole[-context:]), min(scored, len(whole) - 1, context - 1))
 

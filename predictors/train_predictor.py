@@ -6,7 +6,6 @@ next layer. Finished steps are kept in the scratch directory, so a killed run re
 results it would have had. Installs the predictors and the calibrated cache need into the model directory.
 """
 
-import flashllm  # noqa: F401  # isort: skip: before torch, whose threads then sleep between products
 import argparse
 import contextlib
 import hashlib
@@ -26,19 +25,19 @@ from recipes import RECIPES, Recipe, parse_ranks
 from samples import LEAST_SAMPLES, DataError, SampleReport, read_hub, read_shards, token_rows
 from trainer import SCRATCH_FILES, LayerResult, Trainer, TrainOptions
 from training_plan import plan_training
-from transformers import AutoTokenizer
 
-from flashllm import FlashModel
 from flashllm.base.files import locked_directory, write_atomically
 from flashllm.base.progress import ProgressBar
 from flashllm.base.units import parse_size
+from flashllm.config import DEFAULT_WINDOW, RunConfig
 from flashllm.convert.locate import resolve_model
+from flashllm.engine.model import Model
 from flashllm.errors import FlashError, UsageError
 from flashllm.format.manifest import Calibration, Manifest, install_predictors
+from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN
 from flashllm.format.predictors import BITS, StoredPredictor, encode_predictors
-from flashllm.hf.model import read_config
-from flashllm.plan.memory import DEFAULT_WINDOW
+from flashllm.generate.tokenizer import Tokenizer
 
 LONG_CONTEXT = 512  # tokens: shorter samples than this and the model's context get a note
 IDENTITY = "identity.json"  # in the scratch directory: of which run its files are
@@ -63,7 +62,7 @@ def save_predictors(
             file.write(data)
 
 
-def load_samples(args: argparse.Namespace, tokenizer: Any) -> tuple[NDArray[np.int64], SampleReport]:
+def load_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], SampleReport]:
     """Token rows [samples, tokens] and what became of the documents."""
     report = SampleReport()
 
@@ -219,7 +218,7 @@ def train(args: argparse.Namespace, options: TrainOptions, directory: Path, mani
     recipe, layers = options.recipe, manifest.architecture.num_layers
     if isinstance(recipe, Recipe) and recipe.num_layers not in (None, layers):
         raise UsageError(f"--ranks: {recipe.name} is written for {recipe.num_layers} layers, this model has {layers}")
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    tokenizer = Tokenizer.load(directory)
     rows, data = load_samples(args, tokenizer)
     print(data, file=sys.stderr)
     mine, known = identity(args, manifest, rows), args.scratch / IDENTITY
@@ -239,7 +238,7 @@ def train(args: argparse.Namespace, options: TrainOptions, directory: Path, mani
     )
     write_atomically(known, mine)
     print(plan.table(), file=sys.stderr, flush=True)
-    context = int(read_config(directory).get("max_position_embeddings", rows.shape[1]))
+    context = ModelDir.open(directory).block.context
     if rows.shape[1] < min(context, LONG_CONTEXT):
         # Measured on the demo: trained on 128 tokens, layers missed up to 11 % instead of 2 % beyond (bench/LOG.md).
         print(
@@ -247,10 +246,8 @@ def train(args: argparse.Namespace, options: TrainOptions, directory: Path, mani
             f"the first {rows.shape[1]}: fewer but longer --samples (--tokens-per-sample) are better",
             file=sys.stderr,
         )
-    model = FlashModel.from_pretrained(
-        directory, memory=plan.model, mode="dense", threads=args.threads, context=rows.shape[1]
-    )
-    with model.engine, ProgressBar("train", unit="tokens") as bar:
+    config = RunConfig(memory=plan.model, mode="dense", threads=args.threads, context=rows.shape[1])
+    with Model.open(directory, config) as model, ProgressBar("train", unit="tokens") as bar:
         trainer = Trainer(options, model, rows, plan.shape, args.scratch)
         seconds = trainer.seconds(plan.ranks)
         print(f"about {_duration(seconds)}, by a slice of the work measured here", file=sys.stderr, flush=True)

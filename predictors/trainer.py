@@ -17,12 +17,14 @@ import torch
 from early import linear_guess
 from fit import Chunk, Chunks, FitOptions, LayerPredictor, LayerQuality, count_logits, fit, input_statistics, judge
 from numpy.typing import NDArray
-from passes import BATCH_TOKENS, ActivityRecord, HiddenStates, LayerPass, PassShape, WeightBlocks, kept_positions
+from passes import ActivityRecord, HiddenStates, LayerPass, PassShape, code_edges, kept_positions
 from recipes import AutoRanks, Recipe, probe_rank
+from weights import LayerWeights
 
 from flashllm.base.files import write_atomically
 from flashllm.base.progress import ProgressBar
 from flashllm.convert.svd import low_rank_predictor
+from flashllm.engine.model import Model
 
 VALIDATION_SHARE = 0.1
 CALIBRATION_SHARE = 0.1  # of the rest
@@ -76,29 +78,29 @@ class Trainer:
     """The steps of a run, in a locked scratch directory."""
 
     def __init__(
-        self, options: TrainOptions, model: Any, rows: NDArray[np.int64], shape: PassShape, scratch: Path
+        self, options: TrainOptions, model: Model, rows: NDArray[np.int64], shape: PassShape, scratch: Path
     ) -> None:
         self._options, self._model, self._rows = options, model, rows
         self._shape, self._scratch = shape, scratch
-        self._architecture = model.engine.manifest.architecture
-        self._states = HiddenStates(scratch, shape, model.dtype)
+        self._architecture = model.manifest.architecture
+        self._states = HiddenStates(scratch, shape, model.directory.dtype)
         self._record = ActivityRecord(scratch, shape)
         self._kept = kept_positions(shape, options.fit.seed)
-        self._pass = LayerPass(model)
+        self._pass = LayerPass(model, shape)
         self.split = Split.of(len(rows))
-        self._batch = max(1, BATCH_TOKENS // shape.tokens)
+        self._batch = shape.batch_samples
 
     def seconds(self, ranks: list[int]) -> float:
         """What a run takes, from a slice of it measured here: a batch through a layer, a step of training, an SVD."""
         shape, fit_options = self._shape, self._options.fit
         layers = self._architecture.num_layers
-        edges = torch.full((2, shape.d_ff), torch.inf)
-        states = self._pass.embed(torch.from_numpy(self._rows[: self._batch]))
+        edges = np.full((2, shape.d_ff), np.inf, np.float32)
+        states = self._pass.embed(self._rows[: self._batch])
         _, inputs, codes = self._pass.run(0, states, self._kept[: self._batch], edges)
         per_batch = _seconds(lambda: self._pass.run(0, states, self._kept[: self._batch], edges))
         rank = max(1, sum(ranks) // len(ranks))
-        weights = WeightBlocks(self._model.engine.ffns[0], shape.d_ff)
-        x = inputs.float()
+        weights = LayerWeights(self._model, 0)
+        x = torch.from_numpy(inputs)
         began = time.perf_counter()
         start = low_rank_predictor(weights.drivers, None, input_statistics(lambda: iter([(x, torch.empty(0))])), rank)
         per_svd = time.perf_counter() - began
@@ -143,13 +145,11 @@ class Trainer:
         )
 
     def _embed(self) -> None:
-        """The states that enter layer 0, where no run came further; and what layers are called with."""
-        wanted = not self._done("embedded")
+        """The states that enter layer 0, where no run came further."""
+        if self._done("embedded"):
+            return
         for first, ids in self._batches():
-            if wanted or first == 0 or first + self._batch >= len(self._rows):
-                states = self._pass.embed(torch.from_numpy(ids))
-                if wanted:
-                    self._states.write(0, first, states)
+            self._states.write(0, first, self._pass.embed(ids))
         self._mark("embedded")
 
     def _layer(self, layer: int, progress: Any) -> LayerResult:
@@ -165,9 +165,8 @@ class Trainer:
         return LayerResult(predictor, early, report)
 
     def _pass_samples(self, layer: int, progress: Any) -> None:
-        weights = WeightBlocks(self._model.engine.ffns[layer], self._shape.d_ff)
         first_batch = self._states.read(layer, 0, min(self._batch, self._shape.samples))
-        edges = weights.code_edges(self._pass, layer, first_batch)
+        edges = code_edges(self._pass, LayerWeights(self._model, layer), first_batch)
         for first, ids in self._batches():
             end = first + len(ids)
             before = self._states.read(layer, first, end)
@@ -185,8 +184,7 @@ class Trainer:
     def _fit_layer(self, layer: int) -> tuple[LayerPredictor, dict[str, Any]]:
         """A layer's predictor, thresholded and judged."""
         options, shape, split = self._options, self._shape, self.split
-        ffn = self._model.engine.ffns[layer]
-        weights = WeightBlocks(ffn, shape.d_ff)
+        weights = LayerWeights(self._model, layer)
         training = self._chunks(layer, 0, split.calibration)
         calibration = self._chunks(layer, split.calibration, split.validation)
         validation = self._chunks(layer, split.validation, split.end)
@@ -199,8 +197,7 @@ class Trainer:
             return stored
 
         def low_rank(rank: int) -> LayerPredictor:
-            bias = None if ffn.up_bias is None else ffn.up_bias.numpy()
-            return LayerPredictor.from_low_rank(low_rank_predictor(weights.drivers, bias, statistics, rank))
+            return LayerPredictor.from_low_rank(low_rank_predictor(weights.drivers, weights.bias, statistics, rank))
 
         if isinstance(options.recipe, AutoRanks):
             probe = judge(ready(low_rank(probe_rank(shape.d_model))), calibration, shape.d_ff)
@@ -238,7 +235,7 @@ class Trainer:
     def _fit_early(self, layer: int, rank: int, precision: float) -> tuple[LayerPredictor, dict[str, Any]]:
         """A predictor of the layer's active neurons from the FFN input of the layer before."""
         options, shape, split = self._options, self._shape, self.split
-        ffn = self._model.engine.ffns[layer]
+        weights = LayerWeights(self._model, layer)
         training = self._chunks(layer, 0, split.calibration, inputs_of=layer - 1)
         calibration = self._chunks(layer, split.calibration, split.validation, inputs_of=layer - 1)
         validation = self._chunks(layer, split.validation, split.end, inputs_of=layer - 1)
@@ -248,8 +245,7 @@ class Trainer:
             for (before, _), (at, _) in zip(training(), now(), strict=True):
                 yield before, at
 
-        bias = None if ffn.up_bias is None else ffn.up_bias.numpy()
-        start = linear_guess(WeightBlocks(ffn, shape.d_ff).drivers, bias, pairs, rank)
+        start = linear_guess(weights.drivers, weights.bias, pairs, rank)
         trained, losses = fit(start, training, self._fit_options(layer), shape.d_ff, calibration)
         early = trained.stored(options.bits)
         early.threshold = count_logits(early, calibration, shape.d_ff).threshold_for_precision(precision)

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fit import JUDGE_TOKENS
-from passes import BATCH_TOKENS, CHUNK_NBYTES, PassShape
+from passes import CHUNK_NBYTES, PassShape
 from recipes import AutoRanks
 from trainer import TrainOptions
 
+from flashllm.arch.spec import BlockSpec
+from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.machine import available_nbytes, process_nbytes
 from flashllm.base.units import format_size
 from flashllm.errors import BudgetError
 from flashllm.format.manifest import Manifest
-from flashllm.hf.model import read_config
+from flashllm.format.model_dir import ModelDir
 from flashllm.plan.memory import plan_memory
 
 _SLACK = 64_000_000  # between the plan and the loading of the model the process grows by its imports
@@ -67,8 +69,8 @@ def plan_training(
     scratch: Path,
 ) -> TrainingPlan:
     """The plan. BudgetError where `limit` or the disk under `scratch` is too small, with both numbers."""
-    architecture, config = manifest.architecture, read_config(directory)
-    itemsize = 4 if manifest.dtype == "float32" else 2
+    architecture, block = manifest.architecture, ModelDir.open(directory).block
+    itemsize = WEIGHT_DTYPES[manifest.dtype].itemsize
     shape = PassShape(
         samples=samples,
         tokens=tokens,
@@ -77,7 +79,7 @@ def plan_training(
         d_ff=architecture.d_ff,
     )
     # Asked as if the machine had no end: what matters is the least the model needs.
-    loaded = plan_memory(manifest, config, limit=None, available=2**60, process=process_nbytes(), context=tokens)
+    loaded = plan_memory(manifest, block, limit=None, available=2**60, process=process_nbytes(), context=tokens)
     recipe = options.recipe
     ranks = [
         recipe.rank(shape.d_model, _WASTE, options.bits)
@@ -85,14 +87,14 @@ def plan_training(
         else min(recipe.rank(layer, architecture.num_layers), shape.d_model)
         for layer in range(architecture.num_layers)
     ]
-    heads, early = int(config.get("num_attention_heads", 1)), options.early_precision is not None
-    work = _work_nbytes(shape, max(1, *ranks), heads, itemsize, manifest, early=early)
+    early = options.early_precision is not None
+    work = _work_nbytes(shape, max(1, *ranks), block, manifest, early=early)
     plan = TrainingPlan(
         shape=shape,
         ranks=ranks,
         model=loaded.minimum_nbytes + _SLACK,
         work=work,
-        scratch=shape.scratch_nbytes(itemsize, early=options.early_precision is not None),
+        scratch=shape.scratch_nbytes(itemsize, early=early),
         limit=limit,
     )
     if limit is not None and plan.total_nbytes > limit:
@@ -116,15 +118,24 @@ def plan_training(
     return plan
 
 
-def _work_nbytes(shape: PassShape, rank: int, heads: int, itemsize: int, manifest: Manifest, *, early: bool) -> int:
+def _work_nbytes(shape: PassShape, rank: int, block: BlockSpec, manifest: Manifest, *, early: bool) -> int:
     """The largest of the steps' own memory; they follow one another."""
     d_model, d_ff = shape.d_model, shape.d_ff
-    block = min(manifest.stream_block_rows, d_ff) * d_model
+    streamed = min(manifest.stream_block_rows, d_ff)
     chunk = 3 * CHUNK_NBYTES * (2 if early else 1)  # the file's bytes, the inputs in fp32
     factors = rank * (d_model + d_ff)
-    passing = BATCH_TOKENS * (d_model * (12 * itemsize + 16) + 2 * d_ff + shape.tokens * heads * (4 + itemsize))
     matrices = 13 if early else 8  # of [d_model, d_model]: statistics, or a regression's beside them
-    mapping = matrices * 8 * d_model * d_model + 3 * 8 * factors + 20 * block
+    mapping = matrices * 8 * d_model * d_model + 3 * 8 * factors + 20 * streamed * d_model
     fitting = chunk + 1024 * d_ff * 4 * 5 + 8 * 4 * factors
     judging = chunk + JUDGE_TOKENS * d_ff * 24 + 3 * 4 * factors
-    return max(passing, chunk + mapping, fitting, judging)
+    return max(pass_nbytes(shape, block, manifest), chunk + mapping, fitting, judging)
+
+
+def pass_nbytes(shape: PassShape, block: BlockSpec, manifest: Manifest) -> int:
+    """A batch through a layer, beyond what the model's own plan has for its (shorter) passes."""
+    states = 4 * (12 * shape.d_model + 2 * block.query_dim + 2 * block.kv_dim)  # a token's, in fp32, copies included
+    # Activations of a block of neurons: the core's, and the three copies that become codes.
+    activations = 4 * (len(manifest.rows.matrices) - 1 + 3) * min(manifest.stream_block_rows, shape.d_ff)
+    codes = 3 * shape.d_ff
+    kv = shape.kv_positions * block.kv_nbytes_per_token(1, WEIGHT_DTYPES[manifest.dtype].itemsize)
+    return shape.batch_tokens * (states + activations + codes) + kv

@@ -1,4 +1,8 @@
-"""Tiny models shared by the tests: made and converted once a session, loaded by each test and closed after it."""
+"""The core that tests run on, and tiny models: made and converted once a session, loaded by each test, closed after it.
+
+Tests run on `_core_testing`, which is `_core` but for reads that can be made to fail; an editable install builds both.
+Processes that tests start run the product's.
+"""
 
 import dataclasses
 import shutil
@@ -7,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import core_testing  # noqa: F401 - first: it puts _core_testing in _core's place
 import predictor_files
 import pytest
 import torch
@@ -53,7 +58,7 @@ def _make(root: Path, dtype: str) -> TinyModel:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The user's calibration of this machine changes how runs read, and must not change what tests see."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         yield
 
 
@@ -90,7 +95,7 @@ def load() -> Iterator[Callable[..., Any]]:
 
     yield open_model
     for model in loaded:
-        model.engine.close()
+        model.close()
 
 
 @pytest.fixture(scope="module")

@@ -104,6 +104,7 @@ class Ffn:
         self.counters = _core.Counters()
         self.rows = _core.allocate((capacity or ffn.num_neurons) * ffn.stride)
         gated = ffn.gate is not None
+        vector_nbytes = ffn.d_model * TORCH_DTYPES[ffn.dtype].itemsize
         self.layer = _core.FfnLayer(
             layer=3,
             dtype=ffn.dtype,
@@ -111,14 +112,15 @@ class Ffn:
             d_model=ffn.d_model,
             num_neurons=ffn.num_neurons,
             up=0,
-            gate=ffn.d_model if gated else -1,
-            down=(2 if gated else 1) * ffn.d_model,
+            gate=vector_nbytes if gated else -1,
+            down=(2 if gated else 1) * vector_nbytes,
             activation=activation,
             cache_policy=cache_policy,
             window=window,
             popularity=popularity,
             file_offset=FILE_OFFSET,
             up_bias=ffn.up_bias,
+            gate_bias=None,
             down_bias=ffn.down_bias,
             checksums=ffn.checksums,
             rows=self.rows,

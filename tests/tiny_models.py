@@ -8,44 +8,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from flashllm.arch.registry import ArchitectureSpec, ResidentTensor
-
 SENTENCES = (
     "The little dog ran to the big tree and looked up.",
     "One day a girl found a red ball in the garden.",
     "She was happy because the sun was warm and the sky was blue.",
     "They played together until it was time to go home.",
     "The cat said: I want to see the moon tonight!",
-)
-
-_LAYER = "model.layers.{i}."
-GATED = ArchitectureSpec(  # no model of the hub: what later architectures will need of the table, all at once
-    model_type="gated",
-    base_prefix="model.",
-    head="lm_head.weight",
-    embedding="model.embed.weight",
-    up_weight=_LAYER + "mlp.up.weight",
-    gate_weight=_LAYER + "mlp.gate.weight",
-    down_weight=_LAYER + "mlp.down.weight",
-    up_bias=None,
-    gate_bias=None,
-    down_bias=None,
-    ffn_bias_when=None,
-    resident=(ResidentTensor(name="model.embed.weight"), ResidentTensor(name=_LAYER + "norm.weight")),
-    activation_key="hidden_act",
-    activations={"relu2": "squared_relu", "fatrelu": "fatrelu"},
-    activation_threshold_key="fatrelu_threshold",
-    layers_module="model.layers",
-    ffn_module="mlp",
-    parallel_attention=True,
-    num_layers_key="layers",
-    d_model_key="dim",
-    d_ff_key="inner",
-    num_heads_key="heads",
-    num_kv_heads_key="kv_heads",
-    head_dim_key="head_dim",
-    context_key="context",
-    defaults={"tie_word_embeddings": False},
 )
 
 

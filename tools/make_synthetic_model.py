@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from opt_shapes import CONTEXT, SHAPES, VOCAB, opt_config
 from synthetic_trace import add_early_arguments, write_synthetic_trace
 
-from flashllm.arch.registry import resident_names, resolve, spec_of
+from flashllm.arch.registry import resident_shapes, resident_sources, resolve, spec_of
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import HashingWriter, iterate_chunks
 from flashllm.base.progress import ProgressBar
@@ -88,27 +88,18 @@ class DummyCheckpoint(Checkpoint):
 def dummy_checkpoint(folder: Path, config: dict[str, Any], dtype: WeightDtype, seed: int) -> DummyCheckpoint:
     """The checkpoint that `config`, which lies in `folder` beside a tokenizer, describes."""
     architecture, spec = resolve(config), spec_of(config["model_type"])
-    hidden, ffn = architecture.d_model, architecture.d_ff
-    embeddings = {spec.embedding: (config["vocab_size"], hidden)}
-    embeddings["model.decoder.embed_positions.weight"] = (config["max_position_embeddings"] + 2, hidden)
-    names = resident_names(config)
-    for layer in range(architecture.num_layers):
-        names += [pattern.format(i=layer) for pattern in spec.matrices().values()]
-
-    def shape(name: str) -> tuple[int, ...]:
-        if name in embeddings:
-            return embeddings[name]
-        if "fc1" in name:
-            return (ffn, hidden) if name.endswith("weight") else (ffn,)
-        if "fc2" in name:
-            return (hidden, ffn) if name.endswith("weight") else (hidden,)
-        return (hidden, hidden) if "_proj.weight" in name else (hidden,)
+    shapes, sources = resident_shapes(config), resident_sources(config)
+    shape_of = {source: shapes[name] for name, source in sources.items()}
+    for matrix, pattern in spec.matrices.items():
+        shape = (architecture.d_ff, architecture.d_model)
+        for layer in range(architecture.num_layers):
+            shape_of[pattern.format(i=layer)] = shape[::-1] if matrix == "down" else shape
 
     tensors = {
         name: TensorInfo(
-            name=name, dtype=dtype.code, shape=shape(name), offset=0, nbytes=int(np.prod(shape(name))) * dtype.itemsize
+            name=name, dtype=dtype.code, shape=shape, offset=0, nbytes=int(np.prod(shape)) * dtype.itemsize
         )
-        for name in names
+        for name, shape in shape_of.items()
     }
     return DummyCheckpoint(
         directory=folder,

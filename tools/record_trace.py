@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from flashllm import FlashModel
+from flashllm.base.dtypes import WEIGHT_DTYPES
+from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.base.progress import ProgressBar
-from flashllm.commands.runtime import load_tokenizer
 from flashllm.convert.locate import is_demo, resolve_model
-from flashllm.engine.ffn import Mode
+from flashllm.engine.model import Model
 from flashllm.errors import FlashError, UsageError
 from flashllm.format.trace import Stream, TraceInfo, TraceWriter, pack_bits
+from flashllm.generate.tokenizer import Tokenizer
 
 MAX_SEQUENCE = 512  # tokens
 CHARS_PER_TOKEN = 8  # ample for English and byte-level vocabularies
@@ -44,17 +44,17 @@ def documents(path: Path) -> Iterator[str]:
             yield file.read()
 
 
-def pieces(text: str, tokenizer: Any, length: int) -> Iterator[list[int]]:
+def pieces(text: str, tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:
     """Successive sequences of at most `length` tokens, each tokenized alone."""
     width = length * CHARS_PER_TOKEN
     start = 0
     while start < len(text):
-        encoded = tokenizer(text[start : start + width], return_offsets_mapping=True)
-        yield encoded["input_ids"][:length]
-        start += max(1, *(end for _, end in encoded["offset_mapping"][:length]))
+        encoded = tokenizer.backend.encode(text[start : start + width])
+        yield encoded.ids[:length]
+        start += max(1, *(end for _, end in encoded.offsets[:length]))
 
 
-def sequences(paths: list[Path], tokenizer: Any, tokens: int, length: int) -> list[list[int]]:
+def sequences(paths: list[Path], tokenizer: Tokenizer, tokens: int, length: int) -> list[list[int]]:
     """Sequences of `tokens` tokens in all: files in turn, and of each file its documents in turn, a piece at a time."""
     files = [in_turn(pieces(text, tokenizer, length) for text in documents(path)) for path in paths]
     chosen: list[list[int]] = []
@@ -78,47 +78,37 @@ def in_turn(sources: Iterable[Iterator[T]]) -> Iterator[T]:
 
 
 class Recorder:
-    """Watches the FFNs of a loaded model during dense passes."""
+    """Watches the FFNs of a loaded model during a pass that computes all neurons."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._ffns = model.engine.ffns
+    def __init__(self, model: Model) -> None:
+        self._model, self._ffns = model, model.parts.ffns
         self.num_layers = len(self._ffns)
-        self.num_neurons = model.engine.manifest.architecture.d_ff
+        self.num_neurons = model.manifest.architecture.d_ff
+        self._masks = np.zeros((0, self.num_layers, len(Stream), self.num_neurons), np.bool_)
 
-    @torch.inference_mode()
     def record(self, ids: list[int]) -> NDArray[np.bool_]:
         """[tokens, layers, streams, neurons] of one sequence."""
-        masks = np.zeros((len(ids), self.num_layers, len(Stream), self.num_neurons), np.bool_)
-        handles = []
-        for layer, ffn in enumerate(self._ffns):
-            handles.append(ffn.register_forward_pre_hook(self._ask(layer, masks)))
-            ffn.observer = self._watch(masks[:, layer, Stream.FIRING])
-            ffn.mode = Mode.DENSE  # all passes, short ones too
-        try:
-            self._model(torch.tensor([ids]), use_cache=False, logits_to_keep=1)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return masks
+        self._masks = np.zeros((len(ids), *self._masks.shape[1:]), np.bool_)
+        self._done = 0  # tokens of the parts before: a long sequence goes through the layers in parts
+        with self._model.new_sequence() as sequence:
+            self._model.step([(sequence, ids)], observer=self)
+        return self._masks
 
-    def _ask(self, layer: int, masks: NDArray[np.bool_]) -> Any:
-        def ask(_module: Any, args: tuple[torch.Tensor, ...]) -> None:
-            x = args[0].reshape(-1, args[0].shape[-1]).contiguous()
-            for token, row in enumerate(x):
-                masks[token, layer, Stream.ACTIVE, self._ffns[layer].native.predict(row.data_ptr())] = True
-                if layer + 1 < self.num_layers:
-                    early = self._ffns[layer + 1].native.predict(row.data_ptr())
-                    masks[token, layer + 1, Stream.EARLY, early] = True
+    def input(self, layer: int, x: NDArray[np.float32]) -> None:
+        """What the predictors say of a layer's input."""
+        stored = np.ascontiguousarray(cast_dtype(x, WEIGHT_DTYPES["float32"], self._model.directory.dtype))
+        for token, row in enumerate(stored, start=self._done):
+            self._masks[token, layer, Stream.ACTIVE, self._ffns[layer].predict(row.ctypes.data)] = True
+            if layer + 1 < self.num_layers:
+                early = self._ffns[layer + 1].predict(row.ctypes.data)
+                self._masks[token, layer + 1, Stream.EARLY, early] = True
 
-        return ask
-
-    @staticmethod
-    def _watch(firing: NDArray[np.bool_]) -> Any:
-        def watch(first_token: int, first_neuron: int, h: torch.Tensor) -> None:
-            firing[first_token : first_token + len(h), first_neuron : first_neuron + h.shape[1]] = (h != 0).numpy()
-
-        return watch
+    def activations(self, layer: int, first: int, h: NDArray[np.float32]) -> None:
+        """What fires of some neurons [neurons, tokens]."""
+        neurons, end = slice(first, first + len(h)), self._done + h.shape[1]
+        self._masks[self._done : end, layer, Stream.FIRING, neurons] = (h != 0).T
+        if layer + 1 == self.num_layers and neurons.stop == self.num_neurons:
+            self._done = end
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -139,10 +129,9 @@ def record(args: argparse.Namespace) -> int:
     if args.out.exists():
         raise UsageError(f"{args.out} exists; choose another name or remove it")
     directory = resolve_model(args.model)
-    model = FlashModel.from_pretrained(directory)
-    with model.engine:
-        length = min(MAX_SEQUENCE, model.engine.plan.context)
-        rows = sequences(args.text, load_tokenizer(directory), args.tokens, length)
+    tokenizer = Tokenizer.load(directory)
+    with Model.open(directory) as model:
+        rows = sequences(args.text, tokenizer, args.tokens, min(MAX_SEQUENCE, model.context))
         recorder = Recorder(model)
         starts = np.cumsum([0, *map(len, rows)])[:-1]
         name = "the bundled demo" if is_demo(directory) else directory.name

@@ -8,23 +8,26 @@ import argparse
 import json
 import statistics
 import sys
+from pathlib import Path
 
-from flashllm import FlashModel
-from flashllm.commands.runtime import load_tokenizer
+from flashllm.base.units import parse_size
+from flashllm.config import RunConfig
 from flashllm.convert.locate import is_demo, resolve_model
-from flashllm.generate.session import PrefillRecord, SamplingOptions, Session, TokenRecord
+from flashllm.engine.model import Model
+from flashllm.generate.sampling import SamplingOptions
+from flashllm.generate.session import PrefillRecord, Session, TokenRecord
+from flashllm.generate.tokenizer import Tokenizer
 
 SKIPPED = 10  # first tokens, while the cache fills
 PROMPT = "Once upon a time, there was a little girl who lived near the forest. One day"
 
 
-def measure(directory: str, window: int, args: argparse.Namespace) -> dict[str, object]:
+def measure(directory: Path, window: int, args: argparse.Namespace) -> dict[str, object]:
     """One window: medians over the tokens after the first ones."""
     options = SamplingOptions(max_new_tokens=args.tokens, temperature=0.8, top_p=0.95, seed=0)
-    model = FlashModel.from_pretrained(
-        directory, cache_policy="window", window=window, memory=args.memory, threads=args.threads
-    )
-    with model.engine, Session(model, load_tokenizer(model.engine.directory), options) as session:
+    tokenizer = Tokenizer.load(directory)
+    config = RunConfig(cache_policy="window", window=window, memory=args.memory, threads=args.threads)
+    with Model.open(directory, config) as model, Session(model, tokenizer, options) as session:
         records = list(session.stream(PROMPT))
         tokens = [record for record in records if isinstance(record, TokenRecord)]
         assert isinstance(records[0], PrefillRecord)
@@ -32,7 +35,7 @@ def measure(directory: str, window: int, args: argparse.Namespace) -> dict[str, 
         if len(steady) < SKIPPED:
             raise SystemExit(f"the model ended after {len(tokens)} tokens; choose another seed or prompt")
         active = sum(times.active for times in steady)
-        neurons = model.engine.manifest.architecture.num_layers * model.engine.manifest.architecture.d_ff
+        neurons = model.manifest.architecture.num_layers * model.manifest.architecture.d_ff
         return {
             "window": window,
             "tokens": len(steady),
@@ -45,7 +48,7 @@ def measure(directory: str, window: int, args: argparse.Namespace) -> dict[str, 
             "compute_ms": statistics.median(times.compute_ms for times in steady),
             "other_ms": statistics.median(times.other_ms for times in steady),
             "tokens_per_s": 1000 / statistics.median(times.total_ms for times in steady),
-            "direct_io": model.engine.direct_io,
+            "direct_io": model.direct_io,
             "token_ids": [record.token_id for record in tokens],
         }
 
@@ -55,11 +58,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", help="model directory; the bundled demo by default")
     parser.add_argument("--windows", type=int, nargs="+", default=[1, 2, 3, 5, 10, 20, 50])
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--memory")
+    parser.add_argument("--memory", type=parse_size)
     parser.add_argument("--threads", type=int)
     args = parser.parse_args(argv)
     directory = resolve_model(args.model)
-    rows = [measure(str(directory), window, args) for window in args.windows]
+    rows = [measure(directory, window, args) for window in args.windows]
     if any(row["token_ids"] != rows[0]["token_ids"] for row in rows):
         raise SystemExit("the tokens depend on the window: this is a defect")
     print("| window | active | hit rate | kB/token | ms/token | I/O | memory | compute | other | tokens/s |")

@@ -8,7 +8,7 @@ hybrid       half of the weights in memory, or what the limit leaves room for; t
 + bundling   a neuron's matrices are one read
 then our own: + overlap and merging, + policy, + placement (of a model made with `convert --reorder`), + early
 prediction. The last row takes one part away again: all of that, but with the kernels' plain loops
-(`FLASHLLM_SIMD=scalar`) instead of those for this processor.
+instead of those for this processor.
 
 The variants take turns in every round. The last line is one JSON document.
 """
@@ -39,7 +39,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "+ policy": {"options": {"cache_policy": "frequency"}},
     "+ placement": {"ablation": {"placed": True}},
     "+ early prediction": {"ablation": {"early": True}},
-    "− kernels": {"simd": "scalar"},
+    "− kernels": {"ablation": {"kernels": False}},
 }  # fmt: skip
 PLACEMENT = "+ placement"
 
@@ -50,12 +50,11 @@ class Variants:
     def __init__(self, args: argparse.Namespace, *, placed: bool) -> None:
         self.args = args
         self.rows: dict[str, dict[str, Any]] = {}
-        merged: dict[str, Any] = {"ablation": {}, "options": {}, "simd": "auto"}
+        merged: dict[str, Any] = {"ablation": {}, "options": {}}
         for name, changes in ROWS.items():
             merged = {
                 "ablation": {**merged["ablation"], **changes.get("ablation", {})},
                 "options": {**merged["options"], **changes.get("options", {})},
-                "simd": changes.get("simd", merged["simd"]),
             }
             unknown = set(merged["ablation"]) - {field.name for field in dataclasses.fields(Ablation)}
             assert not unknown, f"{name}: no such part {unknown}"

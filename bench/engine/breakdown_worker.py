@@ -7,7 +7,6 @@ Prints one JSON document: what was measured, token by token. Knows one engine at
 
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -15,20 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from dense_stream import BLOCK_NBYTES, MAX_REQUEST, READ_AHEAD, DenseStream
 from energy import joules
 
 from flashllm import _core
-from flashllm.arch.registry import spec_of
-from flashllm.base.machine import num_cores, peak_process_nbytes
-from flashllm.config import Ablation
-from flashllm.engine.lean_imports import import_transformers
+from flashllm.base.machine import num_cores, peak_process_nbytes, process_nbytes
+from flashllm.config import Ablation, RunConfig
+from flashllm.engine.model import Model
 from flashllm.format.manifest import Manifest
+from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, RESIDENT
 from flashllm.format.safetensors import read_header
+from flashllm.generate.sampling import SamplingOptions
+from flashllm.generate.session import PrefillRecord, Session
+from flashllm.generate.tokenizer import Tokenizer
 
-LIBRARIES_NBYTES = 600_000_000  # what interpreter, libraries and staging hold beside a dense engine's weights
+SLACK_NBYTES = 128 << 20  # what a dense engine's process grows by, beside its weights and staging
 READS_AT_A_TIME = 32  # of dense engines
 ROOF_NBYTES = 512 << 20
 ROOF_READS_NBYTES = 64 << 20
@@ -41,7 +42,8 @@ def dense(settings: dict[str, Any]) -> dict[str, Any]:
     total = sum(manifest.files[name].nbytes for name in (FFN, RESIDENT))
     share = settings["resident_share"]
     if settings["memory"] is not None:
-        share = min(share, max(0.0, (settings["memory"] - LIBRARIES_NBYTES) / total))
+        others = process_nbytes() + (READ_AHEAD + 1) * BLOCK_NBYTES + SLACK_NBYTES
+        share = min(share, max(0.0, (settings["memory"] - others) / total))
     stream = DenseStream(directory, share, threads=num_cores(), io_threads=READS_AT_A_TIME)
     tokens = []
     energy = joules()
@@ -58,15 +60,9 @@ def dense(settings: dict[str, Any]) -> dict[str, Any]:
 
 def flash(settings: dict[str, Any]) -> dict[str, Any]:
     """The engine, generating after a prompt of random tokens (their text does not matter, their number does)."""
-    import_transformers()  # as the commands do: what is not imported is room for neurons
-    from flashllm.commands.runtime import load_tokenizer
-    from flashllm.generate.session import PrefillRecord, SamplingOptions, Session
-    from flashllm.hf.model import FlashModel
-
     directory = Path(settings["model"])
-    tokenizer = load_tokenizer(directory)
-    model = FlashModel.from_pretrained(
-        directory,
+    tokenizer = Tokenizer.load(directory)
+    config = RunConfig(
         memory=settings["memory"],
         context=settings["context"],
         io_threads=settings.get("io_threads"),
@@ -75,8 +71,8 @@ def flash(settings: dict[str, Any]) -> dict[str, Any]:
         **settings.get("options", {}),
     )
     sampling = SamplingOptions(max_new_tokens=settings["tokens"] + 1, ignore_eos=True, **settings.get("sampling", {}))
-    prompt = np.random.default_rng(0).integers(10, model.config.vocab_size, settings["prompt_tokens"])
-    with model.engine as engine, Session(model, tokenizer, sampling) as session:
+    with Model.open(directory, config) as model, Session(model, tokenizer, sampling) as session:
+        prompt = np.random.default_rng(0).integers(10, model.vocab_size, settings["prompt_tokens"])
         records = iter(session.stream_ids(prompt.tolist()))
         prefill = next(records)
         assert isinstance(prefill, PrefillRecord)
@@ -84,39 +80,40 @@ def flash(settings: dict[str, Any]) -> dict[str, Any]:
         energy = joules()
         tokens = [dataclasses.asdict(record.times) for record in records]
         energy = None if energy is None else joules() - energy
-        layout, plan = engine.manifest.rows, engine.plan
+        layout, plan = model.manifest.rows, model.plan.memory
         shape = {
             "row_nbytes": layout.stride,
             "matrix_nbytes": layout.vector_items * layout.itemsize,
-            "num_neurons": engine.manifest.architecture.num_layers * layout.d_ff,
+            "num_neurons": model.manifest.architecture.num_layers * layout.d_ff,
             "cached_neurons": sum(plan.cache_rows),
-            "resident_touched_nbytes": resident_touched(model, plan.predictors),
-            "kv_nbytes_per_token": plan.kv_cache // plan.context,
+            "resident_touched_nbytes": resident_touched(model.directory) + plan.predictors,
+            "kv_nbytes_per_token": model.directory.kv_nbytes_per_token,
         }
         return {
             "tokens": tokens,
             "prefill": dataclasses.asdict(prefill.times),
             "energy_j": energy,
-            "direct_io": engine.direct_io,
-            "reader": dataclasses.asdict(engine.reader_choice),
-            "activity": engine.activity_source,
-            "weights": engine.manifest.source.name,
-            "dtype": engine.manifest.dtype,
-            "notices": list(engine.notices),
+            "direct_io": model.direct_io,
+            "reader": dataclasses.asdict(model.reader),
+            "activity": model.activity_source,
+            "weights": model.manifest.source.name,
+            "dtype": model.manifest.dtype,
+            "notices": model.notices,
             "plan": plan.as_dict(),
             "shape": shape,
-            "window_held": float(np.mean([ffn.native.current_window for ffn in engine.ffns])),
-            "decoding": engine.decoding,
-            "ablation": dataclasses.asdict(engine.ablation),
+            "window_held": float(np.mean([ffn.current_window for ffn in model.parts.ffns])),
+            "prefetch": model.plan.prefetch,
+            "ablation": dataclasses.asdict(config.ablation),
             "text_ids": session.tokens[settings["prompt_tokens"] :][:20],
             "peak_rss_bytes": peak_process_nbytes(),
         }
 
 
-def resident_touched(model: Any, predictors_nbytes: int) -> int:
-    """Bytes of resident weights that one token reads: every linear's (the head's too), and the predictors'."""
-    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    return sum(module.weight.nbytes for module in linears) + predictors_nbytes
+def resident_touched(model: ModelDir) -> int:
+    """Bytes of resident matrices that one token reads: every linear's, the head's too (which may be the embedding)."""
+    looked_up = {"positions.weight", *(() if model.block.tied_head else ("embedding.weight",))}
+    tensors = read_header(model.path / RESIDENT).tensors
+    return sum(info.nbytes for name, info in tensors.items() if len(info.shape) == 2 and name not in looked_up)
 
 
 def roof(settings: dict[str, Any]) -> dict[str, Any]:
@@ -210,12 +207,13 @@ def read_through(settings: dict[str, Any]) -> dict[str, Any]:
 
 def prompt_products(settings: dict[str, Any]) -> dict[str, Any]:
     """The products of `tokens` tokens alone: by torch over one layer's whole matrices, times the number of layers."""
+    import torch  # here alone: an engine's memory is not torch's
+
     directory = Path(settings["model"])
     manifest = Manifest.load(directory, check_files=False)
     rows, architecture = manifest.rows, manifest.architecture
-    first_layer = spec_of(architecture.model_type).layers_module + ".0."
     resident = read_header(directory / RESIDENT).tensors
-    shapes = [t.shape for name, t in resident.items() if name.startswith(first_layer) and len(t.shape) > 1]
+    shapes = [t.shape for name, t in resident.items() if name.startswith("layers.0.") and len(t.shape) > 1]
     shapes += [(rows.d_ff, rows.d_model)] * len(rows.matrices)  # all read [n, k]: down costs what up costs
     dtype = torch.bfloat16 if manifest.dtype == "bfloat16" else torch.float32
     torch.set_num_threads(num_cores())
@@ -241,7 +239,6 @@ TASKS = {
 
 def main() -> int:
     settings = json.loads(sys.argv[1])
-    os.environ["FLASHLLM_SIMD"] = settings.get("simd", "auto")
     print(json.dumps(TASKS[settings["task"]](settings)))
     return 0
 

@@ -9,11 +9,13 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.engine.dense import TORCH_DTYPES
+from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.engine.meter import StepTimes
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import FFN, RESIDENT
@@ -39,9 +41,8 @@ class DenseStream:
         self._reader = _core.Reader(io_threads, max_request=MAX_REQUEST)
         self._files = [_core.DirectFile(str(directory / name), direct=True) for name in (RESIDENT, FFN)]
         self.direct_io = all(file.direct for file in self._files)
-        self._dtype, self._width = TORCH_DTYPES[manifest.dtype], manifest.rows.d_model
-        self._x = torch.ones(self._width, dtype=self._dtype)
-        self._counters = _core.Counters()
+        self._dtype, self._width = WEIGHT_DTYPES[manifest.dtype], manifest.rows.d_model
+        self._x = np.zeros((1, self._width), self._dtype.storage)
         blocks = [
             _Block(file, offset, min(BLOCK_NBYTES, nbytes - offset))
             for file, nbytes in enumerate(manifest.files[name].nbytes for name in (RESIDENT, FFN))
@@ -63,26 +64,28 @@ class DenseStream:
             self._submit(block, weights).wait()
         self._resident = [self._linear(weights) for weights in self._weights]
         self._staged = [self._linear(staging) for staging in self._staging]
-        self._out = torch.empty(BLOCK_NBYTES // (self._width * self._dtype.itemsize), dtype=self._dtype)
+        row_nbytes = self._width * self._dtype.itemsize
+        self._out = np.empty((1, BLOCK_NBYTES // row_nbytes), self._dtype.storage)
 
-    def _linear(self, buffer: object) -> _core.Linear:
-        values = torch.from_numpy(buffer).view(self._dtype)  # type: ignore[arg-type]
-        rows = values[: len(values) // self._width * self._width].view(-1, self._width)
-        return _core.Linear(rows, None, self._pool, self._counters)
+    def _linear(self, buffer: NDArray[np.uint8]) -> tuple[_core.Linear, int]:
+        """The product by whole rows of the buffer, and how many they are."""
+        row_nbytes = self._width * self._dtype.itemsize
+        count = len(buffer) // row_nbytes
+        rows = buffer[: count * row_nbytes].view(self._dtype.storage).reshape(count, self._width)
+        return _core.Linear(rows, None, cast(Any, self._dtype.name), self._pool), count
 
-    def _submit(self, block: _Block, buffer: object) -> _core.ReadBatch:
+    def _submit(self, block: _Block, buffer: NDArray[np.uint8]) -> _core.ReadBatch:
         batch = _core.ReadBatch(self._reader, self._files[block.file])
-        batch.add(block.offset, buffer[: block.nbytes])  # type: ignore[index]
+        batch.add(block.offset, buffer[: block.nbytes])
         batch.submit()
         return batch
 
     def token(self) -> StepTimes:
         """Read and multiply every weight once."""
         started = time.perf_counter_ns()
-        self._counters.take()
         flying: deque[_core.ReadBatch] = deque()
         self._reader.take_busy_ns()
-        submitted = io_ns = nbytes = requests = 0
+        submitted = io_ns = compute_ns = nbytes = requests = 0
         for streamed, index in self._steps:
             while submitted < len(self._streamed) and len(flying) < READ_AHEAD:
                 flying.append(self._submit(self._streamed[submitted], self._staging[submitted % len(self._staging)]))
@@ -92,9 +95,10 @@ class DenseStream:
                 stats = flying.popleft().wait()
                 io_ns += time.perf_counter_ns() - before
                 nbytes, requests = nbytes + stats["bytes"], requests + stats["requests"]
-            linear = self._staged[index % len(self._staged)] if streamed else self._resident[index]
-            linear.forward(self._x.data_ptr(), 1, self._out.data_ptr())
-        compute_ns = self._counters.take()["compute_ns"]
+            linear, count = self._staged[index % len(self._staged)] if streamed else self._resident[index]
+            before = time.perf_counter_ns()
+            linear.forward(self._x, self._out[:, :count])
+            compute_ns += time.perf_counter_ns() - before
         total_ns = time.perf_counter_ns() - started
         return StepTimes(
             io_ms=io_ns / 1e6,

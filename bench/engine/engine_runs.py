@@ -5,7 +5,6 @@ What the benchmarks of whole tokens share: `latency_breakdown`, `ablation`, `mem
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -16,8 +15,6 @@ from memory_group import MemoryGroup, drop_page_cache
 
 from flashllm.format.model_files import FFN, PLACED, RESIDENT
 
-# What importing flashllm before torch sets, as the command line does; a worker imports torch first.
-ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
 WORKER = Path(__file__).with_name("breakdown_worker.py")
 PAPER_READER = {"io_backend": "threads", "io_threads": 32}  # paper A, section 4
 COLD_TOKENS = 10  # the first tokens of a run are shown apart
@@ -54,12 +51,10 @@ class Workers:
         command = [sys.executable, str(WORKER), json.dumps({**self._common, **settings})]
         memory = self._memory if memory is None else memory
         if memory is None or not capped:
-            return _result(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=ENVIRONMENT))
+            return _result(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False))
         with MemoryGroup(memory) as group:
             drop_page_cache()
-            done = subprocess.run(
-                group.entering(command), stdout=subprocess.PIPE, text=True, check=False, env=ENVIRONMENT
-            )
+            done = subprocess.run(group.entering(command), stdout=subprocess.PIPE, text=True, check=False)
             return {**_result(done), "group_peak_bytes": group.peak_nbytes}
 
     def _files_of(self, settings: dict[str, Any]) -> list[str]:

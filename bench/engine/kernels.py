@@ -22,8 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm.base.dtypes import WEIGHT_DTYPES
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Rows, columns at OPT-6.7B's shape: attention projections, head, predictors of rank 128 and 1024.
@@ -82,6 +84,11 @@ def as_loaded(tensor: torch.Tensor) -> torch.Tensor:
     return memory.copy_(tensor)
 
 
+def stored(tensor: torch.Tensor, dtype: str) -> NDArray[Any]:
+    """As numpy holds the dtype: bfloat16 as its bits, which cost less to hand over than a tensor."""
+    return tensor.to(DTYPES[dtype]).contiguous().view(torch.uint8).numpy().view(WEIGHT_DTYPES[dtype].storage)
+
+
 def bench_linear(dtype: str, shape: tuple[int, int], rounds: Rounds):
     """A resident linear at one token; several copies in turn, so that none stays in the processor's cache."""
     rows, columns = shape
@@ -89,12 +96,12 @@ def bench_linear(dtype: str, shape: tuple[int, int], rounds: Rounds):
     nbytes = rows * columns * element
     copies = max(2, rounds.nbytes // nbytes)
     weight = torch.randn(rows, columns).to(DTYPES[dtype])
-    linears = [_core.Linear(as_loaded(weight), None, rounds.pool, _core.Counters()) for _ in range(copies)]
-    x, out = torch.randn(columns).to(DTYPES[dtype]), torch.empty(rows, dtype=DTYPES[dtype])
+    linears = [_core.Linear(as_loaded(weight), None, dtype, rounds.pool) for _ in range(copies)]
+    x, out = stored(torch.randn(1, columns), dtype), stored(torch.zeros(1, rows), dtype)
 
     def run() -> None:
         for linear in linears:
-            linear.forward(x.data_ptr(), 1, out.data_ptr())
+            linear.forward(x, out)
 
     return rounds.figure("linear", nbytes * copies, run, dtype=dtype, rows=rows, columns=columns)
 
@@ -121,12 +128,13 @@ def bench_sparse(dtype: str, shape: tuple[int, int, float, int], rounds: Rounds)
                 num_neurons=d_ff,
                 up=0,
                 gate=-1,
-                down=d_model,
+                down=d_model * element,
                 activation="relu",
                 cache_policy="window",
                 window=2**30,
                 popularity=None,
                 file_offset=0,
+                gate_bias=None,
                 up_bias=np.full(d_ff, 10.0, np.float32),  # every active neuron fires: its down column is read
                 down_bias=None,
                 checksums=_core.xxh3_64_rows(rows),
@@ -160,27 +168,28 @@ def bench_sparse(dtype: str, shape: tuple[int, int, float, int], rounds: Rounds)
 def bench_attention(dtype: str, shape: tuple[int, int], positions: int, rounds: Rounds):
     """Attention of one token over `positions` cached ones, in as many layers as exceed the processor's cache."""
     heads, head_dim = shape
-    kind = DTYPES[dtype]
-    q, out = torch.randn(heads, head_dim).to(kind), torch.empty((heads, head_dim), dtype=kind)
-    keys_and_values = torch.randn(2, heads, positions, head_dim).to(kind)
-    caches = [as_loaded(keys_and_values) for _ in range(max(2, rounds.nbytes // keys_and_values.nbytes))]
-    native = _core.Attention(heads, heads, head_dim, positions, dtype, rounds.pool, _core.Counters())
-    row = head_dim * q.element_size()
+    nbytes_each = 2 * heads * positions * head_dim * WEIGHT_DTYPES[dtype].itemsize
+    keys, values = (torch.randn(positions, heads, head_dim).numpy() for _ in range(2))
+    layers = []
+    for _ in range(max(2, rounds.nbytes // nbytes_each)):
+        layer = _core.KvAttention(
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            context=positions,
+            dtype=dtype,
+            scale=head_dim**-0.5,
+            pool=rounds.pool,
+        )
+        layer.append(keys, values)
+        layers.append(layer)
+    q, out = torch.randn(1, heads, head_dim).numpy(), np.empty((1, heads, head_dim), np.float32)
 
     def run() -> None:
-        for k, v in caches:
-            native.forward(
-                q.data_ptr(),
-                k.data_ptr(),
-                v.data_ptr(),
-                positions,
-                positions * row,
-                row,
-                head_dim**-0.5,
-                out.data_ptr(),
-            )
+        for layer in layers:
+            layer.attend_each(q, out)
 
-    nbytes = len(caches) * keys_and_values.nbytes
+    nbytes = len(layers) * nbytes_each
     return rounds.figure("attention", nbytes, run, dtype=dtype, heads=heads, head_dim=head_dim, positions=positions)
 
 
@@ -188,10 +197,10 @@ def bench_prompt(dtype: str, shape: tuple[int, int, int], pool: _core.ThreadPool
     """A matrix times a prompt's tokens, in GFLOP/s: ours (fp32 sums over widened weights) and torch's, in turn."""
     tokens, rows, columns = shape
     weight, x = torch.randn(rows, columns).to(DTYPES[dtype]), torch.randn(tokens, columns).to(DTYPES[dtype])
-    out = torch.empty((tokens, rows), dtype=weight.dtype)
-    native = _core.Linear(as_loaded(weight), None, pool, _core.Counters())
+    inputs, out = stored(x, dtype), stored(torch.zeros(tokens, rows), dtype)
+    native = _core.Linear(as_loaded(weight), None, dtype, pool)
     ways: dict[str, Callable[[], Any]] = {
-        "native": lambda: native.forward_many(x.data_ptr(), tokens, out.data_ptr()),
+        "native": lambda: native.forward_many(inputs, out),
         "torch": lambda: x @ weight.T,
         "torch_widened": lambda: x.float() @ weight.float().T,
     }
@@ -208,13 +217,13 @@ def bench_prompt(dtype: str, shape: tuple[int, int, int], pool: _core.ThreadPool
 
 def call_microseconds(pool: _core.ThreadPool, seconds: float) -> float:
     """What a native call costs from Python when there is next to nothing to compute, the pool's threads included."""
-    linear = _core.Linear(torch.zeros(64, 64), None, pool, _core.Counters())
-    x, out = torch.zeros(64), torch.empty(64)
+    linear = _core.Linear(np.zeros((64, 64), np.float32), None, "float32", pool)
+    x, out = np.zeros((1, 64), np.float32), np.empty((1, 64), np.float32)
     times: list[float] = []
     while sum(times) < seconds:
         started = time.perf_counter()
         for _ in range(100):
-            linear.forward(x.data_ptr(), 1, out.data_ptr())
+            linear.forward(x, out)
         times.append(time.perf_counter() - started)
     return statistics.median(times) / 100 * 1e6
 
@@ -263,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
     rounds = Rounds(_core.ThreadPool(args.threads), args.seconds, 1 << 20 if args.tiny else ROOF_NBYTES)
     print(
         f"roof: {rounds.roof() / 1e9:.1f} GB/s reading memory with {args.threads} threads; "
-        f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; {_core.default_simd_level()}"
+        f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; {_core.best_simd_level()}"
     )
     linears = TINY_LINEARS if args.tiny else LINEARS
     sparse = TINY_SPARSE if args.tiny else SPARSE
@@ -287,7 +296,7 @@ def main(argv: list[str] | None = None) -> int:
     document = {
         "benchmark": "kernels",
         "threads": args.threads,
-        "simd": _core.default_simd_level(),
+        "simd": _core.best_simd_level(),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "call_us": round(call_microseconds(rounds.pool, args.seconds), 2),

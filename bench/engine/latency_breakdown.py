@@ -30,11 +30,11 @@ from engine_runs import COLD_TOKENS, PAPER_READER, Workers, add_read_first, summ
 from memory_group import GroupError
 
 from flashllm.base.units import format_size, parse_size
+from flashllm.config import DEFAULT_WINDOW
 from flashllm.convert.locate import is_demo, resolve_model
 from flashllm.errors import FlashError
 from flashllm.format.manifest import Manifest, open_model_dir
 from flashllm.format.model_files import FFN, RESIDENT
-from flashllm.plan.memory import DEFAULT_WINDOW
 
 ENGINES = ("naive", "hybrid", "paper", "flashllm")
 PAPER = {

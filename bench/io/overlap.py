@@ -25,24 +25,20 @@ from flashllm.base.units import parse_size
 
 CSRC = Path(__file__).parents[2] / "flashllm" / "csrc"
 BLOCK_NBYTES = 64 << 20
-AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
-LEVEL_FLAGS = {
-    "kernels_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "kernels_avx512.cpp": AVX512,
-    "kernels_avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
-}
 READS_NBYTES = 32 * 393 * 16384  # a token's, by bench/io/overlap.cpp
 
 
 def build(program: Path) -> None:
     """Compiles the core's sources and the benchmark, optimised, for x86-64."""
     sources = [path for path in sorted(CSRC.rglob("*.cpp")) if path.parent.name != "bind"]
-    command = ["g++", "-std=c++17", "-O3", "-ffp-contract=off", f"-I{CSRC}"]
+    lines = (CSRC / "flags.txt").read_text(encoding="utf-8").splitlines()
+    core = {name: flags.split() for name, flags in (line.split(": ") for line in lines if line and line[0] != "#")}
+    command = ["g++", "-std=c++17", "-O3", *core["all"], f"-I{CSRC}"]
     with tempfile.TemporaryDirectory() as folder:
         objects = []
         for source in [*sources, Path(__file__).with_suffix(".cpp")]:
             objects.append(f"{folder}/{source.stem}.o")
-            flags = LEVEL_FLAGS.get(source.name, [])
+            flags = core.get(source.relative_to(CSRC).as_posix(), []) if CSRC in source.parents else []
             subprocess.run([*command, *flags, "-c", str(source), "-o", objects[-1]], check=True)
         subprocess.run(["g++", *objects, "-o", str(program), "-pthread"], check=True)
 

@@ -1,1 +1,1 @@
-"""Files, units, checks, text and the machine: what every other package may use, and which uses none of them."""
+"""Files, units, checks, text and the machine. Every other package may use this one; it uses `errors` alone."""

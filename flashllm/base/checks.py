@@ -24,7 +24,7 @@ def check_list(value: Any, where: str, max_length: int = 2**16) -> list[Any]:
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> None:
-    """An integer from `low` to `high`; true and 1.0 are none."""
+    """An integer from `low` to `high`; true and 1.0 are refused."""
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{name} must be an integer from {low} to {high}, not {_short(value)}")
 

@@ -80,7 +80,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`: whoever looks sees the old file or the new one, also after a power cut."""
+    """Replace `path` by `data`: a reader sees the old file or the new one, also after a power cut."""
     temporary = path.with_name(f".{path.name}.tmp")
     with HashingWriter(temporary) as writer:
         writer.write(memoryview(data))
@@ -119,7 +119,7 @@ def locked_directory(path: Path, busy: str) -> Iterator[None]:
                 raise FlashIOError(busy) from error
             raise FlashIOError(f"{path}: this file system cannot lock: {error.strerror}") from error
         if not path.exists() or not os.path.samestat(os.stat(path), os.fstat(fd)):
-            raise FlashIOError(busy)  # renamed between the open and the lock: the other one has just finished
+            raise FlashIOError(busy)  # renamed between open and lock: the other process has just finished
         yield
     finally:
         os.close(fd)
@@ -170,7 +170,7 @@ def read_json_object(path: Path, max_nbytes: int = 64 * 2**20) -> dict[str, Any]
 class HashingWriter:
     """Writes one file front to back with its SHA-256, synced and dropped from the page cache as it grows.
 
-    With `preallocate` the space is reserved first, so that a full disk is met at the start. An existing file is kept:
+    With `preallocate` the space is reserved first, so that a full disk shows at the start. An existing file is kept:
     `reread` advances over bytes that are already right, `write` overwrites. OSErrors pass through.
     """
 

@@ -7,14 +7,13 @@ Knows nothing of the work: it is called with (what, done, total).
 import sys
 import time
 from types import TracebackType
-from typing import Literal, Self, TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Column
+from typing import TYPE_CHECKING, Literal, Self, TextIO
 
 from flashllm.base.text import inert, is_terminal
 from flashllm.base.units import format_size
+
+if TYPE_CHECKING:  # most processes draw no bar, and rich takes a tenth of a second and more to import
+    from rich.progress import Progress, TaskID, TextColumn
 
 _INTERVAL = 0.1  # seconds between two drawings
 
@@ -31,7 +30,7 @@ class ProgressBar:
         self._unit = unit
         self._file = sys.stderr if file is None else file
         self._progress: Progress | None = None
-        self._task = TaskID(0)
+        self._task: TaskID
         self._drawn_s = 0.0
         self._started_s: float | None = None
         self._done = 0
@@ -69,8 +68,12 @@ class ProgressBar:
             print(f"{self._label}: {self._amount(self._done)} in {seconds:.1f} s{rate}", file=self._file, flush=True)
         return False
 
-    def _start(self, total: int) -> Progress:
-        def cell(text: str, *, ratio: int | None = None) -> TextColumn:
+    def _start(self, total: int) -> "Progress":
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
+
+        def cell(text: str, *, ratio: int | None = None) -> "TextColumn":
             return TextColumn(text, markup=False, table_column=Column(no_wrap=True, ratio=ratio, overflow="ellipsis"))
 
         progress = Progress(

@@ -35,7 +35,7 @@ def valid_unicode(text: str) -> str:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a person looks at `stream`. A closed stream is no terminal."""
+    """Whether `stream` is a terminal. A closed stream is none."""
     return not stream.closed and stream.isatty()
 
 
@@ -54,7 +54,7 @@ def prepare_streams() -> None:
 
 @contextlib.contextmanager
 def hidden_keys(fd: int) -> Iterator[None]:
-    """Do not show keys typed during the block amid its output: they wait for the prompt, which shows them."""
+    """Keep keys typed during the block out of its output; the prompt shows them afterwards."""
     if not os.isatty(fd):
         yield
         return

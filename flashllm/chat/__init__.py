@@ -1,1 +1,1 @@
-"""A conversation, and the terminal it is held at."""
+"""A conversation, and the terminal or the pipe it is held through."""

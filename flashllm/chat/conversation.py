@@ -1,18 +1,17 @@
-"""A conversation as the user sees it: turns, commands beginning with "/", statistics, and the plain-line interface.
+"""A conversation as the user sees it: turns, commands beginning with "/", and statistics.
 
 Works on any session with `flashllm.generate.session.Session`'s interface. What it hands out is inert text; it knows no
-keys, colours or widths (flashllm/chat/terminal.py does).
+keys, colours or lines (flashllm/chat/terminal.py and plain.py do).
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Protocol
 
 from flashllm.base.text import inert, one_line, valid_unicode
 from flashllm.base.units import format_size
-from flashllm.engine.attention import ContextFull
 from flashllm.generate.session import PrefillRecord, Stopped, TokenRecord
 from flashllm.generate.statistics import TurnStats
 
@@ -53,7 +52,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a command answers: lines to show, or the end of the chat."""
+    """A command's answer: lines to show, or the end of the chat."""
 
     text: str = ""
     quit: bool = False
@@ -100,7 +99,7 @@ class Chat:
         yield from self.session.stream_chat(user_text)  # closing this closes the session's stream
 
     def ending(self) -> str | None:
-        """What is to be said about how the last answer ended, if anything."""
+        """A note about the end of the last answer; None where the model itself ended it."""
         if self.session.stopped == "context":
             return f"the context limit of {self.session.context_limit} tokens is reached; /reset begins anew"
         return None
@@ -130,7 +129,7 @@ class Chat:
 
     @property
     def context_used(self) -> int:
-        """Tokens in the context. The last one said is not computed yet, so there can be one too many in the session."""
+        """Tokens in the context: the session's, less the last where that one found no room to be computed."""
         return min(len(self.session.tokens), self.session.context_limit)
 
     def stats_rows(self) -> list[tuple[str, str]]:
@@ -195,61 +194,5 @@ def _help() -> str:
 
 
 def is_command(line: str) -> bool:
-    """Whether a line is for the chat, not for the model. Text with a leading space never is."""
+    """Whether a line is a command to the chat. Text that begins with a space never is."""
     return line.startswith("/")
-
-
-def run_plain(chat: Chat, lines: Iterable[bytes], out: TextIO, err: TextIO) -> int:
-    """Each line a user turn: answers on `out`, everything else on `err`. Empty lines are skipped; 0.
-
-    A turn for which the context has no room left begins a new conversation; a line that is too long even for an empty
-    context is skipped. Both are announced. Other errors end the run.
-    """
-
-    def note(text: str) -> None:
-        for line in text.splitlines():
-            print(f"flashllm: {line}", file=err, flush=True)
-
-    for line in chat.greeting():
-        note(line)
-    for number, raw in enumerate(lines, 1):
-        text = raw.decode("utf-8", "replace").rstrip("\r\n")
-        if not text.strip():
-            continue
-        if is_command(text):
-            reply = chat.command(text)
-            if reply.quit:
-                break
-            note(reply.text)
-            continue
-        try:
-            _answer_plain(chat, text, out)
-        except ContextFull as error:
-            if not chat.session.tokens:
-                note(f"line {number} is skipped: {one_line(str(error))}")
-                continue
-            note(f"line {number} begins a new conversation: {one_line(str(error))}")
-            chat.command("/reset")
-            try:
-                _answer_plain(chat, text, out)
-            except ContextFull as still:
-                note(f"line {number} is skipped: {one_line(str(still))}")
-                continue
-        if (ending := chat.ending()) is not None:
-            note(ending)
-    return 0
-
-
-def _answer_plain(chat: Chat, text: str, out: TextIO) -> None:
-    """Write one answer, ended by a newline however it ends."""
-    last = "\n"
-    try:
-        with contextlib.closing(chat.answer(text)) as pieces:
-            for piece in pieces:
-                out.write(piece)
-                out.flush()
-                last = piece
-    finally:
-        if not last.endswith("\n"):
-            out.write("\n")
-            out.flush()

@@ -5,12 +5,9 @@ Keys, colours and widths only; what is said and what commands do is `flashllm.ch
 
 import contextlib
 import itertools
-import os
-from collections.abc import Callable
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings
 from prompt_toolkit.key_binding.key_processor import KeyPressEvent
@@ -18,42 +15,12 @@ from prompt_toolkit.output import Output
 from rich.console import Console
 from rich.text import Text
 
-from flashllm.base.text import one_line, valid_unicode
+from flashllm.base.text import one_line
 from flashllm.chat.conversation import Chat, is_command
-from flashllm.engine.attention import ContextFull
-from flashllm.errors import FlashError
+from flashllm.chat.history import open_history
+from flashllm.errors import ContextFull, FlashError
 
 KEYS = "Enter sends, Alt-Enter makes a new line, ctrl-C stops an answer, ctrl-D or /quit ends"
-
-
-class SafeHistory(FileHistory):
-    """A history file that is private, and whose failure (a full disk) costs the history and not the chat."""
-
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        super().__init__(str(path))
-        self._say = say
-        self._failed = False
-
-    def store_string(self, string: str) -> None:
-        """Append an input to the file."""
-        if self._failed:
-            return
-        try:
-            super().store_string(valid_unicode(string))
-        except OSError as error:
-            self._failed = True
-            self._say(f"the history is not saved from here on: {self.filename!s}: {error.strerror}")
-
-
-def open_history(path: Path, say: Callable[[str], None]) -> History:
-    """The inputs of earlier chats in the file `path`, made if need be; where that fails, said so and in memory only."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    except OSError as error:
-        say(f"the history is not saved: {path}: {error.strerror}")
-        return InMemoryHistory()
-    return SafeHistory(path, say)
 
 
 class TerminalChat:

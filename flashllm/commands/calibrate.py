@@ -1,4 +1,4 @@
-"""`flashllm calibrate [PATH]`: measures a drive and this machine once, so that runs and plans can go by it."""
+"""`flashllm calibrate [PATH]`: measures a drive and this machine once, and keeps that as a device profile."""
 
 import argparse
 from pathlib import Path
@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING
 
 from flashllm.base.text import inert
 from flashllm.base.units import format_size
-from flashllm.commands.options import MAX_THREADS, add_json, add_store, number, print_json, say, size, whole
+from flashllm.commands.options import add_json, add_store, number, print_json, say, size, whole
+from flashllm.config import MAX_THREADS
 
 if TYPE_CHECKING:
     from flashllm.device.costs import DeviceCosts, ReaderCosts
 
 _ROWS = (4 << 10, 16 << 10, 64 << 10)  # bytes of a neuron: of small, middling and large models
-_MOVED = 2.0  # times the former cost that a drive hardly moves by itself
+_PROMPT = "Once upon a time there was a little dog who lived in a house by the sea."
+_DEMO_TOKENS = 100
+_EVICTING_NBYTES = 64 << 20  # about what a large model's layer touches
+_MOVED = 2.0  # ratio of a read's cost now to before that a drive hardly reaches by itself
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,25 +69,31 @@ def main(args: argparse.Namespace) -> int:
     options = CalibrationOptions(read_s=args.seconds, memory_s=min(2.0, args.seconds / 30), scratch_nbytes=args.scratch)
     threads = args.threads if args.threads is not None else num_cores()
     with ProgressBar("calibrate", unit="steps") as bar:
-        costs = measure_device(path, threads=threads, options=options, progress=bar)
+        costs = measure_device(
+            path,
+            threads=threads,
+            options=options,
+            layer_overhead=lambda: _layer_overhead_s(threads),
+            progress=bar,
+        )
     if not costs.direct:
-        say(f"direct I/O is not available on {key}: reads went through the page cache; what they took says little")
+        say(f"direct I/O is not available on {key}: reads went through the page cache, and say little of it")
     if not costs.steady:
         say(
             f"{key} did not keep its rate: the upper quartile of a batch's times is {costs.scatter:.1f} times the "
-            "lower one; calibrate again when nothing else uses it"
+            "lower one; calibrate again when nothing else uses the drive"
         )
     if costs.remembers:
         say(
-            f"{key}: places read a moment before came back {costs.again:.2g} times as fast, so something outside this "
-            "machine keeps them (a host's or a controller's cache), which direct I/O cannot pass by; what has not been "
-            "read for long takes longer than measured here"
+            f"{key}: a second read of the same places was {costs.again:.2g} times as fast, so a cache outside this "
+            "machine (a host's or a controller's) keeps them, and direct I/O cannot bypass it; bytes that were not "
+            "read for long take longer than measured here"
         )
     change = _change(costs, find_costs(path, store)[0])
     if not 1 / _MOVED < change < _MOVED:
         say(
             f"a read of {format_size(_ROWS[1])} took {change:.2g} times what it took in the last calibration of "
-            f"{key}; if it has bad minutes, calibrate again"
+            f"{key}; if other work slows the drive now, calibrate again later"
         )
     problem = save_costs(store, key, costs)
     if problem is not None:
@@ -95,8 +105,38 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def _layer_overhead_s(threads: int) -> float:
+    """Seconds of a token, a layer, that neither reads nor weights explain: those of the demo, whose weights are few.
+
+    A large model's weights push code and activations out of the processor's caches at every layer. Here other memory
+    does that, but only before each step, which is one native call: its first layer pays for cold code, all layers for
+    cold data.
+    """
+    import statistics
+
+    import numpy as np
+
+    from flashllm.config import RunConfig
+    from flashllm.convert.locate import demo_path
+    from flashllm.engine.model import Model
+    from flashllm.generate.tokenizer import Tokenizer
+
+    others, rest_s = np.zeros(_EVICTING_NBYTES, np.uint8), []
+    ids = Tokenizer.load(demo_path()).encode(_PROMPT)
+    with Model.open(demo_path(), RunConfig(threads=threads, io_threads=8)) as model, model.new_sequence() as sequence:
+        for _ in range(_DEMO_TOKENS + 1):
+            others += 1
+            model.meter.restart()
+            logits = model.step([(sequence, ids)])[0]
+            times = model.meter.take()
+            rest_s.append((times.total_ms - times.io_ms) / 1e3)
+            ids = [int(logits.argmax())]
+        # The first step is the prompt's.
+        return max(0.0, statistics.median(rest_s[1:])) / model.manifest.architecture.num_layers
+
+
 def _change(costs: "DeviceCosts", before: "DeviceCosts | None") -> float:
-    """How many times the former time of a read the present one is; 1 where there is no former."""
+    """Time of a read in the new profile ÷ its time in the one `before`; 1 without that."""
     if before is None:
         return 1.0
     return costs.best(_ROWS[1]).request(_ROWS[1]) / before.best(_ROWS[1]).request(_ROWS[1])

@@ -12,9 +12,7 @@ from typing import Any
 from flashllm.base.text import hidden_keys, is_terminal, valid_unicode
 from flashllm.commands import options
 from flashllm.commands.options import find_model, loading
-from flashllm.engine.lean_imports import import_transformers
 
-GENERATION_CONFIG = "generation_config.json"
 MAX_ANSWER_TOKENS = 256
 CONTEXT_SHARE = 4  # by default an answer takes at most this part of the context, so that a conversation fits
 
@@ -47,25 +45,28 @@ def main(args: argparse.Namespace) -> int:
         if at_terminal:
             stack.enter_context(hidden_keys(sys.stdin.fileno()))
         with loading(path):
-            from rich.console import Console
-
-            import_transformers()
+            # Before the model, so that the plan counts them.
             from flashllm.base.machine import process_nbytes
             from flashllm.base.user_dirs import user_cache_dir
-            from flashllm.chat.conversation import Chat, Memory, run_plain
-            from flashllm.chat.terminal import TerminalChat  # before the model: the plan counts what is there by then
+            from flashllm.chat.conversation import Chat, Memory
             from flashllm.commands.runtime import open_session
-            from flashllm.generate.session import SamplingOptions
+            from flashllm.generate.sampling import SamplingOptions
+
+            if at_terminal:
+                from rich.console import Console
+
+                from flashllm.chat.terminal import TerminalChat
+            else:
+                from flashllm.chat.plain import run_plain
 
             sampling = {**sampling_defaults(path), **options.given_sampling(args)}
             context = args.context if args.context is not None else model_context(path)
             max_new_tokens = args.max_new_tokens or min(MAX_ANSWER_TOKENS, max(1, context // CONTEXT_SHARE))
-            session = stack.enter_context(
-                open_session(args, path, SamplingOptions(max_new_tokens=max_new_tokens, **sampling))
-            )
+            options_given = SamplingOptions(max_new_tokens=max_new_tokens, **sampling)
+            session, model = stack.enter_context(open_session(args, path, options_given, chat=True))
         session.system = valid_unicode(args.system) if args.system else None
-        engine = session.model.engine
-        chat = Chat(session, lambda: Memory(used=process_nbytes(), limit=engine.plan.limit_nbytes), engine.direct_io)
+        limit = model.plan.memory.limit_nbytes
+        chat = Chat(session, lambda: Memory(used=process_nbytes(), limit=limit), model.direct_io)
         if at_terminal:
             return TerminalChat(chat, history=user_cache_dir() / "chat_history", console=Console()).run()
         return run_plain(chat, sys.stdin.buffer, sys.stdout, sys.stderr)
@@ -77,11 +78,12 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
     As for transformers, a model that does not sample is greedy; one that gives a temperature samples unless it says no.
     """
     from flashllm.base.files import read_json_object
+    from flashllm.generate.tokenizer import GENERATION_CONFIG
 
     if not (path / GENERATION_CONFIG).exists():
         return {}
     config = read_json_object(path / GENERATION_CONFIG)
-    names = ("temperature", "top_k", "top_p", "repetition_penalty")
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: config[name] for name in names if type(config.get(name)) in (int, float)}
     if config.get("do_sample", "temperature" in given) is not True:
         given["temperature"] = 0.0
@@ -92,7 +94,7 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
 
 def model_context(path: Path) -> int:
     """The model's own context limit, in tokens."""
-    from flashllm.arch.registry import attention_shape
+    from flashllm.arch.registry import block_spec
     from flashllm.base.files import read_json_object
 
-    return attention_shape(read_json_object(path / "config.json")).context
+    return block_spec(read_json_object(path / "config.json")).context

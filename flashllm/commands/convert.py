@@ -42,6 +42,7 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.convert.locate import find_checkpoint
     from flashllm.convert.reorder import reorder
     from flashllm.convert.run import convert
+    from flashllm.convert.tokenizer import TOKENIZER
     from flashllm.errors import UsageError
     from flashllm.format.manifest import MANIFEST
     from flashllm.format.trace import Trace
@@ -59,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
                 reorder(Path(args.src), args.dst, trace, stack.enter_context(ProgressBar("reorder")))
             else:
                 source, name = find_checkpoint(args.src, say=say)
-                convert(
+                manifest = convert(
                     source,
                     args.dst,
                     dtype=args.dtype,
@@ -68,6 +69,8 @@ def main(args: argparse.Namespace) -> int:
                     reorder=trace,
                     progress=stack.enter_context(ProgressBar("convert")),
                 )
+                if TOKENIZER not in manifest.files:
+                    say(f"{source} has no tokenizer: the model takes token ids alone, no text to chat with")
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt("interrupted; the same command goes on where it stopped") from stop
     print(args.dst)

@@ -5,14 +5,15 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashllm.base.text import inert, valid_unicode
 from flashllm.commands import options
 from flashllm.commands.options import find_model, loading, print_json, say
-from flashllm.engine.lean_imports import import_transformers
 
 if TYPE_CHECKING:
+    from flashllm.engine.model import Model
     from flashllm.generate.session import PrefillRecord, Session, TokenRecord
     from flashllm.generate.statistics import TurnStats
 
@@ -36,17 +37,16 @@ def main(args: argparse.Namespace) -> int:
     path = find_model(args)
     with contextlib.ExitStack() as stack:
         with loading(path):
-            import_transformers()
             from flashllm.base.machine import peak_process_nbytes
             from flashllm.base.units import format_size
             from flashllm.commands.runtime import open_session
-            from flashllm.generate.session import SamplingOptions
+            from flashllm.generate.sampling import SamplingOptions
 
             sampling = SamplingOptions(max_new_tokens=args.max_new_tokens, **options.given_sampling(args))
-            session = stack.enter_context(open_session(args, path, sampling))
+            session, model = stack.enter_context(open_session(args, path, sampling))
         if args.json:
             records = list(session.stream(prompt, add_special=True))
-            print_json({**_document(args, session, records), "peak_rss_bytes": peak_process_nbytes()})
+            print_json({**_document(path, session, model, records), "peak_rss_bytes": peak_process_nbytes()})
         else:
             stats = _show(session.stream(prompt, add_special=True))
             say(f"{stats.summary()}, peak memory {format_size(peak_process_nbytes())}")
@@ -75,30 +75,29 @@ def _show(records: "Iterable[PrefillRecord | TokenRecord]") -> "TurnStats":
 
 
 def _document(
-    args: argparse.Namespace, session: "Session", records: "list[PrefillRecord | TokenRecord]"
+    path: Path, session: "Session", model: "Model", records: "list[PrefillRecord | TokenRecord]"
 ) -> dict[str, Any]:
     from flashllm.generate.session import TokenRecord
 
     tokens = [record for record in records if isinstance(record, TokenRecord)]
-    engine = session.model.engine
+    plan, manifest = model.plan, model.manifest
     return {
         "text": "".join(token.text for token in tokens),
         "token_ids": [token.token_id for token in tokens],
         "tokens": [_flat(token) for token in tokens],
         "prefill": _flat(records[0]),
         "stopped": session.stopped,
-        "plan": engine.plan.as_dict(),
-        "direct_io": engine.direct_io,
-        "reader": dataclasses.asdict(engine.reader_choice),
+        "plan": plan.memory.as_dict(),
+        "direct_io": model.direct_io,
+        "reader": dataclasses.asdict(model.reader),
         "model": {
-            "path": str(engine.directory.absolute()),
-            "source": engine.manifest.source.name,
-            "model_type": engine.manifest.architecture.model_type,
-            "dtype": engine.manifest.dtype,
-            "mode": args.mode,
-            "decoding": engine.decoding,
+            "path": str(path.absolute()),
+            "source": manifest.source.name,
+            "model_type": manifest.architecture.model_type,
+            "dtype": manifest.dtype,
+            "mode": plan.mode,
         },
-        "notices": list(engine.notices),
+        "notices": list(model.notices),
     }
 
 

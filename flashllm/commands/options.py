@@ -1,4 +1,4 @@
-"""Arguments that several verbs share, and their checks. A wrong value is wrong use, told before anything is loaded."""
+"""Arguments that several verbs share, and their checks. A wrong value is an error before anything is loaded."""
 
 import argparse
 import json
@@ -11,13 +11,10 @@ from typing import Any
 
 from flashllm.base.text import is_terminal, one_line
 from flashllm.base.units import parse_size
+from flashllm.config import BACKENDS, CACHE_POLICIES, MAX_THREADS, MODES, RunConfig
 from flashllm.errors import UsageError
 
-BACKENDS = ("threads", "io_uring")
-MODES = ("sparse", "oracle", "dense")
-CACHE_POLICIES = ("frequency", "window")  # as in flashllm/plan/memory.py, which takes longer to import
 DEFAULT_IO_THREADS = 32  # paper A, section 4
-MAX_THREADS = 1024
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +38,7 @@ def add_store(parser: argparse._ActionsContainer) -> None:
         "--store",
         metavar="FILE",
         type=Path,
-        help="calibrations of drives, made by `flashllm calibrate` (default: devices.json in the user's cache)",
+        help="device profiles, made by `flashllm calibrate` (default: devices.json in the user's cache)",
     )
 
 
@@ -61,9 +58,11 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         "--io-threads",
         metavar="T",
         type=whole(1, MAX_THREADS),
-        help=f"reads from flash at a time (default: as calibrated, else {DEFAULT_IO_THREADS})",
+        help=f"reads from flash at a time (default: by the device profile, else {DEFAULT_IO_THREADS})",
     )
-    group.add_argument("--io-backend", choices=BACKENDS, help="what makes them (default: as calibrated, else threads)")
+    group.add_argument(
+        "--io-backend", choices=BACKENDS, help="how they are made (default: by the device profile, else threads)"
+    )
     add_store(group)
 
 
@@ -87,6 +86,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, defaults: str) -> None:
     group.add_argument("--temperature", metavar="X", type=number(0, None), help="0: always the likeliest token")
     group.add_argument("--top-k", metavar="K", type=whole(0), help="only the K likeliest tokens; 0: all")
     group.add_argument("--top-p", metavar="P", type=number(0, 1, low_allowed=False), help="only tokens up to this mass")
+    group.add_argument("--min-p", metavar="P", type=number(0, 1), help="only tokens this likely beside the likeliest")
     group.add_argument("--repetition-penalty", metavar="X", type=number(0, None, low_allowed=False), help="1: none")
     group.add_argument("--seed", metavar="S", type=whole(0, 2**63 - 1), help="the same answer each time")
     group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before TEXT (repeatable)")
@@ -94,7 +94,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, defaults: str) -> None:
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling options that were given, under the names of `SamplingOptions`."""
-    names = ("temperature", "top_k", "top_p", "repetition_penalty", "seed")
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     stop = tuple(text for text in args.stop if text)
     return {**given, "stop": stop} if stop else given
@@ -107,7 +107,7 @@ def size(text: str) -> int:
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     if nbytes < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no memory at all")
+        raise argparse.ArgumentTypeError(f"{text!r} must be above 0")
     return nbytes
 
 
@@ -155,6 +155,23 @@ def print_json(document: Mapping[str, Any]) -> None:
     print(json.dumps(document, allow_nan=False), flush=True)
 
 
+def run_config(args: argparse.Namespace) -> RunConfig:
+    """The run that the options of `add_memory` and `add_engine` describe."""
+    return RunConfig(
+        memory=args.memory,
+        context=args.context,
+        cache_policy=args.cache_policy,
+        window=args.window,
+        mode=args.mode,
+        threads=args.threads,
+        io_threads=args.io_threads,
+        io_backend=args.io_backend,
+        store=args.store,
+        direct=not args.buffered,
+        verify_checksums=not args.no_checksums,
+    )
+
+
 def find_model(args: argparse.Namespace) -> Path:
     """The model directory to run, converted now if this is its first use."""
     from flashllm.base.progress import ProgressBar
@@ -169,7 +186,7 @@ def find_model(args: argparse.Namespace) -> Path:
 
 @contextmanager
 def loading(path: Path) -> Iterator[None]:
-    """Show a person that the seconds of the block (importing libraries, reading weights) have a purpose."""
+    """Show at a terminal that the block loads a model, which takes seconds."""
     if not is_terminal(sys.stderr):
         yield
         return

@@ -1,7 +1,7 @@
-"""`flashllm plan [MODEL] --memory SIZE`: what the memory would be used for, the least that would work, and the time of
-a token where the drive has been calibrated.
+"""`flashllm plan [MODEL] --memory SIZE`: where every byte goes at a conversation's start and with a full context, the
+least that works, and a token's time where the drive has a device profile.
 
-Imports the libraries a run imports, because their size is part of the plan; loads no weights.
+Imports what a run imports and loads its tokenizer, because their size is part of the plan; loads no weights.
 """
 
 import argparse
@@ -11,15 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashllm.base.text import inert
-from flashllm.commands.options import add_json, add_memory, add_model, find_converted, print_json, say
-from flashllm.engine.lean_imports import import_transformers
+from flashllm.commands.options import (
+    add_engine,
+    add_json,
+    add_memory,
+    add_model,
+    find_converted,
+    print_json,
+    run_config,
+    say,
+)
 
 if TYPE_CHECKING:
-    from flashllm.format.manifest import Manifest
-    from flashllm.format.popularity import Popularity
+    from flashllm.format.model_dir import ModelDir
     from flashllm.plan.activity import ExpectedActivity
     from flashllm.plan.latency import TokenEstimate
-    from flashllm.plan.memory import MemoryPlan
+    from flashllm.plan.resolve import Plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_json(parser)
     add_memory(parser)
+    add_engine(parser)
     parser.add_argument(
         "--trace",
         metavar="FILE",
@@ -38,106 +46,104 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the plan. A limit that cannot work is an error with the numbers."""
     path = find_converted(args)
+    config = run_config(args)
 
-    import_transformers()
     from flashllm.base.machine import available_nbytes, process_nbytes
-    from flashllm.base.units import format_size
-    from flashllm.commands.runtime import load_tokenizer
-    from flashllm.device.choice import choose_reader, find_costs
-    from flashllm.device.store import device_of, device_store_path
-    from flashllm.format.manifest import open_model_dir, reads_ahead
-    from flashllm.format.popularity import read_popularity
-    from flashllm.hf.model import read_config
-    from flashllm.plan.latency import estimate_token, product_nbytes
-    from flashllm.plan.memory import plan_memory
+    from flashllm.device.store import device_of
+    from flashllm.format.model_dir import ModelDir
+    from flashllm.plan.resolve import resolve
 
-    manifest, config = open_model_dir(path), read_config(path)
-    costs, problem = find_costs(path, args.store if args.store is not None else device_store_path())
-    if problem is not None:
-        say(problem)
-    reader = choose_reader(
-        costs, manifest.rows.stride, io_threads=args.io_threads, direct=True, io_backend=args.io_backend
-    )
-    popularity = read_popularity(path, manifest)
-    tokenizer = load_tokenizer(path)  # part of the process in a run, too
-    plan = plan_memory(
-        manifest,
-        config,
-        limit=args.memory,
-        available=available_nbytes(),
-        process=process_nbytes(),
-        context=args.context,
-        window=args.window,
-        cache_policy=args.cache_policy,
-        early=reads_ahead(path, manifest),
-        popularity=popularity,
-        io_threads=reader.depth,
-        max_gap=reader.max_gap,
-    )
-    del tokenizer
-    activity = _activity(path, manifest, plan, trace=args.trace, popularity=popularity, gap=reader.max_gap)
-    token = None
-    if costs is not None:
-        token = estimate_token(
-            manifest,
-            config,
-            plan,
-            costs=costs,
-            choice=reader,
-            activity=activity,
-            resident_nbytes=product_nbytes(path, config),
-        )
+    model = ModelDir.open(path)
+    held = _libraries_of_a_run(path)
+    plan = resolve(config, model, available=available_nbytes(), process=process_nbytes())
+    del held
+    for notice in plan.notices:
+        say(notice)
+    estimate = _estimate(model, plan, args.trace)
     if args.json:
         print_json(
             {
                 "path": str(path.absolute()),
-                **plan.as_dict(),
-                "reader": dataclasses.asdict(reader),
-                "token": None if token is None else _document(token, activity),
+                **plan.memory.as_dict(),
+                "mode": plan.mode,
+                "threads": plan.threads,
+                "prefetch": plan.prefetch,
+                "reader": dataclasses.asdict(plan.reader),
+                "token": None if estimate is None else _document(*estimate),
             }
         )
         return 0
-    origin = "--memory" if plan.limit_is_given else "four fifths of what is free"
-    neurons = manifest.architecture.num_layers * manifest.architecture.d_ff
-    table = [(name, format_size(nbytes), "") for name, nbytes in plan.rows()]
-    cached = f"{sum(plan.cache_rows)} of {neurons} neurons ({sum(plan.cache_rows) / neurons:.0%})"
-    table[-1] = (*table[-1][:2], cached)
-    table.append(("total", format_size(plan.total_nbytes), ""))
-    table.append(("limit", format_size(plan.limit_nbytes), origin))
-    table.append(("minimum", format_size(plan.minimum_nbytes), f"--memory {-(-plan.minimum_nbytes // 10**6)}MB"))
-    width = max(len(name) for name, _, _ in table)
     print(inert(f"{path.absolute()}"))
-    for name, size, remark in table:
-        print(f"  {name:<{width}}  {size:>8}  {remark}".rstrip())
-    if token is None:
-        print(inert(f"token: {device_of(path)} is not calibrated; run `flashllm calibrate {path}`"))
+    print("\n".join(_table(model, plan)))
+    if estimate is not None:
+        print(inert("\n".join(_lines(*estimate))))
+    elif plan.mode != "sparse":
+        print(f"token: no estimate in mode {plan.mode}, which reads every neuron")
     else:
-        print(inert("\n".join(_lines(token, activity))))
+        print(inert(f"token: {device_of(path)} has no device profile; run `flashllm calibrate {path}`"))
     return 0
 
 
-def _activity(
-    path: Path,
-    manifest: "Manifest",
-    plan: "MemoryPlan",
-    *,
-    trace: Path | None,
-    popularity: "Popularity | None",
-    gap: int,
-) -> "ExpectedActivity":
-    from flashllm.errors import FormatError
+def _libraries_of_a_run(path: Path) -> object:
+    """What a run holds besides the engine: the tokenizer, where the model has one, and the chat's template engine."""
+    import jinja2.sandbox
+    import tokenizers
+
+    file = path / "tokenizer.json"
+    return jinja2.sandbox, tokenizers.Tokenizer.from_file(str(file)) if file.exists() else None
+
+
+def _table(model: "ModelDir", plan: "Plan") -> list[str]:
+    """Purposes and bytes, at the start of a conversation and with a full context."""
+    from flashllm.base.units import format_size
+    from flashllm.plan.memory import KV_BLOCK_TOKENS
+
+    memory = plan.memory
+    neurons = model.architecture.num_layers * model.architecture.d_ff
+    shares = [f"{sum(rows) / neurons:.0%}" for rows in (memory.cache_rows, memory.full_cache_rows)]
+    share = shares[0] if shares[0] == shares[1] else f"{shares[0]} to {shares[1]}"
+    lines = [
+        ("", f"{min(KV_BLOCK_TOKENS, memory.context)} tokens", f"{memory.context} tokens", ""),
+        *((name, format_size(start), format_size(full), "") for name, start, full in memory.rows()),
+    ]
+    lines[-1] = (*lines[-1][:3], f"{share} of {neurons} neurons")
+    first = sum(start for _, start, _ in memory.rows())
+    full = sum(end for *_, end in memory.rows())
+    lines.append(("total", format_size(first), format_size(full), ""))
+    origin = "--memory" if memory.limit_is_given else "four fifths of what is free"
+    lines.append(("limit", format_size(memory.limit_nbytes), "", origin))
+    least = f"--memory {-(-memory.minimum_nbytes // 10**6)}MB"
+    lines.append(("minimum", format_size(memory.minimum_nbytes), "", least))
+    width = max(len(name) for name, *_ in lines)
+    return [f"  {name:<{width}}  {start:>11}  {end:>11}  {remark}".rstrip() for name, start, end, remark in lines]
+
+
+def _estimate(model: "ModelDir", plan: "Plan", trace: Path | None) -> "tuple[TokenEstimate, ExpectedActivity] | None":
+    """The expected token of a run in mode sparse; None where the drive has no device profile."""
     from flashllm.format.model_files import TRACE
     from flashllm.format.placed import read_places
     from flashllm.format.trace import Trace
     from flashllm.plan.activity import from_shares, from_trace
+    from flashllm.plan.latency import estimate_token, product_nbytes
 
-    if trace is None and TRACE not in manifest.files:
-        return from_shares(manifest, plan, popularity, gap)
-    with Trace(trace if trace is not None else path / TRACE) as opened:
-        shape = manifest.architecture.num_layers, manifest.architecture.d_ff
-        if (opened.info.num_layers, opened.info.num_neurons) != shape:
-            raise FormatError(f"{opened.path}: is no trace of {shape[0]} layers of {shape[1]} neurons, as {path} has")
-        return from_trace(opened, plan, popularity, gap, read_places(path, manifest))
+    gap = plan.reader.max_gap
+    if trace is None and TRACE not in model.manifest.files:
+        activity = from_shares(model.manifest, plan.memory, plan.popularity, gap)
+    else:
+        with Trace(trace if trace is not None else model.path / TRACE) as opened:
+            opened.check_model(model.architecture.num_layers, model.architecture.d_ff)
+            activity = from_trace(opened, plan.memory, plan.popularity, gap, read_places(model.path, model.manifest))
+    if plan.costs is None or plan.mode != "sparse":
+        return None
+    token = estimate_token(
+        model,
+        plan.memory,
+        costs=plan.costs,
+        choice=plan.reader,
+        activity=activity,
+        resident_nbytes=product_nbytes(model),
+    )
+    return token, activity
 
 
 def _document(token: "TokenEstimate", activity: "ExpectedActivity") -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 The files land in the hub library's own cache, so what was downloaded before is used again, also offline. Runs no code
 from a repository, takes no pickled weights, and knows nothing of model directories. The hub library shows its progress
-itself, at a terminal.
+itself, at a terminal; it is imported where something is fetched, as most runs fetch nothing and it holds 13 MB.
 """
 
 import glob
@@ -10,9 +10,6 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-
-import huggingface_hub
-from huggingface_hub import errors as hub_errors
 
 from flashllm.arch.registry import resolve
 from flashllm.base.files import read_json_object
@@ -53,7 +50,7 @@ class HubModel:
 
 
 def needed_files(names: Iterable[str]) -> list[str]:
-    """Of a repository's files those a conversion reads: top-level config and tokenizer files, and safetensors weights.
+    """The files of a repository that a conversion reads: top-level config and tokenizer files, safetensors weights.
 
     One file of weights is preferred to shards. UnsupportedModelError where there are no safetensors weights.
     """
@@ -81,6 +78,8 @@ class Hub:
         cannot convert (before they are downloaded), FlashIOError where the hub cannot be reached and the files are not
         in the cache.
         """
+        from huggingface_hub import errors as hub_errors
+
         try:
             return self._download(model, say)
         except FlashError:
@@ -99,6 +98,8 @@ class Hub:
             return self._offline(model, error, say)
 
     def _download(self, model: HubModel, say: Say) -> Path:
+        import huggingface_hub
+
         api = huggingface_hub.HfApi(endpoint=self._endpoint)
         info = api.model_info(model.repo, revision=model.revision, files_metadata=True, timeout=30)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
@@ -124,7 +125,9 @@ class Hub:
         return Path(folder)
 
     def _offline(self, model: HubModel, cause: Exception, say: Say) -> Path:
-        """What an earlier download left, as whole as it was left: the conversion finds out what is missing."""
+        """The folder of an earlier download, complete or not: the conversion finds what is missing."""
+        import huggingface_hub
+
         try:
             folder = huggingface_hub.snapshot_download(
                 model.repo,

@@ -1,4 +1,4 @@
-"""From what a user calls a model to a model directory: the bundled demo, a directory, a Hugging Face folder, a hub id.
+"""From a user's name for a model to its directory: the bundled demo, a directory, a Hugging Face folder, a hub id.
 
 The last two are converted on first use into the user's cache directory and found there from then on. Loads no model.
 """
@@ -94,7 +94,7 @@ def _parse_hub_model(model: str) -> HubModel:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether a directory is to be converted; whoever opens it tells what is wrong with the others."""
+    """Whether a directory is a checkpoint to convert. What is wrong with others shows when they are opened."""
     return (folder / CONFIG).exists() and not (folder / MANIFEST).exists() and not folder.name.endswith(PARTIAL_SUFFIX)
 
 

@@ -2,7 +2,7 @@
 
 Neighbours among a token's misses are read in one request. The hot set is cached anyway; apart from it, the rest lies in
 the order of a greedy path over the graph of co-activation (Ripple, arXiv 2410.19274): the strongest links first, each
-neuron linked to two others at most. Original ids stay what everything else speaks; only file offsets follow the order.
+neuron linked to two others at most. All other code keeps the original ids; only file offsets follow the order.
 """
 
 import numpy as np

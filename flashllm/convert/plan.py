@@ -12,18 +12,12 @@ from typing import Any
 import numpy as np
 
 import flashllm
-from flashllm.arch.registry import (
-    Architecture,
-    ArchitectureSpec,
-    canonical_names,
-    complete_config,
-    resident_names,
-    resolve,
-    spec_of,
-)
+from flashllm.arch.registry import block_spec, resident_shapes, resident_sources, resolve, spec_of
+from flashllm.arch.spec import Architecture, ArchitectureSpec, BlockSpec, Shape
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype
 from flashllm.base.files import CHUNK_NBYTES
 from flashllm.convert.source import Checkpoint, companion_files
+from flashllm.convert.tokenizer import make_tokenizer
 from flashllm.convert.untrained import default_rank, untrained_nbytes
 from flashllm.errors import FormatError, UnsupportedModelError
 from flashllm.format.model_files import checksums_tensor, ffn_tensor
@@ -40,10 +34,11 @@ _CACHE_LINE_NBYTES = 64
 class ResidentEntry:
     """A tensor of the resident file: one of the checkpoint's, or (`layer` set) a layer's checksums."""
 
-    name: str
+    name: str  # canonical
     code: str
-    shape: tuple[int, ...]
+    shape: Shape
     itemsize: int
+    source: str = ""  # its name in the checkpoint
     layer: int | None = None
 
     @property
@@ -59,6 +54,7 @@ class ConversionPlan:
     checkpoint: Checkpoint
     spec: ArchitectureSpec
     architecture: Architecture
+    block: BlockSpec
     names: dict[str, str]  # state_dict name -> name in the checkpoint
     source_dtype: WeightDtype
     dtype: WeightDtype
@@ -67,6 +63,7 @@ class ConversionPlan:
     ffn_header: bytes
     resident_header: bytes
     companions: tuple[Path, ...]
+    tokenizer: bytes | None = None  # tokenizer.json, where it is made and not a companion
     predictor_rank: int = 0  # 0: none are made
     reorder: Trace | None = None  # from which the order of the neurons' second copy is learned
 
@@ -84,7 +81,7 @@ class ConversionPlan:
     def total_nbytes(self) -> int:
         """Bytes of all files but the manifest."""
         predictors = untrained_nbytes(self.architecture, self.predictor_rank) if self.predictor_rank else 0
-        companions = sum(path.stat().st_size for path in self.companions)
+        companions = sum(path.stat().st_size for path in self.companions) + len(self.tokenizer or b"")
         placed = 0 if self.reorder is None else placed_nbytes(self.layout, self.architecture.num_layers)
         return self.ffn_nbytes + self.resident_nbytes + companions + predictors + placed
 
@@ -105,7 +102,11 @@ class ConversionPlan:
 
     def matrix_name(self, matrix: str, layer: int) -> str:
         """Name in the checkpoint of an FFN matrix."""
-        return self.names[self.spec.matrices()[matrix].format(i=layer)]
+        return self.names[self.spec.matrices[matrix].format(i=layer)]
+
+    def resident_source(self, name: str) -> str | None:
+        """Name in the checkpoint of the resident tensor of this canonical name; None where the model has none."""
+        return next((entry.source for entry in self.resident if entry.name == name), None)
 
     def dtype_of(self, name: str) -> WeightDtype:
         """Dtype of a tensor of the checkpoint."""
@@ -118,30 +119,30 @@ def plan_conversion(
     """Decide and check everything.
 
     FormatError for missing tensors and wrong shapes; UnsupportedModelError for what the architecture's table entry
-    does not know, for dtypes other than float32, float16 and bfloat16, and for mixed ones without a `dtype`.
+    does not know, for dtypes other than float32, float16 and bfloat16, and for mixed ones without a `dtype`. The
+    errors of `make_tokenizer` pass through.
     """
-    architecture = resolve(checkpoint.config)
+    architecture, block = resolve(checkpoint.config), block_spec(checkpoint.config)
     if reorder is not None:
         reorder.check_model(architecture.num_layers, architecture.d_ff)
-    config = complete_config(checkpoint.config)
     spec = spec_of(architecture.model_type)
-    names = canonical_names(spec, checkpoint.tensors)
-    resident = resident_names(config)
+    names = spec.with_prefix(checkpoint.tensors)
     layers = range(architecture.num_layers)
-    matrices = [pattern.format(i=layer) for layer in layers for pattern in spec.matrices().values()]
-    _check_names(checkpoint, spec, names, [*matrices, *resident], tied=bool(config.get("tie_word_embeddings")))
-    _check_shapes(checkpoint, spec, architecture, names)
-    used = [names[name] for name in (*matrices, *resident)]
+    sources, shapes = resident_sources(checkpoint.config), resident_shapes(checkpoint.config)
+    expected = {source: shapes[name] for name, source in sources.items()}
+    for matrix, pattern in spec.matrices.items():
+        shape = (architecture.d_model, architecture.d_ff) if matrix == "down" else (architecture.d_ff, block.d_model)
+        expected |= {pattern.format(i=layer): shape for layer in layers}
+    _check_tensors(checkpoint, spec, names, expected, tied=block.tied_head)
+    used = [names[name] for name in expected]
     source_dtype = _source_dtype(checkpoint, used, mixed_allowed=dtype is not None)
     target = source_dtype if dtype is None else WEIGHT_DTYPES[dtype]
     layout = RowLayout(
         encoding=target.name, d_model=architecture.d_model, d_ff=architecture.d_ff, matrices=architecture.matrices
     )
     entries = [
-        ResidentEntry(
-            name=name, code=target.code, shape=checkpoint.tensors[names[name]].shape, itemsize=target.itemsize
-        )
-        for name in resident
+        ResidentEntry(name=name, code=target.code, shape=shapes[name], itemsize=target.itemsize, source=names[source])
+        for name, source in sources.items()
     ]
     entries += [
         ResidentEntry(name=checksums_tensor(layer), code="U64", shape=(layout.num_rows,), itemsize=8, layer=layer)
@@ -149,11 +150,13 @@ def plan_conversion(
     ]
     # Stable: whole cache lines first, so that they all start on one; then wide items, so that all are aligned.
     entries.sort(key=lambda entry: (entry.nbytes % _CACHE_LINE_NBYTES != 0, -entry.itemsize))
+    companions = tuple(companion_files(checkpoint.directory))
     ffn = [(ffn_tensor(layer), layout.safetensors_dtype, layout.shape) for layer in layers]
     return ConversionPlan(
         checkpoint=checkpoint,
         spec=spec,
         architecture=architecture,
+        block=block,
         names=names,
         source_dtype=source_dtype,
         dtype=target,
@@ -161,18 +164,25 @@ def plan_conversion(
         resident=tuple(entries),
         ffn_header=encode_header(ffn, _METADATA),
         resident_header=encode_header([(entry.name, entry.code, entry.shape) for entry in entries], _METADATA),
-        companions=tuple(companion_files(checkpoint.directory)),
-        predictor_rank=default_rank(architecture.d_model) if predictors else 0,
+        companions=companions,
+        tokenizer=make_tokenizer(checkpoint.directory, companions),
+        predictor_rank=default_rank(architecture.d_model) if predictors and architecture.sparse else 0,
         reorder=reorder,
     )
 
 
-def _check_names(
-    checkpoint: Checkpoint, spec: ArchitectureSpec, names: dict[str, str], expected: list[str], *, tied: bool
+def _check_tensors(
+    checkpoint: Checkpoint, spec: ArchitectureSpec, names: dict[str, str], expected: dict[str, Shape], *, tied: bool
 ) -> None:
-    for name in expected:
+    """The checkpoint has the `expected` tensors (state_dict names), in these shapes, and no others that matter."""
+    for name, shape in expected.items():
         if name not in names:
             raise FormatError(f"{checkpoint.directory}: tensor {name} is missing from the checkpoint")
+        found = checkpoint.tensors[names[name]].shape
+        if found != shape:
+            raise FormatError(
+                f"{checkpoint.where(names[name])}: has shape {list(found)}, the config says {list(shape)}"
+            )
     unknown = sorted(set(names) - {*expected, spec.head})
     if unknown:
         where = checkpoint.where(names[unknown[0]])
@@ -197,25 +207,6 @@ def _same_bytes(checkpoint: Checkpoint, first: str, second: str) -> bool:
         if not np.array_equal(chunks[0], chunks[1]):
             return False
     return True
-
-
-def _check_shapes(
-    checkpoint: Checkpoint, spec: ArchitectureSpec, architecture: Architecture, names: dict[str, str]
-) -> None:
-    d_model, d_ff = architecture.d_model, architecture.d_ff
-    shapes: dict[str | None, tuple[int, ...]] = {
-        spec.up_weight: (d_ff, d_model),
-        spec.gate_weight: (d_ff, d_model),
-        spec.down_weight: (d_model, d_ff),
-    }
-    if architecture.ffn_bias:
-        shapes |= {spec.up_bias: (d_ff,), spec.gate_bias: (d_ff,), spec.down_bias: (d_model,)}
-    for pattern, shape in shapes.items():
-        for layer in range(architecture.num_layers) if pattern is not None else ():
-            name = names[str(pattern).format(i=layer)]
-            found = checkpoint.tensors[name].shape
-            if found != shape:
-                raise FormatError(f"{checkpoint.where(name)}: has shape {list(found)}, the config says {list(shape)}")
 
 
 def _source_dtype(checkpoint: Checkpoint, names: list[str], *, mixed_allowed: bool) -> WeightDtype:

@@ -24,6 +24,7 @@ from flashllm.base.units import format_size
 from flashllm.convert.placed import permutation_of, write_placed
 from flashllm.convert.plan import ConversionPlan, ResidentEntry, plan_conversion
 from flashllm.convert.source import Checkpoint, open_checkpoint
+from flashllm.convert.tokenizer import TOKENIZER
 from flashllm.convert.untrained import untrained_header, untrained_predictor
 from flashllm.errors import FlashIOError, UnsupportedModelError, UsageError
 from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, FileEntry, Manifest, Source
@@ -48,8 +49,10 @@ def convert(
 
     `dtype` ("float32", "float16", "bfloat16") is the result's, by default the source's. `source_name` is recorded
     (a hub id), by default the folder's name. With `predictors` untrained ones are made, so that the model can be used
-    before better ones are trained; on one machine they too are the same byte for byte. With `reorder`, a trace of this
-    model, the neurons are written a second time in the order in which they are best read (flashllm/format/placed.py).
+    before better ones are trained (none for activations that are never zero); on one machine they too are the same byte
+    for byte. With `reorder`, a trace of this model, the neurons are written a second time in the order in which they
+    are best read (flashllm/format/placed.py).
+
     Works in `dst`.partial, and resumes what it finds there.
     Raises UsageError (`dst` exists, `src` is no checkpoint, the trace is another model's), UnsupportedModelError,
     FormatError (`src` is damaged), FlashIOError (no space, a failed read or write). Never writes to `src`.
@@ -141,6 +144,10 @@ class _Conversion:
         self._write_resident()
         for path in self._plan.companions:
             self._copy(path)
+        if self._plan.tokenizer is not None:
+            with HashingWriter(self._partial.path / TOKENIZER) as writer:
+                self._write(writer, TOKENIZER, memoryview(self._plan.tokenizer))
+                self._files[TOKENIZER] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
         if self._plan.predictor_rank:
             self._write_predictors(self._plan.predictor_rank)
         if self._plan.reorder is not None:
@@ -251,12 +258,13 @@ class _Conversion:
         if entry.layer is not None:
             self._write(writer, RESIDENT, self._checksums[entry.layer].astype("<u8").data)
             return
-        for _, values in self._elements(self._plan.names[entry.name]):
+        for _, values in self._elements(entry.source):
             self._write(writer, RESIDENT, values.data)
 
     def _write_predictors(self, rank: int) -> None:
         plan = self._plan
-        layout, norm = plan.layout, plan.spec.ffn_norm
+        layout = plan.layout
+        norm = "ffn_norm" if plan.block.pre_norm else "attention_norm"  # whose output the FFN reads
         driver = "gate" if plan.architecture.gated else "up"
         with HashingWriter(self._partial.path / PREDICTORS) as writer:
             header = untrained_header(plan.architecture, rank, self._files[FFN].sha256)
@@ -270,8 +278,8 @@ class _Conversion:
 
                 predictor, threshold = untrained_predictor(
                     blocks,
-                    self._vector(plan.spec.gate_bias if plan.architecture.gated else plan.spec.up_bias, layer),
-                    *(self._vector(norm and f"{norm}.{part}", layer) for part in ("weight", "bias")),
+                    self._vector(f"layers.{layer}.ffn.{driver}_bias"),
+                    *(self._vector(f"layers.{layer}.{norm}.{part}") for part in ("weight", "bias")),
                     d_model=layout.d_model,
                     rank=rank,
                 )
@@ -279,12 +287,12 @@ class _Conversion:
                     self._write(writer, PREDICTORS, array.data)
             self._files[PREDICTORS] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
 
-    def _vector(self, pattern: str | None, layer: int) -> NDArray[np.float32] | None:
-        """A resident vector in fp32; None where the model has none of that name."""
-        name = None if pattern is None else self._plan.names.get(pattern.format(i=layer))
-        if name is None:
+    def _vector(self, name: str) -> NDArray[np.float32] | None:
+        """A resident vector in fp32, by its canonical name; None where the model has none of that name."""
+        source = self._plan.resident_source(name)
+        if source is None:
             return None
-        parts = [cast(part, self._plan.dtype, WEIGHT_DTYPES["float32"]) for _, part in self._elements(name)]
+        parts = [cast(part, self._plan.dtype, WEIGHT_DTYPES["float32"]) for _, part in self._elements(source)]
         return np.concatenate(parts)
 
     def _write_placed(self, trace: Trace) -> None:

@@ -9,7 +9,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.arch.registry import Architecture
+from flashllm.arch.spec import Architecture
 from flashllm.convert.svd import Blocks, LowRankPredictor, low_rank_predictor, normed_inputs
 from flashllm.format.predictors import predictors_header
 

@@ -1,1 +1,1 @@
-"""What a drive and a processor cost: measured, kept, and used to choose a reader."""
+"""The device profile of a drive and a processor: measured, kept, and used to choose a reader."""

@@ -1,20 +1,21 @@
-"""Which reader to use for a model, and how it is spelt to the core.
+"""Chooses a reader for a model, and opens it.
 
-What was asked for wins; else what this drive's calibration says is fastest for rows of this size; else the default.
-Speed is all that is chosen: no choice changes a token.
+An option of the run wins; else what the drive's device profile says is fastest for rows of this size; else the default.
+The choice decides speed alone: none changes a token.
 """
 
 from pathlib import Path
 
 from flashllm import _core
-from flashllm.device.costs import DEFAULT_DEPTHS, Backend, DeviceCosts, ReaderChoice
+from flashllm.config import Backend
+from flashllm.device.costs import DEFAULT_DEPTHS, DeviceCosts, ReaderChoice
 from flashllm.device.store import device_of, load_costs
 from flashllm.errors import FlashError
 
 
 def open_reader(choice: ReaderChoice, *, max_request: int, verify: bool = True) -> _core.Reader:
-    """A reader set up as `choice` says; as many threads as its depth where io_uring is not to be had any more: compare
-    its `backend`. FlashIOError where its threads cannot be started."""
+    """The reader that `choice` describes. Where io_uring is no longer available, it reads with as many threads instead:
+    compare its `backend`. FlashIOError where its threads cannot be started."""
     return _core.Reader(
         choice.depth,
         max_gap=choice.max_gap,
@@ -26,19 +27,19 @@ def open_reader(choice: ReaderChoice, *, max_request: int, verify: bool = True) 
 
 
 def backends() -> list[tuple[Backend, int]]:
-    """(backend, depth) of what can be had here and is worth measuring."""
+    """(backend, depth) of every reader that works here and is worth measuring."""
     found: list[tuple[Backend, int]] = [("threads", 8), ("threads", 16), ("threads", 32)]
     if _core.Reader(1, backend="auto", queue_depth=1).backend == "io_uring":
-        found += [("io_uring", 32), ("io_uring", 64)]  # deeper, and reads on demand wait behind guesses
+        found += [("io_uring", 32), ("io_uring", 64)]  # deeper queues delay demand reads behind prefetches
     return found
 
 
 def find_costs(path: Path, store: Path) -> tuple[DeviceCosts | None, str | None]:
-    """The calibration of the drive on which `path` lies, where there is one, and what is wrong with the store."""
+    """The device profile of the drive on which `path` lies (None without one), and what is wrong with the store."""
     try:
         return load_costs(store, device_of(path)), None
     except FlashError as error:
-        return None, f"the calibrations of drives cannot be used: {error}"
+        return None, f"the device profiles cannot be used: {error}"
 
 
 def choose_reader(
@@ -52,9 +53,9 @@ def choose_reader(
     """How to read rows of `row_nbytes`.
 
     Args:
-        costs: the drive's calibration. One made without direct I/O, or for reads that are not direct, tells nothing.
-        io_threads, io_backend: what was asked for: reads at a time, and who makes them (threads where only the former
-            is given).
+        costs: the drive's device profile. Not used where it, or this run, goes without direct I/O.
+        io_threads, io_backend: the run's options: reads at a time, and how they are made (by threads where only the
+            former is given).
     """
     known = costs if costs is not None and costs.direct and direct else None
     if io_threads is None and io_backend is None:

@@ -10,22 +10,22 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 
 from flashllm.base.checks import check_int, check_keys, check_list, check_str
+from flashllm.config import Backend
 
-Backend = Literal["threads", "io_uring"]
 _CURVES = ("request_s", "beside_s", "lost_s")  # of a reader, by size
 DEFAULT_DEPTHS: Mapping[Backend, int] = {"threads": 32, "io_uring": 48}  # paper A, section 4; bench/LOG.md
-# Of a layer, for choosing among backends: rows read, the share of them that may be read while it computes, seconds of
-# products. Those of OPT-6.7B's shape at half its size.
+# A typical layer, for choosing a backend (OPT-6.7B's shape at half its size): rows read, the share of them that may be
+# read while it computes, seconds of products.
 _TYPICAL_READS, _TYPICAL_BESIDE, _TYPICAL_PRODUCTS_S = 400, 0.8, 6e-3
 _MOST_LOST = 0.9  # of the time beside products: something is left to them
 _UNSTEADY = 2.0  # a quiet drive's quartiles lie within a fifth of each other
-_REMEMBERS = 1.5  # times as fast the second time
-_GAP_PAYS = 0.95  # of the time without: a gap read through must save so much, because its bytes also wear the drive
+_REMEMBERS = 1.5  # ratio of a first read's time to a second one's
+_GAP_PAYS = 0.95  # of the time without: a gap must save so much: its bytes also wear the drive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +89,8 @@ class ReaderCosts:
             raise ValueError("beside_s must be above 0: no read is free")
 
     def request(self, nbytes: float) -> float:
-        """Seconds that one request more of `nbytes` costs. Below the smallest size: the same as that; above the
-        largest: by its bytes per second."""
+        """Seconds that one more request of `nbytes` costs: below the smallest measured size as much as that, above the
+        largest by its bytes per second."""
         return self._at(nbytes, self.request_s)
 
     def beside(self, nbytes: float) -> float:
@@ -98,11 +98,11 @@ class ReaderCosts:
         return self._at(nbytes, self.beside_s)
 
     def lost(self, nbytes: float) -> float:
-        """Seconds that products take longer for each request of `nbytes` beside them; less than `beside`."""
+        """Seconds that each request of `nbytes` takes from the products beside it; less than `beside`."""
         return min(self._at(nbytes, self.lost_s), _MOST_LOST * self.beside(nbytes))
 
     def beside_products(self, products_s: float, nbytes: float) -> float:
-        """Requests of `nbytes` that land while products run that take `products_s` alone."""
+        """Requests of `nbytes` that land beside products which take `products_s` alone."""
         return products_s / (self.beside(nbytes) - self.lost(nbytes))
 
     def _at(self, nbytes: float, curve: Sequence[float]) -> float:
@@ -121,7 +121,7 @@ class ReaderCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderChoice:
-    """How the reader is to be set up, and who says so."""
+    """How to set the reader up, and where that comes from."""
 
     backend: Backend
     depth: int
@@ -131,7 +131,7 @@ class ReaderChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCosts:
-    """A drive as this machine sees it, and the machine's own rates."""
+    """The device profile: a drive as this machine sees it, and the machine's own rates."""
 
     readers: tuple[ReaderCosts, ...]
     sequential_bps: float  # bytes per second, all backends' best
@@ -141,7 +141,7 @@ class DeviceCosts:
     sparse_bps: Mapping[str, float]  # the same of rows gathered from the neuron cache
     layer_overhead_s: float  # of a token, a layer: interpreter, waking threads, norms
     scatter: float  # of the times of one batch of reads, as `scatter_of`
-    again: float  # how many times as fast places come back that were read a moment before
+    again: float  # first read of some places ÷ a second one right after it, in time
     threads: int  # compute threads measured with
     made: str  # ISO 8601
 
@@ -170,8 +170,8 @@ class DeviceCosts:
         return self.again >= _REMEMBERS
 
     def best(self, row_nbytes: int, backend: Backend | None = None) -> ReaderCosts:
-        """The backend that makes a layer of rows of `row_nbytes` shortest: reads beside its products, the rest behind
-        them. With `backend`: its best depth, where it was measured."""
+        """The reader under which a typical layer with rows of `row_nbytes` takes least time: some reads beside its
+        products, the others after them. With `backend`: its best depth, where it was measured."""
         readers = [reader for reader in self.readers if reader.backend == backend] or list(self.readers)
 
         def layer(reader: ReaderCosts) -> float:
@@ -206,7 +206,7 @@ class DeviceCosts:
 
 
 def scatter_of(samples: Sequence[BatchSample]) -> float:
-    """How many times the lower quartile of a batch's times is the upper one: the median over batches alike."""
+    """Upper quartile ÷ lower quartile of a batch's times; the median of these ratios over different batches."""
     groups: dict[tuple[int, int], list[float]] = {}
     for sample in samples:
         groups.setdefault((sample.nbytes, sample.requests), []).append(sample.wall_s)
@@ -215,8 +215,11 @@ def scatter_of(samples: Sequence[BatchSample]) -> float:
 
 
 def worthwhile_gap(samples: Sequence[GapSample]) -> float:
-    """Bytes of the largest gap that is worth reading through: where the time through it, as a share of the time apart,
-    crosses `_GAP_PAYS`, linear between the medians at the measured gaps; 0 where none is."""
+    """Bytes of the largest gap that is worth reading through; 0 where none is.
+
+    There the ratio of times, one read through the gap to two reads, crosses `_GAP_PAYS`; linear between the medians at
+    the measured gaps.
+    """
     shares = {}
     for gap in sorted({sample.gap_nbytes for sample in samples}):
         shares[gap] = float(np.median([one.through_s / one.apart_s for one in samples if one.gap_nbytes == gap]))

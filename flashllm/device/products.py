@@ -10,39 +10,41 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.engine.dense import TORCH_DTYPES
+from flashllm.base.dtypes import WEIGHT_DTYPES
+from flashllm.base.dtypes import cast as cast_dtype
 
 _D_MODEL = 4096  # a row of two 16-bit vectors is 16 KiB
 _ACTIVE_SHARE = 0.1  # of the rows cached (paper A, section 3.1)
+_INPUT = 0.01
 
 
 class ResidentProducts:
     """Products of a resident weight in slices, one after the other; all slices together are in no cache."""
 
     def __init__(self, dtype: str, nbytes: int, pool: _core.ThreadPool, slices: int = 1) -> None:
-        """Of `nbytes` of weights, in rows of a model's width; less than that by what does not divide."""
-        torch_dtype = TORCH_DTYPES[dtype]
-        rows = max(1, nbytes // (slices * _D_MODEL * torch_dtype.itemsize))
-        memory = _core.allocate(slices * rows * _D_MODEL * torch_dtype.itemsize)
-        weights = torch.from_numpy(memory).view(torch_dtype).reshape(slices, rows, _D_MODEL)
-        weights.copy_(torch.randn(_D_MODEL))
+        """Of about `nbytes` of weights: whole rows of a model's width, whole slices."""
+        itemsize = WEIGHT_DTYPES[dtype].itemsize
+        rows = max(1, nbytes // (slices * _D_MODEL * itemsize))
+        memory = _core.allocate(slices * rows * _D_MODEL * itemsize)
+        weights = memory.view(WEIGHT_DTYPES[dtype].storage).reshape(slices, rows, _D_MODEL)
+        weights[:] = _stored(np.random.default_rng(0).standard_normal(_D_MODEL, np.float32), dtype)
         self.nbytes = memory.nbytes
         self.pool = pool
-        self._linears = [_core.Linear(weight, None, pool, _core.Counters()) for weight in weights]
-        self._x = torch.full((1, _D_MODEL), 0.01, dtype=torch_dtype)
-        self._out = torch.empty((1, rows), dtype=torch_dtype)
+        self._linears = [_core.Linear(weight, None, cast(Any, dtype), pool) for weight in weights]
+        self._x = _filled((1, _D_MODEL), dtype)
+        self._out = np.empty((1, rows), WEIGHT_DTYPES[dtype].storage)
         self._turn = itertools.cycle(self._linears)
 
     def __len__(self) -> int:
-        """Of its slices."""
+        """Bytes of all slices."""
         return len(self._linears)
 
     def slice(self) -> None:
         """The next slice's product."""
-        next(self._turn).forward(self._x.data_ptr(), 1, self._out.data_ptr())
+        next(self._turn).forward(self._x, self._out)
 
     def all(self) -> None:
         """Every slice's product."""
@@ -61,8 +63,8 @@ def gathered_bps(dtype: str, *, nbytes: int, pool: _core.ThreadPool, file: Path,
 
     Nothing is read from `file`: a layer must have one.
     """
-    torch_dtype = TORCH_DTYPES[dtype]
-    stride = 2 * _D_MODEL * torch_dtype.itemsize
+    vector_nbytes = _D_MODEL * WEIGHT_DTYPES[dtype].itemsize
+    stride = 2 * vector_nbytes
     neurons = max(1, nbytes // stride)
     layer = _core.FfnLayer(
         layer=0,
@@ -72,13 +74,14 @@ def gathered_bps(dtype: str, *, nbytes: int, pool: _core.ThreadPool, file: Path,
         num_neurons=neurons,
         up=0,
         gate=-1,
-        down=_D_MODEL,
+        down=vector_nbytes,
         activation="relu",
         cache_policy="window",
         window=2**30,  # nothing leaves
         popularity=None,
         file_offset=0,
         up_bias=None,
+        gate_bias=None,
         down_bias=None,
         checksums=np.zeros(neurons, np.uint64),
         rows=_core.allocate(neurons * stride),
@@ -89,18 +92,27 @@ def gathered_bps(dtype: str, *, nbytes: int, pool: _core.ThreadPool, file: Path,
         counters=_core.Counters(),
     )
     # A predictor that names every neuron, so that all rows are taken over into the cache.
-    a, b = torch.zeros((1, _D_MODEL), dtype=torch.float16), torch.zeros((neurons, 1), dtype=torch.float16)
+    a, b = np.zeros((1, _D_MODEL), np.float16), np.zeros((neurons, 1), np.float16)
     layer.set_predictor(a, b, np.ones(neurons, np.float32), 0.0)
-    x, y = torch.full((_D_MODEL,), 0.01, dtype=torch_dtype), torch.empty(_D_MODEL, dtype=torch_dtype)
-    block = torch.full((min(neurons, 256), 2 * _D_MODEL), 0.01, dtype=torch_dtype).view(torch.uint8).numpy()
-    layer.begin_fill(x.data_ptr(), 1)
+    x, y = _filled((_D_MODEL,), dtype), np.empty(_D_MODEL, WEIGHT_DTYPES[dtype].storage)
+    block = _filled((min(neurons, 256), 2 * _D_MODEL), dtype).view(np.uint8)
+    layer.begin_fill(x.ctypes.data, 1)
     for first in range(0, neurons, len(block)):
         count = min(len(block), neurons - first)
         layer.fill_from(block[:count], first, count)
     random, count = np.random.default_rng(0), max(1, int(_ACTIVE_SHARE * neurons))
     active = [np.sort(random.choice(neurons, count, replace=False)).astype(np.int32) for _ in range(10)]
     turn = itertools.cycle(active)
-    return count * stride / _median_s(lambda: layer.forward_active(x.data_ptr(), next(turn), y.data_ptr()), seconds)
+    return count * stride / _median_s(lambda: layer.forward_active(x.ctypes.data, next(turn), y.ctypes.data), seconds)
+
+
+def _filled(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+    """One small value everywhere, as `dtype` is stored."""
+    return np.ascontiguousarray(_stored(np.full(shape, _INPUT, np.float32), dtype))
+
+
+def _stored(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+    return cast_dtype(values, WEIGHT_DTYPES["float32"], WEIGHT_DTYPES[dtype])
 
 
 def _median_s(run: Callable[[], object], seconds: float) -> float:

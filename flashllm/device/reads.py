@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from flashllm import _core
 from flashllm.base.files import drop_page_cache
 from flashllm.base.units import format_size
+from flashllm.config import Backend
 from flashllm.device.choice import backends, open_reader
 from flashllm.device.costs import (
-    Backend,
     BatchSample,
     BesideSample,
     GapSample,
@@ -33,7 +33,7 @@ from flashllm.errors import FlashIOError
 from flashllm.format.manifest import MANIFEST
 from flashllm.format.model_files import FFN
 
-_LEAST_FILE = 1 << 30  # bytes: of a smaller one too much lies in caches that we cannot see (of the drive, of a host)
+_LEAST_FILE = 1 << 30  # bytes: too much of a smaller one lies in caches we cannot see (the drive's, a host's)
 _SAMPLES_AGAIN = 5
 _DISK_MARGIN = 1 << 30  # bytes that stay free
 
@@ -96,7 +96,7 @@ def _write_scratch(path: Path, nbytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """A backend and what was seen of it."""
+    """A backend and its samples."""
 
     backend: Backend
     depth: int
@@ -108,7 +108,7 @@ class _Measured:
 
 
 class ReadTimer:
-    """Batches of reads from one file through all backends; `products` are what some run beside."""
+    """Batches of reads from one file through all backends; `products` run beside some of them."""
 
     def __init__(self, path: Path, options: ReadOptions, products: ResidentProducts) -> None:
         self._file = _core.DirectFile(str(path))
@@ -127,8 +127,8 @@ class ReadTimer:
         return open_reader(choice, max_request=max(self._options.sizes[-1], 4096))
 
     def again(self) -> float:
-        """How many times as fast the same places are read a second time. Of a file not read for long: to be asked
-        before anything else."""
+        """Time of a first read of some places ÷ time of a second one. Measured before anything else, while the file
+        has not been read for long."""
         size = self._options.sizes[0]
         gains = []
         for _ in range(_SAMPLES_AGAIN):
@@ -158,7 +158,7 @@ class ReadTimer:
                 slices += 1
             wall_s = time.perf_counter() - start
             batch.wait()
-            # As many as were timed beside reads, and all slices at least: a few are soon over, and a clock's noise.
+            # As many as ran beside reads, and at least all slices: the time of a few would be noise.
             start, without = time.perf_counter(), max(slices, len(products))
             for _ in range(without):
                 products.slice()
@@ -180,7 +180,7 @@ class ReadTimer:
                 one.gaps.append(GapSample(gap_nbytes=gap, apart_s=two.wall_s, through_s=through.wall_s))
 
     def sequential(self) -> None:
-        """As much as a batch holds in a row, through each backend; the best is kept."""
+        """A batch's bytes in sequence, through each backend; keeps the best rate."""
         size = self._options.sizes[-1]
         count = max(1, min(self._memory.nbytes, self._file.size) // size // 2)
         first = int(self._random.integers(0, self._file.size // size - count + 1))
@@ -220,5 +220,5 @@ class ReadTimer:
         )
 
     def scatter(self) -> float:
-        """Of the backend that scatters most."""
+        """The largest scatter of a backend."""
         return max(scatter_of(one.batches) for one in self._measured)

@@ -1,4 +1,4 @@
-"""Where calibrations are kept: one JSON file for all drives, in the user's cache directory unless told otherwise.
+"""The device profiles: one JSON file for all drives, in the user's cache directory unless a run names another.
 
 An entry belongs to a file system on a drive as one machine sees it, so that a model on another disk, or a home
 directory shared between machines, never borrows numbers that are not its own. The format:
@@ -62,14 +62,14 @@ def device_of(path: Path) -> DeviceKey:
 
 
 def load_costs(store: Path, key: DeviceKey) -> DeviceCosts | None:
-    """The calibration of `key`; None without one. FormatError where the file is damaged, FlashIOError where it cannot
-    be read."""
+    """The device profile of `key`; None without one. FormatError where the file is damaged, FlashIOError where it
+    cannot be read."""
     return _load(store).get(key)
 
 
 def save_costs(store: Path, key: DeviceKey, costs: DeviceCosts) -> str | None:
-    """Store the calibration of `key` beside those of other drives. A damaged file is replaced: the line that says so,
-    else None. OSError and FlashIOError pass through."""
+    """Store the device profile of `key` beside those of other drives. Returns a line for the user where a damaged file
+    was replaced, else None. OSError and FlashIOError pass through."""
     store.parent.mkdir(parents=True, exist_ok=True)
     with locked_directory(store.parent, f"{store}: another process is writing it; try again"):
         problem = None
@@ -103,5 +103,5 @@ def _entry(value: Any) -> tuple[DeviceKey, DeviceCosts]:
 
 
 def device_store_path() -> Path:
-    """Where `flashllm calibrate` keeps what it measured, unless told otherwise."""
+    """Where device profiles are kept, unless a run names another file."""
     return user_cache_dir() / "devices.json"

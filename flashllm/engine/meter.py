@@ -1,16 +1,13 @@
 """Where a step's wall time went: every instant in one of I/O, memory management, compute, other (design, "Times").
 
-The native core counts its own; the torch products of a prefill are timed here. What nobody claims (norms, the
-interpreter, sampling) is `other`, so that the parts always sum to the wall time.
+The native core counts its own. What it does not claim (the interpreter, sampling, the tokenizer) is `other`, so that
+the parts always sum to the wall time.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from flashllm import _core
-from flashllm.engine.stream import RowStream, StreamTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +26,8 @@ class StepTimes:
     active: int
     hits: int
     misses: int
-    early_read: int = 0  # rows read on a guess before their layer was reached
-    early_used: int = 0  # those of them that were misses
+    prefetched: int = 0  # rows read before their layer's turn
+    prefetch_used: int = 0  # those of them that were misses
 
 
 class Meter:
@@ -38,18 +35,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.native = _core.Counters()
-        self.streams: list[RowStream] = []
-        self._compute_ns = 0
         self._started = time.perf_counter_ns()
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Counts the block's time as compute; must not contain native calls that count their own."""
-        start = time.perf_counter_ns()
-        try:
-            yield
-        finally:
-            self._compute_ns += time.perf_counter_ns() - start
 
     def restart(self) -> None:
         """Forget what was counted so far: a new step begins now."""
@@ -59,24 +45,21 @@ class Meter:
         """The step that ends now; the next one begins."""
         now = time.perf_counter_ns()
         total_ns, self._started = now - self._started, now
-        native = self.native.take()
-        streamed = [stream.take_times() for stream in self.streams] or [StreamTimes()]
-        io_ns = native["io_ns"] + sum(times.wait_ns for times in streamed)
-        compute_ns, self._compute_ns = native["compute_ns"] + self._compute_ns, 0
-        memory_ns = native["memory_ns"]
+        counts = self.native.take()
+        claimed_ns = counts["io_ns"] + counts["memory_ns"] + counts["compute_ns"]
         return StepTimes(
-            io_ms=io_ns / 1e6,
-            memory_ms=memory_ns / 1e6,
-            compute_ms=compute_ns / 1e6,
-            other_ms=max(0, total_ns - io_ns - memory_ns - compute_ns) / 1e6,
+            io_ms=counts["io_ns"] / 1e6,
+            memory_ms=counts["memory_ns"] / 1e6,
+            compute_ms=counts["compute_ns"] / 1e6,
+            other_ms=max(0, total_ns - claimed_ns) / 1e6,
             total_ms=total_ns / 1e6,
-            io_busy_ms=(native["io_busy_ns"] + sum(times.busy_ns for times in streamed)) / 1e6,
-            bytes_read=native["bytes_read"] + sum(times.nbytes for times in streamed),
-            requests=native["requests"] + sum(times.requests for times in streamed),
-            retries=native["retries"] + sum(times.retries for times in streamed),
-            active=native["active"],
-            hits=native["hits"],
-            misses=native["misses"],
-            early_read=native["early_read"],
-            early_used=native["early_used"],
+            io_busy_ms=counts["io_busy_ns"] / 1e6,
+            bytes_read=counts["bytes_read"],
+            requests=counts["requests"],
+            retries=counts["retries"],
+            active=counts["active"],
+            hits=counts["hits"],
+            misses=counts["misses"],
+            prefetched=counts["prefetched"],
+            prefetch_used=counts["prefetch_used"],
         )

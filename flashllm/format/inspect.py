@@ -4,27 +4,24 @@ import math
 from pathlib import Path
 from typing import Any
 
-from flashllm.arch.registry import attention_shape, spec_of
-from flashllm.base.dtypes import WEIGHT_DTYPES
-from flashllm.base.files import read_json_object
 from flashllm.base.units import format_size
-from flashllm.format.manifest import Manifest, open_model_dir, predictor_ranks
-from flashllm.format.model_files import CONFIG, FFN, PREDICTORS, RESIDENT, checksums_tensor
+from flashllm.config import MODES
+from flashllm.format.manifest import Manifest, predictor_ranks
+from flashllm.format.model_dir import ModelDir
+from flashllm.format.model_files import FFN, PREDICTORS, RESIDENT, checksums_tensor
 from flashllm.format.safetensors import read_header
 
-PROCESS_NBYTES = 400_000_000  # interpreter, torch and transformers before any weight; the plan measures it
+PROCESS_NBYTES = 60_000_000  # interpreter and libraries before any weight; the plan measures it
 MINIMUM_CONTEXT_TOKENS = 256
 _STREAM_BLOCKS = 2  # one being read, one being multiplied
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """JSON values that describe the model directory `path`. Sizes are bytes; errors as in `open_model_dir`."""
+    """JSON values that describe the model directory `path`. Sizes are bytes; errors as in `ModelDir.open`."""
     path = Path(path)
-    manifest = open_model_dir(path)
+    model = ModelDir.open(path)
+    manifest, kv_nbytes = model.manifest, model.kv_nbytes_per_token
     layout, architecture = manifest.rows, manifest.architecture
-    config = read_json_object(path / CONFIG)
-    attention = attention_shape(config)
-    kv_nbytes = attention.kv_nbytes_per_token(WEIGHT_DTYPES[manifest.dtype].itemsize)
     tensors = read_header(path / RESIDENT).tensors
     checksums = sum(tensors[checksums_tensor(layer)].nbytes for layer in range(architecture.num_layers))
     resident = sum(info.nbytes for info in tensors.values())
@@ -38,7 +35,7 @@ def inspect(path: Path) -> dict[str, Any]:
         "resident": resident,
         "predictors": predictors_nbytes,
         "stream_blocks": _STREAM_BLOCKS * layout.stream_block_rows * layout.stride,
-        "kv_cache": min(MINIMUM_CONTEXT_TOKENS, attention.context) * kv_nbytes,
+        "kv_cache": min(MINIMUM_CONTEXT_TOKENS, model.block.context) * kv_nbytes,
     }
     calibration = manifest.to_json()["calibration"]
     return {
@@ -58,8 +55,8 @@ def inspect(path: Path) -> dict[str, Any]:
         "predictors": predictors,
         "calibration": calibration,
         "permutation": manifest.to_json()["permutation"],
-        "decoding": spec_of(architecture.model_type).decoding,
-        "context": attention.context,
+        "modes": list(MODES) if architecture.sparse else ["dense"],
+        "context": model.block.context,
         "kv_nbytes_per_token": kv_nbytes,
         "minimum_nbytes": sum(needs.values()),
         "minimum_parts": needs,
@@ -90,7 +87,7 @@ def format_inspection(facts: dict[str, Any]) -> str:
         ("on flash", f"{format_size(facts['ffn_nbytes'])} of neurons, {facts['ffn_share']:.0%} of the weights"),
         ("resident", format_size(facts["resident_nbytes"])),
         ("row", f"{rows['row_nbytes']} bytes every {rows['stride']} ({padding:.1%} padding), {rows['encoding']}"),
-        ("decoding", facts["decoding"]),
+        ("modes", ", ".join(facts["modes"])),
         ("predictors", "none; train them with predictors/train_predictor.py"),
         ("calibration", "none"),
         ("KV cache", f"{format_size(facts['kv_nbytes_per_token'])} a token, context {facts['context']} tokens"),

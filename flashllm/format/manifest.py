@@ -3,7 +3,8 @@
  1. a JSON object with exactly the keys of `Manifest` (and of the values in it); unknown keys are errors;
  2. `files` lists every file but the manifest, each directly in the directory, no symbolic link, with size and SHA-256;
  3. it is written last and replaced atomically: a directory without it is not a model;
- 4. a higher `format_version` is refused: upgrade flashllm.
+ 4. another `format_version` is refused: a higher one asks for a newer flashllm, a lower one for a new conversion.
+    Version 2 named the resident tensors canonically (flashllm/arch/spec.py).
 
 Checks are cheap: sizes and headers, never the hash of a file (that is `verify`). Knows no weights.
 """
@@ -20,7 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
-from flashllm.arch.registry import Architecture, resolve
+from flashllm.arch.registry import resident_shapes, resolve
+from flashllm.arch.spec import Architecture
 from flashllm.base.checks import check_file_name, check_int, check_keys, check_list, check_str
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import (
@@ -41,12 +43,13 @@ from flashllm.format.model_files import (
     check_ffn_header,
     check_placed_header,
     check_resident_header,
+    check_resident_tensors,
 )
 from flashllm.format.predictors import EARLY, check_predictors_header
 from flashllm.format.rows import RowLayout
 from flashllm.format.safetensors import read_header
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "flashllm.json"
 PARTIAL_SUFFIX = ".partial"  # of a directory under conversion
 _MAX_FILES = 1000
@@ -70,7 +73,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What was measured on sample text: active neurons a token, and neurons needed for the window, by layer."""
+    """Activity statistics of sample text: active neurons a token, and neurons needed for the window, by layer."""
 
     window: int
     mean_active: tuple[float, ...]
@@ -128,7 +131,7 @@ class Manifest:
     permutation: Permutation | None = None
     calibration: Calibration | None = None
     sparse_prefill_tokens: int = 8  # prompts of at most this many new tokens use the predictor
-    prefill_block_tokens: int = 256  # tokens of one dense FFN product
+    prefill_block_tokens: int = 256  # a longer prompt is computed in blocks of so many tokens
     stream_block_rows: int  # neurons of one dense FFN product
     format_version: int = FORMAT_VERSION
 
@@ -169,6 +172,8 @@ class Manifest:
         version = value.get("format_version")
         if type(version) is int and version > FORMAT_VERSION:
             raise FormatError(f"{path}: format version {version} is newer than this flashllm; upgrade flashllm")
+        if type(version) is int and 0 < version < FORMAT_VERSION:
+            raise FormatError(f"{path}: format version {version} is of an older flashllm; convert the model again")
         try:
             manifest = cls._from_json(value)
         except ValueError as error:
@@ -260,7 +265,9 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
         raise FormatError(f"{directory / CONFIG}: describes {resolve(config)}, {MANIFEST} {manifest.architecture}")
     num_layers = manifest.architecture.num_layers
     check_ffn_header(read_header(directory / FFN), manifest.rows, num_layers)
-    check_resident_header(read_header(directory / RESIDENT), manifest.rows, num_layers)
+    resident = read_header(directory / RESIDENT)
+    check_resident_header(resident, manifest.rows, num_layers)
+    check_resident_tensors(resident, WEIGHT_DTYPES[manifest.dtype].code, resident_shapes(config))
     if PLACED in manifest.files:
         check_placed_header(read_header(directory / PLACED), manifest.rows, num_layers)
     if PREDICTORS in manifest.files:
@@ -296,7 +303,7 @@ def reads_ahead(directory: Path, manifest: Manifest) -> bool:
 def install_predictors(directory: Path, path: Path, calibration: Calibration | None = None) -> Manifest:
     """Put a copy of the predictor file `path` into the model directory and its manifest; the new manifest.
 
-    `calibration` is what was measured with these predictors; that of older ones is forgotten with them.
+    `calibration`: activity statistics under these predictors; those under older ones are dropped with them.
     FormatError where the predictors belong to another model.
     """
     path = Path(path)
@@ -312,7 +319,7 @@ def install_file(
     check: Callable[[Path, Manifest], object] | None = None,
     **changes: Any,
 ) -> Manifest:
-    """Put a file of these bytes into the model directory and its manifest, with other `changes` to it; the new one.
+    """Put a file of these bytes into the model directory, its entry and `changes` into the manifest; the new manifest.
 
     `check` is called with the finished file under a temporary name, and raises where it must not be installed. A crash
     leaves the old file or none, never a directory that does not load: the manifest forgets the old file first.

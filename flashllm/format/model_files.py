@@ -3,6 +3,8 @@
 Reads no data. Whether the bytes are right is for `verify` and for the row checksums.
 """
 
+from collections.abc import Mapping
+
 from flashllm.errors import FormatError
 from flashllm.format.rows import RowLayout
 from flashllm.format.safetensors import DATA_ALIGNMENT, SafetensorsHeader
@@ -14,7 +16,9 @@ PLACED = "placed.safetensors"  # the neurons again, in the order in which they a
 POPULARITY = "popularity.safetensors"  # how often each neuron is active; see flashllm/format/popularity.py
 TRACE = "trace.safetensors"  # in models of dummy weights: activity that takes the place of the predictor's answer
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 MODEL_CARD = "README.md"  # for people: may be edited, so it is not hashed
+_OWN_PREFIX = "flashllm."  # of tensors that are no weights
 PREDICTOR_METADATA = {"format": "flashllm-predictors", "version": "1"}
 
 
@@ -30,7 +34,7 @@ def order_tensor(layer: int) -> str:
 
 def checksums_tensor(layer: int) -> str:
     """Name of a layer's row checksums in `resident.safetensors`."""
-    return f"flashllm.layers.{layer}.checksums"
+    return f"{_OWN_PREFIX}layers.{layer}.checksums"
 
 
 def check_ffn_header(header: SafetensorsHeader, layout: RowLayout, num_layers: int) -> None:
@@ -61,6 +65,15 @@ def check_resident_header(header: SafetensorsHeader, layout: RowLayout, num_laye
     for layer in range(num_layers):
         _expect(header, checksums_tensor(layer), "U64", (layout.num_rows,))
     _check_alignment(header)
+
+
+def check_resident_tensors(header: SafetensorsHeader, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Of weights, `resident.safetensors` holds exactly these, all of one dtype. FormatError otherwise."""
+    for name, shape in shapes.items():
+        _expect(header, name, dtype, shape)
+    unknown = sorted(name for name in header.tensors if name not in shapes and not name.startswith(_OWN_PREFIX))
+    if unknown:
+        raise FormatError(f"{header.path}: tensor {unknown[0]} is no part of the model that {CONFIG} describes")
 
 
 def _expect(header: SafetensorsHeader, name: str, dtype: str, shape: tuple[int, ...]) -> None:

@@ -5,8 +5,8 @@
     `layers.N.threshold` F32 [1]: neurons are active where b (a x) + bias > threshold, x being the FFN's input;
  3. the factors are F16, or I8 with a scale a row, `layers.N.a_scale` F16 [rank] and `layers.N.b_scale` F16 [d_ff]:
     a weight is its code times its row's scale; codes are -127 to 127, scales at least 2^-14;
- 4. a layer from 1 on may have a second predictor, `layers.N.early_a` and so on by the same rules: it tells the active
-    neurons of layer N from the FFN input of layer N - 1, so that their rows can be read early. Any layer may lack it;
+ 4. a layer from 1 on may have a second predictor, `layers.N.early_a` and so on by the same rules: it names the active
+    neurons of layer N from the FFN input of layer N - 1, so that their rows can be prefetched. Any layer may lack it;
  5. tensors start at multiples of their element's size; there is nothing else.
 
 Plain numpy; opens no files.

@@ -88,7 +88,7 @@ class _Verification:
         self._problems: list[Problem] = []
 
     def run(self) -> VerifyReport:
-        """Hash every file; then look at what the hashes cannot say."""
+        """Hash every file; then check what hashes cannot say."""
         damaged: set[str] = set()  # right size, wrong hash
         bad_rows: list[_BadRow] = []
         for name in sorted(self._manifest.files):
@@ -131,8 +131,8 @@ class _Verification:
         return sha256.hexdigest()
 
     def _row_chunks(self, name: str, bad_rows: list[_BadRow]) -> Iterator[memoryview]:
-        """The bytes of a file of neurons, checking every row on the way. Where rows lie is the manifest's word: the
-        header may be what is damaged."""
+        """The bytes of a file of neurons, checking every row on the way. Offsets come from the manifest: the header
+        may be damaged."""
         path, layout, num_layers = self._path / name, self._manifest.rows, self._manifest.architecture.num_layers
         orders_nbytes = 4 * num_layers * layout.d_ff if name == PLACED else 0
         data_start = self._manifest.files[name].nbytes - num_layers * layout.layer_nbytes - orders_nbytes
@@ -182,7 +182,7 @@ class _Verification:
             return None
 
     def _report_rows(self, bad_rows: list[_BadRow], damaged: set[str]) -> None:
-        """A row that does not match its checksum: the row is wrong where its file's hash is, else the checksum."""
+        """Report rows unlike their checksums: the row is wrong where its file's hash is, else the checksum."""
         for name in (FFN, PLACED):
             of_file = [bad for bad in bad_rows if bad.file == name]
             if name in damaged:
@@ -209,7 +209,7 @@ class _Verification:
         return Problem(file=name, message=message, layer=layer, neuron=neuron, tensor=tensor)
 
     def _report_damage(self, name: str, *, located: bool) -> None:
-        """The hash is wrong: say so, and what the header says about it."""
+        """Report a wrong hash, with what the header says about it."""
         where = f"{self._path / name}"
         layout, num_layers = self._manifest.rows, self._manifest.architecture.num_layers
         try:
@@ -234,7 +234,7 @@ class _Verification:
                 self._report(name, f"{self._path / name}: is not listed in {MANIFEST}; remove it")
 
     def _check_contents(self) -> None:
-        """Hashes right, meaning wrong: a manifest that was edited, rows whose checksums never matched."""
+        """The hashes are right, the contents are not: an edited manifest, rows that never matched their checksums."""
         try:
             check_directory(self._path, self._manifest)
             if PLACED in self._manifest.files:

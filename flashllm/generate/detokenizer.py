@@ -1,13 +1,19 @@
-"""Token ids to text as they come: characters split over tokens stay whole, stop strings never show. Knows no model."""
+"""Token ids to text while they are generated: characters stay whole, stop strings never show. Knows no model."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
+
+
+class Decoder(Protocol):
+    """What turns ids into text, special tokens left out: `flashllm.generate.tokenizer.Tokenizer`."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class Detokenizer:
-    """Token ids to text as they come; a piece is given out once no later token can change it."""
+    """Turns ids into text, a token at a time. Text is returned once no later token can change it."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Decoder, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._ids: list[int] = []
         self._start, self._shown_until = 0, 0  # ids from _start on are decoded; before _shown_until they are shown
@@ -15,18 +21,20 @@ class Detokenizer:
         self.stopped = False
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token."""
+        """Add a token; the text that no later token can change, beyond what was returned before."""
         self._ids.append(token_id)
         shown = self._decode(self._start, self._shown_until)
         whole = self._decode(self._start, len(self._ids))
         if whole.endswith("\ufffd") or len(whole) < len(shown):  # in the middle of a character
             return ""
         piece = whole[len(shown) :]
-        self._start, self._shown_until = self._shown_until, len(self._ids)
+        if piece.strip(" "):  # vocabularies that mark spaces drop the one before the first text they decode
+            self._start = self._shown_until
+        self._shown_until = len(self._ids)
         return self._release(piece)
 
     def finish(self) -> str:
-        """What was held back, when no more tokens come."""
+        """End the text; what was held back."""
         if self.stopped:
             return ""
         shown = self._decode(self._start, self._shown_until)
@@ -37,8 +45,7 @@ class Detokenizer:
         return text if self.stopped else text + held
 
     def _decode(self, start: int, end: int) -> str:
-        text: str = self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True)
-        return text
+        return self._tokenizer.decode(self._ids[start:end])
 
     def _release(self, piece: str) -> str:
         text, self._held = self._held + piece, ""

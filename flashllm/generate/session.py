@@ -5,53 +5,67 @@ turn computes only what is new. Whatever ends a stream early (an error, ctrl-C, 
 it was after the last record.
 """
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
-import torch
-from transformers import (
-    LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+import numpy as np
+from numpy.typing import NDArray
 
-from flashllm.engine.attention import ContextFull
 from flashllm.engine.meter import StepTimes
-from flashllm.errors import UsageError
+from flashllm.errors import ContextFull, UsageError
+from flashllm.format.manifest import Manifest
 from flashllm.generate.detokenizer import Detokenizer
+from flashllm.generate.sampling import Sampler, SamplingOptions
 
 Stopped = Literal["eos", "length", "stop", "context"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOptions:
-    """How the next token is chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 leave the distribution whole."""
+class ModelSequence(Protocol):
+    """One conversation's place in a model: how many tokens its KV cache holds."""
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False  # go on after an end token: for measurements of a given length
+    @property
+    def length(self) -> int: ...
+    def truncate(self, length: int) -> None: ...
+    def close(self) -> None: ...
 
-    def __post_init__(self) -> None:
-        checks = {
-            "max_new_tokens": self.max_new_tokens >= 1,
-            "temperature": self.temperature == 0 or 1e-6 <= self.temperature < float("inf"),  # below, fp32 overflows
-            "top_k": self.top_k >= 0,
-            "top_p": 0 < self.top_p <= 1,
-            "repetition_penalty": 0 < self.repetition_penalty < float("inf"),
-            "stop": all(self.stop),
-        }
-        for name, good in checks.items():
-            if not good:
-                raise UsageError(f"--{name.replace('_', '-')} cannot be {getattr(self, name)!r}")
+
+class StepMeter(Protocol):
+    """Counts what a model does between two calls."""
+
+    def restart(self) -> None: ...
+    def take(self) -> StepTimes: ...
+
+
+class LanguageModel(Protocol):
+    """What a session needs of `flashllm.engine.model.Model`."""
+
+    @property
+    def context(self) -> int: ...
+    @property
+    def meter(self) -> StepMeter: ...
+    @property
+    def manifest(self) -> Manifest: ...
+    def new_sequence(self) -> ModelSequence: ...
+    def step(self, entries: Sequence[tuple[Any, Sequence[int]]]) -> NDArray[np.float32]:
+        """Logits [entries, vocab] after each entry's (sequence, new ids). A step that fails changes no sequence."""
+
+
+class Template(Protocol):
+    """What renders a conversation: `flashllm.generate.chat_template.ChatTemplate`."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str: ...
+
+
+class TextTokenizer(Protocol):
+    """What a session needs of `flashllm.generate.tokenizer.Tokenizer`."""
+
+    @property
+    def end_ids(self) -> frozenset[int]: ...
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,23 +88,31 @@ class TokenRecord:
 
 
 class Session:
-    """One conversation with a loaded model: its tokens, its KV cache, and the streams that extend them."""
+    """One conversation with a loaded model: its tokens, its KV cache, and the streams that extend them.
 
-    def __init__(self, model: Any, tokenizer: Any, options: SamplingOptions | None = None) -> None:
+    Several sessions of one model may be open; each pays for the tokens it has. With a `template` the turns of
+    `stream_chat` are rendered as a conversation; without one the model continues the text.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: TextTokenizer,
+        options: SamplingOptions | None = None,
+        *,
+        template: Template | None = None,
+    ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.options = options if options is not None else SamplingOptions()
         self.stopped: Stopped | None = None
         self.messages: list[dict[str, str]] = []  # with a chat template: the conversation as it is rendered
         self.system: str | None = None
-        self._cache: Any = model.new_cache()
-        self._tokens: list[int] = []  # in the context; the KV cache holds the first `_computed` of them
+        self._template = template
+        self._tokens = array("q")  # in the context; the KV cache holds at least the first `_computed` of them
         self._computed = 0
         self._turn = 0  # which stream may extend the context
-        self._generator = torch.Generator()
-        if self.options.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(self.options.seed)
+        self._sampler = Sampler(self.options.seed)
+        self._sequence: ModelSequence | None = model.new_sequence()
 
     @property
     def tokens(self) -> list[int]:
@@ -99,27 +121,27 @@ class Session:
 
     @property
     def context_limit(self) -> int:
-        """Tokens the KV cache was planned for."""
-        return int(self.model.engine.plan.context)
+        """Tokens the KV cache may grow to."""
+        return self.model.context
 
     @property
     def has_chat_template(self) -> bool:
         """Whether turns are rendered as a conversation; otherwise the model continues the text."""
-        return bool(getattr(self.tokenizer, "chat_template", None))
+        return self._template is not None
 
     def reset(self) -> None:
         """Forget the conversation; the system text stays."""
-        self._tokens, self._computed, self.messages, self.stopped = [], 0, [], None
+        self._tokens, self._computed, self.messages, self.stopped = array("q"), 0, [], None
         self._turn += 1
-        if self._cache is not None:
-            self._truncate_cache()
+        if self._sequence is not None:
+            self._sequence.truncate(0)
 
     def close(self) -> None:
-        """Free the KV cache for another session. The tokens and messages stay readable."""
-        cache, self._cache = self._cache, None
+        """Free the KV cache. The tokens and messages stay readable."""
+        sequence, self._sequence = self._sequence, None
         self._turn += 1
-        if cache is not None:
-            self.model.release_cache(cache)
+        if sequence is not None:
+            sequence.close()
 
     def __enter__(self) -> Self:
         return self
@@ -131,7 +153,7 @@ class Session:
 
     def stream(self, text: str, *, add_special: bool = True) -> Iterator[PrefillRecord | TokenRecord]:
         """Append `text` to the context and generate. Raises ContextFull, FlashIOError, ChecksumError."""
-        yield from self.stream_ids(self.tokenizer(text, add_special_tokens=add_special)["input_ids"])
+        yield from self.stream_ids(self.tokenizer.encode(text, add_special=add_special))
 
     def stream_ids(self, ids: Sequence[int]) -> Iterator[PrefillRecord | TokenRecord]:
         """As `stream`, of text that is tokens already."""
@@ -139,7 +161,7 @@ class Session:
 
     def stream_chat(self, user_text: str) -> Iterator[PrefillRecord | TokenRecord]:
         """One user turn: through the chat template where there is one, else as a continuation of the text so far."""
-        if not self.has_chat_template:
+        if self._template is None:
             first = not self._tokens
             system = f"{self.system}\n" if first and self.system else ""
             yield from self.stream(system + user_text if first else "\n" + user_text, add_special=first)
@@ -148,7 +170,7 @@ class Session:
         self.messages = [*before, {"role": "user", "content": user_text}]
         answer: list[str] | None = None  # none before the prompt is computed: until then nothing has changed
         try:
-            for record in self._answer():
+            for record in self._answer(self._template):
                 answer = [] if answer is None else answer
                 if isinstance(record, TokenRecord):
                     answer.append(record.text)
@@ -159,11 +181,10 @@ class Session:
             else:
                 self.messages.append({"role": "assistant", "content": "".join(answer)})
 
-    def _answer(self) -> Iterator[PrefillRecord | TokenRecord]:
+    def _answer(self, template: Template) -> Iterator[PrefillRecord | TokenRecord]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        ids = self.tokenizer.apply_chat_template(
-            system + self.messages, add_generation_prompt=True, tokenize=True, return_dict=True
-        )["input_ids"]
+        # The template writes the special tokens itself.
+        ids = self.tokenizer.encode(template.render(system + self.messages), add_special=False)
         # What the rendered conversation shares with the context is kept; the rest is computed again.
         shared = 0
         while shared < min(len(ids) - 1, len(self._tokens)) and ids[shared] == self._tokens[shared]:
@@ -172,38 +193,39 @@ class Session:
 
     def _extend(self, new_ids: list[int], *, keep: int | None = None) -> Iterator[PrefillRecord | TokenRecord]:
         """Generate after the first `keep` tokens of the context (None: all of it) and `new_ids`."""
-        if self._cache is None:
-            raise UsageError("the session is closed")
-        meter = self.model.engine.meter
+        sequence = self._open_sequence()
+        meter, limit = self.model.meter, self.context_limit
         context = self._tokens[:keep]
         reused = min(self._computed, len(context))
-        pending = context[reused:] + list(new_ids)
+        pending = [*context[reused:], *new_ids]
         if not pending:
             raise UsageError("there is nothing to continue: the prompt has no tokens")
-        if reused + len(pending) > self.context_limit:
+        if reused + len(pending) > limit:
             raise ContextFull(
-                f"the context limit of {self.context_limit} tokens is reached: {reused} are in use and this turn "
+                f"the context limit of {limit} tokens is reached: {reused} are in use and this turn "
                 f"adds {len(pending)}; start a new conversation (/reset) or shorten the text"
             )
+        # 1. The prompt. The sequence first drops what the new context does not share; nothing is said before the pass.
         self.stopped = None
         self._turn = turn = self._turn + 1
         meter.restart()
         self._computed = reused
-        self._truncate_cache()
-        logits = self._forward(pending)
-        self._tokens = context + list(new_ids)
+        sequence.truncate(reused)
+        logits = self.model.step([(sequence, pending)])[0]
+        self._tokens = context + array("q", new_ids)
+        self._computed = len(self._tokens)  # last: after an interrupt in between it is too small, which costs only time
         yield PrefillRecord(
             tokens=len(pending),
             reused_tokens=reused,
-            dense=len(pending) > self.model.engine.manifest.sparse_prefill_tokens,
+            dense=len(pending) > self.model.manifest.sparse_prefill_tokens,
             times=meter.take(),
         )
+        # 2. The answer, a token a step. The last token does not go through the model.
         detokenizer = Detokenizer(self.tokenizer, self.options.stop)
-        processors = self._processors()
-        ends = set() if self.options.ignore_eos else self._end_ids()
+        ends = frozenset[int]() if self.options.ignore_eos else self.tokenizer.end_ids
         for count in range(1, self.options.max_new_tokens + 1):
             self._check_turn(turn)
-            token_id = self._choose(logits, processors)
+            token_id = self._sampler.choose(logits, self._tokens, self.options)
             self._tokens.append(token_id)
             text = detokenizer.push(token_id)
             stopped: Stopped | None = None
@@ -213,7 +235,7 @@ class Session:
                 stopped = "stop"
             elif count == self.options.max_new_tokens:
                 stopped = "length"
-            elif self._computed == self.context_limit:
+            elif self._computed == limit:
                 stopped = "context"
             if stopped is not None:
                 text += detokenizer.finish()
@@ -224,50 +246,14 @@ class Session:
             if stopped is not None:
                 return
             self._check_turn(turn)
-            logits = self._forward([token_id])
+            logits = self.model.step([(sequence, [token_id])])[0]
+            self._computed += 1
+
+    def _open_sequence(self) -> ModelSequence:
+        if self._sequence is None:
+            raise UsageError("the session is closed")
+        return self._sequence
 
     def _check_turn(self, turn: int) -> None:
         if self._turn != turn:
             raise UsageError("this answer was ended by a newer turn, a reset or the session's end")
-
-    def _forward(self, ids: list[int]) -> torch.Tensor:
-        """Logits [vocab] (fp32) after `ids`; they are in the KV cache afterwards, or nothing has changed."""
-        try:
-            output = self.model(torch.tensor([ids]), past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        except BaseException:
-            self._truncate_cache()
-            raise
-        self._computed += len(ids)
-        logits: torch.Tensor = output.logits[0, -1].float()
-        return logits
-
-    def _truncate_cache(self) -> None:
-        """Layers may differ in length after an interrupted pass; afterwards none does."""
-        for layer in self._cache.layers:
-            layer.crop(min(0, self._computed - layer.get_seq_length()))
-
-    def _processors(self) -> LogitsProcessorList:
-        """In the order of transformers' `generate`."""
-        options, processors = self.options, LogitsProcessorList()
-        if options.repetition_penalty != 1.0:
-            processors.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
-        if options.temperature > 0:
-            processors.append(TemperatureLogitsWarper(options.temperature))
-            if options.top_k > 0:
-                processors.append(TopKLogitsWarper(options.top_k))
-            if options.top_p < 1:
-                processors.append(TopPLogitsWarper(options.top_p))
-        return processors
-
-    def _choose(self, logits: torch.Tensor, processors: LogitsProcessorList) -> int:
-        context: Any = torch.tensor([self._tokens])
-        scores = processors(context, logits[None])[0]
-        if self.options.temperature == 0:
-            return int(scores.argmax())
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
-
-    def _end_ids(self) -> set[int]:
-        ends = self.model.generation_config.eos_token_id
-        if ends is None:
-            ends = self.tokenizer.eos_token_id
-        return set(ends) if isinstance(ends, list) else {ends} - {None}

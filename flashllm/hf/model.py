@@ -1,287 +1,267 @@
-"""`FlashModel.from_pretrained`: an ordinary Hugging Face causal LM whose FFN neurons stay on flash.
+"""`FlashModel`: a Hugging Face causal LM whose tokens the engine computes.
 
-Built on the meta device, so no dense weight ever exists; resident tensors are assigned from anonymous memory, FFNs and
-linears replaced by ours. `generate`, sampling, streamers and evaluation harnesses see the Hugging Face class they know.
+`generate` with its strategies, sampling, streamers, pipelines and evaluation harnesses see the interface they know.
+Translates between batches of padded columns (theirs) and sequences of tokens (the engine's); computes nothing itself.
 """
 
-import json
+import dataclasses
 from pathlib import Path
-from typing import Any, cast
+from types import TracebackType
+from typing import Any, Self, cast
 
+import numpy as np
 import torch
-from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.initialization import no_init_weights
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from flashllm import _core
-from flashllm.arch.registry import attention_shape, spec_of
-from flashllm.base.machine import available_nbytes, num_cores, process_nbytes
+from flashllm.base.dtypes import WEIGHT_DTYPES
+from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.base.units import parse_size
-from flashllm.config import Ablation
+from flashllm.config import RunConfig
 from flashllm.convert.locate import resolve_model
-from flashllm.device.choice import choose_reader, find_costs
-from flashllm.device.costs import Backend
-from flashllm.device.store import device_store_path
-from flashllm.engine.attention import ATTENTION_NAME, PlannedAttention, register_attention
-from flashllm.engine.build import Engine
-from flashllm.engine.decoder import FlashLayerMixin, NativeDecoder
-from flashllm.engine.dense import TORCH_DTYPES
-from flashllm.engine.ffn import Mode
-from flashllm.engine.linear import FlashLinear
-from flashllm.engine.norm import FlashNorm
-from flashllm.errors import FormatError, UsageError
-from flashllm.format.manifest import Manifest, open_model_dir, reads_ahead
-from flashllm.format.model_files import CONFIG
-from flashllm.format.popularity import read_popularity
-from flashllm.plan.memory import CACHE_POLICIES, MemoryPlan, plan_memory
+from flashllm.engine.model import Logits, Model
+from flashllm.errors import UsageError
+from flashllm.hf.cache import Columns, FlashCache
+from flashllm.hf.fixed import FixedModel
+from flashllm.hf.torch_threads import one_torch_thread
+
+_IGNORED = -100  # a label that does not count
 
 
-class FlashMixin:
-    """What the Hugging Face class gains: the engine, and passes that know how many tokens are new."""
+class FlashModel(FixedModel):  # type: ignore[no-untyped-call]
+    """A causal LM over `engine`; a context manager, which closes it. Made by `from_pretrained`."""
 
-    engine: Engine
-    flash_attend: Any
-
-    def forward(
-        self, input_ids: torch.Tensor | None = None, *, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
-    ) -> Any:
-        """As the Hugging Face class. At most K0 new tokens a sequence use the predictor (design contract 2)."""
-        self._check_open()
-        given = input_ids if input_ids is not None else inputs_embeds
-        cache = kwargs.get("past_key_values")
-        self.engine.begin_pass(0 if cache is None else cache.get_seq_length(), 0 if given is None else given.shape[1])
-        try:
-            with torch.inference_mode():
-                return super().forward(input_ids, inputs_embeds=inputs_embeds, **kwargs)  # type: ignore[misc]
-        except BaseException:
-            self.engine.interrupt()
-            raise
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Hugging Face class, over the KV cache of the memory plan unless `past_key_values` is given.
-
-        That cache is closed at the end, also where the output refers to it: to go on from it, pass `new_cache()`.
-        """
-        self._check_open()
-        if kwargs.get("past_key_values") is not None or not kwargs.get("use_cache", True):
-            return super().generate(*args, **kwargs)  # type: ignore[misc]
-        cache = self.new_cache()
-        try:
-            return super().generate(*args, **{**kwargs, "past_key_values": cache})  # type: ignore[misc]
-        finally:
-            self.release_cache(cache)
-
-    def new_cache(self) -> Cache:
-        """An empty KV cache over the planned memory; one is open at a time."""
-        self._check_open()
-        return self.engine.kv_memory.new_cache()
-
-    def release_cache(self, cache: Cache) -> None:
-        """Close a cache of `new_cache`, so that another can be made. Once more is harmless."""
-        self.engine.kv_memory.release(cache)
-
-    def _check_open(self) -> None:
-        if self.engine.closed:
-            raise UsageError("the model is closed; load it again with FlashModel.from_pretrained")
-
-
-class _Weights:
-    """The resident parameters, to be let go of."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.parameters())
-
-    def release(self) -> None:
-        for parameter in self._parameters:
-            parameter.data = torch.empty(0, dtype=parameter.dtype)
-
-
-class FlashModel:
-    """Entry point; see `from_pretrained`."""
-
-    @staticmethod
-    def from_pretrained(
-        path: str | Path | None = None,
-        *,
-        memory: int | str | None = None,
-        window: int | None = None,
-        cache_policy: str = CACHE_POLICIES[0],
-        threads: int | None = None,
-        io_threads: int | None = None,
-        io_backend: Backend | None = None,
-        store: str | Path | None = None,
-        mode: str = "sparse",
-        context: int | None = None,
-        direct: bool = True,
-        verify_checksums: bool = True,
-        batch: int = 1,
-        ablation: Ablation | None = None,
-    ) -> Any:
-        """Load a model directory: a Hugging Face causal LM with `.engine`; close it with `model.engine.close()`.
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, path: str | Path | None = None, *, config: RunConfig | None = None, **options: Any
+    ) -> Self:
+        """Load a model. Its class is a FlashModel by the name of its architecture, which is what pipelines go by.
 
         Args:
             path: model directory, Hugging Face folder or hub id (converted on first use); None: the bundled demo.
-            memory: limit for everything the process holds, in bytes or as "7GB"; None: four fifths of what is free.
-            cache_policy: which neurons stay cached: "frequency" (those active most often), or "window" (those of the
-                last tokens: paper A, section 3.1).
-            window: its tokens; under another policy, the prompt's last tokens from which the cache is filled.
-            threads: compute threads.
-            io_threads: reads at a time; io_backend: "threads" or "io_uring" makes them; None: as calibrated, else 32
-                threads.
-            store: calibrations of drives (`flashllm calibrate`); None: the user's.
-            mode: "sparse", "oracle" (exact ReLU mask) or "dense".
-            context: tokens of KV cache; None: the model's limit.
-            direct: read past the page cache; False: through it.
-            batch: sequences computed together at most.
-            ablation: parts to switch off in a measurement.
+            config: how to run it; None: as `RunConfig()` says.
+            options: fields of `RunConfig`, in place of those of `config`; `memory` also as text like "7GB", `store`
+                also as text.
 
         Raises:
             UsageError, BudgetError, FormatError, FlashIOError, UnsupportedModelError: each says what to do.
         """
-        directory = resolve_model(None if path is None else str(path))
-        manifest, config = open_model_dir(directory), read_config(directory)
+        known = [field.name for field in dataclasses.fields(RunConfig)]
+        for name in options:
+            if name not in known:
+                raise UsageError(f"FlashModel.from_pretrained knows no {name!r}; its options are {', '.join(known)}")
+        if isinstance(options.get("memory"), str):
+            options["memory"] = parse_size(options["memory"])
+        if isinstance(options.get("store"), str):
+            options["store"] = Path(options["store"])
+        run = dataclasses.replace(config if config is not None else RunConfig(), **options)
+        engine = Model.open(resolve_model(None if path is None else str(path)), run)
         try:
-            chosen = Mode(mode)
-        except ValueError:
-            raise UsageError(f"--mode must be one of {', '.join(Mode)}, not {mode!r}") from None
-        threads = threads if threads is not None else num_cores()
-        if threads < 1:
-            raise UsageError(f"--threads must be at least 1, not {threads}")
-        costs, problem = find_costs(directory, device_store_path() if store is None else Path(store))
-        reader = choose_reader(costs, manifest.rows.stride, io_threads=io_threads, direct=direct, io_backend=io_backend)
-        plan = plan_memory(
-            manifest,
-            config,
-            limit=parse_size(memory) if isinstance(memory, str) else memory,
-            available=available_nbytes(),
-            process=process_nbytes(),
-            context=context,
-            window=window,
-            cache_policy=cache_policy,
-            popularity=read_popularity(directory, manifest),
-            io_threads=reader.depth,
-            max_gap=reader.max_gap,
-            batch=batch,
-            early=chosen is Mode.SPARSE and reads_ahead(directory, manifest),
-        )
-        engine = Engine(
-            directory,
-            manifest,
-            plan,
-            attention_shape(config),
-            mode=chosen,
-            threads=threads,
-            reader=reader,
-            direct=direct,
-            verify_checksums=verify_checksums,
-            batch=batch,
-            ablation=ablation,
-        )
-        if problem is not None:
-            engine.notices.append(problem)
-        try:
-            return _build_model(directory, manifest, config, plan, engine)
+            name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[engine.manifest.architecture.model_type]
+            return cast(type[Self], type(name, (cls,), {"__doc__": cls.__doc__}))(engine)
         except BaseException:
             engine.close()
             raise
 
+    def new_cache(self) -> FlashCache:
+        """An empty KV cache, to be given as `past_key_values`; there may be many."""
+        return FlashCache(self.engine)
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """The model's config.json as a plain dictionary."""
-    config: dict[str, Any] = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    return config
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        return_dict: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cache_position: torch.Tensor | None = None,
+    ) -> CausalLMOutputWithPast | tuple[torch.Tensor, ...]:
+        """Logits of the model's dtype, [batch, columns kept, vocab]; zeros where a column is padding.
+
+        Rows of at most K0 new tokens run in the model's mode, others as prompts, whatever else is in the batch (design
+        contract 2). There are no gradients.
+
+        Args:
+            input_ids: [batch, columns] new tokens.
+            attention_mask: [batch, columns so far + new], 0 for padding, which stands before or after a row's tokens.
+            position_ids: as they follow from the mask; others are refused.
+            past_key_values: a `FlashCache` of this model.
+            labels: [batch, columns], -100 where none; the loss leaves padding out.
+            logits_to_keep: so many last columns, or these; 0: all.
+            cache_position: not used; older transformers pass it.
+
+        Raises:
+            UsageError, TypeError: arguments that cannot be.
+            ContextFull, FlashIOError, ChecksumError, FormatError: as `Model.step`; the cache is as it was.
+        """
+        if output_attentions or output_hidden_states:
+            raise UsageError("attentions and hidden states are not given out; take them from the original model")
+        if inputs_embeds is not None:
+            raise UsageError("inputs_embeds are not supported: give input_ids")
+        ids = _checked_ids(input_ids)
+        cache = self._checked_cache(past_key_values, rows=len(ids))
+        new = _new_columns(attention_mask, cache, ids)
+        _check_positions(position_ids, cache, new)
+        kept = _kept_columns(logits_to_keep, ids.shape[1])
+        if labels is not None:
+            _check_labels(labels, ids, kept)
+
+        last_only = kept == [ids.shape[1] - 1]
+        if last_only and ids.shape[1] > 1 and not new[:, -1].all():
+            raise UsageError("a row ends in padding, so nothing can follow it: pad on the left")
+        tokens = [row[columns].tolist() for row, columns in zip(ids, new, strict=True)]
+        computed = cache.run(tokens, new, all_logits=not last_only)
+        logits = self._assembled(computed, new, kept)
+
+        loss = None if labels is None else self._loss(logits, labels, new)
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if return_dict else output.to_tuple()
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As Hugging Face's, without the tokenizers that `generate` hands on and no model takes."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        return {name: value for name, value in inputs.items() if not name.endswith("tokenizer")}
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As Hugging Face's, over a KV cache of its own unless `past_key_values` is given.
+
+        Meanwhile torch computes with one thread (`flashllm.hf.torch_threads`), but for an assistant model.
+        """
+        given = [kwargs.get("generation_config", args[1] if len(args) > 1 else None), self.generation_config]
+
+        def chosen(name: str) -> Any:
+            values = (kwargs.get(name), *(getattr(config, name, None) for config in given))
+            return next((value for value in values if value is not None), None)
+
+        if chosen("cache_implementation") is not None:
+            raise UsageError("cache_implementation is not supported: the KV cache is the engine's; leave it out")
+        if chosen("assistant_early_exit") is not None:
+            raise UsageError("assistant_early_exit is not supported: a pass goes through all layers; use a small model")
+        if kwargs.get("past_key_values") is None and chosen("use_cache") is not False:
+            kwargs["past_key_values"] = self.new_cache()
+        if kwargs.get("assistant_model") is not None:  # it may need torch's threads
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        with one_torch_thread:
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Release threads, files and memory. The model cannot be used afterwards; once more is harmless."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _checked_cache(self, given: Cache | None, *, rows: int) -> FlashCache:
+        if given is None:
+            return self.new_cache()
+        if not isinstance(given, FlashCache) or given.engine is not self.engine:
+            raise UsageError(
+                f"past_key_values is a {type(given).__name__}, not of this model: take one from model.new_cache(), or "
+                "the one that a pass returned"
+            )
+        if given.batch_size not in (-1, rows):
+            raise UsageError(
+                f"past_key_values has {given.batch_size} rows and input_ids {rows}: they must be the same "
+                "(past_key_values.batch_repeat_interleave repeats rows)"
+            )
+        return given
+
+    def _assembled(self, computed: list[Logits], new: Columns, kept: list[int]) -> torch.Tensor:
+        """[rows, columns kept, vocab] from each row's logits, which are of its tokens or of the last one alone.
+
+        In numpy: torch would leave threads behind that spin beside the engine's.
+        """
+        dtype = self.engine.directory.dtype
+        values = np.zeros((len(new), len(kept), self.engine.vocab_size), dtype.storage)
+        for row, logits in enumerate(computed):
+            after = np.cumsum(new[row]) - new[row].sum() + len(logits) - 1  # a column's token, among those with logits
+            places = [place for place, column in enumerate(kept) if new[row, column]]
+            if places:
+                values[row, places] = cast_dtype(
+                    logits[after[[kept[i] for i in places]]], WEIGHT_DTYPES["float32"], dtype
+                )
+        return torch.from_numpy(values).view(self.dtype)
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, new: Columns) -> torch.Tensor:
+        """Mean cross entropy of the tokens whose predecessor is a token too."""
+        counts = torch.from_numpy(new.copy())
+        counts[:, 1:] &= torch.from_numpy(new[:, :-1])
+        labels = labels.masked_fill(~counts, _IGNORED)
+        loss: torch.Tensor = self.loss_function(logits=logits, labels=labels, vocab_size=self.engine.vocab_size)
+        return loss
 
 
-def _build_model(
-    directory: Path, manifest: Manifest, config: dict[str, Any], plan: MemoryPlan, engine: Engine
-) -> PreTrainedModel:
-    register_attention()
-    hf_config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    hf_config._attn_implementation = ATTENTION_NAME
-    base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
-    flash_class = type(f"Flash{base.__name__}", (FlashMixin, base), {})
-    dtype = TORCH_DTYPES[manifest.dtype]
+def _checked_ids(input_ids: torch.Tensor | None) -> np.ndarray[Any, np.dtype[np.int64]]:
+    if input_ids is None:
+        raise UsageError("input_ids are missing")
+    if not isinstance(input_ids, torch.Tensor):
+        raise TypeError(f"input_ids must be a tensor, not a {type(input_ids).__name__}")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"input_ids must be int64 or int32, not {input_ids.dtype}")
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise UsageError(f"input_ids must be [batch, columns], at least one of each, not {list(input_ids.shape)}")
+    return input_ids.cpu().numpy().astype(np.int64)
 
-    # 1. The Hugging Face skeleton, without memory. Nothing is to be initialised: trying loads half a compiler.
-    with torch.device("meta"), no_init_weights():
-        model = flash_class(hf_config).to(dtype)
-    # 2. FFNs, linears and norms become ours; layers too, where one new token runs through them in one call.
-    spec = spec_of(manifest.architecture.model_type)
-    for layer, ffn in zip(model.get_submodule(spec.layers_module), engine.ffns, strict=True):
-        layer.set_submodule(spec.ffn_module, ffn)
-        for name in spec.silenced_modules:
-            layer.set_submodule(name, nn.Identity())
-    replaced = _replace_modules(model, dtype)
-    layers = list(model.get_submodule(spec.layers_module).children())
-    block = spec.decoder_block if engine.mode is Mode.SPARSE else None
-    if block is not None:
-        layer_class = type(f"Flash{type(layers[0]).__name__}", (FlashLayerMixin, type(layers[0])), {})
-        for layer in layers:
-            layer.__class__ = layer_class
-    # 3. Resident tensors are assigned, never copied.
-    missing, unexpected = model.load_state_dict(engine.tensors, strict=False, assign=True)
-    model.tie_weights()
-    left = sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
-    if left or unexpected:
-        raise FormatError(
-            f"{directory}: resident weights do not fit the architecture (missing {left[:3]}, unknown "
-            f"{unexpected[:3]}); convert the model again"
+
+def _new_columns(mask: torch.Tensor | None, cache: FlashCache, ids: np.ndarray[Any, Any]) -> Columns:
+    """Which of the new columns are tokens."""
+    rows, new = ids.shape
+    past = cache.get_seq_length()
+    held = cache.columns if past else np.zeros((rows, 0), np.bool_)
+    if mask is None:
+        columns = np.concatenate([held, np.ones((rows, new), np.bool_)], axis=1)
+    elif tuple(mask.shape) != (rows, past + new):
+        raise UsageError(
+            f"attention_mask must be {[rows, past + new]}, for {past} columns in past_key_values and {new} new ones, "
+            f"not {list(mask.shape)}"
         )
-    del missing  # the tied head is listed there although it is in place
-    engine.tensors.clear()
-    model.requires_grad_(False)
-    model.eval()
-    # 4. The native kernels over what is now in place.
-    for module in replaced:
-        if isinstance(module, FlashLinear):
-            module.attach(engine.pool, engine.meter, manifest.sparse_prefill_tokens)
-        else:
-            module.attach(dtype, engine.pool, engine.meter)
-    shape = attention_shape(config)
-    attention: dict[str, Any] = {
-        "heads": int(hf_config.num_attention_heads),
-        "kv_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "dtype": manifest.dtype,
-        "pool": engine.pool,
-        "counters": engine.meter.native,
-    }
-    attend = PlannedAttention(engine.meter, _core.Attention(max_length=plan.context, **attention), plan.context)
-    engine.adopt(*replaced, attend, _Weights(model))
-    if block is not None:
-        native = _core.Decoder(
-            d_model=manifest.rows.d_model,
-            context=plan.context,
-            batch=engine.kv_memory.batch,
-            query_scale=shape.head_dim**-0.5,
-            **attention,
-        )
-        decoder = NativeDecoder(native, engine.kv_memory, few_tokens=manifest.sparse_prefill_tokens)
-        engine.adopt(decoder)
-        for layer, ffn in zip(layers, engine.ffns, strict=True):
-            decoder.add(layer, block, ffn)
-    for module in model.modules():
-        if hasattr(module, "layer_idx"):
-            module.flash_attend = attend
-    model.engine = engine
-    if (directory / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
-    return cast(PreTrainedModel, model)
+    else:
+        columns = mask.cpu().numpy() != 0
+    if not np.array_equal(columns[:, :past], held):
+        raise UsageError("attention_mask differs from the one that past_key_values was computed with")
+    starts = np.diff(columns.astype(np.int8), axis=1, prepend=0) == 1
+    if (starts.sum(axis=1) > 1).any():
+        raise UsageError("there is padding between a row's tokens: pad on the left")
+    return columns[:, past:]
 
 
-def _replace_modules(model: nn.Module, dtype: torch.dtype) -> list[FlashLinear | FlashNorm]:
-    replaced: list[FlashLinear | FlashNorm] = []
-    for name, module in list(model.named_modules()):
-        ours: FlashLinear | FlashNorm
-        if type(module) is nn.Linear:
-            ours = FlashLinear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
-        elif type(module) is nn.LayerNorm:
-            affine, bias = module.elementwise_affine, module.bias is not None
-            ours = FlashNorm(module.normalized_shape, module.eps, affine, bias, device="meta")
-        else:
-            continue
-        model.set_submodule(name, ours.to(dtype))
-        replaced.append(ours)
-    return replaced
+def _check_positions(position_ids: torch.Tensor | None, cache: FlashCache, new: Columns) -> None:
+    if position_ids is None:
+        return
+    held = np.array(cache.lengths or [0] * len(new))
+    expected = held[:, None] + np.cumsum(new, axis=1) - 1
+    rows, columns = new.shape
+    fits = tuple(position_ids.shape) in ((rows, columns), (1, columns))
+    if not fits or not np.array_equal(
+        position_ids.cpu().numpy().repeat(rows // len(position_ids), 0)[new], expected[new]
+    ):
+        raise UsageError("position_ids must count each row's tokens from where it stands: leave them out")
+
+
+def _check_labels(labels: torch.Tensor, ids: np.ndarray[Any, Any], kept: list[int]) -> None:
+    if labels.shape != ids.shape:
+        raise UsageError(f"labels must be {list(ids.shape)}, as input_ids are, not {list(labels.shape)}")
+    if len(kept) != ids.shape[1]:
+        raise UsageError("labels need the logits of every column: leave logits_to_keep out")
+
+
+def _kept_columns(logits_to_keep: int | torch.Tensor, count: int) -> list[int]:
+    if isinstance(logits_to_keep, int):
+        return list(range(count))[-logits_to_keep:]
+    columns: list[int] = torch.arange(count)[logits_to_keep].tolist()
+    return columns

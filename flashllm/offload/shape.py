@@ -127,10 +127,8 @@ class _Family:
     tied: bool = False  # what a config that does not say means
 
 
-# Families that `flashllm.arch.registry` does not run sparsely but this engine can plan for. The table of
-# architectures comes first wherever it has an entry.
+# Families without a file in flashllm/arch that this engine can plan for all the same.
 _FAMILIES = {
-    "llama": _Family(ffn_key="intermediate_size", gated=True),
     "mistral": _Family(ffn_key="intermediate_size", gated=True),
     "qwen2": _Family(ffn_key="intermediate_size", gated=True),
     "qwen3": _Family(ffn_key="intermediate_size", gated=True),
@@ -143,7 +141,7 @@ def _family(model_type: object, *, name: str) -> _Family:
     if isinstance(model_type, str) and model_type in ARCHITECTURES:
         spec = ARCHITECTURES[model_type]
         tied = bool(spec.defaults.get("tie_word_embeddings", False))
-        return _Family(ffn_key=spec.d_ff_key, gated=spec.gate_weight is not None, tied=tied)
+        return _Family(ffn_key=spec.d_ff_key, gated="gate" in spec.matrices, tied=tied)
     if isinstance(model_type, str) and model_type in _FAMILIES:
         return _FAMILIES[model_type]
     known = ", ".join(sorted({*ARCHITECTURES, *_FAMILIES}))

@@ -1,7 +1,7 @@
-"""What a token will find in each layer's cache, before any token ran: active neurons, misses, requests.
+"""What a token is expected to find in each layer's cache: active neurons, misses, requests.
 
 From an activity trace, by replaying the cache's policy over it; else from how often each neuron is active, or from the
-manifest's mean activity, as if neurons and tokens were independent of each other. Reads nothing but the trace.
+manifest's activity statistics, as if neurons and tokens were independent of each other. Reads nothing but the trace.
 """
 
 from collections.abc import Sequence
@@ -21,27 +21,28 @@ _WARM_UP = 100  # of them not counted: the cache fills
 # How unequal neurons are, where only their mean activity m is known: shares of tokens p ~ Beta(c m, c (1 - m)). With
 # c = 1.5, m = 0.1 gives the figures of paper A (24 % active in 5 tokens, 2.4 % new at a window of 4).
 _CONCENTRATION = 1.5
+_SAMPLED_RANKS = 512  # of them; the others lie between
 _ASSUMED_SHARE = 0.1  # of the neurons active where nothing is known (paper A, section 3.1)
-_ASSUMED_RECALL = 0.9  # of the early guess (the demo's; bench/cache/results/early_prediction.json)
+_ASSUMED_RECALL = 0.9  # of predictors for prefetching (the demo's; bench/cache/results/early_prediction.json)
 
 Shares = NDArray[np.float32]  # of tokens a neuron is active in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerActivity:
-    """Means a token."""
+    """Expected numbers of one layer a token."""
 
     active: float
     firing: float  # of the active: only their down columns are read from memory
     misses: float
     requests: float  # misses near each other are read together
     rows_read: float  # with those in the gaps
-    foretold: float  # misses that the early guess names, where there is one
+    foretold: float  # misses that the predictor for prefetching names, where there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedActivity:
-    """What to expect by layer, and where it is known from."""
+    """Expected activity by layer, and where it comes from."""
 
     layers: tuple[LayerActivity, ...]
     source: str
@@ -110,8 +111,8 @@ def count_requests(misses: NDArray[np.int64], row_nbytes: int, gap: int) -> tupl
 def from_shares(
     manifest: Manifest, plan: MemoryPlan, popularity: NDArray[np.float32] | None, gap: int
 ) -> ExpectedActivity:
-    """By each neuron's share of tokens; where unknown, by the manifest's mean activity and an assumption about how
-    unequal neurons are; where that is unknown too, by paper A's mean."""
+    """By each neuron's share of tokens; where unknown, by the manifest's activity statistics and an assumption about
+    how unequal neurons are; without those, by paper A's mean."""
     neurons, calibration = manifest.architecture.d_ff, manifest.calibration
     if popularity is not None:
         shares, source = list(popularity), "popularity of neurons"
@@ -144,10 +145,13 @@ def from_shares(
 
 def assumed_shares(mean: float, neurons: int) -> Shares:
     """Shares of tokens of as many neurons, ~ Beta(c m, c (1 - m)): by rank, from a sample that is always the same."""
+    ranks = min(neurons, _SAMPLED_RANKS)
     random = np.random.default_rng(0)
-    sample = np.sort(random.beta(_CONCENTRATION * mean, _CONCENTRATION * (1 - mean), size=16 * neurons))
-    ranked: Shares = sample.reshape(neurons, 16).mean(axis=1).astype(np.float32)
-    scaled: Shares = np.minimum(ranked * np.float32(mean / max(float(ranked.mean()), 1e-9)), np.float32(1))
+    sample = np.sort(random.beta(_CONCENTRATION * mean, _CONCENTRATION * (1 - mean), size=16 * ranks))
+    ranked = sample.reshape(ranks, 16).mean(axis=1)
+    places = (np.arange(neurons) + 0.5) / neurons
+    shares: Shares = np.interp(places, (np.arange(ranks) + 0.5) / ranks, ranked).astype(np.float32)
+    scaled: Shares = np.minimum(shares * np.float32(mean / max(float(shares.mean()), 1e-9)), np.float32(1))
     return scaled
 
 

@@ -1,27 +1,23 @@
-"""The time of a token before any token ran: reads, products and what is left, from a memory plan and a calibration.
+"""The expected time of a token, from a memory plan and a device profile: reads, products, and what is left.
 
 Per layer: the reader gets one batch for the misses (neighbours merged), while the hits' up products run; behind it, the
-rows read ahead for the next layer while this one computes. Everything touched in memory is touched once, resident
+rows prefetched for the next layer while this one computes. Everything touched in memory is touched once, resident
 weights at the rate of resident products, rows at that of rows gathered. Reads beside products are slower, and slow the
 products. The interpreter and waking threads cost a fixed time a layer. Plain arithmetic; loads and measures nothing.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from flashllm.arch.registry import attention_shape, resident_names, spec_of
-from flashllm.base.dtypes import WEIGHT_DTYPES
-from flashllm.device.costs import DeviceCosts, ReaderChoice, ReaderCosts
-from flashllm.format.manifest import Manifest
+from flashllm.device.costs import DeviceCosts, ReaderChoice
+from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import RESIDENT
 from flashllm.format.safetensors import read_header
 from flashllm.plan.activity import ExpectedActivity, LayerActivity
 from flashllm.plan.memory import MemoryPlan
 
-_USEFUL_GUESSES = 0.75  # of the rows read ahead: bench/LOG.md, "Reading ahead on an early guess"
+_USEFUL_PREFETCHES = 0.75  # of the rows prefetched: bench/LOG.md, "Reading ahead on an early guess"
+_CLEARLY_FASTER = 1.03  # a ratio of two estimates; smaller ones are noise
 TYPICAL_POSITION = 256  # tokens in the KV cache that attention reads, where the context allows as many
 
 
@@ -44,19 +40,16 @@ class TokenEstimate:
         return self.io_s + self.compute_s + self.overhead_s
 
 
-def product_nbytes(directory: Path, config: Mapping[str, Any]) -> int:
+def product_nbytes(model: ModelDir) -> int:
     """Bytes of the resident weights that a token's products read: the layers' and the head's, not the embeddings."""
-    spec = spec_of(str(config["model_type"]))
-    tensors = read_header(directory / RESIDENT).tensors
-    layers = spec.layers_module + "."
-    names = [name for name in resident_names(config) if name.startswith(layers) and len(tensors[name].shape) > 1]
-    names.append(spec.head if spec.head in tensors else spec.embedding)
-    return sum(tensors[name].nbytes for name in names)
+    tensors = read_header(model.path / RESIDENT).tensors
+    head = "head.weight" if "head.weight" in tensors else "embedding.weight"
+    names = [name for name, info in tensors.items() if name.startswith(("layers.", "project_")) and len(info.shape) > 1]
+    return sum(tensors[name].nbytes for name in (*names, head))
 
 
 def estimate_token(
-    manifest: Manifest,
-    config: Mapping[str, Any],
+    model: ModelDir,
     plan: MemoryPlan,
     *,
     costs: DeviceCosts,
@@ -64,16 +57,31 @@ def estimate_token(
     activity: ExpectedActivity,
     resident_nbytes: int,
 ) -> TokenEstimate:
-    """The expected token. `resident_nbytes`: `product_nbytes` of the model.
+    """The expected token at the start of a conversation. `resident_nbytes`: `product_nbytes` of the model.
 
-    Where the model has predictors of the next layer, rows are read ahead if that is faster, as a run finds out too.
+    The next layer's rows are prefetched where the plan has memory for them.
     """
-    reader = costs.of(choice.backend, choice.depth)
-    rates = _Rates(manifest, config, plan, costs=costs, reader=reader, resident_nbytes=resident_nbytes)
-    tokens = [rates.token(activity, ahead=False)]
-    if plan.early_rows:
-        tokens.append(rates.token(activity, ahead=True))
-    return min(tokens, key=lambda token: token.total_s)
+    rates = _Rates(model, plan, costs=costs, choice=choice, resident_nbytes=resident_nbytes)
+    return rates.token(activity, prefetch=plan.early_rows > 0)
+
+
+def prefetch_pays(
+    model: ModelDir,
+    plan: MemoryPlan,
+    *,
+    costs: DeviceCosts,
+    choice: ReaderChoice,
+    activity: ExpectedActivity,
+    resident_nbytes: int,
+) -> bool:
+    """Whether to prefetch under `plan`, which has memory for it; arguments as `estimate_token`.
+
+    Prefetched rows take time from the products they hide behind, and some are read in vain. That pays where demand
+    reads would take longer than what hides them. False where a token is expected to be clearly faster without.
+    """
+    rates = _Rates(model, plan, costs=costs, choice=choice, resident_nbytes=resident_nbytes)
+    with_s, without_s = (rates.token(activity, prefetch=prefetch).total_s for prefetch in (True, False))
+    return with_s < _CLEARLY_FASTER * without_s
 
 
 class _Rates:
@@ -81,27 +89,26 @@ class _Rates:
 
     def __init__(
         self,
-        manifest: Manifest,
-        config: Mapping[str, Any],
+        model: ModelDir,
         plan: MemoryPlan,
         *,
         costs: DeviceCosts,
-        reader: ReaderCosts,
+        choice: ReaderChoice,
         resident_nbytes: int,
     ) -> None:
-        self._plan, self._costs, self._reader = plan, costs, reader
+        manifest = model.manifest
+        self._plan, self._costs = plan, costs
+        self._reader = costs.of(choice.backend, choice.depth)
         self._row, self._matrices = manifest.rows.stride, len(manifest.rows.matrices)
         self._sparse_bps = costs.sparse_bps[manifest.dtype]
         self._num_layers = manifest.architecture.num_layers
-        position = min(TYPICAL_POSITION, plan.context)
-        itemsize = WEIGHT_DTYPES[manifest.dtype].itemsize
-        kv_nbytes = position * attention_shape(config).kv_nbytes_per_token(itemsize)
+        kv_nbytes = min(TYPICAL_POSITION, plan.context) * model.kv_nbytes_per_token
         self._resident_nbytes = resident_nbytes + plan.predictors + kv_nbytes
         self._resident_s = self._resident_nbytes / costs.gemv_bps[manifest.dtype] / self._num_layers
 
-    def token(self, activity: ExpectedActivity, *, ahead: bool) -> TokenEstimate:
+    def token(self, activity: ExpectedActivity, *, prefetch: bool) -> TokenEstimate:
         layers = [
-            self._layer(layer, rows, ahead=ahead and index > 0)
+            self._layer(layer, rows, prefetch=prefetch and index > 0)
             for index, (layer, rows) in enumerate(zip(activity.layers, self._plan.cache_rows, strict=True))
         ]
         return TokenEstimate(
@@ -117,10 +124,10 @@ class _Rates:
         )
 
     def _touched_nbytes(self, layer: LayerActivity) -> float:
-        """Of the active neurons' rows: the down columns of those that do not fire are left alone."""
+        """Bytes of the active neurons' rows, without the down columns of those that do not fire."""
         return (layer.active * (self._matrices - 1) + layer.firing) * self._row / self._matrices
 
-    def _layer(self, layer: LayerActivity, rows: int, *, ahead: bool) -> "_LayerEstimate":
+    def _layer(self, layer: LayerActivity, rows: int, *, prefetch: bool) -> "_LayerEstimate":
         products_s = self._resident_s + self._touched_nbytes(layer) / self._sparse_bps
         if not layer.requests:
             return _LayerEstimate(0.0, products_s, 0.0, 0.0, 0.0)
@@ -130,19 +137,19 @@ class _Rates:
         request_s, lost_s = self._reader.request(nbytes), self._reader.lost(nbytes)
         # The hits' up products run while the misses fly.
         hidden_s = (layer.active - layer.misses) * self._row * (self._matrices - 1) / self._matrices / self._sparse_bps
-        guesses, demand = 0.0, layer.requests
-        if ahead:
-            # While a layer is computed, the drive reads for the next one; some of it in vain.
-            most = min(self._plan.early_rows, layer.foretold / _USEFUL_GUESSES) / per_request
-            guesses = min(most, self._reader.beside_products(products_s, nbytes))
-            demand -= guesses * _USEFUL_GUESSES
-            rows_read += guesses * (1 - _USEFUL_GUESSES) * per_request
+        prefetched, demand = 0.0, layer.requests
+        if prefetch:
+            # While a layer computes, the drive reads rows of the next one, some in vain.
+            most = min(self._plan.early_rows, layer.foretold / _USEFUL_PREFETCHES) / per_request
+            prefetched = min(most, self._reader.beside_products(products_s, nbytes))
+            demand -= prefetched * _USEFUL_PREFETCHES
+            rows_read += prefetched * (1 - _USEFUL_PREFETCHES) * per_request
         latency_s = parts * self._reader.batch(demand / parts, nbytes) - demand * request_s
         beside = min(demand, self._reader.beside_products(max(0.0, hidden_s - latency_s), nbytes))
         return _LayerEstimate(
             io_s=max(0.0, latency_s - hidden_s) + (demand - beside) * request_s,
-            compute_s=products_s + (guesses + beside) * lost_s,
-            io_busy_s=latency_s + (demand - beside) * request_s + (guesses + beside) * self._reader.beside(nbytes),
+            compute_s=products_s + (prefetched + beside) * lost_s,
+            io_busy_s=latency_s + (demand - beside) * request_s + (prefetched + beside) * self._reader.beside(nbytes),
             requests=rows_read / per_request,
             rows_read=rows_read,
         )

@@ -1,28 +1,31 @@
 """The memory plan: every byte the process will hold, decided before anything is loaded (design contract 3).
 
-Plain arithmetic over the manifest and the config; imports no torch. `plan_memory` either returns a plan that fits its
-limit or raises BudgetError with the numbers. What is left after everything fixed goes to the neuron caches: to the most
-popular neurons of all layers where popularity is known, else in even shares. Under the paper's window a layer's share
-is no larger than its calibrated need (paper A, section 3.3: Req_i).
+What is left after everything fixed is shared by the KV cache and the neuron caches. The KV cache grows in blocks of
+`KV_BLOCK_TOKENS` positions, each out of the neuron caches' memory (paper A, appendix C.3: a dynamic window under a
+fixed limit), so the plan has two ends: an empty context, and a full one, where every layer still has its minimum.
+
+The neuron caches hold the most popular neurons of all layers where popularity is known, else even shares. Under the
+paper's window a layer's share is no larger than its calibrated need (paper A, section 3.3: Req_i). Plain arithmetic
+over the manifest and the `BlockSpec`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.arch.registry import attention_shape
+from flashllm.arch.spec import BlockSpec
+from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.units import format_size
+from flashllm.config import CACHE_POLICIES, DEFAULT_WINDOW
 from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.rows import PAGE_NBYTES
 
-CACHE_POLICIES = ("frequency", "window")  # of flashllm/csrc/cache/cache_policy.h; the first is the default
-
-DEFAULT_WINDOW = 5  # tokens (paper A, section 3.1)
+KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are allocated together
 MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for one streaming block
 # What the process grows by at its first forward passes besides the planned buffers: lazily loaded library pages,
 # OpenMP and oneDNN workspaces, the allocator's slack, page tables. Measured as the peak RSS of a 2,000-token prefill
@@ -31,63 +34,108 @@ LIBRARY_GROWTH = 64_000_000
 READ_AHEAD = 6  # streaming blocks in flight while one is used: they last through a layer's attention (bench/LOG.md)
 STREAM_THREADS = 8  # at most, of reads in file order
 _MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, slowly
-_EARLY_SHARE = 32  # neurons of a layer for each row read ahead: about what a device reads while a layer computes
+_PREFETCH_SHARE = 32  # neurons of a layer for each row prefetched: about what a device reads while a layer computes
 _BYPASS_SHARE = 16  # neurons of a layer for each bypass row (of misses that are not kept); layers share the rows
+_LOGITS_ROWS = 4  # [vocab] rows held at a time: the head's result, the caller's copy, the sampler's two
+
+Rows = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes by purpose, and the rows of each layer's neuron cache."""
+    """Bytes by purpose, and the rows of each layer's neuron cache for every size of the KV cache."""
 
     limit_nbytes: int
     limit_is_given: bool
     process: int  # interpreter and libraries
     resident: int
     predictors: int
-    kv_cache: int
     staging: int
     workspace: int
+    kv_block_nbytes: int  # keys and values of KV_BLOCK_TOKENS positions, over all layers
+    context: int  # tokens a sequence may have
     row_nbytes: int
     cache_policy: str
-    cache_rows: tuple[int, ...]  # per layer
-    min_cache_rows: tuple[int, ...]
+    min_cache_rows: tuple[int, ...]  # per layer
     bypass_rows: int
     min_bypass_rows: int
-    early_rows: int  # of each of the two buffers for rows read ahead
-    context: int  # tokens of KV cache
+    early_rows: int  # of each of the two buffers for prefetched rows
     window: int
-
-    @property
-    def neuron_cache(self) -> int:
-        return (sum(self.cache_rows) + self.bypass_rows) * self.row_nbytes
+    # [levels, layers]: rows of each layer's cache; level 0 is for `level_blocks` KV blocks and fewer, each one more is
+    # for one block more. Never rising from level to level, so that a layer only ever gives rows up.
+    levels: Rows = field(repr=False, compare=False)
+    level_blocks: int
 
     @property
     def fixed_nbytes(self) -> int:
-        return self.process + self.resident + self.predictors + self.kv_cache + self.staging + self.workspace
+        """All but the KV cache and the neuron cache."""
+        return self.process + self.resident + self.predictors + self.staging + self.workspace
+
+    @property
+    def context_blocks(self) -> int:
+        """KV blocks of a sequence that fills its context."""
+        return -(-self.context // KV_BLOCK_TOKENS)
+
+    @property
+    def max_kv_blocks(self) -> int:
+        """KV blocks that fit when every layer is at its minimum, over all sequences together."""
+        return self.level_blocks + len(self.levels) - 1
+
+    def cache_rows_at(self, blocks: int) -> tuple[int, ...]:
+        """Rows of each layer's cache while `blocks` KV blocks are in use. ValueError beyond `max_kv_blocks`."""
+        if not 0 <= blocks <= self.max_kv_blocks:
+            raise ValueError(f"the plan holds 0 to {self.max_kv_blocks} KV blocks, not {blocks}")
+        return tuple(self.levels[max(0, blocks - self.level_blocks)].tolist())
+
+    @property
+    def cache_rows(self) -> tuple[int, ...]:
+        """Rows of each layer's cache at the start of a conversation, with one KV block in use: the most there are."""
+        return self.cache_rows_at(1)
+
+    @property
+    def full_cache_rows(self) -> tuple[int, ...]:
+        """Rows of each layer's cache beside one sequence of `context` tokens."""
+        return self.cache_rows_at(self.context_blocks)
+
+    def neuron_cache_nbytes(self, blocks: int) -> int:
+        """Bytes of all layers' caches and of the bypass rows while `blocks` KV blocks are in use."""
+        return (sum(self.cache_rows_at(blocks)) + self.bypass_rows) * self.row_nbytes
+
+    @property
+    def neuron_cache(self) -> int:
+        """As `neuron_cache_nbytes` at the start."""
+        return self.neuron_cache_nbytes(1)
 
     @property
     def total_nbytes(self) -> int:
-        return self.fixed_nbytes + self.neuron_cache
+        """The most the process holds, whatever the context."""
+        ends = {1, self.context_blocks}
+        return self.fixed_nbytes + max(n * self.kv_block_nbytes + self.neuron_cache_nbytes(n) for n in ends)
 
     @property
     def minimum_nbytes(self) -> int:
-        """The smallest limit this configuration runs under."""
-        return self.fixed_nbytes + (sum(self.min_cache_rows) + self.min_bypass_rows) * self.row_nbytes
+        """The smallest limit this configuration runs under, its context full."""
+        rows = sum(self.min_cache_rows) + self.min_bypass_rows
+        return self.fixed_nbytes + self.context_blocks * self.kv_block_nbytes + rows * self.row_nbytes
 
-    def rows(self) -> list[tuple[str, int]]:
-        """(purpose, bytes), in the order of a printed table."""
-        return [
+    def rows(self) -> list[tuple[str, int, int]]:
+        """(purpose, bytes at the start, bytes with a full context), in the order of a printed table."""
+        fixed = [
             ("interpreter and libraries", self.process),
             ("resident weights", self.resident),
             ("predictors", self.predictors),
-            (f"KV cache, {self.context} tokens", self.kv_cache),
             ("staging for reads", self.staging),
             ("workspace", self.workspace),
-            ("neuron cache", self.neuron_cache),
+        ]
+        first, full = self.kv_block_nbytes, self.context_blocks * self.kv_block_nbytes
+        return [
+            *((purpose, nbytes, nbytes) for purpose, nbytes in fixed),
+            ("KV cache", first, full),
+            ("neuron cache", self.neuron_cache, self.neuron_cache_nbytes(self.context_blocks)),
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """For `--json`. `_full` is with a full context, its counterpart at the start."""
         return {
             "limit_bytes": self.limit_nbytes,
             "limit_is_given": self.limit_is_given,
@@ -96,12 +144,18 @@ class MemoryPlan:
             "process_bytes": self.process,
             "resident_bytes": self.resident,
             "predictor_bytes": self.predictors,
-            "kv_cache_bytes": self.kv_cache,
             "staging_bytes": self.staging,
             "workspace_bytes": self.workspace,
+            "kv_block_bytes": self.kv_block_nbytes,
+            "kv_block_tokens": KV_BLOCK_TOKENS,
+            "max_kv_blocks": self.max_kv_blocks,
+            "kv_cache_bytes": self.kv_block_nbytes,
+            "kv_cache_bytes_full": self.context_blocks * self.kv_block_nbytes,
             "neuron_cache_bytes": self.neuron_cache,
+            "neuron_cache_bytes_full": self.neuron_cache_nbytes(self.context_blocks),
             "cache_policy": self.cache_policy,
             "cache_rows": list(self.cache_rows),
+            "cache_rows_full": list(self.full_cache_rows),
             "bypass_rows": self.bypass_rows,
             "early_rows": self.early_rows,
             "context": self.context,
@@ -111,12 +165,18 @@ class MemoryPlan:
 
 def share_rows(available: int, needs: Sequence[int]) -> tuple[int, ...]:
     """Rows for each layer: at most its need, the rest shared evenly among the layers that can use more."""
-    rows = [0] * len(needs)
+    return tuple(_levels_by_need([available], needs)[0].tolist())
+
+
+def _levels_by_need(available: Sequence[int], needs: Sequence[int]) -> Rows:
+    """`share_rows` for each of some numbers of rows, [levels, layers]."""
+    left = np.maximum(np.asarray(available, np.int64), 0)
+    rows = np.zeros((len(left), len(needs)), np.int32)
     hungry = sorted(range(len(needs)), key=lambda layer: needs[layer])
     for position, layer in enumerate(hungry):
-        rows[layer] = min(needs[layer], available // (len(hungry) - position))
-        available -= rows[layer]
-    return tuple(rows)
+        rows[:, layer] = np.minimum(needs[layer], left // (len(hungry) - position))
+        left -= rows[:, layer]
+    return rows
 
 
 def share_by_popularity(available: int, minimum: Sequence[int], popularity: NDArray[np.float32]) -> tuple[int, ...]:
@@ -125,106 +185,126 @@ def share_by_popularity(available: int, minimum: Sequence[int], popularity: NDAr
     A layer's n-th row saves the n-th highest of its neurons' shares of tokens (`popularity`, [layers, d_ff]) in reads a
     token, so all rows go to the highest shares of all layers. Equals, like neurons never seen, are shared out evenly.
     """
-    gains = np.sort(popularity, axis=1)[:, ::-1]
-    layers = np.broadcast_to(np.arange(gains.shape[0])[:, None], gains.shape)
-    ranks = np.broadcast_to(np.arange(gains.shape[1]), gains.shape)
-    free = ranks >= np.asarray(minimum)[:, None]
-    order = np.lexsort((ranks[free], -gains[free]))[: max(0, available - sum(minimum))]
-    extra = np.bincount(layers[free][order], minlength=len(gains))
-    return tuple(int(rows) for rows in np.asarray(minimum) + extra)
+    return tuple(_levels_by_popularity([available], minimum, popularity)[0].tolist())
+
+
+def _levels_by_popularity(available: Sequence[int], minimum: Sequence[int], popularity: NDArray[np.float32]) -> Rows:
+    """`share_by_popularity` for each of some falling numbers of rows, [levels, layers], from one sort."""
+    least = np.asarray(minimum, np.int32)
+    gains = np.sort(popularity, axis=1)[:, ::-1].T  # [d_ff, layers]: by rank, so that a stable sort keeps equals even
+    free = np.arange(len(gains))[:, None] >= least
+    layers = np.broadcast_to(np.arange(len(least)), gains.shape)[free]
+    order = layers[np.argsort(-gains[free], kind="stable")]
+    ends = np.minimum(np.maximum(np.asarray(available) - int(least.sum()), 0), len(order))[::-1]
+    level = np.searchsorted(ends, np.arange(ends[-1]), side="right")  # the first level, from below, with this row
+    counts = np.bincount(level * len(least) + order[: ends[-1]], minlength=len(ends) * len(least))
+    rows = least + np.cumsum(counts.reshape(len(ends), len(least)), axis=0)[::-1]
+    return np.ascontiguousarray(rows, np.int32)
 
 
 def plan_memory(
     manifest: Manifest,
-    config: Mapping[str, Any],
+    block: BlockSpec,
     *,
     limit: int | None,
     available: int,
     process: int,
     context: int | None = None,
-    window: int | None = None,
+    window: int = DEFAULT_WINDOW,
     cache_policy: str = CACHE_POLICIES[0],
     popularity: NDArray[np.float32] | None = None,
     io_threads: int = 32,
     max_gap: int = 0,
-    batch: int = 1,
-    early: bool = False,
+    prefetch: bool = False,
 ) -> MemoryPlan:
     """The plan for one loaded model.
 
     Args:
-        config: the model's config.json.
-        limit: bytes for everything the process holds; None: four fifths of what is there now.
+        limit: bytes for everything the process holds; None: four fifths of what the process could hold now.
         available: bytes the process could still take.
         process: bytes it holds with its libraries loaded and no model.
-        context: tokens of KV cache; None: the model's own limit.
+        context: tokens a sequence may have; None: the model's own limit.
         popularity: as in flashllm/format/popularity.py, where it is known.
         max_gap: bytes between rows that a reader thread reads through, into memory of its own.
-        batch: sequences computed together.
-        early: the model has predictors of the next layer, on whose word rows are read ahead.
+        prefetch: rows of the next layer are read before its turn.
 
     Raises:
         BudgetError: the limit is below the minimum, or above what the machine has left.
-        UsageError: a context, window, cache policy, number of threads or batch that cannot be.
+        UsageError: a context, window, cache policy or number of threads that cannot be.
     """
-    shape, rows, layers = attention_shape(config), manifest.rows, manifest.architecture.num_layers
-    context = shape.context if context is None else context
-    if not 1 <= context <= shape.context:
-        raise UsageError(f"--context must be 1 to {shape.context} tokens for this model, not {context}")
-    window = window if window is not None else DEFAULT_WINDOW
-    for name, value in (("--window", window), ("--io-threads", io_threads), ("batch", batch)):
+    rows, architecture = manifest.rows, manifest.architecture
+    context = block.context if context is None else context
+    if not 1 <= context <= block.context:
+        raise UsageError(f"--context must be 1 to {block.context} tokens for this model, not {context}")
+    for name, value in (("--window", window), ("--io-threads", io_threads)):
         if value < 1:
             raise UsageError(f"{name} must be at least 1, not {value}")
     if cache_policy not in CACHE_POLICIES:
         raise UsageError(f"--cache-policy must be one of {', '.join(CACHE_POLICIES)}, not {cache_policy!r}")
     windowed = cache_policy == "window"
-    itemsize = 4 if manifest.dtype == "float32" else 2
-    vocab = int(config.get("vocab_size", 50272))
+    itemsize = WEIGHT_DTYPES[manifest.dtype].itemsize
 
-    needs = [manifest.architecture.d_ff] * layers
+    # 1. What does not depend on the limit.
+    needs = [architecture.d_ff] * architecture.num_layers
     if windowed and manifest.calibration is not None and manifest.calibration.window >= window:
-        needs = [min(max(need, 1), manifest.architecture.d_ff) for need in manifest.calibration.req]
+        needs = [min(max(need, 1), architecture.d_ff) for need in manifest.calibration.req]
     minimum = tuple(min(need, _MIN_CACHE_ROWS) for need in needs)
-    min_bypass = 0 if windowed else min(manifest.architecture.d_ff, _MIN_CACHE_ROWS)
-    block = manifest.stream_block_rows
-    early_rows = max(1, manifest.architecture.d_ff // _EARLY_SHARE) if early else 0
-    plan = MemoryPlan(
-        limit_nbytes=limit if limit is not None else (process + available) * 4 // 5,
-        limit_is_given=limit is not None,
-        process=process + LIBRARY_GROWTH,
-        resident=manifest.files[RESIDENT].nbytes + _places_nbytes(manifest),
-        predictors=manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files else 0,
-        kv_cache=batch * context * shape.kv_nbytes_per_token(itemsize),
-        staging=((1 + READ_AHEAD) * block + 2 * early_rows) * rows.stride
+    min_bypass = 0 if windowed else min(architecture.d_ff, _MIN_CACHE_ROWS)
+    early_rows = max(1, architecture.d_ff // _PREFETCH_SHARE) if prefetch else 0
+    parts: dict[str, Any] = {
+        "limit_nbytes": limit if limit is not None else (process + available) * 4 // 5,
+        "limit_is_given": limit is not None,
+        "process": process + LIBRARY_GROWTH,
+        "resident": manifest.files[RESIDENT].nbytes + _places_nbytes(manifest),
+        "predictors": manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files else 0,
+        "staging": ((1 + READ_AHEAD) * manifest.stream_block_rows + 2 * early_rows) * rows.stride
         + _bounce_nbytes(rows.stride, io_threads + min(io_threads, STREAM_THREADS))
         + io_threads * max_gap,
-        workspace=batch * _workspace_per_sequence(context, rows.d_model, vocab, itemsize)
-        + 2 * block * (batch * context + 16) * 4,  # products of a block of rows
-        row_nbytes=rows.stride,
-        cache_policy=cache_policy,
-        cache_rows=minimum,
-        min_cache_rows=minimum,
-        bypass_rows=min_bypass,
-        min_bypass_rows=min_bypass,
-        early_rows=early_rows,
-        context=context,
-        window=window,
+        "workspace": _workspace_nbytes(manifest, block, context),
+        "kv_block_nbytes": KV_BLOCK_TOKENS * block.kv_nbytes_per_token(architecture.num_layers, itemsize),
+        "context": context,
+        "row_nbytes": rows.stride,
+        "cache_policy": cache_policy,
+        "min_cache_rows": minimum,
+        "min_bypass_rows": min_bypass,
+        "early_rows": early_rows,
+        "window": window,
+    }
+    context_blocks = -(-context // KV_BLOCK_TOKENS)
+    least = MemoryPlan(
+        **parts, bypass_rows=min_bypass, levels=np.array([minimum], np.int32), level_blocks=context_blocks
     )
-    if plan.limit_nbytes < plan.minimum_nbytes:
-        raise BudgetError(_refusal(plan, available))
-    spare = (plan.limit_nbytes - plan.fixed_nbytes) // rows.stride
+    if least.limit_nbytes < least.minimum_nbytes:
+        raise BudgetError(_refusal(least, available))
+
+    # 2. What is left: bypass rows, which stay, by what a full context leaves; then the levels.
+    bypass = min_bypass
     if not windowed:
-        plan = replace(plan, bypass_rows=max(min_bypass, min(manifest.architecture.d_ff // _BYPASS_SHARE, spare // 10)))
-    if windowed or popularity is None:
-        plan = replace(plan, cache_rows=share_rows(spare - plan.bypass_rows, needs))
-    else:
-        plan = replace(plan, cache_rows=share_by_popularity(spare - plan.bypass_rows, minimum, popularity))
+        spare = (least.limit_nbytes - least.fixed_nbytes - context_blocks * least.kv_block_nbytes) // rows.stride
+        bypass = max(min_bypass, min(architecture.d_ff // _BYPASS_SHARE, spare // 10, spare - sum(minimum)))
+
+    def levels(limit_nbytes: int) -> tuple[Rows, int]:
+        """(levels, level_blocks) of the plan under this limit."""
+        left = limit_nbytes - least.fixed_nbytes - bypass * rows.stride
+        most = (left - sum(minimum) * rows.stride) // least.kv_block_nbytes
+        first = (left - sum(needs) * rows.stride) // least.kv_block_nbytes  # up to here every useful row fits
+        first = min(max(first, 1), most)
+        free = [(left - blocks * least.kv_block_nbytes) // rows.stride for blocks in range(first, most + 1)]
+        if windowed or popularity is None:
+            return _levels_by_need(free, needs), first
+        return _levels_by_popularity(free, minimum, popularity), first
+
+    table, level_blocks = levels(least.limit_nbytes)
+    plan = MemoryPlan(**parts, bypass_rows=bypass, levels=table, level_blocks=level_blocks)
     if plan.total_nbytes - process > available:
         raise BudgetError(
             f"the plan of {format_size(plan.total_nbytes)} needs {format_size(plan.total_nbytes - process)} more, but "
             f"the machine (or its control group) has {format_size(available)} left; lower --memory to at most "
             f"{format_size(available + process)}, or close other programs"
         )
+    if plan.limit_nbytes > process + available:  # one conversation fits; several must not outgrow the machine
+        table, level_blocks = levels(process + available)
+        plan = replace(plan, levels=table, level_blocks=level_blocks)
     return plan
 
 
@@ -234,19 +314,24 @@ def _places_nbytes(manifest: Manifest) -> int:
 
 
 def _bounce_nbytes(stride: int, io_threads: int) -> int:
-    """Aligned copies: a request's worth a thread where rows are no whole pages (drives with 4 KiB sectors), else the
-    last bytes of a file."""
+    """Memory for aligned copies: a request's worth a thread where rows are no whole pages (drives with 4 KiB sectors),
+    else for the last bytes of a file."""
     return MAX_REQUEST if stride % PAGE_NBYTES == 0 else io_threads * (MAX_REQUEST // 4)
 
 
-def _workspace_per_sequence(context: int, d_model: int, vocab: int, itemsize: int) -> int:
-    """Activations of the longest prefill: about ten of the model's width, three in fp32, a mask, and the logits."""
-    return context * d_model * (10 * itemsize + 12) + context * context + 4 * 4 * vocab
+def _workspace_nbytes(manifest: Manifest, block: BlockSpec, context: int) -> int:
+    """Activations of one pass of at most `prefill_block_tokens` tokens, in fp32, and of the block of rows they are
+    multiplied by; attention scores of a token; logits."""
+    tokens = min(context, manifest.prefill_block_tokens)
+    hidden = 8 * block.d_model + 2 * block.embed_dim + 3 * block.query_dim + 4 * block.kv_dim
+    products = (len(manifest.rows.matrices) - 1) * manifest.stream_block_rows
+    scores = block.heads * context
+    return 4 * (tokens * (hidden + products) + scores + _LOGITS_ROWS * block.vocab_size)
 
 
 def _refusal(plan: MemoryPlan, available: int) -> str:
     missing = plan.minimum_nbytes - plan.limit_nbytes
-    table = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in plan.rows())
+    table = ", ".join(f"{name} {format_size(nbytes)}" for name, _, nbytes in plan.rows())
     if plan.limit_is_given:
         advice = f"use --memory {-(-plan.minimum_nbytes // 10**6)}MB or more"
     else:

@@ -14,20 +14,21 @@ READER = ["--file-size", "1MiB", "--sizes", "512B,4KiB", "--threads", "2", "--ro
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments", "figures"),
+    ("script", "arguments", "figures", "compared"),
     [
-        ("engine/kernels.py", ["--tiny", "--threads", "1", "--seconds", "0.001"], 9),
-        ("io/reader.py", [*READER, "--queue-depths", ""], 3),
+        ("engine/kernels.py", ["--tiny", "--threads", "1", "--seconds", "0.001"], 9, "percent_of_roof"),
+        ("engine/attention.py", ["--tiny", "--threads", "1", "--rounds", "1"], 3, "ratio"),
+        ("io/reader.py", [*READER, "--queue-depths", ""], 3, "percent_of_roof"),
     ],
 )
-def test_benchmarks_end_with_one_json_document(script, arguments, figures, tmp_path):
+def test_benchmarks_end_with_one_json_document(script, arguments, figures, compared, tmp_path):
     result = subprocess.run(
         [sys.executable, BENCH / script, *arguments], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout.splitlines()[-1])
     assert len(document["results"]) == figures
-    assert all("percent_of_roof" in figure for figure in document["results"])
+    assert all(compared in figure for figure in document["results"])
 
 
 def test_the_reader_curve_is_written_and_plotted(tmp_path):

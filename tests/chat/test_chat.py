@@ -15,11 +15,12 @@ from rich.console import Console
 
 from flashllm.base.text import hidden_keys, inert, one_line, valid_unicode
 from flashllm.chat import terminal as chat_terminal
-from flashllm.chat.conversation import COMMANDS, Chat, Memory, run_plain
-from flashllm.chat.terminal import SafeHistory, TerminalChat, open_history
-from flashllm.engine.attention import ContextFull
+from flashllm.chat.conversation import COMMANDS, Chat, Memory
+from flashllm.chat.history import SafeHistory, open_history
+from flashllm.chat.plain import run_plain
+from flashllm.chat.terminal import TerminalChat
 from flashllm.engine.meter import StepTimes
-from flashllm.errors import FlashIOError
+from flashllm.errors import ContextFull, FlashIOError
 from flashllm.generate.session import PrefillRecord, TokenRecord
 
 

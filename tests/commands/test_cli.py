@@ -11,12 +11,14 @@ import sys
 import pytest
 
 import flashllm.cli
+from flashllm import _core
 from flashllm.base.text import inert
 from flashllm.cli import VERBS, main, make_parser
 from flashllm.commands import options
 from flashllm.commands.chat import sampling_defaults
+from flashllm.config import CACHE_POLICIES
+from flashllm.device.costs import ReaderChoice
 from flashllm.errors import BudgetError, FormatError
-from flashllm.plan.memory import CACHE_POLICIES
 
 PIECE = ["--threads", "1", "--io-threads", "4"]
 
@@ -85,6 +87,7 @@ def test_every_verb_is_in_the_help(run):
         ["generate", "--prompt", "x", "--memory", "-1GB"],
         ["generate", "--prompt", "x", "--top-p", "nan"],
         ["generate", "--prompt", "x", "--top-p", "0"],
+        ["generate", "--prompt", "x", "--min-p", "1.5"],
         ["generate", "--prompt", "x", "--temperature", "inf"],
         ["generate", "--prompt", "x", "--temperature=-1"],
         ["generate", "--prompt", "x", "--max-new-tokens", "0"],
@@ -175,8 +178,8 @@ def test_sampling_options_that_were_not_given_are_absent():
         ({"temperature": 0.7}, {"temperature": 0.7}),
         ({"do_sample": True}, {"temperature": 1.0}),
         (
-            {"do_sample": True, "temperature": 1, "top_k": 50, "repetition_penalty": 1.1, "top_p": None},
-            {"temperature": 1, "top_k": 50, "repetition_penalty": 1.1},
+            {"do_sample": True, "temperature": 1, "top_k": 50, "repetition_penalty": 1.1, "top_p": None, "min_p": 0.1},
+            {"temperature": 1, "top_k": 50, "repetition_penalty": 1.1, "min_p": 0.1},
         ),
     ],
 )
@@ -230,8 +233,11 @@ def test_a_hugging_face_folder_is_not_converted_to_look_at_it(run, tiny):
 def test_plan_is_a_table_or_a_document_or_a_refusal_with_numbers(run, tiny):
     status, out, err = run("plan", tiny().path(), "--memory", "2GB", "--context", "32")
     assert (status, err) == (0, "")
-    assert "KV cache, 32 tokens" in out
+    assert out.splitlines()[1].split() == ["32", "tokens", "32", "tokens"]
     assert any(line.split()[:3] == ["limit", "2", "GB"] for line in out.splitlines())
+    _, out, _ = run("plan", tiny().path(), "--memory", "2GB")
+    assert out.splitlines()[1].split() == ["64", "tokens", "96", "tokens"]
+    assert any(line.startswith("  KV cache ") for line in out.splitlines())
     status, out, _ = run("plan", tiny().path(), "--memory", "2GB", "--json")
     document = json.loads(out)
     assert document["limit_bytes"] == 2_000_000_000
@@ -283,6 +289,16 @@ def test_sampling_is_repeatable_with_a_seed(run, tiny):
     first, again, other = (json.loads(run(*argv, "--seed", seed)[1])["token_ids"] for seed in (3, 3, 4))
     assert first == again
     assert first != other
+
+
+def test_generate_tells_the_backend_in_use_not_the_one_planned(run, tiny, monkeypatch):
+    """A kernel without io_uring reads with threads where a calibration chose io_uring."""
+    choice = ReaderChoice(backend="io_uring", depth=4, max_gap=0, source="calibration")
+    monkeypatch.setattr("flashllm.plan.resolve.choose_reader", lambda *_, **__: choice)
+    monkeypatch.setattr("flashllm.engine.build.open_reader", lambda *_, **__: _core.Reader(4))
+    status, out, err = run("generate", tiny().path(), "--prompt", "x", "--max-new-tokens", "1", "--json", *PIECE)
+    assert status == 0, err
+    assert json.loads(out)["reader"]["backend"] == "threads"
 
 
 def test_generate_announces_the_context_limit(run, tiny):

@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from arch_models import VARIANTS, make_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_models import GATED, make_tiny_opt
+from tiny_models import make_tiny_opt
 
 import flashllm.convert.run
 import flashllm.format.partial
-from flashllm.arch.registry import ARCHITECTURES
+from flashllm.arch.registry import resident_sources
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.convert.run import convert
 from flashllm.errors import FlashIOError, FormatError, UnsupportedModelError, UsageError
@@ -33,6 +34,11 @@ FFN_NAMES = ("fc1.weight", "fc2.weight")
 
 def _digests(path):
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(path.iterdir())}
+
+
+def _sources(folder):
+    """Canonical name -> state_dict name of a Hugging Face folder's resident tensors."""
+    return resident_sources(json.loads((folder / "config.json").read_text()))
 
 
 def _bits(tensor):
@@ -64,10 +70,11 @@ def test_round_trip_is_bit_exact(tmp_path, dtype, max_shard_size):
         expected |= load_file(shard)
     resident = load_file(tmp_path / "model" / "resident.safetensors")
     checksums = {name: resident.pop(name) for name in list(resident) if name.endswith(".checksums")}
-    assert set(resident) == {name for name in expected if not name.endswith(FFN_NAMES)}
+    sources = _sources(source)
+    assert {sources[name] for name in resident} == {name for name in expected if not name.endswith(FFN_NAMES)}
     for name, tensor in resident.items():
-        assert tensor.dtype == expected[name].dtype
-        assert np.array_equal(_bits(tensor), _bits(expected[name]))
+        assert tensor.dtype == expected[sources[name]].dtype
+        assert np.array_equal(_bits(tensor), _bits(expected[sources[name]]))
     ffn = load_file(tmp_path / "model" / "ffn.safetensors")
     layout = manifest.rows
     assert list(ffn) == ["layers.0.ffn", "layers.1.ffn"]
@@ -118,8 +125,8 @@ def test_an_untied_head_is_resident(tmp_path):
     source = make_tiny_opt(tmp_path / "hf", tie_word_embeddings=False, enable_bias=False, word_embed_proj_dim=32)
     convert(source, tmp_path / "model")
     names = set(read_header(tmp_path / "model" / "resident.safetensors").tensors)
-    assert {"lm_head.weight", "model.decoder.project_in.weight"} <= names
-    assert not any(name.endswith("fc1.bias") for name in names)
+    assert {"head.weight", "project_in.weight", "project_out.weight"} <= names
+    assert not any("bias" in name and "norm" not in name for name in names)
     assert Manifest.load(tmp_path / "model").architecture.ffn_bias is False
 
 
@@ -129,9 +136,8 @@ def test_dtype_conversion_equals_torch(tmp_path, source, dtype):
     assert (manifest.dtype, manifest.rows.encoding, manifest.source.dtype) == (dtype, dtype, "float32")
     expected = load_file(source / "model.safetensors")
     resident = load_file(tmp_path / "model" / "resident.safetensors")
-    for name, tensor in expected.items():
-        if not name.endswith(FFN_NAMES):
-            assert torch.equal(resident[name], tensor.to(getattr(torch, dtype)))
+    for name, origin in _sources(source).items():
+        assert torch.equal(resident[name], expected[origin].to(getattr(torch, dtype)))
     ffn = load_file(tmp_path / "model" / "ffn.safetensors")["layers.2.ffn"]
     assert torch.equal(ffn[:203, :64], expected["model.decoder.layers.2.fc1.weight"].to(ffn.dtype))
     assert torch.equal(ffn[:203, 64:128], expected["model.decoder.layers.2.fc2.weight"].T.to(ffn.dtype))
@@ -156,7 +162,8 @@ def test_mixed_dtypes_need_a_decision(tmp_path):
     with pytest.raises(UnsupportedModelError, match=f"{name}: has dtype F16, .* has F32; say which one"):
         convert(source, tmp_path / "model")
     convert(source, tmp_path / "model", dtype="float32")
-    assert torch.equal(load_file(tmp_path / "model" / "resident.safetensors")[name], tensors[name].float())
+    resident = load_file(tmp_path / "model" / "resident.safetensors")
+    assert torch.equal(resident["final_norm.weight"], tensors[name].float())
     tensors[name] = tensors[name].double()
     save_file(tensors, source / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match=f"{name}: has dtype F64; supported"):
@@ -183,6 +190,10 @@ def _reshape_bias(tensors):
     tensors["model.decoder.layers.0.fc2.bias"] = torch.zeros(256)
 
 
+def _reshape_resident(tensors):
+    tensors["model.decoder.layers.1.self_attn.q_proj.weight"] = torch.zeros(32, 64)
+
+
 def _untie(tensors):
     tensors["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"] + 1
 
@@ -195,6 +206,7 @@ def _untie(tensors):
         (_add, UnsupportedModelError, r"layers\.0\.extra\.weight: is no part of the opt model"),
         (_reshape, FormatError, r"fc1\.weight: has shape \[128, 64\], the config says \[256, 64\]"),
         (_reshape_bias, FormatError, r"fc2\.bias: has shape \[256\], the config says \[64\]"),
+        (_reshape_resident, FormatError, r"q_proj\.weight: has shape \[32, 64\], the config says \[64, 64\]"),
         (_untie, UnsupportedModelError, "lm_head.weight: differs from the embedding"),
     ],
 )
@@ -493,29 +505,17 @@ def test_the_source_is_never_written_to(tmp_path, source):
     assert [(path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(source.iterdir())] == before
 
 
-def test_a_gated_architecture_needs_only_its_table_entry(tmp_path, monkeypatch):
-    monkeypatch.setitem(ARCHITECTURES, GATED.model_type, GATED)
-    config = {"model_type": "gated", "hidden_act": "relu2", "layers": 2, "dim": 40, "inner": 50, "heads": 5}
-    config |= {"kv_heads": 1, "head_dim": 16, "context": 8, "tie_word_embeddings": True}
-    tensors = {"model.embed.weight": torch.randn(9, 40)}
-    for i in range(2):
-        tensors |= {f"model.layers.{i}.mlp.{name}.weight": torch.randn(50, 40) for name in ("up", "gate")}
-        tensors |= {
-            f"model.layers.{i}.mlp.down.weight": torch.randn(40, 50),
-            f"model.layers.{i}.norm.weight": torch.ones(40),
-        }
-    source = tmp_path / "hf"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(config))
-    save_file(tensors, source / "model.safetensors")
-    manifest = convert(source, tmp_path / "model")
-    assert manifest.rows == RowLayout(encoding="float32", d_model=40, d_ff=50, matrices=("up", "gate", "down"))
-    rows = load_file(tmp_path / "model" / "ffn.safetensors")["layers.1.ffn"][:50]
-    parts = [tensors[f"model.layers.1.mlp.{name}.weight"] for name in ("up", "gate")] + [
-        tensors["model.layers.1.mlp.down.weight"].T
-    ]
-    assert torch.equal(rows[:, :120], torch.cat(parts, dim=1))
+@pytest.mark.parametrize("name", ["llama relu", "llama"])
+def test_a_gated_model_has_three_matrices_a_row(tmp_path, name):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS[name], dtype="bfloat16")
+    manifest = convert(source, tmp_path / "model", predictors=True)
+    assert manifest.rows == RowLayout(encoding="bfloat16", d_model=64, d_ff=96, matrices=("up", "gate", "down"))
+    tensors = load_file(source / "model.safetensors")
+    rows = load_file(tmp_path / "model" / "ffn.safetensors")["layers.1.ffn"][:96]
+    up, gate, down = (tensors[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("up", "gate", "down"))
+    assert torch.equal(rows[:, :192], torch.cat([up, gate, down.T], dim=1))
     assert verify(tmp_path / "model").ok
+    assert ("predictors.safetensors" in manifest.files) == (name == "llama relu")  # none helps where nothing is zero
 
 
 _PEAK = """
@@ -540,7 +540,12 @@ def test_peak_memory_does_not_grow_with_the_model(tmp_path, dtype):
     """A model of 24 layers of 8.4 MB and an embedding of 84 MB passes through one layer and a few reads of 8 MiB."""
     d_model, d_ff, num_layers, vocab = 512, 2048, 24, 41_000
     config = {"model_type": "opt", "hidden_size": d_model, "ffn_dim": d_ff, "num_hidden_layers": num_layers}
-    config |= {"num_attention_heads": 8, "enable_bias": False, "layer_norm_elementwise_affine": False}
+    config |= {
+        "vocab_size": vocab,
+        "num_attention_heads": 8,
+        "enable_bias": False,
+        "layer_norm_elementwise_affine": False,
+    }
     shapes = {"embed_tokens.weight": (vocab, d_model), "embed_positions.weight": (2050, d_model)}
     for i in range(num_layers):
         shapes |= {f"layers.{i}.self_attn.{p}_proj.weight": (d_model, d_model) for p in "qkv"}

@@ -104,10 +104,10 @@ def test_what_lies_together_is_read_together(placed, trace, load):
     requests, results = [], []
     for ablation in (Ablation(placed=False), Ablation()):
         flash = load(placed / "random", ablation=ablation)
-        x, y = torch.ones(flash.engine.manifest.rows.d_model, dtype=torch.bfloat16), torch.empty(0)
+        x = torch.ones(flash.engine.manifest.rows.d_model, dtype=torch.bfloat16)
         y = torch.empty_like(x)
         flash.engine.meter.restart()
-        flash.engine.ffns[1].native.forward_active(x.data_ptr(), active, y.data_ptr())
+        flash.engine.parts.ffns[1].forward_active(x.data_ptr(), active, y.data_ptr())
         requests.append(flash.engine.meter.take().requests)
         results.append(y)
     assert requests[1] <= len(active) / 4 < requests[0]
@@ -123,7 +123,7 @@ def test_a_damaged_row_is_named_by_its_neuron(placed, load, tmp_path):
     flash = load(model)
     neuron, x = int(order[20]), torch.ones(manifest.rows.d_model, dtype=torch.bfloat16)
     with pytest.raises(ChecksumError, match=f"layer 1, neuron {neuron}: .*flashllm verify"):
-        flash.engine.ffns[1].native.forward_active(
+        flash.engine.parts.ffns[1].forward_active(
             x.data_ptr(), np.array([neuron], np.int32), torch.empty_like(x).data_ptr()
         )
     (problem,) = verify(model).problems

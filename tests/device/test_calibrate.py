@@ -29,7 +29,6 @@ TINY = CalibrationOptions(
     read_s=0.0,
     memory_s=0.0,
     rounds=2,
-    demo_tokens=3,
 )
 
 
@@ -41,10 +40,17 @@ def room(monkeypatch):
 
 def test_every_figure_is_measured(tmp_path, room):
     steps = []
-    costs = measure_device(tmp_path, threads=1, options=TINY, progress=lambda *step: steps.append(step))
+    costs = measure_device(
+        tmp_path,
+        threads=1,
+        options=TINY,
+        layer_overhead=lambda: 1e-4,
+        progress=lambda *step: steps.append(step),
+    )
     assert [(reader.backend, reader.depth) for reader in costs.readers] == backends()
     assert all(reader.sizes == (4096, 8192) for reader in costs.readers)
-    assert min(costs.sequential_bps, costs.dram_bps, costs.layer_overhead_s, costs.again) > 0
+    assert min(costs.sequential_bps, costs.dram_bps, costs.again) > 0
+    assert costs.layer_overhead_s == 1e-4
     assert set(costs.gemv_bps) == set(costs.sparse_bps) == {"float32", "float16", "bfloat16"}
     assert [done for _, done, _ in steps] == sorted(done for _, done, _ in steps)
     assert steps[-1][1] == steps[-1][2]
@@ -99,6 +105,7 @@ def test_wrong_options_are_refused(changes):
 
 def test_the_command_stores_and_runs_and_plans_use_it(tmp_path, tiny, room, monkeypatch, capsys):
     monkeypatch.setattr("flashllm.device.calibrate.CalibrationOptions", lambda **given: TINY)
+    monkeypatch.setattr("flashllm.commands.calibrate._DEMO_TOKENS", 3)
     store, model = tmp_path / "devices.json", shutil.copytree(tiny().path("random"), tmp_path / "model")
     common = [str(model), "--store", str(store), "--json"]
     plan = ["plan", *common, "--memory", "2GB"]
@@ -118,6 +125,7 @@ def test_the_command_stores_and_runs_and_plans_use_it(tmp_path, tiny, room, monk
     assert main(["calibrate", *common]) == 0
     assert json.loads(capsys.readouterr().out)["store"] == str(store)
     costs = load_costs(store, device_of(model))
+    assert 0 < costs.layer_overhead_s < 1
 
     assert main(plan) == 0
     document = json.loads(capsys.readouterr().out)

@@ -198,6 +198,47 @@ def test_damage_goes_unseen_only_when_asked(tmp_path):
     assert not torch.equal(layer(x, [0]), Ffn(ffn)(x, [0]))
 
 
+# A cache that shrinks and grows
+
+
+@pytest.mark.parametrize("bypass", [0, 9])
+def test_another_capacity_changes_what_is_read_and_nothing_else(tmp_path, bypass):
+    ffn = write_ffn(tmp_path / "f", num_neurons=90, d_model=700)
+    policy = "frequency" if bypass else "window"
+    layer, fresh = Ffn(ffn, cache_policy=policy, bypass=bypass, threads=2), Ffn(ffn)
+    for seed, capacity in enumerate([90, 40, 41, 7, 1, 90, 60, 3, 88]):
+        layer.layer.set_capacity(capacity)
+        assert layer.layer.capacity == capacity
+        assert layer.wrong_rows() == []
+        x = random_input(ffn, seed)
+        for active in (_active(90, 0.3, seed), _active(90, 0.9, seed)):
+            assert torch.equal(layer(x, active), fresh(x, active))
+            assert len(layer.layer.cached()) <= capacity
+            assert layer.wrong_rows() == []
+    layer.layer.set_capacity(50)
+    layer(x, range(50))
+    layer.counters.take()
+    layer(x, range(50))
+    assert layer.counters.take()["hits"] >= 50 - bypass
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 25])
+def test_a_cache_cannot_outgrow_its_memory(tmp_path, capacity):
+    layer = Ffn(write_ffn(tmp_path / "f"))
+    with pytest.raises(ValueError, match=f"at most 24 rows cannot have {capacity}"):
+        layer.layer.set_capacity(capacity)
+
+
+def test_a_cache_that_keeps_nothing_reads_everything_again(tmp_path):
+    ffn = write_ffn(tmp_path / "f")
+    layer, x = Ffn(ffn, capacity=10, cache_policy="none"), random_input(ffn)
+    for _ in range(3):
+        assert torch.equal(layer(x, range(24)), Ffn(ffn)(x, range(24)))
+        assert layer.layer.cached() == []
+    counters = layer.counters.take()
+    assert (counters["hits"], counters["misses"], counters["parts"]) == (0, 72, 9)
+
+
 # Filling the cache as rows stream by
 
 
@@ -330,9 +371,9 @@ def test_predictors_of_other_shapes_are_refused(tmp_path, a, b, bias):
     [
         ({"stride": 256}, "shorter than its weights"),
         ({"stride": 520}, "multiple of 64"),
-        ({"down": 65}, "shorter than its weights"),
-        ({"gate": 70}, "shorter than its weights"),
-        ({"gate": 0}, "no up bias"),
+        ({"down": 260}, "shorter than its weights"),
+        ({"gate": 280}, "shorter than its weights"),
+        ({"gate_bias": np.zeros(24, np.float32)}, "no gate bias"),
         ({"checksums": np.zeros(23, np.uint64)}, "too few checksums"),
         ({"up_bias": np.zeros(23, np.float32)}, "up bias"),
         ({"down_bias": np.zeros(63, np.float32)}, "down bias"),
@@ -341,11 +382,12 @@ def test_predictors_of_other_shapes_are_refused(tmp_path, a, b, bias):
         ({"num_neurons": 0}, "needs"),
         ({"d_model": 0}, "needs"),
         ({"window": 0}, "window"),
-        ({"cache_policy": "lru"}, "cache policy must be window or frequency, got lru"),
+        ({"cache_policy": "lru"}, "cache policy must be window, frequency or none, got lru"),
         ({"popularity": np.zeros(23, np.float32)}, "popularity has the wrong length"),
         ({"bypass_rows": _core.allocate(4096)[8:]}, "bypass rows must start at a multiple of 64"),
         ({"activation": "gelu"}, "gelu"),
         ({"dtype": "int8"}, "int8"),
+        ({"colour": "green"}, "argument it does not know"),
     ],
 )
 def test_layers_that_cannot_be_are_refused(tmp_path, change, message):
@@ -358,13 +400,14 @@ def test_layers_that_cannot_be_are_refused(tmp_path, change, message):
         "num_neurons": 24,
         "up": 0,
         "gate": -1,
-        "down": 64,
+        "down": 256,
         "activation": "relu",
         "cache_policy": "window",
         "window": 1,
         "popularity": None,
         "file_offset": FILE_OFFSET,
         "up_bias": ffn.up_bias,
+        "gate_bias": None,
         "down_bias": ffn.down_bias,
         "checksums": ffn.checksums,
         "rows": _core.allocate(4096),

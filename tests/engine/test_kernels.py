@@ -14,6 +14,9 @@ LENGTHS = [1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 65, 127, 130, 320, 1000]
 FLOAT32_EPS = 2.0**-24  # half a unit in the last place, relative
 
 
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
 def _bits(tensor):
     return tensor.contiguous().view(torch.uint8)
 
@@ -24,9 +27,9 @@ def _random(*shape, dtype="float32", seed=0):
 
 def _linear(weight, bias, x, *, threads=1, simd="auto"):
     """x [tokens, columns] through our kernel: [tokens, rows] in the weights' dtype."""
-    native = _core.Linear(weight, bias, _core.ThreadPool(threads), _core.Counters(), simd)
+    native = _core.Linear(weight, bias, _NAMES[weight.dtype], _core.ThreadPool(threads), simd)
     out = torch.full((len(x), len(weight)), torch.nan, dtype=weight.dtype)
-    native.forward(x.data_ptr(), len(x), out.data_ptr())
+    native.forward(x, out)
     return out
 
 
@@ -86,7 +89,7 @@ def test_what_is_not_finite_stays_so(dtype, value):
 @pytest.mark.parametrize(
     ("weight", "bias", "error"),
     [
-        (np.zeros(8, np.float32), None, ValueError),
+        (np.zeros(8, np.float32), None, TypeError),
         (np.zeros((4, 8), np.float64), None, ValueError),
         (np.zeros((4, 8), np.uint16), None, ValueError),
         (np.zeros((8, 8), np.float32)[:, ::2], None, TypeError),
@@ -96,7 +99,25 @@ def test_what_is_not_finite_stays_so(dtype, value):
 )
 def test_weights_that_cannot_be_used_are_refused(weight, bias, error):
     with pytest.raises(error):
-        _core.Linear(weight, bias, _core.ThreadPool(1), _core.Counters())
+        _core.Linear(weight, bias, "float32", _core.ThreadPool(1))
+
+
+def test_inputs_and_outputs_that_do_not_fit_are_refused():
+    linear = _core.Linear(np.zeros((4, 8), np.float32), None, "float32", _core.ThreadPool(1))
+    for x, out in (((1, 8), (2, 4)), ((1, 4), (1, 4)), ((1, 8), (1, 8))):
+        for forward in (linear.forward, linear.forward_many):
+            with pytest.raises(ValueError, match=r"\[tokens, columns\]"):
+                forward(np.zeros(x, np.float32), np.zeros(out, np.float32))
+    with pytest.raises(ValueError, match="dtype"):
+        linear.forward(np.zeros((1, 8), np.float16), np.zeros((1, 4), np.float32))
+
+
+def test_bfloat16_may_come_as_its_bits():
+    weight, x = _random(5, 16, dtype="bfloat16"), _random(2, 16, dtype="bfloat16", seed=1)
+    bits = [tensor.view(torch.uint16).numpy() for tensor in (weight, x)]
+    out = np.zeros((2, 5), np.uint16)
+    _core.Linear(bits[0], None, "bfloat16", _core.ThreadPool(1)).forward(bits[1], out)
+    assert np.array_equal(out, _linear(weight, None, x).view(torch.uint16).numpy())
 
 
 def test_levels_by_name():
@@ -125,16 +146,10 @@ def test_read_bandwidth_gives_the_rate_of_every_pass():
 
 def _widen(values, simd):
     """16-bit values as fp32, through the kernels: y = 0 + 1.0 * value, by attention over one position."""
-    heads = len(values) // 8
-    native = _core.Attention(heads, heads, 8, 1, _NAMES[values.dtype], _core.ThreadPool(1), _core.Counters(), simd)
-    out = torch.empty_like(values)
-    zero = torch.zeros_like(values)
-    size = values.element_size()
-    native.forward(zero.data_ptr(), zero.data_ptr(), values.data_ptr(), 1, 8 * size, 8 * size, 1.0, out.data_ptr())
-    return out
-
-
-_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+    value = values.float().reshape(1, -1, 8)
+    out = _attention(torch.zeros(value.shape[1:]), torch.zeros_like(value), value, dtype=_NAMES[values.dtype],
+                     scale=1.0, simd=simd)  # fmt: skip
+    return out.flatten()
 
 
 @pytest.mark.parametrize("simd", SIMD)
@@ -160,7 +175,7 @@ def test_every_16_bit_value_survives_the_way_through_fp32(dtype, simd, columns):
 def test_every_16_bit_weight_is_read_right(dtype, simd):
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(TORCH_DTYPES[dtype])
     values = every[every.isfinite()]
-    expected = torch.where(values == 0, torch.zeros_like(values), values)
+    expected = torch.where(values == 0, torch.zeros_like(values), values).float()
     assert torch.equal(_bits(_widen(values, simd)), _bits(expected))
 
 
@@ -207,22 +222,17 @@ def test_nan_stays_nan_whatever_its_bits(dtype):
 # Attention
 
 
-def _attention(q, k, v, *, scale, threads=1, simd="auto", room=0):
-    """One query over k, v [kv_heads, length, head_dim], which lie in a cache with `room` more positions a head."""
-    kv_heads, length, head_dim = k.shape
-    caches = []
-    for part in (k, v):
-        cache = torch.full((kv_heads, length + room, head_dim), torch.nan, dtype=k.dtype)
-        cache[:, :length] = part
-        caches.append(cache)
-    name, size = _NAMES[k.dtype], k.element_size()
-    native = _core.Attention(
-        len(q), kv_heads, head_dim, length, name, _core.ThreadPool(threads), _core.Counters(), simd
-    )
-    out = torch.empty_like(q)
-    strides = ((length + room) * head_dim * size, head_dim * size)
-    native.forward(q.data_ptr(), caches[0].data_ptr(), caches[1].data_ptr(), length, *strides, scale, out.data_ptr())
-    return out
+def _attention(q, k, v, *, scale, dtype, threads=1, simd="auto"):
+    """One query [heads, head_dim] over k, v [length, kv_heads, head_dim], all fp32, kept as `dtype`."""
+    _, kv_heads, head_dim = k.shape
+    native = _core.KvAttention(
+        heads=len(q), kv_heads=kv_heads, head_dim=head_dim, context=len(k), dtype=dtype, scale=scale,
+        pool=_core.ThreadPool(threads), simd=simd,
+    )  # fmt: skip
+    native.append(k.numpy(), v.numpy())
+    out = np.full((1, *q.shape), np.nan, np.float32)
+    native.attend_each(q[None].numpy(), out)
+    return torch.from_numpy(out[0])
 
 
 @pytest.mark.parametrize("simd", SIMD)
@@ -231,62 +241,42 @@ def _attention(q, k, v, *, scale, threads=1, simd="auto", room=0):
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 300])
 def test_attention_equals_a_float64_softmax(dtype, simd, heads, kv_heads, length):
     for head_dim in (20, 64):
-        q = _random(heads, head_dim, dtype=dtype)
-        k, v = (_random(kv_heads, length, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
+        q = _random(heads, head_dim, dtype=dtype).float()
+        k, v = (_random(length, kv_heads, head_dim, dtype=dtype, seed=seed).float() for seed in (1, 2))
         scale = head_dim**-0.5
-        out = _attention(q, k, v, scale=scale, threads=2, simd=simd, room=5)
-        wide_k, wide_v = (part.double().repeat_interleave(heads // kv_heads, dim=0) for part in (k, v))
-        weights = torch.softmax(torch.einsum("hd,hpd->hp", q.double(), wide_k) * scale, dim=-1)
-        expected = torch.einsum("hp,hpd->hd", weights, wide_v)
+        out = _attention(q, k, v, scale=scale, dtype=dtype, threads=2, simd=simd)
+        wide_k, wide_v = (part.double().repeat_interleave(heads // kv_heads, dim=1) for part in (k, v))
+        weights = torch.softmax(torch.einsum("hd,phd->hp", q.double(), wide_k) * scale, dim=-1)
+        expected = torch.einsum("hp,phd->hd", weights, wide_v)
         # Scores err by head_dim roundings, which exp passes on; the two sums by `length` each.
-        bound = (4 * head_dim + 2 * length + 20) * FLOAT32_EPS * torch.einsum("hp,hpd->hd", weights, wide_v.abs())
-        bound += torch.finfo(q.dtype).eps * expected.abs()
+        bound = (4 * head_dim + 2 * length + 20) * FLOAT32_EPS * torch.einsum("hp,phd->hd", weights, wide_v.abs())
         assert ((out.double() - expected).abs() <= bound).all()
         for threads in (1, 3, 4):
-            again = _attention(q, k, v, scale=scale, threads=threads, simd=simd)
+            again = _attention(q, k, v, scale=scale, dtype=dtype, threads=threads, simd=simd)
             assert torch.equal(_bits(again), _bits(out))
 
 
 def test_attention_over_one_position_is_its_value():
-    v = _random(2, 1, 16, dtype="bfloat16", seed=3)
-    out = _attention(_random(4, 16, dtype="bfloat16"), _random(2, 1, 16, dtype="bfloat16", seed=1), v, scale=0.3)
-    assert torch.equal(out, v[:, 0].repeat_interleave(2, dim=0))
+    k, v = (_random(1, 2, 16, dtype="bfloat16", seed=seed).float() for seed in (1, 3))
+    out = _attention(_random(4, 16), k, v, scale=0.3, dtype="bfloat16")
+    assert torch.equal(out, v[0].repeat_interleave(2, dim=0))
 
 
 def test_attention_survives_large_scores():
-    q, k = torch.full((1, 8), 1e4), torch.stack([torch.full((8,), 1e4), torch.full((8,), -1e4)])[None]
-    v = torch.stack([torch.ones(8), torch.zeros(8)])[None]
-    assert torch.equal(_attention(q, k, v, scale=1.0), torch.ones(1, 8))
+    q, k = torch.full((1, 8), 1e4), torch.stack([torch.full((8,), 1e4), torch.full((8,), -1e4)])[:, None]
+    v = torch.stack([torch.ones(8), torch.zeros(8)])[:, None]
+    assert torch.equal(_attention(q, k, v, scale=1.0, dtype="float32"), torch.ones(1, 8))
 
 
-@pytest.mark.parametrize("length", [0, 5])
-def test_attention_beyond_what_was_planned_is_refused(length):
-    native = _core.Attention(2, 1, 8, 4, "float32", _core.ThreadPool(1), _core.Counters())
-    memory = torch.zeros(64).data_ptr()
-    with pytest.raises(ValueError, match="more positions than planned"):
-        native.forward(memory, memory, memory, length, 160, 32, 1.0, memory)
+def test_more_queries_than_cached_tokens_are_refused():
+    native = _core.KvAttention(
+        heads=2, kv_heads=1, head_dim=8, context=4, dtype="float32", scale=1.0, pool=_core.ThreadPool(1)
+    )
+    with pytest.raises(ValueError, match="more queries than cached tokens"):
+        native.attend_each(np.zeros((1, 2, 8), np.float32), np.zeros((1, 2, 8), np.float32))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(0, 1, 8), (4, 0, 8), (4, 3, 8), (4, 2, 0)])
-def test_attention_shapes_that_cannot_be_are_refused(heads, kv_heads, head_dim):
+@pytest.mark.parametrize(("heads", "kv_heads"), [(0, 1), (4, 3)])
+def test_attention_shapes_that_cannot_be_are_refused(heads, kv_heads):
     with pytest.raises(ValueError, match="multiple of kv_heads"):
-        _core.Attention(heads, kv_heads, head_dim, 4, "float32", _core.ThreadPool(1), _core.Counters())
-
-
-def test_compute_is_charged_to_the_counters():
-    counters = _core.Counters()
-    weight, x, out = torch.ones(64, 64), torch.ones(1, 64), torch.zeros(1, 64)
-    _core.Linear(weight, None, _core.ThreadPool(1), counters).forward(x.data_ptr(), 1, out.data_ptr())
-    values = counters.take()
-    assert values["compute_ns"] > 0
-    assert values["io_ns"] == values["memory_ns"] == 0
-
-
-def test_a_run_can_be_asked_to_do_with_less(monkeypatch):
-    monkeypatch.setenv("FLASHLLM_SIMD", "scalar")
-    assert _core.default_simd_level() == "scalar"
-    monkeypatch.setenv("FLASHLLM_SIMD", "auto")
-    assert _core.default_simd_level() == _core.best_simd_level()
-    monkeypatch.setenv("FLASHLLM_SIMD", "mmx")
-    with pytest.raises(ValueError, match="unknown SIMD level mmx"):
-        _core.read_bandwidth(_core.ThreadPool(1), 1 << 16, 0.001)
+        _attention(torch.zeros(heads, 8), *2 * [torch.zeros(1, kv_heads, 8)], scale=1.0, dtype="float32")

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from flashllm import _core
-from flashllm.engine.stream import LayerRows, RowStream
 from flashllm.errors import ChecksumError, FlashIOError, FormatError
 from flashllm.format.rows import row_checksums
 
@@ -22,19 +21,23 @@ def flash(tmp_path):
         path = tmp_path / "rows"
         path.write_bytes(bytes(4096) + data.tobytes())
         file = _core.DirectFile(str(path), direct=True)
-        layers = [
-            LayerRows(offset=4096 + index * num_rows * STRIDE, num_rows=num_rows, checksums=row_checksums(layer))
-            for index, layer in enumerate(data)
-        ]
+        layers = [(4096 + index * num_rows * STRIDE, row_checksums(layer)) for index, layer in enumerate(data)]
         reader = _core.Reader(threads, verify=verify)
-        return RowStream(reader, file, layers, stride=STRIDE, block_rows=block_rows, ahead=ahead), data, file
+        return _core.RowStream(reader, file, layers, stride=STRIDE, block_rows=block_rows, ahead=ahead), data, file
 
     return make
 
 
+def blocks_of(stream, layer, then=None):
+    """(first row, rows) block by block; a block is valid until the next is asked for."""
+    stream.begin(layer, then)
+    while (block := stream.next()) is not None:
+        yield block
+
+
 def read_layer(stream, layer, then=None):
     blocks = []
-    for first, rows in stream.blocks(layer, then=then):
+    for first, rows in blocks_of(stream, layer, then):
         assert first == sum(len(block) for block in blocks)
         blocks.append(rows.copy())
     return np.concatenate(blocks)
@@ -54,27 +57,31 @@ def test_times_count_each_read_once(flash):
     stream, data, _ = flash()
     read_layer(stream, 0, then=1)
     read_layer(stream, 1)
-    times = stream.take_times()
-    assert times.nbytes == 2 * data[0].nbytes
-    assert times.requests == 6
-    assert times.wait_ns > 0
-    assert times.busy_ns > 0
-    assert stream.take_times().nbytes == 0
+    times = stream.take()
+    assert times["bytes"] == 2 * data[0].nbytes
+    assert times["requests"] == 6
+    assert times["wait_ns"] > 0
+    assert times["busy_ns"] > 0
+    assert stream.take()["bytes"] == 0
+
+
+@pytest.mark.parametrize(("layer", "then"), [(-1, None), (LAYERS, None), (0, LAYERS), (0, -2)])
+def test_a_layer_that_is_not_there(flash, layer, then):
+    stream, _, _ = flash()
+    with pytest.raises(ValueError, match="a layer beyond those there are"):
+        stream.begin(layer, then)
 
 
 @pytest.mark.parametrize("ahead", [1, 4])
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
 @pytest.mark.parametrize("then", [None, 0, 1])
 @pytest.mark.parametrize("drained", [False, True])
-@pytest.mark.parametrize("kept", [False, True], ids=["iterator dropped", "iterator kept"])
-def test_a_pass_given_up_anywhere_does_not_disturb_the_next(flash, stop_after, then, drained, *, kept, ahead):
+def test_a_pass_given_up_anywhere_does_not_disturb_the_next(flash, stop_after, then, drained, ahead):
     stream, data, _ = flash(ahead=ahead)
     for start in range(LAYERS):
-        blocks = stream.blocks(start, then=then)
+        blocks = blocks_of(stream, start, then)
         for _ in range(stop_after):
             next(blocks)
-        if not kept:
-            blocks.close()
         if drained:
             stream.drain()
         for layer in (0, 1, 2, 0):

@@ -7,12 +7,13 @@ import shutil
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tiny_models import make_tiny_opt
 
 from flashllm.convert.run import convert
 from flashllm.errors import FlashError, FormatError, UsageError
 from flashllm.format.manifest import Calibration, Manifest, install_predictors, open_model_dir
+from flashllm.format.safetensors import encode_header
 from flashllm.format.verify import verify
 
 
@@ -60,7 +61,7 @@ def test_the_literal_manifest(original):
     value = json.loads((original / "flashllm.json").read_text())
     files = value.pop("files")
     assert value == {
-        "format_version": 1,
+        "format_version": 2,
         "flashllm_version": "0.1.0",
         "architecture": {
             "model_type": "opt",
@@ -102,11 +103,12 @@ def test_save_and_load_are_inverse(model):
 
 
 BAD = {
-    "newer version": (_set("format_version", 2), "version 2 is newer than this flashllm; upgrade flashllm"),
+    "newer version": (_set("format_version", 3), "version 3 is newer than this flashllm; upgrade flashllm"),
+    "older version": (_set("format_version", 1), "version 1 is of an older flashllm; convert the model again"),
     "newer version with new keys": (lambda m: m.update(format_version=9, more=1), "upgrade flashllm"),
-    "version zero": (_set("format_version", 0), "format_version must be 1"),
-    "version true": (_set("format_version", True), "format_version must be 1"),
-    "version a text": (_set("format_version", "1"), "format_version must be 1"),
+    "version zero": (_set("format_version", 0), "format_version must be 2"),
+    "version true": (_set("format_version", True), "format_version must be 2"),
+    "version a text": (_set("format_version", "1"), "format_version must be 2"),
     "unknown key": (_set("extra", 1), "the key 'extra' is unknown"),
     "unknown key inside": (_set("architecture", "extra", 1), "architecture: the key 'extra' is unknown"),
     "unknown key in rows": (_set("rows", "extra", 1), "rows: the key 'extra' is unknown"),
@@ -198,6 +200,34 @@ def test_links_and_folders_in_place_of_files(model, tmp_path):
     (model / "tokenizer.json").unlink()
     (model / "tokenizer.json").mkdir()
     with pytest.raises(FormatError, match="must be a regular file"):
+        open_model_dir(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("layers.1.key.weight"), r"tensor layers\.1\.key\.weight is missing"),
+        (lambda tensors: tensors.update(extra=np.zeros(3, np.float32)), "tensor extra is no part of the model"),
+        (
+            lambda tensors: tensors.update({"final_norm.bias": np.zeros(32, np.float32)}),
+            r"final_norm\.bias is F32 \[32\], not F32 \[64\]",
+        ),
+        (
+            lambda tensors: tensors.update({"final_norm.bias": np.zeros(64, np.float16)}),
+            r"final_norm\.bias is F16 \[64\], not F32 \[64\]",
+        ),
+    ],
+)
+def test_resident_tensors_are_those_of_the_config(model, change, message):
+    tensors = load_file(model / "resident.safetensors")
+    change(tensors)
+    entries = sorted(tensors.items(), key=lambda pair: -pair[1].itemsize)
+    codes = {"float32": "F32", "float16": "F16", "uint64": "U64"}
+    header = encode_header([(name, codes[str(values.dtype)], values.shape) for name, values in entries], {})
+    raw = header + b"".join(values.tobytes() for _, values in entries)
+    (model / "resident.safetensors").write_bytes(raw)
+    _edit(model, _set("files", "resident.safetensors", "nbytes", len(raw)))
+    with pytest.raises(FormatError, match=message):
         open_model_dir(model)
 
 

@@ -62,17 +62,17 @@ def test_damage_is_found(model, active, tmp_path, wrong):
 
 def test_the_cache_goes_where_it_saves_most(model, active, tmp_path, load, monkeypatch):
     """Same tokens, another plan: busy layers get more, and the cache holds the popular neurons after a prefill."""
-    monkeypatch.setattr("flashllm.hf.model.process_nbytes", lambda: 400_000_000)
+    monkeypatch.setattr("flashllm.engine.model.process_nbytes", lambda: 400_000_000)
     plain = load(model)
-    limit = plain.engine.plan.minimum_nbytes + 300 * plain.engine.plan.row_nbytes
+    limit = plain.engine.plan.memory.minimum_nbytes + 300 * plain.engine.plan.memory.row_nbytes
     even = load(model, memory=limit)
     with Trace(write_trace(tmp_path / "trace", active)) as trace:
         install_popularity(model, trace)
     shared = load(model, memory=limit)
-    rows = shared.engine.plan.cache_rows
-    assert sum(rows) == sum(even.engine.plan.cache_rows)
+    rows = shared.engine.plan.memory.cache_rows
+    assert sum(rows) == sum(even.engine.plan.memory.cache_rows)
     assert rows[0] < rows[1] < rows[2]
-    assert len(set(even.engine.plan.cache_rows)) == 1
+    assert len(set(even.engine.plan.memory.cache_rows)) == 1
     tokens = [_greedy(one) for one in (plain, even, shared)]
     assert tokens[0] == tokens[1] == tokens[2]
 

@@ -573,7 +573,7 @@ def test_where_there_is_no_ring(missing):
     if missing == "locked memory" and "assert automatic.backend" in result.stderr:
         pytest.skip("needs a kernel whose rings are locked memory")
     assert result.returncode == 0, result.stderr
-    assert re.match(r"io_uring is not to be had here \(.+\); use threads\n", result.stdout)
+    assert re.match(r"io_uring is not available \(.+\); use threads\n", result.stdout)
 
 
 AS_USER = """

@@ -16,12 +16,15 @@
 // The test functions, one a file's idea; `scale` multiplies the iterations.
 void test_request_plan(int scale);
 void test_reader(const std::string& directory, int scale);
-void test_early(const std::string& directory, int scale);
+void test_prefetch(const std::string& directory, int scale);
 void test_cache(int scale);
 void test_thread_pool(int scale);
 void test_kernels(int scale);
 void test_predictor(int scale);
 void test_many_tokens(int scale);
 void test_ffn_layer(const std::string& directory, int scale);
-void test_decoder(const std::string& directory, int scale);
-void test_layer_norm(int scale);
+void test_model(const std::string& directory, int scale);
+void test_norm(int scale);
+void test_rotary(int scale);
+void test_attention(int scale);
+void test_kv_cache(int scale);

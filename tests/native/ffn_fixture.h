@@ -13,9 +13,10 @@
 #include <vector>
 
 #include "check.h"
-#include "model/ffn_layer.h"
+#include "fault.h"
 #include "io/memory.h"
 #include "io/xxh3.h"
+#include "model/ffn_layer.h"
 
 namespace ffn_tests {
 
@@ -58,9 +59,9 @@ struct Flash {
   }
   FfnLayerOptions options(std::int32_t capacity, std::int32_t window) const {
     FfnLayerOptions result;
-    result.layout.stride = kStride;
-    result.layout.d_model = kWidth;
-    result.layout.down = kWidth;
+    result.format.stride = kStride;
+    result.format.d_model = kWidth;
+    result.format.down = 4 * kWidth;
     result.layer = 5;
     result.num_neurons = kNeurons;
     result.capacity = capacity;
@@ -81,13 +82,14 @@ struct Flash {
 struct Layer {
   Layer(const Flash& flash, std::int32_t capacity, std::int32_t window, int threads, int io_threads,
         std::int32_t bypass = 0, bool placed = false)
+      : Layer(flash, options(flash, capacity, window, bypass, placed), threads, io_threads) {}
+  Layer(const Flash& flash, const FfnLayerOptions& options, int threads, int io_threads)
       : pool(threads),
         reader(reader_options(io_threads)),
-        memory(static_cast<std::size_t>(capacity) * kStride),
-        bypass_memory(static_cast<std::size_t>(std::max(1, bypass)) * kStride),
-        layer(options(flash, capacity, window, bypass, placed), reader,
-              placed ? *flash.placed_file : *flash.file, pool, memory.data(), bypass_memory.data(),
-              counters) {}
+        memory(static_cast<std::size_t>(options.capacity) * kStride),
+        bypass_memory(static_cast<std::size_t>(std::max(1, options.bypass_capacity)) * kStride),
+        layer(options, reader, options.row_of != nullptr ? *flash.placed_file : *flash.file, pool,
+              memory.data(), bypass_memory.data(), counters) {}
   // With bypass rows by frequency, without by the window.
   static FfnLayerOptions options(const Flash& flash, std::int32_t capacity, std::int32_t window,
                                  std::int32_t bypass, bool placed) {

@@ -15,13 +15,16 @@ int main(int argc, char** argv) {
   test_cache(scale);
   test_thread_pool(scale);
   test_kernels(scale);
-  test_layer_norm(scale);
+  test_norm(scale);
+  test_rotary(scale);
+  test_kv_cache(scale);
+  test_attention(scale);
   test_predictor(scale);
   test_many_tokens(scale);
   test_reader(directory, scale);
-  test_early(directory, scale);
+  test_prefetch(directory, scale);
   test_ffn_layer(directory, scale);
-  test_decoder(directory, scale);
+  test_model(directory, scale);
   std::puts("core tests passed");
   return 0;
 }

@@ -5,11 +5,11 @@
 #include <random>
 #include <set>
 
-#include "check.h"
-#include "io/error.h"
 #include "cache/frequency_policy.h"
 #include "cache/slot_table.h"
 #include "cache/window_policy.h"
+#include "check.h"
+#include "io/error.h"
 
 namespace {
 

@@ -5,13 +5,12 @@
 #include <random>
 #include <thread>
 
-#include "kernels/attention.h"
-#include "kernels/bandwidth.h"
 #include "check.h"
-#include "model/dense_ffn.h"
-#include "kernels/kernels.h"
 #include "io/memory.h"
+#include "kernels/bandwidth.h"
+#include "kernels/kernels.h"
 #include "kernels/thread_pool.h"
+#include "model/dense_ffn.h"
 
 namespace {
 
@@ -87,33 +86,6 @@ std::vector<float> products(int threads, SimdLevel level, Dtype dtype, std::size
   return out;
 }
 
-std::vector<float> attention(int threads, SimdLevel level, Dtype dtype, std::size_t length) {
-  std::mt19937 random(9);
-  ThreadPool pool(threads);
-  AttentionShape shape;
-  shape.heads = 6;
-  shape.kv_heads = 3;
-  shape.head_dim = 20;
-  shape.length = length;
-  shape.row_stride = shape.head_dim * dtype_nbytes(dtype);
-  shape.head_stride = length * shape.row_stride;
-  shape.dtype = dtype;
-  shape.scale = 0.25F;
-  const std::size_t cached = shape.kv_heads * length * shape.head_dim;
-  std::vector<std::byte> k(cached * dtype_nbytes(dtype)), v(k.size());
-  kernel_table(level, dtype).from_f32(random_floats(cached, random).data(), cached, k.data());
-  kernel_table(level, dtype).from_f32(random_floats(cached, random).data(), cached, v.data());
-  const std::vector<float> q = random_floats(shape.heads * shape.head_dim, random);
-  std::vector<float> scores(shape.heads * length), out(q.size());
-  attend_one(shape, q.data(), k.data(), v.data(), scores.data(), out.data(), pool, level);
-  for (std::size_t h = 0; h < shape.heads; ++h) {
-    float total = 0.0F;
-    for (std::size_t p = 0; p < length; ++p) total += scores[h * length + p];
-    CHECK(std::fabs(total - 1.0F) < 1e-5F);
-  }
-  return out;
-}
-
 constexpr std::size_t kFirst = 20,
                       kLater = 281;  // rows of two blocks; the second has more than are paired together
 constexpr std::size_t kNeurons = kFirst + kLater;
@@ -126,32 +98,34 @@ std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::s
   ThreadPool pool(threads);
   const KernelTable& kernels = kernel_table(level, dtype);
   const std::size_t element = dtype_nbytes(dtype);
-  RowLayout layout;
-  layout.dtype = dtype;
-  layout.d_model = kWidth;
-  layout.up = 0;
-  layout.down = kWidth;
-  layout.stride = static_cast<std::uint32_t>(2 * kWidth * element);
-  std::vector<std::byte> rows(kNeurons * layout.stride), x(kAll * kWidth * element);
+  RowFormat format;
+  format.codec = codec_of(dtype);
+  format.d_model = kWidth;
+  format.down = static_cast<std::uint32_t>(kWidth * element);
+  format.stride = static_cast<std::uint32_t>(2 * kWidth * element);
+  std::vector<std::byte> rows(kNeurons * format.stride), x(kAll * kWidth * element);
   kernels.from_f32(random_floats(2 * kWidth * kNeurons, random).data(), 2 * kWidth * kNeurons, rows.data());
   kernels.from_f32(random_floats(kAll * kWidth, random).data(), kAll * kWidth, x.data());
   const std::vector<float> bias = random_floats(kNeurons, random), down_bias = random_floats(kWidth, random);
   const std::byte* inputs = x.data() + first * kWidth * element;
 
-  DenseFfn ffn(layout, Activation::relu, pool, level);
+  DenseFfn ffn(format, Activation::relu, pool, level);
   std::vector<std::byte> y(tokens * kWidth * element), out(tokens * kNeurons * element);
   std::vector<float> h(tokens * kLater);
   ffn.begin(inputs, tokens);
-  ffn.add(rows.data(), kFirst, bias.data());
-  ffn.add(rows.data() + kFirst * layout.stride, kLater, bias.data() + kFirst);
-  ffn.copy_activations(h.data());
+  ffn.activations(rows.data(), kFirst, bias.data());
+  ffn.add(rows.data());
+  const float* later = ffn.activations(rows.data() + kFirst * format.stride, kLater, bias.data() + kFirst);
+  for (std::size_t m = 0; m < tokens; ++m)
+    for (std::size_t i = 0; i < kLater; ++i) h[m * kLater + i] = later[i * ffn.padded() + m];
+  ffn.add(rows.data() + kFirst * format.stride);
   ffn.finish(down_bias.data(), y.data());
   CHECK(ffn.tokens() == 0);
   LinearWeights up;
   up.data = rows.data();
   up.rows = kNeurons;
   up.columns = kWidth;
-  up.stride = layout.stride;
+  up.stride = format.stride;
   up.dtype = dtype;
   up.bias = bias.data();
   linear_many(up, PackedTokens(inputs, tokens, kWidth, dtype, pool, level), out.data(), pool, level);
@@ -260,8 +234,6 @@ void test_kernels(int scale) {
             CHECK(same_bits(products(threads, level, dtype, rows, columns, 2), alone));
         }
       }
-      for (const std::size_t length : {1, 64, 131})
-        CHECK(same_bits(attention(3, level, dtype, length), attention(1, level, dtype, length)));
     }
   }
 }

@@ -1,11 +1,15 @@
 // The FFN layer: the same bits whatever is cached, and a cache that is right after failures of every kind.
 #include "model/ffn_layer.h"
 
+#include <sys/mman.h>
+
+#include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 
-#include "io/error.h"
 #include "ffn_fixture.h"
+#include "io/error.h"
 
 namespace {
 
@@ -19,22 +23,165 @@ std::vector<std::int32_t> random_active(std::mt19937& random) {
   return active;
 }
 
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), 4 * a.size()) == 0;
+}
+
+// A predictor that names what it is told to, right or wrong.
+class Told final : public Predictor {
+ public:
+  explicit Told(const std::vector<std::int32_t>& told) : told_(told) {}
+  void predict(const float* /*x*/, std::size_t /*token*/, ThreadPool& /*pool*/, SimdLevel /*level*/,
+               std::vector<std::int32_t>& active) override {
+    active = told_;
+  }
+
+ private:
+  const std::vector<std::int32_t>& told_;
+};
+
 void bits_depend_on_the_active_set_alone(const Flash& flash, int tokens) {
   Layer whole(flash, kNeurons, 3, 1, 1), narrow(flash, 3, 2, 2, 4), middle(flash, 17, 5, 3, 2);
   Layer frequency(flash, 11, 1, 2, 3, 5), scarce(flash, 2, 1, 1, 2, 1);
   Layer placed(flash, 9, 2, 1, 3, 0, true);
+  FfnLayerOptions plain = flash.options(12, 1);
+  plain.cache_policy = "none";
+  plain.bypass_capacity = 3;
+  plain.wait_first = plain.split_rows = true;
+  Layer naive(flash, plain, 2, 2);
+  const std::vector<Layer*> layers = {&narrow, &middle, &frequency, &scarce, &placed, &naive};
   std::mt19937 random(2);
   for (int token = 0; token < tokens; ++token) {
     const std::vector<std::int32_t> active = random_active(random);
     const std::vector<float> expected = whole.forward(flash, active);
-    for (Layer* layer : {&narrow, &middle, &frequency, &scarce, &placed}) {
-      const std::vector<float> y = layer->forward(flash, active);
-      CHECK(std::memcmp(y.data(), expected.data(), 4 * kWidth) == 0);
-    }
+    for (Layer* layer : layers) CHECK(same_bits(layer->forward(flash, active), expected));
+    CHECK(naive.layer.cached().empty());
   }
-  for (const Layer* layer : {&whole, &narrow, &middle, &frequency, &scarce, &placed})
+  for (const Layer* layer : layers)
     CHECK(layer->counters.hits + layer->counters.misses == layer->counters.active);
   CHECK(narrow.counters.parts > static_cast<std::uint64_t>(tokens));
+  CHECK(naive.counters.hits == 0 && naive.counters.bytes_read == naive.counters.active * kStride);
+}
+
+// Whatever is prefetched, for this token or for one that never comes, with a `begin` here and there that is
+// given up.
+void prefetching_changes_no_bit(const Flash& flash, int tokens, std::int32_t bypass) {
+  constexpr std::int32_t kRoom = 15;
+  Layer whole(flash, kNeurons, 3, 1, 1), ahead(flash, 11, 2, 2, 3, bypass);
+  HugeBuffer memory(std::size_t{kRoom} * kStride);
+  Prefetch buffer(memory.data(), kRoom, kStride, kNeurons, ahead.reader, *flash.file);
+  std::vector<std::int32_t> told;
+  CHECK(!ahead.layer.can_prefetch());
+  ahead.layer.set_prefetch(std::make_unique<Told>(told), buffer);
+  CHECK(ahead.layer.can_prefetch());
+  std::mt19937 random(5);
+  for (int token = 0; token < tokens; ++token) {
+    const std::vector<std::int32_t> active = random_active(random);
+    const std::vector<float> expected = whole.forward(flash, active);
+    told = token % 5 == 0 ? random_active(random) : active;
+    if (token % 3 != 0) ahead.layer.prefetch(flash.x.data(), 0);
+    if (token % 7 == 0) {
+      ahead.layer.begin(flash.x.data(), 0, told);
+      if (token % 2 == 0) ahead.layer.abandon();
+    }
+    CHECK(same_bits(ahead.forward(flash, active), expected));
+    CHECK(buffer.layer() == -1);
+  }
+  const FfnCounters& counters = ahead.counters;
+  CHECK(counters.prefetch_used > 0 && counters.prefetched >= counters.prefetch_used);
+  ahead.layer.prefetch(flash.x.data(), 0);  // the destructor waits for these
+}
+
+// Pages of the cache's memory from row `from` on that hold anything.
+std::size_t resident_pages(const Layer& layer, std::int32_t from) {
+  constexpr std::size_t kPage = 4096;
+  const std::size_t first = (static_cast<std::size_t>(from) * kStride + kPage - 1) / kPage;
+  std::vector<unsigned char> pages(layer.memory.size() / kPage - first);
+  CHECK(mincore(layer.memory.data() + first * kPage, pages.size() * kPage, pages.data()) == 0);
+  return static_cast<std::size_t>(
+      std::count_if(pages.begin(), pages.end(), [](unsigned char page) { return (page & 1U) != 0; }));
+}
+
+// The cache shrinks and grows between tokens: no bit changes, what is cached fits, and the memory behind it
+// is given back.
+void capacity_changes_no_bit(const Flash& flash, int tokens, std::int32_t bypass) {
+  Layer whole(flash, kNeurons, 3, 1, 1), changing(flash, kNeurons, 4, 2, 3, bypass);
+  std::mt19937 random(4);
+  for (int token = 0; token < tokens; ++token) {
+    const auto capacity = static_cast<std::int32_t>(1 + random() % kNeurons);
+    const std::vector<std::int32_t> before = changing.layer.cached();
+    changing.layer.set_capacity(capacity);
+    CHECK(changing.layer.capacity() == capacity);
+    const std::vector<std::int32_t> after = changing.layer.cached();
+    CHECK(after.size() == std::min(before.size(), static_cast<std::size_t>(capacity)));
+    for (const std::int32_t neuron : after)
+      CHECK(std::find(before.begin(), before.end(), neuron) != before.end());
+    CHECK(resident_pages(changing, capacity) == 0);
+    for (int again = 0; again < 3; ++again) {
+      const std::vector<std::int32_t> active = random_active(random);
+      CHECK(same_bits(changing.forward(flash, active), whole.forward(flash, active)));
+      CHECK(static_cast<std::int32_t>(changing.layer.cached().size()) <= capacity);
+    }
+  }
+  CHECK(changing.counters.hits > 0);
+  for (const std::int32_t capacity : {0, kNeurons + 1}) {
+    bool refused = false;
+    try {
+      changing.layer.set_capacity(capacity);
+    } catch (const CoreError& error) {
+      refused = error.kind() == ErrorKind::usage;
+    }
+    CHECK(refused);
+  }
+}
+
+// What leaves a shrinking cache is what the policy would evict first.
+void the_unlikely_leave_first(const Flash& flash) {
+  for (const std::int32_t bypass : {0, 4}) {
+    Layer layer(flash, 20, 9, 1, 1, bypass);
+    for (const auto& active : std::vector<std::vector<std::int32_t>>{{1, 2, 3}, {4, 5, 6}, {4, 5}, {5}})
+      layer.forward(flash, active);
+    std::vector<std::int32_t> cached;
+    for (const auto& [capacity, kept] : std::vector<std::pair<std::int32_t, std::vector<std::int32_t>>>{
+             {3, {4, 5, 6}}, {2, {4, 5}}, {1, {5}}}) {
+      layer.layer.set_capacity(capacity);
+      cached = layer.layer.cached();
+      std::sort(cached.begin(), cached.end());
+      CHECK(cached == kept);
+    }
+    layer.layer.set_capacity(20);
+    layer.counters = FfnCounters{};
+    layer.forward(flash, {4, 5, 6});
+    CHECK(layer.counters.hits == 1);
+  }
+}
+
+// By a trace a neuron's value counts where the trace says so and nowhere else; the cache sees the active set.
+void a_trace_decides_what_fires(const Flash& flash) {
+  Layer layer(flash, 12, 3, 1, 1), right(flash, kNeurons, 3, 1, 1);
+  const std::vector<std::uint64_t> active = {0b1111'0110, 0}, firing = {0b0101'0010, 0}, none = {0, 0};
+  ActivityTrace trace;
+  trace.token_words = 1;
+  trace.tokens = 2;
+  trace.num_neurons = kNeurons;
+  trace.active = active.data();
+  trace.firing = firing.data();
+  layer.layer.set_trace(trace, trace);
+  CHECK(layer.layer.predict(flash.x.data(), 0) == (std::vector<std::int32_t>{1, 2, 4, 5, 6, 7}));
+  std::vector<float> y(kWidth), expected = right.forward(flash, {1, 4, 6});
+  layer.layer.forward(flash.x.data(), 0, layer.layer.predict(flash.x.data(), 0), y.data());
+  CHECK(layer.counters.misses == 6);
+  // Neurons that fire by the trace and not by their weights add a thousandth of their down column.
+  for (std::size_t j = 0; j < kWidth; ++j) CHECK(std::abs(y[j] - expected[j]) < 0.02F);
+  layer.layer.forward(flash.x.data(), 1, layer.layer.predict(flash.x.data(), 1), y.data());
+  CHECK(same_bits(y, std::vector<float>(kWidth, 0.0F)));
+  bool refused = false;
+  try {
+    layer.layer.predict(flash.x.data(), 2);
+  } catch (const CoreError& error) {
+    refused = error.kind() == ErrorKind::usage;
+  }
+  CHECK(refused);
 }
 
 void failures_leave_a_right_cache(Flash& flash, int tokens, std::int32_t bypass) {
@@ -49,18 +196,18 @@ void failures_leave_a_right_cache(Flash& flash, int tokens, std::int32_t bypass)
     fault.first = random() % 4;
     fault.count = 50;
     fault.argument = token % 2 == 0 ? EIO : random() % 4096;
-    flash.file->inject(std::make_shared<FaultPlan>(fault));
+    inject(*flash.file, std::make_shared<FaultPlan>(fault));
     try {
       const std::vector<float> y = faulty.forward(flash, active);
-      CHECK(std::memcmp(y.data(), expected.data(), 4 * kWidth) == 0);
+      CHECK(same_bits(y, expected));
     } catch (const CoreError& error) {
       ++failed;
       CHECK(error.kind() == (token % 2 == 0 ? ErrorKind::io : ErrorKind::checksum));
       CHECK(std::string(error.what()).find("layer 5, neuron ") == 0);
     }
-    flash.file->inject(nullptr);
+    inject(*flash.file, nullptr);
     const std::vector<float> y = faulty.forward(flash, active);
-    CHECK(std::memcmp(y.data(), expected.data(), 4 * kWidth) == 0);
+    CHECK(same_bits(y, expected));
   }
   CHECK(failed > tokens / 4);
 }
@@ -70,5 +217,11 @@ void failures_leave_a_right_cache(Flash& flash, int tokens, std::int32_t bypass)
 void test_ffn_layer(const std::string& directory, int scale) {
   ffn_tests::Flash flash(directory + "/ffn.bin");
   bits_depend_on_the_active_set_alone(flash, 60 * scale);
-  for (const std::int32_t bypass : {0, 6}) failures_leave_a_right_cache(flash, 60 * scale, bypass);
+  the_unlikely_leave_first(flash);
+  a_trace_decides_what_fires(flash);
+  for (const std::int32_t bypass : {0, 6}) {
+    prefetching_changes_no_bit(flash, 80 * scale, bypass);
+    capacity_changes_no_bit(flash, 60 * scale, bypass);
+    failures_leave_a_right_cache(flash, 60 * scale, bypass);
+  }
 }

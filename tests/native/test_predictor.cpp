@@ -15,7 +15,7 @@ struct Codes {
   std::vector<std::int8_t> codes;
   std::vector<std::uint16_t> scales;
   std::vector<float> wide_scales, bias;
-  Int8Weights weights;
+  RowMatrix weights;
 
   Codes(std::size_t rows, std::size_t columns, std::mt19937& random)
       : codes(rows * columns), scales(rows), wide_scales(rows), bias(rows) {
@@ -27,9 +27,11 @@ struct Codes {
     halves.from_f32(wide_scales.data(), rows, scales.data());
     halves.to_f32(scales.data(), rows, wide_scales.data());
     for (float& value : bias) value = normal(random);
-    weights.codes = codes.data();
+    weights.codec = RowCodec::int8;
+    weights.data = reinterpret_cast<const std::byte*>(codes.data());
     weights.rows = rows;
     weights.columns = columns;
+    weights.stride = columns;
     weights.scales = scales.data();
     weights.bias = bias.data();
   }
@@ -45,7 +47,7 @@ std::vector<float> inputs(std::size_t n, std::mt19937& random) {
 std::vector<float> product(const Codes& factor, const std::vector<float>& x, int threads, SimdLevel level) {
   ThreadPool pool(threads);
   std::vector<float> out(factor.weights.rows);
-  linear_int8(factor.weights, x.data(), out.data(), pool, level);
+  dot_all(factor.weights, x.data(), out.data(), pool, level);
   return out;
 }
 
@@ -70,7 +72,7 @@ void check_product(std::size_t rows, std::size_t columns, SimdLevel level) {
   }
   // A row's bits do not depend on the rows beside it.
   Codes last = factor;
-  last.weights.codes = last.codes.data() + (rows - 1) * columns;
+  last.weights.data = reinterpret_cast<const std::byte*>(last.codes.data()) + (rows - 1) * columns;
   last.weights.scales = last.scales.data() + rows - 1;
   last.weights.bias = last.bias.data() + rows - 1;
   last.weights.rows = 1;
@@ -83,19 +85,19 @@ void check_predictor(SimdLevel level) {
   std::mt19937 random(12);
   constexpr std::size_t d_model = 40, rank = 12, d_ff = 300;
   const Codes a(rank, d_model, random), b(d_ff, rank, random);
-  Int8Weights plain = a.weights;
+  RowMatrix plain = a.weights;
   plain.bias = nullptr;
   const std::vector<float> x = inputs(d_model, random);
   std::vector<std::int32_t> one, many;
   ThreadPool single(1), pool(3);
-  Predictor predictor(plain, b.weights, 0.25F);
-  predictor.predict(x.data(), single, level, one);
-  predictor.predict(x.data(), pool, level, many);
+  LowRankPredictor predictor(plain, b.weights, 0.25F);
+  predictor.predict(x.data(), 0, single, level, one);
+  predictor.predict(x.data(), 0, pool, level, many);
   CHECK(one == many);
   CHECK(!one.empty() && one.size() < d_ff);
   std::vector<float> projected(rank), logits(d_ff);
-  linear_int8(plain, x.data(), projected.data(), single, level);
-  linear_int8(b.weights, projected.data(), logits.data(), single, level);
+  dot_all(plain, x.data(), projected.data(), single, level);
+  dot_all(b.weights, projected.data(), logits.data(), single, level);
   std::size_t next = 0;
   for (std::size_t neuron = 0; neuron < d_ff; ++neuron)
     if (logits[neuron] > 0.25F) CHECK(next < one.size() && one[next++] == static_cast<std::int32_t>(neuron));

@@ -14,11 +14,12 @@
 #include <thread>
 
 #include "check.h"
+#include "fault.h"
 #include "io/error.h"
 #include "io/memory.h"
 #include "io/request_plan.h"
-#include "kernels/thread_pool.h"
 #include "io/xxh3.h"
+#include "kernels/thread_pool.h"
 
 namespace {
 
@@ -233,7 +234,7 @@ void every_fault_is_met(const std::string& path, const Bytes& bytes, bool direct
     for (std::uint64_t n = 0; n < 12; ++n) {
       Fault this_one = kind;
       this_one.first = n;
-      file.inject(std::make_shared<FaultPlan>(this_one));
+      inject(file, std::make_shared<FaultPlan>(this_one));
       for (int attempt = 0; attempt < 2; ++attempt) {
         std::mt19937 random(99);
         Jobs jobs(1 << 20);
@@ -246,7 +247,7 @@ void every_fault_is_met(const std::string& path, const Bytes& bytes, bool direct
         if (outcome == Outcome::done) jobs.check(bytes);
         CHECK(outcome != Outcome::checksum);
         if (kind.kind == Fault::Kind::end_of_file && attempt == 0) CHECK(outcome != Outcome::io);
-        file.inject(nullptr);
+        inject(file, nullptr);
       }
     }
   }
@@ -265,7 +266,7 @@ void flipped_bits_are_found(const std::string& path, const Bytes& bytes) {
   for (const std::size_t skew : {0, 8}) {
     for (std::uint64_t bit = 0; bit < 8 * 4096; bit += 997) {
       for (const bool flip : {true, false}) {
-        file.inject(flip ? std::make_shared<FaultPlan>(fault(Fault::Kind::flip, 0, 1, bit)) : nullptr);
+        inject(file, flip ? std::make_shared<FaultPlan>(fault(Fault::Kind::flip, 0, 1, bit)) : nullptr);
         ReadBatch batch;
         ReadJob job;
         job.nbytes = kRows * kRow;
@@ -300,7 +301,7 @@ void a_shrunk_file_is_a_format_error(const std::string& path) {
 std::shared_ptr<FaultPlan> inject(DirectFile& file, Fault::Kind kind, std::uint64_t first,
                                   std::uint64_t count = 1, std::uint64_t argument = 0) {
   auto plan = std::make_shared<FaultPlan>(fault(kind, first, count, argument));
-  file.inject(plan);
+  inject(file, plan);
   return plan;
 }
 
@@ -340,21 +341,21 @@ void demand_is_read_before_prefetch(const std::string& path, const Bytes& bytes)
   DirectFile file(path, true);
   for (const bool promoted : {false, true}) {
     HeldReader held(path);
-    ReadBatch guessed, needed;
-    Jobs guessed_jobs(1 << 20), needed_jobs(1 << 20);
-    add_scattered(guessed_jobs, guessed, 0, 6);
+    ReadBatch prefetched, needed;
+    Jobs prefetched_jobs(1 << 20), needed_jobs(1 << 20);
+    add_scattered(prefetched_jobs, prefetched, 0, 6);
     add_scattered(needed_jobs, needed, 10, 4);
     inject(file, Fault::Kind::flip, 0, promoted ? 6 : 4, 5);
-    held.reader.submit(guessed, file, ReadPriority::prefetch);
-    if (promoted) held.reader.keep(guessed, [](const ReadJob&) { return true; });
+    held.reader.submit(prefetched, file, ReadPriority::prefetch);
+    if (promoted) held.reader.keep(prefetched, [](const ReadJob&) { return true; });
     held.reader.submit(needed, file);
-    CHECK(!held.reader.poll(guessed) && !held.reader.poll(needed));
+    CHECK(!held.reader.poll(prefetched) && !held.reader.poll(needed));
     held.release();
     held.reader.wait(needed);
-    held.reader.wait(guessed);
-    CHECK(landed(needed) == 4 && landed(guessed) == 6);
-    Jobs& flipped = promoted ? guessed_jobs : needed_jobs;
-    (promoted ? needed_jobs : guessed_jobs).check(bytes);
+    held.reader.wait(prefetched);
+    CHECK(landed(needed) == 4 && landed(prefetched) == 6);
+    Jobs& flipped = promoted ? prefetched_jobs : needed_jobs;
+    (promoted ? needed_jobs : prefetched_jobs).check(bytes);
     for (const ReadJob& job : flipped.expected)
       CHECK(std::memcmp(job.destination, bytes.data() + job.offset, job.nbytes) != 0);
   }
@@ -391,7 +392,7 @@ void busy_time_is_counted_once(const std::string& path) {
   CHECK(reader.take_busy_ns() == 0);
 }
 
-void guesses_are_dropped(const std::string& path, const Bytes& bytes) {
+void prefetches_are_dropped(const std::string& path, const Bytes& bytes) {
   // 1. Nothing was started: nothing is read.
   {
     HeldReader held(path);
@@ -431,7 +432,7 @@ void guesses_are_dropped(const std::string& path, const Bytes& bytes) {
     CHECK((std::memcmp(job.destination, bytes.data() + job.offset, job.nbytes) == 0) == job.landed);
   }
   // 3. Too late: everything has landed, and the batch can be used again.
-  file.inject(nullptr);
+  inject(file, nullptr);
   reader.submit(batch, file, ReadPriority::prefetch);
   CHECK(landed(batch) == 0 || reader.poll(batch));
   while (!reader.poll(batch)) std::this_thread::yield();
@@ -453,8 +454,8 @@ void an_error_leaves_the_landed_jobs(const std::string& path) {
   CHECK(landed(batch) == 4);
 }
 
-// Demand reads and guesses of several callers, sorted out at random moments: what landed is right.
-void guesses_are_sorted_out_under_way(const std::string& path, const Bytes& bytes, int rounds) {
+// Demand reads and prefetches of several callers, sorted out at random moments: what landed is right.
+void prefetches_are_sorted_out_under_way(const std::string& path, const Bytes& bytes, int rounds) {
   const DirectFile file(path, true);
   ReaderOptions options = reading(5);
   options.max_gap = 1024;
@@ -464,24 +465,24 @@ void guesses_are_sorted_out_under_way(const std::string& path, const Bytes& byte
     callers.emplace_back([&, caller] {
       std::mt19937 random(caller);
       for (int round = 0; round < rounds; ++round) {
-        ReadBatch guessed, needed;
-        Jobs guessed_jobs(2 << 20), needed_jobs(1 << 20);
-        fill_random(guessed_jobs, guessed, bytes, random, 40);
+        ReadBatch prefetched, needed;
+        Jobs prefetched_jobs(2 << 20), needed_jobs(1 << 20);
+        fill_random(prefetched_jobs, prefetched, bytes, random, 40);
         fill_random(needed_jobs, needed, bytes, random, 10);
-        reader.submit(guessed, file, ReadPriority::prefetch);
+        reader.submit(prefetched, file, ReadPriority::prefetch);
         for (unsigned spin = random() % 200; spin > 0; --spin) std::this_thread::yield();
         const auto parity = static_cast<std::uint64_t>(random() % 2);
         const auto wanted = [&](const ReadJob& job) { return job.offset / 512 % 2 == parity; };
-        if (round % 3 != 0) reader.keep(guessed, wanted);
+        if (round % 3 != 0) reader.keep(prefetched, wanted);
         reader.submit(needed, file);
-        if (round % 3 == 0) reader.cancel(guessed);
+        if (round % 3 == 0) reader.cancel(prefetched);
         while (round % 2 == 0 && !reader.poll(needed)) std::this_thread::yield();
         reader.wait(needed);
-        reader.wait(guessed);
+        reader.wait(prefetched);
         needed_jobs.check(bytes);
-        const ReadStats& stats = guessed.stats();
-        CHECK((landed(guessed) == 40) == (stats.dropped == 0));
-        for (const ReadJob& job : guessed.jobs) {
+        const ReadStats& stats = prefetched.stats();
+        CHECK((landed(prefetched) == 40) == (stats.dropped == 0));
+        for (const ReadJob& job : prefetched.jobs) {
           CHECK(job.landed || round % 3 == 0 || !wanted(job));
           if (job.landed) CHECK(std::memcmp(job.destination, bytes.data() + job.offset, job.nbytes) == 0);
         }
@@ -603,9 +604,9 @@ void test_reader(const std::string& directory, int scale) {
     flipped_bits_are_found(path, bytes);
     demand_is_read_before_prefetch(path, bytes);
     busy_time_is_counted_once(path);
-    guesses_are_dropped(path, bytes);
+    prefetches_are_dropped(path, bytes);
     an_error_leaves_the_landed_jobs(path);
-    guesses_are_sorted_out_under_way(path, bytes, 20 * scale);
+    prefetches_are_sorted_out_under_way(path, bytes, 20 * scale);
     batches_are_used_properly(path);
     a_shrunk_file_is_a_format_error(directory + "/shrinks.bin");
   }

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import time
 
 import numpy as np
 import pytest
@@ -10,26 +11,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashllm.errors import BudgetError, UsageError
-from flashllm.format.manifest import Calibration, open_model_dir
-from flashllm.plan.memory import LIBRARY_GROWTH, plan_memory, share_by_popularity, share_rows
+from flashllm.format.manifest import Calibration
+from flashllm.format.model_dir import ModelDir
+from flashllm.plan.memory import KV_BLOCK_TOKENS, LIBRARY_GROWTH, plan_memory, share_by_popularity, share_rows
 
 PLENTY, PROCESS = 10**12, 300_000_000
 
 
 @pytest.fixture(scope="module")
 def model(tiny):
-    path = tiny().path("random")
-    return open_model_dir(path), json.loads((path / "config.json").read_text())
+    return ModelDir.open(tiny().path("random"))
 
 
 def plan_of(model, manifest=None, **options):
     given_options = {"limit": None, "available": PLENTY, "process": PROCESS, **options}
-    return plan_memory(manifest or model[0], model[1], **given_options)
+    return plan_memory(manifest or model.manifest, model.block, **given_options)
+
+
+def resized(manifest, **changes):
+    """The manifest of a model of another d_ff or number of layers."""
+    architecture = dataclasses.replace(manifest.architecture, **changes)
+    rows = dataclasses.replace(manifest.rows, d_ff=architecture.d_ff)
+    return dataclasses.replace(manifest, architecture=architecture, rows=rows)
 
 
 def calibrated(model, req, window=5):
     calibration = Calibration(window=window, mean_active=(1.0,) * len(req), req=req, tokens=10, text="a test")
-    return dataclasses.replace(model[0], calibration=calibration)
+    return dataclasses.replace(model.manifest, calibration=calibration)
 
 
 # Shares
@@ -84,10 +92,13 @@ def test_no_other_shares_save_more(available, seed):
 
 def test_the_parts_make_the_total(model):
     plan = plan_of(model)
-    assert sum(nbytes for _, nbytes in plan.rows()) == plan.total_nbytes <= plan.limit_nbytes
+    starts, ends = ([row[end] for row in plan.rows()] for end in (1, 2))
+    assert sum(starts) < sum(ends) == plan.total_nbytes <= plan.limit_nbytes
     document = plan.as_dict()
-    parts = ("process", "resident", "predictor", "kv_cache", "staging", "workspace", "neuron_cache")
-    assert sum(document[f"{part}_bytes"] for part in parts) == document["total_bytes"]
+    parts = ("process", "resident", "predictor", "staging", "workspace")
+    fixed = sum(document[f"{part}_bytes"] for part in parts)
+    assert fixed + document["kv_cache_bytes_full"] + document["neuron_cache_bytes_full"] == document["total_bytes"]
+    assert fixed + document["kv_cache_bytes"] + document["neuron_cache_bytes"] == sum(starts)
     assert json.loads(json.dumps(document)) == document
     assert plan.process == PROCESS + LIBRARY_GROWTH
     assert plan.limit_nbytes == (PROCESS + PLENTY) * 4 // 5
@@ -103,13 +114,109 @@ def test_every_limit_from_the_minimum_on_is_kept(model):
     before = (0, 0, 0)
     for extra in (0, 1, 511, 512, 100_000, 300_000, 10**6, 10**8):
         plan = plan_of(model, limit=least + extra)
-        assert plan.total_nbytes <= plan.limit_nbytes == least + extra
+        assert plan.limit_nbytes == least + extra
         assert plan.limit_is_given
-        assert all(now >= then for now, then in zip(plan.cache_rows, before, strict=True))
+        assert kept(plan)
+        assert all(now >= then for now, then in zip(plan.full_cache_rows, before, strict=True))
         assert plan.minimum_nbytes == least
-        before = plan.cache_rows
-    assert plan_of(model, limit=least).cache_rows == plan_of(model).min_cache_rows == (64, 64, 64)
+        before = plan.full_cache_rows
+    plan = plan_of(model, limit=least)
+    assert plan.full_cache_rows == plan.min_cache_rows == (64, 64, 64)
+    assert plan.max_kv_blocks == plan.context_blocks == 2
     assert before == (512, 512, 512)
+
+
+def kept(plan):
+    """Whether the limit holds, and every layer its minimum, with any number of KV blocks in use."""
+    for blocks in range(plan.max_kv_blocks + 1):
+        rows = plan.cache_rows_at(blocks)
+        nbytes = max(1, blocks) * plan.kv_block_nbytes + plan.neuron_cache_nbytes(blocks)
+        if plan.fixed_nbytes + nbytes > plan.limit_nbytes:
+            return False
+        if any(row < least for row, least in zip(rows, plan.min_cache_rows, strict=True)):
+            return False
+    return True
+
+
+# The KV cache and the neuron caches share what is left
+
+
+@pytest.mark.parametrize("options", [{}, {"popularity": True}, {"cache_policy": "window"}], ids=str)
+def test_each_kv_block_takes_rows_from_the_layers_that_need_them_least(model, options):
+    random = np.random.default_rng(0)
+    popularity = random.random((3, 512)).astype(np.float32) * np.array([[1], [0.5], [0.1]], np.float32)
+    options = options | {"popularity": popularity} if options.get("popularity") else options
+    least = plan_of(model, **options).minimum_nbytes
+    plan = plan_of(model, limit=least + 500_000, **options)
+    assert kept(plan)
+    assert plan.cache_rows == plan.cache_rows_at(0) == plan.cache_rows_at(1)
+    at_most = (plan.limit_nbytes - plan.fixed_nbytes) // plan.row_nbytes
+    for blocks in range(1, plan.max_kv_blocks):
+        rows, after = plan.cache_rows_at(blocks), plan.cache_rows_at(blocks + 1)
+        assert all(now >= then for now, then in zip(rows, after, strict=True))
+        left = at_most - plan.bypass_rows - blocks * plan.kv_block_nbytes // plan.row_nbytes
+        assert sum(rows) == pytest.approx(min(left, 3 * 512), abs=1)
+        if "popularity" in options:
+            assert rows == share_by_popularity(sum(rows), plan.min_cache_rows, popularity)
+        else:
+            assert rows == share_rows(sum(rows), [512] * 3)
+    assert sum(plan.cache_rows_at(plan.max_kv_blocks)) < 3 * 64 + plan.kv_block_nbytes // plan.row_nbytes + 1
+    with pytest.raises(ValueError, match=f"the plan holds 0 to {plan.max_kv_blocks} KV blocks, not"):
+        plan.cache_rows_at(plan.max_kv_blocks + 1)
+
+
+@given(st.integers(0, 3_000_000), st.integers(1, 96), st.booleans(), st.integers(0, 99))
+def test_any_plan_keeps_its_limit_at_any_length(model, extra, context, popular, seed):
+    popularity = np.random.default_rng(seed).random((3, 512)).astype(np.float32) if popular else None
+    least = plan_of(model, context=context).minimum_nbytes
+    plan = plan_of(model, limit=least + extra, context=context, popularity=popularity)
+    assert kept(plan)
+    assert plan.max_kv_blocks >= plan.context_blocks == -(-context // KV_BLOCK_TOKENS)
+
+
+def test_a_block_is_64_positions_of_all_layers(model):
+    plan = plan_of(model)  # keys and values, 3 layers, 2 heads of 32, fp32
+    assert plan.kv_block_nbytes == 2 * 3 * 2 * 32 * 4 * 64
+    assert plan.rows()[-2][1:] == (plan.kv_block_nbytes, 2 * plan.kv_block_nbytes)
+
+
+def test_a_long_context_costs_nothing_at_the_start(model):
+    limit = plan_of(model).minimum_nbytes + 600_000
+    long, short = (plan_of(model, limit=limit, context=context) for context in (96, 64))
+    scores = long.workspace - short.workspace
+    assert sum(short.cache_rows) - sum(long.cache_rows) <= scores // long.row_nbytes + 1
+    assert sum(long.full_cache_rows) < sum(long.cache_rows)
+
+
+def test_the_workspace_is_that_of_a_block_of_tokens(model):
+    manifest = dataclasses.replace(model.manifest, prefill_block_tokens=16)
+    scores = 4 * model.block.heads  # bytes of a position
+    assert plan_of(model, manifest).workspace < plan_of(model).workspace
+    assert plan_of(model, manifest).workspace == plan_of(model, manifest, context=32).workspace + 64 * scores
+
+
+def test_more_conversations_than_the_machine_holds_are_not_planned(model):
+    """A limit above what the machine has: one conversation fits, and others get what is really there."""
+    plan = plan_of(model, limit=10**12, available=10**9)
+    assert plan.cache_rows == plan.full_cache_rows == (512, 512, 512)
+    assert plan.fixed_nbytes + plan.max_kv_blocks * plan.kv_block_nbytes <= PROCESS + 10**9
+
+
+def test_many_layers_and_the_least_memory(model):
+    """Where a tenth of the rows would be bypass rows at the layers' cost."""
+    manifest = resized(model.manifest, d_ff=2048, num_layers=40)
+    plan = plan_of(model, manifest, limit=plan_of(model, manifest).minimum_nbytes)
+    assert kept(plan)
+    assert (plan.full_cache_rows, plan.bypass_rows) == ((64,) * 40, 64)
+
+
+def test_a_plan_of_a_large_model_is_made_in_a_moment(model):
+    manifest = resized(model.manifest, d_ff=16384, num_layers=32)
+    popularity = np.random.default_rng(0).random((32, 16384)).astype(np.float32)
+    begun = time.perf_counter()
+    plan = plan_of(model, manifest, limit=plan_of(model, manifest).minimum_nbytes + 10**8, popularity=popularity)
+    assert time.perf_counter() - begun < 2
+    assert len(plan.levels) > 50
 
 
 def test_a_calibrated_layer_gets_no_more_than_its_need(model):
@@ -118,14 +225,14 @@ def test_a_calibrated_layer_gets_no_more_than_its_need(model):
     assert plan_of(model, manifest).cache_rows == (512, 512, 512)
     plan = plan_of(model, manifest, cache_policy="window")
     assert plan.bypass_rows == 0
-    assert plan.cache_rows == (10, 512, 100)
+    assert plan.cache_rows == plan.full_cache_rows == (10, 512, 100)
     assert plan.min_cache_rows == (10, 64, 64)
     wider = plan_of(model, manifest, cache_policy="window", window=6)
     assert wider.cache_rows == (512, 512, 512)  # measured for a smaller window
     limit = plan.minimum_nbytes + 100 * plan.row_nbytes
     tight = plan_of(model, manifest, cache_policy="window", limit=limit)
-    assert sum(tight.cache_rows) == 10 + 64 + 64 + 100
-    assert tight.cache_rows[0] == 10
+    assert sum(tight.full_cache_rows) == 10 + 64 + 64 + 100
+    assert tight.cache_rows[0] == tight.full_cache_rows[0] == 10
 
 
 def test_a_calibrated_need_of_nothing_still_has_a_row(model):
@@ -137,26 +244,22 @@ def test_a_calibrated_need_of_nothing_still_has_a_row(model):
 
 
 def test_bypass_rows_are_planned_and_shared_by_the_layers(model):
-    wide = dataclasses.replace(model[0].rows, d_ff=4096)
-    manifest = dataclasses.replace(
-        model[0], rows=wide, architecture=dataclasses.replace(model[0].architecture, d_ff=4096)
-    )
+    manifest = resized(model.manifest, d_ff=4096)
     plan = plan_of(model, manifest)
     assert (plan.bypass_rows, plan.min_bypass_rows) == (256, 64)
     assert plan.neuron_cache == (sum(plan.cache_rows) + 256) * plan.row_nbytes
     tight = plan_of(model, manifest, limit=plan.minimum_nbytes + 1000 * plan.row_nbytes)
-    assert tight.bypass_rows == (1000 + 3 * 64 + 64) // 10  # a tenth of what is left, where that is less
-    assert sum(tight.cache_rows) + tight.bypass_rows == 1000 + 3 * 64 + 64
+    assert tight.bypass_rows == (1000 + 3 * 64 + 64) // 10  # a tenth of what a full context leaves, where that is less
+    assert sum(tight.full_cache_rows) + tight.bypass_rows == 1000 + 3 * 64 + 64
 
 
-def test_context_batch_and_threads_are_paid_for(model):
+def test_context_and_threads_are_paid_for(model):
     plan = plan_of(model)
-    assert plan.context == 96
-    assert plan_of(model, context=48).kv_cache * 2 == plan.kv_cache
-    assert plan_of(model, batch=3).kv_cache == 3 * plan.kv_cache
-    assert plan_of(model, batch=3).workspace > 2 * plan.workspace - plan.staging
+    assert (plan.context, plan.context_blocks) == (96, 2)
+    assert plan_of(model, context=64).context_blocks == 1
     assert plan_of(model, io_threads=4).staging < plan.staging
     assert plan_of(model, context=1).minimum_nbytes < plan.minimum_nbytes
+    assert plan_of(model, prefetch=True).staging == plan.staging + 2 * (512 // 32) * plan.row_nbytes
 
 
 # Refusals
@@ -196,7 +299,6 @@ def test_more_than_the_machine_has_is_refused(model):
         ({"window": 0}, "--window must be at least 1, not 0"),
         ({"cache_policy": "lru"}, "--cache-policy must be one of frequency, window, not 'lru'"),
         ({"io_threads": 0}, "--io-threads must be at least 1"),
-        ({"batch": 0}, "batch must be at least 1"),
     ],
     ids=str,
 )

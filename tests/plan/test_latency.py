@@ -1,7 +1,6 @@
 """The expected token: its arithmetic on numbers small enough to do by hand, and the activity it rests on."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -9,7 +8,8 @@ from device_costs import device, reader
 
 from flashllm import _core
 from flashllm.device.costs import ReaderChoice
-from flashllm.format.manifest import Calibration, open_model_dir
+from flashllm.format.manifest import Calibration
+from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import RESIDENT
 from flashllm.format.safetensors import read_header
 from flashllm.format.trace import Trace, TraceInfo, TraceWriter, pack_bits
@@ -23,16 +23,20 @@ from flashllm.plan.activity import (
     merge,
     window_misses,
 )
-from flashllm.plan.latency import estimate_token, product_nbytes
+from flashllm.plan.latency import estimate_token, prefetch_pays, product_nbytes
 from flashllm.plan.memory import plan_memory
 
 
 @pytest.fixture(scope="module")
 def model(tiny):
-    path = tiny("float16").path("random")
-    manifest, config = open_model_dir(path), json.loads((path / "config.json").read_text())
-    plan = plan_memory(manifest, config, limit=None, available=10**12, process=10**8)
-    return path, manifest, config, plan
+    opened = ModelDir.open(tiny("float16").path("random"))
+    return opened, plan_memory(opened.manifest, opened.block, limit=None, available=10**12, process=10**8)
+
+
+def with_rows(plan, rows, **changes):
+    """The plan with other rows in each layer's cache, however long the context is."""
+    levels = np.array([rows], np.int32)
+    return dataclasses.replace(plan, levels=levels, level_blocks=plan.max_kv_blocks, **changes)
 
 
 def one_cost(lost=5e-6):
@@ -42,12 +46,10 @@ def one_cost(lost=5e-6):
 
 
 def estimate(model, activity, *, max_gap=0, **changes):
-    _, manifest, config, plan = model
+    opened, plan = model
     costs = device(one_cost(), **changes)
     choice = ReaderChoice(backend="threads", depth=32, max_gap=max_gap, source="default")
-    return estimate_token(
-        manifest, config, plan, costs=costs, choice=choice, activity=activity, resident_nbytes=1_000_000
-    )
+    return estimate_token(opened, plan, costs=costs, choice=choice, activity=activity, resident_nbytes=1_000_000)
 
 
 def activity(active, misses, requests=0.0, rows_read=0.0, foretold=0.0):
@@ -61,11 +63,11 @@ def activity(active, misses, requests=0.0, rows_read=0.0, foretold=0.0):
 
 
 def test_a_token_is_reads_bytes_and_overhead(model):
-    _, manifest, _, plan = model
-    row = manifest.rows.stride
+    opened, plan = model
+    row = opened.manifest.rows.stride
     token = estimate(model, activity(40.0, 0.0))
     assert (token.io_s, token.requests, token.bytes_read) == (0, 0, 0)
-    heads = plan.kv_cache / plan.context * min(plan.context, 256)
+    heads = opened.kv_nbytes_per_token * min(plan.context, 256)
     resident = 1_000_000 + plan.predictors + heads
     assert token.bytes_touched == pytest.approx(3 * 40 * row + resident)
     assert token.compute_s == pytest.approx(3 * 40 * row / 16e9 + resident / 20e9)
@@ -74,7 +76,7 @@ def test_a_token_is_reads_bytes_and_overhead(model):
 
 
 def test_misses_wait_for_the_reader_beside_the_hits_products(model):
-    row = model[1].rows.stride
+    row = model[0].manifest.rows.stride
     some = activity(40.0, 10.0, 8.0, 12.0)
     token, without = estimate(model, some), estimate(model, activity(40.0, 0.0))
     assert (token.active, token.misses, token.requests) == (120, 30, 24)
@@ -87,7 +89,7 @@ def test_misses_wait_for_the_reader_beside_the_hits_products(model):
 
 
 def test_reads_beside_products_are_not_waited_for_but_slow_them(model):
-    row = model[1].rows.stride
+    row = model[0].manifest.rows.stride
     some, nothing = activity(40.0, 10.0, 8.0, 12.0), activity(40.0, 0.0)
     # The hits' up products take as long as the latency and five reads' share: 20 us a read, of which 5 us are lost.
     rate = {"float16": 30 * row / 2 / (1e-4 + 5 * 15e-6)}
@@ -102,35 +104,30 @@ def test_reads_beside_products_are_not_waited_for_but_slow_them(model):
 
 
 def test_what_is_read_ahead_is_not_waited_for(model):
-    path, manifest, config, plan = model
-    early = path, manifest, config, dataclasses.replace(plan, early_rows=30)
+    opened, plan = model
+    early = opened, dataclasses.replace(plan, early_rows=30)
     some = activity(40.0, 10.0, 10.0, 10.0, 9.0)
     slow = {"gemv_bps": {"float16": 1e9}}  # products that take longer than the reads
     plain, ahead = (estimate(one, some, **slow) for one in (model, early))
     # In all layers but the first: 12 guesses, 9 of them right; one miss is left.
-    row = manifest.rows.stride
+    row = opened.manifest.rows.stride
     assert ahead.bytes_read == pytest.approx((30 + 2 * 3) * row)
     assert ahead.io_s == pytest.approx(plain.io_s - 2 * 9 * 1e-5)
     assert ahead.compute_s == pytest.approx(plain.compute_s + 2 * 12 * 5e-6)  # lost to the reads beside them
     assert ahead.total_s < plain.total_s
-    # Where it would lose, a run switches it off.
-    costly = one_cost(lost=1e-3)
+    # A run prefetches where that is not clearly slower.
     choice = ReaderChoice(backend="threads", depth=32, max_gap=0, source="default")
-    tokens = [
-        estimate_token(
-            manifest, config, one[3], costs=device(costly), choice=choice, activity=some, resident_nbytes=1_000_000
-        )
-        for one in (model, early)
-    ]
-    assert tokens[0] == tokens[1]
+    for lost, reads, pays in ((5e-6, some, True), (1e-3, some, False), (1e-3, activity(40.0, 0.0), True)):
+        costs = device(one_cost(lost=lost), **slow)
+        options = {"costs": costs, "choice": choice, "activity": reads, "resident_nbytes": 1_000_000}
+        assert prefetch_pays(*early, **options) is pays
 
 
 def test_a_token_that_outgrows_the_cache_waits_for_each_part(model):
-    path, manifest, config, plan = model
-    small = dataclasses.replace(plan, cache_rows=(10, 10, 10), bypass_rows=6)
+    opened, plan = model
+    small = with_rows(plan, (10, 10, 10), bypass_rows=6)
     whole, parts = (
-        estimate((path, manifest, config, one), activity(40.0, 10.0, 8.0, 10.0), sparse_bps={"float16": 1e15})
-        for one in (plan, small)
+        estimate((opened, one), activity(40.0, 10.0, 8.0, 10.0), sparse_bps={"float16": 1e15}) for one in (plan, small)
     )
     assert parts.io_s == pytest.approx(whole.io_s + 3 * 2 * 1e-4)
 
@@ -160,11 +157,11 @@ def test_merging_has_ends():
 
 
 def test_products_leave_the_embeddings_out_and_the_tied_head_in(model):
-    path, _, config, _ = model
-    tensors = read_header(path / RESIDENT).tensors
-    positions = tensors["model.decoder.embed_positions.weight"].nbytes
+    opened, _ = model
+    tensors = read_header(opened.path / RESIDENT).tensors
+    positions = tensors["positions.weight"].nbytes
     matrices = sum(info.nbytes for info in tensors.values() if len(info.shape) == 2)
-    assert product_nbytes(path, config) == matrices - positions
+    assert product_nbytes(opened) == matrices - positions
 
 
 # Activity
@@ -186,8 +183,8 @@ def test_a_window_shrinks_to_the_rows_there_are():
 
 
 def test_what_is_known_best_is_used(model):
-    _, manifest, _, plan = model
-    plan = dataclasses.replace(plan, cache_rows=(512, 256, 64), cache_policy="frequency")
+    manifest, plan = model[0].manifest, model[1]
+    plan = with_rows(plan, (512, 256, 64), cache_policy="frequency")
     popularity = np.zeros((3, 512), np.float32)
     popularity[:, :128] = 0.5
     known = from_shares(manifest, plan, popularity, 0)
@@ -219,8 +216,8 @@ def test_a_replay_counts_what_the_cache_misses(model, tmp_path):
     for token in range(20):
         masks[token, :, 0, [token % 7, 100, 200]] = True  # one neuron comes again after 7 tokens
         masks[token, 0, 1, 100] = True
-    window = dataclasses.replace(model[3], cache_rows=(512, 9, 4), bypass_rows=0, window=7, cache_policy="window")
-    frequency = dataclasses.replace(window, cache_rows=(512, 9, 3), bypass_rows=3, cache_policy="frequency")
+    window = with_rows(model[1], (512, 9, 4), bypass_rows=0, window=7, cache_policy="window")
+    frequency = with_rows(window, (512, 9, 3), bypass_rows=3, cache_policy="frequency")
     with write_trace(tmp_path / "t", masks) as trace:
         seen = from_trace(trace, window, None, 0).layers
         frequent = from_trace(trace, frequency, None, 0).layers
@@ -239,7 +236,7 @@ def test_a_replay_knows_places_and_early_guesses(model, tmp_path):
         masks[token, 1:, 2, groups[token % 64][:6]] = True
     places = np.empty(512, np.int32)
     places[groups.reshape(-1)] = np.arange(512)
-    small = dataclasses.replace(model[3], cache_rows=(8, 8, 8), bypass_rows=0, window=1, cache_policy="window")
+    small = with_rows(model[1], (8, 8, 8), bypass_rows=0, window=1, cache_policy="window")
     with write_trace(tmp_path / "t", masks) as trace:
         apart = from_trace(trace, small, None, 0).layers
         together = from_trace(trace, small, None, 0, [places] * 3).layers

@@ -10,22 +10,22 @@ from evaluate import main, read_time
 from masked import MaskedModel, Variant, load_predictors, untrained
 from scoring import score_items, score_text, windows
 from tasks import TASKS, Item, load_items
-from transformers import AutoTokenizer
+from weights import LayerWeights
 
 from flashllm.device.costs import DeviceCosts, ReaderCosts
 from flashllm.device.store import device_of, save_costs
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import PREDICTORS
+from flashllm.generate.tokenizer import Tokenizer
 
 DTYPES = ("float32", "float16", "bfloat16")
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 0.15}  # of logits of a few units
 
 
-def masked_model(tiny, load, dtype="float32", kind="random"):
+def masked_model(tiny, opened, dtype="float32", kind="random"):
     directory = tiny(dtype).path(kind)
-    flash = load(directory, mode="dense", batch=4)
     predictors = load_predictors(directory / PREDICTORS, Manifest.load(directory))
-    return MaskedModel(flash, {Variant.TRAINED: predictors})
+    return MaskedModel(opened(directory, mode="dense"), {Variant.TRAINED: predictors})
 
 
 def token_ids(count, seed=0):
@@ -37,25 +37,24 @@ def token_ids(count, seed=0):
     # In 16 bit a rounding can flip a prediction at the threshold; where only silent neurons lie there, it is no matter.
     [("float32", "random"), ("float32", "exact"), ("float16", "exact"), ("bfloat16", "exact")],
 )
-def test_masked_passes_compute_what_the_engine_computes(tiny, load, dtype, kind):
+def test_masked_passes_compute_what_the_engine_computes(tiny, opened, dtype, kind):
     """Token by token through the engine's cache against one masked pass; random predictors miss two thirds."""
-    model = masked_model(tiny, load, dtype, kind)
-    engine = load(tiny(dtype).path(kind), mode="sparse")
+    model = masked_model(tiny, opened, dtype, kind)
+    engine = opened(tiny(dtype).path(kind), mode="sparse")
     ids = token_ids(90)
     model.use(Variant.TRAINED)
-    batched = model.logits(ids).float()
-    cache = engine.new_cache()
-    steps = [engine(ids[:, at : at + 1], past_key_values=cache).logits.float() for at in range(ids.shape[1])]
-    engine.release_cache(cache)
-    torch.testing.assert_close(batched, torch.cat(steps, 1), rtol=0, atol=TOLERANCE[dtype])
+    batched = model.logits(ids)
+    with engine.new_sequence() as sequence:
+        steps = [engine.step([(sequence, [token])]) for token in ids[0].tolist()]
+    torch.testing.assert_close(batched[0], torch.from_numpy(np.concatenate(steps)), rtol=0, atol=TOLERANCE[dtype])
     model.use(Variant.DENSE)
-    difference = float((model.logits(ids).float() - batched).abs().max())
+    difference = float((model.logits(ids) - batched).abs().max())
     assert difference > 0.5 if kind == "random" else difference < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dense_and_oracle_variants_are_the_hugging_face_model(tiny, load, dtype):
-    model, ids = masked_model(tiny, load, dtype), token_ids(60)
+def test_dense_and_oracle_variants_are_the_hugging_face_model(tiny, opened, dtype):
+    model, ids = masked_model(tiny, opened, dtype), token_ids(60)
     expected = tiny(dtype).reference(ids).logits.detach().float()
     for variant in (Variant.DENSE, Variant.ORACLE):
         model.use(variant)
@@ -63,8 +62,8 @@ def test_dense_and_oracle_variants_are_the_hugging_face_model(tiny, load, dtype)
 
 
 @torch.no_grad()
-def test_scores_of_a_text_against_the_hugging_face_model(tiny, load):
-    model, ids = masked_model(tiny, load), token_ids(90).reshape(3, 30)
+def test_scores_of_a_text_against_the_hugging_face_model(tiny, opened):
+    model, ids = masked_model(tiny, opened), token_ids(90).reshape(3, 30)
     scores = score_text(model, ids, {v: v for v in model.variants})
     reference = tiny("float32").reference
     loss = float(reference(ids, labels=ids).loss)
@@ -81,8 +80,8 @@ def test_scores_of_a_text_against_the_hugging_face_model(tiny, load):
 
 
 @torch.no_grad()
-def test_items_are_scored_by_the_log_likelihood_of_their_choices(tiny, load):
-    model, tokenizer = masked_model(tiny, load), AutoTokenizer.from_pretrained(tiny("float32").source)
+def test_items_are_scored_by_the_log_likelihood_of_their_choices(tiny, opened):
+    model, tokenizer = masked_model(tiny, opened), Tokenizer.load(tiny("float32").path())
     items = [
         Item(prompts=("The little dog",), choices=(" ran to the tree", " was happy"), label=0, normalised=False),
         Item(prompts=("The little dog",), choices=(" ran to the tree", " was happy"), label=0, normalised=True),
@@ -92,7 +91,7 @@ def test_items_are_scored_by_the_log_likelihood_of_their_choices(tiny, load):
     score = score_items(model, Variant.DENSE, items, tokenizer, context=96)
 
     def likelihood(prompt, choice):
-        before, whole = (tokenizer(text)["input_ids"] for text in (prompt, prompt + choice))
+        before, whole = (tokenizer.encode(text) for text in (prompt, prompt + choice))
         scored = torch.log_softmax(tiny("float32").reference(torch.tensor([whole])).logits[0].float(), -1)
         return sum(float(scored[at - 1, whole[at]]) for at in range(len(before), len(whole)))
 
@@ -103,8 +102,8 @@ def test_items_are_scored_by_the_log_likelihood_of_their_choices(tiny, load):
     assert score.items == 4
 
 
-def test_a_prompt_longer_than_the_context_is_cut_on_the_left(tiny, load):
-    model, tokenizer = masked_model(tiny, load), AutoTokenizer.from_pretrained(tiny("float32").source)
+def test_a_prompt_longer_than_the_context_is_cut_on_the_left(tiny, opened):
+    model, tokenizer = masked_model(tiny, opened), Tokenizer.load(tiny("float32").path())
     long = "The little dog ran to the big tree and looked up. " * 30
     item = Item(prompts=(long,), choices=(" ran", " tree"), label=0, normalised=False)
     assert score_items(model, Variant.DENSE, [item], tokenizer, context=64).items == 1
@@ -146,12 +145,12 @@ def test_hub_rows_become_the_local_files_rows():
     assert TASKS["lambada"].from_hub({"text": "He said no"}) == {"context": "He said", "target": "no"}
 
 
-def test_errors_by_layer_are_counted_from_the_weights(tiny, load):
-    model = masked_model(tiny, load)
+def test_errors_by_layer_are_counted_from_the_weights(tiny, opened):
+    model = masked_model(tiny, opened)
     weights = tiny("float32").reference.state_dict()
     x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
     predictor = model.predictors(Variant.TRAINED)[1]
-    found = layer_activity(model.model.engine.ffns[1], 512, x, predictor)
+    found = layer_activity(LayerWeights(model.model, 1), x, predictor)
     name = "model.decoder.layers.1.fc1."
     true = x @ weights[name + "weight"].T + weights[name + "bias"] > 0
     guess = predictor.logits(x) > predictor.threshold
@@ -189,11 +188,11 @@ def test_windows_leave_out_the_rest():
     assert windows(range(3), 4).tolist() == [[0, 1, 2]]
 
 
-def test_untrained_predictors_find_most_of_what_fires(tiny, load):
-    flash = load(tiny("float32").path("bare"), mode="dense")
+def test_untrained_predictors_find_most_of_what_fires(tiny, opened):
+    model = opened(tiny("float32").path("bare"), mode="dense")
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
-    for layer, predictor in enumerate(untrained(flash, [32, 32, 32])):
-        errors = layer_activity(flash.engine.ffns[layer], 512, x, predictor).errors()
+    for layer, predictor in enumerate(untrained(model, [32, 32, 32])):
+        errors = layer_activity(LayerWeights(model, layer), x, predictor).errors()
         assert errors["false_negative"] < 0.05
         assert errors["predicted_share"] < 0.9
 

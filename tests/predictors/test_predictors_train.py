@@ -17,14 +17,17 @@ import train_predictor
 import trainer
 from fit import fires
 from masked import load_predictors
-from passes import PassShape, kept_positions
+from passes import BATCH_TOKENS, PassShape, kept_positions
 from recipes import Recipe
 from safetensors.torch import load_file
 from tiny_models import SENTENCES
 from trainer import needed_rows
+from training_plan import pass_nbytes
 
-from flashllm import FlashModel
+from flashllm.config import RunConfig
+from flashllm.engine.model import Model
 from flashllm.format.manifest import Manifest
+from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
 
 SCRIPT = Path(train_predictor.__file__)
@@ -55,7 +58,7 @@ def train(model, data, *options):
     return train_predictor.main([str(model), "--data-files", str(data), *QUICK, *options])
 
 
-def test_trains_installs_and_reports(bare, data, tmp_path, capsys, load):
+def test_trains_installs_and_reports(bare, data, tmp_path, capsys, opened):
     model, report_path = bare(), tmp_path / "report.json"
     assert train(model, data, "--json", str(report_path)) == 0
     captured = capsys.readouterr()
@@ -68,9 +71,9 @@ def test_trains_installs_and_reports(bare, data, tmp_path, capsys, load):
     assert manifest.calibration.req == tuple(layer["req"] for layer in report["layers"])
     assert all(layer["rank"] == 8 for layer in report["layers"])
     assert not model.with_name("model.predictors").exists()
-    # What the report says of the predicted share is what the engine predicts.
-    flash = load(model, mode="sparse")
-    flash.generate(torch.tensor([[2, 5, 9, 12]]), max_new_tokens=8, do_sample=False)
+    # The engine takes the file as it is.
+    engine = opened(model, mode="sparse")
+    engine.step([(engine.new_sequence(), [2, 5, 9, 12])])
     assert [len(p.a) for p in load_predictors(model / PREDICTORS, manifest)] == [8] * 3
 
 
@@ -108,22 +111,26 @@ def test_memory_decides_nothing_but_whether_it_runs(bare, data, capsys):
     assert PREDICTORS not in Manifest.load(small).files
 
 
-@pytest.mark.parametrize("script", ["train_predictor", "evaluate", "early_prediction"])
-def test_flashllm_is_imported_before_torch(script):
-    """Else torch's threads spin between products, and two programs on one machine stop each other."""
-    code = f"import {script}, sys; names = list(sys.modules); sys.exit(names.index('flashllm') > names.index('torch'))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent, check=False).returncode == 0
+def test_no_more_is_held_than_planned(bare, data, monkeypatch):
+    """What a batch holds while it passes, by tokens a sample, is counted before the work begins."""
+    manifest = Manifest.load(bare())
+    block = ModelDir.open(bare("b")).block
+    for tokens in (2, 24, 64, 65, 5000):
+        shape = PassShape(samples=9, tokens=tokens, kept=1, d_model=64, d_ff=512)
+        assert shape.batch_samples == 1 or shape.batch_tokens <= shape.kv_positions <= BATCH_TOKENS
+        held = 4 * 10 * 64 * shape.batch_tokens + shape.kv_positions * block.kv_nbytes_per_token(1, 2)
+        assert pass_nbytes(shape, block, manifest) > held
 
 
 def test_the_model_takes_no_more_than_it_needs_of_the_limit(bare, data, monkeypatch):
     """Dense passes have no use for cached neurons; what is left of the limit is not theirs to fill."""
-    given, real = [], FlashModel.from_pretrained
+    given, real = [], Model.open
 
-    def spy(directory, *, memory, **options):
-        given.append(memory)
-        return real(directory, memory=memory, **options)
+    def spy(directory, config):
+        given.append(config.memory)
+        return real(directory, config)
 
-    monkeypatch.setattr(FlashModel, "from_pretrained", spy)
+    monkeypatch.setattr(Model, "open", spy)
     assert train(bare("a"), data, "--memory", "3GB") == 0
     assert train(bare("b"), data) == 0
     assert given[0] == pytest.approx(given[1], abs=100_000_000)  # the process has grown in between
@@ -298,14 +305,14 @@ def test_recorded_codes_are_the_dense_models_activity(bare, data, tmp_path, monk
 
 
 def test_a_hugging_face_folder_is_converted_first(tiny, data, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
     assert train(tiny("float16").source, data, "--scratch", str(tmp_path / "scratch")) == 0
-    (manifest,) = (tmp_path / "cache/flashllm/models").glob("*/flashllm.json")
+    (manifest,) = (tmp_path / ".cache/flashllm/models").glob("*/flashllm.json")
     assert Manifest.load(manifest.parent).calibration is not None
-    FlashModel.from_pretrained(manifest.parent, threads=1).engine.close()
+    Model.open(manifest.parent, RunConfig(threads=1)).close()
 
 
-def test_8_bits_take_half_the_bytes_and_the_engine_names_what_was_judged(bare, data, load, capsys):
+def test_8_bits_take_half_the_bytes_and_the_engine_names_what_was_judged(bare, data, opened, capsys):
     """The stored predictor, as the engine's kernels compute it, against the one that was calibrated."""
     sizes = {}
     for bits in ("8", "16"):
@@ -314,19 +321,19 @@ def test_8_bits_take_half_the_bytes_and_the_engine_names_what_was_judged(bare, d
         sizes[bits] = json.loads(capsys.readouterr().out)["predictor_bytes"]
         tensors = load_file(model / PREDICTORS)
         assert tensors["layers.0.a"].dtype == {"8": torch.int8, "16": torch.float16}[bits]
-        flash = load(model, mode="sparse")
-        x = torch.randn((20, flash.config.hidden_size), generator=torch.Generator().manual_seed(1)).half()
+        ffns = opened(model, mode="sparse").parts.ffns
+        x = torch.randn((20, 64), generator=torch.Generator().manual_seed(1)).half()
         for layer, predictor in enumerate(load_predictors(model / PREDICTORS, Manifest.load(model))):
             logits = predictor.logits(x.float())
             clear = (logits - predictor.threshold).abs() > 1e-3 * logits.abs().max()
             for token, row in enumerate(x):
                 named = torch.zeros(logits.shape[1], dtype=torch.bool)
-                named[flash.engine.ffns[layer].native.predict(row.data_ptr())] = True
+                named[ffns[layer].predict(row.data_ptr())] = True
                 assert torch.equal(named[clear[token]], (logits[token] > predictor.threshold)[clear[token]])
     assert sizes["8"] < 0.65 * sizes["16"]
 
 
-def test_early_predictors_foretell_the_next_layer_from_the_input_before(bare, data, load, capsys):
+def test_early_predictors_foretell_the_next_layer_from_the_input_before(bare, data, opened, capsys):
     model = bare()
     assert train(model, data, "--early", "0.5", "--ranks", "32", "--epochs", "4") == 0
     layers = json.loads(capsys.readouterr().out)["layers"]
@@ -340,8 +347,10 @@ def test_early_predictors_foretell_the_next_layer_from_the_input_before(bare, da
     tensors = load_file(model / PREDICTORS)
     assert "layers.0.early_a" not in tensors
     assert tensors["layers.2.early_a"].shape == (16, tensors["layers.2.a"].shape[1])
-    flash = load(model, mode="sparse")  # the engine takes the file as it is
-    flash.generate(torch.tensor([[2, 5, 9, 12]]), max_new_tokens=2, do_sample=False)
+    engine = opened(model, mode="sparse")  # the engine takes the file as it is
+    sequence = engine.new_sequence()
+    for ids in ([2, 5, 9, 12], [7]):
+        engine.step([(sequence, ids)])
 
 
 def test_the_demo_is_retrained_by_the_readmes_line_with_equal_bits(tmp_path, capsys):
@@ -360,5 +369,5 @@ def test_the_demo_is_retrained_by_the_readmes_line_with_equal_bits(tmp_path, cap
         assert train_predictor.main([str(copy), *options, *small]) == 0
         capsys.readouterr()
         files.append((copy / PREDICTORS).read_bytes())
-        FlashModel.from_pretrained(copy, threads=1).engine.close()
+        Model.open(copy, RunConfig(threads=1)).close()
     assert files[0] == files[1]

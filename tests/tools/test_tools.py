@@ -12,10 +12,11 @@ import torch
 from predictor_files import MARGIN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flashllm.config import RunConfig
+from flashllm.engine.model import Model
 from flashllm.format.manifest import Manifest
 from flashllm.format.popularity import measure_popularity, read_popularity
 from flashllm.format.trace import Stream, Trace
-from flashllm.hf.model import FlashModel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -157,27 +158,21 @@ def test_a_synthetic_model_knows_its_popular_neurons_from_another_trace(syntheti
 
 def test_a_synthetic_model_computes_what_its_trace_says(synthetic):
     prompt, steps = 12, 9
-    ids = torch.arange(prompt)[None]
     tokens = {}
     with Trace(synthetic / "trace.safetensors") as trace:
         active = [trace.masks(layer).sum(1) for layer in range(2)]
     for window in (1, 4):
-        model = FlashModel.from_pretrained(synthetic, window=window, context=64)
-        try:
-            cache = model.new_cache()
-            logits = model(ids, past_key_values=cache).logits
-            model.engine.meter.restart()
+        with Model.open(synthetic, RunConfig(window=window, context=64)) as model, model.new_sequence() as sequence:
+            logits = model.step([(sequence, range(prompt))])
+            model.meter.restart()
             tokens[window] = []
             for step in range(steps):  # beyond the trace's end, where it begins again
-                tokens[window].append(int(logits[0, -1].argmax()))
-                logits = model(torch.tensor([tokens[window][-1:]]), past_key_values=cache).logits
+                tokens[window].append(int(logits[0].argmax()))
+                logits = model.step([(sequence, tokens[window][-1:])])
                 position = (prompt + step) % 20
-                assert model.engine.meter.take().active == sum(layer[position] for layer in active)
-            assert "synthetic weights, synthetic trace" in model.engine.activity_source
-            assert any("synthetic weights" in notice for notice in model.engine.notices)
-            model.release_cache(cache)
-        finally:
-            model.engine.close()
+                assert model.meter.take().active == sum(layer[position] for layer in active)
+            assert "synthetic weights, synthetic trace" in model.activity_source
+            assert any("synthetic weights" in notice for notice in model.notices)
     assert tokens[1] == tokens[4]
 
 

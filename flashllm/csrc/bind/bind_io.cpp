@@ -34,26 +34,6 @@ nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>> xxh3_64_rows(const ConstRows&
   return {sums->data(), {sums->size()}, owner};
 }
 
-void inject(DirectFile& file, const std::string& kind, std::uint64_t first, std::uint64_t count,
-            std::uint64_t argument) {
-  Fault fault;
-  fault.first = first;
-  fault.count = count;
-  fault.argument = argument;
-  if (kind == "error") {
-    fault.kind = Fault::Kind::error;
-  } else if (kind == "short_read") {
-    fault.kind = Fault::Kind::short_read;
-  } else if (kind == "end_of_file") {
-    fault.kind = Fault::Kind::end_of_file;
-  } else if (kind == "flip") {
-    fault.kind = Fault::Kind::flip;
-  } else {
-    require(false, "unknown fault " + kind);
-  }
-  file.inject(std::make_shared<FaultPlan>(fault));
-}
-
 ReadBackendKind parse_backend(const std::string& name) {
   if (name == "threads") return ReadBackendKind::threads;
   if (name == "io_uring") return ReadBackendKind::io_uring;
@@ -153,9 +133,7 @@ void init_io(nb::module_& m) {
       .def_prop_ro("direct", &DirectFile::direct)
       .def_prop_ro("fallback_reason", &DirectFile::fallback_reason)
       .def_prop_ro("offset_alignment", &DirectFile::offset_alignment)
-      .def_prop_ro("memory_alignment", &DirectFile::memory_alignment)
-      .def("inject", &inject, nb::arg("kind"), nb::arg("first"), nb::arg("count") = 1,
-           nb::arg("argument") = 0);
+      .def_prop_ro("memory_alignment", &DirectFile::memory_alignment);
 
   nb::class_<Reader>(m, "Reader")
       .def(

@@ -10,7 +10,6 @@
 
 #include "io/error.h"
 #include "kernels/kernels.h"
-#include "kernels/layer_norm.h"
 #include "model/ffn_layer.h"
 
 namespace flashllm {
@@ -50,16 +49,14 @@ SimdLevel parse_simd(const std::string& name);  // "auto", or a level's name
 Activation parse_activation(const std::string& name);
 Dtype dtype_of(const AnyArray& array);
 
-// What bound objects hold, for those built over them; nb::cast_error where it is another object. The caller
-// keeps the object alive.
-LinearWeights linear_weights_of(nb::handle linear);
-LayerNorm layer_norm_of(nb::handle norm);
+// What a bound layer holds; nb::cast_error where it is another object. The caller keeps the object alive.
 FfnLayer& ffn_layer_of(nb::handle ffn);
 
 void init_io(nb::module_& m);
 void init_compute(nb::module_& m);
 void init_ffn(nb::module_& m);
-void init_decoder(nb::module_& m);
+void init_model(nb::module_& m);
+void init_attention(nb::module_& m);
 
 }  // namespace flashllm
 

@@ -1,9 +1,13 @@
-// The extension module flashllm._core: exceptions, and the four groups of bindings.
+// The extension module flashllm._core: exceptions, and the groups of bindings.
 #include <exception>
 
 #include "bind/bindings.h"
 
 namespace flashllm {
+
+#ifdef FLASHLLM_TESTING
+void init_testing(nb::module_& m);  // tests/native/bind/bind_testing.cpp
+#endif
 
 namespace {
 
@@ -47,5 +51,9 @@ NB_MODULE(_core, m) {
   flashllm::init_io(m);
   flashllm::init_compute(m);
   flashllm::init_ffn(m);
-  flashllm::init_decoder(m);
+  flashllm::init_model(m);
+  flashllm::init_attention(m);
+#ifdef FLASHLLM_TESTING
+  flashllm::init_testing(m);
+#endif
 }

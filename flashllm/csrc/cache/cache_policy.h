@@ -6,8 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
-#include <string>
 #include <vector>
 
 #include "cache/slot_table.h"
@@ -21,8 +19,7 @@ struct CacheRequest {
   const std::vector<std::int32_t>& misses;  // those of them that are not cached
 };
 
-// What happens to the cache: afterwards each miss is in exactly one of `coming` and `bypassing`, and the rows
-// suffice.
+// Changes to the cache. Each miss is in exactly one of `coming` and `bypassing`, and the rows suffice.
 struct CacheChoice {
   std::vector<std::int32_t> leaving;    // cached, none of the request's
   std::vector<std::int32_t> coming;     // read into rows of the cache
@@ -38,20 +35,22 @@ class CachePolicy {
 
   virtual void choose(const SlotTable& slots, const CacheRequest& request, CacheChoice& choice) = 0;
 
-  // Puts the likeliest to be active first, as far as the policy knows; otherwise leaves the order.
+  // Sorts the neurons most likely to be active first; a policy that does not know leaves the order.
   virtual void sort_by_likelihood(std::vector<std::int32_t>& /*neurons*/) {}
 
-  // Tokens whose neurons are held now, where the policy goes by tokens; otherwise 0.
+  // Whether rows are worth keeping after the part of a token that read them.
+  virtual bool keeps_rows() const { return true; }
+
+  // `count` of the cached neurons, the first that the policy would evict: they leave when the cache shrinks.
+  virtual void choose_evicted(const SlotTable& slots, std::int32_t count,
+                              std::vector<std::int32_t>& evicted) = 0;
+
+  // Tokens in the window now, for a policy that has one; otherwise 0.
   virtual std::int32_t current_window() const { return 0; }
 
   // The neurons worth holding after the tokens observed so far, ascending, at most `capacity` (used after a
   // prefill).
   virtual void choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const = 0;
 };
-
-// "window": paper A's, of `window` tokens. "frequency": by estimated frequency; `popularity` [num_neurons] is
-// the share of tokens each neuron was active in before, or nullptr.
-std::unique_ptr<CachePolicy> make_cache_policy(const std::string& name, std::int32_t num_neurons,
-                                               std::int32_t window, const float* popularity);
 
 }  // namespace flashllm

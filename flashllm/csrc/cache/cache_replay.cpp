@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "cache/policies.h"
 #include "io/error.h"
 
 namespace flashllm {
@@ -26,6 +27,7 @@ const std::vector<std::int32_t>& CacheReplay::token(const std::vector<std::int32
                  [this](std::int32_t neuron) { return !slots_.contains(neuron); });
     policy_->choose(slots_, {first, last, part_misses_}, choice_);
     slots_.exchange(choice_.leaving, choice_.coming, moves_);
+    if (!policy_->keeps_rows()) slots_.exchange(choice_.coming, {}, moves_);
     misses_.insert(misses_.end(), part_misses_.begin(), part_misses_.end());
   }
   return misses_;

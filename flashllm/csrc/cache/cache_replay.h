@@ -1,5 +1,5 @@
 // What a layer's cache would miss, token by token, without weights or reads: the policy and the slot table
-// alone, driven as FfnLayer drives them.
+// alone, driven as NeuronCache drives them.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace flashllm {
 
 class CacheReplay {
  public:
-  // Arguments as those of FfnLayer and `make_cache_policy`.
+  // Arguments as those of NeuronCache and `make_cache_policy`.
   CacheReplay(const std::string& policy, std::int32_t num_neurons, std::int32_t capacity,
               std::int32_t bypass_capacity, std::int32_t window, const float* popularity);
 

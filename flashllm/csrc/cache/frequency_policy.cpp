@@ -48,7 +48,7 @@ void FrequencyPolicy::choose(const SlotTable& slots, const CacheRequest& request
   choice.bypassing.clear();
   if (request.misses.empty()) return;
 
-  // 1. Who may hold a row afterwards: what is cached and not wanted now, and the misses.
+  // 1. Candidates for a slot: the cached neurons that are not wanted now, and the misses.
   ++request_;
   for (const std::int32_t* neuron = request.begin; neuron != request.end; ++neuron)
     requested_by_[static_cast<std::size_t>(*neuron)] = request_;
@@ -60,7 +60,7 @@ void FrequencyPolicy::choose(const SlotTable& slots, const CacheRequest& request
   const std::int32_t hits = slots.num_used() - static_cast<std::int32_t>(candidates_.size());
   for (const std::int32_t neuron : request.misses) candidates_.push_back(candidate(neuron, kNewcomer));
 
-  // 2. The most frequent of them do; of the others the misses are bypassed.
+  // 2. The most frequent of them get one; misses among the others are bypassed.
   const auto room =
       candidates_.begin() +
       std::min<std::ptrdiff_t>(slots.capacity() - hits, static_cast<std::ptrdiff_t>(candidates_.size()));
@@ -92,6 +92,17 @@ void FrequencyPolicy::choose(const SlotTable& slots, const CacheRequest& request
     bypassing_.erase(bypassing_.begin(), bypassing_.begin() + excess);
   }
   for (const Candidate one : bypassing_) choice.bypassing.push_back(neuron_of(one));
+}
+
+void FrequencyPolicy::choose_evicted(const SlotTable& slots, std::int32_t count,
+                                     std::vector<std::int32_t>& evicted) {
+  candidates_.clear();
+  for (std::int32_t slot = 0; slot < slots.num_used(); ++slot)
+    candidates_.push_back(candidate(slots.pointers()[slot]));
+  std::nth_element(candidates_.begin(), candidates_.end() - count, candidates_.end());
+  evicted.clear();
+  for (auto one = candidates_.end() - count; one != candidates_.end(); ++one)
+    evicted.push_back(neuron_of(*one));
 }
 
 void FrequencyPolicy::sort_by_likelihood(std::vector<std::int32_t>& neurons) {

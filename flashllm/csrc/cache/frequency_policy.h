@@ -1,9 +1,9 @@
 // Keeps the neurons that are active most often: lately, by counts that halve every few tokens, and in the
-// long run, which steadies the estimate (and is all there is to know where activity has no memory).
+// long run, which steadies the estimate (and decides alone where tokens are independent of each other).
 //
 // A token's misses need not enter the cache: one that is rarer than everything cached is read into a bypass
-// row and forgotten. Where many neurons are active at once that decides: rows that every token fills anew
-// with whatever it missed are rows that hold nothing for the next one.
+// row and forgotten. That decides where many neurons are active at once: rows that every token fills anew
+// hold nothing for the next one.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ class FrequencyPolicy final : public CachePolicy {
   static constexpr float kLongRunTokens = 12.0F;  // that the long-run share counts like
   static constexpr float kKnownTokens = 256.0F;   // that `popularity` counts like, when new ones adjust it
   // A miss counts for so much of its frequency beside what is cached: little is gained by exchanging equals,
-  // and a row that was read ahead is copied to enter.
+  // and a prefetched row is copied to enter.
   static constexpr float kNewcomer = 0.8F;
 
   // `popularity` [num_neurons]: the share of tokens each neuron was active in before; nullptr: unknown.
@@ -29,6 +29,8 @@ class FrequencyPolicy final : public CachePolicy {
 
   void observe(const std::vector<std::int32_t>& active) override;
   void choose(const SlotTable& slots, const CacheRequest& request, CacheChoice& choice) override;
+  void choose_evicted(const SlotTable& slots, std::int32_t count,
+                      std::vector<std::int32_t>& evicted) override;
   void sort_by_likelihood(std::vector<std::int32_t>& neurons) override;
   void choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const override;
 

@@ -60,6 +60,14 @@ void SlotTable::exchange(const std::vector<std::int32_t>& leaving, const std::ve
   }
 }
 
+void SlotTable::set_capacity(std::int32_t capacity) {
+  if (capacity < std::max(1, num_used_) || static_cast<std::size_t>(capacity) > pointers_.capacity() ||
+      !bypassing_.empty())
+    throw CoreError(ErrorKind::usage,
+                    "a slot table cannot be resized to " + std::to_string(capacity) + " rows");
+  pointers_.resize(static_cast<std::size_t>(capacity), kAbsent);
+}
+
 void SlotTable::bypass(const std::vector<std::int32_t>& neurons) {
   if (bypassing_.size() + neurons.size() > static_cast<std::size_t>(bypass_capacity_))
     throw CoreError(ErrorKind::usage, "there are " + std::to_string(bypass_capacity_) + " bypass rows, not " +

@@ -38,6 +38,10 @@ class SlotTable {
   void exchange(const std::vector<std::int32_t>& leaving, const std::vector<std::int32_t>& coming,
                 std::vector<Move>& moves);
 
+  // Changes the number of rows: at least num_used(), at most what the table was made with, and never while
+  // there are neurons in bypass rows, whose slots follow the capacity.
+  void set_capacity(std::int32_t capacity);
+
   // Gives bypass rows to `neurons` (none cached), and takes all of them back.
   void bypass(const std::vector<std::int32_t>& neurons);
   void end_bypass();

@@ -34,41 +34,60 @@ void WindowPolicy::choose(const SlotTable& slots, const CacheRequest& request, C
   make_room(slots, request, choice.leaving);
 }
 
+// Cached neurons of no token in the window. A walk over the cached rows takes a few microseconds, and needs
+// no state of its own that failed reads, fills after a prompt or returning neurons could put out of step.
+void WindowPolicy::take_unused(const SlotTable& slots, std::vector<std::int32_t>& leaving) const {
+  leaving.clear();
+  for (std::int32_t slot = 0; slot < slots.num_used(); ++slot) {
+    const std::int32_t neuron = slots.pointers()[slot];
+    if (uses_[static_cast<std::size_t>(neuron)] == 0) leaving.push_back(neuron);
+  }
+}
+
+// Adds `count` of the cached neurons in the window, but none of [except_begin, except_end), which ascends.
+// The choice depends on ids, not on where rows happen to lie.
+void WindowPolicy::take_lowest_used(const SlotTable& slots, const std::int32_t* except_begin,
+                                    const std::int32_t* except_end, std::size_t count,
+                                    std::vector<std::int32_t>& leaving) const {
+  std::vector<std::int32_t> others;
+  for (std::int32_t slot = 0; slot < slots.num_used(); ++slot) {
+    const std::int32_t neuron = slots.pointers()[slot];
+    if (uses_[static_cast<std::size_t>(neuron)] != 0 && !std::binary_search(except_begin, except_end, neuron))
+      others.push_back(neuron);
+  }
+  std::sort(others.begin(), others.end());
+  others.resize(std::min(others.size(), count));
+  leaving.insert(leaving.end(), others.begin(), others.end());
+}
+
 void WindowPolicy::make_room(const SlotTable& slots, const CacheRequest& request,
                              std::vector<std::int32_t>& leaving) {
   const auto misses = static_cast<std::int32_t>(request.misses.size());
   const auto room = [&] {
     return slots.capacity() - slots.num_used() + static_cast<std::int32_t>(leaving.size());
   };
-  // A walk over the cached rows, a few microseconds: nothing to keep in step with reads that failed, rows
-  // that came in a prefill, or neurons that left and returned.
-  const auto take_unused = [&] {
-    leaving.clear();
-    for (std::int32_t slot = 0; slot < slots.num_used(); ++slot) {
-      const std::int32_t neuron = slots.pointers()[slot];
-      if (uses_[static_cast<std::size_t>(neuron)] == 0) leaving.push_back(neuron);
-    }
-  };
-
   // 1. What fell out of the window goes.
-  take_unused();
+  take_unused(slots, leaving);
   // 2. Too little room: the window shrinks, down to the token at hand.
   while (room() < misses && current_window() > 1) {
     forget_oldest();
-    take_unused();
+    take_unused(slots, leaving);
   }
   if (room() >= misses) return;
   // 3. The token alone exceeds the capacity: what belongs to its other parts goes, as little as needed.
-  std::vector<std::int32_t> others;
-  for (std::int32_t slot = 0; slot < slots.num_used(); ++slot) {
-    const std::int32_t neuron = slots.pointers()[slot];
-    if (uses_[static_cast<std::size_t>(neuron)] != 0 &&
-        !std::binary_search(request.begin, request.end, neuron))
-      others.push_back(neuron);
+  take_lowest_used(slots, request.begin, request.end, static_cast<std::size_t>(misses - room()), leaving);
+}
+
+void WindowPolicy::choose_evicted(const SlotTable& slots, std::int32_t count,
+                                  std::vector<std::int32_t>& evicted) {
+  const auto wanted = static_cast<std::size_t>(count);
+  take_unused(slots, evicted);
+  while (evicted.size() < wanted && current_window() > 1) {
+    forget_oldest();
+    take_unused(slots, evicted);
   }
-  std::sort(others.begin(), others.end());  // the choice depends on ids, not on where rows happen to lie
-  others.resize(std::min(others.size(), static_cast<std::size_t>(misses - room())));
-  leaving.insert(leaving.end(), others.begin(), others.end());
+  if (evicted.size() < wanted) take_lowest_used(slots, nullptr, nullptr, wanted - evicted.size(), evicted);
+  evicted.resize(wanted);
 }
 
 void WindowPolicy::choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const {

@@ -18,13 +18,20 @@ class WindowPolicy final : public CachePolicy {
   void observe(const std::vector<std::int32_t>& active) override;
   // Every miss comes into the cache.
   void choose(const SlotTable& slots, const CacheRequest& request, CacheChoice& choice) override;
+  // Shrinks the window first, as `choose` does.
+  void choose_evicted(const SlotTable& slots, std::int32_t count,
+                      std::vector<std::int32_t>& evicted) override;
   void choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const override;
 
   std::int32_t current_window() const override { return static_cast<std::int32_t>(last_k_active_.size()); }
 
  private:
   void forget_oldest();
+  void take_unused(const SlotTable& slots, std::vector<std::int32_t>& leaving) const;
   void make_room(const SlotTable& slots, const CacheRequest& request, std::vector<std::int32_t>& leaving);
+  void take_lowest_used(const SlotTable& slots, const std::int32_t* except_begin,
+                        const std::int32_t* except_end, std::size_t count,
+                        std::vector<std::int32_t>& leaving) const;
 
   std::int32_t window_;
   std::deque<std::vector<std::int32_t>> last_k_active_;  // the newest token last

@@ -4,25 +4,22 @@
 // reports; callers ask `offset_alignment()` and `memory_alignment()`. Some file systems accept O_DIRECT at
 // open and refuse it at the first read, so opening reads one block. Others accept it and use the page cache
 // all the same (statx says so; tmpfs is made of page cache). A file that cannot be read directly is read
-// through the page cache, and `direct()` says so: whoever opened it must tell the user.
+// through the page cache, and `direct()` says so: the caller must tell the user.
 #pragma once
 
 #include <sys/uio.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <string>
-
-#include "io/fault.h"
 
 namespace flashllm {
 
 class DirectFile;
 
-// One read on its way: what the next system call asks for, and what its answer means. The rules are the same
-// whoever makes the calls: short reads are continued, EINTR and (for a while) EAGAIN repeated, any other
-// error is tried twice more; the read stops at the end of the file, wherever that is by now.
+// One read under way: its next system call, and what the call's result means. Every backend follows the same
+// rules: short reads are continued, EINTR and (for a while) EAGAIN repeated, any other error is tried twice
+// more; the read stops at the end of the file, wherever that is by now.
 class DirectRead {
  public:
   DirectRead() = default;
@@ -36,8 +33,8 @@ class DirectRead {
   const struct iovec* iov() const { return iov_; }
   int iovcnt() const { return iovcnt_; }
   std::uint64_t offset() const { return offset_ + done_; }
-  // Its answer: bytes read, or -errno. Throws CoreError(io) naming path, offset, size and errno when the read
-  // failed for good.
+  // The call's result: bytes read, or -errno. Throws CoreError(io) naming path, offset, size and errno when
+  // the read failed for good.
   void accept(ssize_t result);
 
   std::uint64_t nbytes() const { return done_; }  // read so far
@@ -65,13 +62,13 @@ class DirectFile {
   const std::string& path() const { return path_; }
   std::uint64_t size() const { return size_; }
   bool direct() const { return direct_; }
-  const std::string& fallback_reason() const { return fallback_reason_; }  // empty when direct or not wanted
+  const std::string& fallback_reason() const {
+    return fallback_reason_;
+  }  // empty when direct, or not asked for
   std::size_t offset_alignment() const { return offset_alignment_; }
   std::size_t memory_alignment() const { return memory_alignment_; }
 
   void read(DirectRead& read) const;  // makes its calls until it is finished
-
-  void inject(std::shared_ptr<FaultPlan> faults) { faults_ = std::move(faults); }  // tests only
 
  private:
   friend class DirectRead;
@@ -87,7 +84,6 @@ class DirectFile {
   std::string fallback_reason_;
   std::size_t offset_alignment_ = 1;
   std::size_t memory_alignment_ = 1;
-  std::shared_ptr<FaultPlan> faults_;
 };
 
 }  // namespace flashllm

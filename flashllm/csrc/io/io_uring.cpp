@@ -44,8 +44,8 @@ IoUring::IoUring(unsigned entries) {
 }
 
 void IoUring::setup(unsigned entries) {
-  // 1. The ring. Answers are collected where the thread that asked calls the kernel anyway (5.19): telling it
-  // of each would interrupt its products. Older kernels refuse the flags and do so.
+  // 1. The ring. Completions are collected when the submitting thread next calls the kernel (5.19): a
+  // notification for each would interrupt its products. Older kernels refuse the flags and notify.
   struct io_uring_params params{};
 #if defined(IORING_SETUP_TASKRUN_FLAG)
   params.flags = IORING_SETUP_COOP_TASKRUN | IORING_SETUP_TASKRUN_FLAG;

@@ -2,7 +2,7 @@
 // iovecs and numbers, no files and no batches. One thread at a time uses a ring, any thread.
 //
 // Rings are locked memory to kernels before 5.12 and again to newer ones: on 6.18 an RLIMIT_MEMLOCK of 64 KiB
-// was enough for 65 entries and 16 KiB for 33. A ring that cannot be had says why.
+// was enough for 65 entries and 16 KiB for 33. Where no ring can be made, the error says why.
 #pragma once
 
 #include <sys/types.h>
@@ -27,12 +27,12 @@ class IoUring {
   // Queues a read; the iovecs stay where they are until it is reaped.
   void read(std::uint64_t id, int descriptor, const struct iovec* iov, int iovcnt, std::uint64_t offset);
 
-  // Hands over what was queued and collects answers; returns when as many as `wait_for` can be reaped.
+  // Submits what was queued and collects completions; returns when `wait_for` of them can be reaped.
   void submit(unsigned wait_for);
   // Whether `submit` has anything to do.
   bool has_work() const;
 
-  // The next answer: bytes or -errno. False when there is none.
+  // The next completion: bytes or -errno. False when there is none.
   bool reap(std::uint64_t& id, ssize_t& result);
 
  private:

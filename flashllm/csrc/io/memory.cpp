@@ -7,6 +7,13 @@
 
 namespace flashllm {
 
+namespace {
+
+// Smaller buffers stay on ordinary pages: a huge page for each would exceed the memory plan.
+constexpr std::size_t kHugeFrom = 4 * HugeBuffer::kAlignment;
+
+}  // namespace
+
 HugeBuffer::HugeBuffer(std::size_t nbytes) : size_(nbytes) {
   // Mapped a little larger, so that data_ can start on a huge-page boundary; untouched pages cost nothing.
   mapped_ = nbytes + kAlignment;
@@ -22,8 +29,7 @@ HugeBuffer::HugeBuffer(std::size_t nbytes) : size_(nbytes) {
   madvise(mapping_, mapped_, MADV_DONTFORK);
 #endif
 #ifdef MADV_HUGEPAGE
-  // Small buffers stay on ordinary pages: a huge page for each would exceed the memory plan.
-  if (nbytes >= 4 * kAlignment) madvise(data_, nbytes / kAlignment * kAlignment, MADV_HUGEPAGE);
+  if (nbytes >= kHugeFrom) madvise(data_, nbytes / kAlignment * kAlignment, MADV_HUGEPAGE);
 #endif
 }
 
@@ -31,15 +37,50 @@ HugeBuffer::~HugeBuffer() {
   if (mapping_ != nullptr) munmap(mapping_, mapped_);
 }
 
-void populate(std::byte* data, std::size_t nbytes) {
-  constexpr std::uintptr_t kPage = 4096;
-  const auto start = (reinterpret_cast<std::uintptr_t>(data) + kPage - 1) / kPage * kPage;
-  const auto end = (reinterpret_cast<std::uintptr_t>(data) + nbytes) / kPage * kPage;
-  if (start >= end) return;
-#ifdef MADV_POPULATE_WRITE
-  if (madvise(reinterpret_cast<void*>(start), end - start, MADV_POPULATE_WRITE) == 0) return;
+namespace {
+
+constexpr std::uintptr_t kPage = 4096;
+
+// The whole pages inside a range.
+struct Pages {
+  Pages(std::byte* data, std::size_t nbytes)
+      : start((reinterpret_cast<std::uintptr_t>(data) + kPage - 1) / kPage * kPage),
+        end((reinterpret_cast<std::uintptr_t>(data) + nbytes) / kPage * kPage) {}
+  bool empty() const { return start >= end; }
+  void advise(int advice) const { madvise(reinterpret_cast<void*>(start), end - start, advice); }
+
+  std::uintptr_t start, end;
+};
+
+}  // namespace
+
+void release_pages(std::byte* data, std::size_t nbytes) {
+  const Pages pages(data, nbytes);
+  if (pages.empty()) return;
+#ifdef MADV_NOHUGEPAGE
+  pages.advise(MADV_NOHUGEPAGE);  // or khugepaged may fill the hole with a huge page of zeros
 #endif
-  for (std::uintptr_t page = start; page < end; page += kPage) {
+  pages.advise(MADV_DONTNEED);
+}
+
+void reclaim_pages(std::byte* data, std::size_t nbytes) {
+#ifdef MADV_HUGEPAGE
+  const Pages pages(data, nbytes);
+  if (nbytes >= kHugeFrom && !pages.empty()) pages.advise(MADV_HUGEPAGE);
+#else
+  static_cast<void>(data);
+  static_cast<void>(nbytes);
+#endif
+}
+
+void populate(std::byte* data, std::size_t nbytes) {
+  const Pages pages(data, nbytes);
+  if (pages.empty()) return;
+#ifdef MADV_POPULATE_WRITE
+  if (madvise(reinterpret_cast<void*>(pages.start), pages.end - pages.start, MADV_POPULATE_WRITE) == 0)
+    return;
+#endif
+  for (std::uintptr_t page = pages.start; page < pages.end; page += kPage) {
     auto* byte = reinterpret_cast<volatile unsigned char*>(page);
     *byte = *byte;
   }

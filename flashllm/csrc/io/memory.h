@@ -32,4 +32,9 @@ class HugeBuffer {
 // contents stay.
 void populate(std::byte* data, std::size_t nbytes);
 
+// Gives the whole pages inside [data, data + nbytes) back to the system, and keeps it from putting huge pages
+// there; the memory stays mapped and reads as zeros. `reclaim_pages` allows huge pages again.
+void release_pages(std::byte* data, std::size_t nbytes);
+void reclaim_pages(std::byte* data, std::size_t nbytes);
+
 }  // namespace flashllm

@@ -32,7 +32,7 @@ class ReadQueue {
   void push(ReadBatch& batch, ReadPriority priority);
   void keep(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted);
   bool poll(ReadBatch& batch);   // marks the jobs that have landed; true when nothing is under way
-  void wait(ReadBatch& batch);   // the same, when others have finished all of it
+  void wait(ReadBatch& batch);   // as poll, once every request is finished
   std::uint64_t take_busy_ns();  // time since the last call in which any batch was unfinished
 
   // For backends. Work is handed out in the order of submission, demand before prefetch; all of it must be
@@ -40,7 +40,7 @@ class ReadQueue {
   bool take(Work& work);      // waits for work; false when the queue was closed
   bool try_take(Work& work);  // false when there is none
   void finish(const Work& work, const RequestOutcome& outcome, std::exception_ptr error);
-  // Wakes so many of those in `take`, of which there are at most `waiting`.
+  // Wakes a thread in `take` for each request; at most `waiting` threads are there.
   void notify(std::size_t requests, std::size_t waiting);
   void close();  // ends all waiting in `take`
 
@@ -54,9 +54,9 @@ class ReadQueue {
   std::mutex mutex_;
   std::condition_variable work_;
   std::condition_variable done_;
-  std::deque<ReadBatch*> demand_, prefetch_;  // batches with requests nobody has taken
+  std::deque<ReadBatch*> demand_, prefetch_;  // batches with requests not yet taken
   std::size_t unfinished_batches_ = 0;
-  std::uint64_t busy_since_ns_ = 0, busy_ns_ = 0;  // since: where a batch is unfinished
+  std::uint64_t busy_since_ns_ = 0, busy_ns_ = 0;  // since: while a batch is unfinished
   bool closed_ = false;
 };
 

@@ -36,7 +36,7 @@ Reader::Reader(const ReaderOptions& options) : options_(options) {
       options_.backend = ReadBackendKind::io_uring;
       return;
     } catch (const CoreError& error) {
-      backend_reason_ = std::string("io_uring is not to be had here (") + error.what() + ")";
+      backend_reason_ = std::string("io_uring is not available (") + error.what() + ")";
       if (options.backend == ReadBackendKind::io_uring)
         throw CoreError(error.kind(), backend_reason_ + "; use threads");
     }
@@ -83,7 +83,7 @@ void Reader::submit(ReadBatch& batch, const DirectFile& file, ReadPriority prior
 }
 
 void Reader::keep(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted) {
-  require_in_flight(batch, "sorted out");
+  require_in_flight(batch, "kept or cancelled");
   queue_.keep(batch, wanted);
 }
 

@@ -1,9 +1,9 @@
 // Batches of reads: submit returns at once, wait returns when every byte is there, checked.
 //
 // A ReadBatch belongs to its caller, who fills `jobs`, submits it, may compute meanwhile, and waits. Many
-// batches may be in flight: demand reads start before prefetches, each kind in the order of submission. When
-// it turns out what a prefetch was good for, `keep` drops those of its requests that have not been started
-// and lets the wanted ones go on as demand reads. The first error of a batch wins, the rest of the batch is
+// batches may be in flight: demand reads start before prefetches, each kind in the order of submission. Once
+// the caller knows which rows of a prefetch it wants, `keep` makes those demand reads and drops the others,
+// as far as they have not been started. The first error of a batch wins, the rest of the batch is
 // skipped, and wait throws it. After wait each job says whether it landed, and the batch can be used again.
 // One thread at a time uses a batch.
 #pragma once
@@ -36,7 +36,7 @@ struct ReadStats {
 
 class ReadBatch {
  public:
-  std::vector<ReadJob> jobs;  // the caller's to fill before submit; rearranged by it
+  std::vector<ReadJob> jobs;  // filled by the caller before submit, which sorts them
 
   const ReadStats& stats() const { return stats_; }  // of the last submit, complete after wait
   bool in_flight() const { return in_flight_; }      // submitted and not yet waited for
@@ -47,7 +47,7 @@ class ReadBatch {
 
   const DirectFile* file_ = nullptr;
   std::vector<ReadRequest> requests_;
-  bool in_flight_ = false;  // the caller's own, never seen by the backend
+  bool in_flight_ = false;  // used by the caller's thread alone
   // Guarded by the queue's lock.
   ReadStats stats_;
   ReadPriority priority_ = ReadPriority::demand;
@@ -61,7 +61,7 @@ class ReadBatch {
 enum class ReadBackendKind {
   threads,
   io_uring,   // an error where there is none
-  automatic,  // io_uring where it is to be had, else threads
+  automatic,  // io_uring where the system has it, else threads
 };
 
 struct ReaderOptions {
@@ -77,7 +77,7 @@ struct ReaderOptions {
 class ReadBackend {
  public:
   virtual ~ReadBackend() = default;                     // ends after the requests under way
-  virtual void work_arrived(std::size_t requests) = 0;  // called by those who submit: brief
+  virtual void work_arrived(std::size_t requests) = 0;  // called at each submit: brief
   virtual void start() noexcept = 0;                    // as Reader::start
   virtual void advance() noexcept = 0;                  // as Reader::advance
   virtual void wait(ReadBatch& batch) = 0;              // until all of it is finished
@@ -100,16 +100,16 @@ class Reader final : public SideWork {
   // Sets `landed` of the jobs that are there, read and checked. True when wait would return at once.
   bool poll(ReadBatch& batch);
   void wait(ReadBatch& batch);  // as poll, but waits; throws CoreError
-  // Starts what there is room for and takes in what has landed, without waiting; from any thread. What was
-  // submitted begins here, or at the next `advance`, `poll` or `wait`. Threads then do all of it themselves;
-  // on io_uring reads move on only in these calls: whoever computes beside them calls `advance` now and then,
-  // as a ThreadPool does between two shares of a loop; it returns at once where the last look was a moment
-  // ago.
+  // Starts submitted reads, as many as there is room for, and takes in those that have landed; does not wait;
+  // any thread may call it. Submitted reads begin here, or at the next `advance`, `poll` or `wait`. The
+  // threads backend needs no more calls. On io_uring reads move on in these calls alone, so code that
+  // computes beside reads calls `advance` now and then, as a ThreadPool does between two shares of a loop.
+  // `advance` returns at once where the last look was a moment ago.
   void start() noexcept { backend_->start(); }
   void advance() noexcept override { backend_->advance(); }
   // Time since the last call in which any batch was under way; batches that overlap count once.
   std::uint64_t take_busy_ns() { return queue_.take_busy_ns(); }
-  void settle(ReadBatch& batch) noexcept;  // waits if it is in flight; its error is not wanted
+  void settle(ReadBatch& batch) noexcept;  // waits if it is in flight, and drops its error
   void read(ReadBatch& batch, const DirectFile& file) {
     submit(batch, file);
     wait(batch);

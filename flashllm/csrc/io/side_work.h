@@ -1,5 +1,4 @@
-// Work that is done a little at a time by whoever has a moment: reads under way, between two shares of a
-// loop.
+// Work that compute threads move on between two shares of a loop, a little at a time: reads under way.
 #pragma once
 
 namespace flashllm {

@@ -10,7 +10,7 @@ namespace flashllm {
 
 ThreadBackend::ThreadBackend(ReadQueue& queue, const ReaderOptions& options)
     : queue_(queue), verify_(options.verify) {
-  // All memory is taken here, where running out of it can be told; on a thread it would end the process.
+  // All memory is taken here, where a failure can be reported; on a reader's thread it would end the process.
   const auto threads = static_cast<std::size_t>(options.threads);
   threads_.reserve(threads);
   for (std::size_t i = 0; i < threads; ++i)
@@ -49,7 +49,7 @@ void ThreadBackend::serve(RequestSlot& slot) {
     } catch (...) {
       error = std::current_exception();
     }
-    queue_.finish(work, outcome, std::move(error));  // its last owner is whoever waits for the batch
+    queue_.finish(work, outcome, std::move(error));  // the waiting thread is its last owner
   }
 }
 

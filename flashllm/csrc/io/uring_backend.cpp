@@ -48,7 +48,7 @@ void UringBackend::wait(ReadBatch& batch) {
     take_in();
     if (queue_.poll(batch)) return;
     start_requests();
-    // Where nothing is under way now, all of it failed before the kernel was asked: nothing would wake us.
+    // With nothing under way, all requests failed before they reached the kernel: no completion would come.
     if (free_.size() != active_.size()) ring_.submit(1);
   }
 }
@@ -80,7 +80,7 @@ void UringBackend::ask(std::size_t index) {
 }
 
 void UringBackend::answer(std::size_t index, ssize_t result) {
-  if (result == -ECANCELED) return ask(index);  // the thread that asked has ended
+  if (result == -ECANCELED) return ask(index);  // the submitting thread has ended
   RequestOutcome outcome;
   std::exception_ptr error;
   try {

@@ -1,9 +1,9 @@
 // Keeps `queue_depth` reads under way through io_uring, where thread_backend.h needs a thread for each.
 //
-// No thread of its own: reads are started, taken in and checked by those who wait for them or compute beside
-// them (`Reader::advance`), a few at a time, so that one call of the kernel serves several. A thread of its
-// own took the processor from products in the middle of a share, and the queue ran dry until its turn came
-// (bench/LOG.md).
+// No thread of its own: threads that wait for reads or compute beside them (`Reader::advance`) start them,
+// take them in and check them, a few at a time, so that one call of the kernel serves several. A thread of
+// its own took the processor from products in the middle of a share, and the queue ran dry until its turn
+// came (bench/LOG.md).
 #pragma once
 
 #include <atomic>
@@ -32,8 +32,8 @@ class UringBackend final : public ReadBackend {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // Of `advance`: long enough for a few reads to be handed over by one call, short enough for a deep queue to
-  // last.
+  // Least time between two looks of `advance`: long enough for one call to submit a few reads, short enough
+  // for a deep queue to last.
   static constexpr std::chrono::nanoseconds kBetweenLooks{100'000};
   struct Active {  // a request under way
     explicit Active(const ReaderOptions& options) : slot(options.max_request, options.max_gap) {}
@@ -50,7 +50,7 @@ class UringBackend final : public ReadBackend {
 
   ReadQueue& queue_;
   const bool verify_;
-  std::mutex turn_;  // whose holder uses everything below
+  std::mutex turn_;  // guards everything below
   IoUring ring_;
   std::vector<std::unique_ptr<Active>> active_;
   std::vector<std::size_t> free_;

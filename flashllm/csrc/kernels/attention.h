@@ -1,6 +1,6 @@
-// Attention of one query token over the KV cache, one head a task (FlashAttention is for many queries; one
-// reads the cache once whatever is done). Scores and sums are fp32, in one order, so bits do not depend on
-// the threads.
+// Attention over the KV cache: a few independent tokens (a step of generation), or many of one sequence (a
+// prompt). Scores and sums are fp32, and each query's are added in one order: its bits depend neither on the
+// threads nor on what is computed beside it. The two ways do differ from each other in the last bits.
 #pragma once
 
 #include <cstddef>
@@ -9,19 +9,52 @@
 
 namespace flashllm {
 
+constexpr std::size_t kKvBlock = 64;  // positions that lie together
+
+// Keys and values of one layer of a sequence. A block of kKvBlock positions of a head is one run of rows,
+// head_dim elements each; the values' run is `value_offset` after the keys'. Strides are in bytes.
+struct KvView {
+  const std::byte* base = nullptr;
+  std::size_t block_stride = 0;
+  std::size_t head_stride = 0;
+  std::size_t value_offset = 0;
+
+  const std::byte* key_rows(std::size_t kv_head, std::size_t block) const {
+    return base + block * block_stride + kv_head * head_stride;
+  }
+  const std::byte* value_rows(std::size_t kv_head, std::size_t block) const {
+    return key_rows(kv_head, block) + value_offset;
+  }
+};
+
 struct AttentionShape {
   std::size_t heads = 0;
   std::size_t kv_heads = 0;  // divides heads: grouped queries
   std::size_t head_dim = 0;
-  std::size_t length = 0;       // cached positions, the query's own included
-  std::size_t head_stride = 0;  // bytes from one KV head to the next
-  std::size_t row_stride = 0;   // bytes from one position to the next
   Dtype dtype = Dtype::f32;
-  float scale = 1.0F;
+  float scale = 1.0F;  // of scores
 };
 
-// q: [heads, head_dim], out: [heads, head_dim], scores: scratch of [heads, length]; fp32. k and v: the cache.
-void attend_one(const AttentionShape& shape, const float* q, const std::byte* k, const std::byte* v,
-                float* scores, float* out, ThreadPool& pool, SimdLevel level);
+// One token: q and out [heads, head_dim]; it attends to the first `length` positions, its own included.
+struct AttendingToken {
+  const float* q = nullptr;
+  KvView kv;
+  std::size_t length = 0;
+  float* out = nullptr;
+};
+
+// Tokens of any sequences, in one loop over the threads.
+void attend_each(const AttentionShape& shape, const AttendingToken* tokens, std::size_t n, ThreadPool& pool,
+                 SimdLevel level);
+
+// The same for one token.
+void attend_one(const AttentionShape& shape, const float* q, const KvView& kv, std::size_t length, float* out,
+                ThreadPool& pool, SimdLevel level);
+
+// Causal attention of n consecutive tokens of a sequence: q and out [n, heads, head_dim]; token i attends to
+// positions 0 to first_position + i. Online softmax over blocks of keys (Dao et al. 2022), so that memory
+// does not grow with the context. On levels with pair kernels, weights of bf16 values are rounded to bf16.
+void attend_many(const AttentionShape& shape, const float* q, std::size_t n, std::size_t first_position,
+                 const KvView& kv, float* out, ThreadPool& pool, SimdLevel level);
 
 }  // namespace flashllm

@@ -1,10 +1,7 @@
 #include "kernels/kernels.h"
 
 #include <algorithm>
-
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
+#include <cmath>
 
 #include "io/error.h"
 
@@ -12,6 +9,7 @@ namespace flashllm {
 
 namespace scalar {
 extern const KernelTable kTables[3];
+extern const AttentionKernels kAttention;
 float sum_floats(const float* from, std::size_t n);
 void softmax(float* scores, std::size_t n, float scale);
 void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width, std::size_t terms, float* c,
@@ -20,6 +18,7 @@ void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width
 #if defined(__x86_64__)
 namespace avx2 {
 extern const KernelTable kTables[3];
+extern const AttentionKernels kAttention;
 float sum_floats(const float* from, std::size_t n);
 void softmax(float* scores, std::size_t n, float scale);
 void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width, std::size_t terms, float* c,
@@ -27,6 +26,7 @@ void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width
 }  // namespace avx2
 namespace avx512 {
 extern const KernelTable kTables[3];
+extern const AttentionKernels kAttention;
 float sum_floats(const float* from, std::size_t n);
 void softmax(float* scores, std::size_t n, float scale);
 void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width, std::size_t terms, float* c,
@@ -58,16 +58,6 @@ SimdLevel best_simd_level() {
   return best;
 #else
   return SimdLevel::scalar;
-#endif
-}
-
-bool has_amx() {
-#if defined(__x86_64__)
-  constexpr unsigned kAmxBf16 = 1U << 22;
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & kAmxBf16) != 0;
-#else
-  return false;
 #endif
 }
 
@@ -109,6 +99,15 @@ MultiplyAdd multiply_add_kernel(SimdLevel level) {
   return scalar::multiply_add;
 }
 
+const AttentionKernels& attention_kernels(SimdLevel level) {
+  kernel_table(level, Dtype::f32);
+#if defined(__x86_64__)
+  if (level >= SimdLevel::avx512) return avx512::kAttention;
+  if (level == SimdLevel::avx2) return avx2::kAttention;
+#endif
+  return scalar::kAttention;
+}
+
 const PairKernels* pair_kernels(SimdLevel level) {
   kernel_table(level, Dtype::f32);
 #if defined(__x86_64__)
@@ -122,6 +121,7 @@ namespace {
 // A NaN stays one, as in the dense model.
 float relu(float value) { return value <= 0.0F ? 0.0F : value; }
 float squared_relu(float value) { return value <= 0.0F ? 0.0F : value * value; }
+float silu(float value) { return value / (1.0F + std::exp(-value)); }
 
 }  // namespace
 
@@ -133,6 +133,8 @@ float apply_activation(Activation activation, float value) {
       return relu(value);
     case Activation::squared_relu:
       return squared_relu(value);
+    case Activation::silu:
+      return silu(value);
   }
   return value;
 }
@@ -148,6 +150,8 @@ void activate(Activation activation, float bias, float* values, std::size_t n) {
       return each(relu);
     case Activation::squared_relu:
       return each(squared_relu);
+    case Activation::silu:
+      return each(silu);
   }
 }
 

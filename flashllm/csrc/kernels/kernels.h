@@ -18,9 +18,8 @@ inline std::size_t dtype_nbytes(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 
 
 enum class SimdLevel { scalar, avx2, avx512, avx512_bf16 };  // each has all of those before it
 SimdLevel best_simd_level();
-bool has_amx();  // bf16 products of whole tiles, which no level here uses
 
-enum class Activation { identity, relu, squared_relu };
+enum class Activation { identity, relu, squared_relu, silu };
 
 // The innermost loops of one level and weight type; `n` rows or terms, `k` elements a row.
 struct KernelTable {
@@ -33,6 +32,9 @@ struct KernelTable {
   void (*add_scaled_rows)(const void* const* rows, const float* scales, std::size_t n, std::size_t begin,
                           std::size_t end, float* y);
   void (*to_f32)(const void* from, std::size_t n, float* to);
+  // The same of n rows of k elements, in panels for MultiplyAdd: `panel` columns of all rows, then the next.
+  // The last panel has what is left, padded with zeros to a multiple of 16.
+  void (*to_panels)(const void* rows, std::size_t n, std::size_t k, std::size_t panel, float* to);
   void (*from_f32)(const float* from, std::size_t n, void* to);  // rounds to nearest, ties to even
 };
 const KernelTable& kernel_table(SimdLevel level, Dtype dtype);
@@ -74,6 +76,21 @@ const PairKernels* pair_kernels(SimdLevel level);  // nullptr where the level ha
 // scores = softmax(scale * scores), in place
 using Softmax = void (*)(float* scores, std::size_t n, float scale);
 Softmax softmax_kernel(SimdLevel level);
+
+// One block of keys of many queries' attention (attention.h).
+struct AttentionKernels {
+  std::size_t panel;  // columns of MultiplyAdd's b that should lie together, a multiple of 16
+  // Scores [keys, columns], rows `row` floats apart, become weights e^(scale * score - m) of an online
+  // softmax down each column (Milakov and Gimelshein 2018, algorithm 3), zero from e^-87 down. m:
+  // largest[column], raised to this block's largest; factor[column] = e^(m before - m), by which the column's
+  // earlier weights shrink; sum[column] = sum * factor + the weights in their order. `columns` is a multiple
+  // of 16.
+  void (*online_softmax)(float* scores, std::size_t keys, std::size_t columns, std::size_t row, float scale,
+                         float* largest, float* sum, float* factor);
+  void (*scale_floats)(float* values, std::size_t n, float factor);  // values *= factor
+  bool (*all_finite)(const float* values, std::size_t n);            // n is a multiple of 16
+};
+const AttentionKernels& attention_kernels(SimdLevel level);
 
 // The sum of n floats, read as fast as the level can: for measuring, in no fixed order.
 using SumFloats = float (*)(const float* from, std::size_t n);

@@ -215,6 +215,65 @@ void softmax(float* scores, std::size_t n, float scale) {
   for (std::size_t i = whole; i < n; ++i) scores[i] = last[i - whole] * (1.0F / total);
 }
 
+// As AttentionKernels says; a cache line of columns at a time.
+void online_softmax(float* scores, std::size_t keys, std::size_t columns, std::size_t row, float scale,
+                    float* largest, float* sum, float* factor) {
+  constexpr std::size_t kTogether = 16 / Vec::kWidth;
+  const Vec scales = Vec::set(scale);
+  const Vec nothing = exp_negative(Vec::set(-87.0F)) * Vec::set(-1.0F);
+  for (std::size_t c = 0; c < columns; c += 16) {
+    Vec before[kTogether], m[kTogether], total[kTogether];
+    for (std::size_t v = 0; v < kTogether; ++v)
+      m[v] = before[v] = Vec::load_f32(largest + c + v * Vec::kWidth);
+    for (std::size_t k = 0; k < keys; ++k) {
+      for (std::size_t v = 0; v < kTogether; ++v) {
+        float* at = scores + k * row + c + v * Vec::kWidth;
+        const Vec scaled = Vec::load_f32(at) * scales;
+        scaled.store(at);
+        m[v] = max(m[v], scaled);
+      }
+    }
+    const Vec minus = Vec::set(-1.0F);
+    for (std::size_t v = 0; v < kTogether; ++v) {
+      const std::size_t at = c + v * Vec::kWidth;
+      m[v].store(largest + at);
+      m[v] = m[v] * minus;
+      const Vec shrink = exp_negative(before[v] + m[v]);
+      shrink.store(factor + at);
+      total[v] = Vec::load_f32(sum + at) * shrink;
+    }
+    for (std::size_t k = 0; k < keys; ++k) {
+      for (std::size_t v = 0; v < kTogether; ++v) {
+        float* at = scores + k * row + c + v * Vec::kWidth;
+        const Vec e = exp_negative(Vec::load_f32(at) + m[v]) + nothing;
+        e.store(at);
+        total[v] = total[v] + e;
+      }
+    }
+    for (std::size_t v = 0; v < kTogether; ++v) total[v].store(sum + c + v * Vec::kWidth);
+  }
+}
+
+// values[i] *= factor
+void scale_floats(float* values, std::size_t n, float factor) {
+  const Vec factors = Vec::set(factor);
+  std::size_t i = 0;
+  for (; i + Vec::kWidth <= n; i += Vec::kWidth) (Vec::load_f32(values + i) * factors).store(values + i);
+  for (; i < n; ++i) values[i] *= factor;
+}
+
+// n is a multiple of 16. A product with zero is zero or NaN.
+bool all_finite(const float* values, std::size_t n) {
+  constexpr std::size_t kTogether = 16 / Vec::kWidth;
+  Vec sum[kTogether];
+  for (Vec& part : sum) part = Vec::zero();
+  for (std::size_t i = 0; i < n; i += 16)
+    for (std::size_t v = 0; v < kTogether; ++v)
+      sum[v] = fma(Vec::load_f32(values + i + v * Vec::kWidth), Vec::zero(), sum[v]);
+  for (std::size_t v = 1; v < kTogether; ++v) sum[0] = sum[0] + sum[v];
+  return sum[0].sum() == 0.0F;
+}
+
 // A tile of R rows by V vectors of c stays in registers for all terms.
 template <std::size_t R, std::size_t V>
 inline void multiply_tile(TileRows a, TileColumns b, std::size_t terms, float* c, std::size_t c_row) {
@@ -240,6 +299,7 @@ inline void multiply_strip(TileRows a, std::size_t rows, TileColumns b, std::siz
   const auto from = [&](std::size_t row) { return TileRows{a.data + row * a.row, a.row, a.step}; };
   for (; r + kTileRows <= rows; r += kTileRows)
     multiply_tile<kTileRows, V>(from(r), b, terms, c + r * c_row, c_row);
+  for (; r + 2 <= rows; r += 2) multiply_tile<2, V>(from(r), b, terms, c + r * c_row, c_row);
   for (; r < rows; ++r) multiply_tile<1, V>(from(r), b, terms, c + r * c_row, c_row);
 }
 
@@ -258,6 +318,22 @@ void to_f32(const void* from, std::size_t n, float* to) {
   std::size_t j = 0;
   for (; j + Vec::kWidth <= n; j += Vec::kWidth) W::load(source + j).store(to + j);
   for (; j < n; ++j) to[j] = W::scalar(source[j]);
+}
+
+template <typename W>
+void to_panels(const void* rows, std::size_t n, std::size_t k, std::size_t panel, float* to) {
+  const auto* row = static_cast<const typename W::T*>(rows);
+  for (std::size_t i = 0; i < n; ++i, row += k) {
+    for (std::size_t first = 0; first < k; first += panel) {
+      const std::size_t columns = k - first < panel ? k - first : panel;
+      const std::size_t width = (columns + 15) / 16 * 16;
+      float* at = to + first * n + i * width;
+      std::size_t j = 0;
+      for (; j + Vec::kWidth <= columns; j += Vec::kWidth) W::load(row + first + j).store(at + j);
+      for (; j < columns; ++j) at[j] = W::scalar(row[first + j]);
+      for (; j < width; ++j) at[j] = 0.0F;
+    }
+  }
 }
 
 inline void from_f32_f32(const float* from, std::size_t n, void* to) {
@@ -293,7 +369,11 @@ float sum_floats(const float* from, std::size_t n) {
 
 extern const KernelTable kTables[3];
 const KernelTable kTables[3] = {
-    {dot_rows<F32>, dot_matrix<F32>, add_scaled_rows<F32>, to_f32<F32>, from_f32_f32},
-    {dot_rows<F16>, dot_matrix<F16>, add_scaled_rows<F16>, to_f32<F16>, from_f32_f16},
-    {dot_rows<BF16>, dot_matrix<BF16>, add_scaled_rows<BF16>, to_f32<BF16>, from_f32_bf16},
+    {dot_rows<F32>, dot_matrix<F32>, add_scaled_rows<F32>, to_f32<F32>, to_panels<F32>, from_f32_f32},
+    {dot_rows<F16>, dot_matrix<F16>, add_scaled_rows<F16>, to_f32<F16>, to_panels<F16>, from_f32_f16},
+    {dot_rows<BF16>, dot_matrix<BF16>, add_scaled_rows<BF16>, to_f32<BF16>, to_panels<BF16>, from_f32_bf16},
 };
+
+extern const AttentionKernels kAttention;
+const AttentionKernels kAttention = {kTileVectors * Vec::kWidth < 16 ? 16 : kTileVectors * Vec::kWidth,
+                                     online_softmax, scale_floats, all_finite};

@@ -11,10 +11,9 @@ namespace flashllm {
 
 namespace {
 
-// Between the loops of one layer the next one comes within microseconds; sleeping would cost more than the
-// wait.
+// The next loop of a layer comes within microseconds: sleeping would cost more than spinning.
 constexpr auto kSpin = std::chrono::microseconds(30);
-// Finer shares even out the end and move side work on more often, longer runs stream better.
+// Finer shares end more evenly and advance side work more often; longer ones stream better.
 constexpr std::size_t kSharesPerThread = 8;
 
 template <typename Ready>
@@ -83,7 +82,7 @@ void ThreadPool::run(Loop loop) {
   start_.notify_all();
   // 2. Work until every share is claimed.
   claim_shares(true);
-  // 3. Close it, so that who wakes up now stays out, and wait for those inside.
+  // 3. Close the loop, so that workers that wake up late do not enter it, and wait for those inside.
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     open_ = false;

@@ -1,8 +1,8 @@
 // Compute threads: the caller and `threads - 1` workers share the indices of a loop. Work is split over
 // outputs, never over the terms of a sum, so results do not depend on the number of threads.
 //
-// Shares are claimed, not dealt: a worker that is asleep or was put aside by the scheduler (the machine is
-// someone's laptop) costs its help, never a wait for it.
+// Workers claim shares; none is dealt to them. A worker that sleeps, or that the scheduler has put aside,
+// does not help, but the loop never waits for it.
 #pragma once
 
 #include <atomic>
@@ -24,7 +24,7 @@ class ThreadPool {
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  // Moved on by the callers of loops between two shares; nullptr: none. Outlives its use here.
+  // Callers of loops advance it between two shares; nullptr: none. Must outlive its use here.
   void set_side_work(SideWork* work) { side_work_.store(work); }
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }

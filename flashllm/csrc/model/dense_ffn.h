@@ -1,34 +1,41 @@
 // A layer's FFN over every neuron for many tokens, the neurons handed in block by block as they stream by.
 #pragma once
 
+#include <cstddef>
 #include <optional>
+#include <vector>
 
 #include "kernels/matmul.h"
-#include "model/ffn_layer.h"
+#include "kernels/rows.h"
 
 namespace flashllm {
 
 class DenseFfn {
  public:
-  DenseFfn(const RowLayout& layout, Activation activation, ThreadPool& pool, SimdLevel level)
-      : layout_(layout), activation_(activation), pool_(pool), level_(level) {}
+  DenseFfn(const RowFormat& format, Activation activation, ThreadPool& pool, SimdLevel level)
+      : format_(format),
+        dtype_(dtype_of(format.codec)),
+        activation_(activation),
+        pool_(pool),
+        level_(level) {}
 
-  // x: [tokens, d_model] in the layout's dtype
+  // x: [tokens, d_model] in the rows' dtype
   void begin(const std::byte* x, std::size_t tokens);
-  // `count` rows of neurons; up_bias: theirs, or nullptr (always with a gate). Blocks come in the order of
-  // ids.
-  void add(const std::byte* rows, std::size_t count, const float* up_bias);
-  // y: [tokens, d_model] in the layout's dtype; down_bias: [d_model] or nullptr. Lets go of the buffers.
+  // The activations of `count` rows of neurons, h [count, padded()]; the first `tokens()` of each row may be
+  // changed before they are added. up_bias, gate_bias: the neurons', or nullptr.
+  float* activations(const std::byte* rows, std::size_t count, const float* up_bias,
+                     const float* gate_bias = nullptr);
+  // Adds what these neurons contribute. Blocks come in the order of ids.
+  void add(const std::byte* rows);
+  // y: [tokens, d_model] in the rows' dtype; down_bias: [d_model] or nullptr. Lets go of the buffers.
   void finish(const float* down_bias, std::byte* y);
 
   std::size_t tokens() const { return x_.has_value() ? x_->tokens() : 0; }
-  // The last block's activations h [tokens, count].
-  void copy_activations(float* h) const;
+  std::size_t padded() const { return x_.has_value() ? x_->padded() : 0; }
 
  private:
-  LinearWeights part(const std::byte* rows, std::size_t count, std::size_t element) const;
-
-  const RowLayout layout_;
+  const RowFormat format_;
+  const Dtype dtype_;
   const Activation activation_;
   ThreadPool& pool_;
   const SimdLevel level_;

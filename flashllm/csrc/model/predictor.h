@@ -1,32 +1,73 @@
-// Which neurons of a layer will fire, by a low-rank map (paper A, section 3.1): active where
-// b (a x) + bias > threshold. The factors hold 16- or 32-bit floats, or 8-bit codes with a scale a row.
+// Which neurons of a layer will fire, told before they are computed.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <variant>
+#include <memory>
+#include <utility>
 #include <vector>
 
-#include "kernels/kernels.h"
-#include "kernels/kernels_int8.h"
+#include "kernels/rows.h"
 #include "kernels/thread_pool.h"
 
 namespace flashllm {
 
 class Predictor {
  public:
-  using Factor = std::variant<LinearWeights, Int8Weights>;
+  virtual ~Predictor() = default;
 
+  // The active neurons for x [d_model], token number `token` of its pass; ascending. The same for any number
+  // of threads.
+  virtual void predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
+                       std::vector<std::int32_t>& active) = 0;
+
+  // A bit set of the neurons that fire for the token, where that is known without the weights; else nullptr.
+  virtual const std::uint64_t* firing(std::size_t /*token*/) const { return nullptr; }
+};
+
+// A low-rank map (paper A, section 3.1): active where b (a x) + bias > threshold.
+class LowRankPredictor final : public Predictor {
+ public:
   // a [rank, d_model]; b [d_ff, rank] with the bias in it. Keeps the pointers.
-  Predictor(const Factor& a, const Factor& b, float threshold);
+  LowRankPredictor(const RowMatrix& a, const RowMatrix& b, float threshold);
 
-  // The active neurons for x [d_model], ascending. The same bits for any number of threads.
-  void predict(const float* x, ThreadPool& pool, SimdLevel level, std::vector<std::int32_t>& active);
+  void predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
+               std::vector<std::int32_t>& active) override;
 
  private:
-  Factor a_, b_;
+  RowMatrix a_, b_;
   float threshold_;
   std::vector<float> projected_, logits_;
 };
+
+// Activity recorded or made up, for models whose weights are dummies: a bit set over the neurons for each
+// token of a pass. Where there is a real predictor it runs as well, for the time it takes.
+struct ActivityTrace {
+  const std::uint64_t* active = nullptr;
+  const std::uint64_t* firing = nullptr;  // the neurons of `active` whose value counts; nullptr: not known
+  std::size_t token_words = 0;            // from a token's set to the next one's
+  std::size_t tokens = 0;                 // at hand
+  std::int32_t num_neurons = 0;
+};
+
+class TracePredictor final : public Predictor {
+ public:
+  // Keeps the trace's pointers, whose bits may change from pass to pass.
+  TracePredictor(const ActivityTrace& trace, std::unique_ptr<Predictor> real)
+      : trace_(trace), real_(std::move(real)) {}
+
+  // Throws CoreError for a token the trace does not have.
+  void predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
+               std::vector<std::int32_t>& active) override;
+  const std::uint64_t* firing(std::size_t token) const override;
+
+ private:
+  ActivityTrace trace_;
+  std::unique_ptr<Predictor> real_;
+};
+
+inline bool in_bit_set(const std::uint64_t* set, std::int32_t neuron) {
+  return (set[neuron / 64] >> (neuron % 64) & 1) != 0;
+}
 
 }  // namespace flashllm

@@ -28,7 +28,7 @@ Probe = Callable[[int], Sample]  # does the work once at a size
 def seconds_of(work: Callable[[], object], *, at_least_s: float) -> float:
     """Median seconds of one call, over as many calls as take `at_least_s` together (one at least).
 
-    The median, since a call that another process interrupted says nothing of the work.
+    The median, because a call that another process interrupted says nothing about the work.
     """
     times: list[float] = []
     while not times or sum(times) < at_least_s:

@@ -1,6 +1,6 @@
 """`Hardware`: the constants of table 8 (paper B) for one machine, rates as functions of size, and its file format.
 
-It knows no model. Where constants come from (a profile, a fit to published figures, a person) is told by `source`.
+It knows no model. `source` says where the constants come from: a profile, a fit to published figures, a person.
 """
 
 import dataclasses

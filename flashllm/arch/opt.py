@@ -1,0 +1,126 @@
+"""OPT (Zhang et al., 2022), every variant: opt-350m's post-norm and narrow embedding, Galactica-style missing biases.
+
+Learned positions from row 2 on, layer norms, one key-value head a head, a plain ReLU FFN.
+"""
+
+from flashllm.arch.spec import (
+    MAX_CONTEXT,
+    ArchitectureSpec,
+    BlockSpec,
+    Config,
+    ResidentTensor,
+    check_size,
+    known_activation,
+)
+
+_BASE = "model.decoder."
+_LAYER = _BASE + "layers.{i}."
+_POSITION_OFFSET = 2  # of transformers' OPTLearnedPositionalEmbedding
+_EPSILON = 1e-5  # torch's: the config has no key for it
+
+
+def _has_bias(config: Config) -> bool:
+    return bool(config["enable_bias"])
+
+
+def _has_norm_weights(config: Config) -> bool:
+    return bool(config["layer_norm_elementwise_affine"])
+
+
+def _has_final_norm(config: Config) -> bool:
+    return bool(config["do_layer_norm_before"]) and not config["_remove_final_layer_norm"]
+
+
+def _is_projected(config: Config) -> bool:
+    return config["word_embed_proj_dim"] not in (None, config["hidden_size"])
+
+
+def _is_untied(config: Config) -> bool:
+    return not config["tie_word_embeddings"]
+
+
+def _block(config: Config) -> BlockSpec:
+    d_model = check_size("hidden_size", config["hidden_size"])
+    heads = check_size("num_attention_heads", config["num_attention_heads"])
+    if d_model % heads:
+        raise ValueError(f"{heads} heads do not divide hidden_size {d_model}")
+    projected = check_size("word_embed_proj_dim", config["word_embed_proj_dim"]) if _is_projected(config) else d_model
+    return BlockSpec(
+        d_model=d_model,
+        embed_dim=projected,
+        vocab_size=check_size("vocab_size", config["vocab_size"], 2**30),
+        context=check_size("max_position_embeddings", config["max_position_embeddings"], MAX_CONTEXT),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=d_model // heads,
+        query_scale=(d_model // heads) ** -0.5,
+        norm="layer",
+        norm_epsilon=_EPSILON,
+        pre_norm=bool(config["do_layer_norm_before"]),
+        final_norm=_has_final_norm(config),
+        positions="learned",
+        position_offset=_POSITION_OFFSET,
+        activation=known_activation(config, "activation_function", {"relu": "relu"}),
+        gated=False,
+        tied_head=bool(config["tie_word_embeddings"]),
+    )
+
+
+def _norm(name: str, source: str) -> tuple[ResidentTensor, ...]:
+    when = _has_final_norm_weights if name == "final_norm" else _has_norm_weights
+    return tuple(
+        ResidentTensor(name=f"{name}.{part}", source=f"{source}.{part}", when=when) for part in ("weight", "bias")
+    )
+
+
+def _has_final_norm_weights(config: Config) -> bool:
+    return _has_final_norm(config) and _has_norm_weights(config)
+
+
+def _linear(name: str, source: str) -> tuple[ResidentTensor, ...]:
+    return (
+        ResidentTensor(name=f"{name}.weight", source=f"{source}.weight"),
+        ResidentTensor(name=f"{name}.bias", source=f"{source}.bias", when=_has_bias),
+    )
+
+
+OPT = ArchitectureSpec(
+    model_type="opt",
+    base_prefix="model.",
+    matrices={"up": _LAYER + "fc1.weight", "down": _LAYER + "fc2.weight"},
+    resident=(
+        ResidentTensor(name="embedding.weight", source=_BASE + "embed_tokens.weight"),
+        ResidentTensor(name="positions.weight", source=_BASE + "embed_positions.weight"),
+        ResidentTensor(name="project_in.weight", source=_BASE + "project_in.weight", when=_is_projected),
+        *_norm("layers.{i}.attention_norm", _LAYER + "self_attn_layer_norm"),
+        *_linear("layers.{i}.query", _LAYER + "self_attn.q_proj"),
+        *_linear("layers.{i}.key", _LAYER + "self_attn.k_proj"),
+        *_linear("layers.{i}.value", _LAYER + "self_attn.v_proj"),
+        *_linear("layers.{i}.out", _LAYER + "self_attn.out_proj"),
+        *_norm("layers.{i}.ffn_norm", _LAYER + "final_layer_norm"),
+        ResidentTensor(name="layers.{i}.ffn.up_bias", source=_LAYER + "fc1.bias", when=_has_bias),
+        ResidentTensor(name="layers.{i}.ffn.down_bias", source=_LAYER + "fc2.bias", when=_has_bias),
+        *_norm("final_norm", _BASE + "final_layer_norm"),
+        ResidentTensor(name="project_out.weight", source=_BASE + "project_out.weight", when=_is_projected),
+        ResidentTensor(name="head.weight", source="lm_head.weight", when=_is_untied),
+    ),
+    num_layers_key="num_hidden_layers",
+    d_ff_key="ffn_dim",
+    defaults={  # of transformers' OPTConfig
+        "vocab_size": 50272,
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "ffn_dim": 3072,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 2048,
+        "activation_function": "relu",
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+        "do_layer_norm_before": True,
+        "_remove_final_layer_norm": False,
+        "word_embed_proj_dim": None,
+        "tie_word_embeddings": True,
+    },
+    block=_block,
+    ignored=("model.decoder.version",),
+)

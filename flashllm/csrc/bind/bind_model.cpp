@@ -1,0 +1,398 @@
+// Streams of rows, sequences, and the model that runs tokens.
+#include <nanobind/stl/list.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "bind/bindings.h"
+#include "io/row_stream.h"
+#include "model/model.h"
+
+namespace flashllm {
+
+namespace {
+
+using Logits = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
+using States = Exact<nb::ndarray<float, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
+using RowsView = nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<2>>;
+
+// A stream with all it refers to.
+class PyRowStream {
+ public:
+  // layers: (offset of row 0, checksums [rows]) of each
+  PyRowStream(std::shared_ptr<Reader> reader, std::shared_ptr<DirectFile> file,
+              const std::vector<std::tuple<std::uint64_t, ChecksumArray>>& layers, std::size_t stride,
+              std::size_t block_rows, std::size_t ahead)
+      : reader_(std::move(reader)), file_(std::move(file)) {
+    std::vector<StreamedLayer> streamed;
+    for (const auto& [offset, checksums] : layers) {
+      streamed.push_back({offset, checksums.shape(0), checksums.data()});
+      checksums_.push_back(checksums);
+    }
+    stream_ = std::make_unique<RowStream>(*reader_, *file_, std::move(streamed), stride, block_rows, ahead);
+  }
+
+  void begin(int layer, std::optional<int> then) {
+    const auto known = [this](int index) {
+      return index >= 0 && static_cast<std::size_t>(index) < stream_->num_layers();
+    };
+    require(known(layer) && (!then || known(*then)), "a layer beyond those there are");
+    stream_->begin(layer, then.value_or(RowStream::kNoLayer));
+  }
+
+  // (first row, rows [count, stride], valid until the next call), or None after the last block
+  nb::object next() {
+    RowBlock block;
+    bool more = false;
+    {
+      const nb::gil_scoped_release unlocked;
+      more = stream_->next(block);
+    }
+    if (!more) return nb::none();
+    const auto* rows = reinterpret_cast<const std::uint8_t*>(block.rows);
+    return nb::make_tuple(block.first_row, RowsView(rows, {block.count, stream_->stride()}, nb::find(this)));
+  }
+
+  RowStream& stream() { return *stream_; }
+
+ private:
+  std::shared_ptr<Reader> reader_;
+  std::shared_ptr<DirectFile> file_;
+  std::vector<ChecksumArray> checksums_;
+  std::unique_ptr<RowStream> stream_;
+};
+
+// Attributes of a BlockSpec (flashllm/arch/spec.py).
+class SpecReader {
+ public:
+  explicit SpecReader(nb::object spec) : spec_(std::move(spec)) {}
+  template <typename T>
+  T get(const char* name) const {
+    return nb::cast<T>(spec_.attr(name));
+  }
+
+ private:
+  nb::object spec_;
+};
+
+Pass parse_pass(const std::string& name) {
+  if (name == "sparse") return Pass::sparse;
+  if (name == "oracle") return Pass::oracle;
+  if (name == "dense") return Pass::dense;
+  require(name == "prompt", "a pass is sparse, oracle, dense or prompt, not " + name);
+  return Pass::prompt;
+}
+
+// What a Python object sees of a dense pass: `input(layer, x [tokens, d_model])`, then for each block of
+// neurons `activations(layer, first, h [neurons, tokens])`, fp32; both arrays are valid during the call. What
+// it writes into h counts.
+class PyTap final : public Tap {
+ public:
+  PyTap(nb::object observer, std::size_t d_model) : observer_(std::move(observer)), d_model_(d_model) {}
+  ~PyTap() override {
+    const nb::gil_scoped_acquire locked;
+    observer_.reset();
+  }
+  void input(std::size_t layer, const float* x, std::size_t tokens) override {
+    const nb::gil_scoped_acquire locked;
+    tokens_ = tokens;
+    observer_.attr("input")(layer, View(x, {tokens, d_model_}, nb::none()));
+  }
+  void activations(std::size_t layer, std::size_t first, std::size_t count, float* h,
+                   std::size_t stride) override {
+    const nb::gil_scoped_acquire locked;
+    const auto row = static_cast<std::int64_t>(stride);
+    observer_.attr("activations")(layer, first, Activations(h, {count, tokens_}, nb::none(), {row, 1}));
+  }
+
+ private:
+  using View = nb::ndarray<nb::numpy, const float, nb::ndim<2>>;
+  using Activations = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
+  nb::object observer_;
+  const std::size_t d_model_;
+  std::size_t tokens_ = 0;
+};
+
+// New ids of a sequence.
+using Entry = std::tuple<KvSequence*, std::vector<std::int32_t>>;
+
+class PyModel {
+ public:
+  // tensors: the resident weights by canonical name (flashllm/arch/spec.py), of the dtype (bf16 as uint16)
+  PyModel(nb::object block, const std::string& dtype, std::size_t num_layers, std::size_t d_ff,
+          nb::dict tensors,
+          const std::tuple<std::uint32_t, std::uint32_t, std::int32_t, std::uint32_t>& row_format,
+          std::shared_ptr<PyRowStream> stream, nb::list ffns, std::shared_ptr<ThreadPool> pool,
+          std::shared_ptr<FfnCounters> counters, std::size_t block_tokens, std::size_t fill_tokens,
+          bool prefetch, const std::string& simd)
+      : tensors_(std::move(tensors)),
+        stream_(std::move(stream)),
+        ffns_(std::move(ffns)),
+        pool_(std::move(pool)),
+        counters_(std::move(counters)) {
+    const SpecReader reader(std::move(block));
+    const SimdLevel level = parse_simd(simd);
+    ModelSpec spec;
+    spec.block.dtype = parse_dtype(dtype);
+    spec.block.d_model = reader.get<std::size_t>("d_model");
+    spec.block.heads = reader.get<std::size_t>("heads");
+    spec.block.kv_heads = reader.get<std::size_t>("kv_heads");
+    spec.block.head_dim = reader.get<std::size_t>("head_dim");
+    spec.block.pre_norm = reader.get<bool>("pre_norm");
+    spec.block.query_scale = reader.get<float>("query_scale");
+    read_rotary(reader, spec.block);
+    spec.vocab = reader.get<std::size_t>("vocab_size");
+    spec.embed_dim = reader.get<std::size_t>("embed_dim");
+    spec.d_ff = d_ff;
+    spec.position_offset = reader.get<std::size_t>("position_offset");
+    spec.embedding_scale = reader.get<float>("embedding_scale");
+    spec.block_tokens = block_tokens;
+    spec.fill_tokens = fill_tokens;
+    spec.prefetch = prefetch;
+    context_ = reader.get<std::size_t>("context");
+    dtype_ = spec.block.dtype;
+    kernels_ = &kernel_table(level, dtype_);
+    d_model_ = spec.block.d_model;
+
+    ModelWeights weights;
+    weights.embedding = linear("embedding", spec.vocab, spec.embed_dim);
+    if (reader.get<std::string>("positions") == "learned")
+      weights.positions = linear("positions", context_ + spec.position_offset, d_model_);
+    if (spec.embed_dim != d_model_) {
+      weights.project_in = linear("project_in", d_model_, spec.embed_dim);
+      weights.project_out = linear("project_out", spec.embed_dim, d_model_);
+    }
+    if (reader.get<bool>("final_norm")) weights.final_norm = norm("final_norm", reader);
+    weights.head =
+        reader.get<bool>("tied_head") ? weights.embedding : linear("head", spec.vocab, spec.embed_dim);
+    const std::size_t attended = spec.block.heads * spec.block.head_dim;
+    const std::size_t cached = spec.block.kv_heads * spec.block.head_dim;
+    require(nb::len(ffns_) == num_layers, "every layer needs an FFN, or None");
+    for (std::size_t i = 0; i < num_layers; ++i) {
+      const std::string layer = "layers." + std::to_string(i) + ".";
+      BlockWeights block_weights;
+      block_weights.attention_norm = norm(layer + "attention_norm", reader);
+      block_weights.ffn_norm = norm(layer + "ffn_norm", reader);
+      block_weights.query = linear(layer + "query", attended, d_model_);
+      block_weights.key = linear(layer + "key", cached, d_model_);
+      block_weights.value = linear(layer + "value", cached, d_model_);
+      block_weights.out = linear(layer + "out", d_model_, attended);
+      block_weights.up_bias = floats(layer + "ffn.up_bias", d_ff);
+      block_weights.gate_bias = floats(layer + "ffn.gate_bias", d_ff);
+      block_weights.down_bias = floats(layer + "ffn.down_bias", d_model_);
+      const nb::handle ffn = ffns_[i];
+      if (!ffn.is_none()) block_weights.ffn = &ffn_layer_of(ffn);
+      weights.blocks.push_back(block_weights);
+    }
+    const auto [stride, up, gate, down] = row_format;
+    RowFormat rows;
+    rows.codec = codec_of(dtype_);
+    rows.stride = stride;
+    rows.d_model = static_cast<std::uint32_t>(d_model_);
+    rows.up = up;
+    rows.gate = gate;
+    rows.down = down;
+    rows.check();
+    shape_ = {num_layers, spec.block.kv_heads, spec.block.head_dim, context_, dtype_};
+    model_ =
+        std::make_unique<Model>(spec, weights, rows, parse_activation(reader.get<std::string>("activation")),
+                                stream_->stream(), *pool_, *counters_, level, &check_signals);
+  }
+
+  // Room for a sequence of `context` tokens in `layers` layers; None: the model's.
+  KvSequence* new_sequence(std::optional<std::size_t> context, std::optional<std::size_t> layers) const {
+    KvShape shape = shape_;
+    shape.context = context.value_or(shape.context);
+    shape.layers = layers.value_or(shape.layers);
+    return new KvSequence(shape);
+  }
+
+  // Logits [entries, vocab] after each entry's last token, or [tokens, vocab] after every token.
+  Logits step(const std::vector<Entry>& entries, const std::string& pass, bool all_logits,
+              nb::object observer) {
+    std::vector<Token> tokens = tokens_of(entries);
+    std::vector<std::size_t> wanted;
+    for (std::size_t i = 0; i < tokens.size(); ++i)
+      if (all_logits || i + 1 == tokens.size() || tokens[i + 1].sequence != tokens[i].sequence)
+        wanted.push_back(i);
+    const std::size_t vocab = model_->spec().vocab;
+    auto logits = std::make_unique<float[]>(wanted.size() * vocab);
+    const Pass kind = parse_pass(pass);
+    PyTap tap(observer, d_model_);
+    Tap* asked = observer.is_none() ? nullptr : &tap;
+    {
+      const nb::gil_scoped_release unlocked;
+      model_->step(tokens, kind, wanted, logits.get(), asked);
+    }
+    float* data = logits.release();
+    const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+    return Logits(data, {wanted.size(), vocab}, owner);
+  }
+
+  // states [tokens, d_model] that enter the first block
+  void embed(const std::vector<Entry>& entries, const States& states) {
+    const std::vector<Token> tokens = tokens_of(entries);
+    require(states.shape(0) == tokens.size() && states.shape(1) == d_model_,
+            "states must be [tokens, d_model]");
+    const nb::gil_scoped_release unlocked;
+    model_->embed(tokens.data(), tokens.size(), states.data());
+  }
+
+  // The states after block `layer`, in the place of those before; the sequences hold one layer's keys and
+  // values.
+  void run_block(std::size_t layer, const std::vector<std::tuple<KvSequence*, std::size_t>>& entries,
+                 const States& states, nb::object observer) {
+    std::vector<Token> tokens;
+    for (const auto& [sequence, count] : entries)
+      for (std::size_t i = 0; i < count; ++i) tokens.push_back({sequence, i, 0});
+    require(states.shape(0) == tokens.size() && states.shape(1) == d_model_,
+            "states must be [tokens, d_model]");
+    PyTap tap(observer, d_model_);
+    Tap* asked = observer.is_none() ? nullptr : &tap;
+    const nb::gil_scoped_release unlocked;
+    model_->run_block(layer, 0, tokens, states.data(), asked);
+  }
+
+  void interrupt() { model_->interrupt(); }
+
+ private:
+  static void check_signals() {
+    const nb::gil_scoped_acquire locked;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
+
+  static std::vector<Token> tokens_of(const std::vector<Entry>& entries) {
+    std::vector<Token> tokens;
+    for (const auto& [sequence, ids] : entries) {
+      require(sequence != nullptr && !ids.empty(), "every sequence of a pass needs a new token");
+      for (const Token& other : tokens) require(other.sequence != sequence, "a sequence is twice in a pass");
+      for (std::size_t i = 0; i < ids.size(); ++i)
+        tokens.push_back({sequence, sequence->length() + i, ids[i]});
+    }
+    require(!tokens.empty(), "a pass needs a token");
+    return tokens;
+  }
+
+  void read_rotary(const SpecReader& reader, BlockSpec& block) {
+    block.rotary.dims = reader.get<std::size_t>("rotary_dims");
+    if (block.rotary.dims == 0) return;
+    inverse_frequency_ = reader.get<std::vector<float>>("inverse_frequency");
+    require(inverse_frequency_.size() * 2 == block.rotary.dims,
+            "a frequency is needed for every pair of dimensions");
+    block.rotary.inverse_frequency = inverse_frequency_.data();
+    block.rotary.style =
+        reader.get<std::string>("rotary_style") == "half" ? Rotary::Style::half : Rotary::Style::interleaved;
+    block.rotary.scaling = reader.get<float>("rotary_scaling");
+  }
+
+  // The tensor [rows, columns] of a canonical name, where it lies.
+  const std::byte* tensor(const std::string& name, std::size_t elements) {
+    const auto array = nb::cast<AnyArray>(tensors_[name.c_str()]);
+    require(array.size() == elements && array.itemsize() == dtype_nbytes(dtype_),
+            name + " does not fit the model");
+    return static_cast<const std::byte*>(array.data());
+  }
+
+  LinearWeights linear(const std::string& name, std::size_t rows, std::size_t columns) {
+    LinearWeights weights;
+    weights.data = tensor(name + ".weight", rows * columns);
+    weights.rows = rows;
+    weights.columns = columns;
+    weights.stride = columns * dtype_nbytes(dtype_);
+    weights.dtype = dtype_;
+    weights.bias = floats(name + ".bias", rows);
+    return weights;
+  }
+
+  Norm norm(const std::string& name, const SpecReader& reader) {
+    Norm norm;
+    norm.kind = reader.get<std::string>("norm") == "rms" ? Norm::Kind::rms : Norm::Kind::layer;
+    norm.width = d_model_;
+    norm.epsilon = reader.get<float>("norm_epsilon");
+    norm.weight = floats(name + ".weight", d_model_);
+    norm.bias = floats(name + ".bias", d_model_);
+    return norm;
+  }
+
+  // A vector widened to fp32, which the model keeps; nullptr where there is none.
+  const float* floats(const std::string& name, std::size_t n) {
+    if (!tensors_.contains(name.c_str())) return nullptr;
+    auto values = std::make_unique<float[]>(n);
+    kernels_->to_f32(tensor(name, n), n, values.get());
+    floats_.push_back(std::move(values));
+    return floats_.back().get();
+  }
+
+  nb::dict tensors_;
+  std::shared_ptr<PyRowStream> stream_;
+  nb::list ffns_;
+  std::shared_ptr<ThreadPool> pool_;
+  std::shared_ptr<FfnCounters> counters_;
+  std::vector<float> inverse_frequency_;
+  std::vector<std::unique_ptr<float[]>> floats_;
+  Dtype dtype_ = Dtype::f32;
+  const KernelTable* kernels_ = nullptr;
+  std::size_t d_model_ = 0, context_ = 0;
+  KvShape shape_;
+  std::unique_ptr<Model> model_;
+};
+
+}  // namespace
+
+void init_model(nb::module_& m) {
+  nb::class_<PyRowStream>(m, "RowStream")
+      .def(nb::init<std::shared_ptr<Reader>, std::shared_ptr<DirectFile>,
+                    const std::vector<std::tuple<std::uint64_t, ChecksumArray>>&, std::size_t, std::size_t,
+                    std::size_t>(),
+           nb::arg("reader"), nb::arg("file"), nb::arg("layers"), nb::kw_only(), nb::arg("stride"),
+           nb::arg("block_rows"), nb::arg("ahead"))
+      .def("begin", &PyRowStream::begin, nb::arg("layer"), nb::arg("then").none() = nb::none())
+      .def("next", &PyRowStream::next)
+      .def("drain", [](PyRowStream& self) { self.stream().drain(); })
+      .def("take", [](PyRowStream& self) {
+        const StreamTimes times = self.stream().take();
+        nb::dict result;
+        result["wait_ns"] = times.wait_ns;
+        result["busy_ns"] = times.busy_ns;
+        result["bytes"] = times.bytes;
+        result["requests"] = times.requests;
+        result["retries"] = times.retries;
+        return result;
+      });
+
+  nb::class_<KvSequence>(m, "KvSequence")
+      .def_prop_ro("length", &KvSequence::length)
+      .def_prop_ro("blocks", &KvSequence::blocks)
+      .def_prop_ro("nbytes", &KvSequence::nbytes)
+      .def_prop_ro("context", [](const KvSequence& self) { return self.shape().context; })
+      .def("blocks_to_add", &KvSequence::blocks_to_add, nb::arg("length"))
+      .def("truncate", &KvSequence::truncate, nb::arg("length"))
+      .def("copy_from", &KvSequence::copy_from, nb::arg("other"));
+
+  nb::class_<PyModel>(m, "Model")
+      .def(nb::init<nb::object, const std::string&, std::size_t, std::size_t, nb::dict,
+                    const std::tuple<std::uint32_t, std::uint32_t, std::int32_t, std::uint32_t>&,
+                    std::shared_ptr<PyRowStream>, nb::list, std::shared_ptr<ThreadPool>,
+                    std::shared_ptr<FfnCounters>, std::size_t, std::size_t, bool, const std::string&>(),
+           nb::kw_only(), nb::arg("block"), nb::arg("dtype"), nb::arg("num_layers"), nb::arg("d_ff"),
+           nb::arg("tensors"), nb::arg("row_format"), nb::arg("stream"), nb::arg("ffns"), nb::arg("pool"),
+           nb::arg("counters"), nb::arg("block_tokens"), nb::arg("fill_tokens"), nb::arg("prefetch"),
+           nb::arg("simd") = "auto")
+      .def("new_sequence", &PyModel::new_sequence, nb::arg("context").none() = nb::none(),
+           nb::arg("layers").none() = nb::none(), nb::rv_policy::take_ownership)
+      .def("step", &PyModel::step, nb::arg("entries"), nb::arg("pass_"), nb::arg("all_logits") = false,
+           nb::arg("observer").none() = nb::none())
+      .def("embed", &PyModel::embed, nb::arg("entries"), nb::arg("states"))
+      .def("run_block", &PyModel::run_block, nb::arg("layer"), nb::arg("entries"), nb::arg("states"),
+           nb::arg("observer").none() = nb::none())
+      .def("interrupt", &PyModel::interrupt);
+}
+
+}  // namespace flashllm

@@ -1,0 +1,17 @@
+// The cache policies by name.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "cache/cache_policy.h"
+
+namespace flashllm {
+
+// "window": paper A's, of `window` tokens. "frequency": by estimated frequency; `popularity` [num_neurons] is
+// the share of tokens each neuron was active in before, or nullptr. "none": keeps nothing from token to
+// token. Throws CoreError for another name.
+std::unique_ptr<CachePolicy> make_cache_policy(const std::string& name, std::int32_t num_neurons,
+                                               std::int32_t window, const float* popularity);
+
+}  // namespace flashllm

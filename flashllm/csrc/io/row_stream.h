@@ -1,0 +1,97 @@
+// A layer's rows in file order, block by block, for dense products: the next blocks are read while one is
+// used.
+//
+// The length of a block is a constant of the model directory, so that dense sums do not depend on the
+// machine. Knows rows and blocks; not what is computed from them. One thread at a time uses a stream.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "io/error.h"
+#include "io/memory.h"
+#include "io/reader.h"
+
+namespace flashllm {
+
+// Where a layer's rows lie in the file, and one checksum each.
+struct StreamedLayer {
+  std::uint64_t offset = 0;  // bytes, of row 0
+  std::size_t num_rows = 0;
+  const std::uint64_t* checksums = nullptr;  // [num_rows]
+};
+
+struct RowBlock {
+  std::size_t first_row = 0;
+  std::size_t count = 0;
+  const std::byte* rows = nullptr;  // valid until the next block is asked for
+};
+
+// What was read since the last `take`.
+struct StreamTimes {
+  std::uint64_t wait_ns = 0, busy_ns = 0;
+  std::uint64_t bytes = 0, requests = 0, retries = 0;
+};
+
+class RowStream {
+ public:
+  static constexpr int kNoLayer = -1;
+
+  // `ahead` blocks are read while one is used. Keeps references to `reader` and `file`. Throws CoreError
+  // where a size is zero.
+  RowStream(Reader& reader, const DirectFile& file, std::vector<StreamedLayer> layers, std::size_t stride,
+            std::size_t block_rows, std::size_t ahead);
+  ~RowStream() { drain(); }
+  RowStream(const RowStream&) = delete;
+  RowStream& operator=(const RowStream&) = delete;
+
+  // Starts at the layer's first row. `then`: the layer that is wanted next, whose first blocks are read while
+  // the caller works on other things.
+  void begin(int layer, int then = kNoLayer);
+  // The next block of the layer; false after the last one. Throws CoreError, which names the layer and the
+  // row.
+  bool next(RowBlock& block);
+  // Waits for the reads under way and drops them, errors included.
+  void drain() noexcept;
+
+  StreamTimes take();
+  std::size_t num_layers() const { return layers_.size(); }
+  std::size_t stride() const { return stride_; }
+  std::size_t block_rows() const { return block_rows_; }
+
+ private:
+  struct Place {
+    int layer;
+    std::size_t first_row;
+    bool operator==(const Place& other) const { return layer == other.layer && first_row == other.first_row; }
+  };
+  struct Pending {
+    Place place;
+    std::size_t count;
+    std::size_t buffer;
+  };
+
+  void add_places(int layer);
+  void submit(const Place& place);
+  void settle(std::size_t buffer) noexcept;
+  [[noreturn]] void rethrow_with_place(const CoreError& error, int layer) const;
+
+  Reader& reader_;
+  const DirectFile& file_;
+  const std::vector<StreamedLayer> layers_;
+  const std::size_t stride_, block_rows_, ahead_, buffer_nbytes_;
+  // One allocation: in ordinary pages, which small ones are in, direct reads ran at half the speed.
+  HugeBuffer staging_;
+  std::vector<std::unique_ptr<ReadBatch>> batches_;  // the reads into each buffer
+  std::deque<Pending> pending_;                      // in the order they are wanted
+  std::vector<Place> wanted_;                        // of this layer, then of the next
+  std::size_t own_ = 0;                              // how many of them are this layer's
+  std::size_t used_ = 0, submitted_ = 0;
+  std::size_t next_buffer_ = 0;
+  StreamTimes times_;
+};
+
+}  // namespace flashllm

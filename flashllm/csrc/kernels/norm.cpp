@@ -1,0 +1,64 @@
+#include "kernels/norm.h"
+
+#include <cmath>
+#include <memory>
+
+namespace flashllm {
+
+namespace {
+
+constexpr std::size_t kLanes = 16;  // partial sums side by side; part of the order
+
+// The sum of term(x[i]) over i.
+template <typename Term>
+float sum(const float* x, std::size_t n, Term term) {
+  float lanes[kLanes] = {};
+  std::size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (std::size_t lane = 0; lane < kLanes; ++lane) lanes[lane] += term(x[i + lane]);
+  for (std::size_t lane = 0; i + lane < n; ++lane) lanes[lane] += term(x[i + lane]);
+  float total = 0.0F;
+  for (const float lane : lanes) total += lane;
+  return total;
+}
+
+// y = (x - mean) * scale * weight + bias
+void rescale(const Norm& norm, const float* x, float mean, float scale, float* y) {
+  const float *weight = norm.weight, *bias = norm.bias;
+  const std::size_t n = norm.width;
+  if (weight != nullptr && bias != nullptr) {
+    for (std::size_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * scale * weight[i] + bias[i];
+  } else if (weight != nullptr) {
+    for (std::size_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * scale * weight[i];
+  } else {
+    for (std::size_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * scale;
+    for (std::size_t i = 0; bias != nullptr && i < n; ++i) y[i] += bias[i];
+  }
+}
+
+}  // namespace
+
+void normalize(const Norm& norm, const float* x, float* y) {
+  const auto n = static_cast<float>(norm.width);
+  const bool centred = norm.kind == Norm::Kind::layer;
+  const float mean = centred ? sum(x, norm.width, [](float value) { return value; }) / n : 0.0F;
+  const float variance =
+      sum(x, norm.width, [mean](float value) { return (value - mean) * (value - mean); }) / n;
+  rescale(norm, x, mean, 1.0F / std::sqrt(variance + norm.epsilon), y);
+}
+
+void normalize_rows(const Norm& norm, const std::byte* x, std::size_t rows, Dtype dtype, std::byte* y,
+                    ThreadPool& pool, SimdLevel level) {
+  const KernelTable& kernels = kernel_table(level, dtype);
+  const std::size_t row_nbytes = norm.width * dtype_nbytes(dtype);
+  pool.parallel_for(rows, 1, [&](std::size_t begin, std::size_t end) {
+    const std::unique_ptr<float[]> row(new float[norm.width]);
+    for (std::size_t r = begin; r < end; ++r) {
+      kernels.to_f32(x + r * row_nbytes, norm.width, row.get());
+      normalize(norm, row.get(), row.get());
+      kernels.from_f32(row.get(), norm.width, y + r * row_nbytes);
+    }
+  });
+}
+
+}  // namespace flashllm

@@ -1,0 +1,28 @@
+// Layer and RMS norms in fp32. Every sum has one order, which is the same on every processor.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/kernels.h"
+
+namespace flashllm {
+
+struct Norm {
+  enum class Kind { layer, rms };
+  Kind kind = Kind::layer;
+  std::size_t width = 0;
+  float epsilon = 0.0F;
+  const float* weight = nullptr;  // [width]; nullptr: ones
+  const float* bias = nullptr;    // [width]; nullptr: zeros
+};
+
+// One row; x and y may be the same.
+//   layer: y = (x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias (Ba et al. 2016)
+//   rms:   y = x / sqrt(mean(x^2) + epsilon) * weight + bias (Zhang and Sennrich 2019)
+void normalize(const Norm& norm, const float* x, float* y);
+
+// The same for each row of x and y [rows, width], of the given dtype.
+void normalize_rows(const Norm& norm, const std::byte* x, std::size_t rows, Dtype dtype, std::byte* y,
+                    ThreadPool& pool, SimdLevel level);
+
+}  // namespace flashllm

@@ -1,0 +1,76 @@
+// Row codecs: how a vector of weights lies in memory, and the three things done with it: dot products, sums
+// of scaled rows, widening to fp32. All offsets are in bytes. A new codec (4-bit groups) is an entry here
+// and its kernels; no other code looks inside a vector.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/kernels.h"
+#include "kernels/thread_pool.h"
+
+namespace flashllm {
+
+enum class RowCodec {
+  f32,
+  f16,
+  bf16,
+  int8,  // codes with one fp16 scale a row, kept apart; of predictors
+};
+RowCodec codec_of(Dtype dtype);
+// Throws CoreError for a codec that is none.
+Dtype dtype_of(RowCodec codec);
+// Bytes of a vector of `length` weights.
+std::size_t vector_nbytes(RowCodec codec, std::size_t length);
+
+// A matrix by rows, `stride` bytes apart.
+struct RowMatrix {
+  const std::byte* data = nullptr;
+  std::size_t rows = 0;
+  std::size_t columns = 0;
+  std::size_t stride = 0;
+  RowCodec codec = RowCodec::f32;
+  const std::uint16_t* scales = nullptr;  // [rows] fp16, of int8
+  const float* bias = nullptr;            // [rows] or nullptr
+};
+
+// out[r] = rows[r] . x (+ bias[r]) for one token. Every output is one sum in one order: its bits do not
+// depend on the number of threads. Throws CoreError where the processor lacks the level.
+void dot_all(const RowMatrix& matrix, const float* x, float* out, ThreadPool& pool, SimdLevel level);
+
+// Where a neuron's vectors lie in its row (paper A, section 3.2: bundling); flashllm/format/rows.py has the
+// same numbers.
+struct RowFormat {
+  RowCodec codec = RowCodec::f32;
+  std::uint32_t stride = 0;  // bytes
+  std::uint32_t d_model = 0;
+  std::uint32_t up = 0, down = 0;  // first byte in the row
+  std::int32_t gate = -1;          // -1: no gate
+
+  bool gated() const { return gate >= 0; }
+  // What the activation is applied to: the gate where there is one.
+  std::uint32_t driver() const { return gated() ? static_cast<std::uint32_t>(gate) : up; }
+  std::size_t matrices() const { return gated() ? 3 : 2; }
+  // Throws CoreError, saying why, for a format that cannot be.
+  void check() const;
+  // The vectors at byte `offset` of `count` rows, as a matrix.
+  LinearWeights matrix(const std::byte* rows, std::size_t count, std::uint32_t offset) const;
+};
+
+// Rows scattered in memory: `vectors` points to one vector of `length` weights a row.
+struct ScatteredRows {
+  const void* const* vectors;
+  std::size_t count;
+  std::size_t length;
+  RowCodec codec;
+};
+
+// values[i] = activation(vectors[i] . x + bias[ids[i]]); bias: nullptr for none
+void dot_scattered(const ScatteredRows& rows, const float* x, const std::int32_t* ids, const float* bias,
+                   Activation activation, float* values, ThreadPool& pool, SimdLevel level);
+
+// y[j] += sum_i scales[i] * vectors[i][j], in the order of i
+void sum_scattered(const ScatteredRows& rows, const float* scales, float* y, ThreadPool& pool,
+                   SimdLevel level);
+
+}  // namespace flashllm

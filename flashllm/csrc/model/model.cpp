@@ -1,0 +1,488 @@
+#include "model/model.h"
+
+#include <algorithm>
+
+#include "io/error.h"
+
+namespace flashllm {
+
+namespace {
+
+constexpr std::size_t kTokenGrain = 4;  // tokens a thread takes at a time, of what is done token by token
+constexpr std::size_t kValueGrain = 1 << 15;  // values, of what is done value by value
+
+void require(bool condition, const char* message) {
+  if (!condition) throw CoreError(ErrorKind::usage, message);
+}
+
+const float* part_of(const float* bias, std::size_t first) {
+  return bias == nullptr ? nullptr : bias + first;
+}
+
+bool fits(const LinearWeights& weights, const BlockSpec& spec, std::size_t rows, std::size_t columns) {
+  return weights.data != nullptr && weights.dtype == spec.dtype && weights.rows == rows &&
+         weights.columns == columns;
+}
+
+void check_block(const BlockSpec& spec, const BlockWeights& weights) {
+  const std::size_t attended = spec.heads * spec.head_dim, cached = spec.kv_heads * spec.head_dim;
+  require(weights.attention_norm.width == spec.d_model && weights.ffn_norm.width == spec.d_model,
+          "a block's norms do not fit the model");
+  require(
+      fits(weights.query, spec, attended, spec.d_model) && fits(weights.key, spec, cached, spec.d_model) &&
+          fits(weights.value, spec, cached, spec.d_model) && fits(weights.out, spec, spec.d_model, attended),
+      "a block's projections do not fit the model");
+  require(weights.ffn == nullptr || weights.ffn->width() == spec.d_model,
+          "a block's FFN does not fit the model");
+}
+
+}  // namespace
+
+Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows, Activation activation,
+             RowStream& stream, ThreadPool& pool, FfnCounters& counters, SimdLevel level,
+             std::function<void()> check)
+    : spec_(spec),
+      weights_(weights),
+      rows_(rows),
+      activation_(activation),
+      stream_(stream),
+      pool_(pool),
+      counters_(counters),
+      level_(level),
+      kernels_(kernel_table(level, spec.block.dtype)),
+      check_(std::move(check)),
+      dense_(rows, activation, pool, level),
+      rotary_(spec.block.rotary) {
+  const BlockSpec& block = spec_.block;
+  require(block.d_model != 0 && block.head_dim != 0 && spec_.vocab != 0 && spec_.block_tokens != 0,
+          "a model's sizes must not be zero");
+  require(block.kv_heads != 0 && block.heads % block.kv_heads == 0, "heads must be a multiple of kv_heads");
+  require(fits(weights_.embedding, block, spec_.vocab, spec_.embed_dim) &&
+              fits(weights_.head, block, spec_.vocab, spec_.embed_dim),
+          "the embedding or the head does not fit the model");
+  const bool projected = spec_.embed_dim != block.d_model;
+  require(!projected || (fits(weights_.project_in, block, block.d_model, spec_.embed_dim) &&
+                         fits(weights_.project_out, block, spec_.embed_dim, block.d_model)),
+          "the embedding's projections do not fit the model");
+  require(weights_.positions.data == nullptr || weights_.positions.columns == block.d_model,
+          "the position embedding does not fit the model");
+  require(weights_.final_norm.width == 0 || weights_.final_norm.width == block.d_model,
+          "the final norm does not fit the model");
+  require(spec_.d_ff != 0 && rows_.d_model == block.d_model, "the rows do not fit the model");
+  require(weights_.blocks.size() == stream_.num_layers(), "every block needs rows to stream");
+  for (const BlockWeights& each : weights_.blocks) check_block(block, each);
+}
+
+void Model::step(const std::vector<Token>& tokens, Pass pass, const std::vector<std::size_t>& wanted,
+                 float* logits, Tap* tap) {
+  watch_.restart();
+  const bool is_prompt = pass == Pass::prompt;
+  require(tap == nullptr || is_prompt, "only a prompt's pass can be observed");
+  // 1. A long prompt goes through the model in parts of about equal length.
+  const std::size_t most = std::max<std::size_t>(1, spec_.block_tokens);
+  const std::size_t parts = (tokens.size() + most - 1) / most;
+  std::size_t begin = 0;
+  auto next_wanted = wanted.begin();
+  try {
+    for (const Token& token : tokens) token.sequence->reserve(token.position + 1);
+    for (std::size_t i = 0; i < parts; ++i) {
+      const std::size_t end = tokens.size() * (i + 1) / parts;
+      Part part{tokens.data() + begin, end - begin, pass, false, i + 1 == parts, false, tap, 0};
+      part.fills = is_prompt && spec_.fill_tokens != 0 && part.is_last;
+      hidden_.resize(part.count * spec_.block.d_model);
+      embed(part.tokens, part.count, hidden_.data());
+      run_part(part);
+      // 2. Logits of those that are wanted.
+      std::vector<std::size_t> rows;
+      for (; next_wanted != wanted.end() && *next_wanted < end; ++next_wanted)
+        rows.push_back(*next_wanted - begin);
+      head(part, rows, logits);
+      logits += rows.size() * spec_.vocab;
+      begin = end;
+    }
+  } catch (...) {
+    interrupt();
+    for (const Token& token : tokens) token.sequence->truncate(token.sequence->length());
+    throw;
+  }
+  // 3. Nothing can fail any more: the sequences get their tokens.
+  for (const Token& token : tokens) token.sequence->commit(token.position + 1);
+  watch_.charge(counters_.compute_ns);
+}
+
+void Model::embed(const Token* tokens, std::size_t count, float* states) {
+  const std::size_t width = spec_.block.d_model, item = dtype_nbytes(spec_.block.dtype);
+  const bool projected = spec_.embed_dim != width;
+  std::vector<float> embedded(projected ? count * spec_.embed_dim : 0);
+  float* to = projected ? embedded.data() : states;
+  for (std::size_t t = 0; t < count; ++t) {
+    require(tokens[t].id >= 0 && static_cast<std::size_t>(tokens[t].id) < spec_.vocab,
+            "a token id beyond the vocabulary");
+    widen(weights_.embedding.data + static_cast<std::size_t>(tokens[t].id) * weights_.embedding.stride,
+          spec_.embed_dim, to + t * spec_.embed_dim);
+  }
+  if (spec_.embedding_scale != 1.0F) {
+    for (std::size_t i = 0; i < count * spec_.embed_dim; ++i) to[i] *= spec_.embedding_scale;
+    round(to, count * spec_.embed_dim);
+  }
+  if (projected) {
+    // Once a token, few at a time: the kernel of one token, whose bits depend on nothing else.
+    linear(weights_.project_in, embedded.data(), count, states, pool_, level_);
+    round(states, count * width);
+  }
+  if (weights_.positions.data == nullptr) return;
+  std::vector<float> position(width);
+  for (std::size_t t = 0; t < count; ++t) {
+    const std::size_t row = tokens[t].position + spec_.position_offset;
+    require(row < weights_.positions.rows, "a position beyond the model's position embedding");
+    widen(weights_.positions.data + row * width * item, width, position.data());
+    for (std::size_t j = 0; j < width; ++j) states[t * width + j] += position[j];
+  }
+  round(states, count * width);
+}
+
+void Model::set_positions(const Part& part) {
+  if (spec_.block.rotary.dims == 0) return;
+  std::vector<std::size_t> positions;
+  for (std::size_t t = 0; t < part.count; ++t) positions.push_back(part.tokens[t].position);
+  rotary_.set_positions(positions.data(), positions.size());
+}
+
+void Model::run_part(const Part& part) {
+  set_positions(part);
+  for (std::size_t layer = 0; layer < num_layers(); ++layer) {
+    Part here = part;
+    here.kv_layer = layer;
+    block(layer, here);
+    if (part.pass != Pass::sparse) check_();
+  }
+}
+
+void Model::run_block(std::size_t layer, std::size_t kv_layer, const std::vector<Token>& tokens,
+                      float* states, Tap* tap) {
+  require(layer < num_layers(), "a layer beyond those there are");
+  watch_.restart();
+  const std::size_t width = spec_.block.d_model;
+  const Part part{tokens.data(), tokens.size(), Pass::prompt, false, true, true, tap, kv_layer};
+  set_positions(part);
+  for (const Token& token : tokens) token.sequence->reserve(token.position + 1);
+  hidden_.assign(states, states + tokens.size() * width);
+  try {
+    block(layer, part);
+  } catch (...) {
+    interrupt();
+    throw;
+  }
+  std::copy(hidden_.begin(), hidden_.end(), states);
+  watch_.charge(counters_.compute_ns);
+}
+
+void Model::interrupt() noexcept {
+  stream_.drain();
+  for (const BlockWeights& each : weights_.blocks) {
+    if (each.ffn == nullptr) continue;
+    each.ffn->abandon();
+    each.ffn->abandon_fill();
+  }
+}
+
+// hidden_ -> hidden_
+void Model::block(std::size_t layer, const Part& part) {
+  const BlockWeights& weights = weights_.blocks[layer];
+  const std::size_t count = part.count, n = count * spec_.block.d_model;
+  const bool pre_norm = spec_.block.pre_norm;
+  normed_.resize(n);
+  projected_.resize(n);
+  // 1. Attention.
+  if (pre_norm) normalize(weights.attention_norm, count, hidden_.data(), normed_.data());
+  take_inputs(pre_norm ? normed_.data() : hidden_.data(), count, spec_.block.d_model, part.pass);
+  attend(layer, part);
+  add_projected(count);
+  if (!pre_norm) normalize(weights.attention_norm, count, hidden_.data(), hidden_.data());
+  // 2. The FFN.
+  if (pre_norm) normalize(weights.ffn_norm, count, hidden_.data(), normed_.data());
+  feed_forward(layer, part, pre_norm ? normed_.data() : hidden_.data());
+  add_projected(count);
+  if (!pre_norm) normalize(weights.ffn_norm, count, hidden_.data(), hidden_.data());
+}
+
+// The inputs taken -> projected_, the attention's output.
+void Model::attend(std::size_t layer, const Part& part) {
+  const BlockSpec& spec = spec_.block;
+  const BlockWeights& weights = weights_.blocks[layer];
+  const std::size_t count = part.count, attended = spec.heads * spec.head_dim,
+                    cached = spec.kv_heads * spec.head_dim;
+  query_.resize(count * attended);
+  keys_.resize(count * cached);
+  values_.resize(count * cached);
+  mixed_.resize(count * attended);
+  project(weights.query, count, query_.data());
+  project(weights.key, count, keys_.data());
+  project(weights.value, count, values_.data());
+  pool_.parallel_for(count, kTokenGrain, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t t = begin; t < end; ++t) {
+      float* query = query_.data() + t * attended;
+      float* key = keys_.data() + t * cached;
+      if (spec.rotary.dims != 0) {
+        rotary_.apply(t, query, spec.heads, spec.head_dim);
+        rotary_.apply(t, key, spec.kv_heads, spec.head_dim);
+      }
+      if (spec.query_scale != 1.0F)
+        for (std::size_t i = 0; i < attended; ++i) query[i] *= spec.query_scale;
+    }
+  });
+  if (spec.rotary.dims != 0) round(keys_.data(), count * cached);
+  round(query_.data(), count * attended);
+  for (std::size_t t = 0; t < count; ++t)
+    part.tokens[t].sequence->append(part.kv_layer, part.tokens[t].position, keys_.data() + t * cached,
+                                    values_.data() + t * cached);
+  attend_to_cache(part);
+  round(mixed_.data(), count * attended);
+  take_inputs(mixed_.data(), count, attended, part.pass);
+  project(weights.out, count, projected_.data());
+}
+
+// query_ -> mixed_, over the keys and values that each token's sequence has up to it.
+void Model::attend_to_cache(const Part& part) {
+  const BlockSpec& spec = spec_.block;
+  const std::size_t attended = spec.heads * spec.head_dim;
+  AttentionShape shape;
+  shape.heads = spec.heads;
+  shape.kv_heads = spec.kv_heads;
+  shape.head_dim = spec.head_dim;
+  shape.dtype = spec.dtype;
+  if (part.pass != Pass::prompt) {
+    std::vector<AttendingToken> attending;
+    for (std::size_t t = 0; t < part.count; ++t)
+      attending.push_back({query_.data() + t * attended, part.tokens[t].sequence->view(part.kv_layer),
+                           part.tokens[t].position + 1, mixed_.data() + t * attended});
+    attend_each(shape, attending.data(), attending.size(), pool_, level_);
+    return;
+  }
+  for (std::size_t begin = 0; begin < part.count;) {
+    KvSequence* sequence = part.tokens[begin].sequence;
+    std::size_t end = begin + 1;
+    while (end < part.count && part.tokens[end].sequence == sequence) ++end;
+    attend_many(shape, query_.data() + begin * attended, end - begin, part.tokens[begin].position,
+                sequence->view(part.kv_layer), mixed_.data() + begin * attended, pool_, level_);
+    begin = end;
+  }
+}
+
+// x -> projected_
+void Model::feed_forward(std::size_t layer, const Part& part, const float* x) {
+  switch (part.pass) {
+    case Pass::sparse:
+      return feed_sparse(layer, part, x);
+    case Pass::oracle:
+      return feed_oracle(layer, part, x);
+    case Pass::dense:
+    case Pass::prompt:
+      return feed_dense(layer, part, x);
+  }
+}
+
+// Each token with its own active set. Only a lone token's next layer is known soon enough to prefetch for it.
+void Model::feed_sparse(std::size_t layer, const Part& part, const float* x) {
+  const std::size_t width = spec_.block.d_model;
+  FfnLayer& ffn = *weights_.blocks[layer].ffn;
+  FfnLayer* next = layer + 1 < num_layers() ? weights_.blocks[layer + 1].ffn : nullptr;
+  const bool prefetches = spec_.prefetch && part.count == 1 && next != nullptr && next->can_prefetch();
+  watch_.charge(counters_.compute_ns);
+  for (std::size_t t = 0; t < part.count; ++t) {
+    const float* input = x + t * width;
+    ffn.begin(input, t, ffn.predict(input, t));
+    if (prefetches) next->prefetch(input, t);
+    ffn.finish(projected_.data() + t * width);
+  }
+  watch_.restart();  // the layer has counted its own time
+}
+
+// The neurons that really fire: every row is read to find them, then they are computed as the sparse pass
+// does.
+void Model::feed_oracle(std::size_t layer, const Part& part, const float* x) {
+  const std::size_t width = spec_.block.d_model;
+  const BlockWeights& weights = weights_.blocks[layer];
+  FfnLayer& ffn = *weights.ffn;
+  const float* driver_bias = rows_.gated() ? weights.gate_bias : weights.up_bias;
+  std::vector<std::vector<std::int32_t>> firing(part.count);
+  std::vector<const void*> rows;
+  std::vector<std::int32_t> ids;
+  std::vector<float> values;
+  RowBlock block;
+  stream_.begin(static_cast<int>(layer), layer_after(layer, part));
+  watch_.charge(counters_.compute_ns);
+  while (stream_.next(block)) {
+    charge_stream();
+    const std::size_t count = std::min(block.count, spec_.d_ff - block.first_row);
+    rows.clear();
+    ids.clear();
+    values.resize(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      rows.push_back(block.rows + i * rows_.stride + rows_.driver());
+      ids.push_back(static_cast<std::int32_t>(block.first_row + i));
+    }
+    const ScatteredRows scattered{rows.data(), count, width, rows_.codec};
+    for (std::size_t t = 0; t < part.count; ++t) {
+      dot_scattered(scattered, x + t * width, ids.data(), driver_bias, activation_, values.data(), pool_,
+                    level_);
+      for (std::size_t i = 0; i < count; ++i)
+        if (values[i] != 0.0F) firing[t].push_back(ids[i]);
+    }
+    watch_.charge(counters_.compute_ns);
+  }
+  for (std::size_t t = 0; t < part.count; ++t) {
+    ffn.begin(x + t * width, t, firing[t]);
+    ffn.finish(projected_.data() + t * width);
+  }
+  watch_.restart();
+}
+
+// Every neuron, block by block; a prompt's last tokens fill the neuron cache as the rows pass by.
+void Model::feed_dense(std::size_t layer, const Part& part, const float* x) {
+  const std::size_t width = spec_.block.d_model;
+  const BlockWeights& weights = weights_.blocks[layer];
+  const bool fills = part.fills && weights.ffn != nullptr;
+  if (part.tap != nullptr) part.tap->input(layer, x, part.count);
+  stream_.begin(static_cast<int>(layer), layer_after(layer, part));
+  watch_.charge(counters_.compute_ns);
+  if (fills) {
+    const std::size_t recent = std::min(part.count, spec_.fill_tokens);
+    weights.ffn->begin_fill(x + (part.count - recent) * width, recent);
+    watch_.restart();
+  }
+  narrow_.resize(part.count * width * dtype_nbytes(spec_.block.dtype));
+  narrow(x, part.count * width, narrow_.data());
+  dense_.begin(narrow_.data(), part.count);
+  RowBlock block;
+  while (stream_.next(block)) {
+    charge_stream();
+    const std::size_t count = std::min(block.count, spec_.d_ff - block.first_row);
+    if (fills) {
+      weights.ffn->fill_from(block.rows, static_cast<std::int32_t>(block.first_row),
+                             static_cast<std::int32_t>(count));
+      watch_.restart();
+    }
+    float* h = dense_.activations(block.rows, count, part_of(weights.up_bias, block.first_row),
+                                  part_of(weights.gate_bias, block.first_row));
+    if (part.tap != nullptr) part.tap->activations(layer, block.first_row, count, h, dense_.padded());
+    dense_.add(block.rows);
+    watch_.charge(counters_.compute_ns);
+  }
+  dense_.finish(weights.down_bias, narrow_.data());
+  widen(narrow_.data(), part.count * width, projected_.data());
+}
+
+// The rows that a dense pass wants after this layer's; none where the next pass is not known.
+int Model::layer_after(std::size_t layer, const Part& part) const {
+  if (part.is_one_block) return RowStream::kNoLayer;
+  if (layer + 1 < num_layers()) return static_cast<int>(layer) + 1;
+  return part.is_last ? RowStream::kNoLayer : 0;
+}
+
+void Model::charge_stream() {
+  const StreamTimes times = stream_.take();
+  counters_.io_ns += times.wait_ns;
+  counters_.io_busy_ns += times.busy_ns;
+  counters_.bytes_read += times.bytes;
+  counters_.requests += times.requests;
+  counters_.retries += times.retries;
+  watch_.restart();
+}
+
+void Model::head(const Part& part, const std::vector<std::size_t>& rows, float* logits) {
+  if (rows.empty()) return;
+  const std::size_t width = spec_.block.d_model, count = rows.size();
+  std::vector<float> states(count * width);
+  for (std::size_t i = 0; i < count; ++i)
+    std::copy_n(hidden_.data() + rows[i] * width, width, states.data() + i * width);
+  if (weights_.final_norm.width != 0) normalize(weights_.final_norm, count, states.data(), states.data());
+  if (weights_.project_out.data != nullptr) {
+    std::vector<float> projected(count * spec_.embed_dim);
+    take_inputs(states.data(), count, width, part.pass);
+    project(weights_.project_out, count, projected.data());
+    states.swap(projected);
+  }
+  take_inputs(states.data(), count, spec_.embed_dim, part.pass);
+  project(weights_.head, count, logits);
+}
+
+void Model::normalize(const Norm& norm, std::size_t count, const float* x, float* y) {
+  const std::size_t width = spec_.block.d_model;
+  const auto rows = [&](std::size_t begin, std::size_t end) {
+    for (std::size_t t = begin; t < end; ++t) flashllm::normalize(norm, x + t * width, y + t * width);
+  };
+  if (count == 1) {
+    rows(0, 1);
+  } else {
+    pool_.parallel_for(count, kTokenGrain, rows);
+  }
+  round(y, count * width);
+}
+
+// The inputs [count, width] of the products that follow: `x` must stay as it is until the last of them.
+void Model::take_inputs(const float* x, std::size_t count, std::size_t width, Pass pass) {
+  inputs_ = x;
+  packed_.reset();
+  if (pass != Pass::prompt) return;
+  narrow_.resize(count * width * dtype_nbytes(spec_.block.dtype));
+  narrow(x, count * width, narrow_.data());
+  packed_ = std::make_unique<PackedTokens>(narrow_.data(), count, width, spec_.block.dtype, pool_, level_);
+}
+
+// out [count, rows], rounded: the inputs taken times the weights.
+void Model::project(const LinearWeights& weights, std::size_t count, float* out) {
+  const std::size_t n = count * weights.rows;
+  if (packed_ == nullptr) {
+    linear(weights, inputs_, count, out, pool_, level_);
+    round(out, n);
+    return;
+  }
+  products_.resize(n * dtype_nbytes(weights.dtype));
+  linear_many(weights, *packed_, products_.data(), pool_, level_);
+  widen(products_.data(), n, out);
+}
+
+// hidden_ += projected_
+void Model::add_projected(std::size_t count) {
+  const std::size_t n = count * spec_.block.d_model;
+  round(projected_.data(), n);
+  for (std::size_t i = 0; i < n; ++i) hidden_[i] += projected_[i];
+  round(hidden_.data(), n);
+}
+
+// A token's values are handled at once, a prompt's by all threads.
+template <typename Body>
+void Model::each_share(std::size_t n, const Body& body) {
+  if (n <= kValueGrain) {
+    body(0, n);
+  } else {
+    pool_.parallel_for(n, kValueGrain, body);
+  }
+}
+
+void Model::round(float* values, std::size_t n) {
+  if (spec_.block.dtype == Dtype::f32) return;
+  const std::size_t item = dtype_nbytes(spec_.block.dtype);
+  rounded_.resize(std::max(rounded_.size(), n * item));
+  each_share(n, [&](std::size_t begin, std::size_t end) {
+    kernels_.from_f32(values + begin, end - begin, rounded_.data() + begin * item);
+    kernels_.to_f32(rounded_.data() + begin * item, end - begin, values + begin);
+  });
+}
+
+void Model::widen(const std::byte* from, std::size_t n, float* to) {
+  const std::size_t item = dtype_nbytes(spec_.block.dtype);
+  each_share(n, [&](std::size_t begin, std::size_t end) {
+    kernels_.to_f32(from + begin * item, end - begin, to + begin);
+  });
+}
+
+void Model::narrow(const float* from, std::size_t n, std::byte* to) {
+  const std::size_t item = dtype_nbytes(spec_.block.dtype);
+  each_share(n, [&](std::size_t begin, std::size_t end) {
+    kernels_.from_f32(from + begin, end - begin, to + begin * item);
+  });
+}
+
+}  // namespace flashllm

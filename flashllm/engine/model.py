@@ -1,0 +1,198 @@
+"""`Model`: a loaded model, and the one call that runs tokens through it.
+
+A pass takes the new tokens of several sequences. Sequences with at most K0 new tokens each (the manifest's
+`sparse_prefill_tokens`) compute the neurons that the mode names; longer prompts compute all of them, in products of
+many tokens (design contract 2). What a sequence gets never depends on what else is in the pass.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol, Self, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.base.machine import available_nbytes, process_nbytes
+from flashllm.config import RunConfig
+from flashllm.engine.build import Parts, build
+from flashllm.engine.kv import KvMemory, KvSequence
+from flashllm.engine.meter import Meter
+from flashllm.errors import UsageError
+from flashllm.format.manifest import Manifest
+from flashllm.format.model_dir import ModelDir
+from flashllm.plan.resolve import Plan, resolve
+
+Ids = Sequence[int]
+Entry = tuple[KvSequence, Ids]
+Logits = NDArray[np.float32]
+PassKind = Literal["sparse", "oracle", "dense", "prompt"]
+
+
+class Observer(Protocol):
+    """Sees the FFNs of a prompt's pass, a layer after the other. The arrays are valid during the call."""
+
+    def input(self, layer: int, x: NDArray[np.float32]) -> None:
+        """x: the FFN's input [tokens, d_model], of all entries one after the other."""
+
+    def activations(self, layer: int, first: int, h: NDArray[np.float32]) -> None:
+        """h: the activations [neurons, tokens] of the neurons from `first` on; what is written into it counts."""
+
+
+class Model:
+    """A model in memory, as far as it fits; a context manager. One thread at a time computes, others wait."""
+
+    def __init__(self, directory: ModelDir, plan: Plan, config: RunConfig) -> None:
+        """Load `directory` as `plan` says. Raises FlashIOError, FormatError, ChecksumError."""
+        self.directory, self.plan, self.config = directory, plan, config
+        self.meter = Meter()
+        self._parts: Parts | None = build(directory, plan, config, self.meter.native)
+        self.notices = self._parts.notices
+        self.reader, self.direct_io = self._parts.reader, self._parts.direct_io
+        self.activity_source = "predictors" if self._parts.trace is None else self._parts.trace.source
+        self._memory = KvMemory(plan.memory, self._parts.ffns)
+
+    @classmethod
+    def open(cls, path: Path, config: RunConfig | None = None) -> Self:
+        """Load the model directory `path`.
+
+        Raises UsageError, BudgetError, FormatError, ChecksumError, FlashIOError, UnsupportedModelError: each says what
+        to do.
+        """
+        config = config if config is not None else RunConfig()
+        directory = ModelDir.open(path)
+        plan = resolve(config, directory, available=available_nbytes(), process=process_nbytes())
+        return cls(directory, plan, config)
+
+    @property
+    def context(self) -> int:
+        """Tokens a sequence may have."""
+        return self.plan.memory.context
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the directory says of the model."""
+        return self.directory.manifest
+
+    @property
+    def few_tokens(self) -> int:
+        """K0: up to so many new tokens of a sequence, its pass is the mode's; beyond, a prompt's."""
+        return self.manifest.sparse_prefill_tokens
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are smaller than this."""
+        return self.directory.block.vocab_size
+
+    @property
+    def closed(self) -> bool:
+        return self._parts is None
+
+    @property
+    def parts(self) -> Parts:
+        """What the model is made of: for measurements and for predictors' training. UsageError once it is closed."""
+        if self._parts is None:
+            raise UsageError("the model is closed; load it again")
+        return self._parts
+
+    def new_sequence(self) -> KvSequence:
+        """An empty sequence. Its memory is taken as its tokens come."""
+        return KvSequence(self.parts.native.new_sequence(self.context), self._memory)
+
+    @overload
+    def step(
+        self, entries: Sequence[Entry], *, all_logits: Literal[False] = False, observer: Observer | None = None
+    ) -> Logits: ...
+    @overload
+    def step(
+        self, entries: Sequence[Entry], *, all_logits: Literal[True], observer: Observer | None = None
+    ) -> list[Logits]: ...
+
+    def step(
+        self, entries: Sequence[Entry], *, all_logits: bool = False, observer: Observer | None = None
+    ) -> Logits | list[Logits]:
+        """Run new tokens: each entry is a sequence and the ids that follow what it holds.
+
+        Returns logits, fp32: [entries, vocab] after each entry's last token; with `all_logits` a list of
+        [ids, vocab], after every token. Where it raises (ContextFull, FlashIOError, ChecksumError, FormatError,
+        UsageError, KeyboardInterrupt), every sequence holds what it held before. With an `observer` every sequence's
+        pass is a prompt's, however few its tokens.
+        """
+        parts = self.parts
+        entries = [(sequence, self._checked(ids)) for sequence, ids in entries]
+        if len({sequence.number for sequence, _ in entries}) != len(entries):
+            raise UsageError("a sequence is twice in a pass")
+        with self._memory.lock:
+            lengths = [sequence.length for sequence, _ in entries]
+            self._memory.claim({sequence.number: sequence.blocks_with(len(ids)) for sequence, ids in entries})
+            try:
+                return self._run(parts, entries, all_logits=all_logits, observer=observer)
+            except BaseException:
+                for (sequence, _), length in zip(entries, lengths, strict=True):
+                    sequence.truncate(length)
+                raise
+
+    def _run(
+        self, parts: Parts, entries: list[Entry], *, all_logits: bool, observer: Observer | None
+    ) -> Logits | list[Logits]:
+        few_tokens = self.few_tokens if observer is None else 0
+        few = [index for index, (_, ids) in enumerate(entries) if len(ids) <= few_tokens]
+        many = sorted(set(range(len(entries))) - set(few))
+        results: list[Logits] = [np.empty((0, self.vocab_size), np.float32)] * len(entries)
+        for kind, indices in ((self.plan.mode, few), ("prompt", many)):
+            for group in self._groups(parts, entries, indices, kind):
+                mine = [entries[index] for index in group]
+                if parts.trace is not None:
+                    positions = [seq.length + i for seq, ids in mine for i in range(len(ids))]
+                    parts.trace.load(positions, fills=kind == "prompt")
+                logits = parts.native.step([(seq.native, ids) for seq, ids in mine], kind, all_logits, observer)
+                counts = [len(ids) if all_logits else 1 for _, ids in mine]
+                for index, rows in zip(group, np.split(logits, np.cumsum(counts)[:-1]), strict=True):
+                    results[index] = rows
+        return results if all_logits else np.concatenate(results)
+
+    def _groups(self, parts: Parts, entries: list[Entry], indices: list[int], kind: str) -> list[list[int]]:
+        """Entries that make one pass: all, but for as many tokens as a trace has at hand."""
+        if not indices:
+            return []
+        if parts.trace is None or kind == "prompt":
+            return [indices]
+        groups: list[list[int]] = [[]]
+        for index in indices:
+            held = sum(len(entries[other][1]) for other in groups[-1])
+            if groups[-1] and held + len(entries[index][1]) > parts.trace.pass_tokens:
+                groups.append([])
+            groups[-1].append(index)
+        return groups
+
+    def _checked(self, ids: Ids) -> list[int]:
+        ids = [int(token) for token in ids]
+        if not ids:
+            raise UsageError("every sequence of a pass needs a new token")
+        foreign = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+        if foreign is not None:
+            raise UsageError(f"token id {foreign} is not in the model's vocabulary of {self.vocab_size}")
+        return ids
+
+    def cached_neurons(self) -> list[NDArray[np.int32]]:
+        """Ids in each layer's cache, in the order of its rows."""
+        return [np.asarray(ffn.cached(), dtype=np.int32) for ffn in self.parts.ffns]
+
+    def close(self) -> None:
+        """Wait for reads under way and release threads, files and memory. The model cannot be used afterwards."""
+        with self._memory.lock:
+            parts, self._parts = self._parts, None
+            if parts is None:
+                return
+            self._memory.close()
+            parts.native.interrupt()
+            if parts.trace is not None:
+                parts.trace.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,160 @@
+"""`FixedModel`: a Hugging Face model without torch parameters. What it says of itself, and what it cannot do.
+
+Its weights are the engine's, partly on flash: they cannot be moved, cast, resized, trained or saved from here, and
+every call that asks for it is an error that says what to do instead.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn, Self
+
+import torch
+from transformers import AutoConfig, GenerationConfig, GenerationMixin, PreTrainedModel
+
+from flashllm.engine.model import Model
+from flashllm.errors import UsageError
+from flashllm.format.model_files import GENERATION_CONFIG, RESIDENT
+from flashllm.format.safetensors import read_header
+
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_CPU = torch.device("cpu")
+
+
+class FixedModel(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+    """Configuration, device and dtype of an engine's model, and refusals."""
+
+    def __init__(self, engine: Model) -> None:
+        """Around `engine`, with the configurations of its directory."""
+        path = engine.directory.path
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config._attn_implementation = "eager"  # ours; this name asks nothing of transformers
+        super().__init__(config)
+        self.engine = engine
+        self.loss_type = "ForCausalLM"
+        if (path / GENERATION_CONFIG).exists():
+            self.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+        super().train(False)
+
+    @property
+    def device(self) -> torch.device:
+        """The processor."""
+        return _CPU
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights kept in memory, the KV cache and the logits."""
+        return TORCH_DTYPES[self.engine.manifest.dtype]
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Weights of the model, those on flash included; a tied head counts once. None is trainable."""
+        if only_trainable:
+            return 0
+        manifest, tensors = self.engine.manifest, read_header(self.engine.directory.path / RESIDENT).tensors
+        counts = {name: math.prod(info.shape) for name, info in tensors.items() if info.dtype != "U64"}  # no checksums
+        if exclude_embeddings:
+            counts = {
+                name: count for name, count in counts.items() if name.split(".")[0] not in ("embedding", "positions")
+            }
+        rows = manifest.rows
+        return sum(counts.values()) + manifest.architecture.num_layers * rows.d_ff * len(rows.matrices) * rows.d_model
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Bytes the process holds at most, by the memory plan."""
+        return self.engine.plan.memory.total_nbytes
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the engine ties them."""
+
+    # What cannot be done
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:  # type: ignore[override]
+        """Itself, for its own device and dtype; UsageError for others."""
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        self._check_place(device, dtype)
+        return self
+
+    def cuda(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+        """UsageError."""
+        self._check_place(torch.device("cuda"), None)
+        raise AssertionError
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """`half`, `float`, `bfloat16` and the like come here."""
+        moved = fn(torch.empty(0, dtype=self.dtype))
+        self._check_place(moved.device, moved.dtype)
+        return self
+
+    def _check_place(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
+        if device is not None and device.type != "cpu":
+            raise UsageError(
+                f"the model runs on the processor and cannot go to {device}; give device='cpu' to what moves it "
+                "(a pipeline, an evaluation harness)"
+            )
+        if dtype is not None and dtype != self.dtype:
+            raise UsageError(
+                f"the model's weights are {_short(self.dtype)} on flash and cannot become {_short(dtype)}; convert a "
+                "checkpoint of that dtype (`flashllm convert`)"
+            )
+
+    def train(self, mode: bool = True) -> Self:
+        """UsageError for `mode` True: its weights cannot learn."""
+        if mode:
+            raise UsageError("the model cannot be trained; train the original, and convert it (`flashllm convert`)")
+        return super().train(False)  # type: ignore[no-any-return]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """UsageError for True: its weights have no gradients."""
+        if requires_grad:
+            raise UsageError("the model has no gradients; train the original, and convert it (`flashllm convert`)")
+        return self
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """UsageError."""
+        raise UsageError(
+            "the vocabulary is fixed; resize the original's embeddings, and convert it (`flashllm convert`)"
+        )
+
+    def get_input_embeddings(self) -> NoReturn:
+        """UsageError."""
+        raise UsageError("the model has no torch modules: its embedding is the engine's; take the original's")
+
+    def get_output_embeddings(self) -> NoReturn:
+        """UsageError."""
+        raise UsageError("the model has no torch modules: its head is the engine's; take the original's")
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """UsageError."""
+        raise UsageError(self._no_copy())
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+        """UsageError."""
+        raise UsageError(self._no_copy())
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """UsageError."""
+        raise UsageError(self._no_copy())
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """UsageError."""
+        raise UsageError("weights cannot be loaded into this model; convert a checkpoint (`flashllm convert`)")
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """UsageError."""
+        raise UsageError("continuous batching is not supported: call generate with a padded batch")
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """UsageError."""
+        self.generate_batch()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError("the model cannot be copied or pickled: load it where it is needed")
+
+    def _no_copy(self) -> str:
+        return (
+            f"the model has no torch weights to save: the directory {self.engine.directory.path} is the model, copy "
+            "that; converting it back to a Hugging Face folder is not offered"
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

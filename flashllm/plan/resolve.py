@@ -1,0 +1,112 @@
+"""`resolve` decides everything about a run before anything is loaded.
+
+The one place where a `RunConfig`, a model and the device profile of its drive become a `Plan`. Loads no weights.
+"""
+
+from dataclasses import dataclass
+
+from flashllm.base.machine import num_cores
+from flashllm.config import DEFAULT_WINDOW, Mode, RunConfig
+from flashllm.device.choice import choose_reader, find_costs
+from flashllm.device.costs import DeviceCosts, ReaderChoice
+from flashllm.device.store import device_store_path
+from flashllm.errors import UsageError
+from flashllm.format.manifest import reads_ahead
+from flashllm.format.model_dir import ModelDir
+from flashllm.format.model_files import PREDICTORS
+from flashllm.format.popularity import Popularity, read_popularity
+from flashllm.plan.activity import from_shares
+from flashllm.plan.latency import prefetch_pays, product_nbytes
+from flashllm.plan.memory import MemoryPlan, plan_memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a model will be run."""
+
+    memory: MemoryPlan
+    reader: ReaderChoice
+    threads: int  # of compute
+    mode: Mode
+    prefetch: bool  # the next layer's rows are read before its turn
+    costs: DeviceCosts | None  # the drive's device profile; None where it has none
+    popularity: Popularity | None  # by which the neuron caches were shared out
+    notices: tuple[str, ...]  # what the user should know, a line each
+
+
+def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int) -> Plan:
+    """The plan of a run of `model`.
+
+    Args:
+        available: bytes the process could still take (`base.machine.available_nbytes`).
+        process: bytes it holds with its libraries loaded and no model (`base.machine.process_nbytes`).
+
+    Raises:
+        UsageError: the model cannot run in this mode, or its context is shorter than asked for.
+        BudgetError: the memory does not suffice; the message says by how much.
+        FormatError, FlashIOError: the popularity file is damaged or cannot be read.
+    """
+    check_mode(config.mode, model)
+    notices: list[str] = []
+    store = config.store if config.store is not None else device_store_path()
+    costs, problem = find_costs(model.path, store)
+    if problem is not None:
+        notices.append(problem)
+    reader = choose_reader(
+        costs,
+        model.manifest.rows.stride,
+        io_threads=config.io_threads,
+        direct=config.direct,
+        io_backend=config.io_backend,
+    )
+    popularity = read_popularity(model.path, model.manifest)
+
+    def memory_plan(*, prefetch: bool) -> MemoryPlan:
+        return plan_memory(
+            model.manifest,
+            model.block,
+            limit=config.memory,
+            available=available,
+            process=process,
+            context=config.context,
+            window=config.window if config.window is not None else DEFAULT_WINDOW,
+            cache_policy=config.cache_policy,
+            popularity=popularity,
+            io_threads=reader.depth,
+            max_gap=reader.max_gap,
+            prefetch=prefetch,
+        )
+
+    prefetch = config.mode == "sparse" and config.ablation.early and reads_ahead(model.path, model.manifest)
+    memory = memory_plan(prefetch=prefetch)
+    if prefetch and costs is not None and costs.direct and config.direct:
+        activity = from_shares(model.manifest, memory, popularity, reader.max_gap)
+        resident = product_nbytes(model)
+        if not prefetch_pays(model, memory, costs=costs, choice=reader, activity=activity, resident_nbytes=resident):
+            prefetch, memory = False, memory_plan(prefetch=False)
+    return Plan(
+        memory=memory,
+        reader=reader,
+        threads=config.threads if config.threads is not None else num_cores(),
+        mode=config.mode,
+        prefetch=prefetch,
+        costs=costs,
+        popularity=popularity,
+        notices=tuple(notices),
+    )
+
+
+def check_mode(mode: Mode, model: ModelDir) -> None:
+    """UsageError, saying what to do, where `model` cannot run in `mode`."""
+    if mode == "dense":
+        return
+    if not model.architecture.sparse:
+        raise UsageError(
+            f"{model.path}: mode {mode} needs an activation of the ReLU family, zero for most neurons; "
+            f"this model's is {model.architecture.activation}: use --mode dense"
+        )
+    if mode == "sparse" and PREDICTORS not in model.manifest.files:
+        raise UsageError(
+            f"{model.path} has no predictors, which mode sparse needs; train them with "
+            f"`python predictors/train_predictor.py {model.path}`, or use --mode dense"
+        )

@@ -1,0 +1,70 @@
+"""The weights of one layer that decide what its neurons do, in fp32: rows streamed from flash, vectors from memory.
+
+Knows a loaded model's layers; not what is computed with them.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES
+from flashllm.base.dtypes import cast as cast_dtype
+from flashllm.engine.model import Model
+from flashllm.format.model_dir import ModelDir
+from flashllm.format.model_files import RESIDENT
+from flashllm.format.rows import unpack_rows
+from flashllm.format.safetensors import open_safetensors
+
+Floats = NDArray[np.float32]
+
+
+class LayerWeights:
+    """One layer of a loaded model. Only one stream of rows of a model is read at a time."""
+
+    def __init__(self, model: Model, layer: int) -> None:
+        self._model, self.layer = model, layer
+        self.layout = model.manifest.rows
+        # Added to the products of the driver matrix; None: nothing is. (A gate has no bias.)
+        self.bias = None if "gate" in self.layout.matrices else self._vector("ffn.up_bias")
+
+    def blocks(self) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
+        """(first neuron, {"up", "gate" if any, "down"}: [neurons, d_model] as stored), each valid until the next."""
+        stream = self._model.parts.stream
+        stream.begin(self.layer)
+        while (block := stream.next()) is not None:
+            first, rows = block
+            yield first, unpack_rows(self.layout, rows[: self.layout.d_ff - first])
+
+    def drivers(self) -> Iterator[Floats]:
+        """The matrix whose products decide which neurons fire (the gate where there is one), some rows at a time."""
+        for _, block in self.blocks():
+            yield self._float32(block.get("gate", block["up"]))
+
+    def down_norms(self) -> Floats:
+        """[d_ff]: the norm of each neuron's down column."""
+        return np.concatenate([np.linalg.norm(self._float32(block["down"]), axis=1) for _, block in self.blocks()])
+
+    def norm(self) -> tuple[Floats | None, Floats | None]:
+        """(scale, shift) [d_model] of the norm before the FFN; None where it has none."""
+        norm = "ffn_norm" if self._model.directory.block.pre_norm else "attention_norm"
+        return self._vector(f"{norm}.weight"), self._vector(f"{norm}.bias")
+
+    def _float32(self, values: NDArray[Any]) -> Floats:
+        return np.ascontiguousarray(cast_dtype(values, WEIGHT_DTYPES[self.layout.encoding], WEIGHT_DTYPES["float32"]))
+
+    def _vector(self, name: str) -> Floats | None:
+        return resident_vector(self._model.directory, f"layers.{self.layer}.{name}")
+
+
+def resident_vector(directory: ModelDir, name: str) -> Floats | None:
+    """The resident tensor of a canonical name, in fp32; None where the model has none."""
+    with open_safetensors(directory.path / RESIDENT) as file:
+        info = file.header.tensors.get(name)
+        if info is None:
+            return None
+        dtype = WEIGHT_DTYPE_BY_CODE[info.dtype]
+        values = np.empty(info.shape, dtype.storage)
+        file.read_into(info, 0, memoryview(values).cast("B"))
+    return np.asarray(cast_dtype(values, dtype, WEIGHT_DTYPES["float32"]), np.float32)

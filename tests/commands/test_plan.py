@@ -1,0 +1,61 @@
+"""`flashllm plan`: both ends of a conversation, and a process as small as the run it plans."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from arch_models import make_model
+
+from flashllm.cli import main
+from flashllm.plan.memory import KV_BLOCK_TOKENS
+
+
+@pytest.fixture
+def plan_json(capsys):
+    """Runs the verb with --json; its document."""
+
+    def run(*arguments):
+        assert main(["plan", *map(str, arguments), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def table_of(capsys, *arguments):
+    assert main(["plan", *map(str, arguments)]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    return {line[2:30].strip(): line[30:].split() for line in lines}
+
+
+def test_the_table_shows_both_ends(tiny, capsys, plan_json):
+    path = tiny().path("random")
+    document = plan_json(path)
+    limit = (document["minimum_bytes"] + 3_000_000) // 10**6
+    document = plan_json(path, "--memory", f"{limit}MB")
+    assert document["kv_cache_bytes_full"] == 2 * document["kv_cache_bytes"] == 2 * document["kv_block_bytes"]
+    assert document["max_kv_blocks"] >= 96 / KV_BLOCK_TOKENS
+    assert all(a >= b for a, b in zip(document["cache_rows"], document["cache_rows_full"], strict=True))
+    table = table_of(capsys, path, "--memory", f"{limit}MB")
+    assert table[""] == ["64", "tokens", "96", "tokens"]
+    assert {"interpreter and libraries", "KV cache", "neuron cache", "total", "limit", "minimum"} <= set(table)
+
+
+def test_a_model_that_runs_densely_alone_is_planned_so(tmp_path, plan_json, capsys):
+    _, directory = make_model(tmp_path, "llama")
+    assert plan_json(directory, "--mode", "dense")["mode"] == "dense"
+    table_of(capsys, directory, "--mode", "dense")
+    assert main(["plan", str(directory)]) == 2
+    assert "use --mode dense" in capsys.readouterr().err
+
+
+def test_it_loads_what_a_run_loads_and_no_more(tiny):
+    code = (
+        "import sys; from flashllm.cli import main; status = main(['plan', sys.argv[1], '--json']); "
+        "print([status, *(name in sys.modules for name in ('tokenizers', 'jinja2', 'torch', 'transformers'))])"
+    )
+    arguments = [sys.executable, "-c", code, str(tiny().path("random"))]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    document, loaded = done.stdout.splitlines()
+    assert loaded == "[0, True, True, False, False]"
+    assert json.loads(document)["process_bytes"] < 200_000_000

@@ -1,0 +1,334 @@
+"""One pass over many sequences: what each gets depends on its own tokens alone; a pass that fails leaves no trace."""
+
+import dataclasses
+import gc
+import signal
+import threading
+
+import numpy as np
+import psutil
+import pytest
+from arch_models import CONTEXT, make_model
+
+from flashllm.config import RunConfig
+from flashllm.engine.model import Model
+from flashllm.errors import ChecksumError, ContextFull, FormatError, UsageError
+from flashllm.format.model_dir import ModelDir
+from flashllm.format.model_files import FFN, ffn_tensor
+from flashllm.format.safetensors import read_header
+
+NAMES = ("opt", "llama relu")
+K0 = 8  # sparse_prefill_tokens of the manifest
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory):
+    """The model directory of a variant, made once."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            _, made[name] = make_model(tmp_path_factory.mktemp("model"), name)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def load(directory_of):
+    """Loads a variant, closed after the test."""
+    models = []
+
+    def get(name="opt", **options):
+        options.setdefault("io_threads", 4)
+        models.append(Model.open(directory_of(name), RunConfig(**options)))
+        return models[-1]
+
+    yield get
+    for model in models:
+        model.close()
+
+
+def ids_of(count, seed=0):
+    return np.random.default_rng(seed).integers(5, 290, count).tolist()
+
+
+def alone(model, prompt, following=()):
+    """Logits [1 + following, vocab] of a sequence that has the model to itself."""
+    with model.new_sequence() as sequence:
+        logits = [model.step([(sequence, prompt)])]
+        logits += [model.step([(sequence, [token])]) for token in following]
+        return np.concatenate(logits)
+
+
+@pytest.mark.parametrize("mode", ["sparse", "oracle", "dense"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("count", [2, 9, 21])
+def test_sequences_decoding_together_get_what_each_gets_alone(load, name, count, mode):
+    model = load(name, mode=mode, threads=2)
+    prompts = [ids_of(3 + seed % 5, seed) for seed in range(count)]
+    following = [ids_of(4, 100 + seed) for seed in range(count)]
+    expected = [alone(model, prompt, then) for prompt, then in zip(prompts, following, strict=True)]
+    sequences = [model.new_sequence() for _ in prompts]
+    together = [model.step(list(zip(sequences, prompts, strict=True)))]
+    for column in zip(*following, strict=True):
+        together.append(model.step([(seq, [token]) for seq, token in zip(sequences, column, strict=True)]))
+    for index in range(count):
+        assert np.array_equal(np.stack([logits[index] for logits in together]), expected[index])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("lengths", [(9, 70), (1, 9, 3, 64, 65), (5, 130)], ids=str)
+def test_prompts_of_different_lengths_get_what_each_gets_alone(load, name, lengths):
+    model = load(name, threads=2)
+    prompts = [ids_of(length, length) for length in lengths]
+    expected = [alone(model, prompt, [7, 8]) for prompt in prompts]
+    sequences = [model.new_sequence() for _ in prompts]
+    together = [model.step(list(zip(sequences, prompts, strict=True)))]
+    together += [model.step([(sequence, [token]) for sequence in sequences]) for token in (7, 8)]
+    for index, logits in enumerate(expected):
+        assert np.array_equal(np.stack([each[index] for each in together]), logits)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_few_tokens_at_once_are_the_same_tokens_one_by_one(load, name):
+    """Verification of drafted tokens: one call with several tokens of a sequence."""
+    model = load(name)
+    prompt, drafted = ids_of(20), ids_of(K0, 1)
+    one_by_one = alone(model, prompt, drafted)[1:]
+    with model.new_sequence() as sequence:
+        model.step([(sequence, prompt)])
+        (at_once,) = model.step([(sequence, drafted)], all_logits=True)
+    assert np.array_equal(at_once, one_by_one)
+
+
+@pytest.mark.parametrize("block_tokens", [16, 33, 64])
+def test_a_prompt_in_blocks_has_the_bits_of_one_pass(load, block_tokens):
+    prompt, model = ids_of(CONTEXT - 5), load()
+    expected = alone(model, prompt, [9])
+    assert model.manifest.prefill_block_tokens > len(prompt)
+    manifest = dataclasses.replace(model.manifest, prefill_block_tokens=block_tokens)
+    directory = dataclasses.replace(model.directory, manifest=manifest)
+    with Model(directory, model.plan, model.config) as in_blocks:
+        assert np.array_equal(alone(in_blocks, prompt, [9]), expected)
+
+
+def test_all_logits_end_with_the_last(load):
+    model, prompts = load(), [ids_of(30), ids_of(3, 1), ids_of(12, 2)]
+    every = model.step([(model.new_sequence(), prompt) for prompt in prompts], all_logits=True)
+    last = model.step([(model.new_sequence(), prompt) for prompt in prompts])
+    assert [rows.shape for rows in every] == [(len(prompt), model.vocab_size) for prompt in prompts]
+    assert np.array_equal(np.stack([rows[-1] for rows in every]), last)
+
+
+def test_a_sequence_may_go_back(load):
+    model = load()
+    prompt, then = ids_of(70), ids_of(5, 1)
+    expected = alone(model, prompt[:40], then)
+    with model.new_sequence() as sequence:
+        model.step([(sequence, prompt)])
+        for length in (66, 40):
+            sequence.truncate(length)
+            assert sequence.length == length
+        got = [model.step([(sequence, [token])]) for token in then]
+    # The prompt's own tokens were computed as a prompt both times; what follows decodes.
+    assert np.array_equal(np.concatenate(got), expected[1:])
+    with model.new_sequence() as sequence, pytest.raises(UsageError, match="cannot be cut to 1"):
+        sequence.truncate(1)
+
+
+def test_a_copy_goes_its_own_way(load):
+    model, prompt = load(), ids_of(70)
+    expected = [alone(model, prompt, [token, 11]) for token in (5, 6)]
+    with model.new_sequence() as first, model.new_sequence() as second:
+        model.step([(first, prompt)])
+        second.copy_from(first)
+        got = [
+            np.concatenate([model.step([(seq, [token])]), model.step([(seq, [11])])])
+            for seq, token in ((first, 5), (second, 6))
+        ]
+    for mine, logits in zip(got, expected, strict=True):
+        assert np.array_equal(mine, logits[1:])
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "needs a new token"),
+        ([300], "token id 300 is not in the model's vocabulary of 300"),
+        ([5, -1], "-1 is not"),
+    ],
+)
+def test_ids_that_cannot_be(load, ids, message):
+    model = load()
+    with model.new_sequence() as sequence:
+        model.step([(sequence, [5])])
+        with pytest.raises(UsageError, match=message):
+            model.step([(sequence, ids)])
+        assert sequence.length == 1
+
+
+def test_a_sequence_cannot_be_twice_in_a_pass_nor_used_once_closed(load):
+    model = load()
+    sequence = model.new_sequence()
+    with pytest.raises(UsageError, match="twice in a pass"):
+        model.step([(sequence, [5]), (sequence, [6])])
+    sequence.close()
+    sequence.close()
+    with pytest.raises(UsageError, match="closed"):
+        model.step([(sequence, [5])])
+    model.close()
+    for call in (model.new_sequence, lambda: model.step([])):
+        with pytest.raises(UsageError, match="the model is closed; load it again"):
+            call()
+
+
+@pytest.mark.parametrize("count", [1, K0, K0 + 1])
+def test_a_full_context(load, count):
+    model = load(context=50)
+    with model.new_sequence() as sequence:
+        model.step([(sequence, ids_of(50 - count + 1))])
+        with pytest.raises(ContextFull, match="limit of 50; start a new conversation"):
+            model.step([(sequence, ids_of(count))])
+        assert sequence.length == 50 - count + 1
+
+
+# Memory
+
+
+def least_memory(directory):
+    """A limit under which every layer is at its minimum with a full context."""
+    with Model.open(directory, RunConfig(io_threads=4)) as model:
+        return model.plan.memory.minimum_nbytes
+
+
+def test_the_neuron_caches_give_way_to_the_context_and_get_it_back(load, directory_of, monkeypatch):
+    monkeypatch.setattr("flashllm.engine.model.process_nbytes", lambda: 100_000_000)
+    prompt = ids_of(CONTEXT - 4)
+    expected = alone(load(), prompt, ids_of(4, 1))
+    model = load(memory=least_memory(directory_of("opt")))
+    plan = model.plan.memory
+    assert plan.cache_rows != plan.full_cache_rows
+    caches = model.parts.ffns
+    for _ in range(2):
+        with model.new_sequence() as sequence:
+            model.step([(sequence, [5])])
+            assert tuple(cache.capacity for cache in caches) == plan.cache_rows
+            sequence.truncate(0)
+            got = [model.step([(sequence, prompt)])]
+            assert tuple(cache.capacity for cache in caches) == plan.full_cache_rows
+            got += [model.step([(sequence, [token])]) for token in ids_of(4, 1)]
+            assert np.array_equal(np.concatenate(got), expected)
+
+
+def test_more_sequences_than_fit(load, directory_of, monkeypatch):
+    monkeypatch.setattr("flashllm.engine.model.process_nbytes", lambda: 100_000_000)
+    model = load(memory=least_memory(directory_of("opt")))
+    expected = alone(model, [5, 6], [7])
+    held = [model.new_sequence() for _ in range(model.plan.memory.max_kv_blocks)]
+    model.step([(sequence, [5, 6]) for sequence in held])
+    with pytest.raises(ContextFull, match="give --memory more"):
+        model.step([(model.new_sequence(), [5])])
+    assert np.array_equal(model.step([(held[3 % len(held)], [7])]), expected[1:])
+    held.pop(0)  # forgotten, not closed
+    gc.collect()
+    assert np.array_equal(alone(model, [5, 6], [7]), expected)
+
+
+def test_a_closed_model_holds_nothing(directory_of):
+    process, before = psutil.Process(), None
+    for _ in range(8):
+        model = Model.open(directory_of("opt"), RunConfig(io_threads=4))
+        model.step([(model.new_sequence(), ids_of(30))])
+        model.close()
+        del model
+        gc.collect()
+        if before is None:
+            before = process.num_threads(), len(process.open_files())
+    assert (process.num_threads(), len(process.open_files())) == before
+
+
+# Passes that do not finish
+
+
+def damage(directory, layer):
+    """Change a byte of neuron 7; its place and what it was."""
+    header = read_header(directory / FFN)
+    at = header.tensors[ffn_tensor(layer)].offset + 7 * ModelDir.open(directory).manifest.rows.stride + 3
+    with open(directory / FFN, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+    return at, byte
+
+
+def test_a_pass_that_fails_changes_no_sequence(tmp_path):
+    _, directory = make_model(tmp_path, "opt")
+    with Model.open(directory, RunConfig(io_threads=4, direct=False)) as model:
+        prompt = ids_of(30)
+        expected = alone(model, prompt, [7])
+        good, bad = model.new_sequence(), model.new_sequence()
+        model.step([(good, prompt)])
+        at, byte = damage(directory, 2)
+        with pytest.raises(ChecksumError, match=r"layer 2, neuron 7: .*`flashllm verify`"):
+            model.step([(bad, prompt), (good, [7])])
+        assert (good.length, bad.length) == (30, 0)
+        with open(directory / FFN, "r+b") as file:
+            file.seek(at)
+            file.write(byte)
+        assert np.array_equal(model.step([(good, [7])]), expected[1:])
+        assert np.array_equal(np.concatenate([model.step([(bad, prompt)]), model.step([(bad, [7])])]), expected)
+
+
+def test_a_prompt_can_be_interrupted(load):
+    model = load()
+    expected = alone(model, ids_of(100), [7])
+    sequence = model.new_sequence()
+    with pytest.raises(KeyboardInterrupt):
+        step_until_interrupted(model, sequence, ids_of(100))
+    if sequence.length:  # it came between two passes
+        sequence.truncate(0)
+    got = np.concatenate([model.step([(sequence, ids_of(100))]), model.step([(sequence, [7])])])
+    assert np.array_equal(got, expected)
+
+
+def step_until_interrupted(model, sequence, ids):
+    timer = threading.Timer(0.0005, lambda: signal.raise_signal(signal.SIGINT))
+    timer.start()
+    try:
+        for _ in range(2000):
+            model.step([(sequence, ids)])
+            sequence.truncate(0)
+    finally:
+        timer.join()
+
+
+def test_two_threads_take_turns(load):
+    model, results = load(), {}
+    prompts = {index: ids_of(20 + index, index) for index in range(4)}
+    expected = {index: alone(model, prompt, [7, 8, 9]) for index, prompt in prompts.items()}
+
+    def run(index):
+        results[index] = alone(model, prompts[index], [7, 8, 9])
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, logits in expected.items():
+        assert np.array_equal(results[index], logits)
+
+
+def test_unreadable_rows_name_the_layer(tmp_path):
+    _, directory = make_model(tmp_path, "opt")
+    with Model.open(directory, RunConfig(io_threads=2, direct=False)) as model:
+        nbytes = (directory / FFN).stat().st_size
+        with open(directory / FFN, "r+b") as file:
+            file.truncate(nbytes // 2)
+        with pytest.raises(FormatError, match=r"layer 1, neuron 44: .*shrank or is truncated"):
+            model.step([(model.new_sequence(), ids_of(30))])

@@ -1,0 +1,66 @@
+// What the tests of attention and of the KV cache share: random sequences, and attention in fp64.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "model/kv_cache.h"
+
+namespace attention_tests {
+
+using namespace flashllm;
+
+inline std::vector<SimdLevel> levels() {
+  std::vector<SimdLevel> result;
+  for (const SimdLevel level :
+       {SimdLevel::scalar, SimdLevel::avx2, SimdLevel::avx512, SimdLevel::avx512_bf16})
+    if (level <= best_simd_level()) result.push_back(level);
+  return result;
+}
+
+inline std::vector<float> random_floats(std::size_t n, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(n);
+  for (float& value : values) value = normal(random);
+  return values;
+}
+
+inline bool same_bits(const float* a, const float* b, std::size_t n) {
+  return n == 0 || std::memcmp(a, b, n * sizeof(float)) == 0;
+}
+
+// `values` as the cache holds them.
+inline std::vector<float> rounded(const std::vector<float>& values, Dtype dtype) {
+  const KernelTable& kernels = kernel_table(SimdLevel::scalar, dtype);
+  std::vector<std::byte> narrow(values.size() * dtype_nbytes(dtype));
+  std::vector<float> result(values.size());
+  kernels.from_f32(values.data(), values.size(), narrow.data());
+  kernels.to_f32(narrow.data(), values.size(), result.data());
+  return result;
+}
+
+// A sequence of two layers, of which the second is used. Everything else in its blocks is NaN.
+struct Cached {
+  Cached(std::size_t kv_heads, std::size_t head_dim, std::size_t length, Dtype dtype)
+      : row(kv_heads * head_dim),
+        sequence({2, kv_heads, head_dim, length, dtype}),
+        keys(rounded(random_floats(length * row, 1), dtype)),
+        values(rounded(random_floats(length * row, 2), dtype)) {
+    sequence.reserve(length);
+    auto* first = const_cast<std::byte*>(sequence.view(0).base);
+    std::memset(first, 0xFF, sequence.nbytes());
+    for (std::size_t i = 0; i < length; ++i) append(i);
+    sequence.commit(length);
+  }
+  void append(std::size_t i) { sequence.append(1, i, keys.data() + i * row, values.data() + i * row); }
+
+  std::size_t row;
+  KvSequence sequence;
+  std::vector<float> keys, values;  // [length, kv_heads, head_dim], rounded
+};
+
+}  // namespace attention_tests

@@ -1,0 +1,70 @@
+// What _core_testing has and _core has not: reads that fail on demand, and the slot table by itself.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bind/bindings.h"
+#include "cache/slot_table.h"
+#include "fault.h"
+
+namespace flashllm {
+
+namespace {
+
+Fault::Kind parse_fault(const std::string& kind) {
+  if (kind == "error") return Fault::Kind::error;
+  if (kind == "short_read") return Fault::Kind::short_read;
+  if (kind == "end_of_file") return Fault::Kind::end_of_file;
+  if (kind == "interrupt") return Fault::Kind::interrupt;
+  require(kind == "flip", "unknown fault " + kind);
+  return Fault::Kind::flip;
+}
+
+void inject_fault(DirectFile& file, const std::string& kind, std::uint64_t first, std::uint64_t count,
+                  std::uint64_t argument) {
+  inject(file, std::make_shared<FaultPlan>(Fault{parse_fault(kind), first, count, argument}));
+}
+
+std::vector<std::tuple<int, int>> exchange(SlotTable& table, const std::vector<std::int32_t>& leaving,
+                                           const std::vector<std::int32_t>& coming) {
+  for (const auto* ids : {&leaving, &coming})
+    for (const std::int32_t neuron : *ids)
+      require(neuron >= 0 && neuron < table.num_neurons(), "no such neuron");
+  std::vector<SlotTable::Move> moves;
+  table.exchange(leaving, coming, moves);
+  std::vector<std::tuple<int, int>> result;
+  for (const SlotTable::Move& move : moves) result.emplace_back(move.from, move.to);
+  return result;
+}
+
+}  // namespace
+
+void init_testing(nb::module_& m) {
+  const nb::object file = m.attr("DirectFile");
+  nb::setattr(
+      file, "inject",
+      nb::cpp_function(&inject_fault, nb::scope(file), nb::name("inject"), nb::is_method(), nb::arg("kind"),
+                       nb::arg("first"), nb::arg("count") = 1, nb::arg("argument") = 0));
+
+  nb::class_<SlotTable>(m, "SlotTable")
+      .def(nb::init<std::int32_t, std::int32_t>(), nb::arg("num_neurons"), nb::arg("capacity"))
+      .def_prop_ro("num_used", &SlotTable::num_used)
+      .def_prop_ro("capacity", &SlotTable::capacity)
+      .def("slot_of",
+           [](const SlotTable& self, std::int32_t neuron) {
+             require(neuron >= 0 && neuron < self.num_neurons(), "no such neuron");
+             return self.slot_of(neuron);
+           })
+      .def("pointers",
+           [](const SlotTable& self) {
+             return std::vector<std::int32_t>(self.pointers(), self.pointers() + self.num_used());
+           })
+      .def("exchange", &exchange, nb::arg("leaving"), nb::arg("coming"));
+}
+
+}  // namespace flashllm

@@ -1,0 +1,275 @@
+// Streams of rows, and the model: the same bits in any company, in parts and with any threads; whatever
+// interrupts a pass, the next one is right.
+#include "model/model.h"
+
+#include <cstring>
+#include <stdexcept>
+
+#include "ffn_fixture.h"
+#include "io/error.h"
+#include "io/row_stream.h"
+
+namespace {
+
+using namespace ffn_tests;
+
+constexpr std::size_t kLayers = 2, kVocab = 37, kHeads = 6, kKvHeads = 3, kHeadDim = 20, kContext = 150,
+                      kRank = 4;
+constexpr std::size_t kBlockRows = 16, kAhead = 2;
+
+std::vector<float> random_floats(std::size_t n, std::mt19937& random, float scale = 1.0F) {
+  std::normal_distribution<float> normal;
+  std::vector<float> values(n);
+  for (float& value : values) value = scale * normal(random);
+  return values;
+}
+
+// Exactly as much memory as may be touched: an address sanitizer sees a load beyond it.
+struct Matrix {
+  Matrix(std::size_t rows, std::size_t columns, std::mt19937& random)
+      : values(random_floats(rows * columns, random, 0.1F)), bias(random_floats(rows, random, 0.1F)) {
+    weights.data = reinterpret_cast<const std::byte*>(values.data());
+    weights.rows = rows;
+    weights.columns = columns;
+    weights.stride = 4 * columns;
+    weights.bias = bias.data();
+  }
+  RowMatrix rows(bool with_bias) const {
+    RowMatrix matrix;
+    matrix.data = weights.data;
+    matrix.rows = weights.rows;
+    matrix.columns = weights.columns;
+    matrix.stride = weights.stride;
+    matrix.bias = with_bias ? bias.data() : nullptr;
+    return matrix;
+  }
+  std::vector<float> values, bias;
+  LinearWeights weights;
+};
+
+struct Affine {
+  explicit Affine(std::mt19937& random)
+      : weight(random_floats(kWidth, random)), bias(random_floats(kWidth, random)) {}
+  Norm norm(Norm::Kind kind) const { return {kind, kWidth, 1e-5F, weight.data(), bias.data()}; }
+  std::vector<float> weight, bias;
+};
+
+struct Block {
+  Block(const Flash& flash, int threads, std::int32_t capacity, std::mt19937& random)
+      : norm(random),
+        ffn_norm(random),
+        query(kHeads * kHeadDim, kWidth, random),
+        key(kKvHeads * kHeadDim, kWidth, random),
+        value(kKvHeads * kHeadDim, kWidth, random),
+        out(kWidth, kHeads * kHeadDim, random),
+        down(kRank, kWidth, random),
+        up(static_cast<std::size_t>(kNeurons), kRank, random),
+        ffn(flash, capacity, 3, threads, 2) {
+    ffn.layer.set_predictor(std::make_unique<LowRankPredictor>(down.rows(false), up.rows(true), 0.0F));
+  }
+  BlockWeights weights(Norm::Kind kind) {
+    BlockWeights result;
+    result.attention_norm = norm.norm(kind);
+    result.ffn_norm = ffn_norm.norm(kind);
+    result.query = query.weights;
+    result.key = key.weights;
+    result.value = value.weights;
+    result.out = out.weights;
+    result.ffn = &ffn.layer;
+    return result;
+  }
+  Affine norm, ffn_norm;
+  Matrix query, key, value, out, down, up;
+  ffn_tests::Layer ffn;
+};
+
+struct Settings {
+  int threads = 1;
+  std::int32_t capacity = 12;
+  std::size_t block_tokens = 256;
+  bool rotary = false;  // and RMS norms, post-norm
+};
+
+struct Whole {
+  Whole(const Flash& flash, const Settings& settings)
+      : pool(settings.threads), reader(Layer::reader_options(3)) {
+    for (std::size_t i = 0; i < kLayers; ++i)
+      blocks.push_back(std::make_unique<Block>(flash, settings.threads, settings.capacity, random));
+    stream = std::make_unique<RowStream>(reader, *flash.file, layers(flash), kStride, kBlockRows, kAhead);
+    const Norm::Kind kind = settings.rotary ? Norm::Kind::rms : Norm::Kind::layer;
+    ModelSpec spec;
+    spec.block.d_model = kWidth;
+    spec.block.heads = kHeads;
+    spec.block.kv_heads = kKvHeads;
+    spec.block.head_dim = kHeadDim;
+    spec.block.pre_norm = !settings.rotary;
+    spec.block.query_scale = 0.25F;
+    spec.vocab = kVocab;
+    spec.embed_dim = kWidth;
+    spec.d_ff = static_cast<std::size_t>(kNeurons);
+    spec.block_tokens = settings.block_tokens;
+    spec.fill_tokens = 3;
+    ModelWeights weights;
+    weights.embedding = weights.head = embedding.weights;
+    weights.embedding.bias = weights.head.bias = nullptr;
+    if (settings.rotary) {
+      spec.block.rotary = {frequencies.data(), 2 * frequencies.size(), Rotary::Style::half, 1.0F};
+    } else {
+      weights.positions = positions.weights;
+      spec.position_offset = 2;
+    }
+    weights.final_norm = final_norm.norm(kind);
+    for (const auto& block : blocks) weights.blocks.push_back(block->weights(kind));
+    model = std::make_unique<Model>(spec, weights, flash.options(1, 1).format, Activation::relu, *stream,
+                                    pool, counters, best_simd_level(), [this] {
+                                      if (checks_left-- == 0) throw std::runtime_error("interrupted");
+                                    });
+  }
+  static std::vector<StreamedLayer> layers(const Flash& flash) {
+    return std::vector<StreamedLayer>(kLayers,
+                                      {kOffset, static_cast<std::size_t>(kNeurons), flash.sums.data()});
+  }
+  std::unique_ptr<KvSequence> sequence() const {
+    return std::make_unique<KvSequence>(KvShape{kLayers, kKvHeads, kHeadDim, kContext, Dtype::f32});
+  }
+  // Logits after the last of the ids.
+  std::vector<float> step(KvSequence& sequence, const std::vector<std::int32_t>& ids, Pass pass) {
+    std::vector<Token> tokens;
+    for (std::size_t i = 0; i < ids.size(); ++i) tokens.push_back({&sequence, sequence.length() + i, ids[i]});
+    std::vector<float> logits(kVocab);
+    model->step(tokens, pass, {tokens.size() - 1}, logits.data());
+    return logits;
+  }
+
+  std::mt19937 random{31};
+  ThreadPool pool;
+  Reader reader;
+  FfnCounters counters;
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::unique_ptr<RowStream> stream;
+  Affine final_norm{random};
+  Matrix embedding{kVocab, kWidth, random}, positions{kContext + 2, kWidth, random};
+  std::vector<float> frequencies{1.0F, 0.3F, 0.1F, 0.03F, 0.01F};
+  std::unique_ptr<Model> model;
+  int checks_left = -1;
+};
+
+std::vector<std::int32_t> ids_of(std::size_t n, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<std::int32_t> ids(n);
+  for (std::int32_t& id : ids) id = static_cast<std::int32_t>(random() % kVocab);
+  return ids;
+}
+
+// A prompt, then tokens one by one, in each kind of pass.
+std::vector<float> conversation(Whole& whole, unsigned seed) {
+  const auto sequence = whole.sequence();
+  std::vector<float> all = whole.step(*sequence, ids_of(70 + seed, seed), Pass::prompt);
+  for (const Pass pass : {Pass::sparse, Pass::oracle, Pass::dense})
+    for (const std::int32_t id : ids_of(3, seed + 1)) {
+      const std::vector<float> logits = whole.step(*sequence, {id}, pass);
+      all.insert(all.end(), logits.begin(), logits.end());
+    }
+  return all;
+}
+
+void settings_change_nothing(const Flash& flash, bool rotary) {
+  Whole plain(flash, {1, 12, 256, rotary});
+  const std::vector<float> expected = conversation(plain, 1);
+  for (const Settings& settings : {Settings{3, 12, 256, rotary}, Settings{1, kNeurons, 256, rotary},
+                                   Settings{2, 1, 17, rotary}, Settings{1, 12, 64, rotary}}) {
+    Whole other(flash, settings);
+    CHECK(conversation(other, 1) == expected);
+    CHECK(conversation(other, 1) == expected);  // whatever the caches hold by now
+  }
+  CHECK(plain.counters.compute_ns > 0 && plain.counters.bytes_read > 0 && plain.blocks[0]->ffn.counters.active > 0);
+}
+
+void company_changes_nothing(const Flash& flash) {
+  Whole whole(flash, {2, 12, 256, true});
+  for (const Pass pass : {Pass::sparse, Pass::oracle, Pass::dense, Pass::prompt}) {
+    std::vector<std::vector<float>> alone;
+    std::vector<std::unique_ptr<KvSequence>> sequences;
+    std::vector<Token> tokens;
+    std::vector<std::size_t> wanted;
+    for (unsigned i = 0; i < 11; ++i) {
+      const std::vector<std::int32_t> ids = ids_of(1 + i % 3, i);
+      alone.push_back(whole.step(*whole.sequence(), ids, pass));
+      sequences.push_back(whole.sequence());
+      for (std::size_t t = 0; t < ids.size(); ++t) tokens.push_back({sequences.back().get(), t, ids[t]});
+      wanted.push_back(tokens.size() - 1);
+    }
+    std::vector<float> logits(wanted.size() * kVocab);
+    whole.model->step(tokens, pass, wanted, logits.data());
+    for (std::size_t i = 0; i < wanted.size(); ++i)
+      CHECK(std::memcmp(logits.data() + i * kVocab, alone[i].data(), 4 * kVocab) == 0);
+  }
+}
+
+void interrupted_passes_leave_no_trace(const Flash& flash) {
+  Whole whole(flash, {2, 12, 20, false});
+  const std::vector<float> expected = conversation(whole, 5);
+  for (int checks = 0; checks < 9; ++checks) {
+    const auto sequence = whole.sequence();
+    whole.checks_left = checks;
+    bool threw = false;
+    try {
+      whole.step(*sequence, ids_of(90, 6), Pass::prompt);
+    } catch (const std::runtime_error&) {
+      threw = true;
+    }
+    whole.checks_left = -1;
+    CHECK(threw && sequence->length() == 0 && sequence->blocks() == 0);
+    if (checks % 3 == 0) CHECK(conversation(whole, 5) == expected);
+  }
+  CHECK(conversation(whole, 5) == expected);
+}
+
+void wrong_tokens_are_refused(const Flash& flash) {
+  Whole whole(flash, {});
+  const auto sequence = whole.sequence();
+  for (const Token& token : {Token{sequence.get(), 0, static_cast<std::int32_t>(kVocab)},
+                             Token{sequence.get(), 0, -1}, Token{sequence.get(), kContext, 0}}) {
+    bool refused = false;
+    std::vector<float> logits(kVocab);
+    try {
+      whole.model->step({token}, Pass::sparse, {0}, logits.data());
+    } catch (const CoreError& error) {
+      refused = error.kind() == ErrorKind::usage;
+    }
+    CHECK(refused && sequence->length() == 0);
+  }
+}
+
+void streams_give_every_row_once(const Flash& flash, int scale) {
+  for (const std::size_t ahead : {std::size_t{1}, std::size_t{3}, std::size_t{7}}) {
+    Reader reader(Layer::reader_options(3));
+    RowStream stream(reader, *flash.file, Whole::layers(flash), kStride, 7, ahead);
+    for (int round = 0; round < 4 * scale; ++round) {
+      stream.begin(round % 2, (round + 1) % 2);
+      RowBlock block;
+      std::size_t rows = 0;
+      while (stream.next(block)) {
+        CHECK(block.first_row == rows);
+        for (std::size_t i = 0; i < block.count; ++i)
+          CHECK(xxh3_64(block.rows + i * kStride, kStride) == flash.sums[rows + i]);
+        rows += block.count;
+        if (round % 3 == 1 && rows > 14) break;  // given up
+      }
+      if (round % 4 == 3) stream.drain();
+    }
+    CHECK(stream.take().bytes > 0 && stream.take().bytes == 0);
+  }
+}
+
+}  // namespace
+
+void test_model(const std::string& directory, int scale) {
+  const Flash flash(directory + "/model");
+  streams_give_every_row_once(flash, scale);
+  settings_change_nothing(flash, false);
+  settings_change_nothing(flash, true);
+  company_changes_nothing(flash);
+  interrupted_passes_leave_no_trace(flash);
+  wrong_tokens_are_refused(flash);
+}

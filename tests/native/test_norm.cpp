@@ -1,0 +1,92 @@
+// RMS norms and rotary embeddings against fp64, and what they leave alone.
+#include "attention_fixture.h"
+#include "io/error.h"
+#include "kernels/norm.h"
+#include "kernels/rotary.h"
+
+namespace {
+
+using namespace attention_tests;
+
+void check_rms(std::size_t width) {
+  const std::vector<float> x = random_floats(width, 1), weight = random_floats(width, 2),
+                           bias = random_floats(width, 3);
+  double squares = 0.0;
+  for (const float value : x) squares += static_cast<double>(value) * value;
+  const double scale = 1.0 / std::sqrt(squares / static_cast<double>(width) + 1e-5);
+  for (const bool has_weight : {false, true}) {
+    for (const bool has_bias : {false, true}) {
+      const Norm norm{Norm::Kind::rms, width, 1e-5F, has_weight ? weight.data() : nullptr,
+                      has_bias ? bias.data() : nullptr};
+      std::vector<float> y(width);
+      normalize(norm, x.data(), y.data());
+      for (std::size_t i = 0; i < width; ++i) {
+        const double scaled = x[i] * scale * (has_weight ? weight[i] : 1.0);
+        CHECK(std::fabs(y[i] - scaled - (has_bias ? bias[i] : 0.0)) <= 1e-6 * (1.0 + std::fabs(scaled)));
+      }
+      std::vector<float> in_place = x;
+      normalize(norm, in_place.data(), in_place.data());
+      CHECK(same_bits(in_place.data(), y.data(), width));
+    }
+  }
+}
+
+// A layer norm without weight and bias is one with ones and zeros.
+void check_layer(std::size_t width) {
+  const std::vector<float> x = random_floats(width, 1), ones(width, 1.0F), zeros(width, 0.0F);
+  std::vector<float> plain(width), given(width);
+  normalize({Norm::Kind::layer, width, 1e-5F, nullptr, nullptr}, x.data(), plain.data());
+  normalize({Norm::Kind::layer, width, 1e-5F, ones.data(), zeros.data()}, x.data(), given.data());
+  for (std::size_t i = 0; i < width; ++i) CHECK(plain[i] == given[i]);
+}
+
+void check_rotary(Rotary::Style style, std::size_t head_dim, std::size_t dims) {
+  constexpr std::size_t kHeads = 3;
+  const std::size_t positions[] = {0, 1, 63, 2047}, pairs = dims / 2;
+  std::vector<float> frequency(pairs);
+  for (std::size_t i = 0; i < pairs; ++i)
+    frequency[i] =
+        static_cast<float>(std::pow(10000.0, -2.0 * static_cast<double>(i) / static_cast<double>(dims)));
+  RotaryTable table({frequency.data(), dims, style, 1.5F});
+  table.set_positions(positions, 4);
+  for (std::size_t token = 0; token < 4; ++token) {
+    const std::vector<float> before = random_floats(kHeads * head_dim, 4);
+    std::vector<float> after = before;
+    table.apply(token, after.data(), kHeads, head_dim);
+    for (std::size_t h = 0; h < kHeads; ++h) {
+      const float *from = before.data() + h * head_dim, *to = after.data() + h * head_dim;
+      for (std::size_t i = 0; i < pairs; ++i) {
+        const bool is_half = style == Rotary::Style::half;
+        const std::size_t a = is_half ? i : 2 * i, b = is_half ? i + pairs : 2 * i + 1;
+        const double angle = static_cast<float>(positions[token]) * frequency[i];
+        const double cosine = 1.5 * std::cos(angle), sine = 1.5 * std::sin(angle);
+        CHECK(std::fabs(to[a] - (from[a] * cosine - from[b] * sine)) <= 2e-6);
+        CHECK(std::fabs(to[b] - (from[b] * cosine + from[a] * sine)) <= 2e-6);
+      }
+      CHECK(same_bits(to + dims, from + dims, head_dim - dims));
+    }
+  }
+}
+
+}  // namespace
+
+void test_norm(int) {
+  for (const std::size_t width : {1, 15, 16, 70, 4096}) {
+    check_rms(width);
+    check_layer(width);
+  }
+}
+
+void test_rotary(int) {
+  for (const Rotary::Style style : {Rotary::Style::half, Rotary::Style::interleaved}) {
+    check_rotary(style, 128, 128);
+    check_rotary(style, 80, 32);
+    check_rotary(style, 6, 2);
+  }
+  try {
+    RotaryTable({nullptr, 3, Rotary::Style::half, 1.0F});
+    CHECK(false);
+  } catch (const CoreError& error) {
+    CHECK(error.kind() == ErrorKind::usage);
+  }
+}

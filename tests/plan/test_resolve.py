@@ -1,0 +1,201 @@
+"""`resolve`: the one place where arguments, model and device profile become a plan."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+from traces import write_trace
+
+from flashllm.base.machine import num_cores
+from flashllm.config import Ablation, RunConfig
+from flashllm.device.costs import DeviceCosts, ReaderCosts
+from flashllm.device.store import device_of, save_costs
+from flashllm.errors import BudgetError, UsageError
+from flashllm.format.manifest import Calibration
+from flashllm.format.model_dir import ModelDir
+from flashllm.format.popularity import install_popularity
+from flashllm.format.trace import Trace
+from flashllm.plan.resolve import resolve
+
+MACHINE = {"available": 10**12, "process": 100_000_000}
+PIECES = {"threads": 1, "io_threads": 4}
+
+
+@pytest.fixture
+def model(tiny):
+    return ModelDir.open(tiny().path("random"))
+
+
+@pytest.fixture
+def early(tiny):
+    """A model with predictors of the next layer."""
+    return ModelDir.open(tiny().path("early"))
+
+
+def profile(*, direct=True, request_s=1e-5, lost_s=1e-6, depth=24, gap_nbytes=0.0):
+    """A drive on which a read takes `request_s` alone, and 20 us beside products, which lose `lost_s` by it."""
+    reader = ReaderCosts(
+        backend="threads",
+        depth=depth,
+        latency_s=1e-4,
+        sizes=(512, 1 << 20),
+        request_s=(request_s, request_s),
+        beside_s=(2e-5, 2e-5),
+        lost_s=(lost_s, lost_s),
+        gap_nbytes=gap_nbytes,
+    )
+    rates = {"float32": 1e9, "float16": 1e9, "bfloat16": 1e9}
+    return DeviceCosts(
+        readers=(reader,),
+        sequential_bps=1e9,
+        direct=direct,
+        dram_bps=1e10,
+        gemv_bps=rates,
+        sparse_bps=rates,
+        layer_overhead_s=1e-5,
+        scatter=1.1,
+        again=1.0,
+        threads=1,
+        made="2026-01-01",
+    )
+
+
+@pytest.fixture
+def store_with(tmp_path):
+    """Writes a device profile of the drive a model is on; the store's path."""
+
+    def write(model, costs):
+        save_costs(tmp_path / "devices.json", device_of(model.path), costs)
+        return tmp_path / "devices.json"
+
+    return write
+
+
+def test_without_a_device_profile_the_defaults_hold(model):
+    plan = resolve(RunConfig(), model, **MACHINE)
+    assert (plan.reader.backend, plan.reader.depth, plan.reader.max_gap) == ("threads", 32, 0)
+    assert (plan.threads, plan.mode, plan.costs, plan.notices) == (num_cores(), "sparse", None, ())
+    assert (plan.memory.context, plan.memory.window, plan.memory.cache_policy) == (96, 5, "frequency")
+    assert plan.memory.limit_nbytes == (MACHINE["available"] + MACHINE["process"]) * 4 // 5
+
+
+def test_what_was_asked_for_is_done(model):
+    given = RunConfig(memory=10**9, context=50, cache_policy="window", window=3, **PIECES)
+    plan = resolve(given, model, **MACHINE)
+    assert (plan.memory.limit_nbytes, plan.memory.limit_is_given) == (10**9, True)
+    assert (plan.memory.context, plan.memory.window, plan.memory.cache_policy) == (50, 3, "window")
+    assert (plan.reader.depth, plan.reader.source, plan.threads) == (4, "argument", 1)
+
+
+def test_the_device_profile_chooses_the_reader(model, store_with):
+    store = store_with(model, profile(gap_nbytes=3000.0))
+    plan = resolve(RunConfig(store=store), model, **MACHINE)
+    assert (plan.reader.depth, plan.reader.source, plan.reader.max_gap) == (24, "calibration", 2560)
+    assert plan.costs is not None
+    assert plan.memory.staging > resolve(RunConfig(io_threads=24), model, **MACHINE).memory.staging  # the gaps' memory
+    buffered = resolve(RunConfig(store=store, direct=False), model, **MACHINE)
+    assert buffered.reader.source == "default"
+
+
+def test_a_damaged_store_is_said_and_survived(model, tmp_path):
+    (tmp_path / "devices.json").write_text("{}")
+    plan = resolve(RunConfig(store=tmp_path / "devices.json"), model, **MACHINE)
+    assert plan.costs is None
+    (notice,) = plan.notices
+    assert "calibrate" in notice
+
+
+def test_popularity_shares_the_rows_out(model, tiny, tmp_path):
+    path = shutil.copytree(model.path, tmp_path / "popular")
+    active = np.zeros((10, 3, 512), bool)
+    active[:9, 0] = active[:1, 1:] = True
+    with Trace(write_trace(tmp_path / "trace", active)) as trace:
+        install_popularity(path, trace)
+    limit = resolve(RunConfig(), model, **MACHINE).memory.minimum_nbytes + 300_000
+    plan = resolve(RunConfig(memory=limit), ModelDir.open(path), **MACHINE)
+    assert plan.memory.cache_rows[0] == 512 > plan.memory.cache_rows[1]
+    np.testing.assert_allclose(plan.popularity[:, 0], [0.9, 0.1, 0.1])
+
+
+def test_too_little_memory_and_too_long_a_context(model):
+    with pytest.raises(BudgetError, match="use --memory"):
+        resolve(RunConfig(memory=10**8), model, **MACHINE)
+    with pytest.raises(UsageError, match="--context must be 1 to 96 tokens"):
+        resolve(RunConfig(context=97), model, **MACHINE)
+
+
+# Modes
+
+
+def test_mode_sparse_needs_predictors(tiny):
+    bare = ModelDir.open(tiny().path("bare"))
+    with pytest.raises(UsageError, match=r"has no predictors, which mode sparse needs; train them .*--mode dense"):
+        resolve(RunConfig(), bare, **MACHINE)
+    for mode in ("oracle", "dense"):
+        assert resolve(RunConfig(mode=mode), bare, **MACHINE).mode == mode
+
+
+# Prefetch
+
+
+def test_without_a_device_profile_what_can_be_prefetched_is(early, model):
+    plan = resolve(RunConfig(), early, **MACHINE)
+    assert plan.prefetch
+    assert plan.memory.early_rows == 512 // 32
+    for other, config in (
+        (model, RunConfig()),
+        (early, RunConfig(mode="oracle")),
+        (early, RunConfig(mode="dense")),
+        (early, RunConfig(ablation=Ablation(early=False))),
+    ):
+        plan = resolve(config, other, **MACHINE)
+        assert not plan.prefetch
+        assert plan.memory.early_rows == 0
+
+
+def test_the_device_profile_decides_whether_prefetching_pays(early, store_with):
+    half = Calibration(window=5, mean_active=(256.0,) * 3, req=(512,) * 3, tokens=9, text="a test")
+    early = dataclasses.replace(early, manifest=dataclasses.replace(early.manifest, calibration=half))
+    limit = resolve(RunConfig(io_threads=24), early, **MACHINE).memory.minimum_nbytes + 10_000
+    plans = {}
+    for name, costs in {
+        "hidden": profile(lost_s=1e-7),
+        "costly": profile(lost_s=1.7e-5, request_s=1e-6),
+        "buffered": profile(lost_s=1.7e-5, request_s=1e-6, direct=False),
+    }.items():
+        plans[name] = resolve(RunConfig(memory=limit, io_threads=24, store=store_with(early, costs)), early, **MACHINE)
+    assert {name: plan.prefetch for name, plan in plans.items()} == {"hidden": True, "costly": False, "buffered": True}
+    assert plans["costly"].memory.early_rows == 0
+    assert sum(plans["costly"].memory.cache_rows) > sum(plans["hidden"].memory.cache_rows)  # its memory caches neurons
+
+
+# ModelDir
+
+
+def test_a_model_directory_is_one_value(tiny):
+    path = tiny().path("random")
+    model = ModelDir.open(path)
+    config = json.loads((path / "config.json").read_text())
+    assert model.path == path
+    assert model.architecture is model.manifest.architecture
+    assert model.config.items() >= config.items()
+    assert model.generation_config == json.loads((path / "generation_config.json").read_text())
+    assert (model.block.d_model, model.block.context, model.dtype.name) == (64, 96, "float32")
+    assert model.kv_nbytes_per_token == 2 * 3 * 64 * 4
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        model.path = path.parent
+    with pytest.raises(TypeError):
+        model.config["vocab_size"] = 3
+    with pytest.raises(UsageError, match="no such directory"):
+        ModelDir.open(path / "absent")
+
+
+def test_a_generation_config_may_be_missing(tiny, tmp_path):
+    path = shutil.copytree(tiny().path("random"), tmp_path / "model")
+    manifest = json.loads((path / "flashllm.json").read_text())
+    del manifest["files"]["generation_config.json"]
+    (path / "flashllm.json").write_text(json.dumps(manifest))
+    (path / "generation_config.json").unlink()
+    assert ModelDir.open(path).generation_config == {}

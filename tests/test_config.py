@@ -1,0 +1,87 @@
+"""`RunConfig`: what cannot be is refused where it is written down, in the words of the command line."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashllm.config import MAX_THREADS, Ablation, RunConfig
+from flashllm.errors import UsageError
+
+
+def test_the_defaults_leave_everything_to_the_plan():
+    config = RunConfig()
+    undecided = ("memory", "context", "window", "threads", "io_threads", "io_backend", "store")
+    assert [getattr(config, name) for name in undecided] == [None] * len(undecided)
+    assert (config.mode, config.cache_policy, config.direct, config.verify_checksums) == (
+        "sparse",
+        "frequency",
+        True,
+        True,
+    )
+    assert config.ablation == Ablation()
+    assert all(dataclasses.asdict(config.ablation).values())
+
+
+def test_everything_that_can_be_given():
+    RunConfig(
+        memory=7_000_000_000,
+        context=2048,
+        cache_policy="window",
+        window=4,
+        mode="oracle",
+        threads=MAX_THREADS,
+        io_threads=1,
+        io_backend="io_uring",
+        store=Path("devices.json"),
+        direct=False,
+        verify_checksums=False,
+        ablation=Ablation(placed=False),
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"memory": 0}, "--memory must be at least 1, not 0"),
+        ({"memory": "7GB"}, "--memory must be a whole number of bytes, not '7GB'"),
+        ({"memory": 7e9}, "--memory must be a whole number"),
+        ({"context": -1}, "--context must be at least 1"),
+        ({"window": 0}, "--window must be at least 1, not 0"),
+        ({"window": True}, "--window must be a whole number"),
+        ({"threads": 0}, "--threads must be at least 1"),
+        ({"threads": MAX_THREADS + 1}, "--threads must be at most 1024"),
+        ({"io_threads": 0}, "--io-threads must be at least 1"),
+        ({"io_backend": "aio"}, "--io-backend must be one of threads, io_uring, not 'aio'"),
+        ({"mode": "spares"}, "--mode must be one of sparse, oracle, dense, not 'spares'"),
+        ({"mode": None}, "--mode must be one of"),
+        ({"cache_policy": "lru"}, "--cache-policy must be one of frequency, window, not 'lru'"),
+        ({"store": "devices.json"}, "--store must be a path"),
+        ({"direct": 1}, "direct must be True or False, not 1"),
+        ({"verify_checksums": None}, "verify_checksums must be True or False"),
+        ({"ablation": None}, "ablation must be an Ablation"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(field, message):
+    with pytest.raises(UsageError, match=message):
+        RunConfig(**field)
+
+
+def test_it_is_a_value():
+    config = RunConfig(threads=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.threads = 3
+    with pytest.raises(TypeError):
+        RunConfig(10)
+    assert dataclasses.replace(config, window=3) == RunConfig(threads=2, window=3)
+    with pytest.raises(UsageError):
+        dataclasses.replace(config, window=0)
+
+
+def test_it_costs_nothing_to_import():
+    code = "import sys, flashllm.config; print(sorted({'numpy', 'torch', 'flashllm._core'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
