@@ -32,7 +32,7 @@ class Ablation:
     placed: bool = True  # misses are read from the reordered copy, where the model has one
     overlap: bool = True  # hits are multiplied while misses are read
     kernels: bool = True  # products use this processor's vector instructions; off: plain loops
-    early: bool = True  # the next layer's rows are prefetched, where there are predictors for it
+    prefetch: bool = True  # the next layer's rows are prefetched, where there are predictors for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
-"""How well a layer's active neurons can be told a layer ahead, from the FFN input of the layer before.
+"""How well a layer's active neurons can be told one layer before, from the FFN input of the layer before.
 
-What is foretold can be read while the layer before still computes (early prediction). Compared at equal size: the
-layer's own predictor on the earlier input; the same, with the earlier norm's scale and shift exchanged for its own; the
-best low-rank linear guess; and that guess trained. Each is judged on all firings, and on the new ones: neurons that did
-not fire in the last tokens, which a cache of that window lacks. Thresholds are set on text that nothing is judged on.
+What is predicted can be prefetched while the layer before still computes. Compared at equal size: the layer's own
+predictor on the earlier input; the same, with the earlier norm's scale and shift exchanged for its own; the best
+low-rank linear map; and that map trained. Each is judged on all firings, and on the new ones: neurons that did not fire
+in the last tokens, which a cache of that window lacks. Thresholds are set on text that nothing is judged on.
 The last line of stdout is one JSON document.
 """
 
@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from activity import collect_inputs
-from early import linear_guess
 from evaluate import text_windows
 from fit import (
     CODE_EDGES,
@@ -33,6 +32,7 @@ from fit import (
 )
 from masked import MaskedModel, Variant, load_predictors
 from numpy.typing import NDArray
+from prefetch_start import linear_start
 from samples import DataError, SampleReport, read_shards, token_rows
 from weights import LayerWeights
 
@@ -54,28 +54,28 @@ class Counts:
     """Neurons over tokens; `new` ones are not in the recent set of the layer."""
 
     truth: int = 0
-    guess: int = 0
+    named: int = 0
     both: int = 0
     new_truth: int = 0
-    new_guess: int = 0
+    new_named: int = 0
     new_both: int = 0
 
-    def add(self, guess: NDArray[np.bool_], truth: NDArray[np.bool_], recent: NDArray[np.bool_]) -> None:
-        both, new = guess & truth, ~recent
+    def add(self, named: NDArray[np.bool_], truth: NDArray[np.bool_], recent: NDArray[np.bool_]) -> None:
+        both, new = named & truth, ~recent
         self.truth += int(truth.sum())
-        self.guess += int(guess.sum())
+        self.named += int(named.sum())
         self.both += int(both.sum())
         self.new_truth += int((truth & new).sum())
-        self.new_guess += int((guess & new).sum())
+        self.new_named += int((named & new).sum())
         self.new_both += int((both & new).sum())
 
     def rates(self) -> dict[str, float]:
         return {
             "recall": self.both / max(1, self.truth),
-            "precision": self.both / max(1, self.guess),
+            "precision": self.both / max(1, self.named),
             "recall_new": self.new_both / max(1, self.new_truth),
-            "precision_new": self.new_both / max(1, self.new_guess),
-            "fetched_per_new": self.new_guess / max(1, self.new_truth),
+            "precision_new": self.new_both / max(1, self.new_named),
+            "fetched_per_new": self.new_named / max(1, self.new_truth),
         }
 
 
@@ -206,9 +206,9 @@ def judge_heads(
         for name, (head, cuts) in heads.items():
             logits = head.logits(x_before).numpy()
             for index, cut in enumerate(cuts):
-                guess = logits > cut
+                named = logits > cut
                 for target, truth in targets.items():
-                    found[target][name][index].add(guess[warm], truth[warm], lately[target][warm])
+                    found[target][name][index].add(named[warm], truth[warm], lately[target][warm])
     return {
         "per_token": {name: count / totals["tokens"] for name, count in totals.items() if name != "tokens"},
         "own_input": reference.rates(),
@@ -250,14 +250,14 @@ def compare(
         layer, own = Layer.of(LayerWeights(model.model, number)), predictors[number]
         before, at = texts.train[number - 1], texts.train[number]
         chunks = chunks_of(layer, before, at)
-        guess = linear_guess(
+        start = linear_start(
             lambda found=layer: iter([found.driver.numpy()]),
             layer.bias.numpy(),
             lambda a=before, b=at: zip(_floats(a), _floats(b), strict=True),
             len(own.a),
         )
-        trained, _ = fit(guess, lambda data=chunks: iter(data), options, len(own.b))
-        variants = {"own": own, "linear": guess, "trained": trained}
+        trained, _ = fit(start, lambda data=chunks: iter(data), options, len(own.b))
+        variants = {"own": own, "linear": start, "trained": trained}
         if texts.norms:
             variants["own_renormed"] = renormed(own, texts.norms[number - 1], texts.norms[number])
         heads = {
@@ -280,7 +280,7 @@ def compare(
 
 
 def describe(row: dict[str, Any]) -> str:
-    """A layer's line: new firings foretold where half of what is fetched is right."""
+    """A layer's line: new firings predicted where half of what is fetched is right."""
     parts = []
     for name, text in row["texts"].items():
         shares = ", ".join(f"{head} {at_precision(points, 0.5):.1%}" for head, points in text["fires"].items())

@@ -303,7 +303,7 @@ def _measure(
     manifest, directory = model.manifest, model.model.directory.path
     seconds, known_by = read_time(directory, manifest.rows.stride, args.bandwidth)
     has_file = PREDICTORS in manifest.files
-    own_nbytes, early_nbytes = predictor_nbytes(directory / PREDICTORS) if has_file else (0, 0)
+    own_nbytes, prefetch_nbytes = predictor_nbytes(directory / PREDICTORS) if has_file else (0, 0)
     report: dict[str, Any] = {
         "layers": layers,
         "layers_svd": untrained_layers,
@@ -317,7 +317,7 @@ def _measure(
         "io_ms_per_token": 1e3 * seconds(nbytes),
         "io_by": known_by,
         "predictor_bytes": own_nbytes,
-        "early_predictor_bytes": early_nbytes,
+        "early_predictor_bytes": prefetch_nbytes,
         "model_bytes": sum(entry.nbytes for entry in manifest.files.values()),
     }
     if args.curve:

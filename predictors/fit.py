@@ -249,11 +249,11 @@ def judge(predictor: LayerPredictor, chunks: Chunks, d_ff: int) -> LayerQuality:
     true = predicted = both = total = 0
     for x, packed in chunks():
         for start in range(0, len(x), JUDGE_TOKENS):
-            guess = predictor.logits(x[start : start + JUDGE_TOKENS]) > predictor.threshold
+            named = predictor.logits(x[start : start + JUDGE_TOKENS]) > predictor.threshold
             fact = active(packed[start : start + JUDGE_TOKENS])
             true += int(fact.sum())
-            predicted += int(guess.sum())
-            both += int((guess & fact).sum())
+            predicted += int(named.sum())
+            both += int((named & fact).sum())
             total += fact.numel()
     return LayerQuality(
         rank=len(predictor.a),

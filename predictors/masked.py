@@ -23,7 +23,7 @@ from flashllm.engine.kv import KvSequence
 from flashllm.engine.meter import Meter
 from flashllm.engine.model import Model
 from flashllm.format.manifest import Manifest, predictor_ranks
-from flashllm.format.predictors import EARLY
+from flashllm.format.predictors import PREFETCH
 from flashllm.format.safetensors import read_header
 from flashllm.plan.memory import KV_BLOCK_TOKENS
 
@@ -148,10 +148,10 @@ def untrained(model: Model, ranks: list[int]) -> list[LayerPredictor]:
 
 
 def predictor_nbytes(path: Path) -> tuple[int, int]:
-    """Bytes of a file's predictors, and of its early ones."""
+    """Bytes of a file's predictors, and of those for prefetching."""
     infos = read_header(path).tensors.values()
-    early = sum(info.nbytes for info in infos if f".{EARLY}" in info.name)
-    return sum(info.nbytes for info in infos) - early, early
+    prefetch = sum(info.nbytes for info in infos if f".{PREFETCH}" in info.name)
+    return sum(info.nbytes for info in infos) - prefetch, prefetch
 
 
 def load_predictors(path: Path, manifest: Any) -> list[LayerPredictor]:

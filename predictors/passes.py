@@ -68,10 +68,10 @@ class PassShape:
         """Samples whose positions make a chunk: a constant of the shape, so that results do not depend on memory."""
         return max(1, CHUNK_NBYTES // (self.kept * self.position_nbytes))
 
-    def scratch_nbytes(self, itemsize: int, *, early: bool) -> int:
-        """States before and after a layer, and one layer's record; with `early` the inputs of the layer before too."""
+    def scratch_nbytes(self, itemsize: int, *, prefetch: bool) -> int:
+        """States before and after a layer, and a layer's record; with `prefetch` the inputs of the layer before too."""
         states = 2 * self.samples * self.tokens * self.d_model * itemsize
-        earlier = self.samples * self.kept * 2 * self.d_model if early else 0
+        earlier = self.samples * self.kept * 2 * self.d_model if prefetch else 0
         return states + self.samples * self.kept * self.position_nbytes + earlier
 
 

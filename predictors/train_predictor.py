@@ -52,10 +52,10 @@ def save_predictors(
 
     def stored() -> Iterator[StoredPredictor]:
         for layer, result in enumerate(results):
-            for p, early in ((result.predictor, False), (result.early, True)):
+            for p, prefetch in ((result.predictor, False), (result.prefetch, True)):
                 if p is not None:
                     values = {"a": p.a.numpy(), "b": p.b.numpy(), "bias": p.bias.numpy(), "threshold": p.threshold}
-                    yield StoredPredictor(layer=layer, early=early, **values)
+                    yield StoredPredictor(layer=layer, prefetch=prefetch, **values)
 
     with open(path, "wb") as file:
         for data in encode_predictors(stored(), bits, manifest.files[FFN].sha256, metadata):
@@ -139,7 +139,7 @@ def train_options(args: argparse.Namespace) -> TrainOptions:
             recall=args.recall,
             bits=args.bits,
             window=args.window,
-            early_precision=args.early,
+            prefetch_precision=args.early,
         )
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -262,14 +262,14 @@ def train(args: argparse.Namespace, options: TrainOptions, directory: Path, mani
         text="validation share of the predictors' training samples",
     )
     installed = install_predictors(directory, path, calibration)
-    own_nbytes, early_nbytes = predictor_nbytes(path)
+    own_nbytes, prefetch_nbytes = predictor_nbytes(path)
     return {
         "layers": reports,
         "samples": len(rows),
         "data": str(data),
         "bits": args.bits,
         "predictor_bytes": own_nbytes,
-        "early_predictor_bytes": early_nbytes,
+        "early_predictor_bytes": prefetch_nbytes,
         "model_bytes": sum(entry.nbytes for entry in installed.files.values()),
     }
 

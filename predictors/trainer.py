@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from early import linear_guess
 from fit import Chunk, Chunks, FitOptions, LayerPredictor, LayerQuality, count_logits, fit, input_statistics, judge
 from numpy.typing import NDArray
 from passes import ActivityRecord, HiddenStates, LayerPass, PassShape, code_edges, kept_positions
+from prefetch_start import linear_start
 from recipes import AutoRanks, Recipe, probe_rank
 from weights import LayerWeights
 
@@ -28,7 +28,7 @@ from flashllm.engine.model import Model
 
 VALIDATION_SHARE = 0.1
 CALIBRATION_SHARE = 0.1  # of the rest
-EARLY_RANK_DIVISOR = 2  # early predictors take half the memory of the layer's own
+PREFETCH_RANK_DIVISOR = 2  # prefetch predictors take half the memory of the layer's own
 # What is kept in the scratch directory, as patterns; a kill leaves "tmp" files of atomic writes.
 SCRATCH_FILES = ("states.*.bin", "inputs.*.bin", "codes.*.bin", "*.done", ".*.done.tmp", "layer.*.pt", "layer.partial")
 CURVE = (0.8, 0.9, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995)  # recalls of the reported trade-off
@@ -43,7 +43,7 @@ class TrainOptions:
     recall: float  # of the truly active, in each layer
     bits: int  # of the factors' weights, 8 or 16
     window: int  # tokens, of the calibrated cache need
-    early_precision: float | None = None  # None: no early predictors
+    prefetch_precision: float | None = None  # None: no prefetch predictors
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class LayerResult:
     """A layer's predictors and what is reported of them."""
 
     predictor: LayerPredictor
-    early: LayerPredictor | None
+    prefetch: LayerPredictor | None
     report: dict[str, Any]
 
 
@@ -112,7 +112,7 @@ class Trainer:
         steps = shape.samples * shape.kept / fit_options.batch_tokens
         # Statistics, thresholds, losses and judging cost about as much as half an epoch.
         fitting = per_svd + (fit_options.epochs + 0.5) * steps * per_step
-        heads = 1 if self._options.early_precision is None else 2 - 1 / layers
+        heads = 1 if self._options.prefetch_precision is None else 2 - 1 / layers
         probing = per_svd if isinstance(self._options.recipe, AutoRanks) else 0.0
         per_layer = len(self._rows) / self._batch * per_batch + heads * fitting + probing
         return per_layer * sum(not self._path(layer).exists() for layer in range(layers))
@@ -139,9 +139,11 @@ class Trainer:
     def result(self, layer: int) -> LayerResult:
         """Of a finished layer, from its file: all of them together would take more memory than the largest step."""
         saved = torch.load(self._path(layer), weights_only=True)
-        early = saved["early"]
+        prefetch = saved["early"]
         return LayerResult(
-            LayerPredictor(**saved["predictor"]), None if early is None else LayerPredictor(**early), saved["report"]
+            LayerPredictor(**saved["predictor"]),
+            None if prefetch is None else LayerPredictor(**prefetch),
+            saved["report"],
         )
 
     def _embed(self) -> None:
@@ -158,11 +160,11 @@ class Trainer:
             self._pass_samples(layer, progress)
             self._mark(f"passed.{layer:03d}")
         predictor, report = self._fit_layer(layer)
-        early = None
-        if self._options.early_precision is not None and layer > 0:
-            rank = max(1, len(predictor.a) // EARLY_RANK_DIVISOR)
-            early, report["early"] = self._fit_early(layer, rank, self._options.early_precision)
-        return LayerResult(predictor, early, report)
+        prefetch = None
+        if self._options.prefetch_precision is not None and layer > 0:
+            rank = max(1, len(predictor.a) // PREFETCH_RANK_DIVISOR)
+            prefetch, report["early"] = self._fit_prefetch(layer, rank, self._options.prefetch_precision)
+        return LayerResult(predictor, prefetch, report)
 
     def _pass_samples(self, layer: int, progress: Any) -> None:
         first_batch = self._states.read(layer, 0, min(self._batch, self._shape.samples))
@@ -211,11 +213,11 @@ class Trainer:
             predictor = LayerPredictor.everything(shape.d_model, shape.d_ff)
             quality = judge(predictor, validation, shape.d_ff)
         else:
-            guess = low_rank(rank)
-            predictor = start = ready(guess)
+            untrained = low_rank(rank)
+            predictor = start = ready(untrained)
             quality = svd = judge(start, validation, shape.d_ff)
             if options.fit.epochs:
-                trained, losses = fit(guess, training, self._fit_options(layer), shape.d_ff, calibration)
+                trained, losses = fit(untrained, training, self._fit_options(layer), shape.d_ff, calibration)
                 predictor = ready(trained)
                 quality = judge(predictor, validation, shape.d_ff)
             if svd.predicted_share <= quality.predicted_share:
@@ -232,7 +234,7 @@ class Trainer:
             "curve": curve(counts),
         }
 
-    def _fit_early(self, layer: int, rank: int, precision: float) -> tuple[LayerPredictor, dict[str, Any]]:
+    def _fit_prefetch(self, layer: int, rank: int, precision: float) -> tuple[LayerPredictor, dict[str, Any]]:
         """A predictor of the layer's active neurons from the FFN input of the layer before."""
         options, shape, split = self._options, self._shape, self.split
         weights = LayerWeights(self._model, layer)
@@ -245,17 +247,17 @@ class Trainer:
             for (before, _), (at, _) in zip(training(), now(), strict=True):
                 yield before, at
 
-        start = linear_guess(weights.drivers, weights.bias, pairs, rank)
+        start = linear_start(weights.drivers, weights.bias, pairs, rank)
         trained, losses = fit(start, training, self._fit_options(layer), shape.d_ff, calibration)
-        early = trained.stored(options.bits)
-        early.threshold = count_logits(early, calibration, shape.d_ff).threshold_for_precision(precision)
-        quality = judge(early, validation, shape.d_ff)
+        prefetch = trained.stored(options.bits)
+        prefetch.threshold = count_logits(prefetch, calibration, shape.d_ff).threshold_for_precision(precision)
+        quality = judge(prefetch, validation, shape.d_ff)
         found = quality.true_share * (1 - quality.false_negative)
-        return early, {
+        return prefetch, {
             **dataclasses.asdict(quality),
             "recall": 1 - quality.false_negative,
             "precision": found / max(1e-12, quality.predicted_share),
-            "threshold": early.threshold,
+            "threshold": prefetch.threshold,
             "losses": losses,
         }
 
@@ -267,9 +269,9 @@ class Trainer:
         total = tokens = most = 0
         for x, _ in self._record.chunks(layer, self.split.validation, self.split.end):
             for sample in x.split(self._shape.kept):
-                guess = (predictor.logits(sample) > predictor.threshold).numpy()
-                total, tokens = total + int(guess.sum()), tokens + len(guess)
-                most = max(most, needed_rows(guess, self._options.window))
+                named = (predictor.logits(sample) > predictor.threshold).numpy()
+                total, tokens = total + int(named.sum()), tokens + len(named)
+                most = max(most, needed_rows(named, self._options.window))
         return total / tokens, most
 
     def _batches(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
@@ -281,14 +283,16 @@ class Trainer:
 
     def _save(self, layer: int, result: LayerResult) -> None:
         partial = self._scratch / "layer.partial"
+        values = dataclasses.asdict(result)
+        values["early"] = values.pop("prefetch")  # the file and the report keep the older word
         with open(partial, "wb") as file:
-            torch.save(dataclasses.asdict(result), file)
+            torch.save(values, file)
             file.flush()
             os.fsync(file.fileno())
         partial.rename(self._path(layer))
         self._states.forget(layer)
         self._record.forget_codes(layer)
-        if self._options.early_precision is None:
+        if self._options.prefetch_precision is None:
             self._record.forget_inputs(layer)
         elif layer > 0:
             self._record.forget_inputs(layer - 1)
@@ -337,10 +341,12 @@ def needed_rows(predicted: NDArray[np.bool_], window: int) -> int:
 
 def describe(layer: int, report: dict[str, Any], seconds_left: float) -> str:
     """A finished layer's line."""
-    early = report.get("early")
-    foretold = "" if early is None else f", foretold {early['recall']:.2%} at precision {early['precision']:.2%}"
+    prefetch = report.get("early")
+    found = ""
+    if prefetch is not None:
+        found = f", prefetch recall {prefetch['recall']:.2%}, precision {prefetch['precision']:.2%}"
     return (
         f"layer {layer}: rank {report['rank']}, active {report['true_share']:.2%}, predicted "
         f"{report['predicted_share']:.2%}, false negatives {report['false_negative']:.2%}, false positives "
-        f"{report['false_positive']:.2%}{foretold}; about {seconds_left / 60:.1f} min left"
+        f"{report['false_positive']:.2%}{found}; about {seconds_left / 60:.1f} min left"
     )

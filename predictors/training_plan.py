@@ -87,14 +87,14 @@ def plan_training(
         else min(recipe.rank(layer, architecture.num_layers), shape.d_model)
         for layer in range(architecture.num_layers)
     ]
-    early = options.early_precision is not None
-    work = _work_nbytes(shape, max(1, *ranks), block, manifest, early=early)
+    prefetch = options.prefetch_precision is not None
+    work = _work_nbytes(shape, max(1, *ranks), block, manifest, prefetch=prefetch)
     plan = TrainingPlan(
         shape=shape,
         ranks=ranks,
         model=loaded.minimum_nbytes + _SLACK,
         work=work,
-        scratch=shape.scratch_nbytes(itemsize, early=early),
+        scratch=shape.scratch_nbytes(itemsize, prefetch=prefetch),
         limit=limit,
     )
     if limit is not None and plan.total_nbytes > limit:
@@ -118,13 +118,13 @@ def plan_training(
     return plan
 
 
-def _work_nbytes(shape: PassShape, rank: int, block: BlockSpec, manifest: Manifest, *, early: bool) -> int:
+def _work_nbytes(shape: PassShape, rank: int, block: BlockSpec, manifest: Manifest, *, prefetch: bool) -> int:
     """The largest of the steps' own memory; they follow one another."""
     d_model, d_ff = shape.d_model, shape.d_ff
     streamed = min(manifest.stream_block_rows, d_ff)
-    chunk = 3 * CHUNK_NBYTES * (2 if early else 1)  # the file's bytes, the inputs in fp32
+    chunk = 3 * CHUNK_NBYTES * (2 if prefetch else 1)  # the file's bytes, the inputs in fp32
     factors = rank * (d_model + d_ff)
-    matrices = 13 if early else 8  # of [d_model, d_model]: statistics, or a regression's beside them
+    matrices = 13 if prefetch else 8  # of [d_model, d_model]: statistics, or a regression's beside them
     mapping = matrices * 8 * d_model * d_model + 3 * 8 * factors + 20 * streamed * d_model
     fitting = chunk + 1024 * d_ff * 4 * 5 + 8 * 4 * factors
     judging = chunk + JUDGE_TOKENS * d_ff * 24 + 3 * 4 * factors

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from flashllm.format.manifest import Manifest, install_predictors
 from flashllm.format.model_files import FFN, PREDICTOR_METADATA
 
-KINDS = ("exact", "random", "all", "none", "early")  # "early": "random", and guesses for the next layer
+KINDS = ("exact", "random", "all", "none", "prefetch")  # "prefetch": "random", and predictors of the next layer
 MARGIN = 0.05  # an "exact" predictor names every neuron that comes this near to firing: fp16 factors are rounded
 
 
@@ -20,7 +20,7 @@ def make_predictors(kind: str, source: Path, layer: int, *, seed: int = 0) -> di
     d_ff, d_model = up.shape
     if kind == "exact":  # full rank, so what fires is among what is named
         a, b, bias, threshold = torch.eye(d_model), up, up_bias, -MARGIN
-    elif kind in ("random", "early"):  # names about a third, whoever fires
+    elif kind in ("random", "prefetch"):  # names about a third, whoever fires
         generator = torch.Generator().manual_seed(100 * seed + layer)
         a = torch.randn((4, d_model), generator=generator) / d_model**0.5
         b, bias, threshold = torch.randn((d_ff, 4), generator=generator), torch.zeros(d_ff), 0.8
@@ -37,10 +37,10 @@ def install(kind: str, source: Path, directory: Path, scratch: Path) -> None:
     for layer in range(manifest.architecture.num_layers):
         for name, tensor in make_predictors(kind, source, layer).items():
             tensors[f"layers.{layer}.{name}"] = tensor.contiguous()
-        if kind == "early" and layer > 0:
-            guess, other = (make_predictors("random", source, layer, seed=seed) for seed in (0, 1))
-            guess["b"] = guess["b"] + 0.3 * other["b"]  # right often enough to be read
-            for name, tensor in guess.items():
+        if kind == "prefetch" and layer > 0:
+            near, other = (make_predictors("random", source, layer, seed=seed) for seed in (0, 1))
+            near["b"] = near["b"] + 0.3 * other["b"]  # right often enough to be read
+            for name, tensor in near.items():
                 tensors[f"layers.{layer}.early_{name}"] = tensor.contiguous()
     path = scratch / f"{kind}.safetensors"
     save_file(tensors, path, metadata={**PREDICTOR_METADATA, "model_sha256": manifest.files[FFN].sha256})

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from opt_shapes import CONTEXT, SHAPES, VOCAB, opt_config
-from synthetic_trace import add_early_arguments, write_synthetic_trace
+from synthetic_trace import add_prefetch_arguments, write_synthetic_trace
 
 from flashllm.arch.registry import resident_shapes, resident_sources, resolve, spec_of
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
@@ -35,7 +35,7 @@ from flashllm.convert.source import Checkpoint
 from flashllm.format.manifest import Manifest, install_file, install_predictors
 from flashllm.format.model_files import FFN, PREDICTOR_METADATA, TRACE
 from flashllm.format.popularity import install_popularity
-from flashllm.format.predictors import EARLY, predictor_entries
+from flashllm.format.predictors import PREFETCH, predictor_entries
 from flashllm.format.safetensors import ITEMSIZES, TensorInfo, encode_header
 from flashllm.format.trace import Trace
 
@@ -117,13 +117,13 @@ def paper_ranks(num_layers: int, d_model: int) -> list[int]:
     return [max(4, d_model // (4 if layer >= num_layers - 4 else 32)) for layer in range(num_layers)]
 
 
-def write_predictors(path: Path, manifest: Manifest, seed: int, *, early: bool) -> None:
+def write_predictors(path: Path, manifest: Manifest, seed: int, *, prefetch: bool) -> None:
     """8-bit predictors of the paper's ranks: random factors, whose arithmetic costs what a trained one's does."""
     architecture, random = manifest.architecture, np.random.default_rng(seed)
     d_model, d_ff = architecture.d_model, architecture.d_ff
     entries = []
     for layer, rank in enumerate(paper_ranks(architecture.num_layers, d_model)):
-        for kind in ("", EARLY) if early and layer > 0 else ("",):
+        for kind in ("", PREFETCH) if prefetch and layer > 0 else ("",):
             entries += predictor_entries(f"layers.{layer}.{kind}", rank, d_model, d_ff, 8)
     entries.sort(key=lambda entry: -ITEMSIZES[entry[1]])  # wider elements first, so that all are aligned
     metadata = {**PREDICTOR_METADATA, "made_by": f"synthetic, seed {seed}"}
@@ -157,8 +157,8 @@ def main(argv: list[str] | None = None) -> int:
         "--learn-tokens", type=int, default=1000, help="tokens of another trace, from which popularity is learned"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-early", action="store_true", help="make no predictors of the next layer")
-    add_early_arguments(parser)
+    parser.add_argument("--no-early", action="store_true", help="make no predictors to prefetch by")
+    add_prefetch_arguments(parser)
     args = parser.parse_args(argv)
 
     layers, hidden, heads = SHAPES[args.shape]
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
         checkpoint = dummy_checkpoint(folder, config, dtype, args.seed)
         with ProgressBar("model") as bar:
             manifest = convert_checkpoint(checkpoint, args.out, source_name=NAME.format(seed=args.seed), progress=bar)
-        write_predictors(folder / "predictors", manifest, args.seed, early=not args.no_early)
+        write_predictors(folder / "predictors", manifest, args.seed, prefetch=not args.no_early)
         install_predictors(args.out, folder / "predictors")
     with tempfile.TemporaryDirectory() as name:
         # What is known before the first token comes from another trace of the same popularity and groups.

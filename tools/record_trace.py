@@ -1,7 +1,7 @@
-"""Record a model's activity on text: which neurons its predictors name, which fire, and what an early guess would say.
+"""Record a model's activity on text: neurons named by its predictors, those that fire, those to prefetch.
 
 One dense pass a sequence; the predictors are asked about each layer's real FFN input, by the engine's own kernels. The
-early guess for a layer is its predictor's answer to the input of the layer before. The trace's format is
+prefetch set of a layer is its predictor's answer to the input of the layer before. The trace's format is
 flashllm/format/trace.py; replay it with bench/cache/cache_replay.py, or place neurons by it with
 `flashllm convert --reorder`.
 """
@@ -100,8 +100,8 @@ class Recorder:
         for token, row in enumerate(stored, start=self._done):
             self._masks[token, layer, Stream.ACTIVE, self._ffns[layer].predict(row.ctypes.data)] = True
             if layer + 1 < self.num_layers:
-                early = self._ffns[layer + 1].predict(row.ctypes.data)
-                self._masks[token, layer + 1, Stream.EARLY, early] = True
+                named = self._ffns[layer + 1].predict(row.ctypes.data)
+                self._masks[token, layer + 1, Stream.PREFETCH, named] = True
 
     def activations(self, layer: int, first: int, h: NDArray[np.float32]) -> None:
         """What fires of some neurons [neurons, tokens]."""

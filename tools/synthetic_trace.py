@@ -7,7 +7,7 @@ m)). 30 % of the neurons belong to random groups of 16, which share one uniform 
 own. A neuron is active where the draw is below its p, and a third of the active fire. At m = 0.10 that gives the
 figures of paper A, section 3.1: 10 % a token, 24 % over five tokens, 2.4 % new at a window of four.
 
-The early guess of a layer is the active set with a given recall and precision, errors spread evenly. Parts of one
+The prefetch set of a layer is its active set with a given recall and precision, errors spread evenly. Parts of one
 seed share popularity and groups and nothing else, so that one can be learned from and the other judged on.
 """
 
@@ -48,8 +48,8 @@ class LayerActivity:
         active = self._random.random(self._num_draws)[self.draw_of] < self.popularity
         firing = active & (self._random.random(len(active)) < FIRING_SHARE)
         wrong = recall * active.sum() * (1 / precision - 1) / max(1, (~active).sum()) if recall else 0.0
-        guess = self._random.random(len(active))
-        return np.stack([active, firing, np.where(active, guess < recall, guess < wrong)])
+        chance = self._random.random(len(active))
+        return np.stack([active, firing, np.where(active, chance < recall, chance < wrong)])
 
 
 def write_synthetic_trace(
@@ -63,27 +63,29 @@ def write_synthetic_trace(
     precision: float,
     seed: int = 0,
 ) -> tuple[str, int]:
-    """Write a trace; its SHA-256 and size. `recall` and `precision` are those of the early guess."""
+    """Write a trace; its SHA-256 and size. `recall` and `precision` are those of the prefetch set."""
     info = TraceInfo(
         num_tokens=tokens,
         num_layers=layers,
         num_neurons=neurons,
         synthetic=True,
-        description=f"synthetic trace, seed {seed}, part {part}, early guess: recall {recall}, precision {precision}",
+        description=f"synthetic trace, seed {seed}, part {part}, prefetch: recall {recall}, precision {precision}",
     )
     activities = [LayerActivity(layer, layers, neurons, seed=seed, part=part) for layer in range(layers)]
     with TraceWriter(path, info) as writer:
         for _ in range(tokens):
             token: Bits = np.stack([pack_bits(activity.next_token(recall, precision)) for activity in activities])
-            token[0, Stream.EARLY] = 0  # nothing comes before the first layer
+            token[0, Stream.PREFETCH] = 0  # nothing comes before the first layer
             writer.append(token)
         return writer.finish()
 
 
-def add_early_arguments(parser: argparse.ArgumentParser) -> None:
+def add_prefetch_arguments(parser: argparse.ArgumentParser) -> None:
     """`--early-recall` and `--early-precision`; measured on the demo: bench/cache/results/early_prediction.json."""
-    parser.add_argument("--early-recall", type=float, default=0.89, help="share of a layer's active neurons guessed")
-    parser.add_argument("--early-precision", type=float, default=0.80, help="share of the guessed that are active")
+    parser.add_argument(
+        "--early-recall", type=float, default=0.89, help="share of a layer's active neurons in its prefetch set"
+    )
+    parser.add_argument("--early-precision", type=float, default=0.80, help="share of the prefetch set that is active")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--part", choices=PARTS, default="learn")
     parser.add_argument("--seed", type=int, default=0)
-    add_early_arguments(parser)
+    add_prefetch_arguments(parser)
     args = parser.parse_args(argv)
     sha256, nbytes = write_synthetic_trace(
         args.out, layers=args.layers, neurons=args.neurons, tokens=args.tokens, part=args.part,

@@ -46,7 +46,7 @@ def size_row(name: str, trained: dict[str, Any], judged: dict[str, Any] | None) 
 
 
 def _share(report: dict[str, Any]) -> float:
-    """Of a model directory without early predictors."""
+    """Of a model directory without predictors for prefetching."""
     return float(report["predictor_bytes"] / (report["model_bytes"] - report.get("early_predictor_bytes", 0)))
 
 

@@ -6,9 +6,9 @@ hybrid       half of the weights in memory, or what the limit leaves room for; t
 + predictor  only the predicted neurons are read, all of them for every token, matrix by matrix
 + windowing  those of the last tokens stay in memory (five tokens, fewer where they do not fit)
 + bundling   a neuron's matrices are one read
-then our own: + overlap and merging, + policy, + placement (of a model made with `convert --reorder`), + early
-prediction. The last row takes one part away again: all of that, but with the kernels' plain loops
-instead of those for this processor.
+then our own: + overlap and merging, + policy, + placement (of a model made with `convert --reorder`), + prefetch.
+The last row takes one part away again: all of that, but with the kernels' plain loops instead of those for this
+processor.
 
 The variants take turns in every round. The last line is one JSON document.
 """
@@ -30,15 +30,15 @@ from flashllm.format.manifest import open_model_dir
 
 # Each row's settings of the worker; what a row does not name is as in the row before it.
 ROWS: dict[str, dict[str, Any]] = {
-    "+ predictor": {"ablation": {"cached": False, "bundled": False, "merged": False, "overlap": False, "early": False,
-                                 "placed": False},
+    "+ predictor": {"ablation": {"cached": False, "bundled": False, "merged": False, "overlap": False,
+                                 "prefetch": False, "placed": False},
                     "options": {"cache_policy": "window"}},
     "+ windowing": {"ablation": {"cached": True}},
     "+ bundling": {"ablation": {"bundled": True}},
     "+ overlap, merging": {"ablation": {"merged": True, "overlap": True}},
     "+ policy": {"options": {"cache_policy": "frequency"}},
     "+ placement": {"ablation": {"placed": True}},
-    "+ early prediction": {"ablation": {"early": True}},
+    "+ prefetch": {"ablation": {"prefetch": True}},
     "− kernels": {"ablation": {"kernels": False}},
 }  # fmt: skip
 PLACEMENT = "+ placement"

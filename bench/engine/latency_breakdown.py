@@ -40,7 +40,7 @@ ENGINES = ("naive", "hybrid", "paper", "flashllm")
 PAPER = {
     **PAPER_READER,
     "options": {"cache_policy": "window", "window": DEFAULT_WINDOW},
-    "ablation": {"merged": False, "overlap": False, "early": False, "placed": False},
+    "ablation": {"merged": False, "overlap": False, "prefetch": False, "placed": False},
 }
 PAPER_SHARE = 0.24  # of the FFN in memory (paper A, section 4)
 

@@ -6,9 +6,9 @@
 // The real reader, checksums on, against resident products: each of 32 layers multiplies 4 matrices of
 // 4096 x 4096 in bf16 (the attention of the OPT-6.7B shape; the weights of 8 layers in turn, far beyond any
 // cache) on two threads, then needs 6.3 MB of rows at random places of FILE. Of the next layer's rows, the
-// share `recall` is asked for early, as a prefetch, where this layer's FFN begins; the rest on demand when
-// their layer needs them. Early reads that were not needed are not modelled: precision is 1. Recall 0 is the
-// serial token; recall -1 the reads alone, -2 the products alone. All variants take turns in each round.
+// share `recall` is prefetched where this layer's FFN begins; the rest is read on demand when their layer needs
+// them. Prefetched rows that were not needed are not modelled: precision is 1. Recall 0 is the serial token;
+// recall -1 the reads alone, -2 the products alone. All variants take turns in each round.
 //
 // FILE repeats a block of 64 MiB, so that the checksums of all its rows are known.
 #include <sys/resource.h>
@@ -85,22 +85,22 @@ class Token {
     pool_.set_side_work(&reader);
     const bool reads = recall != kProductsAlone, products = recall != kReadsAlone;
     const std::size_t count = kRowsNeeded * kRow / size;
-    const auto early = static_cast<std::size_t>(std::max(recall, 0.0) * static_cast<double>(count));
+    const auto prefetched = static_cast<std::size_t>(std::max(recall, 0.0) * static_cast<double>(count));
     plan(size, count, random);
-    ReadBatch demanded, guessed[2];
+    ReadBatch demanded, prefetches[2];
     const Clock::time_point start = Clock::now();
     for (int layer = 0; layer < kLayers; ++layer) {
       if (products) multiply(layer);
       if (!reads) continue;
-      ReadBatch& here = guessed[layer % 2];
-      ReadBatch& next = guessed[(layer + 1) % 2];
-      // What the guess missed, then the guess for the next layer; then nothing goes on without this one's.
-      fill(demanded, layer, here.in_flight() ? early : 0, count, size);
+      ReadBatch& here = prefetches[layer % 2];
+      ReadBatch& next = prefetches[(layer + 1) % 2];
+      // What was not prefetched, then the next layer's prefetch; then nothing goes on without this one's.
+      fill(demanded, layer, here.in_flight() ? prefetched : 0, count, size);
       reader.submit(demanded, file_);
       reader.start();
       if (here.in_flight()) reader.keep(here, [](const ReadJob&) { return true; });
-      if (early != 0 && layer + 1 < kLayers) {
-        fill(next, layer + 1, 0, early, size);
+      if (prefetched != 0 && layer + 1 < kLayers) {
+        fill(next, layer + 1, 0, prefetched, size);
         reader.submit(next, file_, ReadPriority::prefetch);
         reader.start();
       }

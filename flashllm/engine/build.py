@@ -22,7 +22,7 @@ from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, PLACED, PREDICTORS, RESIDENT, TRACE, checksums_tensor, ffn_tensor
 from flashllm.format.placed import read_places
-from flashllm.format.predictors import EARLY
+from flashllm.format.predictors import PREFETCH
 from flashllm.format.rows import PAGE_NBYTES
 from flashllm.format.safetensors import read_header
 from flashllm.plan.memory import MAX_REQUEST, READ_AHEAD, STREAM_THREADS
@@ -224,7 +224,7 @@ class _Builder:
         rows = self._manifest.rows
         buffers = [
             _core.Prefetch(
-                rows=_core.allocate(self._plan.memory.early_rows * rows.stride),
+                rows=_core.allocate(self._plan.memory.prefetch_rows * rows.stride),
                 stride=rows.stride,
                 num_neurons=rows.d_ff,
                 reader=self._reader,
@@ -233,8 +233,8 @@ class _Builder:
             for _ in range(2)
         ]
         for layer in range(len(ffns)):
-            if f"layers.{layer}.{EARLY}a" in tensors:
-                install(layer, EARLY, buffers[layer % 2])
+            if f"layers.{layer}.{PREFETCH}a" in tensors:
+                install(layer, PREFETCH, buffers[layer % 2])
 
 
 def _row_offsets(path: Any, manifest: Manifest) -> list[int]:

@@ -45,7 +45,7 @@ from flashllm.format.model_files import (
     check_resident_header,
     check_resident_tensors,
 )
-from flashllm.format.predictors import EARLY, check_predictors_header
+from flashllm.format.predictors import PREFETCH, check_predictors_header
 from flashllm.format.rows import RowLayout
 from flashllm.format.safetensors import read_header
 
@@ -293,11 +293,11 @@ def predictor_ranks(path: Path, manifest: Manifest) -> list[int]:
     return check_predictors_header(header, manifest.rows, manifest.architecture.num_layers, manifest.files[FFN].sha256)
 
 
-def reads_ahead(directory: Path, manifest: Manifest) -> bool:
-    """Whether the model has predictors of the next layer."""
+def has_prefetch_predictors(directory: Path, manifest: Manifest) -> bool:
+    """Whether the model has predictors to prefetch by."""
     if PREDICTORS not in manifest.files:
         return False
-    return any(f".{EARLY}" in name for name in read_header(directory / PREDICTORS).tensors)
+    return any(f".{PREFETCH}" in name for name in read_header(directory / PREDICTORS).tensors)
 
 
 def install_predictors(directory: Path, path: Path, calibration: Calibration | None = None) -> Manifest:

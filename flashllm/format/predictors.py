@@ -25,21 +25,21 @@ from flashllm.format.rows import RowLayout
 from flashllm.format.safetensors import SafetensorsHeader, encode_header
 
 BITS = (8, 16)
-EARLY = "early_"  # before the names of a second predictor's tensors
+PREFETCH = "early_"  # before the names of a second predictor's tensors: the format keeps the older word
 _LARGEST_CODE = 127
 _SMALLEST_SCALE = 2.0**-14  # below, fp16 has fewer digits, and coding twice would not give the same codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPredictor:
-    """One predictor's values: a [rank, d_model], b [d_ff, rank], bias [d_ff]. `early`: see rule 4."""
+    """One predictor's values: a [rank, d_model], b [d_ff, rank], bias [d_ff]. `prefetch`: see rule 4."""
 
     layer: int
     a: NDArray[np.float32]
     b: NDArray[np.float32]
     bias: NDArray[np.float32]
     threshold: float
-    early: bool = False
+    prefetch: bool = False
 
 
 def code_rows(matrix: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
@@ -104,7 +104,7 @@ def encode_predictors(
             (a, a_scale), (b, b_scale) = code_rows(p.a), code_rows(p.b)
             arrays = [a, b, a_scale.astype("<f2"), b_scale.astype("<f2")]
         arrays += [p.bias.astype("<f4"), np.array([p.threshold], "<f4")]
-        start = f"layers.{p.layer}.{EARLY if p.early else ''}"
+        start = f"layers.{p.layer}.{PREFETCH if p.prefetch else ''}"
         names = predictor_entries(start, len(p.a), p.a.shape[1], len(p.b), bits)
         entries += zip(names, arrays, strict=True)
     entries.sort(key=lambda entry: -entry[1].itemsize)
@@ -127,7 +127,7 @@ def check_predictors_header(
     ranks = []
     known: set[str] = set()
     for layer in range(num_layers):
-        for kind in ("", EARLY):
+        for kind in ("", PREFETCH):
             start = f"layers.{layer}.{kind}"
             first = header.tensors.get(f"{start}a")
             if kind and (first is None or layer == 0):

@@ -34,7 +34,7 @@ class Stream(IntEnum):
 
     ACTIVE = 0  # predicted to fire: what the engine computes
     FIRING = 1  # firing indeed
-    EARLY = 2  # predicted one layer before, for prefetching; empty in layer 0
+    PREFETCH = 2  # predicted one layer before, for prefetching; empty in layer 0
 
 
 def bits_nbytes(num_neurons: int) -> int:

@@ -37,7 +37,7 @@ class LayerActivity:
     misses: float
     requests: float  # misses near each other are read together
     rows_read: float  # with those in the gaps
-    foretold: float  # misses that the predictor for prefetching names, where there is one
+    prefetchable: float  # misses that the predictor for prefetching names, where there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +86,8 @@ def from_trace(
                 firing = np.count_nonzero(active & masks[layer, Stream.FIRING])
                 rows = misses if places is None else np.sort(places[layer][misses]).astype(np.int64)
                 requests = count_requests(rows, plan.row_nbytes, gap)
-                foretold = np.count_nonzero(masks[layer, Stream.EARLY][misses])
-                sums[layer] += (np.count_nonzero(active), firing, len(misses), *requests, foretold)
+                prefetchable = np.count_nonzero(masks[layer, Stream.PREFETCH][misses])
+                sums[layer] += (np.count_nonzero(active), firing, len(misses), *requests, prefetchable)
     means = (sums / (tokens - skipped)).tolist()
     names = tuple(LayerActivity.__dataclass_fields__)
     layers = tuple(LayerActivity(**dict(zip(names, row, strict=True))) for row in means)
@@ -137,7 +137,7 @@ def from_shares(
                 misses=misses,
                 requests=requests,
                 rows_read=rows_read,
-                foretold=_ASSUMED_RECALL * misses,
+                prefetchable=_ASSUMED_RECALL * misses,
             )
         )
     return ExpectedActivity(layers=tuple(layers), source=source)

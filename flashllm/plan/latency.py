@@ -62,7 +62,7 @@ def estimate_token(
     The next layer's rows are prefetched where the plan has memory for them.
     """
     rates = _Rates(model, plan, costs=costs, choice=choice, resident_nbytes=resident_nbytes)
-    return rates.token(activity, prefetch=plan.early_rows > 0)
+    return rates.token(activity, prefetch=plan.prefetch_rows > 0)
 
 
 def prefetch_pays(
@@ -140,7 +140,7 @@ class _Rates:
         prefetched, demand = 0.0, layer.requests
         if prefetch:
             # While a layer computes, the drive reads rows of the next one, some in vain.
-            most = min(self._plan.early_rows, layer.foretold / _USEFUL_PREFETCHES) / per_request
+            most = min(self._plan.prefetch_rows, layer.prefetchable / _USEFUL_PREFETCHES) / per_request
             prefetched = min(most, self._reader.beside_products(products_s, nbytes))
             demand -= prefetched * _USEFUL_PREFETCHES
             rows_read += prefetched * (1 - _USEFUL_PREFETCHES) * per_request

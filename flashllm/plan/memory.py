@@ -59,7 +59,7 @@ class MemoryPlan:
     min_cache_rows: tuple[int, ...]  # per layer
     bypass_rows: int
     min_bypass_rows: int
-    early_rows: int  # of each of the two buffers for prefetched rows
+    prefetch_rows: int  # of each of the two buffers for prefetched rows
     window: int
     # [levels, layers]: rows of each layer's cache; level 0 is for `level_blocks` KV blocks and fewer, each one more is
     # for one block more. Never rising from level to level, so that a layer only ever gives rows up.
@@ -157,7 +157,7 @@ class MemoryPlan:
             "cache_rows": list(self.cache_rows),
             "cache_rows_full": list(self.full_cache_rows),
             "bypass_rows": self.bypass_rows,
-            "early_rows": self.early_rows,
+            "prefetch_rows": self.prefetch_rows,
             "context": self.context,
             "window": self.window,
         }
@@ -250,14 +250,14 @@ def plan_memory(
         needs = [min(max(need, 1), architecture.d_ff) for need in manifest.calibration.req]
     minimum = tuple(min(need, _MIN_CACHE_ROWS) for need in needs)
     min_bypass = 0 if windowed else min(architecture.d_ff, _MIN_CACHE_ROWS)
-    early_rows = max(1, architecture.d_ff // _PREFETCH_SHARE) if prefetch else 0
+    prefetch_rows = max(1, architecture.d_ff // _PREFETCH_SHARE) if prefetch else 0
     parts: dict[str, Any] = {
         "limit_nbytes": limit if limit is not None else (process + available) * 4 // 5,
         "limit_is_given": limit is not None,
         "process": process + LIBRARY_GROWTH,
         "resident": manifest.files[RESIDENT].nbytes + _places_nbytes(manifest),
         "predictors": manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files else 0,
-        "staging": ((1 + READ_AHEAD) * manifest.stream_block_rows + 2 * early_rows) * rows.stride
+        "staging": ((1 + READ_AHEAD) * manifest.stream_block_rows + 2 * prefetch_rows) * rows.stride
         + _bounce_nbytes(rows.stride, io_threads + min(io_threads, STREAM_THREADS))
         + io_threads * max_gap,
         "workspace": _workspace_nbytes(manifest, block, context),
@@ -267,7 +267,7 @@ def plan_memory(
         "cache_policy": cache_policy,
         "min_cache_rows": minimum,
         "min_bypass_rows": min_bypass,
-        "early_rows": early_rows,
+        "prefetch_rows": prefetch_rows,
         "window": window,
     }
     context_blocks = -(-context // KV_BLOCK_TOKENS)

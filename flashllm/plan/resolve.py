@@ -11,7 +11,7 @@ from flashllm.device.choice import choose_reader, find_costs
 from flashllm.device.costs import DeviceCosts, ReaderChoice
 from flashllm.device.store import device_store_path
 from flashllm.errors import UsageError
-from flashllm.format.manifest import reads_ahead
+from flashllm.format.manifest import has_prefetch_predictors
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
 from flashllm.format.popularity import Popularity, read_popularity
@@ -77,7 +77,8 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
             prefetch=prefetch,
         )
 
-    prefetch = config.mode == "sparse" and config.ablation.early and reads_ahead(model.path, model.manifest)
+    wanted = config.mode == "sparse" and config.ablation.prefetch
+    prefetch = wanted and has_prefetch_predictors(model.path, model.manifest)
     memory = memory_plan(prefetch=prefetch)
     if prefetch and costs is not None and costs.direct and config.direct:
         activity = from_shares(model.manifest, memory, popularity, reader.max_gap)

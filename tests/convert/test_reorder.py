@@ -47,7 +47,7 @@ def trace(tmp_path_factory):
 def placed(tiny, trace, tmp_path_factory):
     """Reordered directories by kind of predictor."""
     root = tmp_path_factory.mktemp("placed")
-    for kind in ("random", "early"):
+    for kind in ("random", "prefetch"):
         reorder(tiny("bfloat16").path(kind), root / kind, trace)
     return root
 
@@ -85,7 +85,7 @@ def test_a_placed_model_still_takes_new_predictors(tiny, placed, tmp_path):
     assert verify(model).ok
 
 
-@pytest.mark.parametrize("kind", ["random", "early"])
+@pytest.mark.parametrize("kind", ["random", "prefetch"])
 @pytest.mark.parametrize(
     "options",
     [{}, {"ablation": Ablation(placed=False)}, {"ablation": Ablation(bundled=False)}, {"io_threads": 1, "threads": 2}],

@@ -20,8 +20,8 @@ LAYOUT = RowLayout(d_model=D_MODEL, d_ff=D_FF, matrices=("up", "down"), encoding
 METADATA = {"format": "flashllm-predictors", "version": "1", "model_sha256": "s"}
 
 
-def stored(layer, rank, *, early=False, seed=0):
-    rng = np.random.default_rng([seed, layer, early])
+def stored(layer, rank, *, prefetch=False, seed=0):
+    rng = np.random.default_rng([seed, layer, prefetch])
     a, b = (
         rng.standard_normal((rank, D_MODEL)),
         rng.standard_normal((D_FF, rank)) * 10.0 ** rng.integers(-3, 3, (D_FF, 1)),
@@ -31,7 +31,7 @@ def stored(layer, rank, *, early=False, seed=0):
         "b": b.astype(np.float32),
         "bias": rng.standard_normal(D_FF).astype(np.float32),
     }
-    return StoredPredictor(layer=layer, threshold=0.5, early=early, **values)
+    return StoredPredictor(layer=layer, threshold=0.5, prefetch=prefetch, **values)
 
 
 def write(path, predictors, bits):
@@ -66,13 +66,13 @@ def test_a_row_too_large_for_its_scale_is_refused():
 
 @pytest.mark.parametrize("bits", [8, 16])
 def test_a_file_holds_what_was_stored_and_any_reader_reads_it(tmp_path, bits):
-    predictors = [stored(0, 3), stored(1, 5), stored(1, 7, early=True)]  # odd ranks: alignment is not for free
+    predictors = [stored(0, 3), stored(1, 5), stored(1, 7, prefetch=True)]  # odd ranks: alignment is not for free
     path = write(tmp_path / "p", predictors, bits)
     assert path.read_bytes() == write(tmp_path / "q", predictors, bits).read_bytes()
     assert check_predictors_header(read_header(path), LAYOUT, 2, "s") == [3, 5]
     tensors = load_file(path)
     for p in predictors:
-        name = f"layers.{p.layer}.{'early_' if p.early else ''}"
+        name = f"layers.{p.layer}.{'early_' if p.prefetch else ''}"
         for factor in "ab":
             values = tensors[name + factor].astype(np.float32)
             if bits == 8:
@@ -119,7 +119,7 @@ def test_headers_that_are_not_predictors_are_refused(tmp_path, tensors, message)
         check_predictors_header(header(tmp_path / "p", tensors), LAYOUT, layers, "s")
 
 
-def test_early_predictors_may_be_of_another_rank_and_width(tmp_path):
+def test_prefetch_predictors_may_be_of_another_rank_and_width(tmp_path):
     tensors = [*entries(), *entries(layer=1, dtype="F16", rank=2), *entries(kind="early_", layer=1, rank=9)]
     tensors.sort(key=lambda t: {"F32": 0, "F16": 1, "I8": 2}[t[1]])
     assert check_predictors_header(header(tmp_path / "p", tensors), LAYOUT, 2, "s") == [4, 2]

@@ -142,8 +142,8 @@ def test_same_bits_whatever_the_options(tiny, load, undisturbed, monkeypatch, op
     [{}, {"window": 1, "io_threads": 1}, {"cache_policy": "window", "threads": 2}, {"memory": "minimum"}],
     ids=str,
 )
-def test_same_bits_whatever_is_read_ahead(tiny, load, undisturbed, monkeypatch, options):
-    path = tiny("bfloat16").path("early")
+def test_same_bits_whatever_is_prefetched(tiny, load, undisturbed, monkeypatch, options):
+    path = tiny("bfloat16").path("prefetch")
     if "memory" in options:
         options = {"memory": minimum(path, monkeypatch)}
     flash = load(path, **options)
@@ -159,8 +159,8 @@ def test_same_bits_whatever_is_read_ahead(tiny, load, undisturbed, monkeypatch, 
     assert 0 < times.io_busy_ms <= times.total_ms
 
 
-def test_without_prefetching_nothing_is_read_ahead(tiny, load):
-    flash = load(tiny("bfloat16").path("early"), ablation=Ablation(early=False))
+def test_prefetching_can_be_switched_off(tiny, load):
+    flash = load(tiny("bfloat16").path("prefetch"), ablation=Ablation(prefetch=False))
     flash.engine.meter.restart()
     greedy(flash, ids_of(4))
     assert flash.engine.meter.take().prefetched == 0

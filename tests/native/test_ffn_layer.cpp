@@ -67,29 +67,29 @@ void bits_depend_on_the_active_set_alone(const Flash& flash, int tokens) {
 // given up.
 void prefetching_changes_no_bit(const Flash& flash, int tokens, std::int32_t bypass) {
   constexpr std::int32_t kRoom = 15;
-  Layer whole(flash, kNeurons, 3, 1, 1), ahead(flash, 11, 2, 2, 3, bypass);
+  Layer whole(flash, kNeurons, 3, 1, 1), prefetching(flash, 11, 2, 2, 3, bypass);
   HugeBuffer memory(std::size_t{kRoom} * kStride);
-  Prefetch buffer(memory.data(), kRoom, kStride, kNeurons, ahead.reader, *flash.file);
+  Prefetch buffer(memory.data(), kRoom, kStride, kNeurons, prefetching.reader, *flash.file);
   std::vector<std::int32_t> told;
-  CHECK(!ahead.layer.can_prefetch());
-  ahead.layer.set_prefetch(std::make_unique<Told>(told), buffer);
-  CHECK(ahead.layer.can_prefetch());
+  CHECK(!prefetching.layer.can_prefetch());
+  prefetching.layer.set_prefetch(std::make_unique<Told>(told), buffer);
+  CHECK(prefetching.layer.can_prefetch());
   std::mt19937 random(5);
   for (int token = 0; token < tokens; ++token) {
     const std::vector<std::int32_t> active = random_active(random);
     const std::vector<float> expected = whole.forward(flash, active);
     told = token % 5 == 0 ? random_active(random) : active;
-    if (token % 3 != 0) ahead.layer.prefetch(flash.x.data(), 0);
+    if (token % 3 != 0) prefetching.layer.prefetch(flash.x.data(), 0);
     if (token % 7 == 0) {
-      ahead.layer.begin(flash.x.data(), 0, told);
-      if (token % 2 == 0) ahead.layer.abandon();
+      prefetching.layer.begin(flash.x.data(), 0, told);
+      if (token % 2 == 0) prefetching.layer.abandon();
     }
-    CHECK(same_bits(ahead.forward(flash, active), expected));
+    CHECK(same_bits(prefetching.forward(flash, active), expected));
     CHECK(buffer.layer() == -1);
   }
-  const FfnCounters& counters = ahead.counters;
+  const FfnCounters& counters = prefetching.counters;
   CHECK(counters.prefetch_used > 0 && counters.prefetched >= counters.prefetch_used);
-  ahead.layer.prefetch(flash.x.data(), 0);  // the destructor waits for these
+  prefetching.layer.prefetch(flash.x.data(), 0);  // the destructor waits for these
 }
 
 // Pages of the cache's memory from row `from` on that hold anything.

@@ -52,9 +52,9 @@ def estimate(model, activity, *, max_gap=0, **changes):
     return estimate_token(opened, plan, costs=costs, choice=choice, activity=activity, resident_nbytes=1_000_000)
 
 
-def activity(active, misses, requests=0.0, rows_read=0.0, foretold=0.0):
+def activity(active, misses, requests=0.0, rows_read=0.0, prefetchable=0.0):
     layer = LayerActivity(
-        active=active, firing=active, misses=misses, requests=requests, rows_read=rows_read, foretold=foretold
+        active=active, firing=active, misses=misses, requests=requests, rows_read=rows_read, prefetchable=prefetchable
     )
     return ExpectedActivity(layers=(layer,) * 3, source="")
 
@@ -103,24 +103,24 @@ def test_reads_beside_products_are_not_waited_for_but_slow_them(model):
     assert token.compute_s == pytest.approx(without.compute_s + 3 * 8 * 5e-6)
 
 
-def test_what_is_read_ahead_is_not_waited_for(model):
+def test_what_is_prefetched_is_not_waited_for(model):
     opened, plan = model
-    early = opened, dataclasses.replace(plan, early_rows=30)
+    prefetching = opened, dataclasses.replace(plan, prefetch_rows=30)
     some = activity(40.0, 10.0, 10.0, 10.0, 9.0)
     slow = {"gemv_bps": {"float16": 1e9}}  # products that take longer than the reads
-    plain, ahead = (estimate(one, some, **slow) for one in (model, early))
-    # In all layers but the first: 12 guesses, 9 of them right; one miss is left.
+    plain, hidden = (estimate(one, some, **slow) for one in (model, prefetching))
+    # In all layers but the first: 12 prefetched, 9 of them needed; one miss is left.
     row = opened.manifest.rows.stride
-    assert ahead.bytes_read == pytest.approx((30 + 2 * 3) * row)
-    assert ahead.io_s == pytest.approx(plain.io_s - 2 * 9 * 1e-5)
-    assert ahead.compute_s == pytest.approx(plain.compute_s + 2 * 12 * 5e-6)  # lost to the reads beside them
-    assert ahead.total_s < plain.total_s
+    assert hidden.bytes_read == pytest.approx((30 + 2 * 3) * row)
+    assert hidden.io_s == pytest.approx(plain.io_s - 2 * 9 * 1e-5)
+    assert hidden.compute_s == pytest.approx(plain.compute_s + 2 * 12 * 5e-6)  # lost to the reads beside them
+    assert hidden.total_s < plain.total_s
     # A run prefetches where that is not clearly slower.
     choice = ReaderChoice(backend="threads", depth=32, max_gap=0, source="default")
     for lost, reads, pays in ((5e-6, some, True), (1e-3, some, False), (1e-3, activity(40.0, 0.0), True)):
         costs = device(one_cost(lost=lost), **slow)
         options = {"costs": costs, "choice": choice, "activity": reads, "resident_nbytes": 1_000_000}
-        assert prefetch_pays(*early, **options) is pays
+        assert prefetch_pays(*prefetching, **options) is pays
 
 
 def test_a_token_that_outgrows_the_cache_waits_for_each_part(model):
@@ -228,7 +228,7 @@ def test_a_replay_counts_what_the_cache_misses(model, tmp_path):
     assert seen[2].requests == seen[2].rows_read == 1
 
 
-def test_a_replay_knows_places_and_early_guesses(model, tmp_path):
+def test_a_replay_knows_places_and_what_can_be_prefetched(model, tmp_path):
     masks = np.zeros((20, 3, 3, 512), bool)
     groups = np.random.default_rng(0).permutation(512).reshape(64, 8)  # eight fire together, scattered over the ids
     for token in range(20):
@@ -243,7 +243,7 @@ def test_a_replay_knows_places_and_early_guesses(model, tmp_path):
     assert [layer.misses for layer in together] == [layer.misses for layer in apart] == [8, 8, 8]
     assert [layer.requests for layer in together] == [1, 1, 1]
     assert apart[0].requests > 6
-    assert [layer.foretold for layer in together] == [0, 6, 6]
+    assert [layer.prefetchable for layer in together] == [0, 6, 6]
 
 
 def test_a_replay_refuses_ids_out_of_order():

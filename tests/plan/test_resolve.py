@@ -29,9 +29,9 @@ def model(tiny):
 
 
 @pytest.fixture
-def early(tiny):
-    """A model with predictors of the next layer."""
-    return ModelDir.open(tiny().path("early"))
+def prefetching(tiny):
+    """A model with predictors to prefetch by."""
+    return ModelDir.open(tiny().path("prefetch"))
 
 
 def profile(*, direct=True, request_s=1e-5, lost_s=1e-6, depth=24, gap_nbytes=0.0):
@@ -140,34 +140,36 @@ def test_mode_sparse_needs_predictors(tiny):
 # Prefetch
 
 
-def test_without_a_device_profile_what_can_be_prefetched_is(early, model):
-    plan = resolve(RunConfig(), early, **MACHINE)
+def test_without_a_device_profile_what_can_be_prefetched_is(prefetching, model):
+    plan = resolve(RunConfig(), prefetching, **MACHINE)
     assert plan.prefetch
-    assert plan.memory.early_rows == 512 // 32
+    assert plan.memory.prefetch_rows == 512 // 32
     for other, config in (
         (model, RunConfig()),
-        (early, RunConfig(mode="oracle")),
-        (early, RunConfig(mode="dense")),
-        (early, RunConfig(ablation=Ablation(early=False))),
+        (prefetching, RunConfig(mode="oracle")),
+        (prefetching, RunConfig(mode="dense")),
+        (prefetching, RunConfig(ablation=Ablation(prefetch=False))),
     ):
         plan = resolve(config, other, **MACHINE)
         assert not plan.prefetch
-        assert plan.memory.early_rows == 0
+        assert plan.memory.prefetch_rows == 0
 
 
-def test_the_device_profile_decides_whether_prefetching_pays(early, store_with):
+def test_the_device_profile_decides_whether_prefetching_pays(prefetching, store_with):
     half = Calibration(window=5, mean_active=(256.0,) * 3, req=(512,) * 3, tokens=9, text="a test")
-    early = dataclasses.replace(early, manifest=dataclasses.replace(early.manifest, calibration=half))
-    limit = resolve(RunConfig(io_threads=24), early, **MACHINE).memory.minimum_nbytes + 10_000
+    prefetching = dataclasses.replace(prefetching, manifest=dataclasses.replace(prefetching.manifest, calibration=half))
+    limit = resolve(RunConfig(io_threads=24), prefetching, **MACHINE).memory.minimum_nbytes + 10_000
     plans = {}
     for name, costs in {
         "hidden": profile(lost_s=1e-7),
         "costly": profile(lost_s=1.7e-5, request_s=1e-6),
         "buffered": profile(lost_s=1.7e-5, request_s=1e-6, direct=False),
     }.items():
-        plans[name] = resolve(RunConfig(memory=limit, io_threads=24, store=store_with(early, costs)), early, **MACHINE)
+        plans[name] = resolve(
+            RunConfig(memory=limit, io_threads=24, store=store_with(prefetching, costs)), prefetching, **MACHINE
+        )
     assert {name: plan.prefetch for name, plan in plans.items()} == {"hidden": True, "costly": False, "buffered": True}
-    assert plans["costly"].memory.early_rows == 0
+    assert plans["costly"].memory.prefetch_rows == 0
     assert sum(plans["costly"].memory.cache_rows) > sum(plans["hidden"].memory.cache_rows)  # its memory caches neurons
 
 

@@ -25,9 +25,9 @@ def test_recent_is_what_the_tokens_before_had():
 
 
 def test_counts_tell_new_firings_from_old_ones():
-    truth, guess, old = (np.array([row], dtype=bool) for row in ([1, 1, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 0, 0, 0]))
+    truth, named, old = (np.array([row], dtype=bool) for row in ([1, 1, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 0, 0, 0]))
     counts = Counts()
-    counts.add(guess, truth, old)
+    counts.add(named, truth, old)
     rates = counts.rates()
     assert rates["recall"] == pytest.approx(2 / 3)
     assert rates["precision"] == pytest.approx(2 / 3)

@@ -153,12 +153,12 @@ def test_errors_by_layer_are_counted_from_the_weights(tiny, opened):
     found = layer_activity(LayerWeights(model.model, 1), x, predictor)
     name = "model.decoder.layers.1.fc1."
     true = x @ weights[name + "weight"].T + weights[name + "bias"] > 0
-    guess = predictor.logits(x) > predictor.threshold
+    named = predictor.logits(x) > predictor.threshold
     errors = found.errors()
     assert errors["true_share"] == pytest.approx(float(true.float().mean()))
-    assert errors["predicted_share"] == pytest.approx(float(guess.float().mean()))
-    assert errors["false_negative"] == pytest.approx(float((true & ~guess).sum() / true.sum()))
-    assert errors["false_positive"] == pytest.approx(float((guess & ~true).sum() / (~true).sum()))
+    assert errors["predicted_share"] == pytest.approx(float(named.float().mean()))
+    assert errors["false_negative"] == pytest.approx(float((true & ~named).sum() / true.sum()))
+    assert errors["false_positive"] == pytest.approx(float((named & ~true).sum() / (~true).sum()))
     assert errors["false_positive_mean_deviations"] < 0 < errors["false_negative_mean_deviations"]
     assert 0 < errors["missed_energy"] < 1
 

@@ -2,7 +2,6 @@ import numpy as np
 import predictors_path  # noqa: F401
 import pytest
 import torch
-from early import linear_guess
 from fit import (
     FitOptions,
     LayerPredictor,
@@ -16,6 +15,7 @@ from fit import (
     pack_codes,
     weighted_loss,
 )
+from prefetch_start import linear_start
 from recipes import RECIPES, AutoRanks, Recipe, auto_rank, parse_ranks
 
 from flashllm.convert.svd import low_rank_predictor
@@ -145,7 +145,7 @@ def test_a_threshold_no_precision_can_be_had_by_names_nothing():
     assert counts.threshold_for_precision(0.5) == float("inf")
 
 
-def test_the_linear_guess_foretells_a_layer_from_an_earlier_input(layer):
+def test_the_linear_start_predicts_a_layer_from_an_earlier_input(layer):
     """The earlier input is the layer's own, turned and noisy: least squares turns it back."""
     matrix, bias, codes, chunks = layer
     generator = torch.Generator().manual_seed(3)
@@ -153,11 +153,11 @@ def test_the_linear_guess_foretells_a_layer_from_an_earlier_input(layer):
     pairs = []
     for x, _ in chunks(0, 3000):
         pairs.append((x @ turn + 1.0 + 0.05 * torch.randn(x.shape, generator=generator), x))
-    guess = linear_guess(lambda: iter([matrix.numpy()]), bias.numpy(), lambda: iter(pairs[:-2]), 8)
+    start = linear_start(lambda: iter([matrix.numpy()]), bias.numpy(), lambda: iter(pairs[:-2]), 8)
     firing = torch.from_numpy(codes[len(codes) - sum(len(x) for _, x in pairs[-2:]) :] > 0)
     before = torch.cat([earlier for earlier, _ in pairs[-2:]])
     counts = LogitCounts()
-    counts.add(guess.logits(before), firing)
+    counts.add(start.logits(before), firing)
     assert counts.density_at(counts.threshold_for(0.9))[1] < 2 * float(firing.float().mean())
     counts = LogitCounts()
     counts.add(start_of(layer, 8).logits(before), firing)  # the layer's own predictor sees only noise there

@@ -333,7 +333,7 @@ def test_8_bits_take_half_the_bytes_and_the_engine_names_what_was_judged(bare, d
     assert sizes["8"] < 0.65 * sizes["16"]
 
 
-def test_early_predictors_foretell_the_next_layer_from_the_input_before(bare, data, opened, capsys):
+def test_prefetch_predictors_tell_the_next_layer_from_the_input_before(bare, data, opened, capsys):
     model = bare()
     assert train(model, data, "--early", "0.5", "--ranks", "32", "--epochs", "4") == 0
     layers = json.loads(capsys.readouterr().out)["layers"]

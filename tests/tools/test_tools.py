@@ -114,14 +114,14 @@ def test_a_trace_is_what_the_model_did(tiny, tmp_path):
     assert recorded.returncode == 0, recorded.stderr
     with Trace(out) as trace:
         info = trace.info
-        active, firing, early = (np.stack([trace.masks(layer, stream) for layer in range(3)]) for stream in Stream)
+        active, firing, prefetch = (np.stack([trace.masks(layer, stream) for layer in range(3)]) for stream in Stream)
     assert (info.num_tokens, info.num_layers, info.num_neurons, info.synthetic) == (220, 3, 512, False)
     assert info.sequence_starts[0] == 0
     assert len(info.sequence_starts) >= 3  # of 96 tokens at most
     assert not (firing & ~active).any()  # these predictors name what comes near to firing, too
     assert 0 < (active & ~firing).mean() < 0.05
-    assert not early[0].any()
-    assert early[1:].any(axis=2).all()
+    assert not prefetch[0].any()
+    assert prefetch[1:].any(axis=2).all()
     # The first sequence, against the dense model.
     ids = model.tokenizer(texts["a.txt"])["input_ids"][: info.sequence_starts[1]]
     inputs = {}
@@ -131,8 +131,8 @@ def test_a_trace_is_what_the_model_did(tiny, tmp_path):
         model.reference(torch.tensor([ids]))
     for layer, (_, fires) in inputs.items():
         assert (fires.reshape(len(ids), -1).numpy() == firing[layer, : len(ids)]).mean() > 0.999
-    guess = model.reference.model.decoder.layers[2].fc1(inputs[1][0]).reshape(len(ids), -1) > -MARGIN
-    assert (guess.numpy() == early[2, : len(ids)]).mean() > 0.999
+    named = model.reference.model.decoder.layers[2].fc1(inputs[1][0]).reshape(len(ids), -1) > -MARGIN
+    assert (named.numpy() == prefetch[2, : len(ids)]).mean() > 0.999
     refused = run("tools/record_trace.py", *arguments)
     assert (refused.returncode, "exists" in refused.stderr) == (1, True)
     arguments[-1], arguments[arguments.index(220)] = tmp_path / "more", 10**6
@@ -187,12 +187,12 @@ def test_a_synthetic_trace_has_the_statistics_it_promises(tmp_path):
         assert middle.mean() == pytest.approx(0.10, abs=0.015)
         new = [(middle[t] & ~middle[t - 4 : t].any(0)).mean() for t in range(4, 300)]
         assert sum(new) / len(new) == pytest.approx(0.024, abs=0.006)  # paper A, section 3.1
-        firing, early = judge.masks(1, Stream.FIRING), judge.masks(1, Stream.EARLY)
+        firing, prefetch = judge.masks(1, Stream.FIRING), judge.masks(1, Stream.PREFETCH)
         assert not (firing & ~middle).any()
         assert firing.sum() / middle.sum() == pytest.approx(1 / 3, abs=0.02)
-        assert (early & middle).sum() / middle.sum() == pytest.approx(0.6, abs=0.02)
-        assert (early & middle).sum() / early.sum() == pytest.approx(0.8, abs=0.02)
-        assert not judge.masks(0, Stream.EARLY).any()
+        assert (prefetch & middle).sum() / middle.sum() == pytest.approx(0.6, abs=0.02)
+        assert (prefetch & middle).sum() / prefetch.sum() == pytest.approx(0.8, abs=0.02)
+        assert not judge.masks(0, Stream.PREFETCH).any()
         other = learn.masks(1)
         assert not np.array_equal(other, middle)
         assert np.corrcoef(other.mean(0), middle.mean(0))[0, 1] > 0.95  # the same popularity

@@ -1,4 +1,4 @@
-"""Where an early predictor starts: the best low-rank guess of a layer's pre-activations from an earlier layer's input.
+"""Where a prefetch predictor starts: the best low-rank map from an earlier layer's input to a layer's pre-activations.
 
 By least squares the layer's own input is a linear map of the earlier one; through it, and the layer's weights, goes the
 truncated SVD that ordinary predictors start from. Knows tensors, not files.
@@ -19,7 +19,7 @@ _RIDGE = 1e-4  # of the inputs' mean variance
 Pairs = Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]
 
 
-def linear_guess(drivers: Blocks, bias: NDArray[np.float32] | None, pairs: Pairs, rank: int) -> LayerPredictor:
+def linear_start(drivers: Blocks, bias: NDArray[np.float32] | None, pairs: Pairs, rank: int) -> LayerPredictor:
     """`drivers`: rows of the matrix that decides which neurons fire; `bias` [d_ff] what is added to its products."""
     before, move, at_mean = _regression(pairs)
 
