@@ -7,7 +7,6 @@
 
 #include "check.h"
 #include "io/memory.h"
-#include "kernels/bandwidth.h"
 #include "kernels/kernels.h"
 #include "kernels/thread_pool.h"
 #include "model/dense_ffn.h"

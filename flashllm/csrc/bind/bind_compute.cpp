@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "bind/bindings.h"
-#include "kernels/bandwidth.h"
+#include "kernels/kernels.h"
 #include "kernels/matmul.h"
 
 namespace flashllm {

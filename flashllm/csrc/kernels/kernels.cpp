@@ -1,9 +1,12 @@
 #include "kernels/kernels.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
 
 #include "io/error.h"
+#include "io/memory.h"
 
 namespace flashllm {
 
@@ -42,6 +45,7 @@ namespace {
 constexpr std::size_t kRowGrain = 16;     // rows a thread takes at a time
 constexpr std::size_t kColumnGrain = 64;  // columns: whole cache lines of fp16, whole vectors of every level
 static_assert(kColumnGrain % 32 == 0, "splits must fall between vectors");
+constexpr std::size_t kSumGrain = (std::size_t{1} << 20) / sizeof(float);  // floats of a MiB
 
 }  // namespace
 
@@ -79,6 +83,30 @@ SumFloats sum_floats_kernel(SimdLevel level) {
   if (level == SimdLevel::avx2) return avx2::sum_floats;
 #endif
   return scalar::sum_floats;
+}
+
+std::vector<double> read_bandwidth(ThreadPool& pool, std::size_t nbytes, double seconds, SimdLevel level) {
+  const std::size_t n = nbytes / sizeof(float);
+  if (n == 0) throw CoreError(ErrorKind::usage, "no bytes to read");
+  const SumFloats sum = sum_floats_kernel(level);
+  const HugeBuffer buffer(n * sizeof(float));
+  auto* values = reinterpret_cast<float*>(buffer.data());
+  // Untouched pages would all be one page of zeros.
+  pool.parallel_for(n, kSumGrain, [&](std::size_t begin, std::size_t end) {
+    std::fill(values + begin, values + end, 1.0F);
+  });
+  std::vector<double> rates;
+  std::atomic<float> sink{0.0F};  // what is summed must be used
+  for (double spent = 0.0; rates.empty() || spent < seconds;) {
+    const auto start = std::chrono::steady_clock::now();
+    pool.parallel_for(n, kSumGrain, [&](std::size_t begin, std::size_t end) {
+      sink.store(sum(values + begin, end - begin), std::memory_order_relaxed);
+    });
+    const std::chrono::duration<double> pass = std::chrono::steady_clock::now() - start;
+    spent += pass.count();
+    rates.push_back(static_cast<double>(n * sizeof(float)) / pass.count());
+  }
+  return rates;
 }
 
 Softmax softmax_kernel(SimdLevel level) {

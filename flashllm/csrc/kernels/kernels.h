@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "kernels/thread_pool.h"
 
@@ -95,6 +96,12 @@ const AttentionKernels& attention_kernels(SimdLevel level);
 // The sum of n floats, read as fast as the level can: for measuring, in no fixed order.
 using SumFloats = float (*)(const float* from, std::size_t n);
 SumFloats sum_floats_kernel(SimdLevel level);
+
+// How fast this machine reads memory, the roof of everything that reads each weight once: bytes per second of
+// single passes over `nbytes` of memory, at least one and for about `seconds`. All threads of the pool sum
+// their parts of one huge-page buffer, which must be well beyond the caches. Allocating and first touching it
+// are not counted. Throws CoreError (usage), std::bad_alloc.
+std::vector<double> read_bandwidth(ThreadPool& pool, std::size_t nbytes, double seconds, SimdLevel level);
 
 // out[m][r] = sum_j weights[r][j] * x[m][j] (+ bias[r]), rows `stride` bytes apart.
 struct LinearWeights {
