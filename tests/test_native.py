@@ -1,8 +1,10 @@
 """The core's own C++ tests, built plain and with the sanitizers: memory, undefined behaviour and data races."""
 
+import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -56,10 +58,9 @@ def test_core_without_python(sanitizer, tmp_path):
 
     sources = [path for path in sorted(CSRC.rglob("*.cpp")) if path.parent.name != "bind"]
     sources += sorted(NATIVE.glob("*.cpp"))
-    objects = []
-    for source in sources:
-        objects.append(tmp_path / f"{source.stem}.o")
-        _compile(source, objects[-1], flags)
+    objects = [tmp_path / f"{source.stem}.o" for source in sources]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda source, out: _compile(source, out, flags), sources, objects))
     program = tmp_path / "core_tests"
     link = subprocess.run(
         ["g++", *flags, *map(str, objects), "-o", str(program), "-pthread"], capture_output=True, text=True, check=False
