@@ -1,4 +1,4 @@
-// Which neurons of a layer will fire, told before they are computed.
+// Predictors: which neurons of a layer will fire, from the input of its FFN or of the FFN before.
 #pragma once
 
 #include <cstddef>
