@@ -151,17 +151,21 @@ def parse_json(raw: bytes, what: str) -> Any:
         raise FormatError(f"{what}: is not JSON: {error}") from error
 
 
-def read_json_object(path: Path, max_nbytes: int = 64 * 2**20) -> dict[str, Any]:
-    """The JSON object in the file `path`. FormatError where it is anything else or larger than `max_nbytes`."""
+def read_bounded(path: Path, max_nbytes: int) -> bytes:
+    """The whole file. FormatError where it is larger than `max_nbytes`, FlashIOError where it cannot be read."""
     fd = open_for_reading(path)
     try:
         nbytes = os.fstat(fd).st_size
         if nbytes > max_nbytes:
             raise FormatError(f"{path}: {nbytes} bytes; at most {max_nbytes} are allowed here")
-        raw = pread_bytes(fd, nbytes, 0, path)
+        return pread_bytes(fd, nbytes, 0, path)
     finally:
         os.close(fd)
-    value = parse_json(raw, str(path))
+
+
+def read_json_object(path: Path, max_nbytes: int = 64 * 2**20) -> dict[str, Any]:
+    """The JSON object in the file `path`. FormatError where it is anything else or larger than `max_nbytes`."""
+    value = parse_json(read_bounded(path, max_nbytes), str(path))
     if not isinstance(value, dict):
         raise FormatError(f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value

@@ -6,7 +6,6 @@ it makes is compared with the source's tokenizer before a byte of the model is w
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from flashllm.base.files import open_for_reading, pread_bytes
+from flashllm.base.files import read_bounded
 from flashllm.errors import FormatError, UnsupportedModelError
 
 TOKENIZER = "tokenizer.json"
@@ -47,14 +46,7 @@ _CHILD = (
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     """The tokenizer in the file `path`. FormatError where it is damaged, FlashIOError where it cannot be read."""
-    fd = open_for_reading(path)
-    try:
-        nbytes = os.fstat(fd).st_size
-        if nbytes > _MAX_NBYTES:
-            raise FormatError(f"{path}: {nbytes} bytes; at most {_MAX_NBYTES} are allowed here")
-        raw = pread_bytes(fd, nbytes, 0, path)
-    finally:
-        os.close(fd)
+    raw = read_bounded(path, _MAX_NBYTES)
     try:
         return tokenizers.Tokenizer.from_buffer(raw)
     except (KeyboardInterrupt, SystemExit, MemoryError):

@@ -4,14 +4,13 @@ Made of `tokenizer.json` by the tokenizers library, and of the facts beside it: 
 (which flashllm/generate/chat_template.py runs), end tokens. Loads neither torch nor transformers.
 """
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import tokenizers
 
-from flashllm.base.files import open_for_reading, pread_bytes, read_json_object
+from flashllm.base.files import read_bounded, read_json_object
 from flashllm.convert.tokenizer import TOKENIZER, read_tokenizer
 from flashllm.errors import FormatError
 from flashllm.format.model_files import CONFIG
@@ -127,14 +126,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
 
 
 def _read_template(path: Path) -> str:
-    fd = open_for_reading(path)
-    try:
-        nbytes = os.fstat(fd).st_size
-        if nbytes > _MAX_TEMPLATE_NBYTES:
-            raise FormatError(f"{path}: {nbytes} bytes; at most {_MAX_TEMPLATE_NBYTES} are allowed here")
-        raw = pread_bytes(fd, nbytes, 0, path)
-    finally:
-        os.close(fd)
+    raw = read_bounded(path, _MAX_TEMPLATE_NBYTES)
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
