@@ -181,6 +181,7 @@ void FfnLayer::finish_part(float* y) {
     if (!positions_.prefetched.empty()) {
       prefetch_->finish();
       watch.charge(counters_.io_ns);
+      counters_.prefetch_used += positions_.prefetched.size();
       up_products(positions_.prefetched);
       watch.charge(counters_.compute_ns);
     }
@@ -212,7 +213,6 @@ void FfnLayer::sort_positions() {
   }
   counters_.hits += positions_.hits.size();
   counters_.misses += positions_.prefetched.size() + positions_.missed.size();
-  counters_.prefetch_used += positions_.prefetched.size();
 }
 
 // values_[p] = activation(up . x + bias), or activation(gate . x) * (up . x), for the positions given.
