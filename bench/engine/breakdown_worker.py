@@ -206,7 +206,10 @@ def read_through(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompt_products(settings: dict[str, Any]) -> dict[str, Any]:
-    """The products of `tokens` tokens alone: by torch over one layer's whole matrices, times the number of layers."""
+    """The products of `tokens` tokens alone: by torch over one layer's whole matrices, times the number of layers.
+
+    In fp32 and, for a bf16 model, in bf16, whichever is the faster here: torch emulates bf16 where the processor has none.
+    """
     import torch  # here alone: an engine's memory is not torch's
 
     directory = Path(settings["model"])
@@ -215,17 +218,22 @@ def prompt_products(settings: dict[str, Any]) -> dict[str, Any]:
     resident = read_header(directory / RESIDENT).tensors
     shapes = [t.shape for name, t in resident.items() if name.startswith("layers.0.") and len(t.shape) > 1]
     shapes += [(rows.d_ff, rows.d_model)] * len(rows.matrices)  # all read [n, k]: down costs what up costs
-    dtype = torch.bfloat16 if manifest.dtype == "bfloat16" else torch.float32
     torch.set_num_threads(num_cores())
-    weights = [torch.randn(shape).to(dtype) for shape in shapes]
-    inputs = {width: torch.randn(settings["tokens"], width).to(dtype) for width in {shape[1] for shape in shapes}}
-    times = []
-    for _ in range(6):
-        started = time.perf_counter()
-        for weight in weights:
-            inputs[weight.shape[1]] @ weight.T
-        times.append(time.perf_counter() - started)
-    return {"products_ms": float(np.median(times[1:])) * architecture.num_layers * 1e3}
+
+    def layer_s(dtype: torch.dtype) -> float:
+        weights = [torch.randn(shape).to(dtype) for shape in shapes]
+        inputs = {width: torch.randn(settings["tokens"], width).to(dtype) for width in {shape[1] for shape in shapes}}
+        times = []
+        for _ in range(6):
+            started = time.perf_counter()
+            for weight in weights:
+                inputs[weight.shape[1]] @ weight.T
+            times.append(time.perf_counter() - started)
+        return float(np.median(times[1:]))
+
+    dtypes = [torch.float32, torch.bfloat16] if manifest.dtype == "bfloat16" else [torch.float32]
+    fastest = min(layer_s(dtype) for dtype in dtypes)
+    return {"products_ms": fastest * architecture.num_layers * 1e3}
 
 
 TASKS = {
