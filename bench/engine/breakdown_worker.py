@@ -208,7 +208,7 @@ def read_through(settings: dict[str, Any]) -> dict[str, Any]:
 def prompt_products(settings: dict[str, Any]) -> dict[str, Any]:
     """The products of `tokens` tokens alone: by torch over one layer's whole matrices, times the number of layers.
 
-    In fp32 and, for a bf16 model, in bf16, whichever is the faster here: torch emulates bf16 where the processor has none.
+    In fp32 and, for a bf16 model, in bf16, whichever is faster here: torch emulates bf16 where a processor has none.
     """
     import torch  # here alone: an engine's memory is not torch's
 
