@@ -1,15 +1,17 @@
 """flashllm: language models larger than memory, their FFN neurons streamed from flash as they are needed.
 
-Importing this package imports neither torch nor transformers; `flashllm.FlashModel` loads them on first use.
+Importing this package imports neither torch nor transformers; `flashllm.FlashModel` loads them on first use, and
+`flashllm.OffloadEngine`, for many prompts at once, what it needs.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashllm.hf.model import FlashModel
+    from flashllm.offload.engine import OffloadEngine
 
 __version__ = "0.1.0"
-__all__ = ["FlashModel", "__version__"]
+__all__ = ["FlashModel", "OffloadEngine", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,4 +19,8 @@ def __getattr__(name: str) -> Any:
         from flashllm.hf.model import FlashModel
 
         return FlashModel
+    if name == "OffloadEngine":
+        from flashllm.offload.engine import OffloadEngine
+
+        return OffloadEngine
     raise AttributeError(f"module 'flashllm' has no attribute {name!r}")

@@ -39,3 +39,7 @@ class ContextFull(FlashError):
 
 class UnsupportedModelError(FlashError):
     """The architecture, or a feature of it, is not known to `flashllm.arch`."""
+
+
+class PeerLost(FlashError):
+    """Another process of a pipeline failed, ended, or cannot be reached any more."""

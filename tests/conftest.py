@@ -1,7 +1,7 @@
 """The core that tests run on, and tiny models: made and converted once a session, loaded by each test, closed after it.
 
-Tests run on `_core_testing`, which is `_core` but for reads that can be made to fail; an editable install builds both.
-Processes that tests start run the product's.
+Tests run on `_core_testing`, which is `_core` but for reads and writes that can be made to fail; an editable install
+builds both. Processes that tests start run the product's.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Does a profile predict this machine? Links and GEMM at sizes the fit has not seen, against measured times.
+"""Does a profile predict this machine? Transfers and products at sizes the fit has not seen, against measured times.
 
 Sizes of the profile and sizes held out are sampled in the same rounds, so that a drifting machine drifts for both; the
 fit takes the first, and the second are predicted. The aim is 15 %.
@@ -14,19 +14,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from flashllm import _core
+from flashllm.base.machine import num_cores
 from flashllm.offload.machine.curves import Probe, Sample, fit_curve, medians, sample_rounds
-from flashllm.offload.machine.measure_compute import ComputeProbe
 from flashllm.offload.machine.measure_disk import open_probe
-from flashllm.offload.machine.profiler import KIB, MIB, ProfileSizes
+from flashllm.offload.machine.measure_native import NativeProbe
 from flashllm.offload.machine.rates import RateCurve
+from flashllm.offload.machine.sampling import KIB, MIB, ProfileSizes
 
 LIMIT = 0.15
 # Between the profile's sizes, a factor of two from either neighbour and not a multiple of one only.
 HELD_OUT = {
     "bytes": (128 * KIB, 512 * KIB, 1536 * KIB, 3 * MIB, 8 * MIB, 24 * MIB, 48 * MIB),
-    "gemm": (3, 6, 12, 24, 48, 96, 256, 1024),
+    "gemm": (2, 6, 12, 24, 48, 80, 112, 192, 384, 768),
 }
 GEMM_SHAPES = ((4096, 11008), (5120, 5120), (2048, 8192))  # the profile's own matrix is 4096 x 4096
 
@@ -62,7 +62,7 @@ def link(
     return compared(name, curve, [sample for sample in samples if sample.size not in fit_sizes])
 
 
-def gemms(compute: ComputeProbe, sizes: ProfileSizes, *, tiny: bool) -> list[dict[str, Any]]:
+def gemms(probe: NativeProbe, sizes: ProfileSizes, *, tiny: bool) -> list[dict[str, Any]]:
     """The profile's matrix at its rows, others at rows held out, in the same rounds."""
     shapes = ((128, 256),) if tiny else GEMM_SHAPES
     held_out = (2, 8) if tiny else HELD_OUT["gemm"]
@@ -70,11 +70,13 @@ def gemms(compute: ComputeProbe, sizes: ProfileSizes, *, tiny: bool) -> list[dic
     others: dict[tuple[int, int], list[Sample]] = {shape: [] for shape in shapes}
     for _ in range(sizes.rounds):
         seen += sample_rounds(
-            lambda rows: compute.gemm(rows, inner=sizes.gemm_inner, outer=sizes.gemm_outer), sizes.gemm_rows, rounds=1
+            lambda rows: probe.products(rows, inner=sizes.gemm_inner, outer=sizes.gemm_outer), sizes.gemm_rows, rounds=1
         )
         for inner, outer in shapes:
             others[inner, outer] += sample_rounds(
-                lambda rows, inner=inner, outer=outer: compute.gemm(rows, inner=inner, outer=outer), held_out, rounds=1
+                lambda rows, inner=inner, outer=outer: probe.products(rows, inner=inner, outer=outer),
+                held_out,
+                rounds=1,
             )
     curve = fit_curve(medians(seen), knots=sizes.gemm_rows)
     return [row for shape in shapes for row in compared(f"gemm {shape[0]}x{shape[1]}", curve, others[shape])]
@@ -83,6 +85,7 @@ def gemms(compute: ComputeProbe, sizes: ProfileSizes, *, tiny: bool) -> list[dic
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--dir", type=Path, default=Path(), help="folder whose disk is measured")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.15, help="least time of one sample")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, for a test")
@@ -91,9 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     sizes = TINY if args.quick else ProfileSizes(rounds=args.rounds, at_least_s=args.seconds)
     held_out = (128 * KIB,) if args.quick else HELD_OUT["bytes"]
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
-    compute = ComputeProbe(device, torch.float16 if cuda else torch.bfloat16, sizes.at_least_s, sizes.rotation)
+    probe = NativeProbe(args.dtype, _core.ThreadPool(num_cores()), sizes.at_least_s, sizes.rotation)
     start = time.perf_counter()
     with open_probe(args.dir, nbytes=sizes.disk_file, largest=max(sizes.disk)) as disk:
         direct = disk.direct
@@ -101,9 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         least = sizes.at_least_s
         rows = link("disk to CPU", lambda n: disk.read(n, at_least_s=least), sizes.disk, held_out, sizes.rounds)
         rows += link("CPU to disk", lambda n: disk.write(n, at_least_s=least), sizes.disk, held_out, sizes.rounds)
-    rows += link("CPU to device", lambda n: compute.copy(n, to_device=True), sizes.copy, held_out, sizes.rounds)
-    rows += link("device to CPU", lambda n: compute.copy(n, to_device=False), sizes.copy, held_out, sizes.rounds)
-    rows += gemms(compute, sizes, tiny=args.quick)
+    rows += gemms(probe, sizes, tiny=args.quick)
     for row in rows:
         flag = "" if abs(row["error"]) <= LIMIT else "  over 15 %"
         print(
@@ -115,8 +114,8 @@ def main(argv: list[str] | None = None) -> int:
         "command": f"python bench/offload/offload_profile.py --rounds {sizes.rounds} --seconds {sizes.at_least_s}",
         "note": args.note,
         "direct_io": direct,
-        "device": device.type,
-        "torch_threads": torch.get_num_threads(),
+        "dtype": args.dtype,
+        "threads": num_cores(),
         "load_average": os.getloadavg()[0],
         "seconds": time.perf_counter() - start,
         "within": sum(abs(row["error"]) <= LIMIT for row in rows),

@@ -20,7 +20,7 @@ import numpy as np
 from flashllm.errors import BudgetError
 from flashllm.offload.machine.hardware import COMBINE, Hardware
 from flashllm.offload.machine.rates import RateCurve
-from flashllm.offload.planner.costs import CostModel, Method
+from flashllm.offload.planner.costs import Method
 from flashllm.offload.planner.predict import price
 from flashllm.offload.planner.program import TIERS, Constraints, PlacementProgram
 from flashllm.offload.planner.search import SearchSpace, search
@@ -31,7 +31,7 @@ GPU_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 NUM_BATCHES = (1, 2, 4, 8, 16)
 # The integer program closes to 1e-6 of its optimum; a row of HiGHS may be off by 1e-7.
 TOLERANCE = 1e-5
-RESOURCES = ("device memory", "CPU memory", "disk space", "latency")
+RESOURCES = ("more memory", "device memory", "CPU memory", "disk space", "latency")
 
 
 def log_uniform(rng: random.Random, low: float, high: float) -> float:
@@ -108,7 +108,7 @@ def random_placement(rng: random.Random, program: PlacementProgram, near: Policy
         for params in shape.matrix_params:
             tier = favourite if rng.random() < 0.7 else rng.choice(tiers)
             parts[0, tier] += params / shape.layer_params
-        for kind, grains in ((1, method.gpu_batch * shape.kv_heads), (2, method.gpu_batch)):
+        for kind, grains in ((1, method.gpu_batch), (2, method.gpu_batch)):
             cuts = sorted(rng.choice([0, grains, rng.randint(0, grains)]) for _ in tiers[1:])
             counts = [high - low for low, high in zip([0, *cuts], [*cuts, grains], strict=True)]
             parts[kind, rng.sample(tiers, len(tiers))] = np.array(counts) / grains
@@ -165,9 +165,9 @@ def check_case(seed: int, *, policies: int) -> dict[str, Any]:
         if plan.relaxed_throughput < plan.prediction.throughput * (1 - TOLERANCE):
             record["faults"].append("rounding gained throughput")
     programs = {}
+    space = space.on(hardware)
     for method in space.methods():
-        model = CostModel(shape=shape, hardware=hardware, workload=workload, method=method)
-        programs[method] = PlacementProgram(model, space.constraints)
+        programs[method] = PlacementProgram(space.model(shape, hardware, workload, method), space.constraints)
     methods = list(programs)
     feasible = attempts = 0
     best = 0.0

@@ -4,9 +4,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashllm.base.command_line import number, print_json, say, size, whole
 from flashllm.base.text import inert
 from flashllm.base.units import format_size
-from flashllm.commands.options import add_json, add_store, number, print_json, say, size, whole
+from flashllm.commands.options import add_json, add_store
 from flashllm.config import MAX_THREADS
 
 if TYPE_CHECKING:

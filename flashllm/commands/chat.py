@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flashllm.base.command_line import whole
 from flashllm.base.text import hidden_keys, is_terminal, valid_unicode
 from flashllm.commands import options
 from flashllm.commands.options import find_model, loading
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-new-tokens",
         metavar="N",
-        type=options.whole(1),
+        type=whole(1),
         help=f"tokens of an answer (default: a quarter of the context, at most {MAX_ANSWER_TOKENS})",
     )
     options.add_memory(parser)

@@ -8,7 +8,7 @@ import argparse
 from contextlib import ExitStack
 from pathlib import Path
 
-from flashllm.commands.options import say
+from flashllm.base.command_line import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

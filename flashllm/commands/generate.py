@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashllm.base.command_line import print_json, say, whole
 from flashllm.base.text import inert, valid_unicode
 from flashllm.commands import options
-from flashllm.commands.options import find_model, loading, print_json, say
+from flashllm.commands.options import find_model, loading
 
 if TYPE_CHECKING:
     from flashllm.engine.model import Model
@@ -22,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     options.add_model(parser)
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="the text to continue; -: standard input")
-    parser.add_argument(
-        "--max-new-tokens", metavar="N", type=options.whole(1), default=128, help="default: %(default)s"
-    )
+    parser.add_argument("--max-new-tokens", metavar="N", type=whole(1), default=128, help="default: %(default)s")
     options.add_json(parser)
     options.add_memory(parser)
     options.add_engine(parser)

@@ -2,8 +2,9 @@
 
 import argparse
 
+from flashllm.base.command_line import print_json
 from flashllm.base.text import inert
-from flashllm.commands.options import add_json, add_model, find_converted, print_json
+from flashllm.commands.options import add_json, add_model, find_converted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

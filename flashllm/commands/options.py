@@ -1,18 +1,15 @@
 """Arguments that several verbs share, and their checks. A wrong value is an error before anything is loaded."""
 
 import argparse
-import json
-import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from flashllm.base.command_line import number, say, size, whole
 from flashllm.base.text import is_terminal, one_line
-from flashllm.base.units import parse_size
 from flashllm.config import BACKENDS, CACHE_POLICIES, MAX_THREADS, MODES, RunConfig
-from flashllm.errors import UsageError
 
 DEFAULT_IO_THREADS = 32  # paper A, section 4
 
@@ -98,61 +95,6 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     stop = tuple(text for text in args.stop if text)
     return {**given, "stop": stop} if stop else given
-
-
-def size(text: str) -> int:
-    """An argument like 7GB, in bytes."""
-    try:
-        nbytes = parse_size(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    if nbytes < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be above 0")
-    return nbytes
-
-
-def whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """An argument that is an integer from `low`, to `high` where one is given."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < low or (high is not None and value > high):
-            bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise argparse.ArgumentTypeError(f"must be {bounds}, not {value}")
-        return value
-
-    return parse
-
-
-def number(low: float, high: float | None, *, low_allowed: bool = True) -> Callable[[str], float]:
-    """An argument that is a finite number between the bounds."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        above = value >= low if low_allowed else value > low
-        if not math.isfinite(value) or not above or (high is not None and value > high):
-            bounds = f"{'at least' if low_allowed else 'above'} {low:g}"
-            bounds += "" if high is None else f" and at most {high:g}"
-            raise argparse.ArgumentTypeError(f"must be {bounds}, not {text}")
-        return value
-
-    return parse
-
-
-def say(line: str) -> None:
-    """A line for the user, beside the output."""
-    print(f"flashllm: {one_line(line)}", file=sys.stderr, flush=True)
-
-
-def print_json(document: Mapping[str, Any]) -> None:
-    """The one document on standard output."""
-    print(json.dumps(document, allow_nan=False), flush=True)
 
 
 def run_config(args: argparse.Namespace) -> RunConfig:

@@ -10,17 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashllm.base.command_line import print_json, say
 from flashllm.base.text import inert
-from flashllm.commands.options import (
-    add_engine,
-    add_json,
-    add_memory,
-    add_model,
-    find_converted,
-    print_json,
-    run_config,
-    say,
-)
+from flashllm.commands.options import add_engine, add_json, add_memory, add_model, find_converted, run_config
 
 if TYPE_CHECKING:
     from flashllm.format.model_dir import ModelDir
@@ -81,6 +73,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"token: no estimate in mode {plan.mode}, which reads every neuron")
     else:
         print(inert(f"token: {device_of(path)} has no device profile; run `flashllm calibrate {path}`"))
+    print(inert(f"many prompts at once: `flashllm offload plan {path} --prompt-len S --gen-len N --hardware here`"))
     return 0
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flashllm.commands.options import run_config, say
+from flashllm.base.command_line import say
+from flashllm.commands.options import run_config
 from flashllm.engine.model import Model
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Session, Template

@@ -4,9 +4,10 @@ import argparse
 import dataclasses
 import sys
 
+from flashllm.base.command_line import print_json
 from flashllm.base.text import inert, one_line
 from flashllm.base.units import format_size
-from flashllm.commands.options import add_json, add_model, find_converted, print_json
+from flashllm.commands.options import add_json, add_model, find_converted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

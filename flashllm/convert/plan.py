@@ -126,14 +126,9 @@ def plan_conversion(
     if reorder is not None:
         reorder.check_model(architecture.num_layers, architecture.d_ff)
     spec = spec_of(architecture.model_type)
-    names = spec.with_prefix(checkpoint.tensors)
+    names, expected = checked_tensors(checkpoint)
     layers = range(architecture.num_layers)
     sources, shapes = resident_sources(checkpoint.config), resident_shapes(checkpoint.config)
-    expected = {source: shapes[name] for name, source in sources.items()}
-    for matrix, pattern in spec.matrices.items():
-        shape = (architecture.d_model, architecture.d_ff) if matrix == "down" else (architecture.d_ff, block.d_model)
-        expected |= {pattern.format(i=layer): shape for layer in layers}
-    _check_tensors(checkpoint, spec, names, expected, tied=block.tied_head)
     used = [names[name] for name in expected]
     source_dtype = _source_dtype(checkpoint, used, mixed_allowed=dtype is not None)
     target = source_dtype if dtype is None else WEIGHT_DTYPES[dtype]
@@ -169,6 +164,24 @@ def plan_conversion(
         predictor_rank=default_rank(architecture.d_model) if predictors and architecture.sparse else 0,
         reorder=reorder,
     )
+
+
+def checked_tensors(checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, Shape]]:
+    """State_dict name -> name in the checkpoint, and state_dict name -> shape of what its model needs.
+
+    FormatError where one of those is missing or has another shape, UnsupportedModelError where the checkpoint has a
+    tensor that its config says nothing of.
+    """
+    architecture, block = resolve(checkpoint.config), block_spec(checkpoint.config)
+    spec = spec_of(architecture.model_type)
+    names = spec.with_prefix(checkpoint.tensors)
+    sources, shapes = resident_sources(checkpoint.config), resident_shapes(checkpoint.config)
+    expected = {source: shapes[name] for name, source in sources.items()}
+    for matrix, pattern in spec.matrices.items():
+        shape = (architecture.d_model, architecture.d_ff) if matrix == "down" else (architecture.d_ff, block.d_model)
+        expected |= {pattern.format(i=layer): shape for layer in range(architecture.num_layers)}
+    _check_tensors(checkpoint, spec, names, expected, tied=block.tied_head)
+    return names, expected
 
 
 def _check_tensors(

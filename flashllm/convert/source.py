@@ -45,9 +45,13 @@ class Checkpoint:
         file.read_into(info, start, buffer)
         drop_page_cache(file.fd, info.offset + start, len(buffer))
 
+    def path_of(self, name: str) -> Path:
+        """The file that holds the tensor."""
+        return self._files[name].header.path
+
     def where(self, name: str) -> str:
         """The tensor and its file, for messages."""
-        return f"{self._files[name].header.path}: tensor {name}"
+        return f"{self.path_of(name)}: tensor {name}"
 
     def fingerprint(self) -> list[list[object]]:
         """Name, size and modification time of every weight file and of the config: changes when the source does."""

@@ -1,5 +1,6 @@
-"""The command line of engine B: `flashllm offload plan`. It reads arguments and prints; planning is elsewhere.
+"""The command line of engine B: `flashllm offload plan`, and the verbs of `cli_run` and `cli_bench`.
 
+Reads arguments and prints; planning and running are elsewhere.
 Setting the parser up imports neither numpy, scipy nor torch: the planner is imported when a plan is wanted.
 """
 
@@ -11,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from flashllm.base.units import format_size, parse_size
 from flashllm.errors import UsageError
+from flashllm.offload import cli_bench, cli_run
 
 if TYPE_CHECKING:
     from flashllm.offload.machine.hardware import Hardware
     from flashllm.offload.planner.predict import Prediction
     from flashllm.offload.planner.search import SearchSpace
-    from flashllm.offload.policy import Policy
+    from flashllm.offload.policy import Policy, Workload
+    from flashllm.offload.shape import ModelShape
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--prompt-len", type=int, required=True, metavar="S", help="tokens of every (padded) prompt")
     plan.add_argument("--gen-len", type=int, required=True, metavar="N", help="new tokens for each prompt")
     machine = plan.add_mutually_exclusive_group()
-    machine.add_argument("--hardware", default="t4", metavar="FILE|t4", help="constants of the machine (default: t4)")
-    machine.add_argument("--profile", action="store_true", help="measure this machine first (about a minute)")
+    machine.add_argument(
+        "--hardware", default="t4", metavar="FILE|t4|here", help="the machine: a file, or here by its stored profile"
+    )
+    machine.add_argument("--profile", action="store_true", help="measure this machine first, and store the profile")
     plan.add_argument("--save-hardware", type=Path, metavar="FILE", help="write the constants used, for --hardware")
     plan.add_argument("--profile-dir", type=Path, default=Path(), metavar="DIR", help="where --profile tests the disk")
     plan.add_argument("--device-memory", metavar="SIZE", help="limit of the device tier, e.g. 16GB")
@@ -48,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--no-what-if", action="store_true", help="skip what more hardware would buy")
     plan.add_argument("--json", action="store_true", help="one JSON document on stdout")
     plan.set_defaults(offload_main=_plan)
+    cli_run.add_arguments(verbs)
+    cli_bench.add_arguments(verbs)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -70,7 +77,7 @@ def _plan(args: argparse.Namespace) -> int:
         space = _space(args)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    hardware = _hardware(args)
+    hardware = _hardware(args, shape.dtype)
     document: dict[str, Any] = {"model": shape.name, "hardware": hardware.to_json()}
     if args.policy is not None:
         policy = Policy.load(args.policy)
@@ -88,6 +95,7 @@ def _plan(args: argparse.Namespace) -> int:
     per_dollar = tokens_per_dollar(prediction.throughput, watts=args.watts, usd_per_kwh=args.usd_per_kwh)
     document["policy"] = policy.to_json()
     document["predicted"] = _predicted(prediction) | {"tokens_per_usd": per_dollar}
+    document["latency_engine"] = _other_engine(args, shape, hardware, workload, policy)
     document["what_if"] = [
         {"change": gain.change, "throughput": gain.throughput, "ratio": gain.ratio} for gain in gains
     ]
@@ -114,7 +122,7 @@ def _space(args: argparse.Namespace) -> "SearchSpace":
     )
 
 
-def _hardware(args: argparse.Namespace) -> "Hardware":
+def _hardware(args: argparse.Namespace, dtype: str | None) -> "Hardware":
     from flashllm.offload.machine.hardware import Hardware
     from flashllm.offload.machine.machines import MACHINES
 
@@ -128,8 +136,20 @@ def _hardware(args: argparse.Namespace) -> "Hardware":
     }
     if args.profile:
         from flashllm.offload.machine.profiler import profile_machine
+        from flashllm.offload.machine.store import save_profile
 
-        hardware = profile_machine(args.profile_dir, report=lambda line: print(line, file=sys.stderr))
+        hardware = profile_machine(
+            args.profile_dir, report=lambda line: print(line, file=sys.stderr), dtype=dtype or "bfloat16"
+        )
+        save_profile(args.profile_dir, hardware)
+    elif args.hardware == "here":
+        from flashllm.offload.machine.profiler import as_now
+        from flashllm.offload.machine.store import find_profile
+
+        stored = find_profile(args.profile_dir, dtype or "")
+        if stored is None:
+            raise UsageError(f"{args.profile_dir}: there is no profile of this machine for its drive; use --profile")
+        hardware = as_now(stored, args.profile_dir)
     elif args.hardware in MACHINES:
         hardware = MACHINES[args.hardware]
     elif Path(args.hardware).is_file():
@@ -140,6 +160,31 @@ def _hardware(args: argparse.Namespace) -> "Hardware":
     if args.save_hardware is not None:
         args.save_hardware.write_text(json.dumps(hardware.to_json(), indent=1) + "\n", encoding="utf-8")
     return hardware
+
+
+def _other_engine(
+    args: argparse.Namespace, shape: "ModelShape", hardware: "Hardware", workload: "Workload", policy: "Policy"
+) -> dict[str, Any] | None:
+    """What the latency engine would take for the same model on this machine; None where that cannot be known."""
+    if hardware.device != "cpu" or not Path(args.model).is_dir():
+        return None
+    from flashllm.offload.other_engine import better_below, latency_engine
+    from flashllm.offload.planner.local import of_size
+    from flashllm.offload.planner.predict import predict
+
+    memory = None if args.device_memory is None else parse_size(args.device_memory)
+    other = latency_engine(Path(args.model), hardware, workload, memory=memory)
+    if other is None:
+        return None
+
+    def block_s(prompts: int) -> float:
+        return predict(shape, hardware, workload, of_size(policy, prompts)).latency_s
+
+    return {
+        "prompt_s": other.prompt_s,
+        "token_s": other.token_s,
+        "better_below_prompts": better_below(other, block_s, policy.block_size),
+    }
 
 
 def _predicted(prediction: "Prediction") -> dict[str, Any]:
@@ -191,15 +236,21 @@ def _text(document: dict[str, Any], policy: "Policy", prediction: "Prediction", 
     binding = prediction.binding
     lines.append(f"binding     {binding['what']}, {binding['share_of_phase']:.0%} of it if alone")
     lines.append(f"full        {', '.join(binding['full']) or 'no memory'}")
+    one_memory = hardware.device == "cpu"
     for name, peak, has in (
-        ("device", prediction.peak_device, hardware.device_usable),
-        ("CPU", prediction.peak_cpu, hardware.cpu_usable),
+        ("memory" if one_memory else "device", prediction.peak_device, hardware.device_usable),
+        *([] if one_memory else [("CPU", prediction.peak_cpu, hardware.cpu_usable)]),
         ("disk", prediction.peak_disk, hardware.disk_capacity),
     ):
         lines.append(f"  peak {name:8s}{format_size(peak)} of {format_size(has)}")
     rate = f"{prediction.throughput:.3g} tokens/s ({prediction.decode_throughput:.3g} decoding)"
     dollar = f"{document['predicted']['tokens_per_usd']:.0f} tokens per dollar of electricity"
     lines.append(f"predicted   {rate}, {prediction.latency_s:.4g} s a block, {dollar}")
+    if other := document["latency_engine"]:
+        few = other["better_below_prompts"]
+        rate = f"{1 / other['token_s']:.3g} tokens/s, one prompt at a time"
+        verdict = f"better for fewer than {few} prompts" if few > 1 else "never better for this job"
+        lines.append(f"`flashllm generate` {rate}: {verdict}")
     if document["what_if"]:
         lines.append("what more would buy")
         lines += [f"  {g['change']:36s}×{g['ratio']:.2f}  {g['throughput']:.3g} tokens/s" for g in document["what_if"]]

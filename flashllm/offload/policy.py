@@ -97,6 +97,18 @@ class Policy:
     def uses_disk(self) -> bool:
         return any(getattr(self, kind + "d") > 0 for kind in "wch")
 
+    @property
+    def head_tier(self) -> str:
+        """Tier of the output head: the device where it has any weights, else where most of them are."""
+        if self.wg > 0:
+            return "g"
+        return "c" if self.wc >= self.wd else "d"
+
+    def embedding_tier(self, *, tied: bool) -> str:
+        """Tier of the embedding: that of a head tied to it. By itself, the disk where that has any weights: a step
+        gathers one row of it for each sequence, so no memory is well spent on it."""
+        return "d" if not tied and self.wd > 0 else self.head_tier
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -3,6 +3,7 @@
 It counts bytes and operations of one transformer layer; it does not know weights, devices or times.
 """
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ class ModelShape:
     gated: bool = False
     tied: bool = True
     dtype_bytes: int = _PLAN_DTYPE_BYTES
+    dtype: str | None = dataclasses.field(default=None, compare=False)  # of the weights; rates differ by it
 
     def __post_init__(self) -> None:
         for field in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "dtype_bytes"):
@@ -159,6 +161,7 @@ def shape_from_config(config: dict[str, Any], *, name: str) -> ModelShape:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         if config.get("word_embed_proj_dim", hidden) != hidden:
             raise UnsupportedModelError(f"{name}: a projected embedding (opt-350m) is not planned for")
+        dtype = str(config.get("dtype", config.get("torch_dtype")))
         return ModelShape(
             name=name,
             layers=config["num_hidden_layers"],
@@ -171,7 +174,8 @@ def shape_from_config(config: dict[str, Any], *, name: str) -> ModelShape:
             positions=config["max_position_embeddings"] + 2 if model_type == "opt" else 0,
             gated=family.gated,
             tied=bool(config.get("tie_word_embeddings", family.tied)),
-            dtype_bytes=_DTYPE_BYTES.get(str(config.get("dtype", config.get("torch_dtype"))), _PLAN_DTYPE_BYTES),
+            dtype_bytes=_DTYPE_BYTES.get(dtype, _PLAN_DTYPE_BYTES),
+            dtype=dtype if dtype in _DTYPE_BYTES else None,
         )
     except KeyError as error:
         raise FormatError(f"{name}: config.json has no {error}; is it a whole Hugging Face config?") from None

@@ -9,29 +9,41 @@ namespace {
 
 // The files with faults. They do not know of it: the product's files have no room for a plan.
 std::mutex mutex;
-std::map<const DirectFile*, std::shared_ptr<FaultPlan>> plans;
+std::map<const void*, std::shared_ptr<FaultPlan>> plans;
 
-}  // namespace
-
-void inject(const DirectFile& file, std::shared_ptr<FaultPlan> faults) {
+void set(const void* file, std::shared_ptr<FaultPlan> faults) {
   const std::lock_guard<std::mutex> lock(mutex);
-  plans[&file] = std::move(faults);
+  plans[file] = std::move(faults);
 }
 
-// What direct_file.cpp calls.
-ssize_t distort_read(const DirectFile& file, const struct iovec* iov, ssize_t result) {
+ssize_t distort(const void* file, const struct iovec* iov, ssize_t result) {
   std::shared_ptr<FaultPlan> plan;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = plans.find(&file);
+    const auto found = plans.find(file);
     if (found != plans.end()) plan = found->second;
   }
   return plan ? plan->distort(iov, result) : result;
 }
 
-void forget_faults(const DirectFile& file) {
+void forget(const void* file) {
   const std::lock_guard<std::mutex> lock(mutex);
-  plans.erase(&file);
+  plans.erase(file);
 }
+
+}  // namespace
+
+void inject(const DirectFile& file, std::shared_ptr<FaultPlan> faults) { set(&file, std::move(faults)); }
+void inject(const DirectWriter& file, std::shared_ptr<FaultPlan> faults) { set(&file, std::move(faults)); }
+
+// What direct_file.cpp and direct_writer.cpp call.
+ssize_t distort_read(const DirectFile& file, const struct iovec* iov, ssize_t result) {
+  return distort(&file, iov, result);
+}
+ssize_t distort_write(const DirectWriter& file, const struct iovec* iov, ssize_t result) {
+  return distort(&file, iov, result);
+}
+void forget_faults(const DirectFile& file) { forget(&file); }
+void forget_faults(const DirectWriter& file) { forget(&file); }
 
 }  // namespace flashllm

@@ -1,5 +1,5 @@
-// Faults for reads: the n-th system call of a file misbehaves in a chosen way. Only a core compiled with
-// FLASHLLM_TESTING asks for them (csrc/io/direct_file.cpp).
+// Faults for reads and writes: the n-th system call of a file misbehaves in a chosen way. Only a core
+// compiled with FLASHLLM_TESTING asks for them (csrc/io/direct_file.cpp, direct_writer.cpp).
 #pragma once
 
 #include <sys/types.h>
@@ -15,6 +15,7 @@
 #include <mutex>
 
 #include "io/direct_file.h"
+#include "io/direct_writer.h"
 
 namespace flashllm {
 
@@ -22,7 +23,7 @@ struct Fault {
   enum class Kind { error, short_read, end_of_file, flip, hold, interrupt };
 
   Kind kind = Kind::error;
-  std::uint64_t first = 0;  // index of the first read call that misbehaves
+  std::uint64_t first = 0;  // index of the first call that misbehaves
   std::uint64_t count = 1;  // how many calls in a row do
   std::uint64_t argument =
       0;  // error: errno; short_read: bytes let through; flip: the bit of the data flipped
@@ -89,7 +90,8 @@ class FaultPlan {
   bool held_ = false, released_ = false;
 };
 
-// From now on the file's reads misbehave by the plan; nullptr: no more.
+// From now on the file's reads or writes misbehave by the plan; nullptr: no more.
 void inject(const DirectFile& file, std::shared_ptr<FaultPlan> faults);
+void inject(const DirectWriter& file, std::shared_ptr<FaultPlan> faults);
 
 }  // namespace flashllm

@@ -21,7 +21,9 @@ int main(int argc, char** argv) {
   test_attention(scale);
   test_predictor(scale);
   test_many_tokens(scale);
+  test_offload(scale);
   test_reader(directory, scale);
+  test_direct_writer(directory, scale);
   test_prefetch(directory, scale);
   test_ffn_layer(directory, scale);
   test_model(directory, scale);

@@ -68,6 +68,22 @@ def test_profile_check_runs(bench_path, tmp_path, capsys):
     assert offload_profile.main(["--quick", "--dir", str(tmp_path), "--json", str(out)]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = json.loads(out.read_text())["rows"]
-    assert {row["what"] for row in rows} >= {"disk to CPU", "CPU to disk", "CPU to device", "device to CPU"}
+    assert {row["what"] for row in rows} >= {"disk to CPU", "CPU to disk", "gemm 128x256"}
     assert summary["within"] <= len(rows)
     assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
+
+
+def test_pipeline_scaling_runs(bench_path, tmp_path, capsys):
+    import offload_pipeline
+
+    out = tmp_path / "p.json"
+    assert (
+        offload_pipeline.main(["--tiny", "--processes", "1", "2", "--scratch", str(tmp_path), "--json", str(out)]) == 0
+    )
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document == json.loads(out.read_text())
+    assert document["same_tokens"]
+    one, two = document["rows"]
+    assert (one["sequences"], two["sequences"]) == (2, 4)
+    assert (one["layers"], sum(two["layers"])) == ([5], 5)
+    assert two["of_one"] == pytest.approx(two["throughput"] / one["throughput"])

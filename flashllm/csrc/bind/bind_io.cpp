@@ -1,9 +1,11 @@
-// Files, batches of reads, memory and checksums.
+// Files, batches of reads, writes, memory and checksums.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include <map>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "bind/bindings.h"
@@ -113,7 +115,65 @@ class PyReadBatch {
   nb::list alive_;
 };
 
+// Without the interpreter's lock.
+template <typename Call>
+auto unlocked(const Call& call) {
+  const nb::gil_scoped_release released;
+  return call();
+}
+
+// A writer as Python sees it: it keeps what is written alive until that is done.
+class PyDirectWriter {
+ public:
+  PyDirectWriter(const std::string& path, std::uint64_t nbytes, int threads)
+      : writer_(unlocked([&] { return std::make_unique<DirectWriter>(path, nbytes, threads); })) {}
+  ~PyDirectWriter() {
+    const nb::gil_scoped_release unlocked;
+    writer_.reset();
+  }
+  PyDirectWriter(const PyDirectWriter&) = delete;
+  PyDirectWriter& operator=(const PyDirectWriter&) = delete;
+
+  DirectWriter& native() { return *writer_; }
+
+  std::uint64_t write(std::uint64_t offset, const ConstBytes& array) {
+    forget_finished();
+    const std::uint64_t ticket =
+        writer_->write(offset, reinterpret_cast<const std::byte*>(array.data()), array.nbytes());
+    alive_.emplace(ticket, nb::cast(array));
+    return ticket;
+  }
+
+  void wait(std::uint64_t ticket) {
+    const Forget forget{*this};
+    unlocked([&] { writer_->wait(ticket); });
+  }
+  void wait_all() {
+    const Forget forget{*this};
+    unlocked([&] { writer_->wait_all(); });
+  }
+  void close() {
+    const Forget forget{*this};
+    unlocked([&] { writer_->close(); });
+  }
+
+ private:
+  struct Forget {
+    PyDirectWriter& self;
+    ~Forget() { self.forget_finished(); }
+  };
+  void forget_finished() {
+    for (auto each = alive_.begin(); each != alive_.end();)
+      each = writer_->finished(each->first) ? alive_.erase(each) : std::next(each);
+  }
+
+  std::unique_ptr<DirectWriter> writer_;
+  std::map<std::uint64_t, nb::object> alive_;
+};
+
 }  // namespace
+
+DirectWriter& direct_writer_of(nb::handle writer) { return nb::cast<PyDirectWriter&>(writer).native(); }
 
 void init_io(nb::module_& m) {
   m.def("allocate", &allocate, nb::arg("nbytes"));
@@ -169,6 +229,25 @@ void init_io(nb::module_& m) {
       .def("submit", &PyReadBatch::submit)
       .def("poll", &PyReadBatch::poll)
       .def("wait", &PyReadBatch::wait);
+
+  nb::class_<PyDirectWriter>(m, "DirectWriter")
+      .def(nb::init<const std::string&, std::uint64_t, int>(), nb::arg("path"), nb::arg("nbytes"),
+           nb::arg("threads") = 4)
+      .def_prop_ro("path", [](PyDirectWriter& self) { return self.native().path(); })
+      .def_prop_ro("size", [](PyDirectWriter& self) { return self.native().size(); })
+      .def_prop_ro("direct", [](PyDirectWriter& self) { return self.native().direct(); })
+      .def_prop_ro("fallback_reason", [](PyDirectWriter& self) { return self.native().fallback_reason(); })
+      .def_prop_ro("memory_alignment", [](PyDirectWriter& self) { return self.native().memory_alignment(); })
+      .def("write", &PyDirectWriter::write, nb::arg("offset"), nb::arg("array"))
+      .def(
+          "finished",
+          [](PyDirectWriter& self, std::uint64_t ticket) { return self.native().finished(ticket); },
+          nb::arg("ticket"))
+      .def("wait", &PyDirectWriter::wait, nb::arg("ticket"))
+      .def("wait_all", &PyDirectWriter::wait_all)
+      .def("close", &PyDirectWriter::close)
+      .def("take_bytes", [](PyDirectWriter& self) { return self.native().take_bytes(); })
+      .def("busy_ns", [](PyDirectWriter& self) { return self.native().busy_ns(); });
 }
 
 }  // namespace flashllm

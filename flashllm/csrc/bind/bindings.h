@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "io/direct_writer.h"
 #include "io/error.h"
 #include "kernels/kernels.h"
 #include "model/ffn_layer.h"
@@ -52,11 +53,15 @@ Dtype dtype_of(const AnyArray& array);
 // What a bound layer holds; nb::cast_error where it is another object. The caller keeps the object alive.
 FfnLayer& ffn_layer_of(nb::handle ffn);
 
+// The same of a bound writer.
+DirectWriter& direct_writer_of(nb::handle writer);
+
 void init_io(nb::module_& m);
 void init_compute(nb::module_& m);
 void init_ffn(nb::module_& m);
 void init_model(nb::module_& m);
 void init_attention(nb::module_& m);
+void init_offload(nb::module_& m);
 
 }  // namespace flashllm
 

@@ -28,7 +28,6 @@ namespace {
 
 constexpr int kExtraTries = 2;   // a failing read is tried twice more
 constexpr int kPatience = 1000;  // EAGAINs in a row: a file that is never ready must not hang us
-constexpr std::size_t kAssumedAlignment = 4096;  // where the kernel does not tell
 
 std::string describe(int error) { return std::generic_category().message(error); }
 
@@ -83,22 +82,35 @@ DirectFile::DirectFile(std::string path, bool want_direct) : path_(std::move(pat
   }
 }
 
-std::string DirectFile::why_not_direct() {
-  offset_alignment_ = memory_alignment_ = kAssumedAlignment;
+DirectAlignment direct_alignment(int descriptor) {
+  DirectAlignment alignment;
 #if defined(__linux__)
   struct statfs system;
-  if (fstatfs(fd_, &system) == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC))
-    return "the file lies in memory";
+  if (fstatfs(descriptor, &system) == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC)) {
+    alignment.obstacle = "the file lies in memory";
+    return alignment;
+  }
 #endif
 #if defined(STATX_DIOALIGN)
   struct statx extended;
-  if (statx(fd_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &extended) == 0 &&
+  if (statx(descriptor, "", AT_EMPTY_PATH, STATX_DIOALIGN, &extended) == 0 &&
       (extended.stx_mask & STATX_DIOALIGN) != 0) {
-    if (extended.stx_dio_offset_align == 0) return "the file system has no direct reads for this file";
-    offset_alignment_ = extended.stx_dio_offset_align;
-    memory_alignment_ = std::max<std::size_t>(extended.stx_dio_mem_align, 1);
+    if (extended.stx_dio_offset_align == 0) {
+      alignment.obstacle = "the file system has no direct reads and writes for this file";
+    } else {
+      alignment.offset = extended.stx_dio_offset_align;
+      alignment.memory = std::max<std::size_t>(extended.stx_dio_mem_align, 1);
+    }
   }
 #endif
+  return alignment;
+}
+
+std::string DirectFile::why_not_direct() {
+  const DirectAlignment alignment = direct_alignment(fd_);
+  if (!alignment.obstacle.empty()) return alignment.obstacle;
+  offset_alignment_ = alignment.offset;
+  memory_alignment_ = alignment.memory;
   const HugeBuffer block(std::max(offset_alignment_, memory_alignment_));
   if (size_ == 0 || pread(fd_, block.data(), offset_alignment_, 0) >= 0) return "";
   const int error = errno;

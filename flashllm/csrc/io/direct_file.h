@@ -17,6 +17,15 @@ namespace flashllm {
 
 class DirectFile;
 
+// What direct reads and writes of an open file ask for, or why they would go through the page cache.
+struct DirectAlignment {
+  static constexpr std::size_t kAssumed = 4096;  // where the kernel does not tell
+  std::size_t offset = kAssumed;                 // and length
+  std::size_t memory = kAssumed;
+  std::string obstacle;  // empty: none known before the first call
+};
+DirectAlignment direct_alignment(int descriptor);
+
 // One read under way: its next system call, and what the call's result means. Every backend follows the same
 // rules: short reads are continued, EINTR and (for a while) EAGAIN repeated, any other error is tried twice
 // more; the read stops at the end of the file, wherever that is by now.

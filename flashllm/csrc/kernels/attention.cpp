@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <limits>
-#include <memory>
-#include <new>
 #include <vector>
+
+#include "kernels/scratch.h"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -21,21 +21,6 @@ constexpr std::size_t kStairs = 6;         // queries added up together where ea
 constexpr std::size_t kPairNbytes = 4;
 
 std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-// Memory for vectors of any level, uninitialised.
-template <typename T>
-class Scratch {
- public:
-  explicit Scratch(std::size_t n) : data_(static_cast<T*>(::operator new(n * sizeof(T), kAlignment))) {}
-  T* get() const { return data_.get(); }
-
- private:
-  static constexpr std::align_val_t kAlignment{64};
-  struct Free {
-    void operator()(T* data) const { ::operator delete(data, kAlignment); }
-  };
-  std::unique_ptr<T, Free> data_;
-};
 
 // to[j][i] = from[i][first + j] for i, j < 4; rows of `to` are `row` floats apart.
 void transpose(const float* const* from, std::size_t first, float* to, std::size_t row) {

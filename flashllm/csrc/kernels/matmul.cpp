@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "io/error.h"
+
 namespace flashllm {
 
 namespace {
@@ -22,33 +24,95 @@ static_assert(kTerms % 2 == 0 && kColumns % 2 == 0, "pairs must be whole");
 
 std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// One block of rows by one block of tokens: products[r][m] in fp32, rows `width` floats apart.
-void multiply_block(const LinearWeights& weights, std::size_t begin, std::size_t end, const PackedTokens& x,
-                    std::size_t first_token, std::size_t width, float* products, SimdLevel level) {
-  const std::size_t element = dtype_nbytes(weights.dtype);
-  std::fill(products, products + (end - begin) * width, 0.0F);
-  if (x.in_pairs()) {
-    for (std::size_t j = 0; j < weights.columns; j += kTerms) {
-      const PairRows rows{weights.data + begin * weights.stride + j * element, weights.stride, kPairNbytes};
-      const PairColumns columns{x.row_of_pairs(j / 2) + first_token, x.padded()};
-      const std::size_t pairs = std::min(kTerms, weights.columns - j) / 2;
-      pair_kernels(level)->multiply_add(rows, end - begin, columns, width, pairs, products, width);
-    }
-    return;
+// Weights of a dtype.
+class DtypeRows : public WideRows {
+ public:
+  DtypeRows(const LinearWeights& weights, SimdLevel level)
+      : weights_(weights), kernels_(kernel_table(level, weights.dtype)) {}
+  void widen(std::size_t begin, std::size_t count, std::size_t first, std::size_t width, float* to,
+             std::size_t stride) const override {
+    const std::byte* from = weights_.data + begin * weights_.stride + first * dtype_nbytes(weights_.dtype);
+    for (std::size_t i = 0; i < count; ++i)
+      kernels_.to_f32(from + i * weights_.stride, width, to + i * stride);
   }
-  const KernelTable& kernels = kernel_table(level, weights.dtype);
+
+ private:
+  const LinearWeights& weights_;
+  const KernelTable& kernels_;
+};
+
+// One block of rows by one block of tokens: products[r][m] in fp32, rows `width` floats apart.
+struct ProductBlock {
+  std::size_t begin, end;
+  std::size_t first_token, width;
+  float* products;
+
+  void clear() const { std::fill(products, products + (end - begin) * width, 0.0F); }
+};
+
+void multiply_block(const WideRows& weights, const PackedTokens& x, const ProductBlock& block,
+                    SimdLevel level) {
   const MultiplyAdd multiply_add = multiply_add_kernel(level);
   alignas(64) float wide[kWidened * kTerms];
-  for (std::size_t j = 0; j < weights.columns; j += kTerms) {
-    const std::size_t terms = std::min(kTerms, weights.columns - j);
-    for (std::size_t r = begin; r < end; r += kWidened) {
-      const std::size_t rows = std::min(kWidened, end - r);
-      for (std::size_t i = 0; i < rows; ++i)
-        kernels.to_f32(weights.data + (r + i) * weights.stride + j * element, terms, wide + i * kTerms);
-      multiply_add({wide, kTerms, 1}, rows, {x.row(j) + first_token, x.padded()}, width, terms,
-                   products + (r - begin) * width, width);
+  block.clear();
+  for (std::size_t j = 0; j < x.columns(); j += kTerms) {
+    const std::size_t terms = std::min(kTerms, x.columns() - j);
+    for (std::size_t r = block.begin; r < block.end; r += kWidened) {
+      const std::size_t rows = std::min(kWidened, block.end - r);
+      weights.widen(r, rows, j, terms, wide, kTerms);
+      multiply_add({wide, kTerms, 1}, rows, {x.row(j) + block.first_token, x.padded()}, block.width, terms,
+                   block.products + (r - block.begin) * block.width, block.width);
     }
   }
+}
+
+// The same of bf16 weights in pairs.
+void multiply_pairs(const LinearWeights& weights, const PackedTokens& x, const ProductBlock& block,
+                    const PairKernels& kernels) {
+  block.clear();
+  for (std::size_t j = 0; j < weights.columns; j += kTerms) {
+    const PairRows rows{weights.data + block.begin * weights.stride + j * dtype_nbytes(weights.dtype),
+                        weights.stride, kPairNbytes};
+    const PairColumns columns{x.row_of_pairs(j / 2) + block.first_token, x.padded()};
+    const std::size_t pairs = std::min(kTerms, weights.columns - j) / 2;
+    kernels.multiply_add(rows, block.end - block.begin, columns, block.width, pairs, block.products,
+                         block.width);
+  }
+}
+
+// multiply(block) for weights as they lie, in pairs or widened.
+template <typename Use>
+void with_multiply(const LinearWeights& weights, const PackedTokens& x, SimdLevel level, const Use& use) {
+  if (x.in_pairs()) {
+    use([&](const ProductBlock& block) { multiply_pairs(weights, x, block, *pair_kernels(level)); });
+  } else {
+    const DtypeRows rows(weights, level);
+    use([&](const ProductBlock& block) { multiply_block(rows, x, block, level); });
+  }
+}
+
+// out[m][r] = products + bias, rounded, for all rows and tokens; multiply(block) computes the products.
+template <typename Multiply>
+void linear_blocks(std::size_t rows, const float* bias, const PackedTokens& x, const KernelTable& kernels,
+                   std::size_t element, std::byte* out, ThreadPool& pool, const Multiply& multiply) {
+  pool.parallel_for(rows, kRowsTogether, [&](std::size_t begin, std::size_t end) {
+    std::unique_ptr<float[]> products(new float[kRowsTogether * std::min(kTokensTogether, x.padded())]);
+    for (std::size_t r = begin; r < end; r += kRowsTogether) {
+      const std::size_t count = std::min(kRowsTogether, end - r);
+      for (std::size_t first = 0; first < x.tokens(); first += kTokensTogether) {
+        const std::size_t width = std::min(kTokensTogether, x.padded() - first);
+        multiply({r, r + count, first, width, products.get()});
+        for (std::size_t m = 0; m < std::min(width, x.tokens() - first); ++m) {
+          float values[kRowsTogether];
+          for (std::size_t i = 0; i < count; ++i) {
+            values[i] = products[i * width + m];
+            if (bias != nullptr) values[i] += bias[r + i];
+          }
+          kernels.from_f32(values, count, out + ((first + m) * rows + r) * element);
+        }
+      }
+    }
+  });
 }
 
 }  // namespace
@@ -98,43 +162,36 @@ PackedTokens::PackedTokens(const std::byte* x, std::size_t tokens, std::size_t c
   });
 }
 
+void linear_many(const WideRows& weights, std::size_t rows, const float* bias, const PackedTokens& x,
+                 Dtype dtype, std::byte* out, ThreadPool& pool, SimdLevel level) {
+  if (x.in_pairs()) throw CoreError(ErrorKind::usage, "widened weights need inputs that are not in pairs");
+  linear_blocks(rows, bias, x, kernel_table(level, dtype), dtype_nbytes(dtype), out, pool,
+                [&](const ProductBlock& block) { multiply_block(weights, x, block, level); });
+}
+
 void linear_many(const LinearWeights& weights, const PackedTokens& x, std::byte* out, ThreadPool& pool,
                  SimdLevel level) {
-  const KernelTable& kernels = kernel_table(level, weights.dtype);
-  const std::size_t element = dtype_nbytes(weights.dtype);
-  pool.parallel_for(weights.rows, kRowsTogether, [&](std::size_t begin, std::size_t end) {
-    std::unique_ptr<float[]> products(new float[kRowsTogether * std::min(kTokensTogether, x.padded())]);
-    for (std::size_t r = begin; r < end; r += kRowsTogether) {
-      const std::size_t rows = std::min(kRowsTogether, end - r);
-      for (std::size_t first = 0; first < x.tokens(); first += kTokensTogether) {
-        const std::size_t width = std::min(kTokensTogether, x.padded() - first);
-        multiply_block(weights, r, r + rows, x, first, width, products.get(), level);
-        for (std::size_t m = 0; m < std::min(width, x.tokens() - first); ++m) {
-          float values[kRowsTogether];
-          for (std::size_t i = 0; i < rows; ++i) {
-            values[i] = products[i * width + m];
-            if (weights.bias != nullptr) values[i] += weights.bias[r + i];
-          }
-          kernels.from_f32(values, rows, out + ((first + m) * weights.rows + r) * element);
-        }
-      }
-    }
+  with_multiply(weights, x, level, [&](const auto& multiply) {
+    linear_blocks(weights.rows, weights.bias, x, kernel_table(level, weights.dtype),
+                  dtype_nbytes(weights.dtype), out, pool, multiply);
   });
 }
 
 void product_rows(const LinearWeights& weights, const PackedTokens& x, float* products, ThreadPool& pool,
                   SimdLevel level) {
-  pool.parallel_for(weights.rows, kWidened, [&](std::size_t begin, std::size_t end) {
-    std::unique_ptr<float[]> block(new float[kRowsTogether * std::min(kTokensTogether, x.padded())]);
-    for (std::size_t r = begin; r < end; r += kRowsTogether) {
-      const std::size_t rows = std::min(kRowsTogether, end - r);
-      for (std::size_t first = 0; first < x.padded(); first += kTokensTogether) {
-        const std::size_t width = std::min(kTokensTogether, x.padded() - first);
-        multiply_block(weights, r, r + rows, x, first, width, block.get(), level);
-        for (std::size_t i = 0; i < rows; ++i)
-          std::copy_n(block.get() + i * width, width, products + (r + i) * x.padded() + first);
+  with_multiply(weights, x, level, [&](const auto& multiply) {
+    pool.parallel_for(weights.rows, kWidened, [&](std::size_t begin, std::size_t end) {
+      std::unique_ptr<float[]> block(new float[kRowsTogether * std::min(kTokensTogether, x.padded())]);
+      for (std::size_t r = begin; r < end; r += kRowsTogether) {
+        const std::size_t rows = std::min(kRowsTogether, end - r);
+        for (std::size_t first = 0; first < x.padded(); first += kTokensTogether) {
+          const std::size_t width = std::min(kTokensTogether, x.padded() - first);
+          multiply({r, r + rows, first, width, block.get()});
+          for (std::size_t i = 0; i < rows; ++i)
+            std::copy_n(block.get() + i * width, width, products + (r + i) * x.padded() + first);
+        }
       }
-    }
+    });
   });
 }
 

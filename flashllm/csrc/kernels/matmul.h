@@ -14,6 +14,8 @@
 
 namespace flashllm {
 
+constexpr std::size_t kColumnPad = 16;
+
 // Whether weights [rows, terms] are multiplied in pairs.
 bool in_pairs(Dtype dtype, std::size_t terms, SimdLevel level);
 
@@ -38,7 +40,23 @@ class PackedTokens {
   std::unique_ptr<std::uint32_t[]> pairs_;
 };
 
-// out[m][r] = sum_j weights[r][j] * x[m][j] (+ bias[r]), rounded to the weights' dtype; out: [tokens, rows]
+// Weights of any form that can be widened to fp32.
+class WideRows {
+ public:
+  virtual ~WideRows() = default;
+  // Columns [first, first + width) of rows [begin, begin + count); rows of `to` are `stride` floats apart.
+  // `first` and `stride` are multiples of kColumnPad, and what pads a row of `to` may be overwritten. Threads
+  // may call it together.
+  virtual void widen(std::size_t begin, std::size_t count, std::size_t first, std::size_t width, float* to,
+                     std::size_t stride) const = 0;
+};
+
+// out[m][r] = sum_j weights[r][j] * x[m][j] (+ bias[r]), rounded to `dtype`; weights: [rows, x.columns()],
+// out: [tokens, rows]. `x` must not be in pairs.
+void linear_many(const WideRows& weights, std::size_t rows, const float* bias, const PackedTokens& x,
+                 Dtype dtype, std::byte* out, ThreadPool& pool, SimdLevel level);
+
+// The same of weights as they lie, rounded to their dtype.
 void linear_many(const LinearWeights& weights, const PackedTokens& x, std::byte* out, ThreadPool& pool,
                  SimdLevel level);
 
@@ -49,7 +67,6 @@ void product_rows(const LinearWeights& weights, const PackedTokens& x, float* pr
 // y[m][j] += sum_i scales[i][m] * weights[i][j] for m < tokens, in the order of i. scales: rows `padded`
 // long; y: rows `y_stride` floats long, a multiple of kColumnPad that holds all columns. In pairs, `scales`
 // are rounded to bf16 first.
-constexpr std::size_t kColumnPad = 16;
 void add_rows(const LinearWeights& weights, const float* scales, std::size_t padded, std::size_t tokens,
               float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level);
 

@@ -39,6 +39,15 @@ class Hardware:
     cpu_bandwidth: RateCurve  # the CPU reading its own memory: dequantising a compressed cache there
     combine: str = "serial-load"
     direct_io: bool | None = None  # whether the disk rates were measured past the page cache; None: not known
+    # What this engine measured of itself on a CPU; a file written by hand may leave it out.
+    dtype: str | None = None  # of the weights and the cache that were measured with
+    packed_gemm: RateCurve | None = None  # as gemm, of packed weights, which are unpacked on the way
+    packed_attention: RateCurve | None = None  # as cpu_attention, of a packed cache, in bytes that it takes unpacked
+    seal: RateCurve | None = None  # cache bytes/s that are packed
+    elementwise: RateCurve | None = None  # bytes/s that norms, sums and activations read and write
+    read_takes: float = 0.0  # share of the products' rate that is lost while the disk is read at full rate
+    read_loses: float = 0.0  # share of the disk's rate that is lost while products run
+    square_s: float = 0.0  # of a batch in a layer: what neither products nor bytes explain
 
     def __post_init__(self) -> None:
         if self.device not in ("cuda", "cpu"):
@@ -49,6 +58,10 @@ class Hardware:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{field} must be a number of bytes, not {value!r}")
+        for field, limit in (("read_takes", 1), ("read_loses", 1), ("square_s", float("inf"))):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < limit:
+                raise ValueError(f"{field} must be a number from 0 and below {limit}, not {value!r}")
 
     @property
     def device_usable(self) -> int:
@@ -87,7 +100,7 @@ class Hardware:
                 raise FormatError(f"{where}: unknown hardware constant {name!r}")
         values = dict(data)
         for name, field in known.items():
-            if field.type is RateCurve and name in values:
+            if field.type in (RateCurve, RateCurve | None) and values.get(name) is not None:
                 try:
                     values[name] = RateCurve.from_json(values[name])
                 except ValueError as error:

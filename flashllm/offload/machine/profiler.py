@@ -1,113 +1,49 @@
-"""Measures this machine and fits the constants of `Hardware` (paper B, section 4.3, last paragraph).
+"""Measures this machine: the constants of `Hardware`, for the device it has (paper B, section 4.3, last paragraph)."""
 
-It decides what is measured at which sizes; how is in `measure_disk` and `measure_compute`.
-"""
-
+import dataclasses
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-import torch
-
-from flashllm.offload.machine.curves import Probe, Sample, fit_curve, medians, sample_rounds
+from flashllm.base.machine import available_nbytes
 from flashllm.offload.machine.hardware import Hardware
-from flashllm.offload.machine.measure_compute import ComputeProbe
-from flashllm.offload.machine.measure_disk import open_probe
-
-KIB, MIB = 1 << 10, 1 << 20
-# With no GPU the device tier is a share of the CPU's own memory; --device-memory states it exactly.
-_DEVICE_SHARE = 4
+from flashllm.offload.machine.profile_cpu import profile_cpu
+from flashllm.offload.machine.sampling import ProfileSizes, Report
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileSizes:
-    """Sizes at which each rate is sampled; they are the knots of its curve. Bytes, rows or tokens."""
+def profile_machine(
+    folder: Path,
+    *,
+    report: Report,
+    sizes: ProfileSizes | None = None,
+    dtype: str = "bfloat16",
+    threads: int | None = None,
+) -> Hardware:
+    """Measures and fits, with weights and cache of `dtype`; `folder` is where the disk is tested.
 
-    disk: tuple[int, ...] = (64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-    copy: tuple[int, ...] = (64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-    memory: tuple[int, ...] = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-    gemm_rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
-    bmm_tokens: tuple[int, ...] = (64, 256, 1024)
-    attention: tuple[int, ...] = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-    gemm_inner: int = 4096
-    gemm_outer: int = 4096
-    heads: int = 16
-    head_dim: int = 128
-    context: int = 512
-    disk_file: int = 512 * MIB
-    rounds: int = 3
-    at_least_s: float = 0.1
-    rotation: int = 256 * MIB  # operands together take this, more than the last-level caches in use
+    On a CPU the runtime's own products, attention and transfers; where torch sees a GPU, torch's. Raises FlashIOError
+    when the folder cannot be written.
+    """
+    if _has_cuda():
+        from flashllm.offload.machine.profile_cuda import profile_cuda
 
-
-Rates = dict[str, list[Sample]]
+        return profile_cuda(folder, report=report, sizes=sizes or ProfileSizes())
+    return profile_cpu(folder, report=report, sizes=sizes or ProfileSizes(), dtype=dtype, threads=threads)
 
 
-def measure(folder: Path, sizes: ProfileSizes, *, report: Callable[[str], None]) -> tuple[Rates, bool]:
-    """Samples of every rate of `Hardware`, and whether the disk was read and written past the page cache."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
-    compute = ComputeProbe(device, torch.float16 if cuda else torch.bfloat16, sizes.at_least_s, sizes.rotation)
-    rates: Rates = {}
-
-    def take(name: str, probe: Probe, at: tuple[int, ...]) -> None:
-        rates[name] = sample_rounds(probe, at, rounds=sizes.rounds)
-        top = max(sample.rate for sample in rates[name])
-        report(f"{name:18s} up to {top:.3g}/s over sizes {at[0]} … {at[-1]}")
-
-    with open_probe(folder, nbytes=sizes.disk_file, largest=max(sizes.disk)) as disk:
-        direct = disk.direct
-        report("direct I/O is on" if direct else f"{folder} refuses direct I/O: disk rates pass through the page cache")
-        take("dtoc", lambda size: disk.read(size, at_least_s=sizes.at_least_s), sizes.disk)
-        take("ctod", lambda size: disk.write(size, at_least_s=sizes.at_least_s), sizes.disk)
-    take("ctog", lambda size: compute.copy(size, to_device=True), sizes.copy)
-    take("gtoc", lambda size: compute.copy(size, to_device=False), sizes.copy)
-    take("device_bandwidth", compute.memory_read, sizes.memory)
-    take("gemm", lambda n: compute.gemm(n, inner=sizes.gemm_inner, outer=sizes.gemm_outer), sizes.gemm_rows)
-    take("bmm", lambda n: compute.batched_gemm(n, heads=sizes.heads, head_dim=sizes.head_dim), sizes.bmm_tokens)
-    attention = ComputeProbe(torch.device("cpu"), torch.bfloat16, sizes.at_least_s, sizes.rotation)
-    take(
-        "cpu_attention",
-        lambda n: attention.cpu_attention(n, context=sizes.context, head_dim=sizes.head_dim),
-        sizes.attention,
-    )
-    take("cpu_bandwidth", attention.memory_read, sizes.memory)
-    return rates, direct
+def _has_cuda() -> bool:
+    """Whether torch can use a GPU. Torch, which takes seconds and much memory, is asked only where a driver is."""
+    if not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg")):
+        return False
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())
 
 
-def fit_machine(rates: Rates, *, direct_io: bool, folder: Path) -> Hardware:
-    """The machine these samples describe, with the memory and disk space that are free now."""
-    # Medians, since a neighbour's burst makes one round slow and no round fast.
-    curves = {
-        name: fit_curve(medians(samples), knots=sorted({s.size for s in samples})) for name, samples in rates.items()
-    }
-    cuda = torch.cuda.is_available()
-    available = psutil.virtual_memory().available
-    # The same bytes must not be planned twice: with no GPU, device and CPU tiers share the machine's memory.
-    device_memory = torch.cuda.mem_get_info()[0] if cuda else available // _DEVICE_SHARE
-    return Hardware(
-        name="this machine",
-        device="cuda" if cuda else "cpu",
-        source=f"profiled, direct I/O {'on' if direct_io else 'off'}",
-        device_memory=device_memory,
-        cpu_memory=available if cuda else available - device_memory,
-        disk_capacity=shutil.disk_usage(folder).free,
-        direct_io=direct_io,
-        ctog=curves["ctog"],
-        gtoc=curves["gtoc"],
-        dtoc=curves["dtoc"],
-        ctod=curves["ctod"],
-        gemm=curves["gemm"],
-        bmm=curves["bmm"],
-        device_bandwidth=curves["device_bandwidth"],
-        cpu_attention=curves["cpu_attention"],
-        cpu_bandwidth=curves["cpu_bandwidth"],
-    )
-
-
-def profile_machine(folder: Path, *, report: Callable[[str], None], sizes: ProfileSizes | None = None) -> Hardware:
-    """Measures and fits; `folder` is where the disk is tested. Raises FlashIOError when that cannot be written."""
-    rates, direct = measure(folder, sizes or ProfileSizes(), report=report)
-    return fit_machine(rates, direct_io=direct, folder=folder)
+def as_now(hardware: Hardware, folder: Path) -> Hardware:
+    """A stored profile of this machine with the memory and disk space that are free now."""
+    capacity = shutil.disk_usage(folder).free
+    if hardware.device == "cpu":
+        return dataclasses.replace(hardware, device_memory=available_nbytes(), disk_capacity=capacity)
+    return dataclasses.replace(hardware, disk_capacity=capacity)

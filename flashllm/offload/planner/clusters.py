@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from flashllm.errors import BudgetError
 from flashllm.offload.machine.hardware import Hardware
-from flashllm.offload.planner.costs import CostModel, Method
+from flashllm.offload.planner.costs import Method
+from flashllm.offload.planner.host_costs import cost_model
 from flashllm.offload.planner.predict import Prediction, price
 from flashllm.offload.planner.search import SearchSpace, search
 from flashllm.offload.policy import Policy, Workload
@@ -119,9 +120,7 @@ def decentralised(
             break
         part = dataclasses.replace(shape, layers=layers)
         share = max(1, clients * stages // machines)  # batches of which one chain holds the caches
-        model = CostModel(
-            shape=part, hardware=hardware, workload=workload, method=Method.of(policy), blocks_in_flight=share
-        )
+        model = cost_model(part, hardware, workload, Method.of(policy), blocks_in_flight=share)
         stage = price(model, policy)
         if stage.over:
             continue

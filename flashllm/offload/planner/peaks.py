@@ -4,6 +4,8 @@ A peak is what lives on the tier for the whole block plus the working memory of 
 """
 
 from flashllm.offload.planner.costs import COMPRESSED, CostModel
+from flashllm.offload.planner.host_costs import HostCostModel
+from flashllm.offload.planner.host_peaks import host_limits
 from flashllm.offload.planner.linear import CC, CD, CG, HC, HD, HG, WC, WD, WG, Linear, constant
 
 
@@ -79,6 +81,8 @@ def disk_peak(model: CostModel) -> Linear:
 
 def memory_limits(model: CostModel) -> list[tuple[str, Linear, int]]:
     """(tier, peak, bytes the tier has) for every peak that must fit."""
+    if isinstance(model, HostCostModel):
+        return host_limits(model)
     hardware = model.hardware
     rows = [("device", peak, hardware.device_usable) for peak in device_peaks(model)]
     rows += [("cpu", peak, hardware.cpu_usable) for peak in cpu_peaks(model)]

@@ -1,10 +1,12 @@
 """`Prediction`: what a policy costs, in times, throughput, peaks and what binds. It evaluates `costs`, no more."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.planner.costs import STAGES, CostModel, Method
+from flashllm.offload.planner.host_costs import HostCostModel, cost_model
 from flashllm.offload.planner.peaks import memory_limits
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.shape import ModelShape
@@ -41,13 +43,25 @@ class Prediction:
         return self.prefill_s + self.decode_s
 
 
-def predict(shape: ModelShape, hardware: Hardware, workload: Workload, policy: Policy) -> Prediction:
+def predict(
+    shape: ModelShape,
+    hardware: Hardware,
+    workload: Workload,
+    policy: Policy,
+    *,
+    weight_bits: int = 4,
+    cache_bits: int = 4,
+) -> Prediction:
     """Prices `policy` by the cost model; a policy that does not fit is priced too, with `over` saying what is short."""
-    return price(CostModel(shape=shape, hardware=hardware, workload=workload, method=Method.of(policy)), policy)
+    method = Method.of(policy)
+    model = cost_model(shape, hardware, workload, method, weight_bits=weight_bits, cache_bits=cache_bits)
+    return price(model, policy)
 
 
 def price(model: CostModel, policy: Policy) -> Prediction:
     """As `predict`, for a cost model already made for the policy's method."""
+    if isinstance(model, HostCostModel):
+        model = dataclasses.replace(model, policy=policy)
     x, layers, block = policy.placement, model.shape.layers, policy.block_size
     n = model.workload.gen_len
     head = max(form.value(x) for form in model.head_bounds())

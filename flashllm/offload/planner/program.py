@@ -99,7 +99,7 @@ class PlacementProgram:
 
     def whole_tensors(self) -> Solution | None:
         """As `relaxed`, over what tensors can do (section 4.2): a layer's matrices whole (layer granularity for
-        weights), the cache cut between the heads of sequences and activations between sequences."""
+        weights), cache and activations cut between the sequences of a GPU batch."""
         return self._timed(self.solve(self._block_time, self.rows, self.limits, whole=True))
 
     def _timed(self, found: Solution | None) -> Solution | None:
@@ -143,7 +143,7 @@ class PlacementProgram:
         """
         shape, method = self.model.shape, self.model.method
         share = np.array(shape.matrix_params) / shape.layer_params
-        matrices, grains = len(share), (method.gpu_batch * shape.kv_heads, method.gpu_batch)
+        matrices, grains = len(share), (method.gpu_batch, method.gpu_batch)
         integers = 3 * matrices + 6
         fractions = np.zeros((SIZE + _PHASES + extra, integers + _PHASES + extra))
         for matrix in range(matrices):

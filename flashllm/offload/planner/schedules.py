@@ -1,8 +1,9 @@
 """Compute schedules as generated sequences of steps (paper B, section 4.2 and appendix A.2), and what they move.
 
-A square is one GPU batch in one layer for one token. Three orders of squares are generated, row by row, zig-zag block
-and diagonal block, and `account` walks any such sequence: it checks that the order is possible and adds up bytes. As in
-A.2 no weights or cache live on the device and attention is the device's. It knows no times and no machine.
+A square is one GPU batch in one layer for one token. Orders of squares are generated, row by row, zig-zag block,
+diagonal block and that of a pipeline's stage, and `account` walks any such sequence: it checks that the order is
+possible and adds up bytes. As in A.2 no weights or cache live on the device and attention is the device's. It knows no
+times and no machine.
 """
 
 from collections.abc import Iterable, Iterator
@@ -87,6 +88,21 @@ def diagonal_block(graph: Graph, *, group: int) -> Iterator[Step]:
         for layer in range(graph.layers):
             yield Step(Action.LOAD_WEIGHTS, active[0][0][0], active[0][1], layer)
             for rows, token in active:
+                for batch in rows:
+                    yield from _square(batch, token, layer)
+
+
+def pipeline_stage(graph: Graph, *, group: int) -> Iterator[Step]:
+    """Token by token, groups of `group` batches one after the other through all layers of one stage of a pipeline.
+
+    A group is a micro-batch (section 4.4): while it is in this stage others are in the other stages, so it must leave
+    before the next begins. Each group loads each layer's weights, once a token. Layers are the stage's own.
+    """
+    groups = _groups(graph.batches, group)
+    for token in range(graph.tokens):
+        for rows in groups:
+            for layer in range(graph.layers):
+                yield Step(Action.LOAD_WEIGHTS, rows[0], token, layer)
                 for batch in rows:
                     yield from _square(batch, token, layer)
 

@@ -5,6 +5,7 @@ at most the next, so the first whole-tensor solution to come off the heap is the
 meet a solver.
 """
 
+import dataclasses
 import heapq
 import math
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from flashllm.base.units import format_size
 from flashllm.errors import BudgetError
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.planner.costs import CostModel, Method
+from flashllm.offload.planner.host_costs import cost_model
 from flashllm.offload.planner.predict import Prediction, price
 from flashllm.offload.planner.program import TIERS, Constraints, PlacementProgram
 from flashllm.offload.policy import Policy, Workload
@@ -40,7 +42,10 @@ class SearchSpace:
     compress_cache: bool = False
     attention_sparsity: float = 1.0
     overlap: bool = True
+    weight_bits: int = 4  # of compressed weights
+    cache_bits: int = 4
     blocks_in_flight: int = 1  # of a pipeline: its stages
+    sequences: int | None = None  # of the whole job: a block needs no batch that they would not reach
     constraints: Constraints = field(default_factory=Constraints)
 
     def __post_init__(self) -> None:
@@ -54,6 +59,8 @@ class SearchSpace:
     def methods(self) -> Iterator[Method]:
         for gpu_batch in self.gpu_batches:
             for num_batches in self.num_batches:
+                if self.sequences is not None and gpu_batch * (num_batches - 1) >= self.sequences:
+                    break
                 yield from self.methods_of(gpu_batch, num_batches)
 
     def methods_of(self, gpu_batch: int, num_batches: int) -> Iterator[Method]:
@@ -70,8 +77,23 @@ class SearchSpace:
 
     def model(self, shape: ModelShape, hardware: Hardware, workload: Workload, method: Method) -> CostModel:
         """The cost model of one method of this space."""
-        flight = self.blocks_in_flight
-        return CostModel(shape=shape, hardware=hardware, workload=workload, method=method, blocks_in_flight=flight)
+        return cost_model(
+            shape,
+            hardware,
+            workload,
+            method,
+            blocks_in_flight=self.blocks_in_flight,
+            weight_bits=self.weight_bits,
+            cache_bits=self.cache_bits,
+        )
+
+    def on(self, hardware: Hardware) -> "SearchSpace":
+        """What of this space a machine has. Without a GPU its memory is the device, and the CPU tier would be the same
+        memory again; attention is where the cache is."""
+        if hardware.device != "cpu":
+            return self
+        constraints = dataclasses.replace(self.constraints, forbid=self.constraints.forbid | {"cpu"})
+        return dataclasses.replace(self, cpu_attention=(True,), constraints=constraints)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +123,7 @@ def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: Sea
 
     Raises BudgetError that names the missing resource, and how much of it, when no policy is feasible.
     """
-    space = space or SearchSpace()
+    space = (space or SearchSpace()).on(hardware)
     ticket = count()
     heap: list[_Candidate] = []
     programs = pairs = 0
@@ -148,17 +170,20 @@ def explain_refusal(shape: ModelShape, hardware: Hardware, workload: Workload, s
     has = {"device": hardware.device_memory, "cpu": hardware.cpu_memory, "disk": hardware.disk_capacity}
     reserved = {"device": hardware.device_reserved, "cpu": hardware.cpu_reserved, "disk": 0}
     ways = []
+    names = _RESOURCES | ({"device": "memory"} if hardware.device == "cpu" else {})
     for resource in (*TIERS, "latency"):
+        if resource == "cpu" and hardware.device == "cpu":
+            continue
         programs = [PlacementProgram(model, space.constraints, unlimited=resource) for model in models]
         needs = [need for program in programs if (need := program.least_need(resource)) is not None]
         if needs and resource != "latency":
             need = min(needs) + reserved[resource]
             more = format_size(max(0.0, need - has[resource]))
-            ways.append(f"{more} more {_RESOURCES[resource]} ({format_size(need)} in all)")
+            ways.append(f"{more} more {names[resource]} ({format_size(need)} in all)")
         elif needs and space.constraints.latency_s is not None:
             ways.append(f"a latency of {min(needs):.3g} s instead of {space.constraints.latency_s:.3g} s")
     if not ways:
         short = PlacementProgram(models[0], space.constraints, unlimited="latency").least_shortfall()
-        ways.append(" and ".join(f"{format_size(more)} more {_RESOURCES[tier]}" for tier, more in short.items()))
+        ways.append(" and ".join(f"{format_size(more)} more {names[tier]}" for tier, more in short.items()))
     what = f"{shape.name} ({format_size(shape.model_bytes)}) at {workload.prompt_len} + {workload.gen_len} tokens"
     return f"{what} does not fit {hardware.name}: it needs {', or '.join(ways)}"

@@ -27,23 +27,25 @@ class Gain:
 
 def _changes(hardware: Hardware) -> list[tuple[str, Hardware]]:
     replace = dataclasses.replace
+    host = hardware.device == "cpu"  # one memory is both tiers
+    memory = "twice the memory" if host else "twice the device memory"
     changes = [
-        ("twice the device memory", replace(hardware, device_memory=hardware.device_memory * _FACTOR)),
-        ("twice the CPU memory", replace(hardware, cpu_memory=hardware.cpu_memory * _FACTOR)),
+        (memory, replace(hardware, device_memory=hardware.device_memory * _FACTOR)),
         ("twice the disk space", replace(hardware, disk_capacity=hardware.disk_capacity * _FACTOR)),
         ("a disk twice as fast", replace(hardware, dtoc=hardware.dtoc.scaled(2), ctod=hardware.ctod.scaled(2))),
     ]
-    if hardware.device == "cpu":  # the T4's compute and links beside this machine's own memory and disk
+    if host:  # the T4's compute and links beside this machine's own memory and disk
         gpu = replace(
             hardware,
             name=f"{hardware.name} with a T4",
             device="cuda",
             **{name: getattr(T4, name) for name in ("device_memory", "device_reserved")},
-            **{name: getattr(T4, name) for name in ("ctog", "gtoc", "gemm", "bmm", "device_bandwidth")},
+            **{name: getattr(T4, name) for name in ("ctog", "gtoc", "gemm", "bmm", "device_bandwidth", "combine")},
             cpu_memory=hardware.cpu_memory + hardware.device_memory,  # the device tier was this machine's own memory
         )
         changes.append(("a T4 GPU of 16 GB", gpu))
     else:
+        changes.append(("twice the CPU memory", replace(hardware, cpu_memory=hardware.cpu_memory * _FACTOR)))
         links = replace(hardware, ctog=hardware.ctog.scaled(2), gtoc=hardware.gtoc.scaled(2))
         changes.append(("a link to the device twice as fast", links))
     return changes

@@ -1,4 +1,5 @@
-// What _core_testing has and _core has not: reads that fail on demand, and the slot table by itself.
+// What _core_testing has and _core has not: reads and writes that fail on demand, and the slot table by
+// itself.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -30,6 +31,12 @@ void inject_fault(DirectFile& file, const std::string& kind, std::uint64_t first
   inject(file, std::make_shared<FaultPlan>(Fault{parse_fault(kind), first, count, argument}));
 }
 
+void inject_write_fault(DirectWriter& file, const std::string& kind, std::uint64_t first, std::uint64_t count,
+                        std::uint64_t argument) {
+  require(kind != "flip", "what is written cannot be flipped: it is the caller's");
+  inject(file, std::make_shared<FaultPlan>(Fault{parse_fault(kind), first, count, argument}));
+}
+
 std::vector<std::tuple<int, int>> exchange(SlotTable& table, const std::vector<std::int32_t>& leaving,
                                            const std::vector<std::int32_t>& coming) {
   for (const auto* ids : {&leaving, &coming})
@@ -50,6 +57,15 @@ void init_testing(nb::module_& m) {
       file, "inject",
       nb::cpp_function(&inject_fault, nb::scope(file), nb::name("inject"), nb::is_method(), nb::arg("kind"),
                        nb::arg("first"), nb::arg("count") = 1, nb::arg("argument") = 0));
+
+  // Of a bound writer: its native one.
+  m.def(
+      "inject_write_fault",
+      [](nb::handle writer, const std::string& kind, std::uint64_t first, std::uint64_t count,
+         std::uint64_t argument) {
+        inject_write_fault(direct_writer_of(writer), kind, first, count, argument);
+      },
+      nb::arg("writer"), nb::arg("kind"), nb::arg("first"), nb::arg("count") = 1, nb::arg("argument") = 0);
 
   nb::class_<SlotTable>(m, "SlotTable")
       .def(nb::init<std::int32_t, std::int32_t>(), nb::arg("num_neurons"), nb::arg("capacity"))

@@ -1,0 +1,157 @@
+"""The throughput engine at work: whole runs against the roof of their own products and of the drive, and against peers.
+
+    python tools/make_dummy_checkpoint.py opt67-4 --shape opt-6.7b --layers 4 --tokenizer DIR
+    python bench/offload/offload_run.py opt67-4 --sequences 64 --batch 32 --prompt 128 --new 32 --memory 2.4GB
+
+Weights on disk, cache and activations in memory, in 16 bit and with 4-bit weights and cache (`--runs`), each in a
+process of its own, with --memory in a control group of that size from a cold page cache (root). Fewer layers than the
+shape has are fine: a block's time is a sum over layers, which `projected` scales to the shape's own number; such a
+figure is a projection, the rest is measured. Roofs are taken in the same minutes: `prefill` and `decode` of the
+products alone, over the weights of one layer in memory, and the bytes a step reads over the drive's sequential rate.
+`of_roof` is the roof over the whole run, `decode_of_roof` the larger of disk and products over decoding. The peer is
+transformers with accelerate's disk offload, on the same prompts and the same limit. The last line is one JSON document.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from memory_group import MemoryGroup, drop_page_cache
+
+from flashllm.base.units import parse_size
+
+WORKER = Path(__file__).with_name("run_worker.py")
+RUNS: dict[str, dict[str, Any]] = {
+    "16 bit": {},
+    "16 bit, no overlap": {"overlap": False},
+    "4-bit weights": {"weight_bits": 4},
+    "4-bit weights and cache": {"weight_bits": 4, "cache_bits": 4},
+    "16 bit, cache on disk": {"cache_disk": 1.0},
+}
+
+
+def settings_of(args: argparse.Namespace, run: dict[str, Any]) -> dict[str, Any]:
+    """What the worker needs to know."""
+    on_disk = run.get("cache_disk", 0.0)
+    policy = {
+        "gpu_batch": args.batch,
+        "num_batches": -(-args.sequences // args.batch),
+        "wg": 0.0,
+        "wc": 0.0,
+        "wd": 1.0,
+        "cg": 1.0 - on_disk,
+        "cc": 0.0,
+        "cd": on_disk,
+        "hg": 1.0,
+        "hc": 0.0,
+        "hd": 0.0,
+        "compress_weights": "weight_bits" in run,
+        "compress_cache": "cache_bits" in run,
+        "overlap": run.get("overlap", True),
+    }
+    return {
+        "model": str(args.model),
+        "sequences": args.sequences,
+        "batch": args.batch,
+        "prompt": args.prompt,
+        "new": args.new,
+        "weight_bits": run.get("weight_bits"),
+        "cache_bits": run.get("cache_bits"),
+        "layout": "kivi",
+        "policy": policy,
+        "scratch": str(args.scratch),
+        "dtype": args.peer_dtype,
+        "memory": args.memory,
+    }
+
+
+def worker(settings: dict[str, Any], memory: int | None) -> dict[str, Any]:
+    """What the worker printed; with `memory`, in a control group of that many bytes."""
+    command = [sys.executable, str(WORKER), json.dumps(settings)]
+    if memory is None:
+        return result(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False))
+    with MemoryGroup(memory) as group:
+        drop_page_cache()
+        done = subprocess.run(group.entering(command), stdout=subprocess.PIPE, text=True, check=False)
+        return {**result(done), "group_peak_bytes": group.peak_nbytes, "group_bytes": memory}
+
+
+def result(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
+    if done.returncode != 0:
+        return {"failed": done.returncode}
+    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return document
+
+
+def compared(run: dict[str, Any], roof: dict[str, Any], steps: int) -> dict[str, Any]:
+    """`run` with its shares of the roofs. A prompt's pass reads the weights once, as each of `steps` does."""
+    read_s = run["bytes_read"] / roof["read_bytes_per_s"]
+    prefill = max(roof["prefill_products_s"], read_s / (steps + 1))
+    decode = max(roof["decode_products_s"], read_s * steps / (steps + 1))
+    products = roof["prefill_products_s"] + roof["decode_products_s"]
+    whole = run["prefill_s"] + run["decode_s"]
+    busiest = max(run["busy"].values())
+    return {
+        "products_of_run": products / whole,
+        "of_roof": (prefill + decode) / whole,
+        "decode_of_roof": decode / run["decode_s"],
+        "run_of_busiest": whole / busiest,
+        "decode_disk_s": read_s * steps / (steps + 1),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("model", type=Path, help="Hugging Face folder with safetensors")
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=32, help="sequences computed at once")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--memory", type=parse_size, help="limit of a control group for every run")
+    parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=[*RUNS, "accelerate"])
+    parser.add_argument("--layers", type=int, default=32, help="of the whole shape, for the projection")
+    parser.add_argument("--peer-dtype", default="bfloat16", help="of accelerate")
+    parser.add_argument("--scratch", type=Path, default=Path("/tmp"), help="folder for scratch files")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    rows: list[dict[str, Any]] = []
+    for name in args.runs:
+        if name == "accelerate":
+            rows.append({"run": name, **worker(settings_of(args, {}) | {"task": "accelerate"}, args.memory)})
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            continue
+        settings = settings_of(args, RUNS[name])
+        roof = worker(settings | {"task": "roofs"}, None)
+        run = worker(settings | {"task": "run"}, args.memory)
+        row = {"run": name, "policy": settings["policy"], **run, **roof}
+        if "failed" not in row:
+            row |= compared(run, roof, args.new - 1)
+        rows.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+    document = {
+        "benchmark": "offload_run",
+        "weights": "dummy (synthetic)",
+        "model": args.model.name,
+        "layers_of_shape": args.layers,
+        "sequences": args.sequences,
+        "batch": args.batch,
+        "prompt": args.prompt,
+        "new": args.new,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "rows": rows,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

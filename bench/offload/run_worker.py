@@ -1,0 +1,175 @@
+"""One measured run of the throughput engine in a process of its own, for offload_run.py: settings in, results out."""
+
+import json
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashllm import _core
+from flashllm.base.dtypes import WEIGHT_DTYPES
+from flashllm.base.machine import num_cores
+from flashllm.generate.sampling import SamplingOptions
+from flashllm.offload.jobs.sequences import Sequence
+from flashllm.offload.policy import Policy
+from flashllm.offload.runtime.layer import ROWS_TOGETHER
+from flashllm.offload.runtime.native_ops import NativeOps
+from flashllm.offload.runtime.run import Runner, RunOptions
+from flashllm.offload.runtime.tiers.scratch import open_reader
+from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, open_weights
+from flashllm.offload.runtime.tiers.weights import Matrix
+
+_DISK_NBYTES = 1 << 20  # of one read
+_ROUNDS = 3
+
+
+def median_s(work: Callable[[], object]) -> float:
+    """Median seconds of `_ROUNDS` calls after one that warms up."""
+    work()
+    times = []
+    for _ in range(_ROUNDS):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return sorted(times)[len(times) // 2]
+
+
+def products_s(source: WeightSource, bits: int | None, rows: int) -> tuple[float, float]:
+    """Seconds of one layer's products, and of the head's, over `rows` rows; by our own products, weights in memory."""
+    pool = _core.ThreadPool(num_cores())
+    ops = NativeOps(source.block, source.dtype.name, pool)
+    random = np.random.default_rng(0)
+    storage = WEIGHT_DTYPES[source.dtype.name].storage
+
+    def matrix(name: str, width: int | None) -> Matrix:
+        outputs, inputs = source.shapes[name]
+        array = np.empty((outputs, inputs), storage)
+        source.read({name: array})
+        if width is None:
+            return Matrix(array, outputs, inputs, None, None)
+        packed = np.empty(_core.packed_weight_nbytes(outputs, inputs, width), np.uint8)
+        _core.pack_weights(array, source.dtype.name, width, packed, pool)
+        return Matrix(packed, outputs, inputs, width, None)
+
+    def seconds(one: Matrix) -> float:
+        part = min(rows, ROWS_TOGETHER)
+        values = random.standard_normal((part, one.columns), np.float32)
+        x = np.empty(values.shape, storage)
+        _core.Elementwise(source.dtype.name, pool).narrow(values, x)
+        return median_s(lambda: ops.linear(one, x)) * rows / part
+
+    layer = sum(seconds(matrix(matrix_name(0, name), bits)) for name in source.matrices)
+    head = "head.weight" if "head.weight" in source.shapes else "embedding.weight"
+    return layer, seconds(matrix(head, None))
+
+
+def read_rate(path: Path, nbytes: int = 1 << 30) -> float:
+    """Bytes a second of direct sequential reads of a file, many at once."""
+    file, reader = _core.DirectFile(str(path)), open_reader()
+    memory = np.asarray(_core.allocate(64 << 20))
+    total, started = min(nbytes, file.size) // memory.nbytes * memory.nbytes, time.perf_counter()
+    for offset in range(0, total, memory.nbytes):
+        batch = _core.ReadBatch(reader, file)
+        batch.add(offset, memory)
+        batch.submit()
+        batch.wait()
+    return total / (time.perf_counter() - started)
+
+
+def roofs(settings: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of the run's products alone, and the drive's rate."""
+    with open_weights(Path(settings["model"])) as source:
+        count, prompt, new, batch = (settings[key] for key in ("sequences", "prompt", "new", "batch"))
+        layers, bits = source.num_layers, settings["weight_bits"]
+        prefill, _ = products_s(source, bits, min(batch * prompt, 4 * ROWS_TOGETHER))
+        prefill *= batch * prompt / min(batch * prompt, 4 * ROWS_TOGETHER)
+        decode, head = products_s(source, bits, batch)
+        batches = count / batch
+    largest = max(Path(settings["model"]).glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    return {
+        "prefill_products_s": batches * (layers * prefill + head),
+        "decode_products_s": batches * (new - 1) * (layers * decode + head),
+        "read_bytes_per_s": read_rate(largest),
+    }
+
+
+def run(settings: dict[str, Any]) -> dict[str, Any]:
+    """One block of sequences."""
+    random = np.random.default_rng(1)
+    greedy = SamplingOptions(max_new_tokens=settings["new"], ignore_eos=True)
+    policy = Policy.from_json(settings["policy"])
+    options = RunOptions(
+        weight_bits=settings["weight_bits"] or 4,
+        cache_bits=settings["cache_bits"] or 4,
+        cache_layout=settings["layout"],
+    )
+    with (
+        tempfile.TemporaryDirectory(dir=settings["scratch"]) as scratch,
+        Runner(Path(settings["model"]), policy, scratch=Path(scratch), options=options) as runner,
+    ):
+        prompts = random.integers(4, runner.vocab, (settings["sequences"], settings["prompt"])).tolist()
+        sequences = [Sequence(prompt, greedy, decoder=None, end_ids=frozenset()) for prompt in prompts]
+        measure = runner.run(sequences)
+        notices = runner.notices
+    return {
+        "prefill_s": measure.prefill_s,
+        "decode_s": measure.decode_s,
+        "throughput": measure.new_tokens / (measure.prefill_s + measure.decode_s),
+        "decode_throughput": (measure.new_tokens - len(sequences)) / measure.decode_s,
+        "bytes_read": measure.bytes_read,
+        "bytes_written": measure.bytes_written,
+        "busy": measure.busy,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "notices": notices,
+    }
+
+
+def accelerate(settings: dict[str, Any]) -> dict[str, Any]:
+    """The peer: transformers over weights that accelerate reads from disk for each step."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, settings["dtype"])
+    torch.set_num_threads(num_cores())
+    with tempfile.TemporaryDirectory(dir=settings["scratch"]) as folder:
+        model = AutoModelForCausalLM.from_pretrained(
+            settings["model"], dtype=dtype, device_map={"": "disk"}, offload_folder=folder
+        )
+        generator = torch.Generator().manual_seed(1)
+        vocab = model.config.vocab_size
+        prompts = torch.randint(4, vocab, (settings["sequences"], settings["prompt"]), generator=generator)
+        times: list[float] = []
+        for new in (1, settings["new"]):
+            started = time.perf_counter()
+            model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                min_new_tokens=new,
+                max_new_tokens=new,
+                do_sample=False,
+            )
+            times.append(time.perf_counter() - started)
+    count = settings["sequences"] * settings["new"]
+    return {
+        "dtype": settings["dtype"],
+        "prefill_s": times[0],
+        "decode_s": times[1] - times[0],
+        "throughput": count / times[1],
+        "decode_throughput": (count - settings["sequences"]) / (times[1] - times[0]),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def main() -> int:
+    settings = json.loads(sys.argv[1])
+    print(json.dumps({"roofs": roofs, "run": run, "accelerate": accelerate}[settings["task"]](settings)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

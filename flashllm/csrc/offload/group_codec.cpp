@@ -1,0 +1,49 @@
+#include "offload/group_codec.h"
+
+#include <algorithm>
+#include <string>
+
+#include "io/error.h"
+
+namespace flashllm {
+
+namespace scalar {
+extern const GroupKernels kGroups;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const GroupKernels kGroups;
+}
+namespace avx512 {
+extern const GroupKernels kGroups;
+}
+#endif
+
+void check_bits(int bits) {
+  if (bits != 2 && bits != 3 && bits != 4 && bits != 8)
+    throw CoreError(ErrorKind::usage,
+                    "bits of a packed value must be 2, 3, 4 or 8, got " + std::to_string(bits));
+}
+
+const GroupKernels& group_kernels(SimdLevel level) {
+  kernel_table(level, Dtype::f32);  // throws where the processor lacks it
+#if defined(__x86_64__)
+  if (level >= SimdLevel::avx512) return avx512::kGroups;
+  if (level == SimdLevel::avx2) return avx2::kGroups;
+#endif
+  return scalar::kGroups;
+}
+
+bool widen_rows(const std::byte* rows, std::size_t row_stride, std::size_t n, std::size_t columns,
+                const KernelTable& kernels, const AttentionKernels& attention, float* to,
+                std::size_t stride) {
+  bool is_finite = true;
+  for (std::size_t r = 0; r < n; ++r, to += stride) {
+    kernels.to_f32(rows + r * row_stride, columns, to);
+    std::fill(to + columns, to + in_units(columns), to[columns - 1]);
+    is_finite &= attention.all_finite(to, in_units(columns));
+  }
+  return is_finite;
+}
+
+}  // namespace flashllm

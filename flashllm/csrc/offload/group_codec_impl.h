@@ -1,0 +1,182 @@
+// The loops of group_codec.h over a vector type. Each group_codec_<level>.cpp defines in its own namespace,
+// compiled with that level's flags, `Vec`, then includes this file; nothing here may be shared between
+// levels. Included several times on purpose, hence no include guard.
+//
+// Vec: kUnit floats; load of fp32/fp16, set, + - * /, min, max, where_positive(a, b): a where b > 0, else 0;
+// store, store_rounded (as bytes, half to even), load_codes<bits> (a unit's).
+
+constexpr float kLargestHalf = 65504.0F;
+
+// Codes, a byte each, to their bits: each step pairs up neighbours.
+template <int bits>
+inline std::uint32_t squeeze(std::uint64_t codes) {  // eight codes of 1, 2 or 4 bits
+  constexpr std::uint64_t kPair = ((std::uint64_t{1} << (2 * bits)) - 1) * 0x0001000100010001U;
+  constexpr std::uint64_t kQuad = ((std::uint64_t{1} << (4 * bits)) - 1) * 0x0000000100000001U;
+  codes = (codes | codes >> (8 - bits)) & kPair;
+  codes = (codes | codes >> (16 - 2 * bits)) & kQuad;
+  return static_cast<std::uint32_t>(codes | codes >> (32 - 4 * bits)) &
+         static_cast<std::uint32_t>((std::uint64_t{1} << (8 * bits)) - 1);
+}
+
+template <int bits>
+inline void store_unit(const Vec& codes, std::uint8_t* to) {
+  alignas(16) std::uint8_t bytes[kUnit];
+  codes.store_rounded(bytes);
+  if constexpr (bits == 8) {
+    __builtin_memcpy(to, bytes, kUnit);
+    return;
+  }
+  std::uint64_t low, high;
+  __builtin_memcpy(&low, bytes, 8);
+  __builtin_memcpy(&high, bytes + 8, 8);
+  if constexpr (bits == 4) {
+    const std::uint64_t unit = squeeze<4>(low) | static_cast<std::uint64_t>(squeeze<4>(high)) << 32;
+    __builtin_memcpy(to, &unit, 8);
+  } else {
+    constexpr std::uint64_t kLowerTwo = 0x0303030303030303U;
+    const std::uint32_t pairs = squeeze<2>(low & kLowerTwo) | squeeze<2>(high & kLowerTwo) << 16;
+    __builtin_memcpy(to, &pairs, 4);
+    if constexpr (bits == 3) {
+      constexpr std::uint64_t kOne = 0x0101010101010101U;
+      const auto thirds =
+          static_cast<std::uint16_t>(squeeze<1>(low >> 2 & kOne) | squeeze<1>(high >> 2 & kOne) << 8);
+      __builtin_memcpy(to + 4, &thirds, 2);
+    }
+  }
+}
+
+template <int bits>
+inline Vec codes_of(const Vec& x, const Vec& scale, const Vec& minimum) {
+  const Vec code = min(max((x - minimum) / scale, Vec::set(0.0F)), Vec::set((1 << bits) - 1));
+  return where_positive(code, scale);
+}
+
+inline std::uint16_t scale_of(float smallest, float largest, int steps) {
+  const float scale = (largest - smallest) / static_cast<float>(steps);
+  return float_to_half(scale < kLargestHalf ? scale : kLargestHalf);
+}
+// A sum with zero has no minus zero: which of two zeros is the smallest does not show.
+inline std::uint16_t minimum_of(float smallest) {
+  const float above = smallest > -kLargestHalf ? smallest : -kLargestHalf;
+  return float_to_half((above < kLargestHalf ? above : kLargestHalf) + 0.0F);
+}
+
+template <int bits>
+void pack_columns(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
+                  const GroupedRows& to) {
+  for (std::size_t j = 0; j < columns; j += kUnit) {
+    Vec smallest = Vec::load_f32(values + j), largest = smallest;
+    for (std::size_t r = 1; r < rows; ++r) {
+      const Vec x = Vec::load_f32(values + r * stride + j);
+      smallest = min(smallest, x);
+      largest = max(largest, x);
+    }
+    float low[kUnit], high[kUnit];
+    smallest.store(low);
+    largest.store(high);
+    for (std::size_t i = 0; i < kUnit; ++i) {
+      to.scales[j + i] = scale_of(low[i], high[i], (1 << bits) - 1);
+      to.minimums[j + i] = minimum_of(low[i]);
+    }
+    const Vec scale = Vec::load_f16(to.scales + j), minimum = Vec::load_f16(to.minimums + j);
+    std::uint8_t* codes = to.codes + j / kUnit * 2 * bits;
+    for (std::size_t r = 0; r < rows; ++r, codes += to.code_stride)
+      store_unit<bits>(codes_of<bits>(Vec::load_f32(values + r * stride + j), scale, minimum), codes);
+  }
+}
+
+template <int bits>
+void unpack_columns(const ConstGroupedRows& from, std::size_t rows, std::size_t columns, float* values,
+                    std::size_t stride) {
+  for (std::size_t j = 0; j < columns; j += kUnit) {
+    const Vec scale = Vec::load_f16(from.scales + j), minimum = Vec::load_f16(from.minimums + j);
+    const std::uint8_t* codes = from.codes + j / kUnit * 2 * bits;
+    for (std::size_t r = 0; r < rows; ++r, codes += from.code_stride)
+      (Vec::load_codes<bits>(codes) * scale + minimum).store(values + r * stride + j);
+  }
+}
+
+template <int bits>
+void pack_rows(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
+               const GroupedRows& to) {
+  const std::size_t groups = groups_of(columns);
+  for (std::size_t r = 0; r < rows; ++r) {
+    const float* row = values + r * stride;
+    for (std::size_t g = 0; g < groups; ++g) {
+      const std::size_t begin = g * kGroup, end = begin + kGroup < columns ? begin + kGroup : columns;
+      Vec smallest = Vec::load_f32(row + begin), largest = smallest;
+      for (std::size_t j = begin + kUnit; j < end; j += kUnit) {
+        const Vec x = Vec::load_f32(row + j);
+        smallest = min(smallest, x);
+        largest = max(largest, x);
+      }
+      float low[kUnit], high[kUnit];
+      smallest.store(low);
+      largest.store(high);
+      for (std::size_t i = 1; i < kUnit; ++i) {
+        low[0] = low[i] < low[0] ? low[i] : low[0];
+        high[0] = high[i] > high[0] ? high[i] : high[0];
+      }
+      std::uint16_t* scale = to.scales + r * groups + g;
+      std::uint16_t* minimum = to.minimums + r * groups + g;
+      *scale = scale_of(low[0], high[0], (1 << bits) - 1);
+      *minimum = minimum_of(low[0]);
+      const Vec scales = Vec::set(half_to_float(*scale)), minimums = Vec::set(half_to_float(*minimum));
+      std::uint8_t* codes = to.codes + r * to.code_stride;
+      for (std::size_t j = begin; j < end; j += kUnit)
+        store_unit<bits>(codes_of<bits>(Vec::load_f32(row + j), scales, minimums),
+                         codes + j / kUnit * 2 * bits);
+    }
+  }
+}
+
+template <int bits>
+void unpack_rows(const ConstGroupedRows& from, std::size_t rows, std::size_t columns, float* values,
+                 std::size_t stride) {
+  const std::size_t groups = groups_of(columns);
+  for (std::size_t r = 0; r < rows; ++r) {
+    const std::uint8_t* codes = from.codes + r * from.code_stride;
+    for (std::size_t g = 0; g < groups; ++g) {
+      const std::size_t begin = g * kGroup, end = begin + kGroup < columns ? begin + kGroup : columns;
+      const Vec scale = Vec::set(half_to_float(from.scales[r * groups + g]));
+      const Vec minimum = Vec::set(half_to_float(from.minimums[r * groups + g]));
+      for (std::size_t j = begin; j < end; j += kUnit)
+        (Vec::load_codes<bits>(codes + j / kUnit * 2 * bits) * scale + minimum)
+            .store(values + r * stride + j);
+    }
+  }
+}
+
+// f(an integral constant): the width as a type.
+template <typename F>
+inline void with_bits(int bits, const F& f) {
+  switch (bits) {
+    case 2:
+      return f(std::integral_constant<int, 2>{});
+    case 3:
+      return f(std::integral_constant<int, 3>{});
+    case 4:
+      return f(std::integral_constant<int, 4>{});
+    default:
+      return f(std::integral_constant<int, 8>{});
+  }
+}
+
+const GroupKernels kLoops = {
+    [](const float* values, std::size_t stride, std::size_t rows, std::size_t columns, int bits,
+       const GroupedRows& to) {
+      with_bits(bits, [&](auto width) { pack_columns<width>(values, stride, rows, columns, to); });
+    },
+    [](const ConstGroupedRows& from, std::size_t rows, std::size_t columns, int bits, float* values,
+       std::size_t stride) {
+      with_bits(bits, [&](auto width) { unpack_columns<width>(from, rows, columns, values, stride); });
+    },
+    [](const float* values, std::size_t stride, std::size_t rows, std::size_t columns, int bits,
+       const GroupedRows& to) {
+      with_bits(bits, [&](auto width) { pack_rows<width>(values, stride, rows, columns, to); });
+    },
+    [](const ConstGroupedRows& from, std::size_t rows, std::size_t columns, int bits, float* values,
+       std::size_t stride) {
+      with_bits(bits, [&](auto width) { unpack_rows<width>(from, rows, columns, values, stride); });
+    },
+};

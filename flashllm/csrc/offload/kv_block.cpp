@@ -1,0 +1,120 @@
+#include "offload/kv_block.h"
+
+#include <cstring>
+
+#include "io/error.h"
+#include "kernels/scratch.h"
+
+namespace flashllm {
+
+namespace {
+
+std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// A head's scales, minimums and codes, one after another.
+template <typename Rows, typename Byte>
+Rows grouped(Byte* data, std::size_t scales, std::size_t code_stride) {
+  using Half = std::conditional_t<std::is_const_v<Byte>, const std::uint16_t, std::uint16_t>;
+  using Code = std::conditional_t<std::is_const_v<Byte>, const std::uint8_t, std::uint8_t>;
+  auto* first = reinterpret_cast<Half*>(data);
+  return {first, first + scales, reinterpret_cast<Code*>(first + 2 * scales), code_stride};
+}
+
+}  // namespace
+
+KvBlockFormat::KvBlockFormat(std::size_t kv_heads, std::size_t head_dim, Dtype dtype, KvLayout layout,
+                             int bits)
+    : kv_heads_(kv_heads), head_dim_(head_dim), dtype_(dtype), layout_(layout), bits_(bits) {
+  if (kv_heads == 0 || head_dim == 0)
+    throw CoreError(ErrorKind::usage, "a KV block needs at least one head of at least one element");
+  if (is_packed()) check_bits(bits);
+  keys_ = groups(layout == KvLayout::kivi);
+  values_ = groups(false);
+  block_nbytes_ = round_up(2 * kv_heads * kKvBlock * row_nbytes(), kPage);
+  sealed_nbytes_ = is_packed() ? round_up(kv_heads * (keys_.nbytes + values_.nbytes), kPage) : block_nbytes_;
+}
+
+KvBlockFormat::Groups KvBlockFormat::groups(bool by_channel) const {
+  const std::size_t scales = by_channel ? in_units(head_dim_) : kKvBlock * groups_of(head_dim_);
+  return {by_channel, scales, 2 * scales * sizeof(std::uint16_t) + kKvBlock * codes_nbytes(head_dim_, bits_)};
+}
+
+KvView KvBlockFormat::view(const std::byte* blocks) const {
+  return {blocks, block_nbytes_, 2 * kKvBlock * row_nbytes(), kKvBlock * row_nbytes()};
+}
+
+void KvBlockFormat::write(const std::byte* key, const std::byte* value, std::size_t position,
+                          std::byte* block) const {
+  const std::size_t row = row_nbytes();
+  std::byte* to = block + position % kKvBlock * row;
+  for (std::size_t h = 0; h < kv_heads_; ++h, to += 2 * kKvBlock * row) {
+    std::memcpy(to, key + h * row, row);
+    std::memcpy(to + kKvBlock * row, value + h * row, row);
+  }
+}
+
+bool KvBlockFormat::seal(const std::byte* block, std::byte* sealed, SimdLevel level) const {
+  if (!is_packed()) {
+    std::memcpy(sealed, block, block_nbytes_);
+    return true;
+  }
+  const KernelTable& kernels = kernel_table(level, dtype_);
+  const AttentionKernels& attention = attention_kernels(level);
+  const GroupKernels& pack = group_kernels(level);
+  const KvView plain = view(block);
+  const Scratch<float> rows(kKvBlock * unpacked_row());
+  const std::size_t code_stride = codes_nbytes(head_dim_, bits_);
+  std::byte* to = sealed;
+  for (std::size_t h = 0; h < kv_heads_; ++h) {
+    for (const Groups* groups : {&keys_, &values_}) {
+      const std::byte* from = groups == &keys_ ? plain.key_rows(h, 0) : plain.value_rows(h, 0);
+      if (!widen_rows(from, row_nbytes(), kKvBlock, head_dim_, kernels, attention, rows.get(),
+                      unpacked_row()))
+        return false;
+      (groups->by_channel ? pack.pack_columns : pack.pack_rows)(
+          rows.get(), unpacked_row(), kKvBlock, unpacked_row(), bits_,
+          grouped<GroupedRows>(to, groups->scales, code_stride));
+      to += groups->nbytes;
+    }
+  }
+  std::memset(to, 0, static_cast<std::size_t>(sealed + sealed_nbytes_ - to));
+  return true;
+}
+
+const std::byte* KvBlockFormat::packed_keys(const std::byte* sealed, std::size_t kv_head) const {
+  return sealed + kv_head * (keys_.nbytes + values_.nbytes);
+}
+
+const std::byte* KvBlockFormat::packed_values(const std::byte* sealed, std::size_t kv_head) const {
+  return packed_keys(sealed, kv_head) + keys_.nbytes;
+}
+
+void KvBlockFormat::unpack(const std::byte* from, const Groups& groups, std::size_t first, std::size_t n,
+                           float* to, const GroupKernels& kernels) const {
+  auto rows = grouped<ConstGroupedRows>(from, groups.scales, codes_nbytes(head_dim_, bits_));
+  rows.codes += first * rows.code_stride;
+  if (groups.by_channel) {
+    kernels.unpack_columns(rows, n, unpacked_row(), bits_, to, unpacked_row());
+    return;
+  }
+  rows.scales += first * groups_of(head_dim_);
+  rows.minimums += first * groups_of(head_dim_);
+  kernels.unpack_rows(rows, n, unpacked_row(), bits_, to, unpacked_row());
+}
+
+void KvBlockFormat::unpack_keys(const std::byte* sealed, std::size_t kv_head, std::size_t first,
+                                std::size_t n, float* to, const GroupKernels& kernels) const {
+  unpack(packed_keys(sealed, kv_head), keys_, first, n, to, kernels);
+}
+
+void KvBlockFormat::unpack_values(const std::byte* sealed, std::size_t kv_head, std::size_t first,
+                                  std::size_t n, float* to, const GroupKernels& kernels) const {
+  unpack(packed_values(sealed, kv_head), values_, first, n, to, kernels);
+}
+
+std::size_t KvBlockFormat::value_nbytes(bool sealed) const {
+  if (!sealed || !is_packed()) return row_nbytes();
+  return codes_nbytes(head_dim_, bits_) + 2 * groups_of(head_dim_) * sizeof(std::uint16_t);
+}
+
+}  // namespace flashllm

@@ -1,0 +1,81 @@
+// Blocks of a KV cache: keys and values of kKvBlock positions of one sequence in one layer. Callers keep
+// blocks in arenas, `stride` bytes apart, wherever they like; nothing here knows sequences, layers or tiers.
+//
+// A plain block: for each KV head keys [kKvBlock, head_dim], then values likewise, of the model's dtype; then
+// padding to whole sectors. A sealed block is a full one as it leaves the tail of its sequence: plain, or
+// quantised in groups (group_codec.h), for each KV head keys, then values, each as scales, minimums, codes.
+// Groups of values are kGroup elements of a position (FlexGen, section 5: along the hidden dimension), the
+// last what is left: scales [kKvBlock, groups]. Groups of keys are those likewise (hidden), or one element of
+// all positions (KIVI, Liu et al. 2024: keys by channel): scales [head_dim in whole units].
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/attention.h"
+#include "offload/group_codec.h"
+
+namespace flashllm {
+
+static_assert(kKvBlock <= kGroup, "a group by channel holds a block");
+
+enum class KvLayout {
+  plain,   // sealed blocks are plain ones
+  hidden,  // keys and values by position
+  kivi,    // keys by channel
+};
+
+class KvBlockFormat {
+ public:
+  static constexpr std::size_t kPage = 4096;  // blocks are whole pages, for direct reads and writes
+
+  // `bits` is of packed layouts. Throws CoreError (usage) for sizes of zero and widths there are none of.
+  KvBlockFormat(std::size_t kv_heads, std::size_t head_dim, Dtype dtype, KvLayout layout, int bits);
+
+  std::size_t kv_heads() const { return kv_heads_; }
+  std::size_t head_dim() const { return head_dim_; }
+  Dtype dtype() const { return dtype_; }
+  bool is_packed() const { return layout_ != KvLayout::plain; }
+  std::size_t row_nbytes() const { return head_dim_ * dtype_nbytes(dtype_); }
+  std::size_t block_nbytes() const { return block_nbytes_; }    // plain
+  std::size_t sealed_nbytes() const { return sealed_nbytes_; }  // in this layout
+
+  // Consecutive plain blocks as one sequence's cache.
+  KvView view(const std::byte* blocks) const;
+
+  // The key and the value [kv_heads, head_dim] of one position go to their place in a plain block.
+  void write(const std::byte* key, const std::byte* value, std::size_t position, std::byte* block) const;
+
+  // Returns whether all keys and values are finite; `sealed` is undefined where those to be packed are not.
+  bool seal(const std::byte* block, std::byte* sealed, SimdLevel level) const;
+
+  // Of a packed block: keys [first, first + n) of a head, unpacked; rows of `to` are unpacked_row() floats.
+  void unpack_keys(const std::byte* sealed, std::size_t kv_head, std::size_t first, std::size_t n, float* to,
+                   const GroupKernels& kernels) const;
+  void unpack_values(const std::byte* sealed, std::size_t kv_head, std::size_t first, std::size_t n,
+                     float* to, const GroupKernels& kernels) const;
+  std::size_t unpacked_row() const { return in_units(head_dim_); }
+  // Bytes of one position's value, its scales and minimums included.
+  std::size_t value_nbytes(bool sealed) const;
+
+ private:
+  struct Groups {  // of one head's keys or values
+    bool by_channel;
+    std::size_t scales;  // and minimums
+    std::size_t nbytes;  // with the codes
+  };
+  Groups groups(bool by_channel) const;
+  const std::byte* packed_keys(const std::byte* sealed, std::size_t kv_head) const;
+  const std::byte* packed_values(const std::byte* sealed, std::size_t kv_head) const;
+  void unpack(const std::byte* from, const Groups& groups, std::size_t first, std::size_t n, float* to,
+              const GroupKernels& kernels) const;
+
+  std::size_t kv_heads_, head_dim_;
+  Dtype dtype_;
+  KvLayout layout_;
+  int bits_;
+  Groups keys_, values_;
+  std::size_t block_nbytes_, sealed_nbytes_;
+};
+
+}  // namespace flashllm

@@ -1,0 +1,111 @@
+"""`flashllm offload run` over several processes: `torchrun --nproc-per-node N -m flashllm offload run MODEL ...`.
+
+Every process holds its share of the layers. The last one reads the job, chooses tokens and writes answers; the others
+serve it. Which one a process is, it learns from torchrun (pipeline/place.py).
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from flashllm.base.command_line import number
+from flashllm.base.text import one_line
+from flashllm.errors import FlashError, UsageError
+
+if TYPE_CHECKING:
+    from flashllm.offload.launch import Launch, LaunchOptions
+    from flashllm.offload.model_text import ModelText
+    from flashllm.offload.pipeline.place import Place
+    from flashllm.offload.pipeline.ring import Ring
+    from flashllm.offload.pipeline.stage_runner import PipelineRunner
+    from flashllm.offload.policy import Workload
+
+_LOOPBACK = "127.0.0.1"
+_PEER_TIMEOUT_S = 30.0
+_INTERRUPTED = 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What only matters for a pipeline."""
+    group = parser.add_argument_group(
+        "pipeline",
+        "Started by torchrun, the processes share the layers; the last one reads IN and writes OUT. --memory and "
+        "--threads are each process's. Connections are neither encrypted nor authenticated: use a private network.",
+    )
+    group.add_argument(
+        "--listen", default=_LOOPBACK, metavar="ADDRESS", help="of this machine, for the others (default: %(default)s)"
+    )
+    group.add_argument(
+        "--peer-timeout",
+        type=number(1, 86400),
+        default=_PEER_TIMEOUT_S,
+        metavar="S",
+        help="seconds of silence after which another process is given up (default: %(default)g)",
+    )
+
+
+def find_place() -> "Place | None":
+    """This process's place in a pipeline; None where there is none."""
+    from flashllm.offload.pipeline.place import Place
+
+    return Place.from_torchrun()
+
+
+def run(args: argparse.Namespace, place: "Place", options: "LaunchOptions", drive: "Callable[[Ring], int]") -> int:
+    """Join the ring; then `drive` it, at the last place, or serve. Errors of any process end all of them."""
+    if place.local < place.world and args.listen == _LOOPBACK:
+        raise UsageError("processes on several machines need --listen with an address of this machine")
+    from flashllm.offload.pipeline.ring import meet
+
+    ring: Ring | None = None
+    try:
+        with meet(place, address=args.listen, timeout_s=args.peer_timeout) as ring:
+            return drive(ring) if place.is_last else _serve(args, ring, options)
+    except (FlashError, KeyboardInterrupt) as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if ring is not None and ring.is_waiting:  # in native code, under which an interpreter cannot end
+            prefix = "flashllm: " if interrupted else "flashllm: error: "
+            print(prefix + one_line(str(error) or "interrupted"), file=sys.stderr, flush=True)
+            os._exit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else error.exit_status)
+        raise
+
+
+def of_place(options: "LaunchOptions", place: "Place | None") -> "LaunchOptions":
+    """The options of a process that shares its machine with others."""
+    return options if place is None else replace(options, processes=place.local)
+
+
+def open_pipeline(
+    ring: "Ring", model: "ModelText", launch: "Launch", options: "LaunchOptions", workload: "Workload"
+) -> "PipelineRunner":
+    """The model over the ring, its layers split for `workload`. Errors as `PipelineRunner`."""
+    from flashllm.offload.launch import run_options
+    from flashllm.offload.pipeline.stage_runner import PipelineRunner
+    from flashllm.offload.stages import split_model
+
+    return PipelineRunner(
+        ring,
+        model.path,
+        launch.policy,
+        split_model(model.shape, ring.place.world, workload),
+        fingerprint=model.fingerprint,
+        memory=launch.methods.memory,
+        scratch=options.scratch_folder,
+        options=run_options(options),
+    )
+
+
+def _serve(args: argparse.Namespace, ring: "Ring", options: "LaunchOptions") -> int:
+    from flashllm.offload.launch import memory_limits, run_options
+    from flashllm.offload.model_text import ModelText
+    from flashllm.offload.pipeline.stage_runner import serve
+
+    model = ModelText.load(args.model)
+    options.scratch_folder.mkdir(parents=True, exist_ok=True)
+    _, memory = memory_limits(options)
+    settings: dict[str, Any] = {"memory": memory, "threads": run_options(options).threads}
+    serve(ring, model.path, fingerprint=model.fingerprint, scratch=options.scratch_folder, **settings)
+    return 0

@@ -1,0 +1,397 @@
+"""`flashllm offload run MODEL -i IN -o OUT`: a batch file through the throughput engine, resumable at any moment.
+
+Reads arguments, shows progress, prints what was measured. The job runs in a thread of its own, so that ctrl-C is heard
+at once whatever the native code is doing.
+"""
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashllm.base.command_line import number, print_json, say, size, whole
+from flashllm.base.text import is_terminal, one_line
+from flashllm.base.units import format_size
+from flashllm.offload import cli_pipeline
+
+if TYPE_CHECKING:
+    from flashllm.offload.jobs.job import Job, Totals
+    from flashllm.offload.jobs.lines import BatchFile
+    from flashllm.offload.jobs.results import Results
+    from flashllm.offload.launch import Launch, LaunchOptions
+    from flashllm.offload.model_text import ModelText
+    from flashllm.offload.pipeline.ring import Ring
+
+_POLL_S = 0.05  # how often the main thread looks up
+_PATIENCE_S = 0.7  # for an interrupted block to end; then the process does. The output file is whole at every moment
+_PLAIN_S = 5.0  # between two lines of progress where nobody sees them appear
+_TERMINAL_S = 0.2
+_INTERRUPTED = 130
+
+
+def add_arguments(verbs: Any) -> None:
+    """Adds `run` to the verbs of `flashllm offload`."""
+    run = verbs.add_parser(
+        "run",
+        help="a file of prompts through a model larger than the accelerator, or than memory",
+        description="Answers every line of a batch file: OpenAI batch lines for /v1/chat/completions and "
+        '/v1/completions, {"prompt": ...} lines, or a .txt file with a prompt a line. Answers are appended as blocks '
+        "of lines finish, in no promised order; match them by custom_id.",
+    )
+    run.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a flashllm directory or a hub id")
+    run.add_argument("-i", "--input", required=True, type=Path, metavar="IN", help="the batch file")
+    run.add_argument("-o", "--output", required=True, type=Path, metavar="OUT", help="the file of answers")
+    run.add_argument("--resume", action="store_true", help="go on with an OUT that exists: what it answers is skipped")
+    run.add_argument("--skip-bad", action="store_true", help="answer malformed lines with an error instead of stopping")
+    run.add_argument("--json", action="store_true", help="one JSON document as the last line of standard output")
+    lines = run.add_argument_group("what holds for lines that do not say")
+    lines.add_argument("--max-new", type=whole(1), default=256, metavar="N", help="new tokens (default: %(default)s)")
+    lines.add_argument(
+        "--temperature", type=number(0, None), default=0.0, metavar="X", help="default 0: always the likeliest token"
+    )
+    lines.add_argument("--seed", type=whole(0, 2**63 - 1), default=0, metavar="S", help="of the job (default: 0)")
+    add_engine_arguments(run)
+    cli_pipeline.add_arguments(run)
+    run.set_defaults(offload_main=main)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """How the model is run: shared by the verbs that run one."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--memory", type=size, metavar="SIZE", help="limit of everything the process holds, like 7GB")
+    group.add_argument("--gpu-memory", type=size, metavar="SIZE", help="limit of the device tier")
+    group.add_argument("--policy", type=Path, metavar="FILE", help="a policy, or a plan's JSON (default: planned)")
+    group.add_argument("--compress", metavar="WHAT", help="any of weights,cache, or none (default: as the policy says)")
+    group.add_argument(
+        "--sparse-attention",
+        type=number(0, 1, low_allowed=False),
+        metavar="F",
+        help="share of the value cache that decoding reads, like 0.1",
+    )
+    group.add_argument("--cache-layout", choices=("kivi", "hidden"), default="kivi", help="of a compressed cache")
+    group.add_argument("--cache-bits", type=whole(2, 8), default=4, metavar="B", help="2, 3, 4 or 8 (default: 4)")
+    group.add_argument("--weight-bits", type=whole(2, 8), default=4, metavar="B", help="2, 3, 4 or 8 (default: 4)")
+    group.add_argument("--scratch", type=Path, metavar="DIR", help="scratch files (default: the user's cache)")
+    group.add_argument("--threads", type=whole(1, 1024), metavar="T", help="compute threads (default: cores)")
+    group.add_argument("--no-overlap", action="store_true", help="one activity at a time")
+
+
+def launch_options(args: argparse.Namespace) -> "LaunchOptions":
+    """What `add_engine_arguments` describes. UsageError, FormatError."""
+    from flashllm.offload.launch import LaunchOptions
+    from flashllm.offload.policy import Policy
+
+    compress = None
+    if args.compress is not None:
+        compress = frozenset(part for part in args.compress.split(",") if part and args.compress != "none")
+    return LaunchOptions(
+        memory=args.memory,
+        gpu_memory=args.gpu_memory,
+        policy=None if args.policy is None else Policy.load(args.policy),
+        compress=compress,
+        sparse_attention=args.sparse_attention,
+        cache_layout=args.cache_layout,
+        cache_bits=args.cache_bits,
+        weight_bits=args.weight_bits,
+        overlap=False if args.no_overlap else None,
+        threads=args.threads,
+        scratch=args.scratch,
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the job, or be a stage of a pipeline that does. Lines that fail are counted and do not fail it."""
+    place = cli_pipeline.find_place()
+    options = cli_pipeline.of_place(launch_options(args), place)
+    if place is None:
+        return _answer_file(args, options, None)
+    return cli_pipeline.run(args, place, options, lambda ring: _answer_file(args, options, ring))
+
+
+def _answer_file(args: argparse.Namespace, options: "LaunchOptions", ring: "Ring | None") -> int:
+    from flashllm.base.progress import ProgressBar
+    from flashllm.offload.jobs.lines import BatchFile
+    from flashllm.offload.jobs.requests import Defaults
+    from flashllm.offload.jobs.results import Results, check_output
+    from flashllm.offload.model_text import ModelText
+
+    check_output(args.output, source=args.input, resume=args.resume)
+    defaults = Defaults(max_new_tokens=args.max_new, temperature=args.temperature, seed=args.seed)
+    model = ModelText.load(args.model)
+    settings = {"model": model.name, "config": model.fingerprint, **options.answers_depend_on}
+    settings |= {"max_new": args.max_new, "temperature": args.temperature, "seed": args.seed}
+    with ProgressBar("check") as bar:
+        batch = BatchFile.read(
+            args.input,
+            model.encoder,
+            defaults,
+            settings=json.dumps(settings, sort_keys=True),
+            skip_bad=args.skip_bad,
+            progress=lambda done, total: bar(args.input.name, done, total),
+        )
+    with batch, Results.open(args.output, batch.lines, source=args.input, resume=args.resume) as results:
+        if results.cut_nbytes:
+            say(f"{args.output}: its last line was torn and is cut off ({format_size(results.cut_nbytes)})")
+        if results.done:
+            say(f"{len(results.done)} of {len(batch.lines)} lines are answered already")
+        check_room(batch, results)
+        return _Task(args, options, model, batch, results, ring=ring).run()
+
+
+def check_room(batch: "BatchFile", results: "Results") -> None:
+    """FlashIOError where the disk cannot hold even the emptiest answers; a warning where long ones may fill it."""
+    import shutil
+
+    from flashllm.errors import FlashIOError
+    from flashllm.offload.jobs.results import expected_nbytes
+
+    done = set(results.done)
+    least, most = expected_nbytes([line for index, line in enumerate(batch.lines) if index not in done])
+    free = shutil.disk_usage(results.path.absolute().parent).free
+    if free < least:
+        raise FlashIOError(
+            f"{results.path}: the answers take {format_size(least)} at least, and the disk has {format_size(free)} free"
+        )
+    if free < most:
+        say(f"the answers may take {format_size(most)}, and the disk has {format_size(free)} free; --resume goes on")
+
+
+class _Task:
+    """The job in its thread, and the main thread that waits for it."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        options: "LaunchOptions",
+        model: "ModelText",
+        batch: "BatchFile",
+        results: "Results",
+        *,
+        ring: "Ring | None",
+    ) -> None:
+        self._ring = ring
+        self._args, self._options, self._model = args, options, model
+        self._batch, self._results = batch, results
+        self._stop: Callable[[], None] = lambda: None
+        self._job: Job | None = None
+        self._launch: Launch | None = None
+        self._peak_nbytes = 0
+        self._error: BaseException | None = None
+
+    def run(self) -> int:
+        worker = threading.Thread(target=self._work, name="offload run", daemon=True)
+        worker.start()
+        progress = _Progress(lambda: self._job)
+        try:
+            while worker.is_alive():
+                worker.join(_POLL_S)
+                progress.show()
+        except KeyboardInterrupt:
+            progress.clear()
+            self._stop()
+            worker.join(_PATIENCE_S)
+            message = (
+                f"interrupted; {self._results.num_answers} of {len(self._batch.lines)} lines are answered in "
+                f"{self._results.path}: run the same command with --resume to go on"
+            )
+            if any(thread.daemon for thread in threading.enumerate()):
+                # A load or a product takes longer than a user waits, and an interpreter that ends under a thread in
+                # native code aborts. Scratch files have no names and go with the process; the output is whole, or
+                # --resume cuts a torn line off.
+                print(f"flashllm: {one_line(message)}", file=sys.stderr, flush=True)
+                os._exit(_INTERRUPTED)
+            raise KeyboardInterrupt(message) from None
+        progress.clear()
+        if self._error is not None:
+            raise self._error
+        self._report()
+        return 0
+
+    def _work(self) -> None:
+        try:
+            self._answer()
+        except BaseException as error:
+            self._error = error
+
+    def _answer(self) -> None:
+        from flashllm.base.machine import peak_process_nbytes
+        from flashllm.offload.jobs.job import Job
+        from flashllm.offload.launch import open_runner, prepare
+        from flashllm.offload.policy import Workload
+
+        ring, stages = self._ring, 1 if self._ring is None else self._ring.place.world
+        done = set(self._results.done)
+        lines = [line for index, line in enumerate(self._batch.lines) if index not in done and line.problem is None]
+        if lines:
+            workload = Workload(
+                prompt_len=max(line.prompt_tokens for line in lines),
+                gen_len=max(line.max_new_tokens for line in lines),
+            )
+            self._launch = prepare(
+                self._model.shape, workload, self._options, requests=len(lines), stages=stages, report=say
+            )
+        job = Job(
+            self._batch,
+            self._results,
+            block_size=1 if self._launch is None else self._launch.policy.block_size * stages,
+            model=self._model.name,
+            token_text=self._model.token_text,
+        )
+        job.answer_problems()
+        if self._launch is not None:
+            with (
+                open_runner(self._model.path, self._launch, self._options)
+                if ring is None
+                else cli_pipeline.open_pipeline(ring, self._model, self._launch, self._options, workload)
+            ) as runner:
+                for notice in runner.notices:
+                    say(notice)
+                self._stop, self._job = runner.stop, job
+                job.run(runner)
+        self._job = job
+        self._peak_nbytes = peak_process_nbytes()
+
+    def _report(self) -> None:
+        from flashllm.errors import FlashError
+        from flashllm.offload.planner.local import predict_job
+
+        job, launch = self._job, self._launch
+        if job is None:
+            raise RuntimeError("the job ended without a word")
+        totals = job.totals
+        predicted: dict[str, Any] | None = None
+        if launch is not None and self._ring is None:  # the model prices a process, not one of several on a machine
+            try:
+                predicted = predict_job(self._model.shape, launch.methods, launch.policy, job.workloads())
+            except (FlashError, ValueError) as error:
+                say(f"no prediction: {error}")
+        document = {
+            "policy": None if launch is None else launch.policy.to_json(),
+            "measured": {
+                "prefill_s": totals.prefill_s,
+                "decode_s": totals.decode_s,
+                "throughput": totals.throughput,
+                "busy": totals.busy,
+                "peak_rss_bytes": self._peak_nbytes,
+                "bytes_read": totals.bytes_read,
+                "bytes_written": totals.bytes_written,
+                "prompt_tokens": totals.prompt_tokens,
+                "new_tokens": totals.new_tokens,
+            },
+            "predicted": predicted,
+            "requests": {
+                "lines": len(self._batch.lines),
+                "answered_now": totals.requests,
+                "failed": self._results.num_failures,
+            },
+            "output": str(self._results.path),
+        }
+        if self._args.json:
+            print_json(document)
+        else:
+            print("\n".join(_table(document, totals, launch)))
+
+
+def _table(document: dict[str, Any], totals: "Totals", launch: "Launch | None") -> list[str]:
+    from flashllm.offload.launch import describe
+
+    requests = document["requests"]
+    failed = f", {requests['failed']} of them errors" if requests["failed"] else ""
+    lines = [
+        f"{document['output']}: all {requests['lines']} lines are answered{failed}",
+        f"  {'now':12s}{totals.requests} requests in {totals.blocks} blocks, {totals.prompt_tokens} prompt tokens, "
+        f"{totals.new_tokens} new",
+    ]
+    if launch is None or not totals.blocks:
+        return lines
+    predicted = document["predicted"]
+    lines.append(f"  {'policy':12s}{describe(launch.policy)}")
+    lines.append(f"  {'':12s}{'measured':>34s}{'predicted':>34s}")
+    for name, key, tokens in (
+        ("prefill", "prefill_s", totals.prompt_tokens),
+        ("decoding", "decode_s", totals.new_tokens - totals.requests),  # the prompt's pass gives the first
+    ):
+        cells = "".join(
+            f"{_seconds(each[key], tokens):>34s}" for each in (document["measured"], predicted) if each is not None
+        )
+        lines.append(f"  {name:12s}{cells}")
+    rates = [document["measured"]["throughput"], *([] if predicted is None else [predicted["throughput"]])]
+    lines.append(f"  {'throughput':12s}" + "".join(f"{f'{rate:.4g} tokens/s':>34s}" for rate in rates))
+    busy = sorted(totals.busy.items(), key=lambda item: -item[1])
+    lines.append(f"  {'busy':12s}" + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in busy if seconds > 0))
+    lines.append(f"  {'disk':12s}{format_size(totals.bytes_read)} read, {format_size(totals.bytes_written)} written")
+    peak = document["measured"]["peak_rss_bytes"]
+    lines.append(f"  {'memory':12s}{format_size(peak)} at most, of {format_size(launch.limit)}")
+    if predicted is not None:
+        lines.append(f"  {'predicted':12s}from {predicted['source']}")
+    return lines
+
+
+def _seconds(seconds: float, tokens: int) -> str:
+    rate = f", {tokens / seconds:.4g} tokens/s" if seconds > 0 else ""
+    return f"{seconds:.4g} s{rate}"
+
+
+class _Progress:
+    """Lines on standard error: rewritten at a terminal, else a new one every few seconds."""
+
+    def __init__(self, job: "Callable[[], Job | None]") -> None:
+        self._job = job
+        self._terminal = is_terminal(sys.stderr)
+        self._shown_s = self._began_s = time.monotonic()
+        self._began_share: float | None = None
+        self._drawn = False
+
+    def show(self) -> None:
+        """Show how far the job is, if it is time."""
+        job, now = self._job(), time.monotonic()
+        if job is None or not job.blocks:
+            return
+        if self._began_share is None:  # loading is over
+            self._began_s = self._shown_s = now
+            self._began_share = job.done_share
+        if now - self._shown_s < (_TERMINAL_S if self._terminal else _PLAIN_S):
+            return
+        self._shown_s = now
+        line = one_line(self._line(job, now - self._began_s))
+        if self._terminal:
+            sys.stderr.write(f"\r\x1b[K{line[: _width() - 1]}")
+            self._drawn = True
+        else:
+            sys.stderr.write(f"flashllm: {line}\n")
+        sys.stderr.flush()
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._drawn:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    def _line(self, job: "Job", seconds: float) -> str:
+        tokens, share = job.done_tokens, job.done_share
+        block = min(job.totals.blocks + 1, len(job.blocks))
+        parts = [f"block {block} of {len(job.blocks)}", f"{share:.0%}", f"{tokens} new tokens"]
+        if seconds > 0:
+            parts.append(f"{tokens / seconds:.3g} tokens/s")
+        if share > 0:
+            parts.append(f"about {_duration(seconds * (1 - share) / share)} left")
+        return ", ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _width() -> int:
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except OSError:
+        return 80

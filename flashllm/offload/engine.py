@@ -1,0 +1,271 @@
+"""`OffloadEngine`: many prompts through a model that need not fit the accelerator or memory, from Python.
+
+The command line's jobs (`flashllm offload run`) go the same way with files at both ends.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from flashllm.base.units import parse_size
+from flashllm.errors import UsageError
+from flashllm.generate.sampling import SamplingOptions
+from flashllm.offload.jobs.lines import rank
+from flashllm.offload.jobs.prompts import Unanswerable
+from flashllm.offload.jobs.requests import BadRequest, Request, own_seed
+from flashllm.offload.jobs.sequences import FinishReason, TokenLogprobs
+from flashllm.offload.jobs.sequences import Sequence as TokenSequence
+from flashllm.offload.launch import CACHE_LAYOUTS, WIDTHS, LaunchOptions, open_runner, prepare
+from flashllm.offload.model_text import ModelText
+from flashllm.offload.policy import Policy, Workload
+from flashllm.offload.runtime.run import CacheLayout, Runner
+
+_WINDOW = 1024  # prompts that `run` looks at together, at least: among them it finds those of like length
+_WINDOW_BLOCKS = 4
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """The answer to one prompt. `error` says why there is none, or no more: then `finish_reason` is "error"."""
+
+    index: int  # of the prompt, from 0
+    text: str  # "" where the model has no tokenizer
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None
+    error: str | None
+
+
+class OffloadEngine:
+    """A model that answers many prompts at once. A context manager; `close` frees weights, cache and scratch files.
+
+    Weights are loaded when the first prompts come, because the policy depends on how long they are. A later call with
+    longer prompts plans again. Not for several threads at once; constructor arguments can be pickled.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        memory: int | str | None = None,
+        gpu_memory: int | str | None = None,
+        policy: Policy | Mapping[str, Any] | str | Path | None = None,
+        compress: Iterable[str] | None = None,
+        sparse_attention: float | None = None,
+        cache_layout: CacheLayout = CACHE_LAYOUTS[0],
+        cache_bits: int = WIDTHS[0],
+        weight_bits: int = WIDTHS[0],
+        overlap: bool | None = None,
+        threads: int | None = None,
+        scratch: str | Path | None = None,
+    ) -> None:
+        """`model` is a Hugging Face folder, a flashllm directory or a hub id. Sizes are bytes or texts like "7GB".
+
+        `policy` is a `Policy`, its fields, or a file with them; None plans one. `compress` is any of "weights",
+        "cache"; `sparse_attention` the share of the value cache that decoding reads (paper B, section 5). Those two
+        and `overlap` are the policy's where they are None. UsageError, FormatError and UnsupportedModelError for what
+        cannot be.
+        """
+        self._options = LaunchOptions(
+            memory=_nbytes(memory),
+            gpu_memory=_nbytes(gpu_memory),
+            policy=_policy(policy),
+            compress=None if compress is None else frozenset(compress),
+            sparse_attention=sparse_attention,
+            cache_layout=cache_layout,
+            cache_bits=cache_bits,
+            weight_bits=weight_bits,
+            overlap=overlap,
+            threads=threads,
+            scratch=None if scratch is None else Path(scratch),
+        )
+        self._model = ModelText.load(model)
+        self._runner: Runner | None = None
+        self._planned: Workload | None = None  # the sizes that the runner's policy was made for
+        self._planned_requests = self._block_size = 0
+        self._closed = False
+        self.notices: list[str] = []  # of plans and of the runtime, for people
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy in use; None before the first prompts."""
+        return None if self._runner is None else self._runner.policy
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingOptions | Sequence[SamplingOptions] | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        logprobs: int | None = None,
+    ) -> list[Output]:
+        """The answers to `prompts` in their order: texts, lists of token ids, or conversations (lists of messages).
+
+        `sampling` is one for all or one a prompt; `max_new_tokens` overrides it; the context's end ends an answer, too.
+        A prompt that the context cannot hold gets an Output with an `error`. Of one sampling with a seed every prompt
+        draws by a seed of its own, made of it and its index; so answers do not depend on the batch. BudgetError where
+        the limits cannot hold a block.
+        """
+        samplings: Iterable[SamplingOptions]
+        if sampling is None or isinstance(sampling, SamplingOptions):
+            samplings = itertools.repeat(sampling or SamplingOptions())
+        elif len(sampling) != len(prompts):
+            raise UsageError(f"{len(sampling)} samplings do not go with {len(prompts)} prompts")
+        else:
+            samplings = sampling
+        pairs = [
+            (prompt, one if max_new_tokens is None else dataclasses.replace(one, max_new_tokens=max_new_tokens))
+            for prompt, one in zip(prompts, samplings, strict=False)
+        ]
+        return sorted(self._answers(0, pairs, logprobs), key=lambda output: output.index)
+
+    def run(
+        self,
+        prompts: Iterable[Prompt],
+        sampling: SamplingOptions | None = None,
+        *,
+        logprobs: int | None = None,
+        window: int | None = None,
+    ) -> Iterator[Output]:
+        """The answers to a stream of prompts, as blocks end; `Output.index` says to which.
+
+        `window` prompts are taken from the stream at a time (by default four blocks, and 1024 at least) and sorted into
+        blocks of like length, so memory stays bounded however long the stream is.
+        """
+        if window is not None and window < 1:
+            raise UsageError(f"window must be at least 1, not {window}")
+        stream, first = iter(prompts), 0
+        sampling = sampling or SamplingOptions()
+        while taken := list(itertools.islice(stream, window or max(_WINDOW, _WINDOW_BLOCKS * self._block_size))):
+            yield from self._answers(first, [(prompt, sampling) for prompt in taken], logprobs)
+            first += len(taken)
+
+    def stop(self) -> None:
+        """End the block under way: `generate` or `run`, in another thread, raises Stopped."""
+        if self._runner is not None:
+            self._runner.stop()
+
+    def close(self) -> None:
+        """Free everything. The engine takes no prompts any more."""
+        self._closed = True
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _answers(
+        self, first: int, pairs: Sequence[tuple[Prompt, SamplingOptions]], logprobs: int | None
+    ) -> Iterator[Output]:
+        """Answers to prompts number `first` and on, block by block."""
+        if self._closed:
+            raise UsageError("the engine is closed")
+        sequences = []
+        for index, (prompt, sampling) in enumerate(pairs, first):
+            try:
+                sequences.append(self._sequence(index, prompt, sampling, logprobs))
+            except (BadRequest, Unanswerable) as error:
+                yield _failed(index, str(error))
+        if not sequences:
+            return
+        runner = self._open(
+            Workload(
+                prompt_len=max(len(each.prompt) for each in sequences),
+                gen_len=max(each.options.max_new_tokens for each in sequences),
+            ),
+            len(sequences),
+        )
+        sequences.sort(key=lambda each: rank(len(each.prompt), each.options.max_new_tokens), reverse=True)
+        for start in range(0, len(sequences), self._block_size):
+            block = sequences[start : start + self._block_size]
+            runner.run(block)
+            yield from (_output(each) for each in block)
+
+    def _sequence(self, index: int, prompt: Prompt, sampling: SamplingOptions, logprobs: int | None) -> TokenSequence:
+        seed = None if sampling.seed is None else own_seed(sampling.seed, f"prompt-{index}")
+        request = Request(
+            custom_id=f"prompt-{index}",
+            kind="chat" if _is_chat(prompt) else "prompt",
+            prompt=prompt if isinstance(prompt, str) else tuple(_item(each) for each in prompt),
+            options=dataclasses.replace(sampling, seed=seed),
+            max_new_given=False,  # as many as the context has room for
+            logprobs=logprobs,
+        )
+        if not request.prompt:
+            raise BadRequest("the prompt is empty")
+        return self._model.encoder.sequence(request, self._model.encoder.encode(request), index)
+
+    def _open(self, workload: Workload, requests: int) -> Runner:
+        planned = self._planned
+        fits = (
+            planned is not None
+            and workload.prompt_len <= planned.prompt_len
+            and workload.gen_len <= planned.gen_len
+            and requests <= max(self._block_size, self._planned_requests)
+        )
+        if self._runner is not None and (fits or self._options.policy is not None):
+            return self._runner
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+        if planned is not None:
+            workload = Workload(
+                prompt_len=max(workload.prompt_len, planned.prompt_len), gen_len=max(workload.gen_len, planned.gen_len)
+            )
+        launch = prepare(self._model.shape, workload, self._options, requests=requests, report=self.notices.append)
+        self._runner = open_runner(self._model.path, launch, self._options)
+        self.notices += self._runner.notices
+        self._planned, self._block_size = workload, launch.policy.block_size
+        self._planned_requests = requests
+        return self._runner
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _item(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else int(value)
+
+
+def _output(sequence: TokenSequence) -> Output:
+    return Output(
+        index=sequence.key,
+        text=sequence.text,
+        token_ids=tuple(sequence.output),
+        prompt_tokens=len(sequence.prompt),
+        finish_reason=sequence.finish_reason or "error",
+        logprobs=None if sequence.logprobs is None else tuple(sequence.logprobs),
+        error=sequence.error,
+    )
+
+
+def _failed(index: int, message: str) -> Output:
+    return Output(
+        index=index, text="", token_ids=(), prompt_tokens=0, finish_reason="error", logprobs=None, error=message
+    )
+
+
+def _nbytes(size: int | str | None) -> int | None:
+    return parse_size(size) if isinstance(size, str) else size
+
+
+def _policy(policy: Policy | Mapping[str, Any] | str | Path | None) -> Policy | None:
+    if policy is None or isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, Mapping):
+        return Policy.from_json(dict(policy))
+    return Policy.load(Path(policy))

@@ -1,0 +1,184 @@
+"""A job: the lines of a batch file, block by block through a runner, their answers appended as each block ends.
+
+Knows no model: a runner computes. Whatever ends a job early leaves the answers of every finished sequence in the output
+file, and `--resume` goes on from there.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from flashllm.offload.jobs.answers import BAD_REQUEST, TokenText, answer, failure
+from flashllm.offload.jobs.lines import BatchFile, ranked
+from flashllm.offload.jobs.results import Results
+from flashllm.offload.jobs.sequences import Sequence as TokenSequence
+from flashllm.offload.policy import Workload
+
+_PROMPT_WEIGHT = 0.1  # of a prompt token beside a new one, in time, until a block has been measured
+
+
+class Measure(Protocol):
+    """What running a block took: `flashllm.offload.runtime.run.BlockMeasure`."""
+
+    @property
+    def prefill_s(self) -> float: ...
+    @property
+    def decode_s(self) -> float: ...
+    @property
+    def busy(self) -> Mapping[str, float]: ...
+    @property
+    def bytes_read(self) -> int: ...
+    @property
+    def bytes_written(self) -> int: ...
+    @property
+    def new_tokens(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+
+
+class BlockRunner(Protocol):
+    """What computes a block: `flashllm.offload.runtime.run.Runner`."""
+
+    def run(self, sequences: list[TokenSequence], progress: Callable[[int], None]) -> Measure:
+        """Give every sequence logits until it is finished; `progress` is called with the block's new tokens so far."""
+
+    def stop(self) -> None:
+        """Let a `run` in another thread raise as soon as it can."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Totals:
+    """What all blocks took together. Seconds, tokens, bytes."""
+
+    blocks: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    busy: dict[str, float] = field(default_factory=dict)
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+    def add(self, measure: Measure, requests: int) -> None:
+        """Count a block."""
+        self.blocks += 1
+        self.requests += requests
+        self.prompt_tokens += measure.prompt_tokens
+        self.new_tokens += measure.new_tokens
+        self.prefill_s += measure.prefill_s
+        self.decode_s += measure.decode_s
+        for name, seconds in measure.busy.items():
+            self.busy[name] = self.busy.get(name, 0.0) + seconds
+        self.bytes_read += measure.bytes_read
+        self.bytes_written += measure.bytes_written
+
+    @property
+    def throughput(self) -> float:
+        """New tokens a second of prefill and decoding together, the paper's metric; 0 before the first block."""
+        seconds = self.prefill_s + self.decode_s
+        return self.new_tokens / seconds if seconds > 0 else 0.0
+
+
+class Job:
+    """Runs the lines that have no answer yet. Another thread may read `totals`, `done_tokens` and `done_share`."""
+
+    def __init__(
+        self,
+        batch: BatchFile,
+        results: Results,
+        *,
+        block_size: int,
+        model: str,
+        token_text: TokenText,
+    ) -> None:
+        """`block_size` sequences go through the runner at once, at most. `model` is the name that answers carry."""
+        self._batch, self._results = batch, results
+        self._model, self._token_text = model, token_text
+        answered = set(results.done)
+        todo = [index for index in range(len(batch.lines)) if index not in answered]
+        self._problems = [index for index in todo if batch.lines[index].problem is not None]
+        order = ranked(batch.lines, [index for index in todo if batch.lines[index].problem is None])
+        self.blocks = [order[start : start + block_size] for start in range(0, len(order), block_size)]
+        self.totals = Totals()
+        self._sizes = [
+            (
+                sum(batch.lines[index].prompt_tokens for index in block),
+                sum(batch.lines[index].max_new_tokens for index in block),
+            )
+            for block in self.blocks
+        ]
+        self._block_tokens = 0  # new, of the block that runs now
+
+    @property
+    def done_tokens(self) -> int:
+        """New tokens so far."""
+        return self.totals.new_tokens + self._block_tokens
+
+    @property
+    def done_share(self) -> float:
+        """How much of the job is done, from 0 to 1, as if every line took all the tokens it may."""
+        if not self._sizes:
+            return 1.0
+        done, ratio = self.totals.blocks, self._prompt_weight
+        weights = [ratio * prompt_tokens + new_tokens for prompt_tokens, new_tokens in self._sizes]
+        part = min(self._block_tokens / self._sizes[done][1], 1.0) * weights[done] if done < len(weights) else 0.0
+        return (sum(weights[:done]) + part) / sum(weights)
+
+    def workloads(self) -> list[tuple[int, Workload]]:
+        """(sequences, their longest prompt and answer) of each block, for the cost model."""
+        result = []
+        for block in self.blocks:
+            lines = [self._batch.lines[index] for index in block]
+            prompt = max(line.prompt_tokens for line in lines)
+            result.append((len(block), Workload(prompt_len=prompt, gen_len=max(line.max_new_tokens for line in lines))))
+        return result
+
+    def answer_problems(self) -> None:
+        """Answer the lines that have a problem, by saying it."""
+        lines = self._batch.lines
+        if self._problems:
+            bad = [lines[index] for index in self._problems]
+            self._results.append([failure(line, BAD_REQUEST, str(line.problem)) for line in bad])
+            self._problems = []
+
+    def run(self, runner: BlockRunner) -> Totals:
+        """Answer every line. Raises what the runner and the output file raise, after the finished answers are safe."""
+        self.answer_problems()
+        for block in self.blocks[self.totals.blocks :]:
+            sequences = [self._batch.sequence(index) for index in block]
+            try:
+                measure = runner.run(sequences, self._progress)
+            except BaseException:
+                self._write([each for each in sequences if each.finished])
+                raise
+            self._write(sequences)
+            self._block_tokens = 0
+            self.totals.add(measure, len(block))
+        return self.totals
+
+    def _progress(self, new_tokens: int) -> None:
+        self._block_tokens = new_tokens
+
+    def _write(self, sequences: Sequence[TokenSequence]) -> None:
+        if sequences:
+            self._results.append(
+                [
+                    answer(
+                        self._batch.lines[each.key],
+                        self._batch.request(each.key),
+                        each,
+                        model=self._model,
+                        token_text=self._token_text,
+                    )
+                    for each in sequences
+                ]
+            )
+
+    @property
+    def _prompt_weight(self) -> float:
+        """Of a prompt token beside a new one, in time: as measured so far."""
+        totals = self.totals
+        if not (totals.prompt_tokens and totals.new_tokens and totals.decode_s > 0):
+            return _PROMPT_WEIGHT
+        return totals.prefill_s / totals.prompt_tokens * totals.new_tokens / totals.decode_s

@@ -1,0 +1,202 @@
+"""A batch file, read whole before anything runs: every line is checked, and what is wrong is said with its number.
+
+Of each line only an entry of a few dozen bytes stays in memory; its text is read again when its turn comes. Knows how
+lines are found in the file and what makes them a job; what a line means is in `requests`.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from flashllm.base.files import open_for_reading
+from flashllm.errors import FlashIOError, FormatError
+from flashllm.offload.jobs.prompts import PromptEncoder, Unanswerable
+from flashllm.offload.jobs.requests import BadRequest, Defaults, Request, parse_request
+from flashllm.offload.jobs.sequences import Sequence
+
+MAX_LINE_NBYTES = 16 * 2**20
+MAX_LINES = 1_000_000
+_BOM = b"\xef\xbb\xbf"
+_IDENTITY_CHARS = 24  # of a SHA-256 in hexadecimal: 96 bits
+_SHOWN_PROBLEMS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of the batch file that is not blank."""
+
+    number: int  # from 1, blank lines counted
+    offset: int  # in the file, bytes
+    nbytes: int  # without the line end
+    custom_id: str
+    identity: str  # of the line's bytes and the job's settings: an answer under it answers this line and no other
+    prompt_tokens: int  # 0 where the line has no prompt
+    max_new_tokens: int
+    is_batch: bool  # answered in the form of an OpenAI batch, not as a simple object
+    problem: str | None = None  # why it will not be computed
+
+
+class BatchFile:
+    """The checked lines of a batch file, which stays open. See `read`."""
+
+    def __init__(self, path: Path, fd: int, encoder: PromptEncoder, defaults: Defaults, settings: str) -> None:
+        self.path, self._fd = path, fd
+        self._encoder, self._defaults = encoder, defaults
+        self._settings = settings.encode()
+        self._stamp = self._state()
+        self._text = path.suffix == ".txt"
+        self.lines: list[Line] = []
+
+    @classmethod
+    def read(
+        cls,
+        path: Path,
+        encoder: PromptEncoder,
+        defaults: Defaults,
+        *,
+        settings: str = "",
+        skip_bad: bool = False,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Self:
+        """Opens and checks the file `path`: plain prompts where it ends in .txt, else a JSON object a line.
+
+        `settings` names what else the answers depend on, the model first. `progress` is called with bytes read and in
+        all. FormatError that lists every malformed line (the first ten in full), unless `skip_bad`: then they become
+        lines with a `problem`, as do well-formed requests that the model cannot answer.
+        """
+        fd = open_for_reading(path)
+        try:
+            batch = cls(path, fd, encoder, defaults, settings)
+            batch._check(skip_bad=skip_bad, progress=progress)
+        except BaseException:
+            os.close(fd)
+            raise
+        return batch
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+
+    def request(self, index: int) -> Request:
+        """The request in `lines[index]`, which has no problem. FlashIOError where the file has changed."""
+        line = self.lines[index]
+        raw = os.pread(self._fd, line.nbytes, line.offset)
+        if self._state() != self._stamp or len(raw) != line.nbytes:
+            raise FlashIOError(f"{self.path}: was changed while the job ran; start it again with --resume")
+        return parse_request(raw, line.number, text=self._text, defaults=self._defaults)
+
+    def sequence(self, index: int) -> Sequence:
+        """The sequence of `lines[index]`, with `index` as its key."""
+        request = self.request(index)
+        return self._encoder.sequence(request, self._encoder.encode(request), index)
+
+    def _state(self) -> tuple[int, int]:
+        status = os.fstat(self._fd)
+        return status.st_size, status.st_mtime_ns
+
+    def _check(self, *, skip_bad: bool, progress: Callable[[int, int], None]) -> None:
+        places: dict[str, int] = {}  # custom_id -> line number
+        problems: list[str] = []
+        num_problems = 0
+        for number, offset, raw in self._raw_lines():
+            progress(offset, self._stamp[0])
+            if len(self.lines) == MAX_LINES:
+                raise FormatError(f"{self.path}: has more than {MAX_LINES} lines; split it")
+            line, bad = self._line(number, offset, raw, places)
+            if bad:
+                num_problems += 1
+                if num_problems <= _SHOWN_PROBLEMS:
+                    problems.append(f"line {number}: {line.problem}")
+            self.lines.append(line)
+        progress(self._stamp[0], self._stamp[0])
+        if problems and not skip_bad:
+            more = f"; and {num_problems - len(problems)} more" if num_problems > len(problems) else ""
+            raise FormatError(
+                f"{self.path}: {num_problems} of {len(self.lines)} lines are malformed, and nothing was run "
+                f"(--skip-bad runs the others): {'; '.join(problems)}{more}"
+            )
+        if not self.lines:
+            raise FormatError(f"{self.path}: has no requests")
+
+    def _line(self, number: int, offset: int, raw: bytes | None, places: dict[str, int]) -> tuple[Line, bool]:
+        """The entry of a line, and whether it is malformed. Enters its custom_id in `places`."""
+        custom_id, problem, bad = f"line-{number}", None, False
+        tokens = new = 0
+        is_batch = not self._text
+        try:
+            if raw is None:
+                raise BadRequest(f"is longer than {MAX_LINE_NBYTES} bytes", is_prompt=self._text)
+            request = parse_request(raw, number, text=self._text, defaults=self._defaults)
+            custom_id, is_batch = request.custom_id, request.kind != "prompt"
+            if custom_id in places:
+                custom_id = f"line-{number}"
+                raise BadRequest(f"custom_id {request.custom_id[:80]!r} is that of line {places[request.custom_id]}")
+            tokens = len(self._encoder.encode(request))
+            new = self._encoder.max_new_tokens(request, tokens)
+        except BadRequest as error:
+            problem, bad = str(error), True
+            is_batch = is_batch and not error.is_prompt
+            if error.custom_id is not None and error.custom_id not in places:
+                custom_id = error.custom_id
+        except Unanswerable as error:
+            problem = str(error)
+        places.setdefault(custom_id, number)
+        line = Line(
+            number=number,
+            offset=offset,
+            nbytes=0 if raw is None else len(raw),
+            custom_id=custom_id,
+            identity=self._identity(f"bad {number} " if bad else "", custom_id, raw),
+            prompt_tokens=tokens,
+            max_new_tokens=new,
+            is_batch=is_batch,
+            problem=problem,
+        )
+        return line, bad
+
+    def _identity(self, kind: str, custom_id: str, raw: bytes | None) -> str:
+        digest = hashlib.sha256()
+        for part in (self._settings, kind.encode(), custom_id.encode(), b"" if raw is None else raw):
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()[:_IDENTITY_CHARS]
+
+    def _raw_lines(self) -> Iterator[tuple[int, int, bytes | None]]:
+        """(number, offset, bytes without the line end) of each line that is not blank; None for one too long."""
+        with open(os.dup(self._fd), "rb") as file:
+            number = offset = 0
+            while raw := file.readline(MAX_LINE_NBYTES + 1):
+                number, start = number + 1, offset
+                offset += len(raw)
+                whole = raw.endswith(b"\n") or len(raw) <= MAX_LINE_NBYTES
+                while not raw.endswith(b"\n") and (rest := file.readline(MAX_LINE_NBYTES)):
+                    offset += len(rest)
+                    raw = rest
+                if start == 0 and whole and raw.startswith(_BOM):
+                    raw, start = raw[len(_BOM) :], len(_BOM)
+                if not whole:
+                    yield number, start, None
+                elif raw.strip():
+                    yield number, start, raw.rstrip(b"\r\n")
+
+
+def rank(prompt_tokens: int, max_new_tokens: int) -> tuple[int, int, int]:
+    """What requests are sorted by, falling, to fill blocks.
+
+    A block is as long as its longest prompt and its longest answer, so prompts of the same number of KV blocks (64
+    tokens) lie together, and among them those of the same new tokens. The longest go first, because a job that is too
+    large for the machine should fail at its start, and because the time left is then guessed too long, not too short.
+    """
+    return -(-prompt_tokens // 64), max_new_tokens, prompt_tokens
+
+
+def ranked(lines: list[Line], todo: list[int]) -> list[int]:
+    """The indices `todo` in the order in which they fill blocks."""
+    return sorted(todo, key=lambda index: rank(lines[index].prompt_tokens, lines[index].max_new_tokens), reverse=True)

@@ -1,0 +1,153 @@
+"""One request on its way: its prompt, the tokens chosen so far, their text, and why it ended. Knows no batch, no model.
+
+A sequence draws from a random state of its own, so that its answer depends on its logits and its seed alone, never on
+its neighbours in a batch.
+"""
+
+from array import array
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.errors import FlashError, UsageError
+from flashllm.generate.detokenizer import Decoder, Detokenizer
+from flashllm.generate.sampling import Sampler, SamplingOptions
+
+FinishReason = Literal["eos", "stop", "length", "error"]
+
+MAX_LOGPROBS = 20  # likeliest tokens listed beside each chosen one, as in OpenAI's interface
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """A chosen token's log probability, and the likeliest tokens at its place, before penalty, temperature, filters."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (id, log probability), the likeliest first, of equal ones the lower id
+
+
+class Sequence:
+    """A prompt and its continuation. `accept` takes the logits after the last token and chooses the next one.
+
+    It is finished after an end token, a stop string, the last token allowed, or logits that are not finite: the last is
+    an error of this sequence alone, in `error`, and leaves its neighbours as they are.
+    """
+
+    def __init__(
+        self,
+        prompt: Ids[int],
+        options: SamplingOptions,
+        *,
+        decoder: Decoder | None,
+        end_ids: frozenset[int],
+        logprobs: int | None = None,
+        key: int = 0,
+    ) -> None:
+        """`prompt` are token ids, at least one. `decoder` makes text of ids; None: no text, and so no stop strings.
+
+        `end_ids` end an answer (ignored with `options.ignore_eos`). `logprobs` likeliest tokens are recorded beside
+        each chosen one; None: nothing is recorded. `key` is the caller's own, to know the sequence by.
+        """
+        if not len(prompt):
+            raise UsageError("the prompt has no tokens")
+        if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
+            raise UsageError(f"logprobs must be from 0 to {MAX_LOGPROBS}, not {logprobs}")
+        if options.stop and decoder is None:
+            raise UsageError("stop strings need the model's tokenizer")
+        self.prompt = array("q", prompt)
+        self.options, self.key = options, key
+        self.output = array("q")
+        self.logprobs: list[TokenLogprobs] | None = None if logprobs is None else []
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None  # where finish_reason is "error"
+        self._num_logprobs = logprobs or 0
+        self._ends = frozenset[int]() if options.ignore_eos else end_ids
+        self._sampler = Sampler(options.seed)
+        self._detokenizer = None if decoder is None else Detokenizer(decoder, options.stop)
+        self._pieces: list[str] = []
+
+    @property
+    def finished(self) -> bool:
+        """Whether no further token will be chosen."""
+        return self.finish_reason is not None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and of the answer so far."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the prompt and of the longest answer. The last token never goes through the model."""
+        return len(self.prompt) + self.options.max_new_tokens
+
+    @property
+    def last_token(self) -> int:
+        """The token whose logits are wanted next."""
+        return self.output[-1] if self.output else self.prompt[-1]
+
+    @property
+    def text(self) -> str:
+        """The answer's text so far: whole characters, and nothing from a stop string on."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    def accept(self, logits: NDArray[np.float32]) -> None:
+        """Choose the next token after `logits` (fp32 [vocab], left as they are).
+
+        UsageError where the sequence is finished already.
+        """
+        if self.finished:
+            raise UsageError("the sequence is finished and takes no further logits")
+        context = self.prompt + self.output if self.options.repetition_penalty != 1 else ()
+        try:
+            token_id = self._sampler.choose(logits, context, self.options)
+        except FlashError as error:
+            self.fail(str(error))
+            return
+        self.output.append(token_id)
+        if self.logprobs is not None:
+            self.logprobs.append(_logprobs(logits, token_id, self._num_logprobs))
+        self._extend_text(token_id)
+        if token_id in self._ends:
+            self._finish("eos")
+        elif self._detokenizer is not None and self._detokenizer.stopped:
+            self._finish("stop")
+        elif len(self.output) == self.options.max_new_tokens:
+            self._finish("length")
+
+    def fail(self, message: str) -> None:
+        """End the sequence with an error of its own."""
+        self.finish_reason, self.error = "error", message
+
+    def _extend_text(self, token_id: int) -> None:
+        if self._detokenizer is not None and (piece := self._detokenizer.push(token_id)):
+            self._pieces.append(piece)
+
+    def _finish(self, reason: FinishReason) -> None:
+        if self._detokenizer is not None:
+            self._pieces.append(self._detokenizer.finish())
+            if self._detokenizer.stopped:
+                reason = "stop"  # perhaps a stop string in front of a character that stayed incomplete
+        self.finish_reason = reason
+
+
+def _logprobs(logits: NDArray[np.float32], token_id: int, count: int) -> TokenLogprobs:
+    """Of fp64 sums, so that a token's value does not depend on how they were split."""
+    scores = logits.astype(np.float64)
+    scores -= scores.max()
+    scores -= np.log(np.exp(scores).sum())
+    count = min(count, len(scores))
+    top: list[int] = []
+    if count:
+        last = np.partition(scores, -count)[-count]  # all that are at least this likely, then the order
+        likely = np.flatnonzero(scores >= last)
+        top = likely[np.argsort(-scores[likely], kind="stable")][:count].tolist()
+    return TokenLogprobs(
+        token_id=token_id, logprob=float(scores[token_id]), top=tuple((each, float(scores[each])) for each in top)
+    )

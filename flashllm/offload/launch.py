@@ -1,0 +1,197 @@
+"""From what a user wants to a runner: limits, methods, a policy that is given or planned. Runs nothing."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flashllm.base.machine import available_nbytes, num_cores, process_nbytes
+from flashllm.base.units import format_size
+from flashllm.base.user_dirs import user_cache_dir
+from flashllm.errors import BudgetError, UsageError
+from flashllm.offload.planner.local import LocalPlan, Methods, check_fits, load_search, plan_policy
+from flashllm.offload.policy import Policy, Workload
+from flashllm.offload.runtime.run import CacheLayout, Runner, RunOptions
+from flashllm.offload.shape import ModelShape
+
+COMPRESSIBLE = ("weights", "cache")
+CACHE_LAYOUTS: tuple[CacheLayout, ...] = ("kivi", "hidden")  # the first is the default
+WIDTHS = (4, 8, 3, 2)  # bits of a compressed number; the first is the default
+_MEMORY_SHARE = 0.8  # of what is free, where no limit is given
+_MARGIN_NBYTES = 48 * 2**20  # for the interpreter's own growth: prompts, texts, answers of a block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """How a user wants a model run. None: as the policy says, or by default. UsageError for what cannot be."""
+
+    memory: int | None = None  # bytes for everything the process holds; None: four fifths of what is free
+    gpu_memory: int | None = None  # bytes of the device tier; None: on a machine without a GPU, all of `memory`
+    policy: Policy | None = None  # None: planned
+    compress: frozenset[str] | None = None  # of COMPRESSIBLE
+    sparse_attention: float | None = None  # share of the value cache that is read
+    cache_layout: CacheLayout = CACHE_LAYOUTS[0]
+    cache_bits: int = WIDTHS[0]
+    weight_bits: int = WIDTHS[0]
+    overlap: bool | None = None
+    threads: int | None = None  # None: one a core
+    scratch: Path | None = None  # None: in the user's cache directory
+    processes: int = 1  # of a pipeline on this machine, which share what is free of it, and its cores
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "gpu_memory", "threads", "processes"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value!r}")
+        unknown = sorted((self.compress or frozenset()) - set(COMPRESSIBLE))
+        if unknown:
+            raise UsageError(f"--compress must be of {', '.join(COMPRESSIBLE)}, not {unknown[0]!r}")
+        if self.sparse_attention is not None and not 0 < self.sparse_attention <= 1:
+            raise UsageError(f"--sparse-attention must be above 0 and at most 1, not {self.sparse_attention!r}")
+        if self.cache_layout not in CACHE_LAYOUTS:
+            raise UsageError(f"--cache-layout must be one of {', '.join(CACHE_LAYOUTS)}, not {self.cache_layout!r}")
+        for name in ("cache_bits", "weight_bits"):
+            if getattr(self, name) not in WIDTHS:
+                raise UsageError(f"--{name.replace('_', '-')} must be one of 2, 3, 4, 8, not {getattr(self, name)!r}")
+
+    @property
+    def compress_weights(self) -> bool:
+        """Whether weights are compressed, whoever says so."""
+        return self._says("weights", self.policy is not None and self.policy.compress_weights)
+
+    @property
+    def compress_cache(self) -> bool:
+        """Whether the cache is compressed, whoever says so."""
+        return self._says("cache", self.policy is not None and self.policy.compress_cache)
+
+    @property
+    def attention_sparsity(self) -> float:
+        """The share of the value cache that is read, whoever says so."""
+        given = 1.0 if self.policy is None else self.policy.attention_sparsity
+        return given if self.sparse_attention is None else self.sparse_attention
+
+    @property
+    def scratch_folder(self) -> Path:
+        """Where scratch files are made; it may not exist yet."""
+        return user_cache_dir() / "scratch" if self.scratch is None else self.scratch
+
+    @property
+    def answers_depend_on(self) -> dict[str, Any]:
+        """What changes answers: memory, tiers, batches and threads do not."""
+        return {
+            "weight_bits": self.weight_bits if self.compress_weights else None,
+            "cache": [self.cache_layout, self.cache_bits] if self.compress_cache else None,
+            "sparse_attention": self.attention_sparsity,
+        }
+
+    def _says(self, what: str, policy: bool) -> bool:
+        return policy if self.compress is None else what in self.compress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What will run: the policy, the limits it was made for, and the plan behind it where it was planned."""
+
+    policy: Policy
+    methods: Methods
+    plan: LocalPlan | None
+    limit: int  # bytes for everything the process holds
+
+
+def memory_limits(options: LaunchOptions) -> tuple[int, int]:
+    """Bytes that this process may hold, and of them those for the model. BudgetError where nothing is left for it."""
+    process = process_nbytes()
+    share = int(_MEMORY_SHARE * available_nbytes()) // options.processes
+    limit = options.memory if options.memory is not None else process + share
+    memory = limit - process - _MARGIN_NBYTES
+    if memory <= 0:
+        raise BudgetError(
+            f"--memory {format_size(limit)} is taken by the interpreter and its libraries ({format_size(process)}, and "
+            f"{format_size(_MARGIN_NBYTES)} for their growth): nothing is left for the model"
+        )
+    return limit, memory
+
+
+def prepare(
+    shape: ModelShape,
+    workload: Workload,
+    options: LaunchOptions,
+    *,
+    requests: int,
+    stages: int = 1,
+    report: Callable[[str], None] = lambda line: None,
+) -> Launch:
+    """The policy for `requests` prompts of at most `workload`'s sizes: the given one, or a planned one.
+
+    For a pipeline of `stages` it is every stage's: for its share of the layers, with as many blocks in flight.
+    `report` gets a line on where a planned policy comes from. BudgetError where the limits cannot hold the job.
+    """
+    if options.policy is None:
+        load_search()
+    limit, memory = memory_limits(options)
+    folder = options.scratch_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    methods = Methods(
+        memory=memory,
+        disk=shutil.disk_usage(folder).free // options.processes,
+        folder=folder,
+        gpu_memory=options.gpu_memory,
+        compress_weights=options.compress_weights,
+        compress_cache=options.compress_cache,
+        weight_bits=options.weight_bits,
+        cache_bits=options.cache_bits,
+        attention_sparsity=options.attention_sparsity,
+        overlap=True if options.overlap is None else options.overlap,
+    )
+    if options.policy is not None:
+        overlap = options.policy.overlap if options.overlap is None else options.overlap
+        policy = replace(
+            options.policy,
+            compress_weights=methods.compress_weights,
+            compress_cache=methods.compress_cache,
+            attention_sparsity=methods.attention_sparsity,
+            overlap=overlap,
+        )
+        check_fits(replace(shape, layers=-(-shape.layers // stages)), workload, methods, policy, requests=requests)
+        return Launch(policy=policy, methods=methods, plan=None, limit=limit)
+    plan = plan_policy(shape, workload, methods, requests=requests, stages=stages)
+    report(f"planned a policy from {plan.source}: {describe(plan.policy)}")
+    return Launch(policy=plan.policy, methods=methods, plan=plan, limit=limit)
+
+
+def open_runner(model: Path, launch: Launch, options: LaunchOptions) -> Runner:
+    """The model loaded as `launch` says. Errors as `Runner`."""
+    return Runner(
+        model,
+        launch.policy,
+        memory=launch.methods.memory,
+        scratch=options.scratch_folder,
+        options=run_options(options),
+    )
+
+
+def run_options(options: LaunchOptions) -> RunOptions:
+    """How the runtime is told to execute a policy."""
+    return RunOptions(
+        threads=options.threads or max(1, num_cores() // options.processes),
+        weight_bits=options.weight_bits,
+        cache_bits=options.cache_bits,
+        cache_layout=options.cache_layout,
+    )
+
+
+def describe(policy: Policy) -> str:
+    """A policy in a line."""
+    parts = [f"blocks of {policy.num_batches} x {policy.gpu_batch} sequences"]
+    for kind, name in (("w", "weights"), ("c", "cache"), ("h", "activations")):
+        shares = [
+            f"{getattr(policy, kind + tier):.0%} {where}"
+            for tier, where in (("g", "device"), ("c", "CPU"), ("d", "disk"))
+            if getattr(policy, kind + tier) > 0
+        ]
+        parts.append(f"{name} {' + '.join(shares)}")
+    compressed = [name for name in COMPRESSIBLE if getattr(policy, f"compress_{name}")]
+    if compressed:
+        parts.append(f"compressed {' and '.join(compressed)}")
+    return ", ".join(parts)

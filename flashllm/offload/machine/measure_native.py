@@ -1,0 +1,243 @@
+"""Rates of what the runtime computes with on a CPU: its products, attention, packing and elementwise steps. Fits none.
+
+Operands rotate over more memory than the caches hold, as a model's weights and cache do.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm import _core
+from flashllm.arch.spec import BlockSpec
+from flashllm.base.dtypes import WEIGHT_DTYPES
+from flashllm.base.dtypes import cast as cast_dtype
+from flashllm.offload.machine.curves import Sample, seconds_of
+from flashllm.offload.machine.measure_disk import DiskProbe
+from flashllm.offload.runtime.layer import ROWS_TOGETHER, Projected, run_layer
+from flashllm.offload.runtime.native_ops import NativeOps
+from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
+from flashllm.offload.runtime.tiers.weight_plan import packed_nbytes
+from flashllm.offload.runtime.tiers.weights import LayerTensors, Matrix, Norm
+
+Array = NDArray[Any]
+_SEQUENCES = 8  # of a decoding step's sample
+_TINY = 64  # width of a layer whose products take next to no time
+
+
+@dataclass(slots=True)
+class NativeProbe:
+    """Times the native core's work on arrays of one dtype. Operands of a probe are kept for its next call."""
+
+    dtype: str
+    pool: _core.ThreadPool
+    at_least_s: float  # of one sample
+    rotation_bytes: int  # operands of one probe together take at least this: more than the caches
+    _operands: dict[tuple[object, ...], list[Any]] = field(default_factory=dict)
+
+    def products(self, rows: int, *, inner: int, outer: int, bits: int | None = None) -> Sample:
+        """[rows, inner] by the transpose of [outer, inner]; flop over rows."""
+        ops = self._ops(inner)
+        turn = self._rotating(("products", inner, outer, bits), lambda: self._matrix(outer, inner, bits))
+        x = self._random(rows, inner)
+        seconds = self._seconds(lambda: ops.linear(turn(), x))
+        return Sample(size=rows, units=2 * rows * inner * outer, seconds=seconds)
+
+    def prompt_attention(self, tokens: int, *, heads: int, head_dim: int) -> Sample:
+        """Causal attention of one prompt; 4 · tokens² · heads · head_dim flop, as if nothing were masked."""
+        attention = self._attention(heads, head_dim, "plain", None)
+        blocks = -(-tokens // KV_BLOCK)
+        turn = self._rotating(("prompt", blocks, heads, head_dim), lambda: self._arena(blocks, attention.block_nbytes))
+        q, out = self._random(tokens, heads * head_dim), self._random(tokens, heads * head_dim)
+        seconds = self._seconds(lambda: attention.prompt(q, turn(), 0, 0, out))
+        return Sample(size=tokens, units=4 * heads * tokens * tokens * head_dim, seconds=seconds)
+
+    def decode_attention(
+        self, nbytes: int, *, context: int, heads: int, head_dim: int, layout: str = "plain", bits: int | None = None
+    ) -> Sample:
+        """One token of each of several sequences; bytes of plain keys and values over bytes of a call."""
+        attention = self._attention(heads, head_dim, layout, bits)
+        blocks = max(1, context // KV_BLOCK)
+        each = blocks * attention.block_nbytes
+        sequences = max(1, nbytes // each)
+        slots = sequences * blocks
+        turn = self._rotating(
+            ("decode", slots, heads, head_dim, layout, bits), lambda: self._sealed(attention, slots, layout, bits)
+        )
+        q, out = self._random(sequences, heads * head_dim), self._random(sequences, heads * head_dim)
+        table = np.stack([np.zeros(slots, np.int32), np.arange(slots, dtype=np.int32)], axis=1)
+        offsets = np.arange(sequences + 1, dtype=np.int64) * blocks
+        lengths = np.full(sequences, blocks * KV_BLOCK, np.int64)
+        packed = bits is not None
+        seconds = self._seconds(
+            lambda: attention.decode(q, [turn()], [packed], np.ascontiguousarray(table), offsets, lengths, out)
+        )
+        return Sample(size=nbytes, units=sequences * each, seconds=seconds)
+
+    def seal(self, nbytes: int, *, heads: int, head_dim: int, layout: str, bits: int) -> Sample:
+        """Packing full blocks; bytes of plain keys and values over bytes of a call."""
+        attention = self._attention(heads, head_dim, layout, bits)
+        slots = max(1, nbytes // attention.block_nbytes)
+        turn = self._rotating(("seal", slots, heads, head_dim), lambda: self._arena(slots, attention.block_nbytes))
+        out = _core.allocate(slots * attention.sealed_nbytes).reshape(slots, attention.sealed_nbytes)
+        number = np.arange(slots, dtype=np.int32)
+        seconds = self._seconds(lambda: attention.seal(turn(), number, out, number))
+        return Sample(size=nbytes, units=slots * attention.block_nbytes, seconds=seconds)
+
+    def elementwise(self, nbytes: int, *, width: int) -> Sample:
+        """A norm and a sum, which read and write five values for each of an array; bytes over bytes of the array."""
+        ops = self._ops(width)
+        rows = max(1, nbytes // (width * ops.storage.itemsize))
+        turn = self._rotating(("elementwise", rows, width), lambda: self._random(rows, width))
+        norm = Norm(np.ones(width, np.float32), None)
+
+        def work() -> None:
+            x = turn()
+            ops.add(x, ops.norm(norm, x))
+
+        return Sample(size=nbytes, units=5 * rows * width * ops.storage.itemsize, seconds=self._seconds(work))
+
+    def square_s(self) -> float:
+        """Seconds of a layer so small that only calls and Python are left."""
+        block = _tiny_block()
+        ops = NativeOps(block, self.dtype, self.pool)
+        matrix = Matrix(self._random(_TINY, _TINY), _TINY, _TINY, None, None)
+        norms = {name: Norm(np.ones(_TINY, np.float32), None) for name in ("attention_norm", "ffn_norm")}
+        weights = LayerTensors(dict.fromkeys(("query", "key", "value", "out", "up", "gate", "down"), matrix), norms)
+        x, positions = self._random(1, _TINY), np.zeros(1, np.int64)
+
+        def attend(made: Projected, out: Array) -> None:
+            out[:] = made.queries
+
+        return self._seconds(lambda: run_layer(ops, block, weights, x, positions=positions, attend=attend))
+
+    def beside_reads(self, disk: DiskProbe, *, size: int, seconds: float, inner: int) -> tuple[float, float]:
+        """(share of the products' rate lost to reads, share of the reads' rate lost to products), while both run."""
+        ops = self._ops(inner)
+        turn = self._rotating(("products", inner, inner, None), lambda: self._matrix(inner, inner, None))
+        x = self._random(min(64, ROWS_TOGETHER), inner)
+
+        def compute() -> None:
+            ops.linear(turn(), x)
+
+        def read() -> None:
+            disk.read_once(size)
+
+        compute()
+        alone = _rate(compute, seconds), _rate(read, seconds)
+        ended = threading.Event()
+        reads = [0.0]
+
+        def keep_reading() -> None:
+            count, started = 0, time.perf_counter()
+            while not ended.is_set():
+                read()
+                count += 1
+            reads[0] = count / (time.perf_counter() - started)
+
+        reader = threading.Thread(target=keep_reading)
+        reader.start()
+        try:
+            computed = _rate(compute, 2 * seconds)
+        finally:
+            ended.set()
+            reader.join()
+        lost = 1 - computed / alone[0], 1 - reads[0] / alone[1]
+        return min(max(lost[0], 0.0), 0.95), min(max(lost[1], 0.0), 0.95)
+
+    def _ops(self, width: int) -> NativeOps:
+        return NativeOps(_tiny_block(width), self.dtype, self.pool)
+
+    def _attention(self, heads: int, head_dim: int, layout: str, bits: int | None) -> _core.BatchAttention:
+        return _core.BatchAttention(
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            dtype=self.dtype,
+            scale=head_dim**-0.5,
+            pool=self.pool,
+            layout=layout,
+            bits=bits or 4,
+        )
+
+    def _random(self, rows: int, columns: int) -> Array:
+        """Values of the order that norms leave."""
+        values = np.random.default_rng(rows).standard_normal((rows, columns), np.float32)
+        return np.ascontiguousarray(cast_dtype(values, WEIGHT_DTYPES["float32"], WEIGHT_DTYPES[self.dtype]))
+
+    def _matrix(self, rows: int, columns: int, bits: int | None) -> Matrix:
+        array = self._random(rows, columns)
+        if bits is not None:
+            packed = _core.allocate(packed_nbytes(rows, columns, bits))
+            _core.pack_weights(array, self.dtype, bits, packed, self.pool)
+            array = packed
+        return Matrix(array, rows, columns, bits, None)
+
+    def _arena(self, slots: int, nbytes: int) -> Array:
+        """Plain blocks with values that packing has to look at."""
+        arena = _core.allocate(slots * nbytes)
+        itemsize = WEIGHT_DTYPES[self.dtype].itemsize
+        arena.view(WEIGHT_DTYPES[self.dtype].storage).reshape(-1, KV_BLOCK)[:] = self._random(1, KV_BLOCK)
+        assert arena.nbytes % (KV_BLOCK * itemsize) == 0
+        return arena.reshape(slots, nbytes)
+
+    def _sealed(self, attention: _core.BatchAttention, slots: int, layout: str, bits: int | None) -> Array:
+        plain = self._arena(slots, attention.block_nbytes)
+        if bits is None:
+            return plain
+        out = _core.allocate(slots * attention.sealed_nbytes).reshape(slots, attention.sealed_nbytes)
+        number = np.arange(slots, dtype=np.int32)
+        attention.seal(plain, number, out, number)
+        return out
+
+    def _rotating(self, key: tuple[object, ...], make: Callable[[], Any]) -> Callable[[], Any]:
+        """A function giving the next of several equal operands."""
+        if key not in self._operands:
+            self._operands.clear()
+            first = make()
+            array = first.array if isinstance(first, Matrix) else first
+            copies = max(2, -(-self.rotation_bytes // array.nbytes))
+            self._operands[key] = [first, *(make() for _ in range(copies - 1))]
+        following = cycle(self._operands[key])
+        return lambda: next(following)
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        work()  # warm: first touch, threads awake
+        return seconds_of(work, at_least_s=self.at_least_s)
+
+
+def _rate(work: Callable[[], object], seconds: float) -> float:
+    """Calls a second, over `seconds`."""
+    count, started = 0, time.perf_counter()
+    while (past := time.perf_counter() - started) < seconds or not count:
+        work()
+        count += 1
+    return count / past
+
+
+def _tiny_block(width: int = _TINY) -> BlockSpec:
+    return BlockSpec(
+        d_model=width,
+        embed_dim=width,
+        vocab_size=1,
+        context=KV_BLOCK,
+        heads=1,
+        kv_heads=1,
+        head_dim=width,
+        query_scale=0.5,
+        norm="rms",
+        norm_epsilon=1e-6,
+        pre_norm=True,
+        final_norm=True,
+        positions="rotary",
+        rotary_dims=width,
+        inverse_frequency=(1.0,) * (width // 2),
+        activation="silu",
+        gated=True,
+        tied_head=True,
+    )

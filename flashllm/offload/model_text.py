@@ -1,0 +1,68 @@
+"""What a job must know of a model before its weights are read: sizes, tokenizer, chat template, name."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from flashllm.arch.registry import block_spec, complete_config
+from flashllm.base.files import read_json_object
+from flashllm.convert.locate import find_checkpoint
+from flashllm.convert.tokenizer import TOKENIZER
+from flashllm.errors import UsageError
+from flashllm.format.model_files import CONFIG
+from flashllm.generate.tokenizer import Tokenizer
+from flashllm.offload.jobs.prompts import PromptEncoder
+from flashllm.offload.shape import ModelShape, shape_from_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelText:
+    """A model's folder, without its weights."""
+
+    path: Path
+    name: str
+    fingerprint: str  # of its config: answers of another model are told apart by it
+    shape: ModelShape
+    encoder: PromptEncoder
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def load(cls, model: str | Path) -> Self:
+        """The model in a Hugging Face folder or a flashllm directory, or of a hub id, which is downloaded.
+
+        UsageError where it is none of these, FormatError where it is damaged, UnsupportedModelError for other models.
+        """
+        path = Path(model)
+        if not path.is_dir():
+            path, _ = find_checkpoint(str(model))
+        if not (path / CONFIG).exists():
+            raise UsageError(f"{path}: has no {CONFIG}; give a Hugging Face folder or a flashllm directory")
+        config = complete_config(read_json_object(path / CONFIG))
+        block = block_spec(config)
+        name = path.resolve().name
+        tokenizer = Tokenizer.load(path) if (path / TOKENIZER).exists() else None
+        template = None
+        if tokenizer is not None and tokenizer.chat_templates:  # else Jinja is not even imported
+            from flashllm.generate.chat_template import ChatTemplate
+
+            template = ChatTemplate.of(tokenizer)
+        ends = config.get("eos_token_id")
+        end_ids = frozenset(each for each in (ends if isinstance(ends, list) else [ends]) if isinstance(each, int))
+        return cls(
+            path=path,
+            name=name,
+            fingerprint=hashlib.sha256((path / CONFIG).read_bytes()).hexdigest()[:16],
+            shape=shape_from_config(config, name=name),
+            encoder=PromptEncoder(
+                tokenizer=tokenizer, template=template, context=block.context, vocab=block.vocab_size, end_ids=end_ids
+            ),
+            tokenizer=tokenizer,
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """A token's own text, special tokens too. U+FFFD for a part of a character, "" for an unknown id."""
+        if self.tokenizer is None:
+            return ""
+        text: str = self.tokenizer.backend.decode([token_id], skip_special_tokens=False)
+        return text

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: a model's layers over processes, which torch.distributed connects."""

@@ -1,0 +1,210 @@
+"""The processes of a pipeline at work: the driver, who has the head and the sequences, and the others, who serve it.
+
+The driver says a plan (the policy, how it is executed, who has which layers), each process loads its layers and
+answers; then it says blocks of prompts, one at a time, and each runs its layers for them and answers what that took.
+As many blocks of the policy as there are stages are in flight at once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from flashllm.base.machine import peak_process_nbytes
+from flashllm.errors import FlashError, PeerLost, UsageError
+from flashllm.generate.sampling import SamplingOptions
+from flashllm.offload.jobs import sequences as jobs
+from flashllm.offload.pipeline.ring import Ring, Word
+from flashllm.offload.policy import Policy
+from flashllm.offload.runtime.run import BlockMeasure, Runner, RunOptions
+from flashllm.offload.stages import Stage
+
+_SHARED = (
+    "weight_bits",
+    "cache_bits",
+    "cache_layout",
+    "simd",
+)  # of RunOptions: answers depend on them, so all use the driver's
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMeasure:
+    """What a block took at one stage."""
+
+    rank: int
+    stage: Stage
+    busy: Mapping[str, float]  # seconds of each activity; waiting for a neighbour is part of loading activations
+    bytes_read: int
+    bytes_written: int
+    peak_rss_bytes: int
+
+
+class PipelineRunner:
+    """A model over the processes of a ring, seen from the last one: like `Runner`. A context manager.
+
+    The ring outlives it. Raises as Runner does for this process's part, and PeerLost, with its message, where another
+    process fails.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        model: Path,
+        policy: Policy,
+        stages: Sequence[Stage],
+        *,
+        fingerprint: str,
+        memory: int | None = None,
+        scratch: Path,
+        options: RunOptions | None = None,
+    ) -> None:
+        """`fingerprint` is of the model: a process with another one fails. `options` hold for all, but for threads."""
+        if len(stages) != ring.place.world or not ring.place.is_last:
+            raise ValueError(f"{len(stages)} stages, and process {ring.place.rank} of {ring.place.world} to drive them")
+        options = options or RunOptions()
+        self.policy, self._ring = policy, ring
+        self.stage_measures: list[StageMeasure] = []  # of the last block
+        self._stages = tuple(stages)
+        ring.say(
+            {
+                "word": "plan",
+                "version": _VERSION,
+                "fingerprint": fingerprint,
+                "policy": policy.to_json(),
+                "options": {name: getattr(options, name) for name in _SHARED},
+                "stages": [asdict(stage) for stage in stages],
+            }
+        )
+        self._runner = _open(ring, model, policy, stages[-1], memory=memory, scratch=scratch, options=options)
+        try:
+            ready = _answer(ring, "ready")
+        except BaseException:
+            self._runner.close()
+            raise
+        self.notices = [*ready["notices"], *_notices(ring, self._runner)]
+        self.context, self.vocab = self._runner.context, self._runner.vocab
+
+    @property
+    def block_size(self) -> int:
+        """Sequences that are in flight at once, at most, for the policy's memory to suffice."""
+        return self.policy.block_size * len(self._stages)
+
+    def run(self, sequences: Sequence[jobs.Sequence], progress: Callable[[int], None] | None = None) -> BlockMeasure:
+        """As `Runner.run`; `busy` and bytes are the sums over all stages."""
+        unfinished = [sequence for sequence in sequences if not sequence.finished]
+        if not unfinished:
+            return BlockMeasure()
+        prompts = [sequence.prompt.tolist() for sequence in unfinished]
+        new = [sequence.options.max_new_tokens for sequence in unfinished]
+        self._ring.say({"word": "block", "prompts": prompts, "max_new_tokens": new})
+        measure = _run(self._ring, self._runner, unfinished, progress)
+        done = _answer(self._ring, "done")
+        self.stage_measures = [_stage_measure(each) for each in done["measures"]]
+        self.stage_measures.append(_stage_measure(_measured(self._ring, self._runner, measure)))
+        busy: dict[str, float] = {}
+        for each in self.stage_measures:
+            for name, seconds in each.busy.items():
+                busy[name] = busy.get(name, 0.0) + seconds
+        measure.busy = busy
+        measure.bytes_read = sum(each.bytes_read for each in self.stage_measures)
+        measure.bytes_written = sum(each.bytes_written for each in self.stage_measures)
+        return measure
+
+    def stop(self) -> None:
+        """End the block under way, which raises Stopped; the ring cannot be used after it. Any thread may call it."""
+        self._runner.stop()
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def serve(
+    ring: Ring, model: Path, *, fingerprint: str, memory: int | None = None, scratch: Path, threads: int | None = None
+) -> None:
+    """Be a stage other than the last until the driver ends the ring. Errors as Runner's, and PeerLost."""
+    plan = ring.hear()
+    if plan is None:
+        return
+    _pass_on(ring, plan)
+    if plan.get("word") != "plan" or plan.get("version") != _VERSION:
+        raise PeerLost("the driver of the pipeline is of another version of flashllm; use one on all machines")
+    if plan["fingerprint"] != fingerprint:
+        raise UsageError(f"{model}: is not the model that the driver of the pipeline has; their configs differ")
+    stage = Stage(**plan["stages"][ring.place.rank])
+    options = RunOptions(threads=threads, **plan["options"])
+    policy = Policy.from_json(plan["policy"])
+    with _open(ring, model, policy, stage, memory=memory, scratch=scratch, options=options) as runner:
+        before = _answer(ring, "ready") if ring.place.rank else {"word": "ready", "notices": []}
+        ring.say(before | {"notices": [*before["notices"], *_notices(ring, runner)]})
+        while (block := ring.hear()) is not None:
+            _pass_on(ring, block)
+            sequences = [
+                jobs.Sequence(prompt, SamplingOptions(max_new_tokens=new), decoder=None, end_ids=frozenset())
+                for prompt, new in zip(block["prompts"], block["max_new_tokens"], strict=True)
+            ]
+            measure = _run(ring, runner, sequences, None)
+            before = _answer(ring, "done") if ring.place.rank else {"word": "done", "measures": []}
+            ring.say(before | {"measures": [*before["measures"], _measured(ring, runner, measure)]})
+
+
+def _pass_on(ring: Ring, word: Word) -> None:
+    if ring.place.next != ring.place.world - 1:
+        ring.say(word)
+
+
+def _answer(ring: Ring, word: str) -> Word:
+    """What the process before this answers to a word."""
+    heard = ring.hear()
+    if heard is None or heard.get("word") != word:
+        raise PeerLost(f"process {ring.place.previous} of the pipeline did not answer as one of this version does")
+    return heard
+
+
+def _open(
+    ring: Ring, model: Path, policy: Policy, stage: Stage, *, memory: int | None, scratch: Path, options: RunOptions
+) -> Runner:
+    runner = Runner(model, policy, memory=memory, scratch=scratch, options=options, stage=stage)
+    ring.dtype, ring.width = runner.states_dtype, runner.block.d_model
+    return runner
+
+
+def _run(
+    ring: Ring, runner: Runner, sequences: Sequence[jobs.Sequence], progress: Callable[[int], None] | None
+) -> BlockMeasure:
+    def fail(error: FlashError) -> None:
+        runner.stop(error)
+
+    ring.on_failure(fail)
+    return runner.run(sequences, progress, ring)
+
+
+def _notices(ring: Ring, runner: Runner) -> list[str]:
+    return [f"process {ring.place.rank}: {notice}" for notice in runner.notices]
+
+
+def _measured(ring: Ring, runner: Runner, measure: BlockMeasure) -> Word:
+    return {
+        "rank": ring.place.rank,
+        "stage": asdict(runner.stage),
+        "busy": measure.busy,
+        "bytes_read": measure.bytes_read,
+        "bytes_written": measure.bytes_written,
+        "peak_rss_bytes": peak_process_nbytes(),
+    }
+
+
+def _stage_measure(word: Word) -> StageMeasure:
+    known = {field.name for field in fields(StageMeasure)}
+    return StageMeasure(
+        **{name: value for name, value in word.items() if name in known} | {"stage": Stage(**word["stage"])}
+    )

@@ -1,0 +1,224 @@
+"""Costs of the runtime on a machine whose device is its CPU: one memory, one disk, and cores that serve everything.
+
+The affine forms of appendix A.3 (paper B) for two tiers, priced with what this engine measured of itself. What differs:
+1. nothing travels between device and CPU; a cache or a layer homed on the CPU tier is in the same memory;
+2. reads and writes share the disk, so their times add; while it works the products lose a share, and it loses one too;
+3. a step is bound as a whole, the head included: loads of the next layer begin while the head is computed;
+4. the last block of a sequence's cache stays plain in memory: only full blocks are packed, written and read;
+5. packed weights and cache are multiplied as they are, so packing has rates of its own instead of an expansion.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from flashllm.offload.machine.hardware import Hardware
+from flashllm.offload.planner.costs import CostModel, Method
+from flashllm.offload.planner.linear import CD, HC, HD, WC, WD, Linear, constant
+from flashllm.offload.policy import Policy, Workload
+from flashllm.offload.shape import ModelShape
+
+# What the runtime does, in flashllm/offload/runtime; a test compares.
+KV_BLOCK = 64  # positions
+ROWS_TOGETHER = 1024  # rows of one product
+_GROUP = 64  # values that share a scale and a minimum of 16 bits each
+_SEALED_MULTIPLE = 4096  # bytes that a packed block is padded to
+
+
+def packed_bytes(rows: int, columns: int, bits: int) -> int:
+    """Bytes of a packed matrix: its codes, and a scale and a minimum for each 64 outputs of an input."""
+    return rows * columns * bits // 8 + 4 * -(-rows // _GROUP) * columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCostModel(CostModel):
+    """As `CostModel`. With a `policy`, what depends on it in leaps is exact; without, it is what most policies do."""
+
+    policy: Policy | None = None
+    weight_bits: int = 4  # of packed weights
+    cache_bits: int = 4
+
+    # Sizes, in bytes -------------------------------------------------------------------------------------------
+
+    @property
+    def weight_bytes(self) -> float:
+        if not self.method.compress_weights:
+            return self.shape.layer_bytes
+        shape, bits = self.shape, self.weight_bits
+        outputs = (shape.query_dim, shape.kv_dim, shape.kv_dim, *([shape.ffn] * (1 + shape.gated)))
+        inputs = (shape.query_dim, shape.ffn)
+        return sum(packed_bytes(rows, shape.hidden, bits) for rows in outputs) + sum(
+            packed_bytes(shape.hidden, columns, bits) for columns in inputs
+        )
+
+    @property
+    def head_bytes(self) -> float:
+        """The head and the embedding stay as they are."""
+        return self.shape.head_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """A plain block of the cache: 64 positions of a sequence in a layer."""
+        return KV_BLOCK * self.shape.kv_token_bytes
+
+    @property
+    def sealed_bytes(self) -> int:
+        """A full block as it is kept."""
+        if not self.method.compress_cache:
+            return self.block_bytes
+        shape = self.shape
+        vector = shape.head_dim * self.cache_bits // 8 + 4 * -(-shape.head_dim // _GROUP)
+        nbytes = 2 * KV_BLOCK * shape.kv_heads * vector
+        return -(-nbytes // _SEALED_MULTIPLE) * _SEALED_MULTIPLE
+
+    @property
+    def head_tier(self) -> str:
+        return "g" if self.policy is None else self.policy.head_tier
+
+    # Compute ---------------------------------------------------------------------------------------------------
+
+    def _products_s(self, params: int, rows: int, *, packed: bool) -> float:
+        """`rows` token rows through `params` weights, in parts."""
+        rate = self.hardware.gemm
+        if packed and self.hardware.packed_gemm is not None:
+            rate = self.hardware.packed_gemm
+        full, rest = divmod(rows, ROWS_TOGETHER)
+        seconds = full * 2 * params * ROWS_TOGETHER / rate.at(ROWS_TOGETHER)
+        return seconds + (2 * params * rest / rate.at(rest) if rest else 0.0)
+
+    def _touched_s(self, values: float) -> float:
+        """Seconds to read and write so many values of the model's dtype."""
+        nbytes = values * self.shape.dtype_bytes
+        rate = self.hardware.elementwise or self.hardware.device_bandwidth
+        return nbytes / rate.at(max(nbytes, 1.0))
+
+    def _layer_s(self, rows: int) -> float:
+        """What a batch's rows take in a layer, but for attention."""
+        shape = self.shape
+        values = 10 * shape.hidden + 6 * shape.query_dim + 10 * shape.kv_dim + (2 + shape.gated) * shape.ffn
+        seconds = self._products_s(shape.layer_params, rows, packed=self.method.compress_weights)
+        return seconds + self._touched_s(rows * values) + self.hardware.square_s
+
+    def _seal_s(self, tokens: float) -> Linear:
+        """Packing so many tokens' keys and values, or copying those that go to disk."""
+        nbytes = tokens * self.shape.kv_token_bytes
+        if self.method.compress_cache and self.hardware.seal is not None:
+            return constant(nbytes / self.hardware.seal.at(self.block_bytes))
+        return CD * self._touched_s(2 * nbytes / self.shape.dtype_bytes)
+
+    def _copied_s(self, nbytes: float) -> float:
+        return self._touched_s(2 * nbytes / self.shape.dtype_bytes)
+
+    # Stages of a layer, over a whole block ---------------------------------------------------------------------
+
+    @cached_property
+    def head_step(self) -> dict[str, Linear]:
+        rows, shape = self.method.gpu_batch, self.shape
+        seconds = self._products_s(shape.vocab * shape.hidden, rows, packed=False) + self._touched_s(
+            3 * rows * shape.vocab
+        )
+        read = self.head_bytes / self.hardware.dtoc.at(self.head_bytes) if self.head_tier == "d" else 0.0
+        return self._stages(read=constant(read), written=constant(0), comp=constant(seconds * self.method.num_batches))
+
+    @cached_property
+    def prefill(self) -> dict[str, Linear]:
+        hw, s, block = self.hardware, self.workload.prompt_len, self.method.block_size
+        sealed = block * (s // KV_BLOCK) * self.sealed_bytes
+        hidden = block * s * self.shape.activation_token_bytes
+        attention = 4 * block * s * s * self.shape.query_dim / hw.bmm.at(s)
+        comp = constant(self.method.num_batches * self._layer_s(self.method.gpu_batch * s) + attention)
+        comp += self._seal_s(block * (s // KV_BLOCK) * KV_BLOCK) + WC * self._copied_s(self.weight_bytes)
+        comp += (HC + HD) * (2 * self._copied_s(hidden))
+        return self._stages(
+            read=WD * self._read_s(self.weight_bytes) + HD * self._read_s(hidden, self.method.num_batches),
+            written=CD * self._write_s(sealed, block) + HD * self._write_s(hidden, self.method.num_batches),
+            comp=comp,
+        )
+
+    @cached_property
+    def decode(self) -> dict[str, Linear]:
+        block, context = self.method.block_size, self.workload.mean_context
+        hidden = block * self.shape.activation_token_bytes
+        # On the average half of the last block is filled; it is in memory.
+        blocks = max(0.0, context / KV_BLOCK - 0.5)
+        read = block * blocks * self.sealed_bytes
+        comp = constant(self.method.num_batches * self._layer_s(self.method.gpu_batch) + self._attention_s(context))
+        comp += self._seal_s(block) + WC * self._copied_s(self.weight_bytes) + (HC + HD) * (2 * self._copied_s(hidden))
+        return self._stages(
+            read=WD * self._read_s(self.weight_bytes)
+            + CD * self._read_s(read, self.method.num_batches)
+            + HD * self._read_s(hidden, self.method.num_batches),
+            written=CD * self._write_s(block * self.sealed_bytes / KV_BLOCK, block / KV_BLOCK)
+            + HD * self._write_s(hidden, self.method.num_batches),
+            comp=comp,
+        )
+
+    def _attention_s(self, context: float) -> float:
+        """Every sequence's new token attending to its cache, in one layer."""
+        hw, shape = self.hardware, self.shape
+        nbytes = self.method.block_size * context * shape.kv_token_bytes * self._read_share
+        rate = hw.cpu_attention
+        if self.method.compress_cache and hw.packed_attention is not None:
+            rate = hw.packed_attention
+        flops = 4 * self.method.block_size * context * shape.query_dim * self._read_share
+        return max(nbytes / rate.at(nbytes / self.method.num_batches), flops / hw.bmm.at(KV_BLOCK))
+
+    def _read_s(self, nbytes: float, transfers: float = 1) -> float:
+        """Reading `nbytes` in `transfers` equal parts."""
+        return nbytes / self.hardware.dtoc.at(max(1.0, nbytes / max(1, transfers)))
+
+    def _write_s(self, nbytes: float, transfers: float = 1) -> float:
+        return nbytes / self.hardware.ctod.at(max(1.0, nbytes / max(1.0, transfers)))
+
+    @staticmethod
+    def _stages(*, read: Linear, written: Linear, comp: Linear) -> dict[str, Linear]:
+        return {"ctog": constant(0), "gtoc": constant(0), "dtoc": read, "ctod": written, "comp": comp}
+
+    # What overlaps ---------------------------------------------------------------------------------------------
+
+    def _bounds(self, layer: dict[str, Linear]) -> list[Linear]:
+        """A layer's share of a step, which is the largest of these. The head is spread over the layers."""
+        head = self.head_step
+        comp = layer["comp"] + head["comp"] / self.shape.layers
+        disk = layer["dtoc"] + layer["ctod"] + (head["dtoc"] + head["ctod"]) / self.shape.layers
+        if not self.method.overlap:
+            return [comp + disk]
+        # Beside each other products run at 1 - takes of their rate and the disk at 1 - loses of its own; what is left
+        # of the longer one then runs alone.
+        takes, loses = self.hardware.read_takes, self.hardware.read_loses
+        return [comp + disk * (takes / (1 - loses)), disk + comp * (loses / (1 - takes))]
+
+    def prefill_bounds(self) -> list[Linear]:
+        return self._bounds(self.prefill)
+
+    def decode_bounds(self) -> list[Linear]:
+        return self._bounds(self.decode)
+
+    def head_bounds(self) -> list[Linear]:
+        """Nothing: the head is in the others."""
+        return [constant(0)]
+
+
+def cost_model(
+    shape: ModelShape,
+    hardware: Hardware,
+    workload: Workload,
+    method: Method,
+    *,
+    blocks_in_flight: int = 1,
+    weight_bits: int = 4,
+    cache_bits: int = 4,
+) -> CostModel:
+    """The cost model of the machine's kind. The paper's has 4 bits alone."""
+    if hardware.device != "cpu":
+        return CostModel(
+            shape=shape, hardware=hardware, workload=workload, method=method, blocks_in_flight=blocks_in_flight
+        )
+    return HostCostModel(
+        shape=shape,
+        hardware=hardware,
+        workload=workload,
+        method=method,
+        blocks_in_flight=blocks_in_flight,
+        weight_bits=weight_bits,
+        cache_bits=cache_bits,
+    )

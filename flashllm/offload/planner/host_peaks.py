@@ -1,0 +1,99 @@
+"""Peak memory of the runtime on a machine whose device is its CPU, as affine forms in the nine fractions.
+
+It counts what flashllm/offload/runtime allocates: weights and their two staging buffers, blocks of the cache and the
+buffers they pass, states, and the working memory of a layer's worst moment. A test compares with the runtime's plans.
+"""
+
+from flashllm.offload.planner.host_costs import KV_BLOCK, ROWS_TOGETHER, HostCostModel
+from flashllm.offload.planner.linear import CC, CD, CG, HC, HD, HG, WC, WD, WG, Linear, constant
+
+BUFFERS = 2  # of each kind: what is computed with, and what arrives
+_GATHERED_ROWS = 1024  # rows of an embedding on disk that are read together
+_PAGE = 4096
+_SPARE = 24 << 20  # stacks, readers' bounce buffers, what an allocator holds back
+
+
+def cached_positions(model: HostCostModel) -> int:
+    """The last new token is chosen and not fed back."""
+    return model.workload.full_context - 1
+
+
+def sealed_blocks(model: HostCostModel) -> int:
+    """Blocks of a sequence in a layer that get full."""
+    return cached_positions(model) // KV_BLOCK
+
+
+def weights(model: HostCostModel) -> tuple[Linear, float]:
+    """Weights in memory while a run lasts, and what bringing them there takes besides."""
+    shape, layer = model.shape, model.weight_bytes
+    kept = (WG + WC) * (layer * shape.layers) + (WC + WD) * (BUFFERS * layer)
+    table = shape.vocab * shape.hidden * shape.dtype_bytes
+    policy = model.policy
+    kept += model.head_bytes if model.head_tier != "d" else 0
+    if model.head_tier != "g" and policy is not None:  # it passes the layers' buffers, which it may be larger than
+        kept += BUFFERS * max(0.0, model.head_bytes - (policy.wc + policy.wd) * layer)
+    embedding_tier = "d" if policy is None else policy.embedding_tier(tied=shape.tied)
+    if not shape.tied and embedding_tier != "d":
+        kept += table
+    if (embedding_tier == "d" and not shape.tied) or model.head_tier == "d":
+        kept += _GATHERED_ROWS * (-(-shape.hidden * shape.dtype_bytes // _PAGE) * _PAGE + _PAGE)
+    vectors = 6 * shape.hidden + shape.query_dim + 2 * shape.kv_dim + 2 * shape.ffn  # norms and biases, in fp32
+    kept += shape.layers * vectors * 4 + shape.positions * shape.hidden * shape.dtype_bytes
+    return kept, shape.layer_bytes if model.method.compress_weights else 0.0
+
+
+def cache(model: HostCostModel) -> Linear:
+    """The cache's blocks in memory and the buffers that blocks pass."""
+    m, positions = model.method, cached_positions(model)
+    sequences = m.block_size * model.blocks_in_flight * model.shape.layers
+    full, prompt = sealed_blocks(model), -(-model.workload.prompt_len // KV_BLOCK)
+    staged = CD * (m.gpu_batch * BUFFERS * full * model.sealed_bytes)
+    arriving = m.gpu_batch * prompt * (BUFFERS * model.block_bytes)
+    outbox = m.gpu_batch * prompt * model.sealed_bytes
+    if not m.compress_cache:
+        blocks = -(-positions // KV_BLOCK)
+        kept = (CG + CC) * (sequences * blocks * model.block_bytes) + CD * (sequences * model.block_bytes)
+        return kept + staged + CD * (arriving + outbox)
+    kept = constant(sequences * model.block_bytes) + (CG + CC) * (sequences * full * model.sealed_bytes)
+    has_disk = model.policy is None or model.policy.cd > 0
+    return kept + staged + constant(arriving + (outbox if has_disk else 0))
+
+
+def states(model: HostCostModel, tokens: int) -> Linear:
+    """Hidden states of all batches between two layers; those on disk pass buffers."""
+    m = model.method
+    row = tokens * model.shape.activation_token_bytes
+    kept = (HG + HC) * (m.block_size * model.blocks_in_flight * row)
+    return kept + (HC + HD) * (2 * m.gpu_batch * row) + HD * ((BUFFERS + 1) * m.gpu_batch * row)
+
+
+def working(model: HostCostModel, tokens: int) -> float:
+    """The worst of a batch's moments: embedding, attention, FFN, head."""
+    shape, rows, item = model.shape, model.method.gpu_batch * tokens, model.shape.dtype_bytes
+    part = min(rows, ROWS_TOGETHER)
+    embedding = rows * 3 * shape.hidden * item
+    attention = rows * (2 * shape.query_dim + 2 * shape.kv_dim) * item
+    packed = part * max(shape.ffn, shape.hidden, shape.query_dim) * 4  # a product's inputs, in fp32
+    ffn = part * (shape.ffn * (1 + shape.gated) + 2 * shape.hidden) * item + packed
+    head = model.method.gpu_batch * (shape.vocab * (item + 4) + 2 * shape.hidden * item)
+    # A batch's own states come on top where they are not among those kept; the first layer's are always new.
+    return max(embedding, attention + part * shape.hidden * item + packed, ffn + rows * shape.query_dim * item, head)
+
+
+def host_limits(model: HostCostModel) -> list[tuple[str, Linear, int]]:
+    """As `peaks.memory_limits`."""
+    hardware, shape = model.hardware, model.shape
+    kept, starting = weights(model)
+    kept += _SPARE
+    blocks = cache(model)
+    rows = [("device", kept + starting, hardware.device_usable)] if starting else []
+    for tokens in (model.workload.prompt_len, 1):
+        peak = kept + blocks + states(model, tokens) + working(model, tokens)
+        rows.append(("device", peak, hardware.device_usable))
+    on_disk = CD * (
+        model.method.block_size * model.blocks_in_flight * shape.layers * sealed_blocks(model) * model.sealed_bytes
+    )
+    on_disk += HD * (model.method.block_size * model.workload.prompt_len * shape.activation_token_bytes)
+    if model.method.compress_weights:  # others are read from the model's own files
+        on_disk += WD * (model.weight_bytes * shape.layers)
+    return [*rows, ("cpu", constant(0), hardware.cpu_usable), ("disk", on_disk, hardware.disk_capacity)]

@@ -1,0 +1,166 @@
+"""The policy for a job on the machine that will run it, and what the cost model says of a job. Plans; runs nothing.
+
+Rates are those that `flashllm offload plan --profile` measured and stored here; without them, a typical machine's.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flashllm.base.machine import num_cores
+from flashllm.base.units import format_size
+from flashllm.errors import BudgetError, UsageError
+from flashllm.offload.machine.hardware import Hardware
+from flashllm.offload.machine.rates import RateCurve
+from flashllm.offload.machine.store import find_profile
+from flashllm.offload.planner.predict import Prediction, predict
+from flashllm.offload.policy import Policy, Workload
+from flashllm.offload.shape import ModelShape
+
+_CORE_FLOPS = 4e10  # of products, a core; the typical figures are orders of magnitude, which the order of sizes needs
+_MEMORY_RATE = 1.5e10  # bytes/s
+_DISK_RATE = 1.5e9
+_SQUARE_S = 5e-4  # of a batch in a layer, beside its work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalPlan:
+    """A policy for a job here, what it is expected to take for one full block, and where the figures come from."""
+
+    policy: Policy
+    prediction: Prediction
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Methods:
+    """What a job allows the planner to use. `gpu_memory` is the device tier's size, where it is not all the memory."""
+
+    memory: int  # bytes for weights, cache and working memory: all tiers but the disk
+    disk: int  # bytes that scratch files may take
+    folder: Path  # where they are made, which says the drive
+    gpu_memory: int | None = None
+    compress_weights: bool = False
+    compress_cache: bool = False
+    weight_bits: int = 4  # of compressed ones
+    cache_bits: int = 4
+    attention_sparsity: float = 1.0
+    overlap: bool = True
+
+
+def local_hardware(shape: ModelShape, methods: Methods) -> Hardware:
+    """This machine under the limits of a job, by its stored profile where there is one."""
+    hardware = find_profile(methods.folder, shape.dtype or "") or _typical()
+    device = methods.memory if methods.gpu_memory is None else min(methods.gpu_memory, methods.memory)
+    return hardware.limited(
+        device_memory=device + hardware.device_reserved,
+        cpu_memory=0 if methods.gpu_memory is None else methods.memory - device,
+        disk_capacity=methods.disk,
+    )
+
+
+def load_search() -> None:
+    """Imports what planning needs, which is tens of megabytes: whoever counts the memory left does this first.
+
+    UsageError where scipy is not installed.
+    """
+    try:
+        import flashllm.offload.planner.search  # noqa: F401
+    except ModuleNotFoundError as error:
+        message = f"planning needs {error.name}: pip install 'flashllm[offload]', or give a policy with --policy"
+        raise UsageError(message) from None
+
+
+def plan_policy(
+    shape: ModelShape, workload: Workload, methods: Methods, *, requests: int, stages: int = 1
+) -> LocalPlan:
+    """The policy of greatest throughput for `requests` prompts of at most `workload`'s sizes.
+
+    With `stages` it is that of a pipeline's stages, on machines like this one: as many blocks are in flight, and the
+    prediction is of one block on one stage. Raises BudgetError where no policy fits, UsageError where scipy, which the
+    search needs, is not installed.
+    """
+    load_search()
+    from flashllm.offload.planner.search import GPU_BATCHES, SearchSpace, search
+
+    hardware = local_hardware(shape, methods)
+    shape = replace(shape, layers=-(-shape.layers // stages))
+    requests = -(-requests // stages)
+    # A block larger than the job pays for room that nothing fills.
+    batches = tuple(size for size in GPU_BATCHES if size <= max(requests, 1))
+    space = SearchSpace(
+        gpu_batches=batches,
+        sequences=max(requests, 1),
+        compress_weights=methods.compress_weights,
+        compress_cache=methods.compress_cache,
+        weight_bits=methods.weight_bits,
+        cache_bits=methods.cache_bits,
+        attention_sparsity=methods.attention_sparsity,
+        overlap=methods.overlap,
+        blocks_in_flight=stages,
+    )
+    plan = search(shape, hardware, workload, space)
+    return LocalPlan(policy=plan.policy, prediction=plan.prediction, source=hardware.source)
+
+
+def predict_job(
+    shape: ModelShape, methods: Methods, policy: Policy, blocks: Iterable[tuple[int, Workload]]
+) -> dict[str, Any]:
+    """What the cost model says of the blocks of a job, (sequences, their longest sizes) each: seconds, new tokens/s."""
+    hardware = local_hardware(shape, methods)
+    prefill_s = decode_s = tokens = 0.0
+    for sequences, workload in blocks:
+        part = of_size(policy, sequences)
+        bits = {"weight_bits": methods.weight_bits, "cache_bits": methods.cache_bits}
+        prediction = predict(shape, hardware, workload, part, **bits)
+        prefill_s += prediction.prefill_s
+        decode_s += prediction.decode_s
+        tokens += sequences * workload.gen_len
+    seconds = prefill_s + decode_s
+    throughput = tokens / seconds if seconds > 0 else 0.0
+    return {"prefill_s": prefill_s, "decode_s": decode_s, "throughput": throughput, "source": hardware.source}
+
+
+def check_fits(shape: ModelShape, workload: Workload, methods: Methods, policy: Policy, *, requests: int) -> None:
+    """BudgetError, with what is short, where a block of `policy` exceeds the limits of a job of `requests` prompts."""
+    block = of_size(policy, min(policy.block_size, max(requests, 1)))
+    bits = {"weight_bits": methods.weight_bits, "cache_bits": methods.cache_bits}
+    prediction = predict(shape, local_hardware(shape, methods), workload, block, **bits)
+    if prediction.over:
+        short = ", ".join(f"{name} memory by {format_size(excess)}" for name, excess in prediction.over.items())
+        raise BudgetError(
+            f"the policy does not fit: a block of {block.block_size} sequences of up to {workload.full_context} tokens "
+            f"exceeds {short}; give more memory, a smaller block, or a policy that keeps more on disk"
+        )
+
+
+def of_size(policy: Policy, sequences: int) -> Policy:
+    """`policy` for a block that is not full."""
+    gpu_batch = min(policy.gpu_batch, sequences)
+    fields = policy.to_json() | {"gpu_batch": gpu_batch, "num_batches": -(-sequences // gpu_batch)}
+    return Policy.from_json(fields)
+
+
+def _typical() -> Hardware:
+    most = _CORE_FLOPS * num_cores()
+    flops = RateCurve(((1, most / 10), (16, most / 2), (64, most)))  # rows share what loading a weight costs
+    memory, disk = RateCurve.flat(_MEMORY_RATE), RateCurve.flat(_DISK_RATE)
+    return Hardware(
+        name="this machine",
+        device="cpu",
+        source="typical figures: this machine has no profile, which `flashllm offload plan --profile` makes",
+        device_memory=0,
+        cpu_memory=0,
+        disk_capacity=0,
+        ctog=memory,
+        gtoc=memory,
+        dtoc=disk,
+        ctod=disk,
+        gemm=flops,
+        bmm=RateCurve.flat(0.25 * most),
+        device_bandwidth=memory,
+        square_s=_SQUARE_S,
+        cpu_attention=memory,
+        cpu_bandwidth=memory,
+    )

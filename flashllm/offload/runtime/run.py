@@ -1,0 +1,406 @@
+"""A run: the sequences of one block, through the model or a stage of it, as the policy says.
+
+The schedule's squares (a batch, a token, a layer) become tasks; this says what each task does. One layer beyond the
+model's stands for the output head, which is loaded and computed like the others. Of a stage of a pipeline, what the
+first layer takes comes from the stage before, and what the last one makes goes to the stage after.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm import _core
+from flashllm.base.machine import num_cores
+from flashllm.base.units import format_size
+from flashllm.errors import BudgetError, FlashError
+from flashllm.offload.jobs import sequences as jobs
+from flashllm.offload.planner.schedules import (
+    Action,
+    Graph,
+    Step,
+    diagonal_block,
+    pipeline_stage,
+    row_by_row,
+    zigzag_block,
+)
+from flashllm.offload.policy import Policy
+from flashllm.offload.runtime.executor import Executor, Stopped
+from flashllm.offload.runtime.layer import Projected, embed, logits, run_layer
+from flashllm.offload.runtime.native_ops import NativeOps
+from flashllm.offload.runtime.tasks import Task, tasks
+from flashllm.offload.runtime.tiers.activations import Activations
+from flashllm.offload.runtime.tiers.arrangement import Arrangement, arrange
+from flashllm.offload.runtime.tiers.disk import DiskFile
+from flashllm.offload.runtime.tiers.kv import KvCache
+from flashllm.offload.runtime.tiers.scratch import Scratch, open_reader
+from flashllm.offload.runtime.tiers.source import open_weights
+from flashllm.offload.runtime.tiers.weight_plan import plan_weights
+from flashllm.offload.runtime.tiers.weights import WeightStore
+from flashllm.offload.stages import Stage
+
+Array = NDArray[Any]
+CacheLayout = Literal["hidden", "kivi"]
+Schedule = Literal["zigzag", "row", "diagonal"]
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockMeasure:
+    """What a run took. Seconds, bytes, tokens; `busy` is each activity's own time, which overlap."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    busy: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How the runtime executes a policy, beyond what the policy itself says."""
+
+    threads: int | None = None  # of the products; None: one a core
+    weight_bits: int = 4  # where the policy compresses weights
+    cache_bits: int = 4  # where it compresses the cache
+    cache_layout: CacheLayout = "kivi"
+    schedule: Schedule = "zigzag"
+    simd: str = "auto"
+    before_task: Callable[[Task], None] | None = None  # of tests: called in the worker before each task
+
+
+class Neighbours(Protocol):
+    """The stages before and after this one in a pipeline, which is a ring: the last gives tokens to the first.
+
+    What is given for a batch's token says which places of the batch still run; none: the batch has ended, which a stage
+    passes on, and the last one is not told, as it knows. `give` does not wait. `take` waits, and raises PeerLost where
+    the giver is gone, Stopped where `ending()` becomes true.
+    """
+
+    def give(self, batch: int, token: int, active: Sequence[int], values: Array) -> None:
+        """To the stage after this: hidden states [rows, d_model], or from the last stage token ids [active]."""
+
+    def take(self, batch: int, token: int, ending: Callable[[], bool]) -> tuple[list[int], Array]:
+        """From the stage before this: the places that run, and the values."""
+
+
+class Runner:
+    """A model, or a stage of one, loaded as a policy says, ready to run blocks of sequences. A context manager.
+
+    Raises BudgetError where weights and working memory exceed `memory`, FlashIOError where the scratch folder cannot
+    hold what the policy puts on disk, and what `open_weights` raises.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        policy: Policy,
+        *,
+        memory: int | None = None,
+        scratch: Path,
+        options: RunOptions | None = None,
+        stage: Stage | None = None,
+    ) -> None:
+        self.policy, self.options = policy, options or RunOptions()
+        self._memory, self._scratch_folder = memory, scratch
+        self._executor: Executor | None = None
+        self._lock = threading.Lock()
+        self._pool = _core.ThreadPool(self.options.threads or num_cores())
+        self._reader = open_reader()
+        self._source = open_weights(model, stage)
+        self.block, self.stage, self.num_layers = self._source.block, self._source.stage, self._source.num_layers
+        self.context, self.vocab = self.block.context, self.block.vocab_size
+        dtype = self._source.dtype.name
+        self._ops = NativeOps(self.block, dtype, self._pool, simd=self.options.simd)
+        self.states_dtype = np.dtype(self._ops.storage)  # of hidden states
+        self._attention = _core.BatchAttention(
+            heads=self.block.heads,
+            kv_heads=self.block.kv_heads,
+            head_dim=self.block.head_dim,
+            dtype=dtype,
+            scale=1.0,  # queries are scaled already
+            layout=self.options.cache_layout if policy.compress_cache else "plain",
+            bits=self.options.cache_bits,
+            pool=self._pool,
+            simd=self.options.simd,
+        )
+        bits = self.options.weight_bits if policy.compress_weights else None
+        plan = plan_weights(self._source, policy, bits=bits)
+        self._check_memory(plan.memory_nbytes, "the weights")
+        self._weights_scratch = Scratch(scratch, plan.scratch_nbytes)
+        self._weights = WeightStore(
+            self._source, plan, pool=self._pool, scratch=self._weights_scratch, reader=self._reader
+        )
+        self.notices = self._weights.notices
+
+    def run(
+        self,
+        sequences: Sequence[jobs.Sequence],
+        progress: Callable[[int], None] | None = None,
+        neighbours: Neighbours | None = None,
+    ) -> BlockMeasure:
+        """Run every sequence to its end. `progress` is called with the new tokens so far, from a worker.
+
+        A stage needs its `neighbours`; only the last one chooses tokens, and all must be given the same prompts.
+        Raises BudgetError where they do not fit the memory left, FlashIOError, Stopped after `stop`, PeerLost.
+        """
+        unfinished = [sequence for sequence in sequences if not sequence.finished]
+        if not unfinished:
+            return BlockMeasure()
+        if neighbours is None and not (self.stage.is_first and self.stage.is_last):
+            raise ValueError("a stage of a pipeline needs its neighbours")
+        return _Run(self, unfinished, progress or (lambda count: None), neighbours).execute()
+
+    def stop(self, error: FlashError | None = None) -> None:
+        """End the run under way, which raises `error`, or Stopped. Any thread may call it."""
+        with self._lock:
+            if self._executor is not None:
+                self._executor.stop(error)
+
+    def close(self) -> None:
+        self._weights.close()
+        self._weights_scratch.close()
+        self._source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_memory(self, nbytes: int, what: str) -> None:
+        if self._memory is not None and nbytes > self._memory:
+            raise BudgetError(
+                f"{what} need {format_size(nbytes)} of memory, and {format_size(self._memory)} is the limit for the "
+                "runtime; give more memory, a smaller batch, or a policy that keeps more on disk"
+            )
+
+
+class _Batch:
+    """A batch's sequences, and which of them still run."""
+
+    def __init__(self, members: Sequence[jobs.Sequence]) -> None:
+        self.members = members
+        self.active = [row for row, sequence in enumerate(members) if not sequence.finished]
+
+    def positions(self, token: int) -> list[int | None]:
+        """Of each member's token number `token` > 0: where it goes; None for those that have ended."""
+        active = set(self.active)
+        return [
+            len(sequence.prompt) + token - 1 if row in active else None for row, sequence in enumerate(self.members)
+        ]
+
+
+class _Run:
+    """One block of sequences, under way."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        sequences: Sequence[jobs.Sequence],
+        progress: Callable[[int], None],
+        neighbours: Neighbours | None,
+    ) -> None:
+        self.r, self._progress, self._neighbours = runner, progress, neighbours
+        self._last_layer = runner.num_layers if runner.stage.is_last else runner.num_layers - 1
+        policy, block = runner.policy, runner.block
+        sizes = [(len(sequence.prompt), sequence.max_length - 1) for sequence in sequences]
+        self._arrangement: Arrangement = arrange(sizes, policy)
+        gbs = policy.gpu_batch
+        self._batches = [_Batch(sequences[first : first + gbs]) for first in range(0, len(sequences), gbs)]
+        self._tokens = max(sequence.options.max_new_tokens for sequence in sequences)
+        self._new_tokens = 0
+        self._began = self._prefilled = 0.0
+        self._is_ending: Callable[[], bool] = lambda: False
+        self._measure = BlockMeasure(prompt_tokens=sum(len(sequence.prompt) for sequence in sequences))
+        storage = runner._ops.storage
+        layers = runner.num_layers
+        kv_nbytes = KvCache.nbytes(runner._attention, self._arrangement, layers=layers)
+        runner._check_memory(
+            runner._weights.memory_nbytes + kv_nbytes, f"the weights and the cache of {len(sizes)} sequences"
+        )
+        kv_disk = KvCache.disk_nbytes(runner._attention, self._arrangement, layers=layers)
+        hidden_disk = Activations.disk_nbytes(self._arrangement, width=block.d_model, dtype=storage)
+        self._scratch = Scratch(runner._scratch_folder, kv_disk + hidden_disk)
+        self._disk: DiskFile | None = None
+        if kv_disk + hidden_disk:
+            self._disk = DiskFile(self._scratch.create("run", kv_disk + hidden_disk), runner._reader)
+        self._kv = KvCache(
+            runner._attention, self._arrangement, layers=layers, disk=self._disk, share=policy.attention_sparsity
+        )
+        self._activations = Activations(
+            self._arrangement, width=block.d_model, dtype=storage, disk=self._disk, offset=kv_disk
+        )
+
+    def execute(self) -> BlockMeasure:
+        weights = self.r._weights
+        read = weights.bytes_read
+        policy = self.r.policy
+        # Where nothing moves there is nothing to overlap, and handing tasks to workers would only cost.
+        moves = policy.uses_cpu or policy.uses_disk or self._neighbours is not None
+        with self._scratch, Executor(self._work, overlap=policy.overlap and moves) as executor:
+            with self.r._lock:
+                self.r._executor = executor
+            self._is_ending = lambda: executor.is_ending
+            self._began = self._prefilled = time.perf_counter()
+            try:
+                executor.run(tasks(self._steps()))
+            finally:
+                with self.r._lock:
+                    self.r._executor = None
+            ended = time.perf_counter()
+            measure = self._measure
+            measure.prefill_s, measure.decode_s = self._prefilled - self._began, ended - self._prefilled
+            measure.new_tokens = self._new_tokens
+            measure.bytes_read = weights.bytes_read - read + (self._disk.bytes_read if self._disk else 0)
+            measure.bytes_written = self._disk.bytes_written if self._disk else 0
+            measure.busy = {str(action): seconds for action, seconds in executor.busy_s.items()}
+            return measure
+
+    @property
+    def _is_over(self) -> bool:
+        return not any(batch.active for batch in self._batches)
+
+    def _steps(self) -> Iterator[Step]:
+        """The schedule, up to where every sequence has ended."""
+        graph = Graph(batches=len(self._batches), tokens=self._tokens, layers=self._last_layer + 1)
+        for step in self._schedule(graph):
+            if self._is_over:
+                return
+            yield step
+
+    def _schedule(self, graph: Graph) -> Iterable[Step]:
+        group = self.r.policy.num_batches
+        if self._neighbours is not None:
+            return pipeline_stage(graph, group=group)
+        match self.r.options.schedule:
+            case "zigzag":
+                return zigzag_block(graph, block=graph.batches)
+            case "row":
+                return row_by_row(graph)
+            case "diagonal":
+                return diagonal_block(graph, group=group)
+
+    def _work(self, task: Task) -> None:
+        if self.r.options.before_task is not None:
+            self.r.options.before_task(task)
+        step = task.step
+        if self._is_over:  # handed out before the last sequence ended
+            return
+        if step.action is Action.LOAD_WEIGHTS:
+            self.r._weights.load(step.layer, task.weights)
+            return
+        batch, is_head = self._batches[step.batch], step.layer == self.r.num_layers
+        if step.action is Action.COMPUTE:
+            if batch.active:
+                self._compute(task, batch)
+        elif step.action is Action.LOAD_ACTIVATION:
+            if step.layer == 0 and batch.active:
+                self._take(step, batch)
+            elif batch.active:
+                self._activations.load(step.batch, task.square, self._rows_by_tier(step, batch))
+        elif step.action is Action.LOAD_CACHE:
+            if not is_head and batch.active:
+                self._kv.load(task, batch.positions(step.token))
+        elif is_head or not batch.active:
+            return
+        elif step.action is Action.STORE_ACTIVATION and step.layer == self._last_layer:
+            if self._neighbours is not None:
+                states = self._activations.take(step.batch, task.square)
+                self._neighbours.give(step.batch, step.token, batch.active, states)
+        elif step.action is Action.STORE_ACTIVATION:
+            self._activations.store(step.batch, self._rows_by_tier(step, batch))
+        elif step.token == 0:
+            self._kv.store_prompt(task)
+        else:
+            self._kv.store_step(task)
+
+    def _take(self, step: Step, batch: _Batch) -> None:
+        """What the stage before this made of a batch: its hidden states, or for the first stage the tokens chosen."""
+        first = self.r.stage.is_first
+        if self._neighbours is None or (first and step.token == 0):
+            return
+        active, values = self._neighbours.take(step.batch, step.token, self._is_ending)
+        if active and first:
+            for row, token_id in zip(active, values.tolist(), strict=True):
+                batch.members[row].output.append(token_id)
+        elif active:
+            self._activations.put(step.batch, values)
+        else:  # passed on at once: where all batches have ended no task follows
+            self._neighbours.give(step.batch, step.token, active, values)
+        batch.active = active
+
+    def _rows_by_tier(self, step: Step, batch: _Batch) -> tuple[int, int, int]:
+        """Rows of a batch's states on the device, the CPU tier and the disk, which follow each other."""
+        counts = dict.fromkeys("gcd", 0)
+        for row, place in enumerate(self._arrangement.batches[step.batch]):
+            if step.token == 0:
+                counts[place.hidden_tier] += place.prompt
+            elif row in batch.active:
+                counts[place.hidden_tier] += 1
+        return counts["g"], counts["c"], counts["d"]
+
+    def _compute(self, task: Task, batch: _Batch) -> None:
+        step, runner = task.step, self.r
+        if step.layer == 0 and step.token > 0:
+            positions = [position for position in batch.positions(step.token) if position is not None]
+            self._kv.begin_step(step.batch, step.token, batch.active, positions)
+        embeds = step.layer == 0 and runner.stage.is_first
+        x = self._embed(batch, step.token) if embeds else self._activations.take(step.batch, task.square)
+        if step.layer == runner.num_layers:
+            self._choose(task, batch, x)
+            return
+
+        keep = self._kv.prompt if step.token == 0 else self._kv.decode
+
+        def attend(made: Projected, out: Array) -> None:
+            keep(task, made, out)
+
+        weights = runner._weights.layer(step.layer, task.weights)
+        where = self._positions(batch, step.token)
+        x = run_layer(runner._ops, runner.block, weights, x, positions=where, attend=attend)
+        self._activations.put(step.batch, x)
+
+    def _positions(self, batch: _Batch, token: int) -> NDArray[np.int64]:
+        if token == 0:
+            return np.concatenate([np.arange(len(sequence.prompt), dtype=np.int64) for sequence in batch.members])
+        return np.array([position for position in batch.positions(token) if position is not None], np.int64)
+
+    def _embed(self, batch: _Batch, token: int) -> Array:
+        if token == 0:
+            ids = np.concatenate([np.asarray(sequence.prompt, np.int64) for sequence in batch.members])
+        else:
+            ids = np.array([batch.members[row].last_token for row in batch.active], np.int64)
+        weights, block = self.r._weights, self.r.block
+        positions = weights.position_rows(self._positions(batch, token))
+        return embed(self.r._ops, block, weights.embedding_rows(ids), positions, weights.project_in)
+
+    def _choose(self, task: Task, batch: _Batch, x: Array) -> None:
+        """The output head, and each sequence's next token."""
+        if task.step.token == 0:
+            ends = np.cumsum([len(sequence.prompt) for sequence in batch.members]) - 1
+            x = np.ascontiguousarray(x[ends])
+        store = self.r._weights
+        scores = logits(self.r._ops, store.final_norm, store.project_out, store.head(task.weights), x)
+        for row, scored in zip(list(batch.active), scores, strict=True):
+            batch.members[row].accept(scored)
+        self._new_tokens += len(batch.active)
+        batch.active = [row for row in batch.active if not batch.members[row].finished]
+        if self._neighbours is not None and task.step.token + 1 < self._tokens:
+            ids = np.array([batch.members[row].last_token for row in batch.active], np.int64)
+            self._neighbours.give(task.step.batch, task.step.token + 1, batch.active, ids)
+        if task.step.token == 0:
+            self._prefilled = time.perf_counter()
+        self._progress(self._new_tokens)
+
+
+__all__ = ["BlockMeasure", "RunOptions", "Runner", "Stopped"]

@@ -1,0 +1,92 @@
+"""The hidden states of a run's batches between two layers, each sequence's on its tier.
+
+Those of the device stay where the layer left them. Those of the CPU tier, and on disk, are copied out after a square
+and back before the next.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm import _core
+from flashllm.offload.runtime.tasks import BUFFERS
+from flashllm.offload.runtime.tiers.arrangement import Arrangement
+from flashllm.offload.runtime.tiers.disk import DiskFile
+from flashllm.offload.runtime.tiers.scratch import round_up
+
+Array = NDArray[Any]
+
+
+class Activations:
+    """Hidden states [rows, width] of each batch; the rows are those of its sequences, one after the other."""
+
+    def __init__(
+        self, arrangement: Arrangement, *, width: int, dtype: np.dtype[Any], disk: DiskFile | None, offset: int = 0
+    ) -> None:
+        """`disk` has room for `disk_nbytes` of the arrangement from `offset` on."""
+        self._arrangement, self._width, self._dtype, self._disk = arrangement, width, dtype, disk
+        self._offsets: list[int] = []
+        for batch in range(len(arrangement.batches)):
+            self._offsets.append(offset)
+            offset += self._region_nbytes(arrangement, batch, width, dtype)
+        most = max((self._region_nbytes(arrangement, b, width, dtype) for b in range(len(self._offsets))), default=0)
+        self._inbox = [
+            np.asarray(_core.allocate(most))[:most] if most else np.empty(0, np.uint8) for _ in range(BUFFERS)
+        ]
+        self._outbox = np.asarray(_core.allocate(most))[:most] if most else np.empty(0, np.uint8)
+        self._device: dict[int, Array] = {}  # batch -> states of the device tier
+        self._cpu: dict[int, Array] = {}
+        self._loaded: dict[int, list[Array]] = {}  # buffer -> parts that have arrived
+
+    @staticmethod
+    def _region_nbytes(arrangement: Arrangement, batch: int, width: int, dtype: np.dtype[Any]) -> int:
+        rows = sum(place.prompt for place in arrangement.batches[batch] if place.hidden_tier == "d")
+        return round_up(rows * width * dtype.itemsize)
+
+    @classmethod
+    def disk_nbytes(cls, arrangement: Arrangement, *, width: int, dtype: np.dtype[Any]) -> int:
+        """Bytes of the file that the prompts' states take, which later steps' are smaller than."""
+        return sum(cls._region_nbytes(arrangement, batch, width, dtype) for batch in range(len(arrangement.batches)))
+
+    def put(self, batch: int, states: Array) -> None:
+        """What a computation made, before it is stored."""
+        self._device[batch] = states
+
+    def store(self, batch: int, rows: tuple[int, int, int]) -> None:
+        """Move the states that do not live on the device. `rows` of the device, the CPU tier and the disk."""
+        device, cpu, disk = rows
+        states = self._device[batch]
+        if cpu:
+            self._cpu[batch] = states[device : device + cpu].copy()
+        if disk:
+            part = np.ascontiguousarray(states[device + cpu :]).reshape(-1).view(np.uint8)
+            run = self._outbox[: round_up(part.nbytes)]
+            run[: part.nbytes] = part
+            self._file().write([(self._offsets[batch], run)])
+        if cpu or disk:
+            self._device[batch] = states[:device].copy()
+
+    def load(self, batch: int, buffer: int, rows: tuple[int, int, int]) -> None:
+        """Bring what `store` moved back into the buffer."""
+        _, cpu, disk = rows
+        parts: list[Array] = []
+        if cpu:
+            parts.append(self._cpu[batch].copy())
+        if disk:
+            nbytes = disk * self._width * self._dtype.itemsize
+            run = self._inbox[buffer][: round_up(nbytes)]
+            self._file().read([(self._offsets[batch], run)])
+            parts.append(run[:nbytes].view(self._dtype).reshape(disk, self._width))
+        self._loaded[buffer] = parts
+
+    def take(self, batch: int, buffer: int) -> Array:
+        """The batch's states [rows, width], to be computed with and changed."""
+        parts = self._loaded.pop(buffer, [])
+        states = self._device.pop(batch)
+        return np.concatenate([states, *parts]) if parts else states
+
+    def _file(self) -> DiskFile:
+        if self._disk is None:
+            raise ValueError("this arrangement has activations on disk, and there is no file for them")
+        return self._disk

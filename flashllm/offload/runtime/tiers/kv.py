@@ -1,0 +1,209 @@
+"""The KV cache of a run: blocks of positions in memory and on disk, and attention over them where they lie.
+
+`arrangement.py` says where a sequence's blocks are. A computation appends keys and values and attends; what it leaves
+to be moved, `store` moves: full blocks are sealed (packed where the cache is compressed) and go to their tier.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm import _core
+from flashllm.offload.runtime.layer import Projected
+from flashllm.offload.runtime.tasks import BUFFERS, Task
+from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK, Arrangement, Place, blocks_of
+from flashllm.offload.runtime.tiers.disk import DiskFile
+
+Array = NDArray[Any]
+Bytes = NDArray[np.uint8]
+_OPEN, _SEALED, _STAGED = range(3)  # arenas, as tables name them
+
+
+@dataclass(slots=True)
+class _Step:
+    """Where a batch's sequences are in one decoding step, the same for all layers but for the slots' first."""
+
+    rows: tuple[int, ...]  # places of the batch that take part
+    positions: NDArray[np.int32]
+    table: NDArray[np.int32]  # [blocks, 2]: arena, slot in a layer's share of it
+    offsets: NDArray[np.int64]
+
+
+class KvCache:
+    """Keys and values of all layers of a run's sequences."""
+
+    def __init__(
+        self,
+        attention: _core.BatchAttention,
+        arrangement: Arrangement,
+        *,
+        layers: int,
+        disk: DiskFile | None,
+        share: float = 1.0,
+    ) -> None:
+        """`share` of the values is read in decoding: the likeliest positions (top-k sparse attention, section 5).
+
+        `disk` holds `arrangement.disk_slots * layers` sealed blocks; None where there are none.
+        """
+        self._attention, self._arrangement, self._disk, self._share = attention, arrangement, disk, share
+        block, sealed = attention.block_nbytes, attention.sealed_nbytes
+        self._open = _arena(layers * arrangement.open_slots, block)
+        self._sealed = _arena(layers * arrangement.sealed_slots, sealed)
+        self._staged = [_arena(arrangement.staged_slots, sealed) for _ in range(BUFFERS)]
+        self._prompt = [_arena(arrangement.prompt_slots, block) for _ in range(BUFFERS)]
+        self._outbox = _arena(arrangement.prompt_slots if arrangement.disk_slots else 0, sealed)  # of `store` alone
+        self._steps: dict[tuple[int, int], _Step] = {}  # (batch, token) -> where the batch is
+
+    @staticmethod
+    def nbytes(attention: _core.BatchAttention, arrangement: Arrangement, *, layers: int) -> int:
+        """Bytes of memory that a cache of this arrangement takes."""
+        block, sealed = attention.block_nbytes, attention.sealed_nbytes
+        arenas = layers * (arrangement.open_slots * block + arrangement.sealed_slots * sealed)
+        buffers = BUFFERS * (arrangement.staged_slots * sealed + arrangement.prompt_slots * block)
+        return arenas + buffers + (arrangement.prompt_slots * sealed if arrangement.disk_slots else 0)
+
+    @staticmethod
+    def disk_nbytes(attention: _core.BatchAttention, arrangement: Arrangement, *, layers: int) -> int:
+        return layers * arrangement.disk_slots * attention.sealed_nbytes
+
+    # A prompt ------------------------------------------------------------------------------------------------------
+
+    def prompt(self, task: Task, made: Projected, out: Array) -> None:
+        """Keep the keys and values of a batch's prompts, which follow each other, and attend: causal, prompt by prompt.
+
+        out: [tokens, heads * head_dim] of the model's dtype.
+        """
+        layer, first = task.step.layer, 0
+        for place in self._arrangement.batches[task.step.batch]:
+            rows = slice(first, first + place.prompt)
+            first += place.prompt
+            if place.moves:
+                arena, slot = self._prompt[task.square], place.prompt_slot
+            else:
+                arena, slot = self._open, self._open_slot(place, layer)
+            positions = np.arange(place.prompt, dtype=np.int32)
+            self._attention.write(made.keys[rows], made.values[rows], arena, slot + positions // KV_BLOCK, positions)
+            self._attention.prompt(made.queries[rows], arena, slot, 0, out[rows])
+
+    def store_prompt(self, task: Task) -> None:
+        """Move what `prompt` left in the buffer: full blocks to their tier, the rest to the tail."""
+        written: list[tuple[int, Array]] = []
+        arena, layer = self._prompt[task.square], task.step.layer
+        for place in self._arrangement.batches[task.step.batch]:
+            if not place.moves:
+                continue
+            full, tail = place.prompt // KV_BLOCK, place.prompt % KV_BLOCK
+            source = np.arange(place.prompt_slot, place.prompt_slot + full, dtype=np.int32)
+            if full and place.on_disk:
+                self._attention.seal(arena, source, self._outbox, source)
+                sealed = self._outbox[place.prompt_slot : place.prompt_slot + full]
+                written.append((self._disk_offset(place, layer, 0), sealed))
+            elif full:
+                home = source - place.prompt_slot + self._sealed_slot(place, layer)
+                self._attention.seal(arena, source, self._sealed, home)
+            if tail:
+                self._open[self._open_slot(place, layer)] = arena[place.prompt_slot + full]
+        if written:
+            self._on_disk().write(written)
+
+    # A decoding step -----------------------------------------------------------------------------------------------
+
+    def begin_step(self, batch: int, token: int, rows: Sequence[int], positions: Sequence[int]) -> None:
+        """Say where the batch is: `rows` of its places take part, each with one token at its position."""
+        for old in [key for key in self._steps if key[0] == batch and key[1] < token - BUFFERS]:
+            del self._steps[old]
+        places = self._arrangement.batches[batch]
+        table: list[tuple[int, int]] = []
+        offsets = [0]
+        for row, position in zip(rows, positions, strict=True):
+            place = places[row]
+            if place.moves:
+                arena = _STAGED if place.on_disk else _SEALED
+                first = place.staged_slot if place.on_disk else place.sealed_slot
+                table += [(arena, first + block) for block in range(position // KV_BLOCK)]
+                table.append((_OPEN, place.open_slot))
+            else:
+                table += [(_OPEN, place.open_slot + block) for block in range(blocks_of(position + 1))]
+            offsets.append(len(table))
+        self._steps[batch, token] = _Step(
+            tuple(rows),
+            np.array(positions, np.int32),
+            np.array(table, np.int32).reshape(-1, 2),
+            np.array(offsets, np.int64),
+        )
+
+    def load(self, task: Task, positions: Sequence[int | None]) -> None:
+        """Read a batch's blocks on disk into the buffer. `positions` of its places; None: not needed any more."""
+        runs: list[tuple[int, Array]] = []
+        places = self._arrangement.batches[task.step.batch]
+        for place, position in zip(places, positions, strict=True):
+            if place.on_disk and position is not None and position >= KV_BLOCK:
+                slots = slice(place.staged_slot, place.staged_slot + position // KV_BLOCK)
+                runs.append((self._disk_offset(place, task.step.layer, 0), self._staged[task.square][slots]))
+        if runs:
+            self._on_disk().read(runs)
+
+    def decode(self, task: Task, made: Projected, out: Array) -> None:
+        """Keep the key and value of one token a sequence, and attend to all of its positions. Shapes as in `prompt`."""
+        layer = task.step.layer
+        step, places = self._steps[task.step.batch, task.step.token], self._arrangement.batches[task.step.batch]
+        per_layer = np.array([self._arrangement.open_slots, self._arrangement.sealed_slots, 0], np.int32) * layer
+        tails = np.array([place.open_slot for place in (places[row] for row in step.rows)], np.int32)
+        moves = np.array([places[row].moves for row in step.rows])
+        slots = per_layer[_OPEN] + tails + np.where(moves, 0, step.positions // KV_BLOCK)
+        self._attention.write(made.keys, made.values, self._open, slots.astype(np.int32), step.positions)
+        table = step.table.copy()
+        table[:, 1] += per_layer[table[:, 0]]
+        self._attention.decode(
+            made.queries,
+            [self._open, self._sealed, self._staged[task.square]],
+            [False, True, True],
+            table,
+            step.offsets,
+            step.positions.astype(np.int64) + 1,
+            out,
+            self._share,
+        )
+
+    def store_step(self, task: Task) -> None:
+        """Seal the tails that the step filled, and move them to their tier."""
+        batch, layer = task.step.batch, task.step.layer
+        step = self._steps[batch, task.step.token]
+        written: list[tuple[int, Array]] = []
+        for row, position in zip(step.rows, step.positions.tolist(), strict=True):
+            place = self._arrangement.batches[batch][row]
+            if not place.moves or (position + 1) % KV_BLOCK:
+                continue
+            tail = np.array([self._open_slot(place, layer)], np.int32)
+            block = position // KV_BLOCK
+            if place.on_disk:
+                slot = len(written)
+                self._attention.seal(self._open, tail, self._outbox, np.array([slot], np.int32))
+                written.append((self._disk_offset(place, layer, block), self._outbox[slot : slot + 1]))
+            else:
+                home = np.array([self._sealed_slot(place, layer) + block], np.int32)
+                self._attention.seal(self._open, tail, self._sealed, home)
+        if written:
+            self._on_disk().write(written)
+
+    def _open_slot(self, place: Place, layer: int) -> int:
+        return layer * self._arrangement.open_slots + place.open_slot
+
+    def _sealed_slot(self, place: Place, layer: int) -> int:
+        return layer * self._arrangement.sealed_slots + place.sealed_slot
+
+    def _disk_offset(self, place: Place, layer: int, block: int) -> int:
+        return (layer * self._arrangement.disk_slots + place.sealed_slot + block) * self._attention.sealed_nbytes
+
+    def _on_disk(self) -> DiskFile:
+        if self._disk is None:
+            raise ValueError("this arrangement has blocks on disk, and there is no file for them")
+        return self._disk
+
+
+def _arena(slots: int, nbytes: int) -> Bytes:
+    memory = np.asarray(_core.allocate(max(slots, 1) * nbytes))
+    return memory[: max(slots, 1) * nbytes].reshape(max(slots, 1), nbytes)

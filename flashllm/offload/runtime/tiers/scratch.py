@@ -1,0 +1,203 @@
+"""Scratch files of the disk tier: of a stated size, preallocated, read and written past the page cache, gone on exit.
+
+A file is unlinked as soon as it is open, so the system frees its bytes when the process ends, however it ends; names
+under /proc, which O_TMPFILE would need for a second descriptor, are not needed. A kill can leave an empty directory,
+or a file caught between being made and being unlinked: the directory is locked while its process lives, and the next
+start removes those that nobody locks. It does not know what is stored.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm import _core
+from flashllm.base.files import drop_page_cache
+from flashllm.base.units import format_size
+from flashllm.errors import FlashIOError
+
+Bytes = NDArray[np.uint8]
+ALIGNMENT = 4096  # of offsets, sizes and memory of direct transfers
+READ_THREADS = 8  # large blocks: a few keep the drive busy and leave the processor to the products
+REQUEST_NBYTES = 1 << 20  # of one read; larger ones gain nothing on the drives measured
+WRITE_THREADS = 4
+_PREFIX = "flashllm-scratch-"
+_MARGIN_NBYTES = 64 << 20  # stays free: a full file system is trouble for everyone on it
+
+
+def round_up(nbytes: int) -> int:
+    """`nbytes`, up to whole blocks of ALIGNMENT."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def open_reader(threads: int = READ_THREADS) -> _core.Reader:
+    """The reader of the disk tier. FlashIOError where its threads cannot be started."""
+    return _core.Reader(threads, max_request=REQUEST_NBYTES)
+
+
+class ScratchFile:
+    """A preallocated file without a name. `file` is for a reader; writes are aligned runs of bytes."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        """Creates `path`, which must not exist, and unlinks it. FlashIOError where it cannot have its bytes."""
+        self.nbytes = max(round_up(nbytes), ALIGNMENT)
+        self.bytes_written = 0
+        self._lock = threading.Lock()
+        self._writer = _core.DirectWriter(str(path), self.nbytes, WRITE_THREADS)
+        try:
+            self.file = _core.DirectFile(str(path))
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            path.unlink(missing_ok=True)
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads and writes go past the page cache."""
+        return self.file.direct and self._writer.direct
+
+    @property
+    def fallback_reason(self) -> str:
+        """Why not; empty where they do."""
+        return self.file.fallback_reason or self._writer.fallback_reason
+
+    def write(self, offset: int, data: Bytes) -> None:
+        """Write `data` (contiguous, in whole blocks, in aligned memory) at `offset`. FlashIOError where it fails."""
+        self.wait([self.start(offset, data)])
+
+    def start(self, offset: int, data: Bytes) -> int:
+        """Begin to write as `write` does; the ticket that `wait` takes. `data` must stay as it is until then."""
+        if offset % ALIGNMENT or data.nbytes % ALIGNMENT or not 0 <= offset <= self.nbytes - data.nbytes:
+            raise ValueError(f"{data.nbytes} bytes at {offset} do not lie in whole blocks of {self.nbytes} bytes")
+        ticket = self._writer.write(offset, bytes_of(data))
+        with self._lock:
+            self.bytes_written += data.nbytes
+        return ticket
+
+    def wait(self, tickets: list[int]) -> None:
+        """Until these writes are done, all of them even where one fails. FlashIOError of the first that failed."""
+        error: Exception | None = None
+        for ticket in tickets:
+            try:
+                self._writer.wait(ticket)
+            except FlashIOError as failed:
+                error = error or failed
+        if error is not None:
+            raise error
+
+    def flush(self) -> None:
+        """Wait until the device holds what was written; direct writes have waited already."""
+        if not self.direct:
+            os.fdatasync(self._fd)
+
+    def drop_cached(self, offset: int, nbytes: int) -> None:
+        """Let the page cache forget a range, where reads are not direct."""
+        if not self.direct:
+            drop_page_cache(self._fd, offset, nbytes)
+
+    def close(self) -> None:
+        """Close the file, which frees its bytes once no reader holds it either."""
+        if self._fd >= 0:
+            self._writer.close()
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Scratch:
+    """A locked directory for scratch files of at most `nbytes` together, below `parent`; a context manager."""
+
+    def __init__(self, parent: Path, nbytes: int) -> None:
+        """Sweeps `parent` and checks its free space; `parent` is made where it is missing.
+
+        FlashIOError where less is free than `nbytes`, with both numbers, or where nothing can be written.
+        """
+        self.nbytes = nbytes
+        self._left = nbytes
+        self._files: list[ScratchFile] = []
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            self.removed = sweep(parent)
+            check_space(parent, nbytes)
+            self.path, self._lock = _locked_directory(parent)
+        except OSError as error:
+            message = f"{parent}: cannot hold scratch files: {error.strerror}; choose another folder"
+            raise FlashIOError(message) from error
+
+    def create(self, name: str, nbytes: int) -> ScratchFile:
+        """A new file of `nbytes`, open until the directory is closed. ValueError beyond the stated size."""
+        if round_up(nbytes) > self._left:
+            raise ValueError(f"scratch file {name}: {nbytes} bytes; {self._left} of {self.nbytes} are left")
+        file = ScratchFile(self.path / name, nbytes)
+        self._left -= file.nbytes
+        self._files.append(file)
+        return file
+
+    def close(self) -> None:
+        """Close every file and remove the directory."""
+        for file in self._files:
+            file.close()
+        self._files.clear()
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def check_space(parent: Path, nbytes: int) -> None:
+    """FlashIOError, with the numbers, unless the file system of `parent` has room for `nbytes` and a margin."""
+    free = shutil.disk_usage(parent).free
+    if nbytes and nbytes + _MARGIN_NBYTES > free:
+        raise FlashIOError(
+            f"{parent}: the disk tier needs {format_size(nbytes)} ({nbytes} bytes) and {format_size(_MARGIN_NBYTES)} "
+            f"that stay free; {format_size(free)} ({free} bytes) are free. Free space, choose another scratch folder, "
+            "or keep less on disk"
+        )
+
+
+def sweep(parent: Path) -> list[Path]:
+    """Remove the scratch directories below `parent` that no living process locks; those removed."""
+    removed = []
+    for path in sorted(parent.glob(f"{_PREFIX}*")):
+        with contextlib.suppress(OSError):  # another user's, or gone already
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+                removed.append(path)
+            finally:
+                os.close(fd)
+    return removed
+
+
+def _locked_directory(parent: Path) -> tuple[Path, int]:
+    """A new directory and the descriptor that locks it. Made again where another start's sweep took it in between."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.stat(path), os.fstat(fd)):
+                    return path, fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+
+def bytes_of(array: NDArray[Any]) -> Bytes:
+    """The bytes of a contiguous array, as a view."""
+    return array.reshape(-1).view(np.uint8)

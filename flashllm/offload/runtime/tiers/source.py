@@ -1,0 +1,260 @@
+"""A model's tensors by canonical name, from a Hugging Face folder or from a converted model directory.
+
+Names are those of flashllm/arch/spec.py; the FFN's matrices besides: layers.{i}.up.weight and gate [d_ff, d_model],
+down [d_model, d_ff]. Says where a tensor's bytes lie in a file as they are, so that the disk tier can read them there,
+and fills arrays with those that have to be put together or rounded first. Never holds more than a layer.
+
+Of a stage of a pipeline only its own tensors are there, and its layers are numbered from 0.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.arch.registry import block_spec, complete_config, resident_shapes, resident_sources, resolve, spec_of
+from flashllm.arch.spec import Architecture, BlockSpec, Shape
+from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WeightDtype, cast
+from flashllm.base.files import drop_page_cache
+from flashllm.convert.plan import checked_tensors
+from flashllm.convert.source import Checkpoint, open_checkpoint
+from flashllm.errors import ChecksumError, UnsupportedModelError
+from flashllm.format.manifest import MANIFEST
+from flashllm.format.model_dir import ModelDir
+from flashllm.format.model_files import FFN, RESIDENT, checksums_tensor, ffn_tensor
+from flashllm.format.rows import row_checksums, unpack_rows
+from flashllm.format.safetensors import SafetensorsFile, TensorInfo, open_safetensors
+from flashllm.offload.stages import Stage, whole
+
+Array = NDArray[Any]
+ATTENTION = ("query", "key", "value", "out")
+_TILE = 64  # rows and columns
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes of a file that are a tensor, row by row, in the model's dtype."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+
+class WeightSource(ABC):
+    """An open model. A context manager; tensors are in `dtype.storage` (bfloat16: its bits, uint16)."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any], dtype: WeightDtype, stage: Stage | None) -> None:
+        self.path = path
+        self.config = complete_config(config)
+        self.block: BlockSpec = block_spec(config)
+        self.architecture: Architecture = resolve(config)
+        self.dtype = dtype
+        self._files = ExitStack()
+        shapes = resident_shapes(config)
+        arch, block = self.architecture, self.block
+        for layer in range(arch.num_layers):
+            for matrix in arch.matrices:
+                down = matrix == "down"
+                shape = (block.d_model, arch.d_ff) if down else (arch.d_ff, block.d_model)
+                shapes[matrix_name(layer, matrix)] = shape
+        self.stage = stage or whole(arch.num_layers)
+        self._model_names = {
+            mine: name for name in shapes if (mine := _stage_name(name, self.stage, tied=block.tied_head)) is not None
+        }
+        self._shapes = {mine: shapes[name] for mine, name in self._model_names.items()}
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the stage."""
+        return self.stage.num_layers
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """A layer's matrices: query, key, value, out, up, (gate,) down."""
+        return (*ATTENTION, *self.architecture.matrices)
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Canonical name -> shape of every tensor the stage has."""
+        return self._shapes
+
+    def extent(self, name: str) -> Extent | None:
+        """Where the tensor lies as it is; None where it must be read with `read`."""
+        return self._extent(self._model_names[name])
+
+    def read(self, targets: Mapping[str, Array]) -> None:
+        """Fill contiguous arrays of `dtype.storage` with the tensors of these names, which are of one layer or of none.
+
+        UnsupportedModelError for a value outside the dtype's range, ChecksumError for a damaged row, FlashIOError and
+        FormatError for failed reads.
+        """
+        self._read({self._model_names[name]: target for name, target in targets.items()})
+
+    @abstractmethod
+    def _extent(self, name: str) -> Extent | None:
+        """`extent`, by the name in the whole model."""
+
+    @abstractmethod
+    def _read(self, targets: Mapping[str, Array]) -> None:
+        """`read`, by names in the whole model."""
+
+    def vector(self, name: str) -> NDArray[np.float32] | None:
+        """A tensor of one dimension, rounded to the model's dtype, as fp32; None where the model has none."""
+        if name not in self._shapes:
+            return None
+        values = np.empty(self._shapes[name], self.dtype.storage)
+        self.read({name: values})
+        return np.ascontiguousarray(cast(values, self.dtype, WEIGHT_DTYPE_BY_CODE["F32"]), np.float32)
+
+    def close(self) -> None:
+        """Close the model's files."""
+        self._files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def matrix_name(layer: int, matrix: str) -> str:
+    """Canonical name of a layer's matrix."""
+    return f"layers.{layer}.{matrix}.weight"
+
+
+def _stage_name(name: str, stage: Stage, *, tied: bool) -> str | None:
+    """What a stage calls a tensor of the model; None where it has no use for it."""
+    first, _, rest = name.partition(".")
+    if first == "layers":
+        number, _, rest = rest.partition(".")
+        layer = int(number) - stage.first
+        return f"layers.{layer}.{rest}" if 0 <= layer < stage.num_layers else None
+    if first in ("head", "final_norm", "project_out"):
+        return name if stage.is_last else None
+    if name == "embedding.weight" and tied and stage.is_last:
+        return name
+    return name if stage.is_first else None
+
+
+def open_weights(path: Path, stage: Stage | None = None) -> WeightSource:
+    """The model in the folder `path`, or a stage of it: a flashllm directory, or a Hugging Face safetensors folder.
+
+    UsageError where it is neither, FormatError where it is damaged, UnsupportedModelError for what `arch` lacks.
+    """
+    path = Path(path)
+    return _ModelDirWeights(path, stage) if (path / MANIFEST).exists() else _CheckpointWeights(path, stage)
+
+
+class _CheckpointWeights(WeightSource):
+    """A Hugging Face folder. The model's dtype is its embedding's; tensors of another are rounded to it."""
+
+    def __init__(self, path: Path, stage: Stage | None) -> None:
+        with ExitStack() as stack:
+            checkpoint: Checkpoint = stack.enter_context(open_checkpoint(path))
+            names, _ = checked_tensors(checkpoint)
+            spec = spec_of(checkpoint.config.get("model_type"))
+            sources = resident_sources(checkpoint.config)
+            layers = range(resolve(checkpoint.config).num_layers)
+            for matrix, pattern in spec.matrices.items():
+                sources |= {matrix_name(layer, matrix): pattern.format(i=layer) for layer in layers}
+            self._checkpoint = checkpoint
+            self._names = {name: names[source] for name, source in sources.items()}
+            for name in self._names.values():
+                if checkpoint.tensors[name].dtype not in WEIGHT_DTYPE_BY_CODE:
+                    found, known = checkpoint.tensors[name].dtype, ", ".join(WEIGHT_DTYPE_BY_CODE)
+                    raise UnsupportedModelError(f"{checkpoint.where(name)}: has dtype {found}; supported: {known}")
+            super().__init__(path, checkpoint.config, self._dtype_of("embedding.weight"), stage)
+            self._files = stack.pop_all()
+
+    def _info(self, name: str) -> TensorInfo:
+        return self._checkpoint.tensors[self._names[name]]
+
+    def _dtype_of(self, name: str) -> WeightDtype:
+        return WEIGHT_DTYPE_BY_CODE[self._info(name).dtype]
+
+    def _extent(self, name: str) -> Extent | None:
+        info = self._info(name)
+        if self._dtype_of(name) is not self.dtype or info.offset % info.itemsize:
+            return None
+        return Extent(self._checkpoint.path_of(self._names[name]), info.offset, info.nbytes)
+
+    def _read(self, targets: Mapping[str, Array]) -> None:
+        for name, target in targets.items():
+            dtype = self._dtype_of(name)
+            if dtype is self.dtype:
+                self._checkpoint.read(self._names[name], 0, target)
+                continue
+            values = np.empty(target.shape, dtype.storage)
+            self._checkpoint.read(self._names[name], 0, values)
+            try:
+                target[...] = cast(values, dtype, self.dtype)
+            except OverflowError as error:
+                where = self._checkpoint.where(self._names[name])
+                raise UnsupportedModelError(f"{where}: {error}; save the model in one dtype") from error
+
+
+class _ModelDirWeights(WeightSource):
+    """A model directory: matrices of the FFN are put together from the neurons' rows, whose checksums are compared."""
+
+    def __init__(self, path: Path, stage: Stage | None) -> None:
+        model = ModelDir.open(path)
+        super().__init__(path, model.config, model.dtype, stage)
+        self._manifest = model.manifest
+        with ExitStack() as stack:
+            self._resident: SafetensorsFile = stack.enter_context(open_safetensors(path / RESIDENT))
+            self._ffn: SafetensorsFile = stack.enter_context(open_safetensors(path / FFN))
+            self._files = stack.pop_all()
+
+    def _extent(self, name: str) -> Extent | None:
+        info = self._resident.header.tensors.get(name)
+        return None if info is None else Extent(self.path / RESIDENT, info.offset, info.nbytes)
+
+    def _read(self, targets: Mapping[str, Array]) -> None:
+        bundled: dict[int, dict[str, Array]] = {}
+        for name, target in targets.items():
+            info = self._resident.header.tensors.get(name)
+            if info is not None:
+                _read(self._resident, info, 0, target)
+            else:
+                _, number, matrix, _ = name.split(".")
+                bundled.setdefault(int(number), {})[matrix] = target
+        for layer, matrices in bundled.items():
+            self._read_rows(layer, matrices)
+
+    def _read_rows(self, layer: int, targets: Mapping[str, Array]) -> None:
+        """One pass over the layer's rows, a block at a time, for all of its matrices that are asked for."""
+        layout = self._manifest.rows
+        info = self._ffn.header.tensors[ffn_tensor(layer)]
+        checksums = np.empty(layout.num_rows, np.dtype("<u8"))
+        _read(self._resident, self._resident.header.tensors[checksums_tensor(layer)], 0, checksums)
+        block = np.empty((layout.stream_block_rows, layout.stride), np.uint8)
+        for first in range(0, layout.d_ff, len(block)):
+            rows = block[: layout.d_ff - first]
+            _read(self._ffn, info, first * layout.stride, rows)
+            wrong = np.flatnonzero(row_checksums(rows) != checksums[first : first + len(rows)])
+            if len(wrong):
+                where = f"{self._ffn.header.path}: layer {layer}, neuron {first + int(wrong[0])}"
+                raise ChecksumError(f"{where}: wrong checksum; run `flashllm verify`, or convert the model again")
+            for matrix, vectors in unpack_rows(layout, rows).items():
+                if matrix == "down" and matrix in targets:
+                    _transpose(vectors, targets[matrix][:, first : first + len(rows)])
+                elif matrix in targets:
+                    targets[matrix][first : first + len(rows)] = vectors
+
+
+def _transpose(vectors: Array, out: Array) -> None:
+    """out = vectors.T in tiles, so that the rows written are in the cache together."""
+    for first in range(0, len(out), _TILE):
+        out[first : first + _TILE] = vectors[:, first : first + _TILE].T
+
+
+def _read(file: SafetensorsFile, info: TensorInfo, start: int, out: Array) -> None:
+    buffer = out.reshape(-1).view(np.uint8).data
+    file.read_into(info, start, buffer)
+    drop_page_cache(file.fd, info.offset + start, len(buffer))

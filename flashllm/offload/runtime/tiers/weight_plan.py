@@ -1,0 +1,210 @@
+"""Which tier each weight lives on, and how many bytes that takes: known before anything is allocated or read.
+
+Each matrix of a layer is whole on one tier, the same in all layers. Those of the disk lie in the model's own file where
+its bytes are the matrix, else in a scratch file. Norms, biases, positions and narrow embeddings' projections are always
+the device's. The embedding and the head stay in 16 bits: gathered rows and a few per cent of the bytes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+from flashllm import _core
+from flashllm.errors import UsageError
+from flashllm.offload.policy import Policy
+from flashllm.offload.runtime.tiers.scratch import ALIGNMENT, round_up
+from flashllm.offload.runtime.tiers.source import Extent, WeightSource, matrix_name
+
+DEVICE, CPU, DISK = "g", "c", "d"  # tiers, as policy.py names them
+STAGING_BUFFERS = 2  # the layer computed with, and the one that arrives
+PACKED_BITS = (2, 3, 4, 8)
+GATHERED_ROWS = 1024  # rows of the embedding read at a time
+
+
+@dataclass(frozen=True, slots=True)
+class TieredTensor:
+    """A tensor that has a tier, and where it lies in that tier's memory or, of the disk, in a staging buffer."""
+
+    name: str  # canonical
+    home: str
+    extent: Extent | None  # of a file that is read as it is
+    rows: int
+    columns: int
+    nbytes: int
+    start: int  # a multiple of ALIGNMENT
+    staged_at: int  # of the CPU tier: place of its copy in a staging buffer
+
+    @property
+    def skip(self) -> int:
+        """Bytes from `start` to the tensor, which begins inside a block of its file."""
+        return 0 if self.extent is None else self.extent.offset % ALIGNMENT
+
+    @property
+    def room(self) -> int:
+        """Whole blocks from `start` on."""
+        return round_up(self.skip + self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Tensors that are used together: a layer's matrices; or the head and the embedding."""
+
+    tensors: Mapping[str, TieredTensor]  # by short name
+    image: tuple[int, int]  # of a staging buffer: what is kept in the scratch file, as one run
+    scratch_offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPlan:
+    """What lies where, and how much of everything: known before anything is allocated."""
+
+    homes: Mapping[str, str]  # matrix of a layer -> tier, the same in all layers
+    head_home: str
+    table_home: str  # of the embedding; with a head tied to it on the device, the same array
+    bits: int | None  # of the layers' matrices
+    buffer_nbytes: int  # one staging buffer
+    staging_buffers: int
+    gather_nbytes: int  # where rows of an embedding on disk are read to
+    small_nbytes: int  # norms, biases, positions, projections
+    device_nbytes: int  # tensors at home on the device, with those
+    cpu_nbytes: int
+    scratch_nbytes: int
+    start_nbytes: int  # memory needed while the weights are brought to their tiers, and no longer
+    bundles: tuple[Bundle, ...] = field(repr=False)  # of the layers, then that of head and embedding
+
+    @property
+    def staging_nbytes(self) -> int:
+        return self.staging_buffers * self.buffer_nbytes + self.gather_nbytes
+
+    @property
+    def resident_nbytes(self) -> int:
+        return self.device_nbytes + self.cpu_nbytes
+
+    @property
+    def memory_nbytes(self) -> int:
+        """All the memory that the weights take while a run lasts."""
+        return self.resident_nbytes + self.staging_nbytes
+
+
+def assign(sizes: Mapping[str, int], fractions: tuple[float, float, float]) -> dict[str, str]:
+    """The tier of each whole tensor with which the shares of bytes come closest to `fractions` of device, CPU, disk.
+
+    Of equally close ones the first in the order of the tensors, device before CPU before disk.
+    """
+    total = sum(sizes.values())
+    best: tuple[float, tuple[str, ...]] | None = None
+    for tiers in product((DEVICE, CPU, DISK), repeat=len(sizes)):
+        held = dict.fromkeys((DEVICE, CPU, DISK), 0)
+        for tier, nbytes in zip(tiers, sizes.values(), strict=True):
+            held[tier] += nbytes
+        miss = sum(abs(held[tier] / total - want) for tier, want in zip(held, fractions, strict=True))
+        if best is None or miss < best[0] - 1e-12:
+            best = miss, tiers
+    assert best is not None
+    return dict(zip(sizes, best[1], strict=True))
+
+
+def plan_weights(
+    source: WeightSource, policy: Policy, *, bits: int | None = None, staging_buffers: int = STAGING_BUFFERS
+) -> WeightPlan:
+    """Where each tensor of the model goes under `policy`, its layers' matrices in `bits` bits (None: as they are).
+
+    UsageError for widths that there are not.
+    """
+    if bits is not None and bits not in PACKED_BITS:
+        raise UsageError(f"weights in {bits} bits: the widths are {', '.join(map(str, PACKED_BITS))}")
+    sizes = {name: prod(source.shapes[matrix_name(0, name)]) for name in source.matrices}
+    homes = assign(sizes, (policy.wg, policy.wc, policy.wd))
+    tied = source.block.tied_head
+    head, table = policy.head_tier, policy.embedding_tier(tied=tied and source.stage.is_last)
+    layout = _Layout(source, bits)
+    for layer in range(source.num_layers):
+        layout.add({name: (matrix_name(layer, name), home) for name, home in homes.items()}, packed=True)
+    outer: dict[str, tuple[str, str]] = {}
+    if source.stage.is_last:
+        outer["head"] = ("embedding.weight" if tied else "head.weight", head)
+    if source.stage.is_first and "embedding.weight" not in (name for name, _ in outer.values()):
+        outer["table"] = ("embedding.weight", table)
+    layout.add(outer)
+    itemsize = source.dtype.itemsize
+    small = _small_nbytes(source)
+    return WeightPlan(
+        homes=homes,
+        head_home=head,
+        table_home=table,
+        bits=bits,
+        buffer_nbytes=layout.buffer_nbytes,
+        staging_buffers=staging_buffers,
+        gather_nbytes=GATHERED_ROWS * gather_stride(source) if table == DISK and source.stage.is_first else 0,
+        small_nbytes=small,
+        device_nbytes=layout.held[DEVICE] + small,
+        cpu_nbytes=layout.held[CPU],
+        scratch_nbytes=layout.scratch_nbytes,
+        start_nbytes=0 if bits is None else sum(sizes.values()) * itemsize,
+        bundles=tuple(layout.bundles),
+    )
+
+
+class _Layout:
+    """Places tensors one behind the other, bundle by bundle."""
+
+    def __init__(self, source: WeightSource, bits: int | None) -> None:
+        self._source, self._bits = source, bits
+        self.held = {DEVICE: 0, CPU: 0}
+        self.buffer_nbytes = self.scratch_nbytes = 0
+        self.bundles: list[Bundle] = []
+
+    def add(self, wanted: Mapping[str, tuple[str, str]], *, packed: bool = False) -> None:
+        """Tensors by short name: (canonical name, tier). `packed`: in the plan's bits."""
+        bits = self._bits if packed else None
+        extents = {short: None if bits else self._source.extent(name) for short, (name, _) in wanted.items()}
+        tensors: dict[str, TieredTensor] = {}
+        end = 0  # of the staging buffer
+        # Read as they are, then from the scratch file as one run, then copied from the CPU tier.
+        order = sorted(wanted, key=lambda short: (wanted[short][1] == CPU, extents[short] is None))
+        for short in order:
+            name, home = wanted[short]
+            rows, columns = self._source.shapes[name]
+            nbytes = packed_nbytes(rows, columns, bits) if bits else rows * columns * self._source.dtype.itemsize
+            extent = extents[short]
+            tensor = TieredTensor(name, home, extent, rows, columns, nbytes, self.held.get(home, end), end)
+            if home != DISK:
+                self.held[home] += tensor.room
+            gathered = short == "table" and (home == CPU or extent is not None)  # rows of it pass no staging buffer
+            if home in (CPU, DISK) and not gathered:
+                end += tensor.room
+            tensors[short] = tensor
+        scratched = [one for one in tensors.values() if one.home == DISK and one.extent is None]
+        image = (0, 0)
+        if scratched:
+            image = (min(one.start for one in scratched), max(one.start + one.room for one in scratched))
+        self.bundles.append(Bundle(tensors, image, self.scratch_nbytes))
+        self.scratch_nbytes += image[1] - image[0]
+        self.buffer_nbytes = max(self.buffer_nbytes, end)
+
+
+def _small_nbytes(source: WeightSource) -> int:
+    """Norms and biases in fp32; positions and projections in the model's dtype."""
+    nbytes = 0
+    for name in small_tensors(source):
+        shape = source.shapes[name]
+        nbytes += prod(shape) * (4 if len(shape) == 1 else source.dtype.itemsize)
+    return nbytes
+
+
+def small_tensors(source: WeightSource) -> list[str]:
+    """Names of the tensors that have no tier: they stay on the device."""
+    tiered = {matrix_name(layer, name) for layer in range(source.num_layers) for name in source.matrices}
+    tiered |= {"embedding.weight", "head.weight"}
+    return [name for name in source.shapes if name not in tiered]
+
+
+def gather_stride(source: WeightSource) -> int:
+    """Bytes of the blocks in which a row of the embedding lies, at most."""
+    return round_up(source.block.embed_dim * source.dtype.itemsize) + ALIGNMENT
+
+
+def packed_nbytes(rows: int, columns: int, bits: int) -> int:
+    """Bytes of a matrix of `rows` outputs packed in `bits` bits."""
+    return int(_core.packed_weight_nbytes(rows, columns, bits))

@@ -1,0 +1,355 @@
+"""Weights on their tiers: each matrix of a layer, whole, where the policy puts it; the rest beside the device.
+
+Device and CPU matrices are read once, into memory. Those of the disk are read again for every use, with direct reads
+into a staging buffer: from the model's own file where its bytes are the matrix, else from a scratch file written at the
+start. CPU matrices are copied into the staging buffer, as they would be to an accelerator. Norms, biases, positions and
+narrow embeddings' projections always stay on the device. `weight_plan.py` says what lies where. It knows no schedule:
+whoever loads a buffer sees to it that nobody uses it.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm import _core
+from flashllm.errors import UsageError
+from flashllm.offload.runtime.tiers.scratch import ALIGNMENT, Scratch, ScratchFile, open_reader, round_up
+from flashllm.offload.runtime.tiers.source import ATTENTION, Extent, WeightSource
+from flashllm.offload.runtime.tiers.weight_plan import (
+    CPU,
+    DEVICE,
+    DISK,
+    GATHERED_ROWS,
+    Bundle,
+    TieredTensor,
+    WeightPlan,
+    small_tensors,
+)
+
+Array = NDArray[Any]
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix where it lies now: a view of memory."""
+
+    array: Array  # [rows, columns] of the dtype's storage, or packed bytes
+    rows: int  # outputs
+    columns: int  # inputs
+    bits: int | None  # of a packed one
+    bias: NDArray[np.float32] | None  # [rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Weight and bias of a norm, [d_model] each; None where it has none."""
+
+    weight: NDArray[np.float32] | None
+    bias: NDArray[np.float32] | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """What one layer computes with: query, key, value, out, up, (gate,) down; attention_norm, ffn_norm."""
+
+    matrices: Mapping[str, Matrix]
+    norms: Mapping[str, Norm]
+
+
+class WeightStore:
+    """A model's weights, each on its tier. A context manager; every method may be called from any thread.
+
+    The caller sees to it that a staging buffer is not loaded while it is used.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        plan: WeightPlan,
+        *,
+        pool: _core.ThreadPool,
+        scratch: Scratch | None = None,
+        reader: _core.Reader | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Brings the weights to their tiers; `progress(layers done, layers in all)` follows.
+
+        `scratch` is needed where the plan says scratch_nbytes; without a `reader` it opens one of its own. The source
+        may be closed afterwards. FlashIOError, FormatError, ChecksumError, UnsupportedModelError as the source's;
+        ValueError without a scratch that is needed.
+        """
+        self.plan = plan
+        if self.plan.scratch_nbytes and scratch is None:
+            raise ValueError(f"these weights need {self.plan.scratch_nbytes} bytes of scratch files")
+        self.num_layers = source.num_layers
+        self.bytes_read = 0  # from files, since the start
+        self.notices: list[str] = []
+        self._block, self._dtype = source.block, source.dtype
+        self._reader, self._pool = reader or open_reader(), pool
+        self._lock = threading.Lock()
+        self._loads, self._busy_s, self._busy_since = 0, 0.0, 0.0
+        self._gathering = threading.Lock()
+        self._files: dict[Path, _core.DirectFile] = {}
+        self._scratch: ScratchFile | None = None
+        self._memory = {
+            DEVICE: _allocate(self.plan.device_nbytes - self.plan.small_nbytes),
+            CPU: _allocate(self.plan.cpu_nbytes),
+        }
+        self._buffers = [_allocate(self.plan.buffer_nbytes) for _ in range(plan.staging_buffers)]
+        self._gathered = _allocate(self.plan.gather_nbytes)
+        self._small = {name: self._read_small(source, name) for name in small_tensors(source)}
+        if self.plan.scratch_nbytes:
+            self._scratch = cast(Scratch, scratch).create("weights", self.plan.scratch_nbytes)
+        self._fill(source, progress)
+
+    # What the runtime sees -------------------------------------------------------------------------------------
+
+    @property
+    def memory_nbytes(self) -> int:
+        """As planned."""
+        return self.plan.memory_nbytes
+
+    @property
+    def bytes_written(self) -> int:
+        """To the scratch file, at the start."""
+        return 0 if self._scratch is None else self._scratch.bytes_written
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which something was being loaded; loads that overlap count once."""
+        with self._lock:
+            return self._busy_s + (time.perf_counter() - self._busy_since if self._loads else 0.0)
+
+    def load(self, layer: int, buffer: int) -> None:
+        """Fill a staging buffer with the disk and CPU matrices of a layer; `num_layers` means the head. Blocks.
+
+        FlashIOError, FormatError where a read fails.
+        """
+        with self._lock:
+            if self._loads == 0:
+                self._busy_since = time.perf_counter()
+            self._loads += 1
+        try:
+            self._load(self.plan.bundles[layer], self._buffers[buffer])
+        finally:
+            with self._lock:
+                self._loads -= 1
+                if self._loads == 0:
+                    self._busy_s += time.perf_counter() - self._busy_since
+
+    def layer(self, layer: int, buffer: int) -> LayerTensors:
+        """A layer's tensors where they lie once `buffer` is loaded."""
+        bundle = self.plan.bundles[layer]
+        matrices = {}
+        for name in self.plan.homes:
+            bias = self._small.get(bias_name(layer, name))
+            matrices[name] = self._matrix(bundle.tensors[name], self._buffers[buffer], self.plan.bits, bias)
+        norms = {name: self._norm(f"layers.{layer}.{name}") for name in ("attention_norm", "ffn_norm")}
+        return LayerTensors(matrices, norms)
+
+    def head(self, buffer: int) -> Matrix:
+        """The output head [vocab, embed_dim] where it lies once `buffer` is loaded."""
+        return self._matrix(self.plan.bundles[-1].tensors["head"], self._buffers[buffer], None, None)
+
+    @property
+    def final_norm(self) -> Norm | None:
+        """The norm before the head; None where the model has none."""
+        return self._norm("final_norm") if self._block.final_norm else None
+
+    @property
+    def project_in(self) -> Matrix | None:
+        """From the embedding's width to the model's; None where they are the same."""
+        return self._projection("project_in")
+
+    @property
+    def project_out(self) -> Matrix | None:
+        """From the model's width to the head's; None where they are the same."""
+        return self._projection("project_out")
+
+    def embedding_rows(self, ids: NDArray[np.integer[Any]]) -> Array:
+        """Rows [n, embed_dim] of the embedding, in the model's dtype; read from the disk where it lies there."""
+        outer = self.plan.bundles[-1].tensors
+        table = outer["table"] if "table" in outer else outer["head"]
+        if table.home != DISK:
+            return cast(Array, self._in_memory(table)[ids])
+        distinct, inverse = np.unique(ids, return_inverse=True)
+        if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < table.rows:
+            raise UsageError(f"token ids must be from 0 to {table.rows - 1}")
+        rows = np.empty((len(distinct), table.columns), self._dtype.storage)
+        with self._gathering:
+            for first in range(0, len(distinct), GATHERED_ROWS):
+                self._gather(table, distinct[first : first + GATHERED_ROWS], rows[first : first + GATHERED_ROWS])
+        return cast(Array, rows[inverse])
+
+    def position_rows(self, positions: NDArray[np.integer[Any]]) -> Array | None:
+        """Rows [n, d_model] of the learned positions; None where the model has none."""
+        table = self._small.get("positions.weight")
+        return None if table is None else cast(Array, table[positions + self._block.position_offset])
+
+    def close(self) -> None:
+        """Give memory and files back."""
+        if self._scratch is not None:
+            self._scratch.close()
+        self._files.clear()
+        self._buffers.clear()
+        self._memory.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    # At the start ----------------------------------------------------------------------------------------------
+
+    def _read_small(self, source: WeightSource, name: str) -> Array:
+        if len(source.shapes[name]) == 1:
+            return cast(Array, source.vector(name))
+        array = np.empty(source.shapes[name], source.dtype.storage)
+        source.read({name: array})
+        return array
+
+    def _fill(self, source: WeightSource, progress: Callable[[int, int], None] | None) -> None:
+        """Bring every tensor to its tier, a layer at a time."""
+        image = self._buffers[0] if self._buffers else _allocate(self.plan.buffer_nbytes)
+        for number, bundle in enumerate(self.plan.bundles):
+            # 1. What is read as it is, into memory; files of the disk tier are opened to see that they are there.
+            found = [one for one in bundle.tensors.values() if one.extent is not None]
+            self._wait(self._submit([(one, self._memory[one.home]) for one in found if one.home != DISK]))
+            for one in found:
+                self._file(cast(Extent, one.extent).path)
+            # 2. What is put together or packed: into memory, or into the image of the scratch file.
+            made = [one for one in bundle.tensors.values() if one.extent is None]
+            places = {one.name: self._memory.get(one.home, image)[one.start : one.start + one.nbytes] for one in made}
+            if made:
+                self._make(source, made, places, packed=number < self.num_layers)
+            first, last = bundle.image
+            if last > first:
+                cast(ScratchFile, self._scratch).write(bundle.scratch_offset, image[first:last])
+            if progress is not None:
+                progress(number + 1, len(self.plan.bundles))
+        for path, file in self._files.items():
+            if not file.direct:
+                reason = f"direct I/O is not available for {path} ({file.fallback_reason})"
+                self.notices.append(f"{reason}: weights are read through the page cache")
+
+    def _make(
+        self, source: WeightSource, made: list[TieredTensor], places: Mapping[str, Bytes], *, packed: bool
+    ) -> None:
+        bits = self.plan.bits if packed else None
+        storage = self._dtype.storage
+        if bits is None:
+            source.read({one.name: places[one.name].view(storage).reshape(one.rows, one.columns) for one in made})
+            return
+        # Not from the heap, which would keep the room of what it has once freed.
+        sizes = {one.name: one.rows * one.columns * self._dtype.itemsize for one in made}
+        wide = {
+            one.name: _allocate(sizes[one.name])[: sizes[one.name]].view(storage).reshape(one.rows, one.columns)
+            for one in made
+        }
+        source.read(wide)
+        for one in made:
+            _core.pack_weights(wide.pop(one.name), self._dtype.name, bits, places[one.name], self._pool)
+
+    # Memory and files ------------------------------------------------------------------------------------------
+
+    def _load(self, bundle: Bundle, buffer: Bytes) -> None:
+        tensors = [one for name, one in bundle.tensors.items() if name != "table"]
+        batches = self._submit([(one, buffer) for one in tensors if one.home == DISK and one.extent is not None])
+        first, last = bundle.image
+        if last > first:
+            batch = _core.ReadBatch(self._reader, cast(ScratchFile, self._scratch).file)
+            batch.add(bundle.scratch_offset, buffer[first:last])
+            batch.submit()
+            batches.append(batch)
+        for one in tensors:
+            if one.home == CPU:
+                start = one.start + one.skip
+                source = self._memory[CPU][start : start + one.nbytes]
+                np.copyto(buffer[one.staged_at : one.staged_at + one.nbytes], source)
+        self._wait(batches)
+
+    def _submit(self, wanted: list[tuple[TieredTensor, Bytes]]) -> list[_core.ReadBatch]:
+        """Start reading tensors, each with the whole blocks around it, to their places in memory."""
+        batches: dict[Path, _core.ReadBatch] = {}
+        for one, memory in wanted:
+            extent = cast(Extent, one.extent)
+            file = self._file(extent.path)
+            if extent.path not in batches:
+                batches[extent.path] = _core.ReadBatch(self._reader, file)
+            begin = extent.offset - one.skip
+            end = min(begin + one.room, file.size)
+            batches[extent.path].add(begin, memory[one.start : one.start + end - begin])
+        for batch in batches.values():
+            batch.submit()
+        return list(batches.values())
+
+    def _wait(self, batches: list[_core.ReadBatch]) -> None:
+        nbytes = sum(batch.wait()["bytes"] for batch in batches)
+        with self._lock:
+            self.bytes_read += nbytes
+
+    def _gather(self, table: TieredTensor, ids: NDArray[np.integer[Any]], rows: Array) -> None:
+        """Fill `rows` with the embedding's rows of `ids`, which are distinct and ascending."""
+        bundle = self.plan.bundles[-1]
+        if table.extent is not None:
+            file, base = self._file(table.extent.path), table.extent.offset
+        else:
+            file, base = cast(ScratchFile, self._scratch).file, bundle.scratch_offset + table.start - bundle.image[0]
+        nbytes = table.columns * self._dtype.itemsize
+        stride = round_up(nbytes) + ALIGNMENT
+        batch = _core.ReadBatch(self._reader, file)
+        skips = []
+        for slot, token in enumerate(ids.tolist()):
+            offset = base + token * nbytes
+            begin = offset // ALIGNMENT * ALIGNMENT
+            end = min(round_up(offset + nbytes), file.size)
+            batch.add(begin, self._gathered[slot * stride : slot * stride + end - begin])
+            skips.append(slot * stride + offset - begin)
+        batch.submit()
+        self._wait([batch])
+        for row, start in zip(rows, skips, strict=True):
+            row[:] = self._gathered[start : start + nbytes].view(self._dtype.storage)
+
+    def _file(self, path: Path) -> _core.DirectFile:
+        if path not in self._files:
+            self._files[path] = _core.DirectFile(str(path))
+        return self._files[path]
+
+    def _matrix(self, one: TieredTensor, buffer: Bytes, bits: int | None, bias: NDArray[np.float32] | None) -> Matrix:
+        memory, start = self._memory.get(one.home, buffer), one.start + one.skip
+        if one.home == CPU:
+            memory, start = buffer, one.staged_at
+        data = memory[start : start + one.nbytes]
+        array = data if bits else data.view(self._dtype.storage).reshape(one.rows, one.columns)
+        return Matrix(array, one.rows, one.columns, bits, bias)
+
+    def _in_memory(self, one: TieredTensor) -> Array:
+        start = one.start + one.skip
+        data = self._memory[one.home][start : start + one.nbytes]
+        return data.view(self._dtype.storage).reshape(one.rows, one.columns)
+
+    def _projection(self, name: str) -> Matrix | None:
+        array = self._small.get(f"{name}.weight")
+        return None if array is None else Matrix(array, array.shape[0], array.shape[1], None, None)
+
+    def _norm(self, name: str) -> Norm:
+        return Norm(self._small.get(f"{name}.weight"), self._small.get(f"{name}.bias"))
+
+
+def bias_name(layer: int, matrix: str) -> str:
+    """Canonical name of a matrix's bias."""
+    return f"layers.{layer}.{matrix}.bias" if matrix in ATTENTION else f"layers.{layer}.ffn.{matrix}_bias"
+
+
+def _allocate(nbytes: int) -> Bytes:
+    """Aligned memory, or none."""
+    return _core.allocate(nbytes) if nbytes else np.empty(0, np.uint8)

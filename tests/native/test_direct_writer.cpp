@@ -1,0 +1,98 @@
+// The direct writer under several callers: every byte where it belongs, no write lost, errors to who waits.
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "fault.h"
+#include "io/direct_writer.h"
+#include "io/error.h"
+#include "io/memory.h"
+
+namespace {
+
+using namespace flashllm;
+
+constexpr std::size_t kPage = DirectWriter::kAlignment;
+
+void fill(std::byte* data, std::size_t nbytes, unsigned seed) {
+  std::mt19937 random(seed);
+  for (std::size_t i = 0; i < nbytes; ++i) data[i] = static_cast<std::byte>(random());
+}
+
+bool holds(const std::string& path, const std::byte* data, std::size_t nbytes) {
+  std::ifstream file(path, std::ios::binary);
+  const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  return bytes.size() == nbytes && std::memcmp(bytes.data(), data, nbytes) == 0;
+}
+
+void test_callers(const std::string& path, int threads, int scale) {
+  constexpr std::size_t kCallers = 3;
+  const std::size_t pages = 60 * static_cast<std::size_t>(scale);
+  const HugeBuffer data(pages * kPage);
+  fill(data.data(), pages * kPage, 1);
+  {
+    DirectWriter writer(path, pages * kPage, threads);
+    inject(writer, std::make_shared<FaultPlan>(Fault{Fault::Kind::short_read, 3, 20, 5000}));
+    std::vector<std::thread> callers;
+    for (std::size_t caller = 0; caller < kCallers; ++caller) {
+      callers.emplace_back([&, caller] {
+        for (std::size_t page = caller; page < pages; page += kCallers) {
+          const std::uint64_t ticket = writer.write(page * kPage, data.data() + page * kPage, kPage);
+          if (page % 2 == 0) writer.wait(ticket);
+          if (page % 5 == 0) CHECK(writer.busy_ns() > 0);
+        }
+        writer.wait_all();
+      });
+    }
+    for (std::thread& caller : callers) caller.join();
+    CHECK(writer.take_bytes() == pages * kPage);
+  }
+  CHECK(holds(path, data.data(), pages * kPage));
+  std::remove(path.c_str());
+}
+
+// Closing waits for what is under way; a failed write that nobody waited for shows there.
+void test_close(const std::string& path) {
+  const HugeBuffer data(64 * kPage);
+  fill(data.data(), 64 * kPage, 2);
+  auto held = std::make_shared<FaultPlan>(Fault{Fault::Kind::hold, 0, 1, 0});
+  DirectWriter writer(path, 64 * kPage, 2);
+  inject(writer, held);
+  const std::uint64_t first = writer.write(0, data.data(), 32 * kPage);
+  const std::uint64_t second = writer.write(32 * kPage, data.data() + 32 * kPage, 32 * kPage);
+  held->wait_until_held();
+  CHECK(!writer.finished(first) || !writer.finished(second));
+  std::thread closing([&] { writer.close(); });
+  held->release();
+  closing.join();
+  CHECK(writer.finished(first) && writer.finished(second));
+  CHECK(holds(path, data.data(), 64 * kPage));
+  std::remove(path.c_str());
+
+  DirectWriter failing(path, 64 * kPage, 3);
+  inject(failing, std::make_shared<FaultPlan>(Fault{Fault::Kind::error, 2, 3, EIO}));
+  for (std::size_t page = 0; page < 64; page += 8)
+    failing.write(page * kPage, data.data() + page * kPage, 8 * kPage);
+  bool failed = false;
+  try {
+    failing.close();
+  } catch (const CoreError& error) {
+    failed = error.kind() == ErrorKind::io && error.offset() != CoreError::kNoOffset;
+  }
+  CHECK(failed);
+  CHECK(failing.take_bytes() == 5 * 8 * kPage);
+  std::remove(path.c_str());
+}
+
+}  // namespace
+
+void test_direct_writer(const std::string& directory, int scale) {
+  for (const int threads : {1, 4}) test_callers(directory + "/written", threads, scale);
+  test_close(directory + "/closed");
+}

@@ -1,0 +1,133 @@
+// Packed weights and a batch's attention over packed blocks, in exactly as much memory as they may touch: the
+// same bits at every level and for any number of threads.
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "attention_fixture.h"
+#include "check.h"
+#include "io/error.h"
+#include "offload/batch_attention.h"
+#include "offload/elementwise.h"
+#include "offload/packed_weights.h"
+
+namespace {
+
+using namespace attention_tests;
+
+std::vector<std::byte> narrowed(const std::vector<float>& values, Dtype dtype) {
+  std::vector<std::byte> narrow(values.size() * dtype_nbytes(dtype));
+  kernel_table(SimdLevel::scalar, dtype).from_f32(values.data(), values.size(), narrow.data());
+  return narrow;
+}
+
+void test_weights(std::size_t rows, std::size_t columns, int bits, Dtype dtype) {
+  const std::vector<std::byte> weights = narrowed(random_floats(rows * columns, 1), dtype);
+  const std::vector<float> bias = random_floats(rows, 2);
+  const std::vector<std::byte> x = narrowed(random_floats(5 * columns, 3), dtype);
+  PackedWeights shape;
+  shape.rows = rows;
+  shape.columns = columns;
+  shape.bits = bits;
+  std::vector<std::uint8_t> first;
+  for (const SimdLevel level : levels()) {
+    std::vector<std::byte> products;
+    for (const int threads : {1, 3}) {
+      ThreadPool pool(threads);
+      std::vector<std::uint8_t> packed(shape.nbytes());
+      pack_weights(weights.data(), dtype, shape, packed.data(), pool, level);
+      if (first.empty()) first = packed;
+      CHECK(packed == first);
+      PackedWeights matrix = shape;
+      matrix.data = packed.data();
+      std::vector<float> wide(rows * columns);
+      unpack_weights(matrix, wide.data(), pool, level);
+      std::vector<std::byte> out(5 * rows * dtype_nbytes(dtype)), alone(rows * dtype_nbytes(dtype));
+      packed_linear_many(matrix, bias.data(), x.data(), 5, dtype, out.data(), pool, level);
+      if (products.empty()) products = out;
+      CHECK(out == products);
+      packed_linear_many(matrix, bias.data(), x.data(), 1, dtype, alone.data(), pool, level);
+      CHECK(std::memcmp(alone.data(), out.data(), alone.size()) == 0);
+    }
+  }
+}
+
+void test_blocks(KvLayout layout, int bits, Dtype dtype) {
+  constexpr std::size_t kHeads = 4, kKvHeads = 2, kDim = 20, kSequences = 3, kSlots = 4;
+  constexpr std::size_t kLengths[kSequences] = {1, 64, 150};
+  const std::size_t item = dtype_nbytes(dtype);
+  for (const double share : {1.0, 0.1}) {
+    for (const SimdLevel level : levels()) {
+      const KvBlockFormat format(kKvHeads, kDim, dtype, layout, bits);
+      std::vector<std::byte> plain(kSlots * format.block_nbytes(), std::byte{0xFF});
+      std::vector<std::byte> sealed(2 * format.sealed_nbytes());
+      const std::vector<std::byte> rows = narrowed(random_floats(2 * 256 * kKvHeads * kDim, 1), dtype);
+      for (std::size_t position = 0; position < 256; ++position)
+        format.write(rows.data() + 2 * position * kKvHeads * kDim * item,
+                     rows.data() + (2 * position + 1) * kKvHeads * kDim * item, position,
+                     plain.data() + position / kKvBlock * format.block_nbytes());
+      for (std::size_t block = 0; block < 2; ++block)
+        CHECK(format.seal(plain.data() + block * format.block_nbytes(),
+                          sealed.data() + block * format.sealed_nbytes(), level));
+      const std::vector<KvPlace> places = {{1, 0}, {1, 1}, {0, 2}};
+      const std::vector<KvArena> arenas = {{plain.data(), false}, {sealed.data(), true}};
+      const std::vector<std::byte> q = narrowed(random_floats(kSequences * kHeads * kDim, 4), dtype);
+      std::vector<std::byte> first;
+      for (const int threads : {1, 4}) {
+        ThreadPool pool(threads);
+        const BatchAttention attention(kHeads, format, 0.2F, pool, level);
+        std::vector<std::byte> out(q.size());
+        std::vector<DecodingToken> tokens;
+        for (std::size_t i = 0; i < kSequences; ++i)
+          tokens.push_back({q.data() + i * kHeads * kDim * item, places.data(), kLengths[i],
+                            out.data() + i * kHeads * kDim * item});
+        CHECK(attention.decode(arenas, tokens.data(), tokens.size(), share) > 0);
+        if (first.empty()) first = out;
+        CHECK(out == first);
+      }
+    }
+  }
+}
+
+void test_elementwise(Dtype dtype) {
+  constexpr std::size_t kTokens = 37, kHeads = 3, kDim = 10, kCount = kTokens * kHeads * kDim;
+  const std::vector<float> frequency = random_floats(kDim / 2, 1);
+  const std::vector<std::byte> from = narrowed(random_floats(kCount, 2), dtype);
+  std::vector<std::int64_t> positions(kTokens);
+  for (std::size_t t = 0; t < kTokens; ++t) positions[t] = static_cast<std::int64_t>(7 * t);
+  Rotary rotary;
+  rotary.inverse_frequency = frequency.data();
+  rotary.dims = kDim;
+  for (const SimdLevel level : levels()) {
+    std::vector<std::byte> first;
+    for (const int threads : {1, 4}) {
+      ThreadPool pool(threads);
+      const Elementwise steps(dtype, pool, level);
+      std::vector<std::byte> x = from;
+      steps.rotate(rotary, positions.data(), kTokens, kHeads, kDim, 0.5F, x.data());
+      steps.activate(Activation::silu, from.data(), kCount, x.data());
+      steps.add(from.data(), kCount, x.data());
+      steps.scale(3.0F, kCount, x.data());
+      std::vector<float> wide(kCount);
+      steps.widen(x.data(), kCount, wide.data());
+      steps.narrow(wide.data(), kCount, x.data());
+      if (first.empty()) first = x;
+      CHECK(x == first);
+    }
+  }
+}
+
+}  // namespace
+
+void test_offload(int scale) {
+  for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
+    for (const int bits : {2, 3, 4, 8}) {
+      for (const std::size_t columns :
+           {std::size_t{1}, std::size_t{33}, 270 * static_cast<std::size_t>(scale)})
+        for (const std::size_t rows : {1, 65, 140}) test_weights(rows, columns, bits, dtype);
+      for (const KvLayout layout : {KvLayout::plain, KvLayout::hidden, KvLayout::kivi})
+        test_blocks(layout, bits, dtype);
+    }
+    test_elementwise(dtype);
+  }
+}

@@ -1,0 +1,134 @@
+"""`OffloadEngine` over a tiny real model: the answers of Hugging Face's `generate`, whatever the batches."""
+
+import pickle
+
+import pytest
+import torch
+from tiny_models import SENTENCES, make_tiny_opt
+from transformers import AutoTokenizer, OPTForCausalLM
+
+import flashllm
+from flashllm.errors import BudgetError, FormatError, UsageError
+from flashllm.generate.sampling import SamplingOptions
+from flashllm.offload.engine import OffloadEngine
+
+CONTEXT = 64
+POLICY = {"gpu_batch": 2, "num_batches": 2} | {f"{kind}{tier}": float(tier == "g") for kind in "wch" for tier in "gcd"}
+PROMPTS = [*SENTENCES, "a", "The moon", "One day a girl saw the sky and the sun"]
+LENGTHS = [5, 9, 1, 12, 7, 3, 12, 2]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny_opt(tmp_path_factory.mktemp("model") / "tiny", context=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny):
+    """Ids that Hugging Face continues each prompt with, alone."""
+    model, tokenizer = OPTForCausalLM.from_pretrained(tiny).eval(), AutoTokenizer.from_pretrained(tiny)
+    result = []
+    for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
+        inputs = tokenizer(prompt, return_tensors="pt")
+        with torch.no_grad():
+            ids = model.generate(**inputs, max_new_tokens=length, do_sample=False)[0, inputs.input_ids.shape[1] :]
+        result.append(tuple(ids.tolist()))
+    return result
+
+
+def engine(tiny, tmp_path, **options):
+    return OffloadEngine(tiny, scratch=tmp_path / "scratch", **({"policy": POLICY} | options))
+
+
+def samplings(**options):
+    return [SamplingOptions(max_new_tokens=length, **options) for length in LENGTHS]
+
+
+def test_greedy_answers_are_those_of_hugging_face(tiny, tmp_path, expected):
+    with engine(tiny, tmp_path) as one:
+        outputs = one.generate(PROMPTS, samplings())
+        assert [output.token_ids for output in outputs] == expected
+        assert [output.index for output in outputs] == list(range(len(PROMPTS)))
+        assert all(output.text == one._model.tokenizer.decode(output.token_ids) for output in outputs)
+        ids = [one._model.tokenizer.encode(prompt) for prompt in PROMPTS]
+        assert [output.token_ids for output in one.generate(ids, samplings())] == expected
+
+
+@pytest.mark.parametrize("batches", [(1, 1), (3, 1), (8, 4)])
+def test_answers_do_not_depend_on_the_batch(tiny, tmp_path, batches):
+    def answers(gpu_batch, num_batches):
+        policy = POLICY | {"gpu_batch": gpu_batch, "num_batches": num_batches}
+        with engine(tiny, tmp_path, policy=policy) as one:
+            options = samplings(temperature=0.8, top_p=0.9, seed=4)
+            return [(output.token_ids, output.logprobs) for output in one.generate(PROMPTS, options, logprobs=3)]
+
+    assert answers(*batches) == answers(2, 2)
+
+
+def test_a_stream_is_answered_window_by_window(tiny, tmp_path, expected):
+    taken = []
+
+    def stream():
+        for index, prompt in enumerate(PROMPTS):
+            taken.append(index)
+            yield prompt
+
+    with engine(tiny, tmp_path) as one:
+        outputs = one.run(stream(), SamplingOptions(max_new_tokens=2), window=3)
+        first = next(outputs)
+        assert taken == [0, 1, 2]
+        rest = list(outputs)
+    assert sorted(output.index for output in (first, *rest)) == list(range(len(PROMPTS)))
+    for output in (first, *rest):
+        shared = min(2, LENGTHS[output.index])
+        assert output.token_ids[:shared] == expected[output.index][:shared]
+
+
+def test_a_policy_is_planned_from_the_prompts(tiny, tmp_path, expected):
+    with engine(tiny, tmp_path, policy=None, memory="2GB") as one:
+        assert one.policy is None
+        assert one.generate(PROMPTS[:1], max_new_tokens=LENGTHS[0])[0].token_ids == expected[0]
+        assert one.policy.block_size >= 1
+        assert [output.token_ids for output in one.generate(PROMPTS, samplings())] == expected  # planned again
+    assert any("planned a policy from typical figures" in notice for notice in one.notices)
+
+
+def test_a_prompt_that_is_too_long_fails_alone(tiny, tmp_path, expected):
+    with engine(tiny, tmp_path) as one:
+        outputs = one.generate([[5] * CONTEXT, PROMPTS[2], "", [300]], max_new_tokens=1)
+    assert [output.finish_reason for output in outputs] == ["error", "length", "error", "error"]
+    assert "64 tokens" in outputs[0].error
+    assert "vocabulary of 300" in outputs[3].error
+    assert outputs[1].token_ids == expected[2]
+
+
+def test_the_end_of_the_context_ends_an_answer(tiny, tmp_path):
+    with engine(tiny, tmp_path) as one:
+        (output,) = one.generate([[5] * (CONTEXT - 3)], SamplingOptions(max_new_tokens=100, ignore_eos=True))
+    assert (len(output.token_ids), output.finish_reason) == (3, "length")
+
+
+def test_limits_and_arguments(tiny, tmp_path):
+    with engine(tiny, tmp_path, policy=None, memory="1MB") as one, pytest.raises(BudgetError, match="nothing is left"):
+        one.generate(["a"])
+    with pytest.raises(UsageError, match="one of kivi, hidden"):
+        engine(tiny, tmp_path, cache_layout="mine")
+    with pytest.raises(UsageError, match="--compress"):
+        engine(tiny, tmp_path, compress=["all"])
+    with pytest.raises(UsageError, match="--cache-bits"):
+        engine(tiny, tmp_path, cache_bits=5)
+    with pytest.raises(FormatError, match="unknown policy field"):
+        engine(tiny, tmp_path, policy={"gpu_batches": 1})
+    with pytest.raises(UsageError):
+        OffloadEngine(tmp_path / "nothing")
+    with engine(tiny, tmp_path) as one:
+        with pytest.raises(UsageError, match="2 samplings do not go with 1 prompts"):
+            one.generate(["a"], [SamplingOptions(), SamplingOptions()])
+        assert one.generate([]) == []
+    with pytest.raises(UsageError, match="closed"):
+        one.generate(["a"])
+
+
+def test_the_package_has_it(tiny):
+    assert flashllm.OffloadEngine is OffloadEngine
+    assert pickle.loads(pickle.dumps(POLICY)) == POLICY

@@ -1,0 +1,184 @@
+"""The runtime against Hugging Face's `generate`: the same tokens whatever the placement, batch shape and schedule."""
+
+import random
+import time
+
+import pytest
+import torch
+from arch_models import CONTEXT, VARIANTS, make_checkpoint
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from flashllm.convert.run import convert
+from flashllm.errors import BudgetError
+from flashllm.generate.sampling import SamplingOptions
+from flashllm.offload.jobs.sequences import Sequence
+from flashllm.offload.policy import Policy
+from flashllm.offload.runtime.run import Runner, RunOptions, Stopped
+
+LENGTHS = (1, 7, 63, 64, 65, 100, 3, 130)  # prompts, about a KV block and two
+NEW = 20
+DEVICE, CPU, DISK = (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)
+MIXED = (0.4, 0.3, 0.3)
+
+
+def policy(weights=DEVICE, cache=DEVICE, hidden=DEVICE, **other):
+    names = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
+    return Policy(**{"gpu_batch": 3, **other}, **dict(zip(names, (*weights, *cache, *hidden), strict=True)))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A variant's (Hugging Face folder, prompts, answers of `generate`), made once."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            path = make_checkpoint(tmp_path_factory.mktemp("offload") / "hf", VARIANTS[name])
+            reference = AutoModelForCausalLM.from_pretrained(path).eval()
+            generator = torch.Generator().manual_seed(7)
+            prompts = [torch.randint(4, 300, (n,), generator=generator).tolist() for n in LENGTHS]
+            answers = []
+            for prompt in prompts:
+                out = reference.generate(
+                    torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=1
+                )
+                answers.append(out[0, len(prompt) :].tolist())
+            made[name] = path, prompts, answers
+        return made[name]
+
+    return get
+
+
+def sequences(prompts, new=NEW):
+    greedy = SamplingOptions(max_new_tokens=new)
+    return [Sequence(prompt, greedy, decoder=None, end_ids=frozenset()) for prompt in prompts]
+
+
+def answers(path, prompts, scratch, chosen, new=NEW, **options):
+    made = sequences(prompts, new)
+    with Runner(path, chosen, scratch=scratch, options=RunOptions(threads=2, **options)) as runner:
+        runner.run(made)
+    assert not list(scratch.iterdir()), "scratch files stayed"
+    return [list(sequence.output) for sequence in made]
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_every_architecture_gives_transformers_tokens(models, tmp_path, name):
+    path, prompts, expected = models(name)
+    assert answers(path, prompts, tmp_path, policy(MIXED, MIXED, MIXED)) == expected
+
+
+@pytest.mark.parametrize("weights", [DEVICE, CPU, DISK, MIXED], ids=["device", "cpu", "disk", "mixed"])
+@pytest.mark.parametrize("cache", [DEVICE, CPU, DISK, MIXED], ids=["device", "cpu", "disk", "mixed"])
+@pytest.mark.parametrize("hidden", [DEVICE, DISK], ids=["device", "disk"])
+def test_every_placement_gives_the_same_tokens(models, tmp_path, weights, cache, hidden):
+    path, prompts, expected = models("llama")
+    assert answers(path, prompts, tmp_path, policy(weights, cache, hidden)) == expected
+
+
+@pytest.mark.parametrize("schedule", ["zigzag", "row", "diagonal"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_every_schedule_gives_the_same_tokens(models, tmp_path, schedule, overlap):
+    path, prompts, expected = models("opt")
+    chosen = policy(MIXED, MIXED, MIXED, gpu_batch=2, overlap=overlap)
+    assert answers(path, prompts, tmp_path, chosen, schedule=schedule) == expected
+
+
+def test_a_converted_directory_gives_the_same_tokens(models, tmp_path):
+    path, prompts, expected = models("llama relu")
+    convert(path, tmp_path / "model")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    assert answers(tmp_path / "model", prompts, scratch, policy(MIXED, MIXED, MIXED)) == expected
+
+
+FRACTIONS = st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(sum).map(lambda x: tuple(n / sum(x) for n in x))
+
+
+@given(
+    st.tuples(FRACTIONS, FRACTIONS, FRACTIONS),
+    st.integers(1, 9),
+    st.tuples(st.sampled_from(["zigzag", "row", "diagonal"]), st.booleans()),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_placement_and_schedule(models, tmp_path, shares, batch, how):
+    schedule, overlap = how
+    path, prompts, expected = models("llama")
+    chosen = policy(*shares, gpu_batch=batch, overlap=overlap)
+    found = answers(path, prompts[2:6], tmp_path, chosen, new=6, schedule=schedule)
+    assert found == [tokens[:6] for tokens in expected[2:6]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_delays_change_no_token(models, tmp_path, seed):
+    path, prompts, expected = models("llama")
+    rng = random.Random(seed)
+
+    def delay(task):
+        time.sleep(rng.choice((0, 0, 0, 0, 0.002)))
+
+    chosen = policy(MIXED, MIXED, MIXED)
+    found = answers(path, prompts, tmp_path, chosen, new=8, before_task=delay)
+    assert found == [tokens[:8] for tokens in expected]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_an_answer_does_not_depend_on_its_batch(tmp_path, dtype, bits):
+    """Bit for bit: in 16 bit, compressed or not, alone and among others."""
+    path = make_checkpoint(tmp_path / "hf", VARIANTS["llama"], dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(4, 300, (n,), generator=generator).tolist() for n in (5, 70, 9, 121)]
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    compressed = {"compress_weights": bits is not None, "compress_cache": bits is not None}
+    together = answers(path, prompts, scratch, policy(DISK, MIXED, MIXED, gpu_batch=4, **compressed))
+    alone = [answers(path, [prompt], scratch, policy(gpu_batch=1, **compressed))[0] for prompt in prompts]
+    assert together == alone
+
+
+def test_a_finished_sequence_leaves_its_batch(models, tmp_path):
+    path, prompts, expected = models("llama")
+    wanted = [3, 20, 1, 9, 20, 2, 11, 5]
+    made = [
+        Sequence(prompt, SamplingOptions(max_new_tokens=n), decoder=None, end_ids=frozenset())
+        for prompt, n in zip(prompts, wanted, strict=True)
+    ]
+    progress = []
+    with Runner(path, policy(DISK, MIXED, MIXED), scratch=tmp_path, options=RunOptions(threads=2)) as runner:
+        measure = runner.run(made, progress.append)
+        assert [list(s.output) for s in made] == [a[:n] for a, n in zip(expected, wanted, strict=True)]
+        assert measure.new_tokens == sum(wanted) == progress[-1]
+        assert measure.prompt_tokens == sum(LENGTHS)
+        assert measure.bytes_read > 0
+        assert measure.bytes_written > 0
+        again = sequences(prompts[:2])
+        runner.run(again)  # the same runner, another block
+    assert [list(s.output) for s in again] == expected[:2]
+
+
+def test_sparse_attention_of_everything_is_attention(models, tmp_path):
+    path, prompts, expected = models("llama")
+    assert answers(path, prompts, tmp_path, policy(attention_sparsity=1.0)) == expected
+    sparse = answers(path, prompts, tmp_path, policy(attention_sparsity=0.1))
+    assert sparse != expected
+
+
+def test_stop_ends_a_run(models, tmp_path):
+    path, prompts, _ = models("llama")
+    runner = Runner(path, policy(DISK), scratch=tmp_path, options=RunOptions(threads=2))
+    with runner, pytest.raises(Stopped):
+        runner.run(sequences(prompts), lambda count: runner.stop())
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_little_memory_is_refused_with_numbers(models, tmp_path):
+    path, _, _ = models("llama")
+    with pytest.raises(BudgetError, match="limit"):
+        Runner(path, policy(), memory=1000, scratch=tmp_path)
+
+
+def test_context_of_the_tests():
+    assert max(LENGTHS) + NEW <= CONTEXT

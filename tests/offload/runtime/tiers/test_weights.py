@@ -1,0 +1,254 @@
+"""Every tensor of a model comes back, bit for bit, from whatever tier and kind of folder it lies in."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from arch_models import VARIANTS, make_checkpoint
+from safetensors.numpy import load_file, save_file
+from tiny_models import make_tiny_opt
+
+from flashllm import _core
+from flashllm.base.dtypes import WEIGHT_DTYPES, cast
+from flashllm.convert.run import convert
+from flashllm.errors import ChecksumError, FormatError, UnsupportedModelError, UsageError
+from flashllm.format.model_files import FFN
+from flashllm.offload.policy import Policy
+from flashllm.offload.runtime.tiers.scratch import Scratch, open_reader
+from flashllm.offload.runtime.tiers.source import matrix_name, open_weights
+from flashllm.offload.runtime.tiers.weight_plan import assign, plan_weights
+from flashllm.offload.runtime.tiers.weights import WeightStore
+
+PLACES = {
+    "device": (1, 0, 0),
+    "cpu": (0, 1, 0),
+    "disk": (0, 0, 1),
+    "mixed": (0.3, 0.3, 0.4),
+    "device and disk": (0.5, 0, 0.5),
+}
+MODELS = ("opt", "opt narrow embedding", "opt without norm weights", "llama", "llama tied", "llama biases")
+
+
+def policy(wg, wc, wd):
+    return Policy(gpu_batch=1, wg=wg, wc=wc, wd=wd, cg=1, cc=0, cd=0, hg=1, hc=0, hd=0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """(variant, dtype) -> Hugging Face folder, model directory."""
+    made = {}
+
+    def get(name, dtype="bfloat16"):
+        if (name, dtype) not in made:
+            root = tmp_path_factory.mktemp("model")
+            source = make_checkpoint(root / "hf", VARIANTS[name], dtype=dtype)
+            convert(source, root / "model")
+            made[name, dtype] = source, root / "model"
+        return made[name, dtype]
+
+    return get
+
+
+def expected(folder, dtype):
+    """Canonical name -> array as stored, by another reader than the product's."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with open_weights(folder) as source:
+        names = source._names
+        state = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).state_dict()
+        storage = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.uint16}[dtype]
+        return {name: state[name_in].view(storage).numpy() for name, name_in in names.items()}
+
+
+def open_store(source, where, scratch):
+    plan = plan_weights(source, policy(*PLACES[where]))
+    return WeightStore(source, plan, reader=open_reader(2), pool=_core.ThreadPool(1), scratch=scratch)
+
+
+def check_store(store, tensors, dtype):
+    """Everything the store hands out is what the model holds."""
+    kind = WEIGHT_DTYPES[dtype]
+    wide = lambda name: cast(tensors[name], kind, WEIGHT_DTYPES["float32"]) if name in tensors else None  # noqa: E731
+    for layer, buffer in zip(range(store.num_layers), itertools.cycle(range(2))):
+        store.load(layer, buffer)
+        for name, matrix in store.layer(layer, buffer).matrices.items():
+            assert np.array_equal(matrix.array, tensors[matrix_name(layer, name)])
+            assert matrix.array.shape == (matrix.rows, matrix.columns)
+            attention = name in ("query", "key", "value", "out")
+            bias = wide(f"layers.{layer}.{name}.bias" if attention else f"layers.{layer}.ffn.{name}_bias")
+            assert np.array_equal(matrix.bias, bias) if bias is not None else matrix.bias is None
+        for name, norm in store.layer(layer, buffer).norms.items():
+            for part in ("weight", "bias"):
+                want, found = wide(f"layers.{layer}.{name}.{part}"), getattr(norm, part)
+                assert np.array_equal(found, want) if want is not None else found is None
+    store.load(store.num_layers, 0)
+    head = store.head(0).array
+    assert np.array_equal(head, tensors.get("head.weight", tensors["embedding.weight"]))
+    ids = np.array([3, 299, 0, 3, 17, 200])
+    assert np.array_equal(store.embedding_rows(ids), tensors["embedding.weight"][ids])
+    assert store.embedding_rows(ids[:0]).shape == (0, tensors["embedding.weight"].shape[1])
+    if "positions.weight" in tensors:
+        assert np.array_equal(store.position_rows(np.array([0, 5])), tensors["positions.weight"][[2, 7]])
+    else:
+        assert store.position_rows(np.array([0])) is None
+    for name in ("project_in", "project_out"):
+        found = getattr(store, name)
+        assert np.array_equal(found.array, tensors[f"{name}.weight"]) if found else f"{name}.weight" not in tensors
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["folder", "directory"])
+def test_every_tensor_comes_back_from_every_tier(folders, tmp_path, name, where, kind):
+    folder, directory = folders(name)
+    tensors = expected(folder, "bfloat16")
+    with open_weights(folder if kind == "folder" else directory) as source:
+        plan = plan_weights(source, policy(*PLACES[where]))
+        with Scratch(tmp_path, plan.scratch_nbytes) as scratch, open_store(source, where, scratch) as store:
+            bundled = {plan.homes["up"], plan.homes["down"], plan.homes.get("gate")}
+            assert (plan.scratch_nbytes > 0) == (kind == "directory" and "d" in bundled)
+            check_store(store, tensors, "bfloat16")
+            assert store.bytes_read > 0
+            assert store.busy_s > 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("where", ["mixed", "disk"])
+def test_other_dtypes(folders, tmp_path, dtype, where):
+    for path in folders("opt", dtype):
+        with open_weights(path) as source, Scratch(tmp_path, 1 << 24) as scratch:
+            store = open_store(source, where, scratch)
+            check_store(store, expected(folders("opt", dtype)[0], dtype), dtype)
+            store.close()
+
+
+def test_shards(tmp_path):
+    folder = make_tiny_opt(tmp_path / "hf", dtype="bfloat16", max_shard_size="100KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    with open_weights(folder) as source, open_store(source, "disk", None) as store:
+        check_store(store, expected(folder, "bfloat16"), "bfloat16")
+
+
+def test_tensors_of_another_dtype_are_rounded_into_the_scratch_file(folders, tmp_path):
+    folder, _ = folders("llama")
+    tensors = load_file(
+        str(make_checkpoint(tmp_path / "wide", VARIANTS["llama"], dtype="float32") / "model.safetensors")
+    )
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    name = "model.layers.1.mlp.up_proj.weight"
+    values = {key: value.astype(np.float16) if key != name else value for key, value in tensors.items()}
+    save_file(values, mixed / "model.safetensors")
+    (mixed / "config.json").write_text((folder / "config.json").read_text())
+    with open_weights(mixed) as source, Scratch(tmp_path / "s", 1 << 20) as scratch:
+        store = open_store(source, "disk", scratch)
+        assert store.plan.scratch_nbytes == 3 * 4096  # one matrix of [96, 64] in 16 bits, in whole blocks
+        store.load(1, 0)
+        assert np.array_equal(store.layer(1, 0).matrices["up"].array, tensors[name].astype(np.float16))
+        store.close()
+    values[name] = np.full_like(tensors[name], 1e30)
+    save_file(values, mixed / "model.safetensors")
+    with (
+        open_weights(mixed) as source,
+        Scratch(tmp_path / "s", 1 << 20) as scratch,
+        pytest.raises(UnsupportedModelError, match="outside the range of float16"),
+    ):
+        open_store(source, "disk", scratch)
+
+
+def test_a_damaged_row_is_found_when_it_is_put_together(folders, tmp_path):
+    import shutil
+
+    directory = shutil.copytree(folders("opt")[1], tmp_path / "model")
+    with (directory / FFN).open("r+b") as file:
+        file.seek(4096 + 700)
+        byte = file.read(1)
+        file.seek(4096 + 700)
+        file.write(bytes([byte[0] ^ 1]))
+    with (
+        open_weights(directory) as source,
+        Scratch(tmp_path / "s", 1 << 24) as scratch,
+        pytest.raises(ChecksumError, match="layer 0, neuron"),
+    ):
+        open_store(source, "disk", scratch)
+
+
+def test_a_file_that_shrinks_is_an_error(folders, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(folders("opt")[0], tmp_path / "hf")
+    with open_weights(folder) as source, open_store(source, "disk", None) as store:
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.truncate(20_000)
+        with pytest.raises(FormatError, match="shrank"):
+            store.load(2, 0)
+
+
+def test_what_is_no_model_is_refused(tmp_path, folders):
+    with pytest.raises(UsageError, match="no such directory"):
+        open_weights(tmp_path / "none")
+    with pytest.raises(UsageError, match=r"has no config\.json"):
+        open_weights(tmp_path)
+    folder = folders("opt")[0]
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"ffn_dim": 100}))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with pytest.raises(FormatError, match="has shape"):
+        open_weights(tmp_path)
+
+
+def test_a_plan_says_what_a_store_holds(folders):
+    folder, directory = folders("llama")
+    with open_weights(folder) as source:
+        layer = 2 * (64 * 64 * 2 + 32 * 64 * 2 + 3 * 96 * 64)
+        on_disk = plan_weights(source, policy(0, 0, 1))
+        assert on_disk.scratch_nbytes == 0
+        assert layer <= on_disk.buffer_nbytes <= layer + 8 * 4096
+        assert on_disk.device_nbytes == on_disk.small_nbytes
+        everything = plan_weights(source, policy(1, 0, 0))
+        assert everything.buffer_nbytes == everything.scratch_nbytes == everything.gather_nbytes == 0
+        assert everything.resident_nbytes - everything.small_nbytes >= 3 * layer + 2 * 2 * 300 * 64
+    with open_weights(directory) as source:
+        assert plan_weights(source, policy(0, 0, 1)).scratch_nbytes == 3 * 3 * 3 * 4096  # layers, matrices, blocks
+        with pytest.raises(UsageError, match="the widths are"):
+            plan_weights(source, policy(0, 0, 1), bits=5)
+        with pytest.raises(ValueError, match="scratch"):
+            open_store(source, "disk", None)
+
+
+def test_whole_matrices_come_closest_to_the_fractions():
+    sizes = {"a": 4, "b": 2, "c": 2}
+    assert assign(sizes, (1, 0, 0)) == {"a": "g", "b": "g", "c": "g"}
+    assert assign(sizes, (0.5, 0, 0.5)) == {"a": "g", "b": "d", "c": "d"}
+    assert assign(sizes, (0.25, 0, 0.75)) == {"a": "d", "b": "g", "c": "d"}
+    assert sorted(assign(sizes, (0.3, 0.25, 0.45)).values()) == ["c", "d", "g"]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("where", ["device", "mixed", "disk"])
+@pytest.mark.parametrize("kind", ["folder", "directory"])
+def test_packed_matrices_are_the_packers(folders, tmp_path, where, bits, kind):
+    folder, directory = folders("llama biases")
+    tensors, pool = expected(folder, "bfloat16"), _core.ThreadPool(1)
+    with open_weights(folder if kind == "folder" else directory) as source:
+        plan = plan_weights(source, policy(*PLACES[where]), bits=bits)
+        with (
+            Scratch(tmp_path, plan.scratch_nbytes) as scratch,
+            WeightStore(source, plan, reader=open_reader(2), pool=pool, scratch=scratch) as store,
+        ):
+            assert (store.bytes_written > 0) == ("d" in plan.homes.values())
+            for layer in range(store.num_layers):
+                store.load(layer, layer % 2)
+                for name, matrix in store.layer(layer, layer % 2).matrices.items():
+                    weights = tensors[matrix_name(layer, name)]
+                    packed = _core.allocate(matrix.array.nbytes)
+                    _core.pack_weights(weights, "bfloat16", bits, packed, pool)
+                    assert np.array_equal(matrix.array, packed)
+                    assert (matrix.rows, matrix.columns, matrix.bits) == (*weights.shape, bits)
+                    assert matrix.bias is not None
+            store.load(store.num_layers, 0)
+            assert np.array_equal(store.head(0).array, tensors["head.weight"])  # it stays in 16 bits
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,235 @@
+"""The cost model of a machine whose device is its CPU: what it counts is what the runtime allocates and does."""
+
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from offload_host import GB, HOST, RATE
+from tiny_models import make_tiny_opt
+
+from flashllm import _core
+from flashllm.errors import BudgetError
+from flashllm.offload.planner import host_peaks
+from flashllm.offload.planner.costs import Method
+from flashllm.offload.planner.host_costs import KV_BLOCK, ROWS_TOGETHER, HostCostModel, cost_model, packed_bytes
+from flashllm.offload.planner.local import Methods, check_fits, plan_policy, predict_job
+from flashllm.offload.planner.predict import predict
+from flashllm.offload.planner.search import SearchSpace, search
+from flashllm.offload.policy import Policy, Workload
+from flashllm.offload.runtime import layer, tasks
+from flashllm.offload.runtime.tiers import arrangement
+from flashllm.offload.runtime.tiers.activations import Activations
+from flashllm.offload.runtime.tiers.arrangement import arrange
+from flashllm.offload.runtime.tiers.kv import KvCache
+from flashllm.offload.runtime.tiers.source import open_weights
+from flashllm.offload.runtime.tiers.weight_plan import packed_nbytes, plan_weights
+from flashllm.offload.shape import load_shape
+
+WORK = Workload(prompt_len=200, gen_len=32)
+COARSE = SearchSpace(gpu_batches=(1, 4, 16, 64), num_batches=(1, 2, 4))
+PLACES = {
+    "device": {"wg": 1, "wc": 0, "wd": 0, "cg": 1, "cc": 0, "cd": 0, "hg": 1, "hc": 0, "hd": 0},
+    "cpu": {"wg": 0, "wc": 1, "wd": 0, "cg": 0, "cc": 1, "cd": 0, "hg": 0, "hc": 1, "hd": 0},
+    "disk": {"wg": 0, "wc": 0, "wd": 1, "cg": 0, "cc": 0, "cd": 1, "hg": 0, "hc": 0, "hd": 1},
+    "half": {"wg": 0.5, "wc": 0, "wd": 0.5, "cg": 0.5, "cc": 0, "cd": 0.5, "hg": 0.5, "hc": 0, "hd": 0.5},
+}
+
+
+def policy_of(where, **changes):
+    return Policy(**{"gpu_batch": 4, "num_batches": 3, "cpu_attention": True, **PLACES[where], **changes})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """(folder, shape) of a model whose layers are large beside the blocks of a disk."""
+    folder = make_tiny_opt(
+        tmp_path_factory.mktemp("model"), d_model=512, d_ff=2048, num_heads=8, vocab_size=2000, dtype="bfloat16"
+    )
+    return folder, load_shape(str(folder))
+
+
+def host(shape, policy, work=WORK, hardware=HOST):
+    model = cost_model(shape, hardware, work, Method.of(policy))
+    assert isinstance(model, HostCostModel)
+    return dataclasses.replace(model, policy=policy)
+
+
+def test_constants_are_the_runtimes():
+    assert KV_BLOCK == arrangement.KV_BLOCK
+    assert ROWS_TOGETHER == layer.ROWS_TOGETHER
+    assert host_peaks.BUFFERS == tasks.BUFFERS
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (512, 2048), (4096, 4096), (11008, 4096)])
+def test_packed_bytes_are_the_packers(rows, columns, bits):
+    assert packed_nbytes(rows, columns, bits) == pytest.approx(packed_bytes(rows, columns, bits), rel=0.01)
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("compress", [False, True])
+def test_weights_take_what_the_store_plans(model, where, compress):
+    folder, shape = model
+    policy = policy_of(where, compress_weights=compress)
+    with open_weights(folder) as source:
+        plan = plan_weights(source, policy, bits=4 if compress else None)
+    kept, starting = host_peaks.weights(host(shape, policy))
+    assert kept.value(policy.placement) == pytest.approx(plan.memory_nbytes, rel=0.02)
+    assert starting == plan.start_nbytes
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("packing", [None, ("kivi", 4), ("hidden", 8)])
+@pytest.mark.parametrize("lengths", [(200, 32), (64, 1), (63, 2), (10, 60)])
+def test_the_cache_takes_what_the_runtime_allocates(model, where, packing, lengths):
+    _, shape = model
+    (layout, bits), (prompt_len, gen_len) = packing or ("plain", 4), lengths
+    policy = policy_of(where, compress_cache=packing is not None)
+    work = Workload(prompt_len=prompt_len, gen_len=gen_len)
+    costs = dataclasses.replace(host(shape, policy, work), cache_bits=bits)
+    attention = _core.BatchAttention(
+        heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype="bfloat16", scale=1.0,
+        layout=layout, bits=bits, pool=_core.ThreadPool(1),
+    )  # fmt: skip
+    assert attention.block_nbytes == costs.block_bytes
+    assert attention.sealed_nbytes == costs.sealed_bytes
+    places = arrange([(prompt_len, prompt_len + gen_len - 1)] * policy.block_size, policy)
+    found = KvCache.nbytes(attention, places, layers=shape.layers)
+    assert host_peaks.cache(costs).value(policy.placement) == pytest.approx(found, rel=1e-9)
+    on_disk = KvCache.disk_nbytes(attention, places, layers=shape.layers)
+    on_disk += Activations.disk_nbytes(places, width=shape.hidden, dtype=np.dtype("<u2"))
+    limits = {name: form.value(policy.placement) for name, form, _ in host_peaks.host_limits(costs)}
+    assert limits["disk"] == pytest.approx(on_disk, abs=4096 * policy.num_batches)
+
+
+def test_there_are_two_tiers(model):
+    _, shape = model
+    for memory in (50 * 10**6, 80 * 10**6, 200 * 10**6):
+        plan = search(shape, dataclasses.replace(HOST, device_memory=memory), WORK, COARSE)
+        assert not plan.policy.uses_cpu
+        assert plan.prediction.peak_device <= memory
+        assert plan.prediction.peak_cpu == 0
+        assert not plan.prediction.over
+        for kind in "ch":
+            grains = [getattr(plan.policy, kind + tier) * plan.policy.gpu_batch for tier in "gd"]
+            assert grains == pytest.approx([round(grain) for grain in grains])
+    with pytest.raises(BudgetError, match="more memory"):
+        search(shape, dataclasses.replace(HOST, device_memory=5 * 10**6), WORK, COARSE)
+
+
+def test_more_memory_never_costs_throughput(model):
+    _, shape = model
+    found = [
+        search(shape, dataclasses.replace(HOST, device_memory=memory), WORK, COARSE).prediction.throughput
+        for memory in (45 * 10**6, 60 * 10**6, 80 * 10**6, 200 * 10**6, GB)
+    ]
+    assert found == sorted(found)
+
+
+def test_without_overlap_times_add_and_with_it_the_longer_counts(model):
+    _, shape = model
+    on_disk = policy_of("disk")
+    together = predict(shape, HOST, WORK, on_disk)
+    apart = predict(shape, HOST, WORK, dataclasses.replace(on_disk, overlap=False))
+    stages = together.decode_stages
+    assert apart.decode_s == pytest.approx(sum(apart.decode_stages.values()))
+    assert together.decode_s == pytest.approx(max(stages["comp"], stages["dtoc"] + stages["ctod"]))
+    assert stages["ctog"] == stages["gtoc"] == 0
+
+
+def test_reads_and_products_slow_each_other_down(model):
+    _, shape = model
+    beside = dataclasses.replace(HOST, read_takes=0.2, read_loses=0.1)
+    for hardware in (HOST, dataclasses.replace(HOST, dtoc=RATE(1e8))):
+        slowed = dataclasses.replace(beside, dtoc=hardware.dtoc)
+        alone = predict(shape, hardware, WORK, policy_of("disk"))
+        found = predict(shape, slowed, WORK, policy_of("disk"))
+        comp, disk = alone.decode_stages["comp"], alone.decode_stages["dtoc"] + alone.decode_stages["ctod"]
+        expected = max(comp + disk * 0.2 / 0.9, disk + comp * 0.1 / 0.8)
+        assert found.decode_s == pytest.approx(expected)
+    in_memory = policy_of("device")
+    assert predict(shape, beside, WORK, in_memory).decode_s == predict(shape, HOST, WORK, in_memory).decode_s
+
+
+def test_a_step_is_the_runtimes_work(model):
+    """Everything in memory: products of every layer and the head, the attention's bytes, the values touched."""
+    _, shape = model
+    quick = dataclasses.replace(HOST, bmm=RATE(1e30), elementwise=RATE(1e30), square_s=0.0)
+    prediction = predict(shape, quick, WORK, policy_of("device"))
+    steps, sequences = WORK.gen_len - 1, 12
+    products = 2 * sequences * (shape.layers * shape.layer_params + shape.vocab * shape.hidden) / 1e11
+    attention = sequences * WORK.mean_context * shape.kv_token_bytes * shape.layers / 1e10
+    assert prediction.decode_s == pytest.approx(steps * (products + attention))
+    prompt = 2 * sequences * 200 * shape.layers * shape.layer_params / 1e11
+    head = 2 * sequences * shape.vocab * shape.hidden / 1e11
+    assert prediction.prefill_s == pytest.approx(prompt + head)
+    with_square = predict(shape, dataclasses.replace(quick, square_s=1.0), WORK, policy_of("device"))
+    assert with_square.decode_s == pytest.approx(prediction.decode_s + steps * 3 * shape.layers)
+
+
+def test_disk_reads_are_the_full_blocks_and_the_weights(model):
+    _, shape = model
+    on_disk = policy_of("disk")
+    prediction = predict(shape, HOST, WORK, on_disk)
+    blocks = WORK.mean_context / 64 - 0.5
+    cache = 12 * blocks * 64 * shape.kv_token_bytes
+    hidden = 12 * shape.activation_token_bytes
+    read = shape.layers * (shape.layer_bytes + cache + hidden) + shape.head_bytes
+    assert prediction.decode_stages["dtoc"] == pytest.approx((WORK.gen_len - 1) * read / 2e9)
+
+
+def test_a_job_is_planned_and_priced_here(model, tmp_path):
+    _, shape = model
+    for compress, memory in itertools.product((False, True), (60 * 10**6, GB)):
+        methods = Methods(
+            memory=memory, disk=GB, folder=tmp_path, compress_weights=compress, compress_cache=compress
+        )  # fmt: skip
+        plan = plan_policy(shape, WORK, methods, requests=40)
+        assert plan.prediction.peak_device <= memory
+        assert plan.policy.compress_cache == compress
+        whole = predict_job(shape, methods, plan.policy, [(plan.policy.block_size, WORK)])
+        assert whole["decode_s"] == pytest.approx(plan.prediction.decode_s)
+        part = predict_job(shape, methods, plan.policy, [(1, WORK)])
+        assert 0 < part["decode_s"] <= whole["decode_s"]  # equal where the disk is the limit
+
+
+RUN = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from flashllm.base.machine import peak_process_nbytes, process_nbytes
+from flashllm.generate.sampling import SamplingOptions
+from flashllm.offload.jobs.sequences import Sequence
+from flashllm.offload.policy import Policy
+from flashllm.offload.runtime.run import Runner
+model, scratch, policy = Path(sys.argv[1]), Path(sys.argv[2]), Policy.from_json(json.loads(sys.argv[3]))
+random, options = np.random.default_rng(0), SamplingOptions(max_new_tokens=6, temperature=0.0)
+before = process_nbytes()
+with Runner(model, policy, scratch=scratch) as runner:
+    prompts = [random.integers(4, 2000, 100).tolist() for _ in range(policy.block_size)]
+    runner.run([Sequence(prompt, options, decoder=None, end_ids=frozenset()) for prompt in prompts])
+print(peak_process_nbytes() - before)
+"""
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("where", ["device", "disk"])
+def test_a_run_stays_within_the_predicted_memory(model, tmp_path, where, compress):
+    folder, shape = model
+    policy = policy_of(where, gpu_batch=24, num_batches=2, compress_weights=compress, compress_cache=compress)
+    arguments = [sys.executable, "-c", RUN, str(folder), str(tmp_path), json.dumps(policy.to_json())]
+    peak = int(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
+    predicted = predict(shape, HOST, Workload(prompt_len=100, gen_len=6), policy).peak_device
+    assert 0.5 * predicted < peak < predicted
+
+
+def test_a_policy_beyond_the_limits_is_refused_with_numbers(model, tmp_path):
+    _, shape = model
+    policy = policy_of("device")
+    check_fits(shape, WORK, Methods(memory=GB, disk=GB, folder=tmp_path), policy, requests=12)
+    with pytest.raises(BudgetError, match=r"a block of 12 sequences .* exceeds device memory by"):
+        check_fits(shape, WORK, Methods(memory=GB // 100, disk=GB, folder=tmp_path), policy, requests=12)

@@ -1,0 +1,334 @@
+"""Attention of a batch over KV blocks: bits of the latency engine's over plain blocks, numpy elsewhere."""
+
+import math
+from dataclasses import dataclass
+
+import group_codec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_arrays import DTYPES, LEVELS, empty, narrow, random_values, rounded, widen
+
+from flashllm import _core
+
+BLOCK = 64
+CASES = [(dtype, level) for dtype in DTYPES for level in LEVELS]
+LENGTHS = st.lists(st.sampled_from([1, 2, 63, 64, 65, 127, 128, 130, 200]), min_size=1, max_size=5)
+SHAPES = st.sampled_from([(4, 4, 8), (6, 2, 16), (2, 1, 33), (3, 3, 80), (8, 4, 64)])  # heads, kv_heads, head_dim
+
+
+def native_attention(shape, dtype, level, *, threads=2, **options):
+    heads, kv_heads, head_dim = shape
+    return _core.BatchAttention(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        scale=1 / math.sqrt(head_dim),
+        pool=_core.ThreadPool(threads),
+        simd=level,
+        **options,
+    )
+
+
+@dataclass
+class Cached:
+    """A batch's sequences, their blocks in random order: full ones in `sealed`, tails in `plain`."""
+
+    keys: list  # float32 [length, kv_heads, head_dim] a sequence, exact in the dtype
+    values: list
+    arenas: list
+    table: np.ndarray
+    offsets: np.ndarray
+    lengths: np.ndarray
+
+
+def cached(native, shape, dtype, lengths, seed=0):
+    """Writes sequences, all positions at once in random order, and seals their full blocks."""
+    _, kv_heads, head_dim = shape
+    random = np.random.default_rng(seed)
+    blocks = [-(-length // BLOCK) for length in lengths]
+    slots = random.permutation(sum(blocks) + 3)[: sum(blocks)].astype(np.int32)
+    plain = np.full((sum(blocks) + 3, native.block_nbytes), 0xFF, np.uint8)
+    offsets = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
+    keys, values = (
+        [rounded(random_values(n, kv_heads, head_dim, seed=seed + 9 * i + which), dtype) for i, n in enumerate(lengths)]
+        for which in (1, 2)
+    )
+    order = random.permutation(sum(lengths))
+    positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
+    rows = np.concatenate([offsets[i] + np.arange(n) // BLOCK for i, n in enumerate(lengths)])
+    native.write(
+        narrow(np.concatenate(keys).reshape(-1, kv_heads * head_dim)[order], dtype),
+        narrow(np.concatenate(values).reshape(-1, kv_heads * head_dim)[order], dtype),
+        plain,
+        slots[rows][order],
+        positions[order],
+    )
+    full = np.concatenate([np.arange(-(-n // BLOCK)) < n // BLOCK for n in lengths])
+    sealed = np.full((len(slots) + 2, native.sealed_nbytes), 0xFF, np.uint8)
+    out_slots = random.permutation(len(sealed))[: full.sum()].astype(np.int32)
+    native.seal(plain, slots[full], sealed, out_slots)
+    plain[slots[full]] = 0xFF
+    table = np.stack([np.zeros_like(slots), slots], axis=1)
+    table[full] = np.stack([np.ones_like(out_slots), out_slots], axis=1)
+    return Cached(keys, values, [plain, sealed], table, offsets, np.array(lengths, np.int64))
+
+
+def decode(native, batch, q, dtype, *, only=None, **options):
+    """out [sequences, heads * head_dim] and the bytes of values read; `only`: of these sequences."""
+    out = empty(q.shape, dtype)
+    offsets, lengths, table = batch.offsets, batch.lengths, batch.table
+    if only is not None:
+        pieces = [table[offsets[i] : offsets[i + 1]] for i in only]
+        offsets = np.cumsum([0, *map(len, pieces)]).astype(np.int64)
+        table, lengths = np.concatenate(pieces), lengths[list(only)]
+    nbytes = native.decode(q, batch.arenas, [False, True], table, offsets, lengths, out, **options)
+    return out, nbytes
+
+
+def expected_rows(q, keys, values, share=1.0):
+    """float64 [heads, head_dim] of one token, and the positions each head keeps."""
+    heads, head_dim = q.shape
+    length, kv_heads, _ = keys.shape
+    out, kept = np.zeros((heads, head_dim)), []
+    for h in range(heads):
+        scores = keys[:, h * kv_heads // heads].astype(np.float64) @ q[h] / math.sqrt(head_dim)
+        weights = np.exp(scores - scores.max())
+        weights /= weights.sum()
+        heaviest = set(np.argsort(-weights, kind="stable")[: math.ceil(share * length)].tolist()) | {length - 1}
+        kept.append(heaviest)
+        chosen = sorted(heaviest)
+        out[h] = weights[chosen] @ values[chosen, h * kv_heads // heads]
+    return out, kept
+
+
+@pytest.mark.parametrize(("dtype", "level"), CASES)
+@settings(max_examples=15, deadline=None)
+@given(shape=SHAPES, lengths=LENGTHS)
+def test_plain_blocks_give_the_bits_of_the_latency_engine(dtype, level, shape, lengths):
+    heads, kv_heads, head_dim = shape
+    native = native_attention(shape, dtype, level)
+    batch = cached(native, shape, dtype, lengths)
+    q = rounded(random_values(len(lengths), heads, head_dim, seed=3), dtype)
+    out, nbytes = decode(native, batch, narrow(q.reshape(len(q), -1), dtype), dtype)
+    assert nbytes == sum(lengths) * kv_heads * head_dim * (4 if dtype == "float32" else 2)
+    for i, length in enumerate(lengths):
+        reference = _core.KvAttention(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            context=length,
+            dtype=dtype,
+            scale=1 / math.sqrt(head_dim),
+            pool=_core.ThreadPool(1),
+            simd=level,
+        )
+        reference.append(batch.keys[i], batch.values[i])
+        wide = np.empty((1, heads, head_dim), np.float32)
+        reference.attend_each(q[i : i + 1], wide)
+        assert np.array_equal(out[i], narrow(wide.reshape(-1), dtype))
+
+
+@pytest.mark.parametrize(("dtype", "level"), CASES)
+@settings(max_examples=10, deadline=None)
+@given(shape=SHAPES, first=st.sampled_from([0, 1, 63, 64, 70]), n=st.sampled_from([1, 5, 64, 130]))
+def test_a_prompt_gives_the_bits_of_the_latency_engine(dtype, level, shape, first, n):
+    heads, kv_heads, head_dim = shape
+    native = native_attention(shape, dtype, level)
+    keys, values = (rounded(random_values(first + n, kv_heads, head_dim, seed=seed), dtype) for seed in (1, 2))
+    positions = np.arange(first + n, dtype=np.int32)
+    arena = np.full((6, native.block_nbytes), 0xFF, np.uint8)
+    flat = [narrow(rows.reshape(first + n, -1), dtype) for rows in (keys, values)]
+    native.write(*flat, arena, 2 + positions // BLOCK, positions)
+    q = rounded(random_values(n, heads, head_dim, seed=3), dtype)
+    out = empty((n, heads * head_dim), dtype)
+    native.prompt(narrow(q.reshape(n, -1), dtype), arena, 2, first, out)
+    reference = _core.KvAttention(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        context=first + n,
+        dtype=dtype,
+        scale=1 / math.sqrt(head_dim),
+        pool=_core.ThreadPool(1),
+        simd=level,
+    )
+    reference.append(keys, values)
+    wide = np.empty(q.shape, np.float32)
+    reference.attend_many(q, wide)
+    assert np.array_equal(out, narrow(wide.reshape(n, -1), dtype))
+
+
+@pytest.mark.parametrize(("dtype", "level"), CASES)
+@settings(max_examples=15, deadline=None)
+@given(shape=SHAPES, lengths=LENGTHS, share=st.sampled_from([0.01, 0.1, 0.5, 0.99]))
+def test_sparse_attention_reads_the_heaviest_values(dtype, level, shape, lengths, share):
+    heads, kv_heads, head_dim = shape
+    native = native_attention(shape, dtype, level)
+    batch = cached(native, shape, dtype, lengths, seed=5)
+    q = rounded(random_values(len(lengths), heads, head_dim, seed=4), dtype)
+    flat = narrow(q.reshape(len(q), -1), dtype)
+    out, nbytes = decode(native, batch, flat, dtype, share=share)
+    rows = 0
+    for i in range(len(lengths)):
+        expected, kept = expected_rows(q[i], batch.keys[i], batch.values[i], share)
+        group = heads // kv_heads
+        rows += sum(len(set.union(*kept[h : h + group])) for h in range(0, heads, group))
+        tolerance = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
+        assert np.abs(widen(out[i], dtype).reshape(heads, head_dim) - expected).max() <= tolerance
+    assert nbytes == rows * head_dim * (4 if dtype == "float32" else 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("share", [1.0, 0.2])
+def test_a_sequence_has_its_bits_whatever_the_batch_and_the_threads(level, share):
+    shape, lengths = (6, 2, 16), [70, 1, 200, 64, 129, 3, 65]
+    results = []
+    for threads in (1, 3):
+        native = native_attention(shape, "bfloat16", level, threads=threads)
+        batch = cached(native, shape, "bfloat16", lengths)
+        q = narrow(random_values(len(lengths), 96, seed=3), "bfloat16")
+        results.append(decode(native, batch, q, "bfloat16", share=share)[0])
+        for only in ([2], [4, 0]):
+            some = decode(native, batch, np.ascontiguousarray(q[only]), "bfloat16", only=only, share=share)[0]
+            assert np.array_equal(some, results[0][only])
+    assert np.array_equal(*results)
+
+
+PACKED = st.sampled_from([("hidden", 2), ("hidden", 3), ("hidden", 4), ("hidden", 8), ("kivi", 2), ("kivi", 4)])
+
+
+def sealed_bytes(keys, values, layout, bits):
+    """One block [64, kv_heads, head_dim] packed by numpy: its bytes, and the keys and values they stand for."""
+    parts, back = [], (np.empty_like(keys), np.empty_like(values))
+    for h in range(keys.shape[1]):
+        for which, rows in enumerate((keys, values)):
+            pack = group_codec.pack_columns if layout == "kivi" and which == 0 else group_codec.pack_rows
+            packed, back[which][:, h] = pack(np.ascontiguousarray(rows[:, h]), bits)
+            parts.append(packed)
+    joined = np.concatenate(parts)
+    return np.pad(joined, (0, -len(joined) % 4096)), back
+
+
+def unpacked(batch, layout, bits):
+    """The batch as plain fp32 blocks of what its packed ones stand for, after comparing their bytes."""
+    keys, values = ([rows.copy() for rows in each] for each in (batch.keys, batch.values))
+    for i, length in enumerate(batch.lengths):
+        for block in range(length // BLOCK):
+            place = slice(block * BLOCK, (block + 1) * BLOCK)
+            arena, slot = batch.table[batch.offsets[i] + block]
+            assert arena == 1
+            expected, back = sealed_bytes(keys[i][place], values[i][place], layout, bits)
+            assert np.array_equal(batch.arenas[1][slot], expected)
+            keys[i][place], values[i][place] = back
+    return keys, values
+
+
+@pytest.mark.parametrize(("dtype", "level"), CASES)
+@settings(max_examples=12, deadline=None)
+@given(shape=SHAPES, lengths=LENGTHS, packed=st.tuples(PACKED, st.sampled_from([1.0, 0.1, 0.6])))
+def test_packed_blocks_give_the_bits_of_plain_ones_of_their_values(dtype, level, shape, lengths, packed):
+    heads, kv_heads, head_dim = shape
+    (layout, bits), share = packed
+    native = native_attention(shape, dtype, level, layout=layout, bits=bits)
+    batch = cached(native, shape, dtype, lengths, seed=7)
+    keys, values = unpacked(batch, layout, bits)
+    plain = native_attention(shape, "float32", level)
+    offsets, rows = batch.offsets, [np.concatenate(each).reshape(-1, kv_heads * head_dim) for each in (keys, values)]
+    arena = np.full((offsets[-1], plain.block_nbytes), 0xFF, np.uint8)
+    slots = np.concatenate([offsets[i] + np.arange(n) // BLOCK for i, n in enumerate(lengths)]).astype(np.int32)
+    positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
+    plain.write(*rows, arena, slots, positions)
+    q = rounded(random_values(len(lengths), heads * head_dim, seed=3), dtype)
+    table = np.stack([np.zeros(offsets[-1]), np.arange(offsets[-1])], axis=1).astype(np.int32)
+    expected = np.empty_like(q)
+    read = plain.decode(q, [arena], [False], table, offsets, batch.lengths, expected, share)
+    out, nbytes = decode(native, batch, narrow(q, dtype), dtype, share=share)
+    assert np.array_equal(out, narrow(expected, dtype))
+    assert nbytes <= read
+
+
+def test_sizes_of_blocks():
+    """A group of 64 has a scale and a minimum of 16 bits: half a bit a value, in either layout."""
+    shape, plain = (16, 16, 128), 16 * 2 * 64 * 128 * 2
+    sizes = {
+        (layout, bits): native_attention(shape, "bfloat16", "auto", layout=layout, bits=bits).sealed_nbytes
+        for layout in ("plain", "hidden", "kivi")
+        for bits in (2, 3, 4, 8)
+    }
+    assert {size for (layout, _), size in sizes.items() if layout == "plain"} == {plain}
+    for layout in ("hidden", "kivi"):
+        for bits in (2, 3, 4, 8):
+            assert sizes[layout, bits] == plain * (bits + 0.5) / 16
+    assert native_attention((3, 1, 20), "float16", "auto", layout="kivi").sealed_nbytes % 4096 == 0
+
+
+@pytest.mark.parametrize("layout", ["hidden", "kivi"])
+def test_blocks_that_are_not_finite_are_not_packed(layout):
+    native = native_attention((1, 1, 20), "float32", "auto", layout=layout)
+    for index in (0, 64 * 20 - 1, 64 * 20, 2 * 64 * 20 - 1):
+        arena = np.zeros((1, native.block_nbytes), np.uint8)
+        arena.view(np.float32)[0, index] = np.nan
+        slots, out = np.zeros(1, np.int32), np.zeros((1, native.sealed_nbytes), np.uint8)
+        with pytest.raises(ValueError, match="not finite"):
+            native.seal(arena, slots, out, slots)
+
+
+def test_equal_weights_keep_the_earlier_positions_and_the_last():
+    native = native_attention((1, 1, 8), "float32", "auto")
+    batch = cached(native, (1, 1, 8), "float32", [100])
+    out, nbytes = decode(native, batch, np.zeros((1, 8), np.float32), "float32", share=0.05)
+    assert nbytes == 6 * 8 * 4
+    chosen = [0, 1, 2, 3, 4, 99]
+    assert np.allclose(out[0], batch.values[0][chosen, 0].sum(0) / 100, atol=1e-6)
+
+
+def test_what_does_not_fit_is_refused():
+    native = native_attention((4, 2, 8), "float16", "auto")
+    arena = np.zeros((3, native.block_nbytes), np.uint8)
+    rows, slots = np.zeros((2, 16), np.float16), np.array([0, 1], np.int32)
+    q = np.zeros((1, 32), np.float16)
+    table, offsets = np.array([[0, 0], [0, 1]], np.int32), np.array([0, 2], np.int64)
+    lengths = np.array([65], np.int64)
+    with pytest.raises(ValueError, match="dtype"):
+        native.write(rows.view(np.uint16), rows, arena, slots, slots)
+    with pytest.raises(ValueError, match="keys must be"):
+        native.write(rows[:1], rows, arena, slots, slots)
+    with pytest.raises(ValueError, match="slot 3"):
+        native.write(rows, rows, arena, slots + 2, slots)
+    with pytest.raises(ValueError, match="slot -1"):
+        native.seal(arena, slots - 1, arena.copy(), slots)
+    with pytest.raises(ValueError, match="plain blocks must be"):
+        native.write(rows, rows, arena[:, :-1].copy(), slots, slots)
+    with pytest.raises(ValueError, match="must not be negative"):
+        native.write(rows, rows, arena, slots, slots - 1)
+    with pytest.raises(ValueError, match="beyond the arena"):
+        native.prompt(q, arena, 2, 64, q.copy())
+    with pytest.raises(ValueError, match="out must be"):
+        native.prompt(q, arena, 2, 0, np.zeros((2, 32), np.float16))
+
+    def refused(match, **changes):
+        whole = {"table": table, "offsets": offsets, "lengths": lengths, "arenas": [arena], "sealed": [False]}
+        with pytest.raises(ValueError, match=match):
+            native.decode(q, out=q.copy(), **(whole | changes))
+
+    refused("no arena 1", table=table + 1)
+    refused("slot 9", table=np.array([[0, 0], [0, 9]], np.int32))
+    refused("offsets", offsets=np.array([0, 3], np.int64))
+    refused("offsets", offsets=np.array([1, 0], np.int64))
+    refused("one value a query", offsets=offsets[:1])
+    refused("do not hold 129 positions", lengths=lengths + 64)
+    refused("do not hold 0 positions", lengths=lengths - 65)
+    refused("sealed or not", sealed=[])
+    refused("share", share=0.0)
+    refused("share", share=float("nan"))
+    with pytest.raises(ValueError, match="multiple of kv_heads"):
+        native_attention((3, 2, 8), "float16", "auto")
+    with pytest.raises(ValueError, match="at least one head"):
+        native_attention((3, 0, 8), "float16", "auto")
+    with pytest.raises(ValueError, match="2, 3, 4 or 8"):
+        native_attention((3, 3, 8), "float16", "auto", layout="kivi", bits=5)
+    with pytest.raises(ValueError, match="unknown layout"):
+        native_attention((3, 3, 8), "float16", "auto", layout="dense")
