@@ -8,6 +8,7 @@ first layer takes comes from the stage before, and what the last one makes goes 
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -114,31 +115,32 @@ class Runner:
         self._lock = threading.Lock()
         self._pool = _core.ThreadPool(self.options.threads or num_cores())
         self._reader = open_reader()
-        self._source = open_weights(model, stage)
-        self.block, self.stage, self.num_layers = self._source.block, self._source.stage, self._source.num_layers
-        self.context, self.vocab = self.block.context, self.block.vocab_size
-        dtype = self._source.dtype.name
-        self._ops = NativeOps(self.block, dtype, self._pool, simd=self.options.simd)
-        self.states_dtype = np.dtype(self._ops.storage)  # of hidden states
-        self._attention = _core.BatchAttention(
-            heads=self.block.heads,
-            kv_heads=self.block.kv_heads,
-            head_dim=self.block.head_dim,
-            dtype=dtype,
-            scale=1.0,  # queries are scaled already
-            layout=self.options.cache_layout if policy.compress_cache else "plain",
-            bits=self.options.cache_bits,
-            pool=self._pool,
-            simd=self.options.simd,
-        )
-        bits = self.options.weight_bits if policy.compress_weights else None
-        plan = plan_weights(self._source, policy, bits=bits)
-        self._check_memory(plan.memory_nbytes, "the weights")
-        self._weights_scratch = Scratch(scratch, plan.scratch_nbytes)
-        self._weights = WeightStore(
-            self._source, plan, pool=self._pool, scratch=self._weights_scratch, reader=self._reader
-        )
-        self.notices = self._weights.notices
+        with ExitStack() as parts:  # what is open is closed where something fails
+            self._source = parts.enter_context(open_weights(model, stage))
+            self.block, self.stage, self.num_layers = self._source.block, self._source.stage, self._source.num_layers
+            self.context, self.vocab = self.block.context, self.block.vocab_size
+            dtype = self._source.dtype.name
+            self._ops = NativeOps(self.block, dtype, self._pool, simd=self.options.simd)
+            self.states_dtype = np.dtype(self._ops.storage)  # of hidden states
+            self._attention = _core.BatchAttention(
+                heads=self.block.heads,
+                kv_heads=self.block.kv_heads,
+                head_dim=self.block.head_dim,
+                dtype=dtype,
+                scale=1.0,  # queries are scaled already
+                layout=self.options.cache_layout if policy.compress_cache else "plain",
+                bits=self.options.cache_bits,
+                pool=self._pool,
+                simd=self.options.simd,
+            )
+            bits = self.options.weight_bits if policy.compress_weights else None
+            plan = plan_weights(self._source, policy, bits=bits)
+            self._check_memory(plan.memory_nbytes + plan.start_nbytes, "the weights")
+            files = parts.enter_context(Scratch(scratch, plan.scratch_nbytes))
+            store = WeightStore(self._source, plan, pool=self._pool, scratch=files, reader=self._reader)
+            self._weights = parts.enter_context(store)
+            self.notices = self._weights.notices
+            self._parts = parts.pop_all()
 
     def run(
         self,
@@ -165,9 +167,7 @@ class Runner:
                 self._executor.stop(error)
 
     def close(self) -> None:
-        self._weights.close()
-        self._weights_scratch.close()
-        self._source.close()
+        self._parts.close()
 
     def __enter__(self) -> Self:
         return self
