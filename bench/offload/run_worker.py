@@ -24,7 +24,6 @@ from flashllm.offload.runtime.tiers.scratch import open_reader
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, open_weights
 from flashllm.offload.runtime.tiers.weights import Matrix
 
-_DISK_NBYTES = 1 << 20  # of one read
 _ROUNDS = 3
 
 

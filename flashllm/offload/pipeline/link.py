@@ -2,7 +2,7 @@
 
 A message is a header of HEADER int64 (kind, batch, token, count of numbers, bytes of data), the numbers (int64), the
 data (bytes); empty parts are not sent. Sending never waits: a thread sends what is queued, and a pulse where there is
-nothing to send, so that whoever hears nothing for the time-out knows that the sender is gone. Another thread receives
+nothing to send. A receiver that gets neither for the time-out knows that the sender is gone. Another thread receives
 whatever comes, so that two processes that both send cannot wait for each other.
 """
 

@@ -232,14 +232,17 @@ class _Run:
         hidden_disk = Activations.disk_nbytes(self._arrangement, width=block.d_model, dtype=storage)
         self._scratch = Scratch(runner._scratch_folder, kv_disk + hidden_disk)
         self._disk: DiskFile | None = None
-        if kv_disk + hidden_disk:
-            self._disk = DiskFile(self._scratch.create("run", kv_disk + hidden_disk), runner._reader)
-        self._kv = KvCache(
-            runner._attention, self._arrangement, layers=layers, disk=self._disk, share=policy.attention_sparsity
-        )
-        self._activations = Activations(
-            self._arrangement, width=block.d_model, dtype=storage, disk=self._disk, offset=kv_disk
-        )
+        with ExitStack() as parts:  # closed where something fails; else `execute` closes it
+            parts.enter_context(self._scratch)
+            if kv_disk + hidden_disk:
+                self._disk = DiskFile(self._scratch.create("run", kv_disk + hidden_disk), runner._reader)
+            self._kv = KvCache(
+                runner._attention, self._arrangement, layers=layers, disk=self._disk, share=policy.attention_sparsity
+            )
+            self._activations = Activations(
+                self._arrangement, width=block.d_model, dtype=storage, disk=self._disk, offset=kv_disk
+            )
+            parts.pop_all()
 
     def execute(self) -> BlockMeasure:
         weights = self.r._weights
