@@ -30,8 +30,8 @@ from flashllm.arch.registry import resident_shapes, resident_sources, resolve, s
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import HashingWriter, iterate_chunks
 from flashllm.base.progress import ProgressBar
+from flashllm.convert.checkpoint.source import Checkpoint, companion_files
 from flashllm.convert.run import convert_checkpoint
-from flashllm.convert.source import Checkpoint
 from flashllm.format.manifest import Manifest, install_file, install_predictors
 from flashllm.format.model_files import FFN, PREDICTOR_METADATA, TRACE
 from flashllm.format.popularity import install_popularity
@@ -102,9 +102,10 @@ def dummy_checkpoint(folder: Path, config: dict[str, Any], dtype: WeightDtype, s
         for name, shape in shape_of.items()
     }
     return DummyCheckpoint(
-        directory=folder,
+        path=folder,
         config=MappingProxyType(config),
         tensors=MappingProxyType(tensors),
+        companions=tuple(companion_files(folder)),
         _files=MappingProxyType({}),
         numbers=Numbers(dtype, seed),
         dtype=dtype,

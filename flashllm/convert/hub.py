@@ -1,7 +1,7 @@
 """Fetching a checkpoint from the Hugging Face hub: the config first, then only the files a conversion needs.
 
 The files land in the hub library's own cache, so what was downloaded before is used again, also offline. Runs no code
-from a repository, takes no pickled weights, and knows nothing of model directories. The hub library shows its progress
+from a repository, and knows nothing of model directories. The hub library shows its progress
 itself, at a terminal; it is imported where something is fetched, as most runs fetch nothing and it holds 13 MB.
 """
 
@@ -17,9 +17,12 @@ from flashllm.base.units import format_size
 from flashllm.errors import FlashError, FlashIOError, FormatError, UnsupportedModelError, UsageError
 from flashllm.format.model_files import CONFIG
 
+_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 _COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 _SINGLE = "model.safetensors"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+_PICKLED_SINGLE = "pytorch_model.bin"
+_PICKLED_SHARD = re.compile(r"pytorch_model-\d+-of-\d+\.bin")
 
 Say = Callable[[str], None]  # shows the user a line
 
@@ -50,16 +53,21 @@ class HubModel:
 
 
 def needed_files(names: Iterable[str]) -> list[str]:
-    """The files of a repository that a conversion reads: top-level config and tokenizer files, safetensors weights.
+    """The files of a repository that a conversion reads: top-level config and tokenizer files, and weights.
 
-    One file of weights is preferred to shards. UnsupportedModelError where there are no safetensors weights.
+    Safetensors are preferred to pickled weights, one file to shards. UnsupportedModelError where there are neither.
     """
     top = sorted(name for name in names if "/" not in name and not name.startswith("."))
-    weights = [name for name in top if name == _SINGLE] or [name for name in top if _SHARD.fullmatch(name)]
+    weights = (
+        [name for name in top if name == _SINGLE]
+        or [name for name in top if _SHARD.fullmatch(name)]
+        or [name for name in top if name == _PICKLED_SINGLE]
+        or [name for name in top if _PICKLED_SHARD.fullmatch(name)]
+    )
     if not weights:
         raise UnsupportedModelError(
-            "it has no safetensors weights; where its community page offers a branch that has, name the model as "
-            "owner/name@refs/pr/NUMBER"
+            "it has neither safetensors nor pytorch_model.bin weights; where its community page offers a branch that "
+            "has, name the model as owner/name@refs/pr/NUMBER"
         )
     return [name for name in top if name.endswith(_COMPANION_SUFFIXES)] + weights
 
@@ -132,7 +140,11 @@ class Hub:
             folder = huggingface_hub.snapshot_download(
                 model.repo,
                 revision=model.revision,
-                allow_patterns=["*.safetensors", *(f"*{suffix}" for suffix in _COMPANION_SUFFIXES)],
+                allow_patterns=[
+                    "*.safetensors",
+                    "pytorch_model*.bin",
+                    *(f"*{suffix}" for suffix in _COMPANION_SUFFIXES),
+                ],
                 ignore_patterns=["*/*"],
                 cache_dir=self._cache,
                 local_files_only=True,

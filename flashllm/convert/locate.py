@@ -10,9 +10,9 @@ from pathlib import Path
 import flashllm
 from flashllm.base.files import Progress
 from flashllm.base.user_dirs import user_cache_dir
+from flashllm.convert.checkpoint.source import companion_files
 from flashllm.convert.hub import Hub, HubModel, Say
 from flashllm.convert.run import convert
-from flashllm.convert.source import companion_files
 from flashllm.errors import FlashError, FlashIOError, UsageError
 from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX
 from flashllm.format.model_files import CONFIG
@@ -102,7 +102,8 @@ def folder_key(folder: Path) -> str:
     """A name for the conversion of a Hugging Face folder: changes when the folder is another or its files change."""
     folder = folder.resolve()
     digest = hashlib.sha256(os.fsencode(folder))
-    for path in [*companion_files(folder), *sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.index.json"))]:
+    weights = [path for pattern in ("*.safetensors", "*.bin", "*.index.json") for path in sorted(folder.glob(pattern))]
+    for path in [*companion_files(folder), *weights]:
         status = path.stat()
         digest.update(b"\0" + os.fsencode(path.name) + f"\0{status.st_size}\0{status.st_mtime_ns}".encode())
     return f"{folder.name}-{digest.hexdigest()[:16]}"

@@ -5,6 +5,7 @@ Checks the whole checkpoint against its config. Reads headers (and a tied head, 
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from flashllm.arch.registry import block_spec, resident_shapes, resident_sources
 from flashllm.arch.spec import Architecture, ArchitectureSpec, BlockSpec, Shape
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype
 from flashllm.base.files import CHUNK_NBYTES
-from flashllm.convert.source import Checkpoint, companion_files
-from flashllm.convert.tokenizer import make_tokenizer
+from flashllm.convert.checkpoint.source import Checkpoint
+from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.convert.untrained import default_rank, untrained_nbytes
 from flashllm.errors import FormatError, UnsupportedModelError
 from flashllm.format.model_files import checksums_tensor, ffn_tensor
@@ -62,8 +63,8 @@ class ConversionPlan:
     resident: tuple[ResidentEntry, ...]  # in file order
     ffn_header: bytes
     resident_header: bytes
-    companions: tuple[Path, ...]
-    tokenizer: bytes | None = None  # tokenizer.json, where it is made and not a companion
+    companions: tuple[Path, ...]  # files to copy
+    made: Mapping[str, bytes]  # files to write, by name
     predictor_rank: int = 0  # 0: none are made
     reorder: Trace | None = None  # from which the order of the neurons' second copy is learned
 
@@ -81,14 +82,14 @@ class ConversionPlan:
     def total_nbytes(self) -> int:
         """Bytes of all files but the manifest."""
         predictors = untrained_nbytes(self.architecture, self.predictor_rank) if self.predictor_rank else 0
-        companions = sum(path.stat().st_size for path in self.companions) + len(self.tokenizer or b"")
+        companions = sum(path.stat().st_size for path in self.companions) + sum(map(len, self.made.values()))
         placed = 0 if self.reorder is None else placed_nbytes(self.layout, self.architecture.num_layers)
         return self.ffn_nbytes + self.resident_nbytes + companions + predictors + placed
 
     def identity(self) -> dict[str, Any]:
         """What a partial directory must have been begun with to be resumed: the source, the options, the layout."""
         headers = hashlib.sha256(self.ffn_header + self.resident_header).hexdigest()
-        source = [str(self.checkpoint.directory.resolve()), self.checkpoint.fingerprint()]
+        source = [str(self.checkpoint.path.resolve()), self.checkpoint.fingerprint()]
         rank = {"predictor_rank": self.predictor_rank} if self.predictor_rank else {}
         order = {} if self.reorder is None else {"reorder": self.reorder.fingerprint()}
         return {
@@ -116,12 +117,13 @@ class ConversionPlan:
 def plan_conversion(
     checkpoint: Checkpoint, dtype: str | None, *, predictors: bool = False, reorder: Trace | None = None
 ) -> ConversionPlan:
-    """Decide and check everything.
+    """Decide and check everything. Without a `dtype` the result has the one the checkpoint prefers, or is stored in.
 
     FormatError for missing tensors and wrong shapes; UnsupportedModelError for what the architecture's table entry
     does not know, for dtypes other than float32, float16 and bfloat16, and for mixed ones without a `dtype`. The
     errors of `make_tokenizer` pass through.
     """
+    dtype = checkpoint.preferred_dtype if dtype is None else dtype
     architecture, block = resolve(checkpoint.config), block_spec(checkpoint.config)
     if reorder is not None:
         reorder.check_model(architecture.num_layers, architecture.d_ff)
@@ -145,7 +147,9 @@ def plan_conversion(
     ]
     # Stable: whole cache lines first, so that they all start on one; then wide items, so that all are aligned.
     entries.sort(key=lambda entry: (entry.nbytes % _CACHE_LINE_NBYTES != 0, -entry.itemsize))
-    companions = tuple(companion_files(checkpoint.directory))
+    companions, made = tuple(checkpoint.companions), dict(checkpoint.made)
+    if companions and (tokenizer := make_tokenizer(checkpoint.path, companions)) is not None:
+        made[TOKENIZER] = tokenizer
     ffn = [(ffn_tensor(layer), layout.safetensors_dtype, layout.shape) for layer in layers]
     return ConversionPlan(
         checkpoint=checkpoint,
@@ -160,7 +164,7 @@ def plan_conversion(
         ffn_header=encode_header(ffn, _METADATA),
         resident_header=encode_header([(entry.name, entry.code, entry.shape) for entry in entries], _METADATA),
         companions=companions,
-        tokenizer=make_tokenizer(checkpoint.directory, companions),
+        made=made,
         predictor_rank=default_rank(architecture.d_model) if predictors and architecture.sparse else 0,
         reorder=reorder,
     )
@@ -175,6 +179,8 @@ def checked_tensors(checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, S
     architecture, block = resolve(checkpoint.config), block_spec(checkpoint.config)
     spec = spec_of(architecture.model_type)
     names = spec.with_prefix(checkpoint.tensors)
+    if block.tied_head and spec.head in names:
+        names.setdefault(spec.embedding, names[spec.head])  # one tensor, stored under either name
     sources, shapes = resident_sources(checkpoint.config), resident_shapes(checkpoint.config)
     expected = {source: shapes[name] for name, source in sources.items()}
     for matrix, pattern in spec.matrices.items():
@@ -190,7 +196,7 @@ def _check_tensors(
     """The checkpoint has the `expected` tensors (state_dict names), in these shapes, and no others that matter."""
     for name, shape in expected.items():
         if name not in names:
-            raise FormatError(f"{checkpoint.directory}: tensor {name} is missing from the checkpoint")
+            raise FormatError(f"{checkpoint.path}: tensor {name} is missing from the checkpoint")
         found = checkpoint.tensors[names[name]].shape
         if found != shape:
             raise FormatError(
@@ -200,7 +206,7 @@ def _check_tensors(
     if unknown:
         where = checkpoint.where(names[unknown[0]])
         raise UnsupportedModelError(
-            f"{where}: is no part of the {spec.model_type} model that {checkpoint.directory} describes"
+            f"{where}: is no part of the {spec.model_type} model that {checkpoint.path} describes"
         )
     if tied and spec.head in names and not _same_bytes(checkpoint, names[spec.head], names[spec.embedding]):
         raise UnsupportedModelError(

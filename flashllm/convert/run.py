@@ -21,10 +21,10 @@ import flashllm
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import CHUNK_NBYTES, HashingWriter, Progress, iterate_chunks
 from flashllm.base.units import format_size
+from flashllm.convert.checkpoint.opened import open_checkpoint
+from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.placed import permutation_of, write_placed
 from flashllm.convert.plan import ConversionPlan, ResidentEntry, plan_conversion
-from flashllm.convert.source import Checkpoint, open_checkpoint
-from flashllm.convert.tokenizer import TOKENIZER
 from flashllm.convert.untrained import untrained_header, untrained_predictor
 from flashllm.errors import FlashIOError, UnsupportedModelError, UsageError
 from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, FileEntry, Manifest, Source
@@ -45,7 +45,7 @@ def convert(
     reorder: Trace | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Convert the checkpoint folder `src` into the new model directory `dst`; the manifest.
+    """Convert the checkpoint `src` (a folder, or a GGUF file) into the new model directory `dst`; the manifest.
 
     `dtype` ("float32", "float16", "bfloat16") is the result's, by default the source's. `source_name` is recorded
     (a hub id), by default the folder's name. With `predictors` untrained ones are made, so that the model can be used
@@ -144,10 +144,10 @@ class _Conversion:
         self._write_resident()
         for path in self._plan.companions:
             self._copy(path)
-        if self._plan.tokenizer is not None:
-            with HashingWriter(self._partial.path / TOKENIZER) as writer:
-                self._write(writer, TOKENIZER, memoryview(self._plan.tokenizer))
-                self._files[TOKENIZER] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
+        for name, content in self._plan.made.items():
+            with HashingWriter(self._partial.path / name) as writer:
+                self._write(writer, name, memoryview(content))
+                self._files[name] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
         if self._plan.predictor_rank:
             self._write_predictors(self._plan.predictor_rank)
         if self._plan.reorder is not None:

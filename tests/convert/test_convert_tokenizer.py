@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from flashllm.cli import main
 from flashllm.convert import tokenizer as convert_tokenizer
+from flashllm.convert.checkpoint.source import companion_files
 from flashllm.convert.run import convert
-from flashllm.convert.source import companion_files
 from flashllm.convert.tokenizer import TEXTS, TOKENIZER, difference, make_tokenizer, read_tokenizer
 from flashllm.errors import FormatError, UnsupportedModelError
 from flashllm.format.verify import verify
@@ -141,7 +141,7 @@ def test_a_difference_names_the_text(published, converted):
 
 def test_the_callers_process_gets_neither_torch_nor_transformers(published):
     code = (
-        "import sys; from pathlib import Path; from flashllm.convert.source import companion_files;"
+        "import sys; from pathlib import Path; from flashllm.convert.checkpoint.source import companion_files;"
         "from flashllm.convert.tokenizer import make_tokenizer; folder = Path(sys.argv[1]);"
         "assert make_tokenizer(folder, companion_files(folder)).startswith(b'{');"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"

@@ -162,6 +162,10 @@ def test_only_needed_files_are_downloaded():
     assert needed_files([*names, "model.safetensors"]) == [*small, "model.safetensors"]
     assert needed_files([*names, *shards, "model.safetensors"])[-1] == "model.safetensors"
     assert set(needed_files([*names, *shards])) == {*small, *shards}
+    assert needed_files(names) == [*small, "pytorch_model.bin"]
+    pickled = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
+    names.remove("pytorch_model.bin")
+    assert set(needed_files([*names, *pickled, "training_args.bin"])) == {*small, *pickled}
     with pytest.raises(UnsupportedModelError, match="safetensors"):
         needed_files(names)
 
@@ -242,16 +246,16 @@ def server(checkpoint, tmp_path):
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "gpt_neo"}')
     (other / "model.safetensors").write_bytes(b"x" * 1000)
-    pickled = tmp_path / "pickled"
-    pickled.mkdir()
-    (pickled / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
-    (pickled / "pytorch_model.bin").write_bytes(b"x")
+    tensorflow = tmp_path / "tensorflow"
+    tensorflow.mkdir()
+    (tensorflow / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    (tensorflow / "tf_model.h5").write_bytes(b"x")
     empty = tmp_path / "empty"
     empty.mkdir()
     (checkpoint / "README.md").write_text("not needed")
     server = HubServer(("127.0.0.1", 0), HubHandler)
     server.requests = []
-    server.repos = {"some/opt": checkpoint, "some/gpt": other, "some/pickled": pickled, "some/empty": empty}
+    server.repos = {"some/opt": checkpoint, "some/gpt": other, "some/tensorflow": tensorflow, "some/empty": empty}
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
@@ -274,11 +278,11 @@ def test_an_unsupported_model_costs_no_download(server, tmp_path):
     hub = Hub(server.endpoint, tmp_path / "hub")
     with pytest.raises(UnsupportedModelError, match=r"some/gpt: .*gpt_neo"):
         hub.download(HubModel(repo="some/gpt"), lambda line: None)
-    with pytest.raises(UnsupportedModelError, match=r"some/pickled: .*refs/pr"):
-        hub.download(HubModel(repo="some/pickled"), lambda line: None)
+    with pytest.raises(UnsupportedModelError, match=r"some/tensorflow: .*refs/pr"):
+        hub.download(HubModel(repo="some/tensorflow"), lambda line: None)
     with pytest.raises(FormatError, match="config"):
         hub.download(HubModel(repo="some/empty"), lambda line: None)
-    assert not any("safetensors" in request or ".bin" in request for request in server.requests)
+    assert not any("safetensors" in request or ".h5" in request for request in server.requests)
 
 
 @pytest.mark.parametrize(

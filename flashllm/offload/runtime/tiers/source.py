@@ -22,8 +22,9 @@ from flashllm.arch.registry import block_spec, complete_config, resident_shapes,
 from flashllm.arch.spec import Architecture, BlockSpec, Shape
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WeightDtype, cast
 from flashllm.base.files import drop_page_cache
+from flashllm.convert.checkpoint.opened import open_checkpoint
+from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.plan import checked_tensors
-from flashllm.convert.source import Checkpoint, open_checkpoint
 from flashllm.errors import ChecksumError, UnsupportedModelError
 from flashllm.format.manifest import MANIFEST
 from flashllm.format.model_dir import ModelDir
@@ -179,10 +180,10 @@ class _CheckpointWeights(WeightSource):
         return WEIGHT_DTYPE_BY_CODE[self._info(name).dtype]
 
     def _extent(self, name: str) -> Extent | None:
-        info = self._info(name)
-        if self._dtype_of(name) is not self.dtype or info.offset % info.itemsize:
+        info, where = self._info(name), self._checkpoint.extent(self._names[name])
+        if self._dtype_of(name) is not self.dtype or where is None or where[1] % info.itemsize:
             return None
-        return Extent(self._checkpoint.path_of(self._names[name]), info.offset, info.nbytes)
+        return Extent(*where, info.nbytes)
 
     def _read(self, targets: Mapping[str, Array]) -> None:
         for name, target in targets.items():

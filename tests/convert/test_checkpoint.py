@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import make_tiny_opt
 
-from flashllm.convert.source import INDEX, SINGLE, companion_files, open_checkpoint
-from flashllm.errors import FormatError, UnsupportedModelError, UsageError
+from flashllm.convert.checkpoint.folder import INDEX, SINGLE
+from flashllm.convert.checkpoint.opened import open_checkpoint
+from flashllm.convert.checkpoint.source import companion_files
+from flashllm.errors import FormatError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +125,15 @@ def test_the_index_decides_between_two_copies_and_their_absence_from_it_is_an_er
         _open(copy)
 
 
-def test_pickled_weights_are_refused_with_a_way_out(tmp_path):
+def test_other_weights_are_named_with_a_way_out(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="holds no weights"):
         _open(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
-    with pytest.raises(UnsupportedModelError, match=r"pickled weights only \(pytorch_model.bin\).*save_pretrained"):
+    (tmp_path / "consolidated.00.pth").write_bytes(b"PK")
+    with pytest.raises(UsageError, match=r"consolidated\.00\.pth has another name or kind.*save_pretrained"):
+        _open(tmp_path)
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UsageError, match=r"name the file: .*a\.gguf"):
         _open(tmp_path)
 
 

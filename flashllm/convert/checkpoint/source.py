@@ -1,0 +1,107 @@
+"""An open checkpoint, whatever its files are: named tensors whose bytes can be read in ranges. Knows no file format."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.base.files import pread_bytes
+from flashllm.errors import FlashIOError, FormatError
+from flashllm.format.model_files import CONFIG
+from flashllm.format.safetensors import TensorInfo
+
+_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # config, generation config, tokenizer, chat template
+_INDEX_SUFFIX = ".index.json"  # of weights that are not copied
+_LFS_START = b"version https://git-lfs"
+
+
+class TensorFile(Protocol):
+    """An open file of weights, or what reads a tensor of it."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+
+    def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of tensor `info` from its byte `start`, leaving nothing in the page cache."""
+
+    def extent(self, info: TensorInfo) -> int | None:
+        """Where in the file the tensor's bytes lie as they are; None where reading makes them."""
+
+
+class WeightFile(TensorFile, Protocol):
+    """An open file whose tensors are known."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The tensors in it, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """An open checkpoint: its config.json, where each tensor is, and the files that go with the weights."""
+
+    path: Path  # the folder, or the one file
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]  # by the name the checkpoint has, or the architecture's state_dict name
+    companions: Sequence[Path] = ()  # files to copy
+    made: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}))  # files to write, by name
+    preferred_dtype: str | None = None  # of a conversion, where the source has none of its own; None: the tensors'
+    _files: Mapping[str, TensorFile]  # by tensor name
+
+    def read(self, name: str, start: int, out: NDArray[Any]) -> None:
+        """Fill contiguous `out` with the bytes of tensor `name` from its byte `start`, whatever its item type."""
+        self._files[name].read_into(self.tensors[name], start, out.reshape(-1).view(np.uint8).data)
+
+    def extent(self, name: str) -> tuple[Path, int] | None:
+        """(file, offset) of the tensor's bytes; None where they lie nowhere as they are."""
+        file = self._files[name]
+        offset = file.extent(self.tensors[name])
+        return None if offset is None else (file.path, offset)
+
+    def where(self, name: str) -> str:
+        """The tensor and its file, for messages."""
+        return f"{self._files[name].path}: tensor {name}"
+
+    def fingerprint(self) -> list[list[object]]:
+        """Name, size and modification time of every weight file and of the config: changes when the source does."""
+        paths = {file.path for file in self._files.values()}
+        if self.path.is_dir():
+            paths.add(self.path / CONFIG)
+        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(paths)]
+
+
+def companion_files(directory: Path) -> list[Path]:
+    """The files that go with the weights (config, tokenizer, chat template), sorted by name; never weights.
+
+    Links are followed, as the hub's cache consists of them. FlashIOError where one cannot be looked at.
+    """
+    paths = []
+    for path in sorted(Path(directory).iterdir()):
+        if path.name.startswith(".") or path.name.endswith(_INDEX_SUFFIX) or path.suffix not in _COPIED_SUFFIXES:
+            continue
+        try:
+            path.stat()
+        except OSError as error:
+            raise FlashIOError(f"{path}: cannot be read: {error.strerror}") from error
+        if path.is_file():
+            paths.append(path)
+    return paths
+
+
+def check_start(fd: int, nbytes: int, magic: bytes, what: str, path: Path) -> None:
+    """That the file `path` of `nbytes`, open as `fd`, begins with `magic`. FormatError says what it is instead.
+
+    `what` names the kind of file, with its article.
+    """
+    if nbytes == 0:
+        raise FormatError(f"{path}: is empty; get the file again")
+    start = pread_bytes(fd, min(nbytes, len(_LFS_START)), 0, path)
+    if start == _LFS_START:
+        raise FormatError(f"{path}: is a git-LFS pointer, not the weights; fetch them with `git lfs pull`")
+    if not start.startswith(magic):
+        raise FormatError(f"{path}: is not {what}: it begins with {start[:8]!r}")
