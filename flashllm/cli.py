@@ -20,6 +20,7 @@ from flashllm.errors import FlashError
 VERBS = {
     "chat": ("flashllm.commands.chat", "talk with a model; plain lines when piped"),
     "generate": ("flashllm.commands.generate", "continue one prompt, with a record of every token"),
+    "serve": ("flashllm.commands.serve", "answer OpenAI clients over HTTP"),
     "convert": ("flashllm.commands.convert", "make a model directory from a Hugging Face folder"),
     "inspect": ("flashllm.commands.inspect", "what a model directory holds and needs"),
     "verify": ("flashllm.commands.verify", "check every byte of a model directory"),

@@ -101,22 +101,38 @@ class Model:
 
     @overload
     def step(
-        self, entries: Sequence[Entry], *, all_logits: Literal[False] = False, observer: Observer | None = None
+        self,
+        entries: Sequence[Entry],
+        *,
+        all_logits: Literal[False] = False,
+        as_prompt: bool = False,
+        observer: Observer | None = None,
     ) -> Logits: ...
     @overload
     def step(
-        self, entries: Sequence[Entry], *, all_logits: Literal[True], observer: Observer | None = None
+        self,
+        entries: Sequence[Entry],
+        *,
+        all_logits: Literal[True],
+        as_prompt: bool = False,
+        observer: Observer | None = None,
     ) -> list[Logits]: ...
 
     def step(
-        self, entries: Sequence[Entry], *, all_logits: bool = False, observer: Observer | None = None
+        self,
+        entries: Sequence[Entry],
+        *,
+        all_logits: bool = False,
+        as_prompt: bool = False,
+        observer: Observer | None = None,
     ) -> Logits | list[Logits]:
         """Run new tokens: each entry is a sequence and the ids that follow what it holds.
 
         Returns logits, fp32: [entries, vocab] after each entry's last token; with `all_logits` a list of
         [ids, vocab], after every token. Where it raises (ContextFull, FlashIOError, ChecksumError, FormatError,
-        UsageError, KeyboardInterrupt), every sequence holds what it held before. With an `observer` every sequence's
-        pass is a prompt's, however few its tokens.
+        UsageError, KeyboardInterrupt), every sequence holds what it held before. With `as_prompt`, or an `observer`,
+        every sequence's pass is a prompt's, however few its tokens: so a prompt that comes in pieces gets the bits it
+        would get in one.
         """
         parts = self.parts
         entries = [(sequence, self._checked(ids)) for sequence, ids in entries]
@@ -126,16 +142,16 @@ class Model:
             lengths = [sequence.length for sequence, _ in entries]
             self._memory.claim({sequence.number: sequence.blocks_with(len(ids)) for sequence, ids in entries})
             try:
-                return self._run(parts, entries, all_logits=all_logits, observer=observer)
+                few_tokens = 0 if as_prompt or observer is not None else self.few_tokens
+                return self._run(parts, entries, few_tokens, all_logits=all_logits, observer=observer)
             except BaseException:
                 for (sequence, _), length in zip(entries, lengths, strict=True):
                     sequence.truncate(length)
                 raise
 
     def _run(
-        self, parts: Parts, entries: list[Entry], *, all_logits: bool, observer: Observer | None
+        self, parts: Parts, entries: list[Entry], few_tokens: int, *, all_logits: bool, observer: Observer | None
     ) -> Logits | list[Logits]:
-        few_tokens = self.few_tokens if observer is None else 0
         few = [index for index, (_, ids) in enumerate(entries) if len(ids) <= few_tokens]
         many = sorted(set(range(len(entries))) - set(few))
         results: list[Logits] = [np.empty((0, self.vocab_size), np.float32)] * len(entries)

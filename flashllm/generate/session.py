@@ -6,10 +6,10 @@ it was after the last record.
 """
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,11 @@ from flashllm.engine.meter import StepTimes
 from flashllm.errors import ContextFull, UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.generate.detokenizer import Detokenizer
+from flashllm.generate.logprobs import TokenLogprobs, logprobs_of
 from flashllm.generate.sampling import Sampler, SamplingOptions
 
 Stopped = Literal["eos", "length", "stop", "context"]
+_SCORED_NBYTES = 32 << 20  # of the logits that a scored prompt has in memory at once
 
 
 class ModelSequence(Protocol):
@@ -29,6 +31,7 @@ class ModelSequence(Protocol):
     @property
     def length(self) -> int: ...
     def truncate(self, length: int) -> None: ...
+    def copy_from(self, other: Any) -> None: ...
     def close(self) -> None: ...
 
 
@@ -45,12 +48,25 @@ class LanguageModel(Protocol):
     @property
     def context(self) -> int: ...
     @property
+    def vocab_size(self) -> int: ...
+    @property
     def meter(self) -> StepMeter: ...
     @property
     def manifest(self) -> Manifest: ...
     def new_sequence(self) -> ModelSequence: ...
-    def step(self, entries: Sequence[tuple[Any, Sequence[int]]]) -> NDArray[np.float32]:
-        """Logits [entries, vocab] after each entry's (sequence, new ids). A step that fails changes no sequence."""
+    @overload
+    def step(
+        self,
+        entries: Sequence[tuple[Any, Sequence[int]]],
+        *,
+        all_logits: Literal[False] = False,
+        as_prompt: bool = False,
+    ) -> NDArray[np.float32]: ...
+    @overload
+    def step(
+        self, entries: Sequence[tuple[Any, Sequence[int]]], *, all_logits: Literal[True], as_prompt: bool = False
+    ) -> list[NDArray[np.float32]]:
+        """Logits after each entry's (sequence, new ids). A step that fails changes no sequence."""
 
 
 class Template(Protocol):
@@ -76,6 +92,7 @@ class PrefillRecord:
     reused_tokens: int  # already in the KV cache
     dense: bool  # more than K0 new tokens: every neuron was computed
     times: StepTimes
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # of a scored prompt's tokens, its first excepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +102,7 @@ class TokenRecord:
     token_id: int
     text: str  # what can be printed now; may be empty while a character or a stop string is incomplete
     times: StepTimes
+    logprobs: TokenLogprobs | None = None  # where the session lists them
 
 
 class Session:
@@ -104,6 +122,7 @@ class Session:
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.options = options if options is not None else SamplingOptions()
+        self.logprobs: int | None = None  # likeliest tokens listed beside each chosen one; None: no log probabilities
         self.stopped: Stopped | None = None
         self.messages: list[dict[str, str]] = []  # with a chat template: the conversation as it is rendered
         self.system: str | None = None
@@ -120,6 +139,11 @@ class Session:
         return list(self._tokens)
 
     @property
+    def computed(self) -> int:
+        """Tokens whose keys and values are held: all of `tokens`, or all but the last."""
+        return self._computed
+
+    @property
     def context_limit(self) -> int:
         """Tokens the KV cache may grow to."""
         return self.model.context
@@ -128,6 +152,22 @@ class Session:
     def has_chat_template(self) -> bool:
         """Whether turns are rendered as a conversation; otherwise the model continues the text."""
         return self._template is not None
+
+    def choose_by(self, options: SamplingOptions, *, logprobs: int | None = None) -> None:
+        """From the next stream on: other options, and a random state as of a new session."""
+        self.options, self.logprobs = options, logprobs
+        self._sampler = Sampler(options.seed)
+
+    def copy_prefix(self, other: "Session", length: int) -> None:
+        """Become a copy of the first `length` computed tokens of `other`, a session of the same model.
+
+        Raises ContextFull, and then this session is empty.
+        """
+        self.reset()
+        sequence = self._open_sequence()
+        sequence.copy_from(other._open_sequence())
+        sequence.truncate(length)
+        self._tokens, self._computed = other._tokens[:length], length
 
     def reset(self) -> None:
         """Forget the conversation; the system text stays."""
@@ -158,6 +198,18 @@ class Session:
     def stream_ids(self, ids: Sequence[int]) -> Iterator[PrefillRecord | TokenRecord]:
         """As `stream`, of text that is tokens already."""
         yield from self._extend(list(ids))
+
+    def stream_prompt(
+        self, ids: Sequence[int], *, keep: int = 0, as_prompt: bool = False, scored: bool = False
+    ) -> Generator[PrefillRecord | TokenRecord, None, None]:
+        """Generate after the prompt `ids`, whose first `keep` tokens are the first of this session.
+
+        What follows those is forgotten. With `as_prompt` the others are computed as a prompt's, however few they are.
+        With `scored` the prefill's record has the log probabilities of the prompt; nothing may be kept then.
+        """
+        if self._tokens[:keep].tolist() != list(ids[:keep]) or (scored and keep):
+            raise UsageError("the prompt does not begin with the tokens that are to be kept, or is scored")
+        yield from self._extend(list(ids[keep:]), keep=keep, as_prompt=as_prompt, scored=scored)
 
     def stream_chat(self, user_text: str) -> Iterator[PrefillRecord | TokenRecord]:
         """One user turn: through the chat template where there is one, else as a continuation of the text so far."""
@@ -191,7 +243,9 @@ class Session:
             shared += 1
         yield from self._extend(ids[shared:], keep=shared)
 
-    def _extend(self, new_ids: list[int], *, keep: int | None = None) -> Iterator[PrefillRecord | TokenRecord]:
+    def _extend(
+        self, new_ids: list[int], *, keep: int | None = None, as_prompt: bool = False, scored: bool = False
+    ) -> Iterator[PrefillRecord | TokenRecord]:
         """Generate after the first `keep` tokens of the context (None: all of it) and `new_ids`."""
         sequence = self._open_sequence()
         meter, limit = self.model.meter, self.context_limit
@@ -211,14 +265,16 @@ class Session:
         meter.restart()
         self._computed = reused
         sequence.truncate(reused)
-        logits = self.model.step([(sequence, pending)])[0]
+        dense = as_prompt or len(pending) > self.model.manifest.sparse_prefill_tokens
+        logits, scores = self._compute_prompt(sequence, pending, as_prompt=as_prompt, scored=scored, dense=dense)
         self._tokens = context + array("q", new_ids)
         self._computed = len(self._tokens)  # last: after an interrupt in between it is too small, which costs only time
         yield PrefillRecord(
             tokens=len(pending),
             reused_tokens=reused,
-            dense=len(pending) > self.model.manifest.sparse_prefill_tokens,
+            dense=dense,
             times=meter.take(),
+            logprobs=scores,
         )
         # 2. The answer, a token a step. The last token does not go through the model.
         detokenizer = Detokenizer(self.tokenizer, self.options.stop)
@@ -226,6 +282,7 @@ class Session:
         for count in range(1, self.options.max_new_tokens + 1):
             self._check_turn(turn)
             token_id = self._sampler.choose(logits, self._tokens, self.options)
+            listed = None if self.logprobs is None else logprobs_of(logits, token_id, self.logprobs)
             self._tokens.append(token_id)
             text = detokenizer.push(token_id)
             stopped: Stopped | None = None
@@ -242,12 +299,31 @@ class Session:
                 if detokenizer.stopped:
                     stopped = "stop"  # a stop string in front of a character that stayed incomplete
             self.stopped = stopped
-            yield TokenRecord(token_id=token_id, text=text, times=meter.take())
+            yield TokenRecord(token_id=token_id, text=text, times=meter.take(), logprobs=listed)
             if stopped is not None:
                 return
             self._check_turn(turn)
             logits = self.model.step([(sequence, [token_id])])[0]
             self._computed += 1
+
+    def _compute_prompt(
+        self, sequence: ModelSequence, ids: list[int], *, as_prompt: bool, scored: bool, dense: bool
+    ) -> tuple[NDArray[np.float32], tuple[TokenLogprobs, ...] | None]:
+        """Logits [vocab] after `ids`, and where they are scored the log probabilities of all but the first."""
+        if not scored:
+            if as_prompt:
+                return self.model.step([(sequence, ids)], as_prompt=True)[0], None
+            return self.model.step([(sequence, ids)])[0], None
+        # In pieces, so that the logits stay few; computed as a prompt, the pieces have the bits of the whole.
+        size = max(1, _SCORED_NBYTES // (4 * self.model.vocab_size)) if dense else len(ids)
+        scores: list[TokenLogprobs] = []
+        for start in range(0, len(ids), size):
+            piece = ids[start : start + size]
+            rows = self.model.step([(sequence, piece)], all_logits=True, as_prompt=dense)[0]
+            for row, token_id in zip(rows, ids[start + 1 : start + 1 + len(piece)], strict=False):
+                scores.append(logprobs_of(row, token_id, self.logprobs or 0))
+            logits = rows[-1]
+        return logits, tuple(scores)
 
     def _open_sequence(self) -> ModelSequence:
         if self._sequence is None:

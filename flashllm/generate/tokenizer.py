@@ -79,6 +79,11 @@ class Tokenizer:
         text: str = self.backend.decode(ids, skip_special_tokens=True)
         return text
 
+    def token_text(self, token_id: int) -> str:
+        """A token's own text, special tokens too. U+FFFD for a part of a character, "" for an unknown id."""
+        text: str = self.backend.decode([token_id], skip_special_tokens=False)
+        return text
+
 
 def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> text of the special tokens. An older config leaves them to a file of their own."""

@@ -11,13 +11,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from flashllm.api.fields import BadRequest
+from flashllm.api.prompts import Unanswerable
+from flashllm.api.requests import Request
 from flashllm.base.units import parse_size
 from flashllm.errors import UsageError
+from flashllm.generate.logprobs import TokenLogprobs
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs.lines import rank
-from flashllm.offload.jobs.prompts import Unanswerable
-from flashllm.offload.jobs.requests import BadRequest, Request, own_seed
-from flashllm.offload.jobs.sequences import FinishReason, TokenLogprobs
+from flashllm.offload.jobs.requests import own_seed
+from flashllm.offload.jobs.sequences import FinishReason
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence
 from flashllm.offload.launch import CACHE_LAYOUTS, WIDTHS, LaunchOptions, open_runner, prepare
 from flashllm.offload.model_text import ModelText

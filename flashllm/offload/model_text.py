@@ -62,7 +62,4 @@ class ModelText:
 
     def token_text(self, token_id: int) -> str:
         """A token's own text, special tokens too. U+FFFD for a part of a character, "" for an unknown id."""
-        if self.tokenizer is None:
-            return ""
-        text: str = self.tokenizer.backend.decode([token_id], skip_special_tokens=False)
-        return text
+        return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flashllm.offload.jobs.answers import BAD_REQUEST, TokenText, answer, failure
+from flashllm.api.answers import TokenText
+from flashllm.offload.jobs.answers import BAD_REQUEST, answer, failure
 from flashllm.offload.jobs.lines import BatchFile, ranked
 from flashllm.offload.jobs.results import Results
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence

@@ -12,10 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from flashllm.api.fields import BadRequest
+from flashllm.api.prompts import Unanswerable
+from flashllm.api.requests import Request
 from flashllm.base.files import open_for_reading
 from flashllm.errors import FlashIOError, FormatError
-from flashllm.offload.jobs.prompts import PromptEncoder, Unanswerable
-from flashllm.offload.jobs.requests import BadRequest, Defaults, Request, parse_request
+from flashllm.offload.jobs.prompts import PromptEncoder
+from flashllm.offload.jobs.requests import Defaults, parse_request
 from flashllm.offload.jobs.sequences import Sequence
 
 MAX_LINE_NBYTES = 16 * 2**20

@@ -1,99 +1,19 @@
-"""A request's prompt as token ids: chat templates rendered, text encoded, ids checked, lengths kept to the context.
-
-Knows the model's tokenizer and sizes, not its weights.
-"""
+"""A batch file's requests as sequences of one model. Knows the model's tokenizer and sizes, not its weights."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from flashllm.errors import FlashError
-from flashllm.offload.jobs.requests import BadRequest, Request
+from flashllm.api import prompts
+from flashllm.api.requests import Request
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence
 
 
-class TextTokenizer(Protocol):
-    """What prompts need of `flashllm.generate.tokenizer.Tokenizer`."""
-
-    @property
-    def end_ids(self) -> frozenset[int]: ...
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
-class Template(Protocol):
-    """What renders a conversation: `flashllm.generate.chat_template.ChatTemplate`."""
-
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str: ...
-
-
-class Unanswerable(Exception):
-    """A well-formed request that this model cannot answer: its prompt is too long, or the template refuses it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptEncoder:
+class PromptEncoder(prompts.PromptEncoder):
     """Turns requests into sequences of one model. `tokenizer` and `template` are None where the model has none."""
-
-    tokenizer: TextTokenizer | None
-    template: Template | None
-    context: int  # positions the model knows
-    vocab: int
-    end_ids: frozenset[int] = frozenset()  # where there is no tokenizer to say them
-
-    def encode(self, request: Request) -> list[int]:
-        """The prompt's token ids.
-
-        BadRequest where it cannot be tokens of this model at all, Unanswerable where the template refuses it or the
-        context cannot hold it with its new tokens.
-        """
-        ids = self._ids(request)
-        new = request.options.max_new_tokens if request.max_new_given else 1
-        if len(ids) + new > self.context:
-            wanted = f"{new} new tokens" if request.max_new_given else "a new token"
-            limit = f"the model's {self.context} positions"
-            raise Unanswerable(f"the prompt has {len(ids)} tokens; with {wanted} that is more than {limit}")
-        return ids
-
-    def max_new_tokens(self, request: Request, prompt_tokens: int) -> int:
-        """The new tokens allowed: as many as the line says, or the default as far as the context has room."""
-        wanted = request.options.max_new_tokens
-        return wanted if request.max_new_given else min(wanted, self.context - prompt_tokens)
 
     def sequence(self, request: Request, ids: list[int], key: int) -> TokenSequence:
         """The request's sequence, before its first token. `ids` are those of `encode`."""
         options = dataclasses.replace(request.options, max_new_tokens=self.max_new_tokens(request, len(ids)))
         end_ids = self.end_ids if self.tokenizer is None else self.tokenizer.end_ids
         return TokenSequence(ids, options, decoder=self.tokenizer, end_ids=end_ids, logprobs=request.logprobs, key=key)
-
-    def _ids(self, request: Request) -> list[int]:
-        prompt = request.prompt
-        if request.options.stop and self.tokenizer is None:
-            raise BadRequest("stop needs the model's tokenizer, which is missing", request.custom_id)
-        if request.kind == "chat":
-            if self.template is None or self.tokenizer is None:
-                raise BadRequest("the model has no chat template; use /v1/completions", request.custom_id)
-            messages = [message for message in prompt if isinstance(message, dict)]
-            try:
-                text = self.template.render(messages)
-            except FlashError as error:  # it refuses this conversation, or fails over it
-                raise Unanswerable(str(error)) from error
-            return self._encode(text, add_special=False, custom_id=request.custom_id)  # the template writes those
-        if isinstance(prompt, str):
-            return self._encode(prompt, add_special=True, custom_id=request.custom_id)
-        ids = [each for each in prompt if isinstance(each, int)]
-        if max(ids) >= self.vocab:
-            message = f"prompt: token id {max(ids)} is not below the model's vocabulary of {self.vocab}"
-            raise BadRequest(message, request.custom_id)
-        return ids
-
-    def _encode(self, text: str, *, add_special: bool, custom_id: str) -> list[int]:
-        if self.tokenizer is None:
-            raise BadRequest("the model has no tokenizer; give the prompt as token ids", custom_id)
-        ids = self.tokenizer.encode(text, add_special=add_special)
-        if not ids:
-            raise Unanswerable("the prompt has no tokens")
-        if max(ids) >= self.vocab:
-            raise FlashError(f"the tokenizer gives id {max(ids)}, and the model's vocabulary has {self.vocab}")
-        return ids

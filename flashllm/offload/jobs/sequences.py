@@ -6,7 +6,6 @@ its neighbours in a batch.
 
 from array import array
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -14,20 +13,10 @@ from numpy.typing import NDArray
 
 from flashllm.errors import FlashError, UsageError
 from flashllm.generate.detokenizer import Decoder, Detokenizer
+from flashllm.generate.logprobs import MAX_LOGPROBS, TokenLogprobs, logprobs_of
 from flashllm.generate.sampling import Sampler, SamplingOptions
 
 FinishReason = Literal["eos", "stop", "length", "error"]
-
-MAX_LOGPROBS = 20  # likeliest tokens listed beside each chosen one, as in OpenAI's interface
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprobs:
-    """A chosen token's log probability, and the likeliest tokens at its place, before penalty, temperature, filters."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # (id, log probability), the likeliest first, of equal ones the lower id
 
 
 class Sequence:
@@ -112,7 +101,7 @@ class Sequence:
             return
         self.output.append(token_id)
         if self.logprobs is not None:
-            self.logprobs.append(_logprobs(logits, token_id, self._num_logprobs))
+            self.logprobs.append(logprobs_of(logits, token_id, self._num_logprobs))
         self._extend_text(token_id)
         if token_id in self._ends:
             self._finish("eos")
@@ -135,19 +124,3 @@ class Sequence:
             if self._detokenizer.stopped:
                 reason = "stop"  # perhaps a stop string in front of a character that stayed incomplete
         self.finish_reason = reason
-
-
-def _logprobs(logits: NDArray[np.float32], token_id: int, count: int) -> TokenLogprobs:
-    """Of fp64 sums, so that a token's value does not depend on how they were split."""
-    scores = logits.astype(np.float64)
-    scores -= scores.max()
-    scores -= np.log(np.exp(scores).sum())
-    count = min(count, len(scores))
-    top: list[int] = []
-    if count:
-        last = np.partition(scores, -count)[-count]  # all that are at least this likely, then the order
-        likely = np.flatnonzero(scores >= last)
-        top = likely[np.argsort(-scores[likely], kind="stable")][:count].tolist()
-    return TokenLogprobs(
-        token_id=token_id, logprob=float(scores[token_id]), top=tuple((each, float(scores[each])) for each in top)
-    )

@@ -8,11 +8,12 @@ from fakes import CONTEXT, ENCODER, VOCAB
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashllm.api.fields import MAX_DEPTH, BadRequest
 from flashllm.errors import FormatError, UsageError
 from flashllm.offload.jobs import lines as lines_module
 from flashllm.offload.jobs.lines import BatchFile, ranked
 from flashllm.offload.jobs.prompts import PromptEncoder
-from flashllm.offload.jobs.requests import MAX_DEPTH, BadRequest, Defaults, parse_request
+from flashllm.offload.jobs.requests import Defaults, parse_request
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 

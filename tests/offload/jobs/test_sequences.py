@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashllm.errors import UsageError
+from flashllm.generate.logprobs import MAX_LOGPROBS
 from flashllm.generate.sampling import SamplingOptions
-from flashllm.offload.jobs.sequences import MAX_LOGPROBS, Sequence
+from flashllm.offload.jobs.sequences import Sequence
 
 VOCAB = 32
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,!?\n"

@@ -1,0 +1,71 @@
+"""Checks of single values of a request, each a `BadRequest` that names the field. Knows no request as a whole."""
+
+from collections.abc import Mapping
+from typing import Any
+
+MAX_DEPTH = 32  # of objects and lists in a request
+
+
+class BadRequest(Exception):
+    """A request that cannot be meant; the message says why. `param` is the field at fault, where there is one.
+
+    In a batch file, `custom_id` is the line's, where it could be read, and `is_prompt` says that it is not a line of an
+    OpenAI batch.
+    """
+
+    def __init__(
+        self, message: str, custom_id: str | None = None, *, is_prompt: bool = False, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.custom_id, self.is_prompt, self.param = custom_id, is_prompt, param
+
+
+def text(name: str, value: Any) -> str:
+    """`value` as a text."""
+    param = name.replace(": ", ".")
+    if not isinstance(value, str):
+        raise BadRequest(f"{name} must be a text, not {short(value)}", param=param)
+    if any(0xD800 <= ord(character) <= 0xDFFF for character in value):
+        raise BadRequest(f"{name} holds half a character (a lone surrogate)", param=param)
+    return value
+
+
+def integer(body: Mapping[str, Any], name: str, low: int, high: int = 2**63 - 1) -> int:
+    """The field `name` as a whole number; true and 1.0 are none."""
+    value = body[name]
+    if type(value) is not int or not low <= value <= high:
+        bounds = f"from {low} to {high}" if high < 2**62 else f"of at least {low}"
+        raise BadRequest(f"{name} must be an integer {bounds}, not {short(value)}", param=name)
+    return value
+
+
+def number(body: Mapping[str, Any], name: str) -> float:
+    """The field `name` as a number."""
+    value = body[name]
+    if type(value) not in (int, float) or not -1e9 <= value <= 1e9:
+        raise BadRequest(f"{name} must be a number, not {short(value)}", param=name)
+    return float(value)
+
+
+def flag(body: Mapping[str, Any], name: str) -> bool:
+    """The field `name` as true or false."""
+    if not isinstance(body[name], bool):
+        raise BadRequest(f"{name} must be true or false, not {short(body[name])}", param=name)
+    return bool(body[name])
+
+
+def depth(value: Any) -> int:
+    """How deep objects and lists are nested, or a number beyond MAX_DEPTH; a bare value has depth 0."""
+    found, level = 0, [value]
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        found += 1
+        if found > MAX_DEPTH:
+            break
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return found
+
+
+def short(value: Any) -> str:
+    """`value` for a message."""
+    shown = ascii(value) if not isinstance(value, int) or abs(value) < 2**64 else "a huge integer"
+    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -1,0 +1,196 @@
+"""The body of a completion or chat completion, as OpenAI's interface has it, to one request.
+
+A field that is known but not supported is refused by name unless its value asks for nothing. Knows no model, no
+file and no connection: batch files and the server share this.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from flashllm.api.fields import BadRequest, flag, integer, number, short, text
+from flashllm.errors import UsageError
+from flashllm.generate.logprobs import MAX_LOGPROBS
+from flashllm.generate.sampling import SamplingOptions
+
+Kind = Literal["chat", "completion", "prompt"]  # the last is a line of a batch file that is no OpenAI request
+Message = dict[str, str]
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1000
+ENDPOINTS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_MESSAGE_KEYS = {"role", "content", "name"}
+SEED_MASK = 2**63 - 1  # OpenAI's seeds are signed, numpy's are not
+
+# Fields that choose tokens, the same in every kind of line.
+_SAMPLING = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos"),
+    "logprobs",
+)
+_FIELDS: dict[Kind, frozenset[str]] = {
+    "chat": frozenset((*_SAMPLING, "messages", "max_completion_tokens", "top_logprobs")),
+    "completion": frozenset((*_SAMPLING, "prompt")),
+    "prompt": frozenset((*_SAMPLING, "prompt", "custom_id")),
+}
+# Fields that change no answer.
+_IGNORED = frozenset(
+    ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options")
+)
+# Fields of the interface that are not supported, with the values that ask for nothing. Absent and null are always such.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (False, True),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked for. `prompt` is text, token ids, or the messages of a conversation."""
+
+    custom_id: str  # the caller's name for it
+    kind: Kind
+    prompt: str | tuple[int, ...] | tuple[Message, ...]
+    options: SamplingOptions  # max_new_tokens is the default's where `max_new_given` is false
+    max_new_given: bool
+    logprobs: int | None  # likeliest tokens listed beside each chosen one; None: no log probabilities
+
+
+def parse_body(body: Mapping[str, Any], kind: Kind, *, custom_id: str, defaults: SamplingOptions) -> Request:
+    """The request in the JSON object `body`. `defaults` hold for what it does not say. BadRequest names a field."""
+    body = {name: value for name, value in body.items() if value is not None}  # null is "not given", as upstream
+    for name, value in body.items():
+        if name in _UNSUPPORTED:
+            if not any(type(value) is type(neutral) and value == neutral for neutral in _UNSUPPORTED[name]):
+                raise BadRequest(f"{name}: {short(value)} is not supported", param=name)
+        elif name not in _FIELDS[kind] and name not in _IGNORED:
+            raise BadRequest(f"the field {name[:80]!r} is unknown", param=name[:80])
+    options = _options(body, defaults)
+    prompt = _messages(body.get("messages")) if kind == "chat" else _prompt(body.get("prompt"))
+    return Request(
+        custom_id=custom_id,
+        kind=kind,
+        prompt=prompt,
+        options=options,
+        max_new_given="max_tokens" in body or "max_completion_tokens" in body,
+        logprobs=_logprobs(body, kind),
+    )
+
+
+def _options(body: Mapping[str, Any], defaults: SamplingOptions) -> SamplingOptions:
+    given: dict[str, Any] = {}
+    if len({body[name] for name in ("max_tokens", "max_completion_tokens") if type(body.get(name)) is int}) > 1:
+        raise BadRequest("max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
+    for name, field in (("max_tokens", "max_new_tokens"), ("max_completion_tokens", "max_new_tokens")):
+        if name in body:
+            given[field] = integer(body, name, 1)
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        if name in body:
+            given[name] = number(body, name)
+    if "top_k" in body:
+        given["top_k"] = max(integer(body, "top_k", -1), 0)  # -1: all, as vLLM writes it
+    if "seed" in body:
+        given["seed"] = integer(body, "seed", -(2**63)) & SEED_MASK
+    if "ignore_eos" in body:
+        given["ignore_eos"] = flag(body, "ignore_eos")
+    if "stop" in body:
+        given["stop"] = _stops(body["stop"])
+    try:
+        return replace(defaults, **given)
+    except UsageError as error:
+        option, rest = str(error).split(" ", 1)  # "--top-p cannot be …", of the command line
+        name = option.removeprefix("--").replace("-", "_")
+        raise BadRequest(f"{name} {rest}", param=name) from None
+
+
+def _logprobs(body: Mapping[str, Any], kind: Kind) -> int | None:
+    if kind != "chat":
+        return integer(body, "logprobs", 0, MAX_LOGPROBS) if "logprobs" in body else None
+    wanted = "logprobs" in body and flag(body, "logprobs")
+    if "top_logprobs" in body:
+        count = integer(body, "top_logprobs", 0, MAX_LOGPROBS)
+        if not wanted:
+            raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        return count
+    return 0 if wanted else None
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS:
+        raise BadRequest(f"stop must be a text or a list of at most {MAX_STOPS} texts", param="stop")
+    for stop in stops:
+        if not text("stop", stop) or len(stop) > MAX_STOP_CHARS:
+            raise BadRequest(f"stop: a text must have from 1 to {MAX_STOP_CHARS} characters", param="stop")
+    return tuple(stops)
+
+
+def _prompt(value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str):
+        text("prompt", value)
+        if not value:
+            raise BadRequest("prompt is empty", param="prompt")
+        return value
+    if isinstance(value, list) and value and all(isinstance(each, str | list) for each in value):
+        raise BadRequest(
+            f"prompt: {len(value)} prompts in a line are not supported; give each a line of its own", param="prompt"
+        )
+    if not isinstance(value, list) or not value or not all(type(each) is int and each >= 0 for each in value):
+        raise BadRequest("prompt must be a text or a list of token ids", param="prompt")
+    return tuple(value)
+
+
+def _messages(value: Any) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        raise BadRequest("messages must be a list of at least one message", param="messages")
+    return tuple(_message(message, f"messages[{place}]") for place, message in enumerate(value))
+
+
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise BadRequest(f"{where} must be an object", param=where)
+    for name, value in message.items():
+        if name not in _MESSAGE_KEYS and value is not None and value != []:
+            raise BadRequest(f"{where}: {name[:80]!r} is not supported", param=where)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise BadRequest(f"{where}: role must be one of {', '.join(_ROLES)}, not {short(role)}", param=where)
+    result = {"role": _ROLES[role], "content": _content(message.get("content"), where)}
+    if message.get("name") is not None:
+        result["name"] = text(f"{where}: name", message["name"])
+    return result
+
+
+def _content(content: Any, where: str) -> str:
+    """A message's text. Parts are joined by line ends, as vLLM does for templates that expect one text."""
+    if not isinstance(content, list):
+        return text(f"{where}: content", content)
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise BadRequest(
+                f"{where}: a content part of type {short(kind)} is not supported; only text is", param=where
+            )
+        texts.append(text(f"{where}: text", part["text"]))
+    return "\n".join(texts)

@@ -1,0 +1,120 @@
+"""`flashllm serve [MODEL]`: OpenAI's interface over HTTP.
+
+The port is taken before the model is loaded, so that a wrong one is an error at once.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import ipaddress
+from pathlib import Path
+
+from flashllm.base.command_line import say, whole
+from flashllm.commands import options
+from flashllm.commands.options import find_model, loading
+
+_MIN_KEY_CHARS = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.epilog = (
+        "Example: flashllm serve MODEL --memory 7GB, then any OpenAI client with the base URL "
+        "http://127.0.0.1:8080/v1. Requests are answered in turn. ctrl-C stops."
+    )
+    options.add_model(parser)
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help="to listen at (default: %(default)s)")
+    group.add_argument(
+        "--port", metavar="N", type=whole(0, 65535), default=8080, help="0: a free one (default: %(default)s)"
+    )
+    group.add_argument(
+        "--api-key-file",
+        metavar="F",
+        type=Path,
+        help=f"clients must send the key in this file (one line, at least {_MIN_KEY_CHARS} characters)",
+    )
+    group.add_argument("--name", help="of the model, for clients (default: its source's, else its directory's)")
+    group.add_argument(
+        "--queue", metavar="N", type=whole(0, 10_000), default=32, help="requests that may wait (default: %(default)s)"
+    )
+    group.add_argument(
+        "--keep",
+        metavar="N",
+        type=whole(0, 1000),
+        default=4,
+        help="conversations that stay in memory, in the place of neurons, for their next turn (default: %(default)s)",
+    )
+    group.add_argument(
+        "--allow-origin",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="let pages of this origin use the server (repeatable; *: any)",
+    )
+    group.add_argument(
+        "--allow-host", metavar="NAME", action="append", default=[], help="a name that the server goes by (repeatable)"
+    )
+    options.add_memory(parser)
+    options.add_engine(parser)
+    options.add_sampling(parser, defaults="of requests that do not say; by default the model's generation_config.json")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Serve until ctrl-C."""
+    from flashllm.errors import UsageError
+
+    for name in ("uvicorn", "starlette", "prometheus_client"):
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"{name} is missing; install the server's packages: pip install 'flashllm[serve]'")
+    key = None if args.api_key_file is None else read_key(args.api_key_file)
+    path = find_model(args)
+    with contextlib.ExitStack() as stack:
+        # The server and its libraries come before the model, so that the memory plan counts them.
+        from flashllm.serve.server import Server, listen, url
+
+        sock = stack.enter_context(contextlib.closing(listen(args.host, args.port)))
+        with loading(path):
+            from flashllm.commands.chat import sampling_defaults
+            from flashllm.generate.sampling import SamplingOptions
+            from flashllm.serve.opening import ServerOptions, open_app
+
+            app, worker = stack.enter_context(
+                open_app(
+                    path,
+                    options.run_config(args),
+                    ServerOptions(
+                        name=args.name,
+                        max_waiting=args.queue,
+                        keep=args.keep,
+                        key=key,
+                        hosts=_names(args.host, args.allow_host, sock.getsockname()[0]),
+                        origins=frozenset(args.allow_origin),
+                        defaults=SamplingOptions(**{**sampling_defaults(path), **options.given_sampling(args)}),
+                    ),
+                )
+            )
+        say(f"serving at {url(sock)} (base URL of OpenAI clients: {url(sock)}/v1); ctrl-C stops")
+        Server(app, stopping=worker.cancel_all).run(sockets=[sock])
+    return 0
+
+
+def _names(host: str, more: list[str], address: str) -> frozenset[str] | None:
+    """Names that the server goes by; None: any. Only one that this machine alone can reach checks them."""
+    if not ipaddress.ip_address(address).is_loopback:
+        return None
+    return frozenset({"localhost", host.lower(), *(name.lower() for name in more)})
+
+
+def read_key(path: Path) -> bytes:
+    """The API key in a file. UsageError where that holds none, or one that could be guessed."""
+    from flashllm.base.files import read_bounded
+    from flashllm.errors import UsageError
+
+    key = read_bounded(path, 4096).strip()
+    if len(key) < _MIN_KEY_CHARS or not key.isascii() or len(key.split()) != 1:
+        raise UsageError(
+            f"{path}: must hold one line of at least {_MIN_KEY_CHARS} printable ASCII characters without spaces, such "
+            "as `openssl rand -hex 32` writes"
+        )
+    return key

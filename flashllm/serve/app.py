@@ -1,0 +1,233 @@
+"""The endpoints: from a request to a job for the worker, and from its events to the answer.
+
+Answers are OpenAI's. Everything asked for is checked before the job waits, so that a stream begins only for a request
+that can be answered.
+"""
+
+import asyncio
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, Protocol
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from flashllm.api.fields import BadRequest
+from flashllm.api.prompts import PromptEncoder, Unanswerable
+from flashllm.api.requests import Request as Wanted
+from flashllm.generate.sampling import SamplingOptions
+from flashllm.serve import http
+from flashllm.serve.bodies import Asked, parse
+from flashllm.serve.forms import Form, Memory
+from flashllm.serve.http import ApiError, EventStream
+from flashllm.serve.metrics import Metrics
+from flashllm.serve.worker import Event, Finished, Job, QueueFull, Worker
+
+RETRY_AFTER_S = 10
+COMPLETION_TOKENS = 16  # of a completion that does not say; a chat's answer may fill the context
+
+
+class Text(Protocol):
+    """What the endpoints need of `flashllm.generate.tokenizer.Tokenizer`."""
+
+    def decode(self, ids: list[int]) -> str: ...
+    def token_text(self, token_id: int) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """The model as clients see it."""
+
+    name: str
+    encoder: PromptEncoder
+    tokenizer: Text
+    defaults: SamplingOptions  # of requests that do not say
+    memory: Memory
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+
+class Api:
+    """The endpoints of one model and its worker."""
+
+    def __init__(self, served: Served, worker: Worker, metrics: Metrics) -> None:
+        self._served, self._worker, self._metrics = served, worker, metrics
+        self._encoding = ThreadPoolExecutor(1, "flashllm-encode")  # one at a time: a chat template is not shared
+
+    def routes(self) -> list[Route]:
+        """What answers where."""
+        return [
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+        ]
+
+    async def health(self, request: Request) -> Response:
+        """200 while requests are answered, else 503."""
+        if not self._worker.alive:
+            return JSONResponse({"status": "stopping"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        """Counters for Prometheus."""
+        return PlainTextResponse(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: Request) -> Response:
+        """The list of models: the one there is."""
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """The one model."""
+        self._check_name(request.path_params["name"])
+        return JSONResponse(self._card())
+
+    async def chat(self, request: Request) -> Response:
+        """A chat completion."""
+        return await self._answer(request, "chat")
+
+    async def completions(self, request: Request) -> Response:
+        """A completion."""
+        return await self._answer(request, "completion")
+
+    def _card(self) -> dict[str, Any]:
+        served, context = self._served, self._served.encoder.context
+        card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "flashllm"}
+        return {**card, "max_model_len": context, "context_length": context}
+
+    def _check_name(self, name: str | None) -> None:
+        if name is not None and name != self._served.name:
+            message = f"there is no model {name[:200]!r} here; the one there is is {self._served.name!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+
+    async def _answer(self, request: Request, kind: Literal["chat", "completion"]) -> Response:
+        answer_id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}"
+        raw = await http.read_body(request)
+        loop = asyncio.get_running_loop()
+        try:
+            asked, prompts = await loop.run_in_executor(self._encoding, self._understand, raw, kind, answer_id)
+        except BadRequest as error:
+            raise ApiError(400, str(error), param=error.param) from None
+        except Unanswerable as error:
+            raise ApiError(400, str(error), code="context_length_exceeded", param="messages") from None
+        form = Form(
+            asked,
+            answer_id=answer_id,
+            model=self._served.name,
+            prompts=[ids for _, ids in prompts],
+            decode=self._served.tokenizer.decode,
+            token_text=self._served.tokenizer.token_text,
+            memory=self._served.memory,
+        )
+        events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def deliver(event: Event) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        job = Job(
+            prompts=prompts,
+            deliver=deliver,
+            scored=asked.echo and asked.requests[0].logprobs is not None,
+            generate=asked.generate,
+        )
+        try:
+            self._worker.submit(job)
+        except QueueFull as error:
+            code = "queue_full"
+            raise ApiError(429, str(error), code=code, headers={"Retry-After": str(RETRY_AFTER_S)}) from None
+        if asked.stream:
+            return EventStream(_documents(form, events), job.cancelled.set, done="[DONE]")
+        try:
+            async with http.on_disconnect(request.receive, job.cancelled.set):
+                while not isinstance(event := await events.get(), Finished):
+                    form.take(event)
+        finally:
+            job.cancelled.set()
+        if event.error is not None:
+            raise _failure(event)
+        return JSONResponse(form.whole())
+
+    def _understand(
+        self, raw: bytes, kind: Literal["chat", "completion"], answer_id: str
+    ) -> tuple[Asked, list[tuple[Wanted, list[int]]]]:
+        """The body checked, and each prompt's request with its token ids."""
+        encoder = self._served.encoder
+        tokens = encoder.context if kind == "chat" else COMPLETION_TOKENS
+        defaults = dataclasses.replace(self._served.defaults, max_new_tokens=tokens)
+        asked = parse(raw, kind, custom_id=answer_id, defaults=defaults)
+        self._check_name(asked.model)
+        prompts = []
+        for wanted in asked.requests:
+            ids = encoder.encode(wanted)
+            options = dataclasses.replace(wanted.options, max_new_tokens=encoder.max_new_tokens(wanted, len(ids)))
+            prompts.append((dataclasses.replace(wanted, options=options), ids))
+        return asked, prompts
+
+
+def _documents(form: Form, events: "asyncio.Queue[Event]") -> Callable[[], Any]:
+    """What gives the documents of a stream, one a call, and None after the last."""
+    last: list[Mapping[str, Any] | None] = []  # what is left to say once the job has finished
+
+    async def following() -> Mapping[str, Any] | None:
+        while not last:
+            event = await events.get()
+            if isinstance(event, Finished):
+                said = form.last_chunk() if event.error is None else _failure(event).document
+                last.extend((None, said) if said is not None else (None,))
+            elif (chunk := form.take(event)) is not None:
+                return chunk
+        return last.pop()
+
+    return following
+
+
+def _failure(event: Finished) -> ApiError:
+    code = {400: "context_length_exceeded", 503: "stopping"}.get(event.status, "generation_failed")
+    return ApiError(event.status, event.error or "", code=code)
+
+
+class _Counted:
+    """Middleware: counts answers by path and status."""
+
+    def __init__(self, app: Any, *, metrics: Metrics, paths: frozenset[str]) -> None:
+        self._app, self._metrics, self._paths = app, metrics, paths
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"] if scope["path"] in self._paths else "other"
+                self._metrics.answered(path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)
+
+
+def make_app(
+    api: Api,
+    metrics: Metrics,
+    *,
+    key: bytes | None,
+    hosts: frozenset[str] | None,
+    origins: frozenset[str],
+    report: Callable[[BaseException], None],
+) -> Starlette:
+    """The ASGI application. `key`, `hosts`, `origins`: see `http.Guard`; `report`: `http.ErrorsAreAnswers`."""
+    routes = api.routes()
+    paths = frozenset(route.path for route in routes)
+    return Starlette(
+        routes=routes,
+        middleware=[
+            Middleware(_Counted, metrics=metrics, paths=paths),
+            Middleware(http.Guard, key=key, open_paths=frozenset({"/health"}), hosts=hosts, origins=origins),
+            Middleware(http.ErrorsAreAnswers, report=report),
+        ],
+        exception_handlers={ApiError: http.answer_api_error, HTTPException: http.answer_http_error},
+    )

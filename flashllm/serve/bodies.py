@@ -1,0 +1,88 @@
+"""A request's body to what it asks for: prompts, and the form of the answer. Knows no model and no connection."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from flashllm.api.fields import MAX_DEPTH, BadRequest, depth, flag, short
+from flashllm.api.requests import Request, parse_body
+from flashllm.base.files import parse_json
+from flashllm.errors import FormatError
+from flashllm.generate.sampling import SamplingOptions
+
+MAX_PROMPTS = 128
+_STREAM_OPTIONS = ("include_usage", "include_timings")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A checked body."""
+
+    kind: Literal["chat", "completion"]
+    model: str | None  # None: it names none
+    requests: tuple[Request, ...]  # one a prompt
+    stream: bool
+    include_usage: bool  # a last chunk with the usage
+    include_timings: bool  # each chunk says where its token's time went (an addition to OpenAI's interface)
+    echo: bool  # the text begins with the prompt
+    generate: bool  # False: max_tokens is 0, so that the prompt alone is echoed
+
+
+def parse(raw: bytes, kind: Literal["chat", "completion"], *, custom_id: str, defaults: SamplingOptions) -> Asked:
+    """What the body `raw` asks for. BadRequest where that is nothing we can answer; it names the field."""
+    try:
+        value = parse_json(raw, "the body")
+    except FormatError as error:
+        raise BadRequest(str(error)) from None
+    if depth(value) > MAX_DEPTH:
+        raise BadRequest(f"the body is nested more than {MAX_DEPTH} deep")
+    if not isinstance(value, dict):
+        raise BadRequest(f"the body must be a JSON object, not {type(value).__name__}")
+    body = {name: each for name, each in value.items() if each is not None}  # null is "not given", as upstream
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise BadRequest(f"model must be a text, not {short(model)}", param="model")
+    stream = flag(body, "stream") if "stream" in body else False
+    options = _stream_options(body, stream=stream)
+    echo = kind == "completion" and "echo" in body and flag(body, "echo")
+    rest = {name: each for name, each in body.items() if name not in ("stream", "stream_options")}
+    if kind == "completion":
+        rest.pop("echo", None)
+    generate = not (echo and type(rest.get("max_tokens")) is int and rest["max_tokens"] == 0)
+    if not generate:
+        rest["max_tokens"] = 1
+    return Asked(
+        kind=kind,
+        model=model,
+        requests=tuple(
+            parse_body(one, kind, custom_id=custom_id, defaults=defaults)
+            for one in (_by_prompt(rest) if kind == "completion" else [rest])
+        ),
+        stream=stream,
+        include_usage=options["include_usage"],
+        include_timings=options["include_timings"],
+        echo=echo,
+        generate=generate,
+    )
+
+
+def _stream_options(body: Mapping[str, Any], *, stream: bool) -> dict[str, bool]:
+    given = body.get("stream_options", {})
+    if not isinstance(given, dict):
+        raise BadRequest(f"stream_options must be an object, not {short(given)}", param="stream_options")
+    if given and not stream:
+        raise BadRequest("stream_options needs stream: true", param="stream_options")
+    for name in given:
+        if name not in _STREAM_OPTIONS:
+            raise BadRequest(f"stream_options: the field {name[:80]!r} is unknown", param="stream_options")
+    return {name: flag(given, name) if given.get(name) is not None else False for name in _STREAM_OPTIONS}
+
+
+def _by_prompt(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A body for each of its prompts, where it has a list of them."""
+    prompts = body.get("prompt")
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(each, str | list) for each in prompts):
+        return [dict(body)]
+    if len(prompts) > MAX_PROMPTS:
+        raise BadRequest(f"prompt: {len(prompts)} prompts are more than {MAX_PROMPTS}", param="prompt")
+    return [{**body, "prompt": each} for each in prompts]

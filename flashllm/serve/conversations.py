@@ -1,0 +1,141 @@
+"""Sessions kept between requests, and what of them a new request may reuse. Knows no connection and no text.
+
+The rule (design contract 2 makes a prompt's bits depend on the prompt alone):
+
+- A prompt of more than K0 tokens is computed densely, whatever of it is reused. Any request may so reuse the tokens
+  that its prompt shares with another one, as far as those were computed densely after nothing but such tokens: that
+  changes no bit of its answer.
+- An answer's own tokens were computed sparsely. They are reused only where the same conversation goes on: its earlier
+  messages are those of the kept request and its answer, or the prompt begins with all the tokens of both. This is what
+  `flashllm chat` does from turn to turn. A conversation that is no longer kept is computed again as a prompt, so the
+  last bits of what follows may differ.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from flashllm.errors import ContextFull
+from flashllm.generate.session import Session
+
+MIN_SHARED_TOKENS = 8  # fewer are not worth a copy
+
+
+@dataclass(slots=True, kw_only=True)
+class Place:
+    """A session with a prompt's reusable tokens in it: where the answer is generated."""
+
+    session: Session
+    keep: int  # tokens of the prompt that the session holds
+    as_prompt: bool  # the others are computed as a prompt's, however few they are
+    pure: int  # tokens, from the first, computed densely after nothing but such tokens, once the prompt is
+
+
+@dataclass(slots=True, kw_only=True)
+class _Kept:
+    session: Session
+    pure: int  # as in Place
+    after: bytes | None  # digest of the conversation so far, its last answer included
+
+
+class Conversations:
+    """At most `limit` sessions, those used last; together they hold at most `max_tokens`. For one thread."""
+
+    def __init__(self, new_session: Callable[[], Session], *, limit: int, max_tokens: int, few_tokens: int) -> None:
+        """`new_session` makes an empty one. `few_tokens` is the model's K0."""
+        self._new_session, self._limit, self._max_tokens = new_session, limit, max_tokens
+        self._few_tokens = few_tokens
+        self._kept: list[_Kept] = []  # that used last is last
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def take(self, ids: Sequence[int], turns: Sequence[bytes] = ()) -> Place:
+        """Where to generate after the prompt `ids`. `turns` are the digests of the conversations it goes on from."""
+        dense = len(ids) > self._few_tokens
+        longest = len(ids) - 1  # the last token is computed always: its logits are wanted
+        # 1. The same conversation, going on.
+        goes_on = [one for one in self._kept if one.after in turns or _begins_with(ids, one.session.tokens)]
+        if goes_on:
+            shared, one = max(((_shared(one.session, ids, longest), one) for one in goes_on), key=lambda pair: pair[0])
+            self._kept.remove(one)
+            pure = min(one.pure, shared)
+            if pure < shared:  # with tokens of an answer: as in a chat, the number of new tokens decides
+                return Place(session=one.session, keep=shared, as_prompt=False, pure=pure)
+            return Place(
+                session=one.session, keep=shared if dense else 0, as_prompt=dense, pure=len(ids) if dense else 0
+            )
+        # 2. Another one that begins alike.
+        shared, best = max(
+            ((min(one.pure, _shared(one.session, ids, longest)), at) for at, one in enumerate(self._kept)),
+            default=(0, 0),
+        )
+        pure = len(ids) if dense else 0
+        if not dense or shared < MIN_SHARED_TOKENS:
+            return Place(session=self._new_session(), keep=0, as_prompt=False, pure=pure)
+        return Place(session=self._copy(best, shared), keep=shared, as_prompt=True, pure=pure)
+
+    def give_back(self, place: Place, after: bytes | None = None) -> None:
+        """Keep the session of a request that ended, however it ended. `after`: digest of its conversation, if any."""
+        session = place.session
+        if session.computed == 0 or self._limit == 0:
+            session.close()
+            return
+        self._kept.append(_Kept(session=session, pure=min(place.pure, session.computed), after=after))
+        while len(self._kept) > self._limit or self._held() > self._max_tokens:
+            if not self.forget_oldest():
+                return
+
+    def forget_oldest(self) -> bool:
+        """Free the memory of the session used longest ago; whether there was one."""
+        if not self._kept:
+            return False
+        self._kept.pop(0).session.close()
+        return True
+
+    def close(self) -> None:
+        """Forget all."""
+        while self.forget_oldest():
+            pass
+
+    def _held(self) -> int:
+        return sum(one.session.computed for one in self._kept)
+
+    def _copy(self, at: int, shared: int) -> Session:
+        """A session with the first `shared` tokens of a kept one. Without memory for both, the kept one itself."""
+        one = self._kept.pop(at)
+        session = self._new_session()
+        while True:
+            try:
+                session.copy_prefix(one.session, shared)
+            except ContextFull:
+                if self.forget_oldest():
+                    continue
+                session.close()
+                return one.session
+            self._kept.append(one)
+            return session
+
+
+def _begins_with(ids: Sequence[int], tokens: Sequence[int]) -> bool:
+    return 0 < len(tokens) < len(ids) and list(ids[: len(tokens)]) == tokens
+
+
+def _shared(session: Session, ids: Sequence[int], longest: int) -> int:
+    """How many computed tokens of `session`, from the first, are those of `ids`."""
+    tokens = session.tokens
+    limit = min(session.computed, longest)
+    return next((at for at in range(limit) if tokens[at] != ids[at]), limit)
+
+
+def digest(messages: Sequence[Mapping[str, str]]) -> bytes:
+    """A conversation's identity. White space around a message does not count: clients cut it."""
+    plain = [(each["role"], each["content"].strip(), each.get("name", "")) for each in messages]
+    return hashlib.sha256(json.dumps(plain).encode()).digest()
+
+
+def turns_of(messages: Sequence[Mapping[str, str]]) -> list[bytes]:
+    """Digests of the conversations that `messages` may go on from: those that end with an answer."""
+    ends = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    return [digest(messages[: at + 1]) for at in ends]

@@ -1,0 +1,165 @@
+"""OpenAI's answers, whole and in chunks, from the events of a job. Knows no connection and no thread."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashllm.api.answers import FINISH, TokenText, chat_logprobs, completion_logprobs
+from flashllm.generate.logprobs import TokenLogprobs
+from flashllm.generate.session import PrefillRecord, TokenRecord
+from flashllm.serve.bodies import Asked
+from flashllm.serve.worker import Began, Chosen, Ended
+
+Memory = Callable[[], Mapping[str, int]]  # bytes: "used" now, and the "limit"
+
+
+def error_object(message: str, *, kind: str, code: str | None, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What is known of a choice so far."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    first_id: int | None = None  # the echoed prompt's first token, where the prompt is scored
+    new_tokens: int = 0
+    shown_chars: int = 0  # text before the next chunk's log probabilities
+    finish: str | None = None
+
+
+class Form:
+    """The answer to one request, of the events `take` is given."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        *,
+        answer_id: str,
+        model: str,
+        prompts: list[list[int]],
+        decode: Callable[[list[int]], str],
+        token_text: TokenText,
+        memory: Memory,
+    ) -> None:
+        """`prompts` are the token ids of each choice; `decode` makes text of ids, `token_text` of one id."""
+        self._asked, self._prompts = asked, prompts
+        self._decode, self._token_text, self._memory = decode, token_text, memory
+        chat = asked.kind == "chat"
+        self._head = {
+            "id": answer_id,
+            "object": ("chat.completion.chunk" if asked.stream else "chat.completion") if chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._choices = [_Choice() for _ in prompts]
+        self._cached_tokens = 0
+
+    def take(self, event: Began | Chosen | Ended) -> dict[str, Any] | None:
+        """Count an event; the chunk that it makes in a stream, if any."""
+        choice = self._choices[event.index]
+        match event:
+            case Began(index, record):
+                return self._begin(index, choice, record)
+            case Chosen(index, record):
+                return self._token(index, choice, record)
+            case Ended(index, reason):
+                choice.finish = FINISH[reason]
+                return self._chunk(index, choice, {} if self._asked.kind == "chat" else "", [])
+
+    def whole(self) -> dict[str, Any]:
+        """The answer of a request that is not a stream."""
+        choices = []
+        for index, choice in enumerate(self._choices):
+            logprobs = self._logprobs(choice, choice.logprobs, choice.first_id)
+            answer: dict[str, Any] = {"index": index}
+            if self._asked.kind == "chat":
+                answer["message"] = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+            else:
+                answer["text"] = "".join(choice.text)
+            choices.append({**answer, "logprobs": logprobs, "finish_reason": choice.finish})
+        return {**self._head, "choices": choices, "usage": self.usage()}
+
+    def last_chunk(self) -> dict[str, Any] | None:
+        """The chunk with the usage, where the request asks for it. No other chunk has one: clients rely on that."""
+        return {**self._head, "choices": [], "usage": self.usage()} if self._asked.include_usage else None
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's count of tokens."""
+        prompt = sum(map(len, self._prompts))
+        new = sum(choice.new_tokens for choice in self._choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+        }
+
+    def _begin(self, index: int, choice: _Choice, record: PrefillRecord) -> dict[str, Any] | None:
+        self._cached_tokens += record.reused_tokens
+        text, scores = "", list(record.logprobs or ())
+        if self._asked.echo:
+            text = self._echoed(index)
+            choice.text.append(text)
+            if record.logprobs is not None:
+                choice.first_id = self._prompts[index][0]
+                choice.logprobs += scores
+        if self._asked.kind == "chat":
+            return self._chunk(index, choice, {"role": "assistant", "content": ""}, [], record)
+        if not text and not self._asked.include_timings:
+            return None
+        return self._chunk(index, choice, text, scores, record, first_id=choice.first_id)
+
+    def _token(self, index: int, choice: _Choice, record: TokenRecord) -> dict[str, Any] | None:
+        choice.new_tokens += 1
+        choice.text.append(record.text)
+        scores = [] if record.logprobs is None else [record.logprobs]
+        choice.logprobs += scores
+        if not record.text and not scores and not self._asked.include_timings:
+            return None  # in the middle of a character
+        content: Any = {"content": record.text} if self._asked.kind == "chat" else record.text
+        return self._chunk(index, choice, content, scores, record)
+
+    def _chunk(
+        self,
+        index: int,
+        choice: _Choice,
+        content: Any,
+        scores: list[TokenLogprobs],
+        record: PrefillRecord | TokenRecord | None = None,
+        *,
+        first_id: int | None = None,
+    ) -> dict[str, Any]:
+        name = "delta" if self._asked.kind == "chat" else "text"
+        logprobs = self._logprobs(choice, scores, first_id) if scores or first_id is not None else None
+        if isinstance(content, str):
+            choice.shown_chars += len(content)
+        one = {"index": index, name: content, "logprobs": logprobs, "finish_reason": choice.finish}
+        chunk: dict[str, Any] = {**self._head, "choices": [one]}
+        if self._asked.include_timings and record is not None:
+            chunk["timings"] = self._timings(record)
+        return chunk
+
+    def _logprobs(self, choice: _Choice, scores: list[TokenLogprobs], first_id: int | None) -> Any:
+        if self._asked.requests[0].logprobs is None:
+            return None
+        if self._asked.kind == "chat":
+            return chat_logprobs(scores, self._token_text)
+        offset = choice.shown_chars if self._asked.stream else 0
+        return completion_logprobs(scores, self._token_text, first_id=first_id, offset=offset)
+
+    def _echoed(self, index: int) -> str:
+        prompt = self._asked.requests[index].prompt
+        return prompt if isinstance(prompt, str) else self._decode(self._prompts[index])
+
+    def _timings(self, record: PrefillRecord | TokenRecord) -> dict[str, Any]:
+        """Where the record's time went, in ms; bytes; neurons; and the memory now."""
+        timings: dict[str, Any] = dataclasses.asdict(record.times)
+        if isinstance(record, PrefillRecord):
+            timings["prompt_tokens"], timings["cached_tokens"] = record.tokens, record.reused_tokens
+        memory = self._memory()
+        return {**timings, "memory_bytes": memory["used"], "memory_limit_bytes": memory["limit"]}

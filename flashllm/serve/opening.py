@@ -1,0 +1,94 @@
+"""From a model directory to the application that serves it: model, worker, endpoints, closed in turn at the end."""
+
+import dataclasses
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.applications import Starlette
+
+from flashllm.api.prompts import PromptEncoder
+from flashllm.base.command_line import say
+from flashllm.base.machine import process_nbytes
+from flashllm.config import RunConfig
+from flashllm.engine.model import Model
+from flashllm.generate.chat_template import ChatTemplate
+from flashllm.generate.sampling import SamplingOptions
+from flashllm.generate.session import LanguageModel, Template
+from flashllm.generate.tokenizer import Tokenizer
+from flashllm.serve.app import Api, Served, make_app
+from flashllm.serve.metrics import Metrics
+from flashllm.serve.worker import Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """How a model is served."""
+
+    name: str | None = None  # of the model; None: its hub id or its directory's name
+    max_waiting: int = 32  # requests beside the one that is answered
+    keep: int = 4  # conversations in memory
+    key: bytes | None = None  # that clients must send; None: none
+    hosts: frozenset[str] | None = None  # names that the server goes by, beside addresses; None: any
+    origins: frozenset[str] = frozenset()  # whose pages may use it
+    defaults: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)  # of requests that do not say
+
+
+@contextmanager
+def open_app(path: Path, config: RunConfig, options: ServerOptions) -> Iterator[tuple[Starlette, Worker]]:
+    """The application over the model directory `path`, and its worker. Raises what `Model.open` raises."""
+    tokenizer = Tokenizer.load(path)
+    template = ChatTemplate.of(tokenizer)  # before the model, so that the plan counts it
+    with Model.open(path, config) as model:
+        for notice in model.notices:
+            say(notice)
+        if template is None:
+            say("no chat template: the model continues a conversation as one text")
+        if options.name is None:
+            options = dataclasses.replace(options, name=_name(path, model))
+        with app_of(model, tokenizer, template, options, limit=model.plan.memory.limit_nbytes) as opened:
+            yield opened
+
+
+@contextmanager
+def app_of(
+    model: LanguageModel, tokenizer: Tokenizer, template: Template | None, options: ServerOptions, *, limit: int
+) -> Iterator[tuple[Starlette, Worker]]:
+    """The application over a loaded model. `limit`: bytes that the process may hold, to be told to clients."""
+    served = Served(
+        name=options.name or "model",
+        encoder=PromptEncoder(
+            tokenizer=tokenizer, template=template, context=model.context, vocab=model.vocab_size, plain_chat=True
+        ),
+        tokenizer=tokenizer,
+        defaults=options.defaults,
+        memory=lambda: {"used": process_nbytes(), "limit": limit},
+    )
+    metrics = Metrics(
+        waiting=lambda: worker.waiting, kept=lambda: worker.kept, memory=process_nbytes, memory_limit=limit
+    )
+    with Worker(model, tokenizer, max_waiting=options.max_waiting, keep=options.keep, on_event=metrics.see) as worker:
+        app = make_app(
+            Api(served, worker, metrics),
+            metrics,
+            key=options.key,
+            hosts=options.hosts,
+            origins=options.origins,
+            report=_report,
+        )
+        yield app, worker
+
+
+def _name(path: Path, model: Model) -> str:
+    """A hub id where the model came from there, else its directory's name."""
+    source = model.manifest.source.name
+    return source if "/" in source else path.resolve().name
+
+
+def _report(error: BaseException) -> None:
+    """Where an unforeseen error came from. Not its message, which may hold a request's text."""
+    places = traceback.extract_tb(error.__traceback__)[-3:]
+    where = ", ".join(f"{Path(place.filename).name}:{place.lineno}" for place in reversed(places))
+    say(f"{type(error).__name__} while a request was answered, at {where} (a bug in flashllm)")

@@ -1,0 +1,269 @@
+"""The one thread that computes: jobs wait in a bounded queue and are answered in turn. Knows no HTTP.
+
+A job's events go to its `deliver`, from this thread. A cancelled job ends before its next token.
+"""
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from flashllm.api.requests import Request
+from flashllm.base.command_line import say
+from flashllm.errors import ContextFull, FlashError
+from flashllm.format.manifest import Manifest
+from flashllm.generate.session import (
+    LanguageModel,
+    ModelSequence,
+    PrefillRecord,
+    Session,
+    StepMeter,
+    Stopped,
+    TextTokenizer,
+    TokenRecord,
+)
+from flashllm.serve.conversations import Conversations, Place, digest, turns_of
+
+
+class QueueFull(Exception):
+    """As many jobs wait as may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The prompt of choice `index` is computed."""
+
+    index: int
+    record: PrefillRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A token of choice `index`."""
+
+    index: int
+    record: TokenRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Choice `index` is complete."""
+
+    index: int
+    reason: Stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The job's last event. `error` says why it has no (whole) answer: one line that may be shown to the client."""
+
+    error: str | None = None
+    status: int = 200  # as HTTP would say it
+
+
+Event = Began | Chosen | Ended | Finished
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """What is to be computed: prompts in turn, each with its request."""
+
+    prompts: Sequence[tuple[Request, list[int]]]  # options with the final max_new_tokens, token ids
+    deliver: Callable[[Event], None]
+    scored: bool = False  # the prompts' own log probabilities are wanted
+    generate: bool = True  # False: nothing but those
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
+class Worker:
+    """Runs jobs until it is closed; a context manager. `submit`, `cancel_all` and the properties: from any thread."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: TextTokenizer,
+        *,
+        max_waiting: int,
+        keep: int,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        """`max_waiting` jobs wait beside the one that runs; `keep` conversations stay in memory.
+
+        `on_event` sees all jobs' events, from the worker's thread.
+        """
+        self._max_waiting, self._on_event, self._tokenizer = max_waiting, on_event, tokenizer
+        self._roomy = _RoomyModel(model, self._make_room)
+        self._conversations = Conversations(
+            lambda: Session(self._roomy, tokenizer),
+            limit=keep,
+            max_tokens=model.context,
+            few_tokens=model.manifest.sparse_prefill_tokens,
+        )
+        self._changed = threading.Condition()
+        self._waiting: deque[Job] = deque()
+        self._current: Job | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="flashllm-worker")
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that have not begun."""
+        return len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is computed."""
+        return self._current is not None
+
+    @property
+    def alive(self) -> bool:
+        """Whether jobs are answered."""
+        return self._thread.is_alive() and not self._closing
+
+    @property
+    def kept(self) -> int:
+        """Conversations in memory, the current one excepted."""
+        return len(self._conversations)
+
+    def submit(self, job: Job) -> None:
+        """Let `job` wait for its turn. Raises QueueFull."""
+        with self._changed:
+            if self._closing:
+                raise QueueFull("the server is stopping")
+            if len(self._waiting) >= self._max_waiting:
+                raise QueueFull(f"{len(self._waiting)} requests are waiting already; try again later")
+            self._waiting.append(job)
+            self._changed.notify()
+
+    def cancel_all(self) -> None:
+        """End what runs and what waits; nothing is taken any more."""
+        self._closing = True
+        for job in (self._current, *self._waiting):
+            if job is not None:
+                job.cancelled.set()
+
+    def close(self) -> None:
+        """As `cancel_all`; returns when the thread has ended and the conversations are freed."""
+        self.cancel_all()
+        with self._changed:
+            self._changed.notify()
+        self._thread.join()
+        self._conversations.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make_room(self) -> bool:
+        return self._conversations.forget_oldest()
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            finished = Finished()
+            try:
+                self._answer(job)
+                if self._closing and job.cancelled.is_set():
+                    finished = Finished("the server is stopping", 503)
+            except ContextFull as error:
+                finished = Finished(str(error), 400)
+            except FlashError as error:
+                say(str(error))
+                finished = Finished(f"the model failed ({type(error).__name__}); the server's output says more", 500)
+            except Exception as error:  # the next request is answered whatever happened to this one
+                say(f"{type(error).__name__} while a request was answered (a bug in flashllm)")
+                finished = Finished(f"the server failed ({type(error).__name__})", 500)
+            self._current = None
+            self._tell(job, finished)
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            while not self._waiting:
+                if self._closing:
+                    return None
+                self._changed.wait()
+            self._current = self._waiting.popleft()
+            return self._current
+
+    def _tell(self, job: Job, event: Event) -> None:
+        self._on_event(event)
+        # Where the connection's loop has ended nobody is left to hear.
+        with contextlib.suppress(RuntimeError):
+            job.deliver(event)
+
+    def _answer(self, job: Job) -> None:
+        for index, (request, ids) in enumerate(job.prompts):
+            if job.cancelled.is_set():
+                return
+            messages = [each for each in request.prompt if isinstance(each, dict)] if request.kind == "chat" else []
+            if job.scored:  # every token's logits are wanted, so nothing can be reused
+                with Session(self._roomy, self._tokenizer) as session:
+                    self._generate(job, index, Place(session=session, keep=0, as_prompt=False, pure=0), [])
+                continue
+            place = self._conversations.take(ids, turns_of(messages))
+            said: list[str] = []
+            try:
+                self._generate(job, index, place, said)
+            finally:
+                answer = {"role": "assistant", "content": "".join(said)}
+                self._conversations.give_back(place, digest([*messages, answer]) if messages and said else None)
+
+    def _generate(self, job: Job, index: int, place: Place, said: list[str]) -> None:
+        """Choice `index` of `job`, at `place`. The answer's text goes to `said` as it comes."""
+        session, (request, ids) = place.session, job.prompts[index]
+        session.choose_by(request.options, logprobs=request.logprobs)
+        stream = session.stream_prompt(ids, keep=place.keep, as_prompt=place.as_prompt, scored=job.scored)
+        with contextlib.closing(stream):
+            for record in stream:
+                if job.cancelled.is_set():
+                    return
+                if isinstance(record, PrefillRecord):
+                    self._tell(job, Began(index, record))
+                    if not job.generate:
+                        self._tell(job, Ended(index, "length"))
+                        return
+                else:
+                    said.append(record.text)
+                    self._tell(job, Chosen(index, record))
+        self._tell(job, Ended(index, session.stopped or "length"))
+
+
+class _RoomyModel:
+    """A model that frees kept conversations where the memory for a pass is missing."""
+
+    def __init__(self, model: LanguageModel, make_room: Callable[[], bool]) -> None:
+        self._model, self._make_room = model, make_room
+
+    @property
+    def context(self) -> int:
+        return self._model.context
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    @property
+    def meter(self) -> StepMeter:
+        return self._model.meter
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._model.manifest
+
+    def new_sequence(self) -> ModelSequence:
+        return self._model.new_sequence()
+
+    def step(self, entries: Sequence[tuple[Any, Sequence[int]]], **options: bool) -> Any:
+        while True:
+            try:
+                return self._model.step(entries, **options)  # type: ignore[call-overload]
+            except ContextFull:
+                if not self._make_room():
+                    raise
