@@ -30,6 +30,10 @@ class Template(Protocol):
 class Unanswerable(Exception):
     """A well-formed request that this model cannot answer: its prompt is too long, or the template refuses it."""
 
+    def __init__(self, message: str, *, code: str = "invalid_prompt") -> None:
+        super().__init__(message)
+        self.code = code  # as OpenAI's interface names it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEncoder:
@@ -53,7 +57,8 @@ class PromptEncoder:
         if len(ids) + new > self.context:
             wanted = f"{new} new tokens" if request.max_new_given else "a new token"
             limit = f"the model's {self.context} positions"
-            raise Unanswerable(f"the prompt has {len(ids)} tokens; with {wanted} that is more than {limit}")
+            message = f"the prompt has {len(ids)} tokens; with {wanted} that is more than {limit}"
+            raise Unanswerable(message, code="context_length_exceeded")
         return ids
 
     def max_new_tokens(self, request: Request, prompt_tokens: int) -> int:
@@ -64,16 +69,13 @@ class PromptEncoder:
     def _ids(self, request: Request) -> list[int]:
         prompt = request.prompt
         if request.options.stop and self.tokenizer is None:
-            raise BadRequest("stop needs the model's tokenizer, which is missing", request.custom_id, param="prompt")
+            raise BadRequest("stop needs the model's tokenizer, which is missing", request.custom_id, param="stop")
         if request.kind == "chat":
             messages = [message for message in prompt if isinstance(message, dict)]
             if self.template is None and self.plain_chat:
                 return self._encode(plain_text(messages), add_special=True, custom_id=request.custom_id)
             if self.template is None or self.tokenizer is None:
-                raise BadRequest(
-                    "the model has no chat template; use /v1/completions", request.custom_id, param="prompt"
-                )
-            messages = [message for message in prompt if isinstance(message, dict)]
+                raise BadRequest("the model has no chat template; use /v1/completions", request.custom_id)
             try:
                 text = self.template.render(messages)
             except FlashError as error:  # it refuses this conversation, or fails over it

@@ -117,7 +117,8 @@ class Api:
         except BadRequest as error:
             raise ApiError(400, str(error), param=error.param) from None
         except Unanswerable as error:
-            raise ApiError(400, str(error), code="context_length_exceeded", param="messages") from None
+            param = "messages" if kind == "chat" else "prompt"
+            raise ApiError(400, str(error), code=error.code, param=param) from None
         form = Form(
             asked,
             answer_id=answer_id,

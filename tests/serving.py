@@ -1,0 +1,54 @@
+"""A server over a loaded model, in threads of this process, for real clients."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+from flashllm.generate.chat_template import ChatTemplate
+from flashllm.generate.tokenizer import Tokenizer
+from flashllm.serve.opening import ServerOptions, app_of
+from flashllm.serve.server import Server, listen, url
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+class SlowModel:
+    """A model whose passes take `delay_s` longer, so that there is something to wait for and to stop."""
+
+    def __init__(self, model, delay_s=0.0):
+        self._model, self.delay_s = model, delay_s
+        self.passes = []  # new tokens of each
+        self.fault = None  # raised by the next pass
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def step(self, entries, **options):
+        self.passes.append(len(entries[0][1]))
+        time.sleep(self.delay_s)
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+        return self._model.step(entries, **options)
+
+
+@contextmanager
+def running(model, path, *, template=TEMPLATE, **options):
+    """Serve `model`, loaded from `path`: (URL, worker)."""
+    tokenizer = Tokenizer.load(path)
+    turns = None if template is None else ChatTemplate(template, "here", tokenizer.special)
+    with app_of(model, tokenizer, turns, ServerOptions(**{"name": "tiny", **options}), limit=10**9) as (app, worker):
+        sock = listen("127.0.0.1", 0)
+        server = Server(app, stopping=worker.cancel_all)
+        thread = threading.Thread(target=lambda: server.run(sockets=[sock]))
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield url(sock), worker
+        finally:
+            server.stop()
+            thread.join()
+            sock.close()
