@@ -64,7 +64,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """How the model is run: shared by the verbs that run one."""
     group = parser.add_argument_group("engine")
     group.add_argument("--memory", type=size, metavar="SIZE", help="limit of everything the process holds, like 7GB")
-    group.add_argument("--gpu-memory", type=size, metavar="SIZE", help="limit of the device tier")
+    group.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="of the device tier: a GPU by torch, or the CPU by our own products (default: a GPU where torch has one)",
+    )
+    group.add_argument(
+        "--gpu-memory", type=size, metavar="SIZE", help="limit of the device tier: of a GPU's memory, or of --memory"
+    )
     group.add_argument("--policy", type=Path, metavar="FILE", help="a policy, or a plan's JSON (default: planned)")
     group.add_argument("--compress", metavar="WHAT", help="any of weights,cache, or none (default: as the policy says)")
     group.add_argument(
@@ -91,6 +99,7 @@ def launch_options(args: argparse.Namespace) -> "LaunchOptions":
         compress = frozenset(part for part in args.compress.split(",") if part and args.compress != "none")
     return LaunchOptions(
         memory=args.memory,
+        device=args.device,
         gpu_memory=args.gpu_memory,
         policy=None if args.policy is None else Policy.load(args.policy),
         compress=compress,

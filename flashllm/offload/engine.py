@@ -18,6 +18,7 @@ from flashllm.base.units import parse_size
 from flashllm.errors import UsageError
 from flashllm.generate.logprobs import TokenLogprobs
 from flashllm.generate.sampling import SamplingOptions
+from flashllm.offload.accelerators import Device
 from flashllm.offload.jobs.lines import rank
 from flashllm.offload.jobs.requests import own_seed
 from flashllm.offload.jobs.sequences import FinishReason
@@ -58,6 +59,7 @@ class OffloadEngine:
         model: str | Path,
         *,
         memory: int | str | None = None,
+        device: Device = "auto",
         gpu_memory: int | str | None = None,
         policy: Policy | Mapping[str, Any] | str | Path | None = None,
         compress: Iterable[str] | None = None,
@@ -71,6 +73,10 @@ class OffloadEngine:
     ) -> None:
         """`model` is a Hugging Face folder, a flashllm directory or a hub id. Sizes are bytes or texts like "7GB".
 
+        `device` is the device tier: "cpu" by the native core's products, whose answers do not depend on the batch;
+        "cuda" by torch, whose answers agree within the dtype's tolerance; "auto" is a GPU where torch has one.
+        `gpu_memory` is its limit.
+
         `policy` is a `Policy`, its fields, or a file with them; None plans one. `compress` is any of "weights",
         "cache"; `sparse_attention` the share of the value cache that decoding reads (paper B, section 5). Those two
         and `overlap` are the policy's where they are None. UsageError, FormatError and UnsupportedModelError for what
@@ -78,6 +84,7 @@ class OffloadEngine:
         """
         self._options = LaunchOptions(
             memory=_nbytes(memory),
+            device=device,
             gpu_memory=_nbytes(gpu_memory),
             policy=_policy(policy),
             compress=None if compress is None else frozenset(compress),

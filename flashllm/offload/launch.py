@@ -10,6 +10,7 @@ from flashllm.base.machine import available_nbytes, num_cores, process_nbytes
 from flashllm.base.units import format_size
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.errors import BudgetError, UsageError
+from flashllm.offload.accelerators import DEVICES, Device, choose_accelerator, free_nbytes
 from flashllm.offload.planner.local import LocalPlan, Methods, check_fits, load_search, plan_policy
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.runtime.run import CacheLayout, Runner, RunOptions
@@ -27,7 +28,8 @@ class LaunchOptions:
     """How a user wants a model run. None: as the policy says, or by default. UsageError for what cannot be."""
 
     memory: int | None = None  # bytes for everything the process holds; None: four fifths of what is free
-    gpu_memory: int | None = None  # bytes of the device tier; None: on a machine without a GPU, all of `memory`
+    device: Device = "auto"  # what the device tier is: a GPU where torch has one, or the CPU
+    gpu_memory: int | None = None  # bytes of the device tier; None: all that is free of a GPU's, or all of `memory`
     policy: Policy | None = None  # None: planned
     compress: frozenset[str] | None = None  # of COMPRESSIBLE
     sparse_attention: float | None = None  # share of the value cache that is read
@@ -44,6 +46,8 @@ class LaunchOptions:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value!r}")
+        if self.device not in DEVICES:
+            raise UsageError(f"--device must be one of {', '.join(DEVICES)}, not {self.device!r}")
         unknown = sorted((self.compress or frozenset()) - set(COMPRESSIBLE))
         if unknown:
             raise UsageError(f"--compress must be of {', '.join(COMPRESSIBLE)}, not {unknown[0]!r}")
@@ -97,6 +101,7 @@ class Launch:
     methods: Methods
     plan: LocalPlan | None
     limit: int  # bytes for everything the process holds
+    accelerator: str | None  # torch's name of the device tier; None: the CPU
 
 
 def memory_limits(options: LaunchOptions) -> tuple[int, int]:
@@ -129,6 +134,7 @@ def prepare(
     """
     if options.policy is None:
         load_search()
+    accelerator = find_accelerator(options, stages=stages)
     limit, memory = memory_limits(options)
     folder = options.scratch_folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +142,8 @@ def prepare(
         memory=memory,
         disk=shutil.disk_usage(folder).free // options.processes,
         folder=folder,
-        gpu_memory=options.gpu_memory,
+        accelerated=accelerator is not None,
+        gpu_memory=_device_limit(options, accelerator),
         compress_weights=options.compress_weights,
         compress_cache=options.compress_cache,
         weight_bits=options.weight_bits,
@@ -154,10 +161,10 @@ def prepare(
             overlap=overlap,
         )
         check_fits(replace(shape, layers=-(-shape.layers // stages)), workload, methods, policy, requests=requests)
-        return Launch(policy=policy, methods=methods, plan=None, limit=limit)
+        return Launch(policy=policy, methods=methods, plan=None, limit=limit, accelerator=accelerator)
     plan = plan_policy(shape, workload, methods, requests=requests, stages=stages)
     report(f"planned a policy from {plan.source}: {describe(plan.policy)}")
-    return Launch(policy=plan.policy, methods=methods, plan=plan, limit=limit)
+    return Launch(policy=plan.policy, methods=methods, plan=plan, limit=limit, accelerator=accelerator)
 
 
 def open_runner(model: Path, launch: Launch, options: LaunchOptions) -> Runner:
@@ -167,13 +174,31 @@ def open_runner(model: Path, launch: Launch, options: LaunchOptions) -> Runner:
         launch.policy,
         memory=launch.methods.memory,
         scratch=options.scratch_folder,
-        options=run_options(options),
+        options=run_options(options, launch),
     )
 
 
-def run_options(options: LaunchOptions) -> RunOptions:
+def find_accelerator(options: LaunchOptions, *, stages: int = 1) -> str | None:
+    """Torch's name of the accelerator that is the device tier; None for the CPU. UsageError where it cannot be had."""
+    if stages == 1:
+        return choose_accelerator(options.device)
+    if options.device == "cuda":
+        raise UsageError("a pipeline's stages compute on CPUs for now: use --device cpu, or one process for the GPU")
+    return None
+
+
+def _device_limit(options: LaunchOptions, accelerator: str | None) -> int | None:
+    if accelerator is None or options.gpu_memory is not None:
+        return options.gpu_memory
+    return free_nbytes(accelerator)
+
+
+def run_options(options: LaunchOptions, launch: Launch | None = None) -> RunOptions:
     """How the runtime is told to execute a policy."""
+    accelerator = None if launch is None else launch.accelerator
     return RunOptions(
+        accelerator=accelerator,
+        accelerator_memory=None if launch is None or accelerator is None else launch.methods.gpu_memory,
         threads=options.threads or max(1, num_cores() // options.processes),
         weight_bits=options.weight_bits,
         cache_bits=options.cache_bits,

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from offload_host import GB, HOST, RATE
 from tiny_models import make_tiny_opt
@@ -101,7 +100,7 @@ def test_the_cache_takes_what_the_runtime_allocates(model, where, packing, lengt
     found = KvCache.nbytes(attention, places, layers=shape.layers)
     assert host_peaks.cache(costs).value(policy.placement) == pytest.approx(found, rel=1e-9)
     on_disk = KvCache.disk_nbytes(attention, places, layers=shape.layers)
-    on_disk += Activations.disk_nbytes(places, width=shape.hidden, dtype=np.dtype("<u2"))
+    on_disk += Activations.disk_nbytes(places, width=shape.hidden, itemsize=2)
     limits = {name: form.value(policy.placement) for name, form, _ in host_peaks.host_limits(costs)}
     assert limits["disk"] == pytest.approx(on_disk, abs=4096 * policy.num_batches)
 

@@ -19,11 +19,11 @@ from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.offload.machine.curves import Sample, seconds_of
 from flashllm.offload.machine.measure_disk import DiskProbe
-from flashllm.offload.runtime.layer import ROWS_TOGETHER, Projected, run_layer
+from flashllm.offload.runtime.layer import ROWS_TOGETHER, LayerTensors, Projected, run_layer
 from flashllm.offload.runtime.native_ops import NativeOps
+from flashllm.offload.runtime.ops import Matrix, Norm
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.runtime.tiers.weight_plan import packed_nbytes
-from flashllm.offload.runtime.tiers.weights import LayerTensors, Matrix, Norm
 
 Array = NDArray[Any]
 _SEQUENCES = 8  # of a decoding step's sample

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from flashllm.base.machine import available_nbytes
+from flashllm.offload.accelerators import has_cuda
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.profile_cpu import profile_cpu
 from flashllm.offload.machine.sampling import ProfileSizes, Report
@@ -23,22 +24,11 @@ def profile_machine(
     On a CPU the runtime's own products, attention and transfers; where torch sees a GPU, torch's. Raises FlashIOError
     when the folder cannot be written.
     """
-    if _has_cuda():
+    if has_cuda():
         from flashllm.offload.machine.profile_cuda import profile_cuda
 
         return profile_cuda(folder, report=report, sizes=sizes or ProfileSizes())
     return profile_cpu(folder, report=report, sizes=sizes or ProfileSizes(), dtype=dtype, threads=threads)
-
-
-def _has_cuda() -> bool:
-    """Whether torch can use a GPU. Torch, which takes seconds and much memory, is asked only where a driver is."""
-    if not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg")):
-        return False
-    try:
-        import torch
-    except ImportError:
-        return False
-    return bool(torch.cuda.is_available())
 
 
 def as_now(hardware: Hardware, folder: Path) -> Hardware:

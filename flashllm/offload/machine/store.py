@@ -28,15 +28,19 @@ def store_path() -> Path:
     return user_cache_dir() / "offload.json"
 
 
-def find_profile(folder: Path, dtype: str, store: Path | None = None) -> Hardware | None:
+def find_profile(folder: Path, dtype: str, store: Path | None = None, *, device: str | None = None) -> Hardware | None:
     """The profile of the drive that `folder` lies on, measured with `dtype`, else with another; None without one.
+
+    With `device` ("cpu" or "cuda") it is one of a machine whose device tier that is.
 
     FormatError where the store is damaged, FlashIOError where it cannot be read.
     """
     profiles = _load(store or store_path())
     drive = device_of(folder)
-    of_drive = [profiles[one] for one in sorted(profiles) if one[0] == drive]
-    return profiles.get((drive, dtype), of_drive[0] if of_drive else None)
+    found = {
+        one[1]: profiles[one] for one in sorted(profiles) if one[0] == drive and device in (None, profiles[one].device)
+    }
+    return found.get(dtype, next(iter(found.values()), None))
 
 
 def save_profile(folder: Path, hardware: Hardware, store: Path | None = None) -> None:

@@ -6,11 +6,12 @@ buffers they pass, states, and the working memory of a layer's worst moment. A t
 
 from flashllm.offload.planner.host_costs import KV_BLOCK, ROWS_TOGETHER, HostCostModel
 from flashllm.offload.planner.linear import CC, CD, CG, HC, HD, HG, WC, WD, WG, Linear, constant
+from flashllm.offload.shape import ModelShape
 
 BUFFERS = 2  # of each kind: what is computed with, and what arrives
 _GATHERED_ROWS = 1024  # rows of an embedding on disk that are read together
 _PAGE = 4096
-_SPARE = 24 << 20  # stacks, readers' bounce buffers, what an allocator holds back
+SPARE = 24 << 20  # stacks, readers' bounce buffers, what an allocator holds back
 
 
 def cached_positions(model: HostCostModel) -> int:
@@ -67,28 +68,28 @@ def states(model: HostCostModel, tokens: int) -> Linear:
     return kept + (HC + HD) * (2 * m.gpu_batch * row) + HD * ((BUFFERS + 1) * m.gpu_batch * row)
 
 
-def working(model: HostCostModel, tokens: int) -> float:
-    """The worst of a batch's moments: embedding, attention, FFN, head."""
-    shape, rows, item = model.shape, model.method.gpu_batch * tokens, model.shape.dtype_bytes
-    part = min(rows, ROWS_TOGETHER)
+def working(shape: ModelShape, rows: int, sequences: int) -> int:
+    """The worst of a batch's moments, `rows` tokens of `sequences`: embedding, attention, FFN, head."""
+    item, part = shape.dtype_bytes, min(rows, ROWS_TOGETHER)
     embedding = rows * 3 * shape.hidden * item
     attention = rows * (2 * shape.query_dim + 2 * shape.kv_dim) * item
-    packed = part * max(shape.ffn, shape.hidden, shape.query_dim) * 4  # a product's inputs, in fp32
-    ffn = part * (shape.ffn * (1 + shape.gated) + 2 * shape.hidden) * item + packed
-    head = model.method.gpu_batch * (shape.vocab * (item + 4) + 2 * shape.hidden * item)
+    inputs = part * max(shape.ffn, shape.hidden, shape.query_dim) * 4  # of a product, in fp32
+    ffn = part * (shape.ffn * (1 + shape.gated) + 2 * shape.hidden) * item + inputs
+    head = sequences * (shape.vocab * 4 + 2 * shape.hidden * item)
     # A batch's own states come on top where they are not among those kept; the first layer's are always new.
-    return max(embedding, attention + part * shape.hidden * item + packed, ffn + rows * shape.query_dim * item, head)
+    return max(embedding, attention + part * shape.hidden * item + inputs, ffn + rows * shape.query_dim * item, head)
 
 
 def host_limits(model: HostCostModel) -> list[tuple[str, Linear, int]]:
     """As `peaks.memory_limits`."""
     hardware, shape = model.hardware, model.shape
     kept, starting = weights(model)
-    kept += _SPARE
+    kept += SPARE
     blocks = cache(model)
     rows = [("device", kept + starting, hardware.device_usable)] if starting else []
     for tokens in (model.workload.prompt_len, 1):
-        peak = kept + blocks + states(model, tokens) + working(model, tokens)
+        batch = model.method.gpu_batch
+        peak = kept + blocks + states(model, tokens) + working(shape, batch * tokens, batch)
         rows.append(("device", peak, hardware.device_usable))
     on_disk = CD * (
         model.method.block_size * model.blocks_in_flight * shape.layers * sealed_blocks(model) * model.sealed_bytes

@@ -12,6 +12,7 @@ from flashllm.base.machine import num_cores
 from flashllm.base.units import format_size
 from flashllm.errors import BudgetError, UsageError
 from flashllm.offload.machine.hardware import Hardware
+from flashllm.offload.machine.machines import T4
 from flashllm.offload.machine.rates import RateCurve
 from flashllm.offload.machine.store import find_profile
 from flashllm.offload.planner.predict import Prediction, predict
@@ -35,11 +36,15 @@ class LocalPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Methods:
-    """What a job allows the planner to use. `gpu_memory` is the device tier's size, where it is not all the memory."""
+    """What a job allows the planner to use.
+
+    `gpu_memory` is the device tier's size: with an accelerator bytes of its own, else a part of `memory`, or all of it.
+    """
 
     memory: int  # bytes for weights, cache and working memory: all tiers but the disk
     disk: int  # bytes that scratch files may take
     folder: Path  # where they are made, which says the drive
+    accelerated: bool = False
     gpu_memory: int | None = None
     compress_weights: bool = False
     compress_cache: bool = False
@@ -51,7 +56,14 @@ class Methods:
 
 def local_hardware(shape: ModelShape, methods: Methods) -> Hardware:
     """This machine under the limits of a job, by its stored profile where there is one."""
-    hardware = find_profile(methods.folder, shape.dtype or "") or _typical()
+    if methods.accelerated:
+        hardware = find_profile(methods.folder, shape.dtype or "", device="cuda") or _typical_gpu()
+        return hardware.limited(
+            device_memory=(methods.gpu_memory or 0) + hardware.device_reserved,
+            cpu_memory=methods.memory + hardware.cpu_reserved,
+            disk_capacity=methods.disk,
+        )
+    hardware = find_profile(methods.folder, shape.dtype or "", device="cpu") or _typical()
     device = methods.memory if methods.gpu_memory is None else min(methods.gpu_memory, methods.memory)
     return hardware.limited(
         device_memory=device + hardware.device_reserved,
@@ -99,6 +111,7 @@ def plan_policy(
         attention_sparsity=methods.attention_sparsity,
         overlap=methods.overlap,
         blocks_in_flight=stages,
+        cpu_attention=(True,),  # what the runtime does with a cache beside the device
     )
     plan = search(shape, hardware, workload, space)
     return LocalPlan(policy=plan.policy, prediction=plan.prediction, source=hardware.source)
@@ -140,6 +153,11 @@ def of_size(policy: Policy, sequences: int) -> Policy:
     gpu_batch = min(policy.gpu_batch, sequences)
     fields = policy.to_json() | {"gpu_batch": gpu_batch, "num_batches": -(-sequences // gpu_batch)}
     return Policy.from_json(fields)
+
+
+def _typical_gpu() -> Hardware:
+    source = "a T4's figures: this machine has no profile, which `flashllm offload plan --profile` makes"
+    return replace(T4, name="this machine", source=source)
 
 
 def _typical() -> Hardware:

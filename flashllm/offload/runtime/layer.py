@@ -7,19 +7,26 @@ Rows are tokens of any sequences; attention, which alone looks at other rows, is
 weights in parts of at most ROWS_TOGETHER rows, so that the working memory does not grow with the batch.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.arch.spec import BlockSpec
-from flashllm.offload.runtime.native_ops import NativeOps
-from flashllm.offload.runtime.tiers.weights import LayerTensors, Matrix, Norm
+from flashllm.offload.runtime.ops import Array, Matrix, Norm, Ops
 
-Array = NDArray[Any]
 Positions = NDArray[np.int64]
 ROWS_TOGETHER = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """What one layer computes with: query, key, value, out, up, (gate,) down; attention_norm, ffn_norm."""
+
+    matrices: Mapping[str, Matrix]
+    norms: Mapping[str, Norm]
 
 
 class Projected(NamedTuple):
@@ -34,7 +41,7 @@ Attend = Callable[[Projected, Array], None]  # keeps keys and values; fills [row
 
 
 def run_layer(
-    ops: NativeOps, block: BlockSpec, weights: LayerTensors, x: Array, *, positions: Positions, attend: Attend
+    ops: Ops, block: BlockSpec, weights: LayerTensors, x: Array, *, positions: Positions, attend: Attend
 ) -> Array:
     """x [rows, d_model], changed, through one layer. `positions` [rows]."""
     mixed = ops.empty(len(x), block.query_dim)
@@ -51,7 +58,7 @@ def run_layer(
     return x
 
 
-def _project(ops: NativeOps, block: BlockSpec, weights: LayerTensors, x: Array, *, positions: Positions) -> Projected:
+def _project(ops: Ops, block: BlockSpec, weights: LayerTensors, x: Array, *, positions: Positions) -> Projected:
     made = Projected(*(ops.empty(len(x), width) for width in (block.query_dim, block.kv_dim, block.kv_dim)))
     for rows in _parts(len(x)):
         inputs = ops.norm(weights.norms["attention_norm"], x[rows]) if block.pre_norm else x[rows]
@@ -65,7 +72,7 @@ def _project(ops: NativeOps, block: BlockSpec, weights: LayerTensors, x: Array, 
     return made
 
 
-def _add_parts(ops: NativeOps, block: BlockSpec, norm: Norm, x: Array, part: Callable[[slice], Array]) -> None:
+def _add_parts(ops: Ops, block: BlockSpec, norm: Norm, x: Array, part: Callable[[slice], Array]) -> None:
     """x += part(rows), part by part, and the norm behind it where the block has it there."""
     for rows in _parts(len(x)):
         ops.add(x[rows], part(rows))
@@ -77,24 +84,21 @@ def _parts(count: int) -> list[slice]:
     return [slice(first, min(first + ROWS_TOGETHER, count)) for first in range(0, count, ROWS_TOGETHER)]
 
 
-def embed(ops: NativeOps, block: BlockSpec, rows: Array, positions: Array | None, project_in: Matrix | None) -> Array:
-    """Hidden states [rows, d_model] of rows of the embedding and, where it has them, of the position table."""
-    x = np.ascontiguousarray(rows)
+def embed(ops: Ops, block: BlockSpec, x: Array, positions: Array | None, project_in: Matrix | None) -> Array:
+    """Hidden states [rows, d_model] of the embedding's rows x, changed, and the position table's, where it has one."""
     if block.embedding_scale != 1.0:
         ops.scale(x, block.embedding_scale)
     if project_in is not None:
         x = ops.linear(project_in, x)
     if positions is not None:
-        ops.add(x, np.ascontiguousarray(positions))
+        ops.add(x, positions)
     return x
 
 
-def logits(
-    ops: NativeOps, norm: Norm | None, project_out: Matrix | None, head: Matrix, x: Array
-) -> NDArray[np.float32]:
+def logits(ops: Ops, norm: Norm | None, project_out: Matrix | None, head: Matrix, x: Array) -> NDArray[np.float32]:
     """fp32 logits [rows, vocab] after states x [rows, d_model]."""
     if norm is not None:
         x = ops.norm(norm, x)
     if project_out is not None:
         x = ops.linear(project_out, x)
-    return ops.widen(ops.linear(head, x))
+    return ops.logits(head, x)

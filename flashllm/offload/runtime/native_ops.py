@@ -4,6 +4,8 @@ Sums are fp32 and every result is rounded to the model's dtype. No result depend
 the number of threads, so a sequence gets the same answer in every batch. bfloat16 is held as its bits (uint16).
 """
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,13 @@ from numpy.typing import NDArray
 from flashllm import _core
 from flashllm.arch.spec import BlockSpec
 from flashllm.base.dtypes import WEIGHT_DTYPES
-from flashllm.offload.runtime.tiers.weights import Matrix, Norm
+from flashllm.offload.runtime.ops import Matrix, Norm
 
 Array = NDArray[Any]
 
 
 class NativeOps:
-    """Operations of one model on the CPU."""
+    """Operations of one model on the CPU: an `Ops`, whose methods it describes."""
 
     def __init__(self, block: BlockSpec, dtype: str, pool: _core.ThreadPool, *, simd: str = "auto") -> None:
         self.dtype = dtype
@@ -27,11 +29,13 @@ class NativeOps:
         self._elementwise = _core.Elementwise(dtype, pool, simd)
         self._frequencies = np.array(block.inverse_frequency or (), np.float32)
 
+    def task(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def empty(self, rows: int, width: int) -> Array:
         return np.empty((rows, width), self.storage)
 
     def linear(self, matrix: Matrix, x: Array) -> Array:
-        """x [rows, columns] times the transpose of `matrix`, plus its bias."""
         out = self.empty(len(x), matrix.rows)
         native: _core.Linear | _core.PackedLinear
         if matrix.bits is None:
@@ -43,31 +47,45 @@ class NativeOps:
         native.forward_many(x, out)
         return out
 
+    def logits(self, matrix: Matrix, x: Array) -> NDArray[np.float32]:
+        out = np.empty((len(x), matrix.rows), np.float32)
+        self._elementwise.widen(self.linear(matrix, x), out)
+        return out
+
     def norm(self, norm: Norm, x: Array) -> Array:
         out = np.empty_like(x)
         self._elementwise.normalize(x, out, self._block.norm, self._block.norm_epsilon, norm.weight, norm.bias)
         return out
 
     def rotate(self, x: Array, heads: int, positions: NDArray[np.int64], factor: float = 1.0) -> None:
-        """Turn the heads of x [rows, heads * head_dim] and multiply them by `factor`, in place, rounded once."""
         block = self._block
         self._elementwise.rotate(
             x, heads, positions, self._frequencies, block.rotary_dims, block.rotary_style, block.rotary_scaling, factor
         )
 
     def activate(self, x: Array, gate: Array | None) -> None:
-        """x = activation(x), or activation(gate) * x, in place."""
         self._elementwise.activate(x, gate, self._block.activation)
 
     def add(self, x: Array, y: Array) -> None:
-        """x += y."""
         self._elementwise.add(x, y)
 
     def scale(self, x: Array, factor: float) -> None:
-        """x *= factor."""
         self._elementwise.scale(x, factor)
 
-    def widen(self, x: Array) -> NDArray[np.float32]:
-        out = np.empty(x.shape, np.float32)
-        self._elementwise.widen(x, out)
+    def from_host(self, values: Array) -> Array:
+        return np.ascontiguousarray(values)
+
+    def to_host(self, x: Array, out: Array | None = None) -> Array:
+        if out is None:
+            return x.copy()
+        out[...] = x
         return out
+
+    def copy(self, x: Array) -> Array:
+        return x.copy()
+
+    def join(self, parts: Sequence[Array]) -> Array:
+        return np.concatenate(parts)
+
+    def rows(self, x: Array, index: NDArray[np.int64]) -> Array:
+        return np.ascontiguousarray(x[index])

@@ -32,9 +32,10 @@ from flashllm.offload.planner.schedules import (
     zigzag_block,
 )
 from flashllm.offload.policy import Policy
+from flashllm.offload.runtime.device_tier import DeviceTier, HostTier, Need
 from flashllm.offload.runtime.executor import Executor, Stopped
 from flashllm.offload.runtime.layer import Projected, embed, logits, run_layer
-from flashllm.offload.runtime.native_ops import NativeOps
+from flashllm.offload.runtime.ops import Array as DeviceArray
 from flashllm.offload.runtime.tasks import Task, tasks
 from flashllm.offload.runtime.tiers.activations import Activations
 from flashllm.offload.runtime.tiers.arrangement import Arrangement, arrange
@@ -43,7 +44,6 @@ from flashllm.offload.runtime.tiers.kv import KvCache
 from flashllm.offload.runtime.tiers.scratch import Scratch, open_reader
 from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.offload.runtime.tiers.weight_plan import plan_weights
-from flashllm.offload.runtime.tiers.weights import WeightStore
 from flashllm.offload.stages import Stage
 
 Array = NDArray[Any]
@@ -74,6 +74,8 @@ class RunOptions:
     cache_layout: CacheLayout = "kivi"
     schedule: Schedule = "zigzag"
     simd: str = "auto"
+    accelerator: str | None = None  # torch's name of the device; None: the CPU, by the native core
+    accelerator_memory: int | None = None  # bytes of it; None: what is free
     before_task: Callable[[Task], None] | None = None  # of tests: called in the worker before each task
 
 
@@ -119,8 +121,9 @@ class Runner:
             self._source = parts.enter_context(open_weights(model, stage))
             self.block, self.stage, self.num_layers = self._source.block, self._source.stage, self._source.num_layers
             self.context, self.vocab = self.block.context, self.block.vocab_size
-            dtype = self._source.dtype.name
-            self._ops = NativeOps(self.block, dtype, self._pool, simd=self.options.simd)
+            dtype, layout = self._source.dtype.name, self.options.cache_layout if policy.compress_cache else "plain"
+            self._tier: DeviceTier = self._open_tier(dtype, layout)
+            self._ops = self._tier.ops
             self.states_dtype = np.dtype(self._ops.storage)  # of hidden states
             self._attention = _core.BatchAttention(
                 heads=self.block.heads,
@@ -128,16 +131,17 @@ class Runner:
                 head_dim=self.block.head_dim,
                 dtype=dtype,
                 scale=1.0,  # queries are scaled already
-                layout=self.options.cache_layout if policy.compress_cache else "plain",
+                layout=layout,
                 bits=self.options.cache_bits,
                 pool=self._pool,
                 simd=self.options.simd,
             )
             bits = self.options.weight_bits if policy.compress_weights else None
             plan = plan_weights(self._source, policy, bits=bits)
-            self._check_memory(plan.memory_nbytes + plan.start_nbytes, "the weights")
+            self._kept, starting = self._tier.weights_need(plan)
+            self._check(self._kept + starting, "the weights")
             files = parts.enter_context(Scratch(scratch, plan.scratch_nbytes))
-            store = WeightStore(self._source, plan, pool=self._pool, scratch=files, reader=self._reader)
+            store = self._tier.open_weights(self._source, plan, pool=self._pool, scratch=files, reader=self._reader)
             self._weights = parts.enter_context(store)
             self.notices = self._weights.notices
             self._parts = parts.pop_all()
@@ -160,6 +164,11 @@ class Runner:
             raise ValueError("a stage of a pipeline needs its neighbours")
         return _Run(self, unfinished, progress or (lambda count: None), neighbours).execute()
 
+    def need(self, sequences: Sequence[jobs.Sequence]) -> Need:
+        """Bytes of each tier that a run of these sequences takes, the weights' included."""
+        sizes = [(len(sequence.prompt), sequence.max_length - 1) for sequence in sequences]
+        return self._kept + self._tier.block_need(self._attention, sizes, self.policy, layers=self.num_layers)
+
     def stop(self, error: FlashError | None = None) -> None:
         """End the run under way, which raises `error`, or Stopped. Any thread may call it."""
         with self._lock:
@@ -177,12 +186,27 @@ class Runner:
     ) -> None:
         self.close()
 
-    def _check_memory(self, nbytes: int, what: str) -> None:
-        if self._memory is not None and nbytes > self._memory:
-            raise BudgetError(
-                f"{what} need {format_size(nbytes)} of memory, and {format_size(self._memory)} is the limit for the "
-                "runtime; give more memory, a smaller batch, or a policy that keeps more on disk"
-            )
+    def _open_tier(self, dtype: str, layout: Literal["plain"] | CacheLayout) -> DeviceTier:
+        options, shape = self.options, self._source.model_shape
+        if options.accelerator is None:
+            return HostTier(self.block, shape, dtype, self._pool, simd=options.simd)
+        from flashllm.offload.runtime.accelerator.tier import AcceleratorTier, check_policy
+
+        check_policy(self.policy)
+        limit, bits = options.accelerator_memory, options.cache_bits
+        return AcceleratorTier(options.accelerator, self.block, shape, dtype, limit=limit, layout=layout, bits=bits)
+
+    def _check(self, need: Need, what: str) -> None:
+        accelerated = self.options.accelerator is not None
+        for nbytes, limit, of in (
+            (need.memory(accelerated=accelerated), self._memory, "memory"),
+            (need.device, self._tier.limit, "the accelerator's memory"),
+        ):
+            if limit is not None and nbytes > limit:
+                raise BudgetError(
+                    f"{what} need {format_size(nbytes)} of {of}, and {format_size(limit)} is the limit for the "
+                    "runtime; give more memory, a smaller batch, or a policy that keeps more on disk"
+                )
 
 
 class _Batch:
@@ -222,25 +246,21 @@ class _Run:
         self._began = self._prefilled = 0.0
         self._is_ending: Callable[[], bool] = lambda: False
         self._measure = BlockMeasure(prompt_tokens=sum(len(sequence.prompt) for sequence in sequences))
-        storage = runner._ops.storage
-        layers = runner.num_layers
-        kv_nbytes = KvCache.nbytes(runner._attention, self._arrangement, layers=layers)
-        runner._check_memory(
-            runner._weights.memory_nbytes + kv_nbytes, f"the weights and the cache of {len(sizes)} sequences"
-        )
+        layers, tier = runner.num_layers, runner._tier
+        self._need = runner.need(sequences)
+        runner._check(self._need, f"the weights, the cache and the working memory of {len(sizes)} sequences")
         kv_disk = KvCache.disk_nbytes(runner._attention, self._arrangement, layers=layers)
-        hidden_disk = Activations.disk_nbytes(self._arrangement, width=block.d_model, dtype=storage)
+        itemsize = runner._ops.storage.itemsize
+        hidden_disk = Activations.disk_nbytes(self._arrangement, width=block.d_model, itemsize=itemsize)
         self._scratch = Scratch(runner._scratch_folder, kv_disk + hidden_disk)
         self._disk: DiskFile | None = None
         with ExitStack() as parts:  # closed where something fails; else `execute` closes it
             parts.enter_context(self._scratch)
             if kv_disk + hidden_disk:
                 self._disk = DiskFile(self._scratch.create("run", kv_disk + hidden_disk), runner._reader)
-            self._kv = KvCache(
-                runner._attention, self._arrangement, layers=layers, disk=self._disk, share=policy.attention_sparsity
-            )
+            self._kv = tier.open_cache(runner._attention, sizes, policy, layers=layers, disk=self._disk)
             self._activations = Activations(
-                self._arrangement, width=block.d_model, dtype=storage, disk=self._disk, offset=kv_disk
+                self._arrangement, runner._ops, width=block.d_model, disk=self._disk, offset=kv_disk
             )
             parts.pop_all()
 
@@ -296,6 +316,10 @@ class _Run:
     def _work(self, task: Task) -> None:
         if self.r.options.before_task is not None:
             self.r.options.before_task(task)
+        with self.r._ops.task():
+            self._do(task)
+
+    def _do(self, task: Task) -> None:
         step = task.step
         if self._is_over:  # handed out before the last sequence ended
             return
@@ -318,7 +342,7 @@ class _Run:
             return
         elif step.action is Action.STORE_ACTIVATION and step.layer == self._last_layer:
             if self._neighbours is not None:
-                states = self._activations.take(step.batch, task.square)
+                states = self.r._ops.to_host(self._activations.take(step.batch, task.square))
                 self._neighbours.give(step.batch, step.token, batch.active, states)
         elif step.action is Action.STORE_ACTIVATION:
             self._activations.store(step.batch, self._rows_by_tier(step, batch))
@@ -337,7 +361,7 @@ class _Run:
             for row, token_id in zip(active, values.tolist(), strict=True):
                 batch.members[row].output.append(token_id)
         elif active:
-            self._activations.put(step.batch, values)
+            self._activations.put(step.batch, self.r._ops.from_host(values))
         else:  # passed on at once: where all batches have ended no task follows
             self._neighbours.give(step.batch, step.token, active, values)
         batch.active = active
@@ -365,7 +389,7 @@ class _Run:
 
         keep = self._kv.prompt if step.token == 0 else self._kv.decode
 
-        def attend(made: Projected, out: Array) -> None:
+        def attend(made: Projected, out: DeviceArray) -> None:
             keep(task, made, out)
 
         weights = runner._weights.layer(step.layer, task.weights)
@@ -378,7 +402,7 @@ class _Run:
             return np.concatenate([np.arange(len(sequence.prompt), dtype=np.int64) for sequence in batch.members])
         return np.array([position for position in batch.positions(token) if position is not None], np.int64)
 
-    def _embed(self, batch: _Batch, token: int) -> Array:
+    def _embed(self, batch: _Batch, token: int) -> DeviceArray:
         if token == 0:
             ids = np.concatenate([np.asarray(sequence.prompt, np.int64) for sequence in batch.members])
         else:
@@ -391,7 +415,7 @@ class _Run:
         """The output head, and each sequence's next token."""
         if task.step.token == 0:
             ends = np.cumsum([len(sequence.prompt) for sequence in batch.members]) - 1
-            x = np.ascontiguousarray(x[ends])
+            x = self.r._ops.rows(x, ends)
         store = self.r._weights
         scores = logits(self.r._ops, store.final_norm, store.project_out, store.head(task.weights), x)
         for row, scored in zip(list(batch.active), scores, strict=True):

@@ -10,6 +10,8 @@ from transformers import AutoTokenizer, OPTForCausalLM
 import flashllm
 from flashllm.errors import BudgetError, FormatError, UsageError
 from flashllm.generate.sampling import SamplingOptions
+from flashllm.offload import launch
+from flashllm.offload.accelerators import choose_accelerator
 from flashllm.offload.engine import OffloadEngine
 
 CONTEXT = 64
@@ -91,6 +93,32 @@ def test_a_policy_is_planned_from_the_prompts(tiny, tmp_path, expected):
         assert one.policy.block_size >= 1
         assert [output.token_ids for output in one.generate(PROMPTS, samplings())] == expected  # planned again
     assert any("planned a policy from typical figures" in notice for notice in one.notices)
+
+
+@pytest.mark.parametrize("policy", [None, POLICY], ids=["planned", "given"])
+def test_an_accelerator_gives_the_same_answers(tiny, tmp_path, expected, policy, monkeypatch):
+    """The device tier by torch, on its "cpu": planned for, opened and used as a GPU would be."""
+    monkeypatch.setattr(launch, "choose_accelerator", lambda device: "cpu")
+    monkeypatch.setattr(launch, "free_nbytes", lambda accelerator: 10**9)
+    with engine(tiny, tmp_path, policy=policy, memory="4GB") as one:
+        assert [output.token_ids for output in one.generate(PROMPTS, samplings())] == expected
+        assert one._runner.options.accelerator == "cpu"
+    with (
+        engine(tiny, tmp_path, policy=policy, memory="4GB", gpu_memory="100kB") as one,
+        pytest.raises(BudgetError, match=r"device memory|accelerator's memory"),
+    ):
+        one.generate(PROMPTS, samplings())
+
+
+def test_a_gpu_that_is_not_there_is_refused(tiny, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    with engine(tiny, tmp_path, device="cuda") as one, pytest.raises(UsageError, match=r"cuda.*use --device cpu"):
+        one.generate(PROMPTS[:1])
+    with pytest.raises(UsageError, match="--device"):
+        engine(tiny, tmp_path, device="tpu")
+    for device in ("cpu", "auto"):
+        assert choose_accelerator(device) is None
 
 
 def test_a_prompt_that_is_too_long_fails_alone(tiny, tmp_path, expected):

@@ -8,60 +8,13 @@ import torch
 from arch_models import CONTEXT, VARIANTS, make_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from offload_runs import CPU, DEVICE, DISK, LENGTHS, MIXED, NEW, answers, policy, sequences
 
 from flashllm.convert.run import convert
 from flashllm.errors import BudgetError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs.sequences import Sequence
-from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.run import Runner, RunOptions, Stopped
-
-LENGTHS = (1, 7, 63, 64, 65, 100, 3, 130)  # prompts, about a KV block and two
-NEW = 20
-DEVICE, CPU, DISK = (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)
-MIXED = (0.4, 0.3, 0.3)
-
-
-def policy(weights=DEVICE, cache=DEVICE, hidden=DEVICE, **other):
-    names = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
-    return Policy(**{"gpu_batch": 3, **other}, **dict(zip(names, (*weights, *cache, *hidden), strict=True)))
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """A variant's (Hugging Face folder, prompts, answers of `generate`), made once."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            path = make_checkpoint(tmp_path_factory.mktemp("offload") / "hf", VARIANTS[name])
-            reference = AutoModelForCausalLM.from_pretrained(path).eval()
-            generator = torch.Generator().manual_seed(7)
-            prompts = [torch.randint(4, 300, (n,), generator=generator).tolist() for n in LENGTHS]
-            answers = []
-            for prompt in prompts:
-                out = reference.generate(
-                    torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=1
-                )
-                answers.append(out[0, len(prompt) :].tolist())
-            made[name] = path, prompts, answers
-        return made[name]
-
-    return get
-
-
-def sequences(prompts, new=NEW):
-    greedy = SamplingOptions(max_new_tokens=new)
-    return [Sequence(prompt, greedy, decoder=None, end_ids=frozenset()) for prompt in prompts]
-
-
-def answers(path, prompts, scratch, chosen, new=NEW, **options):
-    made = sequences(prompts, new)
-    with Runner(path, chosen, scratch=scratch, options=RunOptions(threads=2, **options)) as runner:
-        runner.run(made)
-    assert not list(scratch.iterdir()), "scratch files stayed"
-    return [list(sequence.output) for sequence in made]
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))

@@ -4,50 +4,48 @@ Those of the device stay where the layer left them. Those of the CPU tier, and o
 and back before the next.
 """
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm.offload.runtime.ops import Array, HostArray, Ops
 from flashllm.offload.runtime.tasks import BUFFERS
 from flashllm.offload.runtime.tiers.arrangement import Arrangement
 from flashllm.offload.runtime.tiers.disk import DiskFile
 from flashllm.offload.runtime.tiers.scratch import round_up
-
-Array = NDArray[Any]
 
 
 class Activations:
     """Hidden states [rows, width] of each batch; the rows are those of its sequences, one after the other."""
 
     def __init__(
-        self, arrangement: Arrangement, *, width: int, dtype: np.dtype[Any], disk: DiskFile | None, offset: int = 0
+        self, arrangement: Arrangement, ops: Ops, *, width: int, disk: DiskFile | None, offset: int = 0
     ) -> None:
         """`disk` has room for `disk_nbytes` of the arrangement from `offset` on."""
-        self._arrangement, self._width, self._dtype, self._disk = arrangement, width, dtype, disk
+        self._arrangement, self._ops, self._width, self._disk = arrangement, ops, width, disk
+        self._dtype = dtype = ops.storage
         self._offsets: list[int] = []
         for batch in range(len(arrangement.batches)):
             self._offsets.append(offset)
-            offset += self._region_nbytes(arrangement, batch, width, dtype)
-        most = max((self._region_nbytes(arrangement, b, width, dtype) for b in range(len(self._offsets))), default=0)
+            offset += self._region_nbytes(arrangement, batch, width, dtype.itemsize)
+        regions = (self._region_nbytes(arrangement, b, width, dtype.itemsize) for b in range(len(self._offsets)))
+        most = max(regions, default=0)
         self._inbox = [
             np.asarray(_core.allocate(most))[:most] if most else np.empty(0, np.uint8) for _ in range(BUFFERS)
         ]
         self._outbox = np.asarray(_core.allocate(most))[:most] if most else np.empty(0, np.uint8)
         self._device: dict[int, Array] = {}  # batch -> states of the device tier
-        self._cpu: dict[int, Array] = {}
+        self._cpu: dict[int, HostArray] = {}
         self._loaded: dict[int, list[Array]] = {}  # buffer -> parts that have arrived
 
     @staticmethod
-    def _region_nbytes(arrangement: Arrangement, batch: int, width: int, dtype: np.dtype[Any]) -> int:
+    def _region_nbytes(arrangement: Arrangement, batch: int, width: int, itemsize: int) -> int:
         rows = sum(place.prompt for place in arrangement.batches[batch] if place.hidden_tier == "d")
-        return round_up(rows * width * dtype.itemsize)
+        return round_up(rows * width * itemsize)
 
     @classmethod
-    def disk_nbytes(cls, arrangement: Arrangement, *, width: int, dtype: np.dtype[Any]) -> int:
+    def disk_nbytes(cls, arrangement: Arrangement, *, width: int, itemsize: int) -> int:
         """Bytes of the file that the prompts' states take, which later steps' are smaller than."""
-        return sum(cls._region_nbytes(arrangement, batch, width, dtype) for batch in range(len(arrangement.batches)))
+        return sum(cls._region_nbytes(arrangement, batch, width, itemsize) for batch in range(len(arrangement.batches)))
 
     def put(self, batch: int, states: Array) -> None:
         """What a computation made, before it is stored."""
@@ -58,33 +56,33 @@ class Activations:
         device, cpu, disk = rows
         states = self._device[batch]
         if cpu:
-            self._cpu[batch] = states[device : device + cpu].copy()
+            self._cpu[batch] = self._ops.to_host(states[device : device + cpu])
         if disk:
-            part = np.ascontiguousarray(states[device + cpu :]).reshape(-1).view(np.uint8)
-            run = self._outbox[: round_up(part.nbytes)]
-            run[: part.nbytes] = part
+            nbytes = disk * self._width * self._dtype.itemsize
+            run = self._outbox[: round_up(nbytes)]
+            self._ops.to_host(states[device + cpu :], run[:nbytes].view(self._dtype).reshape(disk, self._width))
             self._file().write([(self._offsets[batch], run)])
         if cpu or disk:
-            self._device[batch] = states[:device].copy()
+            self._device[batch] = self._ops.copy(states[:device])
 
     def load(self, batch: int, buffer: int, rows: tuple[int, int, int]) -> None:
         """Bring what `store` moved back into the buffer."""
         _, cpu, disk = rows
         parts: list[Array] = []
         if cpu:
-            parts.append(self._cpu[batch].copy())
+            parts.append(self._ops.from_host(self._cpu[batch]))
         if disk:
             nbytes = disk * self._width * self._dtype.itemsize
             run = self._inbox[buffer][: round_up(nbytes)]
             self._file().read([(self._offsets[batch], run)])
-            parts.append(run[:nbytes].view(self._dtype).reshape(disk, self._width))
+            parts.append(self._ops.from_host(run[:nbytes].view(self._dtype).reshape(disk, self._width)))
         self._loaded[buffer] = parts
 
     def take(self, batch: int, buffer: int) -> Array:
         """The batch's states [rows, width], to be computed with and changed."""
         parts = self._loaded.pop(buffer, [])
         states = self._device.pop(batch)
-        return np.concatenate([states, *parts]) if parts else states
+        return self._ops.join([states, *parts]) if parts else states
 
     def _file(self) -> DiskFile:
         if self._disk is None:

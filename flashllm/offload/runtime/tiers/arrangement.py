@@ -60,8 +60,11 @@ def tiers(count: int, device: float, cpu: float) -> list[str]:
     return ["g"] * on_device + ["c"] * (in_memory - on_device) + ["d"] * (count - in_memory)
 
 
-def arrange(sequences: Sequence[tuple[int, int]], policy: Policy) -> Arrangement:
-    """Batches of `policy.gpu_batch` of the `sequences`, (prompt tokens, cached positions at most) each, in order."""
+def arrange(sequences: Sequence[tuple[int, int]], policy: Policy, *, tiers_of: str = "gcd") -> Arrangement:
+    """Batches of `policy.gpu_batch` of the `sequences`, (prompt tokens, cached positions at most) each, in order.
+
+    Only those whose cache is on one of `tiers_of` are there; a batch may then be empty.
+    """
     batches: list[tuple[Place, ...]] = []
     open_slots = sealed_slots = disk_slots = most_staged = most_prompt = 0
     for first in range(0, len(sequences), policy.gpu_batch):
@@ -70,6 +73,8 @@ def arrange(sequences: Sequence[tuple[int, int]], policy: Policy) -> Arrangement
         places: list[Place] = []
         staged = prompts = 0
         for (prompt, positions), tier, hidden_tier in zip(batch, cache, hidden, strict=True):
+            if tier not in tiers_of:
+                continue
             moves = policy.compress_cache or tier == "d"
             place = Place(
                 tier=tier,

@@ -76,17 +76,29 @@ class KvCache:
 
         out: [tokens, heads * head_dim] of the model's dtype.
         """
-        layer, first = task.step.layer, 0
+        self.keep_prompt(task, made.keys, made.values)
+        first = 0
         for place in self._arrangement.batches[task.step.batch]:
             rows = slice(first, first + place.prompt)
             first += place.prompt
-            if place.moves:
-                arena, slot = self._prompt[task.square], place.prompt_slot
-            else:
-                arena, slot = self._open, self._open_slot(place, layer)
-            positions = np.arange(place.prompt, dtype=np.int32)
-            self._attention.write(made.keys[rows], made.values[rows], arena, slot + positions // KV_BLOCK, positions)
+            arena, slot = self._prompt_blocks(task, place)
             self._attention.prompt(made.queries[rows], arena, slot, 0, out[rows])
+
+    def keep_prompt(self, task: Task, keys: Array, values: Array) -> None:
+        """What `prompt` keeps, where something else attends: keys and values [tokens, kv_heads * head_dim]."""
+        first = 0
+        for place in self._arrangement.batches[task.step.batch]:
+            rows = slice(first, first + place.prompt)
+            first += place.prompt
+            arena, slot = self._prompt_blocks(task, place)
+            positions = np.arange(place.prompt, dtype=np.int32)
+            self._attention.write(keys[rows], values[rows], arena, slot + positions // KV_BLOCK, positions)
+
+    def _prompt_blocks(self, task: Task, place: Place) -> tuple[Bytes, int]:
+        """The arena that a prompt's blocks are written to, and the first one's slot."""
+        if place.moves:
+            return self._prompt[task.square], place.prompt_slot
+        return self._open, self._open_slot(place, task.step.layer)
 
     def store_prompt(self, task: Task) -> None:
         """Move what `prompt` left in the buffer: full blocks to their tier, the rest to the tail."""

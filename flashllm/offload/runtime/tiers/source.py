@@ -31,6 +31,7 @@ from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, RESIDENT, checksums_tensor, ffn_tensor
 from flashllm.format.rows import row_checksums, unpack_rows
 from flashllm.format.safetensors import SafetensorsFile, TensorInfo, open_safetensors
+from flashllm.offload.shape import ModelShape
 from flashllm.offload.stages import Stage, whole
 
 Array = NDArray[Any]
@@ -84,6 +85,25 @@ class WeightSource(ABC):
     def shapes(self) -> Mapping[str, Shape]:
         """Canonical name -> shape of every tensor the stage has."""
         return self._shapes
+
+    @property
+    def model_shape(self) -> ModelShape:
+        """The stage's sizes."""
+        arch, block = self.architecture, self.block
+        return ModelShape(
+            name=self.path.name,
+            layers=self.num_layers,
+            hidden=block.d_model,
+            ffn=arch.d_ff,
+            heads=block.heads,
+            kv_heads=block.kv_heads,
+            head_dim=block.head_dim,
+            vocab=block.vocab_size,
+            gated=arch.gated,
+            tied=block.tied_head,
+            dtype_bytes=self.dtype.itemsize,
+            dtype=self.dtype.name,
+        )
 
     def extent(self, name: str) -> Extent | None:
         """Where the tensor lies as it is; None where it must be read with `read`."""

@@ -64,6 +64,7 @@ class WeightPlan:
     table_home: str  # of the embedding; with a head tied to it on the device, the same array
     bits: int | None  # of the layers' matrices
     buffer_nbytes: int  # one staging buffer
+    read_nbytes: int  # of it what comes from the disk, which lies first
     staging_buffers: int
     gather_nbytes: int  # where rows of an embedding on disk are read to
     small_nbytes: int  # norms, biases, positions, projections
@@ -71,6 +72,7 @@ class WeightPlan:
     cpu_nbytes: int
     scratch_nbytes: int
     start_nbytes: int  # memory needed while the weights are brought to their tiers, and no longer
+    arriving_nbytes: int  # likewise, of weights on their way to an accelerator
     bundles: tuple[Bundle, ...] = field(repr=False)  # of the layers, then that of head and embedding
 
     @property
@@ -83,8 +85,18 @@ class WeightPlan:
 
     @property
     def memory_nbytes(self) -> int:
-        """All the memory that the weights take while a run lasts."""
+        """All the memory that the weights take while a run lasts, where the device tier is of the same memory."""
         return self.resident_nbytes + self.staging_nbytes
+
+    @property
+    def accelerator_nbytes(self) -> int:
+        """What they take on an accelerator that is the device tier."""
+        return self.device_nbytes + self.staging_buffers * self.buffer_nbytes
+
+    @property
+    def beside_nbytes(self) -> int:
+        """What they take of memory then."""
+        return self.cpu_nbytes + self.staging_buffers * self.read_nbytes + self.gather_nbytes
 
 
 def assign(sizes: Mapping[str, int], fractions: tuple[float, float, float]) -> dict[str, str]:
@@ -135,6 +147,7 @@ def plan_weights(
         table_home=table,
         bits=bits,
         buffer_nbytes=layout.buffer_nbytes,
+        read_nbytes=layout.read_nbytes,
         staging_buffers=staging_buffers,
         gather_nbytes=GATHERED_ROWS * gather_stride(source) if table == DISK and source.stage.is_first else 0,
         small_nbytes=small,
@@ -142,6 +155,7 @@ def plan_weights(
         cpu_nbytes=layout.held[CPU],
         scratch_nbytes=layout.scratch_nbytes,
         start_nbytes=0 if bits is None else sum(sizes.values()) * itemsize,
+        arriving_nbytes=layout.arriving_nbytes,
         bundles=tuple(layout.bundles),
     )
 
@@ -152,7 +166,7 @@ class _Layout:
     def __init__(self, source: WeightSource, bits: int | None) -> None:
         self._source, self._bits = source, bits
         self.held = {DEVICE: 0, CPU: 0}
-        self.buffer_nbytes = self.scratch_nbytes = 0
+        self.buffer_nbytes = self.read_nbytes = self.arriving_nbytes = self.scratch_nbytes = 0
         self.bundles: list[Bundle] = []
 
     def add(self, wanted: Mapping[str, tuple[str, str]], *, packed: bool = False) -> None:
@@ -160,7 +174,8 @@ class _Layout:
         bits = self._bits if packed else None
         extents = {short: None if bits else self._source.extent(name) for short, (name, _) in wanted.items()}
         tensors: dict[str, TieredTensor] = {}
-        end = 0  # of the staging buffer
+        end = read = 0  # of the staging buffer
+        held = self.held[DEVICE]
         # Read as they are, then from the scratch file as one run, then copied from the CPU tier.
         order = sorted(wanted, key=lambda short: (wanted[short][1] == CPU, extents[short] is None))
         for short in order:
@@ -174,6 +189,7 @@ class _Layout:
             gathered = short == "table" and (home == CPU or extent is not None)  # rows of it pass no staging buffer
             if home in (CPU, DISK) and not gathered:
                 end += tensor.room
+                read = end if home == DISK else read
             tensors[short] = tensor
         scratched = [one for one in tensors.values() if one.home == DISK and one.extent is None]
         image = (0, 0)
@@ -182,6 +198,8 @@ class _Layout:
         self.bundles.append(Bundle(tensors, image, self.scratch_nbytes))
         self.scratch_nbytes += image[1] - image[0]
         self.buffer_nbytes = max(self.buffer_nbytes, end)
+        self.read_nbytes = max(self.read_nbytes, read)
+        self.arriving_nbytes = max(self.arriving_nbytes, self.held[DEVICE] - held)
 
 
 def _small_nbytes(source: WeightSource) -> int:

@@ -10,7 +10,6 @@ whoever loads a buffer sees to it that nobody uses it.
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -20,6 +19,8 @@ from numpy.typing import NDArray
 
 from flashllm import _core
 from flashllm.errors import UsageError
+from flashllm.offload.runtime.layer import LayerTensors
+from flashllm.offload.runtime.ops import Array, Matrix, Norm
 from flashllm.offload.runtime.tiers.scratch import ALIGNMENT, Scratch, ScratchFile, open_reader, round_up
 from flashllm.offload.runtime.tiers.source import ATTENTION, Extent, WeightSource
 from flashllm.offload.runtime.tiers.weight_plan import (
@@ -33,35 +34,7 @@ from flashllm.offload.runtime.tiers.weight_plan import (
     small_tensors,
 )
 
-Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A matrix where it lies now: a view of memory."""
-
-    array: Array  # [rows, columns] of the dtype's storage, or packed bytes
-    rows: int  # outputs
-    columns: int  # inputs
-    bits: int | None  # of a packed one
-    bias: NDArray[np.float32] | None  # [rows]
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """Weight and bias of a norm, [d_model] each; None where it has none."""
-
-    weight: NDArray[np.float32] | None
-    bias: NDArray[np.float32] | None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTensors:
-    """What one layer computes with: query, key, value, out, up, (gate,) down; attention_norm, ffn_norm."""
-
-    matrices: Mapping[str, Matrix]
-    norms: Mapping[str, Norm]
 
 
 class WeightStore:
@@ -99,13 +72,11 @@ class WeightStore:
         self._gathering = threading.Lock()
         self._files: dict[Path, _core.DirectFile] = {}
         self._scratch: ScratchFile | None = None
-        self._memory = {
-            DEVICE: _allocate(self.plan.device_nbytes - self.plan.small_nbytes),
-            CPU: _allocate(self.plan.cpu_nbytes),
-        }
-        self._buffers = [_allocate(self.plan.buffer_nbytes) for _ in range(plan.staging_buffers)]
-        self._gathered = _allocate(self.plan.gather_nbytes)
-        self._small = {name: self._read_small(source, name) for name in small_tensors(source)}
+        self._memory: dict[str, Bytes] = {}  # of tiers, beside an accelerator
+        self._buffers: list[Bytes] = []
+        self._reserve()
+        self._gathered = allocate(self.plan.gather_nbytes)
+        self._small: dict[str, Array] = {name: self._read_small(source, name) for name in small_tensors(source)}
         if self.plan.scratch_nbytes:
             self._scratch = cast(Scratch, scratch).create("weights", self.plan.scratch_nbytes)
         self._fill(source, progress)
@@ -138,7 +109,7 @@ class WeightStore:
                 self._busy_since = time.perf_counter()
             self._loads += 1
         try:
-            self._load(self.plan.bundles[layer], self._buffers[buffer])
+            self._load(self.plan.bundles[layer], buffer)
         finally:
             with self._lock:
                 self._loads -= 1
@@ -151,13 +122,13 @@ class WeightStore:
         matrices = {}
         for name in self.plan.homes:
             bias = self._small.get(bias_name(layer, name))
-            matrices[name] = self._matrix(bundle.tensors[name], self._buffers[buffer], self.plan.bits, bias)
+            matrices[name] = self._matrix(bundle.tensors[name], buffer, self.plan.bits, bias)
         norms = {name: self._norm(f"layers.{layer}.{name}") for name in ("attention_norm", "ffn_norm")}
         return LayerTensors(matrices, norms)
 
     def head(self, buffer: int) -> Matrix:
         """The output head [vocab, embed_dim] where it lies once `buffer` is loaded."""
-        return self._matrix(self.plan.bundles[-1].tensors["head"], self._buffers[buffer], None, None)
+        return self._matrix(self.plan.bundles[-1].tensors["head"], buffer, None, None)
 
     @property
     def final_norm(self) -> Norm | None:
@@ -178,8 +149,9 @@ class WeightStore:
         """Rows [n, embed_dim] of the embedding, in the model's dtype; read from the disk where it lies there."""
         outer = self.plan.bundles[-1].tensors
         table = outer["table"] if "table" in outer else outer["head"]
-        if table.home != DISK:
-            return cast(Array, self._in_memory(table)[ids])
+        return self._in_memory(table)[ids] if table.home != DISK else self._gathered_rows(table, ids)
+
+    def _gathered_rows(self, table: TieredTensor, ids: NDArray[np.integer[Any]]) -> NDArray[Any]:
         distinct, inverse = np.unique(ids, return_inverse=True)
         if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < table.rows:
             raise UsageError(f"token ids must be from 0 to {table.rows - 1}")
@@ -187,12 +159,12 @@ class WeightStore:
         with self._gathering:
             for first in range(0, len(distinct), GATHERED_ROWS):
                 self._gather(table, distinct[first : first + GATHERED_ROWS], rows[first : first + GATHERED_ROWS])
-        return cast(Array, rows[inverse])
+        return cast(NDArray[Any], rows[inverse])
 
     def position_rows(self, positions: NDArray[np.integer[Any]]) -> Array | None:
         """Rows [n, d_model] of the learned positions; None where the model has none."""
         table = self._small.get("positions.weight")
-        return None if table is None else cast(Array, table[positions + self._block.position_offset])
+        return None if table is None else table[positions + self._block.position_offset]
 
     def close(self) -> None:
         """Give memory and files back."""
@@ -210,27 +182,45 @@ class WeightStore:
 
     # At the start ----------------------------------------------------------------------------------------------
 
-    def _read_small(self, source: WeightSource, name: str) -> Array:
+    def _reserve(self) -> None:
+        """Allocate the tiers' memory and the staging buffers."""
+        self._memory[DEVICE] = allocate(self.plan.device_nbytes - self.plan.small_nbytes)
+        self._memory[CPU] = allocate(self.plan.cpu_nbytes)
+        self._buffers = [allocate(self.plan.buffer_nbytes) for _ in range(self.plan.staging_buffers)]
+
+    def _home(self, bundle: Bundle, tier: str) -> tuple[Bytes, int]:
+        """Memory that a bundle's tensors of a tier are brought to, and the tier's byte that it begins with."""
+        return self._memory[tier], 0
+
+    def _settle(self, bundle: Bundle) -> None:
+        """What is to be done with a bundle that is in the memory of `_home`."""
+
+    def _read_small(self, source: WeightSource, name: str) -> NDArray[Any]:
         if len(source.shapes[name]) == 1:
-            return cast(Array, source.vector(name))
+            return cast(NDArray[Any], source.vector(name))
         array = np.empty(source.shapes[name], source.dtype.storage)
         source.read({name: array})
         return array
 
     def _fill(self, source: WeightSource, progress: Callable[[int, int], None] | None) -> None:
         """Bring every tensor to its tier, a layer at a time."""
-        image = self._buffers[0] if self._buffers else _allocate(self.plan.buffer_nbytes)
+        image = self._buffers[0] if self._buffers else allocate(self.plan.buffer_nbytes)
         for number, bundle in enumerate(self.plan.bundles):
             # 1. What is read as it is, into memory; files of the disk tier are opened to see that they are there.
             found = [one for one in bundle.tensors.values() if one.extent is not None]
-            self._wait(self._submit([(one, self._memory[one.home]) for one in found if one.home != DISK]))
+            homes = {tier: self._home(bundle, tier) for tier in (DEVICE, CPU)} | {DISK: (image, 0)}
+            self._wait(self._submit([(one, *homes[one.home]) for one in found if one.home != DISK]))
             for one in found:
                 self._file(cast(Extent, one.extent).path)
             # 2. What is put together or packed: into memory, or into the image of the scratch file.
             made = [one for one in bundle.tensors.values() if one.extent is None]
-            places = {one.name: self._memory.get(one.home, image)[one.start : one.start + one.nbytes] for one in made}
+            places = {}
+            for one in made:
+                memory, begin = homes[one.home]
+                places[one.name] = memory[one.start - begin : one.start - begin + one.nbytes]
             if made:
                 self._make(source, made, places, packed=number < self.num_layers)
+            self._settle(bundle)
             first, last = bundle.image
             if last > first:
                 cast(ScratchFile, self._scratch).write(bundle.scratch_offset, image[first:last])
@@ -252,7 +242,7 @@ class WeightStore:
         # Not from the heap, which would keep the room of what it has once freed.
         sizes = {one.name: one.rows * one.columns * self._dtype.itemsize for one in made}
         wide = {
-            one.name: _allocate(sizes[one.name])[: sizes[one.name]].view(storage).reshape(one.rows, one.columns)
+            one.name: allocate(sizes[one.name])[: sizes[one.name]].view(storage).reshape(one.rows, one.columns)
             for one in made
         }
         source.read(wide)
@@ -261,33 +251,38 @@ class WeightStore:
 
     # Memory and files ------------------------------------------------------------------------------------------
 
-    def _load(self, bundle: Bundle, buffer: Bytes) -> None:
-        tensors = [one for name, one in bundle.tensors.items() if name != "table"]
-        batches = self._submit([(one, buffer) for one in tensors if one.home == DISK and one.extent is not None])
+    def _load(self, bundle: Bundle, buffer: int) -> None:
+        batches = self._start_reads(bundle, self._buffers[buffer])
+        for one in loaded_tensors(bundle):
+            if one.home == CPU:
+                start = one.start + one.skip
+                source = self._memory[CPU][start : start + one.nbytes]
+                np.copyto(self._buffers[buffer][one.staged_at : one.staged_at + one.nbytes], source)
+        self._wait(batches)
+
+    def _start_reads(self, bundle: Bundle, buffer: Bytes) -> list[_core.ReadBatch]:
+        """Start to read a bundle's tensors of the disk into a staging buffer."""
+        tensors = loaded_tensors(bundle)
+        batches = self._submit([(one, buffer, 0) for one in tensors if one.home == DISK and one.extent is not None])
         first, last = bundle.image
         if last > first:
             batch = _core.ReadBatch(self._reader, cast(ScratchFile, self._scratch).file)
             batch.add(bundle.scratch_offset, buffer[first:last])
             batch.submit()
             batches.append(batch)
-        for one in tensors:
-            if one.home == CPU:
-                start = one.start + one.skip
-                source = self._memory[CPU][start : start + one.nbytes]
-                np.copyto(buffer[one.staged_at : one.staged_at + one.nbytes], source)
-        self._wait(batches)
+        return batches
 
-    def _submit(self, wanted: list[tuple[TieredTensor, Bytes]]) -> list[_core.ReadBatch]:
-        """Start reading tensors, each with the whole blocks around it, to their places in memory."""
+    def _submit(self, wanted: list[tuple[TieredTensor, Bytes, int]]) -> list[_core.ReadBatch]:
+        """Start reading tensors, with the whole blocks around each, to their places in memory that begins there."""
         batches: dict[Path, _core.ReadBatch] = {}
-        for one, memory in wanted:
+        for one, memory, first in wanted:
             extent = cast(Extent, one.extent)
             file = self._file(extent.path)
             if extent.path not in batches:
                 batches[extent.path] = _core.ReadBatch(self._reader, file)
             begin = extent.offset - one.skip
             end = min(begin + one.room, file.size)
-            batches[extent.path].add(begin, memory[one.start : one.start + end - begin])
+            batches[extent.path].add(begin, memory[one.start - first : one.start - first + end - begin])
         for batch in batches.values():
             batch.submit()
         return list(batches.values())
@@ -297,7 +292,7 @@ class WeightStore:
         with self._lock:
             self.bytes_read += nbytes
 
-    def _gather(self, table: TieredTensor, ids: NDArray[np.integer[Any]], rows: Array) -> None:
+    def _gather(self, table: TieredTensor, ids: NDArray[np.integer[Any]], rows: NDArray[Any]) -> None:
         """Fill `rows` with the embedding's rows of `ids`, which are distinct and ascending."""
         bundle = self.plan.bundles[-1]
         if table.extent is not None:
@@ -324,10 +319,10 @@ class WeightStore:
             self._files[path] = _core.DirectFile(str(path))
         return self._files[path]
 
-    def _matrix(self, one: TieredTensor, buffer: Bytes, bits: int | None, bias: NDArray[np.float32] | None) -> Matrix:
-        memory, start = self._memory.get(one.home, buffer), one.start + one.skip
-        if one.home == CPU:
-            memory, start = buffer, one.staged_at
+    def _matrix(self, one: TieredTensor, buffer: int, bits: int | None, bias: Array | None) -> Matrix:
+        memory, start = self._memory[DEVICE], one.start + one.skip
+        if one.home != DEVICE:
+            memory, start = self._buffers[buffer], one.staged_at if one.home == CPU else start
         data = memory[start : start + one.nbytes]
         array = data if bits else data.view(self._dtype.storage).reshape(one.rows, one.columns)
         return Matrix(array, one.rows, one.columns, bits, bias)
@@ -350,6 +345,11 @@ def bias_name(layer: int, matrix: str) -> str:
     return f"layers.{layer}.{matrix}.bias" if matrix in ATTENTION else f"layers.{layer}.ffn.{matrix}_bias"
 
 
-def _allocate(nbytes: int) -> Bytes:
+def loaded_tensors(bundle: Bundle) -> list[TieredTensor]:
+    """What of a bundle passes a staging buffer: a table's rows are gathered one by one."""
+    return [one for name, one in bundle.tensors.items() if one.home != DEVICE and name != "table"]
+
+
+def allocate(nbytes: int) -> Bytes:
     """Aligned memory, or none."""
     return _core.allocate(nbytes) if nbytes else np.empty(0, np.uint8)

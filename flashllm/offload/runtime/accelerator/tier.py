@@ -1,0 +1,95 @@
+"""The device tier on an accelerator: a `DeviceTier` by torch. Everything off the device is in the machine's memory."""
+
+from flashllm import _core
+from flashllm.arch.spec import BlockSpec
+from flashllm.errors import UsageError
+from flashllm.offload.planner.host_peaks import SPARE, working
+from flashllm.offload.policy import Policy
+from flashllm.offload.runtime.accelerator.device import TorchDevice
+from flashllm.offload.runtime.accelerator.kv import DeviceFormat, Layout, SplitKv
+from flashllm.offload.runtime.accelerator.torch_ops import TorchOps, working_nbytes
+from flashllm.offload.runtime.accelerator.weights import DeviceWeights
+from flashllm.offload.runtime.device_tier import Need, Sizes, largest_batch, states_need, weights_on_disk
+from flashllm.offload.runtime.ops import Ops
+from flashllm.offload.runtime.tiers.arrangement import arrange
+from flashllm.offload.runtime.tiers.disk import DiskFile
+from flashllm.offload.runtime.tiers.kv import KvCache
+from flashllm.offload.runtime.tiers.scratch import Scratch
+from flashllm.offload.runtime.tiers.source import WeightSource
+from flashllm.offload.runtime.tiers.weight_plan import WeightPlan
+from flashllm.offload.runtime.tiers.weights import WeightStore
+from flashllm.offload.shape import ModelShape
+
+
+class AcceleratorTier:
+    """A `DeviceTier` on the torch device `name`."""
+
+    def __init__(
+        self,
+        name: str,
+        block: BlockSpec,
+        shape: ModelShape,
+        dtype: str,
+        *,
+        limit: int | None,
+        layout: Layout,
+        bits: int,
+    ) -> None:
+        """`limit` is of its memory; `layout` and `bits` are the cache's. UsageError and BudgetError as `TorchDevice`,
+        UnsupportedModelError as `TorchOps`."""
+        self._device = TorchDevice(name, dtype, limit=limit)
+        self._shape, self._format = (
+            shape,
+            DeviceFormat(block=block, layout=layout, bits=bits, itemsize=shape.dtype_bytes),
+        )
+        self.ops: Ops = TorchOps(block, self._device)
+
+    @property
+    def limit(self) -> int | None:
+        return self._device.limit
+
+    @property
+    def peak_nbytes(self) -> int | None:
+        return self._device.peak_nbytes
+
+    def open_weights(
+        self, source: WeightSource, plan: WeightPlan, *, pool: _core.ThreadPool, scratch: Scratch, reader: _core.Reader
+    ) -> WeightStore:
+        return DeviceWeights(source, plan, device=self._device, pool=pool, scratch=scratch, reader=reader)
+
+    def open_cache(
+        self, attention: _core.BatchAttention, sizes: Sizes, policy: Policy, *, layers: int, disk: DiskFile | None
+    ) -> SplitKv:
+        share = policy.attention_sparsity
+        beside = KvCache(attention, arrange(sizes, policy, tiers_of="cd"), layers=layers, disk=disk, share=share)
+        return SplitKv(self._format, self._device, arrange(sizes, policy), beside, layers=layers, share=share)
+
+    def weights_need(self, plan: WeightPlan) -> tuple[Need, Need]:
+        kept = Need(device=plan.accelerator_nbytes, cpu=plan.beside_nbytes + SPARE, disk=weights_on_disk(plan))
+        return kept, Need(cpu=plan.start_nbytes + plan.arriving_nbytes)
+
+    def block_need(self, attention: _core.BatchAttention, sizes: Sizes, policy: Policy, *, layers: int) -> Need:
+        whole, beside = arrange(sizes, policy), arrange(sizes, policy, tiers_of="cd")
+        rows, sequences = largest_batch(whole)
+        others = max(sum(place.prompt for place in batch) for batch in beside.batches)
+        positions = max(place.positions for batch in whole.batches for place in batch)
+        packs = policy.compress_weights, policy.compress_cache
+        on_device = working(self._shape, rows, sequences) + working_nbytes(
+            self._shape, sequences, positions, packs=packs, sparse=policy.attention_sparsity < 1
+        )
+        # On their way out: keys and values of a prompt, and its states.
+        passing = others * self._shape.kv_token_bytes + rows * self._shape.activation_token_bytes
+        return states_need(whole, self._shape) + Need(
+            device=SplitKv.nbytes(self._format, whole, layers=layers) + on_device,
+            cpu=KvCache.nbytes(attention, beside, layers=layers) + passing + sequences * self._shape.vocab * 4,
+            disk=KvCache.disk_nbytes(attention, beside, layers=layers),
+        )
+
+
+def check_policy(policy: Policy) -> None:
+    """UsageError for what an accelerator would have to do and does not."""
+    if policy.cg < 1 and not policy.cpu_attention:
+        raise UsageError(
+            "the policy keeps part of the cache off the device and wants the device to attend to it "
+            "(cpu_attention is false), which this runtime does not do: set cpu_attention to true, or cg to 1"
+        )

@@ -1,0 +1,174 @@
+"""What a decoder layer is made of, by torch on a device: an `Ops` over tensors of the model's dtype.
+
+Sums are torch's: a sequence's bits may depend on the batch it is in, and on the device. The native core's operations on
+the CPU promise that they do not; these promise agreement within the dtype's tolerance.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from flashllm.arch.spec import BlockSpec
+from flashllm.base.dtypes import WEIGHT_DTYPES
+from flashllm.errors import UnsupportedModelError
+from flashllm.offload.runtime.accelerator.codec import PackedMatrix
+from flashllm.offload.runtime.accelerator.device import HostArray, Tensor, TorchDevice
+from flashllm.offload.runtime.layer import ROWS_TOGETHER
+from flashllm.offload.runtime.ops import Matrix, Norm
+from flashllm.offload.shape import ModelShape
+
+_SPARE = 64 << 20  # what torch's allocator rounds up to, and cannot give back
+_HEAD_ROWS = 8192  # outputs of the head computed together, where torch has no fp32 product of 16-bit inputs
+# Traits of a block that are computed here or in layer.py; a block with another one that is not at its default is
+# refused.
+_KNOWN = (
+    *("d_model", "embed_dim", "vocab_size", "context", "heads", "kv_heads", "head_dim", "query_scale", "tied_head"),
+    *("norm", "norm_epsilon", "pre_norm", "final_norm", "positions", "position_offset", "embedding_scale"),
+    *("rotary_dims", "rotary_style", "inverse_frequency", "rotary_scaling", "activation", "gated"),
+)
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "squared_relu": lambda x: torch.relu(x).square(),
+    "silu": functional.silu,
+}
+
+
+class TorchOps:
+    """Operations of one model on a torch device: an `Ops`, whose methods it describes."""
+
+    def __init__(self, block: BlockSpec, device: TorchDevice) -> None:
+        """UnsupportedModelError for a block with traits that have no operation here."""
+        if lacks := lacking(block):
+            raise UnsupportedModelError(
+                f"the throughput engine has no operations on an accelerator for {', '.join(lacks)}; use --device cpu"
+            )
+        self.storage = WEIGHT_DTYPES[device.dtype_name].storage
+        self._block, self._device = block, device
+        self._activation = _ACTIVATIONS[block.activation]
+        self._frequencies = torch.tensor(block.inverse_frequency or (), dtype=torch.float32, device=device.device)
+        self._wide_products = _has_wide_products(device)
+
+    def task(self) -> AbstractContextManager[None]:
+        return self._device.task()
+
+    def empty(self, rows: int, width: int) -> Tensor:
+        return torch.empty((rows, width), dtype=self._device.dtype, device=self._device.device)
+
+    def linear(self, matrix: Matrix, x: Tensor) -> Tensor:
+        bias = None if matrix.bias is None else matrix.bias.to(x.dtype)
+        if matrix.bits is None:
+            return functional.linear(x, matrix.array, bias)
+        out = self.empty(len(x), matrix.rows)
+        packed = PackedMatrix(matrix.array, matrix.rows, matrix.columns, matrix.bits)
+        for part in packed.parts():
+            weights = packed.unpack(part).to(x.dtype)
+            out[:, part] = functional.linear(x, weights, None if bias is None else bias[part])
+        return out
+
+    def logits(self, matrix: Matrix, x: Tensor) -> NDArray[np.float32]:
+        head: Tensor = matrix.array
+        if self._wide_products:
+            return self._device.to_host(torch.mm(x, head.t(), out_dtype=torch.float32))
+        out = torch.empty((len(x), matrix.rows), dtype=torch.float32, device=x.device)
+        for first in range(0, matrix.rows, _HEAD_ROWS):
+            part = slice(first, min(first + _HEAD_ROWS, matrix.rows))
+            torch.mm(x.float(), head[part].float().t(), out=out[:, part])
+        return self._device.to_host(out)
+
+    def norm(self, norm: Norm, x: Tensor) -> Tensor:
+        wide, epsilon = x.float(), self._block.norm_epsilon
+        if self._block.norm == "layer":
+            return functional.layer_norm(wide, wide.shape[-1:], norm.weight, norm.bias, epsilon).to(x.dtype)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        if norm.weight is not None:
+            wide *= norm.weight
+        if norm.bias is not None:
+            wide += norm.bias
+        return wide.to(x.dtype)
+
+    def rotate(self, x: Tensor, heads: int, positions: NDArray[np.int64], factor: float = 1.0) -> None:
+        for first in range(0, len(x), ROWS_TOGETHER):
+            part = slice(first, first + ROWS_TOGETHER)
+            self._rotate(x[part], heads, positions[part], factor)
+
+    def _rotate(self, x: Tensor, heads: int, positions: NDArray[np.int64], factor: float) -> None:
+        block, dims = self._block, self._block.rotary_dims
+        angles = self._device.from_host(positions).float()[:, None, None] * self._frequencies
+        cosines, sines = angles.cos() * block.rotary_scaling, angles.sin() * block.rotary_scaling
+        turned = x.view(len(x), heads, -1)
+        wide = turned.float()
+        if block.rotary_style == "half":
+            first, second = wide[..., : dims // 2], wide[..., dims // 2 : dims]
+        else:
+            first, second = wide[..., 0:dims:2], wide[..., 1:dims:2]
+        ahead, behind = first * cosines - second * sines, second * cosines + first * sines
+        first.copy_(ahead)
+        second.copy_(behind)
+        turned.copy_(wide * factor)
+
+    def activate(self, x: Tensor, gate: Tensor | None) -> None:
+        if gate is None:
+            x.copy_(self._activation(x))
+        else:
+            x *= self._activation(gate)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        x += y
+
+    def scale(self, x: Tensor, factor: float) -> None:
+        x *= factor
+
+    def from_host(self, values: HostArray) -> Tensor:
+        return self._device.from_host(values)
+
+    def to_host(self, x: Tensor, out: HostArray | None = None) -> HostArray:
+        return self._device.to_host(x, out)
+
+    def copy(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(tuple(parts))
+
+    def rows(self, x: Tensor, index: NDArray[np.int64]) -> Tensor:
+        return x[self._device.from_host(index)]
+
+
+def lacking(block: BlockSpec) -> list[str]:
+    """The traits of a block that torch's operations lack, by name."""
+    unknown = [each.name for each in fields(block) if each.name not in _KNOWN]
+    defaults: dict[str, Any] = {each.name: each.default for each in fields(block)}
+    unknown = [name for name in unknown if getattr(block, name) != defaults[name]]
+    return unknown + ([] if block.activation in _ACTIVATIONS else [f"activation {block.activation}"])
+
+
+def working_nbytes(shape: ModelShape, sequences: int, positions: int, *, packs: tuple[bool, bool], sparse: bool) -> int:
+    """Bytes that torch takes of the device besides what a layer's arrays take: `packs` of weights and cache."""
+    item, wide = shape.dtype_bytes, 4
+    normed = 3 * ROWS_TOGETHER * max(shape.hidden, shape.query_dim) * wide
+    prompt = 6 * positions * shape.query_dim * item  # a sequence's attention, keys and values for every head
+    weights = 4096 * max(shape.hidden, shape.ffn, shape.query_dim) * (2 * wide + item) if packs[0] else 0
+    cache = sequences * positions * shape.kv_dim
+    attended = cache * (3 * wide + 2 * item) if packs[1] else 0
+    if sparse:
+        attended += 2 * cache * wide + 4 * sequences * shape.heads * positions * (wide + shape.head_dim)
+    head = sequences * shape.vocab * wide + _HEAD_ROWS * shape.hidden * wide
+    return max(normed, prompt) + max(weights, attended, head) + _SPARE
+
+
+def _has_wide_products(device: TorchDevice) -> bool:
+    """Whether torch multiplies 16-bit matrices into fp32 on the device (CUDA, from torch 2.8 on)."""
+    if device.dtype == torch.float32:
+        return False
+    one = torch.zeros((16, 16), dtype=device.dtype, device=device.device)
+    try:
+        torch.mm(one, one, out_dtype=torch.float32)
+    except (TypeError, RuntimeError):  # NotImplementedError is a RuntimeError
+        return False
+    return True

@@ -1,0 +1,83 @@
+"""What a layer asks of whatever computes it: operations over arrays of an implementation's own, and ways in and out.
+
+There are two: the native core's over numpy arrays (`native_ops.py`), and torch's over tensors of a device
+(`torch_ops.py`). Arrays are [rows, width] of the model's dtype; beside the device they are numpy's, bfloat16 as its
+bits (uint16).
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = Any  # of the implementation
+HostArray = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix where it is computed with."""
+
+    array: Array  # [rows, columns] of the dtype's storage, or packed bytes
+    rows: int  # outputs
+    columns: int  # inputs
+    bits: int | None  # of a packed one
+    bias: Array | None  # [rows] fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Weight and bias of a norm, [d_model] fp32 each; None where it has none."""
+
+    weight: Array | None
+    bias: Array | None
+
+
+class Ops(Protocol):
+    """Operations of one model on one device. Those that return nothing work in place."""
+
+    @property
+    def storage(self) -> np.dtype[Any]:
+        """numpy's type for the model's dtype."""
+
+    def task(self) -> AbstractContextManager[None]:
+        """Around what a worker does; leaving it, the device has done it."""
+
+    def empty(self, rows: int, width: int) -> Array: ...
+
+    def linear(self, matrix: Matrix, x: Array) -> Array:
+        """x [rows, columns] times the transpose of `matrix`, plus its bias."""
+
+    def logits(self, matrix: Matrix, x: Array) -> NDArray[np.float32]:
+        """As `linear`, beside the device, and not rounded to the model's dtype."""
+
+    def norm(self, norm: Norm, x: Array) -> Array: ...
+
+    def rotate(self, x: Array, heads: int, positions: NDArray[np.int64], factor: float = 1.0) -> None:
+        """Turn the heads of x [rows, heads * head_dim] and multiply them by `factor`, rounded once."""
+
+    def activate(self, x: Array, gate: Array | None) -> None:
+        """x = activation(x), or activation(gate) * x."""
+
+    def add(self, x: Array, y: Array) -> None:
+        """x += y."""
+
+    def scale(self, x: Array, factor: float) -> None:
+        """x *= factor."""
+
+    def from_host(self, values: HostArray) -> Array:
+        """To the device. What comes of it may share the memory of `values`, and must not outlive what it holds."""
+
+    def to_host(self, x: Array, out: HostArray | None = None) -> HostArray:
+        """A copy beside the device, in `out` where it is given."""
+
+    def copy(self, x: Array) -> Array: ...
+
+    def join(self, parts: Sequence[Array]) -> Array:
+        """One array of the rows of all parts."""
+
+    def rows(self, x: Array, index: NDArray[np.int64]) -> Array:
+        """A copy of some rows."""

@@ -1,0 +1,30 @@
+"""Tiny models of every architecture, with the answers of Hugging Face's `generate`."""
+
+import pytest
+import torch
+from arch_models import VARIANTS, make_checkpoint
+from offload_runs import LENGTHS, NEW
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """A variant's (Hugging Face folder, prompts, answers of `generate`), made once."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            path = make_checkpoint(tmp_path_factory.mktemp("offload") / "hf", VARIANTS[name])
+            reference = AutoModelForCausalLM.from_pretrained(path).eval()
+            generator = torch.Generator().manual_seed(7)
+            prompts = [torch.randint(4, 300, (n,), generator=generator).tolist() for n in LENGTHS]
+            answers = []
+            for prompt in prompts:
+                out = reference.generate(
+                    torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=1
+                )
+                answers.append(out[0, len(prompt) :].tolist())
+            made[name] = path, prompts, answers
+        return made[name]
+
+    return get

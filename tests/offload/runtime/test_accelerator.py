@@ -1,0 +1,193 @@
+"""The device tier by torch: on torch's "cpu", where every path of it runs, the tokens of Hugging Face's `generate`."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from arch_models import VARIANTS, make_checkpoint
+from offload_runs import CPU, DEVICE, DISK, MIXED, answers, policy, sequences
+
+from flashllm import _core
+from flashllm.convert.run import convert
+from flashllm.errors import BudgetError, UnsupportedModelError, UsageError
+from flashllm.offload.runtime.accelerator import codec
+from flashllm.offload.runtime.accelerator.codec import PackedMatrix
+from flashllm.offload.runtime.accelerator.device import TorchDevice
+from flashllm.offload.runtime.accelerator.torch_ops import TorchOps, lacking
+from flashllm.offload.runtime.run import Runner, RunOptions
+from flashllm.offload.runtime.tiers.source import open_weights
+
+
+def on_torch(path, prompts, scratch, chosen, **options):
+    return answers(path, prompts, scratch, chosen, accelerator="cpu", **options)
+
+
+def placed(*shares, **other):
+    return policy(*shares, cpu_attention=True, **other)
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_every_architecture_gives_transformers_tokens(models, tmp_path, name):
+    """Or it is refused, by the name of what torch's operations lack."""
+    path, prompts, expected = models(name)
+    with open_weights(path) as source:
+        lacks = lacking(source.block)
+    if lacks:
+        with pytest.raises(UnsupportedModelError, match="use --device cpu"):
+            on_torch(path, prompts[2:3], tmp_path, placed(), new=1)
+        return
+    found = on_torch(path, prompts[2:6], tmp_path, placed(MIXED, MIXED, MIXED), new=8)
+    assert found == [tokens[:8] for tokens in expected[2:6]]
+
+
+@pytest.mark.parametrize("weights", [DEVICE, CPU, DISK], ids=["device", "cpu", "disk"])
+@pytest.mark.parametrize("cache", [DEVICE, CPU, DISK, MIXED], ids=["device", "cpu", "disk", "mixed"])
+def test_every_placement_gives_the_same_tokens(models, tmp_path, weights, cache):
+    path, prompts, expected = models("llama")
+    hidden = {DEVICE: DISK, CPU: DEVICE, DISK: MIXED}[weights]
+    assert on_torch(path, prompts, tmp_path, placed(weights, cache, hidden)) == expected
+
+
+@pytest.mark.parametrize(("schedule", "overlap"), [("row", True), ("diagonal", True), ("zigzag", False)])
+def test_every_schedule_gives_the_same_tokens(models, tmp_path, schedule, overlap):
+    path, prompts, expected = models("opt")
+    chosen = placed(MIXED, MIXED, MIXED, gpu_batch=2, overlap=overlap)
+    assert on_torch(path, prompts, tmp_path, chosen, schedule=schedule) == expected
+
+
+def test_a_converted_directory_gives_the_same_tokens(models, tmp_path):
+    path, prompts, expected = models("llama relu")
+    convert(path, tmp_path / "model")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    assert on_torch(tmp_path / "model", prompts, scratch, placed(MIXED, MIXED, MIXED)) == expected
+
+
+# What changes answers, against the native core, whose tests are against numpy -------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["kivi", "hidden"])
+@pytest.mark.parametrize("bits", [4, 3])
+def test_a_packed_cache_gives_the_native_tokens(models, tmp_path, layout, bits):
+    path, prompts, _ = models("llama")
+    how = {"cache_layout": layout, "cache_bits": bits}
+    native = answers(path, prompts[3:], tmp_path, placed(compress_cache=True), **how)
+    for cache in (DEVICE, MIXED):
+        assert on_torch(path, prompts[3:], tmp_path, placed(DISK, cache, compress_cache=True), **how) == native
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_packed_weights_give_the_native_tokens(models, tmp_path, bits):
+    path, prompts, _ = models("opt")
+    native = answers(path, prompts[:4], tmp_path, placed(compress_weights=True), weight_bits=bits)
+    for weights in (DEVICE, MIXED):
+        found = on_torch(path, prompts[:4], tmp_path, placed(weights, compress_weights=True), weight_bits=bits)
+        assert found == native
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_sparse_attention_gives_the_native_tokens(models, tmp_path, packs, share):
+    path, prompts, _ = models("llama")
+    chosen = {"attention_sparsity": share, "compress_cache": packs}
+    native = answers(path, prompts[3:], tmp_path, placed(**chosen))
+    for cache in (DEVICE, MIXED):
+        assert on_torch(path, prompts[3:], tmp_path, placed(DEVICE, cache, **chosen)) == native
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_models_run_and_begin_as_the_native_ones(tmp_path, dtype):
+    """Within tolerance: the first tokens, of which few are near ties, are mostly the same."""
+    path = make_checkpoint(tmp_path / "hf", VARIANTS["llama"], dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(4, 300, (n,), generator=generator).tolist() for n in (5, 70, 9, 121, 33, 64)]
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    for packs in (False, True):
+        chosen = placed(MIXED, MIXED, MIXED, compress_weights=packs, compress_cache=packs)
+        native = [tokens[0] for tokens in answers(path, prompts, scratch, chosen, new=3)]
+        found = [tokens[0] for tokens in on_torch(path, prompts, scratch, chosen, new=3)]
+        assert sum(a == b for a, b in zip(native, found, strict=True)) >= 5
+
+
+# The codec ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (1, 1), (130, 33), (4160, 48), (63, 80)])
+def test_unpacked_weights_have_the_bits_of_the_native_codec(bits, rows, columns):
+    pool = _core.ThreadPool(1)
+    weights = np.random.default_rng(rows).normal(size=(rows, columns)).astype(np.float32)
+    weights[:, :1] = 3.0  # a group of equal values
+    nbytes = _core.packed_weight_nbytes(rows, columns, bits)
+    packed = np.asarray(_core.allocate(nbytes))[:nbytes]
+    _core.pack_weights(weights, "float32", bits, packed, pool)
+    expected = np.empty_like(weights)
+    _core.unpack_weights(packed, rows, columns, bits, expected, pool)
+    matrix = PackedMatrix(torch.from_numpy(packed), rows, columns, bits)
+    found = torch.cat([matrix.unpack(part) for part in matrix.parts()])
+    assert np.array_equal(found.numpy().view(np.uint32), expected.view(np.uint32))
+    # And packed by torch: the same codes, scales and minimums.
+    part = torch.from_numpy(weights[:64])
+    again = codec.restore(*codec.quantise(part, part.amin(0, keepdim=True), part.amax(0, keepdim=True), bits))
+    assert np.array_equal(again.numpy(), expected[:64])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_codes_come_back(bits):
+    codes = torch.randint(0, 1 << bits, (3, 5, 48), dtype=torch.uint8)
+    packed = codec.pack_codes(codes, bits)
+    assert packed.shape == (3, 5, codec.codes_nbytes(48, bits))
+    assert torch.equal(codec.unpack_codes(packed, bits), codes)
+
+
+# Refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_too_little_memory_of_the_device_is_refused_with_numbers(models, tmp_path):
+    path, prompts, _ = models("llama")
+    options = RunOptions(accelerator="cpu", accelerator_memory=1000)
+    with pytest.raises(BudgetError, match="the accelerator's memory, and 1 kB is the limit"):
+        Runner(path, placed(), scratch=tmp_path, options=options)
+    enough = RunOptions(accelerator="cpu", accelerator_memory=10**9)
+    with Runner(path, placed(), scratch=tmp_path, options=enough) as runner:
+        need = runner.need(sequences(prompts))
+    options = dataclasses.replace(enough, accelerator_memory=need.device - 1)
+    with Runner(path, placed(), scratch=tmp_path, options=options) as runner, pytest.raises(BudgetError, match="limit"):
+        runner.run(sequences(prompts))
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_beside_the_device_has_a_limit_of_its_own(models, tmp_path):
+    path, prompts, _ = models("llama")
+    options = RunOptions(accelerator="cpu")
+    with Runner(path, placed(DEVICE), scratch=tmp_path, options=options) as runner:
+        on_device = runner.need(sequences(prompts))
+    with Runner(path, placed(CPU, CPU, CPU), scratch=tmp_path, options=options) as runner:
+        beside = runner.need(sequences(prompts))
+    assert beside.cpu > on_device.cpu
+    assert beside.device < on_device.device
+    with pytest.raises(BudgetError, match="of memory"):
+        Runner(path, placed(CPU), memory=1000, scratch=tmp_path, options=options)
+
+
+def test_a_device_that_is_not_there_is_named():
+    with pytest.raises(UsageError, match=r"'cuda'.*--device cpu"):
+        TorchDevice("cuda" if not torch.cuda.is_available() else "nothing", "float32")
+
+
+def test_a_cache_beside_the_device_needs_the_cpus_attention(models, tmp_path):
+    path, _, _ = models("llama")
+    with pytest.raises(UsageError, match="cpu_attention"):
+        Runner(path, policy(DEVICE, CPU), scratch=tmp_path, options=RunOptions(accelerator="cpu"))
+
+
+def test_an_activation_without_an_operation_is_refused(models):
+    with open_weights(models("llama")[0]) as source:
+        block = source.block
+    assert lacking(block) == []
+    object.__setattr__(block, "activation", "mish")
+    assert lacking(block) == ["activation mish"]
+    with pytest.raises(UnsupportedModelError, match="activation mish; use --device cpu"):
+        TorchOps(block, TorchDevice("cpu", "float32"))

@@ -1,0 +1,29 @@
+"""Runs of the throughput engine's runtime on tiny models: placements by name, and the tokens that come of them."""
+
+from flashllm.generate.sampling import SamplingOptions
+from flashllm.offload.jobs.sequences import Sequence
+from flashllm.offload.policy import Policy
+from flashllm.offload.runtime.run import Runner, RunOptions
+
+LENGTHS = (1, 7, 63, 64, 65, 100, 3, 130)  # prompts, about a KV block and two
+NEW = 20
+DEVICE, CPU, DISK = (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)
+MIXED = (0.4, 0.3, 0.3)
+
+
+def policy(weights=DEVICE, cache=DEVICE, hidden=DEVICE, **other):
+    names = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
+    return Policy(**{"gpu_batch": 3, **other}, **dict(zip(names, (*weights, *cache, *hidden), strict=True)))
+
+
+def sequences(prompts, new=NEW):
+    greedy = SamplingOptions(max_new_tokens=new)
+    return [Sequence(prompt, greedy, decoder=None, end_ids=frozenset()) for prompt in prompts]
+
+
+def answers(path, prompts, scratch, chosen, new=NEW, **options):
+    made = sequences(prompts, new)
+    with Runner(path, chosen, scratch=scratch, options=RunOptions(threads=2, **options)) as runner:
+        runner.run(made)
+    assert not list(scratch.iterdir()), "scratch files stayed"
+    return [list(sequence.output) for sequence in made]
