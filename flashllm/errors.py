@@ -41,5 +41,9 @@ class UnsupportedModelError(FlashError):
     """The architecture, or a feature of it, is not known to `flashllm.arch`."""
 
 
+class Cancelled(FlashError):
+    """Another thread ended a computation (`flashllm.engine.model.Model.cancel`)."""
+
+
 class PeerLost(FlashError):
     """Another process of a pipeline failed, ended, or cannot be reached any more."""

@@ -129,10 +129,10 @@ class Model:
         """Run new tokens: each entry is a sequence and the ids that follow what it holds.
 
         Returns logits, fp32: [entries, vocab] after each entry's last token; with `all_logits` a list of
-        [ids, vocab], after every token. Where it raises (ContextFull, FlashIOError, ChecksumError, FormatError,
-        UsageError, KeyboardInterrupt), every sequence holds what it held before. With `as_prompt`, or an `observer`,
-        every sequence's pass is a prompt's, however few its tokens: so a prompt that comes in pieces gets the bits it
-        would get in one.
+        [ids, vocab], after every token. Where it raises (Cancelled, ContextFull, FlashIOError, ChecksumError,
+        FormatError, UsageError, KeyboardInterrupt), every sequence holds what it held before. With `as_prompt`, or an
+        `observer`, every sequence's pass is a prompt's, however few its tokens: so a prompt that comes in pieces gets
+        the bits it would get in one.
         """
         parts = self.parts
         entries = [(sequence, self._checked(ids)) for sequence, ids in entries]
@@ -189,6 +189,14 @@ class Model:
         if foreign is not None:
             raise UsageError(f"token id {foreign} is not in the model's vocabulary of {self.vocab_size}")
         return ids
+
+    def cancel(self, on: bool = True) -> None:
+        """From any thread: a long pass under way raises Cancelled between two layers, and later ones do.
+
+        `cancel(False)` takes it back. Passes of few tokens are not looked at: they are short.
+        """
+        if self._parts is not None:
+            self._parts.native.cancel(on)
 
     def cached_neurons(self) -> list[NDArray[np.int32]]:
         """Ids in each layer's cache, in the order of its rows."""

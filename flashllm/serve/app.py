@@ -145,13 +145,13 @@ class Api:
             code = "queue_full"
             raise ApiError(429, str(error), code=code, headers={"Retry-After": str(RETRY_AFTER_S)}) from None
         if asked.stream:
-            return EventStream(_documents(form, events), job.cancelled.set, done="[DONE]")
+            return EventStream(_documents(form, events), lambda: self._worker.cancel(job), done="[DONE]")
         try:
-            async with http.on_disconnect(request.receive, job.cancelled.set):
+            async with http.on_disconnect(request.receive, lambda: self._worker.cancel(job)):
                 while not isinstance(event := await events.get(), Finished):
                     form.take(event)
         finally:
-            job.cancelled.set()
+            self._worker.cancel(job)
         if event.error is not None:
             raise _failure(event)
         return JSONResponse(form.whole())
@@ -223,7 +223,7 @@ def make_app(
     """The ASGI application. `key`, `hosts`, `origins`: see `http.Guard`; `report`: `http.ErrorsAreAnswers`."""
     routes = api.routes()
     paths = frozenset(route.path for route in routes)
-    return Starlette(
+    app = Starlette(
         routes=routes,
         middleware=[
             Middleware(_Counted, metrics=metrics, paths=paths),
@@ -232,3 +232,5 @@ def make_app(
         ],
         exception_handlers={ApiError: http.answer_api_error, HTTPException: http.answer_http_error},
     )
+    app.router.redirect_slashes = False
+    return app

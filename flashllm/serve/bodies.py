@@ -81,8 +81,14 @@ def _stream_options(body: Mapping[str, Any], *, stream: bool) -> dict[str, bool]
 def _by_prompt(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A body for each of its prompts, where it has a list of them."""
     prompts = body.get("prompt")
-    if not isinstance(prompts, list) or not prompts or not all(isinstance(each, str | list) for each in prompts):
+    if not isinstance(prompts, list) or not any(isinstance(each, str | list) for each in prompts):
         return [dict(body)]
+    if not all(isinstance(each, str) or _is_ids(each) for each in prompts):
+        raise BadRequest("prompt must be a text, a list of token ids, or a list of such prompts", param="prompt")
     if len(prompts) > MAX_PROMPTS:
         raise BadRequest(f"prompt: {len(prompts)} prompts are more than {MAX_PROMPTS}", param="prompt")
     return [{**body, "prompt": each} for each in prompts]
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int for each in value)

@@ -16,11 +16,11 @@ from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.generate.chat_template import ChatTemplate
 from flashllm.generate.sampling import SamplingOptions
-from flashllm.generate.session import LanguageModel, Template
+from flashllm.generate.session import Template
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.serve.app import Api, Served, make_app
 from flashllm.serve.metrics import Metrics
-from flashllm.serve.worker import Worker
+from flashllm.serve.worker import ServedModel, Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def open_app(path: Path, config: RunConfig, options: ServerOptions) -> Iterator[
 
 @contextmanager
 def app_of(
-    model: LanguageModel, tokenizer: Tokenizer, template: Template | None, options: ServerOptions, *, limit: int
+    model: ServedModel, tokenizer: Tokenizer, template: Template | None, options: ServerOptions, *, limit: int
 ) -> Iterator[tuple[Starlette, Worker]]:
     """The application over a loaded model. `limit`: bytes that the process may hold, to be told to clients."""
     served = Served(

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from flashllm.api.requests import Request
 from flashllm.base.command_line import say
-from flashllm.errors import ContextFull, FlashError
+from flashllm.errors import Cancelled, ContextFull, FlashError
 from flashllm.format.manifest import Manifest
 from flashllm.generate.session import (
     LanguageModel,
@@ -26,6 +26,12 @@ from flashllm.generate.session import (
     TokenRecord,
 )
 from flashllm.serve.conversations import Conversations, Place, digest, turns_of
+
+
+class ServedModel(LanguageModel, Protocol):
+    """What the worker needs of `flashllm.engine.model.Model`."""
+
+    def cancel(self, on: bool = True) -> None: ...
 
 
 class QueueFull(Exception):
@@ -83,7 +89,7 @@ class Worker:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: ServedModel,
         tokenizer: TextTokenizer,
         *,
         max_waiting: int,
@@ -95,6 +101,7 @@ class Worker:
         `on_event` sees all jobs' events, from the worker's thread.
         """
         self._max_waiting, self._on_event, self._tokenizer = max_waiting, on_event, tokenizer
+        self._model = model
         self._roomy = _RoomyModel(model, self._make_room)
         self._conversations = Conversations(
             lambda: Session(self._roomy, tokenizer),
@@ -139,12 +146,22 @@ class Worker:
             self._waiting.append(job)
             self._changed.notify()
 
+    def cancel(self, job: Job) -> None:
+        """End `job` before its next token, also in the midst of its prompt. Harmless where it has ended."""
+        with self._changed:
+            job.cancelled.set()
+            if self._current is job:
+                self._model.cancel()
+
     def cancel_all(self) -> None:
         """End what runs and what waits; nothing is taken any more."""
-        self._closing = True
-        for job in (self._current, *self._waiting):
-            if job is not None:
+        with self._changed:
+            self._closing = True
+            for job in self._waiting:
                 job.cancelled.set()
+            if self._current is not None:
+                self._current.cancelled.set()
+                self._model.cancel()
 
     def close(self) -> None:
         """As `cancel_all`; returns when the thread has ended and the conversations are freed."""
@@ -169,7 +186,8 @@ class Worker:
         while (job := self._next()) is not None:
             finished = Finished()
             try:
-                self._answer(job)
+                with contextlib.suppress(Cancelled):
+                    self._answer(job)
                 if self._closing and job.cancelled.is_set():
                     finished = Finished("the server is stopping", 503)
             except ContextFull as error:
@@ -180,7 +198,9 @@ class Worker:
             except Exception as error:  # the next request is answered whatever happened to this one
                 say(f"{type(error).__name__} while a request was answered (a bug in flashllm)")
                 finished = Finished(f"the server failed ({type(error).__name__})", 500)
-            self._current = None
+            with self._changed:
+                self._current = None
+                self._model.cancel(False)
             self._tell(job, finished)
 
     def _next(self) -> Job | None:

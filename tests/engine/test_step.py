@@ -12,7 +12,7 @@ from arch_models import CONTEXT, make_model
 
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
-from flashllm.errors import ChecksumError, ContextFull, FormatError, UsageError
+from flashllm.errors import Cancelled, ChecksumError, ContextFull, FormatError, UsageError
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, ffn_tensor
 from flashllm.format.safetensors import read_header
@@ -332,3 +332,44 @@ def test_unreadable_rows_name_the_layer(tmp_path):
             file.truncate(nbytes // 2)
         with pytest.raises(FormatError, match=r"layer 1, neuron 44: .*shrank or is truncated"):
             model.step([(model.new_sequence(), ids_of(30))])
+
+
+class Canceller:
+    """Ends the pass that it observes, at the second layer."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def input(self, layer, x):
+        if layer == 1:
+            self.model.cancel()
+
+    def activations(self, layer, first, h):
+        pass
+
+
+def test_another_thread_can_end_a_prompts_pass(load):
+    model, prompt = load(), ids_of(30)
+    expected = alone(model, prompt, [7])
+    with model.new_sequence() as sequence:
+        with pytest.raises(Cancelled):
+            model.step([(sequence, prompt)], observer=Canceller(model))
+        assert sequence.length == 0
+        with pytest.raises(Cancelled):
+            model.step([(sequence, prompt)])
+        model.cancel(False)
+        got = np.concatenate([model.step([(sequence, prompt)]), model.step([(sequence, [7])])])
+        assert np.array_equal(got, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("mode", ["sparse", "dense"])
+def test_a_prompt_in_pieces_has_the_bits_of_the_whole(load, name, mode):
+    model, prompt = load(name, mode=mode), ids_of(40)
+    whole = alone(model, prompt, [7])
+    for cuts in ((39,), (1, 2), (9, 33)):
+        with model.new_sequence() as sequence:
+            pieces = [prompt[start:end] for start, end in zip((0, *cuts), (*cuts, 40), strict=True)]
+            for piece in pieces:
+                logits = model.step([(sequence, piece)], as_prompt=True)
+            assert np.array_equal(np.concatenate([logits, model.step([(sequence, [7])])]), whole)

@@ -28,7 +28,7 @@ def client(served):
         yield client
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def http(served):
     with httpx.Client(base_url=served[0], timeout=60) as http:
         yield http

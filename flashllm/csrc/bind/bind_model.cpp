@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -203,7 +204,7 @@ class PyModel {
     shape_ = {num_layers, spec.block.kv_heads, spec.block.head_dim, context_, dtype_};
     model_ =
         std::make_unique<Model>(spec, weights, rows, parse_activation(reader.get<std::string>("activation")),
-                                stream_->stream(), *pool_, *counters_, level, &check_signals);
+                                stream_->stream(), *pool_, *counters_, level, [this] { check(); });
   }
 
   // Room for a sequence of `context` tokens in `layers` layers; None: the model's.
@@ -262,10 +263,17 @@ class PyModel {
 
   void interrupt() { model_->interrupt(); }
 
+  // From any thread: until it is taken back, a prompt's pass ends between two blocks.
+  void cancel(bool on) { cancelled_.store(on, std::memory_order_relaxed); }
+
  private:
-  static void check_signals() {
+  void check() {
     const nb::gil_scoped_acquire locked;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (!cancelled_.load(std::memory_order_relaxed)) return;
+    const nb::object type = nb::module_::import_("flashllm.errors").attr("Cancelled");
+    PyErr_SetString(type.ptr(), "the computation was ended by another thread");
+    throw nb::python_error();
   }
 
   static std::vector<Token> tokens_of(const std::vector<Entry>& entries) {
@@ -341,6 +349,7 @@ class PyModel {
   const KernelTable* kernels_ = nullptr;
   std::size_t d_model_ = 0, context_ = 0;
   KvShape shape_;
+  std::atomic<bool> cancelled_{false};
   std::unique_ptr<Model> model_;
 };
 
@@ -392,7 +401,8 @@ void init_model(nb::module_& m) {
       .def("embed", &PyModel::embed, nb::arg("entries"), nb::arg("states"))
       .def("run_block", &PyModel::run_block, nb::arg("layer"), nb::arg("entries"), nb::arg("states"),
            nb::arg("observer").none() = nb::none())
-      .def("interrupt", &PyModel::interrupt);
+      .def("interrupt", &PyModel::interrupt)
+      .def("cancel", &PyModel::cancel, nb::arg("on"));
 }
 
 }  // namespace flashllm

@@ -1,0 +1,181 @@
+"""Who may ask, and how the server starts and stops: as a process, with its port, its key, and its signals."""
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+from serving import running
+
+from flashllm.cli import main
+from flashllm.commands.serve import read_key
+from flashllm.errors import UsageError
+from flashllm.serve.server import listen
+
+KEY = b"0123456789abcdef"
+SECRET = "the-secret-of-the-client"
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny, model):
+    options = {"key": KEY, "hosts": frozenset({"localhost"}), "origins": frozenset({"https://good.example"})}
+    with running(model, tiny().path(), **options) as (address, _), httpx.Client(base_url=address, timeout=60) as http:
+        yield http
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_the_key_is_asked_for(guarded):
+    assert guarded.get("/health").status_code == 200
+    for path in ("/v1/models", "/metrics", "/nowhere"):
+        for headers in (
+            {},
+            bearer("wrong"),
+            {"Authorization": "Bearer"},
+            {"Authorization": KEY.decode()},
+            bearer("é" * 16),
+        ):
+            response = guarded.get(path, headers={name: value.encode("latin-1") for name, value in headers.items()})
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+    assert guarded.get("/v1/models", headers=bearer(KEY.decode())).status_code == 200
+
+
+def test_other_names_are_refused(guarded):
+    """A page of another site can make its own name point to this machine."""
+    key = bearer(KEY.decode())
+    for host in ("evil.example", "evil.example:80", "localhost.evil.example", ""):
+        response = guarded.get("/v1/models", headers={**key, "Host": host})
+        assert response.status_code in (400, 403)
+    for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8080", "[::1]:80"):
+        assert guarded.get("/v1/models", headers={**key, "Host": host}).status_code == 200
+
+
+def test_only_named_origins_may_read(guarded):
+    good, bad = {"Origin": "https://good.example"}, {"Origin": "https://evil.example"}
+    preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    allowed = guarded.options("/v1/chat/completions", headers={**good, **preflight})
+    assert allowed.status_code == 204
+    assert allowed.headers["access-control-allow-origin"] == "https://good.example"
+    assert "Authorization" in allowed.headers["access-control-allow-headers"]
+    assert guarded.get("/v1/models", headers=good).headers["access-control-allow-origin"] == "https://good.example"
+    for response in (guarded.options("/v1/models", headers={**bad, **preflight}), guarded.get("/health", headers=bad)):
+        assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_keys_that_could_be_guessed_are_refused(tmp_path):
+    path = tmp_path / "key"
+    for text in ("", "short", "two words of some length", "é" * 20):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError, match="openssl rand"):
+            read_key(path)
+    path.write_text(KEY.decode() + "\n")
+    assert read_key(path) == KEY
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(capsys):
+    with listen("127.0.0.1", 0) as sock:
+        sock.listen()
+        port = sock.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+    assert f"port {port} of 127.0.0.1 cannot be used" in capsys.readouterr().err
+
+
+class Process:
+    """`flashllm serve` as a user starts it."""
+
+    def __init__(self, path, *options):
+        code = "import sys; from flashllm.cli import main; sys.exit(main(sys.argv[1:]))"
+        command = [sys.executable, "-c", code, "serve", str(path), "--port", "0", "--threads", "1", "--io-threads", "4"]
+        self.process = subprocess.Popen(
+            [*command, *options], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self.err = []
+        while not self.err or "serving at" not in self.err[-1]:
+            line = self.process.stderr.readline()
+            assert line, self.err
+            self.err.append(line)
+        self.url = re.search(r"http://[^ ]+", self.err[-1])[0]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+    def end(self, number):
+        """(status, what it wrote, seconds) after a signal."""
+        start = time.monotonic()
+        self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=20)
+        return self.process.returncode, out + "".join(self.err) + err, time.monotonic() - start
+
+
+def test_a_signal_ends_answers_and_requests_are_not_logged(tiny):
+    body = {"prompt": SECRET, "max_tokens": 60, "stream": True, "ignore_eos": True}
+    options = ("--name", "one/model")
+    with Process(tiny().path(), *options) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        (model,) = http.get("/v1/models").json()["data"]
+        assert model["id"] == "one/model"
+        assert http.post("/v1/completions", json={"prompt": SECRET, "max_tokens": 2}).status_code == 200
+        assert http.post("/v1/completions", json={"prompt": SECRET, "seed": SECRET}).status_code == 400
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            status, written, seconds = server.end(signal.SIGINT)
+            rest = list(lines)
+    assert status == 0
+    assert SECRET not in written
+    assert seconds < 10  # a second, where nothing else uses the machine
+    assert rest[-2:] == ["data: [DONE]", ""] or "stopping" in str(rest)
+
+
+def test_sigterm_ends_it_too(tiny):
+    with Process(tiny().path()) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert server.end(signal.SIGTERM)[0] == 0
+
+
+def test_the_sockets_options_are_bounded():
+    with pytest.raises(UsageError, match="no address of this machine"):
+        listen("no.such.host.invalid", 0)
+
+
+def test_missing_packages_are_named(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["serve"]) == 2
+    assert "pip install 'flashllm[serve]'" in capsys.readouterr().err
+
+
+def test_an_unforeseen_error_is_an_answer_and_says_no_text(capsys):
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.routing import Route
+
+    from flashllm.serve.http import ErrorsAreAnswers
+    from flashllm.serve.opening import _report
+
+    async def fail(request):
+        raise RuntimeError(SECRET)
+
+    app = Starlette(routes=[Route("/", fail)], middleware=[Middleware(ErrorsAreAnswers, report=_report)])
+
+    async def ask():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as http:
+            return await http.get("/")
+
+    response = asyncio.run(ask())
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+    written = capsys.readouterr().err
+    assert "RuntimeError" in written
+    assert SECRET not in written + response.text
