@@ -21,7 +21,7 @@ VERBS = {
     "chat": ("flashllm.commands.chat", "talk with a model; plain lines when piped"),
     "generate": ("flashllm.commands.generate", "continue one prompt, with a record of every token"),
     "serve": ("flashllm.commands.serve", "answer OpenAI clients over HTTP"),
-    "convert": ("flashllm.commands.convert", "make a model directory from a Hugging Face folder"),
+    "convert": ("flashllm.commands.convert", "make a model directory from a checkpoint"),
     "inspect": ("flashllm.commands.inspect", "what a model directory holds and needs"),
     "verify": ("flashllm.commands.verify", "check every byte of a model directory"),
     "calibrate": ("flashllm.commands.calibrate", "measure this drive and machine, for the reader and the plan"),
@@ -44,7 +44,7 @@ def make_parser(verb: str | None) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="flashllm",
         description="Runs language models that are larger than memory. MODEL is a model directory, a Hugging Face "
-        "folder or a hub id; left out, the bundled demo.",
+        "folder, a GGUF file, a hub id or address, or smollm2; left out, the bundled demo.",
         epilog="`flashllm VERB --help` has the arguments of a verb.",
         allow_abbrev=False,
     )

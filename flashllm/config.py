@@ -44,7 +44,8 @@ class RunConfig:
     cache_policy: CachePolicy = CACHE_POLICIES[0]  # the neurons that stay cached: most often active, or last used
     # Tokens of the window policy; under another one, of the prompt's end from which the cache is filled.
     window: int | None = None  # None: DEFAULT_WINDOW
-    mode: Mode = MODES[0]  # neurons computed: those predicted, those that fire (exact), all
+    # Neurons computed: those predicted, those that fire (exact), all.
+    mode: Mode | None = None  # None: sparse, or dense where no neuron is ever exactly zero
     threads: int | None = None  # of compute; None: the cores this process may use
     io_threads: int | None = None  # reads at a time; None: as the device profile says, else 32
     io_backend: Backend | None = None  # None: as the device profile says, else threads
@@ -59,7 +60,8 @@ class RunConfig:
         _check_whole("--window", self.window, "tokens")
         _check_whole("--threads", self.threads, high=MAX_THREADS)
         _check_whole("--io-threads", self.io_threads, high=MAX_THREADS)
-        _check_choice("--mode", self.mode, MODES)
+        if self.mode is not None:
+            _check_choice("--mode", self.mode, MODES)
         _check_choice("--cache-policy", self.cache_policy, CACHE_POLICIES)
         if self.io_backend is not None:
             _check_choice("--io-backend", self.io_backend, BACKENDS)

@@ -13,14 +13,9 @@ from flashllm.errors import UsageError
 
 def test_the_defaults_leave_everything_to_the_plan():
     config = RunConfig()
-    undecided = ("memory", "context", "window", "threads", "io_threads", "io_backend", "store")
+    undecided = ("memory", "context", "window", "mode", "threads", "io_threads", "io_backend", "store")
     assert [getattr(config, name) for name in undecided] == [None] * len(undecided)
-    assert (config.mode, config.cache_policy, config.direct, config.verify_checksums) == (
-        "sparse",
-        "frequency",
-        True,
-        True,
-    )
+    assert (config.cache_policy, config.direct, config.verify_checksums) == ("frequency", True, True)
     assert config.ablation == Ablation()
     assert all(dataclasses.asdict(config.ablation).values())
 
@@ -56,7 +51,6 @@ def test_everything_that_can_be_given():
         ({"io_threads": 0}, "--io-threads must be at least 1"),
         ({"io_backend": "aio"}, "--io-backend must be one of threads, io_uring, not 'aio'"),
         ({"mode": "spares"}, "--mode must be one of sparse, oracle, dense, not 'spares'"),
-        ({"mode": None}, "--mode must be one of"),
         ({"cache_policy": "lru"}, "--cache-policy must be one of frequency, window, not 'lru'"),
         ({"store": "devices.json"}, "--store must be a path"),
         ({"direct": 1}, "direct must be True or False, not 1"),

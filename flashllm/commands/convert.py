@@ -1,4 +1,4 @@
-"""`flashllm convert SRC DST`: from a Hugging Face folder, or a hub id, to a model directory.
+"""`flashllm convert SRC DST`: from a Hugging Face folder, a GGUF file or a hub id to a model directory.
 
 With --reorder TRACE the neurons are also written in the order in which they are best read; SRC may then be a model
 directory itself, as a trace is recorded with one.
@@ -16,11 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "src",
         metavar="SRC",
-        help="a Hugging Face folder with safetensors weights, or a hub id; with --reorder also a model directory",
+        help="a Hugging Face folder, a GGUF file, a hub id or address, smollm2; with --reorder also a model directory",
     )
     parser.add_argument("dst", metavar="DST", type=Path, help="the directory to make; it must not exist")
     parser.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), help="of the result (default: the source's)"
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="of the result (default: the source's; of quantised weights float16)",
     )
     parser.add_argument(
         "--reorder",

@@ -20,7 +20,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="a model directory, a Hugging Face folder or a hub id, converted on first use (default: the demo)",
+        help="a model directory, or what is converted on first use: a Hugging Face folder, a GGUF file, a hub id or "
+        "address, smollm2 (default: the demo)",
     )
 
 
@@ -69,8 +70,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--mode",
         choices=MODES,
-        default="sparse",
-        help="FFN neurons computed: those the predictors name (sparse), those that fire (oracle), all (dense)",
+        help="FFN neurons computed: those the predictors name (sparse), those that fire (oracle), all (dense) "
+        "(default: sparse; dense for a model whose neurons are never zero)",
     )
     group.add_argument("--threads", metavar="T", type=whole(1, MAX_THREADS), help="compute threads (default: cores)")
     group.add_argument("--buffered", action="store_true", help="read through the page cache instead of directly")

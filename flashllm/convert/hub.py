@@ -7,9 +7,10 @@ itself, at a terminal; it is imported where something is fetched, as most runs f
 
 import glob
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 from flashllm.arch.registry import resolve
 from flashllm.base.files import read_json_object
@@ -24,32 +25,58 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _PICKLED_SINGLE = "pytorch_model.bin"
 _PICKLED_SHARD = re.compile(r"pytorch_model-\d+-of-\d+\.bin")
 
+_GGUF = ".gguf"
+_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+_ADDRESS = re.compile(r"hf://|(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/")
+_PLAIN = r"(?P<plain>[\w./ -]+)"
+_PAGE = r"(?:tree|blob|resolve|raw)/(?P<branch>refs/[\w.-]+/[\w.-]+|[\w.-]+)(?:/(?P<file>[\w./ -]+))?"
+_REPOSITORY = re.compile(
+    rf"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>refs/[\w.-]+/[\w.-]+|[\w.-]+))?"
+    rf"(?:/(?:{_PAGE}|{_PLAIN}))?",
+    re.ASCII,
+)
+_NO_MODELS = ("datasets/", "spaces/", "docs/", "blog/", "papers/", "collections/")  # other pages of the hub
+
 Say = Callable[[str], None]  # shows the user a line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubModel:
-    """A repository `owner/name`, with the revision (branch, tag, commit, "refs/pr/1") after an "@"."""
+    """A repository `owner/name`; the revision (branch, tag, commit, "refs/pr/1") after an "@"; a GGUF file in it."""
 
     repo: str
     revision: str | None = None
+    file: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> "HubModel | None":
-        """The model `text` names; None where it cannot be a hub id."""
-        match = re.fullmatch(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", text, re.ASCII)
-        if match is None or ".." in text or "--" in match[1]:
+        """The model that an id (`owner/name`) or an address (`hf.co/owner/name`) names; None for anything else.
+
+        An address may have `https://` or be `hf://owner/name`, and may go on to a branch or a file, as a browser shows
+        it. A file that is not GGUF stands for its repository.
+        """
+        address = _ADDRESS.match(text)
+        rest = unquote(text[address.end() :].partition("?")[0]).rstrip("/") if address else text
+        match = _REPOSITORY.fullmatch(rest) if address else _ID.fullmatch(rest)
+        if match is None or ".." in text or "--" in match["repo"] or match["repo"].startswith(_NO_MODELS):
             return None
-        return cls(repo=match[1], revision=match[2])
+        parts = match.groupdict()
+        revision = parts["revision"] or parts.get("branch")
+        file = parts.get("file") or parts.get("plain")
+        return cls(
+            repo=parts["repo"],
+            revision=None if revision in (None, "main") and address else revision,
+            file=file if file is not None and file.endswith(_GGUF) else None,
+        )
 
     @property
     def directory_name(self) -> str:
-        """A file name of its own for each model and revision."""
-        revision = "" if self.revision is None else f"@{self.revision}"
-        return f"{self.repo}{revision}".replace("/", "--")
+        """A file name of its own for each model, revision and file."""
+        return str(self).replace("/", "--")
 
     def __str__(self) -> str:
-        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+        name = self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+        return name if self.file is None else f"{name}/{self.file}"
 
 
 def needed_files(names: Iterable[str]) -> list[str]:
@@ -80,11 +107,11 @@ class Hub:
         self._cache = cache
 
     def download(self, model: HubModel, say: Say) -> Path:
-        """The folder with the files of `model`.
+        """The folder with the files of `model`, or its GGUF file where `model` names one.
 
-        UsageError where there is no such model or revision, UnsupportedModelError for an architecture or weights we
-        cannot convert (before they are downloaded), FlashIOError where the hub cannot be reached and the files are not
-        in the cache.
+        UsageError where there is no such model, revision or file, UnsupportedModelError for an architecture or weights
+        we cannot convert (before they are downloaded), FlashIOError where the hub cannot be reached and the files are
+        not in the cache.
         """
         from huggingface_hub import errors as hub_errors
 
@@ -111,6 +138,13 @@ class Hub:
         api = huggingface_hub.HfApi(endpoint=self._endpoint)
         info = api.model_info(model.repo, revision=model.revision, files_metadata=True, timeout=30)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        files = sorted(name for name in sizes if name.endswith(_GGUF))
+        if model.file is not None:
+            return self._download_files(model, sizes, say)
+        if files and not any(name.endswith((".safetensors", ".bin")) for name in sizes):
+            raise UsageError(
+                f"{model}: holds GGUF files; name one: {', '.join(f'hf.co/{model}/{name}' for name in files)}"
+            )
         if CONFIG not in sizes:
             raise FormatError(f"{model}: has no {CONFIG}, so it is no model that transformers could load")
         config = huggingface_hub.hf_hub_download(
@@ -132,11 +166,35 @@ class Hub:
         )
         return Path(folder)
 
+    def _download_files(self, model: HubModel, sizes: Mapping[str, int], say: Say) -> Path:
+        """The GGUF file that `model` names, with the others of a model that is split over several."""
+        import huggingface_hub
+
+        name = model.file or ""
+        if name not in sizes:
+            known = ", ".join(sorted(other for other in sizes if other.endswith(_GGUF))) or "none"
+            raise UsageError(f"{model}: there is no such file; GGUF files there: {known}")
+        names = split_files(name, sizes)
+        say(f"downloading {model}: {len(names)} file(s), {format_size(sum(sizes[each] for each in names))}")
+        paths = [
+            huggingface_hub.hf_hub_download(
+                model.repo, each, revision=model.revision, cache_dir=self._cache, endpoint=self._endpoint
+            )
+            for each in names
+        ]
+        return Path(paths[0])
+
     def _offline(self, model: HubModel, cause: Exception, say: Say) -> Path:
-        """The folder of an earlier download, complete or not: the conversion finds what is missing."""
+        """What an earlier download left, complete or not: the conversion finds what is missing."""
         import huggingface_hub
 
         try:
+            if model.file is not None:
+                path = huggingface_hub.hf_hub_download(
+                    model.repo, model.file, revision=model.revision, cache_dir=self._cache, local_files_only=True
+                )
+                say(f"{model}: the hub cannot be reached ({cause}); using the file downloaded earlier")
+                return Path(path)
             folder = huggingface_hub.snapshot_download(
                 model.repo,
                 revision=model.revision,
@@ -151,8 +209,26 @@ class Hub:
             )
         except Exception:
             raise FlashIOError(
-                f"{model}: no such directory here, and the hub cannot be reached ({cause}); go online once, or "
-                "download the model elsewhere and give its folder"
+                f"{model}: no such directory here, and the hub cannot be reached ({cause}); {_bring(model)}"
             ) from cause
         say(f"{model}: the hub cannot be reached ({cause}); using the files downloaded earlier")
         return Path(folder)
+
+
+def _bring(model: HubModel) -> str:
+    """What to do without a network."""
+    if model.file is not None:
+        where = f"https://huggingface.co/{model.repo}"
+        return f"go online once, or download {model.file} elsewhere, from {where}, and give its path"
+    return (
+        "go online once, or download config.json, the tokenizer's files and *.safetensors (else pytorch_model*.bin) "
+        f"elsewhere, from https://huggingface.co/{model.repo}, into a folder, and give the folder"
+    )
+
+
+def split_files(name: str, names: Iterable[str]) -> list[str]:
+    """The GGUF file `name`, and the others where it is the first of several ("-00001-of-00003")."""
+    match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", name)
+    if match is None:
+        return [name]
+    return sorted(each for each in names if re.fullmatch(rf"{re.escape(match[1])}-\d{{5}}-of-{match[2]}\.gguf", each))

@@ -1,22 +1,26 @@
-"""From a user's name for a model to its directory: the bundled demo, a directory, a Hugging Face folder, a hub id.
+"""From a user's name for a model to its directory: the demo, a directory, a checkpoint here or the hub's, smollm2.
 
-The last two are converted on first use into the user's cache directory and found there from then on. Loads no model.
+Checkpoints are converted on first use into the user's cache directory and found there from then on. Loads no model.
 """
 
 import hashlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import flashllm
 from flashllm.base.files import Progress
 from flashllm.base.user_dirs import user_cache_dir
+from flashllm.convert.checkpoint.gguf_file import SUFFIX
 from flashllm.convert.checkpoint.source import companion_files
-from flashllm.convert.hub import Hub, HubModel, Say
+from flashllm.convert.hub import Hub, HubModel, Say, split_files
+from flashllm.convert.known import KNOWN, fetch
 from flashllm.convert.run import convert
 from flashllm.errors import FlashError, FlashIOError, UsageError
 from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX
 from flashllm.format.model_files import CONFIG
 
+_WEIGHT_SUFFIXES = (SUFFIX, ".safetensors", ".bin", ".index.json")
 DEMO_NOTICE = "the demo model is so small that its memory saving proves nothing; it shows how the engine works"
 
 
@@ -56,17 +60,17 @@ def resolve_model(
         return demo_path()
     if not model:
         raise UsageError("MODEL is empty; give a directory or a hub id, or leave it out for the demo")
-    folder = Path(model)
-    hub_model = None if folder.is_dir() else _parse_hub_model(model)
-    if hub_model is None and not _is_checkpoint(folder):
-        return folder
-    models = (user_cache_dir() if cache is None else cache) / "models"
-    target = models / (folder_key(folder) if hub_model is None else hub_model.directory_name)
+    source = _Named.of(model)
+    if source.path is not None and source.path.is_dir() and not _is_checkpoint(source.path):
+        return source.path
+    cache = user_cache_dir() if cache is None else cache
+    models = cache / "models"
+    target = models / source.directory_name
     if (target / MANIFEST).exists():
         return target
     if not convert_on_first_use:
         raise UsageError(f"{model}: is not converted yet; run `flashllm convert {model} DST`, then use DST")
-    checkpoint, source_name = find_checkpoint(model, say=say, hub=hub)
+    checkpoint, source_name = find_checkpoint(model, say=say, hub=hub, cache=cache)
     try:
         models.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -77,20 +81,84 @@ def resolve_model(
     return target
 
 
-def find_checkpoint(source: str, *, say: Say = lambda line: None, hub: Hub | None = None) -> tuple[Path, str | None]:
-    """The folder to convert that `source` (a folder or a hub id) means, and the name to record where it has one."""
-    if Path(source).is_dir():
-        return Path(source), None
-    hub_model = _parse_hub_model(source)
-    return (Hub() if hub is None else hub).download(hub_model, say), str(hub_model)
+def find_checkpoint(
+    source: str, *, say: Say = lambda line: None, hub: Hub | None = None, cache: Path | None = None
+) -> tuple[Path, str | None]:
+    """What `source` means to `convert` (a folder or a GGUF file), and the name to record where it has one.
+
+    A known model or the hub's is downloaded. UsageError where `source` is nothing we know; the errors of
+    `Hub.download` and `known.fetch` pass through.
+    """
+    named = _Named.of(source)
+    if named.path is not None:
+        return named.path, None
+    if named.hub is not None:
+        return (Hub() if hub is None else hub).download(named.hub, say), str(named.hub)
+    return fetch(source, (user_cache_dir() if cache is None else cache) / "downloads", say), source
 
 
-def _parse_hub_model(model: str) -> HubModel:
-    hub_model = HubModel.parse(model)
-    if hub_model is None:
-        what = "is a file, not a directory" if Path(model).exists() else "there is no such directory"
-        raise UsageError(f"{model}: {what}; give a model directory, a Hugging Face folder or a hub id (owner/name)")
-    return hub_model
+def find_folder(model: str, *, say: Say = lambda line: None) -> Path:
+    """A folder that the throughput engine reads as it is: `model`'s own, or the hub's; a GGUF file is converted first.
+
+    Errors as in `resolve_model` and `find_checkpoint`.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    path, _ = find_checkpoint(model, say=say)
+    return path if path.is_dir() else resolve_model(model, say=say)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Named:
+    """What a user's name for a model is: a path here, a model of the hub's, or (neither) a known model."""
+
+    path: Path | None = None  # a directory or a GGUF file
+    hub: HubModel | None = None
+    known: str = ""
+
+    @classmethod
+    def of(cls, text: str) -> "_Named":
+        """What exists here goes first; what looks like a path is never taken for anything else. UsageError."""
+        path = Path(text).expanduser()
+        if path.is_dir():
+            return cls(path=path)
+        if path.exists():
+            return cls(path=_of_file(path))
+        if text in KNOWN:
+            return cls(known=text)
+        if hub := HubModel.parse(text):
+            owner = Path(text).parts[0]
+            if text.startswith(hub.repo) and Path(owner).is_dir():  # a folder of that name: a path with a slip in it?
+                raise UsageError(
+                    f"{text}: there is no such directory, though {owner} is one; for the hub's model write hf.co/{text}"
+                )
+            if not text.endswith(_WEIGHT_SUFFIXES) or hub.file is not None:
+                return cls(hub=hub)
+        if path.suffix in _WEIGHT_SUFFIXES:
+            raise UsageError(f"{text}: there is no such file; for one of the hub's, write hf.co/owner/name/FILE.gguf")
+        raise UsageError(
+            f"{text}: there is no such directory; give a model directory, a Hugging Face folder, a GGUF file, a hub id "
+            f"(owner/name) or one of {', '.join(KNOWN)}"
+        )
+
+    @property
+    def directory_name(self) -> str:
+        """A name for the conversion: changes when the source is another or its files change."""
+        if self.path is not None:
+            return source_key(self.path)
+        return self.hub.directory_name if self.hub is not None else self.known
+
+
+def _of_file(path: Path) -> Path:
+    """The GGUF file `path`, or the folder of a file of weights."""
+    if path.suffix == SUFFIX:
+        return path
+    if path.name.endswith(_WEIGHT_SUFFIXES) and (path.parent / CONFIG).exists():
+        return path.parent
+    raise UsageError(
+        f"{path}: is a file, not a directory; give a model directory, a Hugging Face folder, a GGUF file or a hub id "
+        "(owner/name)"
+    )
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -98,12 +166,19 @@ def _is_checkpoint(folder: Path) -> bool:
     return (folder / CONFIG).exists() and not (folder / MANIFEST).exists() and not folder.name.endswith(PARTIAL_SUFFIX)
 
 
-def folder_key(folder: Path) -> str:
-    """A name for the conversion of a Hugging Face folder: changes when the folder is another or its files change."""
-    folder = folder.resolve()
-    digest = hashlib.sha256(os.fsencode(folder))
-    weights = [path for pattern in ("*.safetensors", "*.bin", "*.index.json") for path in sorted(folder.glob(pattern))]
-    for path in [*companion_files(folder), *weights]:
+def source_key(source: Path) -> str:
+    """A name for the conversion of a folder or a GGUF file: changes when it is another or its files change."""
+    source = source.resolve()
+    digest = hashlib.sha256(os.fsencode(source))
+    for path in _files_of(source):
         status = path.stat()
         digest.update(b"\0" + os.fsencode(path.name) + f"\0{status.st_size}\0{status.st_mtime_ns}".encode())
-    return f"{folder.name}-{digest.hexdigest()[:16]}"
+    return f"{source.name.removesuffix(SUFFIX)}-{digest.hexdigest()[:16]}"
+
+
+def _files_of(source: Path) -> list[Path]:
+    if source.is_file():
+        names = split_files(source.name, [path.name for path in source.parent.glob(f"*{SUFFIX}")])
+        return [source.with_name(name) for name in names]
+    weights = [path for pattern in ("*.safetensors", "*.bin", "*.index.json") for path in sorted(source.glob(pattern))]
+    return [*companion_files(source), *weights]

@@ -43,7 +43,11 @@ def add_arguments(verbs: Any) -> None:
         '/v1/completions, {"prompt": ...} lines, or a .txt file with a prompt a line. Answers are appended as blocks '
         "of lines finish, in no promised order; match them by custom_id.",
     )
-    run.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a flashllm directory or a hub id")
+    run.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a Hugging Face folder, a flashllm directory, a GGUF file, a hub id",
+    )
     run.add_argument("-i", "--input", required=True, type=Path, metavar="IN", help="the batch file")
     run.add_argument("-o", "--output", required=True, type=Path, metavar="OUT", help="the file of answers")
     run.add_argument("--resume", action="store_true", help="go on with an OUT that exists: what it answers is skipped")

@@ -7,7 +7,7 @@ from typing import Self
 
 from flashllm.arch.registry import block_spec, complete_config
 from flashllm.base.files import read_json_object
-from flashllm.convert.locate import find_checkpoint
+from flashllm.convert.locate import find_folder
 from flashllm.convert.tokenizer import TOKENIZER
 from flashllm.errors import UsageError
 from flashllm.format.model_files import CONFIG
@@ -29,13 +29,11 @@ class ModelText:
 
     @classmethod
     def load(cls, model: str | Path) -> Self:
-        """The model in a Hugging Face folder or a flashllm directory, or of a hub id, which is downloaded.
+        """The model in a Hugging Face folder or a flashllm directory, or what `find_folder` makes of another name.
 
         UsageError where it is none of these, FormatError where it is damaged, UnsupportedModelError for other models.
         """
-        path = Path(model)
-        if not path.is_dir():
-            path, _ = find_checkpoint(str(model))
+        path = find_folder(str(model))
         if not (path / CONFIG).exists():
             raise UsageError(f"{path}: has no {CONFIG}; give a Hugging Face folder or a flashllm directory")
         config = complete_config(read_json_object(path / CONFIG))

@@ -46,8 +46,14 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         BudgetError: the memory does not suffice; the message says by how much.
         FormatError, FlashIOError: the popularity file is damaged or cannot be read.
     """
-    check_mode(config.mode, model)
     notices: list[str] = []
+    mode: Mode = config.mode if config.mode is not None else "sparse" if model.architecture.sparse else "dense"
+    check_mode(mode, model)
+    if config.mode is None and mode == "dense":
+        notices.append(
+            f"no neuron of this model is ever exactly zero ({model.architecture.activation}), so none can be left out: "
+            "mode dense, without predictors"
+        )
     store = config.store if config.store is not None else device_store_path()
     costs, problem = find_costs(model.path, store)
     if problem is not None:
@@ -77,7 +83,7 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
             prefetch=prefetch,
         )
 
-    wanted = config.mode == "sparse" and config.ablation.prefetch
+    wanted = mode == "sparse" and config.ablation.prefetch
     prefetch = wanted and has_prefetch_predictors(model.path, model.manifest)
     memory = memory_plan(prefetch=prefetch)
     if prefetch and costs is not None and costs.direct and config.direct:
@@ -89,7 +95,7 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         memory=memory,
         reader=reader,
         threads=config.threads if config.threads is not None else num_cores(),
-        mode=config.mode,
+        mode=mode,
         prefetch=prefetch,
         costs=costs,
         popularity=popularity,

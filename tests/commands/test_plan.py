@@ -45,7 +45,8 @@ def test_a_model_that_runs_densely_alone_is_planned_so(tmp_path, plan_json, caps
     _, directory = make_model(tmp_path, "llama")
     assert plan_json(directory, "--mode", "dense")["mode"] == "dense"
     table_of(capsys, directory, "--mode", "dense")
-    assert main(["plan", str(directory)]) == 2
+    assert plan_json(directory)["mode"] == "dense"
+    assert main(["plan", str(directory), "--mode", "sparse"]) == 2
     assert "use --mode dense" in capsys.readouterr().err
 
 

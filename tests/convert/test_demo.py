@@ -13,7 +13,7 @@ from tiny_models import make_tiny_opt
 import flashllm
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.convert.hub import Hub, HubModel, needed_files
-from flashllm.convert.locate import find_checkpoint, folder_key, is_demo, resolve_model
+from flashllm.convert.locate import find_checkpoint, is_demo, resolve_model, source_key
 from flashllm.errors import FlashError, FlashIOError, FormatError, UnsupportedModelError, UsageError
 from flashllm.format.manifest import Manifest
 
@@ -84,9 +84,9 @@ def test_two_folders_of_one_name_do_not_share_a_conversion(tmp_path):
         (tmp_path / parent / "m").mkdir(parents=True)
         (tmp_path / parent / "m" / "config.json").write_text("{}")
         os.utime(tmp_path / parent / "m" / "config.json", (1, 1))
-    assert folder_key(tmp_path / "a" / "m") != folder_key(tmp_path / "b" / "m")
+    assert source_key(tmp_path / "a" / "m") != source_key(tmp_path / "b" / "m")
     (tmp_path / "c").symlink_to(tmp_path / "a" / "m")
-    assert folder_key(tmp_path / "c") == folder_key(tmp_path / "a" / "m")
+    assert source_key(tmp_path / "c") == source_key(tmp_path / "a" / "m")
 
 
 def test_looking_at_a_model_converts_nothing(checkpoint, tmp_path):
@@ -145,6 +145,66 @@ def test_hub_ids(text, repo, revision):
     assert (model.repo, model.revision) == (repo, revision)
     assert str(model) == text
     assert "/" not in model.directory_name
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        ("hf.co/a/b", "a/b"),
+        ("https://huggingface.co/a/b", "a/b"),
+        ("https://huggingface.co/a/b/", "a/b"),
+        ("http://www.huggingface.co/a/b/tree/main", "a/b"),
+        ("https://hf.co/a/b/tree/v1.0", "a/b@v1.0"),
+        ("https://huggingface.co/a/b/tree/refs%2Fpr%2F3", "a/b@refs/pr/3"),
+        ("https://huggingface.co/a/b/blob/main/model.safetensors", "a/b"),
+        ("https://huggingface.co/a/b/blob/main/x.Q4_K_M.gguf?download=true", "a/b/x.Q4_K_M.gguf"),
+        ("https://huggingface.co/a/b/resolve/dev/q4/x.gguf", "a/b@dev/q4/x.gguf"),
+        ("hf.co/a/b/x.gguf", "a/b/x.gguf"),
+        ("hf://a/b", "a/b"),
+        ("hf://a/b@refs/pr/2/x.gguf", "a/b@refs/pr/2/x.gguf"),
+        ("hf://a/b@main", "a/b"),
+    ],
+)
+def test_addresses(text, meaning):
+    model = HubModel.parse(text)
+    assert str(model) == meaning
+    assert "/" not in model.directory_name
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://huggingface.co/datasets/a/b",
+        "https://huggingface.co/a",
+        "https://example.com/a/b",
+        "hf.co/a/../b",
+        "hf://",
+        "ftp://huggingface.co/a/b",
+    ],
+)
+def test_other_addresses(text):
+    assert HubModel.parse(text) is None
+
+
+def test_what_looks_like_a_path_is_never_the_hubs(tmp_path, monkeypatch, checkpoint):
+    monkeypatch.chdir(tmp_path)
+    hub = FakeHub(checkpoint)
+    (tmp_path / "models").mkdir()
+    with pytest.raises(UsageError, match=r"no such directory, though models is one.*hf\.co/models"):
+        resolve_model("models/opt", cache=tmp_path, hub=hub)
+    with pytest.raises(UsageError, match="there is no such file"):
+        resolve_model("other/opt.gguf", cache=tmp_path, hub=hub)
+    assert hub.asked == []
+    assert find_checkpoint("hf.co/models/opt", hub=hub) == (checkpoint, "models/opt")
+
+
+def test_a_file_of_weights_stands_for_its_folder(checkpoint, tmp_path):
+    assert find_checkpoint(str(checkpoint / "model.safetensors")) == (checkpoint, None)
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(UsageError, match="is a file"):
+        find_checkpoint(str(tmp_path / "model.safetensors"))
+    (tmp_path / "model.gguf").write_bytes(b"x")
+    assert find_checkpoint(str(tmp_path / "model.gguf")) == (tmp_path / "model.gguf", None)
 
 
 @pytest.mark.parametrize(
@@ -252,10 +312,20 @@ def server(checkpoint, tmp_path):
     (tensorflow / "tf_model.h5").write_bytes(b"x")
     empty = tmp_path / "empty"
     empty.mkdir()
+    quantised = tmp_path / "gguf"
+    quantised.mkdir()
+    for name in ("x-00001-of-00002.gguf", "x-00002-of-00002.gguf", "y.gguf"):
+        (quantised / name).write_bytes(name.encode())
     (checkpoint / "README.md").write_text("not needed")
     server = HubServer(("127.0.0.1", 0), HubHandler)
     server.requests = []
-    server.repos = {"some/opt": checkpoint, "some/gpt": other, "some/tensorflow": tensorflow, "some/empty": empty}
+    server.repos = {
+        "some/opt": checkpoint,
+        "some/gpt": other,
+        "some/tensorflow": tensorflow,
+        "some/empty": empty,
+        "some/gguf": quantised,
+    }
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
@@ -285,6 +355,23 @@ def test_an_unsupported_model_costs_no_download(server, tmp_path):
     assert not any("safetensors" in request or ".h5" in request for request in server.requests)
 
 
+def test_a_gguf_file_of_the_hubs_comes_alone_or_with_its_other_parts(server, tmp_path):
+    hub, said = Hub(server.endpoint, tmp_path / "hub"), []
+    path = hub.download(HubModel.parse("hf.co/some/gguf/y.gguf"), said.append)
+    assert path.read_bytes() == b"y.gguf"
+    assert said == ["downloading some/gguf/y.gguf: 1 file(s), 6 B"]
+    path = hub.download(HubModel.parse("hf.co/some/gguf/x-00001-of-00002.gguf"), said.append)
+    assert path.with_name("x-00002-of-00002.gguf").exists()
+    with pytest.raises(UsageError, match=r"no such file; GGUF files there: x-00001.*, y\.gguf"):
+        hub.download(HubModel.parse("hf.co/some/gguf/z.gguf"), said.append)
+    with pytest.raises(UsageError, match=r"some/gguf: holds GGUF files; name one: .*hf\.co/some/gguf/y\.gguf"):
+        hub.download(HubModel.parse("some/gguf"), said.append)
+    offline = Hub("http://127.0.0.1:9", tmp_path / "hub")
+    assert offline.download(HubModel.parse("hf.co/some/gguf/y.gguf"), said.append).read_bytes() == b"y.gguf"
+    with pytest.raises(FlashIOError, match=r"download z\.gguf elsewhere, from https://huggingface.co/some/gguf"):
+        offline.download(HubModel.parse("hf.co/some/gguf/z.gguf"), said.append)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
@@ -305,5 +392,5 @@ def test_offline_an_earlier_download_serves_and_a_missing_one_is_explained(serve
     folder = Hub("http://127.0.0.1:9", tmp_path / "hub").download(model, said.append)
     assert (folder / "model.safetensors").exists()
     assert "using the files downloaded earlier" in said[-1]
-    with pytest.raises(FlashIOError, match="cannot be reached"):
+    with pytest.raises(FlashIOError, match=r"cannot be reached.*download config\.json.*into a folder"):
         Hub("http://127.0.0.1:9", tmp_path / "empty").download(model, said.append)

@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from arch_models import make_model
 from traces import write_trace
 
 from flashllm.base.machine import num_cores
@@ -71,6 +72,17 @@ def store_with(tmp_path):
         return tmp_path / "devices.json"
 
     return write
+
+
+def test_a_model_whose_neurons_are_never_zero_runs_densely_and_says_so(tmp_path):
+    _, directory = make_model(tmp_path, "llama")
+    plan = resolve(RunConfig(), ModelDir.open(directory), **MACHINE)
+    assert plan.mode == "dense"
+    (notice,) = plan.notices
+    assert "is ever exactly zero (silu)" in notice
+    assert resolve(RunConfig(mode="dense"), ModelDir.open(directory), **MACHINE).notices == ()
+    with pytest.raises(UsageError, match="use --mode dense"):
+        resolve(RunConfig(mode="sparse"), ModelDir.open(directory), **MACHINE)
 
 
 def test_without_a_device_profile_the_defaults_hold(model):

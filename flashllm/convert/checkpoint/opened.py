@@ -1,19 +1,61 @@
-"""Opens whatever a checkpoint is: a Hugging Face folder."""
+"""Opens whatever a checkpoint is: a Hugging Face folder, or a GGUF file."""
 
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
+from flashllm.arch.registry import resident_sources, resolve, spec_of
 from flashllm.convert.checkpoint.folder import open_folder
+from flashllm.convert.checkpoint.gguf_file import SUFFIX, GgufContent, open_gguf
+from flashllm.convert.checkpoint.gguf_models import model_config, named_tensors
+from flashllm.convert.checkpoint.gguf_tokenizer import special_ids, tokenizer_files
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.errors import UsageError
+from flashllm.format.model_files import CONFIG
+
+QUANTISED_DTYPE = "float16"  # of a conversion of quantised weights
 
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
-    """The checkpoint that `path` is, validated; errors as in `open_folder`. UsageError where it is nothing known."""
+    """The checkpoint that `path` is, validated; errors as in `open_folder` and `open_gguf`.
+
+    UsageError where it is nothing known.
+    """
     path = Path(path)
-    if not path.is_dir():
+    if path.is_dir():
+        with open_folder(path) as checkpoint:
+            yield checkpoint
+    elif path.is_file() and path.suffix.lower() == SUFFIX:
+        with ExitStack() as stack:
+            yield _gguf_checkpoint(open_gguf(path, stack))
+    elif path.exists():
+        raise UsageError(f"{path}: is neither a Hugging Face folder nor a GGUF file")
+    else:
         raise UsageError(f"{path}: there is no such directory")
-    with open_folder(path) as checkpoint:
-        yield checkpoint
+
+
+def _gguf_checkpoint(content: GgufContent) -> Checkpoint:
+    config = model_config(content, special_ids(content.metadata))
+    architecture, spec = resolve(config), spec_of(config["model_type"])
+    names = {source: canonical for canonical, source in resident_sources(config).items()}
+    for matrix, pattern in spec.matrices.items():
+        names |= {pattern.format(i=i): f"layers.{i}.{matrix}.weight" for i in range(architecture.num_layers)}
+    files = named_tensors(content, names, config)
+    text = {CONFIG: json.dumps(config, indent=1).encode(), **tokenizer_files(content.metadata, content.path)}
+    return Checkpoint(
+        path=content.path,
+        config=MappingProxyType(config),
+        tensors=MappingProxyType({name: tensor.info(name) for name, tensor in files.items()}),
+        made=MappingProxyType(text),
+        preferred_dtype=_dtype(content),
+        _files=MappingProxyType(files),
+    )
+
+
+def _dtype(content: GgufContent) -> str:
+    """The dtype that holds the file's matrices as they are; QUANTISED_DTYPE where none does."""
+    kinds = {stored.kind for stored in content.tensors.values() if len(stored.shape) > 1} - {"F32"}
+    return {(): "float32", ("F16",): "float16", ("BF16",): "bfloat16"}.get(tuple(kinds), QUANTISED_DTYPE)

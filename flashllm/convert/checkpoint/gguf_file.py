@@ -1,0 +1,220 @@
+"""GGUF files: metadata, and tensors dequantised in ranges as they are read. Knows no architecture and no tokenizer.
+
+The gguf package reads the header, in a process of its own since a large vocabulary costs it hundreds of megabytes, and
+dequantises. A model split over several files (`-00001-of-00003.gguf`) is opened by its first.
+"""
+
+import importlib
+import math
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.base.files import CHUNK_NBYTES, drop_page_cache, open_for_reading, pread_bytes
+from flashllm.convert.checkpoint.child import ChildFailed, ask_child
+from flashllm.convert.checkpoint.source import check_start
+from flashllm.errors import FlashError, FormatError, UnsupportedModelError
+from flashllm.format.safetensors import TensorInfo
+
+SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
+_PLAIN = {"F32": ("F32", 4), "F16": ("F16", 2), "BF16": ("BF16", 2)}  # kind -> safetensors' code, bytes an element
+_SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_MAX_GAP = 64  # rows read and left out, rather than read around
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor as it lies in a GGUF file."""
+
+    path: Path
+    fd: int
+    kind: str  # of ggml: "F16", "Q4_K"
+    shape: tuple[int, ...]  # as in numpy, the rows' length last
+    offset: int
+    nbytes: int
+
+    @property
+    def code(self) -> str:
+        """safetensors' dtype code of what reading gives: fp32 for a quantised tensor."""
+        return _PLAIN[self.kind][0] if self.kind in _PLAIN else "F32"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of what reading gives."""
+        return _PLAIN[self.kind][1] if self.kind in _PLAIN else 4
+
+    def rows(self, first: int, count: int) -> NDArray[Any]:
+        """Rows (of the tensor with all dimensions but the last made one), as `code` says: [count, length]."""
+        length = self.shape[-1]
+        nbytes = self.nbytes // (math.prod(self.shape) // length)  # of a row
+        at = self.offset + first * nbytes
+        raw = np.frombuffer(pread_bytes(self.fd, count * nbytes, at, self.path), np.uint8).reshape(count, nbytes)
+        drop_page_cache(self.fd, at, count * nbytes)
+        if self.kind in _PLAIN:
+            return raw.view(f"<u{self.itemsize}" if self.kind == "BF16" else f"<f{self.itemsize}")
+        return dequantized(raw, self.kind)
+
+
+class GgufTensor:
+    """Reads one tensor as transformers has it: a `TensorFile`.
+
+    `order[i]` is the stored row of row i, where rows lie in another order; `shift` is taken from every value.
+    """
+
+    def __init__(self, stored: StoredTensor, order: NDArray[np.int64] | None = None, shift: float = 0.0) -> None:
+        self._stored, self._order, self._shift = stored, order, shift
+        self.path = stored.path
+        self._length = stored.shape[-1] if order is None or len(stored.shape) > 1 else 1  # of a row, in elements
+
+    def info(self, name: str) -> TensorInfo:
+        """What the tensor is, under this name."""
+        stored = self._stored
+        nbytes = math.prod(stored.shape) * stored.itemsize
+        return TensorInfo(name=name, dtype=stored.code, shape=stored.shape, offset=stored.offset, nbytes=nbytes)
+
+    def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
+        """As `TensorFile.read_into`."""
+        if start < 0 or start + len(buffer) > info.nbytes:
+            raise ValueError(f"bytes {start} to {start + len(buffer)} are outside {info.name} of {info.nbytes} bytes")
+        row_nbytes = self._length * info.itemsize
+        step = max(1, CHUNK_NBYTES // row_nbytes)
+        done = 0
+        while done < len(buffer):
+            row, skip = divmod(start + done, row_nbytes)
+            count = min(step, -(-(skip + len(buffer) - done) // row_nbytes))
+            values = np.ascontiguousarray(self._rows(row, count)).reshape(-1).view(np.uint8)
+            part = values[skip : skip + len(buffer) - done]
+            buffer[done : done + len(part)] = part.data
+            done += len(part)
+
+    def extent(self, info: TensorInfo) -> int | None:
+        """As `TensorFile.extent`."""
+        plain = self._stored.kind in _PLAIN and self._order is None and not self._shift
+        return info.offset if plain else None
+
+    def _rows(self, first: int, count: int) -> NDArray[Any]:
+        if self._order is None:
+            rows = self._stored.rows(first, count)
+        elif self._length == 1:
+            rows = self._stored.rows(0, 1).reshape(-1)[self._order[first : first + count]]
+        else:
+            rows = self._gathered(self._order[first : first + count])
+        return rows - np.float32(self._shift) if self._shift else rows
+
+    def _gathered(self, wanted: NDArray[np.int64]) -> NDArray[Any]:
+        """These stored rows, in this order; neighbours are read together."""
+        ascending = np.argsort(wanted, kind="stable")
+        stored = wanted[ascending]
+        runs = np.split(np.arange(len(stored)), np.flatnonzero(np.diff(stored) > _MAX_GAP) + 1)
+        result: NDArray[Any] | None = None
+        for run in runs:
+            first, last = int(stored[run[0]]), int(stored[run[-1]])
+            rows = self._stored.rows(first, last - first + 1)
+            if result is None:
+                result = np.empty((len(wanted), rows.shape[1]), rows.dtype)
+            result[ascending[run]] = rows[stored[run] - first]
+        if result is None:
+            raise ValueError("no rows are wanted")
+        return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufContent:
+    """What a model's GGUF files hold."""
+
+    path: Path  # the first file
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]  # by the file's own names
+
+
+def open_gguf(path: Path, stack: ExitStack) -> GgufContent:
+    """The GGUF file `path`, or the files it is the first of; `stack` closes them.
+
+    FormatError for a file that is empty, truncated, damaged, a git-LFS pointer, or missing from a split model;
+    UnsupportedModelError for a kind of tensor that cannot be dequantised; FlashError where gguf is not installed.
+    """
+    metadata, tensors = _open_one(path, stack)
+    count = metadata.get("split.count", 1)
+    if count > 1:
+        match = _SPLIT.fullmatch(path.name)
+        if match is None or int(match[3]) != count or int(match[2]) != 1:
+            raise FormatError(
+                f"{path}: is one of the {count} files of a model; give the first, named …-00001-of-{count:05}.gguf"
+            )
+        for number in range(2, count + 1):
+            other = path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf")
+            if not other.exists():
+                raise FormatError(f"{other}: is missing; the model is split over {count} files")
+            tensors |= _open_one(other, stack)[1]
+    return GgufContent(path=path, metadata=metadata, tensors=tensors)
+
+
+def _open_one(path: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    fd = open_for_reading(path)
+    stack.callback(os.close, fd)
+    file_nbytes = os.fstat(fd).st_size
+    check_start(fd, file_nbytes, _MAGIC, "a GGUF file", path)
+    gguf_package(path)
+    try:
+        header = ask_child(read_header, str(path))
+    except ChildFailed as error:
+        raise FormatError(f"{path}: cannot be read: {error}; get the file again") from error
+    tensors = {}
+    for name, kind, shape, offset, nbytes in header["tensors"]:
+        if offset + nbytes > file_nbytes:
+            raise FormatError(f"{path}: truncated: tensor {name} ends after the file; get the file again")
+        tensors[name] = StoredTensor(path=path, fd=fd, kind=kind, shape=tuple(shape), offset=offset, nbytes=nbytes)
+    for kind in sorted({tensor.kind for tensor in tensors.values()} - set(_PLAIN)):
+        _check_kind(kind, path)
+    return header["metadata"], tensors
+
+
+def read_header(path: str) -> dict[str, Any]:
+    """The file's metadata, and its tensors as (name, kind, shape, offset, bytes). Runs in a child process."""
+    gguf = gguf_package(Path(path))
+    try:
+        reader = gguf.GGUFReader(path)
+        swapped = reader.byte_order != "I"
+        metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+        tensors = [
+            (tensor.name, tensor.tensor_type.name, tensor.shape.tolist()[::-1], tensor.data_offset, tensor.n_bytes)
+            for tensor in reader.tensors
+        ]
+    except Exception as error:  # the reader checks nothing itself: numpy finds what does not fit
+        raise FormatError(f"{path}: truncated or damaged ({error}); get the file again") from error
+    if swapped:
+        raise UnsupportedModelError(f"{path}: is a big-endian GGUF file; get the little-endian one")
+    return {"metadata": metadata, "tensors": tensors}
+
+
+def dequantized(raw: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
+    """Rows of quantised blocks, [rows, bytes], as fp32."""
+    gguf = importlib.import_module("gguf")
+    values: NDArray[np.float32] = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    return values
+
+
+def _check_kind(kind: str, path: Path) -> None:
+    gguf = importlib.import_module("gguf")
+    _, type_nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    try:
+        dequantized(np.zeros((1, type_nbytes), np.uint8), kind)
+    except NotImplementedError as error:
+        raise UnsupportedModelError(f"{path}: has tensors of kind {kind}, which cannot be dequantised") from error
+
+
+def gguf_package(path: Path) -> ModuleType:
+    """The gguf package. FlashError, saying how to install it, where it is absent."""
+    try:
+        return importlib.import_module("gguf")
+    except ModuleNotFoundError as error:
+        raise FlashError(f"{path}: is read with the gguf package: `pip install 'flashllm[gguf]'`") from error

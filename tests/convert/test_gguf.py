@@ -1,0 +1,308 @@
+"""GGUF files: bit for bit what the same weights give as safetensors, by any kind of tensor; each fault is named."""
+
+import json
+import shutil
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from arch_models import Variant, make_checkpoint
+from gguf_files import KINDS, write_llama
+from safetensors.torch import load_file, save_file
+
+from flashllm.base.dtypes import WEIGHT_DTYPES
+from flashllm.cli import main
+from flashllm.convert import locate
+from flashllm.convert.checkpoint import gguf_file
+from flashllm.convert.checkpoint.gguf_file import GgufTensor, StoredTensor
+from flashllm.convert.checkpoint.gguf_models import paired_rows
+from flashllm.convert.checkpoint.opened import open_checkpoint
+from flashllm.convert.locate import find_folder
+from flashllm.convert.run import convert
+from flashllm.errors import FlashError, FormatError, UnsupportedModelError, UsageError
+from flashllm.format.model_files import FFN, RESIDENT
+
+QUANTISED = [kind for kind in KINDS if kind.name in gguf.quants.__dict__ and kind.name not in ("F32", "F16", "BF16")]
+ROPE = {"rope_theta": 500.0}
+VARIANTS = {
+    "plain": {},
+    "one key-value head": {"num_key_value_heads": 1},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "wide heads": {"head_dim": 24},
+    "linear rope": {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}},
+    "llama 3 rope": {
+        "head_dim": 64,
+        "rope_parameters": {
+            "rope_theta": 500_000.0,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(request, monkeypatch):
+    """Without the child process, but in the test that asks for it."""
+    if "real_child" not in request.fixturenames:
+        monkeypatch.setattr(gguf_file, "ask_child", lambda function, *arguments: function(*arguments))
+
+
+@pytest.fixture
+def real_child():
+    """The child process is started."""
+
+
+def _source(path, config=None, dtype="float32"):
+    return make_checkpoint(path, Variant("llama", {"hidden_act": "silu", **(config or {})}), dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return _source(tmp_path_factory.mktemp("gguf") / "llama")
+
+
+def _open(path):
+    with open_checkpoint(path):
+        pass
+
+
+def _weights(manifest):
+    return manifest.files[FFN], manifest.files[RESIDENT]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_model_converts_to_the_same_weights_as_its_folder(tmp_path, variant):
+    source = _source(tmp_path / "hf", VARIANTS[variant])
+    path = write_llama(source, tmp_path / "model.gguf")
+    expected, found = convert(source, tmp_path / "expected"), convert(path, tmp_path / "found")
+    assert _weights(found) == _weights(expected)
+    assert found.architecture == expected.architecture
+    ours = json.loads((tmp_path / "found" / "config.json").read_text())
+    theirs = json.loads((source / "config.json").read_text())
+    for key in ours.keys() - {"mlp_bias", "attention_bias", "bos_token_id"}:
+        assert ours[key] == pytest.approx(theirs[key]), key
+
+
+@pytest.mark.usefixtures("real_child")
+def test_the_child_reads_the_header_and_the_tokenizer_is_the_folders(source, tmp_path):
+    path = write_llama(source, tmp_path / "model.gguf")
+    manifest = convert(path, tmp_path / "model")
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"} <= set(
+        manifest.files
+    )
+    assert manifest.source.name == "model.gguf"
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16")])
+def test_half_precision_stays_as_it_is_beside_fp32_norms(tmp_path, kind, dtype):
+    source = _source(tmp_path / "hf", dtype=dtype)
+    manifest = convert(write_llama(source, tmp_path / "model.gguf", kind), tmp_path / "found")
+    assert manifest.dtype == dtype
+    assert _weights(manifest) == _weights(convert(source, tmp_path / "expected"))
+
+
+def test_quantised_weights_are_the_dequantised_ones(source, tmp_path):
+    path = write_llama(source, tmp_path / "model.gguf", "Q8_0")
+    folder = shutil.copytree(source, tmp_path / "dequantised")
+    state = load_file(source / "model.safetensors")
+    for name, tensor in state.items():
+        if tensor.ndim > 1:
+            raw = gguf.quantize(tensor.numpy(), KINDS.Q8_0)
+            state[name] = torch.from_numpy(gguf.dequantize(raw, KINDS.Q8_0))
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    for dtype in ("float32", "float16"):
+        found = convert(path, tmp_path / f"found-{dtype}", dtype=dtype)
+        assert _weights(found) == _weights(convert(folder, tmp_path / f"expected-{dtype}", dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
+def test_every_kind_is_read_in_any_range(tmp_path, kind, monkeypatch):
+    """Random blocks, so that every bit pattern of the kind occurs; in steps of a few rows; in another order."""
+    monkeypatch.setattr(gguf_file, "CHUNK_NBYTES", 5 * 512 * 4)
+    block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    rows, length = 24, 512
+    raw = np.random.default_rng(kind.value).integers(0, 256, (rows, length // block * nbytes), np.uint8)
+    raw.tofile(tmp_path / "tensor")
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(raw, kind)
+    with open(tmp_path / "tensor", "rb") as file:
+        stored = StoredTensor(
+            path=tmp_path / "tensor", fd=file.fileno(), kind=kind.name, shape=(rows, length), offset=0, nbytes=raw.size
+        )
+        order = paired_rows(rows, 8)
+        with np.errstate(all="ignore"):
+            for tensor, values in ((GgufTensor(stored), expected), (GgufTensor(stored, order), expected[order])):
+                for first, last in ((0, rows * length), (1, 3), (511, 513), (3 * length + 7, 19 * length + 100)):
+                    out = np.empty(last - first, np.float32)
+                    tensor.read_into(tensor.info("x"), first * 4, memoryview(out).cast("B"))
+                    assert np.array_equal(out, values.reshape(-1)[first:last], equal_nan=True)
+
+
+def test_far_rows_are_read_apart(tmp_path):
+    values = np.arange(1000 * 4, dtype=np.float32).reshape(1000, 4)
+    values.tofile(tmp_path / "tensor")
+    with open(tmp_path / "tensor", "rb") as file:
+        stored = StoredTensor(
+            path=tmp_path / "tensor", fd=file.fileno(), kind="F32", shape=(1000, 4), offset=0, nbytes=values.nbytes
+        )
+        order = np.random.default_rng(0).permutation(1000)
+        tensor, out = GgufTensor(stored, order, shift=1.0), np.empty((10, 4), np.float32)
+        tensor.read_into(tensor.info("x"), 16 * 100, memoryview(out).cast("B"))
+        assert np.array_equal(out, values[order[100:110]] - 1)
+        assert tensor.extent(tensor.info("x")) is None
+        assert GgufTensor(stored).extent(tensor.info("x")) == 0
+        with pytest.raises(ValueError, match="outside"):
+            tensor.read_into(tensor.info("x"), values.nbytes, memoryview(out).cast("B"))
+
+
+def test_a_model_split_over_files(source, tmp_path):
+    first = write_llama(source, tmp_path / "model.gguf", split=3)
+    assert _weights(convert(first, tmp_path / "found")) == _weights(convert(source, tmp_path / "expected"))
+    second = tmp_path / "model-00002-of-00003.gguf"
+    with pytest.raises(FormatError, match=r"one of the 3 files.*00001-of-00003"):
+        _open(second)
+    second.unlink()
+    with pytest.raises(FormatError, match=r"00002-of-00003\.gguf: is missing"):
+        _open(first)
+
+
+def test_tensors_that_are_missing_or_that_nothing_claims(source, tmp_path):
+    with pytest.raises(FormatError, match=r"layers\.1\.self_attn\.v_proj\.weight is missing"):
+        convert(write_llama(source, tmp_path / "a.gguf", drop="blk.1.attn_v.weight"), tmp_path / "a")
+    biased = _source(tmp_path / "hf", {"attention_bias": True})
+    path = write_llama(biased, tmp_path / "b.gguf", drop="blk.0.attn_q.bias")
+    with pytest.raises(UnsupportedModelError, match=r"tensor blk\.\d\.attn_\w+\.bias: is no part of the llama model"):
+        convert(path, tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general.architecture": "mamba"}, r"GGUF architecture 'mamba' is not supported; supported: .*llama"),
+        ({"llama.expert_count": 8}, "experts"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
+        ({"llama.attention.value_length": 8}, "values of another size"),
+        ({"llama.feed_forward_length": [96, 64, 96]}, "layers that differ"),
+    ],
+)
+def test_what_cannot_be_run_is_said(source, tmp_path, metadata, message, monkeypatch):
+    path = write_llama(source, tmp_path / "model.gguf")
+    _patch_metadata(monkeypatch, metadata)
+    with pytest.raises(UnsupportedModelError, match=message):
+        _open(path)
+
+
+@pytest.mark.parametrize("name", ["llama.block_count", "llama.attention.head_count", "llama.context_length"])
+def test_what_the_metadata_lacks_is_said(source, tmp_path, name, monkeypatch):
+    path = write_llama(source, tmp_path / "model.gguf")
+    _patch_metadata(monkeypatch, {name: None})
+    with pytest.raises(FormatError, match=f"lacks {name}"):
+        _open(path)
+
+
+def _patch_metadata(monkeypatch, changes):
+    def patched(function, *arguments):
+        header = function(*arguments)
+        metadata = {**header["metadata"], **changes}
+        return {**header, "metadata": {name: value for name, value in metadata.items() if value is not None}}
+
+    monkeypatch.setattr(gguf_file, "ask_child", patched)
+
+
+def test_other_rope_factors_than_llama_3s(tmp_path):
+    source = _source(tmp_path / "hf", VARIANTS["llama 3 rope"])
+    path = write_llama(source, tmp_path / "model.gguf")
+    raw = bytearray(path.read_bytes())
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.config["rope_parameters"]["factor"] == pytest.approx(8)
+    reader = gguf.GGUFReader(path)
+    offset = next(tensor.data_offset for tensor in reader.tensors if tensor.name == "rope_freqs.weight")
+    raw[offset : offset + 4] = np.float32(3).tobytes()
+    path.write_bytes(raw)
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight follows another rule"):
+        _open(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git-LFS pointer.*git lfs pull"),
+        (b"<!DOCTYPE html>", "is not a GGUF file"),
+        (b"GGUF", "truncated or damaged"),
+        (b"GGUF\1\0\0\0" + bytes(16), "truncated or damaged .*version 1"),
+        (b"GGUF\3\0\0\0" + b"\xff" * 16, "truncated or damaged"),
+    ],
+)
+def test_files_that_are_no_gguf(tmp_path, content, message):
+    (tmp_path / "model.gguf").write_bytes(content)
+    with pytest.raises(FormatError, match=rf"model\.gguf: .*{message}"):
+        _open(tmp_path / "model.gguf")
+
+
+def test_a_file_cut_anywhere_is_refused(source, tmp_path):
+    raw = write_llama(source, tmp_path / "model.gguf", tokenizer=False).read_bytes()
+    for length in [*range(5, 3000, 97), len(raw) // 2, len(raw) - 1]:
+        (tmp_path / "cut.gguf").write_bytes(raw[:length])
+        with pytest.raises((FormatError, UnsupportedModelError)):
+            _open(tmp_path / "cut.gguf")
+
+
+def test_damaged_headers_never_end_in_another_error(source, tmp_path):
+    raw = write_llama(source, tmp_path / "model.gguf", tokenizer=False).read_bytes()
+    random = np.random.default_rng(0)
+    for _ in range(150):
+        damaged = bytearray(raw)
+        damaged[int(random.integers(8, 3000))] = int(random.integers(0, 256))
+        (tmp_path / "damaged.gguf").write_bytes(damaged)
+        try:
+            with open_checkpoint(tmp_path / "damaged.gguf") as checkpoint:
+                assert checkpoint.config["vocab_size"]
+        except FlashError:
+            pass
+
+
+def test_without_the_package_the_error_says_how_to_get_it(source, tmp_path, monkeypatch):
+    path = write_llama(source, tmp_path / "model.gguf")
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(FlashError, match=r"pip install 'flashllm\[gguf\]'"):
+        _open(path)
+
+
+def test_commands_take_a_file(source, tmp_path, monkeypatch, capsys):
+    """Converted by name, and on first use; the throughput engine reads what was converted."""
+    monkeypatch.setattr(locate, "user_cache_dir", lambda: tmp_path / "cache")
+    path = write_llama(source, tmp_path / "model.gguf")
+    assert main(["convert", str(path), str(tmp_path / "out")]) == 0
+    assert main(["generate", str(tmp_path / "out"), "--prompt", "The cat", "--max-new-tokens", "8", "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert expected["model"]["mode"] == "dense"
+    assert any("is ever exactly zero" in notice for notice in expected["notices"])
+    assert main(["generate", str(path), "--prompt", "The cat", "--max-new-tokens", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["token_ids"] == expected["token_ids"]
+    folder = find_folder(str(path))
+    assert folder.parent == tmp_path / "cache" / "models"
+    assert find_folder(str(folder)) == folder
+
+
+def test_a_file_of_another_kind(tmp_path):
+    (tmp_path / "model.onnx").write_bytes(b"x")
+    with pytest.raises(UsageError, match="neither a Hugging Face folder nor a GGUF file"):
+        _open(tmp_path / "model.onnx")
+
+
+def test_bfloat16_is_read_as_its_bits(tmp_path):
+    bits = np.arange(64, dtype=np.uint16)
+    bits.tofile(tmp_path / "tensor")
+    with open(tmp_path / "tensor", "rb") as file:
+        stored = StoredTensor(
+            path=tmp_path / "tensor", fd=file.fileno(), kind="BF16", shape=(8, 8), offset=0, nbytes=bits.nbytes
+        )
+        assert stored.code == WEIGHT_DTYPES["bfloat16"].code
+        assert np.array_equal(stored.rows(2, 3), bits.reshape(8, 8)[2:5])

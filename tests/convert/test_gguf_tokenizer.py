@@ -1,0 +1,215 @@
+"""Tokenizers from GGUF metadata: the ids and texts of transformers' own classes over the same vocabulary."""
+
+import json
+
+import pytest
+from tiny_models import SENTENCES, make_tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import GemmaTokenizer, GPT2Tokenizer, LlamaTokenizer, Qwen2Tokenizer
+
+from flashllm.convert.checkpoint.gguf_tokenizer import WORDS, special_ids, tokenizer_files
+from flashllm.convert.tokenizer import TEXTS, difference
+from flashllm.errors import FormatError, UnsupportedModelError
+
+SAMPLES = (*SENTENCES, *TEXTS, "In 2024, 123456 people's 7 cats can't   sleep.\n\n\tWE'LL see: x=10**3;  ok")
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    """(vocabulary, merges) of a byte-level BPE."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=["<|endoftext|>", "<|im_end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(SAMPLES * 3, trainer)
+    return _parts(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def pieces():
+    """(vocabulary, merges) of a BPE over SentencePiece's pieces, with bytes to fall back on."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Replace("▁", " ")
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer.train_from_iterator(
+        SENTENCES * 3, trainers.BpeTrainer(vocab_size=480, special_tokens=special, show_progress=False)
+    )
+    return _parts(tokenizer)
+
+
+def _parts(tokenizer):
+    content = json.loads(tokenizer.to_str())["model"]
+    vocabulary = sorted(content["vocab"], key=content["vocab"].get)
+    return vocabulary, [tuple(merge) for merge in content["merges"]]
+
+
+def _byte_level_metadata(parts, rule, **changes):
+    vocabulary, merges = parts
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": rule,
+        "tokenizer.ggml.tokens": vocabulary,
+        "tokenizer.ggml.token_type": [3, 3, *[1] * (len(vocabulary) - 2)],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.eot_token_id": 1,
+        **{f"tokenizer.ggml.{name}": value for name, value in changes.items()},
+    }
+
+
+def _pieces_metadata(parts, **changes):
+    vocabulary, merges = parts
+    ranks = {left + right: rank for rank, (left, right) in reversed(list(enumerate(merges)))}
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": vocabulary,
+        "tokenizer.ggml.scores": [float(-ranks.get(token, 10**6)) for token in vocabulary],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(vocabulary) - 259)],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        **{f"tokenizer.ggml.{name}": value for name, value in changes.items()},
+    }
+
+
+def _files(metadata, tmp_path):
+    return tokenizer_files(metadata, tmp_path / "model.gguf")
+
+
+def _made(metadata, tmp_path):
+    return Tokenizer.from_str(_files(metadata, tmp_path)["tokenizer.json"].decode())
+
+
+@pytest.mark.parametrize(("rule", "kind"), [("gpt-2", GPT2Tokenizer), ("qwen2", Qwen2Tokenizer)])
+def test_byte_level_bpe_is_transformers(byte_level, tmp_path, rule, kind):
+    vocabulary, merges = byte_level
+    reference = kind({token: index for index, token in enumerate(vocabulary)}, merges)
+    made = _made(_byte_level_metadata(byte_level, rule), tmp_path)
+    assert difference(made, reference) is None
+    for text in SAMPLES:
+        assert made.encode(text).ids == reference(text)["input_ids"], text
+
+
+def _cut(rule, text, parts, tmp_path):
+    made = _made(_byte_level_metadata(parts, rule), tmp_path)
+    decode = decoders.ByteLevel().decode
+    return [decode([word]) for word, _ in made.pre_tokenizer.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "words"),
+    [
+        ("smollm", "in 2024 don't", ["in", " ", "2", "0", "2", "4", " don", "'t"]),
+        ("gpt-2", "in 2024 don't", ["in", " 2024", " don", "'t"]),
+        ("qwen2", "in 2024 DON'T", ["in", " ", "2", "0", "2", "4", " DON", "'T"]),
+        ("llama-bpe", "in 20245 DON'T", ["in", " ", "202", "45", " DON", "'T"]),
+        ("falcon", "a 20245!!b", ["a", " ", "202", "45", "!!", "b"]),
+        ("default", "a 20245!!b", ["a", " ", "202", "45", "!!", "b"]),
+        ("tekken", "helloWorld 20's", ["hello", "World", " ", "2", "0", "'s"]),
+        ("gpt-4o", "helloWorld's 2024", ["hello", "World's", " ", "202", "4"]),
+    ],
+)
+def test_words_are_cut_by_the_named_rule(byte_level, tmp_path, rule, text, words):
+    assert _cut(rule, text, byte_level, tmp_path) == words
+
+
+@pytest.mark.parametrize("rule", WORDS)
+def test_every_rule_keeps_every_character(byte_level, tmp_path, rule):
+    made = _made(_byte_level_metadata(byte_level, rule), tmp_path)
+    for text in SAMPLES:
+        expected = made.normalizer.normalize_str(text) if made.normalizer else text
+        assert made.decode(made.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == expected
+
+
+def test_sentencepiece_is_llamas(pieces, tmp_path):
+    vocabulary, merges = pieces
+    reference = LlamaTokenizer({token: index for index, token in enumerate(vocabulary)}, merges, legacy=True)
+    made = _made(_pieces_metadata(pieces), tmp_path)
+    for text in SAMPLES:
+        ids = made.encode(text).ids  # SentencePiece adds a space always, this class only where there is none
+        assert ids == [1, *reference(f" {text}" if text else "", add_special_tokens=False)["input_ids"]], text
+        assert made.decode(ids) == text
+
+
+def test_sentencepiece_without_a_leading_space_is_gemmas(pieces, tmp_path):
+    vocabulary, merges = pieces
+    reference = GemmaTokenizer({token: index for index, token in enumerate(vocabulary)}, merges)
+    made = _made(_pieces_metadata(pieces, add_space_prefix=False, add_bos_token=False), tmp_path)
+    for text in SAMPLES:
+        ids = made.encode(text).ids
+        assert ids == reference(text, add_special_tokens=False)["input_ids"], text
+        assert made.decode(ids) == text
+
+
+def test_what_begins_and_ends_a_text(byte_level, pieces, tmp_path):
+    plain = _made(_byte_level_metadata(byte_level, "gpt-2"), tmp_path).encode("a b").ids
+    metadata = _byte_level_metadata(byte_level, "gpt-2", add_bos_token=True, add_eos_token=True)
+    assert _made(metadata, tmp_path).encode("a b").ids == [1, *plain, 0]
+    assert _made(_byte_level_metadata(byte_level, "llama-bpe"), tmp_path).encode("a").ids[0] == 1
+    assert _made(_pieces_metadata(pieces), tmp_path).encode("a").ids[0] == 1
+    with pytest.raises(FormatError, match="texts get a bos token, but"):
+        _files(_byte_level_metadata(byte_level, "gpt-2", add_bos_token=True, bos_token_id=None), tmp_path)
+
+
+def test_special_tokens_are_whole_and_leave_the_text(byte_level, tmp_path):
+    metadata = _byte_level_metadata(byte_level, "gpt-2", token_type=[3, 4, *[1] * (len(byte_level[0]) - 2)])
+    made = _made(metadata, tmp_path)
+    ids = made.encode("a<|endoftext|>b<|im_end|>").ids
+    assert {0, 1} <= set(ids)
+    assert made.decode(ids) == "ab<|im_end|>"  # the second is the user's, and shown
+
+
+def test_the_files_beside_say_what_the_metadata_says(byte_level, tmp_path):
+    metadata = {**_byte_level_metadata(byte_level, "smollm"), "tokenizer.chat_template": "{{ x }}"}
+    files = _files(metadata, tmp_path)
+    config = json.loads(files["tokenizer_config.json"])
+    assert (config["bos_token"], config["eos_token"]) == ("<|im_end|>", "<|endoftext|>")
+    assert json.loads(files["generation_config.json"]) == {"bos_token_id": 1, "eos_token_id": [0, 1]}
+    assert files["chat_template.jinja"] == b"{{ x }}"
+    assert special_ids(metadata) == {"bos_token_id": 1, "eos_token_id": 0}
+    assert _files({}, tmp_path) == {}
+
+
+def test_an_unknown_rule_or_kind_needs_a_tokenizer_beside(byte_level, tmp_path):
+    for changes, message in (
+        ({"pre": "new-rule"}, r"rule 'new-rule', which is not known; put the model's tokenizer\.json beside"),
+        ({"model": "t5"}, r"kind 't5', which is not known; put the model's tokenizer\.json beside"),
+    ):
+        metadata = _byte_level_metadata(byte_level, "gpt-2", **changes)
+        with pytest.raises(UnsupportedModelError, match=message):
+            _files(metadata, tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(
+        _files(_byte_level_metadata(byte_level, "gpt-2"), tmp_path)["tokenizer.json"]
+    )
+    assert _files(metadata, tmp_path)["tokenizer.json"] == (tmp_path / "tokenizer.json").read_bytes()
+    make_tokenizer(300).save_pretrained(tmp_path)
+    with pytest.raises(FormatError, match="is another model's: token 0"):
+        _files(metadata, tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(FormatError, match="is damaged"):
+        _files(metadata, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": []}, "has no tokens"),
+        ({"tokens": [1, 2]}, "has no tokens"),
+        ({"merges": None}, "has no merges"),
+        ({"merges": ["a b c d"]}, "damaged vocabulary"),
+        ({"token_type": [1]}, "damaged vocabulary"),
+    ],
+)
+def test_vocabularies_that_make_no_sense(byte_level, tmp_path, changes, message):
+    with pytest.raises(FormatError, match=message):
+        _files(_byte_level_metadata(byte_level, "gpt-2", **changes), tmp_path)
+
+
+def test_a_token_that_is_there_twice_needs_a_tokenizer_beside(byte_level, tmp_path):
+    vocabulary = [*byte_level[0][:-1], byte_level[0][-2]]
+    with pytest.raises(UnsupportedModelError, match="1 tokens of its vocabulary are there twice"):
+        _files(_byte_level_metadata(byte_level, "gpt-2", tokens=vocabulary), tmp_path)
