@@ -23,7 +23,7 @@ from flashllm.api.fields import BadRequest
 from flashllm.api.prompts import PromptEncoder, Unanswerable
 from flashllm.api.requests import Request as Wanted
 from flashllm.generate.sampling import SamplingOptions
-from flashllm.serve import http
+from flashllm.serve import http, page
 from flashllm.serve.bodies import Asked, parse
 from flashllm.serve.forms import Form, Memory
 from flashllm.serve.http import ApiError, EventStream
@@ -221,13 +221,13 @@ def make_app(
     report: Callable[[BaseException], None],
 ) -> Starlette:
     """The ASGI application. `key`, `hosts`, `origins`: see `http.Guard`; `report`: `http.ErrorsAreAnswers`."""
-    routes = api.routes()
+    routes = [*api.routes(), *page.routes()]
     paths = frozenset(route.path for route in routes)
     app = Starlette(
         routes=routes,
         middleware=[
             Middleware(_Counted, metrics=metrics, paths=paths),
-            Middleware(http.Guard, key=key, open_paths=frozenset({"/health"}), hosts=hosts, origins=origins),
+            Middleware(http.Guard, key=key, open_paths=page.PATHS | {"/health"}, hosts=hosts, origins=origins),
             Middleware(http.ErrorsAreAnswers, report=report),
         ],
         exception_handlers={ApiError: http.answer_api_error, HTTPException: http.answer_http_error},

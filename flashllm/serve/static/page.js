@@ -1,0 +1,188 @@
+// The page: a conversation, kept in this tab alone, and the picture of its tokens. Text is only ever text.
+
+import { Chart } from "./chart.js";
+import { Answer, documentsOf, formatBytes } from "./events.js";
+
+const STORED = "flashllm.conversation";
+const NUMBERS = ["temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "seed"];
+const $ = (id) => document.getElementById(id);
+
+const chart = new Chart($("chart"), (line) => ($("token").textContent = line));
+let messages = []; // {role, content, stopped?}
+let running = null; // AbortController of the answer that comes now
+
+function restore() {
+  try {
+    const stored = JSON.parse(sessionStorage.getItem(STORED)) ?? {};
+    messages = Array.isArray(stored.messages) ? stored.messages : [];
+    for (const name of ["system", ...NUMBERS]) $(name).value = stored.settings?.[name] ?? "";
+  } catch {
+    messages = [];
+  }
+  $("log").replaceChildren(...messages.map(turn));
+  scroll(true);
+}
+
+/** Keeps the conversation for a reload. The API key is not kept. */
+function store() {
+  const settings = Object.fromEntries(["system", ...NUMBERS].map((name) => [name, $(name).value]));
+  try {
+    sessionStorage.setItem(STORED, JSON.stringify({ messages, settings }));
+  } catch {
+    // Full or forbidden: then a reload begins anew.
+  }
+}
+
+function turn(message) {
+  const element = document.createElement("p");
+  element.className = `turn ${message.role}`;
+  element.classList.toggle("stopped", Boolean(message.stopped));
+  element.textContent = message.content;
+  return element;
+}
+
+function scroll(always) {
+  const log = $("log");
+  if (always || log.scrollHeight - log.scrollTop - log.clientHeight < 120) log.scrollTop = log.scrollHeight;
+}
+
+function say(text, isError = false) {
+  $("status").textContent = text;
+  $("status").classList.toggle("error", isError);
+}
+
+function headers() {
+  const key = $("key").value.trim();
+  return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
+}
+
+async function failure(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `the server answered ${response.status}`;
+  }
+}
+
+function body() {
+  const system = $("system").value.trim();
+  const numbers = NUMBERS.filter((name) => $(name).value !== "").map((name) => [name, Number($(name).value)]);
+  return JSON.stringify({
+    messages: [
+      ...(system ? [{ role: "system", content: system }] : []),
+      ...messages.map(({ role, content }) => ({ role, content })),
+    ],
+    stream: true,
+    stream_options: { include_usage: true, include_timings: true },
+    ...Object.fromEntries(numbers),
+  });
+}
+
+async function ask(text) {
+  messages.push({ role: "user", content: text });
+  const request = body();
+  const reply = { role: "assistant", content: "" };
+  const element = turn(reply);
+  $("log").append(turn(messages.at(-1)), element);
+  scroll(true);
+  const answer = new Answer();
+  running = new AbortController();
+  busy(true);
+  say("The prompt is being read.");
+  try {
+    const options = { method: "POST", headers: headers(), body: request, signal: running.signal };
+    const response = await fetch("v1/chat/completions", options);
+    if (!response.ok) throw new Error(await failure(response));
+    for await (const document of documentsOf(response.body)) {
+      answer.take(document);
+      reply.content = answer.text;
+      element.textContent = answer.text;
+      if (answer.prompt !== null) say("");
+      show(answer);
+      scroll(false);
+    }
+    if (answer.error !== null) throw new Error(answer.error);
+    if (answer.finish === null) throw new Error("the connection was lost");
+    if (answer.finish === "length") say("The answer reached its most tokens, or the end of the context.");
+  } catch (error) {
+    reply.stopped = true;
+    if (error.name === "AbortError") say("");
+    else say(`${error.message}`, true);
+  } finally {
+    element.classList.toggle("stopped", Boolean(reply.stopped));
+    if (reply.content === "" && reply.stopped) {
+      element.remove();
+      messages.pop();
+      $("log").lastElementChild.remove();
+      $("text").value ||= text; // nothing was answered: the question can be sent again
+    } else {
+      messages.push(reply);
+    }
+    running = null;
+    busy(false);
+    store();
+    show(answer);
+  }
+}
+
+function show(answer) {
+  const { prompt, summary, last } = answer;
+  chart.draw(answer.tokens);
+  if (prompt !== null) {
+    $("prompt").textContent = `${prompt.prompt_tokens} new tokens, ${prompt.cached_tokens} kept from before`;
+    if (answer.tokens.length > 0) $("first").textContent = `${Math.round(prompt.total_ms + answer.tokens[0].total_ms)} ms`;
+  }
+  if (summary !== null) {
+    $("speed").textContent = `${summary.tokensPerSecond.toFixed(1)} tokens/s`;
+    $("hits").textContent = summary.hitRate === null ? "–" : `${(100 * summary.hitRate).toFixed(1)} %`;
+    $("read").textContent = formatBytes(summary.bytesPerToken);
+  }
+  if (last !== null) {
+    $("memory").textContent = `${formatBytes(last.memory_bytes)} of ${formatBytes(last.memory_limit_bytes)}`;
+    $("meter").value = last.memory_bytes / last.memory_limit_bytes;
+  }
+}
+
+function busy(on) {
+  $("send").hidden = on;
+  $("stop").hidden = !on;
+  $("new").disabled = on;
+}
+
+async function introduce() {
+  try {
+    const response = await fetch("v1/models", { headers: headers() });
+    if (response.status === 401) say("The server asks for an API key: see Settings.", true);
+    if (!response.ok) return;
+    const [model] = (await response.json()).data;
+    $("model").textContent = `${model.id}, ${model.context_length} tokens of context`;
+    if ($("status").classList.contains("error")) say("");
+  } catch {
+    say("The server does not answer.", true);
+  }
+}
+
+$("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = $("text").value.trim();
+  if (text === "" || running !== null) return;
+  $("text").value = "";
+  ask(text);
+});
+$("text").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  $("ask").requestSubmit();
+});
+$("stop").addEventListener("click", () => running?.abort());
+$("new").addEventListener("click", () => {
+  messages = [];
+  $("log").replaceChildren();
+  say("");
+  store();
+});
+$("key").addEventListener("change", introduce);
+for (const name of ["system", ...NUMBERS]) $(name).addEventListener("change", store);
+
+restore();
+introduce();
