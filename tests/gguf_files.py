@@ -11,6 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 KINDS = gguf.GGMLQuantizationType
+ARCHITECTURES = {"phi": "phi2", "gemma3_text": "gemma3", "gpt_neox": "gptneox", "cohere": "command-r"}  # other names
+_INTERLEAVED = ("llama", "granite", "arcee", "smollm3")
+_SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
 
 
 def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
@@ -19,7 +22,15 @@ def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
-def write_llama(
+def ungrouped(rows: torch.Tensor, heads: int, groups: int) -> torch.Tensor:
+    """Rows of a fused projection in llama.cpp's order: from groups of queries, key, value to all of each."""
+    dim = rows.shape[0] // (heads + 2 * groups)
+    grouped = rows.reshape(groups, heads // groups + 2, dim, *rows.shape[1:])
+    parts = (grouped[:, :-2], grouped[:, -2], grouped[:, -1])
+    return torch.cat([part.reshape(-1, *rows.shape[1:]) for part in parts])
+
+
+def write_gguf(
     folder: Path,
     path: Path,
     kind: str = "F32",
@@ -29,32 +40,22 @@ def write_llama(
     split: int = 1,
     tokenizer: bool = True,
 ) -> Path:
-    """The Llama in the Hugging Face folder `folder` as the GGUF file `path`, which is returned.
+    """The model in the Hugging Face folder `folder` as the GGUF file `path`, which is returned.
 
     Matrices are of `kind`, everything else fp32. `metadata` adds to what the config says; `drop` leaves out a tensor;
     `split` makes so many files, of which `path` is given the first's name.
     """
     config = json.loads((folder / "config.json").read_text())
-    state = load_file(folder / "model.safetensors")
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    tensors = {}
-    for name, tensor in state.items():
-        values = tensor.float()
-        if ".q_proj" in name or ".k_proj" in name:
-            values = interleaved(values, heads if ".q_proj" in name else kv_heads)
-        tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = values.numpy()
-    rope = config["rope_parameters"]
-    if rope["rope_type"] == "llama3":
-        tensors["rope_freqs.weight"] = _rope_factors(config)
+    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    tensors = _tensors(folder, config, architecture)
     tensors.pop(drop, None)
-    paths = (
-        [path] if split == 1 else [path.with_name(f"{path.stem}-{i + 1:05}-of-{split:05}.gguf") for i in range(split)]
-    )
+    paths = [path]
+    if split > 1:
+        paths = [path.with_name(f"{path.stem}-{number:05}-of-{split:05}.gguf") for number in range(1, split + 1)]
     for number, each in enumerate(paths):
-        writer = gguf.GGUFWriter(each, "llama")
+        writer = gguf.GGUFWriter(each, architecture)
         if number == 0:
-            _write_config(writer, config, rope)
+            _write_config(writer, config)
             if tokenizer:
                 write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
             for key, value in (metadata or {}).items():
@@ -72,21 +73,67 @@ def write_llama(
     return paths[0]
 
 
-def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, Any]) -> None:
+def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> dict[str, np.ndarray]:
+    heads = config["num_attention_heads"]
+    groups = config.get("num_key_value_heads") or heads
+    if architecture == "falcon":
+        groups = config["num_kv_heads"] if config["new_decoder_architecture"] else 1 if config["multi_query"] else heads
+    key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        values = tensor.float()
+        if architecture in _INTERLEAVED and (".q_proj" in name or ".k_proj" in name):
+            values = interleaved(values, heads if ".q_proj" in name else groups)
+        if architecture in ("falcon", "gptneox") and ".query_key_value" in name:
+            values = ungrouped(values, heads, groups)
+        if architecture in _SHIFTED and name.endswith("norm.weight"):
+            values = values + 1
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        tensors[stored] = values.numpy()
+    if config.get("rope_parameters", {}).get("rope_type") == "llama3":
+        tensors["rope_freqs.weight"] = _rope_factors(config)
+    return tensors
+
+
+def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_feed_forward_length(config.get("intermediate_size") or config["ffn_hidden_size"])
+    writer.add_head_count(heads)
+    kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
+    writer.add_head_count_kv(1 if config.get("multi_query") else kv_heads)
+    for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"):
+        if key in config:
+            writer.add_layer_norm_eps(config[key])
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    rope = config.get("rope_parameters") or {}
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(int(head_dim * share))
+    writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    if rope.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
+    for key, add in (
+        ("sliding_window", writer.add_sliding_window),
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("use_parallel_residual", writer.add_parallel_residual),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("logits_scaling", writer.add_logit_scale),
+        ("logit_scale", writer.add_logit_scale),
+    ):
+        if config.get(key) is not None:
+            add(config[key])
 
 
 def _rope_factors(config: dict[str, Any]) -> np.ndarray:
@@ -117,12 +164,11 @@ def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], rule: st
     """The byte-level BPE of a tokenizer.json."""
     vocabulary = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
     special = {token["content"] for token in tokenizer["added_tokens"] if token["special"]}
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(rule)
     writer.add_token_list(vocabulary)
-    writer.add_token_types(
-        [gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in vocabulary]
-    )
+    writer.add_token_types([control if token in special else normal for token in vocabulary])
     merges = tokenizer["model"]["merges"]
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
     writer.add_bos_token_id(2)

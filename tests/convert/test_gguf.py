@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 from arch_models import Variant, make_checkpoint
-from gguf_files import KINDS, write_llama
+from gguf_files import KINDS, write_gguf
 from safetensors.torch import load_file, save_file
 
+from flashllm.arch.registry import block_spec
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.cli import main
 from flashllm.convert import locate
 from flashllm.convert.checkpoint import gguf_file
 from flashllm.convert.checkpoint.gguf_file import GgufTensor, StoredTensor
-from flashllm.convert.checkpoint.gguf_models import paired_rows
+from flashllm.convert.checkpoint.gguf_models import MODELS, paired_rows, supported
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.locate import find_folder
 from flashllm.convert.run import convert
@@ -79,7 +80,7 @@ def _weights(manifest):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_model_converts_to_the_same_weights_as_its_folder(tmp_path, variant):
     source = _source(tmp_path / "hf", VARIANTS[variant])
-    path = write_llama(source, tmp_path / "model.gguf")
+    path = write_gguf(source, tmp_path / "model.gguf")
     expected, found = convert(source, tmp_path / "expected"), convert(path, tmp_path / "found")
     assert _weights(found) == _weights(expected)
     assert found.architecture == expected.architecture
@@ -89,9 +90,21 @@ def test_a_model_converts_to_the_same_weights_as_its_folder(tmp_path, variant):
         assert ours[key] == pytest.approx(theirs[key]), key
 
 
+@pytest.mark.parametrize("architecture", [name for name in supported() if name != "llama"])
+def test_every_architecture_converts_to_the_same_weights_and_block(tmp_path, architecture):
+    """Every row of the table; in bf16, to whose norms 1 can be added and taken from without rounding."""
+    source = make_checkpoint(tmp_path / "hf", Variant(MODELS[architecture].model_type), dtype="bfloat16")
+    path = write_gguf(source, tmp_path / "model.gguf", "BF16")
+    expected, found = convert(source, tmp_path / "expected"), convert(path, tmp_path / "found")
+    assert found.architecture == expected.architecture
+    assert _weights(found) == _weights(expected)
+    blocks = [block_spec(json.loads((tmp_path / name / "config.json").read_text())) for name in ("found", "expected")]
+    assert blocks[0] == blocks[1]
+
+
 @pytest.mark.usefixtures("real_child")
 def test_the_child_reads_the_header_and_the_tokenizer_is_the_folders(source, tmp_path):
-    path = write_llama(source, tmp_path / "model.gguf")
+    path = write_gguf(source, tmp_path / "model.gguf")
     manifest = convert(path, tmp_path / "model")
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"} <= set(
         manifest.files
@@ -102,13 +115,13 @@ def test_the_child_reads_the_header_and_the_tokenizer_is_the_folders(source, tmp
 @pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16")])
 def test_half_precision_stays_as_it_is_beside_fp32_norms(tmp_path, kind, dtype):
     source = _source(tmp_path / "hf", dtype=dtype)
-    manifest = convert(write_llama(source, tmp_path / "model.gguf", kind), tmp_path / "found")
+    manifest = convert(write_gguf(source, tmp_path / "model.gguf", kind), tmp_path / "found")
     assert manifest.dtype == dtype
     assert _weights(manifest) == _weights(convert(source, tmp_path / "expected"))
 
 
 def test_quantised_weights_are_the_dequantised_ones(source, tmp_path):
-    path = write_llama(source, tmp_path / "model.gguf", "Q8_0")
+    path = write_gguf(source, tmp_path / "model.gguf", "Q8_0")
     folder = shutil.copytree(source, tmp_path / "dequantised")
     state = load_file(source / "model.safetensors")
     for name, tensor in state.items():
@@ -135,7 +148,7 @@ def test_every_kind_is_read_in_any_range(tmp_path, kind, monkeypatch):
         stored = StoredTensor(
             path=tmp_path / "tensor", fd=file.fileno(), kind=kind.name, shape=(rows, length), offset=0, nbytes=raw.size
         )
-        order = paired_rows(rows, 8)
+        order = paired_rows(rows, {"head_dim": 8})
         with np.errstate(all="ignore"):
             for tensor, values in ((GgufTensor(stored), expected), (GgufTensor(stored, order), expected[order])):
                 for first, last in ((0, rows * length), (1, 3), (511, 513), (3 * length + 7, 19 * length + 100)):
@@ -162,7 +175,7 @@ def test_far_rows_are_read_apart(tmp_path):
 
 
 def test_a_model_split_over_files(source, tmp_path):
-    first = write_llama(source, tmp_path / "model.gguf", split=3)
+    first = write_gguf(source, tmp_path / "model.gguf", split=3)
     assert _weights(convert(first, tmp_path / "found")) == _weights(convert(source, tmp_path / "expected"))
     second = tmp_path / "model-00002-of-00003.gguf"
     with pytest.raises(FormatError, match=r"one of the 3 files.*00001-of-00003"):
@@ -174,9 +187,9 @@ def test_a_model_split_over_files(source, tmp_path):
 
 def test_tensors_that_are_missing_or_that_nothing_claims(source, tmp_path):
     with pytest.raises(FormatError, match=r"layers\.1\.self_attn\.v_proj\.weight is missing"):
-        convert(write_llama(source, tmp_path / "a.gguf", drop="blk.1.attn_v.weight"), tmp_path / "a")
+        convert(write_gguf(source, tmp_path / "a.gguf", drop="blk.1.attn_v.weight"), tmp_path / "a")
     biased = _source(tmp_path / "hf", {"attention_bias": True})
-    path = write_llama(biased, tmp_path / "b.gguf", drop="blk.0.attn_q.bias")
+    path = write_gguf(biased, tmp_path / "b.gguf", drop="blk.0.attn_q.bias")
     with pytest.raises(UnsupportedModelError, match=r"tensor blk\.\d\.attn_\w+\.bias: is no part of the llama model"):
         convert(path, tmp_path / "b")
 
@@ -192,15 +205,30 @@ def test_tensors_that_are_missing_or_that_nothing_claims(source, tmp_path):
     ],
 )
 def test_what_cannot_be_run_is_said(source, tmp_path, metadata, message, monkeypatch):
-    path = write_llama(source, tmp_path / "model.gguf")
+    path = write_gguf(source, tmp_path / "model.gguf")
     _patch_metadata(monkeypatch, metadata)
     with pytest.raises(UnsupportedModelError, match=message):
         _open(path)
 
 
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.block_count": "three"}, "must be a number"),
+        ({"llama.attention.key_length": 15, "llama.rope.dimension_count": 15}, "do not fit its heads|even"),
+        ({"tokenizer.ggml.tokens": ["x"] * 301}, "301 tokens, but an embedding of 300"),
+    ],
+)
+def test_what_makes_no_sense_is_said(source, tmp_path, metadata, message, monkeypatch):
+    path = write_gguf(source, tmp_path / "model.gguf")
+    _patch_metadata(monkeypatch, {"llama.attention.value_length": None, **metadata})
+    with pytest.raises(FormatError, match=message):
+        _open(path)
+
+
 @pytest.mark.parametrize("name", ["llama.block_count", "llama.attention.head_count", "llama.context_length"])
 def test_what_the_metadata_lacks_is_said(source, tmp_path, name, monkeypatch):
-    path = write_llama(source, tmp_path / "model.gguf")
+    path = write_gguf(source, tmp_path / "model.gguf")
     _patch_metadata(monkeypatch, {name: None})
     with pytest.raises(FormatError, match=f"lacks {name}"):
         _open(path)
@@ -217,7 +245,7 @@ def _patch_metadata(monkeypatch, changes):
 
 def test_other_rope_factors_than_llama_3s(tmp_path):
     source = _source(tmp_path / "hf", VARIANTS["llama 3 rope"])
-    path = write_llama(source, tmp_path / "model.gguf")
+    path = write_gguf(source, tmp_path / "model.gguf")
     raw = bytearray(path.read_bytes())
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.config["rope_parameters"]["factor"] == pytest.approx(8)
@@ -247,7 +275,7 @@ def test_files_that_are_no_gguf(tmp_path, content, message):
 
 
 def test_a_file_cut_anywhere_is_refused(source, tmp_path):
-    raw = write_llama(source, tmp_path / "model.gguf", tokenizer=False).read_bytes()
+    raw = write_gguf(source, tmp_path / "model.gguf", tokenizer=False).read_bytes()
     for length in [*range(5, 3000, 97), len(raw) // 2, len(raw) - 1]:
         (tmp_path / "cut.gguf").write_bytes(raw[:length])
         with pytest.raises((FormatError, UnsupportedModelError)):
@@ -255,7 +283,7 @@ def test_a_file_cut_anywhere_is_refused(source, tmp_path):
 
 
 def test_damaged_headers_never_end_in_another_error(source, tmp_path):
-    raw = write_llama(source, tmp_path / "model.gguf", tokenizer=False).read_bytes()
+    raw = write_gguf(source, tmp_path / "model.gguf", tokenizer=False).read_bytes()
     random = np.random.default_rng(0)
     for _ in range(150):
         damaged = bytearray(raw)
@@ -269,7 +297,7 @@ def test_damaged_headers_never_end_in_another_error(source, tmp_path):
 
 
 def test_without_the_package_the_error_says_how_to_get_it(source, tmp_path, monkeypatch):
-    path = write_llama(source, tmp_path / "model.gguf")
+    path = write_gguf(source, tmp_path / "model.gguf")
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     with pytest.raises(FlashError, match=r"pip install 'flashllm\[gguf\]'"):
         _open(path)
@@ -278,7 +306,7 @@ def test_without_the_package_the_error_says_how_to_get_it(source, tmp_path, monk
 def test_commands_take_a_file(source, tmp_path, monkeypatch, capsys):
     """Converted by name, and on first use; the throughput engine reads what was converted."""
     monkeypatch.setattr(locate, "user_cache_dir", lambda: tmp_path / "cache")
-    path = write_llama(source, tmp_path / "model.gguf")
+    path = write_gguf(source, tmp_path / "model.gguf")
     assert main(["convert", str(path), str(tmp_path / "out")]) == 0
     assert main(["generate", str(tmp_path / "out"), "--prompt", "The cat", "--max-new-tokens", "8", "--json"]) == 0
     expected = json.loads(capsys.readouterr().out.splitlines()[-1])

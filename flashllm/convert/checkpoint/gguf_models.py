@@ -7,7 +7,7 @@ head with j + half: those rows are put back. Reads plain values; knows neither b
 
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm.arch.registry import ARCHITECTURES
 from flashllm.convert.checkpoint.gguf_file import GgufContent, GgufTensor, StoredTensor
 from flashllm.errors import FormatError, UnsupportedModelError
 
-Metadata = Mapping[str, Any]
 _ARCHITECTURE = "general.architecture"
 _ROPE_FACTORS = "rope_freqs.weight"  # of Llama 3.1's rule: by how much each pair turns slower
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -33,6 +33,10 @@ _SIZES = {  # config.json's key -> the metadata's, after the architecture's name
 _GROUPED = _SIZES | {"num_key_value_heads": "attention.head_count_kv"}
 _RMS = _GROUPED | {"rms_norm_eps": "attention.layer_norm_rms_epsilon"}
 _OPTIONAL = {"num_key_value_heads": "num_attention_heads"}  # what a key is where the metadata lacks it
+_LAYER_NORM = "attention.layer_norm_epsilon"
+_GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+
+Order = Callable[[int, Mapping[str, Any]], NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,29 +45,194 @@ class GgufModel:
 
     model_type: str  # transformers'
     keys: Mapping[str, str]  # config.json's key -> the metadata's
+    optional: Mapping[str, str] = field(default_factory=dict)  # the same, of keys a config.json may leave out
     constants: Mapping[str, Any] = field(default_factory=dict)  # config.json's, which the metadata does not say
-    interleaved: bool = False  # rows of query and key lie in the order of interleaved rotary pairs
+    orders: Mapping[str, Order] = field(default_factory=dict)  # of rows, by a part of the file's name of a tensor
     norm_shift: float = 0.0  # what was added to the norms' weights
+    dtype: str | None = None  # of a conversion of quantised weights, where the usual one would overflow
     finish: Callable[[dict[str, Any], GgufContent], None] | None = None  # what the keys alone do not say
 
 
+def paired_rows(rows: int, config: Mapping[str, Any]) -> NDArray[np.int64]:
+    """The stored row of each row, where a file has pair j of a head in rows 2 j and 2 j + 1."""
+    within = np.arange(config["head_dim"]).reshape(-1, 2).T.reshape(-1)  # 0, 2, 4, ..., then 1, 3, 5, ...
+    heads = np.arange(0, rows, config["head_dim"])
+    result: NDArray[np.int64] = (heads[:, None] + within).reshape(-1)
+    return result
+
+
+def grouped_rows(rows: int, config: Mapping[str, Any]) -> NDArray[np.int64]:
+    """The stored row of each row of a fused projection: a file has all queries, then all keys, then all values.
+
+    transformers has them by group: a group's queries, its key, its value (Falcon; GPT-NeoX, whose groups are heads).
+    """
+    heads, dim = config["num_attention_heads"], config["head_dim"]
+    groups = rows // dim - heads >> 1
+    queries = np.arange(heads).reshape(groups, -1)
+    keys = heads + np.arange(groups)[:, None]
+    blocks = np.concatenate([queries, keys, keys + groups], axis=1).reshape(-1)
+    result: NDArray[np.int64] = (blocks[:, None] * dim + np.arange(dim)).reshape(-1)
+    return result
+
+
+_INTERLEAVED: Mapping[str, Order] = {".attn_q.": paired_rows, ".attn_k.": paired_rows}
+_FUSED: Mapping[str, Order] = {".attn_qkv.": grouped_rows}
+
+
+def _has(content: GgufContent, name: str) -> bool:
+    return f"blk.0.{name}" in content.tensors
+
+
 def _llama(config: dict[str, Any], content: GgufContent) -> None:
-    config["attention_bias"] = "blk.0.attn_q.bias" in content.tensors
-    config["mlp_bias"] = "blk.0.ffn_up.bias" in content.tensors
+    config["attention_bias"] = _has(content, "attn_q.bias")
+    config["mlp_bias"] = _has(content, "ffn_up.bias")
+
+
+def _gemma2(config: dict[str, Any], content: GgufContent) -> None:
+    """The largest model scales queries by the width, the others by the head; the metadata has no key for it."""
+    large = config["num_hidden_layers"] == 46
+    config["query_pre_attn_scalar"] = (
+        config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"]
+    )
+
+
+def _gemma3(config: dict[str, Any], content: GgufContent) -> None:
+    """As Gemma 2's, in the largest of this family; layers that slide turn by another base."""
+    of_width = config["hidden_size"] // config["num_attention_heads"]
+    config["query_pre_attn_scalar"] = of_width if config["num_hidden_layers"] == 62 else config["head_dim"]
+    local = content.metadata.get("gemma3.rope.freq_base_swa", 10000.0)
+    config["rope_parameters"] = {
+        "full_attention": config["rope_parameters"],
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+    }
+
+
+def _cohere(config: dict[str, Any], content: GgufContent) -> None:
+    config["use_qk_norm"] = _has(content, "attn_q_norm.weight")
+
+
+def _stablelm(config: dict[str, Any], content: GgufContent) -> None:
+    config["use_qkv_bias"] = _has(content, "attn_q.bias")
+    config["qk_layernorm"] = _has(content, "attn_q_norm.weight")
+
+
+def _falcon(config: dict[str, Any], content: GgufContent) -> None:
+    config["new_decoder_architecture"] = _has(content, "attn_norm_2.weight")
+    config["multi_query"] = config["num_kv_heads"] == 1
+    config["parallel_attn"] = not _has(content, "ffn_norm.weight")
+    config["bias"] = _has(content, "attn_qkv.bias")
 
 
 MODELS: dict[str, GgufModel] = {
     "llama": GgufModel(
-        model_type="llama", keys=_RMS, constants={"hidden_act": "silu"}, interleaved=True, finish=_llama
+        model_type="llama", keys=_RMS, constants={"hidden_act": "silu"}, orders=_INTERLEAVED, finish=_llama
+    ),
+    "qwen2": GgufModel(model_type="qwen2", keys=_RMS, constants={"hidden_act": "silu", "use_sliding_window": False}),
+    "qwen3": GgufModel(model_type="qwen3", keys=_RMS, constants={"hidden_act": "silu", "use_sliding_window": False}),
+    "gemma": GgufModel(model_type="gemma", keys=_RMS, constants=_GELU, norm_shift=1.0, dtype="bfloat16"),
+    "gemma2": GgufModel(
+        model_type="gemma2",
+        keys=_RMS | {"sliding_window": "attention.sliding_window"},
+        optional={
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        constants=_GELU,
+        norm_shift=1.0,
+        dtype="bfloat16",
+        finish=_gemma2,
+    ),
+    "gemma3": GgufModel(
+        model_type="gemma3_text",
+        keys=_RMS | {"sliding_window": "attention.sliding_window"},
+        constants=_GELU | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        norm_shift=1.0,
+        dtype="bfloat16",
+        finish=_gemma3,
+    ),
+    "phi3": GgufModel(
+        model_type="phi3",
+        keys=_RMS,
+        optional={"sliding_window": "attention.sliding_window"},
+        constants={"hidden_act": "silu"},
+    ),
+    "phi2": GgufModel(
+        model_type="phi", keys=_GROUPED | {"layer_norm_eps": _LAYER_NORM}, constants={"hidden_act": "gelu_new"}
+    ),
+    "starcoder2": GgufModel(
+        model_type="starcoder2",
+        keys=_GROUPED | {"norm_epsilon": _LAYER_NORM},
+        constants={"hidden_act": "gelu_pytorch_tanh", "use_bias": True, "sliding_window": None},
+    ),
+    "stablelm": GgufModel(
+        model_type="stablelm",
+        keys=_GROUPED | {"layer_norm_eps": _LAYER_NORM},
+        optional={"use_parallel_residual": "use_parallel_residual"},
+        constants={"hidden_act": "silu"},
+        finish=_stablelm,
+    ),
+    "falcon": GgufModel(
+        model_type="falcon",
+        keys=_SIZES | {"layer_norm_epsilon": _LAYER_NORM, "num_kv_heads": "attention.head_count_kv"},
+        constants={"activation": "gelu", "alibi": False},
+        orders=_FUSED,
+        finish=_falcon,
+    ),
+    "gptneox": GgufModel(
+        model_type="gpt_neox",
+        keys=_SIZES | {"layer_norm_eps": _LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
+        constants={"hidden_act": "gelu"},
+        orders=_FUSED,
+    ),
+    "nemotron": GgufModel(
+        model_type="nemotron",
+        keys=_GROUPED | {"norm_eps": _LAYER_NORM},
+        constants={"hidden_act": "relu2"},
+        norm_shift=1.0,
+    ),
+    "arcee": GgufModel(
+        model_type="arcee", keys=_RMS, constants={"hidden_act": "relu2"}, orders=_INTERLEAVED, finish=_llama
+    ),
+    "smollm3": GgufModel(
+        model_type="smollm3",
+        keys=_RMS,
+        constants={"hidden_act": "silu", "no_rope_layer_interval": 4},
+        orders=_INTERLEAVED,
+        finish=_llama,
+    ),
+    "command-r": GgufModel(
+        model_type="cohere",
+        keys=_GROUPED | {"layer_norm_eps": _LAYER_NORM, "logit_scale": "logit_scale"},
+        constants={"hidden_act": "silu"},
+        finish=_cohere,
+    ),
+    "olmo2": GgufModel(model_type="olmo2", keys=_RMS, constants={"hidden_act": "silu"}),
+    "granite": GgufModel(
+        model_type="granite",
+        keys=_RMS,
+        optional={
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+        constants={"hidden_act": "silu"},
+        orders=_INTERLEAVED,
+        finish=_llama,
     ),
 }
+
+
+def supported() -> list[str]:
+    """The GGUF architectures that can be run."""
+    return sorted(name for name, model in MODELS.items() if model.model_type in ARCHITECTURES)
 
 
 def model_of(content: GgufContent) -> GgufModel:
     """The row of the file's architecture. UnsupportedModelError where there is none, or it has experts."""
     name = content.metadata.get(_ARCHITECTURE)
-    if name not in MODELS:
-        known = ", ".join(sorted(MODELS))
+    if name not in supported():
+        known = ", ".join(supported())
         raise UnsupportedModelError(
             f"{content.path}: GGUF architecture {str(name)[:80]!r} is not supported; supported: {known}. A Hugging "
             "Face folder of the model may be"
@@ -90,10 +259,14 @@ def model_config(content: GgufContent, vocabulary: Mapping[str, int]) -> dict[st
         if value is None and key in _OPTIONAL:
             value = config[_OPTIONAL[key]]
         config[key] = _plain(value, f"{prefix}.{name}", content.path)
+    for key, name in model.optional.items():
+        if (value := metadata.get(f"{prefix}.{name}")) is not None:
+            config[key] = _plain(value, f"{prefix}.{name}", content.path)
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in content.tensors
     heads = config["num_attention_heads"]
-    head_dim = metadata.get(f"{prefix}.attention.key_length", config["hidden_size"] // max(heads, 1))
+    key_length = f"{prefix}.attention.key_length"
+    head_dim = _plain(metadata.get(key_length, config["hidden_size"] // max(heads, 1)), key_length, content.path)
     if metadata.get(f"{prefix}.attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(f"{content.path}: values of another size than keys are not supported")
     config["head_dim"] = head_dim
@@ -111,6 +284,8 @@ def _plain(value: Any, name: str, path: Path) -> Any:
         if not value or any(one != value[0] for one in value):
             raise UnsupportedModelError(f"{path}: layers that differ ({name}) are not supported")
         value = value[0]
+    if not isinstance(value, (bool, int, float)):
+        raise FormatError(f"{path}: {name} must be a number, not {str(value)[:80]!r}")
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
@@ -119,7 +294,7 @@ def _rope(content: GgufContent, prefix: str, head_dim: int) -> dict[str, Any]:
     metadata = content.metadata
     theta = _plain(metadata.get(f"{prefix}.rope.freq_base", 10000.0), "rope.freq_base", content.path)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    dims = metadata.get(f"{prefix}.rope.dimension_count", head_dim)
+    dims = _plain(metadata.get(f"{prefix}.rope.dimension_count", head_dim), "rope.dimension_count", content.path)
     if dims != head_dim:
         rope["partial_rotary_factor"] = dims / head_dim
     kind = metadata.get(f"{prefix}.rope.scaling.type", "none")
@@ -156,34 +331,30 @@ def _llama3(stored: StoredTensor, theta: float, dims: int, path: Path) -> dict[s
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
 
-def named_tensors(content: GgufContent, names: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, GgufTensor]:
+def named_tensors(content: GgufContent, names: Iterable[str], config: Mapping[str, Any]) -> dict[str, GgufTensor]:
     """The file's tensors by state_dict name; those that no name claims keep the file's.
 
-    `names` maps the state_dict names the model expects to their canonical ones (flashllm/arch/spec.py); the FFN's
-    matrices have any.
+    `names` are the state_dict names that the model expects.
     """
     model = model_of(content)
     gguf = importlib.import_module("gguf")
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == content.metadata[_ARCHITECTURE])
     table = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     found, left = {}, {name: stored for name, stored in content.tensors.items() if name != _ROPE_FACTORS}
-    for name, canonical in names.items():
+    for name in names:
         key = table.get_name(name, try_suffixes=(".weight", ".bias"))
         if key in left:
-            found[name] = _as_transformers(left.pop(key), canonical, model, config)
+            found[name] = _as_transformers(left.pop(key), key, model, config)
     return found | {name: GgufTensor(stored) for name, stored in left.items()}
 
 
-def _as_transformers(stored: StoredTensor, canonical: str, model: GgufModel, config: Mapping[str, Any]) -> GgufTensor:
-    part = canonical.split(".")[-2]  # "query", "ffn_norm"
-    if model.interleaved and part in ("query", "key"):
-        rows = stored.shape[0]
-        return GgufTensor(stored, order=paired_rows(rows, config["head_dim"]))
-    return GgufTensor(stored, shift=model.norm_shift if part.endswith("norm") else 0.0)
-
-
-def paired_rows(rows: int, head_dim: int) -> NDArray[np.int64]:
-    """The stored row of each row, where a file has pair j of a head in rows 2 j and 2 j + 1."""
-    within = np.arange(head_dim).reshape(-1, 2).T.reshape(-1)  # 0, 2, 4, ..., then 1, 3, 5, ...
-    heads = np.arange(0, rows, head_dim)
-    return (heads[:, None] + within).reshape(-1)
+def _as_transformers(stored: StoredTensor, key: str, model: GgufModel, config: Mapping[str, Any]) -> GgufTensor:
+    for part, order in model.orders.items():
+        if part in key:
+            try:
+                return GgufTensor(stored, order=order(stored.shape[0], config))
+            except ValueError as error:
+                raise FormatError(
+                    f"{stored.path}: tensor {key}: {stored.shape[0]} rows do not fit its heads"
+                ) from error
+    return GgufTensor(stored, shift=model.norm_shift if key.endswith("norm.weight") else 0.0)

@@ -9,10 +9,10 @@ from types import MappingProxyType
 from flashllm.arch.registry import resident_sources, resolve, spec_of
 from flashllm.convert.checkpoint.folder import open_folder
 from flashllm.convert.checkpoint.gguf_file import SUFFIX, GgufContent, open_gguf
-from flashllm.convert.checkpoint.gguf_models import model_config, named_tensors
+from flashllm.convert.checkpoint.gguf_models import model_config, model_of, named_tensors
 from flashllm.convert.checkpoint.gguf_tokenizer import special_ids, tokenizer_files
 from flashllm.convert.checkpoint.source import Checkpoint
-from flashllm.errors import UsageError
+from flashllm.errors import FormatError, UsageError
 from flashllm.format.model_files import CONFIG
 
 QUANTISED_DTYPE = "float16"  # of a conversion of quantised weights
@@ -39,10 +39,14 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
 
 def _gguf_checkpoint(content: GgufContent) -> Checkpoint:
     config = model_config(content, special_ids(content.metadata))
+    tokens = content.metadata.get("tokenizer.ggml.tokens", ())
+    if len(tokens) > config["vocab_size"]:
+        raise FormatError(
+            f"{content.path}: damaged: {len(tokens)} tokens, but an embedding of {config['vocab_size']}; get it again"
+        )
     architecture, spec = resolve(config), spec_of(config["model_type"])
-    names = {source: canonical for canonical, source in resident_sources(config).items()}
-    for matrix, pattern in spec.matrices.items():
-        names |= {pattern.format(i=i): f"layers.{i}.{matrix}.weight" for i in range(architecture.num_layers)}
+    names = set(resident_sources(config).values())
+    names |= {pattern.format(i=i) for pattern in spec.matrices.values() for i in range(architecture.num_layers)}
     files = named_tensors(content, names, config)
     text = {CONFIG: json.dumps(config, indent=1).encode(), **tokenizer_files(content.metadata, content.path)}
     return Checkpoint(
@@ -58,4 +62,5 @@ def _gguf_checkpoint(content: GgufContent) -> Checkpoint:
 def _dtype(content: GgufContent) -> str:
     """The dtype that holds the file's matrices as they are; QUANTISED_DTYPE where none does."""
     kinds = {stored.kind for stored in content.tensors.values() if len(stored.shape) > 1} - {"F32"}
-    return {(): "float32", ("F16",): "float16", ("BF16",): "bfloat16"}.get(tuple(kinds), QUANTISED_DTYPE)
+    whole = {(): "float32", ("F16",): "float16", ("BF16",): "bfloat16"}.get(tuple(kinds))
+    return whole or model_of(content).dtype or QUANTISED_DTYPE
