@@ -115,6 +115,7 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     writer.add_rope_dimension_count(int(head_dim * share))
     writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10000.0)))

@@ -34,6 +34,10 @@ _GROUPED = _SIZES | {"num_key_value_heads": "attention.head_count_kv"}
 _RMS = _GROUPED | {"rms_norm_eps": "attention.layer_norm_rms_epsilon"}
 _OPTIONAL = {"num_key_value_heads": "num_attention_heads"}  # what a key is where the metadata lacks it
 _LAYER_NORM = "attention.layer_norm_epsilon"
+_FALCON = {key if key != "intermediate_size" else "ffn_hidden_size": name for key, name in _SIZES.items()} | {
+    "layer_norm_epsilon": _LAYER_NORM,
+    "num_kv_heads": "attention.head_count_kv",
+}
 _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
 Order = Callable[[int, Mapping[str, Any]], NDArray[np.int64]]
@@ -173,7 +177,7 @@ MODELS: dict[str, GgufModel] = {
     ),
     "falcon": GgufModel(
         model_type="falcon",
-        keys=_SIZES | {"layer_norm_epsilon": _LAYER_NORM, "num_kv_heads": "attention.head_count_kv"},
+        keys=_FALCON,
         constants={"activation": "gelu", "alibi": False},
         orders=_FUSED,
         finish=_falcon,
