@@ -5,16 +5,17 @@ Exit status: 0, 1 (failed), 2 (wrong use), 130 (interrupted).
 """
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import flashllm
 from flashllm.base.text import one_line, prepare_streams
-from flashllm.errors import FlashError
+from flashllm.errors import FlashError, UsageError
 
 # Verb -> its module, with `add_arguments(parser)` and `main(args) -> int`, and what it is for.
 VERBS = {
@@ -24,11 +25,19 @@ VERBS = {
     "convert": ("flashllm.commands.convert", "make a model directory from a checkpoint"),
     "inspect": ("flashllm.commands.inspect", "what a model directory holds and needs"),
     "verify": ("flashllm.commands.verify", "check every byte of a model directory"),
+    "list": ("flashllm.commands.models.list", "the models that were converted on first use"),
+    "rm": ("flashllm.commands.models.rm", "delete such models"),
+    "train": ("flashllm.commands.predictors.train", "train a model's activity predictors"),
+    "evaluate": ("flashllm.commands.predictors.evaluate", "what sparsity costs a model's quality"),
     "calibrate": ("flashllm.commands.calibrate", "measure this drive and machine, for the reader and the plan"),
     "plan": ("flashllm.commands.plan", "the memory plan, before anything is loaded"),
+    "bench": ("flashllm.commands.machine.bench", "where each token's time goes on this machine"),
+    "doctor": ("flashllm.commands.machine.doctor", "what this machine lacks, and what to do about it"),
+    "completion": ("flashllm.commands.completion", "complete verbs and options in a shell"),
     "offload": ("flashllm.offload.cli", "large batches through a model that does not fit: plan, run"),
 }
 DEBUG = "--debug"
+COMPLETION = "completion"
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -38,8 +47,22 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"flashllm: error: {one_line(message)} (see {self.prog} --help)\n")
 
+    def refuse(self, unknown: Sequence[str], parsed: argparse.Namespace) -> NoReturn:
+        """Report options that the verb does not have, and the nearest one that it has."""
+        verbs = next(action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        chosen: argparse.ArgumentParser = verbs.choices[parsed.verb]
+        known = [name for name in chosen._option_string_actions if name.startswith("--")]
+        near = did_you_mean(unknown[0].split("=")[0], known)
+        chosen.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
 
-def make_parser(verb: str | None) -> argparse.ArgumentParser:
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """A question to end a message with, where something known is spelt alike."""
+    near = difflib.get_close_matches(given, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def make_parser(verb: str | None) -> _Parser:
     """The parser, with the arguments of `verb` alone: the other verbs' modules are not imported."""
     parser = _Parser(
         prog="flashllm",
@@ -55,10 +78,10 @@ def make_parser(verb: str | None) -> argparse.ArgumentParser:
         subparser = subparsers.add_parser(
             name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False
         )
-        if name == verb:
+        if verb in (name, COMPLETION):  # completion needs all of them
             command = importlib.import_module(module)
             command.add_arguments(subparser)
-            subparser.set_defaults(main=command.main)
+            subparser.set_defaults(main=command.main, parser=parser)
     return parser
 
 
@@ -70,7 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_streams()
     try:
         verb = next((argument for argument in arguments if not argument.startswith("-")), None)
-        args = make_parser(verb).parse_args(arguments)
+        if verb is not None and verb not in VERBS:
+            raise UsageError(f"there is no verb {verb[:80]!r}{did_you_mean(verb, VERBS)} (see flashllm --help)")
+        parser = make_parser(verb)
+        args, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            parser.refuse(unknown, args)
         status = int(args.main(args))
         sys.stdout.flush()  # here, where a closed pipe can still be handled
         return status

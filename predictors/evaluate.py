@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from activity import aggregated_usage, collect_inputs, every_layer, friends, new_rows_per_token
+from arguments import evaluate_arguments
 from fit import LayerPredictor
 from masked import MaskedModel, Variant, load_predictors, predictor_nbytes, untrained
 from report import markdown, save_plots
@@ -24,7 +25,7 @@ from tasks import TASKS, load_items
 
 from flashllm.base.progress import ProgressBar
 from flashllm.base.units import parse_size
-from flashllm.config import DEFAULT_WINDOW, RunConfig
+from flashllm.config import RunConfig
 from flashllm.convert.locate import resolve_model
 from flashllm.convert.untrained import default_rank
 from flashllm.device.choice import find_costs
@@ -212,27 +213,7 @@ def texts_side_by_side(model: MaskedModel, tokenizer: Tokenizer, max_new_tokens:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", nargs="?", help="model directory; the bundled demo by default")
-    parser.add_argument("--text", type=Path, nargs="+", help="text, .json(l) files, .gz too; default: a small sample")
-    parser.add_argument("--tokens", type=int, default=20_000, help="of each text, at most")
-    parser.add_argument("--length", type=int, help="tokens of a window; default: the model's context, at most 512")
-    parser.add_argument("--layer-tokens", type=int, default=4096, help="of the errors by layer")
-    parser.add_argument("--tasks", default="", help=f"comma-separated, or all: {', '.join(TASKS)}")
-    parser.add_argument("--tasks-dir", type=Path, help="folder of the tasks' .jsonl.gz files; default: the hub")
-    parser.add_argument("--items", type=int, default=200, help="of each task, at most")
-    parser.add_argument("--curve", action="store_true", help="recall, density, bytes and perplexity by threshold")
-    parser.add_argument("--recalls", type=float, nargs="+", default=[0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995])
-    parser.add_argument("--window", type=int, default=DEFAULT_WINDOW, help="tokens, of the cache (flash bytes)")
-    parser.add_argument(
-        "--bandwidth", type=float, help="GB/s of flash, for expected I/O times; default: this drive's calibration"
-    )
-    parser.add_argument("--samples", type=int, default=0, help="new tokens of the texts side by side; 0: none")
-    parser.add_argument("--memory", help="limit for the model, e.g. 7GB")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument("--markdown", type=Path, help="write tables and texts here")
-    parser.add_argument("--plots", type=Path, help="write PNG figures into this folder")
+    evaluate_arguments(parser)
     return parser
 
 
@@ -346,14 +327,10 @@ def agreement(scores: dict[str, Any]) -> dict[str, float]:
     return {n: sum(s["agreement"][n] * s["items"] for s in scores.values()) / total for n in names}
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+def show(args: argparse.Namespace) -> int:
+    """Evaluate, and write the report where it is wanted."""
     began = time.monotonic()
-    try:
-        report = run(args)
-    except FlashError as error:
-        print(f"evaluate: error: {error}", file=sys.stderr)
-        return error.exit_status
+    report = run(args)
     report["seconds"] = time.monotonic() - began
     text = json.dumps(report)
     if args.json:
@@ -364,6 +341,14 @@ def main(argv: list[str] | None = None) -> int:
     print(page, file=sys.stderr)
     print(text)
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        return show(build_parser().parse_args(argv))
+    except FlashError as error:
+        print(f"evaluate: error: {error}", file=sys.stderr)
+        return error.exit_status
 
 
 if __name__ == "__main__":

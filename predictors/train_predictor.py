@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from arguments import train_arguments
 from fit import FitOptions
 from masked import predictor_nbytes
 from numpy.typing import NDArray
-from recipes import RECIPES, Recipe, parse_ranks
+from recipes import Recipe, parse_ranks
 from samples import LEAST_SAMPLES, DataError, SampleReport, read_hub, read_shards, token_rows
 from trainer import SCRATCH_FILES, LayerResult, Trainer, TrainOptions
 from training_plan import plan_training
@@ -29,14 +30,14 @@ from training_plan import plan_training
 from flashllm.base.files import locked_directory, write_atomically
 from flashllm.base.progress import ProgressBar
 from flashllm.base.units import parse_size
-from flashllm.config import DEFAULT_WINDOW, RunConfig
+from flashllm.config import RunConfig
 from flashllm.convert.locate import resolve_model
 from flashllm.engine.model import Model
 from flashllm.errors import FlashError, UsageError
 from flashllm.format.manifest import Calibration, Manifest, install_predictors
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN
-from flashllm.format.predictors import BITS, StoredPredictor, encode_predictors
+from flashllm.format.predictors import StoredPredictor, encode_predictors
 from flashllm.generate.tokenizer import Tokenizer
 
 LONG_CONTEXT = 512  # tokens: shorter samples than this and the model's context get a note
@@ -84,37 +85,7 @@ def load_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[NDArra
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", nargs="?", help="model directory or Hugging Face folder; the bundled demo by default")
-    parser.add_argument("--dataset", default="allenai/c4", help="hub data set, streamed")
-    parser.add_argument("--config", default="en", help="its configuration")
-    parser.add_argument("--data-files", type=Path, nargs="+", help=".txt or C4-schema .jsonl files (or .gz) instead")
-    parser.add_argument("--samples", type=int, default=10_000)
-    parser.add_argument("--tokens-per-sample", type=int, default=128)
-    parser.add_argument("--epochs", type=int, default=2, help="at most; 0: the truncated SVD as it is, calibrated")
-    parser.add_argument("--memory", help="limit for everything the process holds, e.g. 7GB")
-    parser.add_argument("--scratch", type=Path, help="default: MODEL.predictors beside the model")
-    parser.add_argument(
-        "--ranks",
-        default="AUTO",
-        help=f'AUTO, AUTO*2, a rank, "128:1024x4" (last 4 layers), or a recipe of paper A: {", ".join(RECIPES)}',
-    )
-    parser.add_argument("--recall", type=float, default=0.97, help="share of truly active neurons to find, per layer")
-    parser.add_argument("--bits", type=int, choices=BITS, default=8, help="of a predictor's weights")
-    parser.add_argument(
-        "--early",
-        type=float,
-        metavar="PRECISION",
-        help="also train predictors of the next layer, thresholded so that this share of what they name fires",
-    )
-    parser.add_argument("--positions", type=int, default=400_000, help="positions trained on, at most")
-    parser.add_argument("--positive-weight", type=float, default=4.0, help="cost of a missed neuron over a wrong one's")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--window", type=int, default=DEFAULT_WINDOW, help="tokens, for the calibrated cache need")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, help="compute threads; the result depends on their number")
-    parser.add_argument("--resume", action="store_true", help="go on with the scratch directory of a killed run")
-    parser.add_argument("--strict", action="store_true", help="stop at the first bad document")
-    parser.add_argument("--json", type=Path, help="write the report here")
+    train_arguments(parser)
     return parser
 
 

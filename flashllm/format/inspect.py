@@ -88,7 +88,7 @@ def format_inspection(facts: dict[str, Any]) -> str:
         ("resident", format_size(facts["resident_nbytes"])),
         ("row", f"{rows['row_nbytes']} bytes every {rows['stride']} ({padding:.1%} padding), {rows['encoding']}"),
         ("modes", ", ".join(facts["modes"])),
-        ("predictors", "none; train them with predictors/train_predictor.py"),
+        ("predictors", "none; `flashllm train` makes them"),
         ("calibration", "none"),
         ("KV cache", f"{format_size(facts['kv_nbytes_per_token'])} a token, context {facts['context']} tokens"),
         ("needs at least", f"about {format_size(facts['minimum_nbytes'])}; `flashllm plan` says what a limit gives"),

@@ -115,5 +115,5 @@ def check_mode(mode: Mode, model: ModelDir) -> None:
     if mode == "sparse" and PREDICTORS not in model.manifest.files:
         raise UsageError(
             f"{model.path} has no predictors, which mode sparse needs; train them with "
-            f"`python predictors/train_predictor.py {model.path}`, or use --mode dense"
+            f"`flashllm train {model.path}`, or use --mode dense"
         )

@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
@@ -28,9 +28,11 @@ from flashllm.serve.bodies import Asked, parse
 from flashllm.serve.forms import Form, Memory
 from flashllm.serve.http import ApiError, EventStream
 from flashllm.serve.metrics import Metrics
-from flashllm.serve.worker import Event, Finished, Job, QueueFull, Worker
+from flashllm.serve.worker import Began, Chosen, Ended, Event, Finished, Job, QueueFull, Worker
 
 RETRY_AFTER_S = 10
+Kind = Literal["chat", "completion"]
+Document = Mapping[str, Any]
 COMPLETION_TOKENS = 16  # of a completion that does not say; a chat's answer may fill the context
 
 
@@ -50,6 +52,7 @@ class Served:
     tokenizer: Text
     defaults: SamplingOptions  # of requests that do not say
     memory: Memory
+    nbytes: int = 0  # of its files
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
 
@@ -57,7 +60,7 @@ class Api:
     """The endpoints of one model and its worker."""
 
     def __init__(self, served: Served, worker: Worker, metrics: Metrics) -> None:
-        self._served, self._worker, self._metrics = served, worker, metrics
+        self.served, self._worker, self._metrics = served, worker, metrics
         self._encoding = ThreadPoolExecutor(1, "flashllm-encode")  # one at a time: a chat template is not shared
 
     def routes(self) -> list[Route]:
@@ -87,7 +90,7 @@ class Api:
 
     async def model(self, request: Request) -> Response:
         """The one model."""
-        self._check_name(request.path_params["name"])
+        self.check_name(request.path_params["name"])
         return JSONResponse(self._card())
 
     async def chat(self, request: Request) -> Response:
@@ -99,35 +102,54 @@ class Api:
         return await self._answer(request, "completion")
 
     def _card(self) -> dict[str, Any]:
-        served, context = self._served, self._served.encoder.context
+        served, context = self.served, self.served.encoder.context
         card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "flashllm"}
         return {**card, "max_model_len": context, "context_length": context}
 
-    def _check_name(self, name: str | None) -> None:
-        if name is not None and name != self._served.name:
-            message = f"there is no model {name[:200]!r} here; the one there is is {self._served.name!r}"
+    def check_name(self, name: str | None) -> None:
+        """ApiError for another model's name. None: the one there is."""
+        if name is not None and name != self.served.name:
+            message = f"there is no model {name[:200]!r} here; the one there is is {self.served.name!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    async def _answer(self, request: Request, kind: Literal["chat", "completion"]) -> Response:
+    async def _answer(self, request: Request, kind: Kind) -> Response:
         answer_id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}"
+
+        def understand(raw: bytes, defaults: SamplingOptions) -> Asked:
+            return parse(raw, kind, custom_id=answer_id, defaults=defaults)
+
+        answering = await self.begin(request, kind, understand)
+        form = Form(
+            answering.asked,
+            answer_id=answer_id,
+            model=self.served.name,
+            prompts=[ids for _, ids in answering.prompts],
+            decode=self.served.tokenizer.decode,
+            token_text=self.served.tokenizer.token_text,
+            memory=self.served.memory,
+        )
+        if answering.asked.stream:
+            documents = answering.documents(form.take, form.last_chunk, lambda error: error.document)
+            return EventStream(documents, answering.cancel)
+        await answering.finish(request, form.take)
+        return JSONResponse(form.whole())
+
+    async def begin(
+        self, request: Request, kind: Kind, understand: Callable[[bytes, SamplingOptions], Asked]
+    ) -> "Answering":
+        """Read and check the request, and let its job wait. `understand` makes a checked body of bytes and defaults.
+
+        Raises ApiError.
+        """
         raw = await http.read_body(request)
         loop = asyncio.get_running_loop()
         try:
-            asked, prompts = await loop.run_in_executor(self._encoding, self._understand, raw, kind, answer_id)
+            asked, prompts = await loop.run_in_executor(self._encoding, self._understand, raw, kind, understand)
         except BadRequest as error:
             raise ApiError(400, str(error), param=error.param) from None
         except Unanswerable as error:
             param = "messages" if kind == "chat" else "prompt"
             raise ApiError(400, str(error), code=error.code, param=param) from None
-        form = Form(
-            asked,
-            answer_id=answer_id,
-            model=self._served.name,
-            prompts=[ids for _, ids in prompts],
-            decode=self._served.tokenizer.decode,
-            token_text=self._served.tokenizer.token_text,
-            memory=self._served.memory,
-        )
         events: asyncio.Queue[Event] = asyncio.Queue()
 
         def deliver(event: Event) -> None:
@@ -144,27 +166,16 @@ class Api:
         except QueueFull as error:
             code = "queue_full"
             raise ApiError(429, str(error), code=code, headers={"Retry-After": str(RETRY_AFTER_S)}) from None
-        if asked.stream:
-            return EventStream(_documents(form, events), lambda: self._worker.cancel(job), done="[DONE]")
-        try:
-            async with http.on_disconnect(request.receive, lambda: self._worker.cancel(job)):
-                while not isinstance(event := await events.get(), Finished):
-                    form.take(event)
-        finally:
-            self._worker.cancel(job)
-        if event.error is not None:
-            raise _failure(event)
-        return JSONResponse(form.whole())
+        return Answering(asked=asked, prompts=prompts, events=events, cancel=lambda: self._worker.cancel(job))
 
     def _understand(
-        self, raw: bytes, kind: Literal["chat", "completion"], answer_id: str
+        self, raw: bytes, kind: Kind, understand: Callable[[bytes, SamplingOptions], Asked]
     ) -> tuple[Asked, list[tuple[Wanted, list[int]]]]:
         """The body checked, and each prompt's request with its token ids."""
-        encoder = self._served.encoder
+        encoder = self.served.encoder
         tokens = encoder.context if kind == "chat" else COMPLETION_TOKENS
-        defaults = dataclasses.replace(self._served.defaults, max_new_tokens=tokens)
-        asked = parse(raw, kind, custom_id=answer_id, defaults=defaults)
-        self._check_name(asked.model)
+        asked = understand(raw, dataclasses.replace(self.served.defaults, max_new_tokens=tokens))
+        self.check_name(asked.model)
         prompts = []
         for wanted in asked.requests:
             ids = encoder.encode(wanted)
@@ -173,21 +184,49 @@ class Api:
         return asked, prompts
 
 
-def _documents(form: Form, events: "asyncio.Queue[Event]") -> Callable[[], Any]:
-    """What gives the documents of a stream, one a call, and None after the last."""
-    last: list[Mapping[str, Any] | None] = []  # what is left to say once the job has finished
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Answering:
+    """A job under way, as its connection sees it."""
 
-    async def following() -> Mapping[str, Any] | None:
-        while not last:
-            event = await events.get()
-            if isinstance(event, Finished):
-                said = form.last_chunk() if event.error is None else _failure(event).document
-                last.extend((None, said) if said is not None else (None,))
-            elif (chunk := form.take(event)) is not None:
-                return chunk
-        return last.pop()
+    asked: Asked
+    prompts: list[tuple[Wanted, list[int]]]
+    events: "asyncio.Queue[Event]"
+    cancel: Callable[[], None]
 
-    return following
+    async def finish(self, request: Request, take: Callable[[Began | Chosen | Ended], Any]) -> None:
+        """Give `take` all events. Cancels the job where the client goes away; ApiError where it fails."""
+        try:
+            async with http.on_disconnect(request.receive, self.cancel):
+                while not isinstance(event := await self.events.get(), Finished):
+                    take(event)
+        finally:
+            self.cancel()
+        if event.error is not None:
+            raise _failure(event)
+
+    def documents(
+        self,
+        take: Callable[[Began | Chosen | Ended], Document | None],
+        last: Callable[[], Document | None],
+        failed: Callable[[ApiError], Document],
+    ) -> Callable[[], Awaitable[Document | None]]:
+        """What gives the documents of a stream, one a call, and None after the last.
+
+        `take` makes one of an event, `last` one of the end, `failed` one of a failure.
+        """
+        rest: list[Document | None] = []  # what is left to say once the job has finished
+
+        async def following() -> Document | None:
+            while not rest:
+                event = await self.events.get()
+                if isinstance(event, Finished):
+                    said = last() if event.error is None else failed(_failure(event))
+                    rest.extend((None, said) if said is not None else (None,))
+                elif (document := take(event)) is not None:
+                    return document
+            return rest.pop()
+
+        return following
 
 
 def _failure(event: Finished) -> ApiError:
@@ -212,7 +251,7 @@ class _Counted:
 
 
 def make_app(
-    api: Api,
+    routes: Sequence[Route],
     metrics: Metrics,
     *,
     key: bytes | None,
@@ -220,8 +259,11 @@ def make_app(
     origins: frozenset[str],
     report: Callable[[BaseException], None],
 ) -> Starlette:
-    """The ASGI application. `key`, `hosts`, `origins`: see `http.Guard`; `report`: `http.ErrorsAreAnswers`."""
-    routes = [*api.routes(), *page.routes()]
+    """The ASGI application that answers on `routes`, and with the page.
+
+    `key`, `hosts`, `origins`: see `http.Guard`; `report`: `http.ErrorsAreAnswers`.
+    """
+    routes = [*routes, *page.routes()]
     paths = frozenset(route.path for route in routes)
     app = Starlette(
         routes=routes,

@@ -72,16 +72,16 @@ async def read_body(request: Request) -> bytes:
     declared = request.headers.get("content-length", "0")
     if not declared.isdecimal() or int(declared[:20]) > MAX_BODY_NBYTES:
         raise too_large
-    parts: list[bytes] = []
+    body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in request.stream():
-                parts.append(part)
-                if sum(map(len, parts)) > MAX_BODY_NBYTES:
+                body += part
+                if len(body) > MAX_BODY_NBYTES:
                     raise too_large
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from None
-    return b"".join(parts)
+    return bytes(body)
 
 
 @contextlib.asynccontextmanager
@@ -102,20 +102,20 @@ async def on_disconnect(receive: Receive, gone: Callable[[], None]) -> AsyncIter
             await task
 
 
-class EventStream(Response):
-    """Server-sent events: each document a `data:` line, a comment where none comes for a while, then [DONE]."""
+class DocumentStream(Response):
+    """Documents as they come, each a line of JSON."""
 
-    media_type = "text/event-stream"
+    media_type = "application/x-ndjson"
+    form = "{}\n"  # of a document
+    waiting = ""  # what is sent where none comes for a while
+    done = ""  # what is sent after the last
 
     def __init__(
-        self, next_document: Callable[[], Awaitable[Mapping[str, Any] | None]], gone: Callable[[], None], *, done: str
+        self, next_document: Callable[[], Awaitable[Mapping[str, Any] | None]], gone: Callable[[], None]
     ) -> None:
-        """`next_document` gives None after the last; `gone` is called where the client goes away, or at the end.
-
-        `done` is the text after the last document.
-        """
+        """`next_document` gives None after the last; `gone` is called where the client goes away, or at the end."""
         self.status_code, self.background = 200, None
-        self._next, self._gone, self._done = next_document, gone, done
+        self._next, self._gone = next_document, gone
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,17 +130,26 @@ class EventStream(Response):
                     while True:
                         finished, _ = await asyncio.wait([following], timeout=KEEP_ALIVE_S)
                         if not finished:
-                            await write(": still at work\n\n")
+                            await write(self.waiting)
                             continue
                         if (document := following.result()) is None:
                             break
-                        await write(f"data: {json.dumps(document, ensure_ascii=False)}\n\n")
+                        await write(self.form.format(json.dumps(document, ensure_ascii=False)))
                         following = asyncio.ensure_future(self._next())
                 finally:
                     following.cancel()
-                await write(f"data: {self._done}\n\n" if self._done else "", more=False)
+                await write(self.done, more=False)
         finally:
             self._gone()
+
+
+class EventStream(DocumentStream):
+    """Server-sent events, as OpenAI's interface has them: `data:` lines, comments in between, [DONE] at the end."""
+
+    media_type = "text/event-stream"
+    form = "data: {}\n\n"
+    waiting = ": still at work\n\n"
+    done = "data: [DONE]\n\n"
 
 
 class Guard:

@@ -20,6 +20,7 @@ from flashllm.generate.session import Template
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.serve.app import Api, Served, make_app
 from flashllm.serve.metrics import Metrics
+from flashllm.serve.ollama import Ollama
 from flashllm.serve.worker import ServedModel, Worker
 
 
@@ -63,6 +64,7 @@ def app_of(
             tokenizer=tokenizer, template=template, context=model.context, vocab=model.vocab_size, plain_chat=True
         ),
         tokenizer=tokenizer,
+        nbytes=sum(entry.nbytes for entry in model.manifest.files.values()),
         defaults=options.defaults,
         memory=lambda: {"used": process_nbytes(), "limit": limit},
     )
@@ -70,8 +72,9 @@ def app_of(
         waiting=lambda: worker.waiting, kept=lambda: worker.kept, memory=process_nbytes, memory_limit=limit
     )
     with Worker(model, tokenizer, max_waiting=options.max_waiting, keep=options.keep, on_event=metrics.see) as worker:
+        api = Api(served, worker, metrics)
         app = make_app(
-            Api(served, worker, metrics),
+            [*api.routes(), *Ollama(api).routes()],
             metrics,
             key=options.key,
             hosts=options.hosts,

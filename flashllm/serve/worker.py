@@ -73,7 +73,7 @@ class Finished:
 Event = Began | Chosen | Ended | Finished
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Job:
     """What is to be computed: prompts in turn, each with its request."""
 
@@ -152,6 +152,11 @@ class Worker:
             job.cancelled.set()
             if self._current is job:
                 self._model.cancel()
+            waited = job in self._waiting
+            if waited:
+                self._waiting.remove(job)
+        if waited:
+            self._tell(job, Finished())
 
     def cancel_all(self) -> None:
         """End what runs and what waits; nothing is taken any more."""

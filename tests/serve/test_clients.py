@@ -333,3 +333,16 @@ def test_metrics(http):
         next(line for line in text.splitlines() if line.startswith("flashllm_generated_tokens_total")).split()[1]
     )
     assert np.isfinite(count)
+
+
+def test_a_request_given_up_while_it_waits_leaves_the_queue(served, slow, client):
+    held = client.completions.create(
+        model="tiny", prompt="She", max_tokens=90, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(held))
+    for _ in range(12):  # more than may wait at once
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.05).completions.create(model="tiny", prompt="It was", max_tokens=1)
+    _wait_until(lambda: not served[1].waiting)
+    assert served[1].busy
+    held.close()

@@ -1,0 +1,130 @@
+"""The server under load, and what it adds to a token.
+
+    python bench/serve/serve_load.py [--model DIR] [--requests N] [--at-once N] [--rounds N] [--tokens N]
+
+First REQUESTS completions, AT_ONCE at a time: none may be lost, and memory must stay flat (resident bytes of the
+server's process after the first tenth, and at the end). Then the overhead: `flashllm generate --json` and a streamed
+answer of the same prompt take turns; a token's median time in each, from the second on. The server's is measured inside
+it (`include_timings`) and at the client (between two chunks). The last line is one JSON document.
+"""
+
+import argparse
+import itertools
+import json
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import psutil
+
+PROMPT = "Once upon a time there was a little dog who lived in a house by the sea."
+
+
+@contextmanager
+def server(model: list[str]) -> Iterator[tuple[str, psutil.Process]]:
+    """A server of its own: its address and process."""
+    command = [sys.executable, "-m", "flashllm", "serve", *model, "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if found := re.search(r"serving at (http://\S+)", line):
+                threading.Thread(target=process.stderr.read, daemon=True).start()
+                yield found[1], psutil.Process(process.pid)
+                return
+        raise RuntimeError("the server did not start")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def load(address: str, process: psutil.Process, requests: int, at_once: int) -> dict[str, Any]:
+    """What became of the requests, and the server's memory."""
+    statuses: list[int] = []
+    resident: list[int] = []
+    lock = threading.Lock()
+
+    def work(first: int) -> None:
+        with httpx.Client(base_url=address, timeout=600) as http:
+            for number in range(first, requests, at_once):
+                body = {"prompt": f"{PROMPT} Number {number} was", "max_tokens": 8, "stream": number % 2 == 1}
+                status = http.post("/v1/completions", json=body).status_code
+                with lock:
+                    statuses.append(status)
+                    resident.append(process.memory_info().rss)
+
+    start = time.monotonic()
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(at_once)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    early = resident[min(len(resident) - 1, requests // 10)]
+    return {
+        "requests": requests,
+        "at_once": at_once,
+        "answered": statuses.count(200),
+        "seconds": time.monotonic() - start,
+        "resident_after_a_tenth": early,
+        "resident_at_the_end": resident[-1],
+        "growth_bytes": resident[-1] - early,
+    }
+
+
+def generate(model: list[str], tokens: int) -> float:
+    """Median ms of a token by the command line."""
+    command = [sys.executable, "-m", "flashllm", "generate", *model, "--prompt", PROMPT, "--json"]
+    done = subprocess.run([*command, "--max-new-tokens", str(tokens)], capture_output=True, text=True, check=True)
+    return statistics.median(token["total_ms"] for token in json.loads(done.stdout)["tokens"][1:])
+
+
+def streamed(address: str, tokens: int) -> tuple[float, float]:
+    """Median ms of a token inside the server, and between two chunks at the client."""
+    body = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "stream": True}
+    inside, arrivals = [], []
+    with (
+        httpx.Client(base_url=address, timeout=600) as http,
+        http.stream("POST", "/v1/completions", json={**body, "stream_options": {"include_timings": True}}) as response,
+    ):
+        for line in response.iter_lines():
+            if line.startswith("data: {") and "timings" in line:
+                inside.append(json.loads(line[6:])["timings"]["total_ms"])
+                arrivals.append(time.perf_counter())
+    between = [1e3 * (after - before) for before, after in itertools.pairwise(arrivals[2:])]
+    return statistics.median(inside[2:]), statistics.median(between)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="a model directory; the bundled demo by default")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=7, help="of the overhead's comparison")
+    parser.add_argument("--tokens", type=int, default=200)
+    args = parser.parse_args(argv)
+    model = [args.model] if args.model else []
+    with server(model) as (address, process):
+        report = {"load": load(address, process, args.requests, args.at_once)}
+        print(report["load"], file=sys.stderr)
+        rounds = [(generate(model, args.tokens), *streamed(address, args.tokens)) for _ in range(args.rounds)]
+    medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
+    names = ("generate_ms", "server_ms", "client_ms")
+    report["overhead"] = {
+        "tokens": args.tokens,
+        **dict(zip(names, medians, strict=True)),
+        "overhead_ms": medians[2] - medians[0],
+        "rounds": [dict(zip(names, each, strict=True)) for each in rounds],
+    }
+    print(json.dumps(report))
+    return int(report["load"]["answered"] != args.requests)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""`flashllm completion SHELL`: the script that completes verbs and options in a shell."""
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.epilog = (
+        "Example: flashllm completion bash > ~/.local/share/bash-completion/completions/flashllm; for zsh, into "
+        "_flashllm in a folder of fpath."
+    )
+    parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "tcsh"), help="bash, zsh or tcsh")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print it."""
+    import shtab
+
+    print(shtab.complete(args.parser, shell=args.shell))
+    return 0

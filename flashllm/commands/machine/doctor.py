@@ -1,0 +1,215 @@
+"""`flashllm doctor [FOLDER]`: what this machine has for running models, what it lacks, and what to do about it.
+
+Reads and probes only: nothing is changed, but for one small file that is written to the folder and removed again.
+"""
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from flashllm.commands.options import add_json, add_store
+
+State = Literal["good", "note", "bad"]
+
+_SMALL_MEMORY = 2 * 10**9
+_SMALL_DISK = 20 * 10**9
+_OLD_DAYS = 90
+_URING_MEMLOCK = 8 << 20  # what registered buffers of a run may need
+_EXTRAS = {  # package -> its extra, and what that is for
+    "starlette": ("serve", "flashllm serve"),
+    "datasets": ("train", "training predictors on the hub's texts"),
+    "scipy": ("offload", "planning large batches"),
+    "gguf": ("gguf", "GGUF files"),
+}
+_MARKS: dict[State, str] = {"good": "ok  ", "note": "note", "bad": "BAD "}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    state: State
+    found: str
+    advice: str = ""  # what to do, where the state is not good
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.epilog = "Exit status 1 where something is bad: where a model would run wrong or not at all."
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        nargs="?",
+        type=Path,
+        help="where models lie or will (default: where converted models are kept)",
+    )
+    add_json(parser)
+    add_store(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print a line a finding, and under it what to do."""
+    from flashllm.base.command_line import print_json
+    from flashllm.base.text import one_line
+    from flashllm.base.user_dirs import user_cache_dir
+    from flashllm.device.store import device_store_path
+    from flashllm.errors import UsageError
+
+    if args.folder is not None and not args.folder.is_dir():
+        raise UsageError(f"{args.folder}: there is no such folder")
+    folder = user_cache_dir() if args.folder is None else args.folder
+    store = device_store_path() if args.store is None else args.store
+    findings = list(examine(folder, store))
+    if args.json:
+        print_json({"findings": [asdict(each) for each in findings]})
+    else:
+        width = max(len(each.what) for each in findings)
+        for each in findings:
+            print(f"{_MARKS[each.state]}  {each.what:<{width}}  {one_line(each.found)}")
+            if each.advice:
+                print(f"{'':{width + 8}}{one_line(each.advice)}")
+    return int(any(each.state == "bad" for each in findings))
+
+
+def examine(folder: Path, store: Path) -> Iterator[Finding]:
+    """Everything, in the order in which it matters."""
+    yield _version()
+    yield _processor()
+    yield from _memory()
+    yield from _drive(folder)
+    yield _io_uring()
+    yield _profile(folder, store)
+    yield from _packages()
+
+
+def _version() -> Finding:
+    import platform
+
+    import flashllm
+
+    system = f"{platform.system()} on {platform.machine()}"
+    found = f"{flashllm.__version__}, Python {platform.python_version()}, {system}"
+    if platform.system() == "Linux" and platform.machine() == "x86_64":
+        return Finding("flashllm", "good", found)
+    return Finding("flashllm", "note", found, "only Linux on x86-64 is tested")
+
+
+def _processor() -> Finding:
+    from flashllm._core import best_simd_level
+    from flashllm.base.machine import num_cores
+
+    level, cores = best_simd_level(), num_cores()
+    found = f"{cores} core{'s' * (cores != 1)}, vector instructions: {level}"
+    if level == "scalar":
+        return Finding("processor", "note", found, "without AVX2 products take several times as long")
+    return Finding("processor", "good", found)
+
+
+def _memory() -> Iterator[Finding]:
+    import psutil
+
+    from flashllm.base.machine import available_nbytes, cgroup_limit_nbytes
+    from flashllm.base.units import format_size
+
+    free, memory, limit = available_nbytes(), psutil.virtual_memory(), cgroup_limit_nbytes()
+    found = f"{format_size(free)} free of {format_size(memory.total)}; a run without --memory takes four fifths of that"
+    if free < _SMALL_MEMORY:
+        yield Finding("memory", "note", found, "close other programs, or start with a small model")
+    else:
+        yield Finding("memory", "good", found)
+    if limit is not None:
+        yield Finding("memory limit", "good", f"{format_size(limit)} for this process's control group; runs keep to it")
+    swap = psutil.swap_memory()
+    if swap.used > memory.total / 10:
+        advice = "something swaps: reads of models will be slow until it ends"
+        yield Finding("swap", "note", f"{format_size(swap.used)} in use", advice)
+
+
+def _drive(folder: Path) -> Iterator[Finding]:
+    import shutil
+
+    from flashllm.base.units import format_size
+    from flashllm.device.store import device_of
+
+    place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    key = device_of(place)
+    free = shutil.disk_usage(place).free
+    found = f"{place} on {key.device} ({key.filesystem}), {format_size(free)} free"
+    if free < _SMALL_DISK:
+        yield Finding("drive", "note", found, "a model of 7 billion parameters takes 14 GB, twice that to convert it")
+    else:
+        yield Finding("drive", "good", found)
+    yield _direct_reads(place)
+
+
+def _direct_reads(place: Path) -> Finding:
+    import tempfile
+
+    from flashllm._core import DirectFile
+
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".flashllm-") as file:
+            file.write(bytes(1 << 16))
+            file.flush()
+            opened = DirectFile(file.name)
+            if opened.direct:
+                found = f"yes, in units of {opened.offset_alignment} bytes"
+                return Finding("direct I/O", "good", found)
+            reason = opened.fallback_reason
+    except OSError as error:
+        return Finding("direct I/O", "bad", f"{place} cannot be written: {error.strerror}", "give another FOLDER")
+    advice = "reads go through the page cache, whose memory no limit counts; keep models on ext4, xfs or btrfs"
+    return Finding("direct I/O", "bad", f"no ({reason})", advice)
+
+
+def _io_uring() -> Finding:
+    import resource
+
+    from flashllm._core import Reader
+    from flashllm.base.units import format_size
+
+    reader = Reader(1, backend="auto", queue_depth=1)
+    if reader.backend != "io_uring":
+        found = f"not available ({reader.backend_reason}); reads go through threads"
+        return Finding("io_uring", "note", found, "containers often forbid it; threads cost processor time")
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit not in (resource.RLIM_INFINITY, -1) and limit < _URING_MEMLOCK:
+        advice = f"raise it to {format_size(_URING_MEMLOCK)} (ulimit -l), or io_uring may be refused"
+        return Finding("io_uring", "note", f"available; locked memory is limited to {format_size(limit)}", advice)
+    return Finding("io_uring", "good", "available")
+
+
+def _profile(folder: Path, store: Path) -> Finding:
+    import time
+
+    from flashllm.device.choice import find_costs
+
+    costs, problem = find_costs(folder, store)
+    if problem is not None:
+        return Finding("device profile", "bad", problem, f"run `flashllm calibrate {folder}`")
+    if costs is None:
+        advice = f"`flashllm calibrate {folder}` takes two minutes; readers and plans then fit the drive"
+        return Finding("device profile", "note", "none for this drive: it is read with 32 threads", advice)
+    with contextlib.suppress(OSError):
+        days = (time.time() - store.stat().st_mtime) / 86400
+        if days > _OLD_DAYS:
+            advice = f"run `flashllm calibrate {folder}` again where the machine has changed since"
+            return Finding("device profile", "note", f"its file is {days:.0f} days old", advice)
+    if not costs.steady or costs.remembers:
+        why = "the drive did not keep its rate" if not costs.steady else "a cache outside this machine answered"
+        return Finding("device profile", "note", f"there is one, but {why}", "times may differ from those planned")
+    return Finding("device profile", "good", f"sequential reads {costs.sequential_bps / 1e9:.2f} GB/s")
+
+
+def _packages() -> Iterator[Finding]:
+    import importlib.util
+
+    missing = {extra: use for name, (extra, use) in _EXTRAS.items() if importlib.util.find_spec(name) is None}
+    if not missing:
+        yield Finding("packages", "good", "all extras are installed")
+    for extra, use in missing.items():
+        yield Finding("packages", "note", f"{extra}: not installed", f"for {use}: pip install 'flashllm[{extra}]'")

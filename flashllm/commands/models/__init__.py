@@ -1,0 +1,1 @@
+"""The verbs for converted models that the user's cache keeps."""

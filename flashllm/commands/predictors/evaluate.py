@@ -1,0 +1,16 @@
+"""`flashllm evaluate [MODEL]`: what sparsity costs a model's quality (predictors/evaluate.py)."""
+
+import argparse
+
+from flashllm.commands.predictors import scripts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The script's arguments."""
+    parser.epilog = "Example: flashllm evaluate MODEL --text book.txt --tasks all --markdown report.md"
+    scripts.load("arguments").evaluate_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Evaluate; tables on standard error, one JSON document on standard output."""
+    return int(scripts.load("evaluate").show(args))

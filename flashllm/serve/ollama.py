@@ -1,0 +1,201 @@
+"""Ollama's dialect, as far as its clients need it to list the model and to chat: /api/version, tags, show, chat.
+
+The same job, the same worker, the same checks; only the names differ.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+import flashllm
+from flashllm.api.fields import MAX_DEPTH, BadRequest, depth, flag, short
+from flashllm.api.requests import parse_body
+from flashllm.base.files import parse_json
+from flashllm.errors import FormatError
+from flashllm.generate.sampling import SamplingOptions
+from flashllm.generate.session import PrefillRecord
+from flashllm.serve import http
+from flashllm.serve.app import Api
+from flashllm.serve.bodies import Asked
+from flashllm.serve.http import ApiError, DocumentStream
+from flashllm.serve.worker import Began, Chosen, Ended
+
+_OPTIONS = {  # Ollama's name -> OpenAI's
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repeat_penalty": "repetition_penalty",
+    "seed": "seed",
+    "stop": "stop",
+    "num_predict": "max_tokens",
+}
+_IGNORED = frozenset(("keep_alive", "num_ctx", "num_thread", "use_mmap", "num_gpu"))  # they change no answer here
+Endpoint = Callable[[Request], Awaitable[Response]]
+_LATEST = ":latest"  # clients add it to a name without a tag
+
+
+class Ollama:
+    """The endpoints, over OpenAI's."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    def routes(self) -> list[Route]:
+        """What answers where."""
+        return [
+            Route("/api/version", self.version),
+            Route("/api/tags", self.tags),
+            Route("/api/show", _told(self.show), methods=["POST"]),
+            Route("/api/chat", _told(self.chat), methods=["POST"]),
+        ]
+
+    async def version(self, request: Request) -> Response:
+        """Ours."""
+        return JSONResponse({"version": flashllm.__version__})
+
+    async def tags(self, request: Request) -> Response:
+        """The list of models: the one there is."""
+        served = self._api.served
+        name = served.name
+        model = {"name": name, "model": name, "modified_at": _time(served.created), "size": served.nbytes, "digest": ""}
+        return JSONResponse({"models": [{**model, "details": self._details()}]})
+
+    async def show(self, request: Request) -> Response:
+        """The one model."""
+        try:
+            body = _parse(await http.read_body(request))
+            self._api.check_name(_model(body))
+        except BadRequest as error:
+            raise ApiError(400, str(error), param=error.param) from None
+        context = self._api.served.encoder.context
+        facts = {"general.architecture": "flashllm", "flashllm.context_length": context}
+        return JSONResponse({"details": self._details(), "model_info": facts, "capabilities": ["completion"]})
+
+    async def chat(self, request: Request) -> Response:
+        """A chat: by default a stream of JSON lines."""
+        answering = await self._api.begin(request, "chat", _understand)
+        form = _Form(self._api.served.name)
+        if answering.asked.stream:
+            documents = answering.documents(form.take, form.last, lambda error: {"error": str(error)})
+            return DocumentStream(documents, answering.cancel)
+        await answering.finish(request, form.take)
+        message = {"role": "assistant", "content": "".join(form.text)}
+        return JSONResponse({**form.last(), "message": message})
+
+    def _details(self) -> dict[str, Any]:
+        return {"format": "flashllm", "family": "flashllm", "families": ["flashllm"], "quantization_level": ""}
+
+
+def _told(endpoint: Endpoint) -> Endpoint:
+    """The endpoint, with errors in Ollama's form: a text."""
+
+    async def told(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except ApiError as error:
+            return JSONResponse({"error": str(error)}, error.status, headers=error.headers)
+
+    return told
+
+
+class _Form:
+    """Ollama's answer, of a job's events."""
+
+    def __init__(self, model: str) -> None:
+        self.text: list[str] = []
+        self._model, self._started = model, time.perf_counter_ns()
+        self._prompt_tokens, self._prompt_ns = 0, 0
+        self._new_tokens, self._new_ns = 0, 0
+        self._reason = "stop"
+
+    def take(self, event: Began | Chosen | Ended) -> dict[str, Any] | None:
+        """Count an event; the line that it makes, if any."""
+        if isinstance(event, Ended):
+            self._reason = "stop" if event.reason in ("eos", "stop") else "length"
+            return None
+        nanoseconds = round(event.record.times.total_ms * 1e6)
+        if isinstance(event.record, PrefillRecord):
+            self._prompt_tokens = event.record.tokens + event.record.reused_tokens
+            self._prompt_ns = nanoseconds
+            return None
+        self._new_tokens += 1
+        self._new_ns += nanoseconds
+        self.text.append(event.record.text)
+        return self._line(event.record.text, done=False) if event.record.text else None
+
+    def last(self) -> dict[str, Any]:
+        """The last line."""
+        return {
+            **self._line("", done=True),
+            "done_reason": self._reason,
+            "total_duration": time.perf_counter_ns() - self._started,
+            "load_duration": 0,
+            "prompt_eval_count": self._prompt_tokens,
+            "prompt_eval_duration": self._prompt_ns,
+            "eval_count": self._new_tokens,
+            "eval_duration": self._new_ns,
+        }
+
+    def _line(self, text: str, *, done: bool) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text}
+        return {"model": self._model, "created_at": _time(time.time()), "message": message, "done": done}
+
+
+def _understand(raw: bytes, defaults: SamplingOptions) -> Asked:
+    """A body of /api/chat. BadRequest names the field, by Ollama's name where it has one."""
+    body = _parse(raw)
+    options = body.pop("options", {})
+    if not isinstance(options, dict):
+        raise BadRequest(f"options must be an object, not {short(options)}", param="options")
+    ours: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _OPTIONS:
+            ours[_OPTIONS[name]] = value
+        elif name not in _IGNORED and value is not None:
+            raise BadRequest(f"options: {name[:80]!r} is not supported", param=f"options.{name[:80]}")
+    if ours.get("max_tokens") in (-1, -2):  # as many as there is room for
+        del ours["max_tokens"]
+    stream = flag(body, "stream") if "stream" in body else True
+    for name in ("format", "think"):
+        if body.pop(name, None) not in (None, "", False):
+            raise BadRequest(f"{name} is not supported", param=name)
+    rest = {name: value for name, value in body.items() if name not in ("stream", *_IGNORED)}
+    request = parse_body({**rest, **ours}, "chat", custom_id="ollama", defaults=defaults)
+    return Asked(
+        kind="chat",
+        model=_model(body),
+        requests=(request,),
+        stream=stream,
+        include_usage=False,
+        include_timings=False,
+        echo=False,
+        generate=True,
+    )
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    try:
+        value = parse_json(raw, "the body")
+    except FormatError as error:
+        raise BadRequest(str(error)) from None
+    if not isinstance(value, dict) or depth(value) > MAX_DEPTH:
+        raise BadRequest(f"the body must be a JSON object, nested at most {MAX_DEPTH} deep")
+    return {name: each for name, each in value.items() if each is not None}
+
+
+def _model(body: Mapping[str, Any]) -> str | None:
+    name = body.get("model", body.get("name"))
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise BadRequest(f"model must be a text, not {short(name)}", param="model")
+    return name.removesuffix(_LATEST)
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
