@@ -9,9 +9,9 @@ SCRIPT = Path(__file__).parents[2] / "bench/serve/serve_load.py"
 
 
 def test_a_small_load():
-    small = ["--requests", "12", "--at-once", "3", "--rounds", "1", "--tokens", "5"]
+    small = ["--requests", "6", "--at-once", "2", "--rounds", "1", "--tokens", "5"]
     done = subprocess.run([sys.executable, SCRIPT, *small], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["load"]["answered"] == 12
+    assert report["load"]["answered"] == 6
     assert report["overhead"]["server_ms"] > 0

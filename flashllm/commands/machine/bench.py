@@ -22,6 +22,7 @@ PROMPT = (
     "water to look for something new, and one day"
 )
 _WARM_TOKENS = 5  # the first ones fill the neuron cache
+_PROMPT_SHARE = 4  # of the context the prompt takes at most this part
 _BAR_CHARS = 30
 
 
@@ -51,7 +52,8 @@ def main(args: argparse.Namespace) -> int:
 
             sampling = SamplingOptions(max_new_tokens=args.tokens, ignore_eos=True)
             session, model = stack.enter_context(open_session(args, path, sampling))
-        records = list(session.stream(PROMPT))
+        prompt = session.tokenizer.encode(PROMPT)[: max(1, session.context_limit // _PROMPT_SHARE)]
+        records = list(session.stream_ids(prompt))
         if session.stopped == "context":
             say(f"the context limit of {session.context_limit} tokens ended the measurement")
         prefill = next(record for record in records if isinstance(record, PrefillRecord))
