@@ -1,11 +1,15 @@
 """What the process may use: cores, memory left, its control group's limit. Reads the kernel, sets nothing."""
 
+import ctypes
 import os
 from pathlib import Path
 
 import psutil
 
 _FILE_PAGES: tuple[str, ...] = ("inactive_file", "active_file")  # of memory.stat
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_OWN_PAGES_NBYTES = 1 << 20  # arrays from here on; faults cost a hundredth of the products they are made for
+_KEPT_NBYTES = 8 << 20  # of the end of a heap
 _NO_LIMIT = 2**60  # version 1 control groups report "no limit" as a huge number
 
 
@@ -42,6 +46,20 @@ def available_nbytes() -> int:
     for limit, used in _cgroup_limits():
         available = min(available, max(0, limit - used))
     return available
+
+
+def return_freed_memory() -> None:
+    """Let large arrays have pages of their own, which go back to the system when they are freed. For the whole process.
+
+    glibc raises the size from which it does so to that of what was freed last, and keeps the room of everything below
+    in a heap a thread: a process with a limit of its own would pay for it. Other C libraries have no such setting.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    for option, nbytes in ((_M_MMAP_THRESHOLD, _OWN_PAGES_NBYTES), (_M_TRIM_THRESHOLD, _KEPT_NBYTES)):
+        mallopt(option, nbytes)
 
 
 def cgroup_limit_nbytes() -> int | None:

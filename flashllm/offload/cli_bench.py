@@ -44,7 +44,8 @@ def main(args: argparse.Namespace) -> int:
     longest = Workload(prompt_len=max(args.prompt_len), gen_len=max(args.gen_len))
     if longest.full_context > model.encoder.context:
         raise UsageError(f"{longest.full_context} positions are more than the model's {model.encoder.context}")
-    launch = prepare(model.shape, longest, options, requests=max(args.batch), report=say)
+    size = longest.prompt_len, longest.full_context - 1
+    launch = prepare(model.path, model.shape, [size] * max(args.batch), options, report=say)
     rows = []
     with open_runner(model.path, launch, options) as runner:
         if not args.json:

@@ -7,7 +7,7 @@ serve it. Which one a process is, it learns from torchrun (pipeline/place.py).
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +16,16 @@ from flashllm.base.text import one_line
 from flashllm.errors import FlashError, UsageError
 
 if TYPE_CHECKING:
+    from flashllm.offload.jobs.blocks import Size
     from flashllm.offload.launch import Launch, LaunchOptions
     from flashllm.offload.model_text import ModelText
     from flashllm.offload.pipeline.place import Place
     from flashllm.offload.pipeline.ring import Ring
     from flashllm.offload.pipeline.stage_runner import PipelineRunner
-    from flashllm.offload.policy import Workload
 
 _LOOPBACK = "127.0.0.1"
 _PEER_TIMEOUT_S = 30.0
+_CONNECT_TIMEOUT_S = 60.0
 _INTERRUPTED = 130
 
 
@@ -45,6 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds of silence after which another process is given up (default: %(default)g)",
     )
+    group.add_argument(
+        "--connect-timeout",
+        type=number(1, 86400),
+        default=_CONNECT_TIMEOUT_S,
+        metavar="S",
+        help="seconds in which all processes must have started (default: %(default)g)",
+    )
 
 
 def find_place() -> "Place | None":
@@ -62,7 +70,7 @@ def run(args: argparse.Namespace, place: "Place", options: "LaunchOptions", driv
 
     ring: Ring | None = None
     try:
-        with meet(place, address=args.listen, timeout_s=args.peer_timeout) as ring:
+        with meet(place, address=args.listen, timeout_s=args.peer_timeout, connect_s=args.connect_timeout) as ring:
             return drive(ring) if place.is_last else _serve(args, ring, options)
     except (FlashError, KeyboardInterrupt) as error:
         interrupted = isinstance(error, KeyboardInterrupt)
@@ -79,12 +87,18 @@ def of_place(options: "LaunchOptions", place: "Place | None") -> "LaunchOptions"
 
 
 def open_pipeline(
-    ring: "Ring", model: "ModelText", launch: "Launch", options: "LaunchOptions", workload: "Workload"
+    ring: "Ring", model: "ModelText", launch: "Launch", options: "LaunchOptions", sizes: "Sequence[Size]"
 ) -> "PipelineRunner":
-    """The model over the ring, its layers split for `workload`. Errors as `PipelineRunner`."""
+    """The model over the ring, its layers split for sequences of these sizes. Errors as `PipelineRunner`."""
     from flashllm.offload.launch import run_options
     from flashllm.offload.pipeline.stage_runner import PipelineRunner
+    from flashllm.offload.policy import Workload
     from flashllm.offload.stages import split_model
+
+    workload = Workload(
+        prompt_len=max(prompt for prompt, _ in sizes),
+        gen_len=max(positions + 1 - prompt for prompt, positions in sizes),
+    )
 
     return PipelineRunner(
         ring,

@@ -194,6 +194,7 @@ class _Task:
         self._job: Job | None = None
         self._launch: Launch | None = None
         self._peak_nbytes = 0
+        self._peak_device_nbytes: int | None = None  # of a GPU
         self._error: BaseException | None = None
 
     def run(self) -> int:
@@ -234,24 +235,19 @@ class _Task:
     def _answer(self) -> None:
         from flashllm.base.machine import peak_process_nbytes
         from flashllm.offload.jobs.job import Job
+        from flashllm.offload.jobs.lines import ranked
         from flashllm.offload.launch import open_runner, prepare
-        from flashllm.offload.policy import Workload
 
         ring, stages = self._ring, 1 if self._ring is None else self._ring.place.world
-        done = set(self._results.done)
-        lines = [line for index, line in enumerate(self._batch.lines) if index not in done and line.problem is None]
-        if lines:
-            workload = Workload(
-                prompt_len=max(line.prompt_tokens for line in lines),
-                gen_len=max(line.max_new_tokens for line in lines),
-            )
-            self._launch = prepare(
-                self._model.shape, workload, self._options, requests=len(lines), stages=stages, report=say
-            )
+        lines, done = self._batch.lines, set(self._results.done)
+        todo = ranked(lines, [index for index, line in enumerate(lines) if index not in done and line.problem is None])
+        if todo:
+            sizes = [lines[index].size for index in todo]
+            self._launch = prepare(self._model.path, self._model.shape, sizes, self._options, stages=stages, report=say)
         job = Job(
             self._batch,
             self._results,
-            block_size=1 if self._launch is None else self._launch.policy.block_size * stages,
+            blocks=() if self._launch is None else self._launch.blocks,
             model=self._model.name,
             token_text=self._model.token_text,
         )
@@ -260,12 +256,13 @@ class _Task:
             with (
                 open_runner(self._model.path, self._launch, self._options)
                 if ring is None
-                else cli_pipeline.open_pipeline(ring, self._model, self._launch, self._options, workload)
+                else cli_pipeline.open_pipeline(ring, self._model, self._launch, self._options, sizes)
             ) as runner:
                 for notice in runner.notices:
                     say(notice)
                 self._stop, self._job = runner.stop, job
                 job.run(runner)
+                self._peak_device_nbytes = runner.peak_device_nbytes
         self._job = job
         self._peak_nbytes = peak_process_nbytes()
 
@@ -291,6 +288,8 @@ class _Task:
                 "throughput": totals.throughput,
                 "busy": totals.busy,
                 "peak_rss_bytes": self._peak_nbytes,
+                "peak_device_bytes": self._peak_device_nbytes,
+                "tiers": totals.tiers,
                 "bytes_read": totals.bytes_read,
                 "bytes_written": totals.bytes_written,
                 "prompt_tokens": totals.prompt_tokens,
@@ -340,9 +339,27 @@ def _table(document: dict[str, Any], totals: "Totals", launch: "Launch | None") 
     lines.append(f"  {'disk':12s}{format_size(totals.bytes_read)} read, {format_size(totals.bytes_written)} written")
     peak = document["measured"]["peak_rss_bytes"]
     lines.append(f"  {'memory':12s}{format_size(peak)} at most, of {format_size(launch.limit)}")
+    lines.append(f"  {'tiers':12s}{_tiers(document, accelerated=launch.accelerator is not None)}")
     if predicted is not None:
         lines.append(f"  {'predicted':12s}from {predicted['source']}")
     return lines
+
+
+def _tiers(document: dict[str, Any], *, accelerated: bool) -> str:
+    """What each tier held, as it was counted beforehand, beside the cost model's figure."""
+    used, predicted = document["measured"]["tiers"], document["predicted"]
+    planned = None if predicted is None else predicted["tiers"]
+    rows = [(name, used[name], planned and planned[name]) for name in ("device", "cpu", "disk")]
+    if not accelerated:  # one memory is both tiers, and what is on disk in the model's own files is not counted
+        memory = planned and planned["device"] + planned["cpu"]
+        rows = [
+            ("memory", used["device"] + used["cpu"], memory),
+            ("scratch", used["scratch"], planned and planned["disk"]),
+        ]
+    return ", ".join(
+        f"{name} {format_size(nbytes)}" + ("" if plan is None else f" (planned {format_size(plan)})")
+        for name, nbytes, plan in rows
+    )
 
 
 def _seconds(seconds: float, tokens: int) -> str:

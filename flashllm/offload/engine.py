@@ -19,14 +19,15 @@ from flashllm.errors import UsageError
 from flashllm.generate.logprobs import TokenLogprobs
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.accelerators import Device
+from flashllm.offload.jobs.blocks import Size, cut, equal
 from flashllm.offload.jobs.lines import rank
 from flashllm.offload.jobs.requests import own_seed
 from flashllm.offload.jobs.sequences import FinishReason
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence
 from flashllm.offload.launch import CACHE_LAYOUTS, WIDTHS, LaunchOptions, open_runner, prepare
 from flashllm.offload.model_text import ModelText
-from flashllm.offload.policy import Policy, Workload
-from flashllm.offload.runtime.run import CacheLayout, Runner
+from flashllm.offload.policy import Policy
+from flashllm.offload.runtime.run import CacheLayout, Runner, sizes_of
 
 _WINDOW = 1024  # prompts that `run` looks at together, at least: among them it finds those of like length
 _WINDOW_BLOCKS = 4
@@ -51,7 +52,8 @@ class OffloadEngine:
     """A model that answers many prompts at once. A context manager; `close` frees weights, cache and scratch files.
 
     Weights are loaded when the first prompts come, because the policy depends on how long they are. A later call with
-    longer prompts plans again. Not for several threads at once; constructor arguments can be pickled.
+    more prompts, or with longer ones than memory holds, plans again. Not for several threads at once; constructor
+    arguments can be pickled.
     """
 
     def __init__(
@@ -98,7 +100,6 @@ class OffloadEngine:
         )
         self._model = ModelText.load(model)
         self._runner: Runner | None = None
-        self._planned: Workload | None = None  # the sizes that the runner's policy was made for
         self._planned_requests = self._block_size = 0
         self._closed = False
         self.notices: list[str] = []  # of plans and of the runtime, for people
@@ -191,16 +192,12 @@ class OffloadEngine:
                 yield _failed(index, str(error))
         if not sequences:
             return
-        runner = self._open(
-            Workload(
-                prompt_len=max(len(each.prompt) for each in sequences),
-                gen_len=max(each.options.max_new_tokens for each in sequences),
-            ),
-            len(sequences),
-        )
         sequences.sort(key=lambda each: rank(len(each.prompt), each.options.max_new_tokens), reverse=True)
-        for start in range(0, len(sequences), self._block_size):
-            block = sequences[start : start + self._block_size]
+        runner, counts = self._open(sizes_of(sequences))
+        start = 0
+        for count in counts:
+            block = sequences[start : start + count]
+            start += count
             runner.run(block)
             yield from (_output(each) for each in block)
 
@@ -218,29 +215,22 @@ class OffloadEngine:
             raise BadRequest("the prompt is empty")
         return self._model.encoder.sequence(request, self._model.encoder.encode(request), index)
 
-    def _open(self, workload: Workload, requests: int) -> Runner:
-        planned = self._planned
-        fits = (
-            planned is not None
-            and workload.prompt_len <= planned.prompt_len
-            and workload.gen_len <= planned.gen_len
-            and requests <= max(self._block_size, self._planned_requests)
-        )
-        if self._runner is not None and (fits or self._options.policy is not None):
-            return self._runner
-        if self._runner is not None:
-            self._runner.close()
+    def _open(self, sizes: Sequence[Size]) -> tuple[Runner, Sequence[int]]:
+        """A runner for sequences of these sizes, and how many of them go through it at once."""
+        runner, requests = self._runner, len(sizes)
+        if runner is not None:
+            most = runner.policy.block_size
+            if self._options.policy is not None:
+                return runner, equal(requests, most)
+            if requests <= max(most, self._planned_requests) and (counts := cut(sizes, most, runner.fits)):
+                return runner, counts
+            runner.close()
             self._runner = None
-        if planned is not None:
-            workload = Workload(
-                prompt_len=max(workload.prompt_len, planned.prompt_len), gen_len=max(workload.gen_len, planned.gen_len)
-            )
-        launch = prepare(self._model.shape, workload, self._options, requests=requests, report=self.notices.append)
-        self._runner = open_runner(self._model.path, launch, self._options)
-        self.notices += self._runner.notices
-        self._planned, self._block_size = workload, launch.policy.block_size
-        self._planned_requests = requests
-        return self._runner
+        launch = prepare(self._model.path, self._model.shape, sizes, self._options, report=self.notices.append)
+        self._runner = runner = open_runner(self._model.path, launch, self._options)
+        self.notices += runner.notices
+        self._block_size, self._planned_requests = launch.policy.block_size, requests
+        return runner, launch.blocks
 
 
 def _is_chat(prompt: Prompt) -> bool:

@@ -1,7 +1,7 @@
 """From what a user wants to a runner: limits, methods, a policy that is given or planned. Runs nothing."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,12 @@ from flashllm.base.units import format_size
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.errors import BudgetError, UsageError
 from flashllm.offload.accelerators import DEVICES, Device, choose_accelerator, free_nbytes
-from flashllm.offload.planner.local import LocalPlan, Methods, check_fits, load_search, plan_policy
+from flashllm.offload.jobs.blocks import Size, cut, equal
+from flashllm.offload.planner.local import LocalPlan, Methods, check_fits, load_search, plan_policy, predict_job
 from flashllm.offload.policy import Policy, Workload
-from flashllm.offload.runtime.run import CacheLayout, Runner, RunOptions
+from flashllm.offload.runtime.opened import OpenModel
+from flashllm.offload.runtime.options import CacheLayout, RunOptions
+from flashllm.offload.runtime.run import Runner
 from flashllm.offload.shape import ModelShape
 
 COMPRESSIBLE = ("weights", "cache")
@@ -21,6 +24,11 @@ CACHE_LAYOUTS: tuple[CacheLayout, ...] = ("kivi", "hidden")  # the first is the 
 WIDTHS = (4, 8, 3, 2)  # bits of a compressed number; the first is the default
 _MEMORY_SHARE = 0.8  # of what is free, where no limit is given
 _MARGIN_NBYTES = 48 * 2**20  # for the interpreter's own growth: prompts, texts, answers of a block
+
+
+_STEP_NBYTES = 1 << 20  # by which a plan that was too large is made smaller, besides what was short
+_PLANS = 4  # tried
+_ANY = Policy(gpu_batch=1, wg=1, wc=0, wd=0, cg=1, cc=0, cd=0, hg=1, hc=0, hd=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +107,7 @@ class Launch:
 
     policy: Policy
     methods: Methods
+    blocks: tuple[int, ...]  # how many of the job's sequences go through the runner at once, in their order
     plan: LocalPlan | None
     limit: int  # bytes for everything the process holds
     accelerator: str | None  # torch's name of the device tier; None: the CPU
@@ -119,22 +128,25 @@ def memory_limits(options: LaunchOptions) -> tuple[int, int]:
 
 
 def prepare(
+    model: Path,
     shape: ModelShape,
-    workload: Workload,
+    sizes: Sequence[Size],
     options: LaunchOptions,
     *,
-    requests: int,
     stages: int = 1,
     report: Callable[[str], None] = lambda line: None,
 ) -> Launch:
-    """The policy for `requests` prompts of at most `workload`'s sizes: the given one, or a planned one.
+    """The policy for sequences of these `sizes`, the longest first: the given one, or a planned one; and their blocks.
 
-    For a pipeline of `stages` it is every stage's: for its share of the layers, with as many blocks in flight.
-    `report` gets a line on where a planned policy comes from. BudgetError where the limits cannot hold the job.
+    Whichever it is, every block is counted as the runtime will, and keeps to the limits: longer sequences come in
+    smaller blocks. For a pipeline of `stages` the policy is every stage's, for its share of the layers, with as many
+    blocks in flight. `report` gets a line on where a planned policy comes from. BudgetError where the limits cannot
+    hold the job.
     """
     if options.policy is None:
         load_search()
     accelerator = find_accelerator(options, stages=stages)
+    gpu_memory = _device_limit(options, accelerator)  # before memory is counted, of which a GPU's context takes some
     limit, memory = memory_limits(options)
     folder = options.scratch_folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +155,7 @@ def prepare(
         disk=shutil.disk_usage(folder).free // options.processes,
         folder=folder,
         accelerated=accelerator is not None,
-        gpu_memory=_device_limit(options, accelerator),
+        gpu_memory=gpu_memory,
         compress_weights=options.compress_weights,
         compress_cache=options.compress_cache,
         weight_bits=options.weight_bits,
@@ -151,20 +163,149 @@ def prepare(
         attention_sparsity=options.attention_sparsity,
         overlap=True if options.overlap is None else options.overlap,
     )
+    # Whose policy and blocks come below.
+    launch = Launch(
+        policy=options.policy or _ANY, methods=methods, plan=None, limit=limit, accelerator=accelerator, blocks=()
+    )
+    job = _Job(model, shape, sizes, options, launch)
+    if stages > 1:
+        return job.pipeline(stages, report)
     if options.policy is not None:
-        overlap = options.policy.overlap if options.overlap is None else options.overlap
-        policy = replace(
-            options.policy,
+        return job.given()
+    launch = job.planned()
+    if launch.plan is not None:
+        counts = f"blocks of {min(launch.blocks)} to {max(launch.blocks)} of the job's sequences"
+        report(f"planned a policy from {launch.plan.source}: {describe(launch.policy)}; {counts}")
+    return launch
+
+
+class _Job:
+    """What is to be launched: the sizes of a job's sequences, and how a user wants them run."""
+
+    def __init__(
+        self, model: Path, shape: ModelShape, sizes: Sequence[Size], options: LaunchOptions, launch: "Launch"
+    ) -> None:
+        self._model, self._shape, self._sizes, self._options, self._launch = model, shape, sizes, options, launch
+        self._longest = _workload(sizes, max)
+
+    def given(self) -> "Launch":
+        """With the policy that was given, as far as options do not say otherwise. A block that is too large is refused:
+        whoever gives a policy says how large it is."""
+        policy = self._given_policy()
+        with self._open(policy, self._launch.methods) as opened:
+            opened.check(None)
+            counts = equal(len(self._sizes), policy.block_size)
+            for block in _blocks(self._sizes, counts):
+                opened.check(block)
+                self._check_disk(opened.need(block).scratch)
+        return replace(self._launch, policy=policy, blocks=tuple(counts))
+
+    def planned(self) -> "Launch":
+        """With the best of the policies for the longest sequences and for middling ones, by the time of all blocks."""
+        middling = _workload(self._sizes, lambda values: -(-sum(values) // len(values)))
+        best: tuple[float, Launch] | None = None
+        refused: BudgetError | None = None
+        for workload in dict.fromkeys((self._longest, middling)):
+            try:
+                launch = self._plan(workload)
+            except BudgetError as error:
+                refused = refused or error
+                continue
+            blocks = [(len(block), _workload(block, max)) for block in _blocks(self._sizes, launch.blocks)]
+            predicted = predict_job(self._shape, launch.methods, launch.policy, blocks)
+            seconds = predicted["prefill_s"] + predicted["decode_s"]
+            if best is None or seconds < best[0]:
+                best = seconds, launch
+        if best is None:
+            raise refused or BudgetError("no policy fits")
+        return best[1]
+
+    def pipeline(self, stages: int, report: Callable[[str], None]) -> "Launch":
+        """With one policy for all stages, each of which counts again for its own layers."""
+        methods, requests = self._launch.methods, len(self._sizes)
+        plan = None
+        if self._options.policy is None:
+            plan = plan_policy(self._shape, self._longest, methods, requests=requests, stages=stages)
+            policy = plan.policy
+            report(f"planned a policy from {plan.source}: {describe(policy)}")
+        else:
+            policy = self._given_policy()
+            share = replace(self._shape, layers=-(-self._shape.layers // stages))
+            check_fits(share, self._longest, methods, policy, requests=requests, stages=stages)
+        counts = equal(requests, policy.block_size * stages)
+        return replace(self._launch, policy=policy, plan=plan, blocks=tuple(counts))
+
+    def _plan(self, workload: Workload) -> "Launch":
+        """The best policy for prompts of one size of which all blocks of the job fit.
+
+        The planner's forms are close to what the runtime counts, and not exact: what is short is planned away.
+        """
+        methods = self._launch.methods
+        for _ in range(_PLANS):
+            plan = plan_policy(self._shape, workload, methods, requests=len(self._sizes))
+            with self._open(plan.policy, self._launch.methods) as opened:
+                counts = cut(self._sizes, plan.policy.block_size, opened.fits)
+                if counts is not None and max(opened.shortage(None)) <= 0:
+                    return replace(self._launch, policy=plan.policy, plan=plan, blocks=tuple(counts))
+                short = [
+                    max(0, *pair)
+                    for pair in zip(
+                        opened.shortage(None), *(opened.shortage([size]) for size in self._ends()), strict=True
+                    )
+                ]
+            gpu = methods.gpu_memory
+            methods = replace(
+                methods,
+                memory=methods.memory - short[0] - _STEP_NBYTES * (short[0] > 0),
+                gpu_memory=gpu if gpu is None else gpu - short[1] - _STEP_NBYTES * (short[1] > 0),
+            )
+            if methods.memory <= 0 or (methods.gpu_memory is not None and methods.gpu_memory <= 0):
+                break
+        with self._open(plan.policy, self._launch.methods) as opened:
+            opened.check(None)
+            opened.check(self._sizes[:1])
+        raise BudgetError("no policy was found whose blocks fit; give more memory, or a policy with --policy")
+
+    def _ends(self) -> list[Size]:
+        """The sequences that take most: of the longest prompt, and of the most positions."""
+        return [max(self._sizes), max(self._sizes, key=lambda size: size[1])]
+
+    def _given_policy(self) -> Policy:
+        methods, given = self._launch.methods, self._options.policy
+        if given is None:
+            raise ValueError("no policy was given")
+        return replace(
+            given,
             compress_weights=methods.compress_weights,
             compress_cache=methods.compress_cache,
             attention_sparsity=methods.attention_sparsity,
-            overlap=overlap,
+            overlap=given.overlap if self._options.overlap is None else self._options.overlap,
         )
-        check_fits(replace(shape, layers=-(-shape.layers // stages)), workload, methods, policy, requests=requests)
-        return Launch(policy=policy, methods=methods, plan=None, limit=limit, accelerator=accelerator)
-    plan = plan_policy(shape, workload, methods, requests=requests, stages=stages)
-    report(f"planned a policy from {plan.source}: {describe(plan.policy)}")
-    return Launch(policy=plan.policy, methods=methods, plan=plan, limit=limit, accelerator=accelerator)
+
+    def _open(self, policy: Policy, methods: Methods) -> OpenModel:
+        options = run_options(self._options, replace(self._launch, methods=methods))
+        return OpenModel(self._model, policy, options=options, memory=methods.memory)
+
+    def _check_disk(self, nbytes: int) -> None:
+        methods = self._launch.methods
+        if nbytes > methods.disk:
+            raise BudgetError(
+                f"the policy does not fit: a block puts {format_size(nbytes)} in scratch files, and {methods.folder} "
+                f"has {format_size(methods.disk)} free; choose another folder with --scratch, or keep less on disk"
+            )
+
+
+def _workload(sizes: Sequence[Size], of: Callable[[list[int]], int]) -> Workload:
+    """One size of prompts for many: the maximum, or a mean."""
+    prompts, answers = [prompt for prompt, _ in sizes], [positions + 1 - prompt for prompt, positions in sizes]
+    return Workload(prompt_len=of(prompts), gen_len=of(answers))
+
+
+def _blocks(sizes: Sequence[Size], counts: Sequence[int]) -> Iterator[Sequence[Size]]:
+    first = 0
+    for count in counts:
+        yield sizes[first : first + count]
+        first += count
 
 
 def open_runner(model: Path, launch: Launch, options: LaunchOptions) -> Runner:

@@ -79,7 +79,7 @@ class PyLinear {
 
   // x: [tokens, columns], out: [tokens, rows]; as for few tokens, where memory is the limit.
   void forward(const Rows& x, const Rows& out) {
-    check(x, out);
+    check(x, out, weights_.dtype);
     const nb::gil_scoped_release unlocked;
     const KernelTable& kernels = kernel_table(simd_, weights_.dtype);
     x_.resize(x.size());
@@ -89,19 +89,20 @@ class PyLinear {
     kernels.from_f32(out_.data(), out_.size(), out.data());
   }
 
-  // The same for a prompt, where arithmetic is the limit.
+  // The same for a prompt, where arithmetic is the limit. Outputs in fp32 are not rounded.
   void forward_many(const Rows& x, const Rows& out) {
-    check(x, out);
+    const bool is_wide = out.dtype() == nb::dtype<float>();
+    check(x, out, is_wide ? Dtype::f32 : weights_.dtype);
     const nb::gil_scoped_release unlocked;
     const PackedTokens packed(static_cast<const std::byte*>(x.data()), x.shape(0), weights_.columns,
                               weights_.dtype, *pool_, simd_);
-    linear_many(weights_, packed, static_cast<std::byte*>(out.data()), *pool_, simd_);
+    linear_many(weights_, packed, is_wide ? Dtype::f32 : weights_.dtype, static_cast<std::byte*>(out.data()),
+                *pool_, simd_);
   }
 
  private:
-  void check(const Rows& x, const Rows& out) const {
-    const std::size_t item = dtype_nbytes(weights_.dtype);
-    require(x.itemsize() == item && out.itemsize() == item,
+  void check(const Rows& x, const Rows& out, Dtype out_dtype) const {
+    require(x.itemsize() == dtype_nbytes(weights_.dtype) && out.itemsize() == dtype_nbytes(out_dtype),
             "inputs and outputs must be of the weights' dtype");
     require(x.shape(1) == weights_.columns && out.shape(0) == x.shape(0) && out.shape(1) == weights_.rows,
             "inputs must be [tokens, columns], outputs [tokens, rows]");

@@ -169,12 +169,17 @@ void linear_many(const WideRows& weights, std::size_t rows, const float* bias, c
                 [&](const ProductBlock& block) { multiply_block(weights, x, block, level); });
 }
 
+void linear_many(const LinearWeights& weights, const PackedTokens& x, Dtype dtype, std::byte* out,
+                 ThreadPool& pool, SimdLevel level) {
+  with_multiply(weights, x, level, [&](const auto& multiply) {
+    linear_blocks(weights.rows, weights.bias, x, kernel_table(level, dtype), dtype_nbytes(dtype), out, pool,
+                  multiply);
+  });
+}
+
 void linear_many(const LinearWeights& weights, const PackedTokens& x, std::byte* out, ThreadPool& pool,
                  SimdLevel level) {
-  with_multiply(weights, x, level, [&](const auto& multiply) {
-    linear_blocks(weights.rows, weights.bias, x, kernel_table(level, weights.dtype),
-                  dtype_nbytes(weights.dtype), out, pool, multiply);
-  });
+  linear_many(weights, x, weights.dtype, out, pool, level);
 }
 
 void product_rows(const LinearWeights& weights, const PackedTokens& x, float* products, ThreadPool& pool,

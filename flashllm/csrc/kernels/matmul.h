@@ -56,7 +56,9 @@ class WideRows {
 void linear_many(const WideRows& weights, std::size_t rows, const float* bias, const PackedTokens& x,
                  Dtype dtype, std::byte* out, ThreadPool& pool, SimdLevel level);
 
-// The same of weights as they lie, rounded to their dtype.
+// The same of weights as they lie, rounded to `dtype` or, without one, to theirs.
+void linear_many(const LinearWeights& weights, const PackedTokens& x, Dtype dtype, std::byte* out,
+                 ThreadPool& pool, SimdLevel level);
 void linear_many(const LinearWeights& weights, const PackedTokens& x, std::byte* out, ThreadPool& pool,
                  SimdLevel level);
 

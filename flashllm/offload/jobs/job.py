@@ -6,10 +6,12 @@ file, and `--resume` goes on from there.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 from flashllm.api.answers import TokenText
 from flashllm.offload.jobs.answers import BAD_REQUEST, answer, failure
+from flashllm.offload.jobs.blocks import equal
 from flashllm.offload.jobs.lines import BatchFile, ranked
 from flashllm.offload.jobs.results import Results
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence
@@ -27,6 +29,8 @@ class Measure(Protocol):
     def decode_s(self) -> float: ...
     @property
     def busy(self) -> Mapping[str, float]: ...
+    @property
+    def tiers(self) -> Mapping[str, int]: ...
     @property
     def bytes_read(self) -> int: ...
     @property
@@ -58,6 +62,7 @@ class Totals:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     busy: dict[str, float] = field(default_factory=dict)
+    tiers: dict[str, int] = field(default_factory=dict)  # most that a block took of each
     bytes_read: int = 0
     bytes_written: int = 0
 
@@ -71,6 +76,8 @@ class Totals:
         self.decode_s += measure.decode_s
         for name, seconds in measure.busy.items():
             self.busy[name] = self.busy.get(name, 0.0) + seconds
+        for name, nbytes in measure.tiers.items():
+            self.tiers[name] = max(self.tiers.get(name, 0), nbytes)
         self.bytes_read += measure.bytes_read
         self.bytes_written += measure.bytes_written
 
@@ -89,18 +96,24 @@ class Job:
         batch: BatchFile,
         results: Results,
         *,
-        block_size: int,
+        blocks: Sequence[int] | int,
         model: str,
         token_text: TokenText,
     ) -> None:
-        """`block_size` sequences go through the runner at once, at most. `model` is the name that answers carry."""
+        """`blocks` says how many lines go through the runner at once, in the order of `ranked`: a count for each block,
+        or one for all. `model` is the name that answers carry."""
         self._batch, self._results = batch, results
         self._model, self._token_text = model, token_text
         answered = set(results.done)
         todo = [index for index in range(len(batch.lines)) if index not in answered]
         self._problems = [index for index in todo if batch.lines[index].problem is not None]
         order = ranked(batch.lines, [index for index in todo if batch.lines[index].problem is None])
-        self.blocks = [order[start : start + block_size] for start in range(0, len(order), block_size)]
+        if isinstance(blocks, int):
+            blocks = equal(len(order), blocks)
+        if sum(blocks) != len(order):
+            raise ValueError(f"blocks of {sum(blocks)} lines in all are not those of {len(order)}")
+        ends = list(accumulate(blocks))
+        self.blocks = [order[end - count : end] for end, count in zip(ends, blocks, strict=True)]
         self.totals = Totals()
         self._sizes = [
             (

@@ -17,6 +17,7 @@ from flashllm.api.prompts import Unanswerable
 from flashllm.api.requests import Request
 from flashllm.base.files import open_for_reading
 from flashllm.errors import FlashIOError, FormatError
+from flashllm.offload.jobs.blocks import Size
 from flashllm.offload.jobs.prompts import PromptEncoder
 from flashllm.offload.jobs.requests import Defaults, parse_request
 from flashllm.offload.jobs.sequences import Sequence
@@ -41,6 +42,10 @@ class Line:
     max_new_tokens: int
     is_batch: bool  # answered in the form of an OpenAI batch, not as a simple object
     problem: str | None = None  # why it will not be computed
+
+    @property
+    def size(self) -> Size:
+        return self.prompt_tokens, self.prompt_tokens + self.max_new_tokens - 1
 
 
 class BatchFile:

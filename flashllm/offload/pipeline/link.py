@@ -78,7 +78,10 @@ class Wire:
                 nccl._timeout = self._timeout
                 self._nccl = dist.ProcessGroupNCCL(dist.PrefixStore(f"{name} nccl", store), end, 2, nccl)
         except RuntimeError as error:
-            raise PeerLost(f"link {name} of the pipeline could not be made at {address}: {_reason(error)}") from error
+            raise PeerLost(
+                f"link {name} of the pipeline could not be made at {address} within {connect_s:g} s: {_reason(error)}; "
+                "see that all processes run and reach each other, or give --connect-timeout more seconds"
+            ) from error
 
     def send(self, message: Message) -> None:
         """RuntimeError, torch's, where the other end is gone or takes nothing for the time-out."""

@@ -10,6 +10,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,7 +24,7 @@ from flashllm.offload.runtime.executor import Stopped
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 30.0  # in which a silent process is given up; one whose machine closes its connections is noticed at once
-CONNECT_S = 300.0  # for all processes to start
+CONNECT_S = 60.0  # in which all processes must have started; one lost before is noticed then
 _POLL_S = 0.1
 _PATIENCE_S = 2.0  # for last words
 
@@ -176,7 +177,11 @@ class Ring:
             raise self._error
 
 
-def meet(place: Place, **options: Any) -> Ring:
-    """The ring of the processes that torchrun started. `options` as of `Ring`."""
-    store, _, _ = next(iter(dist.rendezvous("env://", place.rank, place.world)))
-    return Ring(place, store, **options)
+def meet(place: Place, *, connect_s: float = CONNECT_S, **options: Any) -> Ring:
+    """The ring of the processes that torchrun started. `options` as of `Ring`, and PeerLost as it."""
+    try:
+        found = dist.rendezvous("env://", place.rank, place.world, timeout=timedelta(seconds=connect_s))
+        store, _, _ = next(iter(found))
+    except RuntimeError as error:  # torch's
+        raise PeerLost(f"the other processes of the pipeline were not found within {connect_s:g} s: {error}") from error
+    return Ring(place, store, connect_s=connect_s, **options)

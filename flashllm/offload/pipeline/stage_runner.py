@@ -91,6 +91,11 @@ class PipelineRunner:
         """Sequences that are in flight at once, at most, for the policy's memory to suffice."""
         return self.policy.block_size * len(self._stages)
 
+    @property
+    def peak_device_nbytes(self) -> int | None:
+        """As `Runner.peak_device_nbytes`, of this process."""
+        return self._runner.peak_device_nbytes
+
     def run(self, sequences: Sequence[jobs.Sequence], progress: Callable[[int], None] | None = None) -> BlockMeasure:
         """As `Runner.run`; `busy` and bytes are the sums over all stages."""
         unfinished = [sequence for sequence in sequences if not sequence.finished]

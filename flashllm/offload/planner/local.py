@@ -120,9 +120,11 @@ def plan_policy(
 def predict_job(
     shape: ModelShape, methods: Methods, policy: Policy, blocks: Iterable[tuple[int, Workload]]
 ) -> dict[str, Any]:
-    """What the cost model says of the blocks of a job, (sequences, their longest sizes) each: seconds, new tokens/s."""
+    """What the cost model says of the blocks of a job, (sequences, longest sizes) each: seconds, new tokens/s, and the
+    most bytes of each tier. (On a machine without an accelerator all memory is the device's.)"""
     hardware = local_hardware(shape, methods)
     prefill_s = decode_s = tokens = 0.0
+    peaks = dict.fromkeys(("device", "cpu", "disk"), 0)
     for sequences, workload in blocks:
         part = of_size(policy, sequences)
         bits = {"weight_bits": methods.weight_bits, "cache_bits": methods.cache_bits}
@@ -130,16 +132,24 @@ def predict_job(
         prefill_s += prediction.prefill_s
         decode_s += prediction.decode_s
         tokens += sequences * workload.gen_len
+        found = {"device": prediction.peak_device, "cpu": prediction.peak_cpu, "disk": prediction.peak_disk}
+        peaks = {tier: max(nbytes, found[tier]) for tier, nbytes in peaks.items()}
     seconds = prefill_s + decode_s
     throughput = tokens / seconds if seconds > 0 else 0.0
-    return {"prefill_s": prefill_s, "decode_s": decode_s, "throughput": throughput, "source": hardware.source}
+    rates = {"prefill_s": prefill_s, "decode_s": decode_s, "throughput": throughput}
+    return rates | {"tiers": peaks, "source": hardware.source}
 
 
-def check_fits(shape: ModelShape, workload: Workload, methods: Methods, policy: Policy, *, requests: int) -> None:
-    """BudgetError, with what is short, where a block of `policy` exceeds the limits of a job of `requests` prompts."""
-    block = of_size(policy, min(policy.block_size, max(requests, 1)))
+def check_fits(
+    shape: ModelShape, workload: Workload, methods: Methods, policy: Policy, *, requests: int, stages: int = 1
+) -> None:
+    """BudgetError, with what is short, where a block of `policy` exceeds the limits of a job of `requests` prompts.
+
+    With `stages` it is one stage of a pipeline, which has the layers of `shape`, and as many blocks in flight.
+    """
+    block = of_size(policy, min(policy.block_size, max(-(-requests // stages), 1)))
     bits = {"weight_bits": methods.weight_bits, "cache_bits": methods.cache_bits}
-    prediction = predict(shape, local_hardware(shape, methods), workload, block, **bits)
+    prediction = predict(shape, local_hardware(shape, methods), workload, block, blocks_in_flight=stages, **bits)
     if prediction.over:
         short = ", ".join(f"{name} memory by {format_size(excess)}" for name, excess in prediction.over.items())
         raise BudgetError(

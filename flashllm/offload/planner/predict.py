@@ -51,10 +51,12 @@ def predict(
     *,
     weight_bits: int = 4,
     cache_bits: int = 4,
+    blocks_in_flight: int = 1,
 ) -> Prediction:
     """Prices `policy` by the cost model; a policy that does not fit is priced too, with `over` saying what is short."""
     method = Method.of(policy)
-    model = cost_model(shape, hardware, workload, method, weight_bits=weight_bits, cache_bits=cache_bits)
+    bits = {"weight_bits": weight_bits, "cache_bits": cache_bits}
+    model = cost_model(shape, hardware, workload, method, blocks_in_flight=blocks_in_flight, **bits)
     return price(model, policy)
 
 

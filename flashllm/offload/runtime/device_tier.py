@@ -31,14 +31,23 @@ Sizes = Sequence[tuple[int, int]]  # of sequences: prompt tokens, cached positio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Bytes of each tier. Where the device is the CPU, its bytes are of the same memory."""
+    """Bytes of each tier. Where the device is the CPU, its bytes are of the same memory.
+
+    Of those on disk `scratch` is in files of our own; the rest is read in the model's.
+    """
 
     device: int = 0
     cpu: int = 0
     disk: int = 0
+    scratch: int = 0
 
     def __add__(self, other: "Need") -> "Need":
-        return Need(device=self.device + other.device, cpu=self.cpu + other.cpu, disk=self.disk + other.disk)
+        return Need(
+            device=self.device + other.device,
+            cpu=self.cpu + other.cpu,
+            disk=self.disk + other.disk,
+            scratch=self.scratch + other.scratch,
+        )
 
     def memory(self, *, accelerated: bool) -> int:
         """What counts against the memory's limit."""
@@ -124,7 +133,10 @@ class HostTier:
 
     def weights_need(self, plan: WeightPlan) -> tuple[Need, Need]:
         kept = Need(
-            device=plan.device_nbytes, cpu=plan.memory_nbytes - plan.device_nbytes + SPARE, disk=weights_on_disk(plan)
+            device=plan.device_nbytes,
+            cpu=plan.memory_nbytes - plan.device_nbytes + SPARE,
+            disk=weights_on_disk(plan),
+            scratch=plan.scratch_nbytes,
         )
         return kept, Need(cpu=plan.start_nbytes)
 
@@ -134,7 +146,12 @@ class HostTier:
         states = states_need(whole, self._shape)
         rows, sequences = largest_batch(whole)
         on_disk = KvCache.disk_nbytes(attention, whole, layers=layers)
-        return states + Need(device=own + working(self._shape, rows, sequences), cpu=max(0, cache - own), disk=on_disk)
+        return states + Need(
+            device=own + working(self._shape, rows, sequences),
+            cpu=max(0, cache - own),
+            disk=on_disk,
+            scratch=on_disk,
+        )
 
 
 def states_need(arrangement: Arrangement, shape: ModelShape) -> Need:
@@ -152,7 +169,7 @@ def states_need(arrangement: Arrangement, shape: ModelShape) -> Need:
     moved = largest(lambda tier: tier != "g")
     buffers = (BUFFERS + 1) * largest(lambda tier: tier == "d")
     on_disk = Activations.disk_nbytes(arrangement, width=1, itemsize=row)
-    return Need(device=held["g"] + 2 * moved, cpu=held["c"] + buffers, disk=on_disk)
+    return Need(device=held["g"] + 2 * moved, cpu=held["c"] + buffers, disk=on_disk, scratch=on_disk)
 
 
 def largest_batch(arrangement: Arrangement) -> tuple[int, int]:

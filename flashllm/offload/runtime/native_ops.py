@@ -49,7 +49,7 @@ class NativeOps:
 
     def logits(self, matrix: Matrix, x: Array) -> NDArray[np.float32]:
         out = np.empty((len(x), matrix.rows), np.float32)
-        self._elementwise.widen(self.linear(matrix, x), out)
+        _core.Linear(matrix.array, matrix.bias, self.dtype, self._pool, self._simd).forward_many(x, out)
         return out
 
     def norm(self, norm: Norm, x: Array) -> Array:

@@ -9,18 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm import _core
-from flashllm.base.machine import num_cores
-from flashllm.base.units import format_size
-from flashllm.errors import BudgetError, FlashError
+from flashllm.base.machine import return_freed_memory
+from flashllm.errors import FlashError
 from flashllm.offload.jobs import sequences as jobs
 from flashllm.offload.planner.schedules import (
     Action,
@@ -32,23 +30,21 @@ from flashllm.offload.planner.schedules import (
     zigzag_block,
 )
 from flashllm.offload.policy import Policy
-from flashllm.offload.runtime.device_tier import DeviceTier, HostTier, Need
+from flashllm.offload.runtime.device_tier import Need, Sizes
 from flashllm.offload.runtime.executor import Executor, Stopped
 from flashllm.offload.runtime.layer import Projected, embed, logits, run_layer
+from flashllm.offload.runtime.opened import OpenModel
 from flashllm.offload.runtime.ops import Array as DeviceArray
+from flashllm.offload.runtime.options import CacheLayout, RunOptions
 from flashllm.offload.runtime.tasks import Task, tasks
 from flashllm.offload.runtime.tiers.activations import Activations
 from flashllm.offload.runtime.tiers.arrangement import Arrangement, arrange
 from flashllm.offload.runtime.tiers.disk import DiskFile
 from flashllm.offload.runtime.tiers.kv import KvCache
 from flashllm.offload.runtime.tiers.scratch import Scratch, open_reader
-from flashllm.offload.runtime.tiers.source import open_weights
-from flashllm.offload.runtime.tiers.weight_plan import plan_weights
 from flashllm.offload.stages import Stage
 
 Array = NDArray[Any]
-CacheLayout = Literal["hidden", "kivi"]
-Schedule = Literal["zigzag", "row", "diagonal"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,21 +58,7 @@ class BlockMeasure:
     bytes_read: int = 0
     bytes_written: int = 0
     busy: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """How the runtime executes a policy, beyond what the policy itself says."""
-
-    threads: int | None = None  # of the products; None: one a core
-    weight_bits: int = 4  # where the policy compresses weights
-    cache_bits: int = 4  # where it compresses the cache
-    cache_layout: CacheLayout = "kivi"
-    schedule: Schedule = "zigzag"
-    simd: str = "auto"
-    accelerator: str | None = None  # torch's name of the device; None: the CPU, by the native core
-    accelerator_memory: int | None = None  # bytes of it; None: what is free
-    before_task: Callable[[Task], None] | None = None  # of tests: called in the worker before each task
+    tiers: dict[str, int] = field(default_factory=dict)  # bytes that were taken of each: see `Need`
 
 
 class Neighbours(Protocol):
@@ -112,36 +94,24 @@ class Runner:
         stage: Stage | None = None,
     ) -> None:
         self.policy, self.options = policy, options or RunOptions()
-        self._memory, self._scratch_folder = memory, scratch
+        self._scratch_folder = scratch
         self._executor: Executor | None = None
         self._lock = threading.Lock()
-        self._pool = _core.ThreadPool(self.options.threads or num_cores())
         self._reader = open_reader()
+        if memory is not None:
+            return_freed_memory()
         with ExitStack() as parts:  # what is open is closed where something fails
-            self._source = parts.enter_context(open_weights(model, stage))
-            self.block, self.stage, self.num_layers = self._source.block, self._source.stage, self._source.num_layers
+            opened = OpenModel(model, policy, options=self.options, memory=memory, stage=stage)
+            self._opened = parts.enter_context(opened)
+            self.block, self.stage, self.num_layers = opened.block, opened.source.stage, opened.source.num_layers
             self.context, self.vocab = self.block.context, self.block.vocab_size
-            dtype, layout = self._source.dtype.name, self.options.cache_layout if policy.compress_cache else "plain"
-            self._tier: DeviceTier = self._open_tier(dtype, layout)
-            self._ops = self._tier.ops
+            self._ops, self._attention = opened.tier.ops, opened.attention
             self.states_dtype = np.dtype(self._ops.storage)  # of hidden states
-            self._attention = _core.BatchAttention(
-                heads=self.block.heads,
-                kv_heads=self.block.kv_heads,
-                head_dim=self.block.head_dim,
-                dtype=dtype,
-                scale=1.0,  # queries are scaled already
-                layout=layout,
-                bits=self.options.cache_bits,
-                pool=self._pool,
-                simd=self.options.simd,
+            opened.check(None)
+            files = parts.enter_context(Scratch(scratch, opened.plan.scratch_nbytes))
+            store = opened.tier.open_weights(
+                opened.source, opened.plan, pool=opened.pool, scratch=files, reader=self._reader
             )
-            bits = self.options.weight_bits if policy.compress_weights else None
-            plan = plan_weights(self._source, policy, bits=bits)
-            self._kept, starting = self._tier.weights_need(plan)
-            self._check(self._kept + starting, "the weights")
-            files = parts.enter_context(Scratch(scratch, plan.scratch_nbytes))
-            store = self._tier.open_weights(self._source, plan, pool=self._pool, scratch=files, reader=self._reader)
             self._weights = parts.enter_context(store)
             self.notices = self._weights.notices
             self._parts = parts.pop_all()
@@ -164,10 +134,18 @@ class Runner:
             raise ValueError("a stage of a pipeline needs its neighbours")
         return _Run(self, unfinished, progress or (lambda count: None), neighbours).execute()
 
-    def need(self, sequences: Sequence[jobs.Sequence]) -> Need:
-        """Bytes of each tier that a run of these sequences takes, the weights' included."""
-        sizes = [(len(sequence.prompt), sequence.max_length - 1) for sequence in sequences]
-        return self._kept + self._tier.block_need(self._attention, sizes, self.policy, layers=self.num_layers)
+    @property
+    def peak_device_nbytes(self) -> int | None:
+        """Most bytes taken of an accelerator's memory so far; None where there is none."""
+        return self._opened.tier.peak_nbytes
+
+    def need(self, sizes: Sizes) -> Need:
+        """What a run of sequences takes of each tier, the weights included: (prompt tokens, cached positions) each."""
+        return self._opened.need(sizes)
+
+    def fits(self, sizes: Sizes) -> bool:
+        """Whether that keeps to the limits."""
+        return self._opened.fits(sizes)
 
     def stop(self, error: FlashError | None = None) -> None:
         """End the run under way, which raises `error`, or Stopped. Any thread may call it."""
@@ -186,27 +164,10 @@ class Runner:
     ) -> None:
         self.close()
 
-    def _open_tier(self, dtype: str, layout: Literal["plain"] | CacheLayout) -> DeviceTier:
-        options, shape = self.options, self._source.model_shape
-        if options.accelerator is None:
-            return HostTier(self.block, shape, dtype, self._pool, simd=options.simd)
-        from flashllm.offload.runtime.accelerator.tier import AcceleratorTier, check_policy
 
-        check_policy(self.policy)
-        limit, bits = options.accelerator_memory, options.cache_bits
-        return AcceleratorTier(options.accelerator, self.block, shape, dtype, limit=limit, layout=layout, bits=bits)
-
-    def _check(self, need: Need, what: str) -> None:
-        accelerated = self.options.accelerator is not None
-        for nbytes, limit, of in (
-            (need.memory(accelerated=accelerated), self._memory, "memory"),
-            (need.device, self._tier.limit, "the accelerator's memory"),
-        ):
-            if limit is not None and nbytes > limit:
-                raise BudgetError(
-                    f"{what} need {format_size(nbytes)} of {of}, and {format_size(limit)} is the limit for the "
-                    "runtime; give more memory, a smaller batch, or a policy that keeps more on disk"
-                )
+def sizes_of(sequences: Sequence[jobs.Sequence]) -> list[tuple[int, int]]:
+    """Prompt tokens, and positions that the cache holds at most, of each sequence."""
+    return [(len(sequence.prompt), sequence.max_length - 1) for sequence in sequences]
 
 
 class _Batch:
@@ -237,7 +198,7 @@ class _Run:
         self.r, self._progress, self._neighbours = runner, progress, neighbours
         self._last_layer = runner.num_layers if runner.stage.is_last else runner.num_layers - 1
         policy, block = runner.policy, runner.block
-        sizes = [(len(sequence.prompt), sequence.max_length - 1) for sequence in sequences]
+        sizes = sizes_of(sequences)
         self._arrangement: Arrangement = arrange(sizes, policy)
         gbs = policy.gpu_batch
         self._batches = [_Batch(sequences[first : first + gbs]) for first in range(0, len(sequences), gbs)]
@@ -246,9 +207,9 @@ class _Run:
         self._began = self._prefilled = 0.0
         self._is_ending: Callable[[], bool] = lambda: False
         self._measure = BlockMeasure(prompt_tokens=sum(len(sequence.prompt) for sequence in sequences))
-        layers, tier = runner.num_layers, runner._tier
-        self._need = runner.need(sequences)
-        runner._check(self._need, f"the weights, the cache and the working memory of {len(sizes)} sequences")
+        layers, tier = runner.num_layers, runner._opened.tier
+        runner._opened.check(sizes)
+        self._measure.tiers = asdict(runner.need(sizes))
         kv_disk = KvCache.disk_nbytes(runner._attention, self._arrangement, layers=layers)
         itemsize = runner._ops.storage.itemsize
         hidden_disk = Activations.disk_nbytes(self._arrangement, width=block.d_model, itemsize=itemsize)
@@ -280,6 +241,7 @@ class _Run:
             finally:
                 with self.r._lock:
                     self.r._executor = None
+                self._is_ending = lambda: True  # not the executor, which has this: no cycle keeps the cache's memory
             ended = time.perf_counter()
             measure = self._measure
             measure.prefill_s, measure.decode_s = self._prefilled - self._began, ended - self._prefilled
@@ -430,4 +392,4 @@ class _Run:
         self._progress(self._new_tokens)
 
 
-__all__ = ["BlockMeasure", "RunOptions", "Runner", "Stopped"]
+__all__ = ["BlockMeasure", "CacheLayout", "RunOptions", "Runner", "Stopped"]

@@ -51,6 +51,7 @@ class Measured:
     prefill_s: float = 0.25
     decode_s: float = 0.5
     busy: dict = dataclasses.field(default_factory=lambda: {"compute": 0.5})
+    tiers: dict = dataclasses.field(default_factory=lambda: {"device": 1, "cpu": 2, "disk": 3, "scratch": 3})
     bytes_read: int = 100
     bytes_written: int = 10
     new_tokens: int = 0

@@ -56,7 +56,7 @@ def run(source, out, *, resume=False, runner=None, block_size=2, settings="model
         Results.open(out, batch.lines, source=source, resume=resume) as results,
     ):
         text = lambda token: Letters().decode([token])  # noqa: E731
-        job = Job(batch, results, block_size=block_size, model="tiny", token_text=text)
+        job = Job(batch, results, blocks=block_size, model="tiny", token_text=text)
         try:
             return job.run(runner or Runner())
         except Interrupted:
@@ -135,7 +135,7 @@ def test_how_far_a_job_is(source, tmp_path):
         BatchFile.read(source, ENCODER, DEFAULTS, skip_bad=True) as batch,
         Results.open(tmp_path / "out.jsonl", batch.lines, source=source, resume=False) as results,
     ):
-        job = Job(batch, results, block_size=2, model="tiny", token_text=str)
+        job = Job(batch, results, blocks=2, model="tiny", token_text=str)
 
         class Watched(Runner):
             def run(self, sequences, progress):

@@ -17,6 +17,9 @@ import torch
 from arch_models import VARIANTS, make_checkpoint
 from tiny_models import make_tiny_opt
 
+from flashllm.errors import PeerLost
+from flashllm.offload.pipeline.place import Place
+from flashllm.offload.pipeline.ring import Ring
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.run import Runner, RunOptions
 
@@ -181,6 +184,14 @@ def test_a_process_that_hangs_ends_all_within_the_timeout(context, models, tmp_p
     for end in ends:
         assert end["error"] == "PeerLost"
         assert end["at"] - stopped < 1.5 + NOTICED_S
+
+
+def test_a_process_that_never_comes_is_given_up_in_time():
+    """Lost before the first link, when no pulse could be missed."""
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match=r"link 0 to 1 .* within 1 s.*--connect-timeout"):
+        Ring(Place(rank=0, world=2, local=2), torch.distributed.HashStore(), connect_s=1.0)
+    assert time.monotonic() - began < 1 + NOTICED_S
 
 
 def test_a_failure_is_told_to_all(context, models, tmp_path):

@@ -15,7 +15,7 @@ from flashllm.offload.runtime.accelerator import codec
 from flashllm.offload.runtime.accelerator.codec import PackedMatrix
 from flashllm.offload.runtime.accelerator.device import TorchDevice
 from flashllm.offload.runtime.accelerator.torch_ops import TorchOps, lacking
-from flashllm.offload.runtime.run import Runner, RunOptions
+from flashllm.offload.runtime.run import Runner, RunOptions, sizes_of
 from flashllm.offload.runtime.tiers.source import open_weights
 
 
@@ -152,7 +152,7 @@ def test_too_little_memory_of_the_device_is_refused_with_numbers(models, tmp_pat
         Runner(path, placed(), scratch=tmp_path, options=options)
     enough = RunOptions(accelerator="cpu", accelerator_memory=10**9)
     with Runner(path, placed(), scratch=tmp_path, options=enough) as runner:
-        need = runner.need(sequences(prompts))
+        need = runner.need(sizes_of(sequences(prompts)))
     options = dataclasses.replace(enough, accelerator_memory=need.device - 1)
     with Runner(path, placed(), scratch=tmp_path, options=options) as runner, pytest.raises(BudgetError, match="limit"):
         runner.run(sequences(prompts))
@@ -163,9 +163,9 @@ def test_memory_beside_the_device_has_a_limit_of_its_own(models, tmp_path):
     path, prompts, _ = models("llama")
     options = RunOptions(accelerator="cpu")
     with Runner(path, placed(DEVICE), scratch=tmp_path, options=options) as runner:
-        on_device = runner.need(sequences(prompts))
+        on_device = runner.need(sizes_of(sequences(prompts)))
     with Runner(path, placed(CPU, CPU, CPU), scratch=tmp_path, options=options) as runner:
-        beside = runner.need(sequences(prompts))
+        beside = runner.need(sizes_of(sequences(prompts)))
     assert beside.cpu > on_device.cpu
     assert beside.device < on_device.device
     with pytest.raises(BudgetError, match="of memory"):

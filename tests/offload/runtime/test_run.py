@@ -3,6 +3,7 @@
 import random
 import time
 
+import numpy as np
 import pytest
 import torch
 from arch_models import CONTEXT, VARIANTS, make_checkpoint
@@ -10,10 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from offload_runs import CPU, DEVICE, DISK, LENGTHS, MIXED, NEW, answers, policy, sequences
 
+from flashllm import _core
+from flashllm.arch.spec import BlockSpec
 from flashllm.convert.run import convert
 from flashllm.errors import BudgetError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs.sequences import Sequence
+from flashllm.offload.runtime.accelerator.device import TorchDevice, host_array
+from flashllm.offload.runtime.accelerator.torch_ops import TorchOps
+from flashllm.offload.runtime.native_ops import NativeOps
+from flashllm.offload.runtime.ops import Matrix
 from flashllm.offload.runtime.run import Runner, RunOptions, Stopped
 
 
@@ -90,6 +97,29 @@ def test_an_answer_does_not_depend_on_its_batch(tmp_path, dtype, bits):
     together = answers(path, prompts, scratch, policy(DISK, MIXED, MIXED, gpu_batch=4, **compressed))
     alone = [answers(path, [prompt], scratch, policy(gpu_batch=1, **compressed))[0] for prompt in prompts]
     assert together == alone
+
+
+_BLOCK = BlockSpec(
+    d_model=64, embed_dim=64, vocab_size=70, context=8, heads=4, kv_heads=4, head_dim=16, query_scale=1.0, norm="rms",
+    norm_epsilon=1e-5, pre_norm=True, final_norm=True, positions="none", activation="relu", gated=False,
+    tied_head=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_logits_are_not_rounded_to_the_models_dtype(dtype):
+    """fp32, as they are summed: near ties that 16 bits would make equal stay apart."""
+    random = np.random.default_rng(0)
+    wide = [torch.from_numpy(random.normal(size=size)).to(getattr(torch, dtype)) for size in ((70, 64), (5, 64))]
+    head, x = (host_array(tensor) for tensor in wide)
+    ops = NativeOps(_BLOCK, dtype, _core.ThreadPool(1))
+    found = ops.logits(Matrix(head, 70, 64, None, None), x)
+    expected = wide[1].double() @ wide[0].double().T
+    assert found.dtype == np.float32
+    assert np.abs(found - expected.numpy()).max() < 1e-4  # 0.03 where they are rounded to bfloat16
+    device = TorchDevice("cpu", dtype)
+    by_torch = TorchOps(_BLOCK, device).logits(Matrix(wide[0], 70, 64, None, None), wide[1])
+    assert np.abs(by_torch - expected.numpy()).max() < 1e-4
 
 
 def test_a_finished_sequence_leaves_its_batch(models, tmp_path):

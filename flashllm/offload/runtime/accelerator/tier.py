@@ -65,7 +65,12 @@ class AcceleratorTier:
         return SplitKv(self._format, self._device, arrange(sizes, policy), beside, layers=layers, share=share)
 
     def weights_need(self, plan: WeightPlan) -> tuple[Need, Need]:
-        kept = Need(device=plan.accelerator_nbytes, cpu=plan.beside_nbytes + SPARE, disk=weights_on_disk(plan))
+        kept = Need(
+            device=plan.accelerator_nbytes,
+            cpu=plan.beside_nbytes + SPARE,
+            disk=weights_on_disk(plan),
+            scratch=plan.scratch_nbytes,
+        )
         return kept, Need(cpu=plan.start_nbytes + plan.arriving_nbytes)
 
     def block_need(self, attention: _core.BatchAttention, sizes: Sizes, policy: Policy, *, layers: int) -> Need:
@@ -78,11 +83,13 @@ class AcceleratorTier:
             self._shape, sequences, positions, packs=packs, sparse=policy.attention_sparsity < 1
         )
         # On their way out: keys and values of a prompt, and its states.
+        on_disk = KvCache.disk_nbytes(attention, beside, layers=layers)
         passing = others * self._shape.kv_token_bytes + rows * self._shape.activation_token_bytes
         return states_need(whole, self._shape) + Need(
             device=SplitKv.nbytes(self._format, whole, layers=layers) + on_device,
             cpu=KvCache.nbytes(attention, beside, layers=layers) + passing + sequences * self._shape.vocab * 4,
-            disk=KvCache.disk_nbytes(attention, beside, layers=layers),
+            disk=on_disk,
+            scratch=on_disk,
         )
 
 

@@ -1,0 +1,114 @@
+"""A model opened for a policy: what it takes of each tier is known to the byte, and nothing of it is loaded."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from flashllm import _core
+from flashllm.base.machine import num_cores
+from flashllm.base.units import format_size
+from flashllm.errors import BudgetError
+from flashllm.offload.policy import Policy
+from flashllm.offload.runtime.device_tier import DeviceTier, HostTier, Need, Sizes
+from flashllm.offload.runtime.options import CacheLayout, RunOptions
+from flashllm.offload.runtime.tiers.source import open_weights
+from flashllm.offload.runtime.tiers.weight_plan import plan_weights
+from flashllm.offload.stages import Stage
+
+
+class OpenModel:
+    """A context manager. Raises what `open_weights` raises, and what the device does."""
+
+    def __init__(
+        self,
+        model: Path,
+        policy: Policy,
+        *,
+        options: RunOptions,
+        memory: int | None = None,
+        stage: Stage | None = None,
+    ) -> None:
+        """`memory` is the limit for all tiers but the disk and an accelerator's own, in bytes."""
+        self.policy, self.options, self.memory = policy, options, memory
+        self.pool = _core.ThreadPool(options.threads or num_cores())
+        with ExitStack() as parts:
+            self.source = parts.enter_context(open_weights(model, stage))
+            self.block = self.source.block
+            dtype = self.source.dtype.name
+            layout: Literal["plain"] | CacheLayout = options.cache_layout if policy.compress_cache else "plain"
+            self.tier = self._open_tier(dtype, layout)
+            self.attention = _core.BatchAttention(
+                heads=self.block.heads,
+                kv_heads=self.block.kv_heads,
+                head_dim=self.block.head_dim,
+                dtype=dtype,
+                scale=1.0,  # queries are scaled already
+                layout=layout,
+                bits=options.cache_bits,
+                pool=self.pool,
+                simd=options.simd,
+            )
+            bits = options.weight_bits if policy.compress_weights else None
+            self.plan = plan_weights(self.source, policy, bits=bits)
+            self.weights, self._starting = self.tier.weights_need(self.plan)
+            self._parts = parts.pop_all()
+
+    def need(self, sizes: Sizes) -> Need:
+        """What a block of sequences takes of each tier, the weights included."""
+        layers = self.source.num_layers
+        return self.weights + self.tier.block_need(self.attention, sizes, self.policy, layers=layers)
+
+    def shortage(self, sizes: Sizes | None) -> tuple[int, int]:
+        """Bytes by which memory, and an accelerator's own, are too small for a block, or for bringing the weights.
+
+        Not positive where they suffice.
+        """
+        need = self.weights + self._starting if sizes is None else self.need(sizes)
+        memory = need.memory(accelerated=self.options.accelerator is not None)
+        limit = self.tier.limit
+        return memory - (memory if self.memory is None else self.memory), need.device - (
+            need.device if limit is None else limit
+        )
+
+    def fits(self, sizes: Sizes) -> bool:
+        """Whether a block of sequences keeps to the limits."""
+        return max(self.shortage(sizes)) <= 0
+
+    def check(self, sizes: Sizes | None) -> None:
+        """BudgetError, with the numbers, where `sizes` do not fit; without, where the weights do not."""
+        what = "the weights" if sizes is None else _block(sizes)
+        for short, limit, of in zip(
+            self.shortage(sizes), (self.memory, self.tier.limit), ("memory", "the accelerator's memory"), strict=True
+        ):
+            if short > 0 and limit is not None:
+                raise BudgetError(
+                    f"{what} need {format_size(limit + short)} of {of}, and {format_size(limit)} is the limit for the "
+                    "runtime; give more memory, a smaller batch, or a policy that keeps more on disk"
+                )
+
+    def close(self) -> None:
+        self._parts.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_tier(self, dtype: str, layout: Literal["plain"] | CacheLayout) -> DeviceTier:
+        options, shape = self.options, self.source.model_shape
+        if options.accelerator is None:
+            return HostTier(self.block, shape, dtype, self.pool, simd=options.simd)
+        from flashllm.offload.runtime.accelerator.tier import AcceleratorTier, check_policy
+
+        check_policy(self.policy)
+        limit, bits = options.accelerator_memory, options.cache_bits
+        return AcceleratorTier(options.accelerator, self.block, shape, dtype, limit=limit, layout=layout, bits=bits)
+
+
+def _block(sizes: Sizes) -> str:
+    longest = max(positions for _, positions in sizes) + 1
+    return f"the weights and a block of {len(sizes)} sequences of up to {longest} tokens"

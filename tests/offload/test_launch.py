@@ -1,0 +1,194 @@
+"""From limits to a runner: blocks of a ragged job, and that planner, runtime and process keep to one memory."""
+
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+
+import bench_path  # noqa: F401
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from memory_group import GroupError, MemoryGroup
+from offload_host import HOST
+from tiny_models import make_tiny_opt
+
+from flashllm.errors import BudgetError
+from flashllm.offload import launch as launching
+from flashllm.offload.jobs.blocks import cut, equal
+from flashllm.offload.launch import LaunchOptions, prepare
+from flashllm.offload.planner.local import Methods, check_fits, predict_job
+from flashllm.offload.planner.predict import predict
+from flashllm.offload.policy import Policy, Workload
+from flashllm.offload.runtime.opened import OpenModel
+from flashllm.offload.runtime.options import RunOptions
+from flashllm.offload.shape import load_shape
+
+MB = 10**6
+PLACES = {
+    "device": (1, 0, 0, 1, 0, 0, 1, 0, 0),
+    "disk": (0, 0, 1, 0, 0, 1, 0, 0, 1),
+    "half": (0.5, 0, 0.5, 0.5, 0, 0.5, 0.5, 0, 0.5),
+}
+
+
+def policy(where="device", **changes):
+    fractions = dict(zip(Policy.PLACEMENT, PLACES[where], strict=True))
+    return Policy(**{"gpu_batch": 4, "num_batches": 3, "cpu_attention": True, **fractions, **changes})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """(folder, shape) of a model of 8 MB a layer."""
+    folder = make_tiny_opt(
+        tmp_path_factory.mktemp("model"), d_model=512, d_ff=3072, num_heads=8, vocab_size=2000, num_layers=4,
+        context=512, dtype="bfloat16",
+    )  # fmt: skip
+    return folder, load_shape(str(folder))
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 12), st.integers(30, 120))
+def test_blocks_are_as_large_as_memory_allows(lengths, most, room):
+    sizes = [(length, length) for length in sorted(lengths, reverse=True)]
+
+    def fits(block):
+        return sum(prompt for prompt, _ in block) <= room
+
+    counts = cut(sizes, most, fits)
+    first = 0
+    for count in counts:
+        assert 1 <= count <= most
+        assert fits(sizes[first : first + count])
+        full = count == most or first + count == len(sizes)
+        assert full or not fits(sizes[first : first + count + 1])
+        first += count
+    assert first == len(sizes)
+    assert cut([(room + 1, 1), *sizes], most, fits) is None
+
+
+def test_equal_blocks():
+    assert equal(7, 3) == [3, 3, 1]
+    assert equal(0, 3) == []
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("compress", [False, True])
+def test_the_planner_counts_as_the_runtime(model, where, compress):
+    """Of blocks of one length: the planner's memory is the runtime's, or a little more."""
+    folder, shape = model
+    for prompt, new, changes in ((200, 32, {}), (64, 4, {"gpu_batch": 24, "num_batches": 1}), (10, 100, {})):
+        chosen = policy(where, compress_weights=compress, compress_cache=compress, **changes)
+        work = Workload(prompt_len=prompt, gen_len=new)
+        planned = predict(shape, HOST, work, chosen)
+        with OpenModel(folder, chosen, options=RunOptions(threads=1)) as opened:
+            need = opened.need([(prompt, prompt + new - 1)] * chosen.block_size)
+            starting = opened.shortage(None)
+        assert starting == (0, 0)  # without limits nothing is short
+        assert 0.93 * planned.peak_device < need.memory(accelerated=False) <= 1.01 * planned.peak_device
+        assert need.scratch == pytest.approx(planned.peak_disk, rel=0.02, abs=64 * 4096)
+
+
+def test_blocks_in_flight_are_counted(model, tmp_path):
+    _, shape = model
+    work = Workload(prompt_len=200, gen_len=32)
+    methods = Methods(memory=predict(shape, HOST, work, policy()).peak_device, disk=10**9, folder=tmp_path)
+    check_fits(shape, work, methods, policy(), requests=24)
+    with pytest.raises(BudgetError, match="exceeds device memory"):
+        check_fits(shape, work, methods, policy(), requests=24, stages=2)
+
+
+def test_a_ragged_job_is_planned_by_its_blocks(model, tmp_path, monkeypatch):
+    """A few long prompts do not make the blocks of all others small, and every block keeps to the limits."""
+    folder, shape = model
+    monkeypatch.setattr(launching, "memory_limits", lambda options: (0, 90 * MB))
+    sizes = [(400, 450)] * 6 + [(20, 29)] * 400
+    options = LaunchOptions(scratch=tmp_path / "scratch", device="cpu", threads=2)
+    lines = []
+    found = prepare(folder, shape, sizes, options, report=lines.append)
+    assert sum(found.blocks) == len(sizes)
+    assert f"blocks of {min(found.blocks)} to {max(found.blocks)}" in lines[0]
+    with OpenModel(folder, found.policy, options=RunOptions(threads=1), memory=90 * MB) as opened:
+        opened.check(None)
+        for block in blocks_of(sizes, found.blocks):
+            opened.check(block)
+    # Against all blocks as if they were of the longest.
+    longest = launching.plan_policy(
+        shape, Workload(prompt_len=400, gen_len=51), found.methods, requests=len(sizes)
+    ).policy
+    priced = [
+        predict_job(shape, found.methods, each, [(len(block), largest(block)) for block in blocks_of(sizes, counts)])
+        for each, counts in ((found.policy, found.blocks), (longest, equal(len(sizes), longest.block_size)))
+    ]
+    assert priced[0]["throughput"] >= priced[1]["throughput"]
+
+
+def test_what_cannot_be_held_is_refused_with_numbers(model, tmp_path, monkeypatch):
+    folder, shape = model
+    options = LaunchOptions(scratch=tmp_path / "scratch", device="cpu")
+    monkeypatch.setattr(launching, "memory_limits", lambda options: (0, 30 * MB))
+    with pytest.raises(BudgetError, match="more memory"):
+        prepare(folder, shape, [(400, 450)] * 3, options)
+    given = dataclasses.replace(options, policy=policy())
+    with pytest.raises(BudgetError, match=r"the weights need .* MB of memory, and 30 MB is the limit"):
+        prepare(folder, shape, [(400, 450)] * 3, given)
+    monkeypatch.setattr(launching, "memory_limits", lambda options: (0, 90 * MB))
+    with pytest.raises(BudgetError, match=r"a block of 12 sequences of up to 451 tokens need"):
+        prepare(folder, shape, [(400, 450)] * 30, given)
+    assert prepare(folder, shape, [(20, 29)] * 30, given).blocks == (12, 12, 6)
+
+
+@pytest.mark.cgroup
+@pytest.mark.parametrize("compress", ["none", "weights,cache"])
+def test_a_job_keeps_to_its_memory(model, tmp_path, compress):
+    """`offload run` on a ragged job, under a control group of exactly its limit; page cache counts there, so the
+    process's own peak is what is compared."""
+    folder, _ = model
+    dice = random.Random(4)
+    lines = [
+        {"prompt": [dice.randrange(4, 2000) for _ in range(length)], "max_tokens": 3}
+        for length in [300] * 4 + [40] * 60 + [200] * 12
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    base = int(subprocess.run([sys.executable, "-c", _BASE], capture_output=True, text=True, check=True).stdout)
+    limit = base + 48 * 2**20 + 85 * MB  # the interpreter, its margin, and less than half of what it would like
+    command = [sys.executable, "-m", "flashllm", "offload", "run", folder, "-i", tmp_path / "in.jsonl"]
+    command += ["-o", tmp_path / "out.jsonl", "--memory", limit, "--compress", compress, "--json", "--device", "cpu"]
+    command += ["--scratch", tmp_path / "scratch", "--threads", 2]
+    try:
+        with MemoryGroup(limit) as group:
+            done = subprocess.run(group.entering([*map(str, command)]), capture_output=True, text=True, check=False)
+            kills = group.kills
+    except GroupError as error:
+        pytest.skip(str(error))
+    assert kills == 0
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document["measured"]["new_tokens"] == 3 * len(lines)
+    assert document["measured"]["peak_rss_bytes"] <= limit
+    tiers, planned = document["measured"]["tiers"], document["predicted"]["tiers"]
+    assert 0 < tiers["device"] + tiers["cpu"] <= 85 * MB + 16 * MB
+    assert set(planned) == {"device", "cpu", "disk"}
+
+
+_BASE = """
+from flashllm.base.machine import process_nbytes
+from flashllm.offload import cli_run, model_text
+from flashllm.offload.jobs import job, results
+from flashllm.offload.launch import load_search
+load_search()
+print(process_nbytes())
+"""
+
+
+def blocks_of(sizes, counts):
+    first = 0
+    for count in counts:
+        yield sizes[first : first + count]
+        first += count
+
+
+def largest(block):
+    return Workload(
+        prompt_len=max(prompt for prompt, _ in block), gen_len=max(cached + 1 - prompt for prompt, cached in block)
+    )
