@@ -1,14 +1,16 @@
 """What a job must know of a model before its weights are read: sizes, tokenizer, chat template, name."""
 
 import hashlib
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from flashllm.arch.registry import block_spec, complete_config
 from flashllm.base.files import read_json_object
+from flashllm.convert.checkpoint.source import companion_files
 from flashllm.convert.locate import find_folder
-from flashllm.convert.tokenizer import TOKENIZER
+from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.errors import UsageError
 from flashllm.format.model_files import CONFIG
 from flashllm.generate.tokenizer import Tokenizer
@@ -31,7 +33,9 @@ class ModelText:
     def load(cls, model: str | Path) -> Self:
         """The model in a Hugging Face folder or a flashllm directory, or what `find_folder` makes of another name.
 
-        UsageError where it is none of these, FormatError where it is damaged, UnsupportedModelError for other models.
+        Without `tokenizer.json` one is made of the vocabulary files, by transformers, which takes seconds; a model
+        without those takes token ids alone. UsageError where it is none of these, FormatError where it is damaged,
+        UnsupportedModelError for other models, and where no tokenizer can be made of its files.
         """
         path = find_folder(str(model))
         if not (path / CONFIG).exists():
@@ -39,7 +43,7 @@ class ModelText:
         config = complete_config(read_json_object(path / CONFIG))
         block = block_spec(config)
         name = path.resolve().name
-        tokenizer = Tokenizer.load(path) if (path / TOKENIZER).exists() else None
+        tokenizer = _tokenizer(path)
         template = None
         if tokenizer is not None and tokenizer.chat_templates:  # else Jinja is not even imported
             from flashllm.generate.chat_template import ChatTemplate
@@ -61,3 +65,17 @@ class ModelText:
     def token_text(self, token_id: int) -> str:
         """A token's own text, special tokens too. U+FFFD for a part of a character, "" for an unknown id."""
         return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
+
+
+def _tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer of a folder, made where it has to be; None where there is nothing to make it of."""
+    if (path / TOKENIZER).exists():
+        return Tokenizer.load(path)
+    made = make_tokenizer(path, companion_files(path))
+    if made is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:  # the folder with what it lacks: the user's is not written to
+        for each in path.iterdir():
+            (Path(folder) / each.name).symlink_to(each.resolve())
+        (Path(folder) / TOKENIZER).write_bytes(made)
+        return Tokenizer.load(Path(folder))

@@ -1,0 +1,47 @@
+"""What a job knows of a model's text: also of folders that have no `tokenizer.json`."""
+
+import shutil
+
+import pytest
+from old_tokenizers import as_published
+from tiny_models import SENTENCES, make_tiny_opt
+
+from flashllm.errors import UnsupportedModelError, UsageError
+from flashllm.offload.model_text import ModelText
+
+
+@pytest.fixture(scope="module")
+def modern(tmp_path_factory):
+    return make_tiny_opt(tmp_path_factory.mktemp("modern") / "hf")
+
+
+def test_vocabulary_files_are_enough(modern, tmp_path):
+    published = as_published(modern, tmp_path / "published")
+    before = sorted(published.iterdir())
+    found, expected = ModelText.load(published), ModelText.load(modern)
+    for text in SENTENCES:
+        ids = expected.tokenizer.encode(text)
+        assert found.tokenizer.encode(text) == ids
+        assert found.tokenizer.decode(ids) == expected.tokenizer.decode(ids)
+    assert found.token_text(2) == "</s>"
+    assert sorted(published.iterdir()) == before, "the folder was written to"
+
+
+def test_without_any_a_model_takes_token_ids(modern, tmp_path):
+    bare = shutil.copytree(modern, tmp_path / "bare")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (bare / name).unlink()
+    assert ModelText.load(bare).tokenizer is None
+
+
+def test_files_of_which_none_can_be_made_are_refused(modern, tmp_path):
+    broken = shutil.copytree(modern, tmp_path / "broken")
+    (broken / "tokenizer.json").unlink()
+    (broken / "vocab.json").write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=r"no tokenizer\.json can be made"):
+        ModelText.load(broken)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(UsageError):
+        ModelText.load(tmp_path)
