@@ -7,6 +7,7 @@ from flashllm.errors import UsageError
 
 Device = Literal["auto", "cpu", "cuda"]
 DEVICES: tuple[Device, ...] = ("auto", "cpu", "cuda")
+_FREE_SHARE = 0.95
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # device files
 
 
@@ -39,7 +40,7 @@ def choose_accelerator(device: Device) -> str | None:
 
 
 def free_nbytes(accelerator: str) -> int:
-    """Bytes of its memory that are free."""
+    """Bytes of its memory that a run may take: most of what is free, for libraries take some beside torch."""
     import torch
 
-    return int(torch.cuda.mem_get_info(accelerator)[0])
+    return int(_FREE_SHARE * torch.cuda.mem_get_info(torch.device(accelerator, torch.cuda.current_device()))[0])

@@ -74,6 +74,9 @@ class Ops(Protocol):
     def to_host(self, x: Array, out: HostArray | None = None) -> HostArray:
         """A copy beside the device, in `out` where it is given."""
 
+    def use(self, x: Array) -> Array:
+        """x, perhaps made by another worker: its memory is given to no other before this worker has done its task."""
+
     def copy(self, x: Array) -> Array: ...
 
     def join(self, parts: Sequence[Array]) -> Array:

@@ -30,8 +30,7 @@ class TorchDevice:
     def __init__(self, name: str, dtype: str, *, limit: int | None = None) -> None:
         """`dtype` is the model's. UsageError where torch has no such device, BudgetError where it is too small."""
         try:
-            self.device = torch.device(name)
-            torch.empty(1, device=self.device)
+            self.device = torch.empty(1, device=name).device  # with its number, where there are several
         except (RuntimeError, AssertionError) as error:  # torch's
             why = str(error).strip().split("\n")[0]
             raise UsageError(f"torch cannot use the device {name!r}: {why}; use --device cpu") from error
@@ -41,6 +40,7 @@ class TorchDevice:
         self._pinned: list[int] = []  # addresses
         if self.is_cuda:
             free, total = torch.cuda.mem_get_info(self.device)
+            free += torch.cuda.memory_reserved(self.device)  # by torch for this process
             self.limit: int | None = free if limit is None else limit
             if self.limit is not None and self.limit > free:
                 raise BudgetError(
@@ -104,6 +104,12 @@ class TorchDevice:
         if self.is_cuda:
             torch.cuda.current_stream(self.device).synchronize()
 
+    def use(self, x: Tensor) -> Tensor:
+        """x, whose memory torch then gives to no other stream before this worker's has done with it."""
+        if self.is_cuda:
+            x.record_stream(_cuda.current_stream(self.device))
+        return x
+
     def bytes(self, nbytes: int) -> Tensor:
         """Room for `nbytes` of tensors."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -122,9 +128,11 @@ class TorchDevice:
         return None
 
     def close(self) -> None:
-        """Unpin memory, which must still be there."""
+        """Unpin memory, which must still be there, and give back what torch keeps of the device's."""
         while self._pinned:
             _cuda.cudart().cudaHostUnregister(self._pinned.pop())
+        if self.is_cuda:
+            torch.cuda.empty_cache()
 
 
 def host_tensor(values: HostArray) -> Tensor:

@@ -130,6 +130,9 @@ class TorchOps:
     def to_host(self, x: Tensor, out: HostArray | None = None) -> HostArray:
         return self._device.to_host(x, out)
 
+    def use(self, x: Tensor) -> Tensor:
+        return self._device.use(x)
+
     def copy(self, x: Tensor) -> Tensor:
         return x.clone()
 

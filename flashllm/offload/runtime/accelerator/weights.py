@@ -51,10 +51,10 @@ class DeviceWeights(WeightStore):
         return self.plan.beside_nbytes
 
     def close(self) -> None:
-        self._device.close()
         self._staging.clear()
         self._home_tensor = self._device.bytes(0)
         self._small.clear()
+        self._device.close()
         super().close()
 
     def _reserve(self) -> None:

@@ -54,7 +54,7 @@ class Activations:
     def store(self, batch: int, rows: tuple[int, int, int]) -> None:
         """Move the states that do not live on the device. `rows` of the device, the CPU tier and the disk."""
         device, cpu, disk = rows
-        states = self._device[batch]
+        states = self._ops.use(self._device[batch])
         if cpu:
             self._cpu[batch] = self._ops.to_host(states[device : device + cpu])
         if disk:
@@ -80,8 +80,8 @@ class Activations:
 
     def take(self, batch: int, buffer: int) -> Array:
         """The batch's states [rows, width], to be computed with and changed."""
-        parts = self._loaded.pop(buffer, [])
-        states = self._device.pop(batch)
+        parts = [self._ops.use(part) for part in self._loaded.pop(buffer, [])]
+        states = self._ops.use(self._device.pop(batch))
         return self._ops.join([states, *parts]) if parts else states
 
     def _file(self) -> DiskFile:
