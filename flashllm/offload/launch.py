@@ -27,7 +27,7 @@ _MARGIN_NBYTES = 48 * 2**20  # for the interpreter's own growth: prompts, texts,
 
 
 _STEP_NBYTES = 1 << 20  # by which a plan that was too large is made smaller, besides what was short
-_PLANS = 4  # tried
+_PLANS = 3  # tried for a size of prompts
 _ANY = Policy(gpu_batch=1, wg=1, wc=0, wd=0, cg=1, cc=0, cd=0, hg=1, hc=0, hd=0)
 
 
@@ -207,17 +207,18 @@ class _Job:
         refused: BudgetError | None = None
         for workload in dict.fromkeys((self._longest, middling)):
             try:
-                launch = self._plan(workload)
+                launches = list(self._plans(workload))
             except BudgetError as error:
                 refused = refused or error
                 continue
-            blocks = [(len(block), _workload(block, max)) for block in _blocks(self._sizes, launch.blocks)]
-            predicted = predict_job(self._shape, launch.methods, launch.policy, blocks)
-            seconds = predicted["prefill_s"] + predicted["decode_s"]
-            if best is None or seconds < best[0]:
-                best = seconds, launch
+            for launch in launches:
+                blocks = [(len(block), _workload(block, max)) for block in _blocks(self._sizes, launch.blocks)]
+                predicted = predict_job(self._shape, launch.methods, launch.policy, blocks)
+                seconds = predicted["prefill_s"] + predicted["decode_s"]
+                if best is None or seconds < best[0]:
+                    best = seconds, launch
         if best is None:
-            raise refused or BudgetError("no policy fits")
+            raise refused or BudgetError("no policy was found whose blocks fit; give more memory, or a --policy")
         return best[1]
 
     def pipeline(self, stages: int, report: Callable[[str], None]) -> "Launch":
@@ -235,24 +236,34 @@ class _Job:
         counts = equal(requests, policy.block_size * stages)
         return replace(self._launch, policy=policy, plan=plan, blocks=tuple(counts))
 
-    def _plan(self, workload: Workload) -> "Launch":
-        """The best policy for prompts of one size of which all blocks of the job fit.
+    def _plans(self, workload: Workload) -> Iterator["Launch"]:
+        """The best policies for prompts of one size of which all blocks of the job fit.
 
-        The planner's forms are close to what the runtime counts, and not exact: what is short is planned away.
+        The planner's forms are close to what the runtime counts, and not exact: what a block of its size is short of is
+        planned away, for a block that is cut by one sequence may cost as much as two.
         """
-        methods = self._launch.methods
-        for _ in range(_PLANS):
-            plan = plan_policy(self._shape, workload, methods, requests=len(self._sizes))
-            with self._open(plan.policy, self._launch.methods) as opened:
-                counts = cut(self._sizes, plan.policy.block_size, opened.fits)
-                if counts is not None and max(opened.shortage(None)) <= 0:
-                    return replace(self._launch, policy=plan.policy, plan=plan, blocks=tuple(counts))
-                short = [
-                    max(0, *pair)
-                    for pair in zip(
-                        opened.shortage(None), *(opened.shortage([size]) for size in self._ends()), strict=True
-                    )
+        limits = methods = self._launch.methods
+        for attempt in range(_PLANS):
+            try:
+                plan = plan_policy(self._shape, workload, methods, requests=len(self._sizes))
+            except BudgetError:
+                if attempt:
+                    return
+                raise
+            alike = (workload.prompt_len, workload.full_context - 1)
+            with self._open(plan.policy, limits) as opened:
+                needed = [
+                    None,
+                    [alike] * min(plan.policy.block_size, len(self._sizes)),
+                    *([size] for size in self._ends()),
                 ]
+                short = [max(0, *each) for each in zip(*map(opened.shortage, needed), strict=True)]
+                starts = max(opened.shortage(None)) <= 0
+                counts = cut(self._sizes, plan.policy.block_size, opened.fits) if starts else None
+            if counts is not None:
+                yield replace(self._launch, policy=plan.policy, plan=plan, blocks=tuple(counts))
+            if not any(short):
+                return
             gpu = methods.gpu_memory
             methods = replace(
                 methods,
@@ -260,11 +271,7 @@ class _Job:
                 gpu_memory=gpu if gpu is None else gpu - short[1] - _STEP_NBYTES * (short[1] > 0),
             )
             if methods.memory <= 0 or (methods.gpu_memory is not None and methods.gpu_memory <= 0):
-                break
-        with self._open(plan.policy, self._launch.methods) as opened:
-            opened.check(None)
-            opened.check(self._sizes[:1])
-        raise BudgetError("no policy was found whose blocks fit; give more memory, or a policy with --policy")
+                return
 
     def _ends(self) -> list[Size]:
         """The sequences that take most: of the longest prompt, and of the most positions."""

@@ -80,7 +80,7 @@ def test_the_table(tiny, tmp_path, policy, capsys):  # noqa: F811
     source.write_text("\n".join(PROMPTS))
     assert main(arguments(tiny, source, tmp_path / "out.jsonl", policy, "--max-new", "4", "--no-overlap")) == 0
     out = capsys.readouterr().out
-    for word in ("prefill", "decoding", "throughput", "busy", "disk", "memory", "measured", "predicted"):
+    for word in ("prefill", "decoding", "throughput", "busy", "disk", "memory", "measured", "predicted", "tiers"):
         assert word in out
 
 
