@@ -1,5 +1,6 @@
 """The README's own lines, copied as they stand, in a fresh clone and a fresh virtual environment."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -31,17 +32,33 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_the_chat_line_answers_through_a_pipe(clone: Path) -> None:
+def test_the_chat_line_answers_through_a_pipe(clone: Path, tmp_path: Path) -> None:
+    home = Path.home()
+    pip = {"PIP_CACHE_DIR": str(home / ".cache" / "pip")}
+    if (config := home / ".config" / "pip" / "pip.conf").exists():
+        pip["PIP_CONFIG_FILE"] = str(config)
     run = subprocess.run(
         ["bash", "-c", readme_line("chat line")],
+        cwd=clone,
+        env={**os.environ, "HOME": str(tmp_path), **pip},
+        input="What is the capital of France?\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "Paris" in run.stdout
+    assert (tmp_path / ".cache" / "flashllm" / "models" / "smollm2").is_dir()
+    demo = subprocess.run(
+        [".venv/bin/flashllm", "chat"],
         cwd=clone,
         input="Once upon a time, there was a little girl named Lily.\n",
         capture_output=True,
         text=True,
         check=False,
     )
-    assert run.returncode == 0, run.stderr
-    words = re.findall(r"[a-z]+", run.stdout.lower())
+    assert demo.returncode == 0, demo.stderr
+    words = re.findall(r"[a-z]+", demo.stdout.lower())
     assert len(words) >= 20
     assert {"the", "and", "to", "she", "was"} & set(words)
 
