@@ -8,8 +8,8 @@ process of its own, with --memory in a control group of that size from a cold pa
 shape has are fine: a block's time is a sum over layers, which `projected` scales to the shape's own number; such a
 figure is a projection, the rest is measured. Roofs are taken in the same minutes: `prefill` and `decode` of the
 products alone, over the weights of one layer in memory, and the bytes a step reads over the drive's sequential rate.
-`of_roof` is the roof over the whole run, `decode_of_roof` the larger of disk and products over decoding. The peer is
-transformers with accelerate's disk offload, on the same prompts and the same limit. The last line is one JSON document.
+`of_roof` is the roof over the whole run, `decode_of_roof` the larger of disk and products over decoding. `--peers` runs
+others (peer_worker.py) in the same limit, each at the batches given: name:batch. The last line is one JSON document.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from memory_group import MemoryGroup, drop_page_cache
 from flashllm.base.units import parse_size
 
 WORKER = Path(__file__).with_name("run_worker.py")
+PEER = Path(__file__).with_name("peer_worker.py")
 RUNS: dict[str, dict[str, Any]] = {
     "16 bit": {},
     "16 bit, no overlap": {"overlap": False},
@@ -66,14 +67,28 @@ def settings_of(args: argparse.Namespace, run: dict[str, Any]) -> dict[str, Any]
         "layout": "kivi",
         "policy": policy,
         "scratch": str(args.scratch),
-        "dtype": args.peer_dtype,
-        "memory": args.memory,
     }
 
 
-def worker(settings: dict[str, Any], memory: int | None) -> dict[str, Any]:
+def peer_settings(args: argparse.Namespace, peer: str) -> dict[str, Any]:
+    """What the peer's worker needs to know of name:batch."""
+    name, batch = peer.split(":")
+    return {
+        "peer": name,
+        "model": str(args.model),
+        "gguf": str(args.gguf),
+        "batch": int(batch),
+        "prompt": args.prompt,
+        "new": args.new,
+        "dtype": args.peer_dtype,
+        "ubatch": args.peer_tokens,
+        "scratch": str(args.scratch),
+    }
+
+
+def worker(script: Path, settings: dict[str, Any], memory: int | None) -> dict[str, Any]:
     """What the worker printed; with `memory`, in a control group of that many bytes."""
-    command = [sys.executable, str(WORKER), json.dumps(settings)]
+    command = [sys.executable, str(script), json.dumps(settings)]
     if memory is None:
         return result(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False))
     with MemoryGroup(memory) as group:
@@ -114,26 +129,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--memory", type=parse_size, help="limit of a control group for every run")
-    parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=[*RUNS, "accelerate"])
+    parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument("--peers", nargs="*", default=[], metavar="NAME:BATCH", help="accelerate:32 llama:64 ...")
+    parser.add_argument("--gguf", type=Path, help="file of llama.cpp's runs")
     parser.add_argument("--layers", type=int, default=32, help="of the whole shape, for the projection")
-    parser.add_argument("--peer-dtype", default="bfloat16", help="of accelerate")
+    parser.add_argument("--peer-dtype", default="bfloat16", help="of accelerate; float32 where bf16 is emulated")
+    parser.add_argument("--peer-tokens", type=int, default=2048, help="of the prompts, at once, of llama.cpp")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp"), help="folder for scratch files")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     for name in args.runs:
-        if name == "accelerate":
-            rows.append({"run": name, **worker(settings_of(args, {}) | {"task": "accelerate"}, args.memory)})
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-            continue
         settings = settings_of(args, RUNS[name])
-        roof = worker(settings | {"task": "roofs"}, None)
-        run = worker(settings | {"task": "run"}, args.memory)
+        roof = worker(WORKER, settings | {"task": "roofs"}, None)
+        run = worker(WORKER, settings | {"task": "run"}, args.memory)
         row = {"run": name, "policy": settings["policy"], **run, **roof}
         if "failed" not in row:
             row |= compared(run, roof, args.new - 1)
         rows.append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
+    for peer in args.peers:
+        rows.append({"run": peer, **worker(PEER, peer_settings(args, peer), args.memory)})
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     document = {
         "benchmark": "offload_run",
         "weights": "dummy (synthetic)",

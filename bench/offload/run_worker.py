@@ -128,45 +128,9 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def accelerate(settings: dict[str, Any]) -> dict[str, Any]:
-    """The peer: transformers over weights that accelerate reads from disk for each step."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    dtype = getattr(torch, settings["dtype"])
-    torch.set_num_threads(num_cores())
-    with tempfile.TemporaryDirectory(dir=settings["scratch"]) as folder:
-        model = AutoModelForCausalLM.from_pretrained(
-            settings["model"], dtype=dtype, device_map={"": "disk"}, offload_folder=folder
-        )
-        generator = torch.Generator().manual_seed(1)
-        vocab = model.config.vocab_size
-        prompts = torch.randint(4, vocab, (settings["sequences"], settings["prompt"]), generator=generator)
-        times: list[float] = []
-        for new in (1, settings["new"]):
-            started = time.perf_counter()
-            model.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                min_new_tokens=new,
-                max_new_tokens=new,
-                do_sample=False,
-            )
-            times.append(time.perf_counter() - started)
-    count = settings["sequences"] * settings["new"]
-    return {
-        "dtype": settings["dtype"],
-        "prefill_s": times[0],
-        "decode_s": times[1] - times[0],
-        "throughput": count / times[1],
-        "decode_throughput": (count - settings["sequences"]) / (times[1] - times[0]),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
-
-
 def main() -> int:
     settings = json.loads(sys.argv[1])
-    print(json.dumps({"roofs": roofs, "run": run, "accelerate": accelerate}[settings["task"]](settings)))
+    print(json.dumps({"roofs": roofs, "run": run}[settings["task"]](settings)))
     return 0
 
 

@@ -36,7 +36,7 @@ LAYERS, HIDDEN, FFN, HEADS, VOCAB, CONTEXT = 32, 4096, 11008, 32, 32000, 4096  #
 SLACK_NBYTES = 1 << 30  # beside the weights: KV cache, buffers, interpreter
 
 
-def tensors() -> list[tuple[str, tuple[int, ...]]]:
+def tensors(layer_count: int) -> list[tuple[str, tuple[int, ...]]]:
     """(name, shape) of every tensor, in the order of the file. One-dimensional ones are fp32, the others fp16."""
     layer = {
         "attn_norm": (HIDDEN,),
@@ -49,25 +49,25 @@ def tensors() -> list[tuple[str, tuple[int, ...]]]:
         "ffn_up": (FFN, HIDDEN),
         "ffn_down": (HIDDEN, FFN),
     }
-    layers = [(f"blk.{i}.{name}.weight", shape) for i in range(LAYERS) for name, shape in layer.items()]
+    layers = [(f"blk.{i}.{name}.weight", shape) for i in range(layer_count) for name, shape in layer.items()]
     ends = [("output_norm.weight", (HIDDEN,)), ("output.weight", (VOCAB, HIDDEN))]
     return [("token_embd.weight", (VOCAB, HIDDEN)), *layers, *ends]
 
 
-def make(path: Path) -> None:
-    """Write the model, a tensor in memory at a time."""
+def make(path: Path, layers: int = LAYERS) -> None:
+    """Write the model, a tensor in memory at a time; with fewer `layers` for measurements that are scaled."""
     import gguf
 
     def data(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         return np.ones(shape, np.float32) if len(shape) == 1 else random[: shape[0] * shape[1]].reshape(shape)
 
-    largest = max(np.prod(shape) for _, shape in tensors())
+    largest = max(np.prod(shape) for _, shape in tensors(layers))
     random = (np.random.default_rng(0).standard_normal(largest, dtype=np.float32) * HIDDEN**-0.5).astype(np.float16)
-    total = sum(data(shape).nbytes for _, shape in tensors())
+    total = sum(data(shape).nbytes for _, shape in tensors(layers))
     if shutil.disk_usage(path.parent).free < total + SLACK_NBYTES:
         raise OSError(f"{path}: {format_size(total)} do not fit on this drive")
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(layers)
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(FFN)
@@ -78,13 +78,13 @@ def make(path: Path) -> None:
     writer.add_vocab_size(VOCAB)
     writer.add_tokenizer_model("no_vocab")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
-    for name, shape in tensors():
+    for name, shape in tensors(layers):
         dtype = np.dtype(np.float32 if len(shape) == 1 else np.float16)
         writer.add_tensor_info(name, shape, dtype, data(shape).nbytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, shape in tensors():
+    for name, shape in tensors(layers):
         print(name, file=sys.stderr)
         writer.write_tensor_data(data(shape))
     writer.close()
@@ -197,6 +197,7 @@ def main(argv: list[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     maker = verbs.add_parser("make", help="write the dummy model")
     maker.add_argument("model", type=Path)
+    maker.add_argument("--layers", type=int, default=LAYERS, help="fewer than the shape has")
     for verb, summary in (("run", "measure, in a process of its own"), ("measure", "the process that `run` starts")):
         runner = verbs.add_parser(verb, help=summary)
         runner.add_argument("model", type=Path)
@@ -211,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.verb == "make":
-            make(args.model)
+            make(args.model, args.layers)
             return 0
         print(json.dumps(run(args) if args.verb == "run" else measure(args)))
         return 0
