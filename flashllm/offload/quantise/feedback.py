@@ -1,0 +1,80 @@
+"""Rounding a matrix to the grid of packed weights so that its products change least, not its weights.
+
+Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022,
+section 3. The matrix is rounded an input at a time; what an input's weights lose is made up by the inputs that are not
+rounded yet, as far as the calibration inputs go together. The groups are those of `_core.pack_weights`: 64 outputs of
+one input (FlexGen, section 5), so a group's scale and minimum come from weights that already carry the feedback.
+Plain numpy.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+
+GROUP = 64  # outputs that share a scale and a minimum, as in csrc/offload/group_codec.h
+_TOGETHER = 128  # inputs whose feedback to the others is one product
+_DAMPING = 0.01  # of the mean of the Hessian's diagonal
+
+
+def round_to_grid(values: Floats, bits: int) -> Floats:
+    """values [outputs] as they are after packing and unpacking: a scale and a minimum in 16 bits for each group."""
+    padded = np.concatenate([values, np.full(-len(values) % GROUP, values[-1], np.float32)]).reshape(-1, GROUP)
+    low = padded.min(axis=1, keepdims=True)
+    top = 2**bits - 1
+    scale = ((padded.max(axis=1, keepdims=True) - low) / np.float32(top)).astype(np.float16).astype(np.float32)
+    low = low.astype(np.float16).astype(np.float32)
+    steps = np.divide(padded - low, scale, out=np.zeros_like(padded), where=scale > 0)
+    rounded = np.clip(np.rint(steps), 0, top) * scale + low
+    return rounded.reshape(-1)[: len(values)]
+
+
+def hessian_nbytes(inputs: int) -> int:
+    """Bytes that `round_with_feedback` works with for a matrix of this many inputs, beside the matrix."""
+    return 4 * inputs * inputs + 3 * 8 * inputs * inputs
+
+
+def round_with_feedback(weights: Floats, hessian: NDArray[np.floating], *, bits: int) -> Floats:
+    """weights [outputs, inputs] on the grid of `bits`. `hessian` [inputs, inputs]: the sum of x xᵀ over inputs x.
+
+    ValueError for a Hessian that is not finite.
+    """
+    factor, order = _inverse_factor(hessian)
+    work = np.ascontiguousarray(weights.T[order], np.float32)  # an input a row
+    for first in range(0, len(work), _TOGETHER):
+        last = min(first + _TOGETHER, len(work))
+        block, inner = work[first:last], factor[first:last, first:last]
+        errors = np.empty_like(block)
+        for i, row in enumerate(block):
+            rounded = round_to_grid(row, bits)
+            errors[i] = (row - rounded) / inner[i, i]
+            block[i + 1 :] -= inner[i, i + 1 :, None] * errors[i]
+            block[i] = rounded
+        work[last:] -= factor[first:last, last:].T @ errors
+    result = np.empty_like(weights, np.float32)
+    result[:, order] = work.T
+    return result
+
+
+def _inverse_factor(hessian: NDArray[np.floating]) -> tuple[Floats, NDArray[np.intp]]:
+    """The upper Cholesky factor of the inverse, inputs in falling order of their weight in the Hessian; and that order.
+
+    An input that calibration never saw gets no feedback and gives none.
+    """
+    if not np.isfinite(hessian).all():
+        raise ValueError("the calibration inputs are not finite")
+    diagonal = np.diag(hessian)
+    order = np.argsort(-diagonal, kind="stable")
+    ordered = hessian[np.ix_(order, order)].astype(np.float64)
+    mean = float(diagonal.mean()) or 1.0
+    unseen = np.flatnonzero(np.diag(ordered) == 0)
+    ordered[unseen, unseen] = mean
+    damping = _DAMPING
+    while True:
+        ordered[np.diag_indices_from(ordered)] += damping * mean
+        try:
+            lower = np.linalg.cholesky(np.linalg.inv(ordered))
+        except np.linalg.LinAlgError:
+            damping *= 10  # rounding left it without an inverse; more damping means less feedback
+            continue
+        return np.ascontiguousarray(lower.T, np.float32), order
