@@ -10,7 +10,10 @@ namespace flashllm {
 namespace {
 
 constexpr std::size_t kTokensTogether =
-    256;                                   // with kTerms of them a slab of inputs fits a core's second cache
+    256;  // with kTerms of them a slab of inputs fits a core's second cache
+constexpr std::size_t kFewestTogether = 64;
+constexpr std::size_t kInputsTogether = 1 << 21;  // tokens times columns: what all rows of weights pass by
+                                                  // fits the last cache
 constexpr std::size_t kTerms = 256;        // of a dot product before the next rows take their turn
 constexpr std::size_t kRowsTogether = 48;  // rows a thread takes at a time: whole tiles
 constexpr std::size_t kWidened = 12;       // rows widened together
@@ -23,6 +26,9 @@ static_assert(kRowsTogether % kWidened == 0 && kColumns % kColumnPad == 0, "bloc
 static_assert(kTerms % 2 == 0 && kColumns % 2 == 0, "pairs must be whole");
 
 std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Tokens of a strip: a tile of sums of the widest kernels of a level.
+std::size_t strip_tokens(SimdLevel level) { return level < SimdLevel::avx512 ? kColumnPad : 4 * kColumnPad; }
 
 // Weights of a dtype.
 class DtypeRows : public WideRows {
@@ -50,6 +56,16 @@ struct ProductBlock {
   void clear() const { std::fill(products, products + (end - begin) * width, 0.0F); }
 };
 
+// use(first token of a strip, its tokens, its place in the block's)
+template <typename Use>
+void for_each_strip(const PackedTokens& x, const ProductBlock& block, const Use& use) {
+  for (std::size_t at = 0; at < block.width;) {
+    const std::size_t width = x.strip(block.first_token + at);
+    use(block.first_token + at, width, at);
+    at += width;
+  }
+}
+
 void multiply_block(const WideRows& weights, const PackedTokens& x, const ProductBlock& block,
                     SimdLevel level) {
   const MultiplyAdd multiply_add = multiply_add_kernel(level);
@@ -60,8 +76,11 @@ void multiply_block(const WideRows& weights, const PackedTokens& x, const Produc
     for (std::size_t r = block.begin; r < block.end; r += kWidened) {
       const std::size_t rows = std::min(kWidened, block.end - r);
       weights.widen(r, rows, j, terms, wide, kTerms);
-      multiply_add({wide, kTerms, 1}, rows, {x.row(j) + block.first_token, x.padded()}, block.width, terms,
-                   block.products + (r - block.begin) * block.width, block.width);
+      float* products = block.products + (r - block.begin) * block.width;
+      for_each_strip(x, block, [&](std::size_t first, std::size_t width, std::size_t at) {
+        multiply_add({wide, kTerms, 1}, rows, {x.row(first, j), width}, width, terms, products + at,
+                     block.width);
+      });
     }
   }
 }
@@ -73,10 +92,11 @@ void multiply_pairs(const LinearWeights& weights, const PackedTokens& x, const P
   for (std::size_t j = 0; j < weights.columns; j += kTerms) {
     const PairRows rows{weights.data + block.begin * weights.stride + j * dtype_nbytes(weights.dtype),
                         weights.stride, kPairNbytes};
-    const PairColumns columns{x.row_of_pairs(j / 2) + block.first_token, x.padded()};
     const std::size_t pairs = std::min(kTerms, weights.columns - j) / 2;
-    kernels.multiply_add(rows, block.end - block.begin, columns, block.width, pairs, block.products,
-                         block.width);
+    for_each_strip(x, block, [&](std::size_t first, std::size_t width, std::size_t at) {
+      kernels.multiply_add(rows, block.end - block.begin, {x.row_of_pairs(first, j / 2), width}, width, pairs,
+                           block.products + at, block.width);
+    });
   }
 }
 
@@ -91,18 +111,22 @@ void with_multiply(const LinearWeights& weights, const PackedTokens& x, SimdLeve
   }
 }
 
-// out[m][r] = products + bias, rounded, for all rows and tokens; multiply(block) computes the products.
+// out[m][r] = products + bias, rounded, for all rows and tokens; multiply(block) computes the products. Of
+// many tokens some go by all rows before the next ones do, as all together would fit no cache.
 template <typename Multiply>
 void linear_blocks(std::size_t rows, const float* bias, const PackedTokens& x, const KernelTable& kernels,
                    std::size_t element, std::byte* out, ThreadPool& pool, const Multiply& multiply) {
-  pool.parallel_for(rows, kRowsTogether, [&](std::size_t begin, std::size_t end) {
-    std::unique_ptr<float[]> products(new float[kRowsTogether * std::min(kTokensTogether, x.padded())]);
-    for (std::size_t r = begin; r < end; r += kRowsTogether) {
-      const std::size_t count = std::min(kRowsTogether, end - r);
-      for (std::size_t first = 0; first < x.tokens(); first += kTokensTogether) {
-        const std::size_t width = std::min(kTokensTogether, x.padded() - first);
+  const std::size_t together = std::clamp(kInputsTogether / x.columns() / kFewestTogether * kFewestTogether,
+                                          kFewestTogether, kTokensTogether);
+  for (std::size_t first = 0; first < x.tokens(); first += together) {
+    const std::size_t width = std::min(together, x.padded() - first);
+    const std::size_t tokens = std::min(width, x.tokens() - first);
+    pool.parallel_for(rows, kRowsTogether, [&](std::size_t begin, std::size_t end) {
+      std::unique_ptr<float[]> products(new float[kRowsTogether * width]);
+      for (std::size_t r = begin; r < end; r += kRowsTogether) {
+        const std::size_t count = std::min(kRowsTogether, end - r);
         multiply({r, r + count, first, width, products.get()});
-        for (std::size_t m = 0; m < std::min(width, x.tokens() - first); ++m) {
+        for (std::size_t m = 0; m < tokens; ++m) {
           float values[kRowsTogether];
           for (std::size_t i = 0; i < count; ++i) {
             values[i] = products[i * width + m];
@@ -111,8 +135,8 @@ void linear_blocks(std::size_t rows, const float* bias, const PackedTokens& x, c
           kernels.from_f32(values, count, out + ((first + m) * rows + r) * element);
         }
       }
-    }
-  });
+    });
+  }
 }
 
 }  // namespace
@@ -123,21 +147,22 @@ bool in_pairs(Dtype dtype, std::size_t terms, SimdLevel level) {
 
 PackedTokens::PackedTokens(const std::byte* x, std::size_t tokens, std::size_t columns, Dtype dtype,
                            ThreadPool& pool, SimdLevel level)
-    : tokens_(tokens), columns_(columns), padded_(round_up(tokens, kColumnPad)) {
+    : tokens_(tokens), columns_(columns), padded_(round_up(tokens, kColumnPad)), strip_(strip_tokens(level)) {
   if (flashllm::in_pairs(dtype, columns, level)) {
     pairs_.reset(new std::uint32_t[columns / 2 * padded_]);
     pool.parallel_for(columns, kColumns, [&](std::size_t begin, std::size_t end) {
       std::uint32_t words[kColumns / 2];
       for (std::size_t j = begin; j < end; j += kColumns) {
         const std::size_t n = std::min(kColumns, end - j) / 2;
-        std::uint32_t* to = pairs_.get() + j / 2 * padded_;
         for (std::size_t m = 0; m < padded_; ++m) {
+          const std::size_t in_strip = m % strip_, first = m - in_strip, step = strip(first);
+          std::uint32_t* to = pairs_.get() + first * (columns / 2) + j / 2 * step + in_strip;
           if (m < tokens_) {
             std::memcpy(words, x + (m * columns_ + j) * dtype_nbytes(dtype), n * kPairNbytes);
           } else {
             std::fill(words, words + n, 0U);
           }
-          for (std::size_t i = 0; i < n; ++i) to[i * padded_ + m] = words[i];
+          for (std::size_t i = 0; i < n; ++i) to[i * step] = words[i];
         }
       }
     });
@@ -149,14 +174,15 @@ PackedTokens::PackedTokens(const std::byte* x, std::size_t tokens, std::size_t c
     float wide[kColumns];
     for (std::size_t j = begin; j < end; j += kColumns) {
       const std::size_t n = std::min(kColumns, end - j);
-      float* to = values_.get() + j * padded_;
       for (std::size_t m = 0; m < padded_; ++m) {
+        const std::size_t in_strip = m % strip_, first = m - in_strip, step = strip(first);
+        float* to = values_.get() + first * columns + j * step + in_strip;
         if (m < tokens_) {
           kernels.to_f32(x + (m * columns_ + j) * dtype_nbytes(dtype), n, wide);
         } else {
           std::fill(wide, wide + n, 0.0F);
         }
-        for (std::size_t i = 0; i < n; ++i) to[i * padded_ + m] = wide[i];
+        for (std::size_t i = 0; i < n; ++i) to[i * step] = wide[i];
       }
     }
   });

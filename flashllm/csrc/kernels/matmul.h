@@ -19,8 +19,9 @@ constexpr std::size_t kColumnPad = 16;
 // Whether weights [rows, terms] are multiplied in pairs.
 bool in_pairs(Dtype dtype, std::size_t terms, SimdLevel level);
 
-// Inputs [tokens, columns] as the kernels want them: fp32, one row a column, `padded` tokens long (the rest
-// zeros); or one row a pair of columns.
+// Inputs [tokens, columns] as the kernels want them, `padded` tokens long (the rest zeros): in strips of as
+// many tokens as a tile of sums is wide, each a run of memory that fits the first cache a few hundred terms
+// at a time. A strip has one row a column, in fp32, or one a pair of columns.
 class PackedTokens {
  public:
   // x: [tokens, columns], of the given dtype
@@ -31,11 +32,18 @@ class PackedTokens {
   std::size_t columns() const { return columns_; }
   std::size_t padded() const { return padded_; }
   bool in_pairs() const { return pairs_ != nullptr; }
-  const float* row(std::size_t column) const { return values_.get() + column * padded_; }
-  const std::uint32_t* row_of_pairs(std::size_t pair) const { return pairs_.get() + pair * padded_; }
+  // Tokens of the strip that begins with token `first`.
+  std::size_t strip(std::size_t first) const { return first + strip_ < padded_ ? strip_ : padded_ - first; }
+  // From column (or pair) on, the rows of the strip that begins with token `first`; strip(first) apart.
+  const float* row(std::size_t first, std::size_t column) const {
+    return values_.get() + first * columns_ + column * strip(first);
+  }
+  const std::uint32_t* row_of_pairs(std::size_t first, std::size_t pair) const {
+    return pairs_.get() + first * (columns_ / 2) + pair * strip(first);
+  }
 
  private:
-  std::size_t tokens_, columns_, padded_;
+  std::size_t tokens_, columns_, padded_, strip_;
   std::unique_ptr<float[]> values_;  // one of these two
   std::unique_ptr<std::uint32_t[]> pairs_;
 };
