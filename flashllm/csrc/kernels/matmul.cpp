@@ -14,11 +14,11 @@ constexpr std::size_t kTokensTogether =
 constexpr std::size_t kFewestTogether = 64;
 constexpr std::size_t kInputsTogether = 1 << 21;  // tokens times columns: what all rows of weights pass by
                                                   // fits the last cache
-constexpr std::size_t kTerms = 256;        // of a dot product before the next rows take their turn
-constexpr std::size_t kRowsTogether = 48;  // rows a thread takes at a time: whole tiles
-constexpr std::size_t kWidened = 12;       // rows widened together
-constexpr std::size_t kColumns = 64;       // columns widened or paired together, with kSummed rows of them
-constexpr std::size_t kSummed = 128;       // or pairs of rows
+constexpr std::size_t kTerms = 256;               // of a dot product before the next rows take their turn
+constexpr std::size_t kRowsTogether = 48;         // rows a thread takes at a time: whole tiles
+constexpr std::size_t kWidened = 12;              // rows widened together
+constexpr std::size_t kColumns = 64;  // columns widened or paired together, with kSummed rows of them
+constexpr std::size_t kSummed = 128;  // or pairs of rows
 constexpr std::size_t kPairNbytes = 4;
 constexpr std::size_t kLineColumns = 32;  // bf16 ones in a cache line
 constexpr std::size_t kFewTokens = 12;    // whole tiles, between which the next rows are fetched

@@ -123,7 +123,10 @@ class Calibration:
         self._states = [self._run(tensors, states) for states in self._states]
 
     def _run(self, tensors: LayerTensors, states: Array) -> Array:
-        return run_layer(self._ops, self._block, tensors, states, positions=self._positions, attend=self._attend)
+        result: Array = run_layer(
+            self._ops, self._block, tensors, states, positions=self._positions, attend=self._attend
+        )
+        return result
 
     def _attend(self, made: Projected, out: Array) -> None:
         positions = self._positions.astype(np.int32)

@@ -25,7 +25,7 @@ def round_to_grid(values: Floats, bits: int) -> Floats:
     scale = ((padded.max(axis=1, keepdims=True) - low) / np.float32(top)).astype(np.float16).astype(np.float32)
     low = low.astype(np.float16).astype(np.float32)
     steps = np.divide(padded - low, scale, out=np.zeros_like(padded), where=scale > 0)
-    rounded = np.clip(np.rint(steps), 0, top) * scale + low
+    rounded: Floats = np.clip(np.rint(steps), 0, top) * scale + low
     return rounded.reshape(-1)[: len(values)]
 
 
