@@ -48,8 +48,9 @@ class LayerWeights:
 
     def norm(self) -> tuple[Floats | None, Floats | None]:
         """(scale, shift) [d_model] of the norm before the FFN; None where it has none."""
-        norm = "ffn_norm" if self._model.directory.block.pre_norm else "attention_norm"
-        return self._vector(f"{norm}.weight"), self._vector(f"{norm}.bias")
+        block = self._model.directory.block
+        weight, bias = (self._vector(f"{block.ffn_input_norm}.{part}") for part in ("weight", "bias"))
+        return weight if weight is None else weight + np.float32(block.norm_shift), bias
 
     def _float32(self, values: NDArray[Any]) -> Floats:
         return np.ascontiguousarray(cast_dtype(values, WEIGHT_DTYPES[self.layout.encoding], WEIGHT_DTYPES["float32"]))

@@ -1,24 +1,33 @@
 """Tiny random checkpoints of every architecture file and variant, as Hugging Face folders, for the contract test."""
 
 import copy
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from tiny_models import make_tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from flashllm.convert.run import convert
 
 VOCAB, CONTEXT, LAYERS = 300, 160, 3
-_SIZES = {
+_GROUPED = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+_SIZES = {  # of model_types whose config has other keys
     "opt": {"hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4},
-    "llama": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{name: {**_GROUPED, "head_dim": 16} for name in ("qwen3", "gemma", "gemma2", "gemma3_text", "glm")},
+    **{
+        name: {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+        for name in ("gpt_neox", "persimmon")
+    },
+    "falcon": {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4},
+    "gpt2": {"n_embd": 64, "n_inner": 96, "n_head": 4, "n_positions": CONTEXT},
 }
-_CONFIGS: dict[str, type[PreTrainedConfig]] = {"opt": OPTConfig, "llama": LlamaConfig}
+_TEACHERS = {"sparsellama": "llama", "bamboo": "mistral"}  # whose code computes them, but for the activation
 _ROPE = {"rope_theta": 500.0}
+_SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron")  # that keep their norms' weight - 1
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ VARIANTS = {
     "opt without biases": Variant("opt", {"enable_bias": False}),
     "opt without norm weights": Variant("opt", {"layer_norm_elementwise_affine": False}),
     "opt without final norm": Variant("opt", {"_remove_final_layer_norm": True}),
+    "galactica": Variant("opt", {"activation_function": "gelu", "enable_bias": False}),
     "opt untied": Variant("opt", {"tie_word_embeddings": False}),
     "llama": Variant("llama", {"hidden_act": "silu"}),
     "llama relu": Variant("llama", {"hidden_act": "relu"}),
@@ -63,20 +73,154 @@ VARIANTS = {
             },
         },
     ),
+    "llama yarn rope": Variant(
+        "llama",
+        {
+            "hidden_act": "relu",
+            "rope_parameters": {
+                **_ROPE,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 40,
+            },
+        },
+    ),
+    "llama dynamic rope": Variant("llama", {"rope_parameters": {**_ROPE, "rope_type": "dynamic", "factor": 4.0}}),
+    "mistral": Variant("mistral", {"sliding_window": None}),
+    "mistral window": Variant("mistral", {"sliding_window": 37}),
+    "mistral relu": Variant("mistral", {"hidden_act": "relu", "sliding_window": 200}),
+    "qwen2": Variant("qwen2"),
+    "qwen2 window": Variant("qwen2", {"use_sliding_window": True, "sliding_window": 70, "max_window_layers": 1}),
+    "qwen3": Variant("qwen3"),
+    "qwen3 wide heads": Variant("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "prosparse": Variant("sparsellama", {"hidden_act": "fatrelu", "hidden_act_param": 0.3}),
+    "fatrelu by layer": Variant("sparsellama", {"hidden_act": "fatrelu", "hidden_act_param": [0.0, 0.2, 0.5]}),
+    "bamboo": Variant("bamboo", {"hidden_act": "relu", "sliding_window": None}),
+    "phi3": Variant("phi3"),
+    "phi3 window": Variant("phi3", {"sliding_window": 33}),
+    "phi3 longrope": Variant(
+        "phi3",
+        {
+            "rope_parameters": {
+                **_ROPE,
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+                "long_factor": [2.0] * 8,
+            },
+            "original_max_position_embeddings": CONTEXT,
+            "max_position_embeddings": 4 * CONTEXT,
+        },
+    ),
+    "gemma": Variant("gemma"),
+    "gemma relu": Variant("gemma", {"hidden_act": "relu", "head_dim": 24}),
+    "gemma2": Variant("gemma2", {"sliding_window": 50, "query_pre_attn_scalar": 12}),
+    "gemma2 uncapped": Variant("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": Variant(
+        "gemma3_text", {"sliding_window": 40, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+    ),
+    "granite": Variant(
+        "granite",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "olmo2": Variant("olmo2"),
+    "olmo2 relu": Variant("olmo2", {"hidden_act": "relu"}),
+    "smollm3": Variant("smollm3", {"no_rope_layer_interval": 2}),
+    "arcee": Variant("arcee"),
+    "arcee biases": Variant("arcee", {"attention_bias": True, "mlp_bias": True}),
+    "nemotron": Variant("nemotron"),
+    "nemotron biases": Variant("nemotron", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "jais2": Variant("jais2"),
+    "stablelm": Variant("stablelm"),
+    "stablelm parallel": Variant("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "starcoder2": Variant("starcoder2"),
+    "starcoder2 window": Variant("starcoder2", {"sliding_window": 20, "use_bias": False}),
+    "cohere": Variant("cohere", {"logit_scale": 0.5}),
+    "cohere norms of heads": Variant("cohere", {"use_qk_norm": True, "logit_scale": 0.5}),
+    "glm": Variant("glm"),
+    "gpt_neox": Variant("gpt_neox"),
+    "gpt_neox one after the other": Variant("gpt_neox", {"use_parallel_residual": False, "hidden_act": "relu"}),
+    "falcon": Variant("falcon"),
+    "falcon relu": Variant("falcon", {"activation": "relu", "bias": True}),
+    "falcon new architecture": Variant("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon new architecture, one norm": Variant(
+        "falcon",
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "activation": "relu",
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon one after the other": Variant("falcon", {"parallel_attn": False, "multi_query": False}),
+    "persimmon": Variant("persimmon"),
+    "persimmon without norms of heads": Variant("persimmon", {"qk_layernorm": False}),
+    "phi": Variant("phi"),
+    "phi norms of heads": Variant("phi", {"qk_layernorm": True, "hidden_act": "relu"}),
+    "gpt2": Variant("gpt2"),
 }
+
+# One of each model_type, and those that differ most: for tests that need not run all.
+SAMPLES = sorted(
+    {
+        *{variant.model_type: name for name, variant in reversed(VARIANTS.items())}.values(),
+        *("opt post-norm", "opt-350m", "opt without norm weights", "llama relu", "llama biases", "llama 3 rope"),
+        *("llama yarn rope", "mistral window", "fatrelu by layer", "gemma2 uncapped", "cohere norms of heads"),
+        *("stablelm parallel", "gpt_neox one after the other", "falcon new architecture", "phi norms of heads"),
+    }
+)
 
 
 def make_config(variant: Variant) -> PreTrainedConfig:
     """The variant's config, as transformers completes it."""
-    return _CONFIGS[variant.model_type](
-        vocab_size=VOCAB,
-        num_hidden_layers=LAYERS,
-        max_position_embeddings=CONTEXT,
-        pad_token_id=1,
-        bos_token_id=2,
-        eos_token_id=2,
-        **{**_SIZES[variant.model_type], **copy.deepcopy(variant.config)},  # transformers completes what it is given
+    given = {**_SIZES.get(variant.model_type, _GROUPED), **copy.deepcopy(variant.config)}  # which it completes
+    if variant.model_type in _TEACHERS:
+        given["hidden_act"] = "relu"
+    return CONFIG_MAPPING[_TEACHERS.get(variant.model_type, variant.model_type)](
+        **{
+            "vocab_size": VOCAB,
+            "num_hidden_layers": LAYERS,
+            "max_position_embeddings": CONTEXT,
+            "pad_token_id": 1,
+            "bos_token_id": 2,
+            "eos_token_id": 2,
+            **given,
+        }
     )
+
+
+class _Fatrelu(torch.nn.Module):
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (x > self.threshold)
+
+
+def open_model(path: Path) -> PreTrainedModel:
+    """transformers' model of the checkpoint folder `path`. Model types that it lacks are computed by their teachers'
+    code with another activation."""
+    config = json.loads((path / "config.json").read_text())
+    teacher = _TEACHERS.get(config["model_type"])
+    if teacher is None:
+        return AutoModelForCausalLM.from_pretrained(path).eval()
+    known = CONFIG_MAPPING[teacher].from_dict({**config, "model_type": teacher, "hidden_act": "relu"})
+    model = AutoModelForCausalLM.from_pretrained(path, config=known).eval()
+    for index, layer in enumerate(model.model.layers):
+        if config["model_type"] == "sparsellama":
+            by = config["hidden_act_param"]
+            layer.mlp.act_fn = _Fatrelu(by[index] if isinstance(by, list) else by)
+        else:
+            layer.mlp.up_proj = torch.nn.Sequential(layer.mlp.up_proj, torch.nn.ReLU())
+    return model
 
 
 def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", seed: int = 0) -> Path:
@@ -89,9 +233,10 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
-                parameter.copy_((1.0 if name.endswith("weight") else 0.0) + 0.1 * noise)
-            elif name.endswith(("fc1.bias", "gate_proj.bias")):
+            if "norm" in name or ".ln_" in name:
+                middle = 1.0 if name.endswith("weight") and variant.model_type not in _SHIFTED else 0.0
+                parameter.copy_(middle + 0.1 * noise)
+            elif name.endswith(("fc1.bias", "gate_proj.bias", "dense_h_to_4h.bias", "up_proj.bias")):
                 parameter.copy_(0.3 * noise - 0.4)
             elif name.endswith("bias"):
                 parameter.copy_(0.1 * noise)
@@ -101,6 +246,10 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
     transformers_logging.disable_progress_bar()
     model.save_pretrained(path)
     make_tokenizer(VOCAB).save_pretrained(path)
+    if variant.model_type in _TEACHERS:
+        config = json.loads((path / "config.json").read_text())
+        config |= {"model_type": variant.model_type, **variant.config}
+        (path / "config.json").write_text(json.dumps(config))
     return path
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn.functional import layer_norm, relu, silu
+from torch.nn.functional import gelu, layer_norm, relu, silu
 
 from flashllm.arch.spec import BlockSpec
 from flashllm.base.dtypes import WEIGHT_DTYPES, cast
@@ -16,7 +16,15 @@ from flashllm.format.model_files import FFN, RESIDENT, ffn_tensor
 from flashllm.format.rows import unpack_rows
 from flashllm.format.safetensors import open_safetensors
 
-ACTIVATIONS = {"relu": relu, "squared_relu": lambda h: relu(h).square(), "silu": silu}
+ACTIVATIONS = {
+    "relu": relu,
+    "squared_relu": lambda h: relu(h).square(),
+    "drelu": relu,
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": lambda h: gelu(h, approximate="tanh"),
+    "quick_gelu": lambda h: h * torch.sigmoid(1.702 * h),
+}
 
 
 class ReferenceDecoder:
@@ -58,18 +66,43 @@ class ReferenceDecoder:
         if block.positions == "learned":
             h = h + tensors["positions.weight"][positions + block.position_offset]
         for layer in range(len(self.ffn)):
-            at = f"layers.{layer}."
-            if block.pre_norm:
-                h = h + self._attention(at, self._norm(at + "attention_norm", h), positions)
-                h = h + self._ffn(layer, self._norm(at + "ffn_norm", h))
-            else:
-                h = self._norm(at + "attention_norm", h + self._attention(at, h, positions))
-                h = self._norm(at + "ffn_norm", h + self._ffn(layer, h))
+            h = self._layer(layer, h, positions)
         if block.final_norm:
             h = self._norm("final_norm", h)
         if "project_out.weight" in tensors:
             h = self._linear("project_out", h)
-        return h @ tensors["embedding.weight" if block.tied_head else "head.weight"].T
+        logits = h @ tensors["embedding.weight" if block.tied_head else "head.weight"].T * block.logit_scale
+        logits = logits + tensors.get("head.bias", 0.0)
+        return self._capped(logits, block.logit_softcap)
+
+    def _layer(self, layer, h, positions):
+        block, at = self.block, f"layers.{layer}."
+
+        def before(name, states):
+            return self._norm(at + name, states) if block.norms in ("input", "both") else states
+
+        def behind(name, states):
+            states = self._norm(at + name, states) if block.norms in ("output", "both") else states
+            return states * block.residual_scale
+
+        def attention(states):
+            made = self._attention(layer, before("attention_norm", states), positions)
+            return behind("attention_output_norm", made)
+
+        def ffn(states):
+            made = self._ffn(layer, before("attention_norm" if block.shared_norm else "ffn_norm", states))
+            return behind("ffn_output_norm", made)
+
+        if block.parallel:
+            return h + attention(h) + ffn(h)
+        for name, part in (("attention_norm", attention), ("ffn_norm", ffn)):
+            h = h + part(h)
+            h = self._norm(at + name, h) if block.norms == "sum" else h
+        return h
+
+    @staticmethod
+    def _capped(values, cap):
+        return values if cap is None else cap * torch.tanh(values / cap)
 
     def _linear(self, name, x):
         bias = self.tensors.get(name + ".bias")
@@ -77,36 +110,63 @@ class ReferenceDecoder:
 
     def _norm(self, name, x):
         weight, bias = (self.tensors.get(f"{name}.{part}") for part in ("weight", "bias"))
+        shift, epsilon = self.block.norm_shift, self.block.norm_epsilon
+        weight = torch.ones(()) if weight is None else weight + shift
         if self.block.norm == "layer":
-            return layer_norm(x, x.shape[-1:], weight, bias, self.block.norm_epsilon)
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.block.norm_epsilon) * weight
+            x = layer_norm(x, x.shape[-1:], eps=epsilon)
+        else:
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+        return x * weight + (0.0 if bias is None else bias)
 
-    def _attention(self, at, x, positions):
-        block = self.block
-        query = self._linear(at + "query", x).view(len(x), block.heads, block.head_dim)
-        key, value = (self._linear(at + part, x).view(len(x), block.kv_heads, -1) for part in ("key", "value"))
-        query, key = self._rotate(query, positions) * block.query_scale, self._rotate(key, positions)
+    def _heads(self, layer, part, x, heads):
+        """[tokens, heads, head_dim] of a projection, with its norm."""
+        block, name = self.block, f"layers.{layer}.{part}"
+        made = self._linear(name, x)
+        if part != "value" and block.query_key_norm == "projection":
+            made = self._norm(name + "_norm", made)
+        made = made.view(len(x), heads, block.head_dim)
+        return self._norm(name + "_norm", made) if part != "value" and block.query_key_norm.startswith("h") else made
+
+    def _attention(self, layer, x, positions):
+        block, rotary = self.block, self.block.layer(layer).rotary
+        query = self._heads(layer, "query", x, block.heads)
+        key, value = (self._heads(layer, part, x, block.kv_heads) for part in ("key", "value"))
+        query, key = self._rotate(query, positions, rotary) * block.query_scale, self._rotate(key, positions, rotary)
         key, value = (states.repeat_interleave(block.heads // block.kv_heads, 1) for states in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query, key)
-        scores = scores.masked_fill(positions[None, :, None] < positions[None, None, :], -torch.inf)
+        scores = self._capped(torch.einsum("qhd,khd->hqk", query, key), block.attention_softcap)
+        distance = positions[None, :, None] - positions[None, None, :]
+        window = block.layer(layer).window or len(x)
+        scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
-        return self._linear(at + "out", mixed.reshape(len(x), -1))
+        return self._linear(f"layers.{layer}.out", mixed.reshape(len(x), -1))
 
-    def _rotate(self, states, positions):
-        block = self.block
-        if block.positions != "rotary":
+    def _rotate(self, states, positions, rotary):
+        if rotary is None:
             return states
-        assert block.rotary_style == "half"
-        angles = positions[:, None].float() * torch.tensor(block.inverse_frequency)
-        cos, sin = (part(angles)[:, None] * block.rotary_scaling for part in (torch.cos, torch.sin))
-        half = block.rotary_dims // 2
-        first, second, rest = states[..., :half], states[..., half : 2 * half], states[..., 2 * half :]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+        chosen = self.block.rotary[rotary]
+        angles = positions[:, None].float() * torch.tensor(chosen.inverse_frequency)
+        cos, sin = (part(angles)[:, None] * chosen.scaling for part in (torch.cos, torch.sin))
+        turned, rest = states[..., : chosen.dims], states[..., chosen.dims :]
+        if self.block.rotary_style == "half":
+            first, second = turned.chunk(2, -1)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+        first, second = turned[..., ::2], turned[..., 1::2]
+        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+        return torch.cat((turned, rest), -1)
 
     def _ffn(self, layer, x):
-        matrices, activation = self.ffn[layer], ACTIVATIONS[self.block.activation]  # [d_ff, d_model], down too
+        matrices = self.ffn[layer]  # [d_ff, d_model], down too
         names = [f"layers.{layer}.ffn.{part}_bias" for part in ("up", "gate", "down")]
         up, gate, down = (self.tensors.get(name, torch.zeros(())) for name in names)
         pre = x @ matrices["up"].T + up
-        hidden = activation(x @ matrices["gate"].T + gate) * pre if self.block.gated else activation(pre)
+        if self.block.gated:
+            hidden = self._activation(layer, x @ matrices["gate"].T + gate)
+            hidden = hidden * (relu(pre) if self.block.activation == "drelu" else pre)
+        else:
+            hidden = self._activation(layer, pre)
         return hidden @ matrices["down"] + down
+
+    def _activation(self, layer, h):
+        if self.block.activation == "fatrelu":
+            return h * (h > self.block.layer(layer).activation_threshold)
+        return ACTIVATIONS[self.block.activation](h)

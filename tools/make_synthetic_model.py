@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from opt_shapes import CONTEXT, SHAPES, VOCAB, opt_config
 from synthetic_trace import add_prefetch_arguments, write_synthetic_trace
 
-from flashllm.arch.registry import resident_shapes, resident_sources, resolve, spec_of
+from flashllm.arch.registry import source_shapes
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import HashingWriter, iterate_chunks
 from flashllm.base.progress import ProgressBar
@@ -87,19 +87,11 @@ class DummyCheckpoint(Checkpoint):
 
 def dummy_checkpoint(folder: Path, config: dict[str, Any], dtype: WeightDtype, seed: int) -> DummyCheckpoint:
     """The checkpoint that `config`, which lies in `folder` beside a tokenizer, describes."""
-    architecture, spec = resolve(config), spec_of(config["model_type"])
-    shapes, sources = resident_shapes(config), resident_sources(config)
-    shape_of = {source: shapes[name] for name, source in sources.items()}
-    for matrix, pattern in spec.matrices.items():
-        shape = (architecture.d_ff, architecture.d_model)
-        for layer in range(architecture.num_layers):
-            shape_of[pattern.format(i=layer)] = shape[::-1] if matrix == "down" else shape
-
     tensors = {
         name: TensorInfo(
             name=name, dtype=dtype.code, shape=shape, offset=0, nbytes=int(np.prod(shape)) * dtype.itemsize
         )
-        for name, shape in shape_of.items()
+        for name, shape in source_shapes(config).items()
     }
     return DummyCheckpoint(
         path=folder,

@@ -1,6 +1,6 @@
 """OPT (Zhang et al., 2022), every variant: opt-350m's post-norm and narrow embedding, Galactica-style missing biases.
 
-Learned positions from row 2 on, layer norms, one key-value head a head, a plain ReLU FFN.
+Learned positions from row 2 on, layer norms, one key-value head a head, a plain FFN: ReLU, or Galactica's GELU.
 """
 
 from flashllm.arch.spec import (
@@ -56,11 +56,11 @@ def _block(config: Config) -> BlockSpec:
         query_scale=(d_model // heads) ** -0.5,
         norm="layer",
         norm_epsilon=_EPSILON,
-        pre_norm=bool(config["do_layer_norm_before"]),
+        norms="input" if config["do_layer_norm_before"] else "sum",
         final_norm=_has_final_norm(config),
         positions="learned",
         position_offset=_POSITION_OFFSET,
-        activation=known_activation(config, "activation_function", {"relu": "relu"}),
+        activation=known_activation(config, "activation_function", {"relu": "relu", "gelu": "gelu"}),
         gated=False,
         tied_head=bool(config["tie_word_embeddings"]),
     )

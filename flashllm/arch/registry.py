@@ -5,35 +5,42 @@ this one and a row here; tests/arch/test_contract.py then runs a tiny model of i
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from flashllm.arch.llama import LLAMA
+from flashllm.arch.gpt import GPT_LIKE
+from flashllm.arch.llama import LLAMA_LIKE
 from flashllm.arch.opt import OPT
+from flashllm.arch.refused import REFUSED
 from flashllm.arch.spec import (
     MAX_LAYERS,
     Architecture,
     ArchitectureSpec,
     BlockSpec,
+    Part,
     Shape,
     check_size,
     tensor_shape,
 )
 from flashllm.errors import FormatError, UnsupportedModelError
 
-ARCHITECTURES: dict[str, ArchitectureSpec] = {spec.model_type: spec for spec in (OPT, LLAMA)}
+ARCHITECTURES: dict[str, ArchitectureSpec] = {spec.model_type: spec for spec in (OPT, *LLAMA_LIKE, *GPT_LIKE)}
 
 
 def spec_of(model_type: object) -> ArchitectureSpec:
     """The table's entry. UnsupportedModelError where there is none."""
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise UnsupportedModelError(f"model_type {str(model_type)[:80]!r} is not supported; supported: {known}")
+        reason = f": it is {REFUSED[model_type]}" if isinstance(model_type, str) and model_type in REFUSED else ""
+        raise UnsupportedModelError(f"model_type {str(model_type)[:80]!r} is not supported{reason}; supported: {known}")
     return ARCHITECTURES[model_type]
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` (a config.json) with the architecture's defaults for the keys it leaves out."""
-    return {**spec_of(config.get("model_type")).defaults, **config}
+    spec = spec_of(config.get("model_type"))
+    full = {**spec.defaults, **config}
+    return {**full, **spec.derived(full)}
 
 
 def block_spec(config: Mapping[str, Any]) -> BlockSpec:
@@ -87,3 +94,61 @@ def resident_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     shapes = {name: tensor_shape(name, block, architecture.d_ff) for name in patterns}
     layers = range(architecture.num_layers)
     return {name.format(i=layer): shape for name, shape in shapes.items() for layer in layers}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A canonical tensor, and which part of which tensor of a checkpoint it is."""
+
+    name: str  # canonical; of an FFN matrix layers.{i}.up.weight, gate or down
+    source: str  # state_dict name
+    part: Part
+    shape: Shape  # canonical
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return self.shape[0]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the source's bytes are the tensor's."""
+        return self.part == Part()
+
+
+def claims(config: Mapping[str, Any]) -> dict[str, Claim]:
+    """Every tensor of a checkpoint that a model needs, by canonical name; the FFN's matrices are the last."""
+    spec, architecture, full = spec_of(config.get("model_type")), resolve(config), complete_config(config)
+    shapes, parts = resident_shapes(config), {tensor.name: tensor.part(full) for tensor in spec.present(full)}
+    result = {
+        name: Claim(name=name, source=source, part=parts[_pattern(name)], shape=shapes[name])
+        for name, source in resident_sources(config).items()
+    }
+    for matrix, pattern in spec.matrices.items():
+        shape = (architecture.d_ff, architecture.d_model)
+        for layer in range(architecture.num_layers):
+            name = f"layers.{layer}.{matrix}.weight"
+            result[name] = Claim(
+                name=name,
+                source=pattern.format(i=layer),
+                part=spec.matrix_part(matrix, full),
+                shape=shape[::-1] if matrix == "down" else shape,
+            )
+    return result
+
+
+def _pattern(name: str) -> str:
+    """The canonical pattern of a name."""
+    first, _, rest = name.partition(".")
+    return f"layers.{{i}}.{rest.partition('.')[2]}" if first == "layers" else name
+
+
+def source_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
+    """State_dict name -> shape of every tensor that a checkpoint of the model has: its claims' rows together."""
+    shapes: dict[str, Shape] = {}
+    for claim in claims(config).values():
+        rows, rest = claim.rows, claim.shape[1:]
+        if claim.source in shapes:
+            rows += shapes[claim.source][1 if claim.part.transposed else 0]
+        shapes[claim.source] = (*rest, rows) if claim.part.transposed else (rows, *rest)
+    return shapes

@@ -8,22 +8,28 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     embedding.weight [vocab, embed]             positions.weight [context + offset, d_model]
     project_in.weight [d_model, embed]          project_out.weight [embed, d_model]
     layers.{i}.attention_norm.weight, .bias     layers.{i}.ffn_norm.weight, .bias           [d_model]
+    layers.{i}.attention_output_norm, layers.{i}.ffn_output_norm: the same
     layers.{i}.query.weight [heads * head_dim, d_model], .bias; key and value with kv_heads
+    layers.{i}.query_norm.weight, .bias; key_norm: of the width that `BlockSpec.query_key_norm` says
     layers.{i}.out.weight [d_model, heads * head_dim], .bias
     layers.{i}.ffn.up_bias, .gate_bias [d_ff]   layers.{i}.ffn.down_bias [d_model]
     final_norm.weight, .bias [d_model]          head.weight [vocab, embed], absent where tied to the embedding
+    head.bias [vocab]
 """
 
 import fnmatch
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flashllm.errors import FormatError, UnsupportedModelError
 
-ACTIVATIONS = ("relu", "squared_relu", "silu")
-SPARSE_ACTIVATIONS = ("relu", "squared_relu")  # exactly zero for most inputs, so that a predictor can leave them out
+# Those of the ReLU family are exactly zero for most inputs, so that a predictor can leave neurons out. "drelu" is
+# relu(gate(x)) * relu(up(x)) (Song et al., 2024: TurboSparse); "fatrelu" keeps what is above a threshold (Kurtz et
+# al., 2020; Song et al., 2024: ProSparse).
+SPARSE_ACTIVATIONS = ("relu", "squared_relu", "drelu", "fatrelu")
+ACTIVATIONS = (*SPARSE_ACTIVATIONS, "silu", "gelu", "gelu_tanh", "quick_gelu")
 MAX_LAYERS = 4096
 MAX_DIMENSION = 2**20
 MAX_CONTEXT = 2**30
@@ -33,12 +39,48 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rotary:
+    """A rotary position embedding (Su et al., 2021)."""
+
+    inverse_frequency: tuple[float, ...]  # radians a position of each pair of dimensions
+    scaling: float = 1.0  # of cosines and sines
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(frequency) for frequency in self.inverse_frequency):
+            raise ValueError("inverse_frequency must be finite numbers")
+
+    @property
+    def dims(self) -> int:
+        """Dimensions turned of each head, from its first on."""
+        return 2 * len(self.inverse_frequency)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """What layers of one model may differ in."""
+
+    rotary: int | None = 0  # of `BlockSpec.rotary`; None: this layer turns nothing
+    window: int | None = None  # positions a query sees, its own included; None: all before it
+    activation_threshold: float = 0.0  # of fatrelu: what is not above it becomes zero
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"a sliding window must be at least 1, not {self.window}")
+        if not (math.isfinite(self.activation_threshold) and self.activation_threshold >= 0):
+            raise ValueError(f"activation_threshold must be a number from 0, not {self.activation_threshold}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
     """How a decoder computes, handed to the native core as it is.
 
-    A pre-norm block is h += out(attention(norm(h))), then h += FFN(ffn_norm(h)); a post-norm block is
-    h = norm(h + out(attention(h))), then h = ffn_norm(h + FFN(h)). A gated FFN is down(activation(gate(x)) * up(x)),
-    any other down(activation(up(x))).
+    `norms` says where a block h += f(h) has norms, for f the attention and then the FFN:
+
+        input:  h += f(norm(h))           sum:  h = norm(h + f(h))
+        output: h += output_norm(f(h))    both: h += output_norm(f(norm(h)))
+
+    A `parallel` block adds attention and FFN of the same h. A gated FFN is down(activation(gate(x)) * up(x)), any other
+    down(activation(up(x))).
     """
 
     d_model: int
@@ -48,21 +90,30 @@ class BlockSpec:
     heads: int
     kv_heads: int  # divides heads
     head_dim: int
-    query_scale: float  # of the queries, after their bias and rotation
+    query_scale: float  # of the queries, after their bias, norm and rotation
+    # A norm of queries and keys before their rotation: of each head with one weight [head_dim] for all, of each head
+    # with its own weight ("heads": [heads, head_dim]), or of all heads together ("projection").
+    query_key_norm: Literal["none", "head", "heads", "projection"] = "none"
+    attention_softcap: float | None = None  # scores are cap * tanh(score / cap) (Gemma 2)
     norm: Literal["layer", "rms"]
     norm_epsilon: float
-    pre_norm: bool
+    norm_shift: float = 0.0  # added to norms' weights when they are used: 1 where checkpoints keep weight - 1
+    norms: Literal["input", "sum", "output", "both"] = "input"
+    parallel: bool = False
+    shared_norm: bool = False  # of a parallel block: the FFN reads what the attention reads
     final_norm: bool  # before the head
     positions: Literal["learned", "rotary", "none"]
     position_offset: int = 0  # row of positions.weight of the first token
-    rotary_dims: int = 0  # of each head, from its first on
+    rotary: tuple[Rotary, ...] = ()  # those that layers choose from
     rotary_style: Literal["half", "interleaved"] = "half"  # the partner of dimension j: j + dims / 2, or j + 1
-    inverse_frequency: tuple[float, ...] | None = None  # [rotary_dims / 2]: radians a position
-    rotary_scaling: float = 1.0  # of cosines and sines
+    layers: tuple[LayerSpec, ...] = ()  # of each layer; empty: all are as LayerSpec() says
     activation: str  # one of ACTIVATIONS
     gated: bool
     tied_head: bool  # the head is the embedding
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what a block adds to h
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None  # logits are cap * tanh(logit / cap)
 
     def __post_init__(self) -> None:
         for name in ("d_model", "embed_dim", "vocab_size", "heads", "kv_heads", "head_dim"):
@@ -74,13 +125,24 @@ class BlockSpec:
             raise ValueError(f"norm_epsilon must be a number from 0, not {self.norm_epsilon}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, not {str(self.activation)[:80]!r}")
-        if (self.positions == "rotary") != (self.inverse_frequency is not None):
-            raise ValueError("inverse_frequency belongs to rotary positions, and they need it")
-        frequencies = self.inverse_frequency or ()
-        if self.rotary_dims != 2 * len(frequencies) or self.rotary_dims > self.head_dim:
-            raise ValueError(f"{self.rotary_dims} rotary dimensions do not fit heads of {self.head_dim}")
-        if not all(math.isfinite(frequency) for frequency in frequencies):
-            raise ValueError("inverse_frequency must be finite numbers")
+        if self.activation == "drelu" and not self.gated:
+            raise ValueError("activation drelu needs a gate")
+        if (self.positions == "rotary") != bool(self.rotary):
+            raise ValueError("rotary embeddings belong to rotary positions, and they need one")
+        for rotary in self.rotary:
+            if rotary.dims > self.head_dim:
+                raise ValueError(f"{rotary.dims} rotary dimensions do not fit heads of {self.head_dim}")
+        for layer in self.layers:
+            if layer.rotary is not None and self.rotary and not 0 <= layer.rotary < len(self.rotary):
+                raise ValueError(f"a layer wants rotary embedding {layer.rotary} of {len(self.rotary)}")
+        for name in ("attention_softcap", "logit_softcap"):
+            cap = getattr(self, name)
+            if cap is not None and not (math.isfinite(cap) and cap > 0):
+                raise ValueError(f"{name} must be a number above 0, not {cap}")
+        if self.parallel and self.norms != "input":
+            raise ValueError("a parallel block has its norms before attention and FFN")
+        if self.shared_norm and not self.parallel:
+            raise ValueError("only a parallel block shares its norm")
 
     @property
     def query_dim(self) -> int:
@@ -91,6 +153,18 @@ class BlockSpec:
     def kv_dim(self) -> int:
         """Outputs of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def ffn_input_norm(self) -> str | None:
+        """Canonical name, within a layer, of the norm whose output the FFN reads; None where it reads the sum."""
+        if self.norms == "output":
+            return None
+        return "attention_norm" if self.norms == "sum" or self.shared_norm else "ffn_norm"
+
+    def layer(self, index: int) -> LayerSpec:
+        """What layer `index` is like."""
+        plain = LayerSpec(rotary=0 if self.rotary else None)
+        return self.layers[index] if self.layers else plain
 
     def kv_nbytes_per_token(self, num_layers: int, itemsize: int) -> int:
         """Bytes of keys and values of one token over all layers."""
@@ -137,12 +211,37 @@ def _always(config: Config) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Which rows of a checkpoint's tensor are a canonical one: `repeats` runs of `count` rows, `step` rows apart.
+
+    Several projections in one tensor are that: (query, key, value) of a head after a head, gate after up. Of a
+    `transposed` tensor, [inputs, outputs], the rows are its columns.
+    """
+
+    first: int = 0
+    count: int | None = None  # None: all there are
+    step: int = 0
+    repeats: int = 1
+    transposed: bool = False
+
+
+def _whole(config: Config) -> Part:
+    return Part()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentTensor:
-    """A tensor kept in DRAM: its canonical name, its state_dict name, and the configs of models that have it."""
+    """A tensor kept in DRAM: its canonical name, its state_dict name, the configs of models that have it, and which
+    part of the named tensor it is."""
 
     name: str
     source: str
     when: Callable[[Config], bool] = _always
+    part: Callable[[Config], Part] = _whole
+
+
+def _nothing(config: Config) -> Mapping[str, Any]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +256,9 @@ class ArchitectureSpec:
     d_ff_key: str
     defaults: Mapping[str, Any]  # values of keys a config.json may leave out
     block: Callable[[Config], BlockSpec]  # of a complete config; raises as `registry.block_spec`
+    matrix_parts: Mapping[str, Callable[[Config], Part]] = field(default_factory=dict)  # of those that are not whole
+    derived: Callable[[Config], Mapping[str, Any]] = _nothing  # the usual keys, for configs that have others
+    aliases: Mapping[str, str] = field(default_factory=dict)  # a name that checkpoints have: the state_dict's
     ignored: tuple[str, ...] = ()  # names ("*": any text) that old checkpoints carry and nothing reads
 
     def __post_init__(self) -> None:
@@ -167,7 +269,8 @@ class ArchitectureSpec:
                 raise ValueError(f"{tensor.name!r} is not a canonical name")
 
     def source_of(self, name: str) -> str:
-        """State_dict name (pattern) of the tensor of this canonical name (pattern). KeyError where it has none."""
+        """State_dict name (pattern) of the tensor of this canonical name (pattern), of any variant. KeyError where it
+        has none."""
         return {tensor.name: tensor.source for tensor in self.resident}[name]
 
     @property
@@ -176,9 +279,18 @@ class ArchitectureSpec:
         return self.source_of("embedding.weight")
 
     @property
+    def _outer(self) -> tuple[str, ...]:
+        """State_dict names of what the base model lacks."""
+        return tuple(tensor.source for tensor in self.resident if tensor.name.startswith("head."))
+
+    @property
     def head(self) -> str:
         """State_dict name of the head."""
         return self.source_of("head.weight")
+
+    def matrix_part(self, matrix: str, config: Config) -> Part:
+        """Which rows of its tensor an FFN matrix is."""
+        return self.matrix_parts.get(matrix, _whole)(config)
 
     def present(self, config: Config) -> list[ResidentTensor]:
         """The resident tensors a model of this complete config has."""
@@ -193,7 +305,8 @@ class ArchitectureSpec:
         prefix = self.base_prefix if bare in names and self.embedding not in names else ""
         result: dict[str, str] = {}
         for name in names:
-            full = name if name == self.head or name.startswith(self.base_prefix) else prefix + name
+            full = self.aliases.get(name, name)
+            full = full if full.startswith((*self._outer, self.base_prefix)) else prefix + full
             if full in result:
                 raise FormatError(f"the checkpoint has both {name} and {result[full]}")
             if not any(fnmatch.fnmatchcase(full, pattern) for pattern in self.ignored):
@@ -213,7 +326,25 @@ def _projection(part: str, rows: Callable[[BlockSpec], int]) -> dict[str, Callab
     }
 
 
-_NORMS = ("layers.{i}.attention_norm", "layers.{i}.ffn_norm", "final_norm")
+_NORMS = (
+    "layers.{i}.attention_norm",
+    "layers.{i}.attention_output_norm",
+    "layers.{i}.ffn_norm",
+    "layers.{i}.ffn_output_norm",
+    "final_norm",
+)
+
+
+def _head_norm(part: str, heads: Callable[[BlockSpec], int]) -> dict[str, Callable[[BlockSpec, int], Shape]]:
+    def shape(block: BlockSpec, d_ff: int) -> Shape:
+        if block.query_key_norm == "head":
+            return (block.head_dim,)
+        own = (heads(block), block.head_dim)
+        return own if block.query_key_norm == "heads" else (math.prod(own),)
+
+    return {f"layers.{{i}}.{part}_norm.{kind}": shape for kind in ("weight", "bias")}
+
+
 _SHAPES: dict[str, Callable[[BlockSpec, int], Shape]] = {
     "embedding.weight": lambda block, d_ff: (block.vocab_size, block.embed_dim),
     "positions.weight": lambda block, d_ff: (block.context + block.position_offset, block.d_model),
@@ -223,12 +354,15 @@ _SHAPES: dict[str, Callable[[BlockSpec, int], Shape]] = {
     **_projection("query", lambda block: block.query_dim),
     **_projection("key", lambda block: block.kv_dim),
     **_projection("value", lambda block: block.kv_dim),
+    **_head_norm("query", lambda block: block.heads),
+    **_head_norm("key", lambda block: block.kv_heads),
     "layers.{i}.out.weight": lambda block, d_ff: (block.d_model, block.query_dim),
     "layers.{i}.out.bias": lambda block, d_ff: (block.d_model,),
     "layers.{i}.ffn.up_bias": lambda block, d_ff: (d_ff,),
     "layers.{i}.ffn.gate_bias": lambda block, d_ff: (d_ff,),
     "layers.{i}.ffn.down_bias": lambda block, d_ff: (block.d_model,),
     "head.weight": lambda block, d_ff: (block.vocab_size, block.embed_dim),
+    "head.bias": lambda block, d_ff: (block.vocab_size,),
 }
 
 

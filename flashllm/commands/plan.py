@@ -93,7 +93,7 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
 
     memory = plan.memory
     neurons = model.architecture.num_layers * model.architecture.d_ff
-    shares = [f"{sum(rows) / neurons:.0%}" for rows in (memory.cache_rows, memory.full_cache_rows)]
+    shares = [f"{min(1.0, sum(rows) / neurons):.0%}" for rows in (memory.cache_rows, memory.full_cache_rows)]
     share = shares[0] if shares[0] == shares[1] else f"{shares[0]} to {shares[1]}"
     lines = [
         ("", f"{min(KV_BLOCK_TOKENS, memory.context)} tokens", f"{memory.context} tokens", ""),

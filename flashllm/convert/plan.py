@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import flashllm
-from flashllm.arch.registry import block_spec, resident_shapes, resident_sources, resolve, spec_of
+from flashllm.arch.registry import Claim, block_spec, claims, resident_sources, resolve, source_shapes, spec_of
 from flashllm.arch.spec import Architecture, ArchitectureSpec, BlockSpec, Shape
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype
 from flashllm.base.files import CHUNK_NBYTES
@@ -39,7 +39,7 @@ class ResidentEntry:
     code: str
     shape: Shape
     itemsize: int
-    source: str = ""  # its name in the checkpoint
+    source: str = ""  # its tensor's name in the checkpoint
     layer: int | None = None
 
     @property
@@ -56,6 +56,7 @@ class ConversionPlan:
     spec: ArchitectureSpec
     architecture: Architecture
     block: BlockSpec
+    claims: dict[str, Claim]  # by canonical name
     names: dict[str, str]  # state_dict name -> name in the checkpoint
     source_dtype: WeightDtype
     dtype: WeightDtype
@@ -101,13 +102,9 @@ class ConversionPlan:
             **order,
         }
 
-    def matrix_name(self, matrix: str, layer: int) -> str:
-        """Name in the checkpoint of an FFN matrix."""
-        return self.names[self.spec.matrices[matrix].format(i=layer)]
-
-    def resident_source(self, name: str) -> str | None:
-        """Name in the checkpoint of the resident tensor of this canonical name; None where the model has none."""
-        return next((entry.source for entry in self.resident if entry.name == name), None)
+    def matrix_claim(self, matrix: str, layer: int) -> Claim:
+        """Where an FFN matrix is."""
+        return self.claims[f"layers.{layer}.{matrix}.weight"]
 
     def dtype_of(self, name: str) -> WeightDtype:
         """Dtype of a tensor of the checkpoint."""
@@ -130,7 +127,7 @@ def plan_conversion(
     spec = spec_of(architecture.model_type)
     names, expected = checked_tensors(checkpoint)
     layers = range(architecture.num_layers)
-    sources, shapes = resident_sources(checkpoint.config), resident_shapes(checkpoint.config)
+    claimed = claims(checkpoint.config)
     used = [names[name] for name in expected]
     source_dtype = _source_dtype(checkpoint, used, mixed_allowed=dtype is not None)
     target = source_dtype if dtype is None else WEIGHT_DTYPES[dtype]
@@ -138,8 +135,10 @@ def plan_conversion(
         encoding=target.name, d_model=architecture.d_model, d_ff=architecture.d_ff, matrices=architecture.matrices
     )
     entries = [
-        ResidentEntry(name=name, code=target.code, shape=shapes[name], itemsize=target.itemsize, source=names[source])
-        for name, source in sources.items()
+        ResidentEntry(
+            name=name, code=target.code, shape=claimed[name].shape, itemsize=target.itemsize, source=names[source]
+        )
+        for name, source in resident_sources(checkpoint.config).items()
     ]
     entries += [
         ResidentEntry(name=checksums_tensor(layer), code="U64", shape=(layout.num_rows,), itemsize=8, layer=layer)
@@ -156,6 +155,7 @@ def plan_conversion(
         spec=spec,
         architecture=architecture,
         block=block,
+        claims=claimed,
         names=names,
         source_dtype=source_dtype,
         dtype=target,
@@ -176,16 +176,11 @@ def checked_tensors(checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, S
     FormatError where one of those is missing or has another shape, UnsupportedModelError where the checkpoint has a
     tensor that its config says nothing of.
     """
-    architecture, block = resolve(checkpoint.config), block_spec(checkpoint.config)
-    spec = spec_of(architecture.model_type)
+    block, expected = block_spec(checkpoint.config), source_shapes(checkpoint.config)
+    spec = spec_of(checkpoint.config.get("model_type"))
     names = spec.with_prefix(checkpoint.tensors)
     if block.tied_head and spec.head in names:
         names.setdefault(spec.embedding, names[spec.head])  # one tensor, stored under either name
-    sources, shapes = resident_sources(checkpoint.config), resident_shapes(checkpoint.config)
-    expected = {source: shapes[name] for name, source in sources.items()}
-    for matrix, pattern in spec.matrices.items():
-        shape = (architecture.d_model, architecture.d_ff) if matrix == "down" else (architecture.d_ff, block.d_model)
-        expected |= {pattern.format(i=layer): shape for layer in range(architecture.num_layers)}
     _check_tensors(checkpoint, spec, names, expected, tied=block.tied_head)
     return names, expected
 

@@ -8,9 +8,10 @@ decided by `conversion_plan`; knows no kernels and no model code.
 import contextlib
 import errno
 import hashlib
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashllm
+from flashllm.arch.registry import Claim
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import CHUNK_NBYTES, HashingWriter, Progress, iterate_chunks
 from flashllm.base.units import format_size
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.checkpoint.source import Checkpoint
+from flashllm.convert.pieces import read_rows
 from flashllm.convert.placed import permutation_of, write_placed
 from flashllm.convert.plan import ConversionPlan, ResidentEntry, plan_conversion
 from flashllm.convert.untrained import untrained_header, untrained_predictor
@@ -209,35 +212,40 @@ class _Conversion:
     def _blocks(self, layer: int) -> Iterator[NDArray[np.uint8]]:
         """A layer's rows, uint8 [n, stride] at a time, zero rows at the end included. One buffer is used for all."""
         plan, layout = self._plan, self._plan.layout
-        for first, part in self._elements(plan.matrix_name("down", layer)):
-            self._down.reshape(-1)[first : first + len(part)] = part
+        for first, part in self._parts(plan.matrix_claim("down", layer)):
+            self._down[first : first + len(part)] = part
+        sources = {matrix: self._rows_of(plan.matrix_claim(matrix, layer)) for matrix in layout.matrices[:-1]}
         for first in range(0, layout.num_rows, len(self._rows)):
             rows = self._rows[: layout.num_rows - first]
             count = max(0, min(len(rows), layout.d_ff - first))  # neurons; the rest are zero rows
             vectors = {"down": self._down[:, first : first + count].T}
-            for matrix in layout.matrices:
-                if matrix != "down":
-                    vectors[matrix] = self._read_rows(plan.matrix_name(matrix, layer), first, count)
+            for matrix, source in sources.items():
+                vectors[matrix] = source(first, count)
             pack_rows(layout, vectors, rows[:count])
             rows[count:] = 0
             yield rows
 
-    def _read_rows(self, name: str, first: int, count: int) -> NDArray[Any]:
-        """Rows of a [d_ff, d_model] matrix in the result's dtype."""
+    def _rows_of(self, claim: Claim) -> Callable[[int, int], NDArray[Any]]:
+        """(first, count) -> those rows of a tensor in the result's dtype. A transposed one is read whole, once."""
+        if not claim.part.transposed:
+            return lambda first, count: self._read_rows(claim, first, count)
+        whole = self._read_rows(claim, 0, claim.rows)
+        return lambda first, count: whole[first : first + count]
+
+    def _read_rows(self, claim: Claim, first: int, count: int) -> NDArray[Any]:
+        """Rows of a tensor in the result's dtype."""
+        name = self._plan.names[claim.source]
         source = self._plan.dtype_of(name)
-        values = np.empty((count, self._plan.layout.d_model), source.storage)
-        self._plan.checkpoint.read(name, first * self._plan.layout.d_model * source.itemsize, values)
+        values = np.empty((count, *claim.shape[1:]), source.storage)
+        read_rows(self._plan.checkpoint, name, claim, first, values)
         return self._cast(name, values, source)
 
-    def _elements(self, name: str) -> Iterator[tuple[int, NDArray[Any]]]:
-        """(first element, elements in the result's dtype) of a whole tensor, a chunk at a time."""
-        source = self._plan.dtype_of(name)
-        size = self._plan.checkpoint.tensors[name].nbytes // source.itemsize
-        per_chunk = CHUNK_NBYTES // source.itemsize
-        for first in range(0, size, per_chunk):
-            values = np.empty(min(per_chunk, size - first), source.storage)
-            self._plan.checkpoint.read(name, first * source.itemsize, values)
-            yield first, self._cast(name, values, source)
+    def _parts(self, claim: Claim) -> Iterator[tuple[int, NDArray[Any]]]:
+        """(first row, rows in the result's dtype) of a whole tensor, a chunk at a time."""
+        row_nbytes = math.prod(claim.shape[1:]) * self._plan.dtype_of(self._plan.names[claim.source]).itemsize
+        together = claim.rows if claim.part.transposed else max(1, CHUNK_NBYTES // row_nbytes)
+        for first in range(0, claim.rows, together):
+            yield first, self._read_rows(claim, first, min(together, claim.rows - first))
 
     def _cast(self, name: str, values: NDArray[Any], source: WeightDtype) -> NDArray[Any]:
         try:
@@ -258,28 +266,31 @@ class _Conversion:
         if entry.layer is not None:
             self._write(writer, RESIDENT, self._checksums[entry.layer].astype("<u8").data)
             return
-        for _, values in self._elements(entry.source):
-            self._write(writer, RESIDENT, values.data)
+        for _, values in self._parts(self._plan.claims[entry.name]):
+            self._write(writer, RESIDENT, np.ascontiguousarray(values).reshape(-1).data)
 
     def _write_predictors(self, rank: int) -> None:
         plan = self._plan
         layout = plan.layout
-        norm = "ffn_norm" if plan.block.pre_norm else "attention_norm"  # whose output the FFN reads
+        norm = plan.block.ffn_input_norm
         driver = "gate" if plan.architecture.gated else "up"
         with HashingWriter(self._partial.path / PREDICTORS) as writer:
             header = untrained_header(plan.architecture, rank, self._files[FFN].sha256)
             self._write(writer, PREDICTORS, memoryview(header))
             for layer in range(plan.architecture.num_layers):
+                rows_of = self._rows_of(plan.matrix_claim(driver, layer))
 
-                def blocks(name: str = plan.matrix_name(driver, layer)) -> Iterator[NDArray[np.float32]]:
+                def blocks(
+                    rows_of: Callable[[int, int], NDArray[Any]] = rows_of,
+                ) -> Iterator[NDArray[np.float32]]:
                     for first in range(0, layout.d_ff, layout.stream_block_rows):
                         count = min(layout.stream_block_rows, layout.d_ff - first)
-                        yield cast(self._read_rows(name, first, count), plan.dtype, WEIGHT_DTYPES["float32"])
+                        yield cast(rows_of(first, count), plan.dtype, WEIGHT_DTYPES["float32"])
 
                 predictor, threshold = untrained_predictor(
                     blocks,
-                    self._vector(f"layers.{layer}.ffn.{driver}_bias"),
-                    *(self._vector(f"layers.{layer}.{norm}.{part}") for part in ("weight", "bias")),
+                    self._driver_bias(layer, driver),
+                    *self._norm(layer, norm),
                     d_model=layout.d_model,
                     rank=rank,
                 )
@@ -289,11 +300,26 @@ class _Conversion:
 
     def _vector(self, name: str) -> NDArray[np.float32] | None:
         """A resident vector in fp32, by its canonical name; None where the model has none of that name."""
-        source = self._plan.resident_source(name)
-        if source is None:
+        if name not in self._plan.claims:
             return None
-        parts = [cast(part, self._plan.dtype, WEIGHT_DTYPES["float32"]) for _, part in self._elements(source)]
+        parts = [
+            cast(part, self._plan.dtype, WEIGHT_DTYPES["float32"]) for _, part in self._parts(self._plan.claims[name])
+        ]
         return np.concatenate(parts)
+
+    def _driver_bias(self, layer: int, driver: str) -> NDArray[np.float32] | None:
+        """The bias with which a neuron fires above 0: its own, less FATReLU's threshold."""
+        bias = self._vector(f"layers.{layer}.ffn.{driver}_bias")
+        threshold = np.float32(self._plan.block.layer(layer).activation_threshold)
+        if not threshold:
+            return bias
+        return (np.zeros(self._plan.layout.d_ff, np.float32) if bias is None else bias) - threshold
+
+    def _norm(self, layer: int, name: str | None) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
+        """Weight and bias of a layer's norm, as they are used; of None, as of a norm that has none."""
+        weight, bias = (self._vector(f"layers.{layer}.{name}.{part}") for part in ("weight", "bias"))
+        shift = np.float32(self._plan.block.norm_shift)
+        return weight + shift if weight is not None and shift else weight, bias
 
     def _write_placed(self, trace: Trace) -> None:
         before = self._done_nbytes

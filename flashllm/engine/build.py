@@ -4,6 +4,7 @@ In the order of the memory plan; nothing but the KV cache grows afterwards, and 
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.config import Backend, RunConfig
 from flashllm.device.choice import open_reader
 from flashllm.device.costs import ReaderChoice
+from flashllm.engine.kv import NeuronCache
 from flashllm.engine.resident import Tensors, read_tensors
 from flashllm.engine.trace_feed import TraceFeed
 from flashllm.format.manifest import Manifest
@@ -34,7 +36,8 @@ class Parts:
     """What `build` makes."""
 
     pool: _core.ThreadPool
-    ffns: list[_core.FfnLayer]
+    ffns: list[_core.FfnLayer]  # of each layer; none where every token computes every neuron
+    caches: Sequence[NeuronCache]  # of each layer
     stream: _core.RowStream  # every layer's rows, in the order of ids
     native: _core.Model
     trace: TraceFeed | None  # says what is active where the weights are dummies
@@ -73,7 +76,8 @@ class _Builder:
             block_rows=self._manifest.stream_block_rows,
             ahead=READ_AHEAD,
         )
-        ffns = self._build_ffns(tensors, checksums, offsets)
+        dense = self._plan.mode == "dense"
+        ffns = [] if dense else self._build_ffns(tensors, checksums, offsets)
         trace = None
         if self._sparse:
             self._load_predictors(ffns)
@@ -88,7 +92,7 @@ class _Builder:
             tensors=tensors,
             row_format=_row_format(self._manifest),
             stream=stream,
-            ffns=ffns,
+            ffns=ffns or [None] * self._manifest.architecture.num_layers,
             pool=self._pool,
             counters=self._counters,
             block_tokens=self._manifest.prefill_block_tokens,
@@ -99,6 +103,7 @@ class _Builder:
         return Parts(
             pool=self._pool,
             ffns=ffns,
+            caches=ffns or self._keep_rows(stream),
             stream=stream,
             native=native,
             trace=trace,
@@ -132,7 +137,7 @@ class _Builder:
         """Resident weights by canonical name. Meanwhile the neuron caches' memory is made real, so that the first
         prompt does not wait for it."""
         rows = sum(self._plan.memory.cache_rows)
-        self._cache = _core.allocate(rows * self._manifest.rows.stride)
+        self._cache = _core.allocate(max(rows, 1) * self._manifest.rows.stride)
         populating = threading.Thread(target=_core.populate, args=(self._cache,))
         populating.start()
         try:
@@ -179,6 +184,7 @@ class _Builder:
                 gate=gate,
                 down=down,
                 activation=cast(Any, manifest.architecture.activation),
+                activation_threshold=self._model.block.layer(layer).activation_threshold,
                 cache_policy=cast(Any, memory.cache_policy if ablation.cached else "none"),
                 window=memory.window,
                 popularity=None if popularity is None else popularity[layer],
@@ -200,6 +206,15 @@ class _Builder:
             )
             for layer in layers
         ]
+
+    def _keep_rows(self, stream: _core.RowStream) -> list["_KeptRows"]:
+        """The neuron caches' memory holds each layer's first rows, once they have been read."""
+        rows, stride = self._plan.memory.cache_rows, self._manifest.rows.stride
+        starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64) * stride
+        for layer, count in enumerate(rows):
+            if count:
+                stream.keep(layer, self._cache[int(starts[layer]) : int(starts[layer + 1])])
+        return [_KeptRows(stream, layer) for layer in range(len(rows))]
 
     def _load_predictors(self, ffns: list[_core.FfnLayer]) -> None:
         tensors, _ = read_tensors(self._path / PREDICTORS, self._stream_reader, direct=self._config.direct)
@@ -235,6 +250,20 @@ class _Builder:
         for layer in range(len(ffns)):
             if f"layers.{layer}.{PREFETCH}a" in tensors:
                 install(layer, PREFETCH, buffers[layer % 2])
+
+
+class _KeptRows:
+    """A layer's rows that a stream keeps: memory that gives way like a neuron cache's."""
+
+    def __init__(self, stream: _core.RowStream, layer: int) -> None:
+        self._stream, self._layer = stream, layer
+
+    @property
+    def capacity(self) -> int:
+        return self._stream.kept(self._layer)
+
+    def set_capacity(self, rows: int) -> None:
+        self._stream.set_kept(self._layer, rows)
 
 
 def _row_offsets(path: Any, manifest: Manifest) -> list[int]:

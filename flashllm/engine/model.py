@@ -50,7 +50,7 @@ class Model:
         self.notices = self._parts.notices
         self.reader, self.direct_io = self._parts.reader, self._parts.direct_io
         self.activity_source = "predictors" if self._parts.trace is None else self._parts.trace.source
-        self._memory = KvMemory(plan.memory, self._parts.ffns)
+        self._memory = KvMemory(plan.memory, self._parts.caches)
 
     @classmethod
     def open(cls, path: Path, config: RunConfig | None = None) -> Self:

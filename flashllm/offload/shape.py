@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashllm.arch.registry import ARCHITECTURES
+from flashllm.arch.registry import block_spec, resolve, spec_of
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -120,67 +120,44 @@ BUILTIN = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    """Where a config keeps what differs between families; the rest has the same key in all of them."""
-
-    ffn_key: str
-    gated: bool
-    tied: bool = False  # what a config that does not say means
-
-
-# Families without a file in flashllm/arch that this engine can plan for all the same.
-_FAMILIES = {
-    "mistral": _Family(ffn_key="intermediate_size", gated=True),
-    "qwen2": _Family(ffn_key="intermediate_size", gated=True),
-    "qwen3": _Family(ffn_key="intermediate_size", gated=True),
-    "gemma": _Family(ffn_key="intermediate_size", gated=True, tied=True),
-    "gemma2": _Family(ffn_key="intermediate_size", gated=True, tied=True),
-}
-
-
-def _family(model_type: object, *, name: str) -> _Family:
-    if isinstance(model_type, str) and model_type in ARCHITECTURES:
-        spec = ARCHITECTURES[model_type]
-        tied = bool(spec.defaults.get("tie_word_embeddings", False))
-        return _Family(ffn_key=spec.d_ff_key, gated="gate" in spec.matrices, tied=tied)
-    if isinstance(model_type, str) and model_type in _FAMILIES:
-        return _FAMILIES[model_type]
-    known = ", ".join(sorted({*ARCHITECTURES, *_FAMILIES}))
-    raise UnsupportedModelError(f"{name}: cannot plan for model_type {str(model_type)[:80]!r}; known: {known}")
+# Keys of sizes, under the names that families have for them: a config that lacks one is not planned by a default.
+_SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head")
+_FFN_SIZES = ("intermediate_size", "ffn_dim")
 
 
 def shape_from_config(config: dict[str, Any], *, name: str) -> ModelShape:
     """The shape a Hugging Face config describes.
 
-    Raises UnsupportedModelError for a `model_type` outside the tables and FormatError for a config that lacks a size.
+    Raises UnsupportedModelError for a `model_type` outside flashllm/arch and FormatError for a config that lacks a
+    size.
     """
-    model_type = config.get("model_type")
-    family = _family(model_type, name=name)
     try:
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        if config.get("word_embed_proj_dim", hidden) != hidden:
-            raise UnsupportedModelError(f"{name}: a projected embedding (opt-350m) is not planned for")
-        dtype = str(config.get("dtype", config.get("torch_dtype")))
-        return ModelShape(
-            name=name,
-            layers=config["num_hidden_layers"],
-            hidden=hidden,
-            ffn=config[family.ffn_key],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
-            vocab=config["vocab_size"],
-            positions=config["max_position_embeddings"] + 2 if model_type == "opt" else 0,
-            gated=family.gated,
-            tied=bool(config.get("tie_word_embeddings", family.tied)),
-            dtype_bytes=_DTYPE_BYTES.get(dtype, _PLAN_DTYPE_BYTES),
-            dtype=dtype if dtype in _DTYPE_BYTES else None,
-        )
-    except KeyError as error:
-        raise FormatError(f"{name}: config.json has no {error}; is it a whole Hugging Face config?") from None
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise FormatError(f"{name}: config.json describes no possible model: {error}") from None
+        spec, block, architecture = spec_of(config.get("model_type")), block_spec(config), resolve(config)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name}: cannot plan: {error}") from None
+    except (FormatError, TypeError) as error:
+        raise FormatError(f"{name}: {error}") from None
+    missing = next((key for key in (*_SIZES, *_FFN_SIZES) if key in spec.defaults and key not in config), None)
+    if missing is not None:
+        raise FormatError(f"{name}: config.json has no {missing!r}; is it a whole Hugging Face config?")
+    if config.get("word_embed_proj_dim", block.d_model) != block.d_model:
+        raise UnsupportedModelError(f"{name}: a projected embedding (opt-350m) is not planned for")
+    dtype = str(config.get("dtype", config.get("torch_dtype")))
+    return ModelShape(
+        name=name,
+        layers=architecture.num_layers,
+        hidden=block.d_model,
+        ffn=architecture.d_ff,
+        heads=block.heads,
+        kv_heads=block.kv_heads,
+        head_dim=block.head_dim,
+        vocab=block.vocab_size,
+        positions=block.context + block.position_offset if block.positions == "learned" else 0,
+        gated=block.gated,
+        tied=block.tied_head,
+        dtype_bytes=_DTYPE_BYTES.get(dtype, _PLAN_DTYPE_BYTES),
+        dtype=dtype if dtype in _DTYPE_BYTES else None,
+    )
 
 
 def load_shape(model: str) -> ModelShape:

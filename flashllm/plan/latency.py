@@ -40,6 +40,29 @@ class TokenEstimate:
         return self.io_s + self.compute_s + self.overhead_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseEstimate:
+    """What a token costs that reads every neuron: those kept from memory, the others from flash, in sequence."""
+
+    ffn_nbytes: int  # of all neurons
+    bytes_read: int  # of those that are not kept, at the start of a conversation
+    read_bps: float  # of the drive; 0 where it is not known
+    total_s: float | None  # the longer of reads and products, which go on together; None where it is not known
+
+
+def dense_token(model: ModelDir, plan: MemoryPlan, *, costs: DeviceCosts | None, resident_nbytes: int) -> DenseEstimate:
+    """The expected token of a dense run at the start of a conversation. `resident_nbytes`: `product_nbytes`."""
+    rows, layers = model.manifest.rows, model.architecture.num_layers
+    ffn_nbytes = rows.layer_nbytes * layers
+    bytes_read = ffn_nbytes - sum(plan.cache_rows) * rows.stride
+    if costs is None or not costs.direct:
+        return DenseEstimate(ffn_nbytes=ffn_nbytes, bytes_read=bytes_read, read_bps=0.0, total_s=None)
+    products_s = (resident_nbytes + ffn_nbytes) / costs.gemv_bps[model.manifest.dtype]
+    products_s += layers * costs.layer_overhead_s
+    total_s = max(bytes_read / costs.sequential_bps, products_s)
+    return DenseEstimate(ffn_nbytes=ffn_nbytes, bytes_read=bytes_read, read_bps=costs.sequential_bps, total_s=total_s)
+
+
 def product_nbytes(model: ModelDir) -> int:
     """Bytes of the resident weights that a token's products read: the layers' and the head's, not the embeddings."""
     tensors = read_header(model.path / RESIDENT).tensors

@@ -179,6 +179,18 @@ def _levels_by_need(available: Sequence[int], needs: Sequence[int]) -> Rows:
     return rows
 
 
+def _levels_by_blocks(available: Sequence[int], num_rows: int, block_rows: int, layers: int) -> Rows:
+    """For each of some numbers of rows, the first rows of each layer that a dense run keeps: whole blocks, one of every
+    layer after the other, [levels, layers]."""
+    sizes = [min(block_rows, num_rows - first) for first in range(0, num_rows, block_rows)]
+    ends = np.cumsum(np.repeat(sizes, layers))
+    counts = np.searchsorted(ends, np.maximum(np.asarray(available, np.int64), 0), side="right")
+    held = np.concatenate([[0], np.cumsum(sizes), [num_rows]])
+    rounds, more = np.divmod(counts, layers)
+    rows = np.where(np.arange(layers) < more[:, None], held[rounds + 1][:, None], held[rounds][:, None])
+    return np.ascontiguousarray(rows, np.int32)
+
+
 def share_by_popularity(available: int, minimum: Sequence[int], popularity: NDArray[np.float32]) -> tuple[int, ...]:
     """Rows for each layer: its minimum, and the rest where they save most reads.
 
@@ -216,6 +228,7 @@ def plan_memory(
     io_threads: int = 32,
     max_gap: int = 0,
     prefetch: bool = False,
+    dense: bool = False,
 ) -> MemoryPlan:
     """The plan for one loaded model.
 
@@ -227,6 +240,7 @@ def plan_memory(
         popularity: as in flashllm/format/popularity.py, where it is known.
         max_gap: bytes between rows that a reader thread reads through, into memory of its own.
         prefetch: rows of the next layer are read before its turn.
+        dense: every token reads every neuron: the caches hold each layer's first rows, and there are no predictors.
 
     Raises:
         BudgetError: the limit is below the minimum, or above what the machine has left.
@@ -241,22 +255,22 @@ def plan_memory(
             raise UsageError(f"{name} must be at least 1, not {value}")
     if cache_policy not in CACHE_POLICIES:
         raise UsageError(f"--cache-policy must be one of {', '.join(CACHE_POLICIES)}, not {cache_policy!r}")
-    windowed = cache_policy == "window"
+    windowed = cache_policy == "window" and not dense
     itemsize = WEIGHT_DTYPES[manifest.dtype].itemsize
 
     # 1. What does not depend on the limit.
-    needs = [architecture.d_ff] * architecture.num_layers
+    needs = [rows.num_rows if dense else architecture.d_ff] * architecture.num_layers
     if windowed and manifest.calibration is not None and manifest.calibration.window >= window:
         needs = [min(max(need, 1), architecture.d_ff) for need in manifest.calibration.req]
-    minimum = tuple(min(need, _MIN_CACHE_ROWS) for need in needs)
-    min_bypass = 0 if windowed else min(architecture.d_ff, _MIN_CACHE_ROWS)
+    minimum = tuple(0 if dense else min(need, _MIN_CACHE_ROWS) for need in needs)
+    min_bypass = 0 if windowed or dense else min(architecture.d_ff, _MIN_CACHE_ROWS)
     prefetch_rows = max(1, architecture.d_ff // _PREFETCH_SHARE) if prefetch else 0
     parts: dict[str, Any] = {
         "limit_nbytes": limit if limit is not None else (process + available) * 4 // 5,
         "limit_is_given": limit is not None,
         "process": process + LIBRARY_GROWTH,
         "resident": manifest.files[RESIDENT].nbytes + _places_nbytes(manifest),
-        "predictors": manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files else 0,
+        "predictors": manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files and not dense else 0,
         "staging": ((1 + READ_AHEAD) * manifest.stream_block_rows + 2 * prefetch_rows) * rows.stride
         + _bounce_nbytes(rows.stride, io_threads + min(io_threads, STREAM_THREADS))
         + io_threads * max_gap,
@@ -279,7 +293,7 @@ def plan_memory(
 
     # 2. What is left: bypass rows, which stay, by what a full context leaves; then the levels.
     bypass = min_bypass
-    if not windowed:
+    if not windowed and not dense:
         spare = (least.limit_nbytes - least.fixed_nbytes - context_blocks * least.kv_block_nbytes) // rows.stride
         bypass = max(min_bypass, min(architecture.d_ff // _BYPASS_SHARE, spare // 10, spare - sum(minimum)))
 
@@ -290,6 +304,9 @@ def plan_memory(
         first = (left - sum(needs) * rows.stride) // least.kv_block_nbytes  # up to here every useful row fits
         first = min(max(first, 1), most)
         free = [(left - blocks * least.kv_block_nbytes) // rows.stride for blocks in range(first, most + 1)]
+        if dense:
+            block_rows = manifest.stream_block_rows
+            return _levels_by_blocks(free, rows.num_rows, block_rows, architecture.num_layers), first
         if windowed or popularity is None:
             return _levels_by_need(free, needs), first
         return _levels_by_popularity(free, minimum, popularity), first
@@ -323,7 +340,7 @@ def _workspace_nbytes(manifest: Manifest, block: BlockSpec, context: int) -> int
     """Activations of one pass of at most `prefill_block_tokens` tokens, in fp32, and of the block of rows they are
     multiplied by; attention scores of a token; logits."""
     tokens = min(context, manifest.prefill_block_tokens)
-    hidden = 8 * block.d_model + 2 * block.embed_dim + 3 * block.query_dim + 4 * block.kv_dim
+    hidden = (9 if block.parallel else 8) * block.d_model + 2 * block.embed_dim + 3 * block.query_dim + 4 * block.kv_dim
     products = (len(manifest.rows.matrices) - 1) * manifest.stream_block_rows
     scores = block.heads * context
     return 4 * (tokens * (hidden + products) + scores + _LOGITS_ROWS * block.vocab_size)

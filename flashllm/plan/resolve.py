@@ -6,6 +6,7 @@ The one place where a `RunConfig`, a model and the device profile of its drive b
 from dataclasses import dataclass
 
 from flashllm.base.machine import num_cores
+from flashllm.base.units import format_size
 from flashllm.config import DEFAULT_WINDOW, Mode, RunConfig
 from flashllm.device.choice import choose_reader, find_costs
 from flashllm.device.costs import DeviceCosts, ReaderChoice
@@ -16,7 +17,7 @@ from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
 from flashllm.format.popularity import Popularity, read_popularity
 from flashllm.plan.activity import from_shares
-from flashllm.plan.latency import prefetch_pays, product_nbytes
+from flashllm.plan.latency import dense_token, prefetch_pays, product_nbytes
 from flashllm.plan.memory import MemoryPlan, plan_memory
 
 
@@ -81,6 +82,7 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
             io_threads=reader.depth,
             max_gap=reader.max_gap,
             prefetch=prefetch,
+            dense=config.mode == "dense",
         )
 
     wanted = mode == "sparse" and config.ablation.prefetch
@@ -91,6 +93,8 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         resident = product_nbytes(model)
         if not prefetch_pays(model, memory, costs=costs, choice=reader, activity=activity, resident_nbytes=resident):
             prefetch, memory = False, memory_plan(prefetch=False)
+    if config.mode == "dense":
+        notices += _streaming(model, memory, costs)
     return Plan(
         memory=memory,
         reader=reader,
@@ -101,6 +105,19 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         popularity=popularity,
         notices=tuple(notices),
     )
+
+
+def _streaming(model: ModelDir, memory: MemoryPlan, costs: DeviceCosts | None) -> list[str]:
+    """What a dense run whose neurons do not fit should expect of every token; nothing where they all fit."""
+    token = dense_token(model, memory, costs=costs, resident_nbytes=product_nbytes(model))
+    if not token.bytes_read:
+        return []
+    read, all_nbytes = format_size(token.bytes_read), format_size(token.ffn_nbytes)
+    if token.total_s is None:
+        time = "how long that takes is not known: `flashllm calibrate` measures the drive"
+    else:
+        time = f"at this drive's {format_size(token.read_bps)}/s about {token.total_s:.2f} s a token"
+    return [f"dense: each token reads {read} of the {all_nbytes} of neurons, which memory has no room for; {time}"]
 
 
 def check_mode(mode: Mode, model: ModelDir) -> None:

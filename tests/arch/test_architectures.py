@@ -3,23 +3,27 @@
 import copy
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from arch_models import VARIANTS, make_config
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, OPTConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from flashllm.arch.refused import REFUSED
 from flashllm.arch.registry import (
     ARCHITECTURES,
     block_spec,
+    claims,
     complete_config,
     resident_shapes,
     resident_sources,
     resolve,
+    source_shapes,
     spec_of,
 )
-from flashllm.arch.spec import Architecture, ResidentTensor
+from flashllm.arch.spec import Architecture, LayerSpec, ResidentTensor, Rotary
 from flashllm.errors import FormatError, UnsupportedModelError
 
 OPT = ARCHITECTURES["opt"]
@@ -53,8 +57,35 @@ def test_missing_keys_have_transformers_defaults(model_type, theirs):
     assert block.heads == block.kv_heads == theirs.num_attention_heads
     assert block.tied_head == theirs.tie_word_embeddings
     for key, value in spec.defaults.items():
-        assert value is None or getattr(theirs, key) == value
+        assert value is None or getattr(theirs, key) == value, key
     assert resolve(theirs.to_dict()) == ours
+
+
+def test_no_model_type_is_both_run_and_refused():
+    assert not set(REFUSED) & set(ARCHITECTURES)
+    assert len(ARCHITECTURES) >= 16
+
+
+@pytest.mark.parametrize("model_type", sorted(set(ARCHITECTURES) - {"bamboo", "sparsellama"}))
+def test_an_empty_config_means_what_transformers_makes_of_it(model_type):
+    """Defaults of every model_type, and the config that transformers saves of it."""
+    saved = CONFIG_MAPPING[model_type]().to_dict()
+    bare = {"model_type": model_type}
+    assert resolve(bare) == resolve(saved)
+    assert block_spec(bare) == block_spec(saved)
+
+
+def test_configs_of_the_hub_before_transformers_5():
+    neox = {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 500, "hidden_size": 128}
+    (rotary,) = block_spec({**neox, "num_attention_heads": 4}).rotary
+    assert rotary.dims == 16
+    assert rotary.inverse_frequency[1] == pytest.approx(500 ** (-2 / 16))
+    gemma3 = block_spec({"model_type": "gemma3_text", "rope_theta": 5e5, "rope_local_base_freq": 300.0})
+    assert [one.inverse_frequency[1] for one in gemma3.rotary] == pytest.approx([5e5 ** (-1 / 128), 300 ** (-1 / 128)])
+    phi3 = {"type": "su", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    block = block_spec({"model_type": "phi3", "rope_scaling": phi3, "max_position_embeddings": 131072})
+    assert block.context == 4096  # beyond, transformers computes other frequencies
+    assert block.rotary[0].scaling == pytest.approx((1 + np.log(32) / np.log(4096)) ** 0.5)
 
 
 def test_kv_bytes():
@@ -66,15 +97,24 @@ def test_kv_bytes():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "mamba"}, "'mamba' is not supported; supported: llama, opt"),
+        ({"model_type": "unheard-of"}, "'unheard-of' is not supported; supported: .*llama, .*opt"),
+        ({"model_type": "mamba"}, "'mamba' is not supported: it is a state-space model.*; supported: "),
+        ({"model_type": "mixtral"}, "a mixture of experts.*another engine"),
+        ({"model_type": "t5"}, "an encoder-decoder model.*use it with transformers"),
+        ({"model_type": "bitnet"}, "rounded to 8 bits before every product"),
+        ({"model_type": "gemma3"}, "gemma3_text"),
         ({"model_type": None}, "not supported"),
         ({"model_type": ["opt"]}, "not supported"),
-        ({**TINY, "activation_function": "gelu"}, "activation 'gelu' is not supported for opt; supported: relu"),
+        ({**TINY, "activation_function": "tanh"}, "activation 'tanh' is not supported for opt; supported: relu, gelu"),
         ({**TINY, "activation_function": {}}, "is not supported"),
-        ({**LLAMA, "hidden_act": "gelu"}, "activation 'gelu' is not supported for llama"),
-        ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
-        ({**LLAMA, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "supported: default, linear, llama3"),
-        ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({**LLAMA, "hidden_act": "tanh"}, "activation 'tanh' is not supported for llama"),
+        ({**LLAMA, "rope_scaling": {"type": "proportional"}}, "rope type 'proportional' is not supported"),
+        ({"model_type": "falcon", "alibi": True}, "falcon with alibi .* is not supported.*Falcon 7B"),
+        ({"model_type": "stablelm", "qk_layernorm": True}, "a norm of its own for every head"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "makes an encoder"),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "gpt2 with scale_attn_by_inverse_layer_idx"),
+        ({"model_type": "bamboo", "hidden_act": "silu"}, "activation silu is not supported for bamboo"),
+        ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 32}, "layers of type 'chunked_attention'"),
     ],
 )
 def test_unsupported_variants(config, message):
@@ -133,18 +173,22 @@ def test_tensors_are_those_of_the_hugging_face_model(name):
     expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
         del expected["lm_head.weight"]
-    sources, shapes = resident_sources(config.to_dict()), resident_shapes(config.to_dict())
-    assert set(sources) == set(shapes)
-    assert len(set(sources.values())) == len(sources)
-    found = {source: shapes[canonical] for canonical, source in sources.items()}
-    ffn = {
-        pattern.format(i=layer)
-        for layer in range(config.num_hidden_layers)
-        for pattern in spec_of(config.model_type).matrices.values()
-    }
-    assert not set(found) & ffn
-    assert found == {key: shape for key, shape in expected.items() if key not in ffn}
-    assert ffn <= set(expected)
+    config = config.to_dict()
+    assert set(resident_sources(config)) == set(resident_shapes(config))
+    assert source_shapes(config) == expected
+    # Every row of every tensor is claimed exactly once.
+    taken = {source: np.zeros(shape[0], int) for source, shape in expected.items()}
+    for claim in claims(config).values():
+        if claim.part.transposed:
+            taken[claim.source] = np.zeros(expected[claim.source][1], int)
+    for claim in claims(config).values():
+        part = claim.part
+        count = claim.rows if part.count is None else part.count
+        assert part.repeats * count == claim.rows
+        for run in range(part.repeats):
+            first = part.first + run * part.step
+            taken[claim.source][first : first + count] += 1
+    assert all((rows == 1).all() for rows in taken.values())
 
 
 def test_tensors_come_in_the_order_of_a_forward_pass():
@@ -185,15 +229,24 @@ def test_a_spec_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="fc1' is not a canonical name"):
         dataclasses.replace(OPT, resident=(ResidentTensor(name="layers.{i}.fc1", source="x"),))
     block = block_spec(LLAMA)
+    wide = Rotary(inverse_frequency=(1.0,) * 9)
     for change, message in (
-        ({"activation": "gelu"}, "activation must be one of"),
+        ({"activation": "tanh"}, "activation must be one of"),
+        ({"activation": "drelu", "gated": False}, "activation drelu needs a gate"),
         ({"kv_heads": 3}, "3 key-value heads do not divide 4 heads"),
-        ({"inverse_frequency": None}, "inverse_frequency belongs to rotary positions"),
-        ({"rotary_dims": 8}, "8 rotary dimensions do not fit heads of 16"),
+        ({"rotary": ()}, "rotary embeddings belong to rotary positions"),
+        ({"rotary": (wide,)}, "18 rotary dimensions do not fit heads of 16"),
         ({"norm_epsilon": -1.0}, "norm_epsilon must be"),
+        ({"layers": (LayerSpec(rotary=1),)}, "a layer wants rotary embedding 1 of 1"),
+        ({"attention_softcap": 0.0}, "attention_softcap must be a number above 0"),
+        ({"parallel": True, "norms": "both"}, "a parallel block has its norms before"),
+        ({"shared_norm": True}, "only a parallel block shares"),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(block, **change)
+    for change, message in (({"window": 0}, "sliding window must be"), ({"activation_threshold": -1.0}, "threshold")):
+        with pytest.raises(ValueError, match=message):
+            LayerSpec(**change)
 
 
 # Rotary frequencies
@@ -207,6 +260,11 @@ ROPES = [
     {"rope_theta": 5e5, "rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 8192}},
     {"rope_theta": 5e5, "rope_scaling": _LLAMA3, "max_position_embeddings": 4096},
     {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 7.0}},
+    {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 16, "beta_slow": 2, "truncate": False}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.2}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.1}},
 ]
 
 
@@ -218,16 +276,17 @@ def test_rotary_frequencies_are_those_of_transformers(rope):
     compute = LlamaRotaryEmbedding.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
     frequencies, scaling = compute(theirs)
     block = block_spec(config)
-    assert (block.rotary_dims, block.rotary_scaling) == (128, scaling)
-    torch.testing.assert_close(torch.tensor(block.inverse_frequency), frequencies, rtol=1e-6, atol=0)
+    (mine,) = block.rotary
+    assert (mine.dims, mine.scaling) == (128, pytest.approx(scaling))
+    torch.testing.assert_close(torch.tensor(mine.inverse_frequency), frequencies, rtol=1e-6, atol=0)
     # As transformers saves it today, the config means the same.
     saved = block_spec(complete_config(theirs.to_dict()))
     assert saved == block
 
 
 def test_llama_3s_rule_keeps_blends_and_stretches():
-    plain = block_spec({**LLAMA, "head_dim": 128, "rope_theta": 5e5}).inverse_frequency
-    scaled = block_spec({**LLAMA, "head_dim": 128, **ROPES[4]}).inverse_frequency
+    plain = block_spec({**LLAMA, "head_dim": 128, "rope_theta": 5e5}).rotary[0].inverse_frequency
+    scaled = block_spec({**LLAMA, "head_dim": 128, **ROPES[4]}).rotary[0].inverse_frequency
     ratios = [a / b for a, b in zip(plain, scaled, strict=True)]
     assert ratios[0] == 1
     assert ratios[-1] == pytest.approx(8)

@@ -9,9 +9,8 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
-from arch_models import CONTEXT, VARIANTS, make_model
+from arch_models import CONTEXT, VARIANTS, make_model, open_model
 from arch_reference import ReferenceDecoder
-from transformers import AutoModelForCausalLM
 
 from flashllm.arch.registry import ARCHITECTURES
 from flashllm.config import RunConfig
@@ -38,7 +37,7 @@ def model_of(tmp_path_factory):
     def get(name):
         if name not in made:
             source, directory = make_model(tmp_path_factory.mktemp("contract"), name)
-            made[name] = AutoModelForCausalLM.from_pretrained(source).eval(), directory
+            made[name] = open_model(source), directory
         return made[name]
 
     return get
@@ -72,7 +71,7 @@ def test_a_model_without_sparsity_runs_densely_alone(model_of, name):
     _, directory = model_of(name)
     model = ModelDir.open(directory)
     check_mode("dense", model)
-    if model.architecture.activation != "silu":
+    if model.architecture.sparse:
         assert PREDICTORS in model.manifest.files
         check_mode("sparse", model)
         return
@@ -115,6 +114,40 @@ def test_decoding_goes_on_from_a_prompt(model_of, name):
             for at in range(60, len(ids)):
                 found = model.step([(sequence, [ids[at]])])
                 np.testing.assert_allclose(found[0], logits[at], atol=TOLERANCE, rtol=0)
+
+
+@needs_engine
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_conversation_of_greedy_tokens(model_of, name):
+    """Turns: a prompt, its answer, a longer prompt after both, its answer; each token is transformers' best."""
+    reference, directory = model_of(name)
+    with Model.open(directory, RunConfig(mode="dense", threads=1, io_threads=4)) as model:
+        sequence, said = model.new_sequence(), []
+        for turn in (tokens(7, seed=1), tokens(66, seed=2)):
+            found, first = model.step([(sequence, turn)]), len(said) + len(turn) - 1
+            said += turn
+            for _ in range(4):
+                said.append(int(found[0].argmax()))
+                found = model.step([(sequence, said[-1:])])
+            expected = expected_logits(reference, said).numpy()
+            assert said[first + 1 :] == expected[first:-1].argmax(-1).tolist()
+
+
+@needs_engine
+@pytest.mark.parametrize("name", {variant.model_type: name for name, variant in VARIANTS.items()}.values())
+def test_bfloat16_is_as_close_as_transformers(tmp_path, name):
+    """To what fp32 makes of the same rounded weights, in one prompt and token by token."""
+    source, directory = make_model(tmp_path, name, dtype="bfloat16")
+    reference, ids = open_model(source), tokens(80)
+    theirs = expected_logits(reference.to(torch.bfloat16), ids).float().numpy()
+    exact = expected_logits(reference.to(torch.float32), ids).numpy()
+    tolerance = 2.0 * np.abs(theirs - exact).max() + 0.02 * exact.std()
+    with Model.open(directory, RunConfig(mode="dense", threads=1, io_threads=4)) as model:
+        sequence = model.new_sequence()
+        prompt, few = model.step([(sequence, ids[:72]), (model.new_sequence(), ids[:8])], all_logits=True)
+        tail = [model.step([(sequence, [token])])[0] for token in ids[72:]]
+    np.testing.assert_allclose(np.concatenate([prompt, tail]), exact, atol=tolerance, rtol=0)
+    np.testing.assert_allclose(few, exact[:8], atol=tolerance, rtol=0)
 
 
 @needs_engine

@@ -224,6 +224,35 @@ def test_the_neuron_caches_give_way_to_the_context_and_get_it_back(load, directo
             assert np.array_equal(np.concatenate(got), expected)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dense_run_keeps_what_fits_and_reads_the_rest(load, directory_of, monkeypatch, name):
+    monkeypatch.setattr("flashllm.engine.model.process_nbytes", lambda: 100_000_000)
+    prompt, following = ids_of(CONTEXT - 20), ids_of(6, 1)
+    whole = load(name, mode="dense")
+    expected = alone(whole, prompt, following)
+    assert not any("each token reads" in notice for notice in whole.notices)
+    with whole.new_sequence() as sequence:
+        whole.step([(sequence, [5])])
+        whole.meter.take()
+        whole.step([(sequence, [6])])
+        assert whole.meter.take().bytes_read == 0
+    plan = whole.plan.memory
+    every = whole.manifest.rows.layer_nbytes * whole.manifest.architecture.num_layers
+    assert sum(plan.cache_rows) * plan.row_nbytes == every
+    for share in (0.0, 0.5):
+        limit = plan.minimum_nbytes + int(share * every)
+        model = load(name, mode="dense", memory=limit)
+        assert np.array_equal(alone(model, prompt, following), expected)  # its context takes memory, and gives it back
+        kept = sum(model.plan.memory.cache_rows) * plan.row_nbytes
+        assert any("each token reads" in notice for notice in model.notices) == (kept < every)
+        with model.new_sequence() as sequence:
+            for _ in range(2):
+                model.step([(sequence, [5])])
+                model.meter.take()
+            model.step([(sequence, [6])])
+            assert model.meter.take().bytes_read == every - kept
+
+
 def test_more_sequences_than_fit(load, directory_of, monkeypatch):
     monkeypatch.setattr("flashllm.engine.model.process_nbytes", lambda: 100_000_000)
     model = load(memory=least_memory(directory_of("opt")))

@@ -53,6 +53,41 @@ def test_every_row_once_in_order(flash, num_rows, block_rows, ahead):
             assert np.array_equal(read_layer(stream, layer, then), data[layer])
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 7])
+@pytest.mark.parametrize("kept", [0, 3, 4, 9, 10])
+@pytest.mark.parametrize("around", [False, True])
+def test_kept_rows_are_read_once(flash, kept, ahead, around):
+    """The first whole blocks of 4 of 10 rows stay; `around`: the last layer is followed by the first."""
+    stream, data, _ = flash(ahead=ahead)
+    for layer in range(LAYERS):
+        stream.keep(layer, _core.allocate(max(kept, 1) * STRIDE)[: kept * STRIDE])
+        assert stream.kept(layer) == kept
+    stays = kept if kept == 10 else kept // 4 * 4
+    for turn in range(3):
+        for layer in range(LAYERS):
+            then = layer + 1 if layer + 1 < LAYERS else 0 if around else None
+            assert np.array_equal(read_layer(stream, layer, then), data[layer])
+        stream.drain()
+        read = stream.take()["bytes"]
+        assert read == LAYERS * (10 if turn == 0 else 10 - stays) * STRIDE
+
+
+@pytest.mark.parametrize("then", [None, 0, 1])
+def test_kept_rows_give_way_and_come_back(flash, then):
+    stream, data, _ = flash()
+    stream.keep(0, _core.allocate(10 * STRIDE))
+    for rows in (10, 4, 0, 7, 10, 10):
+        stream.set_kept(0, rows)
+        for _ in range(2):
+            assert np.array_equal(read_layer(stream, 0, then), data[0])
+        blocks = blocks_of(stream, 0, then)
+        next(blocks)  # given up
+    with pytest.raises(ValueError, match="memory for 10 rows cannot keep 11"):
+        stream.set_kept(0, 11)
+    with pytest.raises(ValueError, match="a layer beyond"):
+        stream.keep(LAYERS, _core.allocate(STRIDE))
+
+
 def test_times_count_each_read_once(flash):
     stream, data, _ = flash()
     read_layer(stream, 0, then=1)

@@ -108,10 +108,10 @@ std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::s
   const std::vector<float> bias = random_floats(kNeurons, random), down_bias = random_floats(kWidth, random);
   const std::byte* inputs = x.data() + first * kWidth * element;
 
-  DenseFfn ffn(format, Activation::relu, pool, level);
+  DenseFfn ffn(format, pool, level);
   std::vector<std::byte> y(tokens * kWidth * element), out(tokens * kNeurons * element);
   std::vector<float> h(tokens * kLater);
-  ffn.begin(inputs, tokens);
+  ffn.begin(inputs, tokens, Activation::relu);
   ffn.activations(rows.data(), kFirst, bias.data());
   ffn.add(rows.data());
   const float* later = ffn.activations(rows.data() + kFirst * format.stride, kLater, bias.data() + kFirst);

@@ -102,7 +102,7 @@ struct Whole {
     spec.block.heads = kHeads;
     spec.block.kv_heads = kKvHeads;
     spec.block.head_dim = kHeadDim;
-    spec.block.pre_norm = !settings.rotary;
+    spec.block.norms = settings.rotary ? NormPlace::sum : NormPlace::input;
     spec.block.query_scale = 0.25F;
     spec.vocab = kVocab;
     spec.embed_dim = kWidth;
@@ -113,13 +113,16 @@ struct Whole {
     weights.embedding = weights.head = embedding.weights;
     weights.embedding.bias = weights.head.bias = nullptr;
     if (settings.rotary) {
-      spec.block.rotary = {frequencies.data(), 2 * frequencies.size(), Rotary::Style::half, 1.0F};
+      spec.rotary = {{frequencies.data(), 2 * frequencies.size(), Rotary::Style::half, 1.0F}};
     } else {
       weights.positions = positions.weights;
       spec.position_offset = 2;
     }
     weights.final_norm = final_norm.norm(kind);
-    for (const auto& block : blocks) weights.blocks.push_back(block->weights(kind));
+    for (const auto& block : blocks) {
+      weights.blocks.push_back(block->weights(kind));
+      weights.blocks.back().rotary = settings.rotary ? 0 : -1;
+    }
     model = std::make_unique<Model>(spec, weights, flash.options(1, 1).format, Activation::relu, *stream,
                                     pool, counters, best_simd_level(), [this] {
                                       if (checks_left-- == 0) throw std::runtime_error("interrupted");
@@ -182,7 +185,8 @@ void settings_change_nothing(const Flash& flash, bool rotary) {
     CHECK(conversation(other, 1) == expected);
     CHECK(conversation(other, 1) == expected);  // whatever the caches hold by now
   }
-  CHECK(plain.counters.compute_ns > 0 && plain.counters.bytes_read > 0 && plain.blocks[0]->ffn.counters.active > 0);
+  CHECK(plain.counters.compute_ns > 0 && plain.counters.bytes_read > 0 &&
+        plain.blocks[0]->ffn.counters.active > 0);
 }
 
 void company_changes_nothing(const Flash& flash) {

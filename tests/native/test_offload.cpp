@@ -75,13 +75,13 @@ void test_blocks(KvLayout layout, int bits, Dtype dtype) {
       std::vector<std::byte> first;
       for (const int threads : {1, 4}) {
         ThreadPool pool(threads);
-        const BatchAttention attention(kHeads, format, 0.2F, pool, level);
+        const BatchAttention attention(kHeads, format, {0.2F}, pool, level);
         std::vector<std::byte> out(q.size());
         std::vector<DecodingToken> tokens;
         for (std::size_t i = 0; i < kSequences; ++i)
           tokens.push_back({q.data() + i * kHeads * kDim * item, places.data(), kLengths[i],
                             out.data() + i * kHeads * kDim * item});
-        CHECK(attention.decode(arenas, tokens.data(), tokens.size(), share) > 0);
+        CHECK(attention.decode(arenas, tokens.data(), tokens.size(), share, 0) > 0);
         if (first.empty()) first = out;
         CHECK(out == first);
       }

@@ -105,7 +105,8 @@ class PyFfnLayer {
     options.format.check();
     options.layer = get<std::int32_t>("layer");
     options.num_neurons = get<std::int32_t>("num_neurons");
-    options.activation = parse_activation(get<std::string>("activation"));
+    options.activation =
+        parse_activation(get<std::string>("activation"), get_or("activation_threshold", 0.0F));
     options.cache_policy = get<std::string>("cache_policy");
     options.window = get<std::int32_t>("window");
     options.file_offset = get<std::uint64_t>("file_offset");

@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <atomic>
+#include <list>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -14,6 +15,7 @@
 
 #include "bind/bindings.h"
 #include "io/row_stream.h"
+#include "io/xxh3.h"
 #include "model/model.h"
 
 namespace flashllm {
@@ -61,12 +63,22 @@ class PyRowStream {
     return nb::make_tuple(block.first_row, RowsView(rows, {block.count, stream_->stride()}, nb::find(this)));
   }
 
+  // Whole rows of `memory`, from allocate(), keep the layer's first ones.
+  void keep(std::size_t layer, const ByteArray& memory) {
+    require(layer < stream_->num_layers(), "a layer beyond those there are");
+    require(reinterpret_cast<std::uintptr_t>(memory.data()) % kHashedMultiple == 0,
+            "memory that keeps rows must come from allocate()");
+    stream_->keep(layer, reinterpret_cast<std::byte*>(memory.data()), memory.nbytes() / stream_->stride());
+    kept_.push_back(memory);
+  }
+
   RowStream& stream() { return *stream_; }
 
  private:
   std::shared_ptr<Reader> reader_;
   std::shared_ptr<DirectFile> file_;
   std::vector<ChecksumArray> checksums_;
+  std::vector<ByteArray> kept_;
   std::unique_ptr<RowStream> stream_;
 };
 
@@ -78,10 +90,35 @@ class SpecReader {
   T get(const char* name) const {
     return nb::cast<T>(spec_.attr(name));
   }
+  // `missing` for None
+  template <typename T>
+  T get_or(const char* name, T missing) const {
+    const nb::object value = spec_.attr(name);
+    return value.is_none() ? missing : nb::cast<T>(value);
+  }
+  // 0 for None
+  float number(const char* name) const { return get_or(name, 0.0F); }
+  nb::object call(const char* method, std::size_t argument) const { return spec_.attr(method)(argument); }
 
  private:
   nb::object spec_;
 };
+
+NormPlace parse_norm_place(const std::string& name) {
+  if (name == "input") return NormPlace::input;
+  if (name == "sum") return NormPlace::sum;
+  if (name == "output") return NormPlace::output;
+  require(name == "both", "norms are at input, sum, output or both, not " + name);
+  return NormPlace::both;
+}
+
+HeadNorm parse_head_norm(const std::string& name) {
+  if (name == "none") return HeadNorm::none;
+  if (name == "head") return HeadNorm::head;
+  if (name == "heads") return HeadNorm::heads;
+  require(name == "projection", "query_key_norm is none, head, heads or projection, not " + name);
+  return HeadNorm::projection;
+}
 
 Pass parse_pass(const std::string& name) {
   if (name == "sparse") return Pass::sparse;
@@ -146,14 +183,20 @@ class PyModel {
     spec.block.heads = reader.get<std::size_t>("heads");
     spec.block.kv_heads = reader.get<std::size_t>("kv_heads");
     spec.block.head_dim = reader.get<std::size_t>("head_dim");
-    spec.block.pre_norm = reader.get<bool>("pre_norm");
+    spec.block.norms = parse_norm_place(reader.get<std::string>("norms"));
+    spec.block.parallel = reader.get<bool>("parallel");
+    spec.block.shared_norm = reader.get<bool>("shared_norm");
+    spec.block.head_norm = parse_head_norm(reader.get<std::string>("query_key_norm"));
     spec.block.query_scale = reader.get<float>("query_scale");
-    read_rotary(reader, spec.block);
+    spec.block.attention_softcap = reader.number("attention_softcap");
+    spec.block.residual_scale = reader.get<float>("residual_scale");
+    read_rotary(reader, spec);
     spec.vocab = reader.get<std::size_t>("vocab_size");
     spec.embed_dim = reader.get<std::size_t>("embed_dim");
     spec.d_ff = d_ff;
     spec.position_offset = reader.get<std::size_t>("position_offset");
-    spec.embedding_scale = reader.get<float>("embedding_scale");
+    spec.logit_scale = reader.get<float>("logit_scale");
+    spec.logit_softcap = reader.number("logit_softcap");
     spec.block_tokens = block_tokens;
     spec.fill_tokens = fill_tokens;
     spec.prefetch = prefetch;
@@ -161,6 +204,7 @@ class PyModel {
     dtype_ = spec.block.dtype;
     kernels_ = &kernel_table(level, dtype_);
     d_model_ = spec.block.d_model;
+    spec.embedding_scale = rounded(reader.get<float>("embedding_scale"));
 
     ModelWeights weights;
     weights.embedding = linear("embedding", spec.vocab, spec.embed_dim);
@@ -170,17 +214,34 @@ class PyModel {
       weights.project_in = linear("project_in", d_model_, spec.embed_dim);
       weights.project_out = linear("project_out", spec.embed_dim, d_model_);
     }
-    if (reader.get<bool>("final_norm")) weights.final_norm = norm("final_norm", reader);
+    if (reader.get<bool>("final_norm")) weights.final_norm = norm("final_norm", d_model_, reader);
     weights.head =
         reader.get<bool>("tied_head") ? weights.embedding : linear("head", spec.vocab, spec.embed_dim);
+    weights.head.bias = floats("head.bias", spec.vocab);
     const std::size_t attended = spec.block.heads * spec.block.head_dim;
     const std::size_t cached = spec.block.kv_heads * spec.block.head_dim;
     require(nb::len(ffns_) == num_layers, "every layer needs an FFN, or None");
     for (std::size_t i = 0; i < num_layers; ++i) {
       const std::string layer = "layers." + std::to_string(i) + ".";
       BlockWeights block_weights;
-      block_weights.attention_norm = norm(layer + "attention_norm", reader);
-      block_weights.ffn_norm = norm(layer + "ffn_norm", reader);
+      if (spec.block.norms != NormPlace::output) {
+        block_weights.attention_norm = norm(layer + "attention_norm", d_model_, reader);
+        if (!spec.block.shared_norm) block_weights.ffn_norm = norm(layer + "ffn_norm", d_model_, reader);
+      }
+      if (norms_output(spec.block.norms)) {
+        block_weights.attention_output_norm = norm(layer + "attention_output_norm", d_model_, reader);
+        block_weights.ffn_output_norm = norm(layer + "ffn_output_norm", d_model_, reader);
+      }
+      if (spec.block.head_norm != HeadNorm::none) {
+        const bool together = spec.block.head_norm == HeadNorm::projection;
+        const std::size_t width = spec.block.head_dim;
+        block_weights.query_norm = norm(layer + "query_norm", together ? attended : width, reader, attended);
+        block_weights.key_norm = norm(layer + "key_norm", together ? cached : width, reader, cached);
+      }
+      const SpecReader of_layer(reader.call("layer", i));
+      block_weights.rotary = of_layer.get_or("rotary", -1);
+      block_weights.activation_threshold = of_layer.get<float>("activation_threshold");
+      block_weights.attention_window = of_layer.get_or<std::size_t>("window", 0);
       block_weights.query = linear(layer + "query", attended, d_model_);
       block_weights.key = linear(layer + "key", cached, d_model_);
       block_weights.value = linear(layer + "value", cached, d_model_);
@@ -202,9 +263,9 @@ class PyModel {
     rows.down = down;
     rows.check();
     shape_ = {num_layers, spec.block.kv_heads, spec.block.head_dim, context_, dtype_};
-    model_ =
-        std::make_unique<Model>(spec, weights, rows, parse_activation(reader.get<std::string>("activation")),
-                                stream_->stream(), *pool_, *counters_, level, [this] { check(); });
+    const Activation activation = parse_activation(reader.get<std::string>("activation"));
+    model_ = std::make_unique<Model>(spec, weights, rows, activation, stream_->stream(), *pool_, *counters_,
+                                     level, [this] { check(); });
   }
 
   // Room for a sequence of `context` tokens in `layers` layers; None: the model's.
@@ -288,16 +349,26 @@ class PyModel {
     return tokens;
   }
 
-  void read_rotary(const SpecReader& reader, BlockSpec& block) {
-    block.rotary.dims = reader.get<std::size_t>("rotary_dims");
-    if (block.rotary.dims == 0) return;
-    inverse_frequency_ = reader.get<std::vector<float>>("inverse_frequency");
-    require(inverse_frequency_.size() * 2 == block.rotary.dims,
-            "a frequency is needed for every pair of dimensions");
-    block.rotary.inverse_frequency = inverse_frequency_.data();
-    block.rotary.style =
-        reader.get<std::string>("rotary_style") == "half" ? Rotary::Style::half : Rotary::Style::interleaved;
-    block.rotary.scaling = reader.get<float>("rotary_scaling");
+  void read_rotary(const SpecReader& reader, ModelSpec& spec) {
+    const bool is_half = reader.get<std::string>("rotary_style") == "half";
+    for (const nb::handle each : reader.get<nb::tuple>("rotary")) {
+      const SpecReader one(nb::borrow(each));
+      frequencies_.push_back(one.get<std::vector<float>>("inverse_frequency"));
+      Rotary rotary;
+      rotary.inverse_frequency = frequencies_.back().data();
+      rotary.dims = 2 * frequencies_.back().size();
+      rotary.style = is_half ? Rotary::Style::half : Rotary::Style::interleaved;
+      rotary.scaling = one.get<float>("scaling");
+      require(rotary.dims <= spec.block.head_dim, "rotary dimensions beyond the head's");
+      spec.rotary.push_back(rotary);
+    }
+  }
+
+  float rounded(float value) const {
+    std::byte bits[sizeof(float)];
+    kernels_->from_f32(&value, 1, bits);
+    kernels_->to_f32(bits, 1, &value);
+    return value;
   }
 
   // The tensor [rows, columns] of a canonical name, where it lies.
@@ -319,21 +390,25 @@ class PyModel {
     return weights;
   }
 
-  Norm norm(const std::string& name, const SpecReader& reader) {
+  // A norm over `width` values; its weights may be those of several, `most` in all.
+  Norm norm(const std::string& name, std::size_t width, const SpecReader& reader, std::size_t most = 0) {
     Norm norm;
     norm.kind = reader.get<std::string>("norm") == "rms" ? Norm::Kind::rms : Norm::Kind::layer;
-    norm.width = d_model_;
+    norm.width = width;
     norm.epsilon = reader.get<float>("norm_epsilon");
-    norm.weight = floats(name + ".weight", d_model_);
-    norm.bias = floats(name + ".bias", d_model_);
+    const bool several = most != 0 && reader.get<std::string>("query_key_norm") == "heads";
+    norm.weight = floats(name + ".weight", several ? most : width, reader.get<float>("norm_shift"));
+    norm.bias = floats(name + ".bias", several ? most : width);
     return norm;
   }
 
-  // A vector widened to fp32, which the model keeps; nullptr where there is none.
-  const float* floats(const std::string& name, std::size_t n) {
+  // A vector widened to fp32, plus `shift`, which the model keeps; nullptr where there is none.
+  const float* floats(const std::string& name, std::size_t n, float shift = 0.0F) {
     if (!tensors_.contains(name.c_str())) return nullptr;
     auto values = std::make_unique<float[]>(n);
     kernels_->to_f32(tensor(name, n), n, values.get());
+    if (shift != 0.0F)
+      for (std::size_t i = 0; i < n; ++i) values[i] += shift;
     floats_.push_back(std::move(values));
     return floats_.back().get();
   }
@@ -343,7 +418,7 @@ class PyModel {
   nb::list ffns_;
   std::shared_ptr<ThreadPool> pool_;
   std::shared_ptr<FfnCounters> counters_;
-  std::vector<float> inverse_frequency_;
+  std::list<std::vector<float>> frequencies_;
   std::vector<std::unique_ptr<float[]>> floats_;
   Dtype dtype_ = Dtype::f32;
   const KernelTable* kernels_ = nullptr;
@@ -365,6 +440,14 @@ void init_model(nb::module_& m) {
       .def("begin", &PyRowStream::begin, nb::arg("layer"), nb::arg("then").none() = nb::none())
       .def("next", &PyRowStream::next)
       .def("drain", [](PyRowStream& self) { self.stream().drain(); })
+      .def("keep", &PyRowStream::keep, nb::arg("layer"), nb::arg("memory"))
+      .def(
+          "set_kept",
+          [](PyRowStream& self, std::size_t layer, std::size_t rows) { self.stream().set_kept(layer, rows); },
+          nb::arg("layer"), nb::arg("rows"))
+      .def(
+          "kept", [](PyRowStream& self, std::size_t layer) { return self.stream().kept(layer); },
+          nb::arg("layer"))
       .def("take", [](PyRowStream& self) {
         const StreamTimes times = self.stream().take();
         nb::dict result;

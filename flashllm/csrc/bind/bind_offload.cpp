@@ -189,9 +189,10 @@ class PyElementwise {
     elementwise_.rotate(rotary, positions.data(), x.shape(0), heads, x.shape(1) / heads, factor, bytes_of(x));
   }
 
-  void activate(const Written& x, const std::optional<Values>& gate, const std::string& activation) const {
+  void activate(const Written& x, const std::optional<Values>& gate, const std::string& activation,
+                float threshold) const {
     check(x, "x");
-    const Activation parsed = parse_activation(activation);
+    const Activation parsed = parse_activation(activation, threshold);
     if (gate.has_value()) {
       check(*gate, "gate");
       require(gate->size() == x.size(), "x and gate must have the same size");
@@ -249,11 +250,11 @@ class PyBatchAttention {
  public:
   PyBatchAttention(std::size_t heads, std::size_t kv_heads, std::size_t head_dim, const std::string& dtype,
                    float scale, std::shared_ptr<ThreadPool> pool, const std::string& layout, int bits,
-                   const std::string& simd)
+                   float softcap, const std::string& simd)
       : pool_(std::move(pool)),
         simd_(parse_simd(simd)),
         attention_(heads, KvBlockFormat(kv_heads, head_dim, parse_dtype(dtype), parse_layout(layout), bits),
-                   scale, *pool_, simd_) {}
+                   {scale, softcap}, *pool_, simd_) {}
 
   std::size_t block_nbytes() const { return format().block_nbytes(); }
   std::size_t sealed_nbytes() const { return format().sealed_nbytes(); }
@@ -299,7 +300,7 @@ class PyBatchAttention {
   }
 
   void prompt(const Values& q, const Arena& arena, std::size_t first_slot, std::size_t first_position,
-              const Written& out) const {
+              const Written& out, std::size_t window) const {
     check_queries(q, out);
     check_arena(arena, false);
     const std::size_t blocks = (first_position + q.shape(0) + kKvBlock - 1) / kKvBlock;
@@ -307,12 +308,12 @@ class PyBatchAttention {
             "the sequence's blocks reach beyond the arena's " + std::to_string(arena.shape(0)) + " slots");
     const nb::gil_scoped_release unlocked;
     attention_.prompt(bytes_of(q), q.shape(0), bytes_of(arena) + first_slot * block_nbytes(), first_position,
-                      bytes_of(out));
+                      window, bytes_of(out));
   }
 
   std::uint64_t decode(const Values& q, const std::vector<Arena>& arenas, const std::vector<bool>& sealed,
                        const Table& table, const Longs& offsets, const Longs& lengths, const Written& out,
-                       double share) const {
+                       double share, std::size_t window) const {
     check_queries(q, out);
     const std::size_t n = q.shape(0);
     require(arenas.size() == sealed.size(), "every arena must be told to be sealed or not");
@@ -339,7 +340,7 @@ class PyBatchAttention {
                    bytes_of(out) + i * row};
     }
     const nb::gil_scoped_release unlocked;
-    return attention_.decode(places, tokens.data(), n, share);
+    return attention_.decode(places, tokens.data(), n, share, window);
   }
 
  private:
@@ -417,7 +418,8 @@ void init_offload(nb::module_& m) {
       .def("rotate", &PyElementwise::rotate, nb::arg("x"), nb::arg("heads"), nb::arg("positions"),
            nb::arg("inverse_frequency"), nb::arg("dims"), nb::arg("style") = "half",
            nb::arg("scaling") = 1.0F, nb::arg("factor") = 1.0F)
-      .def("activate", &PyElementwise::activate, nb::arg("x"), nb::arg("gate").none(), nb::arg("activation"))
+      .def("activate", &PyElementwise::activate, nb::arg("x"), nb::arg("gate").none(), nb::arg("activation"),
+           nb::arg("threshold") = 0.0F)
       .def("add", &PyElementwise::add, nb::arg("x"), nb::arg("y"))
       .def("scale", &PyElementwise::scale, nb::arg("x"), nb::arg("factor"))
       .def("widen", &PyElementwise::widen, nb::arg("x"), nb::arg("out"))
@@ -425,10 +427,10 @@ void init_offload(nb::module_& m) {
 
   nb::class_<PyBatchAttention>(m, "BatchAttention")
       .def(nb::init<std::size_t, std::size_t, std::size_t, const std::string&, float,
-                    std::shared_ptr<ThreadPool>, const std::string&, int, const std::string&>(),
+                    std::shared_ptr<ThreadPool>, const std::string&, int, float, const std::string&>(),
            nb::kw_only(), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("dtype"),
            nb::arg("scale"), nb::arg("pool"), nb::arg("layout") = "plain", nb::arg("bits") = 4,
-           nb::arg("simd") = "auto")
+           nb::arg("softcap") = 0.0F, nb::arg("simd") = "auto")
       .def_prop_ro("block_nbytes", &PyBatchAttention::block_nbytes)
       .def_prop_ro("sealed_nbytes", &PyBatchAttention::sealed_nbytes)
       .def("write", &PyBatchAttention::write, nb::arg("keys"), nb::arg("values"), nb::arg("arena"),
@@ -436,9 +438,10 @@ void init_offload(nb::module_& m) {
       .def("seal", &PyBatchAttention::seal, nb::arg("arena"), nb::arg("slots"), nb::arg("out_arena"),
            nb::arg("out_slots"))
       .def("prompt", &PyBatchAttention::prompt, nb::arg("q"), nb::arg("arena"), nb::arg("first_slot"),
-           nb::arg("first_position"), nb::arg("out"))
+           nb::arg("first_position"), nb::arg("out"), nb::arg("window") = 0)
       .def("decode", &PyBatchAttention::decode, nb::arg("q"), nb::arg("arenas"), nb::arg("sealed"),
-           nb::arg("table"), nb::arg("offsets"), nb::arg("lengths"), nb::arg("out"), nb::arg("share") = 1.0);
+           nb::arg("table"), nb::arg("offsets"), nb::arg("lengths"), nb::arg("out"), nb::arg("share") = 1.0,
+           nb::arg("window") = 0);
 }
 
 }  // namespace flashllm

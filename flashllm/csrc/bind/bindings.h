@@ -47,7 +47,8 @@ T* at_address(std::uintptr_t address) {
 
 Dtype parse_dtype(const std::string& name);
 SimdLevel parse_simd(const std::string& name);  // "auto", or a level's name
-Activation parse_activation(const std::string& name);
+// `threshold`: of fatrelu.
+Activation parse_activation(const std::string& name, float threshold = 0.0F);
 Dtype dtype_of(const AnyArray& array);
 
 // What a bound layer holds; nb::cast_error where it is another object. The caller keeps the object alive.

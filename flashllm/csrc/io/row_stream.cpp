@@ -28,35 +28,54 @@ RowStream::RowStream(Reader& reader, const DirectFile& file, std::vector<Streame
       staging_((ahead + 1) * buffer_nbytes_) {
   if (stride == 0 || block_rows == 0 || ahead == 0 || layers_.empty())
     throw CoreError(ErrorKind::usage, "a row stream needs layers, and sizes that are not zero");
+  kept_.resize(layers_.size());
   for (std::size_t i = 0; i <= ahead; ++i) batches_.push_back(std::make_unique<ReadBatch>());
+}
+
+std::size_t RowStream::block_at(int layer, std::size_t first_row) const {
+  return std::min(block_rows_, layers_[static_cast<std::size_t>(layer)].num_rows - first_row);
+}
+
+bool RowStream::is_kept(const Place& place) const {
+  const Kept& kept = kept_[static_cast<std::size_t>(place.layer)];
+  return place.first_row + block_at(place.layer, place.first_row) <= kept.filled;
 }
 
 void RowStream::add_places(int layer) {
   const std::size_t num_rows = layers_.at(static_cast<std::size_t>(layer)).num_rows;
-  for (std::size_t row = 0; row < num_rows; row += block_rows_) wanted_.push_back({layer, row});
+  for (std::size_t row = 0; row < num_rows; row += block_rows_)
+    if (!is_kept({layer, row})) wanted_.push_back({layer, row});
 }
 
 void RowStream::begin(int layer, int then) {
   wanted_.clear();
   add_places(layer);
-  own_ = wanted_.size();
   if (then != kNoLayer) add_places(then);
+  layer_ = layer;
+  row_ = 0;
   // Reads under way are used where they are those wanted now; else an interrupted pass left them.
   bool matches = pending_.size() <= wanted_.size();
   for (std::size_t i = 0; matches && i < pending_.size(); ++i) matches = pending_[i].place == wanted_[i];
   if (!matches) pending_.clear();
-  used_ = 0;
   submitted_ = pending_.size();
   if (submitted_ == 0) reader_.take_busy_ns();  // time of earlier passes does not count
 }
 
 bool RowStream::next(RowBlock& block) {
-  if (used_ == own_) return false;
-  // The block to use, and those behind it: the buffer of the block before is free by now.
+  if (layer_ == kNoLayer || row_ >= layers_[static_cast<std::size_t>(layer_)].num_rows) return false;
+  // The blocks behind the one to use: the buffer of the block before is free by now.
   while (pending_.size() <= ahead_ && submitted_ < wanted_.size()) submit(wanted_[submitted_]);
+  const Place place{layer_, row_};
+  const std::size_t count = block_at(layer_, row_);
+  Kept& kept = kept_[static_cast<std::size_t>(layer_)];
+  if (is_kept(place)) {
+    block = {row_, count, kept.memory + row_ * stride_};
+    row_ += count;
+    return true;
+  }
   const Pending current = pending_.front();
   pending_.pop_front();
-  ++used_;
+  row_ += count;
   Stopwatch watch;
   ReadBatch& batch = *batches_[current.buffer];
   try {
@@ -69,7 +88,9 @@ bool RowStream::next(RowBlock& block) {
   times_.bytes += batch.stats().bytes;
   times_.requests += batch.stats().requests;
   times_.retries += batch.stats().retries;
-  block = {current.place.first_row, current.count, staging_.data() + current.buffer * buffer_nbytes_};
+  const bool is_own = kept.memory != nullptr && current.rows == kept.memory + place.first_row * stride_;
+  if (is_own && kept.filled == place.first_row) kept.filled += count;
+  block = {place.first_row, count, current.rows};
   return true;
 }
 
@@ -78,19 +99,48 @@ void RowStream::submit(const Place& place) {
   next_buffer_ = (next_buffer_ + 1) % batches_.size();
   settle(buffer);
   const StreamedLayer& layer = layers_[static_cast<std::size_t>(place.layer)];
-  const std::size_t count = std::min(block_rows_, layer.num_rows - place.first_row);
+  const Kept& kept = kept_[static_cast<std::size_t>(place.layer)];
+  const std::size_t count = block_at(place.layer, place.first_row);
+  // Where a layer follows itself its rows may be on their way already.
+  const bool stays = place.first_row + count <= kept.rows && place.first_row >= kept.filled &&
+                     std::none_of(pending_.begin(), pending_.end(),
+                                  [&](const Pending& pending) { return pending.place == place; });
+  std::byte* rows =
+      stays ? kept.memory + place.first_row * stride_ : staging_.data() + buffer * buffer_nbytes_;
   ReadJob job;
   job.offset = layer.offset + place.first_row * stride_;
   job.nbytes = count * stride_;
-  job.destination = staging_.data() + buffer * buffer_nbytes_;
+  job.destination = rows;
   job.checksums = layer.checksums + place.first_row;
   job.row_nbytes = static_cast<std::uint32_t>(stride_);
   ReadBatch& batch = *batches_[buffer];
   batch.jobs.assign(1, job);
   reader_.submit(batch, file_);
   reader_.start();
-  pending_.push_back({place, count, buffer});
+  pending_.push_back({place, count, buffer, rows});
   ++submitted_;
+}
+
+void RowStream::keep(std::size_t layer, std::byte* memory, std::size_t rows) {
+  drain();
+  const std::size_t most = std::min(rows, layers_.at(layer).num_rows);
+  kept_[layer] = {memory, most, most, 0};
+}
+
+void RowStream::set_kept(std::size_t layer, std::size_t rows) {
+  Kept& kept = kept_.at(layer);
+  if (rows > kept.most)
+    throw CoreError(ErrorKind::usage,
+                    "memory for " + std::to_string(kept.most) + " rows cannot keep " + std::to_string(rows));
+  if (rows == kept.rows) return;
+  drain();  // no read may land in memory that is given back
+  if (rows < kept.rows) {
+    kept.filled = std::min(kept.filled, rows / block_rows_ * block_rows_);
+    release_pages(kept.memory + rows * stride_, (kept.most - rows) * stride_);
+  } else {
+    reclaim_pages(kept.memory, rows * stride_);
+  }
+  kept.rows = rows;
 }
 
 // After an interrupted pass a read may still be under way into this buffer: it ends before the buffer is
@@ -100,7 +150,8 @@ void RowStream::settle(std::size_t buffer) noexcept { reader_.settle(*batches_[b
 void RowStream::drain() noexcept {
   pending_.clear();
   wanted_.clear();
-  own_ = used_ = submitted_ = 0;
+  submitted_ = 0;
+  layer_ = kNoLayer;
   for (std::size_t buffer = 0; buffer < batches_.size(); ++buffer) settle(buffer);
 }
 

@@ -2,7 +2,9 @@
 // used.
 //
 // The length of a block is a constant of the model directory, so that dense sums do not depend on the
-// machine. Knows rows and blocks; not what is computed from them. One thread at a time uses a stream.
+// machine. A layer's first blocks may be kept in memory once they were read: then they come from there, while
+// those behind them, and the next layer's, are read. Knows rows and blocks; not what is computed from them.
+// One thread at a time uses a stream.
 #pragma once
 
 #include <cstddef>
@@ -57,6 +59,13 @@ class RowStream {
   // Waits for the reads under way and drops them, errors included.
   void drain() noexcept;
 
+  // Keeps a layer's first rows, in whole blocks, in `memory`, which has room for `rows` of them.
+  void keep(std::size_t layer, std::byte* memory, std::size_t rows);
+  // From now on at most `rows` of them: what is beyond goes back to the system, or is kept again as it is
+  // read. Throws CoreError (usage) beyond what `keep` was given.
+  void set_kept(std::size_t layer, std::size_t rows);
+  std::size_t kept(std::size_t layer) const { return kept_.at(layer).rows; }
+
   StreamTimes take();
   std::size_t num_layers() const { return layers_.size(); }
   std::size_t stride() const { return stride_; }
@@ -72,8 +81,16 @@ class RowStream {
     Place place;
     std::size_t count;
     std::size_t buffer;
+    std::byte* rows;  // of the buffer, or where they are kept
+  };
+  struct Kept {
+    std::byte* memory = nullptr;
+    std::size_t most = 0, rows = 0;  // rows there is memory for; that may be kept
+    std::size_t filled = 0;          // rows that have come, from the first on
   };
 
+  std::size_t block_at(int layer, std::size_t first_row) const;
+  bool is_kept(const Place& place) const;
   void add_places(int layer);
   void submit(const Place& place);
   void settle(std::size_t buffer) noexcept;
@@ -87,9 +104,11 @@ class RowStream {
   HugeBuffer staging_;
   std::vector<std::unique_ptr<ReadBatch>> batches_;  // the reads into each buffer
   std::deque<Pending> pending_;                      // in the order they are wanted
-  std::vector<Place> wanted_;                        // of this layer, then of the next
-  std::size_t own_ = 0;                              // how many of them are this layer's
-  std::size_t used_ = 0, submitted_ = 0;
+  std::vector<Place> wanted_;                        // of this layer, then of the next: those to be read
+  std::size_t submitted_ = 0;                        // how many of them are, or were, under way
+  std::vector<Kept> kept_;                           // of each layer
+  int layer_ = kNoLayer;                             // this layer, and its row where the next block begins
+  std::size_t row_ = 0;
   std::size_t next_buffer_ = 0;
   StreamTimes times_;
 };

@@ -1,6 +1,7 @@
 #include "kernels/attention.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -15,6 +16,7 @@ namespace flashllm {
 namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
+constexpr float kLowest = -1e30F;  // below every score, yet a number: of a query that has seen no key so far
 constexpr std::size_t kTileColumns = 128;  // queries of a tile: positions times heads that share keys
 constexpr std::size_t kPad = 16;           // floats: a width the kernels take
 constexpr std::size_t kStairs = 6;         // queries added up together where each sees one key more
@@ -38,29 +40,31 @@ void transpose(const float* const* from, std::size_t first, float* to, std::size
 #endif
 }
 
-// Some heads that share a KV head, for one token. scores: [heads, length]
+// Some heads that share a KV head, for one token. scores: [heads, positions seen]
 void attend_heads(const AttentionShape& shape, const AttendingToken& token, std::size_t first_head,
                   std::size_t heads, float* scores, const KernelTable& kernels, Softmax softmax) {
   const std::size_t kv_head = first_head / (shape.heads / shape.kv_heads);
   const std::size_t row_nbytes = shape.head_dim * dtype_nbytes(shape.dtype);
   const float* q = token.q + first_head * shape.head_dim;
   float* out = token.out + first_head * shape.head_dim;
-  for (std::size_t p = 0; p < token.length; p += kKvBlock) {
-    const std::byte* keys = token.kv.key_rows(kv_head, p / kKvBlock);
-    const std::size_t n = std::min(kKvBlock, token.length - p);
+  const std::size_t first = shape.first_seen(token.length), seen = token.length - first;
+  for (std::size_t p = first, n = 0; p < token.length; p += n) {
+    const std::byte* keys = token.kv.key_rows(kv_head, p / kKvBlock) + p % kKvBlock * row_nbytes;
+    n = std::min(kKvBlock - p % kKvBlock, token.length - p);
     for (std::size_t h = 0; h < heads; ++h)
       kernels.dot_matrix(keys, row_nbytes, n, q + h * shape.head_dim, shape.head_dim,
-                         scores + h * token.length + p);
+                         scores + h * seen + p - first);
   }
-  for (std::size_t h = 0; h < heads; ++h) softmax(scores + h * token.length, token.length, shape.scale);
+  cap_scores(shape, scores, heads * seen);
+  for (std::size_t h = 0; h < heads; ++h) softmax(scores + h * seen, seen, shape.softmax_scale());
   std::fill(out, out + heads * shape.head_dim, 0.0F);
   const void* rows[kKvBlock];
-  for (std::size_t p = 0; p < token.length; p += kKvBlock) {
-    const std::byte* values = token.kv.value_rows(kv_head, p / kKvBlock);
-    const std::size_t n = std::min(kKvBlock, token.length - p);
+  for (std::size_t p = first, n = 0; p < token.length; p += n) {
+    const std::byte* values = token.kv.value_rows(kv_head, p / kKvBlock) + p % kKvBlock * row_nbytes;
+    n = std::min(kKvBlock - p % kKvBlock, token.length - p);
     for (std::size_t i = 0; i < n; ++i) rows[i] = values + i * row_nbytes;
     for (std::size_t h = 0; h < heads; ++h)
-      kernels.add_scaled_rows(rows, scores + h * token.length + p, n, 0, shape.head_dim,
+      kernels.add_scaled_rows(rows, scores + h * seen + p - first, n, 0, shape.head_dim,
                               out + h * shape.head_dim);
   }
 }
@@ -96,6 +100,7 @@ class TileAttention {
         values_(kKvBlock * depth_),
         zeros_(depth_),
         ends_(most_columns),
+        begins_(most_columns),
         rows_(most_columns) {
     std::fill_n(zeros_.get(), depth_, 0.0F);
   }
@@ -107,23 +112,25 @@ class TileAttention {
     largest_ = state_.get();
     sum_ = largest_ + width_;
     factor_ = sum_ + width_;
-    std::fill(largest_, largest_ + width_, kNever);
+    std::fill(largest_, largest_ + width_, shape_.window == 0 ? kNever : kLowest);
     std::fill(sum_, sum_ + width_, 0.0F);
     std::fill(sums_.get(), sums_.get() + columns_ * depth_, 0.0F);
     for (std::size_t h = 0, c = 0; h < tile.heads; ++h) {
       for (std::size_t i = tile.first; i < tile.first + tile.positions; ++i, ++c) {
         ends_[c] = first_position_ + i + 1;
+        begins_[c] = shape_.first_seen(ends_[c]);
         rows_[c] = (i * shape_.heads + tile.first_head + h) * shape_.head_dim;
       }
     }
     load_queries();
     const std::size_t end = first_position_ + tile.first + tile.positions;
-    for (std::size_t start = 0; start < end; start += kKvBlock) {
+    last_begin_ = shape_.first_seen(end);
+    for (std::size_t start = begins_[0] / kKvBlock * kKvBlock; start < end; start += kKvBlock) {
       start_ = start;
       keys_seen_ = std::min(kKvBlock, end - start);
       multiply_keys();
-      attention_.online_softmax(scores_.get(), keys_seen_, width_, width_, shape_.scale, largest_, sum_,
-                                factor_);
+      attention_.online_softmax(scores_.get(), keys_seen_, width_, width_, shape_.softmax_scale(), largest_,
+                                sum_, factor_);
       for (std::size_t c = 0; c < columns_; ++c)
         if (factor_[c] != 1.0F) attention_.scale_floats(sums_.get() + c * depth_, depth_, factor_[c]);
       add_values();
@@ -132,12 +139,15 @@ class TileAttention {
   }
 
  private:
-  // Keys of this block that a column's query sees.
-  std::size_t seen(std::size_t column) const {
-    const std::size_t end = ends_[column];
-    return end <= start_ ? 0 : std::min(end - start_, keys_seen_);
+  // Keys [skipped, seen) of this block are those that a column's query sees.
+  std::size_t seen(std::size_t column) const { return in_block(ends_[column]); }
+  std::size_t skipped(std::size_t column) const { return in_block(begins_[column]); }
+  std::size_t in_block(std::size_t position) const {
+    return position <= start_ ? 0 : std::min(position - start_, keys_seen_);
   }
-  bool all_seen() const { return first_position_ + tile_.first + 1 >= start_ + keys_seen_; }
+  bool all_seen() const {
+    return first_position_ + tile_.first + 1 >= start_ + keys_seen_ && last_begin_ <= start_;
+  }
   std::size_t kv_head() const { return tile_.first_head / (shape_.heads / shape_.kv_heads); }
   std::uint32_t* words(const Scratch<float>& floats) const {
     return reinterpret_cast<std::uint32_t*>(floats.get());
@@ -194,14 +204,16 @@ class TileAttention {
       for (std::size_t k = 0; k < keys_seen_; ++k)
         std::fill_n(scores_.get() + k * width_ + c, kPad, k < needed ? 0.0F : kNever);
       multiply_keys(rows, keys, needed, c, kPad);
-      for (std::size_t i = c; i < std::min(c + kPad, columns_); ++i)
+      for (std::size_t i = c; i < std::min(c + kPad, columns_); ++i) {
+        for (std::size_t k = 0; k < skipped(i); ++k) scores_.get()[k * width_ + i] = kNever;
         for (std::size_t k = seen(i); k < needed; ++k) scores_.get()[k * width_ + i] = kNever;
+      }
     }
   }
 
   void multiply_keys(const std::byte* rows, const float* keys, std::size_t n, std::size_t column,
                      std::size_t width) {
-    float* scores = scores_.get() + column;
+    float* const scores = scores_.get() + column;
     const std::size_t dim = shape_.head_dim;
     if (pairs_ != nullptr) {
       pairs_->multiply_add({rows, dim * dtype_nbytes(Dtype::bf16), kPairNbytes}, n,
@@ -214,6 +226,8 @@ class TileAttention {
         column += wide;
       }
     }
+    if (shape_.softcap == 0.0F) return;
+    for (std::size_t k = 0; k < n; ++k) cap_scores(shape_, scores + k * width_, width);
   }
 
   // sums_ += weights * values, each query's in the order of the keys. A key that a query does not see weighs
@@ -253,7 +267,8 @@ class TileAttention {
     }
   }
 
-  // Exactly those that the column's query sees.
+  // Exactly those that the column's query sees. Of a window's first block, all that are not after it: where
+  // a key before the window has a value that is not finite, so has the query's own sum.
   void add_seen_values(std::size_t column) {
     const std::size_t keys = seen(column);
     if (pairs_ == nullptr) return add_values(column, 1, keys);
@@ -318,11 +333,12 @@ class TileAttention {
   std::size_t depth_;         // head_dim, padded
   std::size_t panel_;
   Scratch<float> queries_, scores_, sums_, state_, keys_, values_, zeros_;
-  std::vector<std::size_t> ends_,
-      rows_;  // of a column: the position after its query's; where it is in q and out
+  std::vector<std::size_t> ends_, begins_,
+      rows_;  // of a column: the position after its query's; the first it sees; where it is in q and out
   Tile tile_{};
   std::size_t columns_ = 0, width_ = 0;                            // queries of the tile; the same, padded
   float *largest_ = nullptr, *sum_ = nullptr, *factor_ = nullptr;  // [width]
+  std::size_t last_begin_ = 0;             // of the last position's query: the first it sees
   std::size_t start_ = 0, keys_seen_ = 0;  // the block of keys: its first position, how many the tile sees
 };
 
@@ -336,6 +352,12 @@ std::size_t heads_together(std::size_t group, std::size_t positions, std::size_t
 }
 
 }  // namespace
+
+void cap_scores(const AttentionShape& shape, float* scores, std::size_t n) {
+  if (shape.softcap == 0.0F) return;
+  const float factor = shape.scale / shape.softcap;
+  for (std::size_t i = 0; i < n; ++i) scores[i] = shape.softcap * std::tanh(scores[i] * factor);
+}
 
 void attend_each(const AttentionShape& shape, const AttendingToken* tokens, std::size_t n, ThreadPool& pool,
                  SimdLevel level) {

@@ -32,10 +32,23 @@ struct AttentionShape {
   std::size_t kv_heads = 0;  // divides heads: grouped queries
   std::size_t head_dim = 0;
   Dtype dtype = Dtype::f32;
-  float scale = 1.0F;  // of scores
+  float scale = 1.0F;      // of scores
+  float softcap = 0.0F;    // scaled scores become cap * tanh(score / cap) (Gemma 2); 0: they stay
+  std::size_t window = 0;  // positions that a query sees, its own included; 0: all before it
+
+  // The first of `length` positions that the last one sees.
+  std::size_t first_seen(std::size_t length) const {
+    return window == 0 || window >= length ? 0 : length - window;
+  }
+  // The scale that softmax applies, after the soft cap.
+  float softmax_scale() const { return softcap == 0.0F ? scale : 1.0F; }
 };
 
-// One token: q and out [heads, head_dim]; it attends to the first `length` positions, its own included.
+// The soft cap of n scores, in place: they are scaled afterwards. Nothing where the shape has none.
+void cap_scores(const AttentionShape& shape, float* scores, std::size_t n);
+
+// One token: q and out [heads, head_dim]; it attends to the first `length` positions, its own included, or to
+// the last of them that its window holds.
 struct AttendingToken {
   const float* q = nullptr;
   KvView kv;
@@ -52,8 +65,9 @@ void attend_one(const AttentionShape& shape, const float* q, const KvView& kv, s
                 ThreadPool& pool, SimdLevel level);
 
 // Causal attention of n consecutive tokens of a sequence: q and out [n, heads, head_dim]; token i attends to
-// positions 0 to first_position + i. Online softmax over blocks of keys (Dao et al. 2022), so that memory
-// does not grow with the context. On levels with pair kernels, weights of bf16 values are rounded to bf16.
+// positions 0 to first_position + i, the last of them that its window holds. Online softmax over blocks of
+// keys (Dao et al. 2022), so that memory does not grow with the context. On levels with pair kernels, weights
+// of bf16 values are rounded to bf16.
 void attend_many(const AttentionShape& shape, const float* q, std::size_t n, std::size_t first_position,
                  const KvView& kv, float* out, ThreadPool& pool, SimdLevel level);
 

@@ -150,37 +150,48 @@ namespace {
 float relu(float value) { return value <= 0.0F ? 0.0F : value; }
 float squared_relu(float value) { return value <= 0.0F ? 0.0F : value * value; }
 float silu(float value) { return value / (1.0F + std::exp(-value)); }
+float gelu(float value) { return 0.5F * value * (1.0F + std::erf(value * 0.70710678F)); }
+float gelu_tanh(float value) {
+  return 0.5F * value * (1.0F + std::tanh(0.79788456F * (value + 0.044715F * value * value * value)));
+}
+float quick_gelu(float value) { return value / (1.0F + std::exp(-1.702F * value)); }
+
+// Calls `use` with the activation as a function.
+template <typename Use>
+void with_function(Activation activation, const Use& use) {
+  switch (activation.kind) {
+    case Activation::identity:
+      return use([](float value) { return value; });
+    case Activation::relu:
+    case Activation::drelu:
+      return use(relu);
+    case Activation::squared_relu:
+      return use(squared_relu);
+    case Activation::fatrelu:
+      return use(
+          [threshold = activation.threshold](float value) { return value <= threshold ? 0.0F : value; });
+    case Activation::silu:
+      return use(silu);
+    case Activation::gelu:
+      return use(gelu);
+    case Activation::gelu_tanh:
+      return use(gelu_tanh);
+    case Activation::quick_gelu:
+      return use(quick_gelu);
+  }
+}
 
 }  // namespace
 
 float apply_activation(Activation activation, float value) {
-  switch (activation) {
-    case Activation::identity:
-      return value;
-    case Activation::relu:
-      return relu(value);
-    case Activation::squared_relu:
-      return squared_relu(value);
-    case Activation::silu:
-      return silu(value);
-  }
+  with_function(activation, [&](auto function) { value = function(value); });
   return value;
 }
 
 void activate(Activation activation, float bias, float* values, std::size_t n) {
-  const auto each = [=](auto function) {
+  with_function(activation, [=](auto function) {
     for (std::size_t i = 0; i < n; ++i) values[i] = function(values[i] + bias);
-  };
-  switch (activation) {
-    case Activation::identity:
-      return each([](float value) { return value; });
-    case Activation::relu:
-      return each(relu);
-    case Activation::squared_relu:
-      return each(squared_relu);
-    case Activation::silu:
-      return each(silu);
-  }
+  });
 }
 
 void linear(const LinearWeights& weights, const float* x, std::size_t tokens, float* out, ThreadPool& pool,

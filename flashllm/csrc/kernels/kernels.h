@@ -20,7 +20,16 @@ inline std::size_t dtype_nbytes(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 
 enum class SimdLevel { scalar, avx2, avx512, avx512_bf16 };  // each has all of those before it
 SimdLevel best_simd_level();
 
-enum class Activation { identity, relu, squared_relu, silu };
+struct Activation {
+  enum Kind { identity, relu, squared_relu, drelu, fatrelu, silu, gelu, gelu_tanh, quick_gelu };
+  Kind kind = identity;
+  float threshold = 0.0F;  // of fatrelu: zero up to it, the value itself above
+
+  Activation() = default;
+  Activation(Kind of, float above = 0.0F) : kind(of), threshold(above) {}
+  // What becomes of the up product of a gated FFN, whose gate this is applied to: nothing, but for drelu.
+  Activation of_up() const { return kind == drelu ? relu : identity; }
+};
 
 // The innermost loops of one level and weight type; `n` rows or terms, `k` elements a row.
 struct KernelTable {

@@ -47,6 +47,16 @@ void normalize(const Norm& norm, const float* x, float* y) {
   rescale(norm, x, mean, 1.0F / std::sqrt(variance + norm.epsilon), y);
 }
 
+void normalize_heads(const Norm& norm, std::size_t heads, bool own_weights, float* x) {
+  Norm of_head = norm;
+  for (std::size_t h = 0; h < heads; ++h) {
+    const std::size_t first = own_weights ? h * norm.width : 0;
+    if (norm.weight != nullptr) of_head.weight = norm.weight + first;
+    if (norm.bias != nullptr) of_head.bias = norm.bias + first;
+    normalize(of_head, x + h * norm.width, x + h * norm.width);
+  }
+}
+
 void normalize_rows(const Norm& norm, const std::byte* x, std::size_t rows, Dtype dtype, std::byte* y,
                     ThreadPool& pool, SimdLevel level) {
   const KernelTable& kernels = kernel_table(level, dtype);

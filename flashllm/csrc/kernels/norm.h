@@ -20,6 +20,9 @@ struct Norm {
 //   layer: y = (x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias (Ba et al. 2016)
 //   rms:   y = x / sqrt(mean(x^2) + epsilon) * weight + bias (Zhang and Sennrich 2019)
 void normalize(const Norm& norm, const float* x, float* y);
+// `heads` rows that follow one another, in place: all with the same weight and bias [width], or, with
+// `own_weights`, each with its own [heads, width].
+void normalize_heads(const Norm& norm, std::size_t heads, bool own_weights, float* x);
 
 // The same for each row of x and y [rows, width], of the given dtype.
 void normalize_rows(const Norm& norm, const std::byte* x, std::size_t rows, Dtype dtype, std::byte* y,

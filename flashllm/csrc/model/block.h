@@ -1,8 +1,11 @@
 // What a decoder block is made of: the options that an architecture chooses (flashllm/arch), and a block's
 // weights.
 //
-//   pre-norm:  h += out(attention(norm(h)));  h += FFN(ffn_norm(h))
-//   post-norm: h = norm(h + out(attention(h)));  h = ffn_norm(h + FFN(h))
+// A block is h += f(h) for f the attention and then the FFN, or, parallel, for the sum of both of the same h.
+// Where the norms are (NormPlace):
+//
+//   input:  h += f(norm(h))           sum:  h = norm(h + f(h))
+//   output: h += output_norm(f(h))    both: h += output_norm(f(norm(h)))
 #pragma once
 
 #include <cstddef>
@@ -10,10 +13,21 @@
 
 #include "kernels/kernels.h"
 #include "kernels/norm.h"
-#include "kernels/rotary.h"
 #include "model/ffn_layer.h"
 
 namespace flashllm {
+
+enum class NormPlace { input, sum, output, both };
+inline bool norms_input(NormPlace place) { return place == NormPlace::input || place == NormPlace::both; }
+inline bool norms_output(NormPlace place) { return place == NormPlace::output || place == NormPlace::both; }
+
+// What queries and keys are normalized by, before their rotation.
+enum class HeadNorm {
+  none,
+  head,        // each head, one weight [head_dim] for all
+  heads,       // each head, with its own weight
+  projection,  // all heads together
+};
 
 struct BlockSpec {
   Dtype dtype = Dtype::f32;
@@ -21,19 +35,28 @@ struct BlockSpec {
   std::size_t heads = 0;
   std::size_t kv_heads = 0;  // divides heads: grouped queries
   std::size_t head_dim = 0;
-  bool pre_norm = true;
-  float query_scale = 1.0F;  // of a query, before its products with the keys
-  Rotary rotary;             // of no dimension: positions are part of the embedding, or there are none
+  NormPlace norms = NormPlace::input;
+  bool parallel = false;
+  bool shared_norm = false;  // of a parallel block: the FFN reads what the attention reads
+  HeadNorm head_norm = HeadNorm::none;
+  float query_scale = 1.0F;        // of a query, before its products with the keys
+  float attention_softcap = 0.0F;  // scores are cap * tanh(score / cap); 0: as they are
+  float residual_scale = 1.0F;     // of what is added to h
 };
 
 // Its parts must live as long as the block.
 struct BlockWeights {
-  Norm attention_norm, ffn_norm;
+  Norm attention_norm, ffn_norm;                // those that NormPlace wants
+  Norm attention_output_norm, ffn_output_norm;  // the same
+  Norm query_norm, key_norm;                    // of one head, or of the projection
   LinearWeights query, key, value, out;
-  const float* up_bias = nullptr;    // [d_ff] or nullptr
-  const float* gate_bias = nullptr;  // [d_ff] or nullptr
-  const float* down_bias = nullptr;  // [d_model] or nullptr
-  FfnLayer* ffn = nullptr;           // nullptr: the model has no neuron caches and runs dense
+  const float* up_bias = nullptr;     // [d_ff] or nullptr
+  const float* gate_bias = nullptr;   // [d_ff] or nullptr
+  const float* down_bias = nullptr;   // [d_model] or nullptr
+  FfnLayer* ffn = nullptr;            // nullptr: the model has no neuron caches and runs dense
+  float activation_threshold = 0.0F;  // of fatrelu
+  int rotary = -1;                    // of the model's rotary embeddings; -1: none
+  std::size_t attention_window = 0;   // positions that a query sees, its own included; 0: all before it
 };
 
 }  // namespace flashllm

@@ -6,7 +6,8 @@
 
 namespace flashllm {
 
-void DenseFfn::begin(const std::byte* x, std::size_t tokens) {
+void DenseFfn::begin(const std::byte* x, std::size_t tokens, Activation activation) {
+  activation_ = activation;
   x_.emplace(x, tokens, format_.d_model, dtype_, pool_, level_);
   // Rows a power of two apart would share few lines of a cache: one line more.
   y_stride_ = (format_.d_model + kColumnPad - 1) / kColumnPad * kColumnPad + kColumnPad;
@@ -30,7 +31,9 @@ float* DenseFfn::activations(const std::byte* rows, std::size_t count, const flo
     for (std::size_t i = begin; i < end; ++i) {
       activate(activation_, of(gated ? gate_bias : up_bias, i), h_.data() + i * padded, padded);
       if (!gated) continue;
-      for (std::size_t m = i * padded; m < (i + 1) * padded; ++m) h_[m] *= up_[m] + of(up_bias, i);
+      float *h = h_.data() + i * padded, *up = up_.data() + i * padded;
+      activate(activation_.of_up(), of(up_bias, i), up, padded);
+      for (std::size_t m = 0; m < padded; ++m) h[m] *= up[m];
     }
   });
   return h_.data();

@@ -12,15 +12,11 @@ namespace flashllm {
 
 class DenseFfn {
  public:
-  DenseFfn(const RowFormat& format, Activation activation, ThreadPool& pool, SimdLevel level)
-      : format_(format),
-        dtype_(dtype_of(format.codec)),
-        activation_(activation),
-        pool_(pool),
-        level_(level) {}
+  DenseFfn(const RowFormat& format, ThreadPool& pool, SimdLevel level)
+      : format_(format), dtype_(dtype_of(format.codec)), pool_(pool), level_(level) {}
 
   // x: [tokens, d_model] in the rows' dtype
-  void begin(const std::byte* x, std::size_t tokens);
+  void begin(const std::byte* x, std::size_t tokens, Activation activation);
   // The activations of `count` rows of neurons, h [count, padded()]; the first `tokens()` of each row may be
   // changed before they are added. up_bias, gate_bias: the neurons', or nullptr.
   float* activations(const std::byte* rows, std::size_t count, const float* up_bias,
@@ -36,7 +32,7 @@ class DenseFfn {
  private:
   const RowFormat format_;
   const Dtype dtype_;
-  const Activation activation_;
+  Activation activation_;  // of the layer
   ThreadPool& pool_;
   const SimdLevel level_;
   std::optional<PackedTokens> x_;

@@ -231,7 +231,7 @@ void FfnLayer::up_products(const std::vector<std::int32_t>& positions) {
     values_[static_cast<std::size_t>(positions[i])] = gathered_[i];
   if (!format.gated()) return;
   for (std::size_t i = 0; i < positions.size(); ++i) vectors_[i] = row(ids_[i]) + format.up;
-  dot_scattered(rows, x_, ids_.data(), options_.up_bias, Activation::identity, gathered_.data(), pool_,
+  dot_scattered(rows, x_, ids_.data(), options_.up_bias, options_.activation.of_up(), gathered_.data(), pool_,
                 options_.simd);
   for (std::size_t i = 0; i < positions.size(); ++i)
     values_[static_cast<std::size_t>(positions[i])] *= gathered_[i];

@@ -1,6 +1,7 @@
 #include "model/model.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "io/error.h"
 
@@ -26,8 +27,16 @@ bool fits(const LinearWeights& weights, const BlockSpec& spec, std::size_t rows,
 
 void check_block(const BlockSpec& spec, const BlockWeights& weights) {
   const std::size_t attended = spec.heads * spec.head_dim, cached = spec.kv_heads * spec.head_dim;
-  require(weights.attention_norm.width == spec.d_model && weights.ffn_norm.width == spec.d_model,
+  const auto wide = [&](const Norm& norm, bool wanted) { return !wanted || norm.width == spec.d_model; };
+  const bool input = spec.norms != NormPlace::output, output = norms_output(spec.norms);
+  require(wide(weights.attention_norm, input) && wide(weights.ffn_norm, input && !spec.shared_norm) &&
+              wide(weights.attention_output_norm, output) && wide(weights.ffn_output_norm, output),
           "a block's norms do not fit the model");
+  const bool together = spec.head_norm == HeadNorm::projection;
+  require(spec.head_norm == HeadNorm::none ||
+              (weights.query_norm.width == (together ? attended : spec.head_dim) &&
+               weights.key_norm.width == (together ? cached : spec.head_dim)),
+          "a block's norms of queries and keys do not fit the model");
   require(
       fits(weights.query, spec, attended, spec.d_model) && fits(weights.key, spec, cached, spec.d_model) &&
           fits(weights.value, spec, cached, spec.d_model) && fits(weights.out, spec, spec.d_model, attended),
@@ -51,8 +60,8 @@ Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat
       level_(level),
       kernels_(kernel_table(level, spec.block.dtype)),
       check_(std::move(check)),
-      dense_(rows, activation, pool, level),
-      rotary_(spec.block.rotary) {
+      dense_(rows, pool, level),
+      rotary_(spec.rotary.begin(), spec.rotary.end()) {
   const BlockSpec& block = spec_.block;
   require(block.d_model != 0 && block.head_dim != 0 && spec_.vocab != 0 && spec_.block_tokens != 0,
           "a model's sizes must not be zero");
@@ -70,7 +79,11 @@ Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat
           "the final norm does not fit the model");
   require(spec_.d_ff != 0 && rows_.d_model == block.d_model, "the rows do not fit the model");
   require(weights_.blocks.size() == stream_.num_layers(), "every block needs rows to stream");
-  for (const BlockWeights& each : weights_.blocks) check_block(block, each);
+  for (const BlockWeights& each : weights_.blocks) {
+    check_block(block, each);
+    require(each.rotary < static_cast<int>(rotary_.size()),
+            "a block wants a rotary embedding beyond those there are");
+  }
 }
 
 void Model::step(const std::vector<Token>& tokens, Pass pass, const std::vector<std::size_t>& wanted,
@@ -142,10 +155,10 @@ void Model::embed(const Token* tokens, std::size_t count, float* states) {
 }
 
 void Model::set_positions(const Part& part) {
-  if (spec_.block.rotary.dims == 0) return;
+  if (rotary_.empty()) return;
   std::vector<std::size_t> positions;
   for (std::size_t t = 0; t < part.count; ++t) positions.push_back(part.tokens[t].position);
-  rotary_.set_positions(positions.data(), positions.size());
+  for (RotaryTable& rotary : rotary_) rotary.set_positions(positions.data(), positions.size());
 }
 
 void Model::run_part(const Part& part) {
@@ -188,22 +201,37 @@ void Model::interrupt() noexcept {
 
 // hidden_ -> hidden_
 void Model::block(std::size_t layer, const Part& part) {
+  const BlockSpec& spec = spec_.block;
   const BlockWeights& weights = weights_.blocks[layer];
-  const std::size_t count = part.count, n = count * spec_.block.d_model;
-  const bool pre_norm = spec_.block.pre_norm;
+  const std::size_t count = part.count, n = count * spec.d_model;
+  const bool before = norms_input(spec.norms), behind = norms_output(spec.norms);
   normed_.resize(n);
   projected_.resize(n);
   // 1. Attention.
-  if (pre_norm) normalize(weights.attention_norm, count, hidden_.data(), normed_.data());
-  take_inputs(pre_norm ? normed_.data() : hidden_.data(), count, spec_.block.d_model, part.pass);
+  if (before) normalize(weights.attention_norm, count, hidden_.data(), normed_.data());
+  take_inputs(before ? normed_.data() : hidden_.data(), count, spec.d_model, part.pass);
   attend(layer, part);
-  add_projected(count);
-  if (!pre_norm) normalize(weights.attention_norm, count, hidden_.data(), hidden_.data());
+  if (behind) normalize(weights.attention_output_norm, count, projected_.data(), projected_.data());
+  if (spec.parallel) {
+    attended_.assign(projected_.begin(), projected_.begin() + static_cast<std::ptrdiff_t>(n));
+  } else {
+    add_projected(count);
+    if (spec.norms == NormPlace::sum)
+      normalize(weights.attention_norm, count, hidden_.data(), hidden_.data());
+  }
   // 2. The FFN.
-  if (pre_norm) normalize(weights.ffn_norm, count, hidden_.data(), normed_.data());
-  feed_forward(layer, part, pre_norm ? normed_.data() : hidden_.data());
+  if (before && !spec.shared_norm) normalize(weights.ffn_norm, count, hidden_.data(), normed_.data());
+  feed_forward(layer, part, before ? normed_.data() : hidden_.data());
+  if (behind) {
+    round(projected_.data(), n);
+    normalize(weights.ffn_output_norm, count, projected_.data(), projected_.data());
+  }
+  if (spec.parallel) {
+    round(projected_.data(), n);
+    for (std::size_t i = 0; i < n; ++i) projected_[i] += attended_[i];
+  }
   add_projected(count);
-  if (!pre_norm) normalize(weights.ffn_norm, count, hidden_.data(), hidden_.data());
+  if (spec.norms == NormPlace::sum) normalize(weights.ffn_norm, count, hidden_.data(), hidden_.data());
 }
 
 // The inputs taken -> projected_, the attention's output.
@@ -219,31 +247,51 @@ void Model::attend(std::size_t layer, const Part& part) {
   project(weights.query, count, query_.data());
   project(weights.key, count, keys_.data());
   project(weights.value, count, values_.data());
-  pool_.parallel_for(count, kTokenGrain, [&](std::size_t begin, std::size_t end) {
-    for (std::size_t t = begin; t < end; ++t) {
-      float* query = query_.data() + t * attended;
-      float* key = keys_.data() + t * cached;
-      if (spec.rotary.dims != 0) {
-        rotary_.apply(t, query, spec.heads, spec.head_dim);
-        rotary_.apply(t, key, spec.kv_heads, spec.head_dim);
-      }
-      if (spec.query_scale != 1.0F)
-        for (std::size_t i = 0; i < attended; ++i) query[i] *= spec.query_scale;
-    }
-  });
-  if (spec.rotary.dims != 0) round(keys_.data(), count * cached);
-  round(query_.data(), count * attended);
+  prepare_heads(weights, count);
   for (std::size_t t = 0; t < count; ++t)
     part.tokens[t].sequence->append(part.kv_layer, part.tokens[t].position, keys_.data() + t * cached,
                                     values_.data() + t * cached);
-  attend_to_cache(part);
+  attend_to_cache(weights, part);
   round(mixed_.data(), count * attended);
   take_inputs(mixed_.data(), count, attended, part.pass);
   project(weights.out, count, projected_.data());
 }
 
+// query_ and keys_: their norms, their rotation, the scale of the queries.
+void Model::prepare_heads(const BlockWeights& weights, std::size_t count) {
+  const BlockSpec& spec = spec_.block;
+  const std::size_t attended = spec.heads * spec.head_dim, cached = spec.kv_heads * spec.head_dim;
+  if (spec.head_norm != HeadNorm::none) {
+    const bool together = spec.head_norm == HeadNorm::projection, own = spec.head_norm == HeadNorm::heads;
+    pool_.parallel_for(count, kTokenGrain, [&](std::size_t begin, std::size_t end) {
+      for (std::size_t t = begin; t < end; ++t) {
+        normalize_heads(weights.query_norm, together ? 1 : spec.heads, own, query_.data() + t * attended);
+        normalize_heads(weights.key_norm, together ? 1 : spec.kv_heads, own, keys_.data() + t * cached);
+      }
+    });
+    round(query_.data(), count * attended);
+    round(keys_.data(), count * cached);
+  }
+  const RotaryTable* rotary =
+      weights.rotary >= 0 ? &rotary_[static_cast<std::size_t>(weights.rotary)] : nullptr;
+  if (rotary == nullptr && spec.query_scale == 1.0F) return;
+  pool_.parallel_for(count, kTokenGrain, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t t = begin; t < end; ++t) {
+      float* query = query_.data() + t * attended;
+      if (rotary != nullptr) {
+        rotary->apply(t, query, spec.heads, spec.head_dim);
+        rotary->apply(t, keys_.data() + t * cached, spec.kv_heads, spec.head_dim);
+      }
+      if (spec.query_scale != 1.0F)
+        for (std::size_t i = 0; i < attended; ++i) query[i] *= spec.query_scale;
+    }
+  });
+  if (rotary != nullptr) round(keys_.data(), count * cached);
+  round(query_.data(), count * attended);
+}
+
 // query_ -> mixed_, over the keys and values that each token's sequence has up to it.
-void Model::attend_to_cache(const Part& part) {
+void Model::attend_to_cache(const BlockWeights& weights, const Part& part) {
   const BlockSpec& spec = spec_.block;
   const std::size_t attended = spec.heads * spec.head_dim;
   AttentionShape shape;
@@ -251,6 +299,8 @@ void Model::attend_to_cache(const Part& part) {
   shape.kv_heads = spec.kv_heads;
   shape.head_dim = spec.head_dim;
   shape.dtype = spec.dtype;
+  shape.softcap = spec.attention_softcap;
+  shape.window = weights.attention_window;
   if (part.pass != Pass::prompt) {
     std::vector<AttendingToken> attending;
     for (std::size_t t = 0; t < part.count; ++t)
@@ -324,8 +374,8 @@ void Model::feed_oracle(std::size_t layer, const Part& part, const float* x) {
     }
     const ScatteredRows scattered{rows.data(), count, width, rows_.codec};
     for (std::size_t t = 0; t < part.count; ++t) {
-      dot_scattered(scattered, x + t * width, ids.data(), driver_bias, activation_, values.data(), pool_,
-                    level_);
+      dot_scattered(scattered, x + t * width, ids.data(), driver_bias, activation(layer), values.data(),
+                    pool_, level_);
       for (std::size_t i = 0; i < count; ++i)
         if (values[i] != 0.0F) firing[t].push_back(ids[i]);
     }
@@ -353,7 +403,7 @@ void Model::feed_dense(std::size_t layer, const Part& part, const float* x) {
   }
   narrow_.resize(part.count * width * dtype_nbytes(spec_.block.dtype));
   narrow(x, part.count * width, narrow_.data());
-  dense_.begin(narrow_.data(), part.count);
+  dense_.begin(narrow_.data(), part.count, activation(layer));
   RowBlock block;
   while (stream_.next(block)) {
     charge_stream();
@@ -371,6 +421,10 @@ void Model::feed_dense(std::size_t layer, const Part& part, const float* x) {
   }
   dense_.finish(weights.down_bias, narrow_.data());
   widen(narrow_.data(), part.count * width, projected_.data());
+}
+
+Activation Model::activation(std::size_t layer) const {
+  return {activation_.kind, weights_.blocks[layer].activation_threshold};
 }
 
 // The rows that a dense pass wants after this layer's; none where the next pass is not known.
@@ -405,6 +459,16 @@ void Model::head(const Part& part, const std::vector<std::size_t>& rows, float* 
   }
   take_inputs(states.data(), count, spec_.embed_dim, part.pass);
   project(weights_.head, count, logits);
+  const std::size_t n = count * spec_.vocab;
+  if (spec_.logit_scale != 1.0F) {
+    for (std::size_t i = 0; i < n; ++i) logits[i] *= spec_.logit_scale;
+    round(logits, n);
+  }
+  if (spec_.logit_softcap != 0.0F) {
+    for (std::size_t i = 0; i < n; ++i)
+      logits[i] = spec_.logit_softcap * std::tanh(logits[i] / spec_.logit_softcap);
+    round(logits, n);
+  }
 }
 
 void Model::normalize(const Norm& norm, std::size_t count, const float* x, float* y) {
@@ -447,6 +511,10 @@ void Model::project(const LinearWeights& weights, std::size_t count, float* out)
 void Model::add_projected(std::size_t count) {
   const std::size_t n = count * spec_.block.d_model;
   round(projected_.data(), n);
+  if (spec_.block.residual_scale != 1.0F) {
+    for (std::size_t i = 0; i < n; ++i) projected_[i] *= spec_.block.residual_scale;
+    round(projected_.data(), n);
+  }
   for (std::size_t i = 0; i < n; ++i) hidden_[i] += projected_[i];
   round(hidden_.data(), n);
 }

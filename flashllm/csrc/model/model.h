@@ -18,6 +18,7 @@
 #include "io/stopwatch.h"
 #include "kernels/attention.h"
 #include "kernels/matmul.h"
+#include "kernels/rotary.h"
 #include "model/block.h"
 #include "model/dense_ffn.h"
 #include "model/kv_cache.h"
@@ -45,6 +46,9 @@ struct ModelSpec {
   std::size_t d_ff = 0;             // neurons of a layer
   std::size_t position_offset = 0;  // of the first row of the position embedding that is used
   float embedding_scale = 1.0F;
+  float logit_scale = 1.0F;
+  float logit_softcap = 0.0F;      // logits are cap * tanh(logit / cap); 0: as they are
+  std::vector<Rotary> rotary;      // that blocks choose from; none: positions are part of the embedding
   std::size_t block_tokens = 256;  // of a prompt that go through the blocks together, at most
   std::size_t fill_tokens =
       0;                 // the last tokens of a prompt, from which the neuron caches are filled; 0: never
@@ -115,7 +119,8 @@ class Model {
   void set_positions(const Part& part);
   void block(std::size_t layer, const Part& part);
   void attend(std::size_t layer, const Part& part);
-  void attend_to_cache(const Part& part);
+  void prepare_heads(const BlockWeights& weights, std::size_t count);
+  void attend_to_cache(const BlockWeights& weights, const Part& part);
   void feed_forward(std::size_t layer, const Part& part, const float* x);
   void feed_sparse(std::size_t layer, const Part& part, const float* x);
   void feed_oracle(std::size_t layer, const Part& part, const float* x);
@@ -131,6 +136,7 @@ class Model {
   template <typename Body>
   void each_share(std::size_t n, const Body& body);
   void charge_stream();
+  Activation activation(std::size_t layer) const;
   int layer_after(std::size_t layer, const Part& part) const;
 
   const ModelSpec spec_;
@@ -144,12 +150,12 @@ class Model {
   const KernelTable& kernels_;
   const std::function<void()> check_;
   DenseFfn dense_;
-  RotaryTable rotary_;
+  std::vector<RotaryTable> rotary_;
   Stopwatch watch_;
 
-  // Scratch of a part. [tokens, d_model]: hidden_, normed_, projected_; [tokens, heads * head_dim]: query_,
-  // mixed_; [tokens, kv_heads * head_dim]: keys_, values_.
-  std::vector<float> hidden_, normed_, query_, keys_, values_, mixed_, projected_;
+  // Scratch of a part. [tokens, d_model]: hidden_, normed_, projected_, attended_; [tokens, heads *
+  // head_dim]: query_, mixed_; [tokens, kv_heads * head_dim]: keys_, values_.
+  std::vector<float> hidden_, normed_, query_, keys_, values_, mixed_, projected_, attended_;
   std::vector<std::byte> narrow_, products_, rounded_;
   const float* inputs_ = nullptr;         // of the next products, [tokens, width]
   std::unique_ptr<PackedTokens> packed_;  // the same, of a prompt

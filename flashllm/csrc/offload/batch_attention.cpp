@@ -39,27 +39,33 @@ class GroupAttention {
   // Returns the bytes of values read.
   std::uint64_t attend(const DecodingToken& token, std::size_t kv_head) {
     const std::size_t width = group_ * shape_.head_dim, length = token.length;
-    const std::size_t first = kv_head * width * dtype_nbytes(shape_.dtype);
-    kernels_.to_f32(token.q + first, width, q_.get());
-    for (std::size_t p = 0; p < length; p += kKvBlock)
+    const std::size_t at = kv_head * width * dtype_nbytes(shape_.dtype);
+    const std::size_t first = shape_.first_seen(length), seen = length - first;
+    const std::size_t begin = first / kKvBlock * kKvBlock;  // of the first block that is read
+    kernels_.to_f32(token.q + at, width, q_.get());
+    for (std::size_t p = begin; p < length; p += kKvBlock)
       multiply_keys(block_at(token.blocks[p / kKvBlock]), kv_head, p, std::min(kKvBlock, length - p), length);
-    for (std::size_t h = 0; h < group_; ++h) softmax_(scores_.get() + h * length, length, shape_.scale);
+    for (std::size_t h = 0; h < group_; ++h) {
+      float* scores = scores_.get() + h * length + first;
+      cap_scores(shape_, scores, seen);
+      softmax_(scores, seen, shape_.softmax_scale());
+    }
     const auto kept = static_cast<std::size_t>(
-        std::min(std::ceil(share_ * static_cast<double>(length)), static_cast<double>(length)));
-    if (kept < length) {
+        std::min(std::ceil(share_ * static_cast<double>(seen)), static_cast<double>(seen)));
+    if (kept < seen) {
       is_kept_.assign(group_ * length, 0);
-      for (std::size_t h = 0; h < group_; ++h) keep_heaviest(h, length, kept);
+      for (std::size_t h = 0; h < group_; ++h) keep_heaviest(h, first, length, kept);
     }
     std::fill_n(out_.get(), width, 0.0F);
     std::uint64_t nbytes = 0;
-    for (std::size_t p = 0; p < length; p += kKvBlock) {
+    for (std::size_t p = begin; p < length; p += kKvBlock) {
       const Block block = block_at(token.blocks[p / kKvBlock]);
-      const std::size_t n = std::min(kKvBlock, length - p);
-      const std::size_t rows = kept < length ? add_kept_values(block, kv_head, p, n, length)
-                                             : add_values(block, kv_head, p, n, length);
+      const std::size_t n = std::min(kKvBlock, length - p), skipped = p < first ? first - p : 0;
+      const std::size_t rows = kept < seen ? add_kept_values(block, kv_head, p, n, length)
+                                           : add_values(block, kv_head, p, {skipped, n}, length);
       nbytes += rows * format_.value_nbytes(block.is_packed);
     }
-    kernels_.from_f32(out_.get(), width, token.out + first);
+    kernels_.from_f32(out_.get(), width, token.out + at);
     return nbytes;
   }
 
@@ -67,6 +73,9 @@ class GroupAttention {
   struct Block {
     const std::byte* data;
     bool is_packed;
+  };
+  struct Rows {
+    std::size_t begin, end;
   };
   Block block_at(const KvPlace& place) const {
     const KvArena& arena = arenas_[static_cast<std::size_t>(place.arena)];
@@ -96,10 +105,10 @@ class GroupAttention {
 
   // Marks the positions whose values head h adds. Weights are not negative, so that their bits are in their
   // order; a NaN comes before all.
-  void keep_heaviest(std::size_t h, std::size_t length, std::size_t kept) {
+  void keep_heaviest(std::size_t h, std::size_t first, std::size_t length, std::size_t kept) {
     const float* weights = scores_.get() + h * length;
     ranks_.clear();
-    for (std::size_t p = 0; p < length; ++p) {
+    for (std::size_t p = first; p < length; ++p) {
       std::uint32_t bits;
       std::memcpy(&bits, weights + p, sizeof(bits));
       ranks_.push_back((static_cast<std::uint64_t>(~bits) << 32) | p);
@@ -110,19 +119,19 @@ class GroupAttention {
   }
 
   // out_[h] += the block's values times their weights, in their order. Both return how many rows they read.
-  std::size_t add_values(const Block& block, std::size_t kv_head, std::size_t p, std::size_t n,
+  std::size_t add_values(const Block& block, std::size_t kv_head, std::size_t p, Rows of_block,
                          std::size_t length) {
     const std::size_t together = block.is_packed ? kUnpacked : kKvBlock;
     const void* rows[kKvBlock];
-    for (std::size_t i = 0; i < n; i += together) {
-      const std::size_t few = std::min(together, n - i);
+    for (std::size_t i = of_block.begin; i < of_block.end; i += together) {
+      const std::size_t few = std::min(together, of_block.end - i);
       if (block.is_packed)
         format_.unpack_values(block.data, kv_head, i, few, unpacked_.get(), group_kernels_);
       for (std::size_t j = 0; j < few; ++j) rows[j] = value_at(block, kv_head, i + j, j);
       for (std::size_t h = 0; h < group_; ++h)
         add_rows(block, rows, scores_.get() + h * length + p + i, few, h);
     }
-    return n;
+    return of_block.end - of_block.begin;
   }
 
   // Those of the positions that a head keeps.
@@ -183,8 +192,8 @@ class GroupAttention {
 
 }  // namespace
 
-BatchAttention::BatchAttention(std::size_t heads, const KvBlockFormat& format, float scale, ThreadPool& pool,
-                               SimdLevel level)
+BatchAttention::BatchAttention(std::size_t heads, const KvBlockFormat& format, Scores scores,
+                               ThreadPool& pool, SimdLevel level)
     : format_(format), pool_(pool), level_(level) {
   if (heads == 0 || heads % format.kv_heads() != 0)
     throw CoreError(ErrorKind::usage, "heads must be a multiple of kv_heads");
@@ -192,31 +201,36 @@ BatchAttention::BatchAttention(std::size_t heads, const KvBlockFormat& format, f
   shape_.kv_heads = format.kv_heads();
   shape_.head_dim = format.head_dim();
   shape_.dtype = format.dtype();
-  shape_.scale = scale;
+  shape_.scale = scores.scale;
+  shape_.softcap = scores.softcap;
 }
 
 void BatchAttention::prompt(const std::byte* q, std::size_t n, const std::byte* blocks,
-                            std::size_t first_position, std::byte* out) const {
+                            std::size_t first_position, std::size_t window, std::byte* out) const {
   constexpr std::size_t kGrain = 4;  // tokens a thread widens at a time
   const KernelTable& kernels = kernel_table(level_, shape_.dtype);
   const std::size_t row = shape_.heads * shape_.head_dim, row_nbytes = row * dtype_nbytes(shape_.dtype);
+  AttentionShape shape = shape_;
+  shape.window = window;
   const Scratch<float> wide_q(n * row), wide_out(n * row);
   pool_.parallel_for(n, kGrain, [&](std::size_t begin, std::size_t end) {
     kernels.to_f32(q + begin * row_nbytes, (end - begin) * row, wide_q.get() + begin * row);
   });
-  attend_many(shape_, wide_q.get(), n, first_position, format_.view(blocks), wide_out.get(), pool_, level_);
+  attend_many(shape, wide_q.get(), n, first_position, format_.view(blocks), wide_out.get(), pool_, level_);
   pool_.parallel_for(n, kGrain, [&](std::size_t begin, std::size_t end) {
     kernels.from_f32(wide_out.get() + begin * row, (end - begin) * row, out + begin * row_nbytes);
   });
 }
 
 std::uint64_t BatchAttention::decode(const std::vector<KvArena>& arenas, const DecodingToken* tokens,
-                                     std::size_t n, double share) const {
+                                     std::size_t n, double share, std::size_t window) const {
+  AttentionShape shape = shape_;
+  shape.window = window;
   std::size_t longest = 0;
   for (std::size_t i = 0; i < n; ++i) longest = std::max(longest, tokens[i].length);
   std::atomic<std::uint64_t> nbytes{0};
   pool_.parallel_for(n * shape_.kv_heads, 1, [&](std::size_t begin, std::size_t end) {
-    GroupAttention attention(shape_, format_, arenas, longest, share, level_);
+    GroupAttention attention(shape, format_, arenas, longest, share, level_);
     std::uint64_t read = 0;
     for (std::size_t task = begin; task < end; ++task)
       read += attention.attend(tokens[task / shape_.kv_heads], task % shape_.kv_heads);

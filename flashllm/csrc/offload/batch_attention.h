@@ -33,24 +33,31 @@ struct DecodingToken {
 
 class BatchAttention {
  public:
+  // What becomes of scores before their softmax (kernels/attention.h).
+  struct Scores {
+    float scale = 1.0F;
+    float softcap = 0.0F;
+  };
   // Throws CoreError (usage) where kv_heads does not divide heads.
-  BatchAttention(std::size_t heads, const KvBlockFormat& format, float scale, ThreadPool& pool,
+  BatchAttention(std::size_t heads, const KvBlockFormat& format, Scores scores, ThreadPool& pool,
                  SimdLevel level);
 
   const KvBlockFormat& format() const { return format_; }
   std::size_t heads() const { return shape_.heads; }
 
   // Causal attention of n consecutive tokens: q and out [n, heads, head_dim]; token i attends to positions 0
-  // to first_position + i of the plain blocks that lie one after another from `blocks` on.
+  // to first_position + i of the plain blocks that lie one after another from `blocks` on, or to the last
+  // `window` of them (0: all).
   void prompt(const std::byte* q, std::size_t n, const std::byte* blocks, std::size_t first_position,
-              std::byte* out) const;
+              std::size_t window, std::byte* out) const;
 
   // Attention of each token. With share < 1 (FlexGen, section 5: sparse attention): weights are a softmax
   // over all positions, but only values of the ceil(share * length) heaviest positions of each head are
   // added, and the last one's; ties go to the earlier position, and weights stay as they are, not scaled up
-  // to a sum of one (as in the paper's system). Returns the bytes of values read.
+  // to a sum of one (as in the paper's system). With a window, `length` is what it holds. Returns the bytes
+  // of values read.
   std::uint64_t decode(const std::vector<KvArena>& arenas, const DecodingToken* tokens, std::size_t n,
-                       double share) const;
+                       double share, std::size_t window) const;
 
  private:
   AttentionShape shape_;

@@ -69,6 +69,7 @@ void Elementwise::activate(Activation activation, const std::byte* gate, std::si
       kernels_.from_f32(values, count, rounded);
       kernels_.to_f32(rounded, count, values);
       kernels_.to_f32(at, count, factors);
+      flashllm::activate(activation.of_up(), 0.0F, factors, count);
       for (std::size_t j = 0; j < count; ++j) values[j] *= factors[j];
     }
     kernels_.from_f32(values, count, at);

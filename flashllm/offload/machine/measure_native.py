@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.arch.spec import BlockSpec
+from flashllm.arch.spec import BlockSpec, LayerSpec, Rotary
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.offload.machine.curves import Sample, seconds_of
@@ -114,7 +114,7 @@ class NativeProbe:
         def attend(made: Projected, out: Array) -> None:
             out[:] = made.queries
 
-        return self._seconds(lambda: run_layer(ops, block, weights, x, positions=positions, attend=attend))
+        return self._seconds(lambda: run_layer(ops, block, LayerSpec(), weights, x, positions=positions, attend=attend))
 
     def beside_reads(self, disk: DiskProbe, *, size: int, seconds: float, inner: int) -> tuple[float, float]:
         """(share of the products' rate lost to reads, share of the reads' rate lost to products), while both run."""
@@ -232,11 +232,9 @@ def _tiny_block(width: int = _TINY) -> BlockSpec:
         query_scale=0.5,
         norm="rms",
         norm_epsilon=1e-6,
-        pre_norm=True,
         final_norm=True,
         positions="rotary",
-        rotary_dims=width,
-        inverse_frequency=(1.0,) * (width // 2),
+        rotary=(Rotary(inverse_frequency=(1.0,) * (width // 2)),),
         activation="silu",
         gated=True,
         tied_head=True,

@@ -1,10 +1,8 @@
 """A decoder layer over a set of operations, and what comes before the first and after the last.
 
-    pre-norm:  x += out(attention(norm(x)));  x += FFN(ffn_norm(x))
-    post-norm: x = norm(x + out(attention(x)));  x = ffn_norm(x + FFN(x))
-
-Rows are tokens of any sequences; attention, which alone looks at other rows, is the caller's. Products go through the
-weights in parts of at most ROWS_TOGETHER rows, so that the working memory does not grow with the batch.
+`BlockSpec` (flashllm/arch/spec.py) says where a layer has its norms, and whether attention and FFN add to the same
+states. Rows are tokens of any sequences; attention, which alone looks at other rows, is the caller's. Products go
+through the weights in parts of at most ROWS_TOGETHER rows, so that the working memory does not grow with the batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.arch.spec import BlockSpec
+from flashllm.arch.spec import BlockSpec, LayerSpec
 from flashllm.offload.runtime.ops import Array, Matrix, Norm, Ops
 
 Positions = NDArray[np.int64]
@@ -23,7 +21,7 @@ ROWS_TOGETHER = 1024
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """What one layer computes with: query, key, value, out, up, (gate,) down; attention_norm, ffn_norm."""
+    """What one layer computes with: query, key, value, out, up, (gate,) down; the norms it has, by canonical name."""
 
     matrices: Mapping[str, Matrix]
     norms: Mapping[str, Norm]
@@ -41,43 +39,77 @@ Attend = Callable[[Projected, Array], None]  # keeps keys and values; fills [row
 
 
 def run_layer(
-    ops: Ops, block: BlockSpec, weights: LayerTensors, x: Array, *, positions: Positions, attend: Attend
+    ops: Ops,
+    block: BlockSpec,
+    layer: LayerSpec,
+    weights: LayerTensors,
+    x: Array,
+    *,
+    positions: Positions,
+    attend: Attend,
 ) -> Array:
     """x [rows, d_model], changed, through one layer. `positions` [rows]."""
     mixed = ops.empty(len(x), block.query_dim)
-    attend(_project(ops, block, weights, x, positions=positions), mixed)
-    _add_parts(ops, block, weights.norms["attention_norm"], x, lambda r: ops.linear(weights.matrices["out"], mixed[r]))
+    attend(_project(ops, block, layer, weights, x, positions=positions), mixed)
+
+    def attention(rows: slice) -> Array:
+        return _behind(ops, block, weights, "attention_output_norm", ops.linear(weights.matrices["out"], mixed[rows]))
 
     def ffn(rows: slice) -> Array:
-        inputs = ops.norm(weights.norms["ffn_norm"], x[rows]) if block.pre_norm else x[rows]
+        inputs = _before(ops, block, weights, "attention_norm" if block.shared_norm else "ffn_norm", x[rows])
         hidden = ops.linear(weights.matrices["up"], inputs)
-        ops.activate(hidden, ops.linear(weights.matrices["gate"], inputs) if block.gated else None)
-        return ops.linear(weights.matrices["down"], hidden)
+        gate = ops.linear(weights.matrices["gate"], inputs) if block.gated else None
+        ops.activate(hidden, gate, layer.activation_threshold)
+        return _behind(ops, block, weights, "ffn_output_norm", ops.linear(weights.matrices["down"], hidden))
 
-    _add_parts(ops, block, weights.norms["ffn_norm"], x, ffn)
+    if block.parallel:
+        for rows in _parts(len(x)):
+            made = ffn(rows)
+            ops.add(made, attention(rows))
+            _add(ops, block, x[rows], made)
+        return x
+    for norm, part in (("attention_norm", attention), ("ffn_norm", ffn)):
+        for rows in _parts(len(x)):
+            _add(ops, block, x[rows], part(rows))
+            if block.norms == "sum":
+                x[rows] = ops.norm(weights.norms[norm], x[rows])
     return x
 
 
-def _project(ops: Ops, block: BlockSpec, weights: LayerTensors, x: Array, *, positions: Positions) -> Projected:
+def _before(ops: Ops, block: BlockSpec, weights: LayerTensors, norm: str, x: Array) -> Array:
+    """What attention or FFN reads of the states x."""
+    return ops.norm(weights.norms[norm], x) if block.norms in ("input", "both") else x
+
+
+def _behind(ops: Ops, block: BlockSpec, weights: LayerTensors, norm: str, y: Array) -> Array:
+    """What is added to the states of attention's or FFN's output y."""
+    return ops.norm(weights.norms[norm], y) if block.norms in ("output", "both") else y
+
+
+def _add(ops: Ops, block: BlockSpec, x: Array, y: Array) -> None:
+    """x += y, which may be changed."""
+    if block.residual_scale != 1.0:
+        ops.scale(y, block.residual_scale)
+    ops.add(x, y)
+
+
+def _project(
+    ops: Ops, block: BlockSpec, layer: LayerSpec, weights: LayerTensors, x: Array, *, positions: Positions
+) -> Projected:
     made = Projected(*(ops.empty(len(x), width) for width in (block.query_dim, block.kv_dim, block.kv_dim)))
     for rows in _parts(len(x)):
-        inputs = ops.norm(weights.norms["attention_norm"], x[rows]) if block.pre_norm else x[rows]
+        inputs = _before(ops, block, weights, "attention_norm", x[rows])
         for name, out in zip(("query", "key", "value"), made, strict=True):
             out[rows] = ops.linear(weights.matrices[name], inputs)
-    if block.positions == "rotary":
-        ops.rotate(made.queries, block.heads, positions, block.query_scale)
-        ops.rotate(made.keys, block.kv_heads, positions)
+    if block.query_key_norm != "none":
+        ops.norm_heads(weights.norms["query_norm"], made.queries, block.heads)
+        ops.norm_heads(weights.norms["key_norm"], made.keys, block.kv_heads)
+    if layer.rotary is not None:
+        ops.rotate(made.queries, block.heads, positions, layer.rotary, block.query_scale)
+        ops.rotate(made.keys, block.kv_heads, positions, layer.rotary)
     elif block.query_scale != 1.0:
         ops.scale(made.queries, block.query_scale)
     return made
-
-
-def _add_parts(ops: Ops, block: BlockSpec, norm: Norm, x: Array, part: Callable[[slice], Array]) -> None:
-    """x += part(rows), part by part, and the norm behind it where the block has it there."""
-    for rows in _parts(len(x)):
-        ops.add(x[rows], part(rows))
-        if not block.pre_norm:
-            x[rows] = ops.norm(norm, x[rows])
 
 
 def _parts(count: int) -> list[slice]:
@@ -87,7 +119,7 @@ def _parts(count: int) -> list[slice]:
 def embed(ops: Ops, block: BlockSpec, x: Array, positions: Array | None, project_in: Matrix | None) -> Array:
     """Hidden states [rows, d_model] of the embedding's rows x, changed, and the position table's, where it has one."""
     if block.embedding_scale != 1.0:
-        ops.scale(x, block.embedding_scale)
+        ops.scale(x, ops.rounded(block.embedding_scale))
     if project_in is not None:
         x = ops.linear(project_in, x)
     if positions is not None:
@@ -95,10 +127,17 @@ def embed(ops: Ops, block: BlockSpec, x: Array, positions: Array | None, project
     return x
 
 
-def logits(ops: Ops, norm: Norm | None, project_out: Matrix | None, head: Matrix, x: Array) -> NDArray[np.float32]:
+def logits(
+    ops: Ops, block: BlockSpec, x: Array, *, norm: Norm | None, project_out: Matrix | None, head: Matrix
+) -> NDArray[np.float32]:
     """fp32 logits [rows, vocab] after states x [rows, d_model]."""
     if norm is not None:
         x = ops.norm(norm, x)
     if project_out is not None:
         x = ops.linear(project_out, x)
-    return ops.logits(head, x)
+    scores = ops.logits(head, x)
+    if block.logit_scale != 1.0:
+        scores *= np.float32(block.logit_scale)
+    if block.logit_softcap is not None:
+        scores = np.float32(block.logit_softcap) * np.tanh(scores / np.float32(block.logit_softcap))
+    return scores

@@ -27,7 +27,7 @@ class NativeOps:
         self.storage = WEIGHT_DTYPES[dtype].storage
         self._block, self._pool, self._simd = block, pool, simd
         self._elementwise = _core.Elementwise(dtype, pool, simd)
-        self._frequencies = np.array(block.inverse_frequency or (), np.float32)
+        self._frequencies = [np.array(rotary.inverse_frequency, np.float32) for rotary in block.rotary]
 
     def task(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -57,14 +57,37 @@ class NativeOps:
         self._elementwise.normalize(x, out, self._block.norm, self._block.norm_epsilon, norm.weight, norm.bias)
         return out
 
-    def rotate(self, x: Array, heads: int, positions: NDArray[np.int64], factor: float = 1.0) -> None:
+    def norm_heads(self, norm: Norm, x: Array, heads: int) -> None:
         block = self._block
+
+        def normalize(states: Array, of_head: Norm) -> Array:
+            return self.norm(of_head, np.ascontiguousarray(states))
+
+        match block.query_key_norm:
+            case "projection":
+                x[...] = normalize(x, norm)
+            case "head":
+                x[...] = normalize(x.reshape(-1, block.head_dim), norm).reshape(x.shape)
+            case "heads":
+                for head in range(heads):
+                    columns = slice(head * block.head_dim, (head + 1) * block.head_dim)
+                    own = Norm(*(part if part is None else part[columns] for part in (norm.weight, norm.bias)))
+                    x[:, columns] = normalize(x[:, columns], own)
+
+    def rotate(self, x: Array, heads: int, positions: NDArray[np.int64], rotary: int, factor: float = 1.0) -> None:
+        block, chosen = self._block, self._block.rotary[rotary]
         self._elementwise.rotate(
-            x, heads, positions, self._frequencies, block.rotary_dims, block.rotary_style, block.rotary_scaling, factor
+            x, heads, positions, self._frequencies[rotary], chosen.dims, block.rotary_style, chosen.scaling, factor
         )
 
-    def activate(self, x: Array, gate: Array | None) -> None:
-        self._elementwise.activate(x, gate, self._block.activation)
+    def activate(self, x: Array, gate: Array | None, threshold: float) -> None:
+        self._elementwise.activate(x, gate, self._block.activation, threshold)
+
+    def rounded(self, value: float) -> float:
+        bits, out = self.empty(1, 1), np.full((1, 1), value, np.float32)
+        self._elementwise.narrow(out, bits)
+        self._elementwise.widen(bits, out)
+        return float(out.item())
 
     def add(self, x: Array, y: Array) -> None:
         self._elementwise.add(x, y)

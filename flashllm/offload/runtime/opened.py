@@ -44,6 +44,7 @@ class OpenModel:
                 head_dim=self.block.head_dim,
                 dtype=dtype,
                 scale=1.0,  # queries are scaled already
+                softcap=self.block.attention_softcap or 0.0,
                 layout=layout,
                 bits=options.cache_bits,
                 pool=self.pool,

@@ -30,7 +30,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Weight and bias of a norm, [d_model] fp32 each; None where it has none."""
+    """Weight and bias of a norm, fp32, one dimension; None where it has none."""
 
     weight: Array | None
     bias: Array | None
@@ -56,11 +56,18 @@ class Ops(Protocol):
 
     def norm(self, norm: Norm, x: Array) -> Array: ...
 
-    def rotate(self, x: Array, heads: int, positions: NDArray[np.int64], factor: float = 1.0) -> None:
-        """Turn the heads of x [rows, heads * head_dim] and multiply them by `factor`, rounded once."""
+    def norm_heads(self, norm: Norm, x: Array, heads: int) -> None:
+        """Normalize the heads of x [rows, heads * head_dim], as `BlockSpec.query_key_norm` says."""
 
-    def activate(self, x: Array, gate: Array | None) -> None:
-        """x = activation(x), or activation(gate) * x."""
+    def rotate(self, x: Array, heads: int, positions: NDArray[np.int64], rotary: int, factor: float = 1.0) -> None:
+        """Turn the heads of x [rows, heads * head_dim] by that rotary embedding of the block's, and multiply them by
+        `factor`, rounded once."""
+
+    def activate(self, x: Array, gate: Array | None, threshold: float) -> None:
+        """x = activation(x), or activation(gate) * x. `threshold`: of fatrelu."""
+
+    def rounded(self, value: float) -> float:
+        """The value in the model's dtype."""
 
     def add(self, x: Array, y: Array) -> None:
         """x += y."""

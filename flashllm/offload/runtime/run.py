@@ -349,14 +349,15 @@ class _Run:
             self._choose(task, batch, x)
             return
 
+        layer = runner.block.layer(runner.stage.first + step.layer)
         keep = self._kv.prompt if step.token == 0 else self._kv.decode
 
         def attend(made: Projected, out: DeviceArray) -> None:
-            keep(task, made, out)
+            keep(task, made, out, layer.window or 0)
 
         weights = runner._weights.layer(step.layer, task.weights)
         where = self._positions(batch, step.token)
-        x = run_layer(runner._ops, runner.block, weights, x, positions=where, attend=attend)
+        x = run_layer(runner._ops, runner.block, layer, weights, x, positions=where, attend=attend)
         self._activations.put(step.batch, x)
 
     def _positions(self, batch: _Batch, token: int) -> NDArray[np.int64]:
@@ -379,7 +380,8 @@ class _Run:
             ends = np.cumsum([len(sequence.prompt) for sequence in batch.members]) - 1
             x = self.r._ops.rows(x, ends)
         store = self.r._weights
-        scores = logits(self.r._ops, store.final_norm, store.project_out, store.head(task.weights), x)
+        head = store.head(task.weights)
+        scores = logits(self.r._ops, self.r.block, x, norm=store.final_norm, project_out=store.project_out, head=head)
         for row, scored in zip(list(batch.active), scores, strict=True):
             batch.members[row].accept(scored)
         self._new_tokens += len(batch.active)

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from arch_models import VARIANTS, make_checkpoint
+from arch_models import VARIANTS, make_checkpoint, open_model
 from offload_runs import LENGTHS, NEW
-from transformers import AutoModelForCausalLM
 
 
 @pytest.fixture(scope="session")
@@ -15,7 +14,7 @@ def models(tmp_path_factory):
     def get(name):
         if name not in made:
             path = make_checkpoint(tmp_path_factory.mktemp("offload") / "hf", VARIANTS[name])
-            reference = AutoModelForCausalLM.from_pretrained(path).eval()
+            reference = open_model(path)
             generator = torch.Generator().manual_seed(7)
             prompts = [torch.randint(4, 300, (n,), generator=generator).tolist() for n in LENGTHS]
             answers = []

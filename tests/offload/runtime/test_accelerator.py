@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from arch_models import VARIANTS, make_checkpoint
+from arch_models import SAMPLES, VARIANTS, make_checkpoint
 from offload_runs import CPU, DEVICE, DISK, MIXED, answers, policy, sequences
 
 from flashllm import _core
@@ -27,7 +27,7 @@ def placed(*shares, **other):
     return policy(*shares, cpu_attention=True, **other)
 
 
-@pytest.mark.parametrize("name", list(VARIANTS))
+@pytest.mark.parametrize("name", SAMPLES)
 def test_every_architecture_gives_transformers_tokens(models, tmp_path, name):
     """Or it is refused, by the name of what torch's operations lack."""
     path, prompts, expected = models(name)

@@ -29,13 +29,18 @@ _HEAD_ROWS = 8192  # outputs of the head computed together, where torch has no f
 # refused.
 _KNOWN = (
     *("d_model", "embed_dim", "vocab_size", "context", "heads", "kv_heads", "head_dim", "query_scale", "tied_head"),
-    *("norm", "norm_epsilon", "pre_norm", "final_norm", "positions", "position_offset", "embedding_scale"),
-    *("rotary_dims", "rotary_style", "inverse_frequency", "rotary_scaling", "activation", "gated"),
+    *("norm", "norm_epsilon", "norm_shift", "norms", "query_key_norm", "parallel", "shared_norm", "final_norm"),
+    *("positions", "position_offset", "rotary", "rotary_style", "layers", "activation", "gated"),
+    *("embedding_scale", "residual_scale", "logit_scale", "logit_softcap"),
 )
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "squared_relu": lambda x: torch.relu(x).square(),
+    "drelu": torch.relu,
     "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 
@@ -50,8 +55,9 @@ class TorchOps:
             )
         self.storage = WEIGHT_DTYPES[device.dtype_name].storage
         self._block, self._device = block, device
-        self._activation = _ACTIVATIONS[block.activation]
-        self._frequencies = torch.tensor(block.inverse_frequency or (), dtype=torch.float32, device=device.device)
+        self._frequencies = [
+            torch.tensor(rotary.inverse_frequency, dtype=torch.float32, device=device.device) for rotary in block.rotary
+        ]
         self._wide_products = _has_wide_products(device)
 
     def task(self) -> AbstractContextManager[None]:
@@ -72,14 +78,18 @@ class TorchOps:
         return out
 
     def logits(self, matrix: Matrix, x: Tensor) -> NDArray[np.float32]:
+        made = self._logits(matrix, x)
+        return self._device.to_host(made if matrix.bias is None else made + matrix.bias)
+
+    def _logits(self, matrix: Matrix, x: Tensor) -> Tensor:
         head: Tensor = matrix.array
         if self._wide_products:
-            return self._device.to_host(torch.mm(x, head.t(), out_dtype=torch.float32))
+            return torch.mm(x, head.t(), out_dtype=torch.float32)
         out = torch.empty((len(x), matrix.rows), dtype=torch.float32, device=x.device)
         for first in range(0, matrix.rows, _HEAD_ROWS):
             part = slice(first, min(first + _HEAD_ROWS, matrix.rows))
             torch.mm(x.float(), head[part].float().t(), out=out[:, part])
-        return self._device.to_host(out)
+        return out
 
     def norm(self, norm: Norm, x: Tensor) -> Tensor:
         wide, epsilon = x.float(), self._block.norm_epsilon
@@ -92,15 +102,31 @@ class TorchOps:
             wide += norm.bias
         return wide.to(x.dtype)
 
-    def rotate(self, x: Tensor, heads: int, positions: NDArray[np.int64], factor: float = 1.0) -> None:
+    def norm_heads(self, norm: Norm, x: Tensor, heads: int) -> None:
+        if self._block.query_key_norm == "projection":
+            x.copy_(self.norm(norm, x))
+            return
+        turned = x.view(len(x), heads, -1)
+        if self._block.query_key_norm == "heads":
+            norm = Norm(*(None if part is None else part.view(heads, -1) for part in (norm.weight, norm.bias)))
+        turned.copy_(self._norm_of_heads(norm, turned))
+
+    def _norm_of_heads(self, norm: Norm, x: Tensor) -> Tensor:
+        """x [rows, heads, head_dim], each head normalized; weight and bias [head_dim] or [heads, head_dim]."""
+        made = self.norm(Norm(None, None), x.float())
+        made = made if norm.weight is None else made * norm.weight
+        return made if norm.bias is None else made + norm.bias
+
+    def rotate(self, x: Tensor, heads: int, positions: NDArray[np.int64], rotary: int, factor: float = 1.0) -> None:
         for first in range(0, len(x), ROWS_TOGETHER):
             part = slice(first, first + ROWS_TOGETHER)
-            self._rotate(x[part], heads, positions[part], factor)
+            self._rotate(x[part], heads, positions[part], rotary, factor)
 
-    def _rotate(self, x: Tensor, heads: int, positions: NDArray[np.int64], factor: float) -> None:
-        block, dims = self._block, self._block.rotary_dims
-        angles = self._device.from_host(positions).float()[:, None, None] * self._frequencies
-        cosines, sines = angles.cos() * block.rotary_scaling, angles.sin() * block.rotary_scaling
+    def _rotate(self, x: Tensor, heads: int, positions: NDArray[np.int64], rotary: int, factor: float) -> None:
+        block, chosen = self._block, self._block.rotary[rotary]
+        dims = chosen.dims
+        angles = self._device.from_host(positions).float()[:, None, None] * self._frequencies[rotary]
+        cosines, sines = angles.cos() * chosen.scaling, angles.sin() * chosen.scaling
         turned = x.view(len(x), heads, -1)
         wide = turned.float()
         if block.rotary_style == "half":
@@ -112,11 +138,17 @@ class TorchOps:
         second.copy_(behind)
         turned.copy_(wide * factor)
 
-    def activate(self, x: Tensor, gate: Tensor | None) -> None:
+    def activate(self, x: Tensor, gate: Tensor | None, threshold: float) -> None:
+        kind = self._block.activation
+        driver = x if gate is None else gate
+        made = driver * (driver > threshold) if kind == "fatrelu" else _ACTIVATIONS[kind](driver)
         if gate is None:
-            x.copy_(self._activation(x))
+            x.copy_(made)
         else:
-            x *= self._activation(gate)
+            x.copy_(made * (torch.relu(x) if kind == "drelu" else x))
+
+    def rounded(self, value: float) -> float:
+        return float(torch.tensor(value, dtype=self._device.dtype))
 
     def add(self, x: Tensor, y: Tensor) -> None:
         x += y
@@ -148,7 +180,10 @@ def lacking(block: BlockSpec) -> list[str]:
     unknown = [each.name for each in fields(block) if each.name not in _KNOWN]
     defaults: dict[str, Any] = {each.name: each.default for each in fields(block)}
     unknown = [name for name in unknown if getattr(block, name) != defaults[name]]
-    return unknown + ([] if block.activation in _ACTIVATIONS else [f"activation {block.activation}"])
+    if any(layer.window is not None for layer in block.layers):
+        unknown.append("sliding windows")
+    known = block.activation in (*_ACTIVATIONS, "fatrelu")
+    return unknown + ([] if known else [f"activation {block.activation}"])
 
 
 def working_nbytes(shape: ModelShape, sequences: int, positions: int, *, packs: tuple[bool, bool], sparse: bool) -> int:

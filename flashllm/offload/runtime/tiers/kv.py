@@ -71,10 +71,10 @@ class KvCache:
 
     # A prompt ------------------------------------------------------------------------------------------------------
 
-    def prompt(self, task: Task, made: Projected, out: Array) -> None:
+    def prompt(self, task: Task, made: Projected, out: Array, window: int) -> None:
         """Keep the keys and values of a batch's prompts, which follow each other, and attend: causal, prompt by prompt.
 
-        out: [tokens, heads * head_dim] of the model's dtype.
+        out: [tokens, heads * head_dim] of the model's dtype. `window`: positions that a token sees, 0 for all.
         """
         self.keep_prompt(task, made.keys, made.values)
         first = 0
@@ -82,7 +82,7 @@ class KvCache:
             rows = slice(first, first + place.prompt)
             first += place.prompt
             arena, slot = self._prompt_blocks(task, place)
-            self._attention.prompt(made.queries[rows], arena, slot, 0, out[rows])
+            self._attention.prompt(made.queries[rows], arena, slot, 0, out[rows], window)
 
     def keep_prompt(self, task: Task, keys: Array, values: Array) -> None:
         """What `prompt` keeps, where something else attends: keys and values [tokens, kv_heads * head_dim]."""
@@ -158,8 +158,8 @@ class KvCache:
         if runs:
             self._on_disk().read(runs)
 
-    def decode(self, task: Task, made: Projected, out: Array) -> None:
-        """Keep the key and value of one token a sequence, and attend to all of its positions. Shapes as in `prompt`."""
+    def decode(self, task: Task, made: Projected, out: Array, window: int) -> None:
+        """Keep the key and value of one token a sequence, and attend to all positions that it sees: as `prompt`."""
         layer = task.step.layer
         step, places = self._steps[task.step.batch, task.step.token], self._arrangement.batches[task.step.batch]
         per_layer = np.array([self._arrangement.open_slots, self._arrangement.sealed_slots, 0], np.int32) * layer
@@ -178,6 +178,7 @@ class KvCache:
             step.positions.astype(np.int64) + 1,
             out,
             self._share,
+            window,
         )
 
     def store_step(self, task: Task) -> None:

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,12 +19,13 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.arch.registry import block_spec, complete_config, resident_shapes, resident_sources, resolve, spec_of
+from flashllm.arch.registry import block_spec, claims, complete_config, resident_shapes, resolve
 from flashllm.arch.spec import Architecture, BlockSpec, Shape
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WeightDtype, cast
 from flashllm.base.files import drop_page_cache
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.checkpoint.source import Checkpoint
+from flashllm.convert.pieces import read_rows
 from flashllm.convert.plan import checked_tensors
 from flashllm.errors import ChecksumError, UnsupportedModelError
 from flashllm.format.manifest import MANIFEST
@@ -126,12 +128,12 @@ class WeightSource(ABC):
         """`read`, by names in the whole model."""
 
     def vector(self, name: str) -> NDArray[np.float32] | None:
-        """A tensor of one dimension, rounded to the model's dtype, as fp32; None where the model has none."""
+        """A tensor rounded to the model's dtype, as fp32 of one dimension; None where the model has none."""
         if name not in self._shapes:
             return None
         values = np.empty(self._shapes[name], self.dtype.storage)
         self.read({name: values})
-        return np.ascontiguousarray(cast(values, self.dtype, WEIGHT_DTYPE_BY_CODE["F32"]), np.float32)
+        return np.ascontiguousarray(cast(values, self.dtype, WEIGHT_DTYPE_BY_CODE["F32"]), np.float32).reshape(-1)
 
     def close(self) -> None:
         """Close the model's files."""
@@ -179,13 +181,8 @@ class _CheckpointWeights(WeightSource):
         with ExitStack() as stack:
             checkpoint: Checkpoint = stack.enter_context(open_checkpoint(path))
             names, _ = checked_tensors(checkpoint)
-            spec = spec_of(checkpoint.config.get("model_type"))
-            sources = resident_sources(checkpoint.config)
-            layers = range(resolve(checkpoint.config).num_layers)
-            for matrix, pattern in spec.matrices.items():
-                sources |= {matrix_name(layer, matrix): pattern.format(i=layer) for layer in layers}
-            self._checkpoint = checkpoint
-            self._names = {name: names[source] for name, source in sources.items()}
+            self._checkpoint, self._claims = checkpoint, claims(checkpoint.config)
+            self._names = {name: names[claim.source] for name, claim in self._claims.items()}
             for name in self._names.values():
                 if checkpoint.tensors[name].dtype not in WEIGHT_DTYPE_BY_CODE:
                     found, known = checkpoint.tensors[name].dtype, ", ".join(WEIGHT_DTYPE_BY_CODE)
@@ -200,19 +197,23 @@ class _CheckpointWeights(WeightSource):
         return WEIGHT_DTYPE_BY_CODE[self._info(name).dtype]
 
     def _extent(self, name: str) -> Extent | None:
-        info, where = self._info(name), self._checkpoint.extent(self._names[name])
+        info, claim = self._info(name), self._claims[name]
+        where = self._checkpoint.extent(self._names[name])
         if self._dtype_of(name) is not self.dtype or where is None or where[1] % info.itemsize:
             return None
-        return Extent(*where, info.nbytes)
+        if claim.part.transposed or claim.part.repeats > 1:
+            return None
+        row_nbytes = prod(claim.shape[1:]) * info.itemsize
+        return Extent(where[0], where[1] + claim.part.first * row_nbytes, claim.rows * row_nbytes)
 
     def _read(self, targets: Mapping[str, Array]) -> None:
         for name, target in targets.items():
-            dtype = self._dtype_of(name)
+            dtype, claim = self._dtype_of(name), self._claims[name]
             if dtype is self.dtype:
-                self._checkpoint.read(self._names[name], 0, target)
+                read_rows(self._checkpoint, self._names[name], claim, 0, target)
                 continue
             values = np.empty(target.shape, dtype.storage)
-            self._checkpoint.read(self._names[name], 0, values)
+            read_rows(self._checkpoint, self._names[name], claim, 0, values)
             try:
                 target[...] = cast(values, dtype, self.dtype)
             except OverflowError as error:

@@ -207,8 +207,13 @@ def _small_nbytes(source: WeightSource) -> int:
     nbytes = 0
     for name in small_tensors(source):
         shape = source.shapes[name]
-        nbytes += prod(shape) * (4 if len(shape) == 1 else source.dtype.itemsize)
+        nbytes += prod(shape) * (4 if is_vector(name) else source.dtype.itemsize)
     return nbytes
+
+
+def is_vector(name: str) -> bool:
+    """Whether the small tensor of a canonical name is a norm's or a bias: kept in fp32."""
+    return name.endswith(("_norm.weight", "bias"))
 
 
 def small_tensors(source: WeightSource) -> list[str]:

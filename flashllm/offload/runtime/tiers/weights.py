@@ -31,10 +31,12 @@ from flashllm.offload.runtime.tiers.weight_plan import (
     Bundle,
     TieredTensor,
     WeightPlan,
+    is_vector,
     small_tensors,
 )
 
 Bytes = NDArray[np.uint8]
+_NORMS = ("attention_norm", "attention_output_norm", "ffn_norm", "ffn_output_norm", "query_norm", "key_norm")
 
 
 class WeightStore:
@@ -123,12 +125,13 @@ class WeightStore:
         for name in self.plan.homes:
             bias = self._small.get(bias_name(layer, name))
             matrices[name] = self._matrix(bundle.tensors[name], buffer, self.plan.bits, bias)
-        norms = {name: self._norm(f"layers.{layer}.{name}") for name in ("attention_norm", "ffn_norm")}
+        norms = {name: self._norm(f"layers.{layer}.{name}") for name in _NORMS}
         return LayerTensors(matrices, norms)
 
     def head(self, buffer: int) -> Matrix:
         """The output head [vocab, embed_dim] where it lies once `buffer` is loaded."""
-        return self._matrix(self.plan.bundles[-1].tensors["head"], buffer, None, None)
+        bias = self._small.get("head.bias")
+        return self._matrix(self.plan.bundles[-1].tensors["head"], buffer, None, bias)
 
     @property
     def final_norm(self) -> Norm | None:
@@ -196,7 +199,7 @@ class WeightStore:
         """What is to be done with a bundle that is in the memory of `_home`."""
 
     def _read_small(self, source: WeightSource, name: str) -> NDArray[Any]:
-        if len(source.shapes[name]) == 1:
+        if is_vector(name):
             return cast(NDArray[Any], source.vector(name))
         array = np.empty(source.shapes[name], source.dtype.storage)
         source.read({name: array})
@@ -337,7 +340,8 @@ class WeightStore:
         return None if array is None else Matrix(array, array.shape[0], array.shape[1], None, None)
 
     def _norm(self, name: str) -> Norm:
-        return Norm(self._small.get(f"{name}.weight"), self._small.get(f"{name}.bias"))
+        weight, shift = self._small.get(f"{name}.weight"), self._block.norm_shift
+        return Norm(weight + shift if weight is not None and shift else weight, self._small.get(f"{name}.bias"))
 
 
 def bias_name(layer: int, matrix: str) -> str:

@@ -1,0 +1,291 @@
+"""What architecture files share: a decoder's tensors under the usual names, and a block from the usual config keys.
+
+A file says where its model_type differs. Plain values; knows no model_type.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from flashllm.arch.rotary import DEFAULT_THETA, rotary, trained_context
+from flashllm.arch.spec import (
+    MAX_CONTEXT,
+    MAX_LAYERS,
+    ArchitectureSpec,
+    BlockSpec,
+    Config,
+    LayerSpec,
+    Part,
+    ResidentTensor,
+    check_number,
+    check_size,
+    known_activation,
+)
+from flashllm.errors import UnsupportedModelError
+
+When = Callable[[Config], bool]
+
+ACTIVATION_NAMES = {  # transformers' names of what can be computed, and those of sparse models' own code
+    "relu": "relu",
+    "relu2": "squared_relu",
+    "fatrelu": "fatrelu",
+    "drelu": "drelu",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
+
+
+def always(config: Config) -> bool:
+    """Every model has it."""
+    return True
+
+
+def never(config: Config) -> bool:
+    """No model has it."""
+    return False
+
+
+def says(key: str) -> When:
+    """Models whose config says so under `key`."""
+    return lambda config: bool(config[key])
+
+
+def is_untied(config: Config) -> bool:
+    """Models with a head of their own."""
+    return not config["tie_word_embeddings"]
+
+
+# Tensors
+
+
+def norm_tensors(name: str, source: str, *, weight: When = always, bias: When = never) -> tuple[ResidentTensor, ...]:
+    """Weight and bias of a norm."""
+    return (
+        ResidentTensor(name=f"{name}.weight", source=f"{source}.weight", when=weight),
+        ResidentTensor(name=f"{name}.bias", source=f"{source}.bias", when=bias),
+    )
+
+
+def linear_tensors(
+    name: str, source: str, *, bias: When = never, part: Callable[[Config], Part] = lambda config: Part()
+) -> tuple[ResidentTensor, ...]:
+    """Weight and bias of a projection. `part`: the rows of the source's weight, and elements of its bias."""
+
+    def of_bias(config: Config) -> Part:
+        mine = part(config)
+        return Part(first=mine.first, count=mine.count, step=mine.step, repeats=mine.repeats)
+
+    return (
+        ResidentTensor(name=f"{name}.weight", source=f"{source}.weight", part=part),
+        ResidentTensor(name=f"{name}.bias", source=f"{source}.bias", when=bias, part=of_bias),
+    )
+
+
+def bias_tensors(matrices: Mapping[str, str], when: When) -> tuple[ResidentTensor, ...]:
+    """Biases of the FFN's matrices, which are whole tensors."""
+    return tuple(
+        ResidentTensor(name=f"layers.{{i}}.ffn.{matrix}_bias", source=source.removesuffix("weight") + "bias", when=when)
+        for matrix, source in matrices.items()
+    )
+
+
+def fused(part: int, heads: Callable[[Config], int] | None = None) -> Callable[[Config], Part]:
+    """Query (0), key (1) or value (2) of one tensor: all queries, all keys, all values of as many `heads`; or, where
+    `heads` is None, (query, key, value) of a head after a head."""
+
+    def rows(config: Config) -> Part:
+        width, own = head_size(config), check_size("num_attention_heads", config["num_attention_heads"])
+        if heads is None:
+            return Part(first=part * width, count=width, step=3 * width, repeats=own)
+        shared = heads(config)
+        first = (0, own, own + shared)[part] * width
+        return Part(first=first, count=(own if part == 0 else shared) * width)
+
+    return rows
+
+
+def decoder(
+    model_type: str,
+    *,
+    block: Callable[[Config], BlockSpec],
+    defaults: Mapping[str, Any],
+    matrices: Mapping[str, str],
+    attention: tuple[ResidentTensor, ...],
+    norms: Mapping[str, tuple[str, When]],
+    norm_weight: When = always,
+    norm_bias: When = never,
+    head_norms: Mapping[str, str] | None = None,
+    head_norm: When = never,
+    ffn_bias: When = never,
+    names: Mapping[str, str] | None = None,
+    head_bias: When = never,
+    matrix_parts: Mapping[str, Callable[[Config], Part]] | None = None,
+    **others: Any,
+) -> ArchitectureSpec:
+    """A table with these tensors, and Llama's names where `names` (of base, embedding, positions, layer, final_norm)
+    says nothing else. `norms`: canonical name -> state_dict name within a layer, and the models that have it; a name
+    with a dot behind it is the same norm under another name."""
+    named = {"base": "model.", "embedding": "embed_tokens", "layer": "layers.{i}.", "final_norm": "norm"}
+    named |= names or {}
+    base, layer = named["base"], named["base"] + named["layer"]
+    matrices = {matrix: f"{layer}{source}.weight" for matrix, source in matrices.items()}
+
+    def norm_of(name: str, source: str, when: When) -> tuple[ResidentTensor, ...]:
+        return norm_tensors(
+            name,
+            source,
+            weight=lambda config: when(config) and norm_weight(config),
+            bias=lambda config: when(config) and norm_bias(config),
+        )
+
+    def norms_of(part: str) -> tuple[ResidentTensor, ...]:
+        return tuple(
+            tensor
+            for name, (source, when) in norms.items()
+            if name.startswith(part)
+            for tensor in norm_of(f"layers.{{i}}.{name.rstrip('.')}", layer + source, when)
+        )
+
+    positions = named.get("positions")
+    return ArchitectureSpec(
+        model_type=model_type,
+        base_prefix=base,
+        matrices=matrices,
+        matrix_parts=matrix_parts or {},
+        resident=(
+            ResidentTensor(name="embedding.weight", source=f"{base}{named['embedding']}.weight"),
+            *([ResidentTensor(name="positions.weight", source=f"{base}{positions}.weight")] if positions else []),
+            *norms_of("attention"),
+            *(replace(tensor, source=layer + tensor.source) for tensor in attention),
+            *(
+                tensor
+                for name, source in (head_norms or {}).items()
+                for tensor in norm_tensors(
+                    f"layers.{{i}}.{name}",
+                    layer + source,
+                    weight=head_norm,
+                    bias=lambda config: head_norm(config) and norm_bias(config),
+                )
+            ),
+            *norms_of("ffn"),
+            *(() if ffn_bias is never else bias_tensors(matrices, ffn_bias)),
+            *norm_of("final_norm", base + named["final_norm"], always),
+            ResidentTensor(name="head.weight", source="lm_head.weight", when=is_untied),
+            ResidentTensor(name="head.bias", source="lm_head.bias", when=head_bias),
+        ),
+        num_layers_key="num_hidden_layers",
+        d_ff_key="intermediate_size",
+        defaults=defaults,
+        block=block,
+        **others,
+    )
+
+
+# The block
+
+
+def head_size(config: Config) -> int:
+    """Dimensions of a head: the config's, or what the heads share out. ValueError where they cannot."""
+    d_model = check_size("hidden_size", config["hidden_size"])
+    heads = check_size("num_attention_heads", config["num_attention_heads"])
+    given = config.get("head_dim")
+    if given is not None:
+        return check_size("head_dim", given)
+    if d_model % heads:
+        raise ValueError(f"{heads} heads do not divide hidden_size {d_model}")
+    return d_model // heads
+
+
+def kv_heads(config: Config) -> int:
+    """Key-value heads: the config's, or as many as there are heads."""
+    given = config.get("num_key_value_heads")
+    return check_size("num_key_value_heads", given if given is not None else config["num_attention_heads"])
+
+
+def decoder_block(
+    config: Config,
+    *,
+    epsilon: str = "rms_norm_eps",
+    activation: str = "hidden_act",
+    theta: float = DEFAULT_THETA,
+    rotary_share: float = 1.0,
+    **traits: Any,
+) -> BlockSpec:
+    """The block of a complete config with Llama's keys, rotary positions and RMS norms; `traits` say otherwise.
+
+    `epsilon` and `activation` are keys of the config, `theta` and `rotary_share` defaults of its rotary embedding.
+    """
+    head_dim = head_size(config)
+    values: dict[str, Any] = {
+        "d_model": check_size("hidden_size", config["hidden_size"]),
+        "embed_dim": config["hidden_size"],
+        "vocab_size": check_size("vocab_size", config["vocab_size"], 2**30),
+        "context": _context(config, traits),
+        "heads": config["num_attention_heads"],
+        "kv_heads": kv_heads(config),
+        "head_dim": head_dim,
+        "query_scale": head_dim**-0.5,
+        "norm": "rms",
+        "norm_epsilon": check_number(epsilon, config[epsilon]),
+        "final_norm": True,
+        "positions": "rotary",
+        "activation": known_activation(config, activation, ACTIVATION_NAMES),
+        "gated": True,
+        "tied_head": bool(config["tie_word_embeddings"]),
+    }
+    if traits.get("positions", "rotary") == "rotary" and "rotary" not in traits:
+        values["rotary"] = (rotary(config, head_dim, theta=theta, share=rotary_share),)
+    return BlockSpec(**{"layers": layer_specs(config), **values, **traits})
+
+
+def _context(config: Config, traits: Mapping[str, Any]) -> int:
+    if traits.get("positions", "rotary") == "rotary" and "rotary" not in traits:
+        return trained_context(config)
+    return check_size("max_position_embeddings", config["max_position_embeddings"], MAX_CONTEXT)
+
+
+def layer_specs(config: Config, *, rotary_of: Mapping[str, int | None] | None = None) -> tuple[LayerSpec, ...]:
+    """What the layers differ in: sliding windows by `layer_types` (all layers where there are none), FATReLU's
+    thresholds, the rotary embedding by type; empty where they differ in nothing."""
+    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+    window = config.get("sliding_window")
+    if window is not None and check_size("sliding_window", window, 2**30) >= config["max_position_embeddings"]:
+        window = None  # every query sees all before it
+    types = config.get("layer_types")
+    types = ["sliding_attention"] * count if types is None else types
+    if not isinstance(types, list) or len(types) != count:
+        raise ValueError(f"layer_types must be a list of {count} names")
+    unknown = next((kind for kind in types if kind not in ("full_attention", "sliding_attention")), None)
+    if unknown is not None:
+        model_type = config.get("model_type")
+        raise UnsupportedModelError(f"layers of type {str(unknown)[:80]!r} are not supported for {model_type}")
+    layers = tuple(
+        LayerSpec(
+            rotary=0 if rotary_of is None else rotary_of[kind],
+            window=window if kind == "sliding_attention" else None,
+            activation_threshold=threshold,
+        )
+        for kind, threshold in zip(types, _thresholds(config, count), strict=True)
+    )
+    return () if all(layer == LayerSpec() for layer in layers) else layers
+
+
+def _thresholds(config: Config, count: int) -> list[float]:
+    """FATReLU's threshold of each layer: `hidden_act_param` is one for all, or a list."""
+    if config.get("hidden_act") != "fatrelu":
+        return [0.0] * count
+    given = config.get("hidden_act_param", 0.0)
+    values = given if isinstance(given, list) else [given] * count
+    if len(values) != count:
+        raise ValueError(f"hidden_act_param must be a number or a list of {count}, not {len(values)} numbers")
+    return [check_number("hidden_act_param", value) for value in values]
+
+
+def alternating(count: int, period: int) -> list[str]:
+    """Layer types where every `period`-th layer sees everything and the others slide."""
+    return ["full_attention" if (layer + 1) % period == 0 else "sliding_attention" for layer in range(count)]

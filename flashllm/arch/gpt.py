@@ -1,0 +1,351 @@
+"""Decoders under other names than Llama's: GPT-2, GPT-NeoX and Pythia, Falcon, Persimmon, Phi-1 to Phi-2.
+
+Most keep query, key and value in one tensor. Falcon with ReLU (ReluFalcon) and Persimmon run sparsely; the others'
+neurons are never zero, unless their config says ReLU.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flashllm.arch.family import (
+    always,
+    decoder,
+    decoder_block,
+    fused,
+    linear_tensors,
+    says,
+)
+from flashllm.arch.spec import BlockSpec, Config, Part, ResidentTensor, check_size
+from flashllm.errors import UnsupportedModelError
+
+_FUSED = ("query", "key", "value")
+_4H = {"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
+
+
+def _interleaved(source: str, out: str, bias: Any) -> tuple[ResidentTensor, ...]:
+    """(Query, key, value) of a head after a head, then the output projection."""
+    return (
+        *(
+            tensor
+            for part, name in enumerate(_FUSED)
+            for tensor in linear_tensors(f"layers.{{i}}.{name}", source, bias=bias, part=fused(part))
+        ),
+        *linear_tensors("layers.{i}.out", out, bias=bias),
+    )
+
+
+# GPT-NeoX (Black et al., 2022) and Pythia: attention and FFN side by side, each with its norm.
+
+
+def _gpt_neox(config: Config) -> BlockSpec:
+    return decoder_block(
+        config,
+        epsilon="layer_norm_eps",
+        rotary_share=0.25,
+        norm="layer",
+        gated=False,
+        parallel=bool(config["use_parallel_residual"]),
+    )
+
+
+GPT_NEOX = decoder(
+    "gpt_neox",
+    defaults={
+        "vocab_size": 50432,
+        "hidden_size": 6144,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 44,
+        "num_attention_heads": 64,
+        "max_position_embeddings": 2048,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "use_parallel_residual": True,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
+    block=_gpt_neox,
+    matrices=_4H,
+    attention=_interleaved("attention.query_key_value", "attention.dense", says("attention_bias")),
+    norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("post_attention_layernorm", always)},
+    norm_bias=always,
+    ffn_bias=always,
+    names={"base": "gpt_neox.", "embedding": "embed_in", "final_norm": "final_layer_norm"},
+    aliases={"embed_out.weight": "lm_head.weight"},
+    ignored=(
+        "gpt_neox.layers.*.attention.bias",
+        "gpt_neox.layers.*.attention.masked_bias",
+        "gpt_neox.layers.*.attention.rotary_emb.inv_freq",
+    ),
+)
+
+# Persimmon (Elsen et al., 2023): the square of ReLU, layer norms of queries and keys.
+PERSIMMON = decoder(
+    "persimmon",
+    defaults={
+        "vocab_size": 262144,
+        "hidden_size": 4096,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "max_position_embeddings": 16384,
+        "hidden_act": "relu2",
+        "layer_norm_eps": 1e-5,
+        "qk_layernorm": True,
+        "tie_word_embeddings": False,
+    },
+    block=lambda config: decoder_block(
+        config,
+        epsilon="layer_norm_eps",
+        rotary_share=0.5,
+        norm="layer",
+        gated=False,
+        query_key_norm="head" if config["qk_layernorm"] else "none",
+    ),
+    matrices=_4H,
+    attention=_interleaved("self_attn.query_key_value", "self_attn.dense", always),
+    norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("post_attention_layernorm", always)},
+    norm_bias=always,
+    head_norms={"query_norm": "self_attn.q_layernorm", "key_norm": "self_attn.k_layernorm"},
+    head_norm=says("qk_layernorm"),
+    ffn_bias=always,
+    names={"final_norm": "final_layernorm"},
+    ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+)
+
+# Phi-1, 1.5 and 2 (Gunasekar et al., 2023; Javaheripi et al., 2023): attention and FFN read one norm.
+PHI = decoder(
+    "phi",
+    defaults={
+        "vocab_size": 51200,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "max_position_embeddings": 2048,
+        "hidden_act": "gelu_new",
+        "layer_norm_eps": 1e-5,
+        "qk_layernorm": False,
+        "tie_word_embeddings": False,
+    },
+    block=lambda config: decoder_block(
+        config,
+        epsilon="layer_norm_eps",
+        rotary_share=0.5,
+        norm="layer",
+        gated=False,
+        parallel=True,
+        shared_norm=True,
+        query_key_norm="head" if config["qk_layernorm"] else "none",
+    ),
+    matrices={"up": "mlp.fc1", "down": "mlp.fc2"},
+    attention=tuple(
+        tensor
+        for name, source in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("out", "dense"))
+        for tensor in linear_tensors(f"layers.{{i}}.{name}", f"self_attn.{source}", bias=always)
+    ),
+    norms={"attention_norm": ("input_layernorm", always)},
+    norm_bias=always,
+    head_norms={"query_norm": "self_attn.q_layernorm", "key_norm": "self_attn.k_layernorm"},
+    head_norm=says("qk_layernorm"),
+    ffn_bias=always,
+    names={"final_norm": "final_layernorm"},
+    head_bias=always,
+    ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+)
+
+
+# Falcon (Almazrouei et al., 2023). 7B: one key-value head, one norm. The new decoder architecture (40B, 180B, 11B):
+# groups of queries, each with its key and its value, and usually two norms. Falcon-RW adds positions to the scores.
+
+
+def _falcon_kv_heads(config: Config) -> int:
+    if not config["new_decoder_architecture"] and config["multi_query"]:
+        return 1
+    given = config.get("num_kv_heads")
+    return check_size("num_kv_heads", given if given is not None else config["num_attention_heads"])
+
+
+def _falcon_norms(config: Config) -> int:
+    """Norms of a parallel block: two where the new architecture does not say one."""
+    given = config.get("num_ln_in_parallel_attn")
+    return int(given) if given is not None else 2 if config["new_decoder_architecture"] else 1
+
+
+def _is_parallel(config: Config) -> bool:
+    return bool(config["new_decoder_architecture"] or config["parallel_attn"])
+
+
+def _has_two_norms(config: Config) -> bool:
+    return bool(config["new_decoder_architecture"]) and _falcon_norms(config) == 2
+
+
+def _falcon_part(part: int) -> Any:
+    def rows(config: Config) -> Part:
+        heads, kv_heads = config["num_attention_heads"], _falcon_kv_heads(config)
+        width, group = config["hidden_size"] // heads, heads // kv_heads
+        if kv_heads == heads and not config["new_decoder_architecture"]:
+            return fused(part)(config)
+        first = (0, group, group + 1)[part] * width  # of a group: its queries, its key, its value
+        count = (group if part == 0 else 1) * width
+        return Part(first=first, count=count, step=(group + 2) * width, repeats=kv_heads)
+
+    return rows
+
+
+def _falcon(config: Config) -> BlockSpec:
+    if config["alibi"]:
+        raise UnsupportedModelError(
+            "falcon with alibi (Falcon-RW) is not supported: attention with distances added to its scores is not "
+            "computed; Falcon 7B, 11B and 40B, which have rotary positions, are"
+        )
+    if config["new_decoder_architecture"] and not config["parallel_attn"]:
+        raise UnsupportedModelError("falcon of the new decoder architecture without parallel_attn is not supported")
+    return decoder_block(
+        config,
+        epsilon="layer_norm_epsilon",
+        activation="activation",
+        norm="layer",
+        gated=False,
+        kv_heads=_falcon_kv_heads(config),
+        parallel=_is_parallel(config),
+        shared_norm=_is_parallel(config) and not _has_two_norms(config),
+    )
+
+
+FALCON = decoder(
+    "falcon",
+    defaults={
+        "vocab_size": 65024,
+        "hidden_size": 4544,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 71,
+        "num_kv_heads": None,
+        "num_ln_in_parallel_attn": None,
+        "layer_norm_epsilon": 1e-5,
+        "alibi": False,
+        "new_decoder_architecture": False,
+        "multi_query": True,
+        "parallel_attn": True,
+        "bias": False,
+        "max_position_embeddings": 2048,
+        "ffn_hidden_size": None,
+        "activation": "gelu",
+        "tie_word_embeddings": True,
+    },
+    derived=lambda config: {
+        "intermediate_size": config["ffn_hidden_size"]
+        if config["ffn_hidden_size"] is not None
+        else 4 * check_size("hidden_size", config["hidden_size"])
+    },
+    block=_falcon,
+    matrices=_4H,
+    attention=(
+        *(
+            tensor
+            for part, name in enumerate(_FUSED)
+            for tensor in linear_tensors(
+                f"layers.{{i}}.{name}", "self_attention.query_key_value", bias=says("bias"), part=_falcon_part(part)
+            )
+        ),
+        *linear_tensors("layers.{i}.out", "self_attention.dense", bias=says("bias")),
+    ),
+    norms={
+        "attention_norm": ("input_layernorm", lambda config: not _has_two_norms(config)),
+        "attention_norm.": ("ln_attn", _has_two_norms),
+        "ffn_norm": ("post_attention_layernorm", lambda config: not _is_parallel(config)),
+        "ffn_norm.": ("ln_mlp", _has_two_norms),
+    },
+    norm_bias=always,
+    ffn_bias=says("bias"),
+    names={"base": "transformer.", "embedding": "word_embeddings", "layer": "h.{i}.", "final_norm": "ln_f"},
+    ignored=("transformer.h.*.self_attention.rotary_emb.inv_freq",),
+)
+
+
+# GPT-2 (Radford et al., 2019): learned positions; weights lie as [inputs, outputs].
+
+
+def _transposed(first: int = 0, *, d_model_rows: bool = False) -> Any:
+    """A transposed tensor, whole; or d_model of its columns, after `first` times so many."""
+
+    def rows(config: Config) -> Part:
+        if not d_model_rows:
+            return Part(transposed=True)
+        width = check_size("n_embd", config["n_embd"])
+        return Part(first=first * width, count=width, transposed=True)
+
+    return rows
+
+
+def _gpt2_keys(config: Config) -> Mapping[str, Any]:
+    width = check_size("n_embd", config["n_embd"])
+    return {
+        "hidden_size": width,
+        "num_attention_heads": config["n_head"],
+        "num_hidden_layers": config["n_layer"],
+        "intermediate_size": config["n_inner"] if config["n_inner"] is not None else 4 * width,
+        "max_position_embeddings": config["n_positions"],
+    }
+
+
+def _gpt2(config: Config) -> BlockSpec:
+    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if config[key]:
+            raise UnsupportedModelError(f"gpt2 with {key} is not supported")
+    traits = {} if config["scale_attn_weights"] else {"query_scale": 1.0}
+    return decoder_block(
+        config,
+        epsilon="layer_norm_epsilon",
+        activation="activation_function",
+        norm="layer",
+        gated=False,
+        positions="learned",
+        **traits,
+    )
+
+
+GPT2 = decoder(
+    "gpt2",
+    defaults={
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,
+    },
+    derived=_gpt2_keys,
+    block=_gpt2,
+    matrices={"up": "mlp.c_fc", "down": "mlp.c_proj"},
+    matrix_parts={"up": _transposed(), "down": _transposed()},
+    attention=(
+        *(
+            tensor
+            for part, name in enumerate(_FUSED)
+            for tensor in linear_tensors(
+                f"layers.{{i}}.{name}", "attn.c_attn", bias=always, part=_transposed(part, d_model_rows=True)
+            )
+        ),
+        *linear_tensors("layers.{i}.out", "attn.c_proj", bias=always, part=_transposed()),
+    ),
+    norms={"attention_norm": ("ln_1", always), "ffn_norm": ("ln_2", always)},
+    norm_bias=always,
+    ffn_bias=always,
+    names={
+        "base": "transformer.",
+        "embedding": "wte",
+        "positions": "wpe",
+        "layer": "h.{i}.",
+        "final_norm": "ln_f",
+    },
+    ignored=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+)
+
+GPT_LIKE = (GPT_NEOX, FALCON, PERSIMMON, PHI, GPT2)
