@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.arch.spec import BlockSpec
+from flashllm.arch.spec import BlockSpec, LayerSpec
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, cast
 from flashllm.offload.runtime.layer import LayerTensors, Projected, embed, run_layer
 from flashllm.offload.runtime.native_ops import NativeOps
 from flashllm.offload.runtime.ops import Matrix, Norm
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name
-from flashllm.offload.runtime.tiers.weights import bias_name
+from flashllm.offload.runtime.tiers.weights import NORMS, bias_name
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -31,6 +31,7 @@ _SAME_INPUTS = {"key": "query", "value": "query", "gate": "up"}  # matrices that
 class Layer(NamedTuple):
     """One layer as it is read: matrices, and vectors, by canonical name without the layer's."""
 
+    spec: LayerSpec
     matrices: dict[str, Array]
     biases: Mapping[str, Floats | None]
     norms: Mapping[str, Norm]
@@ -83,6 +84,7 @@ class Calibration:
             head_dim=self._block.head_dim,
             dtype=source.dtype.name,
             scale=1.0,  # queries are scaled already
+            softcap=self._block.attention_softcap or 0.0,
             layout="plain",
             bits=4,
             pool=self._pool,
@@ -100,17 +102,18 @@ class Calibration:
         }
         source.read({matrix_name(layer, name): array for name, array in matrices.items()})
         biases = {name: source.vector(bias_name(layer, name)) for name in source.matrices}
-        norms = {
-            name: Norm(source.vector(f"layers.{layer}.{name}.weight"), source.vector(f"layers.{layer}.{name}.bias"))
-            for name in ("attention_norm", "ffn_norm")
-        }
-        return Layer(matrices, biases, norms)
+        norms = {name: self._norm(f"layers.{layer}.{name}") for name in NORMS}
+        return Layer(self._block.layer(layer), matrices, biases, norms)
+
+    def _norm(self, name: str) -> Norm:
+        weight, shift = self._source.vector(f"{name}.weight"), np.float32(self._block.norm_shift)
+        return Norm(weight if weight is None else weight + shift, self._source.vector(f"{name}.bias"))
 
     def round(self, layer: Layer, rounder: Rounder) -> None:
         """Change the layer's matrices by `rounder`, which sees what goes into each."""
         sums = self._ops.watch(tensors := layer.tensors())
         for states in self._states:
-            self._run(tensors, states.copy())
+            self._run(layer.spec, tensors, states.copy())
         self._ops.watch(LayerTensors({}, {}))
         dtype, wide = self._source.dtype, WEIGHT_DTYPE_BY_CODE["F32"]
         for name, array in layer.matrices.items():
@@ -120,18 +123,18 @@ class Calibration:
     def advance(self, layer: Layer) -> None:
         """Put the calibration tokens through a layer as it now is."""
         tensors = layer.tensors()
-        self._states = [self._run(tensors, states) for states in self._states]
+        self._states = [self._run(layer.spec, tensors, states) for states in self._states]
 
-    def _run(self, tensors: LayerTensors, states: Array) -> Array:
+    def _run(self, spec: LayerSpec, tensors: LayerTensors, states: Array) -> Array:
+        def attend(made: Projected, out: Array) -> None:
+            positions = self._positions.astype(np.int32)
+            self._attention.write(made.keys, made.values, self._arena, positions // KV_BLOCK, positions)
+            self._attention.prompt(made.queries, self._arena, 0, 0, out, spec.window or 0)
+
         result: Array = run_layer(
-            self._ops, self._block, tensors, states, positions=self._positions, attend=self._attend
+            self._ops, self._block, spec, tensors, states, positions=self._positions, attend=attend
         )
         return result
-
-    def _attend(self, made: Projected, out: Array) -> None:
-        positions = self._positions.astype(np.int32)
-        self._attention.write(made.keys, made.values, self._arena, positions // KV_BLOCK, positions)
-        self._attention.prompt(made.queries, self._arena, 0, 0, out)
 
     def _embedded(self, sequences: Sequence[Sequence[int]]) -> list[Array]:
         """Each sequence's states [tokens, d_model] before the first layer."""

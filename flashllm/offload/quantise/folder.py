@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.arch.registry import resident_sources, spec_of
+from flashllm.arch.registry import claims
+from flashllm.arch.spec import Part
 from flashllm.base.files import fsync_directory, read_json_object, write_atomically
 from flashllm.convert.checkpoint.source import companion_files
 from flashllm.errors import UnsupportedModelError, UsageError
@@ -80,13 +81,14 @@ def quantise(
 
 def _state_dict_names(source: WeightSource) -> dict[str, str]:
     """Canonical name -> state_dict name of every tensor."""
-    spec = spec_of(source.config.get("model_type"))
-    names = {name: found for name, found in resident_sources(source.config).items() if name in source.shapes}
-    for layer in range(source.num_layers):
-        names |= {matrix_name(layer, matrix): pattern.format(i=layer) for matrix, pattern in spec.matrices.items()}
-    if len(set(names.values())) < len(names):
-        raise UnsupportedModelError(f"{source.path}: matrices of {spec.model_type} share tensors, which this cannot do")
-    return names
+    wanted = {name: claim for name, claim in claims(source.config).items() if name in source.shapes}
+    for name, claim in wanted.items():
+        if claim.part != Part():
+            raise UnsupportedModelError(
+                f"{source.path}: {claim.source} holds {name} among others, or transposed; rounding with feedback knows "
+                "checkpoints with a tensor a matrix only"
+            )
+    return {name: claim.source for name, claim in wanted.items()}
 
 
 def _digest(sequences: Sequence[Sequence[int]]) -> str:

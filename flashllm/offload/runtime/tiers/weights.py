@@ -36,7 +36,7 @@ from flashllm.offload.runtime.tiers.weight_plan import (
 )
 
 Bytes = NDArray[np.uint8]
-_NORMS = ("attention_norm", "attention_output_norm", "ffn_norm", "ffn_output_norm", "query_norm", "key_norm")
+NORMS = ("attention_norm", "attention_output_norm", "ffn_norm", "ffn_output_norm", "query_norm", "key_norm")
 
 
 class WeightStore:
@@ -125,7 +125,7 @@ class WeightStore:
         for name in self.plan.homes:
             bias = self._small.get(bias_name(layer, name))
             matrices[name] = self._matrix(bundle.tensors[name], buffer, self.plan.bits, bias)
-        norms = {name: self._norm(f"layers.{layer}.{name}") for name in _NORMS}
+        norms = {name: self._norm(f"layers.{layer}.{name}") for name in NORMS}
         return LayerTensors(matrices, norms)
 
     def head(self, buffer: int) -> Matrix:
