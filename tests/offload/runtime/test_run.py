@@ -101,7 +101,7 @@ def test_an_answer_does_not_depend_on_its_batch(tmp_path, dtype, bits):
 
 _BLOCK = BlockSpec(
     d_model=64, embed_dim=64, vocab_size=70, context=8, heads=4, kv_heads=4, head_dim=16, query_scale=1.0, norm="rms",
-    norm_epsilon=1e-5, pre_norm=True, final_norm=True, positions="none", activation="relu", gated=False,
+    norm_epsilon=1e-5, final_norm=True, positions="none", activation="relu", gated=False,
     tied_head=False,
 )  # fmt: skip
 
