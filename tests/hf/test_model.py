@@ -255,8 +255,12 @@ def test_transient_faults_change_nothing_and_are_counted(tiny, load, length):
 
 
 @pytest.mark.parametrize("mode", ["sparse", "oracle", "dense"])
-def test_every_read_may_be_the_one_that_fails(tiny, load, mode):
-    flash = load(tiny("bfloat16").path("random"), mode=mode, cache_policy="window", window=1, io_threads=1)
+def test_every_read_may_be_the_one_that_fails(tiny, load, mode, monkeypatch):
+    monkeypatch.setattr("flashllm.engine.model.process_nbytes", lambda: 100_000_000)
+    options = {"mode": mode, "cache_policy": "window", "window": 1, "io_threads": 1, "context": 64}
+    flash = load(tiny("bfloat16").path("random"), **options)
+    if mode == "dense":  # in the least memory no row is kept, so that every token reads
+        flash = load(tiny("bfloat16").path("random"), memory=flash.engine.plan.memory.minimum_nbytes, **options)
     ids = ids_of(20)
     expected = greedy(load(tiny("bfloat16").path("random"), mode=mode), ids, count=3)
     failures = 0
