@@ -119,7 +119,7 @@ BAD = {
     "no layers": (_set("architecture", "num_layers", 0), "num_layers"),
     "huge d_ff": (_set("architecture", "d_ff", 2**62), "d_ff must be"),
     "d_model a float": (_set("architecture", "d_model", 64.0), "d_model must be"),
-    "activation unknown": (_set("architecture", "activation", "gelu"), "activation must be one of"),
+    "activation unknown": (_set("architecture", "activation", "softmax"), "activation must be one of"),
     "activation a list": (_set("architecture", "activation", ["relu"]), "activation must be one of"),
     "gated a number": (_set("architecture", "gated", 0), "gated must be true or false"),
     "gated without gate": (_set("architecture", "gated", True), "do not belong to the architecture"),
