@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
             )
         if key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
             say("whoever reaches this address can use the server; --api-key-file makes it ask for a key")
-        sock.listen()  # so that whoever reads the next line and connects at once is let in
+        sock.listen()  # before the next line is read: a client that connects at once is let in
         say(f"serving at {url(sock)} (base URL of OpenAI clients: {url(sock)}/v1); ctrl-C stops")
         Server(app, stopping=worker.cancel_all).run(sockets=[sock])
     return 0

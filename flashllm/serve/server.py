@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                log_config=None,  # no line a request: what was asked is nobody's business
+                log_config=None,  # no line a request: requests' texts are private
                 access_log=False,
                 ws="none",
                 lifespan="off",
