@@ -163,7 +163,7 @@ def prepare(
         attention_sparsity=options.attention_sparsity,
         overlap=True if options.overlap is None else options.overlap,
     )
-    # Whose policy and blocks come below.
+    # Its policy, where none is given, and its blocks are filled in below.
     launch = Launch(
         policy=options.policy or _ANY, methods=methods, plan=None, limit=limit, accelerator=accelerator, blocks=()
     )

@@ -17,6 +17,7 @@ from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, cast
 from flashllm.offload.runtime.layer import LayerTensors, Projected, embed, run_layer
 from flashllm.offload.runtime.native_ops import NativeOps
 from flashllm.offload.runtime.ops import Matrix, Norm
+from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name
 from flashllm.offload.runtime.tiers.weights import NORMS, bias_name
 
@@ -24,7 +25,6 @@ Array = NDArray[Any]
 Floats = NDArray[np.float32]
 Rounder = Callable[[str, Floats, Floats], Floats]  # matrix name, weights [out, in], sum of x xᵀ [in, in] -> weights
 
-KV_BLOCK = 64
 _SAME_INPUTS = {"key": "query", "value": "query", "gate": "up"}  # matrices that take what another takes
 
 

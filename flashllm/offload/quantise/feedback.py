@@ -29,11 +29,6 @@ def round_to_grid(values: Floats, bits: int) -> Floats:
     return rounded.reshape(-1)[: len(values)]
 
 
-def hessian_nbytes(inputs: int) -> int:
-    """Bytes that `round_with_feedback` works with for a matrix of this many inputs, beside the matrix."""
-    return 4 * inputs * inputs + 3 * 8 * inputs * inputs
-
-
 def round_with_feedback(weights: Floats, hessian: NDArray[np.floating], *, bits: int) -> Floats:
     """weights [outputs, inputs] on the grid of `bits`. `hessian` [inputs, inputs]: the sum of x xᵀ over inputs x.
 
