@@ -48,7 +48,7 @@ def test_the_text_of_a_bare_and_of_a_complete_model(model, tmp_path):
     assert str(model) in text
     assert "opt, 2 layers, d_model 64, d_ff 256, relu" in text
     assert "256 bytes every 512 (50.0% padding), float16" in text
-    assert "none; train them" in text
+    assert "none; `flashllm train` makes them" in text
 
     tensors = {}
     for layer, rank in enumerate((3, 5)):
