@@ -51,7 +51,7 @@ class RunConfig:
     io_backend: Backend | None = None  # None: as the device profile says, else threads
     store: Path | None = None  # device profiles; None: devices.json in the user's cache directory
     direct: bool = True  # read past the page cache
-    verify_checksums: bool = True  # of every row read from flash
+    verify_checksums: bool = True  # of weights and predictors as they are loaded, and of every row read from flash
     ablation: Ablation = Ablation()
 
     def __post_init__(self) -> None:

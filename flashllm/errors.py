@@ -26,7 +26,7 @@ class FlashIOError(FlashError):
 
 
 class ChecksumError(FormatError):
-    """A row read from flash does not have the checksum recorded at conversion."""
+    """Bytes read from flash (a row, or a whole file) do not have the checksum recorded at conversion."""
 
 
 class BudgetError(FlashError):

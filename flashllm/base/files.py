@@ -21,6 +21,7 @@ from flashllm.errors import FlashIOError, FormatError
 CHUNK_NBYTES = 8 * 2**20  # one read or write; large enough for full sequential speed, small beside any limit
 _SYNC_NBYTES = 64 * 2**20  # dirty pages cannot be dropped, so they are forced out this often
 _JSON_DEPTH_ERROR = "is nested too deeply"
+_MAX_JSON_VALUES = 2_000_000  # a value takes up to 100 bytes of memory, and as little as 3 of the file
 
 Progress = Callable[[str, int, int], None]  # (what, bytes done, bytes in all)
 
@@ -126,7 +127,10 @@ def locked_directory(path: Path, busy: str) -> Iterator[None]:
 
 
 def parse_json(raw: bytes, what: str) -> Any:
-    """JSON, strictly: UTF-8, no byte-order mark, no duplicate keys, no NaN or Infinity. FormatError names `what`."""
+    """JSON, strictly: UTF-8, no byte-order mark, no duplicate keys, no NaN or Infinity, not too many values.
+
+    FormatError names `what`.
+    """
 
     def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -139,6 +143,8 @@ def parse_json(raw: bytes, what: str) -> Any:
     def reject_constant(name: str) -> Any:
         raise FormatError(f"{what}: {name} is not JSON")
 
+    if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MAX_JSON_VALUES:  # an upper bound, before any is made
+        raise FormatError(f"{what}: holds more than {_MAX_JSON_VALUES} values")
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -165,9 +171,14 @@ def read_bounded(path: Path, max_nbytes: int) -> bytes:
 
 def read_json_object(path: Path, max_nbytes: int = 64 * 2**20) -> dict[str, Any]:
     """The JSON object in the file `path`. FormatError where it is anything else or larger than `max_nbytes`."""
-    value = parse_json(read_bounded(path, max_nbytes), str(path))
+    return parse_json_object(read_bounded(path, max_nbytes), str(path))
+
+
+def parse_json_object(raw: bytes, what: str) -> dict[str, Any]:
+    """As `parse_json`, and an object. FormatError where it is anything else."""
+    value = parse_json(raw, what)
     if not isinstance(value, dict):
-        raise FormatError(f"{path}: must hold a JSON object, not {type(value).__name__}")
+        raise FormatError(f"{what}: must hold a JSON object, not {type(value).__name__}")
     return value
 
 

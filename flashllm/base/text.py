@@ -7,15 +7,19 @@ import contextlib
 import io
 import os
 import re
+import signal
 import sys
 import termios
 from collections.abc import Iterator
+from types import FrameType
 from typing import TextIO
 
 # Everything a terminal may obey: C0 but newline and tab, DEL, C1, and surrogates, which no encoder can print. Of an
 # escape sequence the letters remain, without effect: a sequence split over two tokens could not be recognised whole.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _MAX_LINE = 2000  # characters of an error message
+_PLAIN_SCREEN = b"\x1b[?2004l\x1b[?25h\x1b[0m\r\n"  # no bracketed paste, a cursor, no colour
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def inert(text: str) -> str:
@@ -65,3 +69,26 @@ def hidden_keys(fd: int) -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+@contextlib.contextmanager
+def kept_terminal(fd: int) -> Iterator[None]:
+    """Leave the terminal as it was also where a signal ends the process during the block. For the main thread."""
+    if not os.isatty(fd):
+        yield
+        return
+    before = termios.tcgetattr(fd)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError, termios.error):  # the terminal may be gone: SIGHUP
+            termios.tcsetattr(fd, termios.TCSANOW, before)
+            os.write(sys.stdout.fileno(), _PLAIN_SCREEN)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    handlers = {number: signal.signal(number, end) for number in _ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flashllm.base.command_line import whole
-from flashllm.base.text import hidden_keys, is_terminal, valid_unicode
+from flashllm.base.text import hidden_keys, is_terminal, kept_terminal, valid_unicode
 from flashllm.commands import options
 from flashllm.commands.options import find_model, loading
 
@@ -44,6 +44,7 @@ def main(args: argparse.Namespace) -> int:
     at_terminal = is_terminal(sys.stdin) and is_terminal(sys.stdout)
     with contextlib.ExitStack() as stack:
         if at_terminal:
+            stack.enter_context(kept_terminal(sys.stdin.fileno()))
             stack.enter_context(hidden_keys(sys.stdin.fileno()))
         with loading(path):
             # Before the model, so that the plan counts them.
@@ -78,12 +79,10 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
 
     As for transformers, a model that does not sample is greedy; one that gives a temperature samples unless it says no.
     """
-    from flashllm.base.files import read_json_object
-    from flashllm.generate.tokenizer import GENERATION_CONFIG
+    from flashllm.format.model_dir import Companions
+    from flashllm.format.model_files import GENERATION_CONFIG
 
-    if not (path / GENERATION_CONFIG).exists():
-        return {}
-    config = read_json_object(path / GENERATION_CONFIG)
+    config = Companions.of(path).read_json_object(GENERATION_CONFIG) or {}
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: config[name] for name in names if type(config.get(name)) in (int, float)}
     if config.get("do_sample", "temperature" in given) is not True:
@@ -96,6 +95,7 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
 def model_context(path: Path) -> int:
     """The model's own context limit, in tokens."""
     from flashllm.arch.registry import block_spec
-    from flashllm.base.files import read_json_object
+    from flashllm.format.model_dir import Companions
+    from flashllm.format.model_files import CONFIG
 
-    return block_spec(read_json_object(path / "config.json")).context
+    return block_spec(Companions.of(path).read_json_object(CONFIG) or {}).context

@@ -75,7 +75,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--threads", metavar="T", type=whole(1, MAX_THREADS), help="compute threads (default: cores)")
     group.add_argument("--buffered", action="store_true", help="read through the page cache instead of directly")
-    group.add_argument("--no-checksums", action="store_true", help="do not check the bytes read from flash")
+    group.add_argument("--no-checksums", action="store_true", help="do not check the bytes of weights and rows")
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, defaults: str) -> None:

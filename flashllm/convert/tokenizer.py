@@ -19,7 +19,7 @@ from flashllm.base.files import read_bounded
 from flashllm.errors import FormatError, UnsupportedModelError
 
 TOKENIZER = "tokenizer.json"
-_MAX_NBYTES = 256 * 2**20  # of tokenizer.json; the largest published ones have 35 MB
+MAX_NBYTES = 256 * 2**20  # of tokenizer.json; the largest published ones have 35 MB
 _VOCABULARIES = ("vocab.json", "vocab.txt", "tekken.json")  # or anything that ends in .model
 # Where tokenizers differ: spaces, line ends, case, digits, code, scripts, marks that combine, emoji of several parts.
 TEXTS = (
@@ -46,7 +46,11 @@ _CHILD = (
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     """The tokenizer in the file `path`. FormatError where it is damaged, FlashIOError where it cannot be read."""
-    raw = read_bounded(path, _MAX_NBYTES)
+    return parse_tokenizer(read_bounded(path, MAX_NBYTES), path)
+
+
+def parse_tokenizer(raw: bytes, path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in `raw`, the bytes of the file `path`. FormatError where they are damaged."""
     try:
         return tokenizers.Tokenizer.from_buffer(raw)
     except (KeyboardInterrupt, SystemExit, MemoryError):

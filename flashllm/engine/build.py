@@ -141,10 +141,18 @@ class _Builder:
         populating = threading.Thread(target=_core.populate, args=(self._cache,))
         populating.start()
         try:
-            tensors, _ = read_tensors(self._path / RESIDENT, self._stream_reader, direct=self._config.direct)
+            return self._read(RESIDENT)
         finally:
             populating.join()
-        return tensors
+
+    def _read(self, name: str) -> Tensors:
+        """The tensors of a file; its bytes are compared with the manifest unless checksums are off."""
+        return read_tensors(
+            self._path / name,
+            self._stream_reader,
+            direct=self._config.direct,
+            expected=self._manifest.files[name] if self._config.verify_checksums else None,
+        )
 
     def _max_request(self) -> int:
         """Bytes of one read request: more than one matrix's, or one row's, only where neighbours may merge."""
@@ -217,7 +225,7 @@ class _Builder:
         return [_KeptRows(stream, layer) for layer in range(len(rows))]
 
     def _load_predictors(self, ffns: list[_core.FfnLayer]) -> None:
-        tensors, _ = read_tensors(self._path / PREDICTORS, self._stream_reader, direct=self._config.direct)
+        tensors = self._read(PREDICTORS)
 
         def install(layer: int, kind: str, buffer: _core.Prefetch | None) -> None:
             names = {part: f"layers.{layer}.{kind}{part}" for part in ("a", "b", "bias", "threshold")}

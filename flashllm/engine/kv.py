@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from flashllm import _core
+from flashllm.base.processes import OneProcess
 from flashllm.errors import ContextFull, UsageError
 from flashllm.plan.memory import KV_BLOCK_TOKENS, MemoryPlan
 
@@ -27,13 +28,14 @@ class NeuronCache(Protocol):
     def set_capacity(self, rows: int) -> None: ...
 
 
-class KvMemory:
+class KvMemory(OneProcess):
     """Which sequence holds how many KV blocks, and the rows that this leaves the neuron caches.
 
     `lock` is held by whoever computes, or changes what the caches hold.
     """
 
     def __init__(self, plan: MemoryPlan, caches: Sequence[NeuronCache]) -> None:
+        super().__init__()
         self.lock = threading.RLock()
         self._plan, self._caches = plan, caches
         self._blocks: dict[int, int] = {}  # by sequence number
@@ -132,7 +134,7 @@ class KvSequence:
 
     def close(self) -> None:
         """Give the memory back. Once more is harmless."""
-        if self.closed:
+        if self.closed or self._memory.in_child:
             return
         with self._memory.lock:
             self.closed = True
@@ -140,6 +142,7 @@ class KvSequence:
             self._forget()
 
     def _check_open(self) -> None:
+        self._memory.check_process()
         if self.closed:
             raise UsageError("this sequence is closed and its memory given back; take a new one")
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.base.machine import available_nbytes, process_nbytes
+from flashllm.base.processes import OneProcess
 from flashllm.config import RunConfig
 from flashllm.engine.build import Parts, build
 from flashllm.engine.kv import KvMemory, KvSequence
@@ -39,11 +40,15 @@ class Observer(Protocol):
         """h: the activations [neurons, tokens] of the neurons from `first` on; what is written into it counts."""
 
 
-class Model:
-    """A model in memory, as far as it fits; a context manager. One thread at a time computes, others wait."""
+class Model(OneProcess):
+    """A model in memory, as far as it fits; a context manager. One thread at a time computes, others wait.
+
+    A forked child cannot use it: every call but `close`, which does nothing there, raises UsageError.
+    """
 
     def __init__(self, directory: ModelDir, plan: Plan, config: RunConfig) -> None:
         """Load `directory` as `plan` says. Raises FlashIOError, FormatError, ChecksumError."""
+        super().__init__()
         self.directory, self.plan, self.config = directory, plan, config
         self.meter = Meter()
         self._parts: Parts | None = build(directory, plan, config, self.meter.native)
@@ -91,6 +96,7 @@ class Model:
     @property
     def parts(self) -> Parts:
         """What the model is made of: for measurements and for predictors' training. UsageError once it is closed."""
+        self.check_process()
         if self._parts is None:
             raise UsageError("the model is closed; load it again")
         return self._parts
@@ -195,7 +201,7 @@ class Model:
 
         `cancel(False)` takes it back. Passes of few tokens are not looked at: they are short.
         """
-        if self._parts is not None:
+        if self._parts is not None and not self.in_child:
             self._parts.native.cancel(on)
 
     def cached_neurons(self) -> list[NDArray[np.int32]]:
@@ -204,6 +210,8 @@ class Model:
 
     def close(self) -> None:
         """Wait for reads under way and release threads, files and memory. The model cannot be used afterwards."""
+        if self.in_child:
+            return
         with self._memory.lock:
             parts, self._parts = self._parts, None
             if parts is None:

@@ -1,8 +1,10 @@
 """`ModelDir`: a converted model, opened and checked, in one frozen value that everything above passes around.
 
-Holds what the small files say; reads no weights and keeps nothing open.
+Holds what the small files say; reads no weights and keeps nothing open. `Companions` reads those files (tokenizer, chat
+template, configs) and checks them on the way.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +14,61 @@ from typing import Any, Self
 from flashllm.arch.registry import block_spec, complete_config
 from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype
-from flashllm.base.files import read_json_object
-from flashllm.format.manifest import Manifest, open_model_dir
+from flashllm.base.files import parse_json_object, read_bounded
+from flashllm.errors import ChecksumError
+from flashllm.format.manifest import MANIFEST, FileEntry, Manifest, open_model_dir
 from flashllm.format.model_files import CONFIG, GENERATION_CONFIG
+
+_MAX_JSON_NBYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """The small files of `directory`.
+
+    In a model directory `listed`, the manifest's, says which there are and what each holds: one that is not listed does
+    not exist. In a Hugging Face folder it is None, and there is nothing to compare with.
+    """
+
+    directory: Path
+    listed: Mapping[str, FileEntry] | None
+
+    @classmethod
+    def of(cls, directory: Path) -> Self:
+        """Those of a model directory or of a Hugging Face folder. FormatError where the manifest is damaged."""
+        directory = Path(directory)
+        if not (directory / MANIFEST).exists():
+            return cls(directory, None)
+        return cls(directory, Manifest.load(directory, check_files=False).files)
+
+    def read(self, name: str, max_nbytes: int) -> bytes | None:
+        """The file's bytes; None where there is no such file.
+
+        ChecksumError where they are not those of the conversion, FormatError where there are more than `max_nbytes`,
+        FlashIOError where they cannot be read.
+        """
+        path = self.directory / name
+        if self.listed is None:
+            return read_bounded(path, max_nbytes) if path.exists() else None
+        if name not in self.listed:
+            return None
+        raw = read_bounded(path, max_nbytes)
+        check_hash(path, self.listed[name], hashlib.sha256(raw).hexdigest())
+        return raw
+
+    def read_json_object(self, name: str) -> dict[str, Any] | None:
+        """The JSON object in the file; None where there is no such file. Errors as `read`, FormatError otherwise."""
+        raw = self.read(name, _MAX_JSON_NBYTES)
+        return None if raw is None else parse_json_object(raw, str(self.directory / name))
+
+
+def check_hash(path: Path, entry: FileEntry, sha256: str) -> None:
+    """ChecksumError unless `sha256` (hexadecimal) is what the manifest says of the file `path`."""
+    if sha256 != entry.sha256:
+        raise ChecksumError(
+            f"{path}: its bytes are not those of the conversion; copy the file anew or convert the model again "
+            f"(`flashllm verify {path.parent}` says more)"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,21 +83,21 @@ class ModelDir:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """The model directory `path`, its files' sizes and headers compared with the manifest.
+        """The model directory `path`, its files' sizes and headers compared with the manifest, and its configs' bytes.
 
-        UsageError where `path` is something else, FormatError for the first fault, UnsupportedModelError for a model
-        that this version does not know. Each says what to do.
+        UsageError where `path` is something else, FormatError (ChecksumError for a config's bytes) for the first fault,
+        UnsupportedModelError for a model that this version does not know. Each says what to do.
         """
         path = Path(path)
         manifest = open_model_dir(path)
-        config = complete_config(read_json_object(path / CONFIG))
-        generation = path / GENERATION_CONFIG
+        files = Companions(path, manifest.files)
+        config = complete_config(files.read_json_object(CONFIG) or {})
         return cls(
             path=path,
             manifest=manifest,
             config=MappingProxyType(config),
             block=block_spec(config),
-            generation_config=MappingProxyType(read_json_object(generation) if generation.exists() else {}),
+            generation_config=MappingProxyType(files.read_json_object(GENERATION_CONFIG) or {}),
         )
 
     @property

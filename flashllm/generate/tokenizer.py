@@ -10,15 +10,14 @@ from typing import Any, Self
 
 import tokenizers
 
-from flashllm.base.files import read_bounded, read_json_object
-from flashllm.convert.tokenizer import TOKENIZER, read_tokenizer
+from flashllm.convert.tokenizer import MAX_NBYTES, TOKENIZER, parse_tokenizer
 from flashllm.errors import FormatError
-from flashllm.format.model_files import CONFIG
+from flashllm.format.model_dir import Companions
+from flashllm.format.model_files import CONFIG, GENERATION_CONFIG
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"  # beside an older tokenizer_config.json
 CHAT_TEMPLATE = "chat_template.jinja"
-GENERATION_CONFIG = "generation_config.json"
 _MAX_TEMPLATE_NBYTES = 4 * 2**20
 
 
@@ -53,19 +52,24 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """The tokenizer of a model directory. FormatError where it is missing or damaged."""
+        """The tokenizer of a model directory or of a Hugging Face folder.
+
+        FormatError where it is missing or damaged, ChecksumError where a file is not as it was converted.
+        """
         directory = Path(directory)
-        if not (directory / TOKENIZER).exists():
+        files = Companions.of(directory)
+        raw = files.read(TOKENIZER, MAX_NBYTES)
+        if raw is None:
             raise FormatError(
                 f"{directory / TOKENIZER}: is missing, so the model can take no text; convert the model again, from a "
                 "folder that has a tokenizer"
             )
-        config = _read_facts(directory / TOKENIZER_CONFIG)
+        config = files.read_json_object(TOKENIZER_CONFIG) or {}
         return cls(
-            read_tokenizer(directory / TOKENIZER),
-            special=_special_tokens(directory, config),
-            chat_templates=_chat_templates(directory, config),
-            end_ids=_end_ids(directory),
+            parse_tokenizer(raw, directory / TOKENIZER),
+            special=_special_tokens(files, config),
+            chat_templates=_chat_templates(files, config),
+            end_ids=_end_ids(files),
             where=str(directory),
         )
 
@@ -85,11 +89,11 @@ class Tokenizer:
         return text
 
 
-def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(files: Companions, config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> text of the special tokens. An older config leaves them to a file of their own."""
     facts = dict(config)
     if "added_tokens_decoder" not in config:
-        facts |= _read_facts(directory / SPECIAL_TOKENS)
+        facts |= files.read_json_object(SPECIAL_TOKENS) or {}
     tokens = {}
     for name, value in facts.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -98,11 +102,14 @@ def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str
     return tokens
 
 
-def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _chat_templates(files: Companions, config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> template. The file of its own goes first; a config has one, or a list of named ones."""
-    path = directory / CHAT_TEMPLATE
-    if path.exists():
-        return {"default": _read_template(path)}
+    own = files.read(CHAT_TEMPLATE, _MAX_TEMPLATE_NBYTES)
+    if own is not None:
+        try:
+            return {"default": own.decode("utf-8")}
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{files.directory / CHAT_TEMPLATE}: is not UTF-8 at byte {error.start}") from error
     given = config.get("chat_template")
     match given:
         case None:
@@ -111,28 +118,18 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
             return {"default": given}
         case list() if all(isinstance(each, dict) and {"name", "template"} <= set(each) for each in given):
             return {str(each["name"]): str(each["template"]) for each in given}
-    raise FormatError(f"{directory / TOKENIZER_CONFIG}: chat_template is neither a text nor a list of named texts")
+    where = files.directory / TOKENIZER_CONFIG
+    raise FormatError(f"{where}: chat_template is neither a text nor a list of named texts")
 
 
-def _end_ids(directory: Path) -> frozenset[int] | None:
+def _end_ids(files: Companions) -> frozenset[int] | None:
     """The ids that end an answer, as the generation config names them, else the model's config; None: neither does."""
     for name in (GENERATION_CONFIG, CONFIG):
-        value = _read_facts(directory / name).get("eos_token_id")
+        value = (files.read_json_object(name) or {}).get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
         if value is not None:
             if not all(type(one) is int for one in ids):
-                raise FormatError(f"{directory / name}: eos_token_id must be an id or a list of ids, not {value!r:.80}")
+                where = files.directory / name
+                raise FormatError(f"{where}: eos_token_id must be an id or a list of ids, not {value!r:.80}")
             return frozenset(ids)
     return None
-
-
-def _read_facts(path: Path) -> dict[str, Any]:
-    return read_json_object(path) if path.exists() else {}
-
-
-def _read_template(path: Path) -> str:
-    raw = read_bounded(path, _MAX_TEMPLATE_NBYTES)
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: is not UTF-8 at byte {error.start}") from error

@@ -1,5 +1,6 @@
 """Resident weights: every tensor bit for bit, in anonymous memory, or a typed error."""
 
+import hashlib
 import os
 
 import numpy as np
@@ -9,7 +10,8 @@ from safetensors.torch import save_file
 
 from flashllm import _core
 from flashllm.engine.resident import read_tensors
-from flashllm.errors import FlashIOError, FormatError
+from flashllm.errors import ChecksumError, FlashIOError, FormatError
+from flashllm.format.manifest import FileEntry
 
 TENSORS = {
     "f32": torch.randn(7, 5),
@@ -34,17 +36,17 @@ def path(tmp_path):
 @pytest.mark.parametrize("block", [64 << 20, 4096, 5000])
 def test_every_tensor_bit_for_bit(path, monkeypatch, direct, threads, block):
     monkeypatch.setattr("flashllm.engine.resident._READ_BLOCK", block)
-    tensors, was_direct = read_tensors(path, _core.Reader(threads), direct=direct)
+    entry = FileEntry(nbytes=path.stat().st_size, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    tensors = read_tensors(path, _core.Reader(threads), direct=direct, expected=entry)
     assert tensors.keys() == EXPECTED.keys()
     for name, expected in EXPECTED.items():
         assert tensors[name].dtype == expected.dtype
         assert np.array_equal(tensors[name], expected)
-    assert not was_direct or direct
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs /proc")
 def test_weights_are_not_mapped_and_outlive_the_file(path):
-    tensors, _ = read_tensors(path, _core.Reader(2), direct=True)
+    tensors = read_tensors(path, _core.Reader(2), direct=True, expected=None)
     with open("/proc/self/maps") as maps:
         assert "t.safetensors" not in maps.read()
     path.write_bytes(b"")
@@ -64,13 +66,27 @@ def test_a_file_that_grows_while_it_is_read(path, monkeypatch):
 
     monkeypatch.setattr("flashllm.engine.resident._core.allocate", grow)
     with pytest.raises(FlashIOError, match="changed while it was read; try again"):
-        read_tensors(path, _core.Reader(1), direct=False)
+        read_tensors(path, _core.Reader(1), direct=False, expected=None)
+
+
+@pytest.mark.parametrize("block", [64 << 20, 4096])
+@pytest.mark.parametrize("where", [0.1, 0.5, 1.0])
+def test_a_flipped_bit(path, monkeypatch, block, where):
+    monkeypatch.setattr("flashllm.engine.resident._READ_BLOCK", block)
+    raw = bytearray(path.read_bytes())
+    entry = FileEntry(nbytes=len(raw), sha256=hashlib.sha256(raw).hexdigest())
+    header_nbytes = 8 + int.from_bytes(raw[:8], "little")
+    raw[header_nbytes + int(where * (len(raw) - header_nbytes - 1))] ^= 0x40
+    path.write_bytes(raw)
+    with pytest.raises(ChecksumError, match=r"t\.safetensors: its bytes are not those of the conversion"):
+        read_tensors(path, _core.Reader(2), direct=False, expected=entry)
+    read_tensors(path, _core.Reader(2), direct=False, expected=None)  # unless nothing is compared
 
 
 def test_a_truncated_file(path):
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(FormatError, match=r"t\.safetensors"):
-        read_tensors(path, _core.Reader(1), direct=True)
+        read_tensors(path, _core.Reader(1), direct=True, expected=None)
 
 
 def test_populated_memory_keeps_its_contents():

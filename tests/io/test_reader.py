@@ -219,6 +219,31 @@ def test_three_failures_are_an_error_that_says_where(reader_of, path):
         _read(reader_of(threads=1), file, _destinations([(4096, 8192)]))
 
 
+@pytest.mark.parametrize("count", [1, 50])
+def test_an_interrupted_first_read_is_repeated(path, count):
+    _core.interrupt_probes(count)
+    file = _core.DirectFile(str(path))
+    assert file.direct == _core.DirectFile(str(path)).direct
+    assert file.fallback_reason == _core.DirectFile(str(path)).fallback_reason
+
+
+@needs_io_uring
+@pytest.mark.parametrize("refusals", [1, 500, 1001, FOREVER])
+def test_a_ring_that_takes_no_reads(path, data, refusals):
+    reader, file = _core.Reader(backend="io_uring", queue_depth=4, verify=True), _core.DirectFile(str(path))
+    _core.refuse_enters(refusals)
+    try:
+        for _ in range(3):
+            jobs = _destinations([(8192 * i, 4096) for i in range(20)])
+            _read(reader, file, jobs)
+            _check(jobs, data)
+    finally:
+        _core.refuse_enters(0)
+    jobs = _destinations([(8192 * i, 4096) for i in range(20)])
+    _read(reader, file, jobs)
+    _check(jobs, data)
+
+
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
 def test_interruptions_are_not_failures(reader_of, path, data, number):
     file = _core.DirectFile(str(path))

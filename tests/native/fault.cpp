@@ -26,6 +26,15 @@ ssize_t distort(const void* file, const struct iovec* iov, ssize_t result) {
   return plan ? plan->distort(iov, result) : result;
 }
 
+std::atomic<std::uint64_t> refusals{0}, interrupts{0};
+
+bool take_one(std::atomic<std::uint64_t>& left) {
+  std::uint64_t count = left.load();
+  while (count != 0)
+    if (left.compare_exchange_weak(count, count - 1)) return true;
+  return false;
+}
+
 void forget(const void* file) {
   const std::lock_guard<std::mutex> lock(mutex);
   plans.erase(file);
@@ -36,7 +45,14 @@ void forget(const void* file) {
 void inject(const DirectFile& file, std::shared_ptr<FaultPlan> faults) { set(&file, std::move(faults)); }
 void inject(const DirectWriter& file, std::shared_ptr<FaultPlan> faults) { set(&file, std::move(faults)); }
 
+void refuse_enters(std::uint64_t count) { refusals = count; }
+void interrupt_probes(std::uint64_t count) { interrupts = count; }
+
+// What io_uring.cpp calls.
+bool refuses_enter() { return take_one(refusals); }
+
 // What direct_file.cpp and direct_writer.cpp call.
+bool interrupts_probe() { return take_one(interrupts); }
 ssize_t distort_read(const DirectFile& file, const struct iovec* iov, ssize_t result) {
   return distort(&file, iov, result);
 }

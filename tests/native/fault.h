@@ -90,6 +90,11 @@ class FaultPlan {
   bool held_ = false, released_ = false;
 };
 
+// The next so many calls refuse: the kernel takes no reads of a ring (EBUSY), a file's first read is
+// interrupted (EINTR).
+void refuse_enters(std::uint64_t count);
+void interrupt_probes(std::uint64_t count);
+
 // From now on the file's reads or writes misbehave by the plan; nullptr: no more.
 void inject(const DirectFile& file, std::shared_ptr<FaultPlan> faults);
 void inject(const DirectWriter& file, std::shared_ptr<FaultPlan> faults);

@@ -22,6 +22,7 @@ namespace flashllm {
 #ifdef FLASHLLM_TESTING  // tests/native/fault.cpp
 ssize_t distort_read(const DirectFile& file, const struct iovec* iov, ssize_t result);
 void forget_faults(const DirectFile& file);
+bool interrupts_probe();
 #endif
 
 namespace {
@@ -112,7 +113,18 @@ std::string DirectFile::why_not_direct() {
   offset_alignment_ = alignment.offset;
   memory_alignment_ = alignment.memory;
   const HugeBuffer block(std::max(offset_alignment_, memory_alignment_));
-  if (size_ == 0 || pread(fd_, block.data(), offset_alignment_, 0) >= 0) return "";
+  if (size_ == 0) return "";
+  ssize_t got = 0;
+  do {
+    got = pread(fd_, block.data(), offset_alignment_, 0);
+#ifdef FLASHLLM_TESTING
+    if (interrupts_probe()) {
+      got = -1;
+      errno = EINTR;
+    }
+#endif
+  } while (got < 0 && errno == EINTR);
+  if (got >= 0) return "";
   const int error = errno;
   if (error == EINVAL || error == ENOTSUP) return describe(error);
   close(fd_);

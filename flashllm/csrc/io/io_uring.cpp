@@ -4,7 +4,6 @@
 #include <cerrno>
 #include <string>
 #include <system_error>
-#include <thread>
 
 #include "io/error.h"
 
@@ -17,6 +16,10 @@
 
 namespace flashllm {
 
+#ifdef FLASHLLM_TESTING  // tests/native/fault.cpp
+bool refuses_enter();
+#endif
+
 #if defined(IORING_FEAT_FAST_POLL) && defined(__NR_io_uring_setup)
 
 namespace {
@@ -28,6 +31,12 @@ std::string describe(const char* call) {
 }
 
 int enter(int descriptor, unsigned to_submit, unsigned min_complete) {
+#ifdef FLASHLLM_TESTING
+  if (refuses_enter()) {
+    errno = EBUSY;
+    return -1;
+  }
+#endif
   return static_cast<int>(syscall(__NR_io_uring_enter, descriptor, to_submit, min_complete,
                                   IORING_ENTER_GETEVENTS, nullptr, std::size_t{0}));
 }
@@ -116,13 +125,20 @@ bool IoUring::has_work() const {
   return unsubmitted_ != 0;
 }
 
-void IoUring::submit(unsigned wait_for) {
+bool IoUring::submit(unsigned wait_for) {
   const int submitted = enter(descriptor_, unsubmitted_, wait_for);
-  if (submitted >= 0) {
-    unsubmitted_ -= static_cast<unsigned>(submitted);
-  } else if (errno != EINTR) {
-    std::this_thread::yield();  // the kernel is short of memory: what is under way will free some
-  }
+  if (submitted < 0) return errno == EINTR;
+  unsubmitted_ -= static_cast<unsigned>(submitted);
+  return true;
+}
+
+std::vector<std::uint64_t> IoUring::take_back() {
+  std::vector<std::uint64_t> ids;
+  const unsigned tail = *sq_tail_;
+  for (unsigned at = tail - unsubmitted_; at != tail; ++at) ids.push_back(sqes_[at & sq_mask_].user_data);
+  __atomic_store_n(sq_tail_, tail - unsubmitted_, __ATOMIC_RELEASE);  // the kernel looks in `enter` alone
+  unsubmitted_ = 0;
+  return ids;
 }
 
 bool IoUring::reap(std::uint64_t& id, ssize_t& result) {
@@ -143,7 +159,8 @@ IoUring::IoUring(unsigned) {
 void IoUring::release() {}
 void IoUring::read(std::uint64_t, int, const struct iovec*, int, std::uint64_t) {}
 bool IoUring::has_work() const { return false; }
-void IoUring::submit(unsigned) {}
+bool IoUring::submit(unsigned) { return true; }
+std::vector<std::uint64_t> IoUring::take_back() { return {}; }
 bool IoUring::reap(std::uint64_t&, ssize_t&) { return false; }
 
 #endif

@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 struct io_uring_sqe;
 struct io_uring_cqe;
@@ -27,8 +28,11 @@ class IoUring {
   // Queues a read; the iovecs stay where they are until it is reaped.
   void read(std::uint64_t id, int descriptor, const struct iovec* iov, int iovcnt, std::uint64_t offset);
 
-  // Submits what was queued and collects completions; returns when `wait_for` of them can be reaped.
-  void submit(unsigned wait_for);
+  // Submits what was queued and collects completions; returns when `wait_for` of them can be reaped, or a
+  // signal came. False where the kernel refuses for now (it is short of memory, or busy).
+  bool submit(unsigned wait_for);
+  // The ids of the reads that the kernel does not have, taken out of the queue.
+  std::vector<std::uint64_t> take_back();
   // Whether `submit` has anything to do.
   bool has_work() const;
 

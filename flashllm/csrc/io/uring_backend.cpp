@@ -1,6 +1,7 @@
 #include "io/uring_backend.h"
 
 #include <cerrno>
+#include <thread>
 #include <utility>
 
 #include "io/error.h"
@@ -18,7 +19,7 @@ UringBackend::UringBackend(ReadQueue& queue, const ReaderOptions& options)
 
 UringBackend::~UringBackend() {
   queue_.close();
-  for (take_in(); free_.size() != active_.size(); take_in()) ring_.submit(1);
+  for (take_in(); free_.size() != active_.size(); take_in()) submit(1);
 }
 
 void UringBackend::start() noexcept {
@@ -36,10 +37,20 @@ void UringBackend::advance() noexcept {
 }
 
 void UringBackend::step() {
-  if (ring_.has_work()) ring_.submit(0);
+  if (ring_.has_work()) submit(0);
   take_in();
   start_requests();
-  if (ring_.has_work()) ring_.submit(0);
+  if (ring_.has_work()) submit(0);
+}
+
+void UringBackend::submit(unsigned wait_for) {
+  if (ring_.submit(wait_for)) {
+    refusals_ = 0;
+    return;
+  }
+  if (++refusals_ < kPatience) return std::this_thread::yield();  // what is under way will end, and make room
+  refusals_ = 0;
+  for (const std::uint64_t id : ring_.take_back()) read_here(id);
 }
 
 void UringBackend::wait(ReadBatch& batch) {
@@ -49,7 +60,7 @@ void UringBackend::wait(ReadBatch& batch) {
     if (queue_.poll(batch)) return;
     start_requests();
     // With nothing under way, all requests failed before they reached the kernel: no completion would come.
-    if (free_.size() != active_.size()) ring_.submit(1);
+    if (free_.size() != active_.size()) submit(1);
   }
 }
 
@@ -88,6 +99,20 @@ void UringBackend::answer(std::size_t index, ssize_t result) {
     slot.read.accept(result);
     if (!slot.read.finished()) return ask(index);
     outcome = slot.finish(verify_);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  finish(index, outcome, std::move(error));
+}
+
+// A request that the kernel does not take: by plain reads, on this thread.
+void UringBackend::read_here(std::size_t index) {
+  RequestOutcome outcome;
+  std::exception_ptr error;
+  try {
+    Active& active = *active_[index];
+    active.work.file->read(active.slot.read);
+    outcome = active.slot.finish(verify_);
   } catch (...) {
     error = std::current_exception();
   }

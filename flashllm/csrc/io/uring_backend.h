@@ -35,6 +35,7 @@ class UringBackend final : public ReadBackend {
   // Least time between two looks of `advance`: long enough for one call to submit a few reads, short enough
   // for a deep queue to last.
   static constexpr std::chrono::nanoseconds kBetweenLooks{100'000};
+  static constexpr int kPatience = 1000;  // refusals after which requests are read without the ring
   struct Active {  // a request under way
     explicit Active(const ReaderOptions& options) : slot(options.max_request, options.max_gap) {}
     RequestSlot slot;
@@ -42,10 +43,12 @@ class UringBackend final : public ReadBackend {
   };
 
   void step();
+  void submit(unsigned wait_for);
   void take_in();
   void start_requests();
   void ask(std::size_t index);
   void answer(std::size_t index, ssize_t result);
+  void read_here(std::size_t index);
   void finish(std::size_t index, const RequestOutcome& outcome, std::exception_ptr error);
 
   ReadQueue& queue_;
@@ -54,6 +57,7 @@ class UringBackend final : public ReadBackend {
   IoUring ring_;
   std::vector<std::unique_ptr<Active>> active_;
   std::vector<std::size_t> free_;
+  int refusals_ = 0;  // of the kernel to take requests, in a row
   std::atomic<std::int64_t> next_look_{0};
 };
 

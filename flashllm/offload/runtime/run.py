@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.base.machine import return_freed_memory
+from flashllm.base.processes import OneProcess
 from flashllm.errors import FlashError
 from flashllm.offload.jobs import sequences as jobs
 from flashllm.offload.planner.schedules import (
@@ -76,8 +77,10 @@ class Neighbours(Protocol):
         """From the stage before this: the places that run, and the values."""
 
 
-class Runner:
+class Runner(OneProcess):
     """A model, or a stage of one, loaded as a policy says, ready to run blocks of sequences. A context manager.
+
+    A forked child cannot use it: `run` raises UsageError there, and `close` does nothing.
 
     Raises BudgetError where weights and working memory exceed `memory`, FlashIOError where the scratch folder cannot
     hold what the policy puts on disk, and what `open_weights` raises.
@@ -93,6 +96,7 @@ class Runner:
         options: RunOptions | None = None,
         stage: Stage | None = None,
     ) -> None:
+        super().__init__()
         self.policy, self.options = policy, options or RunOptions()
         self._scratch_folder = scratch
         self._executor: Executor | None = None
@@ -127,6 +131,7 @@ class Runner:
         A stage needs its `neighbours`; only the last one chooses tokens, and all must be given the same prompts.
         Raises BudgetError where they do not fit the memory left, FlashIOError, Stopped after `stop`, PeerLost.
         """
+        self.check_process()
         unfinished = [sequence for sequence in sequences if not sequence.finished]
         if not unfinished:
             return BlockMeasure()
@@ -154,7 +159,8 @@ class Runner:
                 self._executor.stop(error)
 
     def close(self) -> None:
-        self._parts.close()
+        if not self.in_child:
+            self._parts.close()
 
     def __enter__(self) -> Self:
         return self

@@ -58,6 +58,9 @@ void init_testing(nb::module_& m) {
       nb::cpp_function(&inject_fault, nb::scope(file), nb::name("inject"), nb::is_method(), nb::arg("kind"),
                        nb::arg("first"), nb::arg("count") = 1, nb::arg("argument") = 0));
 
+  m.def("refuse_enters", &refuse_enters, nb::arg("count"));
+  m.def("interrupt_probes", &interrupt_probes, nb::arg("count"));
+
   // Of a bound writer: its native one.
   m.def(
       "inject_write_fault",

@@ -1,0 +1,146 @@
+"""The throughput engine's planner against its runtime: predicted and measured times of policies that differ.
+
+    python tools/make_dummy_checkpoint.py opt67-4 --shape opt-6.7b --layers 4 --tokenizer DIR
+    python bench/offload/run_accuracy.py opt67-4 --rounds 2
+
+First this machine's profile is measured, as `flashllm offload plan --profile` does. Then each policy runs in a process
+of its own, one after the other, in each round; the profile is measured again at the end, which says how far the machine
+moved meanwhile. Policies differ in batch, blocks, tiers, widths and overlap. The aim is 15 %. Weights are dummies
+(synthetic), which changes no time. The last line is one JSON document.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flashllm.offload.machine.hardware import Hardware
+from flashllm.offload.machine.profile_cpu import profile_cpu
+from flashllm.offload.machine.sampling import ProfileSizes
+from flashllm.offload.model_text import ModelText
+from flashllm.offload.planner.predict import predict
+from flashllm.offload.policy import Policy, Workload
+from flashllm.offload.shape import ModelShape
+
+WORKER = Path(__file__).with_name("run_worker.py")
+LIMIT = 0.15
+ALL_DISK = {"wg": 0.0, "wc": 0.0, "wd": 1.0}
+ALL_MEMORY = {"wg": 1.0, "wc": 0.0, "wd": 0.0}
+HALF = {"wg": 0.5, "wc": 0.0, "wd": 0.5}
+IN_MEMORY = {"cg": 1.0, "cc": 0.0, "cd": 0.0, "hg": 1.0, "hc": 0.0, "hd": 0.0}
+ON_DISK = {"cg": 0.0, "cc": 0.0, "cd": 1.0, "hg": 0.0, "hc": 0.0, "hd": 1.0}
+PACKED = {"compress_weights": True, "compress_cache": True}
+
+# name -> the policy, prompt and new tokens
+RUNS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "4 sequences, weights on disk": ({"gpu_batch": 4, "num_batches": 1, **ALL_DISK, **IN_MEMORY}, 128, 24),
+    "64 sequences, weights on disk": ({"gpu_batch": 64, "num_batches": 1, **ALL_DISK, **IN_MEMORY}, 32, 12),
+    "4 batches of 8, half the weights on disk": ({"gpu_batch": 8, "num_batches": 4, **HALF, **IN_MEMORY}, 64, 12),
+    "16 sequences, all in memory": ({"gpu_batch": 16, "num_batches": 1, **ALL_MEMORY, **IN_MEMORY}, 64, 24),
+    "16 sequences, no overlap": (
+        {"gpu_batch": 16, "num_batches": 1, "overlap": False, **ALL_DISK, **IN_MEMORY}, 64, 12,
+    ),
+    "2 batches of 16, cache and activations on disk": (
+        {"gpu_batch": 16, "num_batches": 2, **ALL_DISK, **ON_DISK}, 128, 12,
+    ),
+    "32 sequences, 4-bit weights and cache": (
+        {"gpu_batch": 32, "num_batches": 1, **ALL_DISK, **IN_MEMORY, **PACKED}, 64, 16,
+    ),
+    "32 sequences, 4-bit weights in memory, 4-bit cache on disk": (
+        {"gpu_batch": 32, "num_batches": 1, **ALL_MEMORY, **ON_DISK, **PACKED}, 128, 12,
+    ),
+}  # fmt: skip
+
+
+def predicted(shape: ModelShape, hardware: Hardware, name: str) -> dict[str, float]:
+    """Seconds of prefill and of decoding, by the cost model."""
+    fields, prompt, new = RUNS[name]
+    prediction = predict(shape, hardware, Workload(prompt_len=prompt, gen_len=new), Policy.from_json(fields))
+    return {"prefill_s": prediction.prefill_s, "decode_s": prediction.decode_s}
+
+
+def measured(model: Path, scratch: Path, name: str) -> dict[str, Any]:
+    """What one run took."""
+    fields, prompt, new = RUNS[name]
+    settings = {
+        "task": "run",
+        "model": str(model),
+        "sequences": fields["gpu_batch"] * fields["num_batches"],
+        "prompt": prompt,
+        "new": new,
+        "weight_bits": None,
+        "cache_bits": None,
+        "layout": "kivi",
+        "policy": fields,
+        "scratch": str(scratch),
+    }
+    done = subprocess.run(
+        [sys.executable, str(WORKER), json.dumps(settings)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return document
+
+
+def profile(model: Path, dtype: str | None, rounds: int) -> Hardware:
+    return profile_cpu(
+        model, report=lambda line: print(line, file=sys.stderr), sizes=ProfileSizes(rounds=rounds),
+        dtype=dtype or "float16", threads=None,
+    )  # fmt: skip
+
+
+def errors(predictions: dict[str, float], runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Predicted over measured, less 1, of the median run."""
+    found = {}
+    for key in ("prefill_s", "decode_s"):
+        found[key] = predictions[key] / median(run[key] for run in runs) - 1
+    whole = median(run["prefill_s"] + run["decode_s"] for run in runs)
+    return found | {"whole_s": sum(predictions.values()) / whole - 1}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("model", type=Path, help="Hugging Face folder with safetensors")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--profile-rounds", type=int, default=3)
+    parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument("--scratch", type=Path, default=Path("/tmp"), help="folder for scratch files")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    shape = ModelText.load(args.model).shape
+    before = profile(args.model, shape.dtype, args.profile_rounds)
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in args.runs}
+    for _ in range(args.rounds):
+        for name in args.runs:
+            runs[name].append(measured(args.model, args.scratch, name))
+            print(f"{name}: {runs[name][-1]}", file=sys.stderr, flush=True)
+    after = profile(args.model, shape.dtype, args.profile_rounds)
+    rows = []
+    for name in args.runs:
+        first, last = (predicted(shape, hardware, name) for hardware in (before, after))
+        row = {"run": name, "policy": RUNS[name][0], "prompt": RUNS[name][1], "new": RUNS[name][2]}
+        row |= {"predicted": first, "predicted_after": last, "error": errors(first, runs[name])}
+        row |= {"error_after": errors(last, runs[name]), "measured": runs[name]}
+        rows.append(row)
+        print(f"{name:60s} {row['error']['whole_s']:+6.1%} {row['error_after']['whole_s']:+6.1%}", file=sys.stderr)
+    document = {
+        "benchmark": "run_accuracy",
+        "weights": "dummy (synthetic)",
+        "model": args.model.name,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "within_limit": sum(abs(row["error"]["whole_s"]) <= LIMIT for row in rows),
+        "rows": rows,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
