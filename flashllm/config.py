@@ -14,10 +14,12 @@ from flashllm.errors import UsageError
 Mode = Literal["sparse", "oracle", "dense"]
 Backend = Literal["threads", "io_uring"]
 CachePolicy = Literal["frequency", "window"]
+Speculate = Literal["off", "lookup"]
 
 MODES: tuple[Mode, ...] = ("sparse", "oracle", "dense")
 BACKENDS: tuple[Backend, ...] = ("threads", "io_uring")
 CACHE_POLICIES: tuple[CachePolicy, ...] = ("frequency", "window")  # the first is the default
+SPECULATIONS: tuple[Speculate, ...] = ("off", "lookup")  # the first is the default
 DEFAULT_WINDOW = 5  # tokens (paper A, section 3.1)
 MAX_THREADS = 1024
 
@@ -50,6 +52,7 @@ class RunConfig:
     io_threads: int | None = None  # reads at a time; None: as the device profile says, else 32
     io_backend: Backend | None = None  # None: as the device profile says, else threads
     store: Path | None = None  # device profiles; None: devices.json in the user's cache directory
+    speculate: Speculate = SPECULATIONS[0]  # who drafts tokens that are verified together
     direct: bool = True  # read past the page cache
     verify_checksums: bool = True  # of weights and predictors as they are loaded, and of every row read from flash
     ablation: Ablation = Ablation()
@@ -67,6 +70,7 @@ class RunConfig:
             _check_choice("--io-backend", self.io_backend, BACKENDS)
         if self.store is not None and not isinstance(self.store, Path):
             raise UsageError(f"--store must be a path, not {self.store!r}")
+        _check_choice("--speculate", self.speculate, SPECULATIONS)
         for name in ("direct", "verify_checksums"):
             if type(getattr(self, name)) is not bool:
                 raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r}")

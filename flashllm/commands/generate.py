@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_json(parser)
     options.add_memory(parser)
     options.add_engine(parser)
+    options.add_speculation(parser)
     options.add_sampling(parser, defaults="by default always the likeliest token")
 
 
@@ -87,6 +88,7 @@ def _document(
         "prefill": _flat(records[0]),
         "stopped": session.stopped,
         "plan": plan.memory.as_dict(),
+        "speculation": None if session.speculation is None else session.speculation.stats.as_dict(),
         "direct_io": model.direct_io,
         "reader": dataclasses.asdict(model.reader),
         "model": {

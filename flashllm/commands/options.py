@@ -9,7 +9,7 @@ from typing import Any
 
 from flashllm.base.command_line import number, say, size, whole
 from flashllm.base.text import is_terminal, one_line
-from flashllm.config import BACKENDS, CACHE_POLICIES, MAX_THREADS, MODES, RunConfig
+from flashllm.config import BACKENDS, CACHE_POLICIES, MAX_THREADS, MODES, SPECULATIONS, RunConfig
 
 DEFAULT_IO_THREADS = 32  # paper A, section 4
 
@@ -78,6 +78,16 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-checksums", action="store_true", help="do not check the bytes of weights and rows")
 
 
+def add_speculation(parser: argparse.ArgumentParser) -> None:
+    """--speculate."""
+    parser.add_argument(
+        "--speculate",
+        choices=SPECULATIONS,
+        help="draft tokens by prompt lookup (what followed the last tokens before) and verify several in a pass, where "
+        f"that has paid so far; changes no token (default: {SPECULATIONS[0]})",
+    )
+
+
 def add_sampling(parser: argparse.ArgumentParser, *, defaults: str) -> None:
     """How the next token is chosen. Absent options are None; `defaults` says in the help where values come from."""
     group = parser.add_argument_group(f"sampling ({defaults})")
@@ -110,6 +120,7 @@ def run_config(args: argparse.Namespace) -> RunConfig:
         io_threads=args.io_threads,
         io_backend=args.io_backend,
         store=args.store,
+        speculate=getattr(args, "speculate", None) or SPECULATIONS[0],
         direct=not args.buffered,
         verify_checksums=not args.no_checksums,
     )

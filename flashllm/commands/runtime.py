@@ -13,6 +13,7 @@ from flashllm.commands.options import run_config
 from flashllm.engine.model import Model
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Session, Template
+from flashllm.generate.speculation import speculation_of
 from flashllm.generate.tokenizer import Tokenizer
 
 
@@ -29,7 +30,8 @@ def open_session(
     with Model.open(path, run_config(args)) as model:
         for notice in model.notices:
             say(notice)
-        with Session(model, tokenizer, options, template=template) as session:
+        speculation = speculation_of(model.config, model)
+        with Session(model, tokenizer, options, template=template, speculation=speculation) as session:
             yield session, model
 
 

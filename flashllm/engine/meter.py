@@ -28,6 +28,8 @@ class StepTimes:
     misses: int
     prefetched: int = 0  # rows read before their layer's turn
     prefetch_used: int = 0  # those of them that were misses
+    united: int = 0  # active neurons, counted once for tokens that go through a layer together
+    rejected_bytes: int = 0  # of rows that only drafted tokens wanted which turned out wrong
 
 
 class Meter:
@@ -62,4 +64,6 @@ class Meter:
             misses=counts["misses"],
             prefetched=counts["prefetched"],
             prefetch_used=counts["prefetch_used"],
+            united=counts["united"],
+            rejected_bytes=counts["rejected_bytes"],
         )

@@ -22,6 +22,7 @@ from flashllm.engine.meter import Meter
 from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
+from flashllm.plan.memory import MAX_VERIFIED
 from flashllm.plan.resolve import Plan, resolve
 
 Ids = Sequence[int]
@@ -56,6 +57,7 @@ class Model(OneProcess):
         self.reader, self.direct_io = self._parts.reader, self._parts.direct_io
         self.activity_source = "predictors" if self._parts.trace is None else self._parts.trace.source
         self._memory = KvMemory(plan.memory, self._parts.caches)
+        self._drafting: KvSequence | None = None  # whose drafted tokens are neither accepted nor rejected
 
     @classmethod
     def open(cls, path: Path, config: RunConfig | None = None) -> Self:
@@ -83,6 +85,11 @@ class Model(OneProcess):
     def few_tokens(self) -> int:
         """K0: up to so many new tokens of a sequence, its pass is the mode's; beyond, a prompt's."""
         return self.manifest.sparse_prefill_tokens
+
+    @property
+    def most_drafted(self) -> int:
+        """Guessed tokens that a pass may verify: with the certain one before them they are few."""
+        return max(0, min(self.few_tokens, MAX_VERIFIED, self.manifest.prefill_block_tokens) - 1)
 
     @property
     def vocab_size(self) -> int:
@@ -113,6 +120,7 @@ class Model(OneProcess):
         all_logits: Literal[False] = False,
         as_prompt: bool = False,
         observer: Observer | None = None,
+        drafted: int = 0,
     ) -> Logits: ...
     @overload
     def step(
@@ -122,6 +130,7 @@ class Model(OneProcess):
         all_logits: Literal[True],
         as_prompt: bool = False,
         observer: Observer | None = None,
+        drafted: int = 0,
     ) -> list[Logits]: ...
 
     def step(
@@ -131,6 +140,7 @@ class Model(OneProcess):
         all_logits: bool = False,
         as_prompt: bool = False,
         observer: Observer | None = None,
+        drafted: int = 0,
     ) -> Logits | list[Logits]:
         """Run new tokens: each entry is a sequence and the ids that follow what it holds.
 
@@ -138,25 +148,46 @@ class Model(OneProcess):
         [ids, vocab], after every token. Where it raises (Cancelled, ContextFull, FlashIOError, ChecksumError,
         FormatError, UsageError, KeyboardInterrupt), every sequence holds what it held before. With `as_prompt`, or an
         `observer`, every sequence's pass is a prompt's, however few its tokens: so a prompt that comes in pieces gets
-        the bits it would get in one.
+        the bits it would get in one. The last `drafted` ids of a pass of one sequence are guesses, at most
+        `most_drafted`: the neuron caches learn nothing from them until `accept` says which were right.
         """
         parts = self.parts
+        if drafted and (len(entries) != 1 or as_prompt or observer is not None or drafted > self.most_drafted):
+            raise UsageError(f"drafted tokens are at most {self.most_drafted}, of a sequence that has the pass alone")
         entries = [(sequence, self._checked(ids)) for sequence, ids in entries]
         if len({sequence.number for sequence, _ in entries}) != len(entries):
             raise UsageError("a sequence is twice in a pass")
         with self._memory.lock:
             lengths = [sequence.length for sequence, _ in entries]
             self._memory.claim({sequence.number: sequence.blocks_with(len(ids)) for sequence, ids in entries})
+            self._drafting = entries[0][0] if drafted else None
             try:
                 few_tokens = 0 if as_prompt or observer is not None else self.few_tokens
-                return self._run(parts, entries, few_tokens, all_logits=all_logits, observer=observer)
+                return self._run(parts, entries, few_tokens, all_logits=all_logits, observer=observer, drafted=drafted)
             except BaseException:
                 for (sequence, _), length in zip(entries, lengths, strict=True):
                     sequence.truncate(length)
                 raise
 
+    def accept(self, sequence: KvSequence, count: int) -> None:
+        """Of the tokens drafted in the last step, which was of `sequence`, the first `count` were right.
+
+        After another step it is too late, and nothing happens. The caller cuts the sequence.
+        """
+        with self._memory.lock:
+            if self._drafting is sequence and self._parts is not None:
+                self._drafting = None
+                self._parts.native.accept(count)
+
     def _run(
-        self, parts: Parts, entries: list[Entry], few_tokens: int, *, all_logits: bool, observer: Observer | None
+        self,
+        parts: Parts,
+        entries: list[Entry],
+        few_tokens: int,
+        *,
+        all_logits: bool,
+        observer: Observer | None,
+        drafted: int,
     ) -> Logits | list[Logits]:
         few = [index for index, (_, ids) in enumerate(entries) if len(ids) <= few_tokens]
         many = sorted(set(range(len(entries))) - set(few))
@@ -167,7 +198,8 @@ class Model(OneProcess):
                 if parts.trace is not None:
                     positions = [seq.length + i for seq, ids in mine for i in range(len(ids))]
                     parts.trace.load(positions, fills=kind == "prompt")
-                logits = parts.native.step([(seq.native, ids) for seq, ids in mine], kind, all_logits, observer)
+                natives = [(seq.native, ids) for seq, ids in mine]
+                logits = parts.native.step(natives, kind, all_logits, observer, drafted)
                 counts = [len(ids) if all_logits else 1 for _, ids in mine]
                 for index, rows in zip(group, np.split(logits, np.cumsum(counts)[:-1]), strict=True):
                     results[index] = rows

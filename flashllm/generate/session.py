@@ -9,64 +9,21 @@ from array import array
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, overload
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.engine.meter import StepTimes
 from flashllm.errors import ContextFull, UsageError
-from flashllm.format.manifest import Manifest
 from flashllm.generate.detokenizer import Detokenizer
+from flashllm.generate.language_model import LanguageModel, ModelSequence
 from flashllm.generate.logprobs import TokenLogprobs, logprobs_of
 from flashllm.generate.sampling import Sampler, SamplingOptions
+from flashllm.generate.speculation import Decoding, Speculation
 
 Stopped = Literal["eos", "length", "stop", "context"]
 _SCORED_NBYTES = 32 << 20  # of the logits that a scored prompt has in memory at once
-
-
-class ModelSequence(Protocol):
-    """One conversation's place in a model: how many tokens its KV cache holds."""
-
-    @property
-    def length(self) -> int: ...
-    def truncate(self, length: int) -> None: ...
-    def copy_from(self, other: Any) -> None: ...
-    def close(self) -> None: ...
-
-
-class StepMeter(Protocol):
-    """Counts what a model does between two calls."""
-
-    def restart(self) -> None: ...
-    def take(self) -> StepTimes: ...
-
-
-class LanguageModel(Protocol):
-    """What a session needs of `flashllm.engine.model.Model`."""
-
-    @property
-    def context(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def meter(self) -> StepMeter: ...
-    @property
-    def manifest(self) -> Manifest: ...
-    def new_sequence(self) -> ModelSequence: ...
-    @overload
-    def step(
-        self,
-        entries: Sequence[tuple[Any, Sequence[int]]],
-        *,
-        all_logits: Literal[False] = False,
-        as_prompt: bool = False,
-    ) -> NDArray[np.float32]: ...
-    @overload
-    def step(
-        self, entries: Sequence[tuple[Any, Sequence[int]]], *, all_logits: Literal[True], as_prompt: bool = False
-    ) -> list[NDArray[np.float32]]:
-        """Logits after each entry's (sequence, new ids). A step that fails changes no sequence."""
 
 
 class Template(Protocol):
@@ -103,13 +60,15 @@ class TokenRecord:
     text: str  # what can be printed now; may be empty while a character or a stop string is incomplete
     times: StepTimes
     logprobs: TokenLogprobs | None = None  # where the session lists them
+    pass_tokens: int = 0  # of the pass in its time: 1, and those drafted; 0: an earlier pass foresaw it
 
 
 class Session:
     """One conversation with a loaded model: its tokens, its KV cache, and the streams that extend them.
 
     Several sessions of one model may be open; each pays for the tokens it has. With a `template` the turns of
-    `stream_chat` are rendered as a conversation; without one the model continues the text.
+    `stream_chat` are rendered as a conversation; without one the model continues the text. With `speculation` some
+    tokens are computed ahead, which changes when they come and not which.
     """
 
     def __init__(
@@ -119,6 +78,7 @@ class Session:
         options: SamplingOptions | None = None,
         *,
         template: Template | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.options = options if options is not None else SamplingOptions()
@@ -126,6 +86,7 @@ class Session:
         self.stopped: Stopped | None = None
         self.messages: list[dict[str, str]] = []  # with a chat template: the conversation as it is rendered
         self.system: str | None = None
+        self.speculation = speculation
         self._template = template
         self._tokens = array("q")  # in the context; the KV cache holds at least the first `_computed` of them
         self._computed = 0
@@ -277,9 +238,18 @@ class Session:
             logprobs=scores,
         )
         # 2. The answer, a token a step. The last token does not go through the model.
+        decoding = Decoding(self.model, sequence, self._tokens, self.speculation)
+        try:
+            yield from self._answer_ids(decoding, logits, turn)
+        finally:
+            if self._turn == turn:
+                decoding.settle()
+
+    def _answer_ids(self, decoding: Decoding, logits: NDArray[np.float32], turn: int) -> Iterator[TokenRecord]:
+        """The answer's tokens, the first by `logits`."""
         detokenizer = Detokenizer(self.tokenizer, self.options.stop)
         ends = frozenset[int]() if self.options.ignore_eos else self.tokenizer.end_ids
-        for count in range(1, self.options.max_new_tokens + 1):
+        for left in reversed(range(self.options.max_new_tokens)):
             self._check_turn(turn)
             token_id = self._sampler.choose(logits, self._tokens, self.options)
             listed = None if self.logprobs is None else logprobs_of(logits, token_id, self.logprobs)
@@ -290,20 +260,26 @@ class Session:
                 stopped = "eos"
             elif detokenizer.stopped:
                 stopped = "stop"
-            elif count == self.options.max_new_tokens:
+            elif left == 0:
                 stopped = "length"
-            elif self._computed == limit:
+            elif self._computed == self.context_limit:
                 stopped = "context"
             if stopped is not None:
                 text += detokenizer.finish()
                 if detokenizer.stopped:
                     stopped = "stop"  # a stop string in front of a character that stayed incomplete
             self.stopped = stopped
-            yield TokenRecord(token_id=token_id, text=text, times=meter.take(), logprobs=listed)
+            yield TokenRecord(
+                token_id=token_id,
+                text=text,
+                times=self.model.meter.take(),
+                logprobs=listed,
+                pass_tokens=decoding.take_width(),
+            )
             if stopped is not None:
                 return
             self._check_turn(turn)
-            logits = self.model.step([(sequence, [token_id])])[0]
+            logits = decoding.after(token_id, left - 1)
             self._computed += 1
 
     def _compute_prompt(

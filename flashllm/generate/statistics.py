@@ -45,6 +45,28 @@ class TurnStats:
         """Bytes read from flash, a token after the first."""
         return sum(record.times.bytes_read for record in self._later) / max(1, len(self._later))
 
+    @property
+    def tokens_per_pass(self) -> float | None:
+        """Tokens that a pass yielded, after the first; None where none was drafted."""
+        passes = sum(record.pass_tokens > 0 for record in self._later)
+        return len(self._later) / passes if any(record.pass_tokens > 1 for record in self._later) else None
+
+    @property
+    def drafted(self) -> tuple[int, int]:
+        """(tokens drafted, those of them that were right), after the first token."""
+        drafted = sum(record.pass_tokens - 1 for record in self._later if record.pass_tokens > 0)
+        return drafted, sum(record.pass_tokens == 0 for record in self._later)
+
+    @property
+    def union_growth(self) -> float | None:
+        """Neurons that the tokens of a pass with drafts wanted together, over those of one of them; None: no such pass.
+
+        Paper A, appendix C.1: 2.4 for five tokens of OPT 6.7B.
+        """
+        wide = [record for record in self._later if record.pass_tokens > 1]
+        one = sum(record.times.active / record.pass_tokens for record in wide)
+        return sum(record.times.united for record in wide) / one if one else None
+
     def mean_ms(self, kind: str) -> float:
         """Milliseconds a token after the first: of "io", "memory", "compute", "other", which sum to "total"."""
         return sum(float(getattr(record.times, f"{kind}_ms")) for record in self._later) / max(1, len(self._later))
@@ -56,6 +78,8 @@ class TurnStats:
             parts.append(f"first after {self.first_token_ms:.0f} ms ({self.prefill.tokens} new prompt tokens)")
         if self.tokens_per_s is not None:
             parts.append(f"then {self.tokens_per_s:.1f} tokens/s")
+        if self.tokens_per_pass is not None:
+            parts.append(f"{self.tokens_per_pass:.2f} tokens a pass")
         if self.hit_rate is not None:
             parts.append(f"cache hits {self.hit_rate:.0%}")
         if self._later:
@@ -78,4 +102,11 @@ class TurnStats:
             rows.append(("read a token", format_size(self.nbytes_per_token)))
         if self.hit_rate is not None:
             rows.append(("cache hits", f"{self.hit_rate:.1%}"))
+        if self.tokens_per_pass is not None:
+            drafted, right = self.drafted
+            rows.append(("drafted", f"{drafted} tokens, {right} of them right: {self.tokens_per_pass:.2f} a pass"))
+            vain = sum(record.times.rejected_bytes for record in self._later)
+            rows.append(("read for wrong ones", format_size(vain)))
+            if self.union_growth is not None:
+                rows.append(("neurons of a pass", f"{self.union_growth:.2f} times a token's, where it had drafts"))
         return rows

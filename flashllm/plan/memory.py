@@ -25,6 +25,7 @@ from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.rows import PAGE_NBYTES
 
+MAX_VERIFIED = 8  # tokens that go through an FFN together: FfnTokens::kMost (csrc/model/ffn_layer.h)
 KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are allocated together
 MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for one streaming block
 # What the process grows by at its first forward passes besides the planned buffers: lazily loaded library pages,
@@ -229,6 +230,7 @@ def plan_memory(
     max_gap: int = 0,
     prefetch: bool = False,
     dense: bool = False,
+    verified: int = 1,
 ) -> MemoryPlan:
     """The plan for one loaded model.
 
@@ -240,6 +242,7 @@ def plan_memory(
         popularity: as in flashllm/format/popularity.py, where it is known.
         max_gap: bytes between rows that a reader thread reads through, into memory of its own.
         prefetch: rows of the next layer are read before its turn.
+        verified: tokens of a pass that gives logits after each.
         dense: every token reads every neuron: the caches hold each layer's first rows, and there are no predictors.
 
     Raises:
@@ -274,7 +277,7 @@ def plan_memory(
         "staging": ((1 + READ_AHEAD) * manifest.stream_block_rows + 2 * prefetch_rows) * rows.stride
         + _bounce_nbytes(rows.stride, io_threads + min(io_threads, STREAM_THREADS))
         + io_threads * max_gap,
-        "workspace": _workspace_nbytes(manifest, block, context),
+        "workspace": _workspace_nbytes(manifest, block, context, verified),
         "kv_block_nbytes": KV_BLOCK_TOKENS * block.kv_nbytes_per_token(architecture.num_layers, itemsize),
         "context": context,
         "row_nbytes": rows.stride,
@@ -336,14 +339,15 @@ def _bounce_nbytes(stride: int, io_threads: int) -> int:
     return MAX_REQUEST if stride % PAGE_NBYTES == 0 else io_threads * (MAX_REQUEST // 4)
 
 
-def _workspace_nbytes(manifest: Manifest, block: BlockSpec, context: int) -> int:
+def _workspace_nbytes(manifest: Manifest, block: BlockSpec, context: int, verified: int) -> int:
     """Activations of one pass of at most `prefill_block_tokens` tokens, in fp32, and of the block of rows they are
     multiplied by; attention scores of a token; logits."""
     tokens = min(context, manifest.prefill_block_tokens)
     hidden = (9 if block.parallel else 8) * block.d_model + 2 * block.embed_dim + 3 * block.query_dim + 4 * block.kv_dim
     products = (len(manifest.rows.matrices) - 1) * manifest.stream_block_rows
     scores = block.heads * context
-    return 4 * (tokens * (hidden + products) + scores + _LOGITS_ROWS * block.vocab_size)
+    logits = (_LOGITS_ROWS + 2 * (verified - 1)) * block.vocab_size  # the pass's, and those of the one before
+    return 4 * (tokens * (hidden + products) + scores + logits)
 
 
 def _refusal(plan: MemoryPlan, available: int) -> str:

@@ -18,7 +18,7 @@ from flashllm.format.model_files import PREDICTORS
 from flashllm.format.popularity import Popularity, read_popularity
 from flashllm.plan.activity import from_shares
 from flashllm.plan.latency import dense_token, prefetch_pays, product_nbytes
-from flashllm.plan.memory import MemoryPlan, plan_memory
+from flashllm.plan.memory import MAX_VERIFIED, MemoryPlan, plan_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,9 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
             max_gap=reader.max_gap,
             prefetch=prefetch,
             dense=config.mode == "dense",
+            verified=1
+            if config.speculate == "off"
+            else max(1, min(model.manifest.sparse_prefill_tokens, MAX_VERIFIED)),
         )
 
     wanted = mode == "sparse" and config.ablation.prefetch

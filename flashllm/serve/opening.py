@@ -17,6 +17,7 @@ from flashllm.engine.model import Model
 from flashllm.generate.chat_template import ChatTemplate
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Template
+from flashllm.generate.speculation import Speculation, speculation_of
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.serve.app import Api, Served, make_app
 from flashllm.serve.metrics import Metrics
@@ -49,13 +50,21 @@ def open_app(path: Path, config: RunConfig, options: ServerOptions) -> Iterator[
             say("no chat template: the model continues a conversation as one text")
         if options.name is None:
             options = dataclasses.replace(options, name=_name(path, model))
-        with app_of(model, tokenizer, template, options, limit=model.plan.memory.limit_nbytes) as opened:
+        limit = model.plan.memory.limit_nbytes
+        speculation = speculation_of(config, model)
+        with app_of(model, tokenizer, template, options, limit=limit, speculation=speculation) as opened:
             yield opened
 
 
 @contextmanager
 def app_of(
-    model: ServedModel, tokenizer: Tokenizer, template: Template | None, options: ServerOptions, *, limit: int
+    model: ServedModel,
+    tokenizer: Tokenizer,
+    template: Template | None,
+    options: ServerOptions,
+    *,
+    limit: int,
+    speculation: Speculation | None = None,
 ) -> Iterator[tuple[Starlette, Worker]]:
     """The application over a loaded model. `limit`: bytes that the process may hold, to be told to clients."""
     served = Served(
@@ -71,7 +80,14 @@ def app_of(
     metrics = Metrics(
         waiting=lambda: worker.waiting, kept=lambda: worker.kept, memory=process_nbytes, memory_limit=limit
     )
-    with Worker(model, tokenizer, max_waiting=options.max_waiting, keep=options.keep, on_event=metrics.see) as worker:
+    with Worker(
+        model,
+        tokenizer,
+        max_waiting=options.max_waiting,
+        keep=options.keep,
+        on_event=metrics.see,
+        speculation=speculation,
+    ) as worker:
         api = Api(served, worker, metrics)
         app = make_app(
             [*api.routes(), *Ollama(api).routes()],

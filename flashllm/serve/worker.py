@@ -15,16 +15,9 @@ from flashllm.api.requests import Request
 from flashllm.base.command_line import say
 from flashllm.errors import Cancelled, ContextFull, FlashError
 from flashllm.format.manifest import Manifest
-from flashllm.generate.session import (
-    LanguageModel,
-    ModelSequence,
-    PrefillRecord,
-    Session,
-    StepMeter,
-    Stopped,
-    TextTokenizer,
-    TokenRecord,
-)
+from flashllm.generate.language_model import LanguageModel, ModelSequence, StepMeter
+from flashllm.generate.session import PrefillRecord, Session, Stopped, TextTokenizer, TokenRecord
+from flashllm.generate.speculation import Speculation
 from flashllm.serve.conversations import Conversations, Place, digest, turns_of
 
 
@@ -95,6 +88,7 @@ class Worker:
         max_waiting: int,
         keep: int,
         on_event: Callable[[Event], None],
+        speculation: Speculation | None = None,
     ) -> None:
         """`max_waiting` jobs wait beside the one that runs; `keep` conversations stay in memory.
 
@@ -104,7 +98,7 @@ class Worker:
         self._model = model
         self._roomy = _RoomyModel(model, self._make_room)
         self._conversations = Conversations(
-            lambda: Session(self._roomy, tokenizer),
+            lambda: Session(self._roomy, tokenizer, speculation=speculation),
             limit=keep,
             max_tokens=model.context,
             few_tokens=model.manifest.sparse_prefill_tokens,
@@ -275,6 +269,10 @@ class _RoomyModel:
         return self._model.vocab_size
 
     @property
+    def most_drafted(self) -> int:
+        return self._model.most_drafted
+
+    @property
     def meter(self) -> StepMeter:
         return self._model.meter
 
@@ -285,10 +283,13 @@ class _RoomyModel:
     def new_sequence(self) -> ModelSequence:
         return self._model.new_sequence()
 
-    def step(self, entries: Sequence[tuple[Any, Sequence[int]]], **options: bool) -> Any:
+    def accept(self, sequence: Any, count: int) -> None:
+        self._model.accept(sequence, count)
+
+    def step(self, entries: Sequence[tuple[Any, Sequence[int]]], **options: Any) -> Any:
         while True:
             try:
-                return self._model.step(entries, **options)  # type: ignore[call-overload]
+                return self._model.step(entries, **options)
             except ContextFull:
-                if not self._make_room():
+                if options.get("drafted") or not self._make_room():
                     raise

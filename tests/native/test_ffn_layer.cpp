@@ -63,6 +63,71 @@ void bits_depend_on_the_active_set_alone(const Flash& flash, int tokens) {
   CHECK(naive.counters.hits == 0 && naive.counters.bytes_read == naive.counters.active * kStride);
 }
 
+// Tokens that go through together get what each gets alone, whatever is drafted and accepted; a pass that is
+// given up leaves no trace. What is read for a token that turns out wrong is counted.
+void tokens_together_are_tokens_alone(const Flash& flash, int passes) {
+  Layer whole(flash, kNeurons, 3, 1, 1), narrow(flash, 3, 2, 2, 4), middle(flash, 17, 5, 3, 2);
+  Layer frequency(flash, 11, 1, 2, 3, 5), scarce(flash, 2, 1, 1, 2, 1), placed(flash, 9, 2, 1, 3, 0, true);
+  const std::vector<Layer*> layers = {&narrow, &middle, &frequency, &scarce, &placed};
+  std::mt19937 random(6);
+  std::normal_distribution<float> normal;
+  std::vector<float> x(FfnTokens::kMost * kWidth), y(x.size()), expected(x.size());
+  std::vector<std::vector<std::int32_t>> active(FfnTokens::kMost);
+  for (int pass = 0; pass < passes; ++pass) {
+    const std::size_t count = 1 + random() % FfnTokens::kMost, drafted = random() % count;
+    for (float& value : x) value = normal(random);
+    for (auto& one : active) one = random_active(random);
+    for (std::size_t t = 0; t < count; ++t)
+      whole.layer.forward(x.data() + t * kWidth, t, active[t], expected.data() + t * kWidth);
+    const FfnTokens tokens{x.data(), active.data(), count, 0, drafted};
+    const std::size_t accepted = random() % (drafted + 1);
+    for (Layer* layer : layers) {
+      if (pass % 5 == 0) layer->layer.begin(tokens);
+      if (pass % 10 == 0) layer->layer.abandon();
+      layer->layer.begin(tokens);
+      layer->layer.finish(y.data());
+      CHECK(std::memcmp(y.data(), expected.data(), 4 * count * kWidth) == 0);
+      if (pass % 3 != 0) layer->layer.accept(accepted);
+    }
+  }
+  for (const Layer* layer : layers) {
+    const FfnCounters& counters = layer->counters;
+    CHECK(counters.united < counters.active && counters.rejected_bytes > 0);
+    CHECK(counters.rejected_bytes < counters.bytes_read);
+  }
+  for (const auto& [count, drafted] :
+       std::vector<std::pair<std::size_t, std::size_t>>{{0, 0}, {2, 2}, {9, 1}}) {
+    bool refused = false;
+    try {
+      middle.layer.begin({x.data(), active.data(), count, 0, drafted});
+    } catch (const CoreError& error) {
+      refused = error.kind() == ErrorKind::usage;
+    }
+    CHECK(refused);
+  }
+}
+
+// Rows that a drafted token wants are read, and leave like any others unless it is accepted.
+void the_window_ends_with_the_last_accepted_token(const Flash& flash) {
+  const std::vector<std::vector<std::int32_t>> active = {{1, 2}, {2, 3}, {4, 5}};
+  const std::vector<float> x(3 * kWidth, 1.0F);
+  std::vector<float> y(3 * kWidth);
+  for (const std::size_t accepted : {0U, 1U, 2U}) {
+    Layer layer(flash, 20, 2, 1, 1);
+    layer.layer.begin({x.data(), active.data(), 3, 0, 2});
+    layer.layer.finish(y.data());
+    CHECK(layer.counters.active == 6 && layer.counters.united == 5 && layer.counters.misses == 5);
+    layer.layer.accept(accepted);
+    const std::vector<std::size_t> rejected_rows = {3, 2, 0};
+    CHECK(layer.counters.rejected_bytes == rejected_rows[accepted] * kStride);
+    layer.layer.forward(x.data(), 0, {9}, y.data());
+    std::vector<std::int32_t> cached = layer.layer.cached();
+    std::sort(cached.begin(), cached.end());
+    const std::vector<std::vector<std::int32_t>> kept = {{1, 2, 9}, {2, 3, 9}, {4, 5, 9}};
+    CHECK(cached == kept[accepted]);
+  }
+}
+
 // Whatever is prefetched, for this token or for one that never comes, with a `begin` here and there that is
 // given up.
 void prefetching_changes_no_bit(const Flash& flash, int tokens, std::int32_t bypass) {
@@ -81,7 +146,7 @@ void prefetching_changes_no_bit(const Flash& flash, int tokens, std::int32_t byp
     told = token % 5 == 0 ? random_active(random) : active;
     if (token % 3 != 0) prefetching.layer.prefetch(flash.x.data(), 0);
     if (token % 7 == 0) {
-      prefetching.layer.begin(flash.x.data(), 0, told);
+      prefetching.layer.begin({flash.x.data(), &told, 1, 0, 0});
       if (token % 2 == 0) prefetching.layer.abandon();
     }
     CHECK(same_bits(prefetching.forward(flash, active), expected));
@@ -217,6 +282,8 @@ void failures_leave_a_right_cache(Flash& flash, int tokens, std::int32_t bypass)
 void test_ffn_layer(const std::string& directory, int scale) {
   ffn_tests::Flash flash(directory + "/ffn.bin");
   bits_depend_on_the_active_set_alone(flash, 60 * scale);
+  tokens_together_are_tokens_alone(flash, 60 * scale);
+  the_window_ends_with_the_last_accepted_token(flash);
   the_unlikely_leave_first(flash);
   a_trace_decides_what_fires(flash);
   for (const std::int32_t bypass : {0, 6}) {

@@ -66,6 +66,8 @@ nb::dict take(FfnCounters& counters) {
   result["misses"] = counters.misses;
   result["moves"] = counters.moves;
   result["parts"] = counters.parts;
+  result["united"] = counters.united;
+  result["rejected_bytes"] = counters.rejected_bytes;
   result["prefetched"] = counters.prefetched;
   result["prefetch_used"] = counters.prefetch_used;
   counters = FfnCounters{};

@@ -278,7 +278,7 @@ class PyModel {
 
   // Logits [entries, vocab] after each entry's last token, or [tokens, vocab] after every token.
   Logits step(const std::vector<Entry>& entries, const std::string& pass, bool all_logits,
-              nb::object observer) {
+              nb::object observer, std::size_t drafted) {
     std::vector<Token> tokens = tokens_of(entries);
     std::vector<std::size_t> wanted;
     for (std::size_t i = 0; i < tokens.size(); ++i)
@@ -291,7 +291,7 @@ class PyModel {
     Tap* asked = observer.is_none() ? nullptr : &tap;
     {
       const nb::gil_scoped_release unlocked;
-      model_->step(tokens, kind, wanted, logits.get(), asked);
+      model_->step(tokens, kind, wanted, logits.get(), asked, drafted);
     }
     float* data = logits.release();
     const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
@@ -321,6 +321,8 @@ class PyModel {
     const nb::gil_scoped_release unlocked;
     model_->run_block(layer, 0, tokens, states.data(), asked);
   }
+
+  void accept(std::size_t count) { model_->accept(count); }
 
   void interrupt() { model_->interrupt(); }
 
@@ -480,7 +482,8 @@ void init_model(nb::module_& m) {
       .def("new_sequence", &PyModel::new_sequence, nb::arg("context").none() = nb::none(),
            nb::arg("layers").none() = nb::none(), nb::rv_policy::take_ownership)
       .def("step", &PyModel::step, nb::arg("entries"), nb::arg("pass_"), nb::arg("all_logits") = false,
-           nb::arg("observer").none() = nb::none())
+           nb::arg("observer").none() = nb::none(), nb::arg("drafted") = 0)
+      .def("accept", &PyModel::accept, nb::arg("count"), nb::call_guard<nb::gil_scoped_release>())
       .def("embed", &PyModel::embed, nb::arg("entries"), nb::arg("states"))
       .def("run_block", &PyModel::run_block, nb::arg("layer"), nb::arg("entries"), nb::arg("states"),
            nb::arg("observer").none() = nb::none())

@@ -34,13 +34,17 @@ void WindowPolicy::choose(const SlotTable& slots, const CacheRequest& request, C
   make_room(slots, request, choice.leaving);
 }
 
-// Cached neurons of no token in the window. A walk over the cached rows takes a few microseconds, and needs
-// no state of its own that failed reads, fills after a prompt or returning neurons could put out of step.
-void WindowPolicy::take_unused(const SlotTable& slots, std::vector<std::int32_t>& leaving) const {
+// Cached neurons of no token in the window, and not in [except_begin, except_end), which ascends: tokens that
+// were drafted want neurons that the policy has not heard of. A walk over the cached rows takes a few
+// microseconds, and needs no state of its own that failed reads, fills after a prompt or returning neurons
+// could put out of step.
+void WindowPolicy::take_unused(const SlotTable& slots, const std::int32_t* except_begin,
+                               const std::int32_t* except_end, std::vector<std::int32_t>& leaving) const {
   leaving.clear();
   for (std::int32_t slot = 0; slot < slots.num_used(); ++slot) {
     const std::int32_t neuron = slots.pointers()[slot];
-    if (uses_[static_cast<std::size_t>(neuron)] == 0) leaving.push_back(neuron);
+    if (uses_[static_cast<std::size_t>(neuron)] == 0 && !std::binary_search(except_begin, except_end, neuron))
+      leaving.push_back(neuron);
   }
 }
 
@@ -67,11 +71,11 @@ void WindowPolicy::make_room(const SlotTable& slots, const CacheRequest& request
     return slots.capacity() - slots.num_used() + static_cast<std::int32_t>(leaving.size());
   };
   // 1. What fell out of the window goes.
-  take_unused(slots, leaving);
+  take_unused(slots, request.begin, request.end, leaving);
   // 2. Too little room: the window shrinks, down to the token at hand.
   while (room() < misses && current_window() > 1) {
     forget_oldest();
-    take_unused(slots, leaving);
+    take_unused(slots, request.begin, request.end, leaving);
   }
   if (room() >= misses) return;
   // 3. The token alone exceeds the capacity: what belongs to its other parts goes, as little as needed.
@@ -81,10 +85,10 @@ void WindowPolicy::make_room(const SlotTable& slots, const CacheRequest& request
 void WindowPolicy::choose_evicted(const SlotTable& slots, std::int32_t count,
                                   std::vector<std::int32_t>& evicted) {
   const auto wanted = static_cast<std::size_t>(count);
-  take_unused(slots, evicted);
+  take_unused(slots, nullptr, nullptr, evicted);
   while (evicted.size() < wanted && current_window() > 1) {
     forget_oldest();
-    take_unused(slots, evicted);
+    take_unused(slots, nullptr, nullptr, evicted);
   }
   if (evicted.size() < wanted) take_lowest_used(slots, nullptr, nullptr, wanted - evicted.size(), evicted);
   evicted.resize(wanted);

@@ -27,7 +27,8 @@ class WindowPolicy final : public CachePolicy {
 
  private:
   void forget_oldest();
-  void take_unused(const SlotTable& slots, std::vector<std::int32_t>& leaving) const;
+  void take_unused(const SlotTable& slots, const std::int32_t* except_begin, const std::int32_t* except_end,
+                   std::vector<std::int32_t>& leaving) const;
   void make_room(const SlotTable& slots, const CacheRequest& request, std::vector<std::int32_t>& leaving);
   void take_lowest_used(const SlotTable& slots, const std::int32_t* except_begin,
                         const std::int32_t* except_end, std::size_t count,

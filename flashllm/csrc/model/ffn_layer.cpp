@@ -12,6 +12,8 @@ namespace {
 
 constexpr float kTracedValue = 1e-3F;  // of a neuron that fires by the trace and not by its dummy weights
 constexpr std::size_t kCopyGrain = 4;  // rows a thread copies at a time
+constexpr std::uint8_t kNobody = 0xff;
+static_assert(FfnTokens::kMost < kNobody);
 
 RowSource source_of(const FfnLayerOptions& options) {
   RowSource source{options.file_offset, options.format.stride, options.checksums, options.row_of, 0};
@@ -41,13 +43,12 @@ FfnLayer::FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectF
   const std::size_t part = cache_.part_size();
   active_.reserve(neurons);
   listed_.reserve(neurons);
-  values_.resize(part);
   gathered_.resize(part);
   scales_.reserve(part);
   vectors_.reserve(part);
   batch_.jobs.reserve(part * source_.jobs_a_row());
   // Nothing is allocated between taking rows and filling them, so nothing can fail there but a read.
-  for (auto* ids : {&ids_, &positions_.hits, &positions_.prefetched, &positions_.missed}) ids->reserve(part);
+  ids_.reserve(part);
 }
 
 FfnLayer::~FfnLayer() {
@@ -90,37 +91,78 @@ void FfnLayer::prefetch(const float* x, std::size_t token) {
   watch.charge(counters_.io_ns);
 }
 
-// A token
+// Tokens
 
-void FfnLayer::begin(const float* x, std::size_t token, const std::vector<std::int32_t>& active) {
+void FfnLayer::begin(const FfnTokens& tokens) {
   Stopwatch watch;
   abandon();
-  cache_.begin_token(active);
-  counters_.active += active.size();
-  if (holds_prefetch()) prefetch_->keep(active);
-  x_ = x;
-  token_active_ = &active;
-  firing_ = has_predictor() ? predictor_->firing(token) : nullptr;
+  accept(0);
+  if (tokens.count == 0 || tokens.count > FfnTokens::kMost || tokens.drafted >= tokens.count)
+    throw CoreError(ErrorKind::usage, "too many or too few tokens for one pass through an FFN layer");
+  // 1. The policy hears of the tokens that are certain.
+  cache_.begin_token(tokens.active[0]);
+  drafted_from_ = tokens.count - tokens.drafted;
+  for (std::size_t t = 1; t < drafted_from_; ++t) cache_.observe(tokens.active[t]);
+  for (std::size_t t = drafted_from_; t < tokens.count; ++t) {
+    const std::vector<std::int32_t>& active = tokens.active[t];
+    drafted_active_[t].assign(active.begin(), active.end());
+  }
+  drafted_ = tokens.drafted;
+  // 2. What they want together.
+  unite(tokens);
+  counters_.united += wanted_->size();
+  if (holds_prefetch()) prefetch_->keep(*wanted_);
+  for (std::size_t t = 0; t < tokens.count; ++t) {
+    Member& member = members_[t];
+    member.x = tokens.x + t * options_.format.d_model;
+    member.active = &tokens.active[t];
+    member.firing = has_predictor() ? predictor_->firing(tokens.first + t) : nullptr;
+    member.end = member.active->data();
+    member.rows_read = 0;
+    counters_.active += member.active->size();
+  }
+  count_ = tokens.count;
   watch.charge(counters_.memory_ns);
-  part_begin_ = part_end_ = active.data();
-  if (!active.empty()) begin_part(0);
+  part_end_ = 0;
+  if (!wanted_->empty()) begin_part(0);
+}
+
+void FfnLayer::unite(const FfnTokens& tokens) {
+  wanted_ = tokens.active;
+  if (tokens.count == 1) return;
+  wanted_by_.assign(static_cast<std::size_t>(options_.num_neurons), kNobody);
+  for (std::size_t t = tokens.count; t-- > 0;)
+    for (const std::int32_t neuron : tokens.active[t])
+      wanted_by_[static_cast<std::size_t>(neuron)] = static_cast<std::uint8_t>(t);
+  union_.clear();
+  for (std::int32_t neuron = 0; neuron < options_.num_neurons; ++neuron)
+    if (wanted_by_[static_cast<std::size_t>(neuron)] != kNobody) union_.push_back(neuron);
+  wanted_ = &union_;
+}
+
+void FfnLayer::accept(std::size_t count) {
+  if (count > drafted_) throw CoreError(ErrorKind::usage, "more tokens accepted than were drafted");
+  for (std::size_t t = 0; t < count; ++t) cache_.observe(drafted_active_[drafted_from_ + t]);
+  for (std::size_t t = count; t < drafted_; ++t)
+    counters_.rejected_bytes += members_[drafted_from_ + t].rows_read * options_.format.stride;
+  drafted_ = 0;
 }
 
 void FfnLayer::finish(float* y) {
-  if (x_ == nullptr) throw CoreError(ErrorKind::usage, "an FFN layer finishes a token that did not begin");
-  std::fill(y, y + options_.format.d_model, 0.0F);
-  // A token whose active set exceeds the rows is computed in parts; the sum runs on in the order of ids.
-  const std::vector<std::int32_t>& active = *token_active_;
-  for (std::size_t done = 0; done < active.size();) {
+  if (count_ == 0) throw CoreError(ErrorKind::usage, "an FFN layer finishes tokens that did not begin");
+  const std::uint32_t width = options_.format.d_model;
+  std::fill(y, y + count_ * width, 0.0F);
+  // What exceeds the rows is computed in parts; each token's sum runs on in the order of ids.
+  for (std::size_t done = 0; done < wanted_->size(); done = part_end_) {
     if (done != 0) begin_part(done);
-    done = static_cast<std::size_t>(part_end_ - active.data());
     finish_part(y);
   }
   Stopwatch watch;
   if (options_.down_bias != nullptr)
-    for (std::uint32_t j = 0; j < options_.format.d_model; ++j) y[j] += options_.down_bias[j];
+    for (std::size_t t = 0; t < count_; ++t)
+      for (std::uint32_t j = 0; j < width; ++j) y[t * width + j] += options_.down_bias[j];
   watch.charge(counters_.compute_ns);
-  x_ = nullptr;
+  count_ = 0;
   if (holds_prefetch()) end_prefetch();
   counters_.moves += cache_.take_moves();
   counters_.io_busy_ns += reader_.take_busy_ns();
@@ -128,8 +170,8 @@ void FfnLayer::finish(float* y) {
 }
 
 void FfnLayer::abandon() noexcept {
-  if (x_ == nullptr) return;
-  x_ = nullptr;
+  if (count_ == 0) return;
+  count_ = drafted_ = 0;
   reader_.settle(batch_);
   if (holds_prefetch()) end_prefetch();
   if (std::exchange(admitted_, false)) cache_.discard_part();
@@ -152,13 +194,12 @@ void FfnLayer::guarded(const Step& step) {
 // Hits, misses, rows freed; the misses become reads into their rows, and start.
 void FfnLayer::begin_part(std::size_t first) {
   Stopwatch watch;
-  const std::vector<std::int32_t>& active = *token_active_;
   ++counters_.parts;
-  part_begin_ = active.data() + first;
-  part_end_ = active.data() + std::min(first + cache_.part_size(), active.size());
+  part_end_ = std::min(first + cache_.part_size(), wanted_->size());
   guarded([&] {
+    share_out(part_end_);
     sort_positions();
-    cache_.admit(part_begin_, part_end_);
+    cache_.admit(wanted_->data() + first, wanted_->data() + part_end_);
     admitted_ = true;
     batch_.jobs.clear();
     for (const std::int32_t neuron : cache_.misses())
@@ -171,18 +212,40 @@ void FfnLayer::begin_part(std::size_t first) {
   });
 }
 
+// The members' parts of the part that ends at `end`, and room for their values.
+void FfnLayer::share_out(std::size_t end) {
+  const bool last = end == wanted_->size();
+  std::size_t total = 0;
+  for (std::size_t t = 0; t < count_; ++t) {
+    Member& member = members_[t];
+    const std::int32_t* all = member.active->data() + member.active->size();
+    member.begin = member.end;
+    member.end = last ? all : std::lower_bound(member.begin, all, (*wanted_)[end]);
+    total += static_cast<std::size_t>(member.end - member.begin);
+  }
+  if (values_.size() < total) values_.resize(total);
+  float* values = values_.data();
+  for (std::size_t t = 0; t < count_; ++t) {
+    members_[t].values = values;
+    values += members_[t].end - members_[t].begin;
+  }
+}
+
 void FfnLayer::finish_part(float* y) {
   Stopwatch watch;
+  const auto each = [this](const auto& body) {
+    for (std::size_t t = 0; t < count_; ++t) body(members_[t], t);
+  };
   // 1. While reads fly the hits are multiplied, never summed: the sum has one order.
-  up_products(positions_.hits);
+  each([&](const Member& member, std::size_t) { up_products(member, member.positions.hits); });
   watch.charge(counters_.compute_ns);
   // 2. What was prefetched has landed, and then the misses.
   guarded([&] {
-    if (!positions_.prefetched.empty()) {
+    if (part_prefetched_ != 0) {
       prefetch_->finish();
       watch.charge(counters_.io_ns);
-      counters_.prefetch_used += positions_.prefetched.size();
-      up_products(positions_.prefetched);
+      counters_.prefetch_used += part_prefetched_;
+      each([&](const Member& member, std::size_t) { up_products(member, member.positions.prefetched); });
       watch.charge(counters_.compute_ns);
     }
     if (batch_.in_flight()) reader_.wait(batch_);
@@ -190,72 +253,85 @@ void FfnLayer::finish_part(float* y) {
   watch.charge(counters_.io_ns);
   tally(batch_.stats());
   watch.charge(counters_.memory_ns);
-  up_products(positions_.missed);
-  // 3. The down sum over every neuron that really fired, in the order of ids.
-  if (firing_ != nullptr) apply_trace();
-  down_sum(y);
+  each([&](const Member& member, std::size_t t) {
+    up_products(member, member.positions.missed);
+    // 3. The down sum over every neuron that really fired, in the order of ids.
+    if (member.firing != nullptr) apply_trace(member);
+    down_sum(member, y + t * options_.format.d_model);
+  });
   watch.charge(counters_.compute_ns);
-  if (!positions_.prefetched.empty()) copy_newcomers();
+  if (part_prefetched_ != 0) copy_newcomers();
   cache_.end_part();
   admitted_ = false;
   watch.charge(counters_.memory_ns);
 }
 
+// A row that is missing counts as missed once, for the first token that wants it.
 void FfnLayer::sort_positions() {
-  positions_.hits.clear();
-  positions_.prefetched.clear();
-  positions_.missed.clear();
-  for (const std::int32_t* id = part_begin_; id != part_end_; ++id) {
-    auto& kind = cache_.contains(*id) ? positions_.hits
-                 : prefetched(*id)    ? positions_.prefetched
-                                      : positions_.missed;
-    kind.push_back(static_cast<std::int32_t>(id - part_begin_));
+  part_prefetched_ = 0;
+  for (std::size_t t = 0; t < count_; ++t) {
+    Member& member = members_[t];
+    auto& [hits, prefetched_ones, missed] = member.positions;
+    hits.clear();
+    prefetched_ones.clear();
+    missed.clear();
+    std::size_t found = 0;  // in the cache, or wanted by a token before
+    for (const std::int32_t* id = member.begin; id != member.end; ++id) {
+      const bool cached = cache_.contains(*id), fetched = !cached && prefetched(*id);
+      const bool first = count_ == 1 || wanted_by_[static_cast<std::size_t>(*id)] == t;
+      auto& kind = cached ? hits : fetched ? prefetched_ones : missed;
+      kind.push_back(static_cast<std::int32_t>(id - member.begin));
+      found += cached || !first ? 1 : 0;
+      part_prefetched_ += fetched && first ? 1 : 0;
+    }
+    const auto total = static_cast<std::size_t>(member.end - member.begin);
+    counters_.hits += found;
+    counters_.misses += total - found;
+    member.rows_read += total - found;
   }
-  counters_.hits += positions_.hits.size();
-  counters_.misses += positions_.prefetched.size() + positions_.missed.size();
 }
 
-// values_[p] = activation(up . x + bias), or activation(gate . x) * (up . x), for the positions given.
-void FfnLayer::up_products(const std::vector<std::int32_t>& positions) {
+// values[p] = activation(up . x + bias), or activation(gate . x) * (up . x), for the positions given.
+void FfnLayer::up_products(const Member& member, const std::vector<std::int32_t>& positions) {
+  if (positions.empty()) return;
   const RowFormat& format = options_.format;
   ids_.clear();
   vectors_.clear();
   for (const std::int32_t p : positions) {
-    ids_.push_back(part_begin_[p]);
-    vectors_.push_back(row(part_begin_[p]) + format.driver());
+    ids_.push_back(member.begin[p]);
+    vectors_.push_back(row(member.begin[p]) + format.driver());
   }
   const ScatteredRows rows{vectors_.data(), vectors_.size(), format.d_model, format.codec};
   const float* bias = format.gated() ? options_.gate_bias : options_.up_bias;
-  dot_scattered(rows, x_, ids_.data(), bias, options_.activation, gathered_.data(), pool_, options_.simd);
-  for (std::size_t i = 0; i < positions.size(); ++i)
-    values_[static_cast<std::size_t>(positions[i])] = gathered_[i];
+  dot_scattered(rows, member.x, ids_.data(), bias, options_.activation, gathered_.data(), pool_,
+                options_.simd);
+  for (std::size_t i = 0; i < positions.size(); ++i) member.values[positions[i]] = gathered_[i];
   if (!format.gated()) return;
   for (std::size_t i = 0; i < positions.size(); ++i) vectors_[i] = row(ids_[i]) + format.up;
-  dot_scattered(rows, x_, ids_.data(), options_.up_bias, options_.activation.of_up(), gathered_.data(), pool_,
-                options_.simd);
-  for (std::size_t i = 0; i < positions.size(); ++i)
-    values_[static_cast<std::size_t>(positions[i])] *= gathered_[i];
+  dot_scattered(rows, member.x, ids_.data(), options_.up_bias, options_.activation.of_up(), gathered_.data(),
+                pool_, options_.simd);
+  for (std::size_t i = 0; i < positions.size(); ++i) member.values[positions[i]] *= gathered_[i];
 }
 
 // Of dummy weights about half of the values fire; by the trace fewer do. The arithmetic left is what a
 // trained model's would be.
-void FfnLayer::apply_trace() {
-  for (std::size_t i = 0; part_begin_ + i != part_end_; ++i) {
-    if (!in_bit_set(firing_, part_begin_[i]))
-      values_[i] = 0.0F;
-    else if (values_[i] == 0.0F)
-      values_[i] = kTracedValue;
+void FfnLayer::apply_trace(const Member& member) {
+  for (std::ptrdiff_t i = 0; i < member.end - member.begin; ++i) {
+    if (!in_bit_set(member.firing, member.begin[i]))
+      member.values[i] = 0.0F;
+    else if (member.values[i] == 0.0F)
+      member.values[i] = kTracedValue;
   }
 }
 
-void FfnLayer::down_sum(float* y) {
+void FfnLayer::down_sum(const Member& member, float* y) {
   const RowFormat& format = options_.format;
   vectors_.clear();
   scales_.clear();
-  for (std::size_t i = 0; part_begin_ + i != part_end_; ++i) {
-    if (values_[i] == 0.0F) continue;  // predicted, did not fire: its down column adds nothing
-    vectors_.push_back(row(part_begin_[i]) + format.down);
-    scales_.push_back(values_[i]);
+  for (std::ptrdiff_t i = 0; i < member.end - member.begin; ++i) {
+    if (member.values[i] == 0.0F) continue;  // predicted, did not fire: its down column adds nothing
+    vectors_.push_back(row(member.begin[i]) + format.down);
+    scales_.push_back(member.values[i]);
   }
   sum_scattered({vectors_.data(), vectors_.size(), format.d_model, format.codec}, scales_.data(), y, pool_,
                 options_.simd);
@@ -303,6 +379,7 @@ void FfnLayer::begin_fill(const float* x, std::size_t tokens) {
   Stopwatch watch;
   abandon();
   if (holds_prefetch()) end_prefetch();  // for a token that never came here
+  accept(0);
   abandon_fill();
   watch.charge(counters_.memory_ns);
   for (std::size_t t = 0; t < tokens; ++t) {

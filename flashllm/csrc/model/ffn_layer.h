@@ -4,9 +4,13 @@
 //   layer to prefetch) -> finish: up products of the hits, wait, up products of the misses, down sum over the
 //   active neurons in the order of their ids
 //
-// What is computed depends on x and the weights alone; the cache decides only what is read.
+// A few tokens may go through together: the rows that any of them wants are read once, and each is computed
+// as it would be alone. What is computed depends on x and the weights alone; the cache decides only what is
+// read.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -48,6 +52,18 @@ struct FfnLayerOptions {
   bool split_rows = false;  // a neuron's matrices are read one by one
 };
 
+// Tokens that go through a layer together. What it refers to stays as it is until `finish`.
+struct FfnTokens {
+  static constexpr std::size_t kMost = 8;
+
+  const float* x = nullptr;                           // [count, d_model]
+  const std::vector<std::int32_t>* active = nullptr;  // [count]: each token's neurons, ascending
+  std::size_t count = 1;                              // at most kMost
+  std::size_t first = 0;                              // number in its pass of the first token
+  std::size_t drafted =
+      0;  // of the last tokens, fewer than all: guesses, which `accept` tells right or wrong
+};
+
 class FfnLayer {
  public:
   // Keeps references to all of them; `rows` holds capacity * stride bytes, `bypass_rows` in the same way.
@@ -75,17 +91,21 @@ class FfnLayer {
   // forgotten.
   void prefetch(const float* x, std::size_t token);
 
-  // A token: x [d_model] over `active` (ascending ids), both of which stay as they are until `finish`. The
-  // reads of the first part are under way when `begin` returns. y [d_model], with the down bias. Both throw
-  // CoreError, after which no read is under way and the cache is consistent.
-  void begin(const float* x, std::size_t token, const std::vector<std::int32_t>& active);
+  // The reads of the first part are under way when `begin` returns. y [count, d_model], with the down bias.
+  // Both throw CoreError, after which no read is under way and the cache is consistent.
+  void begin(const FfnTokens& tokens);
   void finish(float* y);
+  // Of the drafted tokens of the last `begin`, the first `count` were right: the cache's policy hears of
+  // these, so that its window ends with the last accepted token (paper A, section 5.2: at the alpha(lambda +
+  // 1)-th). The next `begin` accepts none.
+  void accept(std::size_t count);
   // Gives up what `begin` began; nothing after `finish`, or where nothing began. The next `begin` does it
   // too.
   void abandon() noexcept;
 
+  // A token: x and y [d_model]; `active`: ascending ids.
   void forward(const float* x, std::size_t token, const std::vector<std::int32_t>& active, float* y) {
-    begin(x, token, active);
+    begin({x, &active, 1, token, 0});
     finish(y);
   }
 
@@ -108,21 +128,33 @@ class FfnLayer {
   Activation activation() const { return options_.activation; }
 
  private:
-  // Neurons of a part by where their rows are or will be: positions in the part.
+  // Neurons of a token's part by where their rows are or will be: positions in the part.
   struct Positions {
     std::vector<std::int32_t> hits, prefetched, missed;
   };
+  // A token between `begin` and `finish`, and those of its neurons that belong to the part at hand.
+  struct Member {
+    const float* x = nullptr;
+    const std::vector<std::int32_t>* active = nullptr;
+    const std::uint64_t* firing = nullptr;  // of a trace
+    const std::int32_t *begin = nullptr, *end = nullptr;
+    float* values = nullptr;  // of its part's neurons
+    Positions positions;
+    std::size_t rows_read = 0;  // that no token before it wanted
+  };
 
+  void unite(const FfnTokens& tokens);
   void begin_part(std::size_t first);
+  void share_out(std::size_t end);
   void finish_part(float* y);
   template <typename Step>
   void guarded(const Step& step);
   [[noreturn]] void rethrow_with_place(const CoreError& error) const;
 
   void sort_positions();
-  void up_products(const std::vector<std::int32_t>& positions);
-  void apply_trace();
-  void down_sum(float* y);
+  void up_products(const Member& member, const std::vector<std::int32_t>& positions);
+  void apply_trace(const Member& member);
+  void down_sum(const Member& member, float* y);
   void copy_newcomers();
 
   bool holds_prefetch() const { return prefetch_ != nullptr && prefetch_->layer() == options_.layer; }
@@ -144,18 +176,24 @@ class FfnLayer {
   Prefetch* prefetch_ = nullptr;  // nullptr: nothing is prefetched for this layer
   std::optional<PrefetchDepth> depth_;
 
-  // The token between `begin` and `finish`.
-  const float* x_ = nullptr;  // nullptr: there is none
-  const std::vector<std::int32_t>* token_active_ = nullptr;
-  const std::uint64_t* firing_ = nullptr;  // of a trace
-  const std::int32_t *part_begin_ = nullptr, *part_end_ = nullptr;
-  bool admitted_ = false;  // the part has rows
+  // The tokens between `begin` and `finish`.
+  std::array<Member, FfnTokens::kMost> members_;
+  std::size_t count_ = 0;                              // 0: there are none
+  const std::vector<std::int32_t>* wanted_ = nullptr;  // what any of them wants, ascending
+  std::size_t part_end_ = 0;
+  std::size_t part_prefetched_ = 0;  // rows of the part that were prefetched
+  bool admitted_ = false;            // the part has rows
 
-  // Scratch, sized once.
+  // Drafted tokens that are neither accepted nor rejected.
+  std::array<std::vector<std::int32_t>, FfnTokens::kMost> drafted_active_;
+  std::size_t drafted_ = 0;
+  std::size_t drafted_from_ = 0;  // number of the first of them in `members_`
+
+  // Scratch, sized before rows are taken.
   ReadBatch batch_;
-  Positions positions_;
   std::vector<float> values_, gathered_, scales_;
-  std::vector<std::int32_t> active_, listed_, ids_;
+  std::vector<std::int32_t> active_, listed_, ids_, union_;
+  std::vector<std::uint8_t> wanted_by_;  // [num_neurons]: the first member that wants it, or kNobody
   std::vector<const void*> vectors_;
 };
 

@@ -87,12 +87,15 @@ Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat
 }
 
 void Model::step(const std::vector<Token>& tokens, Pass pass, const std::vector<std::size_t>& wanted,
-                 float* logits, Tap* tap) {
+                 float* logits, Tap* tap, std::size_t drafted) {
   watch_.restart();
   const bool is_prompt = pass == Pass::prompt;
   require(tap == nullptr || is_prompt, "only a prompt's pass can be observed");
-  // 1. A long prompt goes through the model in parts of about equal length.
   const std::size_t most = std::max<std::size_t>(1, spec_.block_tokens);
+  require(drafted == 0 ||
+              (!is_prompt && drafted < tokens.size() && tokens.size() <= std::min(most, FfnTokens::kMost)),
+          "a pass cannot have so many drafted tokens");
+  // 1. A long prompt goes through the model in parts of about equal length.
   const std::size_t parts = (tokens.size() + most - 1) / most;
   std::size_t begin = 0;
   auto next_wanted = wanted.begin();
@@ -100,7 +103,7 @@ void Model::step(const std::vector<Token>& tokens, Pass pass, const std::vector<
     for (const Token& token : tokens) token.sequence->reserve(token.position + 1);
     for (std::size_t i = 0; i < parts; ++i) {
       const std::size_t end = tokens.size() * (i + 1) / parts;
-      Part part{tokens.data() + begin, end - begin, pass, false, i + 1 == parts, false, tap, 0};
+      Part part{tokens.data() + begin, end - begin, pass, false, i + 1 == parts, false, tap, 0, drafted};
       part.fills = is_prompt && spec_.fill_tokens != 0 && part.is_last;
       hidden_.resize(part.count * spec_.block.d_model);
       embed(part.tokens, part.count, hidden_.data());
@@ -176,7 +179,7 @@ void Model::run_block(std::size_t layer, std::size_t kv_layer, const std::vector
   require(layer < num_layers(), "a layer beyond those there are");
   watch_.restart();
   const std::size_t width = spec_.block.d_model;
-  const Part part{tokens.data(), tokens.size(), Pass::prompt, false, true, true, tap, kv_layer};
+  const Part part{tokens.data(), tokens.size(), Pass::prompt, false, true, true, tap, kv_layer, 0};
   set_positions(part);
   for (const Token& token : tokens) token.sequence->reserve(token.position + 1);
   hidden_.assign(states, states + tokens.size() * width);
@@ -188,6 +191,11 @@ void Model::run_block(std::size_t layer, std::size_t kv_layer, const std::vector
   }
   std::copy(hidden_.begin(), hidden_.end(), states);
   watch_.charge(counters_.compute_ns);
+}
+
+void Model::accept(std::size_t count) {
+  for (const BlockWeights& each : weights_.blocks)
+    if (each.ffn != nullptr) each.ffn->accept(count);
 }
 
 void Model::interrupt() noexcept {
@@ -339,13 +347,20 @@ void Model::feed_sparse(std::size_t layer, const Part& part, const float* x) {
   FfnLayer* next = layer + 1 < num_layers() ? weights_.blocks[layer + 1].ffn : nullptr;
   const bool prefetches = spec_.prefetch && part.count == 1 && next != nullptr && next->can_prefetch();
   watch_.charge(counters_.compute_ns);
-  for (std::size_t t = 0; t < part.count; ++t) {
-    const float* input = x + t * width;
-    ffn.begin(input, t, ffn.predict(input, t));
-    if (prefetches) next->prefetch(input, t);
+  active_.resize(std::max(active_.size(), part.count));
+  for (std::size_t t = 0; t < part.count; ++t) active_[t] = ffn.predict(x + t * width, t);
+  for (std::size_t t = 0; t < part.count; t += FfnTokens::kMost) {
+    ffn.begin(together(part, x, t));
+    if (prefetches) next->prefetch(x, t);
     ffn.finish(projected_.data() + t * width);
   }
   watch_.restart();  // the layer has counted its own time
+}
+
+// Tokens of a part from the `first` on, over the neurons in active_.
+FfnTokens Model::together(const Part& part, const float* x, std::size_t first) const {
+  const std::size_t count = std::min(part.count - first, FfnTokens::kMost);
+  return {x + first * spec_.block.d_model, active_.data() + first, count, first, part.drafted};
 }
 
 // The neurons that really fire: every row is read to find them, then they are computed as the sparse pass
@@ -355,7 +370,8 @@ void Model::feed_oracle(std::size_t layer, const Part& part, const float* x) {
   const BlockWeights& weights = weights_.blocks[layer];
   FfnLayer& ffn = *weights.ffn;
   const float* driver_bias = rows_.gated() ? weights.gate_bias : weights.up_bias;
-  std::vector<std::vector<std::int32_t>> firing(part.count);
+  active_.resize(std::max(active_.size(), part.count));
+  for (std::size_t t = 0; t < part.count; ++t) active_[t].clear();
   std::vector<const void*> rows;
   std::vector<std::int32_t> ids;
   std::vector<float> values;
@@ -377,12 +393,12 @@ void Model::feed_oracle(std::size_t layer, const Part& part, const float* x) {
       dot_scattered(scattered, x + t * width, ids.data(), driver_bias, activation(layer), values.data(),
                     pool_, level_);
       for (std::size_t i = 0; i < count; ++i)
-        if (values[i] != 0.0F) firing[t].push_back(ids[i]);
+        if (values[i] != 0.0F) active_[t].push_back(ids[i]);
     }
     watch_.charge(counters_.compute_ns);
   }
-  for (std::size_t t = 0; t < part.count; ++t) {
-    ffn.begin(x + t * width, t, firing[t]);
+  for (std::size_t t = 0; t < part.count; t += FfnTokens::kMost) {
+    ffn.begin(together(part, x, t));
     ffn.finish(projected_.data() + t * width);
   }
   watch_.restart();

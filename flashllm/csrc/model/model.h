@@ -89,9 +89,12 @@ class Model {
 
   // logits: [wanted, vocab] after each token whose index is in `wanted` (ascending). Every sequence has its
   // new tokens afterwards; where it throws (CoreError, or what `check` throws), none has changed. `tap`: of a
-  // prompt's pass, or nullptr.
+  // prompt's pass, or nullptr. The last `drafted` tokens of a pass of few may be guesses: what the neuron
+  // caches learn of these waits for `accept`.
   void step(const std::vector<Token>& tokens, Pass pass, const std::vector<std::size_t>& wanted,
-            float* logits, Tap* tap = nullptr);
+            float* logits, Tap* tap = nullptr, std::size_t drafted = 0);
+  // Of the drafted tokens of the last step the first `count` were right.
+  void accept(std::size_t count);
 
   // The parts of a prompt pass, for those who go through a model layer by layer. states: [tokens, d_model]
   // fp32. `run_block` keeps keys and values as layer `kv_layer` of the sequences.
@@ -113,6 +116,7 @@ class Model {
     bool is_one_block;  // not of a pass through all of them
     Tap* tap;
     std::size_t kv_layer;  // of its keys and values
+    std::size_t drafted;   // of its last tokens
   };
 
   void run_part(const Part& part);
@@ -125,6 +129,7 @@ class Model {
   void feed_sparse(std::size_t layer, const Part& part, const float* x);
   void feed_oracle(std::size_t layer, const Part& part, const float* x);
   void feed_dense(std::size_t layer, const Part& part, const float* x);
+  FfnTokens together(const Part& part, const float* x, std::size_t first) const;
   void normalize(const Norm& norm, std::size_t count, const float* x, float* y);
   void take_inputs(const float* x, std::size_t count, std::size_t width, Pass pass);
   void project(const LinearWeights& weights, std::size_t count, float* out);
@@ -157,8 +162,9 @@ class Model {
   // head_dim]: query_, mixed_; [tokens, kv_heads * head_dim]: keys_, values_.
   std::vector<float> hidden_, normed_, query_, keys_, values_, mixed_, projected_, attended_;
   std::vector<std::byte> narrow_, products_, rounded_;
-  const float* inputs_ = nullptr;         // of the next products, [tokens, width]
-  std::unique_ptr<PackedTokens> packed_;  // the same, of a prompt
+  std::vector<std::vector<std::int32_t>> active_;  // of tokens that go through an FFN together
+  const float* inputs_ = nullptr;                  // of the next products, [tokens, width]
+  std::unique_ptr<PackedTokens> packed_;           // the same, of a prompt
 };
 
 }  // namespace flashllm

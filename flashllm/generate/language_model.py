@@ -1,0 +1,64 @@
+"""What generation needs of a model: `flashllm.engine.model.Model`, or whatever else has these methods."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.engine.meter import StepTimes
+from flashllm.format.manifest import Manifest
+
+
+class ModelSequence(Protocol):
+    """One conversation's place in a model: how many tokens its KV cache holds."""
+
+    @property
+    def length(self) -> int: ...
+    def truncate(self, length: int) -> None: ...
+    def copy_from(self, other: Any) -> None: ...
+    def close(self) -> None: ...
+
+
+class StepMeter(Protocol):
+    """Counts what a model does between two calls."""
+
+    def restart(self) -> None: ...
+    def take(self) -> StepTimes: ...
+
+
+class LanguageModel(Protocol):
+    """A model and its one call. `step` with drafted tokens and `accept` are for speculation alone."""
+
+    @property
+    def context(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def most_drafted(self) -> int: ...
+    @property
+    def meter(self) -> StepMeter: ...
+    @property
+    def manifest(self) -> Manifest: ...
+    def new_sequence(self) -> ModelSequence: ...
+    @overload
+    def step(
+        self,
+        entries: Sequence[tuple[Any, Sequence[int]]],
+        *,
+        all_logits: Literal[False] = False,
+        as_prompt: bool = False,
+        drafted: int = 0,
+    ) -> NDArray[np.float32]: ...
+    @overload
+    def step(
+        self,
+        entries: Sequence[tuple[Any, Sequence[int]]],
+        *,
+        all_logits: Literal[True],
+        as_prompt: bool = False,
+        drafted: int = 0,
+    ) -> list[NDArray[np.float32]]:
+        """Logits after each entry's (sequence, new ids). A step that fails changes no sequence."""
+
+    def accept(self, sequence: Any, count: int) -> None: ...
