@@ -4,12 +4,14 @@
  2. `files` lists every file but the manifest, each directly in the directory, no symbolic link, with size and SHA-256;
  3. it is written last and replaced atomically: a directory without it is not a model;
  4. another `format_version` is refused: a higher one asks for a newer flashllm, a lower one for a new conversion.
-    Version 2 named the resident tensors canonically (flashllm/arch/spec.py).
+    Version 2 named the resident tensors canonically (flashllm/arch/spec.py);
+ 5. `sha256` is the hash of all that, as JSON with sorted keys and no spaces. Directories from before it have none.
 
 Checks are cheap: sizes and headers, never the hash of a file (that is `verify`). Knows no weights.
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -169,6 +171,7 @@ class Manifest:
         """
         path = Path(directory) / MANIFEST
         value = read_json_object(path)
+        recorded = value.pop("sha256", None)
         version = value.get("format_version")
         if type(version) is int and version > FORMAT_VERSION:
             raise FormatError(f"{path}: format version {version} is newer than this flashllm; upgrade flashllm")
@@ -180,6 +183,11 @@ class Manifest:
             raise FormatError(f"{path}: {error}") from error
         if check_files:
             check_directory(Path(directory), manifest)
+        if recorded is not None and recorded != _own_hash(value):
+            raise FormatError(
+                f"{path}: was changed or damaged: it is not what its own hash says; copy it anew or convert the model "
+                'again (whoever changes it by hand takes its "sha256" out)'
+            )
         return manifest
 
     @classmethod
@@ -233,7 +241,8 @@ class Manifest:
 
     def save(self, directory: Path) -> None:
         """Write `flashllm.json` into `directory`, atomically and durably."""
-        text = json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        value = self.to_json()
+        text = json.dumps({**value, "sha256": _own_hash(value)}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         write_atomically(Path(directory) / MANIFEST, text.encode())
 
 
@@ -343,6 +352,12 @@ def install_file(
         manifest = dataclasses.replace(manifest, files={**files, name: entry}, **changes)
         manifest.save(directory)
         return manifest
+
+
+def _own_hash(value: dict[str, Any]) -> str:
+    """Of the manifest's JSON object, without its own `sha256`."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(canonical.encode(errors="surrogatepass")).hexdigest()
 
 
 def _build(kind: type[T], value: Any, where: str) -> T:

@@ -60,6 +60,7 @@ def _delete(*keys):
 def test_the_literal_manifest(original):
     value = json.loads((original / "flashllm.json").read_text())
     files = value.pop("files")
+    assert len(value.pop("sha256")) == 64
     assert value == {
         "format_version": 2,
         "flashllm_version": "0.1.0",
@@ -183,6 +184,25 @@ def test_bad_manifests_are_named(model, kind):
     with pytest.raises(FormatError, match=message) as caught:
         open_model_dir(model)
     assert len(str(caught.value)) < 1500
+
+
+def test_any_other_change_is_noticed(model):
+    raw = (model / "flashllm.json").read_bytes()
+    _edit(model, _set("source", "name", "another"))
+    message = "flashllm.json: was changed or damaged: it is not what its own hash says; copy it anew"
+    with pytest.raises(FormatError, match=message):
+        open_model_dir(model)
+    with pytest.raises(FormatError, match=message):
+        verify(model)
+    _edit(model, _delete("sha256"))  # as directories have it from before the hash
+    assert open_model_dir(model).source.name == "another"
+    (model / "flashllm.json").write_bytes(raw)
+    for bit in np.random.default_rng(0).integers(0, 8 * len(raw), 300):
+        flipped = bytearray(raw)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (model / "flashllm.json").write_bytes(flipped)
+        with pytest.raises(FlashError):
+            open_model_dir(model)
 
 
 @pytest.mark.parametrize("raw", ["", "[]", "{", '{"a":1,"a":2}', '{"format_version":NaN}', "[" * 10_000])
