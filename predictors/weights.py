@@ -14,7 +14,7 @@ from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.engine.model import Model
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import RESIDENT
-from flashllm.format.rows import unpack_rows
+from flashllm.format.rows import widened_rows
 from flashllm.format.safetensors import open_safetensors
 
 Floats = NDArray[np.float32]
@@ -30,30 +30,27 @@ class LayerWeights:
         self.bias = None if "gate" in self.layout.matrices else self._vector("ffn.up_bias")
 
     def blocks(self) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
-        """(first neuron, {"up", "gate" if any, "down"}: [neurons, d_model] as stored), each valid until the next."""
+        """(first neuron, {"up", "gate" if any, "down"}: [neurons, d_model] in fp32), each valid until the next."""
         stream = self._model.parts.stream
         stream.begin(self.layer)
         while (block := stream.next()) is not None:
             first, rows = block
-            yield first, unpack_rows(self.layout, rows[: self.layout.d_ff - first])
+            yield first, widened_rows(self.layout, rows[: self.layout.d_ff - first])
 
     def drivers(self) -> Iterator[Floats]:
         """The matrix whose products decide which neurons fire (the gate where there is one), some rows at a time."""
         for _, block in self.blocks():
-            yield self._float32(block.get("gate", block["up"]))
+            yield np.ascontiguousarray(block.get("gate", block["up"]))
 
     def down_norms(self) -> Floats:
         """[d_ff]: the norm of each neuron's down column."""
-        return np.concatenate([np.linalg.norm(self._float32(block["down"]), axis=1) for _, block in self.blocks()])
+        return np.concatenate([np.linalg.norm(block["down"], axis=1) for _, block in self.blocks()])
 
     def norm(self) -> tuple[Floats | None, Floats | None]:
         """(scale, shift) [d_model] of the norm before the FFN; None where it has none."""
         block = self._model.directory.block
         weight, bias = (self._vector(f"{block.ffn_input_norm}.{part}") for part in ("weight", "bias"))
         return weight if weight is None else weight + np.float32(block.norm_shift), bias
-
-    def _float32(self, values: NDArray[Any]) -> Floats:
-        return np.ascontiguousarray(cast_dtype(values, WEIGHT_DTYPES[self.layout.encoding], WEIGHT_DTYPES["float32"]))
 
     def _vector(self, name: str) -> Floats | None:
         return resident_vector(self._model.directory, f"layers.{self.layer}.{name}")

@@ -25,6 +25,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the result (default: the source's; of quantised weights float16)",
     )
     parser.add_argument(
+        "--bits",
+        type=int,
+        choices=(16, 8, 4),
+        default=16,
+        help="of the neurons' weights, in groups with a scale each (default: 16, the dtype as it is)",
+    )
+    parser.add_argument(
+        "--resident-bits",
+        type=int,
+        choices=(16, 8, 4),
+        default=16,
+        help="of the weights that stay in memory: attention, embedding and head (default: 16, the dtype as it is)",
+    )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        choices=(32, 64),
+        help="weights that share a scale where --bits or --resident-bits is 8 or 4 (default: 32)",
+    )
+    parser.add_argument(
+        "--minimums",
+        action="store_true",
+        help="groups of 4 bits have a minimum beside their scale: closer to the weights, half a bit a weight more in "
+        "groups of 32, a quarter in groups of 64",
+    )
+    parser.add_argument(
         "--reorder",
         metavar="TRACE",
         type=Path,
@@ -50,11 +76,16 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.format.trace import Trace
 
     is_model = (Path(args.src) / MANIFEST).exists()
-    if is_model and args.reorder is not None and (args.dtype is not None or args.no_predictors):
+    fewer_bits = (args.bits, args.resident_bits) != (16, 16)
+    if is_model and args.reorder is not None and (args.dtype is not None or args.no_predictors or fewer_bits):
         raise UsageError(
-            f"{args.src}: is a model directory, which --reorder copies as it is: --dtype and "
+            f"{args.src}: is a model directory, which --reorder copies as it is: --dtype, --bits, --resident-bits and "
             "--no-predictors are for a Hugging Face folder"
         )
+    if args.group_size is not None and not fewer_bits:
+        raise UsageError("--group-size is for weights of 8 or 4 bits: add --bits or --resident-bits")
+    if args.minimums and 4 not in (args.bits, args.resident_bits):
+        raise UsageError("--minimums are for weights of 4 bits: add --bits 4 or --resident-bits 4")
     try:
         with ExitStack() as stack:
             trace = None if args.reorder is None else stack.enter_context(Trace(args.reorder))
@@ -66,6 +97,8 @@ def main(args: argparse.Namespace) -> int:
                     source,
                     args.dst,
                     dtype=args.dtype,
+                    encoding=_encoding(args, args.bits),
+                    resident_encoding=_encoding(args, args.resident_bits),
                     source_name=name,
                     predictors=not args.no_predictors,
                     reorder=trace,
@@ -77,3 +110,12 @@ def main(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt("interrupted; the same command goes on where it stopped") from stop
     print(args.dst)
     return 0
+
+
+def _encoding(args: argparse.Namespace, bits: int) -> str | None:
+    """The encoding of weights of so many bits; None: the dtype."""
+    from flashllm.base.group_codes import DEFAULT_GROUP, code_of
+
+    if bits == 16:
+        return None
+    return code_of(bits, args.group_size or DEFAULT_GROUP, has_minimum=args.minimums and bits == 4).name

@@ -22,8 +22,9 @@ from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.convert.untrained import default_rank, untrained_nbytes
 from flashllm.errors import FormatError, UnsupportedModelError
 from flashllm.format.model_files import checksums_tensor, ffn_tensor
+from flashllm.format.model_files import resident_encoding as stored_as
 from flashllm.format.placed import placed_nbytes
-from flashllm.format.rows import RowLayout
+from flashllm.format.rows import RowEncoding, RowLayout
 from flashllm.format.safetensors import encode_header
 from flashllm.format.trace import Trace
 
@@ -40,6 +41,7 @@ class ResidentEntry:
     shape: Shape
     itemsize: int
     source: str = ""  # its tensor's name in the checkpoint
+    encoding: RowEncoding | None = None  # of weights
     layer: int | None = None
 
     @property
@@ -61,6 +63,7 @@ class ConversionPlan:
     source_dtype: WeightDtype
     dtype: WeightDtype
     layout: RowLayout
+    resident_encoding: str | None  # of the resident matrices, where it is in groups
     resident: tuple[ResidentEntry, ...]  # in file order
     ffn_header: bytes
     resident_header: bytes
@@ -91,6 +94,8 @@ class ConversionPlan:
         """What a partial directory must have been begun with to be resumed: the source, the options, the layout."""
         headers = hashlib.sha256(self.ffn_header + self.resident_header).hexdigest()
         source = [str(self.checkpoint.path.resolve()), self.checkpoint.fingerprint()]
+        encodings = [self.layout.encoding, self.resident_encoding]
+        coded = {"encodings": encodings} if encodings != [self.dtype.name, None] else {}
         rank = {"predictor_rank": self.predictor_rank} if self.predictor_rank else {}
         order = {} if self.reorder is None else {"reorder": self.reorder.fingerprint()}
         return {
@@ -98,6 +103,7 @@ class ConversionPlan:
             "source": source,
             "dtype": self.dtype.name,
             "headers": headers,
+            **coded,
             **rank,
             **order,
         }
@@ -112,9 +118,18 @@ class ConversionPlan:
 
 
 def plan_conversion(
-    checkpoint: Checkpoint, dtype: str | None, *, predictors: bool = False, reorder: Trace | None = None
+    checkpoint: Checkpoint,
+    dtype: str | None,
+    *,
+    encoding: str | None = None,
+    resident_encoding: str | None = None,
+    predictors: bool = False,
+    reorder: Trace | None = None,
 ) -> ConversionPlan:
     """Decide and check everything. Without a `dtype` the result has the one the checkpoint prefers, or is stored in.
+
+    `encoding` of the neurons' rows and `resident_encoding` of the resident matrices are names of `GROUP_CODES`; None:
+    the dtype.
 
     FormatError for missing tensors and wrong shapes; UnsupportedModelError for what the architecture's table entry
     does not know, for dtypes other than float32, float16 and bfloat16, and for mixed ones without a `dtype`. The
@@ -132,12 +147,13 @@ def plan_conversion(
     source_dtype = _source_dtype(checkpoint, used, mixed_allowed=dtype is not None)
     target = source_dtype if dtype is None else WEIGHT_DTYPES[dtype]
     layout = RowLayout(
-        encoding=target.name, d_model=architecture.d_model, d_ff=architecture.d_ff, matrices=architecture.matrices
+        encoding=encoding or target.name,
+        d_model=architecture.d_model,
+        d_ff=architecture.d_ff,
+        matrices=architecture.matrices,
     )
     entries = [
-        ResidentEntry(
-            name=name, code=target.code, shape=claimed[name].shape, itemsize=target.itemsize, source=names[source]
-        )
+        _resident_entry(name, names[source], claimed[name].shape, target, resident_encoding)
         for name, source in resident_sources(checkpoint.config).items()
     ]
     entries += [
@@ -160,6 +176,7 @@ def plan_conversion(
         source_dtype=source_dtype,
         dtype=target,
         layout=layout,
+        resident_encoding=resident_encoding,
         resident=tuple(entries),
         ffn_header=encode_header(ffn, _METADATA),
         resident_header=encode_header([(entry.name, entry.code, entry.shape) for entry in entries], _METADATA),
@@ -167,6 +184,19 @@ def plan_conversion(
         made=made,
         predictor_rank=default_rank(architecture.d_model) if predictors and architecture.sparse else 0,
         reorder=reorder,
+    )
+
+
+def _resident_entry(name: str, source: str, shape: Shape, dtype: WeightDtype, matrices: str | None) -> ResidentEntry:
+    """A tensor of the checkpoint as it is stored."""
+    encoding = stored_as(name, dtype.name, matrices)
+    return ResidentEntry(
+        name=name,
+        code=encoding.safetensors_dtype,
+        shape=(*shape[:-1], encoding.vector_items(shape[-1])),
+        itemsize=int(encoding.storage.itemsize),
+        source=source,
+        encoding=encoding,
     )
 
 

@@ -22,6 +22,7 @@ import flashllm
 from flashllm.arch.registry import Claim
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import CHUNK_NBYTES, HashingWriter, Progress, iterate_chunks
+from flashllm.base.group_codes import GROUP_CODES
 from flashllm.base.units import format_size
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.checkpoint.source import Checkpoint
@@ -34,7 +35,7 @@ from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, FileEntry, Manife
 from flashllm.format.model_files import FFN, PLACED, PREDICTORS, RESIDENT
 from flashllm.format.partial import PartialDirectory, check_space, open_partial
 from flashllm.format.predictors import predictor_bytes
-from flashllm.format.rows import pack_rows, row_checksums
+from flashllm.format.rows import ROW_ENCODINGS, RowEncoding, pack_rows, row_checksums
 from flashllm.format.trace import Trace
 
 
@@ -43,6 +44,8 @@ def convert(
     dst: Path,
     *,
     dtype: str | None = None,
+    encoding: str | None = None,
+    resident_encoding: str | None = None,
     source_name: str | None = None,
     predictors: bool = False,
     reorder: Trace | None = None,
@@ -50,10 +53,11 @@ def convert(
 ) -> Manifest:
     """Convert the checkpoint `src` (a folder, or a GGUF file) into the new model directory `dst`; the manifest.
 
-    `dtype` ("float32", "float16", "bfloat16") is the result's, by default the source's. `source_name` is recorded
-    (a hub id), by default the folder's name. With `predictors` untrained ones are made, so that the model can be used
-    before better ones are trained (none for activations that are never zero); on one machine they too are the same byte
-    for byte. With `reorder`, a trace of this model, the neurons are written a second time in the order in which they
+    `dtype` ("float32", "float16", "bfloat16") is the result's, by default the source's. `encoding` (a name of
+    `GROUP_CODES`) stores the neurons' rows in fewer bits, `resident_encoding` the resident matrices. `source_name` is
+    recorded (a hub id), by default the folder's name. With `predictors` untrained ones are made, so that the model can
+    be used before better ones are trained (none for activations that are never zero); on one machine they too are the
+    same byte for byte. With `reorder`, a trace of this model, the neurons are written a second time in the order in which they
     are best read (flashllm/format/placed.py).
 
     Works in `dst`.partial, and resumes what it finds there.
@@ -62,12 +66,14 @@ def convert(
     """
     src = Path(src)
     name = source_name if source_name is not None else os.path.basename(os.path.abspath(src))
-    _check_request(Path(dst), dtype)
+    _check_request(Path(dst), dtype, encoding, resident_encoding)
     with open_checkpoint(src) as checkpoint:
         return convert_checkpoint(
             checkpoint,
             dst,
             dtype=dtype,
+            encoding=encoding,
+            resident_encoding=resident_encoding,
             source_name=name,
             predictors=predictors,
             reorder=reorder,
@@ -80,14 +86,23 @@ def convert_checkpoint(
     dst: Path,
     *,
     dtype: str | None = None,
+    encoding: str | None = None,
+    resident_encoding: str | None = None,
     source_name: str,
     predictors: bool = False,
     reorder: Trace | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Convert an open checkpoint, which need not lie in files; otherwise as `convert`."""
-    _check_request(dst, dtype)
-    plan = plan_conversion(checkpoint, dtype, predictors=predictors, reorder=reorder)
+    _check_request(dst, dtype, encoding, resident_encoding)
+    plan = plan_conversion(
+        checkpoint,
+        dtype,
+        encoding=encoding,
+        resident_encoding=resident_encoding,
+        predictors=predictors,
+        reorder=reorder,
+    )
     with new_model_directory(dst, plan.identity(), plan.total_nbytes) as partial:
         return _Conversion(plan, partial, progress).run(Path(os.path.abspath(dst)), source_name)
 
@@ -105,11 +120,14 @@ def new_model_directory(dst: Path, identity: Mapping[str, Any], nbytes: int) -> 
         raise FlashIOError(_explain(error, dst, partial_path, nbytes)) from error
 
 
-def _check_request(dst: Path, dtype: str | None) -> None:
+def _check_request(dst: Path, dtype: str | None, *encodings: str | None) -> None:
     """Refuse before anything is opened. UsageError."""
     dst = Path(os.path.abspath(dst))
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         raise UsageError(f"dtype {dtype!r} is not one of {', '.join(WEIGHT_DTYPES)}")
+    for encoding in encodings:
+        if encoding is not None and encoding not in GROUP_CODES:
+            raise UsageError(f"encoding {encoding!r} is not one of {', '.join(GROUP_CODES)}")
     if os.path.lexists(dst):
         raise UsageError(f"{dst}: exists; remove it or choose another destination")
     if not dst.parent.is_dir():
@@ -139,7 +157,7 @@ class _Conversion:
         self._checksums: list[NDArray[np.uint64]] = []  # [num_rows] a layer
         layout = plan.layout
         self._rows = np.empty((layout.stream_block_rows, layout.stride), np.uint8)
-        self._down = np.empty((layout.d_model, layout.d_ff), layout.storage)  # the one layer-sized buffer
+        self._down = np.empty((layout.d_model, layout.d_ff), plan.dtype.storage)  # the one layer-sized buffer
 
     def run(self, dst: Path, source_name: str) -> Manifest:
         """1. neurons, 2. everything else, 3. predictors, 4. the neurons reordered, 5. the manifest, 6. the name."""
@@ -160,6 +178,7 @@ class _Conversion:
             architecture=self._plan.architecture,
             dtype=self._plan.dtype.name,
             rows=self._plan.layout,
+            resident_encoding=self._plan.resident_encoding,
             files=self._files,
             permutation=None if self._plan.reorder is None else permutation_of(self._plan.reorder),
             stream_block_rows=self._plan.layout.stream_block_rows,
@@ -221,7 +240,11 @@ class _Conversion:
             vectors = {"down": self._down[:, first : first + count].T}
             for matrix, source in sources.items():
                 vectors[matrix] = source(first, count)
-            pack_rows(layout, vectors, rows[:count])
+            stored = {
+                matrix: self._stored(plan.matrix_claim(matrix, layer), ROW_ENCODINGS[layout.encoding], values)
+                for matrix, values in vectors.items()
+            }
+            pack_rows(layout, stored, rows[:count])
             rows[count:] = 0
             yield rows
 
@@ -247,6 +270,14 @@ class _Conversion:
         for first in range(0, claim.rows, together):
             yield first, self._read_rows(claim, first, min(together, claim.rows - first))
 
+    def _stored(self, claim: Claim, encoding: RowEncoding, values: NDArray[Any]) -> NDArray[Any]:
+        """Vectors in the result's dtype as `encoding` stores them."""
+        try:
+            return encoding.stored(values, self._plan.dtype)
+        except OverflowError as error:
+            where = self._plan.checkpoint.where(self._plan.names[claim.source])
+            raise UnsupportedModelError(f"{where}: {error}; leave these weights at 16 bits") from error
+
     def _cast(self, name: str, values: NDArray[Any], source: WeightDtype) -> NDArray[Any]:
         try:
             return cast(values, source, self._plan.dtype)
@@ -266,8 +297,12 @@ class _Conversion:
         if entry.layer is not None:
             self._write(writer, RESIDENT, self._checksums[entry.layer].astype("<u8").data)
             return
-        for _, values in self._parts(self._plan.claims[entry.name]):
-            self._write(writer, RESIDENT, np.ascontiguousarray(values).reshape(-1).data)
+        claim, encoding = self._plan.claims[entry.name], entry.encoding
+        if encoding is None:
+            raise AssertionError("weights have an encoding")
+        for _, values in self._parts(claim):
+            stored = np.ascontiguousarray(self._stored(claim, encoding, values))
+            self._write(writer, RESIDENT, stored.reshape(-1).view(np.uint8).data)
 
     def _write_predictors(self, rank: int) -> None:
         plan = self._plan

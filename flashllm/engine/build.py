@@ -90,7 +90,8 @@ class _Builder:
             num_layers=self._manifest.architecture.num_layers,
             d_ff=self._manifest.architecture.d_ff,
             tensors=tensors,
-            row_format=_row_format(self._manifest),
+            row_format=(self._manifest.rows.encoding, *_row_format(self._manifest)),
+            resident_encoding=self._manifest.resident_encoding or self._manifest.dtype,
             stream=stream,
             ffns=ffns or [None] * self._manifest.architecture.num_layers,
             pool=self._pool,
@@ -184,7 +185,8 @@ class _Builder:
         return [
             _core.FfnLayer(
                 layer=layer,
-                dtype=cast(Any, manifest.rows.encoding),  # the core checks the names
+                dtype=cast(Any, manifest.dtype),  # the core checks the names
+                encoding=manifest.rows.encoding,
                 stride=stride,
                 d_model=manifest.rows.d_model,
                 num_neurons=manifest.rows.d_ff,

@@ -25,6 +25,7 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype("<u2"),  # its bits: numpy has no bfloat16
     "U64": np.dtype("<u8"),
     "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),  # codes in groups (flashllm/base/group_codes.py)
 }
 _READ_BLOCK = 64 << 20  # bytes handed to the reader at a time
 

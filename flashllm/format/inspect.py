@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from flashllm.arch.registry import resident_shapes
 from flashllm.base.units import format_size
 from flashllm.config import MODES
 from flashllm.format.manifest import Manifest, predictor_ranks
@@ -26,8 +27,8 @@ def inspect(path: Path) -> dict[str, Any]:
     checksums = sum(tensors[checksums_tensor(layer)].nbytes for layer in range(architecture.num_layers))
     resident = sum(info.nbytes for info in tensors.values())
     ffn = architecture.num_layers * layout.d_ff * layout.row_nbytes
-    ffn_values = ffn // layout.itemsize
-    resident_values = sum(math.prod(info.shape) for info in tensors.values() if info.dtype != "U64")
+    ffn_values = architecture.num_layers * layout.d_ff * len(layout.matrices) * layout.d_model
+    resident_values = sum(math.prod(shape) for shape in resident_shapes(model.config).values())
     predictors = _predictors(path, manifest)
     predictors_nbytes = 0 if predictors is None else predictors["nbytes"]
     needs = {
@@ -42,6 +43,7 @@ def inspect(path: Path) -> dict[str, Any]:
         "path": str(path.absolute()),
         "architecture": manifest.to_json()["architecture"],
         "dtype": manifest.dtype,
+        "resident_encoding": manifest.resident_encoding or manifest.dtype,
         "source": manifest.to_json()["source"],
         "parameters": ffn_values + resident_values,
         "files": {name: entry.nbytes for name, entry in manifest.files.items()},
@@ -85,7 +87,7 @@ def format_inspection(facts: dict[str, Any]) -> str:
             f"{facts['parameters'] / 1e6:.4g} M parameters in {facts['dtype']}, from {facts['source']['name']}",
         ),
         ("on flash", f"{format_size(facts['ffn_nbytes'])} of neurons, {facts['ffn_share']:.0%} of the weights"),
-        ("resident", format_size(facts["resident_nbytes"])),
+        ("resident", f"{format_size(facts['resident_nbytes'])}, {facts['resident_encoding']}"),
         ("row", f"{rows['row_nbytes']} bytes every {rows['stride']} ({padding:.1%} padding), {rows['encoding']}"),
         ("modes", ", ".join(facts["modes"])),
         ("predictors", "none; `flashllm train` makes them"),

@@ -35,6 +35,7 @@ from flashllm.base.files import (
     read_json_object,
     write_atomically,
 )
+from flashllm.base.group_codes import GROUP_CODES
 from flashllm.errors import FormatError, UsageError
 from flashllm.format.model_files import (
     CONFIG,
@@ -126,10 +127,11 @@ class Manifest:
 
     flashllm_version: str
     architecture: Architecture
-    dtype: str  # of the resident weights
+    dtype: str  # of the hidden states, the KV cache and the resident weights that no `resident_encoding` is for
     rows: RowLayout
     files: Mapping[str, FileEntry]
     source: Source
+    resident_encoding: str | None = None  # of the resident matrices, where it is in groups
     permutation: Permutation | None = None
     calibration: Calibration | None = None
     sparse_prefill_tokens: int = 8  # prompts of at most this many new tokens use the predictor
@@ -142,6 +144,12 @@ class Manifest:
             raise ValueError(f"format_version must be {FORMAT_VERSION}, not {str(self.format_version)[:80]!r}")
         check_str("flashllm_version", self.flashllm_version, 100)
         _check_dtype("dtype", self.dtype)
+        if self.rows.encoding != self.dtype and self.rows.encoding not in GROUP_CODES:
+            raise ValueError(f"rows.encoding must be {self.dtype} or in groups, not {self.rows.encoding}")
+        if self.resident_encoding is not None and self.resident_encoding not in GROUP_CODES:
+            raise ValueError(
+                f"resident_encoding must be one of {', '.join(GROUP_CODES)}, not {str(self.resident_encoding)[:80]!r}"
+            )
         expected = (self.architecture.d_model, self.architecture.d_ff, self.architecture.matrices)
         if (self.rows.d_model, self.rows.d_ff, self.rows.matrices) != expected:
             raise ValueError(f"rows of {self.rows} do not belong to the architecture {self.architecture}")
@@ -192,6 +200,8 @@ class Manifest:
 
     @classmethod
     def _from_json(cls, value: Any) -> Self:
+        if isinstance(value, dict):
+            value = {"resident_encoding": None, **value}  # written only where there is one
         fields = _fields(cls, value, "the manifest")
         architecture = _build(Architecture, fields["architecture"], "architecture")
         rows = check_keys(fields["rows"], _ROW_KEYS, "rows")
@@ -227,6 +237,7 @@ class Manifest:
             "flashllm_version": self.flashllm_version,
             "architecture": dataclasses.asdict(self.architecture),
             "dtype": self.dtype,
+            **({} if self.resident_encoding is None else {"resident_encoding": self.resident_encoding}),
             "rows": {
                 name: list(self.rows.matrices) if name == "matrices" else getattr(self.rows, name) for name in _ROW_KEYS
             },
@@ -276,7 +287,7 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
     check_ffn_header(read_header(directory / FFN), manifest.rows, num_layers)
     resident = read_header(directory / RESIDENT)
     check_resident_header(resident, manifest.rows, num_layers)
-    check_resident_tensors(resident, WEIGHT_DTYPES[manifest.dtype].code, resident_shapes(config))
+    check_resident_tensors(resident, resident_shapes(config), manifest.dtype, manifest.resident_encoding)
     if PLACED in manifest.files:
         check_placed_header(read_header(directory / PLACED), manifest.rows, num_layers)
     if PREDICTORS in manifest.files:

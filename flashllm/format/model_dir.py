@@ -107,7 +107,7 @@ class ModelDir:
 
     @property
     def dtype(self) -> WeightDtype:
-        """Of the resident weights, the KV cache and the hidden states."""
+        """Of the hidden states, the KV cache and what is resident and not coded."""
         return WEIGHT_DTYPES[self.manifest.dtype]
 
     @property

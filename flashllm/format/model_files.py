@@ -6,7 +6,7 @@ Reads no data. Whether the bytes are right is for `verify` and for the row check
 from collections.abc import Mapping
 
 from flashllm.errors import FormatError
-from flashllm.format.rows import RowLayout
+from flashllm.format.rows import ROW_ENCODINGS, RowEncoding, RowLayout
 from flashllm.format.safetensors import DATA_ALIGNMENT, SafetensorsHeader
 
 FFN = "ffn.safetensors"
@@ -19,6 +19,7 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 MODEL_CARD = "README.md"  # for people: may be edited, so it is not hashed
 _OWN_PREFIX = "flashllm."  # of tensors that are no weights
+_CODED = frozenset(("embedding", "head", "project_in", "project_out", "query", "key", "value", "out"))
 PREDICTOR_METADATA = {"format": "flashllm-predictors", "version": "1"}
 
 
@@ -35,6 +36,16 @@ def order_tensor(layer: int) -> str:
 def checksums_tensor(layer: int) -> str:
     """Name of a layer's row checksums in `resident.safetensors`."""
     return f"{_OWN_PREFIX}layers.{layer}.checksums"
+
+
+def resident_encoding(name: str, dtype: str, matrices: str | None) -> RowEncoding:
+    """How a resident tensor is stored: matrices that tokens are multiplied by, and the embedding, as `matrices` says.
+
+    `dtype`: the model's, of everything else; of the matrices too where `matrices` is None.
+    """
+    owner, _, part = name.rpartition(".")
+    is_matrix = part == "weight" and owner.rpartition(".")[2] in _CODED
+    return ROW_ENCODINGS[matrices if matrices is not None and is_matrix else dtype]
 
 
 def check_ffn_header(header: SafetensorsHeader, layout: RowLayout, num_layers: int) -> None:
@@ -67,10 +78,13 @@ def check_resident_header(header: SafetensorsHeader, layout: RowLayout, num_laye
     _check_alignment(header)
 
 
-def check_resident_tensors(header: SafetensorsHeader, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Of weights, `resident.safetensors` holds exactly these, all of one dtype. FormatError otherwise."""
+def check_resident_tensors(
+    header: SafetensorsHeader, shapes: Mapping[str, tuple[int, ...]], dtype: str, matrices: str | None
+) -> None:
+    """Of weights, `resident.safetensors` holds exactly these, stored by `resident_encoding`. FormatError otherwise."""
     for name, shape in shapes.items():
-        _expect(header, name, dtype, shape)
+        encoding = resident_encoding(name, dtype, matrices)
+        _expect(header, name, encoding.safetensors_dtype, (*shape[:-1], encoding.vector_items(shape[-1])))
     unknown = sorted(name for name in header.tensors if name not in shapes and not name.startswith(_OWN_PREFIX))
     if unknown:
         raise FormatError(f"{header.path}: tensor {unknown[0]} is no part of the model that {CONFIG} describes")

@@ -1,8 +1,8 @@
 """Bundles: how a neuron's weights lie in one row of `ffn.safetensors`, and packing rows from matrices and back.
 
 A row is `up[n] | gate[n] (if any) | down[:, n]`, then zeros up to the stride. Layout arithmetic and copies of bits;
-knows no files, no dtype conversion and no model. A row encoding is a table entry: one whose vectors carry
-their own scales (8- or 4-bit groups) gives its vectors another byte length and its elements another storage type.
+knows no files and no model. A row encoding is a table entry: a dtype, or codes in groups, whose vectors carry their own
+scales and are bytes here (flashllm/base/group_codes.py).
 """
 
 import math
@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm._core import xxh3_64_rows
-from flashllm.base.dtypes import WEIGHT_DTYPES
+from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
+from flashllm.base.group_codes import GROUP_CODES, GroupCode
 
 SECTOR_NBYTES = 512
 PAGE_NBYTES = 4096
@@ -31,15 +32,31 @@ class RowEncoding:
     name: str
     safetensors_dtype: str
     storage: np.dtype[Any]  # the numpy type of one stored item
+    code: GroupCode | None = None  # of codes in groups
 
     def vector_items(self, length: int) -> int:
         """Stored items of a vector of `length` values."""
-        return length
+        return length if self.code is None else self.code.vector_nbytes(length)
+
+    def stored(self, values: NDArray[Any], dtype: WeightDtype) -> NDArray[Any]:
+        """Vectors [n, length] of `dtype` as this encoding stores them. OverflowError for what it cannot hold."""
+        if self.code is None:
+            return cast(values, dtype, WEIGHT_DTYPES[self.name])
+        return self.code.encode(cast(values, dtype, WEIGHT_DTYPES["float32"]))
+
+    def widened(self, stored: NDArray[Any], length: int) -> NDArray[np.float32]:
+        """The weights [n, length] of stored vectors, exactly."""
+        if self.code is None:
+            return cast(stored, WEIGHT_DTYPES[self.name], WEIGHT_DTYPES["float32"])
+        return self.code.decode(stored, length)
 
 
 ROW_ENCODINGS = {
     dtype.name: RowEncoding(name=dtype.name, safetensors_dtype=dtype.code, storage=dtype.storage)
     for dtype in WEIGHT_DTYPES.values()
+} | {
+    code.name: RowEncoding(name=code.name, safetensors_dtype="U8", storage=np.dtype(np.uint8), code=code)
+    for code in GROUP_CODES.values()
 }
 
 
@@ -87,7 +104,7 @@ class RowLayout:
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a row that carry weights."""
+        """Bytes of a row that carry weights, with the scales of those that are coded."""
         return len(self.matrices) * self.vector_items * self.itemsize
 
     @property
@@ -133,7 +150,7 @@ class RowLayout:
 def pack_rows(layout: RowLayout, vectors: Mapping[str, NDArray[Any]], out: NDArray[np.uint8]) -> None:
     """Write neurons into rows.
 
-    `vectors[matrix]` is [n, d_model] of `layout.storage` (for "down": the transposed columns); `out` is
+    `vectors[matrix]` is [n, vector_items] of `layout.storage` (for "down": the transposed columns); `out` is
     uint8 [n, stride], overwritten whole, padding included. ValueError for other shapes, types or matrices.
     """
     _check_rows(layout, out)
@@ -142,7 +159,9 @@ def pack_rows(layout: RowLayout, vectors: Mapping[str, NDArray[Any]], out: NDArr
     items = out.view(layout.storage)
     for matrix, values in vectors.items():
         if values.dtype != layout.storage or values.shape != (len(out), layout.vector_items):
-            raise ValueError(f"{matrix}: {values.dtype} {values.shape}, not {layout.storage} rows of {layout.d_model}")
+            raise ValueError(
+                f"{matrix}: {values.dtype} {values.shape}, not {layout.storage} rows of {layout.vector_items}"
+            )
         part = items[:, layout.item_offset(matrix) :]
         # In tiles: a transposed source (down) is then read by cache lines, 2.1 instead of 0.27 GB/s in one go.
         for first in range(0, layout.vector_items, _TILE_ITEMS):
@@ -152,11 +171,20 @@ def pack_rows(layout: RowLayout, vectors: Mapping[str, NDArray[Any]], out: NDArr
 
 
 def unpack_rows(layout: RowLayout, rows: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-    """Views [n, d_model] of `layout.storage` into `rows` (uint8 [n, stride]), by matrix. ValueError as `pack_rows`."""
+    """Views [n, vector_items] of `layout.storage` into `rows` (uint8 [n, stride]), by matrix.
+
+    ValueError as `pack_rows`.
+    """
     _check_rows(layout, rows)
     items = rows.view(layout.storage)
     starts = {matrix: layout.item_offset(matrix) for matrix in layout.matrices}
     return {matrix: items[:, start : start + layout.vector_items] for matrix, start in starts.items()}
+
+
+def widened_rows(layout: RowLayout, rows: NDArray[np.uint8]) -> dict[str, NDArray[np.float32]]:
+    """The weights [n, d_model] of `rows` in fp32, by matrix. ValueError as `pack_rows`."""
+    encoding = ROW_ENCODINGS[layout.encoding]
+    return {matrix: encoding.widened(part, layout.d_model) for matrix, part in unpack_rows(layout, rows).items()}
 
 
 def _check_rows(layout: RowLayout, rows: NDArray[np.uint8]) -> None:

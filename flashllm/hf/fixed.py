@@ -11,10 +11,10 @@ from typing import Any, NoReturn, Self
 import torch
 from transformers import AutoConfig, GenerationConfig, GenerationMixin, PreTrainedModel
 
+from flashllm.arch.registry import resident_shapes
 from flashllm.engine.model import Model
 from flashllm.errors import UsageError
-from flashllm.format.model_files import GENERATION_CONFIG, RESIDENT
-from flashllm.format.safetensors import read_header
+from flashllm.format.model_files import GENERATION_CONFIG
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _CPU = torch.device("cpu")
@@ -49,8 +49,8 @@ class FixedModel(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-c
         """Weights of the model, those on flash included; a tied head counts once. None is trainable."""
         if only_trainable:
             return 0
-        manifest, tensors = self.engine.manifest, read_header(self.engine.directory.path / RESIDENT).tensors
-        counts = {name: math.prod(info.shape) for name, info in tensors.items() if info.dtype != "U64"}  # no checksums
+        manifest = self.engine.manifest
+        counts = {name: math.prod(shape) for name, shape in resident_shapes(self.engine.directory.config).items()}
         if exclude_embeddings:
             counts = {
                 name: count for name, count in counts.items() if name.split(".")[0] not in ("embedding", "positions")

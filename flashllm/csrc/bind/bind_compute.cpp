@@ -11,6 +11,7 @@
 #include "bind/bindings.h"
 #include "kernels/kernels.h"
 #include "kernels/matmul.h"
+#include "kernels/rows.h"
 
 namespace flashllm {
 
@@ -19,6 +20,16 @@ Dtype parse_dtype(const std::string& name) {
   if (name == "float16") return Dtype::f16;
   if (name == "bfloat16") return Dtype::bf16;
   throw CoreError(ErrorKind::usage, "unknown dtype " + name);
+}
+
+RowCodec parse_codec(const std::string& name) {
+  if (name == "int8_32") return RowCodec::int8_32;
+  if (name == "int8_64") return RowCodec::int8_64;
+  if (name == "int4_32") return RowCodec::int4_32;
+  if (name == "int4_64") return RowCodec::int4_64;
+  if (name == "int4_32_min") return RowCodec::int4_32_min;
+  if (name == "int4_64_min") return RowCodec::int4_64_min;
+  return codec_of(parse_dtype(name));
 }
 
 // "auto" is the best of this processor.
@@ -64,18 +75,24 @@ namespace {
 using Rows = Exact<nb::ndarray<nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
 
 // A resident linear, for measurements and tests; a model's are inside it. Weights, inputs and outputs are of
-// one dtype (bf16 also as uint16).
+// one dtype (bf16 also as uint16), but for weights of a grouped encoding, whose rows are bytes.
 class PyLinear {
  public:
   PyLinear(Rows weight, std::optional<FloatArray> bias, const std::string& dtype,
-           std::shared_ptr<ThreadPool> pool, const std::string& simd)
+           std::shared_ptr<ThreadPool> pool, const std::string& simd,
+           const std::optional<std::string>& encoding, std::optional<std::size_t> columns)
       : weight_(std::move(weight)), bias_(std::move(bias)), pool_(std::move(pool)), simd_(parse_simd(simd)) {
-    weights_.dtype = parse_dtype(dtype);
+    dtype_ = parse_dtype(dtype);
+    weights_.codec = encoding.has_value() ? parse_codec(*encoding) : codec_of(dtype_);
     weights_.data = static_cast<const std::byte*>(weight_.data());
     weights_.rows = weight_.shape(0);
-    weights_.columns = weight_.shape(1);
-    weights_.stride = weights_.columns * dtype_nbytes(weights_.dtype);
-    require(weight_.itemsize() == dtype_nbytes(weights_.dtype), "a linear's weight is not of its dtype");
+    weights_.columns = columns.value_or(weight_.shape(1));
+    weights_.stride = vector_nbytes(weights_.codec, weights_.columns);
+    require(is_grouped(weights_.codec) || weights_.codec == codec_of(dtype_),
+            "a linear's encoding must be its dtype or one in groups");
+    require(weight_.shape(1) * weight_.itemsize() == weights_.stride &&
+                weight_.itemsize() == (is_grouped(weights_.codec) ? 1 : dtype_nbytes(dtype_)),
+            "a linear's weight is not of its dtype or encoding");
     if (bias_.has_value()) {
       require(bias_->shape(0) == weights_.rows, "a linear's bias must have one value a row");
       weights_.bias = bias_->data();
@@ -84,9 +101,9 @@ class PyLinear {
 
   // x: [tokens, columns], out: [tokens, rows]; as for few tokens, where memory is the limit.
   void forward(const Rows& x, const Rows& out) {
-    check(x, out, weights_.dtype);
+    check(x, out, dtype_);
     const nb::gil_scoped_release unlocked;
-    const KernelTable& kernels = kernel_table(simd_, weights_.dtype);
+    const KernelTable& kernels = kernel_table(simd_, dtype_);
     x_.resize(x.size());
     out_.resize(out.size());
     kernels.to_f32(x.data(), x_.size(), x_.data());
@@ -97,17 +114,18 @@ class PyLinear {
   // The same for a prompt, where arithmetic is the limit. Outputs in fp32 are not rounded.
   void forward_many(const Rows& x, const Rows& out) {
     const bool is_wide = out.dtype() == nb::dtype<float>();
-    check(x, out, is_wide ? Dtype::f32 : weights_.dtype);
+    check(x, out, is_wide ? Dtype::f32 : dtype_);
     const nb::gil_scoped_release unlocked;
-    const PackedTokens packed(static_cast<const std::byte*>(x.data()), x.shape(0), weights_.columns,
-                              weights_.dtype, *pool_, simd_);
-    linear_many(weights_, packed, is_wide ? Dtype::f32 : weights_.dtype, static_cast<std::byte*>(out.data()),
-                *pool_, simd_);
+    const SimdLevel level = level_of_many(weights_.codec, simd_);
+    const PackedTokens packed(static_cast<const std::byte*>(x.data()), x.shape(0), weights_.columns, dtype_,
+                              *pool_, level);
+    linear_many(weights_, packed, is_wide ? Dtype::f32 : dtype_, static_cast<std::byte*>(out.data()), *pool_,
+                level);
   }
 
  private:
   void check(const Rows& x, const Rows& out, Dtype out_dtype) const {
-    require(x.itemsize() == dtype_nbytes(weights_.dtype) && out.itemsize() == dtype_nbytes(out_dtype),
+    require(x.itemsize() == dtype_nbytes(dtype_) && out.itemsize() == dtype_nbytes(out_dtype),
             "inputs and outputs must be of the weights' dtype");
     require(x.shape(1) == weights_.columns && out.shape(0) == x.shape(0) && out.shape(1) == weights_.rows,
             "inputs must be [tokens, columns], outputs [tokens, rows]");
@@ -117,7 +135,8 @@ class PyLinear {
   std::optional<FloatArray> bias_;
   std::shared_ptr<ThreadPool> pool_;
   SimdLevel simd_;
-  LinearWeights weights_;
+  Dtype dtype_ = Dtype::f32;
+  RowMatrix weights_;
   std::vector<float> x_, out_;
 };
 
@@ -158,9 +177,10 @@ void init_compute(nb::module_& m) {
 
   nb::class_<PyLinear>(m, "Linear")
       .def(nb::init<Rows, std::optional<FloatArray>, const std::string&, std::shared_ptr<ThreadPool>,
-                    const std::string&>(),
+                    const std::string&, const std::optional<std::string>&, std::optional<std::size_t>>(),
            nb::arg("weight"), nb::arg("bias").none(), nb::arg("dtype"), nb::arg("pool"),
-           nb::arg("simd") = "auto")
+           nb::arg("simd") = "auto", nb::arg("encoding").none() = nb::none(),
+           nb::arg("columns").none() = nb::none())
       .def("forward", &PyLinear::forward, nb::arg("x"), nb::arg("out"))
       .def("forward_many", &PyLinear::forward_many, nb::arg("x"), nb::arg("out"));
 }

@@ -98,7 +98,8 @@ class PyFfnLayer {
  public:
   explicit PyFfnLayer(const nb::kwargs& arguments) : arguments_(arguments) {
     FfnLayerOptions options;
-    options.format = {codec_of(parse_dtype(get<std::string>("dtype"))),
+    const auto dtype = get<std::string>("dtype");  // of x and y
+    options.format = {parse_codec(get_or("encoding", dtype)),
                       get<std::uint32_t>("stride"),
                       get<std::uint32_t>("d_model"),
                       get<std::uint32_t>("up"),
@@ -141,8 +142,8 @@ class PyFfnLayer {
         bytes_of(rows), bypass_rows ? bytes_of(*bypass_rows) : nullptr, get<FfnCounters&>("counters"));
     require(taken_ == arguments.size(), "an FFN layer got an argument it does not know");
     nb::del(arguments_["popularity"]);  // the layer has what it wants of it
-    kernels_ = &kernel_table(options.simd, dtype_of(options.format.codec));
-    element_nbytes_ = vector_nbytes(options.format.codec, 1);
+    kernels_ = &kernel_table(options.simd, parse_dtype(dtype));
+    element_nbytes_ = dtype_nbytes(parse_dtype(dtype));
     x_.resize(options.format.d_model);
     y_.resize(options.format.d_model);
   }
@@ -192,7 +193,7 @@ class PyFfnLayer {
     layer_->set_trace(active, prefetched);
   }
 
-  // x, y: [tokens, d_model] in the rows' dtype; each token has its own active set.
+  // x, y: [tokens, d_model] of the dtype; each token has its own active set.
   void forward(std::uintptr_t x, std::size_t tokens, std::uintptr_t y) {
     for (std::size_t t = 0; t < tokens; ++t) {
       load(x, t);

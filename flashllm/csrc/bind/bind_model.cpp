@@ -163,13 +163,15 @@ using Entry = std::tuple<KvSequence*, std::vector<std::int32_t>>;
 
 class PyModel {
  public:
-  // tensors: the resident weights by canonical name (flashllm/arch/spec.py), of the dtype (bf16 as uint16)
-  PyModel(nb::object block, const std::string& dtype, std::size_t num_layers, std::size_t d_ff,
-          nb::dict tensors,
-          const std::tuple<std::uint32_t, std::uint32_t, std::int32_t, std::uint32_t>& row_format,
-          std::shared_ptr<PyRowStream> stream, nb::list ffns, std::shared_ptr<ThreadPool> pool,
-          std::shared_ptr<FfnCounters> counters, std::size_t block_tokens, std::size_t fill_tokens,
-          bool prefetch, const std::string& simd)
+  // tensors: the resident weights by canonical name (flashllm/arch/spec.py), of the dtype (bf16 as uint16),
+  // but matrices of `resident_encoding`. row_format: encoding, stride, first byte of up, of gate or -1, of
+  // down.
+  PyModel(
+      nb::object block, const std::string& dtype, std::size_t num_layers, std::size_t d_ff, nb::dict tensors,
+      const std::tuple<std::string, std::uint32_t, std::uint32_t, std::int32_t, std::uint32_t>& row_format,
+      const std::string& resident_encoding, std::shared_ptr<PyRowStream> stream, nb::list ffns,
+      std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters, std::size_t block_tokens,
+      std::size_t fill_tokens, bool prefetch, const std::string& simd)
       : tensors_(std::move(tensors)),
         stream_(std::move(stream)),
         ffns_(std::move(ffns)),
@@ -202,6 +204,7 @@ class PyModel {
     spec.prefetch = prefetch;
     context_ = reader.get<std::size_t>("context");
     dtype_ = spec.block.dtype;
+    resident_codec_ = parse_codec(resident_encoding);
     kernels_ = &kernel_table(level, dtype_);
     d_model_ = spec.block.d_model;
     spec.embedding_scale = rounded(reader.get<float>("embedding_scale"));
@@ -209,7 +212,7 @@ class PyModel {
     ModelWeights weights;
     weights.embedding = linear("embedding", spec.vocab, spec.embed_dim);
     if (reader.get<std::string>("positions") == "learned")
-      weights.positions = linear("positions", context_ + spec.position_offset, d_model_);
+      weights.positions = matrix("positions", context_ + spec.position_offset, d_model_, codec_of(dtype_));
     if (spec.embed_dim != d_model_) {
       weights.project_in = linear("project_in", d_model_, spec.embed_dim);
       weights.project_out = linear("project_out", spec.embed_dim, d_model_);
@@ -253,9 +256,9 @@ class PyModel {
       if (!ffn.is_none()) block_weights.ffn = &ffn_layer_of(ffn);
       weights.blocks.push_back(block_weights);
     }
-    const auto [stride, up, gate, down] = row_format;
+    const auto [encoding, stride, up, gate, down] = row_format;
     RowFormat rows;
-    rows.codec = codec_of(dtype_);
+    rows.codec = parse_codec(encoding);
     rows.stride = stride;
     rows.d_model = static_cast<std::uint32_t>(d_model_);
     rows.up = up;
@@ -381,13 +384,25 @@ class PyModel {
     return static_cast<const std::byte*>(array.data());
   }
 
-  LinearWeights linear(const std::string& name, std::size_t rows, std::size_t columns) {
-    LinearWeights weights;
-    weights.data = tensor(name + ".weight", rows * columns);
+  // Rows of a grouped codec, one after the other.
+  const std::byte* coded(const std::string& name, std::size_t nbytes) {
+    const auto array = nb::cast<ByteArray>(tensors_[name.c_str()]);
+    require(array.nbytes() == nbytes, name + " does not fit the model");
+    return reinterpret_cast<const std::byte*>(array.data());
+  }
+
+  RowMatrix linear(const std::string& name, std::size_t rows, std::size_t columns) {
+    return matrix(name, rows, columns, resident_codec_);
+  }
+
+  RowMatrix matrix(const std::string& name, std::size_t rows, std::size_t columns, RowCodec codec) {
+    RowMatrix weights;
     weights.rows = rows;
     weights.columns = columns;
-    weights.stride = columns * dtype_nbytes(dtype_);
-    weights.dtype = dtype_;
+    weights.stride = vector_nbytes(codec, columns);
+    weights.codec = codec;
+    weights.data = is_grouped(codec) ? coded(name + ".weight", rows * weights.stride)
+                                     : tensor(name + ".weight", rows * columns);
     weights.bias = floats(name + ".bias", rows);
     return weights;
   }
@@ -422,6 +437,7 @@ class PyModel {
   std::shared_ptr<FfnCounters> counters_;
   std::list<std::vector<float>> frequencies_;
   std::vector<std::unique_ptr<float[]>> floats_;
+  RowCodec resident_codec_ = RowCodec::f32;
   Dtype dtype_ = Dtype::f32;
   const KernelTable* kernels_ = nullptr;
   std::size_t d_model_ = 0, context_ = 0;
@@ -472,13 +488,13 @@ void init_model(nb::module_& m) {
 
   nb::class_<PyModel>(m, "Model")
       .def(nb::init<nb::object, const std::string&, std::size_t, std::size_t, nb::dict,
-                    const std::tuple<std::uint32_t, std::uint32_t, std::int32_t, std::uint32_t>&,
-                    std::shared_ptr<PyRowStream>, nb::list, std::shared_ptr<ThreadPool>,
+                    const std::tuple<std::string, std::uint32_t, std::uint32_t, std::int32_t, std::uint32_t>&,
+                    const std::string&, std::shared_ptr<PyRowStream>, nb::list, std::shared_ptr<ThreadPool>,
                     std::shared_ptr<FfnCounters>, std::size_t, std::size_t, bool, const std::string&>(),
            nb::kw_only(), nb::arg("block"), nb::arg("dtype"), nb::arg("num_layers"), nb::arg("d_ff"),
-           nb::arg("tensors"), nb::arg("row_format"), nb::arg("stream"), nb::arg("ffns"), nb::arg("pool"),
-           nb::arg("counters"), nb::arg("block_tokens"), nb::arg("fill_tokens"), nb::arg("prefetch"),
-           nb::arg("simd") = "auto")
+           nb::arg("tensors"), nb::arg("row_format"), nb::arg("resident_encoding"), nb::arg("stream"),
+           nb::arg("ffns"), nb::arg("pool"), nb::arg("counters"), nb::arg("block_tokens"),
+           nb::arg("fill_tokens"), nb::arg("prefetch"), nb::arg("simd") = "auto")
       .def("new_sequence", &PyModel::new_sequence, nb::arg("context").none() = nb::none(),
            nb::arg("layers").none() = nb::none(), nb::rv_policy::take_ownership)
       .def("step", &PyModel::step, nb::arg("entries"), nb::arg("pass_"), nb::arg("all_logits") = false,

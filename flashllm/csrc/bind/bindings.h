@@ -46,6 +46,7 @@ T* at_address(std::uintptr_t address) {
 }
 
 Dtype parse_dtype(const std::string& name);
+RowCodec parse_codec(const std::string& name);  // a dtype's name, or a grouped codec's
 SimdLevel parse_simd(const std::string& name);  // "auto", or a level's name
 // `threshold`: of fatrelu.
 Activation parse_activation(const std::string& name, float threshold = 0.0F);

@@ -5,6 +5,7 @@
 
 #include "kernels/half.h"
 #include "kernels/kernels.h"
+#include "kernels/row_codecs.h"
 
 namespace flashllm::avx2 {
 
@@ -25,6 +26,22 @@ struct Vec {
   static Vec load_bf16(const std::uint16_t* p) {
     const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
+  }
+  static float half(std::uint16_t value) { return _cvtsh_ss(value); }
+  static Vec load_i8(const std::int8_t* p) {
+    const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight))};
+  }
+  // N * kWidth bytes: their lower halves into to[0, N), their upper ones into to[N, 2N)
+  template <std::size_t N>
+  static void unpack_nibbles(const std::uint8_t* p, Vec scale, Vec offset, Vec* to) {
+    for (std::size_t i = 0; i < N; ++i) {
+      const __m256i bytes =
+          _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + i * kWidth)));
+      const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi32(15)), high = _mm256_srli_epi32(bytes, 4);
+      to[i] = {_mm256_fmadd_ps(_mm256_cvtepi32_ps(low), scale.v, offset.v)};
+      to[N + i] = {_mm256_fmadd_ps(_mm256_cvtepi32_ps(high), scale.v, offset.v)};
+    }
   }
   void store(float* p) const { _mm256_storeu_ps(p, v); }
   // this * 2^n, n the integer in the low bits of `shifted`
@@ -47,6 +64,7 @@ inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }  // b where e
 }  // namespace
 
 #include "kernels/kernels_impl.h"
+#include "kernels/row_codecs_impl.h"
 
 }  // namespace flashllm::avx2
 

@@ -10,6 +10,7 @@
 
 #include "kernels/half.h"
 #include "kernels/kernels.h"
+#include "kernels/row_codecs.h"
 
 namespace flashllm::avx512 {
 
@@ -30,6 +31,23 @@ struct Vec {
   static Vec load_bf16(const std::uint16_t* p) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+  }
+  static float half(std::uint16_t value) { return _cvtsh_ss(value); }
+  static Vec load_i8(const std::int8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+  }
+  // N * kWidth bytes: their lower halves into to[0, N), their upper ones into to[N, 2N). What a code stands
+  // for is looked up by the lower four bits of each element.
+  template <std::size_t N>
+  static void unpack_nibbles(const std::uint8_t* p, Vec scale, Vec offset, Vec* to) {
+    const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 weights = _mm512_fmadd_ps(codes, scale.v, offset.v);
+    for (std::size_t i = 0; i < N; ++i) {
+      const __m512i bytes =
+          _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * kWidth)));
+      to[i] = {_mm512_permutexvar_ps(bytes, weights)};
+      to[N + i] = {_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), weights)};
+    }
   }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   // this * 2^n, n the integer in the low bits of `shifted`
@@ -54,6 +72,7 @@ inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where e
 }  // namespace
 
 #include "kernels/kernels_impl.h"
+#include "kernels/row_codecs_impl.h"
 
 }  // namespace flashllm::avx512
 

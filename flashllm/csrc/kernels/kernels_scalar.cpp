@@ -1,6 +1,7 @@
 // The portable level: no intrinsics. Eight lanes, so that a compiler may vectorise what the target has.
 #include "kernels/half.h"
 #include "kernels/kernels.h"
+#include "kernels/row_codecs.h"
 
 namespace flashllm::scalar {
 
@@ -32,6 +33,21 @@ struct Vec {
     Vec v;
     for (std::size_t i = 0; i < kWidth; ++i) v.lane[i] = bfloat_to_float(p[i]);
     return v;
+  }
+  static float half(std::uint16_t value) { return half_to_float(value); }
+  static Vec load_i8(const std::int8_t* p) {
+    Vec v;
+    for (std::size_t i = 0; i < kWidth; ++i) v.lane[i] = static_cast<float>(p[i]);
+    return v;
+  }
+  // N * kWidth bytes: their lower halves into to[0, N), their upper ones into to[N, 2N)
+  template <std::size_t N>
+  static void unpack_nibbles(const std::uint8_t* p, const Vec& scale, const Vec& offset, Vec* to) {
+    for (std::size_t i = 0; i < N * kWidth; ++i) {
+      const std::size_t v = i / kWidth, lane = i % kWidth;
+      to[v].lane[lane] = static_cast<float>(p[i] & 15) * scale.lane[lane] + offset.lane[lane];
+      to[N + v].lane[lane] = static_cast<float>(p[i] >> 4) * scale.lane[lane] + offset.lane[lane];
+    }
   }
   void store(float* p) const {
     for (std::size_t i = 0; i < kWidth; ++i) p[i] = lane[i];
@@ -74,5 +90,6 @@ Vec max(const Vec& a, const Vec& b) {  // b where either is NaN, as the processo
 }  // namespace
 
 #include "kernels/kernels_impl.h"
+#include "kernels/row_codecs_impl.h"
 
 }  // namespace flashllm::scalar

@@ -208,22 +208,39 @@ void linear_many(const LinearWeights& weights, const PackedTokens& x, std::byte*
   linear_many(weights, x, weights.dtype, out, pool, level);
 }
 
+namespace {
+
+// multiply(block) computes the products.
+template <typename Multiply>
+void product_blocks(std::size_t rows, const PackedTokens& x, float* products, ThreadPool& pool,
+                    const Multiply& multiply) {
+  pool.parallel_for(rows, kWidened, [&](std::size_t begin, std::size_t end) {
+    std::unique_ptr<float[]> block(new float[kRowsTogether * std::min(kTokensTogether, x.padded())]);
+    for (std::size_t r = begin; r < end; r += kRowsTogether) {
+      const std::size_t count = std::min(kRowsTogether, end - r);
+      for (std::size_t first = 0; first < x.padded(); first += kTokensTogether) {
+        const std::size_t width = std::min(kTokensTogether, x.padded() - first);
+        multiply({r, r + count, first, width, block.get()});
+        for (std::size_t i = 0; i < count; ++i)
+          std::copy_n(block.get() + i * width, width, products + (r + i) * x.padded() + first);
+      }
+    }
+  });
+}
+
+}  // namespace
+
 void product_rows(const LinearWeights& weights, const PackedTokens& x, float* products, ThreadPool& pool,
                   SimdLevel level) {
-  with_multiply(weights, x, level, [&](const auto& multiply) {
-    pool.parallel_for(weights.rows, kWidened, [&](std::size_t begin, std::size_t end) {
-      std::unique_ptr<float[]> block(new float[kRowsTogether * std::min(kTokensTogether, x.padded())]);
-      for (std::size_t r = begin; r < end; r += kRowsTogether) {
-        const std::size_t rows = std::min(kRowsTogether, end - r);
-        for (std::size_t first = 0; first < x.padded(); first += kTokensTogether) {
-          const std::size_t width = std::min(kTokensTogether, x.padded() - first);
-          multiply({r, r + rows, first, width, block.get()});
-          for (std::size_t i = 0; i < rows; ++i)
-            std::copy_n(block.get() + i * width, width, products + (r + i) * x.padded() + first);
-        }
-      }
-    });
-  });
+  with_multiply(weights, x, level,
+                [&](const auto& multiply) { product_blocks(weights.rows, x, products, pool, multiply); });
+}
+
+void product_rows(const WideRows& weights, std::size_t rows, const PackedTokens& x, float* products,
+                  ThreadPool& pool, SimdLevel level) {
+  if (x.in_pairs()) throw CoreError(ErrorKind::usage, "widened weights need inputs that are not in pairs");
+  product_blocks(rows, x, products, pool,
+                 [&](const ProductBlock& block) { multiply_block(weights, x, block, level); });
 }
 
 namespace {
@@ -319,21 +336,25 @@ void add_rows(const LinearWeights& weights, const float* scales, std::size_t pad
               float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
   if (in_pairs(weights.dtype, weights.columns, level))
     return add_rows_in_pairs(weights, scales, padded, tokens, y, y_stride, pool, *pair_kernels(level));
-  const KernelTable& kernels = kernel_table(level, weights.dtype);
+  add_rows(DtypeRows(weights, level), weights.rows, weights.columns, scales, padded, tokens, y, y_stride,
+           pool, level);
+}
+
+void add_rows(const WideRows& weights, std::size_t rows, std::size_t columns, const float* scales,
+              std::size_t padded, std::size_t tokens, float* y, std::size_t y_stride, ThreadPool& pool,
+              SimdLevel level) {
   const MultiplyAdd multiply_add = multiply_add_kernel(level);
-  const std::size_t element = dtype_nbytes(weights.dtype);
-  pool.parallel_for(weights.columns, kColumns, [&](std::size_t begin, std::size_t end) {
+  pool.parallel_for(columns, kColumns, [&](std::size_t begin, std::size_t end) {
     alignas(64) float wide[kSummed * kColumns];
     for (std::size_t j = begin; j < end; j += kColumns) {
-      const std::size_t columns = std::min(kColumns, end - j);
-      const std::size_t width = round_up(columns, kColumnPad);
-      for (std::size_t i = 0; i < weights.rows; i += kSummed) {
-        const std::size_t rows = std::min(kSummed, weights.rows - i);
-        for (std::size_t s = 0; s < rows; ++s) {
-          kernels.to_f32(weights.data + (i + s) * weights.stride + j * element, columns, wide + s * kColumns);
-          std::fill(wide + s * kColumns + columns, wide + s * kColumns + width, 0.0F);
-        }
-        multiply_add({scales + i * padded, 1, padded}, tokens, {wide, kColumns}, width, rows, y + j,
+      const std::size_t count = std::min(kColumns, end - j);
+      const std::size_t width = round_up(count, kColumnPad);
+      for (std::size_t i = 0; i < rows; i += kSummed) {
+        const std::size_t together = std::min(kSummed, rows - i);
+        weights.widen(i, together, j, count, wide, kColumns);
+        for (std::size_t s = 0; s < together; ++s)
+          std::fill(wide + s * kColumns + count, wide + s * kColumns + width, 0.0F);
+        multiply_add({scales + i * padded, 1, padded}, tokens, {wide, kColumns}, width, together, y + j,
                      y_stride);
       }
     }

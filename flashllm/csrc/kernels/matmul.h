@@ -53,8 +53,8 @@ class WideRows {
  public:
   virtual ~WideRows() = default;
   // Columns [first, first + width) of rows [begin, begin + count); rows of `to` are `stride` floats apart.
-  // `first` and `stride` are multiples of kColumnPad, and what pads a row of `to` may be overwritten. Threads
-  // may call it together.
+  // `first` is a multiple of 64, `stride` of kColumnPad, and what pads a row of `to` may be overwritten.
+  // Threads may call it together.
   virtual void widen(std::size_t begin, std::size_t count, std::size_t first, std::size_t width, float* to,
                      std::size_t stride) const = 0;
 };
@@ -73,11 +73,18 @@ void linear_many(const LinearWeights& weights, const PackedTokens& x, std::byte*
 // products[r][m] = sum_j weights[r][j] * x[m][j], one row a weight row, x.padded() long
 void product_rows(const LinearWeights& weights, const PackedTokens& x, float* products, ThreadPool& pool,
                   SimdLevel level);
+// The same of `rows` rows of any form; `x` must not be in pairs.
+void product_rows(const WideRows& weights, std::size_t rows, const PackedTokens& x, float* products,
+                  ThreadPool& pool, SimdLevel level);
 
 // y[m][j] += sum_i scales[i][m] * weights[i][j] for m < tokens, in the order of i. scales: rows `padded`
 // long; y: rows `y_stride` floats long, a multiple of kColumnPad that holds all columns. In pairs, `scales`
 // are rounded to bf16 first.
 void add_rows(const LinearWeights& weights, const float* scales, std::size_t padded, std::size_t tokens,
               float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level);
+// The same of weights [rows, columns] of any form, never in pairs.
+void add_rows(const WideRows& weights, std::size_t rows, std::size_t columns, const float* scales,
+              std::size_t padded, std::size_t tokens, float* y, std::size_t y_stride, ThreadPool& pool,
+              SimdLevel level);
 
 }  // namespace flashllm

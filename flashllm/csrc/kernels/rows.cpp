@@ -1,5 +1,6 @@
 #include "kernels/rows.h"
 
+#include <algorithm>
 #include <string>
 
 #include "io/error.h"
@@ -8,13 +9,69 @@
 
 namespace flashllm {
 
+namespace scalar {
+extern const CodecKernels kCodecs[kGroupedCodecs];
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const CodecKernels kCodecs[kGroupedCodecs];
+}
+namespace avx512 {
+extern const CodecKernels kCodecs[kGroupedCodecs];
+}
+#endif
+
 namespace {
 
 void require(bool condition, const std::string& message) {
   if (!condition) throw CoreError(ErrorKind::usage, message);
 }
 
+constexpr std::size_t kRowGrain = 16;  // rows a thread takes at a time
+
+// What a codec's vectors are made of.
+struct GroupShape {
+  std::size_t bits, group, halves;  // halves: fp16 numbers a group
+};
+GroupShape shape_of(RowCodec codec) {
+  static constexpr GroupShape kShapes[kGroupedCodecs] = {{8, 32, 1}, {8, 64, 1}, {4, 32, 1},
+                                                         {4, 64, 1}, {4, 32, 2}, {4, 64, 2}};
+  return kShapes[static_cast<std::size_t>(codec) - kFirstGrouped];
+}
+
+LinearWeights plain(const RowMatrix& matrix) {
+  return {matrix.data, matrix.rows, matrix.columns, matrix.stride, dtype_of(matrix.codec), matrix.bias};
+}
+
+// Weights in groups.
+class GroupedRows : public WideRows {
+ public:
+  GroupedRows(const RowMatrix& matrix, SimdLevel level)
+      : matrix_(matrix), kernels_(codec_kernels(level, matrix.codec)) {}
+  void widen(std::size_t begin, std::size_t count, std::size_t first, std::size_t width, float* to,
+             std::size_t stride) const override {
+    for (std::size_t i = 0; i < count; ++i)
+      kernels_.widen(matrix_.data + (begin + i) * matrix_.stride, matrix_.columns, first, width,
+                     to + i * stride);
+  }
+
+ private:
+  const RowMatrix& matrix_;
+  const CodecKernels& kernels_;
+};
+
 }  // namespace
+
+const CodecKernels& codec_kernels(SimdLevel level, RowCodec codec) {
+  require(is_grouped(codec), "these weights are not in groups");
+  kernel_table(level, Dtype::f32);  // throws where the processor lacks it
+  const std::size_t index = static_cast<std::size_t>(codec) - kFirstGrouped;
+#if defined(__x86_64__)
+  if (level >= SimdLevel::avx512) return avx512::kCodecs[index];
+  if (level == SimdLevel::avx2) return avx2::kCodecs[index];
+#endif
+  return scalar::kCodecs[index];
+}
 
 RowCodec codec_of(Dtype dtype) {
   switch (dtype) {
@@ -36,32 +93,83 @@ Dtype dtype_of(RowCodec codec) {
       return Dtype::f16;
     case RowCodec::bf16:
       return Dtype::bf16;
-    case RowCodec::int8:
-      break;
+    default:
+      throw CoreError(ErrorKind::usage, "weights in codes are not of a floating-point type");
   }
-  throw CoreError(ErrorKind::usage, "rows of 8 bits are not of a floating-point type");
 }
 
 std::size_t vector_nbytes(RowCodec codec, std::size_t length) {
-  return codec == RowCodec::int8 ? length : length * dtype_nbytes(dtype_of(codec));
+  if (codec == RowCodec::int8) return length;
+  if (!is_grouped(codec)) return length * dtype_nbytes(dtype_of(codec));
+  const GroupShape shape = shape_of(codec);
+  const std::size_t groups = (length + shape.group - 1) / shape.group;
+  return groups * (shape.halves * sizeof(std::uint16_t) + shape.group * shape.bits / 8);
 }
 
-void dot_all(const RowMatrix& matrix, const float* x, float* out, ThreadPool& pool, SimdLevel level) {
-  if (matrix.codec != RowCodec::int8) {
-    const LinearWeights weights{
-        matrix.data, matrix.rows, matrix.columns, matrix.stride, dtype_of(matrix.codec), matrix.bias};
-    return linear(weights, x, 1, out, pool, level);
+void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
+            SimdLevel level) {
+  if (is_grouped(matrix.codec)) {
+    const CodecKernels& kernels = codec_kernels(level, matrix.codec);
+    return pool.parallel_for(matrix.rows, kRowGrain, [&](std::size_t begin, std::size_t end) {
+      // All tokens use a small block of rows while it is in the processor's cache.
+      const std::size_t block = tokens == 1 ? end - begin : kRowGrain;
+      for (std::size_t r = begin; r < end; r += block) {
+        const std::size_t n = std::min(block, end - r);
+        for (std::size_t m = 0; m < tokens; ++m) {
+          float* values = out + m * matrix.rows + r;
+          kernels.dot_matrix(matrix.data + r * matrix.stride, matrix.stride, n, x + m * matrix.columns,
+                             matrix.columns, values);
+          if (matrix.bias != nullptr)
+            for (std::size_t i = 0; i < n; ++i) values[i] += matrix.bias[r + i];
+        }
+      }
+    });
   }
+  if (matrix.codec != RowCodec::int8) return linear(plain(matrix), x, tokens, out, pool, level);
   require(matrix.stride == matrix.columns && matrix.scales != nullptr,
           "rows of 8 bits must follow one another and have scales");
   const Int8Weights weights{reinterpret_cast<const std::int8_t*>(matrix.data), matrix.rows, matrix.columns,
                             matrix.scales, matrix.bias};
-  linear_int8(weights, x, out, pool, level);
+  for (std::size_t m = 0; m < tokens; ++m)
+    linear_int8(weights, x + m * matrix.columns, out + m * matrix.rows, pool, level);
+}
+
+void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel level) {
+  const std::byte* from = matrix.data + row * matrix.stride;
+  if (is_grouped(matrix.codec)) {
+    codec_kernels(level, matrix.codec).widen(from, matrix.columns, 0, matrix.columns, to);
+  } else {
+    kernel_table(level, dtype_of(matrix.codec)).to_f32(from, matrix.columns, to);
+  }
+}
+
+SimdLevel level_of_many(RowCodec codec, SimdLevel level) {
+  return is_grouped(codec) ? std::min(level, SimdLevel::avx512) : level;  // the highest without pairs
+}
+
+void linear_many(const RowMatrix& matrix, const PackedTokens& x, Dtype dtype, std::byte* out,
+                 ThreadPool& pool, SimdLevel level) {
+  if (!is_grouped(matrix.codec)) return linear_many(plain(matrix), x, dtype, out, pool, level);
+  linear_many(GroupedRows(matrix, level), matrix.rows, matrix.bias, x, dtype, out, pool, level);
+}
+
+void product_rows(const RowMatrix& matrix, const PackedTokens& x, float* products, ThreadPool& pool,
+                  SimdLevel level) {
+  if (!is_grouped(matrix.codec)) return product_rows(plain(matrix), x, products, pool, level);
+  product_rows(GroupedRows(matrix, level), matrix.rows, x, products, pool, level);
+}
+
+void add_rows(const RowMatrix& matrix, const float* scales, std::size_t padded, std::size_t tokens, float* y,
+              std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
+  if (!is_grouped(matrix.codec))
+    return add_rows(plain(matrix), scales, padded, tokens, y, y_stride, pool, level);
+  add_rows(GroupedRows(matrix, level), matrix.rows, matrix.columns, scales, padded, tokens, y, y_stride, pool,
+           level);
 }
 
 void RowFormat::check() const {
   require(d_model != 0, "a row needs a width");
-  const std::size_t nbytes = dtype_nbytes(dtype_of(codec)) * d_model;
+  const std::size_t nbytes = vector_nbytes(codec, d_model);
   const auto fits = [&](std::size_t first) { return first + nbytes <= stride; };
   require(fits(up) && fits(down) && (!gated() || fits(driver())),
           "a row's stride is shorter than its weights");
@@ -69,19 +177,37 @@ void RowFormat::check() const {
           "a row's stride must be a multiple of 64 bytes and at least 512, got " + std::to_string(stride));
 }
 
-LinearWeights RowFormat::matrix(const std::byte* rows, std::size_t count, std::uint32_t offset) const {
-  return {rows + offset, count, d_model, stride, dtype_of(codec), nullptr};
+RowMatrix RowFormat::matrix(const std::byte* rows, std::size_t count, std::uint32_t offset) const {
+  return {rows + offset, count, d_model, stride, codec, nullptr, nullptr};
 }
 
 void dot_scattered(const ScatteredRows& rows, const float* x, const std::int32_t* ids, const float* bias,
                    Activation activation, float* values, ThreadPool& pool, SimdLevel level) {
-  gathered_dots(rows.vectors, ids, rows.count, dtype_of(rows.codec), x, rows.length, bias, activation, values,
-                pool, level);
+  if (!is_grouped(rows.codec))
+    return gathered_dots(rows.vectors, ids, rows.count, dtype_of(rows.codec), x, rows.length, bias,
+                         activation, values, pool, level);
+  const CodecKernels& kernels = codec_kernels(level, rows.codec);
+  pool.parallel_for(rows.count, kRowGrain, [&](std::size_t begin, std::size_t end) {
+    kernels.dot_rows(rows.vectors + begin, end - begin, x, rows.length, values + begin);
+    for (std::size_t i = begin; i < end; ++i)
+      values[i] = apply_activation(activation, bias != nullptr ? values[i] + bias[ids[i]] : values[i]);
+  });
 }
 
 void sum_scattered(const ScatteredRows& rows, const float* scales, float* y, ThreadPool& pool,
                    SimdLevel level) {
-  scaled_row_sum(rows.vectors, scales, rows.count, dtype_of(rows.codec), rows.length, y, pool, level);
+  if (!is_grouped(rows.codec))
+    return scaled_row_sum(rows.vectors, scales, rows.count, dtype_of(rows.codec), rows.length, y, pool,
+                          level);
+  const CodecKernels& kernels = codec_kernels(level, rows.codec);
+  constexpr std::size_t kGrain = 64;  // columns: whole groups
+  // One share a thread, as scaled_row_sum.
+  const auto threads = static_cast<std::size_t>(pool.threads());
+  const std::size_t share = (rows.length + threads - 1) / threads;
+  pool.parallel_for(rows.length, (share + kGrain - 1) / kGrain * kGrain,
+                    [&](std::size_t begin, std::size_t end) {
+                      kernels.add_scaled_rows(rows.vectors, scales, rows.count, rows.length, begin, end, y);
+                    });
 }
 
 }  // namespace flashllm

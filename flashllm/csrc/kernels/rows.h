@@ -1,22 +1,18 @@
-// Row codecs: how a vector of weights lies in memory, and the three things done with it: dot products, sums
-// of scaled rows, widening to fp32. All offsets are in bytes. A new codec (4-bit groups) is an entry here
-// and its kernels; no other code looks inside a vector.
+// Row codecs: how a vector of weights lies in memory, and what is done with it: dot products, sums of scaled
+// rows, widening to fp32, for a token and for many. All offsets are in bytes. A new codec is an entry of
+// RowCodec and its kernels (row_codecs.h); no other code looks inside a vector.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "kernels/kernels.h"
+#include "kernels/matmul.h"
+#include "kernels/row_codecs.h"
 #include "kernels/thread_pool.h"
 
 namespace flashllm {
 
-enum class RowCodec {
-  f32,
-  f16,
-  bf16,
-  int8,  // codes with one fp16 scale a row, kept apart; of predictors
-};
 RowCodec codec_of(Dtype dtype);
 // Throws CoreError for a codec that is none.
 Dtype dtype_of(RowCodec codec);
@@ -34,9 +30,26 @@ struct RowMatrix {
   const float* bias = nullptr;            // [rows] or nullptr
 };
 
-// out[r] = rows[r] . x (+ bias[r]) for one token. Every output is one sum in one order: its bits do not
-// depend on the number of threads. Throws CoreError where the processor lacks the level.
-void dot_all(const RowMatrix& matrix, const float* x, float* out, ThreadPool& pool, SimdLevel level);
+// out[m][r] = rows[r] . x[m] (+ bias[r]), token by token. Every output is one sum in one order: its bits do
+// not depend on the number of threads. Throws CoreError where the processor lacks the level.
+void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
+            SimdLevel level);
+inline void dot_all(const RowMatrix& matrix, const float* x, float* out, ThreadPool& pool, SimdLevel level) {
+  linear(matrix, x, 1, out, pool, level);
+}
+
+// Row `row`, widened to fp32. Not of int8.
+void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel level);
+
+// The products of matmul.h; not of int8. Weights in groups are widened, so that their inputs must not be in
+// pairs: `level_of_many` is the level for all that is multiplied by the same inputs.
+SimdLevel level_of_many(RowCodec codec, SimdLevel level);
+void linear_many(const RowMatrix& matrix, const PackedTokens& x, Dtype dtype, std::byte* out,
+                 ThreadPool& pool, SimdLevel level);
+void product_rows(const RowMatrix& matrix, const PackedTokens& x, float* products, ThreadPool& pool,
+                  SimdLevel level);
+void add_rows(const RowMatrix& matrix, const float* scales, std::size_t padded, std::size_t tokens, float* y,
+              std::size_t y_stride, ThreadPool& pool, SimdLevel level);
 
 // Where a neuron's vectors lie in its row (paper A, section 3.2: bundling); flashllm/format/rows.py has the
 // same numbers.
@@ -54,7 +67,7 @@ struct RowFormat {
   // Throws CoreError, saying why, for a format that cannot be.
   void check() const;
   // The vectors at byte `offset` of `count` rows, as a matrix.
-  LinearWeights matrix(const std::byte* rows, std::size_t count, std::uint32_t offset) const;
+  RowMatrix matrix(const std::byte* rows, std::size_t count, std::uint32_t offset) const;
 };
 
 // Rows scattered in memory: `vectors` points to one vector of `length` weights a row.

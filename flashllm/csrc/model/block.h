@@ -13,6 +13,7 @@
 
 #include "kernels/kernels.h"
 #include "kernels/norm.h"
+#include "kernels/rows.h"
 #include "model/ffn_layer.h"
 
 namespace flashllm {
@@ -49,7 +50,7 @@ struct BlockWeights {
   Norm attention_norm, ffn_norm;                // those that NormPlace wants
   Norm attention_output_norm, ffn_output_norm;  // the same
   Norm query_norm, key_norm;                    // of one head, or of the projection
-  LinearWeights query, key, value, out;
+  RowMatrix query, key, value, out;
   const float* up_bias = nullptr;     // [d_ff] or nullptr
   const float* gate_bias = nullptr;   // [d_ff] or nullptr
   const float* down_bias = nullptr;   // [d_model] or nullptr

@@ -12,10 +12,11 @@ namespace flashllm {
 
 class DenseFfn {
  public:
-  DenseFfn(const RowFormat& format, ThreadPool& pool, SimdLevel level)
-      : format_(format), dtype_(dtype_of(format.codec)), pool_(pool), level_(level) {}
+  // `dtype`: of what goes in and comes out.
+  DenseFfn(const RowFormat& format, Dtype dtype, ThreadPool& pool, SimdLevel level)
+      : format_(format), dtype_(dtype), pool_(pool), level_(level_of_many(format.codec, level)) {}
 
-  // x: [tokens, d_model] in the rows' dtype
+  // x: [tokens, d_model]
   void begin(const std::byte* x, std::size_t tokens, Activation activation);
   // The activations of `count` rows of neurons, h [count, padded()]; the first `tokens()` of each row may be
   // changed before they are added. up_bias, gate_bias: the neurons', or nullptr.
@@ -23,7 +24,7 @@ class DenseFfn {
                      const float* gate_bias = nullptr);
   // Adds what these neurons contribute. Blocks come in the order of ids.
   void add(const std::byte* rows);
-  // y: [tokens, d_model] in the rows' dtype; down_bias: [d_model] or nullptr. Lets go of the buffers.
+  // y: [tokens, d_model]; down_bias: [d_model] or nullptr. Lets go of the buffers.
   void finish(const float* down_bias, std::byte* y);
 
   std::size_t tokens() const { return x_.has_value() ? x_->tokens() : 0; }

@@ -20,9 +20,19 @@ const float* part_of(const float* bias, std::size_t first) {
   return bias == nullptr ? nullptr : bias + first;
 }
 
-bool fits(const LinearWeights& weights, const BlockSpec& spec, std::size_t rows, std::size_t columns) {
-  return weights.data != nullptr && weights.dtype == spec.dtype && weights.rows == rows &&
-         weights.columns == columns;
+bool fits(const RowMatrix& weights, const BlockSpec& spec, std::size_t rows, std::size_t columns) {
+  return weights.data != nullptr && (is_grouped(weights.codec) || weights.codec == codec_of(spec.dtype)) &&
+         weights.rows == rows && weights.columns == columns;
+}
+
+// Products of the same inputs with matrices of several codecs: the level that suits all of them.
+SimdLevel level_of_all(const ModelWeights& weights, SimdLevel level) {
+  for (const RowMatrix* each : {&weights.project_out, &weights.head})
+    level = level_of_many(each->codec, level);
+  for (const BlockWeights& block : weights.blocks)
+    for (const RowMatrix* each : {&block.query, &block.key, &block.value, &block.out})
+      level = level_of_many(each->codec, level);
+  return level;
 }
 
 void check_block(const BlockSpec& spec, const BlockWeights& weights) {
@@ -58,9 +68,10 @@ Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat
       pool_(pool),
       counters_(counters),
       level_(level),
+      level_of_many_(level_of_all(weights, level)),
       kernels_(kernel_table(level, spec.block.dtype)),
       check_(std::move(check)),
-      dense_(rows, pool, level),
+      dense_(rows, spec.block.dtype, pool, level),
       rotary_(spec.rotary.begin(), spec.rotary.end()) {
   const BlockSpec& block = spec_.block;
   require(block.d_model != 0 && block.head_dim != 0 && spec_.vocab != 0 && spec_.block_tokens != 0,
@@ -127,15 +138,14 @@ void Model::step(const std::vector<Token>& tokens, Pass pass, const std::vector<
 }
 
 void Model::embed(const Token* tokens, std::size_t count, float* states) {
-  const std::size_t width = spec_.block.d_model, item = dtype_nbytes(spec_.block.dtype);
+  const std::size_t width = spec_.block.d_model;
   const bool projected = spec_.embed_dim != width;
   std::vector<float> embedded(projected ? count * spec_.embed_dim : 0);
   float* to = projected ? embedded.data() : states;
   for (std::size_t t = 0; t < count; ++t) {
     require(tokens[t].id >= 0 && static_cast<std::size_t>(tokens[t].id) < spec_.vocab,
             "a token id beyond the vocabulary");
-    widen(weights_.embedding.data + static_cast<std::size_t>(tokens[t].id) * weights_.embedding.stride,
-          spec_.embed_dim, to + t * spec_.embed_dim);
+    widen_row(weights_.embedding, static_cast<std::size_t>(tokens[t].id), to + t * spec_.embed_dim, level_);
   }
   if (spec_.embedding_scale != 1.0F) {
     for (std::size_t i = 0; i < count * spec_.embed_dim; ++i) to[i] *= spec_.embedding_scale;
@@ -151,7 +161,7 @@ void Model::embed(const Token* tokens, std::size_t count, float* states) {
   for (std::size_t t = 0; t < count; ++t) {
     const std::size_t row = tokens[t].position + spec_.position_offset;
     require(row < weights_.positions.rows, "a position beyond the model's position embedding");
-    widen(weights_.positions.data + row * width * item, width, position.data());
+    widen_row(weights_.positions, row, position.data(), level_);
     for (std::size_t j = 0; j < width; ++j) states[t * width + j] += position[j];
   }
   round(states, count * width);
@@ -507,19 +517,20 @@ void Model::take_inputs(const float* x, std::size_t count, std::size_t width, Pa
   if (pass != Pass::prompt) return;
   narrow_.resize(count * width * dtype_nbytes(spec_.block.dtype));
   narrow(x, count * width, narrow_.data());
-  packed_ = std::make_unique<PackedTokens>(narrow_.data(), count, width, spec_.block.dtype, pool_, level_);
+  packed_ =
+      std::make_unique<PackedTokens>(narrow_.data(), count, width, spec_.block.dtype, pool_, level_of_many_);
 }
 
 // out [count, rows], rounded: the inputs taken times the weights.
-void Model::project(const LinearWeights& weights, std::size_t count, float* out) {
+void Model::project(const RowMatrix& weights, std::size_t count, float* out) {
   const std::size_t n = count * weights.rows;
   if (packed_ == nullptr) {
     linear(weights, inputs_, count, out, pool_, level_);
     round(out, n);
     return;
   }
-  products_.resize(n * dtype_nbytes(weights.dtype));
-  linear_many(weights, *packed_, products_.data(), pool_, level_);
+  products_.resize(n * dtype_nbytes(spec_.block.dtype));
+  linear_many(weights, *packed_, spec_.block.dtype, products_.data(), pool_, level_of_many_);
   widen(products_.data(), n, out);
 }
 

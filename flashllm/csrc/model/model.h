@@ -56,11 +56,11 @@ struct ModelSpec {
 };
 
 struct ModelWeights {
-  LinearWeights embedding;                // [vocab, embed_dim]
-  LinearWeights positions;                // [context + offset, d_model]; no data: there are none
-  LinearWeights project_in, project_out;  // no data: there are none
-  Norm final_norm;                        // of width 0: there is none
-  LinearWeights head;                     // [vocab, embed_dim]
+  RowMatrix embedding;                // [vocab, embed_dim]
+  RowMatrix positions;                // [context + offset, d_model]; no data: there are none
+  RowMatrix project_in, project_out;  // no data: there are none
+  Norm final_norm;                    // of width 0: there is none
+  RowMatrix head;                     // [vocab, embed_dim]
   std::vector<BlockWeights> blocks;
 };
 
@@ -132,7 +132,7 @@ class Model {
   FfnTokens together(const Part& part, const float* x, std::size_t first) const;
   void normalize(const Norm& norm, std::size_t count, const float* x, float* y);
   void take_inputs(const float* x, std::size_t count, std::size_t width, Pass pass);
-  void project(const LinearWeights& weights, std::size_t count, float* out);
+  void project(const RowMatrix& weights, std::size_t count, float* out);
   void add_projected(std::size_t count);
   void round(float* values, std::size_t n);
   void widen(const std::byte* from, std::size_t n, float* to);
@@ -152,6 +152,7 @@ class Model {
   ThreadPool& pool_;
   FfnCounters& counters_;
   const SimdLevel level_;
+  const SimdLevel level_of_many_;  // of the products with a prompt's inputs
   const KernelTable& kernels_;
   const std::function<void()> check_;
   DenseFfn dense_;

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from flashllm.arch.registry import block_spec, claims, complete_config, resident_shapes, resolve
 from flashllm.arch.spec import Architecture, BlockSpec, Shape
-from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WeightDtype, cast
+from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import drop_page_cache
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.checkpoint.source import Checkpoint
@@ -30,8 +30,8 @@ from flashllm.convert.plan import checked_tensors
 from flashllm.errors import ChecksumError, UnsupportedModelError
 from flashllm.format.manifest import MANIFEST
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import FFN, RESIDENT, checksums_tensor, ffn_tensor
-from flashllm.format.rows import row_checksums, unpack_rows
+from flashllm.format.model_files import FFN, RESIDENT, checksums_tensor, ffn_tensor, resident_encoding
+from flashllm.format.rows import ROW_ENCODINGS, RowLayout, row_checksums, unpack_rows
 from flashllm.format.safetensors import SafetensorsFile, TensorInfo, open_safetensors
 from flashllm.offload.shape import ModelShape
 from flashllm.offload.stages import Stage, whole
@@ -39,6 +39,7 @@ from flashllm.offload.stages import Stage, whole
 Array = NDArray[Any]
 ATTENTION = ("query", "key", "value", "out")
 _TILE = 64  # rows and columns
+_CODED_NBYTES = 16 << 20  # of a resident matrix in codes, read at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,19 +236,33 @@ class _ModelDirWeights(WeightSource):
 
     def _extent(self, name: str) -> Extent | None:
         info = self._resident.header.tensors.get(name)
-        return None if info is None else Extent(self.path / RESIDENT, info.offset, info.nbytes)
+        if info is None or info.dtype != self.dtype.code:  # a matrix of the FFN, or in codes
+            return None
+        return Extent(self.path / RESIDENT, info.offset, info.nbytes)
 
     def _read(self, targets: Mapping[str, Array]) -> None:
         bundled: dict[int, dict[str, Array]] = {}
         for name, target in targets.items():
             info = self._resident.header.tensors.get(name)
             if info is not None:
-                _read(self._resident, info, 0, target)
+                self._read_resident(info, target)
             else:
                 _, number, matrix, _ = name.split(".")
                 bundled.setdefault(int(number), {})[matrix] = target
         for layer, matrices in bundled.items():
             self._read_rows(layer, matrices)
+
+    def _read_resident(self, info: TensorInfo, target: Array) -> None:
+        if info.dtype == self.dtype.code:
+            _read(self._resident, info, 0, target)
+            return
+        encoding = resident_encoding(info.name, self.dtype.name, self._manifest.resident_encoding)
+        together = max(1, _CODED_NBYTES // info.shape[1])
+        for first in range(0, info.shape[0], together):
+            part = target[first : first + together]
+            codes = np.empty((len(part), info.shape[1]), encoding.storage)
+            _read(self._resident, info, first * info.shape[1], codes)
+            part[...] = cast(encoding.widened(codes, target.shape[1]), WEIGHT_DTYPES["float32"], self.dtype)
 
     def _read_rows(self, layer: int, targets: Mapping[str, Array]) -> None:
         """One pass over the layer's rows, a block at a time, for all of its matrices that are asked for."""
@@ -263,11 +278,19 @@ class _ModelDirWeights(WeightSource):
             if len(wrong):
                 where = f"{self._ffn.header.path}: layer {layer}, neuron {first + int(wrong[0])}"
                 raise ChecksumError(f"{where}: wrong checksum; run `flashllm verify`, or convert the model again")
-            for matrix, vectors in unpack_rows(layout, rows).items():
-                if matrix == "down" and matrix in targets:
+            for matrix, stored in unpack_rows(layout, rows).items():
+                if matrix not in targets:
+                    continue
+                vectors = stored if layout.encoding == self.dtype.name else self._rounded(layout, stored)
+                if matrix == "down":
                     _transpose(vectors, targets[matrix][:, first : first + len(rows)])
-                elif matrix in targets:
+                else:
                     targets[matrix][first : first + len(rows)] = vectors
+
+    def _rounded(self, layout: RowLayout, stored: Array) -> Array:
+        """Coded vectors in the model's dtype."""
+        widened = ROW_ENCODINGS[layout.encoding].widened(stored, layout.d_model)
+        return cast(widened, WEIGHT_DTYPES["float32"], self.dtype)
 
 
 def _transpose(vectors: Array, out: Array) -> None:

@@ -1,0 +1,183 @@
+"""Weights in groups: 8- or 4-bit codes along a vector, with a scale for each group and, for some, a minimum.
+
+The bytes are those of csrc/kernels/row_codecs.h: the groups' scales (fp16), their minimums (fp16, where the encoding
+has them), then the codes of whole groups. Of 4 bits, 32 codes take 16 bytes: code i is the lower half of byte i, code
+i + 16 its upper half. A weight is `code * scale` (8 bits), `(code - 8) * scale` or `code * scale + minimum` (4 bits),
+exact in fp32 but for the last sum.
+
+Scales are chosen by least squares: of a few roundings, each with the scale (and minimum) that fits its codes best, the
+one with the least squared error; what it is rounded to in fp16 is what the final codes are rounded by.
+
+Knows numpy arrays, no files and no models.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+_UNIT = 32  # codes of 4 bits that share 16 bytes
+_STRETCHES = (0.0, -0.9, -0.6, -0.3, 0.3, 0.6, 0.9)  # tried: steps by which the range differs from the group's
+_ROWS_TOGETHER = 1 << 20  # values encoded at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCode:
+    """One encoding: `bits` a code, `group` weights a scale, with or without a minimum a group."""
+
+    name: str
+    bits: int
+    group: int
+    has_minimum: bool = False
+
+    def groups(self, length: int) -> int:
+        """Groups of a vector of `length` weights; the last one is filled up with zeros."""
+        return -(-length // self.group)
+
+    def vector_nbytes(self, length: int) -> int:
+        """Bytes of a vector of `length` weights."""
+        return self.groups(length) * ((4 if self.has_minimum else 2) + self.group * self.bits // 8)
+
+    def encode(self, values: Floats) -> Bytes:
+        """uint8 [n, vector_nbytes(k)] of the weights [n, k], row by row.
+
+        OverflowError where a weight is not finite, or too large for an fp16 scale.
+        """
+        n, length = values.shape
+        rows = np.empty((n, self.vector_nbytes(length)), np.uint8)
+        together = max(1, _ROWS_TOGETHER // max(1, length))
+        for first in range(0, n, together):
+            self._encode(np.asarray(values[first : first + together], np.float32), rows[first : first + together])
+        return rows
+
+    def decode(self, rows: Bytes, length: int) -> Floats:
+        """The weights [n, length] of `rows`, uint8 [n, vector_nbytes(length)]. ValueError for other shapes."""
+        if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != self.vector_nbytes(length):
+            raise ValueError(f"rows must be uint8 [n, {self.vector_nbytes(length)}], not {rows.dtype} {rows.shape}")
+        n, groups = len(rows), self.groups(length)
+        halves = np.ascontiguousarray(rows[:, : groups * (4 if self.has_minimum else 2)]).view("<f2")
+        scales = halves[:, :groups].astype(np.float32)
+        packed = np.ascontiguousarray(rows[:, halves.shape[1] * 2 :])
+        if self.bits == 8:
+            codes = packed.view(np.int8).astype(np.float32)
+        else:
+            units = packed.reshape(n, -1, _UNIT // 2)
+            codes = np.concatenate([units & 15, units >> 4], axis=2).astype(np.float32)
+        codes = codes.reshape(n, groups, self.group)
+        if self.has_minimum:
+            weights = codes * scales[..., None] + halves[:, groups:].astype(np.float32)[..., None]
+        else:
+            weights = (codes - np.float32(self._zero)) * scales[..., None]
+        return np.ascontiguousarray(weights.reshape(n, -1)[:, :length])
+
+    @property
+    def _zero(self) -> int:
+        """The code of weight 0, of an encoding without minimums."""
+        return 0 if self.bits == 8 else 8
+
+    def _encode(self, values: Floats, rows: Bytes) -> None:
+        n, length = values.shape
+        groups = self.groups(length)
+        if not bool(np.all(np.isfinite(values))):
+            raise OverflowError("a weight is not finite")
+        padded = np.zeros((n, groups * self.group), np.float32)
+        padded[:, :length] = values
+        grouped = padded.reshape(n, groups, self.group)
+        choose = self._with_minimum if self.has_minimum else self._symmetric
+        codes, *halves = choose(grouped)
+        for i, half in enumerate(halves):
+            rows[:, 2 * groups * i : 2 * groups * (i + 1)] = half[..., 0].view(np.uint8)
+        start = 2 * groups * len(halves)
+        if self.bits == 8:
+            rows[:, start:] = codes.reshape(n, -1).astype(np.int8).view(np.uint8)
+        else:
+            units = codes.reshape(n, -1, _UNIT).astype(np.uint8)
+            rows[:, start:] = (units[..., : _UNIT // 2] | units[..., _UNIT // 2 :] << 4).reshape(n, -1)
+
+    def _symmetric(self, grouped: Floats) -> tuple[Floats, NDArray[np.float16]]:
+        """(codes, scales): the largest value of a group gets about the lowest code, -128 or -8 (of either sign)."""
+        lowest, highest = -(1 << self.bits - 1), (1 << self.bits - 1) - 1
+        most, least = grouped.max(axis=2, keepdims=True), grouped.min(axis=2, keepdims=True)
+        largest = np.where(most > -least, most, least)
+        best = np.full_like(largest, -1.0)
+        scale = np.zeros_like(largest)
+        for stretch in _STRETCHES[:1] if self.bits == 8 else _STRETCHES:
+            tried = largest / np.float32(lowest + stretch)
+            codes = _rounded(grouped, tried, lowest, highest)
+            product, square = _dot(codes, grouped), _dot(codes, codes)
+            gain = np.divide(product * product, square, out=np.zeros_like(square), where=square > 0)
+            better = gain > best
+            np.copyto(best, gain, where=better)
+            np.copyto(scale, np.divide(product, square, out=np.zeros_like(square), where=square > 0), where=better)
+        halves = _half(scale)
+        return _rounded(grouped, halves.astype(np.float32), lowest, highest) + np.float32(self._zero), halves
+
+    def _with_minimum(self, grouped: Floats) -> tuple[Floats, NDArray[np.float16], NDArray[np.float16]]:
+        """(codes, scales, minimums): the line code * scale + minimum fits the group best."""
+        highest, count = (1 << self.bits) - 1, np.float32(self.group)
+        least = grouped.min(axis=2, keepdims=True)
+        span = grouped.max(axis=2, keepdims=True) - least
+        total, squares = grouped.sum(axis=2, keepdims=True), _dot(grouped, grouped)
+        best = np.full_like(least, np.inf)
+        scale, minimum = np.zeros_like(least), least.copy()
+        for stretch in _STRETCHES:
+            codes = _rounded(grouped - least, span / np.float32(highest + stretch), 0, highest)
+            mean, product = codes.sum(axis=2, keepdims=True) / count, _dot(codes, grouped)
+            variance = _dot(codes, codes) - count * mean * mean
+            fitted = np.divide(product - mean * total, variance, out=np.zeros_like(least), where=variance > 0)
+            # The error of the line fitted: the group's variance without what the line explains.
+            error = squares - total * total / count - fitted * (product - mean * total)
+            better = error < best
+            np.copyto(best, error, where=better)
+            np.copyto(scale, fitted, where=better)
+            np.copyto(minimum, total / count - fitted * mean, where=better)
+        scales, minimums = _half(scale), _half(minimum)
+        wide = minimums.astype(np.float32)
+        return _rounded(grouped - wide, scales.astype(np.float32), 0, highest), scales, minimums
+
+
+def _dot(a: Floats, b: Floats) -> Floats:
+    return np.einsum("ngk,ngk->ng", a, b)[..., None]
+
+
+def _rounded(values: Floats, scale: Floats, lowest: int, highest: int) -> Floats:
+    """values / scale to the nearest code; 0 where the scale is 0."""
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+    with np.errstate(over="ignore", invalid="ignore"):  # of scales next to zero
+        codes = np.rint(values * inverse)
+    return np.nan_to_num(np.clip(codes, lowest, highest, out=codes), copy=False)
+
+
+def _half(values: Floats) -> NDArray[np.float16]:
+    with np.errstate(over="ignore"):
+        halves = values.astype(np.float16)
+    if not bool(np.all(np.isfinite(halves))):
+        raise OverflowError(f"the scale {float(np.max(np.abs(values))):g} is outside the range of float16")
+    return halves
+
+
+DEFAULT_GROUP = 32
+
+
+def code_of(bits: int, group: int = DEFAULT_GROUP, *, has_minimum: bool = False) -> GroupCode:
+    """The encoding of these numbers. ValueError where there is none."""
+    for code in GROUP_CODES.values():
+        if (code.bits, code.group, code.has_minimum) == (bits, group, has_minimum):
+            return code
+    raise ValueError(f"there are no codes of {bits} bits in groups of {group}{' with minimums' * has_minimum}")
+
+
+GROUP_CODES = {
+    code.name: code
+    for code in (
+        GroupCode(name="int8_32", bits=8, group=32),
+        GroupCode(name="int8_64", bits=8, group=64),
+        GroupCode(name="int4_32", bits=4, group=32),
+        GroupCode(name="int4_64", bits=4, group=64),
+        GroupCode(name="int4_32_min", bits=4, group=32, has_minimum=True),
+        GroupCode(name="int4_64_min", bits=4, group=64, has_minimum=True),
+    )
+}

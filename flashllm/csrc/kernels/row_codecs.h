@@ -1,0 +1,52 @@
+// Codecs of vectors of weights, and their inner loops where the weights are coded in groups.
+//
+// A grouped vector of k weights: an fp16 scale a group; where the codec has minimums, an fp16 minimum a
+// group; then the codes of whole groups. Of 8 bits a code is an int8, and the weight is code * scale. Of 4
+// bits, 32 weights take 16 bytes: weight i of them is the lower half of byte i, weight i + 16 its upper half;
+// the weight is (code - 8) * scale, or code * scale + minimum. Products of a code and an fp16 scale are exact
+// in fp32, so every level has the same weights. flashllm/base/group_codes.py writes them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/kernels.h"
+
+namespace flashllm {
+
+enum class RowCodec {
+  f32,
+  f16,
+  bf16,
+  int8,  // codes with one fp16 scale a row, kept apart; of predictors
+  // In groups of 32 or 64 weights.
+  int8_32,
+  int8_64,
+  int4_32,
+  int4_64,
+  int4_32_min,
+  int4_64_min,
+};
+constexpr std::size_t kFirstGrouped = static_cast<std::size_t>(RowCodec::int8_32), kGroupedCodecs = 6;
+constexpr std::size_t kGroupUnit = 32;  // weights decoded together; groups are whole units
+
+constexpr bool is_grouped(RowCodec codec) { return static_cast<std::size_t>(codec) >= kFirstGrouped; }
+
+// Vectors of k weights of one codec. Sums and their order are those of KernelTable over the widened weights.
+struct CodecKernels {
+  // out[r] = sum_j rows[r][j] * x[j]
+  void (*dot_rows)(const void* const* rows, std::size_t n, const float* x, std::size_t k, float* out);
+  // the same over rows `stride` bytes apart
+  void (*dot_matrix)(const void* data, std::size_t stride, std::size_t n, const float* x, std::size_t k,
+                     float* out);
+  // y[j] += sum_i scales[i] * rows[i][j], the terms added in the order of i; j in [begin, end), `begin` a
+  // multiple of the group
+  void (*add_scaled_rows)(const void* const* rows, const float* scales, std::size_t n, std::size_t k,
+                          std::size_t begin, std::size_t end, float* y);
+  // weights [first, first + n), `first` a multiple of kGroupUnit
+  void (*widen)(const void* row, std::size_t k, std::size_t first, std::size_t n, float* to);
+};
+// Throws CoreError for a codec that is not grouped, and where the processor lacks the level.
+const CodecKernels& codec_kernels(SimdLevel level, RowCodec codec);
+
+}  // namespace flashllm
