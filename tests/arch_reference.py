@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch.nn.functional import gelu, layer_norm, relu, silu
 
+from flashllm.arch.registry import resident_shapes
 from flashllm.arch.spec import BlockSpec
-from flashllm.base.dtypes import WEIGHT_DTYPES, cast
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import FFN, RESIDENT, ffn_tensor
-from flashllm.format.rows import unpack_rows
+from flashllm.format.model_files import FFN, RESIDENT, ffn_tensor, resident_encoding
+from flashllm.format.rows import widened_rows
 from flashllm.format.safetensors import open_safetensors
 
 ACTIVATIONS = {
@@ -40,20 +40,19 @@ class ReferenceDecoder:
             for layer in range(self.model.architecture.num_layers):
                 rows = np.empty((layout.num_rows, layout.stride), np.uint8)
                 file.read_into(file.header.tensors[ffn_tensor(layer)], 0, rows.reshape(-1).data)
-                parts = unpack_rows(layout, rows[: layout.d_ff])
-                self.ffn.append({name: self._fp32(part) for name, part in parts.items()})
-
-    def _fp32(self, values):
-        return torch.from_numpy(np.array(cast(values, self.model.dtype, WEIGHT_DTYPES["float32"])))
+                parts = widened_rows(layout, rows[: layout.d_ff])
+                self.ffn.append({name: torch.from_numpy(np.array(part)) for name, part in parts.items()})
 
     def _read(self, path):
-        tensors = {}
+        tensors, manifest = {}, self.model.manifest
+        shapes = resident_shapes(self.model.config)
         with open_safetensors(path) as file:
             for name, info in file.header.tensors.items():
                 if not name.startswith("flashllm."):
-                    values = np.empty(info.shape, self.model.dtype.storage)
+                    encoding = resident_encoding(name, manifest.dtype, manifest.resident_encoding)
+                    values = np.empty(info.shape, encoding.storage)
                     file.read_into(info, 0, values.reshape(-1).view(np.uint8).data)
-                    tensors[name] = self._fp32(values)
+                    tensors[name] = torch.from_numpy(np.array(encoding.widened(values, shapes[name][-1])))
         return tensors
 
     def logits(self, ids: list[int]) -> torch.Tensor:

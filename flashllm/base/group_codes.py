@@ -140,7 +140,7 @@ class GroupCode:
 
 
 def _dot(a: Floats, b: Floats) -> Floats:
-    return np.einsum("ngk,ngk->ng", a, b)[..., None]
+    return np.asarray(np.einsum("ngk,ngk->ng", a, b)[..., None], np.float32)
 
 
 def _rounded(values: Floats, scale: Floats, lowest: int, highest: int) -> Floats:

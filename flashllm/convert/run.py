@@ -57,8 +57,8 @@ def convert(
     `GROUP_CODES`) stores the neurons' rows in fewer bits, `resident_encoding` the resident matrices. `source_name` is
     recorded (a hub id), by default the folder's name. With `predictors` untrained ones are made, so that the model can
     be used before better ones are trained (none for activations that are never zero); on one machine they too are the
-    same byte for byte. With `reorder`, a trace of this model, the neurons are written a second time in the order in which they
-    are best read (flashllm/format/placed.py).
+    same byte for byte. With `reorder`, a trace of this model, the neurons are written a second time in the order in
+    which they are best read (flashllm/format/placed.py).
 
     Works in `dst`.partial, and resumes what it finds there.
     Raises UsageError (`dst` exists, `src` is no checkpoint, the trace is another model's), UnsupportedModelError,

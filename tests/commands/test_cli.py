@@ -98,6 +98,9 @@ def test_every_verb_is_in_the_help(run):
         ["chat", "--window", "0"],
         ["convert", "only-source"],
         ["convert", "a", "b", "--dtype", "int8"],
+        ["convert", "a", "b", "--bits", "5"],
+        ["convert", "a", "b", "--group-size", "64"],
+        ["convert", "a", "b", "--bits", "8", "--minimums"],
         ["plan", "/no/such/dir"],
         ["verify", "no-such-dir"],
         ["inspect", "weird\x1b[2J\nname"],
@@ -221,6 +224,20 @@ def test_convert_verify_and_inspect(run, tiny, tmp_path):
     status, out, _ = run("verify", tmp_path / "model", "--json")
     assert status == 1
     assert json.loads(out)["problems"][0]["layer"] == 0
+
+
+def test_convert_to_fewer_bits(run, tiny, tmp_path):
+    source = tiny("float32").source
+    options = {
+        "a": (["--bits", "8"], ("int8_32", "float32")),
+        "b": (["--bits", "4", "--resident-bits", "8", "--group-size", "64"], ("int4_64", "int8_64")),
+        "c": (["--resident-bits", "4", "--bits", "8", "--minimums"], ("int8_32", "int4_32_min")),
+    }
+    for name, (arguments, expected) in options.items():
+        status, _, err = run("convert", source, tmp_path / name, *arguments)
+        assert status == 0, err
+        facts = json.loads(run("inspect", tmp_path / name, "--json")[1])
+        assert (facts["rows"]["encoding"], facts["resident_encoding"]) == expected
 
 
 def test_a_hugging_face_folder_is_not_converted_to_look_at_it(run, tiny):

@@ -8,6 +8,7 @@
 #include "check.h"
 #include "io/memory.h"
 #include "kernels/kernels.h"
+#include "kernels/rows.h"
 #include "kernels/thread_pool.h"
 #include "model/dense_ffn.h"
 
@@ -108,7 +109,7 @@ std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::s
   const std::vector<float> bias = random_floats(kNeurons, random), down_bias = random_floats(kWidth, random);
   const std::byte* inputs = x.data() + first * kWidth * element;
 
-  DenseFfn ffn(format, pool, level);
+  DenseFfn ffn(format, dtype, pool, level);
   std::vector<std::byte> y(tokens * kWidth * element), out(tokens * kNeurons * element);
   std::vector<float> h(tokens * kLater);
   ffn.begin(inputs, tokens, Activation::relu);
@@ -217,6 +218,41 @@ void test_thread_pool(int scale) {
   CHECK(total == 3L * 100 * (39 * 40 / 2));
 }
 
+// Every product of rows in groups, in exactly as much memory as may be touched.
+void grouped_products(RowCodec codec, SimdLevel level, std::size_t rows, std::size_t columns) {
+  std::mt19937 random(11);
+  const std::size_t stride = vector_nbytes(codec, columns);
+  std::vector<std::byte> codes(rows * stride);
+  for (std::size_t i = 0; i < codes.size(); ++i)  // every second byte small: fp16 scales that are finite
+    codes[i] = static_cast<std::byte>(i % 2 == 0 ? random() : random() % 60);
+  const RowMatrix matrix{codes.data(), rows, columns, stride, codec, nullptr, nullptr};
+  std::vector<float> wide(rows * columns);
+  for (std::size_t r = 0; r < rows; ++r) widen_row(matrix, r, wide.data() + r * columns, level);
+  const std::vector<float> x = random_floats(2 * columns, random), scales = random_floats(rows, random);
+  std::vector<const void*> vectors;
+  std::vector<std::int32_t> ids;
+  for (std::size_t r = 0; r < rows; ++r) {
+    vectors.push_back(codes.data() + r * stride);
+    ids.push_back(static_cast<std::int32_t>(r));
+  }
+  const ScatteredRows scattered{vectors.data(), rows, columns, codec};
+  ThreadPool single(1);
+  std::vector<float> expected(2 * rows), found(2 * rows), values(rows), sum(columns), same(columns);
+  linear({reinterpret_cast<const std::byte*>(wide.data()), rows, columns, 4 * columns, Dtype::f32, nullptr},
+         x.data(), 2, expected.data(), single, level);
+  dot_scattered(scattered, x.data(), ids.data(), nullptr, Activation::identity, values.data(), single, level);
+  CHECK(same_bits(values, std::vector<float>(expected.begin(), expected.begin() + rows)));
+  sum_scattered(scattered, scales.data(), sum.data(), single, level);
+  for (const int threads : {1, 3}) {
+    ThreadPool pool(threads);
+    linear(matrix, x.data(), 2, found.data(), pool, level);
+    CHECK(same_bits(found, expected));
+    std::fill(same.begin(), same.end(), 0.0F);
+    sum_scattered(scattered, scales.data(), same.data(), pool, level);
+    CHECK(same_bits(same, sum));
+  }
+}
+
 void test_kernels(int scale) {
   for (const SimdLevel level : levels()) {
     for (const std::size_t n : {0, 1, 3, 64, 1000, 4099}) {
@@ -234,5 +270,9 @@ void test_kernels(int scale) {
         }
       }
     }
+    for (std::size_t codec = 0; codec < kGroupedCodecs; ++codec)
+      for (const std::size_t columns : {1, 31, 33, 64, 130})
+        for (const std::size_t rows : {1, 5, 33})
+          grouped_products(static_cast<RowCodec>(kFirstGrouped + codec), level, rows, columns);
   }
 }

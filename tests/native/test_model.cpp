@@ -35,16 +35,12 @@ struct Matrix {
     weights.bias = bias.data();
   }
   RowMatrix rows(bool with_bias) const {
-    RowMatrix matrix;
-    matrix.data = weights.data;
-    matrix.rows = weights.rows;
-    matrix.columns = weights.columns;
-    matrix.stride = weights.stride;
+    RowMatrix matrix = weights;
     matrix.bias = with_bias ? bias.data() : nullptr;
     return matrix;
   }
   std::vector<float> values, bias;
-  LinearWeights weights;
+  RowMatrix weights;
 };
 
 struct Affine {

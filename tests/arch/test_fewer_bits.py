@@ -1,0 +1,152 @@
+"""Models in fewer bits: every architecture computes what its coded weights say, in every mode and at every length."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from arch_models import VARIANTS, make_checkpoint
+from arch_reference import ReferenceDecoder
+
+from flashllm.base.group_codes import GROUP_CODES
+from flashllm.config import Ablation, RunConfig
+from flashllm.convert.run import convert
+from flashllm.engine.model import Model
+from flashllm.errors import FormatError, UsageError
+from flashllm.format.inspect import format_inspection, inspect
+from flashllm.format.manifest import MANIFEST, Manifest
+from flashllm.format.model_dir import ModelDir
+from flashllm.format.verify import verify
+
+TOLERANCE = 3e-4  # of fp32 logits, which are of the order of 1 to 10
+PAIRS = [("int8_32", None), (None, "int4_64"), ("int4_32_min", "int8_64"), ("int4_32", "int4_64_min")]
+
+
+def tokens(count, seed=0):
+    return torch.randint(4, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def check_logits(directory, lengths):
+    reference = ReferenceDecoder(directory)
+    sparse = ModelDir.open(directory).architecture.sparse
+    for mode in ("dense", "oracle") if sparse else ("dense",):
+        with Model.open(directory, RunConfig(mode=mode, threads=1, io_threads=4)) as model:
+            for length in lengths:
+                ids = tokens(length, seed=length)
+                sequence = model.new_sequence()
+                (logits,) = model.step([(sequence, ids)], all_logits=True)
+                np.testing.assert_allclose(logits, reference.logits(ids).numpy(), atol=TOLERANCE, rtol=0)
+                sequence.close()
+
+
+FIRST_OF_ITS_TYPE = list({variant.model_type: name for name, variant in reversed(VARIANTS.items())}.values())
+
+
+@pytest.mark.parametrize("name", FIRST_OF_ITS_TYPE)
+def test_every_architecture_computes_what_its_codes_say(tmp_path, name):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS[name])
+    convert(source, tmp_path / "model", encoding="int8_32", resident_encoding="int4_32", predictors=True)
+    check_logits(tmp_path / "model", (5, 20))
+
+
+@pytest.mark.parametrize("name", ["opt narrow embedding", "llama"])
+@pytest.mark.parametrize(("encoding", "resident"), PAIRS)
+def test_every_encoding_gives_the_logits_of_its_codes(tmp_path, name, encoding, resident):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS[name])
+    convert(source, tmp_path / "model", encoding=encoding, resident_encoding=resident, predictors=True)
+    check_logits(tmp_path / "model", (1, 8, 9, 70))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_codes_beside_16_bits(tmp_path, dtype):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"], dtype=dtype)
+    convert(source, tmp_path / "wide", predictors=True)
+    convert(source, tmp_path / "model", encoding="int8_32", resident_encoding="int8_32", predictors=True)
+    found = []
+    for path in (tmp_path / "wide", tmp_path / "model"):
+        with Model.open(path, RunConfig(mode="oracle", threads=1, io_threads=4)) as model:
+            sequence = model.new_sequence()
+            (logits,) = model.step([(sequence, tokens(40))], all_logits=True)
+            found.append(np.concatenate([logits, model.step([(sequence, tokens(3))])]))
+    assert np.abs(found[1] - found[0]).max() < 0.1 * found[0].std()
+
+
+@pytest.fixture
+def converted(tmp_path):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"])
+    convert(source, tmp_path / "model", encoding="int4_32", resident_encoding="int8_32", predictors=True)
+    return source, tmp_path / "model"
+
+
+def test_sparse_passes_use_the_codes(converted):
+    _, directory = converted
+    found = []
+    for ablation in (Ablation(), Ablation(cached=False), Ablation(bundled=False)):
+        config = RunConfig(mode="sparse", threads=2, io_threads=4, ablation=ablation)
+        with Model.open(directory, config) as model:
+            sequence = model.new_sequence()
+            model.step([(sequence, tokens(20))])
+            found.append([model.step([(sequence, [token])]) for token in tokens(6, seed=1)])
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+
+
+def test_the_manifest_says_how_weights_are_stored(converted):
+    _, directory = converted
+    manifest = Manifest.load(directory)
+    assert (manifest.rows.encoding, manifest.resident_encoding, manifest.dtype) == ("int4_32", "int8_32", "float32")
+    assert verify(directory).ok
+    facts = inspect(directory)
+    wide = ModelDir.open(directory)
+    layout = manifest.rows
+    assert facts["resident_encoding"] == "int8_32"
+    assert facts["rows"]["row_nbytes"] == 2 * GROUP_CODES["int4_32"].vector_nbytes(layout.d_model)
+    assert "int4_32" in format_inspection(facts)
+    assert wide.dtype.name == "float32"
+
+
+def test_parameters_are_counted_as_weights(tmp_path, converted):
+    source, directory = converted
+    convert(source, tmp_path / "wide")
+    assert inspect(directory)["parameters"] == inspect(tmp_path / "wide")["parameters"]
+
+
+def test_an_edited_encoding_is_refused(converted):
+    _, directory = converted
+    path = directory / MANIFEST
+    written = json.loads(path.read_text())
+    for key, value, message in (
+        ("resident_encoding", "int3_32", "resident_encoding must be one of int8_32"),
+        ("resident_encoding", "int4_32", "not U8"),
+        ("resident_encoding", None, "embedding.weight is U8"),
+    ):
+        path.write_text(json.dumps({**written, key: value}))
+        with pytest.raises(FormatError, match=message):
+            Manifest.load(directory)
+    path.write_text(json.dumps({**written, "rows": {**written["rows"], "encoding": "float16"}}))
+    with pytest.raises(FormatError, match="rows"):
+        Manifest.load(directory)
+
+
+def test_an_interrupted_conversion_goes_on_with_its_encodings_alone(tmp_path, monkeypatch):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"])
+    convert(source, tmp_path / "whole", encoding="int4_64_min")
+
+    def stop(what, done, total):
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "model", encoding="int4_64_min", progress=stop)
+    with pytest.raises(UsageError):
+        convert(source, tmp_path / "model", encoding="int4_32")
+    convert(source, tmp_path / "model", encoding="int4_64_min")
+    for file in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "model" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_unknown_encodings_are_refused(tmp_path):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"])
+    for encoding in ({"encoding": "int5_32"}, {"resident_encoding": "float16"}):
+        with pytest.raises(UsageError, match="is not one of int8_32"):
+            convert(source, tmp_path / "model", **encoding)

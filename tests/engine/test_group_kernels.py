@@ -1,0 +1,112 @@
+"""Kernels over weights in groups: bit for bit those of fp32 over the same weights, widened."""
+
+import numpy as np
+import pytest
+from ffn_rows import FILE_OFFSET
+
+from flashllm import _core
+from flashllm.base.group_codes import GROUP_CODES
+
+ENCODINGS = sorted(GROUP_CODES)
+SIMD = ["scalar", "avx2", "avx512", "avx512_bf16"]
+SIMD = SIMD[: SIMD.index(_core.best_simd_level()) + 1]
+WIDTHS = (32, 64, 96, 320)
+ODD_WIDTHS = (1, 17, 33, 70, 100, 130)
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def products(weight, x, simd, *, threads=1, many=False, encoding=None, columns=None):
+    native = _core.Linear(weight, None, "float32", _core.ThreadPool(threads), simd, encoding, columns)
+    out = np.full((len(x), len(weight)), np.nan, np.float32)
+    (native.forward_many if many else native.forward)(x, out)
+    return out
+
+
+@pytest.mark.parametrize("simd", SIMD)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("many", [False, True])
+def test_products_are_those_of_the_widened_weights(encoding, simd, many):
+    code = GROUP_CODES[encoding]
+    for width in WIDTHS + ODD_WIDTHS:
+        rows = code.encode(random(21, width, seed=width))
+        widened, x = code.decode(rows, width), random(4, width, seed=1)
+        found = products(rows, x, simd, many=many, encoding=encoding, columns=width)
+        np.testing.assert_array_equal(found, products(widened, x, simd, many=many), err_msg=str(width))
+        for threads in (2, 3):
+            other = products(rows, x, simd, threads=threads, many=many, encoding=encoding, columns=width)
+            np.testing.assert_array_equal(other, found)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_no_rows_no_tokens_and_wrong_shapes(encoding):
+    rows = GROUP_CODES[encoding].encode(random(3, 40))
+    assert products(rows[:0], random(2, 40), "auto", encoding=encoding, columns=40).shape == (2, 0)
+    assert products(rows, random(0, 40), "auto", encoding=encoding, columns=40).shape == (0, 3)
+    with pytest.raises(Exception, match="not of its dtype or encoding"):
+        products(rows, random(1, 80), "auto", encoding=encoding, columns=80)
+
+
+def ffn_layer(tmp_path, rows, *, d_model, encoding, threads, simd, gated):
+    """A layer whose rows are all cached, by reading them: up, gate (if any) and down, each `vector` bytes."""
+    path = tmp_path / f"{encoding}-{len(rows)}"
+    stride = rows.shape[1]
+    path.write_bytes(bytes(FILE_OFFSET) + rows.tobytes())
+    vector = GROUP_CODES[encoding].vector_nbytes(d_model) if encoding in GROUP_CODES else 4 * d_model
+    return _core.FfnLayer(
+        layer=0,
+        dtype="float32",
+        encoding=encoding,
+        stride=stride,
+        d_model=d_model,
+        num_neurons=len(rows),
+        up=0,
+        gate=vector if gated else -1,
+        down=(2 if gated else 1) * vector,
+        activation="relu",
+        cache_policy="window",
+        window=2,
+        popularity=None,
+        file_offset=FILE_OFFSET,
+        up_bias=None,
+        gate_bias=None,
+        down_bias=None,
+        checksums=_core.xxh3_64_rows(rows),
+        rows=_core.allocate(len(rows) * stride),
+        bypass_rows=None,
+        reader=_core.Reader(threads=2),
+        file=_core.DirectFile(str(path), False),
+        pool=_core.ThreadPool(threads),
+        counters=_core.Counters(),
+        simd=simd,
+    )
+
+
+def padded(rows):
+    stride = max(512, -(-rows.shape[1] // 512) * 512)
+    out = np.zeros((len(rows), stride), np.uint8)
+    out[:, : rows.shape[1]] = rows
+    return out
+
+
+@pytest.mark.parametrize("simd", SIMD)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_layer_is_that_of_the_widened_weights(tmp_path, encoding, simd, gated):
+    code = GROUP_CODES[encoding]
+    for width in WIDTHS if simd == "scalar" else WIDTHS + ODD_WIDTHS:  # scalar rows of other widths end otherwise
+        vectors = [code.encode(random(19, width, seed=seed)) for seed in range(3 if gated else 2)]
+        coded = padded(np.concatenate(vectors, axis=1))
+        plain = padded(np.concatenate([code.decode(v, width) for v in vectors], axis=1).view(np.uint8))
+        x = random(width, seed=9)
+        active = np.flatnonzero(np.arange(19) % 4).astype(np.int32)
+        found = []
+        for rows, name, threads in ((plain, "float32", 1), (coded, encoding, 1), (coded, encoding, 3)):
+            layer = ffn_layer(tmp_path, rows, d_model=width, encoding=name, threads=threads, simd=simd, gated=gated)
+            y = np.full(width, np.nan, np.float32)
+            layer.forward_active(x.ctypes.data, active, y.ctypes.data)
+            found.append(y)
+        np.testing.assert_array_equal(found[1], found[0], err_msg=str(width))
+        np.testing.assert_array_equal(found[2], found[1], err_msg=str(width))
