@@ -8,10 +8,11 @@ import contextlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from flashllm.base.text import inert, one_line, valid_unicode
 from flashllm.base.units import format_size
+from flashllm.errors import FlashError
 from flashllm.generate.session import PrefillRecord, Stopped, TokenRecord
 from flashllm.generate.statistics import TurnStats
 
@@ -20,7 +21,9 @@ COMMANDS = {
     "/reset": "forget the conversation and begin a new one",
     "/stats": "speed, times, cache and memory of the last answer",
     "/system": "TEXT: begin anew under these instructions; off: without",
-    "/save": "FILE: write the conversation into a new text file",
+    "/save": "NAME: keep the conversation for /load, also after a restart",
+    "/load": "NAME: take up a saved conversation in the place of this one",
+    "/export": "FILE: write the conversation into a new text file",
     "/quit": "end the chat",
 }
 
@@ -40,6 +43,13 @@ class ChatSession(Protocol):
     def has_chat_template(self) -> bool: ...
     def reset(self) -> None: ...
     def stream_chat(self, user_text: str) -> Iterator[PrefillRecord | TokenRecord]: ...
+
+
+class ConversationShelf(Protocol):
+    """Where conversations are kept by name: `flashllm.parked.shelf.Shelf`."""
+
+    def save(self, name: str, session: Any, note: dict[str, Any]) -> int: ...
+    def load(self, name: str, session: Any) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +75,7 @@ class Chat:
     session: ChatSession
     memory: Callable[[], Memory]
     direct_io: bool = True
+    shelf: ConversationShelf | None = None  # where /save keeps conversations
     stats: TurnStats = field(default_factory=TurnStats)
     transcript: list[tuple[str, str]] = field(default_factory=list)  # (speaker, text)
 
@@ -122,6 +133,10 @@ class Chat:
                 return Reply(self._system(valid_unicode(argument)))
             case "/save":
                 return Reply(self._save(argument))
+            case "/load":
+                return Reply(self._load(argument))
+            case "/export":
+                return Reply(self._export(argument))
             case _:
                 return Reply(
                     f"there is no command {one_line(name)}; to send such text, begin it with a space\n{_help()}"
@@ -171,9 +186,35 @@ class Chat:
         self._reset()
         return "a new conversation, " + ("without instructions" if text == "off" else "under these instructions")
 
-    def _save(self, argument: str) -> str:
+    def _save(self, name: str) -> str:
+        if self.shelf is None or not name:
+            return "say under what name: /save NAME" if self.shelf is not None else "conversations cannot be saved here"
+        note = {"system": self.session.system, "messages": self.session.messages, "transcript": self.transcript}
+        try:
+            nbytes = self.shelf.save(name, self.session, note)
+        except FlashError as error:
+            return one_line(str(error))
+        return f"saved as {one_line(name)}, {format_size(nbytes)}: /load {one_line(name)} takes it up again"
+
+    def _load(self, name: str) -> str:
+        if self.shelf is None or not name:
+            return "say which: /load NAME" if self.shelf is not None else "conversations cannot be saved here"
+        try:
+            note = self.shelf.load(name, self.session)
+        except FlashError as error:
+            if self.session.tokens:  # nothing was read: this conversation goes on
+                return one_line(str(error))
+            self._reset()
+            return f"{one_line(str(error))}; a new conversation"
+        self.stats = TurnStats()
+        self.session.system = note.get("system")
+        self.session.messages = [dict(message) for message in note.get("messages", [])]
+        self.transcript = [(speaker, said) for speaker, said in note.get("transcript", [])]
+        return f"{one_line(name)}: {len(self.session.tokens)} tokens, {len(self.transcript) // 2} turns"
+
+    def _export(self, argument: str) -> str:
         if not argument:
-            return "say where: /save FILE"
+            return "say where: /export FILE"
         path = Path(argument).expanduser()
         system = [] if self.session.system is None else [("system", self.session.system)]
         text = "".join(f"{speaker}: {said}\n\n" for speaker, said in [*system, *self.transcript])

@@ -54,6 +54,8 @@ def main(args: argparse.Namespace) -> int:
             from flashllm.chat.conversation import Chat, Memory
             from flashllm.commands.runtime import open_session
             from flashllm.generate.sampling import SamplingOptions
+            from flashllm.parked.file import identity
+            from flashllm.parked.shelf import Shelf
 
             if at_terminal:
                 from rich.console import Console
@@ -69,7 +71,8 @@ def main(args: argparse.Namespace) -> int:
             session, model = stack.enter_context(open_session(args, path, options_given, chat=True))
         session.system = valid_unicode(args.system) if args.system else None
         limit = model.plan.memory.limit_nbytes
-        chat = Chat(session, lambda: Memory(used=process_nbytes(), limit=limit), model.direct_io)
+        shelf = Shelf(user_cache_dir() / "conversations", identity(path, model.plan.mode))
+        chat = Chat(session, lambda: Memory(used=process_nbytes(), limit=limit), model.direct_io, shelf)
         if at_terminal:
             return TerminalChat(chat, history=user_cache_dir() / "chat_history", console=Console()).run()
         return run_plain(chat, sys.stdin.buffer, sys.stdout, sys.stderr)

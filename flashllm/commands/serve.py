@@ -9,7 +9,7 @@ import importlib.util
 import ipaddress
 from pathlib import Path
 
-from flashllm.base.command_line import say, whole
+from flashllm.base.command_line import say, size, whole
 from flashllm.commands import options
 from flashllm.commands.options import find_model, loading
 
@@ -44,6 +44,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole(0, 1000),
         default=4,
         help="conversations that stay in memory, in the place of neurons, for their next turn (default: %(default)s)",
+    )
+    group.add_argument(
+        "--park",
+        metavar="DIR",
+        type=Path,
+        help="write conversations that leave memory into this folder, for their next turn, also after a restart; they "
+        "hold what was said (default: they are forgotten)",
+    )
+    group.add_argument(
+        "--park-size", metavar="SIZE", type=size, default=4 * 10**9, help="the folder's limit (default: 4GB)"
+    )
+    group.add_argument(
+        "--park-writes", metavar="SIZE", type=size, default=16 * 10**9, help="written a day at most (default: 16GB)"
     )
     group.add_argument(
         "--allow-origin",
@@ -88,6 +101,9 @@ def main(args: argparse.Namespace) -> int:
                         name=args.name,
                         max_waiting=args.queue,
                         keep=args.keep,
+                        parking=args.park,
+                        parking_nbytes=args.park_size,
+                        parking_daily_nbytes=args.park_writes,
                         key=key,
                         hosts=_names(args.host, args.allow_host, sock.getsockname()[0]),
                         origins=frozenset(args.allow_origin),

@@ -7,9 +7,12 @@ many sequences there are and however long they get. Bookkeeping alone; the bytes
 import itertools
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flashllm import _core
 from flashllm.base.processes import OneProcess
@@ -131,6 +134,28 @@ class KvSequence:
             self.truncate(0)
             self._memory.claim({self.number: other.native.blocks})
             self.native.copy_from(other.native)
+
+    def memory(self) -> NDArray[np.uint8]:
+        """The bytes of keys and values as they lie, to be kept elsewhere; valid until the sequence changes."""
+        self._check_open()
+        return self.native.memory()
+
+    def restore(self, length: int, fill: Callable[[NDArray[np.uint8]], None]) -> None:
+        """Hold `length` tokens whose bytes, as `memory` gave them, `fill` writes into the array it gets.
+
+        Raises ContextFull, and what `fill` raises; the sequence is then empty.
+        """
+        self._check_open()
+        with self._memory.lock:
+            self.truncate(0)
+            self._memory.claim({self.number: self.blocks_with(length)})
+            try:
+                self.native.reserve(length)
+                fill(self.native.memory())
+                self.native.commit(length)
+            except BaseException:
+                self.truncate(0)
+                raise
 
     def close(self) -> None:
         """Give the memory back. Once more is harmless."""

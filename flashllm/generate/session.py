@@ -6,7 +6,7 @@ it was after the last record.
 """
 
 from array import array
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -129,6 +129,22 @@ class Session:
         sequence.copy_from(other._open_sequence())
         sequence.truncate(length)
         self._tokens, self._computed = other._tokens[:length], length
+
+    def memory(self) -> NDArray[np.uint8]:
+        """The bytes of the `computed` tokens' keys and values, to be kept elsewhere; valid until the next call."""
+        sequence = self._open_sequence()
+        if sequence.length > self._computed:
+            sequence.truncate(self._computed)
+        return sequence.memory()
+
+    def restore(self, tokens: Sequence[int], computed: int, fill: Callable[[NDArray[np.uint8]], None]) -> None:
+        """Become a session that had these `tokens`, the first `computed` of them with the bytes that `fill` writes.
+
+        Raises ContextFull, and what `fill` raises; this session is then empty.
+        """
+        self.reset()
+        self._open_sequence().restore(computed, fill)
+        self._tokens, self._computed = array("q", tokens), computed
 
     def reset(self) -> None:
         """Forget the conversation; the system text stays."""

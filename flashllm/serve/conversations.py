@@ -9,6 +9,7 @@ The rule (design contract 2 makes a prompt's bits depend on the prompt alone):
   messages are those of the kept request and its answer, or the prompt begins with all the tokens of both. This is what
   `flashllm chat` does from turn to turn. A conversation that is no longer kept is computed again as a prompt, so the
   last bits of what follows may differ.
+- What is parked on disk comes back with its bits, so the rule is the same for it.
 """
 
 import hashlib
@@ -18,8 +19,10 @@ from dataclasses import dataclass
 
 from flashllm.errors import ContextFull
 from flashllm.generate.session import Session
+from flashllm.parked.folder import ParkingFolder
 
 MIN_SHARED_TOKENS = 8  # fewer are not worth a copy
+MIN_PARKED_TOKENS = 32  # that a parked conversation spares, beside those in memory: fewer are not worth reading it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,8 +45,17 @@ class _Kept:
 class Conversations:
     """At most `limit` sessions, those used last; together they hold at most `max_tokens`. For one thread."""
 
-    def __init__(self, new_session: Callable[[], Session], *, limit: int, max_tokens: int, few_tokens: int) -> None:
-        """`new_session` makes an empty one. `few_tokens` is the model's K0."""
+    def __init__(
+        self,
+        new_session: Callable[[], Session],
+        *,
+        limit: int,
+        max_tokens: int,
+        few_tokens: int,
+        parking: ParkingFolder | None = None,
+    ) -> None:
+        """`new_session` makes an empty one. `few_tokens` is the model's K0. What leaves memory goes to `parking`."""
+        self._parking = parking
         self._new_session, self._limit, self._max_tokens = new_session, limit, max_tokens
         self._few_tokens = few_tokens
         self._kept: list[_Kept] = []  # that used last is last
@@ -55,6 +67,7 @@ class Conversations:
         """Where to generate after the prompt `ids`. `turns` are the digests of the conversations it goes on from."""
         dense = len(ids) > self._few_tokens
         longest = len(ids) - 1  # the last token is computed always: its logits are wanted
+        self._recall(ids, turns, dense=dense, longest=longest)
         # 1. The same conversation, going on.
         goes_on = [one for one in self._kept if one.after in turns or _begins_with(ids, one.session.tokens)]
         if goes_on:
@@ -91,8 +104,38 @@ class Conversations:
         """Free the memory of the session used longest ago; whether there was one."""
         if not self._kept:
             return False
-        self._kept.pop(0).session.close()
+        oldest = self._kept.pop(0)
+        if self._parking is not None:
+            self._parking.park(oldest.session, pure=oldest.pure, after=oldest.after)
+        oldest.session.close()
         return True
+
+    def _recall(self, ids: Sequence[int], turns: Sequence[bytes], *, dense: bool, longest: int) -> None:
+        """Bring back from disk what spares the request more than anything in memory does."""
+        if self._parking is None or self._limit == 0:
+            return
+
+        def spared(tokens: Sequence[int], computed: int, pure: int, after: bytes | None) -> int:
+            shared = _equal(tokens, ids, min(computed, longest))
+            if after in turns or _begins_with(ids, tokens):
+                return shared if dense or pure < shared else 0
+            return min(pure, shared) if dense else 0
+
+        best = max(
+            (spared(one.session.tokens, one.session.computed, one.pure, one.after) for one in self._kept), default=0
+        )
+        found = max(
+            self._parking.entries,
+            key=lambda entry: spared(entry.tokens, entry.computed, entry.pure, entry.after),
+            default=None,
+        )
+        if found is None or spared(found.tokens, found.computed, found.pure, found.after) < best + MIN_PARKED_TOKENS:
+            return
+        session = self._new_session()
+        if self._parking.load(found, session):
+            self._kept.append(_Kept(session=session, pure=found.pure, after=found.after))
+        else:
+            session.close()
 
     def close(self) -> None:
         """Forget all."""
@@ -119,13 +162,16 @@ class Conversations:
 
 
 def _begins_with(ids: Sequence[int], tokens: Sequence[int]) -> bool:
-    return 0 < len(tokens) < len(ids) and list(ids[: len(tokens)]) == tokens
+    return 0 < len(tokens) < len(ids) and list(ids[: len(tokens)]) == list(tokens)
 
 
 def _shared(session: Session, ids: Sequence[int], longest: int) -> int:
     """How many computed tokens of `session`, from the first, are those of `ids`."""
-    tokens = session.tokens
-    limit = min(session.computed, longest)
+    return _equal(session.tokens, ids, min(session.computed, longest))
+
+
+def _equal(tokens: Sequence[int], ids: Sequence[int], limit: int) -> int:
+    """How many of the first `limit` tokens are those of `ids`."""
     return next((at for at in range(limit) if tokens[at] != ids[at]), limit)
 
 

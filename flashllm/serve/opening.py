@@ -19,6 +19,8 @@ from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Template
 from flashllm.generate.speculation import Speculation, speculation_of
 from flashllm.generate.tokenizer import Tokenizer
+from flashllm.parked.file import identity
+from flashllm.parked.folder import ParkingFolder
 from flashllm.serve.app import Api, Served, make_app
 from flashllm.serve.metrics import Metrics
 from flashllm.serve.ollama import Ollama
@@ -35,6 +37,9 @@ class ServerOptions:
     key: bytes | None = None  # that clients must send; None: none
     hosts: frozenset[str] | None = None  # names that the server goes by, beside addresses; None: any
     origins: frozenset[str] = frozenset()  # whose pages may use it
+    parking: Path | None = None  # folder of the conversations that leave memory; None: they are forgotten
+    parking_nbytes: int = 4 * 10**9  # that the folder may hold
+    parking_daily_nbytes: int = 16 * 10**9  # that may be written into it a day
     defaults: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)  # of requests that do not say
 
 
@@ -51,8 +56,18 @@ def open_app(path: Path, config: RunConfig, options: ServerOptions) -> Iterator[
         if options.name is None:
             options = dataclasses.replace(options, name=_name(path, model))
         limit = model.plan.memory.limit_nbytes
+        parking = None
+        if options.parking is not None:
+            parking = ParkingFolder(
+                options.parking,
+                identity(path, model.plan.mode),
+                max_nbytes=options.parking_nbytes,
+                daily_nbytes=options.parking_daily_nbytes,
+            )
         speculation = speculation_of(config, model)
-        with app_of(model, tokenizer, template, options, limit=limit, speculation=speculation) as opened:
+        with app_of(
+            model, tokenizer, template, options, limit=limit, speculation=speculation, parking=parking
+        ) as opened:
             yield opened
 
 
@@ -65,6 +80,7 @@ def app_of(
     *,
     limit: int,
     speculation: Speculation | None = None,
+    parking: ParkingFolder | None = None,
 ) -> Iterator[tuple[Starlette, Worker]]:
     """The application over a loaded model. `limit`: bytes that the process may hold, to be told to clients."""
     served = Served(
@@ -87,6 +103,7 @@ def app_of(
         keep=options.keep,
         on_event=metrics.see,
         speculation=speculation,
+        parking=parking,
     ) as worker:
         api = Api(served, worker, metrics)
         app = make_app(

@@ -18,6 +18,7 @@ from flashllm.format.manifest import Manifest
 from flashllm.generate.language_model import LanguageModel, ModelSequence, StepMeter
 from flashllm.generate.session import PrefillRecord, Session, Stopped, TextTokenizer, TokenRecord
 from flashllm.generate.speculation import Speculation
+from flashllm.parked.folder import ParkingFolder
 from flashllm.serve.conversations import Conversations, Place, digest, turns_of
 
 
@@ -89,10 +90,11 @@ class Worker:
         keep: int,
         on_event: Callable[[Event], None],
         speculation: Speculation | None = None,
+        parking: ParkingFolder | None = None,
     ) -> None:
         """`max_waiting` jobs wait beside the one that runs; `keep` conversations stay in memory.
 
-        `on_event` sees all jobs' events, from the worker's thread.
+        `on_event` sees all jobs' events, from the worker's thread. Conversations that leave memory go to `parking`.
         """
         self._max_waiting, self._on_event, self._tokenizer = max_waiting, on_event, tokenizer
         self._model = model
@@ -102,6 +104,7 @@ class Worker:
             limit=keep,
             max_tokens=model.context,
             few_tokens=model.manifest.sparse_prefill_tokens,
+            parking=parking,
         )
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()

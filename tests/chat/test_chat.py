@@ -191,17 +191,17 @@ def test_stats_and_footer():
     assert chat.footer(20).startswith("10.0 tokens/s")
 
 
-def test_save_writes_once_and_never_over(tmp_path):
+def test_export_writes_once_and_never_over(tmp_path):
     chat = make_chat()
     chat.command("/system short")
     list(chat.answer("abc"))
     path = tmp_path / "with space.txt"
-    assert "saved" in chat.command(f"/save {path}").text
+    assert "saved" in chat.command(f"/export {path}").text
     assert path.read_text() == "system: short\n\nuser: abc\n\nmodel: ABC\n\n"
-    assert "exists" in chat.command(f"/save {path}").text
+    assert "exists" in chat.command(f"/export {path}").text
     assert path.read_text() == "system: short\n\nuser: abc\n\nmodel: ABC\n\n"
     for bad in ("", str(tmp_path), str(tmp_path / "no" / "dir"), "/dev/full", "a\0b"):
-        reply = chat.command(f"/save {bad}").text
+        reply = chat.command(f"/export {bad}").text
         assert "saved" not in reply, bad
 
 

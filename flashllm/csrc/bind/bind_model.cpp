@@ -484,6 +484,15 @@ void init_model(nb::module_& m) {
       .def_prop_ro("context", [](const KvSequence& self) { return self.shape().context; })
       .def("blocks_to_add", &KvSequence::blocks_to_add, nb::arg("length"))
       .def("truncate", &KvSequence::truncate, nb::arg("length"))
+      .def("reserve", &KvSequence::reserve, nb::arg("length"))
+      .def("commit", &KvSequence::commit, nb::arg("length"))
+      .def(
+          "memory",
+          [](KvSequence& self) {
+            using Bytes = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
+            return Bytes(reinterpret_cast<std::uint8_t*>(self.memory()), {self.nbytes()}, nb::handle());
+          },
+          nb::rv_policy::reference_internal)
       .def("copy_from", &KvSequence::copy_from, nb::arg("other"));
 
   nb::class_<PyModel>(m, "Model")

@@ -60,6 +60,10 @@ class KvSequence {
   // reserved ones included.
   void truncate(std::size_t length);
 
+  // The bytes of the blocks in use, one after the other: for whoever keeps them elsewhere. What lies behind
+  // the committed positions means nothing.
+  std::byte* memory() const { return data_; }
+
   // Becomes a copy of the committed positions of `other`, which has the same shape.
   void copy_from(const KvSequence& other);
 

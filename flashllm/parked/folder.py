@@ -1,0 +1,172 @@
+"""Parked conversations of a server: a folder with a limit of bytes, and one of bytes written a day (drives wear out).
+
+A file's name is a hash of the model and its tokens, so the same conversation is written once. What was used longest ago
+goes first; files of other models count. Whatever is torn, damaged or cannot be written is passed over: everything here
+can be computed again.
+"""
+
+import contextlib
+import hashlib
+import os
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashllm.base.files import read_json_object, write_atomically
+from flashllm.errors import ContextFull, FlashError, FlashIOError, FormatError
+from flashllm.generate.session import Session
+from flashllm.parked.file import Parked, read_header, read_parked, write_parked
+
+MIN_TOKENS = 64  # of a conversation that is worth a file
+_SUFFIX = ".kv"
+_WRITTEN = "written.json"  # bytes written today
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A parked conversation of this model."""
+
+    path: Path
+    tokens: "array[int]"
+    computed: int
+    pure: int  # as in flashllm/serve/conversations.py
+    after: bytes | None  # the same
+
+
+class ParkingFolder:
+    """The folder. One thread uses it; several servers may share the directory."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        *,
+        max_nbytes: int,
+        daily_nbytes: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`model`: as `flashllm.parked.file.identity`. FlashIOError where the folder cannot be made."""
+        self._folder, self._model, self._clock = folder, model, clock
+        self._max_nbytes, self._daily_nbytes = max_nbytes, daily_nbytes
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise FlashIOError(f"{folder}: cannot be made: {error.strerror}; choose another place") from error
+        self.entries: list[Entry] = []
+        for path in sorted(folder.glob(f"*{_SUFFIX}")):
+            with contextlib.suppress(FlashError, ValueError):
+                parked = read_header(path)
+                if parked.model == model:
+                    self.entries.append(_entry(parked))
+        self._make_room(0)
+
+    def park(self, session: Session, *, pure: int, after: bytes | None) -> bool:
+        """Write `session`, unless it is there, short, or more than may be written; whether it is there now."""
+        tokens = array("q", session.tokens)
+        if session.computed < MIN_TOKENS:
+            return False
+        path = self._folder / f"{self._name(tokens)}{_SUFFIX}"
+        known = next((each for each in self.entries if each.path == path), None)
+        if known is not None and (known.pure, known.after) == (pure, after):
+            _touch(path, self._clock())
+            return True
+        nbytes = session.memory().nbytes + 8 * len(tokens)
+        if nbytes > self._max_nbytes or self._written() + nbytes > self._daily_nbytes:
+            return False
+        note = {"pure": pure, "after": None if after is None else after.hex()}
+        try:
+            self._make_room(nbytes)
+            written = write_parked(path, session, self._model, note)
+            _touch(path, self._clock())
+            self._count(written)
+        except FlashError:
+            return False
+        entry = Entry(path=path, tokens=tokens, computed=session.computed, pure=pure, after=after)
+        # What the new one continues is of no more use.
+        for old in [each for each in self.entries if each.path == path or _goes_on(entry, each)]:
+            self._drop(old, keep_file=old.path == path)
+        self.entries.append(entry)
+        return True
+
+    def load(self, entry: Entry, session: Session) -> bool:
+        """Make `session` what was parked. False where it cannot be read, or there is no memory: it is then empty."""
+        try:
+            parked = read_parked(entry.path, session, self._model)
+            if parked.tokens != entry.tokens:
+                raise FormatError(f"{entry.path}: was replaced")
+        except ContextFull:
+            return False
+        except FlashError:
+            session.reset()
+            self._drop(entry)
+            return False
+        _touch(entry.path, self._clock())
+        return True
+
+    def _name(self, tokens: "array[int]") -> str:
+        return hashlib.sha256(self._model.encode() + tokens.tobytes()).hexdigest()
+
+    def _drop(self, entry: Entry, *, keep_file: bool = False) -> None:
+        self.entries.remove(entry)
+        if not keep_file:
+            with contextlib.suppress(OSError):
+                entry.path.unlink(missing_ok=True)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Delete what was used longest ago until `nbytes` more fit."""
+        files = []
+        for path in self._folder.glob(f"*{_SUFFIX}"):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                files.append((status.st_mtime, path, status.st_size))
+        held = sum(size for _, _, size in files)
+        for _, path, size in sorted(files):
+            if held + nbytes <= self._max_nbytes:
+                break
+            held -= size
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            self.entries = [each for each in self.entries if each.path != path]
+
+    def _today(self) -> str:
+        return time.strftime("%Y-%m-%d", time.gmtime(self._clock()))
+
+    def _written(self) -> int:
+        """Bytes written today, also by a server before this one."""
+        try:
+            record = read_json_object(self._folder / _WRITTEN, 4096)
+        except (FlashError, OSError):
+            return 0
+        nbytes = record.get("bytes")
+        return nbytes if record.get("day") == self._today() and type(nbytes) is int else 0
+
+    def _count(self, nbytes: int) -> None:
+        text = f'{{"day": "{self._today()}", "bytes": {self._written() + nbytes}}}\n'
+        with contextlib.suppress(OSError):
+            write_atomically(self._folder / _WRITTEN, text.encode())
+
+
+def _entry(parked: Parked) -> Entry:
+    """ValueError where the note is not one of this module's."""
+    pure, after = parked.note.get("pure"), parked.note.get("after")
+    if type(pure) is not int or not 0 <= pure <= parked.computed or not isinstance(after, str | None):
+        raise ValueError("no note of a server's")
+    return Entry(
+        path=parked.path,
+        tokens=parked.tokens,
+        computed=parked.computed,
+        pure=pure,
+        after=None if after is None else bytes.fromhex(after),
+    )
+
+
+def _goes_on(new: Entry, old: Entry) -> bool:
+    """Whether whatever the old one gives the new one gives too, but for a conversation that is taken up again."""
+    return len(old.tokens) < len(new.tokens) and old.pure <= new.pure and new.tokens[: len(old.tokens)] == old.tokens
+
+
+def _touch(path: Path, now: float) -> None:
+    with contextlib.suppress(OSError):
+        os.utime(path, (now, now))

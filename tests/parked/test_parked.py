@@ -1,0 +1,275 @@
+"""Parked conversations: taken up again, also by another process, they go on with the tokens they would have had."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+from arch_models import CONTEXT, make_model
+from tiny_models import make_tokenizer
+
+from flashllm.api.requests import Request
+from flashllm.chat.conversation import Chat, Memory
+from flashllm.config import RunConfig
+from flashllm.engine.model import Model
+from flashllm.errors import ContextFull, FlashIOError, FormatError, UsageError
+from flashllm.generate.sampling import SamplingOptions
+from flashllm.generate.session import PrefillRecord, Session, TokenRecord
+from flashllm.generate.tokenizer import Tokenizer
+from flashllm.parked.file import identity, read_header, read_parked, write_parked
+from flashllm.parked.folder import ParkingFolder
+from flashllm.parked.shelf import Shelf
+from flashllm.serve.worker import Began, Chosen, Finished, Job, Worker
+
+TOKENIZER = Tokenizer(make_tokenizer(300).backend_tokenizer, end_ids=())
+BIG = 10**9
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), "opt")[1]
+
+
+@pytest.fixture
+def opened(directory):
+    """Opens the model anew: another process, as far as its bits go."""
+    models = []
+
+    def get(**options):
+        models.append(Model.open(directory, RunConfig(io_threads=2, threads=1, **options)))
+        return models[-1]
+
+    yield get
+    for model in models:
+        model.close()
+
+
+def ids_of(count, seed=0):
+    return np.random.default_rng(seed).integers(5, 290, count).tolist()
+
+
+def session_of(model, count=6, **options):
+    return Session(model, TOKENIZER, SamplingOptions(max_new_tokens=count, ignore_eos=True, **options))
+
+
+def run(stream):
+    records = list(stream)
+    prefill = next(record for record in records if isinstance(record, PrefillRecord))
+    return prefill, [record.token_id for record in records if isinstance(record, TokenRecord)]
+
+
+@pytest.mark.parametrize("length", [3, 9, 57, 58, 70])
+def test_a_session_goes_on_as_if_it_had_never_been_away(opened, directory, tmp_path, length):
+    model = opened()
+    name = identity(directory, model.plan.mode)
+    path = tmp_path / "one.kv"
+    with session_of(model) as session:
+        run(session.stream_ids(ids_of(length)))
+        nbytes = write_parked(path, session, name, {"said": ["ä", 1]})
+        assert nbytes == path.stat().st_size
+        assert path.stat().st_mode & 0o777 == 0o600
+        expected = [run(session.stream_ids(ids_of(12, seed))) for seed in (1, 2)]
+    with session_of(opened()) as session:
+        parked = read_parked(path, session, name)
+        assert parked.note == {"said": ["ä", 1]}
+        assert (session.computed, len(session.tokens)) == (length + 5, length + 6)
+        got = [run(session.stream_ids(ids_of(12, seed))) for seed in (1, 2)]
+    assert [ids for _, ids in got] == [ids for _, ids in expected]
+    assert [(each.tokens, each.reused_tokens) for each, _ in got] == [
+        (each.tokens, each.reused_tokens) for each, _ in expected
+    ]
+    assert [each.name for each in tmp_path.iterdir()] == ["one.kv"]
+
+
+def test_torn_and_damaged_files_are_errors(opened, directory, tmp_path):
+    model = opened()
+    name, path = identity(directory, model.plan.mode), tmp_path / "one.kv"
+    with session_of(model) as session:
+        run(session.stream_ids(ids_of(20)))
+        write_parked(path, session, name, {})
+        whole = path.read_bytes()
+        random = np.random.default_rng(3)
+        for length in (0, 7, 11, 12, 50, len(whole) // 2, len(whole) - 1):
+            path.write_bytes(whole[:length])
+            with pytest.raises(FormatError, match=r"one\.kv"):
+                read_parked(path, session, name)
+        for at in [*range(0, 300, 7), *random.integers(0, len(whole), 40).tolist()]:
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+            with pytest.raises(FormatError):
+                read_parked(path, session, name)
+        path.write_bytes(whole + b"x")
+        with pytest.raises(FormatError):
+            read_parked(path, session, name)
+        path.write_bytes(whole)
+        with pytest.raises(FormatError, match="another model"):
+            read_parked(path, session, identity(directory, "oracle"))
+        assert read_parked(path, session, name).computed == session.computed == 25
+    with session_of(opened(context=16)) as session, pytest.raises(FormatError, match="larger --context"):
+        read_parked(path, session, name)
+    with session_of(model) as session:
+        run(session.stream_ids(ids_of(20)))
+        with pytest.raises(FlashIOError, match="cannot be written"):
+            write_parked(tmp_path / "no" / "where.kv", session, name, {})
+
+
+def test_a_fill_that_fails_leaves_an_empty_sequence(opened):
+    model = opened()
+
+    def fail(memory):
+        raise FormatError("no")
+
+    with model.new_sequence() as sequence:
+        model.step([(sequence, ids_of(70))])
+        with pytest.raises(FormatError):
+            sequence.restore(80, fail)
+        assert (sequence.length, sequence.native.blocks) == (0, 0)
+        with pytest.raises(ContextFull):
+            sequence.restore(CONTEXT + 1, fail)
+
+
+def chat_of(model, directory, shelf, **options):
+    return Chat(session_of(model, **options), lambda: Memory(used=1, limit=2), True, shelf)
+
+
+def test_save_and_load_in_chat(opened, directory, tmp_path):
+    model = opened()
+    shelf = Shelf(tmp_path / "shelf", identity(directory, model.plan.mode))
+    chat = chat_of(model, directory, shelf)
+    assert "nothing has been said" in chat.command("/save first").text
+    "".join(chat.answer("The little dog ran to the tree."))
+    reply = chat.command("/save first").text
+    assert reply.startswith("saved as first, ")
+    assert "exists" in chat.command("/save first").text
+    expected = "".join(chat.answer("One day"))
+    again = chat_of(opened(), directory, shelf)
+    "".join(again.answer("It was"))
+    assert again.command("/load other").text == "there is no other; saved are: first"
+    assert len(again.transcript) == 2  # the conversation goes on
+    assert "1 turns" in again.command("/load first").text
+    assert "".join(again.answer("One day")) == expected
+    assert again.transcript == chat.transcript
+    for bad in ("../x", ".x", "a/b", "x" * 101, ""):
+        assert "name" in again.command(f"/save {bad}").text
+        assert "name" in again.command(f"/load {bad}".strip()).text.lower()
+    (file,) = (tmp_path / "shelf").glob("*.kv")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert "damaged" in again.command("/load first").text
+    assert again.session.tokens == []
+    assert "cannot be saved" in Chat(chat.session, chat.memory).command("/save x").text
+    for each in (chat, again):
+        each.session.close()
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1.0e9
+
+    def __call__(self):
+        self.now += 1.0
+        return self.now
+
+
+def test_the_folder_keeps_to_its_limits(opened, directory, tmp_path):
+    model, clock = opened(), Clock()
+    name = identity(directory, model.plan.mode)
+
+    def folder(max_nbytes=BIG, daily_nbytes=BIG, model_name=name):
+        return ParkingFolder(tmp_path, model_name, max_nbytes=max_nbytes, daily_nbytes=daily_nbytes, clock=clock)
+
+    def parked(where, length, seed):
+        with session_of(model) as session:
+            run(session.stream_ids(ids_of(length, seed)))
+            return where.park(session, pure=length, after=b"\x01")
+
+    first = folder()
+    assert not parked(first, 20, 0)  # too short
+    assert parked(first, 70, 0)
+    assert parked(first, 70, 0)  # is there
+    (size,) = [path.stat().st_size for path in tmp_path.glob("*.kv")]
+    assert parked(first, 70, 1)
+    assert len(first.entries) == 2
+    # What was used longest ago goes first, here the second: the first is used once more.
+    with session_of(model) as session:
+        assert first.load(first.entries[0], session)
+    small = folder(max_nbytes=2 * size + 1000)
+    assert len(small.entries) == 2
+    assert parked(small, 70, 2)
+    assert sorted(entry.tokens[0] for entry in small.entries) == sorted(ids_of(70, seed)[0] for seed in (0, 2))
+    assert not parked(folder(max_nbytes=1000), 70, 3)
+    assert not list(tmp_path.glob("*.kv"))  # a smaller limit holds from the start
+    # No more than so many bytes a day, counted over restarts.
+    assert not parked(folder(daily_nbytes=3 * size), 70, 4)
+    clock.now += 24 * 3600
+    assert parked(folder(daily_nbytes=3 * size), 70, 4)
+    assert folder(model_name="another").entries == []
+    # Torn files are passed over.
+    (path,) = tmp_path.glob("*.kv")
+    (tmp_path / "torn.kv").write_bytes(path.read_bytes()[:100])
+    os.truncate(path, path.stat().st_size - 1)
+    assert folder().entries == []
+
+
+def test_a_damaged_file_is_dropped_and_its_prompt_computed(opened, directory, tmp_path):
+    model = opened()
+    folder = ParkingFolder(tmp_path, identity(directory, model.plan.mode), max_nbytes=BIG, daily_nbytes=BIG)
+    with session_of(model) as session:
+        run(session.stream_ids(ids_of(70)))
+        assert folder.park(session, pure=70, after=None)
+        (path,) = tmp_path.glob("*.kv")
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(bytes(raw))
+        assert not folder.load(folder.entries[0], session)
+        assert session.tokens == []
+    assert not folder.entries
+    assert not path.exists()
+
+
+def answer(worker, ids):
+    """(reused tokens, ids) of a request, as the server makes it."""
+    events, done = [], threading.Event()
+
+    def deliver(event):
+        events.append(event)
+        if isinstance(event, Finished):
+            done.set()
+
+    options = SamplingOptions(max_new_tokens=5, ignore_eos=True)
+    request = Request(
+        custom_id="", kind="completion", prompt=tuple(ids), options=options, max_new_given=True, logprobs=None
+    )
+    worker.submit(Job(prompts=[(request, list(ids))], deliver=deliver))
+    assert done.wait(20)
+    assert events[-1] == Finished()
+    (began,) = [event for event in events if isinstance(event, Began)]
+    return began.record.reused_tokens, [event.record.token_id for event in events if isinstance(event, Chosen)]
+
+
+def test_a_server_takes_conversations_up_after_a_restart(opened, directory, tmp_path):
+    prompts = [ids_of(80, seed) for seed in range(3)]
+
+    def served(model):
+        folder = ParkingFolder(tmp_path, identity(directory, model.plan.mode), max_nbytes=BIG, daily_nbytes=BIG)
+        return Worker(model, TOKENIZER, max_waiting=4, keep=1, on_event=lambda event: None, parking=folder)
+
+    with served(opened()) as worker:
+        first = [answer(worker, ids) for ids in prompts]
+        assert [reused for reused, _ in first] == [0, 0, 0]
+        # One conversation stays in memory; the others come back from disk.
+        assert [answer(worker, ids)[0] for ids in prompts] == [79, 79, 79]
+        long = [*prompts[0], *first[0][1], *ids_of(12, 9)]
+        expected = answer(worker, long)
+    assert expected[0] >= 84
+    with served(opened()) as worker:
+        again = [answer(worker, ids) for ids in prompts]
+        assert [reused for reused, _ in again] == [79, 79, 79]
+        assert [ids for _, ids in again] == [ids for _, ids in first]
+        assert answer(worker, [*prompts[1][:60], *ids_of(10, 5)])[0] == 60
+    assert read_header(next(tmp_path.glob("*.kv"))).computed >= 64
+
+
+def test_names_are_refused_before_anything_is_touched(tmp_path):
+    shelf = Shelf(tmp_path / "none", "model")
+    with pytest.raises(UsageError, match="a name has"):
+        shelf.load("../x", None)
+    assert not (tmp_path / "none").exists()
