@@ -86,7 +86,9 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
     from flashllm.format.model_dir import Companions
     from flashllm.format.model_files import GENERATION_CONFIG
 
-    config = Companions.of(path).read_json_object(GENERATION_CONFIG) or {}
+    config = Companions.of(path).read_json_object(GENERATION_CONFIG)
+    if config is None:
+        return {}
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: config[name] for name in names if type(config.get(name)) in (int, float)}
     if config.get("do_sample", "temperature" in given) is not True:
