@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +34,7 @@ def open_for_reading(path: Path) -> int:
     except OSError as error:
         raise FlashIOError(f"{path}: cannot be opened: {error.strerror}") from error
     try:
-        if not os.path.isfile(fd):
+        if not stat.S_ISREG(file_status(fd, path).st_mode):
             raise FormatError(f"{path}: is not a regular file")
         if hasattr(fcntl, "F_NOCACHE"):  # macOS has no posix_fadvise
             fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
@@ -41,6 +42,14 @@ def open_for_reading(path: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def file_status(fd: int, path: Path) -> os.stat_result:
+    """`os.fstat`. FlashIOError, which names the file, where it fails."""
+    try:
+        return os.fstat(fd)
+    except OSError as error:
+        raise FlashIOError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def pread_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
@@ -95,7 +104,7 @@ def iterate_chunks(path: Path) -> Iterator[bytes]:
     fd = open_for_reading(path)
     try:
         drop_page_cache(fd)  # what is read is what the device holds
-        nbytes = os.fstat(fd).st_size
+        nbytes = file_status(fd, path).st_size
         for offset in range(0, nbytes, CHUNK_NBYTES):
             length = min(CHUNK_NBYTES, nbytes - offset)
             yield pread_bytes(fd, length, offset, path)
@@ -161,7 +170,7 @@ def read_bounded(path: Path, max_nbytes: int) -> bytes:
     """The whole file. FormatError where it is larger than `max_nbytes`, FlashIOError where it cannot be read."""
     fd = open_for_reading(path)
     try:
-        nbytes = os.fstat(fd).st_size
+        nbytes = file_status(fd, path).st_size
         if nbytes > max_nbytes:
             raise FormatError(f"{path}: {nbytes} bytes; at most {max_nbytes} are allowed here")
         return pread_bytes(fd, nbytes, 0, path)

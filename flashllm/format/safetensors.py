@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flashllm.base.files import open_for_reading, parse_json, pread_bytes, pread_into
+from flashllm.base.files import file_status, open_for_reading, parse_json, pread_bytes, pread_into
 from flashllm.errors import FormatError
 
 MAX_HEADER_NBYTES = 100_000_000  # safetensors' own cap
@@ -95,7 +95,7 @@ def open_safetensors(path: Path) -> Iterator[SafetensorsFile]:
 
 
 def _read_header(fd: int, path: Path) -> SafetensorsHeader:
-    file_nbytes = os.fstat(fd).st_size
+    file_nbytes = file_status(fd, path).st_size
     start = pread_bytes(fd, min(len(_LFS_START), file_nbytes), 0, path)
     if start == _LFS_START:
         raise FormatError(f"{path}: is a git-LFS pointer, not the weights; fetch them with `git lfs pull`")

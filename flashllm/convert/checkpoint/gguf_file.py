@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.base.files import CHUNK_NBYTES, drop_page_cache, open_for_reading, pread_bytes
+from flashllm.base.files import CHUNK_NBYTES, drop_page_cache, file_status, open_for_reading, pread_bytes
 from flashllm.convert.checkpoint.child import ChildFailed, ask_child
 from flashllm.convert.checkpoint.source import check_start
 from flashllm.errors import FlashError, FormatError, UnsupportedModelError
@@ -161,7 +161,7 @@ def open_gguf(path: Path, stack: ExitStack) -> GgufContent:
 def _open_one(path: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     fd = open_for_reading(path)
     stack.callback(os.close, fd)
-    file_nbytes = os.fstat(fd).st_size
+    file_nbytes = file_status(fd, path).st_size
     check_start(fd, file_nbytes, _MAGIC, "a GGUF file", path)
     gguf_package(path)
     try:

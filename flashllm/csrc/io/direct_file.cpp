@@ -67,7 +67,12 @@ DirectFile::DirectFile(std::string path, bool want_direct) : path_(std::move(pat
 
   // 2. Size.
   struct stat status;
-  if (fstat(fd_, &status) != 0 || !S_ISREG(status.st_mode)) {
+  if (fstat(fd_, &status) != 0) {
+    const int error = errno;
+    close(fd_);
+    throw_io("cannot read", path_, error);
+  }
+  if (!S_ISREG(status.st_mode)) {
     close(fd_);
     throw CoreError(ErrorKind::io, "cannot read " + path_ + ": not a regular file");
   }

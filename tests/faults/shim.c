@@ -1,0 +1,186 @@
+// Preloaded: the n-th system call on files under FAULT_PREFIX misbehaves. Counts calls of the C library that
+// name such a file, or a descriptor opened from one. `fault_arm` says what happens; see harness.py.
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+enum { ERROR, SHORT, ZERO, FLIP };
+enum { DESCRIPTORS = 65536 };
+
+static atomic_long calls, first = -1, count;
+static int kind, number;
+static unsigned char tracked[DESCRIPTORS];
+
+long fault_calls(void) { return atomic_load(&calls); }
+void fault_arm(long from, long how_many, int what, int error) {
+  kind = what;
+  number = error;
+  atomic_store(&calls, 0);
+  atomic_store(&count, how_many);
+  atomic_store(&first, from);
+}
+
+static int is_ours(const char* path) {
+  const char* prefix = getenv("FAULT_PREFIX");
+  return path != NULL && prefix != NULL && strncmp(path, prefix, strlen(prefix)) == 0;
+}
+static int is_tracked(int fd) { return fd >= 0 && fd < DESCRIPTORS && tracked[fd]; }
+
+// Whether this call is one that misbehaves.
+static int hit(void) {
+  const long call = atomic_fetch_add(&calls, 1), from = atomic_load(&first);
+  return from >= 0 && call >= from && call - from < atomic_load(&count);
+}
+
+#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+// A call that can only fail.
+#define FAILS(ours)                       \
+  if ((ours) && hit() && kind == ERROR) { \
+    errno = number;                       \
+    return -1;                            \
+  }
+
+static int opened(int fd, int ours) {
+  if (fd >= 0 && fd < DESCRIPTORS) tracked[fd] = (unsigned char)ours;
+  return fd;
+}
+
+#define OPEN(name)                                      \
+  int name(const char* path, int flags, ...) {          \
+    va_list list;                                       \
+    va_start(list, flags);                              \
+    const mode_t mode = va_arg(list, mode_t);           \
+    va_end(list);                                       \
+    const int ours = is_ours(path);                     \
+    FAILS(ours)                                         \
+    return opened(REAL(name)(path, flags, mode), ours); \
+  }
+OPEN(open)
+OPEN(open64)
+
+#define OPENAT(name)                                               \
+  int name(int directory, const char* path, int flags, ...) {      \
+    va_list list;                                                  \
+    va_start(list, flags);                                         \
+    const mode_t mode = va_arg(list, mode_t);                      \
+    va_end(list);                                                  \
+    const int ours = is_ours(path);                                \
+    FAILS(ours)                                                    \
+    return opened(REAL(name)(directory, path, flags, mode), ours); \
+  }
+OPENAT(openat)
+OPENAT(openat64)
+
+int close(int fd) {
+  if (fd >= 0 && fd < DESCRIPTORS) tracked[fd] = 0;
+  return REAL(close)(fd);
+}
+
+// Bytes of a read or a write, given what is asked for; -1: the call fails, -2: it goes on, and `flip` is set.
+static ssize_t distorted(int fd, size_t wanted, int* flip) {
+  *flip = 0;
+  if (!is_tracked(fd) || !hit()) return (ssize_t)wanted;
+  if (kind == ERROR) {
+    errno = number;
+    return -1;
+  }
+  if (kind == FLIP) *flip = 1;
+  if (kind == ZERO) return 0;
+  return kind == SHORT ? (ssize_t)(wanted / 2 / 512 * 512 + (wanted < 1024)) : (ssize_t)wanted;
+}
+static void flip_bit(void* data, ssize_t got) {
+  if (got > 0) ((unsigned char*)data)[got / 3] ^= 0x10;
+}
+
+#define READ(name, parameters, arguments)           \
+  ssize_t name parameters {                         \
+    int flip;                                       \
+    const ssize_t length = distorted(fd, n, &flip); \
+    if (length <= 0 && n != 0) return length;       \
+    n = (size_t)length;                             \
+    const ssize_t got = REAL(name) arguments;       \
+    if (flip) flip_bit(data, got);                  \
+    return got;                                     \
+  }
+READ(read, (int fd, void* data, size_t n), (fd, data, n))
+READ(pread, (int fd, void* data, size_t n, off_t at), (fd, data, n, at))
+READ(pread64, (int fd, void* data, size_t n, off64_t at), (fd, data, n, at))
+
+#define READV(name, type)                                                                            \
+  ssize_t name(int fd, const struct iovec* pieces, int how_many, type at) {                          \
+    int flip;                                                                                        \
+    struct iovec piece = pieces[0];                                                                  \
+    const ssize_t length = distorted(fd, piece.iov_len, &flip);                                      \
+    if (length <= 0 && piece.iov_len != 0) return length;                                            \
+    if ((size_t)length != piece.iov_len) {                                                           \
+      piece.iov_len = (size_t)length;                                                                \
+      return REAL(name)(fd, &piece, 1, at);                                                          \
+    }                                                                                                \
+    const ssize_t got = REAL(name)(fd, pieces, how_many, at);                                        \
+    if (flip) flip_bit(piece.iov_base, got < (ssize_t)piece.iov_len ? got : (ssize_t)piece.iov_len); \
+    return got;                                                                                      \
+  }
+READV(preadv, off_t)
+READV(preadv64, off64_t)
+
+#define WRITE(name, parameters, arguments)          \
+  ssize_t name parameters {                         \
+    int flip;                                       \
+    const ssize_t length = distorted(fd, n, &flip); \
+    if (length <= 0 && n != 0) return length;       \
+    n = (size_t)length;                             \
+    return REAL(name) arguments;                    \
+  }
+WRITE(write, (int fd, const void* data, size_t n), (fd, data, n))
+WRITE(pwrite, (int fd, const void* data, size_t n, off_t at), (fd, data, n, at))
+WRITE(pwrite64, (int fd, const void* data, size_t n, off64_t at), (fd, data, n, at))
+
+#define BY_DESCRIPTOR(name, parameters, arguments) \
+  int name parameters {                            \
+    FAILS(is_tracked(fd))                          \
+    return REAL(name) arguments;                   \
+  }
+#define BY_PATH(name, parameters, arguments) \
+  int name parameters {                      \
+    FAILS(is_ours(path))                     \
+    return REAL(name) arguments;             \
+  }
+BY_DESCRIPTOR(fsync, (int fd), (fd))
+BY_DESCRIPTOR(fdatasync, (int fd), (fd))
+BY_DESCRIPTOR(ftruncate, (int fd, off_t n), (fd, n))
+BY_DESCRIPTOR(ftruncate64, (int fd, off64_t n), (fd, n))
+BY_DESCRIPTOR(fstat, (int fd, struct stat* status), (fd, status))
+BY_DESCRIPTOR(fstat64, (int fd, struct stat64* status), (fd, status))
+BY_PATH(stat, (const char* path, struct stat* status), (path, status))
+BY_PATH(stat64, (const char* path, struct stat64* status), (path, status))
+BY_PATH(lstat, (const char* path, struct stat* status), (path, status))
+BY_PATH(lstat64, (const char* path, struct stat64* status), (path, status))
+BY_PATH(fstatat, (int directory, const char* path, struct stat* status, int flags),
+        (directory, path, status, flags))
+BY_PATH(fstatat64, (int directory, const char* path, struct stat64* status, int flags),
+        (directory, path, status, flags))
+BY_PATH(mkdir, (const char* path, mode_t mode), (path, mode))
+BY_PATH(rmdir, (const char* path), (path))
+BY_PATH(unlink, (const char* path), (path))
+BY_PATH(rename, (const char* path, const char* to), (path, to))
+BY_PATH(statvfs, (const char* path, struct statvfs* status), (path, status))
+BY_PATH(statvfs64, (const char* path, struct statvfs64* status), (path, status))
+
+// This one returns its error.
+int posix_fallocate64(int fd, off64_t at, off64_t n) {
+  if (is_tracked(fd) && hit() && kind == ERROR) return number;
+  return REAL(posix_fallocate64)(fd, at, n);
+}
+int posix_fallocate(int fd, off_t at, off_t n) {
+  if (is_tracked(fd) && hit() && kind == ERROR) return number;
+  return REAL(posix_fallocate)(fd, at, n);
+}
