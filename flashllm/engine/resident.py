@@ -47,14 +47,14 @@ def read_tensors(path: Path, reader: _core.Reader, *, direct: bool, expected: Fi
         batch.add(number * _READ_BLOCK, block)
         batch.submit()
         if before is not None and expected is not None:
-            sha256.update(before)
+            sha256.update(before.data)
         batch.wait()
         before = block
     if file.size != path.stat().st_size:
         raise FlashIOError(f"{path} changed while it was read; try again")
     if expected is not None:
         if before is not None:
-            sha256.update(before)
+            sha256.update(before.data)
         check_hash(path, expected, sha256.hexdigest())
     return {
         name: buffer[info.offset : info.offset + info.nbytes].view(_NUMPY_DTYPES[info.dtype]).reshape(info.shape)

@@ -1,5 +1,5 @@
-"""The n-th system call on a model's files misbehaves, for every n: the right answer, or one typed error (SQLite's way of
-testing I/O errors). Afterwards a clean run gives the right answer.
+"""The n-th system call on a model's files misbehaves, for every n: the right answer, or one typed error, as SQLite tests
+I/O errors. Afterwards a clean run gives the right answer.
 
     python tests/faults/harness.py                 every call of every operation, with every fault: minutes
     python tests/faults/harness.py --sample 40     some of them
@@ -252,12 +252,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             shim, root = build_shim(Path(folder)), Path(folder) / "files"
             root.mkdir()
-            environment = {
-                **os.environ,
-                "LD_PRELOAD": str(shim),
-                "FAULT_PREFIX": str(root),
-                "PYTHONPATH": os.pathsep.join(sys.path),
-            }
+            environment = {**os.environ, "LD_PRELOAD": str(shim), "FAULT_PREFIX": str(root)}
             again = [sys.executable, __file__, *sys.argv[1:], "--shim", str(shim), "--root", str(root)]
             return subprocess.run(again, env=environment, check=False).returncode
     os.environ.pop("LD_PRELOAD")  # not for the children's children
