@@ -116,9 +116,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{where}{error.strerror or error}", 1, debug=debug)
     except MemoryError:
         return _fail("the machine is out of memory; give a smaller --memory or close other programs", 1, debug=debug)
+    except ValueError as error:
+        if str(error) == "embedded null byte":  # of the system's calls
+            return _fail("a file's name holds a NUL character, which none can", 2, debug=debug)
+        return _fail_unknown(error, debug=debug)
     except Exception as error:
-        hint = "" if debug else " (a bug in flashllm; --debug shows the traceback)"
-        return _fail(f"{type(error).__name__}: {error}{hint}", 1, debug=debug)
+        return _fail_unknown(error, debug=debug)
+
+
+def _fail_unknown(error: Exception, *, debug: bool) -> int:
+    hint = "" if debug else " (a bug in flashllm; --debug shows the traceback)"
+    return _fail(f"{type(error).__name__}: {error}{hint}", 1, debug=debug)
 
 
 def _fail(message: str, status: int, *, debug: bool, prefix: str = "flashllm: error: ") -> int:

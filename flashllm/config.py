@@ -22,6 +22,7 @@ CACHE_POLICIES: tuple[CachePolicy, ...] = ("frequency", "window")  # the first i
 SPECULATIONS: tuple[Speculate, ...] = ("off", "lookup")  # the first is the default
 DEFAULT_WINDOW = 5  # tokens (paper A, section 3.1)
 MAX_THREADS = 1024
+MAX_WINDOW = 2**20  # tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         _check_whole("--memory", self.memory, "bytes")
         _check_whole("--context", self.context, "tokens")
-        _check_whole("--window", self.window, "tokens")
+        _check_whole("--window", self.window, "tokens", high=MAX_WINDOW)
         _check_whole("--threads", self.threads, high=MAX_THREADS)
         _check_whole("--io-threads", self.io_threads, high=MAX_THREADS)
         if self.mode is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from flashllm.base.command_line import number, say, size, whole
 from flashllm.base.text import is_terminal, one_line
-from flashllm.config import BACKENDS, CACHE_POLICIES, MAX_THREADS, MODES, SPECULATIONS, RunConfig
+from flashllm.config import BACKENDS, CACHE_POLICIES, MAX_THREADS, MAX_WINDOW, MODES, SPECULATIONS, RunConfig
 
 DEFAULT_IO_THREADS = 32  # paper A, section 4
 
@@ -51,7 +51,7 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         default=CACHE_POLICIES[0],
         help="neurons that stay cached: the most often active, or those of the last K tokens (default: %(default)s)",
     )
-    group.add_argument("--window", metavar="K", type=whole(1), help="tokens of the window policy")
+    group.add_argument("--window", metavar="K", type=whole(1, MAX_WINDOW), help="tokens of the window policy")
     group.add_argument(
         "--io-threads",
         metavar="T",

@@ -36,6 +36,7 @@ from flashllm.base.files import (
     write_atomically,
 )
 from flashllm.base.group_codes import GROUP_CODES
+from flashllm.config import MAX_WINDOW
 from flashllm.errors import FormatError, UsageError
 from flashllm.format.model_files import (
     CONFIG,
@@ -85,7 +86,7 @@ class Calibration:
     text: str  # what the sample was
 
     def __post_init__(self) -> None:
-        check_int("window", self.window, 1, 2**20)
+        check_int("window", self.window, 1, MAX_WINDOW)
         check_int("tokens", self.tokens, 1, 2**63 - 1)
         check_str("text", self.text, 10_000)
         for value in self.mean_active:

@@ -96,6 +96,9 @@ def test_every_verb_is_in_the_help(run):
         ["generate", "--prompt", "x", "--seed", str(2**63)],
         ["generate", "--prompt", "x", "--max-new", "3"],
         ["chat", "--window", "0"],
+        ["chat", "--window", str(2**31)],
+        ["chat", "--memory", "9" * 5000],
+        ["chat", "--memory", "9" * 300 + "TB"],
         ["convert", "only-source"],
         ["convert", "a", "b", "--dtype", "int8"],
         ["convert", "a", "b", "--bits", "5"],
@@ -127,6 +130,8 @@ def test_wrong_use_is_one_line_and_status_2(run, argv):
         (KeyboardInterrupt(), 130, "flashllm: interrupted"),
         (KeyboardInterrupt("interrupted; go on"), 130, "flashllm: interrupted; go on"),
         (RecursionError("deep"), 1, "RecursionError: deep"),
+        (ValueError("embedded null byte"), 2, "a file's name holds a NUL character"),
+        (ValueError("other"), 1, "ValueError: other (a bug in flashllm"),
     ],
 )
 def test_every_failure_is_one_line(run, monkeypatch, error, status, words):

@@ -1,5 +1,5 @@
-"""The n-th system call on a model's files misbehaves, for every n: the right answer, or one typed error, as SQLite tests
-I/O errors. Afterwards a clean run gives the right answer.
+"""The n-th system call on a model's files misbehaves, for every n: the right answer, or one typed error, as SQLite
+tests I/O errors. Afterwards a clean run gives the right answer.
 
     python tests/faults/harness.py                 every call of every operation, with every fault: minutes
     python tests/faults/harness.py --sample 40     some of them
