@@ -2,7 +2,7 @@
 
 Standard library only, and no environment variable: a caller passes every value. Fields left at None are
 decided by `flashllm.plan.resolve` from the machine, the device profile and the model; none of them changes a token,
-except `mode`, which says what is computed.
+except `mode` and `prompts`, which say what is computed.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,10 @@ Mode = Literal["sparse", "oracle", "dense"]
 Backend = Literal["threads", "io_uring"]
 CachePolicy = Literal["frequency", "window"]
 Speculate = Literal["off", "lookup"]
+Prompts = Literal["dense", "sparse"]
 
 MODES: tuple[Mode, ...] = ("sparse", "oracle", "dense")
+PROMPTS: tuple[Prompts, ...] = ("dense", "sparse")  # the first is the default
 BACKENDS: tuple[Backend, ...] = ("threads", "io_uring")
 CACHE_POLICIES: tuple[CachePolicy, ...] = ("frequency", "window")  # the first is the default
 SPECULATIONS: tuple[Speculate, ...] = ("off", "lookup")  # the first is the default
@@ -49,6 +51,9 @@ class RunConfig:
     window: int | None = None  # None: DEFAULT_WINDOW
     # Neurons computed: those predicted, those that fire (exact), all.
     mode: Mode | None = None  # None: sparse, or dense where no neuron is ever exactly zero
+    # Prompts of more than K0 tokens: every neuron, in products of many tokens; or as the mode computes single tokens,
+    # so that scores are those of the model that generates.
+    prompts: Prompts = PROMPTS[0]
     threads: int | None = None  # of compute; None: the cores this process may use
     io_threads: int | None = None  # reads at a time; None: as the device profile says, else 32
     io_backend: Backend | None = None  # None: as the device profile says, else threads
@@ -66,6 +71,7 @@ class RunConfig:
         _check_whole("--io-threads", self.io_threads, high=MAX_THREADS)
         if self.mode is not None:
             _check_choice("--mode", self.mode, MODES)
+        _check_choice("--prompts", self.prompts, PROMPTS)
         _check_choice("--cache-policy", self.cache_policy, CACHE_POLICIES)
         if self.io_backend is not None:
             _check_choice("--io-backend", self.io_backend, BACKENDS)

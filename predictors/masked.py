@@ -22,6 +22,7 @@ from flashllm.convert.untrained import untrained_predictor
 from flashllm.engine.kv import KvSequence
 from flashllm.engine.meter import Meter
 from flashllm.engine.model import Model
+from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest, predictor_ranks
 from flashllm.format.predictors import PREFETCH
 from flashllm.format.safetensors import read_header
@@ -156,7 +157,10 @@ def predictor_nbytes(path: Path) -> tuple[int, int]:
 
 def load_predictors(path: Path, manifest: Any) -> list[LayerPredictor]:
     """The predictors in a file, checked against the model's manifest. FormatError where they are another's."""
-    layers = len(predictor_ranks(path, manifest))
+    ranks = predictor_ranks(path, manifest)
+    if 0 in ranks:
+        raise UsageError(f"{path}: holds the gates in 4 bits, which the engine alone computes; train predictors first")
+    layers = len(ranks)
     tensors = load_file(path)
 
     def factor(name: str) -> torch.Tensor:

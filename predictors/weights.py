@@ -26,8 +26,9 @@ class LayerWeights:
     def __init__(self, model: Model, layer: int) -> None:
         self._model, self.layer = model, layer
         self.layout = model.manifest.rows
-        # Added to the products of the driver matrix; None: nothing is. (A gate has no bias.)
-        self.bias = None if "gate" in self.layout.matrices else self._vector("ffn.up_bias")
+        # Added to the products of the driver matrix; None: nothing is.
+        driver = "gate" if model.manifest.architecture.gated else "up"
+        self.bias = self._vector(f"ffn.{driver}_bias")
 
     def blocks(self) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
         """(first neuron, {"up", "gate" if any, "down"}: [neurons, d_model] in fp32), each valid until the next."""
@@ -39,6 +40,11 @@ class LayerWeights:
 
     def drivers(self) -> Iterator[Floats]:
         """The matrix whose products decide which neurons fire (the gate where there is one), some rows at a time."""
+        if self._model.manifest.resident_gate:
+            gate = self._vector("gate.weight")
+            assert gate is not None
+            yield gate
+            return
         for _, block in self.blocks():
             yield np.ascontiguousarray(block.get("gate", block["up"]))
 

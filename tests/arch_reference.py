@@ -12,7 +12,7 @@ from torch.nn.functional import gelu, layer_norm, relu, silu
 from flashllm.arch.registry import resident_shapes
 from flashllm.arch.spec import BlockSpec
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import FFN, RESIDENT, ffn_tensor, resident_encoding
+from flashllm.format.model_files import FFN, RESIDENT, ffn_tensor, gate_tensor, resident_encoding
 from flashllm.format.rows import widened_rows
 from flashllm.format.safetensors import open_safetensors
 
@@ -30,8 +30,10 @@ ACTIVATIONS = {
 class ReferenceDecoder:
     """The model in a directory, all of it in memory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, cuts: bool = True) -> None:
         self.model = ModelDir.open(path)
+        if not cuts:
+            self.model = self.model.with_sparsity(None)
         self.block: BlockSpec = self.model.block
         self.tensors = self._read(path / RESIDENT)
         layout = self.model.manifest.rows
@@ -42,17 +44,23 @@ class ReferenceDecoder:
                 file.read_into(file.header.tensors[ffn_tensor(layer)], 0, rows.reshape(-1).data)
                 parts = widened_rows(layout, rows[: layout.d_ff])
                 self.ffn.append({name: torch.from_numpy(np.array(part)) for name, part in parts.items()})
+                if self.model.manifest.resident_gate:
+                    self.ffn[-1]["gate"] = self.tensors[gate_tensor(layer)]
 
     def _read(self, path):
         tensors, manifest = {}, self.model.manifest
         shapes = resident_shapes(self.model.config)
+        width = {gate_tensor(layer): manifest.rows.d_model for layer in range(self.model.architecture.num_layers)}
+        width |= {name: shape[-1] for name, shape in shapes.items()}
         with open_safetensors(path) as file:
             for name, info in file.header.tensors.items():
                 if not name.startswith("flashllm."):
-                    encoding = resident_encoding(name, manifest.dtype, manifest.resident_encoding)
+                    encoding = resident_encoding(
+                        name, manifest.dtype, manifest.resident_encoding, manifest.rows.encoding
+                    )
                     values = np.empty(info.shape, encoding.storage)
                     file.read_into(info, 0, values.reshape(-1).view(np.uint8).data)
-                    tensors[name] = torch.from_numpy(np.array(encoding.widened(values, shapes[name][-1])))
+                    tensors[name] = torch.from_numpy(np.array(encoding.widened(values, width[name])))
         return tensors
 
     def logits(self, ids: list[int]) -> torch.Tensor:
@@ -168,4 +176,5 @@ class ReferenceDecoder:
     def _activation(self, layer, h):
         if self.block.activation == "fatrelu":
             return h * (h > self.block.layer(layer).activation_threshold)
-        return ACTIVATIONS[self.block.activation](h)
+        h = ACTIVATIONS[self.block.activation](h)
+        return h * (h.abs() >= self.block.layer(layer).activation_cut)

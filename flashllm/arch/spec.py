@@ -13,6 +13,7 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     layers.{i}.query_norm.weight, .bias; key_norm: of the width that `BlockSpec.query_key_norm` says
     layers.{i}.out.weight [d_model, heads * head_dim], .bias
     layers.{i}.ffn.up_bias, .gate_bias [d_ff]   layers.{i}.ffn.down_bias [d_model]
+    layers.{i}.gate.weight [d_ff, d_model], where it is resident (format/manifest.py) and not in the neurons' rows
     final_norm.weight, .bias [d_model]          head.weight [vocab, embed], absent where tied to the embedding
     head.bias [vocab]
 """
@@ -62,12 +63,14 @@ class LayerSpec:
     rotary: int | None = 0  # of `BlockSpec.rotary`; None: this layer turns nothing
     window: int | None = None  # positions a query sees, its own included; None: all before it
     activation_threshold: float = 0.0  # of fatrelu: what is not above it becomes zero
+    activation_cut: float = 0.0  # of any: results of a smaller magnitude become zero (Lee et al., 2024: CATS)
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ValueError(f"a sliding window must be at least 1, not {self.window}")
-        if not (math.isfinite(self.activation_threshold) and self.activation_threshold >= 0):
-            raise ValueError(f"activation_threshold must be a number from 0, not {self.activation_threshold}")
+        for name in ("activation_threshold", "activation_cut"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name} must be a number from 0, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,11 @@ directory itself, as a trace is recorded with one.
 """
 
 import argparse
+import dataclasses
 from contextlib import ExitStack
 from pathlib import Path
 
-from flashllm.base.command_line import say
+from flashllm.base.command_line import number, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +52,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "groups of 32, a quarter in groups of 64",
     )
     parser.add_argument(
+        "--gate",
+        choices=("rows", "resident", "4bit"),
+        help="where the gates of a gated FFN go. rows: to flash, with the neurons (default). resident: into memory, a "
+        "third of the FFN's bytes; their product names the active neurons exactly, without predictors. 4bit: to flash, "
+        "and in 4 bits into memory as predictors, about a twelfth of the bytes of a 16-bit FFN",
+    )
+    parser.add_argument(
+        "--sparsify",
+        metavar="SHARE",
+        type=number(0, 0.99, low_allowed=False),
+        help="leave out this share of the neurons of a gated model, those whose gate lets least through. Thresholds "
+        "are chosen on a text, and the perplexity they cost is measured on it and printed. --gate is then resident or "
+        "4bit",
+    )
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        type=Path,
+        help="the text that --sparsify uses, in UTF-8: up to 8,192 tokens of it (default: a short sample)",
+    )
+    parser.add_argument(
         "--reorder",
         metavar="TRACE",
         type=Path,
@@ -67,20 +89,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Convert. Interrupted, the same command goes on where it stopped."""
     from flashllm.base.progress import ProgressBar
+    from flashllm.commands.predictors.scripts import sample_text
     from flashllm.convert.locate import find_checkpoint
     from flashllm.convert.reorder import reorder
     from flashllm.convert.run import convert
     from flashllm.convert.tokenizer import TOKENIZER
     from flashllm.errors import UsageError
+    from flashllm.format.inspect import sparsity_line
     from flashllm.format.manifest import MANIFEST
     from flashllm.format.trace import Trace
+    from flashllm.sparsify.run import convert_sparsified
 
     is_model = (Path(args.src) / MANIFEST).exists()
     fewer_bits = (args.bits, args.resident_bits) != (16, 16)
-    if is_model and args.reorder is not None and (args.dtype is not None or args.no_predictors or fewer_bits):
+    of_conversion = args.dtype is not None or args.no_predictors or args.gate is not None or args.sparsify is not None
+    if args.text is not None and args.sparsify is None:
+        raise UsageError("--text is the text by which --sparsify chooses thresholds; give both, or neither")
+    if is_model and args.reorder is not None and (of_conversion or fewer_bits):
         raise UsageError(
-            f"{args.src}: is a model directory, which --reorder copies as it is: --dtype, --bits, --resident-bits and "
-            "--no-predictors are for a Hugging Face folder"
+            f"{args.src}: is a model directory, which --reorder copies as it is: --dtype, --bits, --resident-bits, "
+            "--gate, --sparsify and --no-predictors are for a Hugging Face folder"
         )
     if args.group_size is not None and not fewer_bits:
         raise UsageError("--group-size is for weights of 8 or 4 bits: add --bits or --resident-bits")
@@ -93,17 +121,40 @@ def main(args: argparse.Namespace) -> int:
                 reorder(Path(args.src), args.dst, trace, stack.enter_context(ProgressBar("reorder")))
             else:
                 source, name = find_checkpoint(args.src, say=say)
-                manifest = convert(
-                    source,
-                    args.dst,
-                    dtype=args.dtype,
-                    encoding=_encoding(args, args.bits),
-                    resident_encoding=_encoding(args, args.resident_bits),
-                    source_name=name,
-                    predictors=not args.no_predictors,
-                    reorder=trace,
-                    progress=stack.enter_context(ProgressBar("convert")),
-                )
+                bar = stack.enter_context(ProgressBar("convert"))
+                encoding, resident_encoding = _encoding(args, args.bits), _encoding(args, args.resident_bits)
+                if args.sparsify is None:
+                    manifest = convert(
+                        source,
+                        args.dst,
+                        dtype=args.dtype,
+                        encoding=encoding,
+                        resident_encoding=resident_encoding,
+                        source_name=name,
+                        predictors=not args.no_predictors,
+                        gate=args.gate if args.gate is not None else "rows",
+                        reorder=trace,
+                        progress=bar,
+                    )
+                    if args.gate is not None and not manifest.sparse:
+                        say("no neuron of this model is ever zero, so its gates leave none out; --sparsify would")
+                else:
+                    manifest = convert_sparsified(
+                        source,
+                        args.dst,
+                        args.sparsify,
+                        args.text if args.text is not None else sample_text(),
+                        dtype=args.dtype,
+                        encoding=encoding,
+                        resident_encoding=resident_encoding,
+                        source_name=name,
+                        gate=args.gate if args.gate is not None else "resident",
+                        reorder=trace,
+                        progress=bar,
+                        scoring=stack.enter_context(ProgressBar("sparsify", unit="windows")),
+                    )
+                    assert manifest.sparsity is not None
+                    say(sparsity_line(dataclasses.asdict(manifest.sparsity)))
                 if TOKENIZER not in manifest.files:
                     say(f"{source} has no tokenizer: the model takes token ids alone, no text to chat with")
     except KeyboardInterrupt as stop:

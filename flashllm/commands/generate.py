@@ -97,6 +97,7 @@ def _document(
             "model_type": manifest.architecture.model_type,
             "dtype": manifest.dtype,
             "mode": plan.mode,
+            "prompts": model.config.prompts,
         },
         "notices": list(model.notices),
     }

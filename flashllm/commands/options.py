@@ -9,7 +9,7 @@ from typing import Any
 
 from flashllm.base.command_line import number, say, size, whole
 from flashllm.base.text import is_terminal, one_line
-from flashllm.config import BACKENDS, CACHE_POLICIES, MAX_THREADS, MAX_WINDOW, MODES, SPECULATIONS, RunConfig
+from flashllm.config import BACKENDS, CACHE_POLICIES, MAX_THREADS, MAX_WINDOW, MODES, PROMPTS, SPECULATIONS, RunConfig
 
 DEFAULT_IO_THREADS = 32  # paper A, section 4
 
@@ -73,6 +73,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         help="FFN neurons computed: those the predictors name (sparse), those that fire (oracle), all (dense) "
         "(default: sparse; dense for a model whose neurons are never zero)",
     )
+    group.add_argument(
+        "--prompts",
+        choices=PROMPTS,
+        default=PROMPTS[0],
+        help="of more than a few tokens: compute every neuron (dense), or those that the mode names, token by token "
+        "(sparse: slower; scores are then those of the model that generates) (default: %(default)s)",
+    )
     group.add_argument("--threads", metavar="T", type=whole(1, MAX_THREADS), help="compute threads (default: cores)")
     group.add_argument("--buffered", action="store_true", help="read through the page cache instead of directly")
     group.add_argument("--no-checksums", action="store_true", help="do not check the bytes of weights and rows")
@@ -116,6 +123,7 @@ def run_config(args: argparse.Namespace) -> RunConfig:
         cache_policy=args.cache_policy,
         window=args.window,
         mode=args.mode,
+        prompts=args.prompts,
         threads=args.threads,
         io_threads=args.io_threads,
         io_backend=args.io_backend,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,15 +19,18 @@ from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtyp
 from flashllm.base.files import CHUNK_NBYTES
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
-from flashllm.convert.untrained import default_rank, untrained_nbytes
-from flashllm.errors import FormatError, UnsupportedModelError
-from flashllm.format.model_files import checksums_tensor, ffn_tensor
+from flashllm.convert.untrained import coded_gates_nbytes, default_rank, untrained_nbytes
+from flashllm.errors import FormatError, UnsupportedModelError, UsageError
+from flashllm.format.model_files import checksums_tensor, ffn_tensor, gate_tensor
 from flashllm.format.model_files import resident_encoding as stored_as
 from flashllm.format.placed import placed_nbytes
 from flashllm.format.rows import RowEncoding, RowLayout
 from flashllm.format.safetensors import encode_header
 from flashllm.format.trace import Trace
 
+# Where the gates of a gated FFN go: into the neurons' rows, or into memory, where they name the active neurons.
+# With "4bit" they go into the rows, and in 4 bits into memory as predictors.
+GatePlace = Literal["rows", "resident", "4bit"]
 _METADATA = {"format": "pt"}  # transformers asks whose tensors these are
 _CACHE_LINE_NBYTES = 64
 
@@ -70,6 +73,7 @@ class ConversionPlan:
     companions: tuple[Path, ...]  # files to copy
     made: Mapping[str, bytes]  # files to write, by name
     predictor_rank: int = 0  # 0: none are made
+    coded_gates: bool = False  # are the predictors
     reorder: Trace | None = None  # from which the order of the neurons' second copy is learned
 
     @property
@@ -86,6 +90,7 @@ class ConversionPlan:
     def total_nbytes(self) -> int:
         """Bytes of all files but the manifest."""
         predictors = untrained_nbytes(self.architecture, self.predictor_rank) if self.predictor_rank else 0
+        predictors += coded_gates_nbytes(self.architecture) if self.coded_gates else 0
         companions = sum(path.stat().st_size for path in self.companions) + sum(map(len, self.made.values()))
         placed = 0 if self.reorder is None else placed_nbytes(self.layout, self.architecture.num_layers)
         return self.ffn_nbytes + self.resident_nbytes + companions + predictors + placed
@@ -96,7 +101,8 @@ class ConversionPlan:
         source = [str(self.checkpoint.path.resolve()), self.checkpoint.fingerprint()]
         encodings = [self.layout.encoding, self.resident_encoding]
         coded = {"encodings": encodings} if encodings != [self.dtype.name, None] else {}
-        rank = {"predictor_rank": self.predictor_rank} if self.predictor_rank else {}
+        rank: dict[str, Any] = {"predictor_rank": self.predictor_rank} if self.predictor_rank else {}
+        rank |= {"coded_gates": True} if self.coded_gates else {}
         order = {} if self.reorder is None else {"reorder": self.reorder.fingerprint()}
         return {
             "version": flashllm.__version__,
@@ -124,12 +130,13 @@ def plan_conversion(
     encoding: str | None = None,
     resident_encoding: str | None = None,
     predictors: bool = False,
+    gate: GatePlace = "rows",
     reorder: Trace | None = None,
 ) -> ConversionPlan:
     """Decide and check everything. Without a `dtype` the result has the one the checkpoint prefers, or is stored in.
 
     `encoding` of the neurons' rows and `resident_encoding` of the resident matrices are names of `GROUP_CODES`; None:
-    the dtype.
+    the dtype. Resident gates are stored as the rows are. UsageError for a model without the gates that `gate` is about.
 
     FormatError for missing tensors and wrong shapes; UnsupportedModelError for what the architecture's table entry
     does not know, for dtypes other than float32, float16 and bfloat16, and for mixed ones without a `dtype`. The
@@ -146,22 +153,28 @@ def plan_conversion(
     used = [names[name] for name in expected]
     source_dtype = _source_dtype(checkpoint, used, mixed_allowed=dtype is not None)
     target = source_dtype if dtype is None else WEIGHT_DTYPES[dtype]
+    if gate != "rows" and not architecture.gated:
+        raise UsageError(f"{checkpoint.path}: the FFN of this model has no gate, which --gate {gate} needs")
     layout = RowLayout(
         encoding=encoding or target.name,
         d_model=architecture.d_model,
         d_ff=architecture.d_ff,
-        matrices=architecture.matrices,
+        matrices=("up", "down") if gate == "resident" else architecture.matrices,
     )
     entries = [
         _resident_entry(name, names[source], claimed[name].shape, target, resident_encoding)
         for name, source in resident_sources(checkpoint.config).items()
     ]
+    if gate == "resident":
+        for claim in (claimed[gate_tensor(layer)] for layer in layers):
+            entries.append(_resident_entry(claim.name, names[claim.source], claim.shape, target, layout.encoding))
     entries += [
         ResidentEntry(name=checksums_tensor(layer), code="U64", shape=(layout.num_rows,), itemsize=8, layer=layer)
         for layer in layers
     ]
     # Stable: whole cache lines first, so that they all start on one; then wide items, so that all are aligned.
     entries.sort(key=lambda entry: (entry.nbytes % _CACHE_LINE_NBYTES != 0, -entry.itemsize))
+    wants_predictors = predictors and architecture.sparse and gate == "rows"  # other gates name neurons themselves
     companions, made = tuple(checkpoint.companions), dict(checkpoint.made)
     if companions and (tokenizer := make_tokenizer(checkpoint.path, companions)) is not None:
         made[TOKENIZER] = tokenizer
@@ -182,7 +195,8 @@ def plan_conversion(
         resident_header=encode_header([(entry.name, entry.code, entry.shape) for entry in entries], _METADATA),
         companions=companions,
         made=made,
-        predictor_rank=default_rank(architecture.d_model) if predictors and architecture.sparse else 0,
+        predictor_rank=default_rank(architecture.d_model) if wants_predictors else 0,
+        coded_gates=gate == "4bit",
         reorder=reorder,
     )
 

@@ -28,13 +28,13 @@ from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.pieces import read_rows
 from flashllm.convert.placed import permutation_of, write_placed
-from flashllm.convert.plan import ConversionPlan, ResidentEntry, plan_conversion
-from flashllm.convert.untrained import untrained_header, untrained_predictor
+from flashllm.convert.plan import ConversionPlan, GatePlace, ResidentEntry, plan_conversion
+from flashllm.convert.untrained import coded_gate, coded_gates_header, untrained_header, untrained_predictor
 from flashllm.errors import FlashIOError, UnsupportedModelError, UsageError
 from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, FileEntry, Manifest, Source
 from flashllm.format.model_files import FFN, PLACED, PREDICTORS, RESIDENT
 from flashllm.format.partial import PartialDirectory, check_space, open_partial
-from flashllm.format.predictors import predictor_bytes
+from flashllm.format.predictors import margin_above, predictor_bytes
 from flashllm.format.rows import ROW_ENCODINGS, RowEncoding, pack_rows, row_checksums
 from flashllm.format.trace import Trace
 
@@ -48,6 +48,7 @@ def convert(
     resident_encoding: str | None = None,
     source_name: str | None = None,
     predictors: bool = False,
+    gate: GatePlace = "rows",
     reorder: Trace | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
@@ -57,8 +58,10 @@ def convert(
     `GROUP_CODES`) stores the neurons' rows in fewer bits, `resident_encoding` the resident matrices. `source_name` is
     recorded (a hub id), by default the folder's name. With `predictors` untrained ones are made, so that the model can
     be used before better ones are trained (none for activations that are never zero); on one machine they too are the
-    same byte for byte. With `reorder`, a trace of this model, the neurons are written a second time in the order in
-    which they are best read (flashllm/format/placed.py).
+    same byte for byte. With a "resident" `gate` the gates of a gated FFN stay in memory when the model runs, and name
+    the active neurons exactly; rows are shorter by a third, and no predictors are made. With "4bit" the gates are in
+    the rows, and in 4 bits in memory, where they are the predictors. With `reorder`, a trace of this model, the neurons
+    are written a second time in the order in which they are best read (flashllm/format/placed.py).
 
     Works in `dst`.partial, and resumes what it finds there.
     Raises UsageError (`dst` exists, `src` is no checkpoint, the trace is another model's), UnsupportedModelError,
@@ -76,6 +79,7 @@ def convert(
             resident_encoding=resident_encoding,
             source_name=name,
             predictors=predictors,
+            gate=gate,
             reorder=reorder,
             progress=progress,
         )
@@ -90,6 +94,7 @@ def convert_checkpoint(
     resident_encoding: str | None = None,
     source_name: str,
     predictors: bool = False,
+    gate: GatePlace = "rows",
     reorder: Trace | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
@@ -101,6 +106,7 @@ def convert_checkpoint(
         encoding=encoding,
         resident_encoding=resident_encoding,
         predictors=predictors,
+        gate=gate,
         reorder=reorder,
     )
     with new_model_directory(dst, plan.identity(), plan.total_nbytes) as partial:
@@ -169,7 +175,7 @@ class _Conversion:
             with HashingWriter(self._partial.path / name) as writer:
                 self._write(writer, name, memoryview(content))
                 self._files[name] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
-        if self._plan.predictor_rank:
+        if self._plan.predictor_rank or self._plan.coded_gates:
             self._write_predictors(self._plan.predictor_rank)
         if self._plan.reorder is not None:
             self._write_placed(self._plan.reorder)
@@ -310,8 +316,11 @@ class _Conversion:
         norm = plan.block.ffn_input_norm
         driver = "gate" if plan.architecture.gated else "up"
         with HashingWriter(self._partial.path / PREDICTORS) as writer:
-            header = untrained_header(plan.architecture, rank, self._files[FFN].sha256)
-            self._write(writer, PREDICTORS, memoryview(header))
+            sha256 = self._files[FFN].sha256
+            if plan.coded_gates:
+                self._write(writer, PREDICTORS, memoryview(coded_gates_header(plan.architecture, sha256)))
+            else:
+                self._write(writer, PREDICTORS, memoryview(untrained_header(plan.architecture, rank, sha256)))
             for layer in range(plan.architecture.num_layers):
                 rows_of = self._rows_of(plan.matrix_claim(driver, layer))
 
@@ -322,12 +331,14 @@ class _Conversion:
                         count = min(layout.stream_block_rows, layout.d_ff - first)
                         yield cast(rows_of(first, count), plan.dtype, WEIGHT_DTYPES["float32"])
 
+                bias, (norm_weight, norm_bias) = self._driver_bias(layer, driver), self._norm(layer, norm)
+                if plan.coded_gates:
+                    codes, margin = coded_gate(blocks, bias, norm_weight, norm_bias, d_model=layout.d_model)
+                    for stored in (margin_above(margin), codes):
+                        self._write(writer, PREDICTORS, stored.reshape(-1).view(np.uint8).data)
+                    continue
                 predictor, threshold = untrained_predictor(
-                    blocks,
-                    self._driver_bias(layer, driver),
-                    *self._norm(layer, norm),
-                    d_model=layout.d_model,
-                    rank=rank,
+                    blocks, bias, norm_weight, norm_bias, d_model=layout.d_model, rank=rank
                 )
                 for array in predictor_bytes(predictor.a, predictor.b, predictor.bias, threshold):
                     self._write(writer, PREDICTORS, array.data)

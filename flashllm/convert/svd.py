@@ -113,6 +113,20 @@ def root_of_covariance(covariance: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(vectors * np.sqrt(np.maximum(values, floor)))
 
 
+def missed_share(
+    mean: NDArray[np.float64], deviation: NDArray[np.float64], error: NDArray[np.float64], margin: float
+) -> float:
+    """The expected share of firings that are missed where logits of this mean and deviation [neurons] are known up to
+    an error of deviation `error`, and neurons are named above -margin."""
+    logits = mean[:, None] + deviation[:, None] * _NODES
+    firing = np.where(logits > 0, _WEIGHTS, 0.0)
+    total = float(firing.sum())
+    if total <= 0.0:  # a layer that cannot fire
+        return 0.0
+    missed = normal_cdf(-(logits + margin) / np.maximum(error, 1e-30)[:, None])
+    return float((firing * missed).sum()) / total
+
+
 def normal_cdf(x: NDArray[np.float64]) -> NDArray[np.float64]:
     """The standard normal distribution function, to 1e-7 (Abramowitz and Stegun 26.2.17)."""
     t = 1.0 / (1.0 + 0.2316419 * np.abs(x))

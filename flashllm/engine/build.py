@@ -22,7 +22,16 @@ from flashllm.engine.resident import Tensors, read_tensors
 from flashllm.engine.trace_feed import TraceFeed
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import FFN, PLACED, PREDICTORS, RESIDENT, TRACE, checksums_tensor, ffn_tensor
+from flashllm.format.model_files import (
+    FFN,
+    PLACED,
+    PREDICTORS,
+    RESIDENT,
+    TRACE,
+    checksums_tensor,
+    ffn_tensor,
+    gate_tensor,
+)
 from flashllm.format.placed import read_places
 from flashllm.format.predictors import PREFETCH
 from flashllm.format.rows import PAGE_NBYTES
@@ -79,8 +88,12 @@ class _Builder:
         dense = self._plan.mode == "dense"
         ffns = [] if dense else self._build_ffns(tensors, checksums, offsets)
         trace = None
+        if self._manifest.resident_gate:
+            for ffn in ffns:
+                ffn.predict_by_gate()
         if self._sparse:
-            self._load_predictors(ffns)
+            if PREDICTORS in self._manifest.files:
+                self._load_predictors(ffns)
             if TRACE in self._manifest.files:
                 trace = TraceFeed(self._path / TRACE, self._manifest, ffns, window=self._plan.memory.window)
                 self._notices.append(trace.notice)
@@ -195,6 +208,7 @@ class _Builder:
                 down=down,
                 activation=cast(Any, manifest.architecture.activation),
                 activation_threshold=self._model.block.layer(layer).activation_threshold,
+                activation_cut=self._model.block.layer(layer).activation_cut,
                 cache_policy=cast(Any, memory.cache_policy if ablation.cached else "none"),
                 window=memory.window,
                 popularity=None if popularity is None else popularity[layer],
@@ -202,6 +216,7 @@ class _Builder:
                 row_of=None if places is None else places[layer],
                 up_bias=bias(layer, "up"),
                 gate_bias=bias(layer, "gate"),
+                gate_matrix=tensors.get(gate_tensor(layer)),
                 down_bias=bias(layer, "down"),
                 checksums=checksums[layer],
                 rows=self._cache[int(starts[layer]) : int(starts[layer + 1])],
@@ -230,6 +245,10 @@ class _Builder:
         tensors = self._read(PREDICTORS)
 
         def install(layer: int, kind: str, buffer: _core.Prefetch | None) -> None:
+            if not kind and f"layers.{layer}.gate" in tensors:
+                gate, margin = tensors[f"layers.{layer}.gate"], tensors[f"layers.{layer}.margin"]
+                ffns[layer].set_coded_gate(gate, float(margin.item()))
+                return
             names = {part: f"layers.{layer}.{kind}{part}" for part in ("a", "b", "bias", "threshold")}
             ffns[layer].set_predictor(
                 tensors[names["a"]],
@@ -241,8 +260,9 @@ class _Builder:
                 buffer,
             )
 
-        for layer in range(len(ffns)):
-            install(layer, "", None)
+        if not self._manifest.resident_gate:  # it names them itself
+            for layer in range(len(ffns)):
+                install(layer, "", None)
         if not self._plan.prefetch:
             return
         # Layers that follow each other read into two buffers in turn: one is used while the other fills.

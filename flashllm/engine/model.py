@@ -2,9 +2,11 @@
 
 A pass takes the new tokens of several sequences. Sequences with at most K0 new tokens each (the manifest's
 `sparse_prefill_tokens`) compute the neurons that the mode names; longer prompts compute all of them, in products of
-many tokens (design contract 2). What a sequence gets never depends on what else is in the pass.
+many tokens (design contract 2). With `RunConfig.prompts` "sparse" there is no K0: prompts are computed as the mode
+computes single tokens. What a sequence gets never depends on what else is in the pass.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -84,7 +86,7 @@ class Model(OneProcess):
     @property
     def few_tokens(self) -> int:
         """K0: up to so many new tokens of a sequence, its pass is the mode's; beyond, a prompt's."""
-        return self.manifest.sparse_prefill_tokens
+        return sys.maxsize if self.config.prompts == "sparse" else self.manifest.sparse_prefill_tokens
 
     @property
     def most_drafted(self) -> int:
@@ -148,8 +150,9 @@ class Model(OneProcess):
         [ids, vocab], after every token. Where it raises (Cancelled, ContextFull, FlashIOError, ChecksumError,
         FormatError, UsageError, KeyboardInterrupt), every sequence holds what it held before. With `as_prompt`, or an
         `observer`, every sequence's pass is a prompt's, however few its tokens: so a prompt that comes in pieces gets
-        the bits it would get in one. The last `drafted` ids of a pass of one sequence are guesses, at most
-        `most_drafted`: the neuron caches learn nothing from them until `accept` says which were right.
+        the bits it would get in one. (With sparse prompts it does so anyway, and `as_prompt` changes nothing.) The last
+        `drafted` ids of a pass of one sequence are guesses, at most `most_drafted`: the neuron caches learn nothing
+        from them until `accept` says which were right.
         """
         parts = self.parts
         if drafted and (len(entries) != 1 or as_prompt or observer is not None or drafted > self.most_drafted):
@@ -162,6 +165,7 @@ class Model(OneProcess):
             self._memory.claim({sequence.number: sequence.blocks_with(len(ids)) for sequence, ids in entries})
             self._drafting = entries[0][0] if drafted else None
             try:
+                as_prompt = as_prompt and self.config.prompts == "dense"
                 few_tokens = 0 if as_prompt or observer is not None else self.few_tokens
                 return self._run(parts, entries, few_tokens, all_logits=all_logits, observer=observer, drafted=drafted)
             except BaseException:

@@ -1,6 +1,7 @@
 """What a model directory is, in numbers, from its manifest, config and headers alone. Loads and hashes nothing."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,11 @@ def inspect(path: Path) -> dict[str, Any]:
         "rows": {**manifest.to_json()["rows"], "layer_nbytes": layout.layer_nbytes},
         "stream_block_rows": manifest.stream_block_rows,
         "predictors": predictors,
+        "sparsity": manifest.to_json().get("sparsity"),
+        "resident_gate_nbytes": manifest.resident_gate_nbytes,
         "calibration": calibration,
         "permutation": manifest.to_json()["permutation"],
-        "modes": list(MODES) if architecture.sparse else ["dense"],
+        "modes": list(MODES) if manifest.sparse else ["dense"],
         "context": model.block.context,
         "kv_nbytes_per_token": kv_nbytes,
         "minimum_nbytes": sum(needs.values()),
@@ -71,6 +74,16 @@ def _predictors(path: Path, manifest: Manifest) -> dict[str, Any] | None:
     ranks = predictor_ranks(path / PREDICTORS, manifest)
     nbytes = sum(info.nbytes for info in read_header(path / PREDICTORS).tensors.values())
     return {"ranks": ranks, "nbytes": nbytes}
+
+
+def sparsity_line(sparsity: Mapping[str, Any]) -> str:
+    """What cuts on the gate's activation do and cost, of the values of `Sparsity`."""
+    change = sparsity["perplexity"] / sparsity["dense_perplexity"] - 1
+    return (
+        f"{sparsity['zeros']:.0%} of the neurons are zero by thresholds on the gate; perplexity "
+        f"{sparsity['dense_perplexity']:.2f} -> {sparsity['perplexity']:.2f} ({change:+.1%}) on "
+        f"{sparsity['scored_tokens']} tokens of {sparsity['text']}"
+    )
 
 
 def format_inspection(facts: dict[str, Any]) -> str:
@@ -96,10 +109,15 @@ def format_inspection(facts: dict[str, Any]) -> str:
         ("needs at least", f"about {format_size(facts['minimum_nbytes'])}; `flashllm plan` says what a limit gives"),
     ]
     text = dict(lines)
-    if predictors is not None:
+    if facts["resident_gate_nbytes"]:
+        text["predictors"] = f"the gate itself, resident: exact, {format_size(facts['resident_gate_nbytes'])}"
+    elif predictors is not None:
         low, high = min(predictors["ranks"]), max(predictors["ranks"])
         ranks = f"rank {low}" if low == high else f"ranks {low} to {high}"
+        ranks = ranks if high else "the gate in 4 bits"
         text["predictors"] = f"{ranks}, {format_size(predictors['nbytes'])}"
+    if facts["sparsity"] is not None:
+        text["sparsity"] = sparsity_line(facts["sparsity"])
     if facts["calibration"] is not None:
         calibration = facts["calibration"]
         active = sum(calibration["mean_active"]) / len(calibration["mean_active"]) / architecture["d_ff"]

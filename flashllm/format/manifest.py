@@ -1,11 +1,13 @@
 """`flashllm.json`: what a model directory holds, in one checked value. The format:
 
- 1. a JSON object with exactly the keys of `Manifest` (and of the values in it); unknown keys are errors;
+ 1. a JSON object with exactly the keys of `Manifest` (and of the values in it), but that `sparsity` is there only where
+    the model has it; unknown keys are errors;
  2. `files` lists every file but the manifest, each directly in the directory, no symbolic link, with size and SHA-256;
  3. it is written last and replaced atomically: a directory without it is not a model;
- 4. another `format_version` is refused: a higher one asks for a newer flashllm, a lower one for a new conversion.
+ 4. rows of a gated FFN hold up, gate and down; or up and down, and then the gate matrices are resident tensors;
+ 5. another `format_version` is refused: a higher one asks for a newer flashllm, a lower one for a new conversion.
     Version 2 named the resident tensors canonically (flashllm/arch/spec.py);
- 5. `sha256` is the hash of all that, as JSON with sorted keys and no spaces. Directories from before it have none.
+ 6. `sha256` is the hash of all that, as JSON with sorted keys and no spaces. Directories from before it have none.
 
 Checks are cheap: sizes and headers, never the hash of a file (that is `verify`). Knows no weights.
 """
@@ -24,7 +26,7 @@ from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 from flashllm.arch.registry import resident_shapes, resolve
-from flashllm.arch.spec import Architecture
+from flashllm.arch.spec import Architecture, check_number
 from flashllm.base.checks import check_file_name, check_int, check_keys, check_list, check_str
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import (
@@ -48,6 +50,7 @@ from flashllm.format.model_files import (
     check_placed_header,
     check_resident_header,
     check_resident_tensors,
+    gate_tensor,
 )
 from flashllm.format.predictors import PREFETCH, check_predictors_header
 from flashllm.format.rows import RowLayout
@@ -111,6 +114,29 @@ class Permutation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sparsity:
+    """Neurons whose gate's activation is of a smaller magnitude than their layer's cut count as zero (Lee et al., 2024:
+    CATS), and what that cost on the text where it was measured."""
+
+    share: float  # of zeros that was asked for
+    cuts: tuple[float, ...]  # of each layer
+    zeros: float  # share of neurons that were zero
+    perplexity: float
+    dense_perplexity: float  # without the cuts
+    scored_tokens: int
+    text: str
+
+    def __post_init__(self) -> None:
+        check_str("text", self.text, 10_000)
+        check_int("scored_tokens", self.scored_tokens, 1, 2**63 - 1)
+        for name in ("share", "zeros", "perplexity", "dense_perplexity"):
+            check_number(name, getattr(self, name))
+        for cut in self.cuts:
+            if check_number("cuts", cut) < 0:
+                raise ValueError(f"cuts must be numbers from 0, not {cut}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Where the weights came from: a folder's or hub repository's name, and their dtype there."""
 
@@ -135,6 +161,7 @@ class Manifest:
     resident_encoding: str | None = None  # of the resident matrices, where it is in groups
     permutation: Permutation | None = None
     calibration: Calibration | None = None
+    sparsity: Sparsity | None = None
     sparse_prefill_tokens: int = 8  # prompts of at most this many new tokens use the predictor
     prefill_block_tokens: int = 256  # a longer prompt is computed in blocks of so many tokens
     stream_block_rows: int  # neurons of one dense FFN product
@@ -151,8 +178,8 @@ class Manifest:
             raise ValueError(
                 f"resident_encoding must be one of {', '.join(GROUP_CODES)}, not {str(self.resident_encoding)[:80]!r}"
             )
-        expected = (self.architecture.d_model, self.architecture.d_ff, self.architecture.matrices)
-        if (self.rows.d_model, self.rows.d_ff, self.rows.matrices) != expected:
+        fits = (self.rows.d_model, self.rows.d_ff) == (self.architecture.d_model, self.architecture.d_ff)
+        if not fits or (self.rows.matrices != self.architecture.matrices and not self.resident_gate):
             raise ValueError(f"rows of {self.rows} do not belong to the architecture {self.architecture}")
         if len(self.files) > _MAX_FILES:
             raise ValueError(f"files has {len(self.files)} entries; at most {_MAX_FILES} are allowed")
@@ -167,10 +194,32 @@ class Manifest:
             raise ValueError(f"permutation and {PLACED} belong together; one of them is missing")
         if self.calibration is not None and len(self.calibration.req) != self.architecture.num_layers:
             raise ValueError(f"calibration has {len(self.calibration.req)} layers, not {self.architecture.num_layers}")
+        if self.sparsity is not None:
+            if len(self.sparsity.cuts) != self.architecture.num_layers:
+                raise ValueError(f"sparsity has {len(self.sparsity.cuts)} layers, not {self.architecture.num_layers}")
+            if not self.architecture.gated:
+                raise ValueError("sparsity is of gates, and this FFN has none")
         check_int("sparse_prefill_tokens", self.sparse_prefill_tokens, 0, 2**20)
         check_int("prefill_block_tokens", self.prefill_block_tokens, 1, 2**20)
         check_int("stream_block_rows", self.stream_block_rows, 1, self.rows.num_rows)
         object.__setattr__(self, "files", MappingProxyType(dict(self.files)))
+
+    @property
+    def sparse(self) -> bool:
+        """Whether most neurons are exactly zero for a token, so that modes sparse and oracle make sense."""
+        return self.architecture.sparse or self.sparsity is not None
+
+    @property
+    def resident_gate(self) -> bool:
+        """Whether the gate of a gated FFN is resident, and its product names the active neurons exactly."""
+        return self.architecture.gated and "gate" not in self.rows.matrices
+
+    @property
+    def resident_gate_nbytes(self) -> int:
+        """Bytes of the resident gates of all layers; 0 where the rows hold them."""
+        if not self.resident_gate:
+            return 0
+        return self.architecture.num_layers * self.rows.d_ff * self.rows.vector_items * self.rows.itemsize
 
     @classmethod
     def load(cls, directory: Path, *, check_files: bool = True) -> Self:
@@ -202,7 +251,7 @@ class Manifest:
     @classmethod
     def _from_json(cls, value: Any) -> Self:
         if isinstance(value, dict):
-            value = {"resident_encoding": None, **value}  # written only where there is one
+            value = {"resident_encoding": None, "sparsity": None, **value}  # written only where there is one
         fields = _fields(cls, value, "the manifest")
         architecture = _build(Architecture, fields["architecture"], "architecture")
         rows = check_keys(fields["rows"], _ROW_KEYS, "rows")
@@ -220,6 +269,10 @@ class Manifest:
             parts = _fields(Calibration, calibration, "calibration")
             lists = {name: tuple(check_list(parts[name], name)) for name in ("mean_active", "req")}
             calibration = Calibration(**{**parts, **lists})
+        sparsity = fields["sparsity"]
+        if sparsity is not None:
+            parts = _fields(Sparsity, sparsity, "sparsity")
+            sparsity = Sparsity(**{**parts, "cuts": tuple(check_list(parts["cuts"], "cuts"))})
         permutation = fields["permutation"]
         if permutation is not None:
             permutation = _build(Permutation, permutation, "permutation")
@@ -229,7 +282,7 @@ class Manifest:
         entries = {name: _build(FileEntry, entry, f"files {name[:80]!r}") for name, entry in files.items()}
         source = _build(Source, fields["source"], "source")
         parsed = {"architecture": architecture, "rows": layout, "calibration": calibration, "files": entries}
-        return cls(**{**fields, **parsed, "permutation": permutation, "source": source})
+        return cls(**{**fields, **parsed, "permutation": permutation, "sparsity": sparsity, "source": source})
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object, in the order of the written file."""
@@ -245,6 +298,7 @@ class Manifest:
             "files": {name: dataclasses.asdict(self.files[name]) for name in sorted(self.files)},
             "permutation": None if self.permutation is None else dataclasses.asdict(self.permutation),
             "calibration": None if self.calibration is None else dataclasses.asdict(self.calibration),
+            **({} if self.sparsity is None else {"sparsity": dataclasses.asdict(self.sparsity)}),
             "sparse_prefill_tokens": self.sparse_prefill_tokens,
             "prefill_block_tokens": self.prefill_block_tokens,
             "stream_block_rows": self.stream_block_rows,
@@ -288,7 +342,10 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
     check_ffn_header(read_header(directory / FFN), manifest.rows, num_layers)
     resident = read_header(directory / RESIDENT)
     check_resident_header(resident, manifest.rows, num_layers)
-    check_resident_tensors(resident, resident_shapes(config), manifest.dtype, manifest.resident_encoding)
+    shapes = resident_shapes(config)
+    if manifest.resident_gate:
+        shapes |= {gate_tensor(layer): (manifest.rows.d_ff, manifest.rows.d_model) for layer in range(num_layers)}
+    check_resident_tensors(resident, shapes, manifest.dtype, manifest.resident_encoding, manifest.rows.encoding)
     if PLACED in manifest.files:
         check_placed_header(read_header(directory / PLACED), manifest.rows, num_layers)
     if PREDICTORS in manifest.files:
@@ -330,6 +387,14 @@ def install_predictors(directory: Path, path: Path, calibration: Calibration | N
     path = Path(path)
     predictor_ranks(path, Manifest.load(Path(directory)))
     return install_file(directory, PREDICTORS, iterate_chunks(path), check=predictor_ranks, calibration=calibration)
+
+
+def change_manifest(directory: Path, **changes: Any) -> Manifest:
+    """Put `changes` into the manifest of a model directory; the new manifest."""
+    with locked_directory(directory, f"{directory}: another process is changing this model; try again later"):
+        manifest = dataclasses.replace(Manifest.load(directory), **changes)
+        manifest.save(directory)
+        return manifest
 
 
 def install_file(

@@ -4,6 +4,7 @@ Holds what the small files say; reads no weights and keeps nothing open. `Compan
 template, configs) and checks them on the way.
 """
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype
 from flashllm.base.files import parse_json_object, read_bounded
 from flashllm.errors import ChecksumError
-from flashllm.format.manifest import MANIFEST, FileEntry, Manifest, open_model_dir
+from flashllm.format.manifest import MANIFEST, FileEntry, Manifest, Sparsity, open_model_dir
 from flashllm.format.model_files import CONFIG, GENERATION_CONFIG
 
 _MAX_JSON_NBYTES = 64 * 2**20
@@ -96,9 +97,14 @@ class ModelDir:
             path=path,
             manifest=manifest,
             config=MappingProxyType(config),
-            block=block_spec(config),
+            block=_with_cuts(block_spec(config), manifest),
             generation_config=MappingProxyType(files.read_json_object(GENERATION_CONFIG) or {}),
         )
+
+    def with_sparsity(self, sparsity: Sparsity | None) -> Self:
+        """The same directory as if its manifest said so."""
+        manifest = dataclasses.replace(self.manifest, sparsity=sparsity)
+        return dataclasses.replace(self, manifest=manifest, block=_with_cuts(block_spec(self.config), manifest))
 
     @property
     def architecture(self) -> Architecture:
@@ -114,3 +120,12 @@ class ModelDir:
     def kv_nbytes_per_token(self) -> int:
         """Bytes of keys and values of one token over all layers."""
         return self.block.kv_nbytes_per_token(self.architecture.num_layers, self.dtype.itemsize)
+
+
+def _with_cuts(block: BlockSpec, manifest: Manifest) -> BlockSpec:
+    if manifest.sparsity is None:
+        return block
+    layers = [
+        dataclasses.replace(block.layer(index), activation_cut=cut) for index, cut in enumerate(manifest.sparsity.cuts)
+    ]
+    return dataclasses.replace(block, layers=tuple(layers))

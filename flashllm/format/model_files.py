@@ -38,14 +38,22 @@ def checksums_tensor(layer: int) -> str:
     return f"{_OWN_PREFIX}layers.{layer}.checksums"
 
 
-def resident_encoding(name: str, dtype: str, matrices: str | None) -> RowEncoding:
+def gate_tensor(layer: int) -> str:
+    """Name of a layer's gate matrix in `resident.safetensors`, of models whose rows hold none."""
+    return f"layers.{layer}.gate.weight"
+
+
+def resident_encoding(name: str, dtype: str, matrices: str | None, rows: str | None = None) -> RowEncoding:
     """How a resident tensor is stored: matrices that tokens are multiplied by, and the embedding, as `matrices` says.
 
-    `dtype`: the model's, of everything else; of the matrices too where `matrices` is None.
+    `dtype`: the model's, of everything else; of the matrices too where `matrices` is None. `rows`: of resident gates,
+    which are stored as the neurons' rows are.
     """
     owner, _, part = name.rpartition(".")
-    is_matrix = part == "weight" and owner.rpartition(".")[2] in _CODED
-    return ROW_ENCODINGS[matrices if matrices is not None and is_matrix else dtype]
+    matrix = owner.rpartition(".")[2] if part == "weight" else ""
+    if matrix == "gate" and rows is not None:
+        return ROW_ENCODINGS[rows]
+    return ROW_ENCODINGS[matrices if matrices is not None and matrix in _CODED else dtype]
 
 
 def check_ffn_header(header: SafetensorsHeader, layout: RowLayout, num_layers: int) -> None:
@@ -79,11 +87,15 @@ def check_resident_header(header: SafetensorsHeader, layout: RowLayout, num_laye
 
 
 def check_resident_tensors(
-    header: SafetensorsHeader, shapes: Mapping[str, tuple[int, ...]], dtype: str, matrices: str | None
+    header: SafetensorsHeader,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    matrices: str | None,
+    rows: str | None = None,
 ) -> None:
     """Of weights, `resident.safetensors` holds exactly these, stored by `resident_encoding`. FormatError otherwise."""
     for name, shape in shapes.items():
-        encoding = resident_encoding(name, dtype, matrices)
+        encoding = resident_encoding(name, dtype, matrices, rows)
         _expect(header, name, encoding.safetensors_dtype, (*shape[:-1], encoding.vector_items(shape[-1])))
     unknown = sorted(name for name in header.tensors if name not in shapes and not name.startswith(_OWN_PREFIX))
     if unknown:

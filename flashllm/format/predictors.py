@@ -7,7 +7,10 @@
     a weight is its code times its row's scale; codes are -127 to 127, scales at least 2^-14;
  4. a layer from 1 on may have a second predictor, `layers.N.early_a` and so on by the same rules: it names the active
     neurons of layer N from the FFN input of layer N - 1, so that their rows can be prefetched. Any layer may lack it;
- 5. tensors start at multiples of their element's size; there is nothing else.
+ 5. in the place of rule 2's tensors a layer of a gated FFN may have its gate in 4 bits: `layers.N.gate` U8 [d_ff, bytes
+    of a row], coded as `GATE_CODE` says (flashllm/base/group_codes.py), and `layers.N.margin` F16 [1]. Named are the
+    neurons that fire for some gate value within the margin of the coded product; the gate in the neuron's row decides;
+ 6. tensors start at multiples of their element's size; there is nothing else.
 
 Plain numpy; opens no files.
 """
@@ -19,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm.base.group_codes import GROUP_CODES
 from flashllm.errors import FormatError
 from flashllm.format.model_files import PREDICTOR_METADATA
 from flashllm.format.rows import RowLayout
@@ -28,6 +32,9 @@ BITS = (8, 16)
 PREFETCH = "early_"  # before the names of a second predictor's tensors: the format keeps the older word
 _LARGEST_CODE = 127
 _SMALLEST_SCALE = 2.0**-14  # below, fp16 has fewer digits, and coding twice would not give the same codes
+
+
+GATE_CODE = GROUP_CODES["int4_64"]  # of gates in 4 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +62,24 @@ def code_rows(matrix: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np
     above = np.nextafter(scale, np.float16(np.inf))
     scale = np.where(scale.astype(np.float32) < exact, above, scale)  # so that no code exceeds the largest
     return np.rint(matrix / scale.astype(np.float32)[:, None]).astype(np.int8), scale
+
+
+def gate_entries(layer: int, d_model: int, d_ff: int) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype, shape) of the margin and the codes of a layer's gate in 4 bits, in the order of a file."""
+    start = f"layers.{layer}."
+    return [(f"{start}margin", "F16", (1,)), (f"{start}gate", "U8", (d_ff, GATE_CODE.vector_nbytes(d_model)))]
+
+
+def gates_header(num_layers: int, d_model: int, d_ff: int, model_sha256: str, metadata: Mapping[str, str]) -> bytes:
+    """Header of a file of gates in 4 bits; its length does not depend on `model_sha256`."""
+    tensors = [entry for layer in range(num_layers) for entry in gate_entries(layer, d_model, d_ff)]
+    return encode_header(tensors, {**PREDICTOR_METADATA, "model_sha256": model_sha256, **metadata})
+
+
+def margin_above(value: float) -> NDArray[np.float16]:
+    """[1]: the least margin a file can hold that is not below `value`."""
+    stored = np.array([min(value, 65504.0)], np.float16)
+    return np.where(stored.astype(np.float64) < value, np.nextafter(stored, np.float16(np.inf)), stored).astype("<f2")
 
 
 def stored_values(matrix: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
@@ -118,7 +143,8 @@ def encode_predictors(
 def check_predictors_header(
     header: SafetensorsHeader, layout: RowLayout, num_layers: int, model_sha256: str
 ) -> list[int]:
-    """The ranks by layer. FormatError for predictors of another model, or other tensors or shapes than theirs."""
+    """The ranks by layer, 0 where it is the gate in 4 bits. FormatError for predictors of another model, or other
+    tensors or shapes than theirs."""
     metadata = header.metadata
     if any(metadata.get(key) != value for key, value in PREDICTOR_METADATA.items()):
         raise FormatError(f"{header.path}: is not a predictor file of version {PREDICTOR_METADATA['version']}")
@@ -128,6 +154,12 @@ def check_predictors_header(
     known: set[str] = set()
     for layer in range(num_layers):
         for kind in ("", PREFETCH):
+            if not kind and f"layers.{layer}.gate" in header.tensors and "gate" in layout.matrices:
+                for entry in gate_entries(layer, layout.d_model, layout.d_ff):
+                    _expect(header, *entry)
+                    known.add(entry[0])
+                ranks.append(0)
+                continue
             start = f"layers.{layer}.{kind}"
             first = header.tensors.get(f"{start}a")
             if kind and (first is None or layer == 0):

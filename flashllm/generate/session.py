@@ -242,7 +242,7 @@ class Session:
         meter.restart()
         self._computed = reused
         sequence.truncate(reused)
-        dense = as_prompt or len(pending) > self.model.manifest.sparse_prefill_tokens
+        dense = as_prompt or len(pending) > self.model.few_tokens
         logits, scores = self._compute_prompt(sequence, pending, as_prompt=as_prompt, scored=scored, dense=dense)
         self._tokens = context + array("q", new_ids)
         self._computed = len(self._tokens)  # last: after an interrupt in between it is too small, which costs only time
@@ -306,8 +306,8 @@ class Session:
             if as_prompt:
                 return self.model.step([(sequence, ids)], as_prompt=True)[0], None
             return self.model.step([(sequence, ids)])[0], None
-        # In pieces, so that the logits stay few; computed as a prompt, the pieces have the bits of the whole.
-        size = max(1, _SCORED_NBYTES // (4 * self.model.vocab_size)) if dense else len(ids)
+        # In pieces, so that the logits stay few; computed alike, the pieces have the bits of the whole.
+        size = max(1, _SCORED_NBYTES // (4 * self.model.vocab_size))
         scores: list[TokenLogprobs] = []
         for start in range(0, len(ids), size):
             piece = ids[start : start + size]

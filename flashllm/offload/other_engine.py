@@ -49,7 +49,7 @@ def latency_engine(
         return None
     try:
         model = ModelDir.open(path)
-        mode = "sparse" if model.architecture.sparse else "dense"
+        mode = "sparse" if model.manifest.sparse else "dense"
         context = workload.full_context if workload.full_context < model.block.context else None
         config = RunConfig(memory=memory, mode=mode, context=context, store=store)  # type: ignore[arg-type]
         plan = resolve(config, model, available=available_nbytes(), process=process_nbytes())

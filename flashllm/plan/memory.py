@@ -50,6 +50,7 @@ class MemoryPlan:
     limit_is_given: bool
     process: int  # interpreter and libraries
     resident: int
+    gates: int  # those that are resident
     predictors: int
     staging: int
     workspace: int
@@ -70,7 +71,7 @@ class MemoryPlan:
     @property
     def fixed_nbytes(self) -> int:
         """All but the KV cache and the neuron cache."""
-        return self.process + self.resident + self.predictors + self.staging + self.workspace
+        return self.process + self.resident + self.gates + self.predictors + self.staging + self.workspace
 
     @property
     def context_blocks(self) -> int:
@@ -124,6 +125,7 @@ class MemoryPlan:
         fixed = [
             ("interpreter and libraries", self.process),
             ("resident weights", self.resident),
+            *([("gates", self.gates)] if self.gates else []),
             ("predictors", self.predictors),
             ("staging for reads", self.staging),
             ("workspace", self.workspace),
@@ -144,6 +146,7 @@ class MemoryPlan:
             "minimum_bytes": self.minimum_nbytes,
             "process_bytes": self.process,
             "resident_bytes": self.resident,
+            "gate_bytes": self.gates,
             "predictor_bytes": self.predictors,
             "staging_bytes": self.staging,
             "workspace_bytes": self.workspace,
@@ -272,7 +275,8 @@ def plan_memory(
         "limit_nbytes": limit if limit is not None else (process + available) * 4 // 5,
         "limit_is_given": limit is not None,
         "process": process + LIBRARY_GROWTH,
-        "resident": manifest.files[RESIDENT].nbytes + _places_nbytes(manifest),
+        "resident": manifest.files[RESIDENT].nbytes - manifest.resident_gate_nbytes + _places_nbytes(manifest),
+        "gates": manifest.resident_gate_nbytes,
         "predictors": manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files and not dense else 0,
         "staging": ((1 + READ_AHEAD) * manifest.stream_block_rows + 2 * prefetch_rows) * rows.stride
         + _bounce_nbytes(rows.stride, io_threads + min(io_threads, STREAM_THREADS))
@@ -344,7 +348,7 @@ def _workspace_nbytes(manifest: Manifest, block: BlockSpec, context: int, verifi
     multiplied by; attention scores of a token; logits."""
     tokens = min(context, manifest.prefill_block_tokens)
     hidden = (9 if block.parallel else 8) * block.d_model + 2 * block.embed_dim + 3 * block.query_dim + 4 * block.kv_dim
-    products = (len(manifest.rows.matrices) - 1) * manifest.stream_block_rows
+    products = (len(manifest.architecture.matrices) - 1) * manifest.stream_block_rows
     scores = block.heads * context
     logits = (_LOGITS_ROWS + 2 * (verified - 1)) * block.vocab_size  # the pass's, and those of the one before
     return 4 * (tokens * (hidden + products) + scores + logits)

@@ -14,7 +14,7 @@ from flashllm.device.store import device_store_path
 from flashllm.errors import UsageError
 from flashllm.format.manifest import has_prefetch_predictors
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import PREDICTORS
+from flashllm.format.model_files import PREDICTORS, TRACE
 from flashllm.format.popularity import Popularity, read_popularity
 from flashllm.plan.activity import from_shares
 from flashllm.plan.latency import dense_token, prefetch_pays, product_nbytes
@@ -48,8 +48,11 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         FormatError, FlashIOError: the popularity file is damaged or cannot be read.
     """
     notices: list[str] = []
-    mode: Mode = config.mode if config.mode is not None else "sparse" if model.architecture.sparse else "dense"
+    mode: Mode = config.mode if config.mode is not None else "sparse" if model.manifest.sparse else "dense"
     check_mode(mode, model)
+    if config.prompts == "sparse":
+        _check_sparse_prompts(mode, model)
+        notices.append(f"prompts are computed as mode {mode} computes single tokens, not densely")
     if config.mode is None and mode == "dense":
         notices.append(
             f"no neuron of this model is ever exactly zero ({model.architecture.activation}), so none can be left out: "
@@ -110,6 +113,15 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
     )
 
 
+def _check_sparse_prompts(mode: Mode, model: ModelDir) -> None:
+    if mode == "dense":
+        raise UsageError(
+            f"{model.path}: --prompts sparse needs mode sparse or oracle; in mode dense every neuron counts"
+        )
+    if TRACE in model.manifest.files:
+        raise UsageError(f"{model.path}: a trace says which neurons are active, so --prompts sparse has no meaning")
+
+
 def _streaming(model: ModelDir, memory: MemoryPlan, costs: DeviceCosts | None) -> list[str]:
     """What a dense run whose neurons do not fit should expect of every token; nothing where they all fit."""
     token = dense_token(model, memory, costs=costs, resident_nbytes=product_nbytes(model))
@@ -127,12 +139,13 @@ def check_mode(mode: Mode, model: ModelDir) -> None:
     """UsageError, saying what to do, where `model` cannot run in `mode`."""
     if mode == "dense":
         return
-    if not model.architecture.sparse:
+    if not model.manifest.sparse:
+        other = ", or convert it again with --sparsify, which costs quality" if model.architecture.gated else ""
         raise UsageError(
             f"{model.path}: mode {mode} needs an activation of the ReLU family, zero for most neurons; "
-            f"this model's is {model.architecture.activation}: use --mode dense"
+            f"this model's is {model.architecture.activation}: use --mode dense{other}"
         )
-    if mode == "sparse" and PREDICTORS not in model.manifest.files:
+    if mode == "sparse" and PREDICTORS not in model.manifest.files and not model.manifest.resident_gate:
         raise UsageError(
             f"{model.path} has no predictors, which mode sparse needs; train them with "
             f"`flashllm train {model.path}`, or use --mode dense"

@@ -23,8 +23,10 @@ from flashllm.serve.conversations import Conversations, Place, digest, turns_of
 
 
 class ServedModel(LanguageModel, Protocol):
-    """What the worker needs of `flashllm.engine.model.Model`."""
+    """What the worker and the server over it need of `flashllm.engine.model.Model`."""
 
+    @property
+    def manifest(self) -> Manifest: ...
     def cancel(self, on: bool = True) -> None: ...
 
 
@@ -103,7 +105,7 @@ class Worker:
             lambda: Session(self._roomy, tokenizer, speculation=speculation),
             limit=keep,
             max_tokens=model.context,
-            few_tokens=model.manifest.sparse_prefill_tokens,
+            few_tokens=model.few_tokens,
             parking=parking,
         )
         self._changed = threading.Condition()
@@ -280,8 +282,8 @@ class _RoomyModel:
         return self._model.meter
 
     @property
-    def manifest(self) -> Manifest:
-        return self._model.manifest
+    def few_tokens(self) -> int:
+        return self._model.few_tokens
 
     def new_sequence(self) -> ModelSequence:
         return self._model.new_sequence()

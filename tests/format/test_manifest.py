@@ -123,7 +123,7 @@ BAD = {
     "activation unknown": (_set("architecture", "activation", "softmax"), "activation must be one of"),
     "activation a list": (_set("architecture", "activation", ["relu"]), "activation must be one of"),
     "gated a number": (_set("architecture", "gated", 0), "gated must be true or false"),
-    "gated without gate": (_set("architecture", "gated", True), "do not belong to the architecture"),
+    "rows with a gate too many": (_set("rows", "matrices", ["up", "gate", "down"]), "row_nbytes must be"),
     "model_type huge": (_set("architecture", "model_type", "x" * 10**6), "model_type must be a short name"),
     "dtype unknown": (_set("dtype", "float64"), "dtype must be one of"),
     "encoding unknown": (_set("rows", "encoding", "int4"), "encoding 'int4' is not one of"),

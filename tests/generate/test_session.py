@@ -1,7 +1,6 @@
 """Sessions over a model of a few lines: every way in which a stream can end, and several sessions at once."""
 
 import zlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -43,7 +42,7 @@ class PrefixModel:
 
     def __init__(self, context=200):
         self.context, self.meter = context, Meter()
-        self.manifest = SimpleNamespace(sparse_prefill_tokens=8)
+        self.few_tokens = 8
         self.sequences, self.computed = [], []  # computed: tokens of each step
         self.fault = None  # called with each step's tokens, before they are in the sequence and after
 

@@ -2,7 +2,6 @@
 
 import threading
 import zlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -61,7 +60,7 @@ class PlacesModel:
     context, vocab_size = 120, VOCAB
 
     def __init__(self, room=10**6):
-        self.meter, self.manifest = Meter(), SimpleNamespace(sparse_prefill_tokens=FEW)
+        self.meter, self.few_tokens = Meter(), FEW
         self.room, self.sequences = room, []
 
     def held(self):

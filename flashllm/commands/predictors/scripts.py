@@ -9,12 +9,22 @@ import flashllm
 from flashllm.errors import FlashError
 
 
+def sample_text() -> Path:
+    """A short English text, for where a user gives none. FlashError where it is missing."""
+    return _folder() / "text_sample.txt"
+
+
 def load(name: str) -> ModuleType:
     """The module `name` of the scripts, as it is where one of them is run. FlashError where they are missing."""
-    package = Path(flashllm.__file__).parent
-    folder = next((each for each in (package / "predictors", package.parent / "predictors") if each.is_dir()), None)
-    if folder is None:
-        raise FlashError(f"{package}: this installation lacks the predictors' scripts; install flashllm again")
+    folder = _folder()
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     return importlib.import_module(name)
+
+
+def _folder() -> Path:
+    package = Path(flashllm.__file__).parent
+    for each in (package / "predictors", package.parent / "predictors"):
+        if each.is_dir():
+            return each
+    raise FlashError(f"{package}: this installation lacks the predictors' scripts; install flashllm again")

@@ -49,16 +49,24 @@ SimdLevel parse_simd(const std::string& name) {
   return level;
 }
 
-Activation parse_activation(const std::string& name, float threshold) {
+namespace {
+
+Activation::Kind parse_activation_kind(const std::string& name) {
   if (name == "relu") return Activation::relu;
   if (name == "squared_relu") return Activation::squared_relu;
   if (name == "drelu") return Activation::drelu;
-  if (name == "fatrelu") return {Activation::fatrelu, threshold};
+  if (name == "fatrelu") return Activation::fatrelu;
   if (name == "silu") return Activation::silu;
   if (name == "gelu") return Activation::gelu;
   if (name == "gelu_tanh") return Activation::gelu_tanh;
   if (name == "quick_gelu") return Activation::quick_gelu;
   throw CoreError(ErrorKind::usage, "unknown activation " + name);
+}
+
+}  // namespace
+
+Activation parse_activation(const std::string& name, float threshold, float cut) {
+  return {parse_activation_kind(name), threshold, cut};
 }
 
 Dtype dtype_of(const AnyArray& array) {

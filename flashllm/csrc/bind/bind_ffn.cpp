@@ -2,11 +2,13 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "bind/bindings.h"
@@ -108,8 +110,8 @@ class PyFfnLayer {
     options.format.check();
     options.layer = get<std::int32_t>("layer");
     options.num_neurons = get<std::int32_t>("num_neurons");
-    options.activation =
-        parse_activation(get<std::string>("activation"), get_or("activation_threshold", 0.0F));
+    options.activation = parse_activation(
+        get<std::string>("activation"), get_or("activation_threshold", 0.0F), get_or("activation_cut", 0.0F));
     options.cache_policy = get<std::string>("cache_policy");
     options.window = get<std::int32_t>("window");
     options.file_offset = get<std::uint64_t>("file_offset");
@@ -122,7 +124,14 @@ class PyFfnLayer {
     options.gate_bias = get_floats("gate_bias", neurons);
     options.down_bias = get_floats("down_bias", options.format.d_model);
     options.popularity = get_floats("popularity", neurons);
-    require(options.format.gated() || options.gate_bias == nullptr, "an FFN without a gate has no gate bias");
+    if (const auto gate = get_or<std::optional<AnyArray>>("gate_matrix", std::nullopt)) {
+      const std::size_t row_nbytes = vector_nbytes(options.format.codec, options.format.d_model);
+      require(!options.format.gated() && gate->nbytes() == neurons * row_nbytes,
+              "a resident gate must be [num_neurons, d_model] in the rows' codec, of rows that hold none");
+      options.gate = static_cast<const std::byte*>(gate->data());
+    }
+    require(options.format.gated() || options.gate != nullptr || options.gate_bias == nullptr,
+            "an FFN without a gate has no gate bias");
     const auto checksums = get<ChecksumArray>("checksums");
     require(checksums.shape(0) >= neurons, "too few checksums");
     options.checksums = checksums.data();
@@ -169,6 +178,24 @@ class PyFfnLayer {
       prefetch_ = std::move(prefetch);
     }
     kept = {a, b, bias, a_scale, b_scale};
+  }
+
+  // The layer's gate in codes of 4 bits as the predictor: [num_neurons, bytes of a row].
+  void set_coded_gate(const AnyArray& codes, float margin) {
+    const auto neurons = static_cast<std::size_t>(layer_->num_neurons());
+    RowMatrix gate;
+    gate.codec = RowCodec::int4_64;
+    gate.rows = neurons;
+    gate.columns = layer_->width();
+    gate.stride = vector_nbytes(gate.codec, gate.columns);
+    require(layer_->layout().gated(), "a coded gate needs the gate itself in the rows");
+    require(codes.ndim() == 2 && codes.dtype() == nb::dtype<std::uint8_t>() && codes.shape(0) == neurons &&
+                codes.shape(1) == gate.stride,
+            "a coded gate does not fit the layer");
+    gate.data = static_cast<const std::byte*>(codes.data());
+    gate.bias = layer_->gate_bias();
+    layer_->set_predictor(std::make_unique<CodedGatePredictor>(gate, layer_->activation(), margin));
+    coded_gate_ = codes;
   }
 
   // activity: [tokens, layers, streams, bytes of a bit set] of whole words, kept and reread at every pass.
@@ -297,6 +324,7 @@ class PyFfnLayer {
   nb::dict arguments_;  // keeps what they refer to alive
   std::size_t taken_ = 0;
   PredictorArrays predictor_arrays_, prefetch_arrays_;
+  AnyArray coded_gate_;
   std::shared_ptr<PyPrefetch> prefetch_;
   TraceArray trace_array_;
   const KernelTable* kernels_ = nullptr;
@@ -310,6 +338,16 @@ class PyFfnLayer {
 FfnLayer& ffn_layer_of(nb::handle ffn) { return nb::cast<PyFfnLayer&>(ffn).layer(); }
 
 void init_ffn(nb::module_& m) {
+  // (above, low, high): the activation is not zero above `above`, and between `low` and `high` where low <
+  // high.
+  m.def(
+      "firing_range",
+      [](const std::string& activation, float threshold, float cut) {
+        const FiringRange range = firing_range(parse_activation(activation, threshold, cut));
+        return std::make_tuple(range.above, range.low, range.high);
+      },
+      nb::arg("activation"), nb::arg("threshold") = 0.0F, nb::arg("cut") = 0.0F);
+
   nb::class_<FfnCounters>(m, "Counters").def(nb::init<>()).def("take", &take);
 
   nb::class_<PyPrefetch>(m, "Prefetch")
@@ -343,6 +381,8 @@ void init_ffn(nb::module_& m) {
       .def("set_predictor", &PyFfnLayer::set_predictor, nb::arg("a"), nb::arg("b"), nb::arg("bias"),
            nb::arg("threshold"), nb::arg("a_scale").none() = nb::none(),
            nb::arg("b_scale").none() = nb::none(), nb::arg("prefetch").none() = nb::none())
+      .def("set_coded_gate", &PyFfnLayer::set_coded_gate, nb::arg("codes"), nb::arg("margin"))
+      .def("predict_by_gate", [](PyFfnLayer& self) { self.layer().predict_by_gate(); })
       .def("set_trace", &PyFfnLayer::set_trace, nb::arg("activity"), nb::arg("layer"))
       .def("forward", &PyFfnLayer::forward, nb::arg("x"), nb::arg("tokens"), nb::arg("y"),
            nb::call_guard<nb::gil_scoped_release>())

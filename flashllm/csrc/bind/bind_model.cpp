@@ -244,6 +244,7 @@ class PyModel {
       const SpecReader of_layer(reader.call("layer", i));
       block_weights.rotary = of_layer.get_or("rotary", -1);
       block_weights.activation_threshold = of_layer.get<float>("activation_threshold");
+      block_weights.activation_cut = of_layer.get<float>("activation_cut");
       block_weights.attention_window = of_layer.get_or<std::size_t>("window", 0);
       block_weights.query = linear(layer + "query", attended, d_model_);
       block_weights.key = linear(layer + "key", cached, d_model_);
@@ -252,6 +253,8 @@ class PyModel {
       block_weights.up_bias = floats(layer + "ffn.up_bias", d_ff);
       block_weights.gate_bias = floats(layer + "ffn.gate_bias", d_ff);
       block_weights.down_bias = floats(layer + "ffn.down_bias", d_model_);
+      if (tensors_.contains((layer + "gate.weight").c_str()))
+        block_weights.gate = matrix(layer + "gate", d_ff, d_model_, parse_codec(encoding)).data;
       const nb::handle ffn = ffns_[i];
       if (!ffn.is_none()) block_weights.ffn = &ffn_layer_of(ffn);
       weights.blocks.push_back(block_weights);

@@ -49,7 +49,7 @@ Dtype parse_dtype(const std::string& name);
 RowCodec parse_codec(const std::string& name);  // a dtype's name, or a grouped codec's
 SimdLevel parse_simd(const std::string& name);  // "auto", or a level's name
 // `threshold`: of fatrelu.
-Activation parse_activation(const std::string& name, float threshold = 0.0F);
+Activation parse_activation(const std::string& name, float threshold = 0.0F, float cut = 0.0F);
 Dtype dtype_of(const AnyArray& array);
 
 // What a bound layer holds; nb::cast_error where it is another object. The caller keeps the object alive.

@@ -156,9 +156,9 @@ float gelu_tanh(float value) {
 }
 float quick_gelu(float value) { return value / (1.0F + std::exp(-1.702F * value)); }
 
-// Calls `use` with the activation as a function.
+// Calls `use` with the activation as a function, nothing cut.
 template <typename Use>
-void with_function(Activation activation, const Use& use) {
+void with_whole_function(Activation activation, const Use& use) {
   switch (activation.kind) {
     case Activation::identity:
       return use([](float value) { return value; });
@@ -179,6 +179,18 @@ void with_function(Activation activation, const Use& use) {
     case Activation::quick_gelu:
       return use(quick_gelu);
   }
+}
+
+// The same with its cut. A NaN stays one.
+template <typename Use>
+void with_function(Activation activation, const Use& use) {
+  with_whole_function(activation, [&](auto function) {
+    if (activation.cut == 0.0F) return use(function);
+    use([function, cut = activation.cut](float value) {
+      const float result = function(value);
+      return std::fabs(result) < cut ? 0.0F : result;
+    });
+  });
 }
 
 }  // namespace

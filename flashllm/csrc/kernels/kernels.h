@@ -24,9 +24,10 @@ struct Activation {
   enum Kind { identity, relu, squared_relu, drelu, fatrelu, silu, gelu, gelu_tanh, quick_gelu };
   Kind kind = identity;
   float threshold = 0.0F;  // of fatrelu: zero up to it, the value itself above
+  float cut = 0.0F;        // of any: results of a smaller magnitude become zero
 
   Activation() = default;
-  Activation(Kind of, float above = 0.0F) : kind(of), threshold(above) {}
+  Activation(Kind of, float above = 0.0F, float below = 0.0F) : kind(of), threshold(above), cut(below) {}
   // What becomes of the up product of a gated FFN, whose gate this is applied to: nothing, but for drelu.
   Activation of_up() const { return kind == drelu ? relu : identity; }
 };

@@ -54,8 +54,10 @@ struct BlockWeights {
   const float* up_bias = nullptr;     // [d_ff] or nullptr
   const float* gate_bias = nullptr;   // [d_ff] or nullptr
   const float* down_bias = nullptr;   // [d_model] or nullptr
+  const std::byte* gate = nullptr;    // [d_ff, d_model] in the rows' codec, where rows hold no gate
   FfnLayer* ffn = nullptr;            // nullptr: the model has no neuron caches and runs dense
   float activation_threshold = 0.0F;  // of fatrelu
+  float activation_cut = 0.0F;        // of any activation
   int rotary = -1;                    // of the model's rotary embeddings; -1: none
   std::size_t attention_window = 0;   // positions that a query sees, its own included; 0: all before it
 };

@@ -15,13 +15,17 @@ void DenseFfn::begin(const std::byte* x, std::size_t tokens, Activation activati
 }
 
 float* DenseFfn::activations(const std::byte* rows, std::size_t count, const float* up_bias,
-                             const float* gate_bias) {
+                             const float* gate_bias, const std::byte* gate) {
   if (!x_.has_value()) throw CoreError(ErrorKind::usage, "a dense pass adds rows before it began");
   const std::size_t padded = x_->padded();
-  const bool gated = format_.gated();
+  const bool gated = format_.gated() || gate != nullptr;
   count_ = count;
   h_.resize(count * padded);
-  product_rows(format_.matrix(rows, count, format_.driver()), *x_, h_.data(), pool_, level_);
+  const RowMatrix resident{
+      gate,          count,   format_.d_model, vector_nbytes(format_.codec, format_.d_model),
+      format_.codec, nullptr, nullptr};
+  product_rows(gate != nullptr ? resident : format_.matrix(rows, count, format_.driver()), *x_, h_.data(),
+               pool_, level_);
   if (gated) {
     up_.resize(count * padded);
     product_rows(format_.matrix(rows, count, format_.up), *x_, up_.data(), pool_, level_);

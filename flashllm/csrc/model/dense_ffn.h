@@ -19,9 +19,10 @@ class DenseFfn {
   // x: [tokens, d_model]
   void begin(const std::byte* x, std::size_t tokens, Activation activation);
   // The activations of `count` rows of neurons, h [count, padded()]; the first `tokens()` of each row may be
-  // changed before they are added. up_bias, gate_bias: the neurons', or nullptr.
+  // changed before they are added. up_bias, gate_bias: the neurons', or nullptr; gate: their gate [count,
+  // d_model] without gaps in the rows' codec, where rows of a gated FFN hold none.
   float* activations(const std::byte* rows, std::size_t count, const float* up_bias,
-                     const float* gate_bias = nullptr);
+                     const float* gate_bias = nullptr, const std::byte* gate = nullptr);
   // Adds what these neurons contribute. Blocks come in the order of ids.
   void add(const std::byte* rows);
   // y: [tokens, d_model]; down_bias: [d_model] or nullptr. Lets go of the buffers.

@@ -68,6 +68,16 @@ void FfnLayer::set_trace(const ActivityTrace& active, const ActivityTrace& prefe
     prefetch_predictor_ = std::make_unique<TracePredictor>(prefetched, std::move(prefetch_predictor_));
 }
 
+void FfnLayer::predict_by_gate() {
+  if (options_.gate == nullptr) throw CoreError(ErrorKind::usage, "the layer has no resident gate");
+  const RowFormat& format = options_.format;
+  const RowMatrix gate{options_.gate,     static_cast<std::size_t>(options_.num_neurons),
+                       format.d_model,    vector_nbytes(format.codec, format.d_model),
+                       format.codec,      nullptr,
+                       options_.gate_bias};
+  predictor_ = std::make_unique<GatePredictor>(gate, options_.activation);
+}
+
 const std::vector<std::int32_t>& FfnLayer::predict(const float* x, std::size_t token) {
   if (!has_predictor())
     throw CoreError(ErrorKind::usage, "layer " + std::to_string(options_.layer) + " has no predictor");
@@ -116,6 +126,7 @@ void FfnLayer::begin(const FfnTokens& tokens) {
     Member& member = members_[t];
     member.x = tokens.x + t * options_.format.d_model;
     member.active = &tokens.active[t];
+    member.gate_values = tokens.predicted ? predictor_->gate_values(tokens.first + t) : nullptr;
     member.firing = has_predictor() ? predictor_->firing(tokens.first + t) : nullptr;
     member.end = member.active->data();
     member.rows_read = 0;
@@ -295,22 +306,38 @@ void FfnLayer::sort_positions() {
 void FfnLayer::up_products(const Member& member, const std::vector<std::int32_t>& positions) {
   if (positions.empty()) return;
   const RowFormat& format = options_.format;
+  const auto in_row = [this](std::uint32_t at) {
+    return [this, at](std::int32_t neuron) { return row(neuron) + at; };
+  };
   ids_.clear();
-  vectors_.clear();
-  for (const std::int32_t p : positions) {
-    ids_.push_back(member.begin[p]);
-    vectors_.push_back(row(member.begin[p]) + format.driver());
+  for (const std::int32_t p : positions) ids_.push_back(member.begin[p]);
+  if (member.gate_values != nullptr) {
+    for (std::size_t i = 0; i < ids_.size(); ++i) member.values[positions[i]] = member.gate_values[ids_[i]];
+  } else {
+    if (options_.gate != nullptr) {
+      const std::size_t nbytes = vector_nbytes(format.codec, format.d_model);
+      const auto in_gate = [&](std::int32_t neuron) {
+        return options_.gate + static_cast<std::size_t>(neuron) * nbytes;
+      };
+      dots(member.x, in_gate, options_.gate_bias, options_.activation);
+    } else {
+      dots(member.x, in_row(format.driver()), format.gated() ? options_.gate_bias : options_.up_bias,
+           options_.activation);
+    }
+    for (std::size_t i = 0; i < ids_.size(); ++i) member.values[positions[i]] = gathered_[i];
+    if (!format.gated() && options_.gate == nullptr) return;
   }
-  const ScatteredRows rows{vectors_.data(), vectors_.size(), format.d_model, format.codec};
-  const float* bias = format.gated() ? options_.gate_bias : options_.up_bias;
-  dot_scattered(rows, member.x, ids_.data(), bias, options_.activation, gathered_.data(), pool_,
-                options_.simd);
-  for (std::size_t i = 0; i < positions.size(); ++i) member.values[positions[i]] = gathered_[i];
-  if (!format.gated()) return;
-  for (std::size_t i = 0; i < positions.size(); ++i) vectors_[i] = row(ids_[i]) + format.up;
-  dot_scattered(rows, member.x, ids_.data(), options_.up_bias, options_.activation.of_up(), gathered_.data(),
-                pool_, options_.simd);
-  for (std::size_t i = 0; i < positions.size(); ++i) member.values[positions[i]] *= gathered_[i];
+  dots(member.x, in_row(format.up), options_.up_bias, options_.activation.of_up());
+  for (std::size_t i = 0; i < ids_.size(); ++i) member.values[positions[i]] *= gathered_[i];
+}
+
+// gathered_[i] = activation(vector . x + bias) of neuron ids_[i]
+template <typename VectorOf>
+void FfnLayer::dots(const float* x, const VectorOf& vector_of, const float* bias, Activation activation) {
+  vectors_.clear();
+  for (const std::int32_t neuron : ids_) vectors_.push_back(vector_of(neuron));
+  dot_scattered({vectors_.data(), vectors_.size(), options_.format.d_model, options_.format.codec}, x,
+                ids_.data(), bias, activation, gathered_.data(), pool_, options_.simd);
 }
 
 // Of dummy weights about half of the values fire; by the trace fewer do. The arithmetic left is what a

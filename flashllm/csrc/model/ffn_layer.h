@@ -34,7 +34,9 @@ struct FfnLayerOptions {
   std::int32_t num_neurons = 0;
   Activation activation = Activation::relu;
   const float* up_bias = nullptr;    // [num_neurons] or nullptr
-  const float* gate_bias = nullptr;  // the same; of a gated format
+  const float* gate_bias = nullptr;  // the same; of a gated FFN
+  // [num_neurons, d_model] without gaps, in the rows' codec: the resident gate of rows that hold none.
+  const std::byte* gate = nullptr;
   const float* down_bias = nullptr;  // [d_model] or nullptr
   // The cache.
   std::int32_t capacity = 0;         // rows of the memory handed over
@@ -61,7 +63,8 @@ struct FfnTokens {
   std::size_t count = 1;                              // at most kMost
   std::size_t first = 0;                              // number in its pass of the first token
   std::size_t drafted =
-      0;  // of the last tokens, fewer than all: guesses, which `accept` tells right or wrong
+      0;                   // of the last tokens, fewer than all: guesses, which `accept` tells right or wrong
+  bool predicted = false;  // `active` is what `predict` said of these tokens, by their numbers in the pass
 };
 
 class FfnLayer {
@@ -75,6 +78,8 @@ class FfnLayer {
 
   void set_predictor(std::unique_ptr<Predictor> predictor) { predictor_ = std::move(predictor); }
   bool has_predictor() const { return predictor_ != nullptr; }
+  // The resident gate, of a layer that has one, names the active neurons.
+  void predict_by_gate();
   // `predictor` tells this layer's active neurons from the input of the layer before; `buffer`, which layers
   // may share where two that follow each other do not, holds what is read on its word.
   void set_prefetch(std::unique_ptr<Predictor> predictor, Prefetch& buffer);
@@ -126,6 +131,7 @@ class FfnLayer {
   std::int32_t num_neurons() const { return options_.num_neurons; }
   const RowFormat& layout() const { return options_.format; }
   Activation activation() const { return options_.activation; }
+  const float* gate_bias() const { return options_.gate_bias; }
 
  private:
   // Neurons of a token's part by where their rows are or will be: positions in the part.
@@ -136,6 +142,7 @@ class FfnLayer {
   struct Member {
     const float* x = nullptr;
     const std::vector<std::int32_t>* active = nullptr;
+    const float* gate_values = nullptr;     // by neuron, where the predictor has them
     const std::uint64_t* firing = nullptr;  // of a trace
     const std::int32_t *begin = nullptr, *end = nullptr;
     float* values = nullptr;  // of its part's neurons
@@ -153,6 +160,8 @@ class FfnLayer {
 
   void sort_positions();
   void up_products(const Member& member, const std::vector<std::int32_t>& positions);
+  template <typename VectorOf>
+  void dots(const float* x, const VectorOf& vector_of, const float* bias, Activation activation);
   void apply_trace(const Member& member);
   void down_sum(const Member& member, float* y);
   void copy_newcomers();

@@ -9,6 +9,7 @@ namespace flashllm {
 
 namespace {
 
+constexpr std::size_t kShortPass = 16;  // tokens of a sparse pass that nobody needs to end
 constexpr std::size_t kTokenGrain = 4;  // tokens a thread takes at a time, of what is done token by token
 constexpr std::size_t kValueGrain = 1 << 15;  // values, of what is done value by value
 
@@ -180,7 +181,7 @@ void Model::run_part(const Part& part) {
     Part here = part;
     here.kv_layer = layer;
     block(layer, here);
-    if (part.pass != Pass::sparse) check_();
+    if (part.pass != Pass::sparse || part.count > kShortPass) check_();
   }
 }
 
@@ -360,24 +361,25 @@ void Model::feed_sparse(std::size_t layer, const Part& part, const float* x) {
   active_.resize(std::max(active_.size(), part.count));
   for (std::size_t t = 0; t < part.count; ++t) active_[t] = ffn.predict(x + t * width, t);
   for (std::size_t t = 0; t < part.count; t += FfnTokens::kMost) {
-    ffn.begin(together(part, x, t));
+    ffn.begin(together(part, x, t, true));
     if (prefetches) next->prefetch(x, t);
     ffn.finish(projected_.data() + t * width);
   }
   watch_.restart();  // the layer has counted its own time
 }
 
-// Tokens of a part from the `first` on, over the neurons in active_.
-FfnTokens Model::together(const Part& part, const float* x, std::size_t first) const {
+// Tokens of a part from the `first` on, over the neurons in active_; `predicted`: by the layer itself.
+FfnTokens Model::together(const Part& part, const float* x, std::size_t first, bool predicted) const {
   const std::size_t count = std::min(part.count - first, FfnTokens::kMost);
-  return {x + first * spec_.block.d_model, active_.data() + first, count, first, part.drafted};
+  return {x + first * spec_.block.d_model, active_.data() + first, count, first, part.drafted, predicted};
 }
 
-// The neurons that really fire: every row is read to find them, then they are computed as the sparse pass
-// does.
+// The neurons that really fire, computed as the sparse pass does. A resident gate names them; without one
+// every row is read to find them.
 void Model::feed_oracle(std::size_t layer, const Part& part, const float* x) {
   const std::size_t width = spec_.block.d_model;
   const BlockWeights& weights = weights_.blocks[layer];
+  if (weights.gate != nullptr) return feed_sparse(layer, part, x);
   FfnLayer& ffn = *weights.ffn;
   const float* driver_bias = rows_.gated() ? weights.gate_bias : weights.up_bias;
   active_.resize(std::max(active_.size(), part.count));
@@ -408,7 +410,7 @@ void Model::feed_oracle(std::size_t layer, const Part& part, const float* x) {
     watch_.charge(counters_.compute_ns);
   }
   for (std::size_t t = 0; t < part.count; t += FfnTokens::kMost) {
-    ffn.begin(together(part, x, t));
+    ffn.begin(together(part, x, t, false));
     ffn.finish(projected_.data() + t * width);
   }
   watch_.restart();
@@ -430,6 +432,7 @@ void Model::feed_dense(std::size_t layer, const Part& part, const float* x) {
   narrow_.resize(part.count * width * dtype_nbytes(spec_.block.dtype));
   narrow(x, part.count * width, narrow_.data());
   dense_.begin(narrow_.data(), part.count, activation(layer));
+  const std::size_t gate_nbytes = vector_nbytes(rows_.codec, width);
   RowBlock block;
   while (stream_.next(block)) {
     charge_stream();
@@ -439,8 +442,10 @@ void Model::feed_dense(std::size_t layer, const Part& part, const float* x) {
                              static_cast<std::int32_t>(count));
       watch_.restart();
     }
-    float* h = dense_.activations(block.rows, count, part_of(weights.up_bias, block.first_row),
-                                  part_of(weights.gate_bias, block.first_row));
+    float* h =
+        dense_.activations(block.rows, count, part_of(weights.up_bias, block.first_row),
+                           part_of(weights.gate_bias, block.first_row),
+                           weights.gate != nullptr ? weights.gate + block.first_row * gate_nbytes : nullptr);
     if (part.tap != nullptr) part.tap->activations(layer, block.first_row, count, h, dense_.padded());
     dense_.add(block.rows);
     watch_.charge(counters_.compute_ns);
@@ -450,7 +455,8 @@ void Model::feed_dense(std::size_t layer, const Part& part, const float* x) {
 }
 
 Activation Model::activation(std::size_t layer) const {
-  return {activation_.kind, weights_.blocks[layer].activation_threshold};
+  const BlockWeights& weights = weights_.blocks[layer];
+  return {activation_.kind, weights.activation_threshold, weights.activation_cut};
 }
 
 // The rows that a dense pass wants after this layer's; none where the next pass is not known.

@@ -129,7 +129,7 @@ class Model {
   void feed_sparse(std::size_t layer, const Part& part, const float* x);
   void feed_oracle(std::size_t layer, const Part& part, const float* x);
   void feed_dense(std::size_t layer, const Part& part, const float* x);
-  FfnTokens together(const Part& part, const float* x, std::size_t first) const;
+  FfnTokens together(const Part& part, const float* x, std::size_t first, bool predicted) const;
   void normalize(const Norm& norm, std::size_t count, const float* x, float* y);
   void take_inputs(const float* x, std::size_t count, std::size_t width, Pass pass);
   void project(const RowMatrix& weights, std::size_t count, float* out);

@@ -1,4 +1,7 @@
 // Predictors: which neurons of a layer will fire, from the input of its FFN or of the FFN before.
+//
+// A trained map of low rank, the gate itself, or a recorded trace: one interface. What a predictor names is
+// computed exactly; what it does not name is left out.
 #pragma once
 
 #include <cstddef>
@@ -21,6 +24,10 @@ class Predictor {
   virtual void predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
                        std::vector<std::int32_t>& active) = 0;
 
+  // The gate's activation of every neuron for the x last predicted for under this number, where naming them
+  // took it; else nullptr. Those of the neurons not named are zero.
+  virtual const float* gate_values(std::size_t /*token*/) const { return nullptr; }
+
   // A bit set of the neurons that fire for the token, where that is known without the weights; else nullptr.
   virtual const std::uint64_t* firing(std::size_t /*token*/) const { return nullptr; }
 };
@@ -38,6 +45,45 @@ class LowRankPredictor final : public Predictor {
   RowMatrix a_, b_;
   float threshold_;
   std::vector<float> projected_, logits_;
+};
+
+// The gate of a gated FFN, resident: the neurons whose activation is not zero, no more and no fewer.
+class GatePredictor final : public Predictor {
+ public:
+  // gate [d_ff, d_model] with its bias in it. Keeps the pointers.
+  GatePredictor(const RowMatrix& gate, Activation activation) : gate_(gate), activation_(activation) {}
+
+  void predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
+               std::vector<std::int32_t>& active) override;
+  const float* gate_values(std::size_t token) const override { return values_.at(token).data(); }
+
+ private:
+  RowMatrix gate_;
+  Activation activation_;
+  std::vector<std::vector<float>> values_;  // of each token of the pass, [d_ff]
+};
+
+// The inputs for which an activation is not zero: all above one number, and those between two below it.
+struct FiringRange {
+  float above = 0.0F;
+  float low = 0.0F, high = 0.0F;  // nothing lies between them where high <= low
+};
+FiringRange firing_range(Activation activation);
+
+// The same gate in few bits: names the neurons that fire for some gate value within `margin` of its product.
+// The exact gate, in the neuron's row, decides.
+class CodedGatePredictor final : public Predictor {
+ public:
+  // gate [d_ff, d_model] with its bias in it. Keeps the pointers.
+  CodedGatePredictor(const RowMatrix& gate, Activation activation, float margin);
+
+  void predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
+               std::vector<std::int32_t>& active) override;
+
+ private:
+  RowMatrix gate_;
+  FiringRange named_;  // widened by the margin
+  std::vector<float> products_;
 };
 
 // Activity recorded or made up, for models whose weights are dummies: a bit set over the neurons for each
@@ -59,6 +105,9 @@ class TracePredictor final : public Predictor {
   // Throws CoreError for a token the trace does not have.
   void predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
                std::vector<std::int32_t>& active) override;
+  const float* gate_values(std::size_t token) const override {
+    return real_ ? real_->gate_values(token) : nullptr;
+  }
   const std::uint64_t* firing(std::size_t token) const override;
 
  private:

@@ -227,6 +227,11 @@ class _ModelDirWeights(WeightSource):
 
     def __init__(self, path: Path, stage: Stage | None) -> None:
         model = ModelDir.open(path)
+        if model.manifest.sparsity is not None:
+            raise UnsupportedModelError(
+                f"{path}: has thresholds (--sparsify), by which this engine would save nothing and lose quality; use "
+                "the model it was converted from"
+            )
         super().__init__(path, model.config, model.dtype, stage)
         self._manifest = model.manifest
         with ExitStack() as stack:
@@ -256,7 +261,8 @@ class _ModelDirWeights(WeightSource):
         if info.dtype == self.dtype.code:
             _read(self._resident, info, 0, target)
             return
-        encoding = resident_encoding(info.name, self.dtype.name, self._manifest.resident_encoding)
+        manifest = self._manifest
+        encoding = resident_encoding(info.name, self.dtype.name, manifest.resident_encoding, manifest.rows.encoding)
         together = max(1, _CODED_NBYTES // info.shape[1])
         for first in range(0, info.shape[0], together):
             part = target[first : first + together]

@@ -1,0 +1,203 @@
+"""Sparsify a converted model: a threshold a layer on what the gate's activation lets through (Lee et al., 2024: CATS).
+
+A neuron whose |activation(gate(x))| is below its layer's cut counts as zero, in every pass. The cuts are the quantiles
+of the wanted share on one half of a text's windows; perplexity with and without them is that of the other half.
+Writes the manifest, and the margins of gates in 4 bits; the weights stay as they are.
+"""
+
+import dataclasses
+import gc
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from flashllm.base.files import CHUNK_NBYTES, Progress, fsync_directory
+from flashllm.base.machine import available_nbytes, process_nbytes
+from flashllm.config import RunConfig
+from flashllm.convert.plan import GatePlace
+from flashllm.convert.run import convert
+from flashllm.engine.model import Model
+from flashllm.errors import UsageError
+from flashllm.format.manifest import Manifest, Sparsity, change_manifest, install_file, open_model_dir, predictor_ranks
+from flashllm.format.model_dir import ModelDir
+from flashllm.format.model_files import PREDICTORS
+from flashllm.format.predictors import margin_above
+from flashllm.format.safetensors import read_header
+from flashllm.format.trace import Trace
+from flashllm.generate.tokenizer import Tokenizer
+from flashllm.plan.resolve import resolve
+from flashllm.sparsify.gates import Gates
+from flashllm.sparsify.score import SAMPLES, Inputs, Zeros, perplexity, read_text, split_windows
+
+GATE_RECALL = 0.995  # of the neurons that fire on the calibrating text, named by gates in 4 bits
+
+
+def check_can_sparsify(manifest: Manifest, path: Path) -> None:
+    """UsageError, saying what to do, where nothing could tell which neurons the cuts leave."""
+    if not manifest.architecture.gated:
+        raise UsageError(f"{path}: --sparsify puts thresholds on gates, and the FFN of this model has none")
+    if not manifest.resident_gate and not has_coded_gates(path, manifest):
+        raise UsageError(f"{path}: --sparsify needs gates that name the active neurons: --gate resident or 4bit")
+
+
+def has_coded_gates(path: Path, manifest: Manifest) -> bool:
+    """Whether the model's predictors are its gates in 4 bits."""
+    return PREDICTORS in manifest.files and 0 in predictor_ranks(path / PREDICTORS, manifest)
+
+
+def sparsify(path: Path, share: float, text: Path, *, progress: Progress | None = None) -> Manifest:
+    """Cut the share `share` of the gate's activations in the model directory `path`; its new manifest.
+
+    `text`: a file, by which cuts are chosen and judged. Memory: as a run without a limit, and the FFN inputs of SAMPLES
+    tokens. UsageError for a share that cannot be, a model or a text that does not serve; errors of `Model.open`.
+    """
+    if not (math.isfinite(share) and 0 < share < 1):
+        raise UsageError(f"--sparsify must be a share of zeros between 0 and 1, not {share}")
+    directory = ModelDir.open(path).with_sparsity(None)
+    check_can_sparsify(directory.manifest, path)
+    coded = has_coded_gates(path, directory.manifest)
+    ids = Tokenizer.load(path).encode(read_text(text), add_special=False)
+    calibrating, scored = split_windows(ids, directory.block.context)
+    passes = itertools.count(1)
+    total = len(calibrating) + (3 if coded else 2) * len(scored)
+
+    def done() -> None:
+        if progress is not None:
+            progress(text.name, next(passes), total)
+
+    # 1. The dense model: its perplexity, and what its gates see.
+    layers = directory.architecture.num_layers
+    inputs = Inputs(layers, max(1, sum(map(len, calibrating)) // SAMPLES))
+    with _loaded(directory, RunConfig(mode="dense")) as model:
+        perplexity(model, calibrating, observer=inputs, done=done)
+        dense = perplexity(model, scored, done=done)
+        cuts, margins = _chosen(Gates(model), inputs, layers, share, coded=coded)
+    del inputs
+    sparsity = Sparsity(
+        share=share,
+        cuts=cuts,
+        zeros=share,
+        perplexity=dense,
+        dense_perplexity=dense,
+        scored_tokens=sum(len(window) - 1 for window in scored),
+        text=text.name,
+    )
+    # 2. The margins, which the gates in 4 bits need from here on.
+    if coded:
+        header = read_header(path / PREDICTORS)
+        changes = {
+            header.tensors[f"layers.{layer}.margin"].offset: margin_above(margin).tobytes()
+            for layer, margin in enumerate(margins)
+        }
+        install_file(path, PREDICTORS, _patched(path / PREDICTORS, changes), check=predictor_ranks)
+    # 3. The model with its cuts: how many neurons are zero, and its perplexity as it will run.
+    directory = ModelDir.open(path).with_sparsity(sparsity)
+    zeros = Zeros()
+    with _loaded(directory, RunConfig(mode="dense")) as model:
+        found = perplexity(model, scored, observer=zeros, done=done)
+    if coded:
+        with _loaded(directory, RunConfig(mode="sparse", prompts="sparse")) as model:
+            found = perplexity(model, scored, done=done)
+    sparsity = dataclasses.replace(sparsity, zeros=zeros.zeros / zeros.values, perplexity=found)
+    return change_manifest(path, sparsity=sparsity)
+
+
+def convert_sparsified(
+    src: Path,
+    dst: Path,
+    share: float,
+    text: Path,
+    *,
+    dtype: str | None = None,
+    encoding: str | None = None,
+    resident_encoding: str | None = None,
+    source_name: str | None = None,
+    gate: GatePlace = "resident",
+    reorder: Trace | None = None,
+    progress: Progress | None = None,
+    scoring: Progress | None = None,
+) -> Manifest:
+    """Convert `src` into the new model directory `dst`, sparsified; arguments and errors as `convert` and `sparsify`.
+
+    Converts into `dst`.dense first, which an interrupted run leaves and the next one goes on with.
+    """
+    dst = Path(os.path.abspath(dst))
+    work = dst.with_name(dst.name + ".dense")
+    if os.path.lexists(dst):
+        raise UsageError(f"{dst}: exists; remove it or choose another destination")
+    read_text(text)
+    if gate == "rows":
+        raise UsageError("--sparsify needs gates that name the active neurons: --gate resident or 4bit, not rows")
+    if work.exists():
+        manifest = open_model_dir(work)
+        name = source_name if source_name is not None else os.path.basename(os.path.abspath(src))
+        other = manifest.source.name != name or (dtype is not None and manifest.dtype != dtype)
+        other = other or manifest.rows.encoding != (encoding or manifest.dtype)
+        other = other or manifest.resident_encoding != resident_encoding
+        if other or manifest.resident_gate != (gate == "resident"):
+            raise UsageError(f"{work}: is left from another conversion; remove it, then try again")
+    else:
+        convert(
+            src,
+            work,
+            dtype=dtype,
+            encoding=encoding,
+            resident_encoding=resident_encoding,
+            source_name=source_name,
+            predictors=True,
+            gate=gate,
+            reorder=reorder,
+            progress=progress,
+        )
+    manifest = sparsify(work, share, text, progress=scoring)
+    os.rename(work, dst)
+    fsync_directory(dst.parent)
+    return manifest
+
+
+def _loaded(directory: ModelDir, config: RunConfig) -> Model:
+    gc.collect()  # of the model before, which is large
+    return Model(directory, resolve(config, directory, available=available_nbytes(), process=process_nbytes()), config)
+
+
+def _chosen(
+    gates: Gates, inputs: Inputs, layers: int, share: float, *, coded: bool
+) -> tuple[tuple[float, ...], list[float]]:
+    """(cuts, margins) by layer; margins of gates in 4 bits alone."""
+    cuts, margins = [], []
+    for layer in range(layers):
+        x = inputs.of(layer)
+        products = gates.products(layer, x)
+        magnitudes = gates.magnitudes(layer, products)
+        cut = float(np.quantile(magnitudes, share, method="higher"))
+        cuts.append(cut)
+        if not coded:
+            continue
+        firing = (magnitudes >= np.float32(cut)) & (magnitudes > 0)
+        distances = gates.distances(layer, gates.coded_products(layer, x), cut)[firing]
+        margins.append(float(np.quantile(distances, GATE_RECALL, method="higher")) if distances.size else 0.0)
+    return tuple(cuts), margins
+
+
+def _patched(path: Path, changes: Mapping[int, bytes]) -> Iterator[bytes]:
+    """The file's bytes with those at some offsets replaced."""
+    with open(path, "rb") as file:
+        for offset in sorted(changes):
+            yield from _up_to(file.read, offset - file.tell())
+            yield changes[offset]
+            file.seek(len(changes[offset]), 1)
+        while chunk := file.read(CHUNK_NBYTES):
+            yield chunk
+
+
+def _up_to(read: Callable[[int], bytes], nbytes: int) -> Iterator[bytes]:
+    while nbytes > 0:
+        chunk = read(min(nbytes, CHUNK_NBYTES))
+        if not chunk:
+            return
+        nbytes -= len(chunk)
+        yield chunk

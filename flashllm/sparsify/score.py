@@ -1,0 +1,118 @@
+"""A text as windows of tokens, its perplexity under a model, and what the model's FFNs see of it."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.engine.model import Model
+from flashllm.errors import UsageError
+
+WINDOW = 512  # tokens that are computed together, each window from an empty context
+MAX_TOKENS = 8192  # of a text that are used: one half to calibrate, the other to score
+MIN_TOKENS = 64
+SAMPLES = 512  # positions whose FFN inputs are kept, over all calibrating windows
+_PIECE_NBYTES = 32 << 20  # of logits in memory at once
+
+Windows = list[list[int]]
+Floats = NDArray[np.float32]
+
+
+def read_text(path: Path) -> str:
+    """A text file in UTF-8. UsageError where it cannot be read as one."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read as text: {error}") from error
+
+
+def split_windows(ids: Sequence[int], context: int) -> tuple[Windows, Windows]:
+    """(windows to calibrate on, windows to score) of a text's tokens, in turn, so that both are of all its parts.
+
+    UsageError for a text of fewer than MIN_TOKENS tokens.
+    """
+    if len(ids) < MIN_TOKENS:
+        raise UsageError(f"the text has {len(ids)} tokens; at least {MIN_TOKENS} are needed to choose thresholds by")
+    length = min(WINDOW, context, max(MIN_TOKENS // 2, len(ids) // 8))
+    windows = [list(ids[first : first + length]) for first in range(0, len(ids) - length + 1, length)]
+    most = max(2, MAX_TOKENS // length)
+    chosen = [windows[i] for i in np.linspace(0, len(windows) - 1, min(most, len(windows))).astype(int)]
+    return chosen[::2], chosen[1::2]
+
+
+@dataclass(slots=True)
+class Inputs:
+    """An observer that keeps the FFNs' inputs at every `step`-th token."""
+
+    layers: int
+    step: int
+    _kept: list[list[Floats]] = field(init=False)
+    _seen: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._kept = [[] for _ in range(self.layers)]
+        self._seen = [0] * self.layers
+
+    def input(self, layer: int, x: Floats) -> None:
+        """Of `Observer`."""
+        first = -self._seen[layer] % self.step
+        self._kept[layer].append(np.array(x[first :: self.step]))
+        self._seen[layer] += len(x)
+
+    def activations(self, layer: int, first: int, h: Floats) -> None:
+        """Of `Observer`."""
+
+    def of(self, layer: int) -> Floats:
+        """[samples, d_model]"""
+        return np.concatenate(self._kept[layer])
+
+
+@dataclass(slots=True)
+class Zeros:
+    """An observer that counts neurons that are exactly zero."""
+
+    zeros: int = 0
+    values: int = 0
+
+    def input(self, layer: int, x: Floats) -> None:
+        """Of `Observer`."""
+
+    def activations(self, layer: int, first: int, h: Floats) -> None:
+        """Of `Observer`."""
+        self.zeros += h.size - int(np.count_nonzero(h))
+        self.values += h.size
+
+
+def perplexity(
+    model: Model, windows: Windows, *, observer: Inputs | Zeros | None = None, done: Callable[[], None] | None = None
+) -> float:
+    """exp of the mean negative log-likelihood of every token but each window's first. `done` is called after each."""
+    total, count = 0.0, 0
+    size = max(1, _PIECE_NBYTES // (4 * model.vocab_size))
+    for ids in windows:
+        sequence = model.new_sequence()
+        try:
+            for first in range(0, len(ids), size):
+                piece = ids[first : first + size]
+                (logits,) = model.step([(sequence, piece)], all_logits=True, as_prompt=True, observer=observer)
+                targets = ids[first + 1 : first + 1 + len(piece)]
+                total += _surprise(logits[: len(targets)], targets)
+                count += len(targets)
+        finally:
+            sequence.close()
+        if done is not None:
+            done()
+    return math.exp(total / count)
+
+
+def _surprise(logits: Floats, targets: Sequence[int]) -> float:
+    """The sum of -log softmax(logits)[target], in double precision."""
+    total = 0.0
+    for row, target in zip(logits, targets, strict=True):
+        values = row.astype(np.float64)
+        highest = values.max()
+        total += math.log(np.exp(values - highest).sum()) + highest - values[target]
+    return float(total)
