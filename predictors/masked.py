@@ -123,6 +123,10 @@ class MaskedModel:
         return self.model.meter
 
     @property
+    def few_tokens(self) -> int:
+        return self.model.few_tokens
+
+    @property
     def manifest(self) -> Manifest:
         return self.model.manifest
 

@@ -4,6 +4,7 @@
 #include <random>
 
 #include "check.h"
+#include "kernels/kernels_int8.h"
 #include "model/predictor.h"
 
 namespace {
@@ -104,6 +105,69 @@ void check_predictor(SimdLevel level) {
   CHECK(next == one.size());
 }
 
+// 4-bit products against double, and the gate as a predictor: the same for any number of threads, and without
+// a load beyond the codes, scales and inputs.
+void check_gates(std::size_t rows, std::size_t columns, SimdLevel level) {
+  std::mt19937 random(13);
+  const std::size_t groups = groups_of_4(columns);
+  std::vector<std::uint8_t> codes(rows * vector_nbytes(RowCodec::int4, columns));
+  std::uniform_int_distribution<int> code(1, 15);
+  for (std::uint8_t& both : codes) both = static_cast<std::uint8_t>(code(random) | code(random) << 4);
+  const std::vector<float> x = inputs(columns, random);
+  std::vector<float> wide_scales(rows * groups, 0.0F);
+  for (float& scale : wide_scales) scale = 1e-2F + std::fabs(inputs(1, random)[0]) / 16;
+  std::vector<std::uint16_t> scales(wide_scales.size());
+  const KernelTable& halves = kernel_table(SimdLevel::scalar, Dtype::f16);
+  halves.from_f32(wide_scales.data(), scales.size(), scales.data());
+  halves.to_f32(scales.data(), scales.size(), wide_scales.data());
+  const std::vector<float> bias = inputs(rows, random);
+  RowMatrix gate;
+  gate.codec = RowCodec::int4;
+  gate.data = reinterpret_cast<const std::byte*>(codes.data());
+  gate.rows = rows;
+  gate.columns = columns;
+  gate.stride = vector_nbytes(gate.codec, columns);
+  gate.scales = scales.data();
+  gate.bias = bias.data();
+  ThreadPool single(1), pool(3);
+  std::vector<float> one(rows), many(rows);
+  dot_all(gate, x.data(), one.data(), single, level);
+  dot_all(gate, x.data(), many.data(), pool, level);
+  CHECK(std::memcmp(one.data(), many.data(), 4 * rows) == 0);
+  for (std::size_t r = 0; r < rows; ++r) {
+    double sum = bias[r], magnitude = std::fabs(bias[r]);
+    for (std::size_t j = 0; j < columns; ++j) {
+      const std::size_t group = j / kGroupOf4, i = j % kGroupOf4;
+      const std::uint8_t both = codes[r * gate.stride + group * (kGroupOf4 / 2) + i % (kGroupOf4 / 2)];
+      const int value = (i < kGroupOf4 / 2 ? both & 15 : both >> 4) - 8;
+      const double term = static_cast<double>(value) * wide_scales[r * groups + group] * x[j];
+      sum += term;
+      // The codes are multiplied as they lie, and 8 times the inputs taken off: larger terms than the
+      // product's.
+      magnitude += 24.0 * wide_scales[r * groups + group] * std::fabs(x[j]);
+    }
+    CHECK(std::fabs(one[r] - sum) <= static_cast<double>(columns + 3) * 6e-8 * magnitude);
+  }
+  std::vector<std::int32_t> named;
+  CodedGatePredictor coded(gate, Activation::relu, 0.5F);
+  coded.predict(x.data(), 0, pool, level, named);
+  CHECK(coded.gate_values() == nullptr);
+  std::size_t next = 0;
+  for (std::size_t r = 0; r < rows; ++r)
+    if (one[r] > -0.5F) CHECK(next < named.size() && named[next++] == static_cast<std::int32_t>(r));
+  CHECK(next == named.size());
+  // The gate itself, here in 4 bits too, names what its activation does not make zero, and keeps the values.
+  GatePredictor exact(gate, {Activation::silu, 0.0F, 0.2F});
+  exact.predict(x.data(), 0, pool, level, named);
+  next = 0;
+  for (std::size_t r = 0; r < rows; ++r) {
+    const float value = apply_activation({Activation::silu, 0.0F, 0.2F}, one[r]);
+    CHECK(exact.gate_values()[r] == value);
+    if (value != 0.0F) CHECK(next < named.size() && named[next++] == static_cast<std::int32_t>(r));
+  }
+  CHECK(next == named.size());
+}
+
 }  // namespace
 
 void test_predictor(int scale) {
@@ -113,5 +177,7 @@ void test_predictor(int scale) {
     for (const std::size_t columns : {1, 4, 7, 8, 15, 16, 17, 31, 48, 104, 130})
       for (const std::size_t rows : {1, 3, 4, 5, 63, 64, 65, 70 * scale}) check_product(rows, columns, level);
     check_predictor(level);
+    for (const std::size_t columns : {1, 31, 32, 33, 63, 64, 65, 130, 192})
+      for (const std::size_t rows : {1, 65, 130 * scale}) check_gates(rows, columns, level);
   }
 }
