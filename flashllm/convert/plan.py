@@ -162,12 +162,12 @@ def plan_conversion(
         matrices=("up", "down") if gate == "resident" else architecture.matrices,
     )
     entries = [
-        _resident_entry(name, names[source], claimed[name].shape, target, resident_encoding)
-        for name, source in resident_sources(checkpoint.config).items()
+        _resident_entry(claim, names[claim.source], target, resident_encoding, layout.encoding)
+        for claim in (
+            *(claimed[name] for name in resident_sources(checkpoint.config)),
+            *(claimed[gate_tensor(layer)] for layer in layers if gate == "resident"),
+        )
     ]
-    if gate == "resident":
-        for claim in (claimed[gate_tensor(layer)] for layer in layers):
-            entries.append(_resident_entry(claim.name, names[claim.source], claim.shape, target, layout.encoding))
     entries += [
         ResidentEntry(name=checksums_tensor(layer), code="U64", shape=(layout.num_rows,), itemsize=8, layer=layer)
         for layer in layers
@@ -201,11 +201,11 @@ def plan_conversion(
     )
 
 
-def _resident_entry(name: str, source: str, shape: Shape, dtype: WeightDtype, matrices: str | None) -> ResidentEntry:
-    """A tensor of the checkpoint as it is stored."""
-    encoding = stored_as(name, dtype.name, matrices)
+def _resident_entry(claim: Claim, source: str, dtype: WeightDtype, matrices: str | None, rows: str) -> ResidentEntry:
+    """A tensor of the checkpoint as it is stored; `matrices`, `rows`: as `resident_encoding` knows them."""
+    encoding, shape = stored_as(claim.name, dtype.name, matrices, rows), claim.shape
     return ResidentEntry(
-        name=name,
+        name=claim.name,
         code=encoding.safetensors_dtype,
         shape=(*shape[:-1], encoding.vector_items(shape[-1])),
         itemsize=int(encoding.storage.itemsize),

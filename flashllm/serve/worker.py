@@ -285,6 +285,10 @@ class _RoomyModel:
     def few_tokens(self) -> int:
         return self._model.few_tokens
 
+    @property
+    def manifest(self) -> Manifest:
+        return self._model.manifest
+
     def new_sequence(self) -> ModelSequence:
         return self._model.new_sequence()
 

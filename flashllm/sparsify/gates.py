@@ -83,7 +83,8 @@ class Gates:
             if name not in file.header.tensors:
                 return products
             dtype = self._model.directory.dtype
-            return products + cast_dtype(_tensor(file, name, dtype.storage), dtype, WEIGHT_DTYPES["float32"])
+            bias: Floats = cast_dtype(_tensor(file, name, dtype.storage), dtype, WEIGHT_DTYPES["float32"])
+            return np.add(products, bias, out=products)
 
 
 def _tensor(file: SafetensorsFile, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -4,7 +4,6 @@
 #include <random>
 
 #include "check.h"
-#include "kernels/kernels_int8.h"
 #include "model/predictor.h"
 
 namespace {
@@ -105,53 +104,37 @@ void check_predictor(SimdLevel level) {
   CHECK(next == one.size());
 }
 
-// 4-bit products against double, and the gate as a predictor: the same for any number of threads, and without
-// a load beyond the codes, scales and inputs.
+// The gate as a predictor, in 4 bits and itself: the same for any number of threads, and without a load
+// beyond the codes and inputs.
 void check_gates(std::size_t rows, std::size_t columns, SimdLevel level) {
   std::mt19937 random(13);
-  const std::size_t groups = groups_of_4(columns);
-  std::vector<std::uint8_t> codes(rows * vector_nbytes(RowCodec::int4, columns));
-  std::uniform_int_distribution<int> code(1, 15);
-  for (std::uint8_t& both : codes) both = static_cast<std::uint8_t>(code(random) | code(random) << 4);
-  const std::vector<float> x = inputs(columns, random);
-  std::vector<float> wide_scales(rows * groups, 0.0F);
-  for (float& scale : wide_scales) scale = 1e-2F + std::fabs(inputs(1, random)[0]) / 16;
-  std::vector<std::uint16_t> scales(wide_scales.size());
-  const KernelTable& halves = kernel_table(SimdLevel::scalar, Dtype::f16);
-  halves.from_f32(wide_scales.data(), scales.size(), scales.data());
-  halves.to_f32(scales.data(), scales.size(), wide_scales.data());
-  const std::vector<float> bias = inputs(rows, random);
   RowMatrix gate;
-  gate.codec = RowCodec::int4;
-  gate.data = reinterpret_cast<const std::byte*>(codes.data());
+  gate.codec = RowCodec::int4_64;
   gate.rows = rows;
   gate.columns = columns;
   gate.stride = vector_nbytes(gate.codec, columns);
-  gate.scales = scales.data();
+  std::vector<std::byte> codes(rows * gate.stride);
+  std::uniform_int_distribution<int> byte(0, 255);
+  for (std::byte& both : codes) both = static_cast<std::byte>(byte(random));
+  const std::size_t groups = (columns + 63) / 64;
+  const KernelTable& halves = kernel_table(SimdLevel::scalar, Dtype::f16);
+  for (std::size_t r = 0; r < rows; ++r)
+    for (std::size_t g = 0; g < groups; ++g) {
+      const float scale = 1e-2F + std::fabs(inputs(1, random)[0]) / 16;
+      halves.from_f32(&scale, 1, codes.data() + r * gate.stride + g * sizeof(std::uint16_t));
+    }
+  const std::vector<float> x = inputs(columns, random), bias = inputs(rows, random);
+  gate.data = codes.data();
   gate.bias = bias.data();
   ThreadPool single(1), pool(3);
   std::vector<float> one(rows), many(rows);
   dot_all(gate, x.data(), one.data(), single, level);
   dot_all(gate, x.data(), many.data(), pool, level);
   CHECK(std::memcmp(one.data(), many.data(), 4 * rows) == 0);
-  for (std::size_t r = 0; r < rows; ++r) {
-    double sum = bias[r], magnitude = std::fabs(bias[r]);
-    for (std::size_t j = 0; j < columns; ++j) {
-      const std::size_t group = j / kGroupOf4, i = j % kGroupOf4;
-      const std::uint8_t both = codes[r * gate.stride + group * (kGroupOf4 / 2) + i % (kGroupOf4 / 2)];
-      const int value = (i < kGroupOf4 / 2 ? both & 15 : both >> 4) - 8;
-      const double term = static_cast<double>(value) * wide_scales[r * groups + group] * x[j];
-      sum += term;
-      // The codes are multiplied as they lie, and 8 times the inputs taken off: larger terms than the
-      // product's.
-      magnitude += 24.0 * wide_scales[r * groups + group] * std::fabs(x[j]);
-    }
-    CHECK(std::fabs(one[r] - sum) <= static_cast<double>(columns + 3) * 6e-8 * magnitude);
-  }
   std::vector<std::int32_t> named;
   CodedGatePredictor coded(gate, Activation::relu, 0.5F);
   coded.predict(x.data(), 0, pool, level, named);
-  CHECK(coded.gate_values() == nullptr);
+  CHECK(coded.gate_values(0) == nullptr);
   std::size_t next = 0;
   for (std::size_t r = 0; r < rows; ++r)
     if (one[r] > -0.5F) CHECK(next < named.size() && named[next++] == static_cast<std::int32_t>(r));
@@ -162,7 +145,7 @@ void check_gates(std::size_t rows, std::size_t columns, SimdLevel level) {
   next = 0;
   for (std::size_t r = 0; r < rows; ++r) {
     const float value = apply_activation({Activation::silu, 0.0F, 0.2F}, one[r]);
-    CHECK(exact.gate_values()[r] == value);
+    CHECK(exact.gate_values(0)[r] == value);
     if (value != 0.0F) CHECK(next < named.size() && named[next++] == static_cast<std::int32_t>(r));
   }
   CHECK(next == named.size());

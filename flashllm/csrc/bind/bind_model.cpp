@@ -254,7 +254,8 @@ class PyModel {
       block_weights.gate_bias = floats(layer + "ffn.gate_bias", d_ff);
       block_weights.down_bias = floats(layer + "ffn.down_bias", d_model_);
       if (tensors_.contains((layer + "gate.weight").c_str()))
-        block_weights.gate = matrix(layer + "gate", d_ff, d_model_, parse_codec(encoding)).data;
+        block_weights.gate =
+            matrix(layer + "gate", d_ff, d_model_, parse_codec(std::get<0>(row_format))).data;
       const nb::handle ffn = ffns_[i];
       if (!ffn.is_none()) block_weights.ffn = &ffn_layer_of(ffn);
       weights.blocks.push_back(block_weights);
