@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
             session, model = stack.enter_context(open_session(args, path, options_given, chat=True))
         session.system = valid_unicode(args.system) if args.system else None
         limit = model.plan.memory.limit_nbytes
-        shelf = Shelf(user_cache_dir() / "conversations", identity(path, model.plan.mode))
+        shelf = Shelf(user_cache_dir() / "conversations", identity(path, model.arithmetic))
         chat = Chat(session, lambda: Memory(used=process_nbytes(), limit=limit), model.direct_io, shelf)
         if at_terminal:
             return TerminalChat(chat, history=user_cache_dir() / "chat_history", console=Console()).run()

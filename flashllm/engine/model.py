@@ -89,6 +89,11 @@ class Model(OneProcess):
         return sys.maxsize if self.config.prompts == "sparse" else self.manifest.sparse_prefill_tokens
 
     @property
+    def arithmetic(self) -> str:
+        """What decides bits beside the model and the tokens: the mode, and whether prompts are computed as it does."""
+        return self.plan.mode + (", prompts too" if self.config.prompts == "sparse" else "")
+
+    @property
     def most_drafted(self) -> int:
         """Guessed tokens that a pass may verify: with the certain one before them they are few."""
         return max(0, min(self.few_tokens, MAX_VERIFIED, self.manifest.prefill_block_tokens) - 1)

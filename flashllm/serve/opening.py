@@ -60,7 +60,7 @@ def open_app(path: Path, config: RunConfig, options: ServerOptions) -> Iterator[
         if options.parking is not None:
             parking = ParkingFolder(
                 options.parking,
-                identity(path, model.plan.mode),
+                identity(path, model.arithmetic),
                 max_nbytes=options.parking_nbytes,
                 daily_nbytes=options.parking_daily_nbytes,
             )
