@@ -58,7 +58,8 @@ class RunConfig:
     io_threads: int | None = None  # reads at a time; None: as the device profile says, else 32
     io_backend: Backend | None = None  # None: as the device profile says, else threads
     store: Path | None = None  # device profiles; None: devices.json in the user's cache directory
-    speculate: Speculate = SPECULATIONS[0]  # who drafts tokens that are verified together
+    # Who drafts tokens that are verified together: nobody, prompt lookup, or the model in this directory.
+    speculate: Speculate | Path = SPECULATIONS[0]
     direct: bool = True  # read past the page cache
     verify_checksums: bool = True  # of weights and predictors as they are loaded, and of every row read from flash
     ablation: Ablation = Ablation()
@@ -77,7 +78,8 @@ class RunConfig:
             _check_choice("--io-backend", self.io_backend, BACKENDS)
         if self.store is not None and not isinstance(self.store, Path):
             raise UsageError(f"--store must be a path, not {self.store!r}")
-        _check_choice("--speculate", self.speculate, SPECULATIONS)
+        if not isinstance(self.speculate, Path):
+            _check_choice("--speculate", self.speculate, SPECULATIONS)
         for name in ("direct", "verify_checksums"):
             if type(getattr(self, name)) is not bool:
                 raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r}")

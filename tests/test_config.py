@@ -31,7 +31,7 @@ def test_everything_that_can_be_given():
         io_threads=1,
         io_backend="io_uring",
         store=Path("devices.json"),
-        speculate="lookup",
+        speculate=Path("draft"),
         direct=False,
         verify_checksums=False,
         ablation=Ablation(placed=False),

@@ -21,9 +21,9 @@ DEMO = Path(__file__).parents[2] / "flashllm/demo"
 
 def pairs(path: Path, count: int) -> list[tuple[str, str]]:
     """(context, what follows it) of the first items."""
-    text = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with text:
-        items = [json.loads(line) for line in text][:count]
+    raw = path.read_bytes()
+    lines = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode().splitlines()
+    items = [json.loads(line) for line in lines[:count]]
     return [(item["context"], f" {item['target']}") for item in items]
 
 

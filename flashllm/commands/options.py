@@ -9,7 +9,17 @@ from typing import Any
 
 from flashllm.base.command_line import number, say, size, whole
 from flashllm.base.text import is_terminal, one_line
-from flashllm.config import BACKENDS, CACHE_POLICIES, MAX_THREADS, MAX_WINDOW, MODES, PROMPTS, SPECULATIONS, RunConfig
+from flashllm.config import (
+    BACKENDS,
+    CACHE_POLICIES,
+    MAX_THREADS,
+    MAX_WINDOW,
+    MODES,
+    PROMPTS,
+    SPECULATIONS,
+    RunConfig,
+    Speculate,
+)
 
 DEFAULT_IO_THREADS = 32  # paper A, section 4
 
@@ -89,9 +99,10 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
     """--speculate."""
     parser.add_argument(
         "--speculate",
-        choices=SPECULATIONS,
-        help="draft tokens by prompt lookup (what followed the last tokens before) and verify several in a pass, where "
-        f"that has paid so far; changes no token (default: {SPECULATIONS[0]})",
+        metavar="off|lookup|DRAFT",
+        help="draft tokens, by prompt lookup (what followed the last tokens before) or by a smaller model of the same "
+        "vocabulary, and verify several in a pass, where that has paid so far; changes no token (default: "
+        f"{SPECULATIONS[0]})",
     )
 
 
@@ -128,10 +139,22 @@ def run_config(args: argparse.Namespace) -> RunConfig:
         io_threads=args.io_threads,
         io_backend=args.io_backend,
         store=args.store,
-        speculate=getattr(args, "speculate", None) or SPECULATIONS[0],
+        speculate=_speculate(getattr(args, "speculate", None)),
         direct=not args.buffered,
         verify_checksums=not args.no_checksums,
     )
+
+
+def _speculate(given: str | None) -> Speculate | Path:
+    """Who drafts. A model that is not converted yet is, as MODEL would be."""
+    for known in SPECULATIONS:
+        if given in (None, known):
+            return known
+    from flashllm.base.progress import ProgressBar
+    from flashllm.convert.locate import resolve_model
+
+    with ProgressBar("convert") as bar:
+        return resolve_model(given, progress=bar, say=say)
 
 
 def find_model(args: argparse.Namespace) -> Path:

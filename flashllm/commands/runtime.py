@@ -11,6 +11,7 @@ from pathlib import Path
 from flashllm.base.command_line import say
 from flashllm.commands.options import run_config
 from flashllm.engine.model import Model
+from flashllm.generate.draft_model import opened_draft
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Session, Template
 from flashllm.generate.speculation import speculation_of
@@ -27,10 +28,11 @@ def open_session(
     """
     tokenizer = Tokenizer.load(path)
     template = load_template(tokenizer) if chat else None
-    with Model.open(path, run_config(args)) as model:
+    config = run_config(args)
+    with opened_draft(path, config) as draft, Model.open(path, config, process=draft.process_nbytes) as model:
         for notice in model.notices:
             say(notice)
-        speculation = speculation_of(model.config, model)
+        speculation = speculation_of(config, model, draft.drafter)
         with Session(model, tokenizer, options, template=template, speculation=speculation) as session:
             yield session, model
 

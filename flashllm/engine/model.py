@@ -62,15 +62,17 @@ class Model(OneProcess):
         self._drafting: KvSequence | None = None  # whose drafted tokens are neither accepted nor rejected
 
     @classmethod
-    def open(cls, path: Path, config: RunConfig | None = None) -> Self:
-        """Load the model directory `path`.
+    def open(cls, path: Path, config: RunConfig | None = None, *, process: int | None = None) -> Self:
+        """Load the model directory `path`. `process`: bytes that the rest of the process will hold; None: holds now.
 
         Raises UsageError, BudgetError, FormatError, ChecksumError, FlashIOError, UnsupportedModelError: each says what
         to do.
         """
         config = config if config is not None else RunConfig()
         directory = ModelDir.open(path)
-        plan = resolve(config, directory, available=available_nbytes(), process=process_nbytes())
+        now = process_nbytes()
+        process = now if process is None else max(process, now)
+        plan = resolve(config, directory, available=max(0, available_nbytes() - (process - now)), process=process)
         return cls(directory, plan, config)
 
     @property

@@ -17,6 +17,7 @@ class PromptLookup:
     """Drafts from the conversation's own tokens."""
 
     priors = MATCH_PRIORS
+    prompt_s = 0.0
 
     def __init__(self) -> None:
         self._source: list[int] = []

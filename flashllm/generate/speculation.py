@@ -29,6 +29,10 @@ class Drafter(Protocol):
     def priors(self) -> Sequence[float]:
         """For each kind of its drafts, the share of tokens expected to be right."""
 
+    @property
+    def prompt_s(self) -> float:
+        """Seconds of the last draft that went into a prompt, and will not be spent again."""
+
     def look(self, tokens: "array[int]", most: int) -> tuple[int, int]:
         """(kind, tokens) of the draft that could be made after `tokens`, of at most `most` tokens."""
 
@@ -83,7 +87,8 @@ class Speculation:
         if not depth:
             self.stats.declined += available > 0
             return kind, [], 0.0
-        return kind, self._drafter.draft(tokens, depth), self._clock() - began
+        drafted = self._drafter.draft(tokens, depth)
+        return kind, drafted, max(0.0, self._clock() - began - self._drafter.prompt_s)
 
     def timed(self) -> float:
         """Now, in seconds."""
@@ -101,11 +106,11 @@ class Speculation:
         self.gate.judged(kind, accepted, rejected)
 
 
-def speculation_of(config: RunConfig, model: LanguageModel) -> Speculation | None:
-    """What `config` asks for, of a loaded model; None where nothing is to be drafted."""
+def speculation_of(config: RunConfig, model: LanguageModel, draft: Drafter | None = None) -> Speculation | None:
+    """What `config` asks for, of a loaded model and the draft model; None where nothing is to be drafted."""
     if config.speculate == "off" or model.most_drafted < 1:
         return None
-    return Speculation(PromptLookup(), model.most_drafted)
+    return Speculation(PromptLookup() if draft is None else draft, model.most_drafted)
 
 
 class Decoding:

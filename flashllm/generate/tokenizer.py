@@ -50,6 +50,10 @@ class Tokenizer:
         self.end_ids = eos if end_ids is None else frozenset(end_ids)
         self.where = where
 
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its id, special ones included."""
+        return self.backend.get_vocab(with_added_tokens=True)
+
     @classmethod
     def load(cls, directory: Path) -> Self:
         """The tokenizer of a model directory or of a Hugging Face folder.

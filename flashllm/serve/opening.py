@@ -15,6 +15,7 @@ from flashllm.base.machine import process_nbytes
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.generate.chat_template import ChatTemplate
+from flashllm.generate.draft_model import opened_draft
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Template
 from flashllm.generate.speculation import Speculation, speculation_of
@@ -48,7 +49,7 @@ def open_app(path: Path, config: RunConfig, options: ServerOptions) -> Iterator[
     """The application over the model directory `path`, and its worker. Raises what `Model.open` raises."""
     tokenizer = Tokenizer.load(path)
     template = ChatTemplate.of(tokenizer)  # before the model, so that the plan counts it
-    with Model.open(path, config) as model:
+    with opened_draft(path, config) as draft, Model.open(path, config, process=draft.process_nbytes) as model:
         for notice in model.notices:
             say(notice)
         if template is None:
@@ -64,7 +65,7 @@ def open_app(path: Path, config: RunConfig, options: ServerOptions) -> Iterator[
                 max_nbytes=options.parking_nbytes,
                 daily_nbytes=options.parking_daily_nbytes,
             )
-        speculation = speculation_of(config, model)
+        speculation = speculation_of(config, model, draft.drafter)
         with app_of(
             model, tokenizer, template, options, limit=limit, speculation=speculation, parking=parking
         ) as opened:

@@ -1,16 +1,19 @@
 """Speculation changes when tokens come, never which: on tiny models of several kinds, and on a model of a few lines."""
 
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
 from arch_models import make_model
 from test_session import TOKENIZER, PrefixModel, greedy, run
 
+import flashllm
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
-from flashllm.errors import ContextFull, UsageError
+from flashllm.errors import BudgetError, ContextFull, UsageError
 from flashllm.generate.depth import DepthGate
+from flashllm.generate.draft_model import DraftModel, opened_draft
 from flashllm.generate.lookup import PromptLookup
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import PrefillRecord, Session, TokenRecord
@@ -22,7 +25,7 @@ MOST = 7
 class Telling:
     """Drafts the answer it was told, wrong in every `wrong`-th token."""
 
-    priors = (0.5,)
+    priors, prompt_s = (0.5,), 0.0
 
     def __init__(self, answer, wrong=10**9):
         self.answer, self.wrong, self.drafts = list(answer), wrong, 0
@@ -350,3 +353,57 @@ def test_off_is_off(directory_of):
     with Model.open(directory_of("opt"), RunConfig(io_threads=1)) as model:
         assert speculation_of(RunConfig(), model) is None
         assert speculation_of(RunConfig(speculate="lookup"), model) is not None
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_draft_model_drafts(directory_of, sampling):
+    """The model itself is the best drafter; another one of its vocabulary is a bad one. Neither changes a token."""
+    path = directory_of("llama relu")
+    config = RunConfig(io_threads=2, threads=1)
+    prompt = prompt_of(40)
+    with Model.open(path, config) as model:
+        expected, _, _ = answer_of(model, prompt, None, **sampling)
+    for draft_path in (path, directory_of("opt")):
+        config = RunConfig(io_threads=2, threads=1, speculate=draft_path)
+        with (
+            opened_draft(path, config) as draft,
+            Model.open(path, config, process=draft.process_nbytes) as model,
+        ):
+            assert model.plan.memory.process >= draft.process_nbytes
+            speculation = always(draft.drafter)
+            for _ in range(2):  # the second conversation begins as the first one did
+                got, _, _ = answer_of(model, prompt, speculation, **sampling)
+                assert ids_and_text(got) == ids_and_text(expected)
+            if draft_path == path and not sampling:
+                assert speculation.stats.right == speculation.stats.judged
+                assert sum(record.pass_tokens > 0 for record in got) == 4
+            gated = speculation_of(config, model, draft.drafter)
+            assert ids_and_text(answer_of(model, prompt, gated, **sampling)[0]) == ids_and_text(expected)
+
+
+def test_a_draft_model_ends_with_its_context(directory_of):
+    path = directory_of("opt")
+    with Model.open(path, RunConfig(io_threads=1, context=24)) as small, Model.open(path, RunConfig()) as model:
+        drafter = DraftModel(small)
+        prompt = prompt_of(20)
+        expected = answer_of(model, prompt, None)[0]
+        speculation = always(drafter)
+        assert ids_and_text(answer_of(model, prompt, speculation)[0]) == ids_and_text(expected)
+        assert speculation.stats.drafts > 0
+        assert drafter.look(array("q", prompt_of(24)), 5) == (0, 0)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(directory_of):
+    demo = Path(flashllm.__file__).parent / "demo"
+    draft = opened_draft(directory_of("opt"), RunConfig(speculate=demo))
+    with pytest.raises(UsageError, match="its vocabulary is another"), draft:
+        pass
+
+
+def test_a_draft_model_that_does_not_fit_is_refused(directory_of):
+    path = directory_of("opt")
+    with Model.open(path, RunConfig()) as model:
+        least = model.plan.memory.minimum_nbytes
+    draft = opened_draft(path, RunConfig(speculate=path, memory=least + 4096))
+    with pytest.raises((UsageError, BudgetError), match=r"does not fit|cannot hold"), draft:
+        pass
