@@ -29,6 +29,10 @@ class ChecksumError(FormatError):
     """Bytes read from flash (a row, or a whole file) do not have the checksum recorded at conversion."""
 
 
+class NonFiniteError(FlashError):
+    """The model computed a number that is not finite; the message says in which layer."""
+
+
 class BudgetError(FlashError):
     """The memory limit cannot hold what the run needs; the message says by how much and what to change."""
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import shutil
 import signal
 import threading
 
@@ -12,9 +13,9 @@ from arch_models import CONTEXT, make_model
 
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
-from flashllm.errors import Cancelled, ChecksumError, ContextFull, FormatError, UsageError
+from flashllm.errors import Cancelled, ChecksumError, ContextFull, FormatError, NonFiniteError, UsageError
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import FFN, ffn_tensor
+from flashllm.format.model_files import FFN, RESIDENT, ffn_tensor
 from flashllm.format.safetensors import read_header
 
 NAMES = ("opt", "llama relu")
@@ -47,6 +48,23 @@ def load(directory_of):
     yield get
     for model in models:
         model.close()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("count", [1, 30], ids=["few tokens", "a prompt"])
+@pytest.mark.parametrize("name", ["layers.1.ffn.down_bias", "layers.1.ffn_norm.weight"])
+def test_numbers_that_are_not_finite_name_their_layer(directory_of, tmp_path, name, count, value):
+    """Damage that no hash sees: it was there at conversion."""
+    path = shutil.copytree(directory_of("opt"), tmp_path / "model")
+    info = read_header(path / RESIDENT).tensors[name]
+    raw = bytearray((path / RESIDENT).read_bytes())
+    raw[info.offset : info.offset + 4] = np.float32(value).tobytes()
+    (path / RESIDENT).write_bytes(raw)
+    with Model.open(path, RunConfig(io_threads=2, verify_checksums=False)) as model, model.new_sequence() as sequence:
+        for _ in range(2):  # the model lives on
+            with pytest.raises(NonFiniteError, match=r"layer 1 computed a number that is not finite.*float32"):
+                model.step([(sequence, ids_of(count))])
+            assert sequence.length == 0
 
 
 def ids_of(count, seed=0):

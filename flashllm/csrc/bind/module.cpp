@@ -19,6 +19,8 @@ const char* exception_name(ErrorKind kind) {
       return "FormatError";
     case ErrorKind::checksum:
       return "ChecksumError";
+    case ErrorKind::numbers:
+      return "NonFiniteError";
     case ErrorKind::usage:
       break;
   }

@@ -11,6 +11,7 @@ enum class ErrorKind {
   io,        // the operating system failed a call: FlashIOError
   format,    // a file is shorter than it must be: FormatError
   checksum,  // a row read from flash has the wrong bytes: ChecksumError
+  numbers,   // a result is not finite: NonFiniteError
   usage,     // the caller broke a contract: ValueError
 };
 
@@ -37,6 +38,7 @@ inline const char* read_advice(ErrorKind kind) {
              "again";
     case ErrorKind::io:
       return "; check the drive (the system's log says more), then try again";
+    case ErrorKind::numbers:
     case ErrorKind::usage:
       break;
   }

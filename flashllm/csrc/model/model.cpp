@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
+#include <cstring>
 
 #include "io/error.h"
 
@@ -12,6 +14,13 @@ namespace {
 constexpr std::size_t kShortPass = 16;  // tokens of a sparse pass that nobody needs to end
 constexpr std::size_t kTokenGrain = 4;  // tokens a thread takes at a time, of what is done token by token
 constexpr std::size_t kValueGrain = 1 << 15;  // values, of what is done value by value
+
+unsigned exponent_is_full(float value) {  // of infinities, and of what is no number
+  constexpr std::uint32_t kExponent = 0x7f800000;
+  std::uint32_t bits = 0;
+  std::memcpy(&bits, &value, sizeof bits);
+  return static_cast<unsigned>((bits & kExponent) == kExponent);
+}
 
 void require(bool condition, const char* message) {
   if (!condition) throw CoreError(ErrorKind::usage, message);
@@ -181,8 +190,21 @@ void Model::run_part(const Part& part) {
     Part here = part;
     here.kv_layer = layer;
     block(layer, here);
+    check_finite(layer, hidden_.data(), part.count);
     if (part.pass != Pass::sparse || part.count > kShortPass) check_();
   }
+}
+
+// Of `count` tokens' states: whatever followed would be nonsense without a sign of it.
+void Model::check_finite(std::size_t layer, const float* values, std::size_t count) const {
+  const std::size_t n = count * spec_.block.d_model;
+  unsigned others = 0;
+  for (std::size_t i = 0; i < n; ++i) others |= exponent_is_full(values[i]);
+  if (others == 0) return;
+  throw CoreError(ErrorKind::numbers,
+                  "layer " + std::to_string(layer) +
+                      " computed a number that is not finite: an overflow, or damaged weights; check the "
+                      "model with `flashllm verify`, or convert it with --dtype float32");
 }
 
 void Model::run_block(std::size_t layer, std::size_t kv_layer, const std::vector<Token>& tokens,
@@ -240,7 +262,9 @@ void Model::block(std::size_t layer, const Part& part) {
   }
   // 2. The FFN.
   if (before && !spec.shared_norm) normalize(weights.ffn_norm, count, hidden_.data(), normed_.data());
-  feed_forward(layer, part, before ? normed_.data() : hidden_.data());
+  const float* input = before ? normed_.data() : hidden_.data();
+  check_finite(layer, input, count);  // a predictor names no neurons for it, and nothing would show
+  feed_forward(layer, part, input);
   if (behind) {
     round(projected_.data(), n);
     normalize(weights.ffn_output_norm, count, projected_.data(), projected_.data());
