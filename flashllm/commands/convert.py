@@ -28,14 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bits",
         type=int,
-        choices=(16, 8, 4),
+        choices=(16, 12, 8, 4),
         default=16,
-        help="of the neurons' weights, in groups with a scale each (default: 16, the dtype as it is)",
+        help="of the neurons' weights (default: 16, the dtype as it is; 12: bfloat16 without loss; 8 and 4: in groups "
+        "with a scale each)",
     )
     parser.add_argument(
         "--resident-bits",
         type=int,
-        choices=(16, 8, 4),
+        choices=(16, 12, 8, 4),
         default=16,
         help="of the weights that stay in memory: attention, embedding and head (default: 16, the dtype as it is)",
     )
@@ -110,8 +111,8 @@ def main(args: argparse.Namespace) -> int:
             f"{args.src}: is a model directory, which --reorder copies as it is: --dtype, --bits, --resident-bits, "
             "--gate, --sparsify and --no-predictors are for a Hugging Face folder"
         )
-    if args.group_size is not None and not fewer_bits:
-        raise UsageError("--group-size is for weights of 8 or 4 bits: add --bits or --resident-bits")
+    if args.group_size is not None and not {8, 4} & {args.bits, args.resident_bits}:
+        raise UsageError("--group-size is for weights of 8 or 4 bits: give --bits or --resident-bits")
     if args.minimums and 4 not in (args.bits, args.resident_bits):
         raise UsageError("--minimums are for weights of 4 bits: add --bits 4 or --resident-bits 4")
     try:
@@ -165,8 +166,11 @@ def main(args: argparse.Namespace) -> int:
 
 def _encoding(args: argparse.Namespace, bits: int) -> str | None:
     """The encoding of weights of so many bits; None: the dtype."""
+    from flashllm.base.bf12 import BF12
     from flashllm.base.group_codes import DEFAULT_GROUP, code_of
 
     if bits == 16:
         return None
+    if bits == 12:
+        return BF12.name
     return code_of(bits, args.group_size or DEFAULT_GROUP, has_minimum=args.minimums and bits == 4).name

@@ -66,7 +66,7 @@ class ConversionPlan:
     source_dtype: WeightDtype
     dtype: WeightDtype
     layout: RowLayout
-    resident_encoding: str | None  # of the resident matrices, where it is in groups
+    resident_encoding: str | None  # of the resident matrices, where they are coded
     resident: tuple[ResidentEntry, ...]  # in file order
     ffn_header: bytes
     resident_header: bytes
@@ -135,8 +135,8 @@ def plan_conversion(
 ) -> ConversionPlan:
     """Decide and check everything. Without a `dtype` the result has the one the checkpoint prefers, or is stored in.
 
-    `encoding` of the neurons' rows and `resident_encoding` of the resident matrices are names of `GROUP_CODES`; None:
-    the dtype. Resident gates are stored as the rows are. UsageError for a model without the gates that `gate` is about.
+    `encoding` of the neurons' rows and `resident_encoding` of the resident matrices are of `CODED_ENCODINGS`; None: the
+    dtype. Resident gates are stored as the rows are. UsageError for a model without the gates that `gate` is about.
 
     FormatError for missing tensors and wrong shapes; UnsupportedModelError for what the architecture's table entry
     does not know, for dtypes other than float32, float16 and bfloat16, and for mixed ones without a `dtype`. The
@@ -155,6 +155,8 @@ def plan_conversion(
     target = source_dtype if dtype is None else WEIGHT_DTYPES[dtype]
     if gate != "rows" and not architecture.gated:
         raise UsageError(f"{checkpoint.path}: the FFN of this model has no gate, which --gate {gate} needs")
+    if "bf12" in (encoding, resident_encoding) and target.name != "bfloat16":
+        raise UsageError(f"12 bits hold bfloat16 without loss; this model would be {target.name}: use 16, 8 or 4 bits")
     layout = RowLayout(
         encoding=encoding or target.name,
         d_model=architecture.d_model,

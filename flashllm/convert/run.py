@@ -22,7 +22,6 @@ import flashllm
 from flashllm.arch.registry import Claim
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import CHUNK_NBYTES, HashingWriter, Progress, iterate_chunks
-from flashllm.base.group_codes import GROUP_CODES
 from flashllm.base.units import format_size
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.checkpoint.source import Checkpoint
@@ -35,7 +34,7 @@ from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, FileEntry, Manife
 from flashllm.format.model_files import FFN, PLACED, PREDICTORS, RESIDENT
 from flashllm.format.partial import PartialDirectory, check_space, open_partial
 from flashllm.format.predictors import margin_above, predictor_bytes
-from flashllm.format.rows import ROW_ENCODINGS, RowEncoding, pack_rows, row_checksums
+from flashllm.format.rows import CODED_ENCODINGS, ROW_ENCODINGS, RowEncoding, pack_rows, row_checksums
 from flashllm.format.trace import Trace
 
 
@@ -54,8 +53,8 @@ def convert(
 ) -> Manifest:
     """Convert the checkpoint `src` (a folder, or a GGUF file) into the new model directory `dst`; the manifest.
 
-    `dtype` ("float32", "float16", "bfloat16") is the result's, by default the source's. `encoding` (a name of
-    `GROUP_CODES`) stores the neurons' rows in fewer bits, `resident_encoding` the resident matrices. `source_name` is
+    `dtype` ("float32", "float16", "bfloat16") is the result's, by default the source's. `encoding` and
+    `resident_encoding` (of `CODED_ENCODINGS`) store the rows and the resident matrices in fewer bits. `source_name` is
     recorded (a hub id), by default the folder's name. With `predictors` untrained ones are made, so that the model can
     be used before better ones are trained (none for activations that are never zero); on one machine they too are the
     same byte for byte. With a "resident" `gate` the gates of a gated FFN stay in memory when the model runs, and name
@@ -132,8 +131,8 @@ def _check_request(dst: Path, dtype: str | None, *encodings: str | None) -> None
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         raise UsageError(f"dtype {dtype!r} is not one of {', '.join(WEIGHT_DTYPES)}")
     for encoding in encodings:
-        if encoding is not None and encoding not in GROUP_CODES:
-            raise UsageError(f"encoding {encoding!r} is not one of {', '.join(GROUP_CODES)}")
+        if encoding is not None and encoding not in CODED_ENCODINGS:
+            raise UsageError(f"encoding {encoding!r} is not one of {', '.join(CODED_ENCODINGS)}")
     if os.path.lexists(dst):
         raise UsageError(f"{dst}: exists; remove it or choose another destination")
     if not dst.parent.is_dir():

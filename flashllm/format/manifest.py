@@ -37,7 +37,6 @@ from flashllm.base.files import (
     read_json_object,
     write_atomically,
 )
-from flashllm.base.group_codes import GROUP_CODES
 from flashllm.config import MAX_WINDOW
 from flashllm.errors import FormatError, UsageError
 from flashllm.format.model_files import (
@@ -53,7 +52,7 @@ from flashllm.format.model_files import (
     gate_tensor,
 )
 from flashllm.format.predictors import PREFETCH, check_predictors_header
-from flashllm.format.rows import RowLayout
+from flashllm.format.rows import CODED_ENCODINGS, RowLayout
 from flashllm.format.safetensors import read_header
 
 FORMAT_VERSION = 2
@@ -158,7 +157,7 @@ class Manifest:
     rows: RowLayout
     files: Mapping[str, FileEntry]
     source: Source
-    resident_encoding: str | None = None  # of the resident matrices, where it is in groups
+    resident_encoding: str | None = None  # of the resident matrices, where they are coded
     permutation: Permutation | None = None
     calibration: Calibration | None = None
     sparsity: Sparsity | None = None
@@ -172,12 +171,13 @@ class Manifest:
             raise ValueError(f"format_version must be {FORMAT_VERSION}, not {str(self.format_version)[:80]!r}")
         check_str("flashllm_version", self.flashllm_version, 100)
         _check_dtype("dtype", self.dtype)
-        if self.rows.encoding != self.dtype and self.rows.encoding not in GROUP_CODES:
-            raise ValueError(f"rows.encoding must be {self.dtype} or in groups, not {self.rows.encoding}")
-        if self.resident_encoding is not None and self.resident_encoding not in GROUP_CODES:
-            raise ValueError(
-                f"resident_encoding must be one of {', '.join(GROUP_CODES)}, not {str(self.resident_encoding)[:80]!r}"
-            )
+        if self.rows.encoding != self.dtype and self.rows.encoding not in CODED_ENCODINGS:
+            raise ValueError(f"rows.encoding must be {self.dtype} or coded, not {self.rows.encoding}")
+        if self.resident_encoding is not None and self.resident_encoding not in CODED_ENCODINGS:
+            known = ", ".join(CODED_ENCODINGS)
+            raise ValueError(f"resident_encoding must be one of {known}, not {str(self.resident_encoding)[:80]!r}")
+        if self.dtype != "bfloat16" and "bf12" in (self.rows.encoding, self.resident_encoding):
+            raise ValueError(f"bf12 is for models in bfloat16, not {self.dtype}")
         fits = (self.rows.d_model, self.rows.d_ff) == (self.architecture.d_model, self.architecture.d_ff)
         if not fits or (self.rows.matrices != self.architecture.matrices and not self.resident_gate):
             raise ValueError(f"rows of {self.rows} do not belong to the architecture {self.architecture}")

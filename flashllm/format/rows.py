@@ -1,8 +1,8 @@
 """Bundles: how a neuron's weights lie in one row of `ffn.safetensors`, and packing rows from matrices and back.
 
 A row is `up[n] | gate[n] (if any) | down[:, n]`, then zeros up to the stride. Layout arithmetic and copies of bits;
-knows no files and no model. A row encoding is a table entry: a dtype, or codes in groups, whose vectors carry their own
-scales and are bytes here (flashllm/base/group_codes.py).
+knows no files and no model. A row encoding is a table entry: a dtype, or coded weights, whose vectors carry their own
+scales or tables and are bytes here (flashllm/base/group_codes.py, bf12.py).
 """
 
 import math
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm._core import xxh3_64_rows
+from flashllm.base.bf12 import BF12, Bf12
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.group_codes import GROUP_CODES, GroupCode
 
@@ -32,7 +33,7 @@ class RowEncoding:
     name: str
     safetensors_dtype: str
     storage: np.dtype[Any]  # the numpy type of one stored item
-    code: GroupCode | None = None  # of codes in groups
+    code: GroupCode | Bf12 | None = None  # of weights that are coded
 
     def vector_items(self, length: int) -> int:
         """Stored items of a vector of `length` values."""
@@ -42,22 +43,28 @@ class RowEncoding:
         """Vectors [n, length] of `dtype` as this encoding stores them. OverflowError for what it cannot hold."""
         if self.code is None:
             return cast(values, dtype, WEIGHT_DTYPES[self.name])
+        if isinstance(self.code, Bf12):
+            return self.code.encode(cast(values, dtype, WEIGHT_DTYPES["bfloat16"]))
         return self.code.encode(cast(values, dtype, WEIGHT_DTYPES["float32"]))
 
     def widened(self, stored: NDArray[Any], length: int) -> NDArray[np.float32]:
         """The weights [n, length] of stored vectors, exactly."""
         if self.code is None:
             return cast(stored, WEIGHT_DTYPES[self.name], WEIGHT_DTYPES["float32"])
+        if isinstance(self.code, Bf12):
+            return cast(self.code.decode(stored, length), WEIGHT_DTYPES["bfloat16"], WEIGHT_DTYPES["float32"])
         return self.code.decode(stored, length)
 
 
+_CODES: tuple[GroupCode | Bf12, ...] = (*GROUP_CODES.values(), BF12)
 ROW_ENCODINGS = {
     dtype.name: RowEncoding(name=dtype.name, safetensors_dtype=dtype.code, storage=dtype.storage)
     for dtype in WEIGHT_DTYPES.values()
 } | {
     code.name: RowEncoding(name=code.name, safetensors_dtype="U8", storage=np.dtype(np.uint8), code=code)
-    for code in GROUP_CODES.values()
+    for code in _CODES
 }
+CODED_ENCODINGS = tuple(name for name, encoding in ROW_ENCODINGS.items() if encoding.code is not None)
 
 
 def _round_up(value: int, multiple: int) -> int:

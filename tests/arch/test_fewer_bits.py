@@ -150,3 +150,29 @@ def test_unknown_encodings_are_refused(tmp_path):
     for encoding in ({"encoding": "int5_32"}, {"resident_encoding": "float16"}):
         with pytest.raises(UsageError, match="is not one of int8_32"):
             convert(source, tmp_path / "model", **encoding)
+
+
+@pytest.mark.parametrize("name", ["opt", "opt narrow embedding", "llama relu", "llama", "gemma2", "gpt_neox"])
+def test_12_bits_give_the_tokens_of_bfloat16(tmp_path, name):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS[name], dtype="bfloat16")
+    convert(source, tmp_path / "wide", predictors=True)
+    convert(source, tmp_path / "model", encoding="bf12", resident_encoding="bf12", predictors=True)
+    sparse = ModelDir.open(tmp_path / "model").architecture.sparse
+    for mode in ("sparse", "dense", "oracle") if sparse else ("dense",):
+        found = []
+        for path in (tmp_path / "wide", tmp_path / "model"):
+            with Model.open(path, RunConfig(mode=mode, threads=2, io_threads=4)) as model:
+                sequence = model.new_sequence()
+                (prompt,) = model.step([(sequence, tokens(40))], all_logits=True)
+                steps = [model.step([(sequence, tokens(count, seed=count))]) for count in (1, 3, 8)]
+                found.append(np.concatenate([prompt, *steps]))
+        np.testing.assert_array_equal(found[0], found[1], err_msg=mode)
+
+
+def test_12_bits_are_for_bfloat16(tmp_path):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"], dtype="float16")
+    for encoding in ({"encoding": "bf12"}, {"resident_encoding": "bf12"}):
+        with pytest.raises(UsageError, match=r"12 bits hold bfloat16.*float16: use 16, 8 or 4 bits"):
+            convert(source, tmp_path / "model", **encoding)
+    convert(source, tmp_path / "model", dtype="bfloat16", encoding="bf12")
+    assert verify(tmp_path / "model").ok

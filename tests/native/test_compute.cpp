@@ -270,9 +270,9 @@ void test_kernels(int scale) {
         }
       }
     }
-    for (std::size_t codec = 0; codec < kGroupedCodecs; ++codec)
+    for (std::size_t codec = 0; codec < kCodedCodecs; ++codec)
       for (const std::size_t columns : {1, 31, 33, 64, 130})
         for (const std::size_t rows : {1, 5, 33})
-          grouped_products(static_cast<RowCodec>(kFirstGrouped + codec), level, rows, columns);
+          grouped_products(static_cast<RowCodec>(kFirstCoded + codec), level, rows, columns);
   }
 }

@@ -29,6 +29,7 @@ RowCodec parse_codec(const std::string& name) {
   if (name == "int4_64") return RowCodec::int4_64;
   if (name == "int4_32_min") return RowCodec::int4_32_min;
   if (name == "int4_64_min") return RowCodec::int4_64_min;
+  if (name == "bf12") return RowCodec::bf12;
   return codec_of(parse_dtype(name));
 }
 
@@ -96,10 +97,10 @@ class PyLinear {
     weights_.rows = weight_.shape(0);
     weights_.columns = columns.value_or(weight_.shape(1));
     weights_.stride = vector_nbytes(weights_.codec, weights_.columns);
-    require(is_grouped(weights_.codec) || weights_.codec == codec_of(dtype_),
+    require(is_coded(weights_.codec) || weights_.codec == codec_of(dtype_),
             "a linear's encoding must be its dtype or one in groups");
     require(weight_.shape(1) * weight_.itemsize() == weights_.stride &&
-                weight_.itemsize() == (is_grouped(weights_.codec) ? 1 : dtype_nbytes(dtype_)),
+                weight_.itemsize() == (is_coded(weights_.codec) ? 1 : dtype_nbytes(dtype_)),
             "a linear's weight is not of its dtype or encoding");
     if (bias_.has_value()) {
       require(bias_->shape(0) == weights_.rows, "a linear's bias must have one value a row");

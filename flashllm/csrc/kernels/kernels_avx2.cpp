@@ -43,6 +43,24 @@ struct Vec {
       to[N + i] = {_mm256_fmadd_ps(_mm256_cvtepi32_ps(high), scale.v, offset.v)};
     }
   }
+  // 32 weights of bf12; whether one of them is an escape
+  static bool unpack_bf12(const std::uint8_t* low, const std::uint8_t* indexes, const std::uint8_t* table,
+                          Vec* to) {
+    const auto load = [](const std::uint8_t* p) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    };
+    const __m128i bytes = load(indexes), mask = _mm_set1_epi8(15), high_bytes = load(table);
+    const __m128i index[2] = {_mm_and_si128(bytes, mask), _mm_and_si128(_mm_srli_epi16(bytes, 4), mask)};
+    for (std::size_t i = 0; i < 2; ++i) {
+      const __m128i high = _mm_shuffle_epi8(high_bytes, index[i]), lows = load(low + 16 * i);
+      const __m256i first = _mm256_cvtepu16_epi32(_mm_unpacklo_epi8(lows, high));
+      const __m256i second = _mm256_cvtepu16_epi32(_mm_unpackhi_epi8(lows, high));
+      to[2 * i] = {_mm256_castsi256_ps(_mm256_slli_epi32(first, 16))};
+      to[2 * i + 1] = {_mm256_castsi256_ps(_mm256_slli_epi32(second, 16))};
+    }
+    const __m128i escapes = _mm_max_epu8(index[0], index[1]);
+    return _mm_movemask_epi8(_mm_cmpeq_epi8(escapes, mask)) != 0;
+  }
   void store(float* p) const { _mm256_storeu_ps(p, v); }
   // this * 2^n, n the integer in the low bits of `shifted`
   Vec times_two_to(const Vec& shifted) const {

@@ -49,6 +49,23 @@ struct Vec {
       to[N + i] = {_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), weights)};
     }
   }
+  // 32 weights of bf12; whether one of them is an escape
+  static bool unpack_bf12(const std::uint8_t* low, const std::uint8_t* indexes, const std::uint8_t* table,
+                          Vec* to) {
+    const auto load = [](const std::uint8_t* p) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    };
+    const __m128i bytes = load(indexes), mask = _mm_set1_epi8(15), high_bytes = load(table);
+    const __m128i index[2] = {_mm_and_si128(bytes, mask), _mm_and_si128(_mm_srli_epi16(bytes, 4), mask)};
+    for (std::size_t i = 0; i < 2; ++i) {
+      const __m512i high = _mm512_cvtepu8_epi32(_mm_shuffle_epi8(high_bytes, index[i]));
+      const __m512i lows = _mm512_cvtepu8_epi32(load(low + 16 * i));
+      const __m512i bits = _mm512_or_si512(_mm512_slli_epi32(high, 24), _mm512_slli_epi32(lows, 16));
+      to[i] = {_mm512_castsi512_ps(bits)};
+    }
+    const __m128i escapes = _mm_max_epu8(index[0], index[1]);
+    return _mm_movemask_epi8(_mm_cmpeq_epi8(escapes, mask)) != 0;
+  }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   // this * 2^n, n the integer in the low bits of `shifted`
   Vec times_two_to(const Vec& shifted) const {

@@ -49,6 +49,18 @@ struct Vec {
       to[N + v].lane[lane] = static_cast<float>(p[i] >> 4) * scale.lane[lane] + offset.lane[lane];
     }
   }
+  // 32 weights of bf12; whether one of them is an escape
+  static bool unpack_bf12(const std::uint8_t* low, const std::uint8_t* indexes, const std::uint8_t* table,
+                          Vec* to) {
+    bool escapes = false;
+    for (std::size_t i = 0; i < 32; ++i) {
+      const int index = i < 16 ? indexes[i] & 15 : indexes[i - 16] >> 4;
+      const auto bits = static_cast<std::uint16_t>(table[index] << 8 | low[i]);
+      to[i / kWidth].lane[i % kWidth] = bfloat_to_float(bits);
+      escapes = escapes || index == 15;
+    }
+    return escapes;
+  }
   void store(float* p) const {
     for (std::size_t i = 0; i < kWidth; ++i) p[i] = lane[i];
   }

@@ -1,10 +1,16 @@
-// Codecs of vectors of weights, and their inner loops where the weights are coded in groups.
+// Codecs of vectors of weights, and their inner loops where the weights are coded: in groups, or losslessly.
 //
 // A grouped vector of k weights: an fp16 scale a group; where the codec has minimums, an fp16 minimum a
 // group; then the codes of whole groups. Of 8 bits a code is an int8, and the weight is code * scale. Of 4
 // bits, 32 weights take 16 bytes: weight i of them is the lower half of byte i, weight i + 16 its upper half;
 // the weight is (code - 8) * scale, or code * scale + minimum. Products of a code and an fp16 scale are exact
 // in fp32, so every level has the same weights. flashllm/base/group_codes.py writes them.
+//
+// A bf12 vector is bf16 without loss: a table of 15 high bytes (sign and seven bits of the exponent) and a 0;
+// a low byte a weight; 4-bit indexes into the table, 32 to 16 bytes as above, 15 for a weight whose high byte
+// is not in it; then bf12_escapes(k) places for those: their positions (uint16, ascending, 0xFFFF where there
+// is none), and behind all positions their high bytes. Weights and indexes fill whole units.
+// flashllm/base/bf12.py writes them.
 #pragma once
 
 #include <cstddef>
@@ -26,11 +32,15 @@ enum class RowCodec {
   int4_64,
   int4_32_min,
   int4_64_min,
+  bf12,
 };
-constexpr std::size_t kFirstGrouped = static_cast<std::size_t>(RowCodec::int8_32), kGroupedCodecs = 6;
-constexpr std::size_t kGroupUnit = 32;  // weights decoded together; groups are whole units
+constexpr std::size_t kFirstCoded = static_cast<std::size_t>(RowCodec::int8_32), kCodedCodecs = 7;
+constexpr std::size_t kCodeUnit = 32;  // weights decoded together; groups are whole units
 
-constexpr bool is_grouped(RowCodec codec) { return static_cast<std::size_t>(codec) >= kFirstGrouped; }
+constexpr bool is_coded(RowCodec codec) { return static_cast<std::size_t>(codec) >= kFirstCoded; }
+
+// Places for escapes in a bf12 vector.
+constexpr std::size_t bf12_escapes(std::size_t k) { return k / 128 < 4 ? 4 : k / 128; }
 
 // Vectors of k weights of one codec. Sums and their order are those of KernelTable over the widened weights.
 struct CodecKernels {
@@ -40,13 +50,13 @@ struct CodecKernels {
   void (*dot_matrix)(const void* data, std::size_t stride, std::size_t n, const float* x, std::size_t k,
                      float* out);
   // y[j] += sum_i scales[i] * rows[i][j], the terms added in the order of i; j in [begin, end), `begin` a
-  // multiple of the group
+  // multiple of 64
   void (*add_scaled_rows)(const void* const* rows, const float* scales, std::size_t n, std::size_t k,
                           std::size_t begin, std::size_t end, float* y);
-  // weights [first, first + n), `first` a multiple of kGroupUnit
+  // weights [first, first + n), `first` a multiple of kCodeUnit
   void (*widen)(const void* row, std::size_t k, std::size_t first, std::size_t n, float* to);
 };
-// Throws CoreError for a codec that is not grouped, and where the processor lacks the level.
+// Throws CoreError for a codec that is none of these, and where the processor lacks the level.
 const CodecKernels& codec_kernels(SimdLevel level, RowCodec codec);
 
 }  // namespace flashllm

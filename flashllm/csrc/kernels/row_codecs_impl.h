@@ -1,14 +1,14 @@
 // The loops of row_codecs.h over a vector type; included after kernels_impl.h by each kernels_<level>.cpp, as
-// that file is. Of `Vec` it wants besides: half (an fp16 as a float), load_i8, and unpack_nibbles: of kWidth
-// bytes the lower and the upper halves as code * scale + offset.
+// that file is. Of `Vec` it wants besides: half (an fp16 as a float), load_i8, unpack_nibbles (of some bytes
+// the lower and the upper halves as code * scale + offset), and unpack_bf12.
 
-constexpr std::size_t kUnitVectors = kGroupUnit / Vec::kWidth;
+constexpr std::size_t kUnitVectors = kCodeUnit / Vec::kWidth;
 constexpr std::size_t kCodedAhead = 4096;  // bytes between a load and the prefetch beside it, as kAhead
 
 template <std::size_t kBits, std::size_t kGroup, bool kMinimum>
 struct Grouped {
   static constexpr std::size_t kLineWeights = kCacheLine * 8 / kBits;
-  static_assert(kGroup % kGroupUnit == 0, "groups must be whole units");
+  static_assert(kGroup % kCodeUnit == 0, "groups must be whole units");
 
   // Where the parts of a vector are.
   struct Row {
@@ -45,13 +45,57 @@ struct Grouped {
   }
 };
 
+// As row_codecs.h says of bf12.
+struct Lossless12 {
+  static constexpr std::size_t kTable = 16;
+  struct Row {
+    const std::uint8_t *table, *low, *indexes;
+    const std::uint16_t* positions;
+    const std::uint8_t* escaped;
+    std::size_t escapes;
+  };
+  static Row at(const void* vector, std::size_t k) {
+    const std::size_t padded = (k + kCodeUnit - 1) / kCodeUnit * kCodeUnit;
+    const auto* table = static_cast<const std::uint8_t*>(vector);
+    const std::uint8_t* low = table + kTable;
+    const auto* positions = reinterpret_cast<const std::uint16_t*>(low + padded + padded / 2);
+    const std::size_t escapes = bf12_escapes(k);
+    return {table,  low, low + padded, positions, reinterpret_cast<const std::uint8_t*>(positions + escapes),
+            escapes};
+  }
+
+  static void decode(const Row& row, std::size_t j, Vec* to) {
+    if (Vec::unpack_bf12(row.low + j, row.indexes + j / 2, row.table, to)) patch(row, j, to);
+  }
+
+  static void prefetch_codes(const Row& row, std::size_t j) {
+    if (j % kCacheLine == 0) __builtin_prefetch(row.low + j, 0, 2);
+    if (j % (2 * kCacheLine) == 0) __builtin_prefetch(row.indexes + j / 2, 0, 2);
+  }
+  static void prefetch_groups(const Row& row) { __builtin_prefetch(row.table, 0, 2); }
+
+ private:
+  // The few units with escapes.
+  __attribute__((noinline)) static void patch(const Row& row, std::size_t j, Vec* to) {
+    float weights[kCodeUnit];
+    for (std::size_t v = 0; v < kUnitVectors; ++v) to[v].store(weights + v * Vec::kWidth);
+    for (std::size_t i = 0; i < row.escapes && row.positions[i] < j + kCodeUnit; ++i) {
+      if (row.positions[i] < j) continue;
+      const std::size_t at = row.positions[i];
+      const auto bits = static_cast<std::uint16_t>(row.escaped[i] << 8 | row.low[at]);
+      weights[at - j] = bfloat_to_float(bits);
+    }
+    for (std::size_t v = 0; v < kUnitVectors; ++v) to[v] = Vec::load_f32(weights + v * Vec::kWidth);
+  }
+};
+
 // R vectors at a time, as dot_block: each one's order of additions is the one there. next[r]: what to fetch
 // while row[r] is read.
 template <typename G, std::size_t R>
-inline void dot_grouped(const typename G::Row* row, const typename G::Row* next, const float* x,
-                        std::size_t k, float* out) {
+inline void dot_coded(const typename G::Row* row, const typename G::Row* next, const float* x, std::size_t k,
+                      float* out) {
   constexpr std::size_t kStep = kUnroll * Vec::kWidth;
-  constexpr std::size_t kTogether = kStep > kGroupUnit ? kStep : kGroupUnit;
+  constexpr std::size_t kTogether = kStep > kCodeUnit ? kStep : kCodeUnit;
   Vec sum[R][kUnroll];
   for (std::size_t r = 0; r < R; ++r)
     for (std::size_t u = 0; u < kUnroll; ++u) sum[r][u] = Vec::zero();
@@ -61,10 +105,10 @@ inline void dot_grouped(const typename G::Row* row, const typename G::Row* next,
   for (; j + kTogether <= k; j += kTogether) {
     if (next != nullptr)
       for (std::size_t r = 0; r < R; ++r) G::prefetch_codes(next[r], j);
-    for (std::size_t unit = 0; unit < kTogether / kGroupUnit; ++unit) {
+    for (std::size_t unit = 0; unit < kTogether / kCodeUnit; ++unit) {
       for (std::size_t r = 0; r < R; ++r) {
         Vec weights[kUnitVectors];
-        G::decode(row[r], j + unit * kGroupUnit, weights);
+        G::decode(row[r], j + unit * kCodeUnit, weights);
         for (std::size_t v = 0; v < kUnitVectors; ++v) {
           const std::size_t at = unit * kUnitVectors + v;
           sum[r][at % kUnroll] =
@@ -75,7 +119,7 @@ inline void dot_grouped(const typename G::Row* row, const typename G::Row* next,
   }
   for (std::size_t r = 0; r < R; ++r) {
     float rest[kTogether];  // the weights from j on, widened
-    for (std::size_t first = j; first < k; first += kGroupUnit) {
+    for (std::size_t first = j; first < k; first += kCodeUnit) {
       Vec weights[kUnitVectors];
       G::decode(row[r], first, weights);
       for (std::size_t v = 0; v < kUnitVectors; ++v) weights[v].store(rest + first - j + v * Vec::kWidth);
@@ -98,7 +142,7 @@ inline void dot_grouped(const typename G::Row* row, const typename G::Row* next,
 
 // use(row, next or nullptr, first) for kRows vectors at a time, and R = 1 for what is left.
 template <typename G>
-void dot_rows_grouped(const void* const* rows, std::size_t n, const float* x, std::size_t k, float* out) {
+void dot_rows_coded(const void* const* rows, std::size_t n, const float* x, std::size_t k, float* out) {
   typename G::Row row[kRows], next[kRows];
   std::size_t r = 0;
   for (; r + kRows <= n; r += kRows) {
@@ -107,18 +151,18 @@ void dot_rows_grouped(const void* const* rows, std::size_t n, const float* x, st
       row[i] = G::at(rows[r + i], k);
       if (more) next[i] = G::at(rows[r + kRows + i], k);
     }
-    dot_grouped<G, kRows>(row, more ? next : nullptr, x, k, out + r);
+    dot_coded<G, kRows>(row, more ? next : nullptr, x, k, out + r);
   }
   for (; r < n; ++r) {
     row[0] = G::at(rows[r], k);
-    dot_grouped<G, 1>(row, nullptr, x, k, out + r);
+    dot_coded<G, 1>(row, nullptr, x, k, out + r);
   }
 }
 
 // Consecutive rows: what is fetched lies whole rows on.
 template <typename G>
-void dot_matrix_grouped(const void* data, std::size_t stride, std::size_t n, const float* x, std::size_t k,
-                        float* out) {
+void dot_matrix_coded(const void* data, std::size_t stride, std::size_t n, const float* x, std::size_t k,
+                      float* out) {
   const auto* first = static_cast<const std::byte*>(data);
   const std::size_t ahead = (kCodedAhead / stride + kRows) / kRows * kRows;  // rows
   typename G::Row row[kRows], next[kRows];
@@ -129,42 +173,59 @@ void dot_matrix_grouped(const void* data, std::size_t stride, std::size_t n, con
       row[i] = G::at(first + (r + i) * stride, k);
       if (more) next[i] = G::at(first + (r + ahead + i) * stride, k);
     }
-    dot_grouped<G, kRows>(row, more ? next : nullptr, x, k, out + r);
+    dot_coded<G, kRows>(row, more ? next : nullptr, x, k, out + r);
   }
   for (; r < n; ++r) {
     row[0] = G::at(first + r * stride, k);
-    dot_grouped<G, 1>(row, nullptr, x, k, out + r);
+    dot_coded<G, 1>(row, nullptr, x, k, out + r);
+  }
+}
+
+// What is left of y beyond the last whole unit: up to `whole` in vectors, then one by one, as
+// add_scaled_rows.
+template <typename G, std::size_t R>
+inline void add_rest(const typename G::Row* row, const float* scales, std::size_t begin, std::size_t end,
+                     std::size_t whole, float* y) {
+  for (std::size_t r = 0; r < R; ++r) {
+    Vec unit[kUnitVectors];
+    float weights[kCodeUnit];
+    G::decode(row[r], begin, unit);
+    for (std::size_t v = 0; v < kUnitVectors; ++v) unit[v].store(weights + v * Vec::kWidth);
+    const Vec scale = Vec::set(scales[r]);
+    std::size_t j = begin;
+    for (; j + Vec::kWidth <= whole; j += Vec::kWidth)
+      fma(Vec::load_f32(weights + j - begin), scale, Vec::load_f32(y + j)).store(y + j);
+    for (; j < end; ++j) y[j] = __builtin_fmaf(weights[j - begin], scales[r], y[j]);
   }
 }
 
 // y[j] += the terms of R vectors, in their order; j in [begin, end).
 template <typename G, std::size_t R>
-inline void add_grouped(const typename G::Row* row, const typename G::Row* next, const float* scales,
-                        std::size_t begin, std::size_t end, float* y) {
+inline void add_coded(const typename G::Row* row, const typename G::Row* next, const float* scales,
+                      std::size_t begin, std::size_t end, float* y) {
+  constexpr std::size_t kNarrow = 16 * Vec::kWidth;  // where add_scaled_rows takes single vectors
+  const std::size_t step = end - begin <= kNarrow ? Vec::kWidth : 2 * Vec::kWidth;
+  const std::size_t whole = begin + (end - begin) / step * step;
   Vec scale[R];
   for (std::size_t r = 0; r < R; ++r) scale[r] = Vec::set(scales[r]);
-  for (std::size_t j = begin; j < end; j += kGroupUnit) {
+  for (std::size_t j = begin; j < end; j += kCodeUnit) {
     if (next != nullptr)
       for (std::size_t r = 0; r < R; ++r) G::prefetch_codes(next[r], j);
-    float padded[kGroupUnit] = {};
-    const std::size_t count = end - j;
-    float* at = count < kGroupUnit ? padded : y + j;
-    if (at == padded) __builtin_memcpy(padded, y + j, count * sizeof(float));
+    if (end - j < kCodeUnit) return add_rest<G, R>(row, scales, j, end, whole, y);
     Vec sum[kUnitVectors];
-    for (std::size_t v = 0; v < kUnitVectors; ++v) sum[v] = Vec::load_f32(at + v * Vec::kWidth);
+    for (std::size_t v = 0; v < kUnitVectors; ++v) sum[v] = Vec::load_f32(y + j + v * Vec::kWidth);
     for (std::size_t r = 0; r < R; ++r) {
       Vec weights[kUnitVectors];
       G::decode(row[r], j, weights);
       for (std::size_t v = 0; v < kUnitVectors; ++v) sum[v] = fma(weights[v], scale[r], sum[v]);
     }
-    for (std::size_t v = 0; v < kUnitVectors; ++v) sum[v].store(at + v * Vec::kWidth);
-    if (at == padded) __builtin_memcpy(y + j, padded, count * sizeof(float));
+    for (std::size_t v = 0; v < kUnitVectors; ++v) sum[v].store(y + j + v * Vec::kWidth);
   }
 }
 
 template <typename G>
-void add_scaled_rows_grouped(const void* const* rows, const float* scales, std::size_t n, std::size_t k,
-                             std::size_t begin, std::size_t end, float* y) {
+void add_scaled_rows_coded(const void* const* rows, const float* scales, std::size_t n, std::size_t k,
+                           std::size_t begin, std::size_t end, float* y) {
   typename G::Row row[kRows], next[kRows];
   std::size_t i = 0;
   for (; i + kRows <= n; i += kRows) {
@@ -173,20 +234,20 @@ void add_scaled_rows_grouped(const void* const* rows, const float* scales, std::
       row[r] = G::at(rows[i + r], k);
       if (more) next[r] = G::at(rows[i + kRows + r], k);
     }
-    add_grouped<G, kRows>(row, more ? next : nullptr, scales + i, begin, end, y);
+    add_coded<G, kRows>(row, more ? next : nullptr, scales + i, begin, end, y);
   }
   for (; i < n; ++i) {
     row[0] = G::at(rows[i], k);
-    add_grouped<G, 1>(row, nullptr, scales + i, begin, end, y);
+    add_coded<G, 1>(row, nullptr, scales + i, begin, end, y);
   }
 }
 
 template <typename G>
-void widen_grouped(const void* vector, std::size_t k, std::size_t first, std::size_t n, float* to) {
+void widen_coded(const void* vector, std::size_t k, std::size_t first, std::size_t n, float* to) {
   const typename G::Row row = G::at(vector, k);
-  for (std::size_t j = 0; j < n; j += kGroupUnit) {
-    float padded[kGroupUnit];
-    float* at = n - j < kGroupUnit ? padded : to + j;
+  for (std::size_t j = 0; j < n; j += kCodeUnit) {
+    float padded[kCodeUnit];
+    float* at = n - j < kCodeUnit ? padded : to + j;
     Vec weights[kUnitVectors];
     G::decode(row, first + j, weights);
     for (std::size_t v = 0; v < kUnitVectors; ++v) weights[v].store(at + v * Vec::kWidth);
@@ -195,13 +256,18 @@ void widen_grouped(const void* vector, std::size_t k, std::size_t first, std::si
 }
 
 template <typename G>
-constexpr CodecKernels grouped() {
-  return {dot_rows_grouped<G>, dot_matrix_grouped<G>, add_scaled_rows_grouped<G>, widen_grouped<G>};
+constexpr CodecKernels kernels_of() {
+  return {dot_rows_coded<G>, dot_matrix_coded<G>, add_scaled_rows_coded<G>, widen_coded<G>};
 }
 
-extern const CodecKernels kCodecs[kGroupedCodecs];
-const CodecKernels kCodecs[kGroupedCodecs] = {
+extern const CodecKernels kCodecs[kCodedCodecs];
+const CodecKernels kCodecs[kCodedCodecs] = {
     // in the order of RowCodec
-    grouped<Grouped<8, 32, false>>(), grouped<Grouped<8, 64, false>>(), grouped<Grouped<4, 32, false>>(),
-    grouped<Grouped<4, 64, false>>(), grouped<Grouped<4, 32, true>>(),  grouped<Grouped<4, 64, true>>(),
+    kernels_of<Grouped<8, 32, false>>(),
+    kernels_of<Grouped<8, 64, false>>(),
+    kernels_of<Grouped<4, 32, false>>(),
+    kernels_of<Grouped<4, 64, false>>(),
+    kernels_of<Grouped<4, 32, true>>(),
+    kernels_of<Grouped<4, 64, true>>(),
+    kernels_of<Lossless12>(),
 };

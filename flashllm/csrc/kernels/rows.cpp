@@ -1,6 +1,7 @@
 #include "kernels/rows.h"
 
 #include <algorithm>
+#include <memory>
 #include <string>
 
 #include "io/error.h"
@@ -10,14 +11,14 @@
 namespace flashllm {
 
 namespace scalar {
-extern const CodecKernels kCodecs[kGroupedCodecs];
+extern const CodecKernels kCodecs[kCodedCodecs];
 }
 #if defined(__x86_64__)
 namespace avx2 {
-extern const CodecKernels kCodecs[kGroupedCodecs];
+extern const CodecKernels kCodecs[kCodedCodecs];
 }
 namespace avx512 {
-extern const CodecKernels kCodecs[kGroupedCodecs];
+extern const CodecKernels kCodecs[kCodedCodecs];
 }
 #endif
 
@@ -27,26 +28,27 @@ void require(bool condition, const std::string& message) {
   if (!condition) throw CoreError(ErrorKind::usage, message);
 }
 
-constexpr std::size_t kRowGrain = 16;  // rows a thread takes at a time
+constexpr std::size_t kRowGrain = 16;       // rows a thread takes at a time
+constexpr std::size_t kExpanded = 1 << 21;  // weights of bf12 expanded together
 
 // What a codec's vectors are made of.
 struct GroupShape {
   std::size_t bits, group, halves;  // halves: fp16 numbers a group
 };
 GroupShape shape_of(RowCodec codec) {
-  static constexpr GroupShape kShapes[kGroupedCodecs] = {{8, 32, 1}, {8, 64, 1}, {4, 32, 1},
-                                                         {4, 64, 1}, {4, 32, 2}, {4, 64, 2}};
-  return kShapes[static_cast<std::size_t>(codec) - kFirstGrouped];
+  static constexpr GroupShape kShapes[] = {{8, 32, 1}, {8, 64, 1}, {4, 32, 1},
+                                           {4, 64, 1}, {4, 32, 2}, {4, 64, 2}};
+  return kShapes[static_cast<std::size_t>(codec) - kFirstCoded];
 }
 
 LinearWeights plain(const RowMatrix& matrix) {
   return {matrix.data, matrix.rows, matrix.columns, matrix.stride, dtype_of(matrix.codec), matrix.bias};
 }
 
-// Weights in groups.
-class GroupedRows : public WideRows {
+// Coded weights.
+class CodedRows : public WideRows {
  public:
-  GroupedRows(const RowMatrix& matrix, SimdLevel level)
+  CodedRows(const RowMatrix& matrix, SimdLevel level)
       : matrix_(matrix), kernels_(codec_kernels(level, matrix.codec)) {}
   void widen(std::size_t begin, std::size_t count, std::size_t first, std::size_t width, float* to,
              std::size_t stride) const override {
@@ -63,9 +65,9 @@ class GroupedRows : public WideRows {
 }  // namespace
 
 const CodecKernels& codec_kernels(SimdLevel level, RowCodec codec) {
-  require(is_grouped(codec), "these weights are not in groups");
+  require(is_coded(codec), "these weights are not coded");
   kernel_table(level, Dtype::f32);  // throws where the processor lacks it
-  const std::size_t index = static_cast<std::size_t>(codec) - kFirstGrouped;
+  const std::size_t index = static_cast<std::size_t>(codec) - kFirstCoded;
 #if defined(__x86_64__)
   if (level >= SimdLevel::avx512) return avx512::kCodecs[index];
   if (level == SimdLevel::avx2) return avx2::kCodecs[index];
@@ -100,7 +102,12 @@ Dtype dtype_of(RowCodec codec) {
 
 std::size_t vector_nbytes(RowCodec codec, std::size_t length) {
   if (codec == RowCodec::int8) return length;
-  if (!is_grouped(codec)) return length * dtype_nbytes(dtype_of(codec));
+  if (!is_coded(codec)) return length * dtype_nbytes(dtype_of(codec));
+  if (codec == RowCodec::bf12) {
+    const std::size_t padded = (length + kCodeUnit - 1) / kCodeUnit * kCodeUnit,
+                      escapes = bf12_escapes(length);
+    return (16 + padded + padded / 2 + 3 * escapes + 1) / 2 * 2;
+  }
   const GroupShape shape = shape_of(codec);
   const std::size_t groups = (length + shape.group - 1) / shape.group;
   return groups * (shape.halves * sizeof(std::uint16_t) + shape.group * shape.bits / 8);
@@ -108,7 +115,7 @@ std::size_t vector_nbytes(RowCodec codec, std::size_t length) {
 
 void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
             SimdLevel level) {
-  if (is_grouped(matrix.codec)) {
+  if (is_coded(matrix.codec)) {
     const CodecKernels& kernels = codec_kernels(level, matrix.codec);
     return pool.parallel_for(matrix.rows, kRowGrain, [&](std::size_t begin, std::size_t end) {
       // All tokens use a small block of rows while it is in the processor's cache.
@@ -136,7 +143,7 @@ void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* 
 
 void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel level) {
   const std::byte* from = matrix.data + row * matrix.stride;
-  if (is_grouped(matrix.codec)) {
+  if (is_coded(matrix.codec)) {
     codec_kernels(level, matrix.codec).widen(from, matrix.columns, 0, matrix.columns, to);
   } else {
     kernel_table(level, dtype_of(matrix.codec)).to_f32(from, matrix.columns, to);
@@ -144,26 +151,82 @@ void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel le
 }
 
 SimdLevel level_of_many(RowCodec codec, SimdLevel level) {
-  return is_grouped(codec) ? std::min(level, SimdLevel::avx512) : level;  // the highest without pairs
+  if (!is_coded(codec) || codec == RowCodec::bf12) return level;
+  return std::min(level, SimdLevel::avx512);  // the highest without pairs
 }
+
+namespace {
+
+// Rows of bf12 as the bf16 that they are, for products in pairs.
+class Expanded {
+ public:
+  Expanded(const RowMatrix& matrix, std::size_t first, std::size_t count, ThreadPool& pool, SimdLevel level)
+      : values_(new std::uint16_t[count * matrix.columns]) {
+    const std::size_t columns = matrix.columns;
+    const CodecKernels& kernels = codec_kernels(level, matrix.codec);
+    const KernelTable& narrow = kernel_table(level, Dtype::bf16);
+    pool.parallel_for(count, kRowGrain, [&](std::size_t begin, std::size_t end) {
+      std::unique_ptr<float[]> wide(new float[columns]);
+      for (std::size_t r = begin; r < end; ++r) {
+        kernels.widen(matrix.data + (first + r) * matrix.stride, columns, 0, columns, wide.get());
+        narrow.from_f32(wide.get(), columns, values_.get() + r * columns);
+      }
+    });
+    weights_ = {reinterpret_cast<const std::byte*>(values_.get()),
+                count,
+                columns,
+                columns * sizeof(std::uint16_t),
+                Dtype::bf16,
+                matrix.bias == nullptr ? nullptr : matrix.bias + first};
+  }
+  const LinearWeights& weights() const { return weights_; }
+
+ private:
+  std::unique_ptr<std::uint16_t[]> values_;
+  LinearWeights weights_;
+};
+
+// The same products, some rows at a time.
+void linear_many_expanded(const RowMatrix& matrix, const PackedTokens& x, Dtype dtype, std::byte* out,
+                          ThreadPool& pool, SimdLevel level) {
+  const std::size_t element = dtype_nbytes(dtype);
+  const std::size_t together = std::max<std::size_t>(1, kExpanded / matrix.columns);
+  for (std::size_t first = 0; first < matrix.rows; first += together) {
+    const std::size_t count = std::min(together, matrix.rows - first);
+    const Expanded expanded(matrix, first, count, pool, level);
+    std::unique_ptr<std::byte[]> part(new std::byte[x.tokens() * count * element]);
+    linear_many(expanded.weights(), x, dtype, part.get(), pool, level);
+    for (std::size_t m = 0; m < x.tokens(); ++m)
+      std::copy_n(part.get() + m * count * element, count * element,
+                  out + (m * matrix.rows + first) * element);
+  }
+}
+
+}  // namespace
 
 void linear_many(const RowMatrix& matrix, const PackedTokens& x, Dtype dtype, std::byte* out,
                  ThreadPool& pool, SimdLevel level) {
-  if (!is_grouped(matrix.codec)) return linear_many(plain(matrix), x, dtype, out, pool, level);
-  linear_many(GroupedRows(matrix, level), matrix.rows, matrix.bias, x, dtype, out, pool, level);
+  if (!is_coded(matrix.codec)) return linear_many(plain(matrix), x, dtype, out, pool, level);
+  if (x.in_pairs()) return linear_many_expanded(matrix, x, dtype, out, pool, level);
+  linear_many(CodedRows(matrix, level), matrix.rows, matrix.bias, x, dtype, out, pool, level);
 }
 
 void product_rows(const RowMatrix& matrix, const PackedTokens& x, float* products, ThreadPool& pool,
                   SimdLevel level) {
-  if (!is_grouped(matrix.codec)) return product_rows(plain(matrix), x, products, pool, level);
-  product_rows(GroupedRows(matrix, level), matrix.rows, x, products, pool, level);
+  if (!is_coded(matrix.codec)) return product_rows(plain(matrix), x, products, pool, level);
+  if (x.in_pairs())
+    return product_rows(Expanded(matrix, 0, matrix.rows, pool, level).weights(), x, products, pool, level);
+  product_rows(CodedRows(matrix, level), matrix.rows, x, products, pool, level);
 }
 
 void add_rows(const RowMatrix& matrix, const float* scales, std::size_t padded, std::size_t tokens, float* y,
               std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
-  if (!is_grouped(matrix.codec))
+  if (!is_coded(matrix.codec))
     return add_rows(plain(matrix), scales, padded, tokens, y, y_stride, pool, level);
-  add_rows(GroupedRows(matrix, level), matrix.rows, matrix.columns, scales, padded, tokens, y, y_stride, pool,
+  if (matrix.codec == RowCodec::bf12 && in_pairs(Dtype::bf16, matrix.columns, level))
+    return add_rows(Expanded(matrix, 0, matrix.rows, pool, level).weights(), scales, padded, tokens, y,
+                    y_stride, pool, level);
+  add_rows(CodedRows(matrix, level), matrix.rows, matrix.columns, scales, padded, tokens, y, y_stride, pool,
            level);
 }
 
@@ -183,7 +246,7 @@ RowMatrix RowFormat::matrix(const std::byte* rows, std::size_t count, std::uint3
 
 void dot_scattered(const ScatteredRows& rows, const float* x, const std::int32_t* ids, const float* bias,
                    Activation activation, float* values, ThreadPool& pool, SimdLevel level) {
-  if (!is_grouped(rows.codec))
+  if (!is_coded(rows.codec))
     return gathered_dots(rows.vectors, ids, rows.count, dtype_of(rows.codec), x, rows.length, bias,
                          activation, values, pool, level);
   const CodecKernels& kernels = codec_kernels(level, rows.codec);
@@ -196,7 +259,7 @@ void dot_scattered(const ScatteredRows& rows, const float* x, const std::int32_t
 
 void sum_scattered(const ScatteredRows& rows, const float* scales, float* y, ThreadPool& pool,
                    SimdLevel level) {
-  if (!is_grouped(rows.codec))
+  if (!is_coded(rows.codec))
     return scaled_row_sum(rows.vectors, scales, rows.count, dtype_of(rows.codec), rows.length, y, pool,
                           level);
   const CodecKernels& kernels = codec_kernels(level, rows.codec);

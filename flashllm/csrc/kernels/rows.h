@@ -42,7 +42,8 @@ inline void dot_all(const RowMatrix& matrix, const float* x, float* out, ThreadP
 void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel level);
 
 // The products of matmul.h; not of int8. Weights in groups are widened, so that their inputs must not be in
-// pairs: `level_of_many` is the level for all that is multiplied by the same inputs.
+// pairs; bf12 goes either way, as bf16. `level_of_many` is the level for all that is multiplied by the same
+// inputs.
 SimdLevel level_of_many(RowCodec codec, SimdLevel level);
 void linear_many(const RowMatrix& matrix, const PackedTokens& x, Dtype dtype, std::byte* out,
                  ThreadPool& pool, SimdLevel level);

@@ -31,7 +31,7 @@ const float* part_of(const float* bias, std::size_t first) {
 }
 
 bool fits(const RowMatrix& weights, const BlockSpec& spec, std::size_t rows, std::size_t columns) {
-  return weights.data != nullptr && (is_grouped(weights.codec) || weights.codec == codec_of(spec.dtype)) &&
+  return weights.data != nullptr && (is_coded(weights.codec) || weights.codec == codec_of(spec.dtype)) &&
          weights.rows == rows && weights.columns == columns;
 }
 
