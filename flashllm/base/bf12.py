@@ -68,7 +68,7 @@ class Bf12:
         positions, escaped = self._places(rows, length)
         which, place = np.nonzero(positions != _NOWHERE)
         high[which, positions[which, place]] = escaped[which, place]
-        return rows[:, _TABLE : _TABLE + length].astype(np.uint16) | high.astype(np.uint16) << 8
+        return np.asarray(high.astype(np.uint16) * 256 + rows[:, _TABLE : _TABLE + length], np.uint16)
 
     def _places(self, rows: Bytes, length: int) -> tuple[Bits, Bytes]:
         """(positions, high bytes) of the escapes, [n, escapes]."""

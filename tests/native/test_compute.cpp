@@ -223,8 +223,11 @@ void grouped_products(RowCodec codec, SimdLevel level, std::size_t rows, std::si
   std::mt19937 random(11);
   const std::size_t stride = vector_nbytes(codec, columns);
   std::vector<std::byte> codes(rows * stride);
-  for (std::size_t i = 0; i < codes.size(); ++i)  // every second byte small: fp16 scales that are finite
-    codes[i] = static_cast<std::byte>(i % 2 == 0 ? random() : random() % 60);
+  // Weights that are finite: small scales at every second byte, or exponents of numbers up to 1.
+  for (std::size_t i = 0; i < codes.size(); ++i)
+    codes[i] = static_cast<std::byte>(codec == RowCodec::bf12 ? random() & 0x3F
+                                      : i % 2 == 0            ? random()
+                                                              : random() % 60);
   const RowMatrix matrix{codes.data(), rows, columns, stride, codec, nullptr, nullptr};
   std::vector<float> wide(rows * columns);
   for (std::size_t r = 0; r < rows; ++r) widen_row(matrix, r, wide.data() + r * columns, level);

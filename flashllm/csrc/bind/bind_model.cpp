@@ -406,7 +406,7 @@ class PyModel {
     weights.stride = vector_nbytes(codec, columns);
     weights.codec = codec;
     weights.data = is_coded(codec) ? coded(name + ".weight", rows * weights.stride)
-                                     : tensor(name + ".weight", rows * columns);
+                                   : tensor(name + ".weight", rows * columns);
     weights.bias = floats(name + ".bias", rows);
     return weights;
   }
