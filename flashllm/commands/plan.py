@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
         )
         return 0
     print(inert(f"{path.absolute()}"))
-    print("\n".join(_table(model, plan)))
+    print("\n".join([*_table(model, plan), *_gates(model, plan)]))
     if estimate is not None:
         print(inert("\n".join(_lines(*estimate))))
     elif plan.mode != "sparse":
@@ -109,6 +109,28 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
     lines.append(("minimum", format_size(memory.minimum_nbytes), "", least))
     width = max(len(name) for name, *_ in lines)
     return [f"  {name:<{width}}  {start:>11}  {end:>11}  {remark}".rstrip() for name, start, end, remark in lines]
+
+
+def _gates(model: "ModelDir", plan: "Plan") -> list[str]:
+    """What could name the active neurons of a gated model, what each takes, and whether it fits the limit."""
+    from flashllm.base.units import format_size
+    from flashllm.format.predictors import GATE_CODE
+
+    manifest, memory = model.manifest, plan.memory
+    if not (manifest.architecture.gated and manifest.sparse):
+        return []
+    rows, layers = manifest.rows, manifest.architecture.num_layers
+    others = memory.minimum_nbytes - memory.gates - memory.predictors
+    choices = {
+        "resident": (layers * rows.d_ff * rows.vector_items * rows.itemsize, "exact"),
+        "4bit": (layers * (rows.d_ff * GATE_CODE.vector_nbytes(rows.d_model) + 2), "nearly all, some in vain"),
+    }
+    lines = ["  what names the active neurons (chosen by `flashllm convert --gate`)"]
+    for name, (nbytes, what) in choices.items():
+        fits = "fits" if others + nbytes <= memory.limit_nbytes else "does not fit"
+        lines.append(f"    {name:<8}  {format_size(nbytes):>11}  {what}; {fits}")
+    used = "the resident gate" if manifest.resident_gate else f"predictors of {format_size(memory.predictors)}"
+    return [*lines, f"    here: {used}"]
 
 
 def _estimate(model: "ModelDir", plan: "Plan", trace: Path | None) -> "tuple[TokenEstimate, ExpectedActivity] | None":

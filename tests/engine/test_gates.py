@@ -10,6 +10,7 @@ from arch_models import LAYERS, VARIANTS, make_checkpoint
 from arch_reference import ReferenceDecoder
 from ffn_rows import Ffn, random_input, write_ffn
 
+from flashllm.cli import main
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
@@ -165,3 +166,12 @@ def test_a_resident_file_without_gates_is_refused(models, tmp_path):
     dataclasses.replace(manifest, files={**manifest.files, RESIDENT: whole.files[RESIDENT]}).save(tmp_path)
     with pytest.raises(FormatError, match=r"tensor layers\.0\.gate\.weight is missing"):
         ModelDir.open(tmp_path)
+
+
+def test_plan_says_which_gate_fits(models, capsys):
+    for directory, here in zip(models("llama relu"), ("predictors of", "the resident gate"), strict=True):
+        assert main(["plan", str(directory)]) == 0
+        printed = capsys.readouterr().out
+        assert "resident      73.7 kB  exact; fits" in printed
+        assert "4bit          9.80 kB  nearly all, some in vain; fits" in printed
+        assert f"here: {here}" in printed
