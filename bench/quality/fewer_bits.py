@@ -68,7 +68,8 @@ class RoundedCheckpoint:
 
     def __init__(self, checkpoint: Checkpoint, matrices: tuple[str, ...], encoding: str) -> None:
         self._checkpoint, self._code = checkpoint, GROUP_CODES[encoding]
-        found = {c.source: c for c in claims(checkpoint.config).values() if c.name.split(".")[2] in matrices}
+        names = [f".{matrix}.weight" for matrix in matrices]
+        found = {c.source: c for c in claims(checkpoint.config).values() if c.name.endswith(tuple(names))}
         if not found or any(claim.part.transposed or claim.part.count for claim in found.values()):
             raise ValueError(f"{checkpoint.path}: its {', '.join(matrices)} cannot be rounded apart")
         self._down = {source: claim.name.split(".")[2] == "down" for source, claim in found.items()}
