@@ -36,7 +36,7 @@ class UringBackend final : public ReadBackend {
   // for a deep queue to last.
   static constexpr std::chrono::nanoseconds kBetweenLooks{100'000};
   static constexpr int kPatience = 1000;  // refusals after which requests are read without the ring
-  struct Active {  // a request under way
+  struct Active {                         // a request under way
     explicit Active(const ReaderOptions& options) : slot(options.max_request, options.max_gap) {}
     RequestSlot slot;
     ReadQueue::Work work;
