@@ -43,6 +43,7 @@ def _compile(source: Path, out: Path, flags: list[str]) -> None:
 
 
 @pytest.mark.sanitizer
+@pytest.mark.timeout(900)  # beside other tests: some of it hands the processor over for every step
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_core_without_python(sanitizer, tmp_path):
     if shutil.which("g++") is None:
@@ -66,10 +67,7 @@ def test_core_without_python(sanitizer, tmp_path):
         ["g++", *flags, *map(str, objects), "-o", str(program), "-pthread"], capture_output=True, text=True, check=False
     )
     assert link.returncode == 0, link.stderr
-    scale = "3" if sanitizer == "plain" else "1"
-    result = subprocess.run(
-        [program, tmp_path, scale], capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path
-    )
+    result = subprocess.run([program, tmp_path], capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     assert "core tests passed" in result.stdout
 
