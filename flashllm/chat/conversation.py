@@ -215,7 +215,10 @@ class Chat:
     def _export(self, argument: str) -> str:
         if not argument:
             return "say where: /export FILE"
-        path = Path(argument).expanduser()
+        try:
+            path = Path(argument).expanduser()
+        except RuntimeError:
+            return f"{one_line(argument)}: there is no such user"
         system = [] if self.session.system is None else [("system", self.session.system)]
         text = "".join(f"{speaker}: {said}\n\n" for speaker, said in [*system, *self.transcript])
         try:

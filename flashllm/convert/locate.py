@@ -119,7 +119,10 @@ class _Named:
     @classmethod
     def of(cls, text: str) -> "_Named":
         """What exists here goes first; what looks like a path is never taken for anything else. UsageError."""
-        path = Path(text).expanduser()
+        try:
+            path = Path(text).expanduser()
+        except RuntimeError as error:
+            raise UsageError(f"{text}: there is no such user; write the folder's whole path") from error
         if path.is_dir():
             return cls(path=path)
         if path.exists():

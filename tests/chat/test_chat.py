@@ -200,7 +200,7 @@ def test_export_writes_once_and_never_over(tmp_path):
     assert path.read_text() == "system: short\n\nuser: abc\n\nmodel: ABC\n\n"
     assert "exists" in chat.command(f"/export {path}").text
     assert path.read_text() == "system: short\n\nuser: abc\n\nmodel: ABC\n\n"
-    for bad in ("", str(tmp_path), str(tmp_path / "no" / "dir"), "/dev/full", "a\0b"):
+    for bad in ("", str(tmp_path), str(tmp_path / "no" / "dir"), "/dev/full", "a\0b", "~no-such-user/x"):
         reply = chat.command(f"/export {bad}").text
         assert "saved" not in reply, bad
 

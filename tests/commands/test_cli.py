@@ -106,6 +106,7 @@ def test_every_verb_is_in_the_help(run):
         ["convert", "a", "b", "--bits", "8", "--minimums"],
         ["plan", "/no/such/dir"],
         ["verify", "no-such-dir"],
+        ["verify", "~no-such-user/model"],
         ["inspect", "weird\x1b[2J\nname"],
         ["offload"],
         ["offload", "frobnicate"],
