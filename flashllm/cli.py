@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import flashllm
-from flashllm.base.text import one_line, prepare_streams
+from flashllm.base.text import one_line, prepare_streams, silence
 from flashllm.errors import FlashError, UsageError
 
 # Verb -> its module, with `add_arguments(parser)` and `main(args) -> int`, and what it is for.
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # of argparse: --help, --version, wrong use
         return stop.code if isinstance(stop.code, int) else 2
     except BrokenPipeError:
-        _silence(sys.stdout.fileno())  # the reader (`| head`) has what it wanted
+        silence(sys.stdout.fileno())  # the reader (`| head`) has what it wanted
         return 1
     except KeyboardInterrupt as stop:
         return _fail(str(stop) or "interrupted", _INTERRUPTED, debug=False, prefix="flashllm: ")
@@ -136,15 +136,8 @@ def _fail(message: str, status: int, *, debug: bool, prefix: str = "flashllm: er
     try:
         sys.stdout.flush()
     except OSError:  # full, or nobody reads: what is left of it has no place to go
-        _silence(sys.stdout.fileno())
+        silence(sys.stdout.fileno())
     return status
-
-
-def _silence(fd: int) -> None:
-    """Point `fd` at nothing, so that the interpreter's last flush does not fail in turn."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, fd)
-    os.close(null)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,10 @@ from flashllm.arch.spec import (
     check_size,
     tensor_shape,
 )
+from flashllm.base.checks import check_int
 from flashllm.errors import FormatError, UnsupportedModelError
+
+_MAX_LABELS = 10_000
 
 ARCHITECTURES: dict[str, ArchitectureSpec] = {spec.model_type: spec for spec in (OPT, *LLAMA_LIKE, *GPT_LIKE)}
 
@@ -50,9 +53,19 @@ def block_spec(config: Mapping[str, Any]) -> BlockSpec:
     """
     spec = spec_of(config.get("model_type"))
     try:
+        _check_labels(config)
         return spec.block(complete_config(config))
     except ValueError as error:
         raise FormatError(f"config.json: {error}") from error
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"config.json: {error}") from error
+
+
+def _check_labels(config: Mapping[str, Any]) -> None:
+    """Libraries make a name of each label, of which a language model has none: ValueError where that would be long."""
+    labels = config.get("num_labels")
+    if labels is not None:
+        check_int("num_labels", labels, 0, _MAX_LABELS)
 
 
 def resolve(config: Mapping[str, Any]) -> Architecture:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from flashllm.errors import FlashIOError, FormatError
+from flashllm.errors import FlashIOError, FormatError, UsageError
 
 CHUNK_NBYTES = 8 * 2**20  # one read or write; large enough for full sequential speed, small beside any limit
 _SYNC_NBYTES = 64 * 2**20  # dirty pages cannot be dropped, so they are forced out this often
@@ -50,6 +50,24 @@ def file_status(fd: int, path: Path) -> os.stat_result:
         return os.fstat(fd)
     except OSError as error:
         raise FlashIOError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is a file or folder `path`. FlashIOError where that cannot be told, UsageError where none can be.
+
+    `Path.exists` takes a failing call for "no" in newer Pythons.
+    """
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except ValueError as error:
+        raise UsageError(f"{path}: a file's name holds no NUL character") from error
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise UsageError(f"{path}: there is no such file: {error.strerror}") from error
+        raise FlashIOError(f"{path}: cannot be looked at: {error.strerror}") from error
+    return True
 
 
 def pread_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:

@@ -43,14 +43,43 @@ def is_terminal(stream: TextIO) -> bool:
     return not stream.closed and stream.isatty()
 
 
+class _Messages(io.TextIOWrapper):
+    """Standard error that drops what cannot be written: a message that nobody can be told ends no work."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError:
+            silence(self.fileno())
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError:
+            silence(self.fileno())
+
+
+def silence(fd: int) -> None:
+    """Point `fd` at nothing, so that the interpreter's last flush does not fail in turn."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, fd)
+    os.close(null)
+
+
 def prepare_streams() -> None:
     """Give the process three standard streams that never raise for a character their encoding lacks.
 
     A stream closed by the caller (`2>&-`) is opened to nowhere: otherwise the next file opened would get its number.
+    A full disk behind standard error loses messages and nothing else.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # for the process's life
+    if sys.stderr is sys.__stderr__ and type(sys.stderr) is io.TextIOWrapper:
+        encoding = sys.stderr.encoding
+        sys.stderr.flush()
+        sys.stderr = _Messages(sys.stderr.detach(), encoding=encoding, errors="replace", line_buffering=True)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import flashllm
-from flashllm.base.files import Progress
+from flashllm.base.files import Progress, is_there
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.convert.checkpoint.gguf_file import SUFFIX
 from flashllm.convert.checkpoint.source import companion_files
@@ -123,10 +123,8 @@ class _Named:
             path = Path(text).expanduser()
         except RuntimeError as error:
             raise UsageError(f"{text}: there is no such user; write the folder's whole path") from error
-        if path.is_dir():
-            return cls(path=path)
-        if path.exists():
-            return cls(path=_of_file(path))
+        if is_there(path):
+            return cls(path=path if path.is_dir() else _of_file(path))
         if text in KNOWN:
             return cls(known=text)
         if hub := HubModel.parse(text):

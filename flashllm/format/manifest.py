@@ -32,6 +32,7 @@ from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import (
     HashingWriter,
     fsync_directory,
+    is_there,
     iterate_chunks,
     locked_directory,
     read_json_object,
@@ -318,12 +319,12 @@ def open_model_dir(path: Path, *, check_files: bool = True) -> Manifest:
     UsageError where `path` is something else, saying what to do.
     """
     path = Path(path)
-    if not path.is_dir():
+    if not is_there(path) or not path.is_dir():
         raise UsageError(f"{path}: there is no such directory")
-    if not (path / MANIFEST).exists():
+    if not is_there(path / MANIFEST):
         if path.name.endswith(PARTIAL_SUFFIX):
             raise UsageError(f"{path}: an unfinished conversion; run the same `flashllm convert` again to resume it")
-        if (path / CONFIG).exists():
+        if is_there(path / CONFIG):
             raise UsageError(f"{path}: a Hugging Face folder; run `flashllm convert {path} DST` first, then use DST")
         raise UsageError(f"{path}: not a model directory: it has no {MANIFEST}")
     return Manifest.load(path, check_files=check_files)

@@ -15,7 +15,7 @@ from typing import Any, Self
 from flashllm.arch.registry import block_spec, complete_config
 from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype
-from flashllm.base.files import parse_json_object, read_bounded
+from flashllm.base.files import is_there, parse_json_object, read_bounded
 from flashllm.errors import ChecksumError
 from flashllm.format.manifest import MANIFEST, FileEntry, Manifest, Sparsity, open_model_dir
 from flashllm.format.model_files import CONFIG, GENERATION_CONFIG
@@ -38,7 +38,7 @@ class Companions:
     def of(cls, directory: Path) -> Self:
         """Those of a model directory or of a Hugging Face folder. FormatError where the manifest is damaged."""
         directory = Path(directory)
-        if not (directory / MANIFEST).exists():
+        if not is_there(directory / MANIFEST):
             return cls(directory, None)
         return cls(directory, Manifest.load(directory, check_files=False).files)
 
@@ -50,7 +50,7 @@ class Companions:
         """
         path = self.directory / name
         if self.listed is None:
-            return read_bounded(path, max_nbytes) if path.exists() else None
+            return read_bounded(path, max_nbytes) if is_there(path) else None
         if name not in self.listed:
             return None
         raw = read_bounded(path, max_nbytes)

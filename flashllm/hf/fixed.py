@@ -6,6 +6,7 @@ every call that asks for it is an error that says what to do instead.
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import torch
@@ -13,8 +14,8 @@ from transformers import AutoConfig, GenerationConfig, GenerationMixin, PreTrain
 
 from flashllm.arch.registry import resident_shapes
 from flashllm.engine.model import Model
-from flashllm.errors import UsageError
-from flashllm.format.model_files import GENERATION_CONFIG
+from flashllm.errors import FormatError, UsageError
+from flashllm.format.model_files import CONFIG, GENERATION_CONFIG
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _CPU = torch.device("cpu")
@@ -24,15 +25,15 @@ class FixedModel(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-c
     """Configuration, device and dtype of an engine's model, and refusals."""
 
     def __init__(self, engine: Model) -> None:
-        """Around `engine`, with the configurations of its directory."""
+        """Around `engine`, with its directory's configurations. FormatError where transformers has no use for them."""
         path = engine.directory.path
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = _read_config(AutoConfig, path, CONFIG)
         config._attn_implementation = "eager"  # ours; this name asks nothing of transformers
         super().__init__(config)
         self.engine = engine
         self.loss_type = "ForCausalLM"
         if (path / GENERATION_CONFIG).exists():
-            self.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+            self.generation_config = _read_config(GenerationConfig, path, GENERATION_CONFIG)
         super().train(False)
 
     @property
@@ -114,6 +115,14 @@ class FixedModel(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-c
             "the vocabulary is fixed; resize the original's embeddings, and convert it (`flashllm convert`)"
         )
 
+    def set_input_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """UsageError."""
+        self.get_input_embeddings()
+
+    def set_output_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """UsageError."""
+        self.get_output_embeddings()
+
     def get_input_embeddings(self) -> NoReturn:
         """UsageError."""
         raise UsageError("the model has no torch modules: its embedding is the engine's; take the original's")
@@ -154,6 +163,14 @@ class FixedModel(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-c
             f"the model has no torch weights to save: the directory {self.engine.directory.path} is the model, copy "
             "that; converting it back to a Hugging Face folder is not offered"
         )
+
+
+def _read_config(kind: Any, path: Path, name: str) -> Any:
+    """A configuration of transformers', of a file that our own checks have passed."""
+    try:
+        return kind.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        raise FormatError(f"{path / name}: transformers cannot use it: {error}") from error
 
 
 def _short(dtype: torch.dtype) -> str:

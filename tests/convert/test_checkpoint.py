@@ -150,9 +150,9 @@ def test_what_is_no_checkpoint(tmp_path):
         _open(tmp_path)
 
 
-def test_companions_are_plain_files_and_never_weights(copy, tmp_path):
-    (tmp_path / "linked.json").write_text("{}")
-    (copy / "special_tokens_map.json").symlink_to(tmp_path / "linked.json")
+def test_companions_are_plain_files_and_never_weights(copy):
+    (copy / "special_tokens_map.json").unlink(missing_ok=True)
+    (copy / "special_tokens_map.json").symlink_to("tokenizer_config.json")
     (copy / "chat_template.jinja").write_text("x")
     (copy / "merges.txt").write_text("x")
     (copy / "pytorch_model.bin.index.json").write_text("{}")

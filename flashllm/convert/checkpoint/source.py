@@ -78,10 +78,11 @@ class Checkpoint:
 def companion_files(directory: Path) -> list[Path]:
     """The files that go with the weights (config, tokenizer, chat template), sorted by name; never weights.
 
-    Links are followed, as the hub's cache consists of them. FlashIOError where one cannot be looked at.
+    Links are followed inside the folder and into the hub's cache, which consists of them. FormatError for others: what
+    they point to would be copied unseen. FlashIOError where a file cannot be looked at.
     """
-    paths = []
-    for path in sorted(Path(directory).iterdir()):
+    directory, paths = Path(directory), []
+    for path in sorted(directory.iterdir()):
         if path.name.startswith(".") or path.name.endswith(_INDEX_SUFFIX) or path.suffix not in _COPIED_SUFFIXES:
             continue
         try:
@@ -89,8 +90,21 @@ def companion_files(directory: Path) -> list[Path]:
         except OSError as error:
             raise FlashIOError(f"{path}: cannot be read: {error.strerror}") from error
         if path.is_file():
+            if path.is_symlink():
+                _check_link(path)
             paths.append(path)
     return paths
+
+
+def _check_link(path: Path) -> None:
+    """FormatError where the link `path` leaves its folder, but for models--NAME/blobs beside models--NAME/snapshots."""
+    folder, target = path.parent.resolve(), path.resolve()
+    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    if not (target.is_relative_to(folder) or target.is_relative_to(blobs)):
+        raise FormatError(
+            f"{path}: is a link that leaves the folder, to {target}, whose contents would be copied into the model "
+            "directory; put the file itself there"
+        )
 
 
 def check_start(fd: int, nbytes: int, magic: bytes, what: str, path: Path) -> None:

@@ -1,0 +1,106 @@
+"""The eleven defects that an attack found (commit 334b180), and the tests that fail on what was then.
+
+A test is "file::function", below tests/. `tests/faults/test_defects.py` holds that each exists; the table of faults
+(bench/faults/table.py) runs them.
+"""
+
+from dataclasses import dataclass
+
+FILE = "faults/test_defects.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """What was wrong, and the tests of it."""
+
+    was: str
+    tests: tuple[str, ...]
+
+
+DEFECTS = {
+    1: Defect(
+        "one model used from two threads: a fault, or wrong logits",
+        (
+            f"{FILE}::test_1_two_threads_call_one_model",
+            "engine/test_step.py::test_two_threads_take_turns",
+            "hf/test_strategies.py::test_threads_generate_at_once",
+            "hf/test_cache.py::test_what_is_no_cache_of_this_model_is_refused",
+        ),
+    ),
+    2: Defect(
+        "damaged resident weights, predictors or tokenizer: other tokens without a word; NaN: token 0 for ever",
+        (
+            f"{FILE}::test_2_a_flipped_byte_of_any_file_is_noticed",
+            "engine/test_resident.py::test_a_flipped_bit",
+            "generate/test_tokenizer.py::test_a_changed_file_of_a_model_directory_is_refused",
+            "engine/test_step.py::test_numbers_that_are_not_finite_name_their_layer",
+        ),
+    ),
+    3: Defect(
+        "a forked child that uses the model, and m.to('meta'): a fault",
+        (
+            "engine/test_fork.py::test_the_latency_engine",
+            "engine/test_fork.py::test_the_throughput_engine",
+            f"{FILE}::test_3_a_model_cannot_go_to_meta",
+        ),
+    ),
+    4: Defect(
+        "one failing stat of tokenizer.json: another tokenizer",
+        (f"{FILE}::test_4_a_stat_that_fails_is_an_error_or_changes_nothing",),
+    ),
+    5: Defect(
+        "save_pretrained, new weights and embeddings were taken and answered garbage",
+        (
+            "hf/test_fixed.py::test_what_cannot_be_done_says_what_to_do",
+            f"{FILE}::test_5_nothing_of_the_model_can_be_put_in_its_place",
+        ),
+    ),
+    6: Defect(
+        "the minimum that plan names was refused by generate",
+        (
+            f"{FILE}::test_6_generate_accepts_the_minimum_that_plan_names",
+            "hf/test_model.py::test_the_least_memory_is_the_one_that_is_named",
+        ),
+    ),
+    7: Defect(
+        "libraries saw configs and tokenizers first: 'a bug in flashllm', no file named",
+        (
+            f"{FILE}::test_7_a_malformed_checkpoint_names_its_file",
+            f"{FILE}::test_7_a_malformed_model_directory_names_its_file",
+        ),
+    ),
+    8: Defect(
+        "small files that cost minutes and gigabytes",
+        (f"{FILE}::test_8_small_files_cost_little", "base/test_files.py::test_json_is_strict"),
+    ),
+    9: Defect(
+        "the terminal stayed raw after signals",
+        ("chat/test_signals.py::test_a_signal_that_ends_the_chat",),
+    ),
+    10: Defect(
+        "/save ~nouser/x ended the chat",
+        (
+            f"{FILE}::test_10_no_name_ends_a_chat",
+            "chat/test_chat.py::test_export_writes_once_and_never_over",
+        ),
+    ),
+    11: Defect(
+        "smaller: probes, rings, sizes, names, ids, types, closed models, links, streams",
+        (
+            "io/test_reader.py::test_an_interrupted_first_read_is_repeated",
+            "io/test_reader.py::test_a_ring_that_takes_no_reads",
+            "commands/test_cli.py::test_wrong_use_is_one_line_and_status_2",
+            "commands/test_cli.py::test_streams_that_are_closed_or_full",
+            f"{FILE}::test_11_names_that_no_file_can_have",
+            f"{FILE}::test_11_a_prompt_beyond_the_context",
+            f"{FILE}::test_11_ids_that_cannot_be",
+            f"{FILE}::test_11_options_of_the_wrong_type",
+            f"{FILE}::test_11_a_model_closed_while_another_thread_generates",
+            f"{FILE}::test_11_companions_that_are_links_out_of_the_folder",
+            f"{FILE}::test_11_a_full_stderr",
+            "hf/test_strategies.py::test_assisted_by_another_model",
+            "hf/test_fixed.py::test_generate_gives_out_no_states",
+            "format/test_manifest.py::test_any_other_change_is_noticed",
+        ),
+    ),
+}
