@@ -116,20 +116,13 @@ std::size_t vector_nbytes(RowCodec codec, std::size_t length) {
 void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
             SimdLevel level) {
   if (is_coded(matrix.codec)) {
-    const CodecKernels& kernels = codec_kernels(level, matrix.codec);
     return pool.parallel_for(matrix.rows, kRowGrain, [&](std::size_t begin, std::size_t end) {
       // All tokens use a small block of rows while it is in the processor's cache.
       const std::size_t block = tokens == 1 ? end - begin : kRowGrain;
-      for (std::size_t r = begin; r < end; r += block) {
-        const std::size_t n = std::min(block, end - r);
-        for (std::size_t m = 0; m < tokens; ++m) {
-          float* values = out + m * matrix.rows + r;
-          kernels.dot_matrix(matrix.data + r * matrix.stride, matrix.stride, n, x + m * matrix.columns,
-                             matrix.columns, values);
-          if (matrix.bias != nullptr)
-            for (std::size_t i = 0; i < n; ++i) values[i] += matrix.bias[r + i];
-        }
-      }
+      for (std::size_t r = begin; r < end; r += block)
+        for (std::size_t m = 0; m < tokens; ++m)
+          dot_block(matrix, r, std::min(block, end - r), x + m * matrix.columns, out + m * matrix.rows + r,
+                    level);
     });
   }
   if (matrix.codec != RowCodec::int8) return linear(plain(matrix), x, tokens, out, pool, level);
@@ -139,6 +132,15 @@ void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* 
                             matrix.scales, matrix.bias};
   for (std::size_t m = 0; m < tokens; ++m)
     linear_int8(weights, x + m * matrix.columns, out + m * matrix.rows, pool, level);
+}
+
+void dot_block(const RowMatrix& matrix, std::size_t first, std::size_t count, const float* x, float* out,
+               SimdLevel level) {
+  const auto dot = is_coded(matrix.codec) ? codec_kernels(level, matrix.codec).dot_matrix
+                                          : kernel_table(level, dtype_of(matrix.codec)).dot_matrix;
+  dot(matrix.data + first * matrix.stride, matrix.stride, count, x, matrix.columns, out);
+  if (matrix.bias == nullptr) return;
+  for (std::size_t i = 0; i < count; ++i) out[i] += matrix.bias[first + i];
 }
 
 void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel level) {

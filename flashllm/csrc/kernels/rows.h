@@ -38,6 +38,10 @@ inline void dot_all(const RowMatrix& matrix, const float* x, float* out, ThreadP
   linear(matrix, x, 1, out, pool, level);
 }
 
+// The same of rows [first, first + count) and one token, by the calling thread. Not of int8.
+void dot_block(const RowMatrix& matrix, std::size_t first, std::size_t count, const float* x, float* out,
+               SimdLevel level);
+
 // Row `row`, widened to fp32. Not of int8.
 void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel level);
 

@@ -82,6 +82,7 @@ Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat
       kernels_(kernel_table(level, spec.block.dtype)),
       check_(std::move(check)),
       dense_(rows, spec.block.dtype, pool, level),
+      few_(rows, pool, level),
       rotary_(spec.rotary.begin(), spec.rotary.end()) {
   const BlockSpec& block = spec_.block;
   require(block.d_model != 0 && block.head_dim != 0 && spec_.vocab != 0 && spec_.block_tokens != 0,
@@ -370,8 +371,9 @@ void Model::feed_forward(std::size_t layer, const Part& part, const float* x) {
     case Pass::oracle:
       return feed_oracle(layer, part, x);
     case Pass::dense:
+      return feed_every(layer, part, x);
     case Pass::prompt:
-      return feed_dense(layer, part, x);
+      return feed_prompt(layer, part, x);
   }
 }
 
@@ -440,8 +442,28 @@ void Model::feed_oracle(std::size_t layer, const Part& part, const float* x) {
   watch_.restart();
 }
 
-// Every neuron, block by block; a prompt's last tokens fill the neuron cache as the rows pass by.
-void Model::feed_dense(std::size_t layer, const Part& part, const float* x) {
+// Every neuron, block by block, token by token.
+void Model::feed_every(std::size_t layer, const Part& part, const float* x) {
+  const BlockWeights& weights = weights_.blocks[layer];
+  const std::size_t width = spec_.block.d_model, gate_nbytes = vector_nbytes(rows_.codec, width);
+  stream_.begin(static_cast<int>(layer), layer_after(layer, part));
+  few_.begin(x, part.count, activation(layer), projected_.data());
+  watch_.charge(counters_.compute_ns);
+  RowBlock block;
+  while (stream_.next(block)) {
+    charge_stream();
+    few_.add(block.rows, std::min(block.count, spec_.d_ff - block.first_row),
+             part_of(weights.up_bias, block.first_row), part_of(weights.gate_bias, block.first_row),
+             weights.gate != nullptr ? weights.gate + block.first_row * gate_nbytes : nullptr);
+    watch_.charge(counters_.compute_ns);
+  }
+  if (weights.down_bias == nullptr) return;
+  for (std::size_t t = 0; t < part.count; ++t)
+    for (std::size_t j = 0; j < width; ++j) projected_[t * width + j] += weights.down_bias[j];
+}
+
+// The same of a prompt, in products of many tokens; its last ones fill the neuron cache as the rows pass by.
+void Model::feed_prompt(std::size_t layer, const Part& part, const float* x) {
   const std::size_t width = spec_.block.d_model;
   const BlockWeights& weights = weights_.blocks[layer];
   const bool fills = part.fills && weights.ffn != nullptr;

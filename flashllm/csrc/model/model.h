@@ -22,6 +22,7 @@
 #include "model/block.h"
 #include "model/dense_ffn.h"
 #include "model/kv_cache.h"
+#include "model/token_ffn.h"
 
 namespace flashllm {
 
@@ -129,7 +130,8 @@ class Model {
   void feed_forward(std::size_t layer, const Part& part, const float* x);
   void feed_sparse(std::size_t layer, const Part& part, const float* x);
   void feed_oracle(std::size_t layer, const Part& part, const float* x);
-  void feed_dense(std::size_t layer, const Part& part, const float* x);
+  void feed_every(std::size_t layer, const Part& part, const float* x);
+  void feed_prompt(std::size_t layer, const Part& part, const float* x);
   FfnTokens together(const Part& part, const float* x, std::size_t first, bool predicted) const;
   void normalize(const Norm& norm, std::size_t count, const float* x, float* y);
   void take_inputs(const float* x, std::size_t count, std::size_t width, Pass pass);
@@ -157,6 +159,7 @@ class Model {
   const KernelTable& kernels_;
   const std::function<void()> check_;
   DenseFfn dense_;
+  TokenFfn few_;
   std::vector<RotaryTable> rotary_;
   Stopwatch watch_;
 

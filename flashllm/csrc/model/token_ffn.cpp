@@ -1,0 +1,70 @@
+#include "model/token_ffn.h"
+
+#include <algorithm>
+
+namespace flashllm {
+
+namespace {
+
+constexpr std::size_t kTogether = 16;  // neurons that all tokens use while they are in the processor's cache
+constexpr std::size_t kSummedTogether = 64;
+
+}  // namespace
+
+void TokenFfn::begin(const float* x, std::size_t tokens, Activation activation, float* y) {
+  x_ = x;
+  y_ = y;
+  tokens_ = tokens;
+  activation_ = activation;
+  std::fill(y, y + tokens * format_.d_model, 0.0F);
+}
+
+void TokenFfn::add(const std::byte* rows, std::size_t count, const float* up_bias, const float* gate_bias,
+                   const std::byte* gate) {
+  const bool gated = format_.gated() || gate != nullptr;
+  RowMatrix up = format_.matrix(rows, count, format_.up);
+  up.bias = up_bias;
+  RowMatrix driver = up;
+  if (gated) {
+    driver = gate == nullptr
+                 ? format_.matrix(rows, count, format_.driver())
+                 : RowMatrix{
+                       gate,          count,   format_.d_model, vector_nbytes(format_.codec, format_.d_model),
+                       format_.codec, nullptr, nullptr};
+    driver.bias = gate_bias;
+  }
+  // 1. What the neurons are worth to each token.
+  h_.resize(tokens_ * count);
+  pool_.parallel_for(count, kTogether, [&](std::size_t begin, std::size_t end) {
+    activations(driver, gated ? &up : nullptr, begin, end);
+  });
+  // 2. Their columns, in the order of ids.
+  columns_.resize(count);
+  for (std::size_t i = 0; i < count; ++i) columns_[i] = rows + i * format_.stride + format_.down;
+  const std::size_t together = tokens_ == 1 ? count : kSummedTogether;
+  for (std::size_t i = 0; i < count; i += together) {
+    const std::size_t n = std::min(together, count - i);
+    for (std::size_t t = 0; t < tokens_; ++t)
+      sum_scattered({columns_.data() + i, n, format_.d_model, format_.codec}, h_.data() + t * count + i,
+                    y_ + t * format_.d_model, pool_, level_);
+  }
+}
+
+void TokenFfn::activations(const RowMatrix& driver, const RowMatrix* up, std::size_t begin, std::size_t end) {
+  float gathered[kTogether];
+  for (std::size_t r = begin; r < end; r += kTogether) {
+    const std::size_t n = std::min(kTogether, end - r);
+    for (std::size_t t = 0; t < tokens_; ++t) {
+      const float* x = x_ + t * format_.d_model;
+      float* h = h_.data() + t * driver.rows + r;
+      dot_block(driver, r, n, x, h, level_);
+      activate(activation_, 0.0F, h, n);
+      if (up == nullptr) continue;
+      dot_block(*up, r, n, x, gathered, level_);
+      activate(activation_.of_up(), 0.0F, gathered, n);
+      for (std::size_t i = 0; i < n; ++i) h[i] *= gathered[i];
+    }
+  }
+}
+
+}  // namespace flashllm
