@@ -22,6 +22,7 @@ _SIZES = {  # of model_types whose config has other keys
         name: {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
         for name in ("gpt_neox", "persimmon")
     },
+    **{name: {**_GROUPED, "intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3} for name in ("olmoe",)},
     "falcon": {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4},
     "gpt2": {"n_embd": 64, "n_inner": 96, "n_head": 4, "n_positions": CONTEXT},
 }
@@ -165,6 +166,9 @@ VARIANTS = {
     "phi": Variant("phi"),
     "phi norms of heads": Variant("phi", {"qk_layernorm": True, "hidden_act": "relu"}),
     "gpt2": Variant("gpt2"),
+    "olmoe": Variant("olmoe"),
+    "olmoe normalized": Variant("olmoe", {"norm_topk_prob": True, "num_key_value_heads": 4}),
+    "olmoe relu": Variant("olmoe", {"hidden_act": "relu"}),
 }
 
 # One of each model_type, and those that differ most: for tests that need not run all.

@@ -162,6 +162,29 @@ class ReferenceDecoder:
         return torch.cat((turned, rest), -1)
 
     def _ffn(self, layer, x):
+        experts = self.block.experts
+        if experts is None:
+            return self._neurons(layer, x)
+        weights = self._routed(layer, x).repeat_interleave(experts.size, 1)
+        if experts.shared:
+            gate = self.tensors.get(f"layers.{layer}.shared_gate.weight")
+            shared = torch.ones(len(x), 1) if gate is None else torch.sigmoid(x @ gate.T)
+            weights = torch.cat((weights, shared.expand(-1, experts.shared)), 1)
+        return self._neurons(layer, x, weights)
+
+    def _routed(self, layer, x):
+        """Weights [tokens, experts] of the experts; 0 of those not chosen."""
+        experts = self.block.experts
+        products = self._linear(f"layers.{layer}.router", x)
+        scores = products.softmax(-1) if experts.softmax_of == "all" else products
+        chosen = scores.topk(experts.chosen)
+        values = chosen.values if experts.softmax_of == "all" else chosen.values.softmax(-1)
+        if experts.normalized:
+            values = values / values.sum(-1, keepdim=True)
+        return torch.zeros_like(products).scatter(-1, chosen.indices, values)
+
+    def _neurons(self, layer, x, weights=1.0):
+        """What they add, each multiplied by its weight [tokens, d_ff]."""
         matrices = self.ffn[layer]  # [d_ff, d_model], down too
         names = [f"layers.{layer}.ffn.{part}_bias" for part in ("up", "gate", "down")]
         up, gate, down = (self.tensors.get(name, torch.zeros(())) for name in names)
@@ -171,7 +194,7 @@ class ReferenceDecoder:
             hidden = hidden * (relu(pre) if self.block.activation == "drelu" else pre)
         else:
             hidden = self._activation(layer, pre)
-        return hidden @ matrices["down"] + down
+        return (hidden * weights) @ matrices["down"] + down
 
     def _activation(self, layer, h):
         if self.block.activation == "fatrelu":

@@ -122,6 +122,7 @@ def decoder(
     head_norms: Mapping[str, str] | None = None,
     head_norm: When = never,
     ffn_bias: When = never,
+    ffn_tensors: tuple[ResidentTensor, ...] = (),
     names: Mapping[str, str] | None = None,
     head_bias: When = never,
     matrix_parts: Mapping[str, Callable[[Config], Part]] | None = None,
@@ -129,7 +130,8 @@ def decoder(
 ) -> ArchitectureSpec:
     """A table with these tensors, and Llama's names where `names` (of base, embedding, positions, layer, final_norm)
     says nothing else. `norms`: canonical name -> state_dict name within a layer, and the models that have it; a name
-    with a dot behind it is the same norm under another name."""
+    with a dot behind it is the same norm under another name. `ffn_tensors`: more of the FFN that is resident, by its
+    name within a layer."""
     named = {"base": "model.", "embedding": "embed_tokens", "layer": "layers.{i}.", "final_norm": "norm"}
     named |= names or {}
     base, layer = named["base"], named["base"] + named["layer"]
@@ -174,6 +176,7 @@ def decoder(
             ),
             *norms_of("ffn"),
             *(() if ffn_bias is never else bias_tensors(matrices, ffn_bias)),
+            *(replace(tensor, source=layer + tensor.source) for tensor in ffn_tensors),
             *norm_of("final_norm", base + named["final_norm"], always),
             ResidentTensor(name="head.weight", source="lm_head.weight", when=is_untied),
             ResidentTensor(name="head.bias", source="lm_head.bias", when=head_bias),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flashllm.arch.experts import MIXTURES
 from flashllm.arch.gpt import GPT_LIKE
 from flashllm.arch.llama import LLAMA_LIKE
 from flashllm.arch.opt import OPT
@@ -27,7 +28,9 @@ from flashllm.errors import FormatError, UnsupportedModelError
 
 _MAX_LABELS = 10_000
 
-ARCHITECTURES: dict[str, ArchitectureSpec] = {spec.model_type: spec for spec in (OPT, *LLAMA_LIKE, *GPT_LIKE)}
+ARCHITECTURES: dict[str, ArchitectureSpec] = {
+    spec.model_type: spec for spec in (OPT, *LLAMA_LIKE, *GPT_LIKE, *MIXTURES)
+}
 
 
 def spec_of(model_type: object) -> ArchitectureSpec:
@@ -73,15 +76,19 @@ def resolve(config: Mapping[str, Any]) -> Architecture:
     block, spec = block_spec(config), spec_of(config.get("model_type"))
     config = complete_config(config)
     names = [tensor.name for tensor in spec.present(config)]
+    experts = block.experts
     try:
         return Architecture(
             model_type=spec.model_type,
             num_layers=check_size(spec.num_layers_key, config[spec.num_layers_key], MAX_LAYERS),
             d_model=block.d_model,
-            d_ff=check_size(spec.d_ff_key, config[spec.d_ff_key]),
+            d_ff=check_size(spec.d_ff_key, config[spec.d_ff_key]) if experts is None else experts.neurons,
             activation=block.activation,
             gated=block.gated,
             ffn_bias=any(name.startswith("layers.{i}.ffn.") for name in names),
+            experts=0 if experts is None else experts.count,
+            chosen_experts=0 if experts is None else experts.chosen,
+            shared_neurons=0 if experts is None else experts.shared,
         )
     except ValueError as error:
         raise FormatError(f"config.json: {error}") from error
@@ -113,7 +120,7 @@ def resident_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
 class Claim:
     """A canonical tensor, and which part of which tensor of a checkpoint it is."""
 
-    name: str  # canonical; of an FFN matrix layers.{i}.up.weight, gate or down
+    name: str  # canonical; of an FFN matrix layers.{i}.up.weight, gate or down; see `bundle_names`
     source: str  # state_dict name
     part: Part
     shape: Shape  # canonical
@@ -137,16 +144,40 @@ def claims(config: Mapping[str, Any]) -> dict[str, Claim]:
         name: Claim(name=name, source=source, part=parts[_pattern(name)], shape=shapes[name])
         for name, source in resident_sources(config).items()
     }
-    for matrix, pattern in spec.matrices.items():
-        shape = (architecture.d_ff, architecture.d_model)
-        for layer in range(architecture.num_layers):
-            name = f"layers.{layer}.{matrix}.weight"
-            result[name] = Claim(
-                name=name,
-                source=pattern.format(i=layer),
-                part=spec.matrix_part(matrix, full),
-                shape=shape[::-1] if matrix == "down" else shape,
-            )
+    for layer in range(architecture.num_layers):
+        for name, neurons, matrices in _bundles(spec, architecture, layer):
+            for matrix, source in matrices.items():
+                shape = (neurons, architecture.d_model)
+                result[f"{name}{matrix}.weight"] = Claim(
+                    name=f"{name}{matrix}.weight",
+                    source=source,
+                    part=spec.matrix_part(matrix, full),
+                    shape=shape[::-1] if matrix == "down" else shape,
+                )
+    return result
+
+
+def bundle_names(architecture: Architecture, layer: int) -> list[str]:
+    """How the canonical names of a layer's FFN matrices begin, in the order of its neurons: one of all, or one of each
+    expert and one of the shared neurons."""
+    experts = [f"layers.{layer}.experts.{expert}." for expert in range(architecture.experts)]
+    return [*experts, *([f"layers.{layer}.shared."] if architecture.shared_neurons else [])] or [f"layers.{layer}."]
+
+
+def _bundles(
+    spec: ArchitectureSpec, architecture: Architecture, layer: int
+) -> list[tuple[str, int, Mapping[str, str]]]:
+    """(name, neurons, state_dict names of its matrices) of each of `bundle_names`."""
+    names = bundle_names(architecture, layer)
+    if not architecture.experts:
+        return [(names[0], architecture.d_ff, {key: text.format(i=layer) for key, text in spec.matrices.items()})]
+    result: list[tuple[str, int, Mapping[str, str]]] = [
+        (names[e], architecture.expert_size, {key: text.format(i=layer, e=e) for key, text in spec.matrices.items()})
+        for e in range(architecture.experts)
+    ]
+    if architecture.shared_neurons:
+        shared = {key: text.format(i=layer) for key, text in spec.shared_matrices.items()}
+        result.append((names[-1], architecture.shared_neurons, shared))
     return result
 
 

@@ -14,6 +14,8 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     layers.{i}.out.weight [d_model, heads * head_dim], .bias
     layers.{i}.ffn.up_bias, .gate_bias [d_ff]   layers.{i}.ffn.down_bias [d_model]
     layers.{i}.gate.weight [d_ff, d_model], where it is resident (format/manifest.py) and not in the neurons' rows
+    layers.{i}.router.weight [experts, d_model], .bias [experts]
+    layers.{i}.shared_gate.weight [1, d_model]: its sigmoid is the weight of the shared neurons
     final_norm.weight, .bias [d_model]          head.weight [vocab, embed], absent where tied to the embedding
     head.bias [vocab]
 """
@@ -24,6 +26,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from flashllm.arch.mixture import ExpertsSpec
 from flashllm.errors import FormatError, UnsupportedModelError
 
 # Those of the ReLU family are exactly zero for most inputs, so that a predictor can leave neurons out. "drelu" is
@@ -112,6 +115,7 @@ class BlockSpec:
     layers: tuple[LayerSpec, ...] = ()  # of each layer; empty: all are as LayerSpec() says
     activation: str  # one of ACTIVATIONS
     gated: bool
+    experts: ExpertsSpec | None = None  # the FFN is a mixture of them
     tied_head: bool  # the head is the embedding
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what a block adds to h
@@ -185,6 +189,10 @@ class Architecture:
     activation: str
     gated: bool
     ffn_bias: bool
+    # Of a mixture of experts, whose neurons the d_ff are; all 0 of others.
+    experts: int = 0
+    chosen_experts: int = 0  # for a token
+    shared_neurons: int = 0  # behind those of the experts
 
     def __post_init__(self) -> None:
         if type(self.model_type) is not str or not 0 < len(self.model_type) <= 64:
@@ -197,6 +205,27 @@ class Architecture:
         for name in ("gated", "ffn_bias"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        for name in ("experts", "chosen_experts", "shared_neurons"):
+            if type(getattr(self, name)) is not int or not 0 <= getattr(self, name) <= self.d_ff:
+                raise ValueError(f"{name} must be an integer from 0 to {self.d_ff}, not {getattr(self, name)!r}")
+        if not self.experts and (self.chosen_experts or self.shared_neurons):
+            raise ValueError("an FFN without experts chooses and shares none")
+        if self.experts and (
+            not 0 < self.chosen_experts <= self.experts or (self.d_ff - self.shared_neurons) % self.experts
+        ):
+            raise ValueError(
+                f"{self.d_ff} neurons are no {self.experts} experts, of which {self.chosen_experts} chosen"
+            )
+
+    @property
+    def expert_size(self) -> int:
+        """Neurons of an expert; 0 where there are none."""
+        return (self.d_ff - self.shared_neurons) // self.experts if self.experts else 0
+
+    @property
+    def cycle(self) -> int:
+        """Neurons of a layer that a token of a mixture of experts reads; 0 where there are no experts."""
+        return self.chosen_experts * self.expert_size + self.shared_neurons
 
     @property
     def matrices(self) -> tuple[str, ...]:
@@ -260,6 +289,12 @@ class ArchitectureSpec:
     defaults: Mapping[str, Any]  # values of keys a config.json may leave out
     block: Callable[[Config], BlockSpec]  # of a complete config; raises as `registry.block_spec`
     matrix_parts: Mapping[str, Callable[[Config], Part]] = field(default_factory=dict)  # of those that are not whole
+    # The same of the shared neurons of a mixture of experts, whose `matrices` have "{e}" for the expert.
+    shared_matrices: Mapping[str, str] = field(default_factory=dict)
+    # Other forms in which checkpoints have these: tensors that hold all experts of a layer, [experts, rows, columns],
+    # each with the names of the equal parts of an expert's rows; and names of tensors that have another here.
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     derived: Callable[[Config], Mapping[str, Any]] = _nothing  # the usual keys, for configs that have others
     aliases: Mapping[str, str] = field(default_factory=dict)  # a name that checkpoints have: the state_dict's
     ignored: tuple[str, ...] = ()  # names ("*": any text) that old checkpoints carry and nothing reads
@@ -348,6 +383,12 @@ def _head_norm(part: str, heads: Callable[[BlockSpec], int]) -> dict[str, Callab
     return {f"layers.{{i}}.{part}_norm.{kind}": shape for kind in ("weight", "bias")}
 
 
+def _experts(block: BlockSpec) -> ExpertsSpec:
+    if block.experts is None:
+        raise ValueError("a router belongs to a mixture of experts")
+    return block.experts
+
+
 _SHAPES: dict[str, Callable[[BlockSpec, int], Shape]] = {
     "embedding.weight": lambda block, d_ff: (block.vocab_size, block.embed_dim),
     "positions.weight": lambda block, d_ff: (block.context + block.position_offset, block.d_model),
@@ -364,6 +405,9 @@ _SHAPES: dict[str, Callable[[BlockSpec, int], Shape]] = {
     "layers.{i}.ffn.up_bias": lambda block, d_ff: (d_ff,),
     "layers.{i}.ffn.gate_bias": lambda block, d_ff: (d_ff,),
     "layers.{i}.ffn.down_bias": lambda block, d_ff: (block.d_model,),
+    "layers.{i}.router.weight": lambda block, d_ff: (_experts(block).count, block.d_model),
+    "layers.{i}.router.bias": lambda block, d_ff: (_experts(block).count,),
+    "layers.{i}.shared_gate.weight": lambda block, d_ff: (1, block.d_model),
     "head.weight": lambda block, d_ff: (block.vocab_size, block.embed_dim),
     "head.bias": lambda block, d_ff: (block.vocab_size,),
 }

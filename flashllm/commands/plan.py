@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
         )
         return 0
     print(inert(f"{path.absolute()}"))
-    print("\n".join([*_table(model, plan), *_gates(model, plan)]))
+    print("\n".join([*_table(model, plan), *_gates(model, plan), *_experts(model)]))
     if estimate is not None:
         print(inert("\n".join(_lines(*estimate))))
     elif plan.mode != "sparse":
@@ -111,13 +111,29 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
     return [f"  {name:<{width}}  {start:>11}  {end:>11}  {remark}".rstrip() for name, start, end, remark in lines]
 
 
+def _experts(model: "ModelDir") -> list[str]:
+    """What a token of a mixture of experts reads where nothing is cached."""
+    from flashllm.base.units import format_size
+
+    architecture, rows = model.architecture, model.manifest.rows
+    if not architecture.experts:
+        return []
+    nbytes, all_nbytes = (
+        architecture.num_layers * count * rows.stride for count in (architecture.cycle, architecture.d_ff)
+    )
+    return [
+        f"  experts: a token goes to {architecture.chosen_experts} of {architecture.experts} a layer, "
+        f"{format_size(nbytes)} of {format_size(all_nbytes)}"
+    ]
+
+
 def _gates(model: "ModelDir", plan: "Plan") -> list[str]:
     """What could name the active neurons of a gated model, what each takes, and whether it fits the limit."""
     from flashllm.base.units import format_size
     from flashllm.format.predictors import GATE_CODE
 
     manifest, memory = model.manifest, plan.memory
-    if not (manifest.architecture.gated and manifest.sparse):
+    if not (manifest.architecture.gated and manifest.sparse) or manifest.architecture.experts:
         return []
     rows, layers = manifest.rows, manifest.architecture.num_layers
     others = memory.minimum_nbytes - memory.gates - memory.predictors

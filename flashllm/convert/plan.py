@@ -5,7 +5,7 @@ Checks the whole checkpoint against its config. Reads headers (and a tied head, 
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,16 @@ from typing import Any, Literal
 import numpy as np
 
 import flashllm
-from flashllm.arch.registry import Claim, block_spec, claims, resident_sources, resolve, source_shapes, spec_of
+from flashllm.arch.registry import (
+    Claim,
+    block_spec,
+    bundle_names,
+    claims,
+    resident_sources,
+    resolve,
+    source_shapes,
+    spec_of,
+)
 from flashllm.arch.spec import Architecture, ArchitectureSpec, BlockSpec, Shape
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype
 from flashllm.base.files import CHUNK_NBYTES
@@ -114,9 +123,10 @@ class ConversionPlan:
             **order,
         }
 
-    def matrix_claim(self, matrix: str, layer: int) -> Claim:
-        """Where an FFN matrix is."""
-        return self.claims[f"layers.{layer}.{matrix}.weight"]
+    def bundles(self, layer: int) -> Iterator[dict[str, Claim]]:
+        """Where a layer's neurons are, in their order: the FFN's matrices, or those of each expert."""
+        for name in bundle_names(self.architecture, layer):
+            yield {matrix: self.claims[f"{name}{matrix}.weight"] for matrix in self.architecture.matrices}
 
     def dtype_of(self, name: str) -> WeightDtype:
         """Dtype of a tensor of the checkpoint."""
@@ -155,6 +165,11 @@ def plan_conversion(
     target = source_dtype if dtype is None else WEIGHT_DTYPES[dtype]
     if gate != "rows" and not architecture.gated:
         raise UsageError(f"{checkpoint.path}: the FFN of this model has no gate, which --gate {gate} needs")
+    if architecture.experts and (gate != "rows" or reorder is not None):
+        raise UsageError(
+            f"{checkpoint.path}: a mixture of experts, whose router names the neurons and whose experts lie in one "
+            "piece; --gate, --sparsify and --reorder are for other models"
+        )
     if "bf12" in (encoding, resident_encoding) and target.name != "bfloat16":
         raise UsageError(f"12 bits hold bfloat16 without loss; this model would be {target.name}: use 16, 8 or 4 bits")
     layout = RowLayout(

@@ -35,6 +35,8 @@ def reorder(src: Path, dst: Path, trace: Trace, progress: Progress | None = None
     if not dst.parent.is_dir():
         raise UsageError(f"{dst.parent}: there is no such directory")
     manifest = open_model_dir(src)
+    if manifest.architecture.experts:
+        raise UsageError(f"{src}: a mixture of experts, whose neurons lie in the order in which they are read already")
     trace.check_model(manifest.architecture.num_layers, manifest.rows.d_ff)
     files = _copied_files(manifest)
     identity = {"reorder": trace.fingerprint(), "files": {name: entry.sha256 for name, entry in files.items()}}

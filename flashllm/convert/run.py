@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ class _Conversion:
         self._checksums: list[NDArray[np.uint64]] = []  # [num_rows] a layer
         layout = plan.layout
         self._rows = np.empty((layout.stream_block_rows, layout.stride), np.uint8)
-        self._down = np.empty((layout.d_model, layout.d_ff), plan.dtype.storage)  # the one layer-sized buffer
+        self._down = np.empty((layout.d_model, 0), plan.dtype.storage)  # of all neurons of a layer, or of an expert
 
     def run(self, dst: Path, source_name: str) -> Manifest:
         """1. neurons, 2. everything else, 3. predictors, 4. the neurons reordered, 5. the manifest, 6. the name."""
@@ -235,22 +235,35 @@ class _Conversion:
 
     def _blocks(self, layer: int) -> Iterator[NDArray[np.uint8]]:
         """A layer's rows, uint8 [n, stride] at a time, zero rows at the end included. One buffer is used for all."""
-        plan, layout = self._plan, self._plan.layout
-        for first, part in self._parts(plan.matrix_claim("down", layer)):
+        done = 0
+        for bundle in self._plan.bundles(layer):
+            for rows in self._bundle_blocks(bundle):
+                done += len(rows)
+                yield rows
+        for first in range(done, self._plan.layout.num_rows, len(self._rows)):
+            rows = self._rows[: self._plan.layout.num_rows - first]
+            rows[:] = 0
+            yield rows
+
+    def _bundle_blocks(self, bundle: Mapping[str, Claim]) -> Iterator[NDArray[np.uint8]]:
+        """The rows of the neurons of these matrices: of all of a layer, or of an expert."""
+        layout = self._plan.layout
+        neurons = bundle["up"].rows
+        if self._down.shape[1] != neurons:
+            self._down = np.empty((layout.d_model, neurons), self._plan.dtype.storage)
+        for first, part in self._parts(bundle["down"]):
             self._down[first : first + len(part)] = part
-        sources = {matrix: self._rows_of(plan.matrix_claim(matrix, layer)) for matrix in layout.matrices[:-1]}
-        for first in range(0, layout.num_rows, len(self._rows)):
-            rows = self._rows[: layout.num_rows - first]
-            count = max(0, min(len(rows), layout.d_ff - first))  # neurons; the rest are zero rows
-            vectors = {"down": self._down[:, first : first + count].T}
+        sources = {matrix: self._rows_of(bundle[matrix]) for matrix in layout.matrices[:-1]}
+        for first in range(0, neurons, len(self._rows)):
+            rows = self._rows[: neurons - first]
+            vectors = {"down": self._down[:, first : first + len(rows)].T}
             for matrix, source in sources.items():
-                vectors[matrix] = source(first, count)
+                vectors[matrix] = source(first, len(rows))
             stored = {
-                matrix: self._stored(plan.matrix_claim(matrix, layer), ROW_ENCODINGS[layout.encoding], values)
+                matrix: self._stored(bundle[matrix], ROW_ENCODINGS[layout.encoding], values)
                 for matrix, values in vectors.items()
             }
-            pack_rows(layout, stored, rows[:count])
-            rows[count:] = 0
+            pack_rows(layout, stored, rows)
             yield rows
 
     def _rows_of(self, claim: Claim) -> Callable[[int, int], NDArray[Any]]:
@@ -321,14 +334,15 @@ class _Conversion:
             else:
                 self._write(writer, PREDICTORS, memoryview(untrained_header(plan.architecture, rank, sha256)))
             for layer in range(plan.architecture.num_layers):
-                rows_of = self._rows_of(plan.matrix_claim(driver, layer))
+                drivers = [(self._rows_of(claims[driver]), claims[driver].rows) for claims in plan.bundles(layer)]
 
                 def blocks(
-                    rows_of: Callable[[int, int], NDArray[Any]] = rows_of,
+                    drivers: Sequence[tuple[Callable[[int, int], NDArray[Any]], int]] = drivers,
                 ) -> Iterator[NDArray[np.float32]]:
-                    for first in range(0, layout.d_ff, layout.stream_block_rows):
-                        count = min(layout.stream_block_rows, layout.d_ff - first)
-                        yield cast(rows_of(first, count), plan.dtype, WEIGHT_DTYPES["float32"])
+                    for rows_of, neurons in drivers:
+                        for first in range(0, neurons, layout.stream_block_rows):
+                            count = min(layout.stream_block_rows, neurons - first)
+                            yield cast(rows_of(first, count), plan.dtype, WEIGHT_DTYPES["float32"])
 
                 bias, (norm_weight, norm_bias) = self._driver_bias(layer, driver), self._norm(layer, norm)
                 if plan.coded_gates:

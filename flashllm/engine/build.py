@@ -85,18 +85,18 @@ class _Builder:
             block_rows=self._manifest.stream_block_rows,
             ahead=READ_AHEAD,
         )
-        dense = self._plan.mode == "dense"
+        dense = self._plan.mode == "dense" and not self._manifest.architecture.experts
         ffns = [] if dense else self._build_ffns(tensors, checksums, offsets)
         trace = None
         if self._manifest.resident_gate:
             for ffn in ffns:
                 ffn.predict_by_gate()
-        if self._sparse:
-            if PREDICTORS in self._manifest.files:
-                self._load_predictors(ffns)
-            if TRACE in self._manifest.files:
-                trace = TraceFeed(self._path / TRACE, self._manifest, ffns, window=self._plan.memory.window)
-                self._notices.append(trace.notice)
+        if self._sparse and PREDICTORS in self._manifest.files:
+            self._load_predictors(ffns)
+        self._set_routers(ffns, tensors)
+        if self._sparse and TRACE in self._manifest.files:
+            trace = TraceFeed(self._path / TRACE, self._manifest, ffns, window=self._plan.memory.window)
+            self._notices.append(trace.notice)
         native = _core.Model(
             block=self._model.block,
             dtype=self._manifest.dtype,
@@ -110,7 +110,7 @@ class _Builder:
             pool=self._pool,
             counters=self._counters,
             block_tokens=self._manifest.prefill_block_tokens,
-            fill_tokens=self._plan.memory.window if self._sparse else 0,
+            fill_tokens=self._plan.memory.window if self._sparse or self._model.block.experts else 0,
             prefetch=self._plan.prefetch,
             simd=self._simd,
         )
@@ -231,6 +231,24 @@ class _Builder:
             )
             for layer in layers
         ]
+
+    def _set_routers(self, ffns: list[_core.FfnLayer], tensors: Tensors) -> None:
+        """Of a mixture of experts: what names the experts, besides predictors of neurons within them."""
+        experts = self._model.block.experts
+        if experts is None:
+            return
+        for layer, ffn in enumerate(ffns):
+            bias = tensors.get(f"layers.{layer}.router.bias")
+            ffn.set_router(
+                tensors[f"layers.{layer}.router.weight"],
+                chosen=experts.chosen,
+                size=experts.size,
+                shared=experts.shared,
+                softmax_of_all=experts.softmax_of == "all",
+                normalized=experts.normalized,
+                bias=None if bias is None else _widened(bias, self._model),
+                shared_gate=tensors.get(f"layers.{layer}.shared_gate.weight"),
+            )
 
     def _keep_rows(self, stream: _core.RowStream) -> list["_KeptRows"]:
         """The neuron caches' memory holds each layer's first rows, once they have been read."""

@@ -162,6 +162,11 @@ class Model(OneProcess):
         from them until `accept` says which were right.
         """
         parts = self.parts
+        if observer is not None and self.manifest.architecture.experts:
+            raise UsageError(
+                f"{self.directory.path}: what a mixture of experts computes cannot be observed: no predictors are "
+                "trained for it and no traces recorded; its router names the neurons"
+            )
         if drafted and (len(entries) != 1 or as_prompt or observer is not None or drafted > self.most_drafted):
             raise UsageError(f"drafted tokens are at most {self.most_drafted}, of a sequence that has the pass alone")
         entries = [(sequence, self._checked(ids)) for sequence, ids in entries]

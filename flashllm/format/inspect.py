@@ -60,12 +60,16 @@ def inspect(path: Path) -> dict[str, Any]:
         "resident_gate_nbytes": manifest.resident_gate_nbytes,
         "calibration": calibration,
         "permutation": manifest.to_json()["permutation"],
-        "modes": list(MODES) if manifest.sparse else ["dense"],
+        "modes": [mode for mode in MODES if mode == "dense" or _runs_in(manifest, mode)],
         "context": model.block.context,
         "kv_nbytes_per_token": kv_nbytes,
         "minimum_nbytes": sum(needs.values()),
         "minimum_parts": needs,
     }
+
+
+def _runs_in(manifest: Manifest, mode: str) -> bool:
+    return manifest.sparse and not (mode == "oracle" and manifest.architecture.experts)
 
 
 def _predictors(path: Path, manifest: Manifest) -> dict[str, Any] | None:
@@ -86,11 +90,21 @@ def sparsity_line(sparsity: Mapping[str, Any]) -> str:
     )
 
 
+def _ffn_shape(architecture: Mapping[str, Any]) -> str:
+    experts = architecture.get("experts", 0)
+    if not experts:
+        return f"d_ff {architecture['d_ff']}"
+    shared = architecture["shared_neurons"]
+    size = (architecture["d_ff"] - shared) // experts
+    behind = f" and {shared} shared neurons" if shared else ""
+    return f"{experts} experts of {size} neurons{behind}, {architecture['chosen_experts']} experts a token"
+
+
 def format_inspection(facts: dict[str, Any]) -> str:
     """The facts of `inspect` as lines for a person."""
     architecture, rows, predictors = facts["architecture"], facts["rows"], facts["predictors"]
     gate = ", gated" if architecture["gated"] else ""
-    shape = f"{architecture['num_layers']} layers, d_model {architecture['d_model']}, d_ff {architecture['d_ff']}"
+    shape = f"{architecture['num_layers']} layers, d_model {architecture['d_model']}, {_ffn_shape(architecture)}"
     padding = 1 - rows["row_nbytes"] / rows["stride"]
     lines = [
         ("model", facts["path"]),
@@ -111,6 +125,8 @@ def format_inspection(facts: dict[str, Any]) -> str:
     text = dict(lines)
     if facts["resident_gate_nbytes"]:
         text["predictors"] = f"the gate itself, resident: exact, {format_size(facts['resident_gate_nbytes'])}"
+    elif architecture.get("experts") and predictors is None:
+        text["predictors"] = "the router: exact"
     elif predictors is not None:
         low, high = min(predictors["ranks"]), max(predictors["ranks"])
         ranks = f"rank {low}" if low == high else f"ranks {low} to {high}"

@@ -1,13 +1,14 @@
 """`flashllm.json`: what a model directory holds, in one checked value. The format:
 
- 1. a JSON object with exactly the keys of `Manifest` (and of the values in it), but that `sparsity` is there only where
-    the model has it; unknown keys are errors;
+ 1. a JSON object with exactly the keys of `Manifest` (and of the values in it), but that `sparsity` and what the
+    architecture says of experts are there only where the model has them; unknown keys are errors;
  2. `files` lists every file but the manifest, each directly in the directory, no symbolic link, with size and SHA-256;
  3. it is written last and replaced atomically: a directory without it is not a model;
- 4. rows of a gated FFN hold up, gate and down; or up and down, and then the gate matrices are resident tensors;
- 5. another `format_version` is refused: a higher one asks for a newer flashllm, a lower one for a new conversion.
+ 4. rows of a mixture of experts are those of its experts, in their order, then those of the shared neurons;
+ 5. rows of a gated FFN hold up, gate and down; or up and down, and then the gate matrices are resident tensors;
+ 6. another `format_version` is refused: a higher one asks for a newer flashllm, a lower one for a new conversion.
     Version 2 named the resident tensors canonically (flashllm/arch/spec.py);
- 6. `sha256` is the hash of all that, as JSON with sorted keys and no spaces. Directories from before it have none.
+ 7. `sha256` is the hash of all that, as JSON with sorted keys and no spaces. Directories from before it have none.
 
 Checks are cheap: sizes and headers, never the hash of a file (that is `verify`). Knows no weights.
 """
@@ -60,6 +61,7 @@ FORMAT_VERSION = 2
 MANIFEST = "flashllm.json"
 PARTIAL_SUFFIX = ".partial"  # of a directory under conversion
 _MAX_FILES = 1000
+_EXPERT_KEYS = ("experts", "chosen_experts", "shared_neurons")  # of the architecture of a mixture of experts
 _ROW_KEYS = ("encoding", "matrices", "row_nbytes", "stride", "num_rows")
 
 T = TypeVar("T")
@@ -207,8 +209,9 @@ class Manifest:
 
     @property
     def sparse(self) -> bool:
-        """Whether most neurons are exactly zero for a token, so that modes sparse and oracle make sense."""
-        return self.architecture.sparse or self.sparsity is not None
+        """Whether a token leaves most neurons out, so that mode sparse makes sense: they are exactly zero, or those
+        of experts that the router does not choose."""
+        return self.architecture.sparse or self.sparsity is not None or self.architecture.experts > 0
 
     @property
     def resident_gate(self) -> bool:
@@ -254,7 +257,10 @@ class Manifest:
         if isinstance(value, dict):
             value = {"resident_encoding": None, "sparsity": None, **value}  # written only where there is one
         fields = _fields(cls, value, "the manifest")
-        architecture = _build(Architecture, fields["architecture"], "architecture")
+        described = fields["architecture"]
+        if isinstance(described, dict):
+            described = {**dict.fromkeys(_EXPERT_KEYS, 0), **described}  # written only where there are experts
+        architecture = _build(Architecture, described, "architecture")
         rows = check_keys(fields["rows"], _ROW_KEYS, "rows")
         layout = RowLayout(
             encoding=check_str("rows.encoding", rows["encoding"], 64),
@@ -290,7 +296,11 @@ class Manifest:
         return {
             "format_version": self.format_version,
             "flashllm_version": self.flashllm_version,
-            "architecture": dataclasses.asdict(self.architecture),
+            "architecture": {
+                name: value
+                for name, value in dataclasses.asdict(self.architecture).items()
+                if name not in _EXPERT_KEYS or self.architecture.experts
+            },
             "dtype": self.dtype,
             **({} if self.resident_encoding is None else {"resident_encoding": self.resident_encoding}),
             "rows": {

@@ -120,6 +120,8 @@ BUILTIN = {
 }
 
 
+NO_EXPERTS = "a mixture of experts, which this engine does not compute; `flashllm generate` and `flashllm chat` do"
+
 # Keys of sizes, under the names that families have for them: a config that lacks one is not planned by a default.
 _SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head")
 _FFN_SIZES = ("intermediate_size", "ffn_dim")
@@ -137,6 +139,8 @@ def shape_from_config(config: dict[str, Any], *, name: str) -> ModelShape:
         raise UnsupportedModelError(f"{name}: cannot plan: {error}") from None
     except (FormatError, TypeError) as error:
         raise FormatError(f"{name}: {error}") from None
+    if block.experts is not None:
+        raise UnsupportedModelError(f"{name}: {NO_EXPERTS}")
     missing = next((key for key in (*_SIZES, *_FFN_SIZES) if key in spec.defaults and key not in config), None)
     if missing is not None:
         raise FormatError(f"{name}: config.json has no {missing!r}; is it a whole Hugging Face config?")

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm.arch.spec import Architecture
 from flashllm.format.manifest import Manifest
 from flashllm.format.trace import Stream, Trace, unpack_bits
 from flashllm.plan.memory import MAX_REQUEST, MemoryPlan
@@ -21,6 +22,9 @@ _WARM_UP = 100  # of them not counted: the cache fills
 # How unequal neurons are, where only their mean activity m is known: shares of tokens p ~ Beta(c m, c (1 - m)). With
 # c = 1.5, m = 0.1 gives the figures of paper A (24 % active in 5 tokens, 2.4 % new at a window of 4).
 _CONCENTRATION = 1.5
+# The same of experts, more alike: with c = 5 the most frequent take the share of a token's experts that was measured on
+# Qwen3-30B-A3B (8 of 128 experts: 38 %).
+_EXPERT_CONCENTRATION = 5.0
 _SAMPLED_RANKS = 512  # of them; the others lie between
 _ASSUMED_SHARE = 0.1  # of the neurons active where nothing is known (paper A, section 3.1)
 _ASSUMED_RECALL = 0.9  # of predictors for prefetching (the demo's; bench/cache/results/early_prediction.json)
@@ -113,12 +117,15 @@ def from_shares(
 ) -> ExpectedActivity:
     """By each neuron's share of tokens; where unknown, by the manifest's activity statistics and an assumption about
     how unequal neurons are; without those, by paper A's mean."""
-    neurons, calibration = manifest.architecture.d_ff, manifest.calibration
+    neurons, calibration, experts = manifest.architecture.d_ff, manifest.calibration, manifest.architecture.experts
     if popularity is not None:
         shares, source = list(popularity), "popularity of neurons"
     elif calibration is not None:
         shares = [assumed_shares(mean / neurons, neurons) for mean in calibration.mean_active]
         source = f"mean activity on {calibration.text}"
+    elif experts:
+        shares = [assumed_expert_shares(manifest.architecture)] * manifest.architecture.num_layers
+        source = f"assumed: {manifest.architecture.chosen_experts} of {experts} experts a token, some more often"
     else:
         shares = [assumed_shares(_ASSUMED_SHARE, neurons)] * manifest.architecture.num_layers
         source = f"assumed: {_ASSUMED_SHARE:.0%} of the neurons a token"
@@ -129,7 +136,10 @@ def from_shares(
             misses = window_misses(share, rows, plan.window)
         else:
             misses = float(np.sort(share)[: max(0, neurons - rows)].sum())  # the rarest are not cached
-        requests, rows_read = merge(misses, neurons, plan.row_nbytes, gap)
+        if experts:
+            requests, rows_read = merge_experts(misses, manifest.architecture.expert_size, plan.row_nbytes), misses
+        else:
+            requests, rows_read = merge(misses, neurons, plan.row_nbytes, gap)
         layers.append(
             LayerActivity(
                 active=active,
@@ -143,11 +153,19 @@ def from_shares(
     return ExpectedActivity(layers=tuple(layers), source=source)
 
 
-def assumed_shares(mean: float, neurons: int) -> Shares:
+def assumed_expert_shares(architecture: Architecture) -> Shares:
+    """Shares of tokens of the neurons of a mixture of experts: those of an expert have its share, shared ones all."""
+    mean = architecture.chosen_experts / architecture.experts
+    of_experts = assumed_shares(mean, architecture.experts, _EXPERT_CONCENTRATION)
+    shared = np.ones(architecture.shared_neurons, np.float32)
+    return np.concatenate([np.repeat(of_experts, architecture.expert_size), shared])
+
+
+def assumed_shares(mean: float, neurons: int, concentration: float = _CONCENTRATION) -> Shares:
     """Shares of tokens of as many neurons, ~ Beta(c m, c (1 - m)): by rank, from a sample that is always the same."""
     ranks = min(neurons, _SAMPLED_RANKS)
     random = np.random.default_rng(0)
-    sample = np.sort(random.beta(_CONCENTRATION * mean, _CONCENTRATION * (1 - mean), size=16 * ranks))
+    sample = np.sort(random.beta(concentration * mean, concentration * (1 - mean), size=16 * ranks))
     ranked = sample.reshape(ranks, 16).mean(axis=1)
     places = (np.arange(neurons) + 0.5) / neurons
     shares: Shares = np.interp(places, (np.arange(ranks) + 0.5) / ranks, ranked).astype(np.float32)
@@ -165,6 +183,11 @@ def window_misses(shares: Shares, rows: int, window: int) -> float:
             break
         new *= 1 - shares
     return float(new.sum())
+
+
+def merge_experts(misses: float, expert_size: int, row_nbytes: int) -> float:
+    """Requests of `misses` rows that are whole experts, neighbours on flash."""
+    return misses / min(expert_size, max(1, MAX_REQUEST // row_nbytes))
 
 
 def merge(misses: float, neurons: int, row_nbytes: int, gap: int) -> tuple[float, float]:

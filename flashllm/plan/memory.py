@@ -261,6 +261,7 @@ def plan_memory(
             raise UsageError(f"{name} must be at least 1, not {value}")
     if cache_policy not in CACHE_POLICIES:
         raise UsageError(f"--cache-policy must be one of {', '.join(CACHE_POLICIES)}, not {cache_policy!r}")
+    dense = dense and not architecture.experts  # whose caches hold experts in every mode
     windowed = cache_policy == "window" and not dense
     itemsize = WEIGHT_DTYPES[manifest.dtype].itemsize
 
@@ -302,7 +303,9 @@ def plan_memory(
     bypass = min_bypass
     if not windowed and not dense:
         spare = (least.limit_nbytes - least.fixed_nbytes - context_blocks * least.kv_block_nbytes) // rows.stride
-        bypass = max(min_bypass, min(architecture.d_ff // _BYPASS_SHARE, spare // 10, spare - sum(minimum)))
+        # A token's experts may all be missing at once; of other models' neurons a few are.
+        wanted = architecture.cycle or architecture.d_ff // _BYPASS_SHARE
+        bypass = max(min_bypass, min(wanted, spare // 10, spare - sum(minimum)))
 
     def levels(limit_nbytes: int) -> tuple[Rows, int]:
         """(levels, level_blocks) of the plan under this limit."""
@@ -349,6 +352,8 @@ def _workspace_nbytes(manifest: Manifest, block: BlockSpec, context: int, verifi
     tokens = min(context, manifest.prefill_block_tokens)
     hidden = (9 if block.parallel else 8) * block.d_model + 2 * block.embed_dim + 3 * block.query_dim + 4 * block.kv_dim
     products = (len(manifest.architecture.matrices) - 1) * manifest.stream_block_rows
+    if manifest.architecture.experts:
+        hidden += 2 * block.d_model  # an expert's tokens, and their sums
     scores = block.heads * context
     logits = (_LOGITS_ROWS + 2 * (verified - 1)) * block.vocab_size  # the pass's, and those of the one before
     return 4 * (tokens * (hidden + products) + scores + logits)

@@ -99,8 +99,9 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         resident = product_nbytes(model)
         if not prefetch_pays(model, memory, costs=costs, choice=reader, activity=activity, resident_nbytes=resident):
             prefetch, memory = False, memory_plan(prefetch=False)
-    if config.mode == "dense":
+    if config.mode == "dense" and not model.architecture.experts:
         notices += _streaming(model, memory, costs)
+    notices += _small_cache(model, memory)
     return Plan(
         memory=memory,
         reader=reader,
@@ -135,17 +136,38 @@ def _streaming(model: ModelDir, memory: MemoryPlan, costs: DeviceCosts | None) -
     return [f"dense: each token reads {read} of the {all_nbytes} of neurons, which memory has no room for; {time}"]
 
 
+def _small_cache(model: ModelDir, memory: MemoryPlan) -> list[str]:
+    """That the neuron caches hold less than a token of a mixture of experts reads; nothing where they hold more."""
+    cycle, rows = model.architecture.cycle, memory.cache_rows
+    if not cycle or min(rows) >= cycle:
+        return []
+    held, needed = (format_size(count * model.manifest.rows.stride) for count in (sum(rows), cycle * len(rows)))
+    advice = (
+        "most of them are read again for every token, though those chosen most often stay"
+        if memory.cache_policy == "frequency"
+        else f"under --cache-policy {memory.cache_policy} nearly all are read again for every token; frequency keeps "
+        "those chosen most often"
+    )
+    return [f"the neuron caches hold {held}, and a token's experts are {needed}: {advice}; --memory gives them more"]
+
+
 def check_mode(mode: Mode, model: ModelDir) -> None:
     """UsageError, saying what to do, where `model` cannot run in `mode`."""
     if mode == "dense":
         return
+    if mode == "oracle" and model.architecture.experts:
+        raise UsageError(
+            f"{model.path}: mode oracle is not for mixtures of experts, whose router is exact; use --mode sparse, or "
+            "--mode dense for all neurons of the experts it names"
+        )
     if not model.manifest.sparse:
         other = ", or convert it again with --sparsify, which costs quality" if model.architecture.gated else ""
         raise UsageError(
             f"{model.path}: mode {mode} needs an activation of the ReLU family, zero for most neurons; "
             f"this model's is {model.architecture.activation}: use --mode dense{other}"
         )
-    if mode == "sparse" and PREDICTORS not in model.manifest.files and not model.manifest.resident_gate:
+    routed = model.architecture.experts and not model.architecture.sparse
+    if mode == "sparse" and PREDICTORS not in model.manifest.files and not model.manifest.resident_gate and not routed:
         raise UsageError(
             f"{model.path} has no predictors, which mode sparse needs; train them with "
             f"`flashllm train {model.path}`, or use --mode dense"

@@ -71,19 +71,21 @@ def test_a_model_without_sparsity_runs_densely_alone(model_of, name):
     _, directory = model_of(name)
     model = ModelDir.open(directory)
     check_mode("dense", model)
-    if model.architecture.sparse:
-        assert PREDICTORS in model.manifest.files
+    assert (PREDICTORS in model.manifest.files) == model.architecture.sparse
+    if model.manifest.sparse:
         check_mode("sparse", model)
         return
-    assert PREDICTORS not in model.manifest.files
     for mode in ("sparse", "oracle"):
         with pytest.raises(UsageError, match=f"mode {mode} needs an activation of the ReLU family.*use --mode dense"):
             check_mode(mode, model)
 
 
 def modes_of(directory):
-    """The modes whose logits are transformers': untrained predictors leave neurons out."""
-    return ("dense", "oracle") if ModelDir.open(directory).architecture.sparse else ("dense",)
+    """The modes whose logits are transformers': untrained predictors leave neurons out, routers do not."""
+    architecture = ModelDir.open(directory).architecture
+    if architecture.experts:
+        return ("dense",) if architecture.sparse else ("sparse", "dense")
+    return ("dense", "oracle") if architecture.sparse else ("dense",)
 
 
 @needs_engine

@@ -6,12 +6,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-from flashllm.arch.registry import resident_sources, resolve, spec_of
+from flashllm.arch.registry import claims
 from flashllm.convert.checkpoint.folder import open_folder
 from flashllm.convert.checkpoint.gguf_file import SUFFIX, GgufContent, open_gguf
 from flashllm.convert.checkpoint.gguf_models import model_config, model_of, named_tensors
 from flashllm.convert.checkpoint.gguf_tokenizer import special_ids, tokenizer_files
 from flashllm.convert.checkpoint.source import Checkpoint
+from flashllm.convert.checkpoint.stacked import unstacked
 from flashllm.errors import FormatError, UsageError
 from flashllm.format.model_files import CONFIG
 
@@ -27,7 +28,7 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
     path = Path(path)
     if path.is_dir():
         with open_folder(path) as checkpoint:
-            yield checkpoint
+            yield unstacked(checkpoint)
     elif path.is_file() and path.suffix.lower() == SUFFIX:
         with ExitStack() as stack:
             yield _gguf_checkpoint(open_gguf(path, stack))
@@ -44,9 +45,7 @@ def _gguf_checkpoint(content: GgufContent) -> Checkpoint:
         raise FormatError(
             f"{content.path}: damaged: {len(tokens)} tokens, but an embedding of {config['vocab_size']}; get it again"
         )
-    architecture, spec = resolve(config), spec_of(config["model_type"])
-    names = set(resident_sources(config).values())
-    names |= {pattern.format(i=i) for pattern in spec.matrices.values() for i in range(architecture.num_layers)}
+    names = {claim.source for claim in claims(config).values()}
     files = named_tensors(content, names, config)
     text = {CONFIG: json.dumps(config, indent=1).encode(), **tokenizer_files(content.metadata, content.path)}
     return Checkpoint(

@@ -151,7 +151,9 @@ class PyFfnLayer {
         bytes_of(rows), bypass_rows ? bytes_of(*bypass_rows) : nullptr, get<FfnCounters&>("counters"));
     require(taken_ == arguments.size(), "an FFN layer got an argument it does not know");
     nb::del(arguments_["popularity"]);  // the layer has what it wants of it
-    kernels_ = &kernel_table(options.simd, parse_dtype(dtype));
+    dtype_ = parse_dtype(dtype);
+    level_ = options.simd;
+    kernels_ = &kernel_table(options.simd, dtype_);
     element_nbytes_ = dtype_nbytes(parse_dtype(dtype));
     x_.resize(options.format.d_model);
     y_.resize(options.format.d_model);
@@ -196,6 +198,27 @@ class PyFfnLayer {
     gate.bias = layer_->gate_bias();
     layer_->set_predictor(std::make_unique<CodedGatePredictor>(gate, layer_->activation(), margin));
     coded_gate_ = codes;
+  }
+
+  // The layer's neurons are `experts` of `size` each and `shared` behind them. weights: [experts, d_model] of
+  // the layer's dtype (bf16 as uint16); bias [experts], shared_gate [1, d_model]: or None.
+  void set_router(const AnyArray& weights, std::size_t chosen, std::size_t size, std::size_t shared,
+                  bool softmax_of_all, bool normalized, const std::optional<FloatArray>& bias,
+                  const std::optional<AnyArray>& shared_gate) {
+    require(weights.ndim() == 2, "a router must be [experts, d_model]");
+    require(!bias || bias->shape(0) == weights.shape(0), "a router's bias must be [experts]");
+    ExpertsSpec spec;
+    spec.count = weights.shape(0);
+    spec.chosen = chosen;
+    spec.size = size;
+    spec.shared = shared;
+    spec.softmax_of_all = softmax_of_all;
+    spec.normalized = normalized;
+    RowMatrix router = resident_matrix(weights, spec.count);
+    router.bias = bias ? bias->data() : nullptr;
+    const RowMatrix gate = shared_gate ? resident_matrix(*shared_gate, 1) : RowMatrix{};
+    layer_->set_router(std::make_unique<Router>(spec, router, gate, dtype_, level_));
+    router_arrays_ = {weights, bias, shared_gate};
   }
 
   // activity: [tokens, layers, streams, bytes of a bit set] of whole words, kept and reread at every pass.
@@ -315,6 +338,19 @@ class PyFfnLayer {
     return matrix;
   }
 
+  // [rows, d_model] of the layer's dtype.
+  RowMatrix resident_matrix(const AnyArray& array, std::size_t rows) const {
+    require(array.size() == rows * layer_->width() && array.itemsize() == element_nbytes_,
+            "a router does not fit the layer");
+    RowMatrix matrix;
+    matrix.codec = codec_of(dtype_);
+    matrix.data = static_cast<const std::byte*>(array.data());
+    matrix.rows = rows;
+    matrix.columns = layer_->width();
+    matrix.stride = vector_nbytes(matrix.codec, matrix.columns);
+    return matrix;
+  }
+
   struct PredictorArrays {
     AnyArray a, b;
     FloatArray bias;
@@ -325,6 +361,9 @@ class PyFfnLayer {
   std::size_t taken_ = 0;
   PredictorArrays predictor_arrays_, prefetch_arrays_;
   AnyArray coded_gate_;
+  std::tuple<AnyArray, std::optional<FloatArray>, std::optional<AnyArray>> router_arrays_;
+  Dtype dtype_ = Dtype::f32;
+  SimdLevel level_ = SimdLevel::scalar;
   std::shared_ptr<PyPrefetch> prefetch_;
   TraceArray trace_array_;
   const KernelTable* kernels_ = nullptr;
@@ -383,6 +422,9 @@ void init_ffn(nb::module_& m) {
            nb::arg("b_scale").none() = nb::none(), nb::arg("prefetch").none() = nb::none())
       .def("set_coded_gate", &PyFfnLayer::set_coded_gate, nb::arg("codes"), nb::arg("margin"))
       .def("predict_by_gate", [](PyFfnLayer& self) { self.layer().predict_by_gate(); })
+      .def("set_router", &PyFfnLayer::set_router, nb::arg("weights"), nb::kw_only(), nb::arg("chosen"),
+           nb::arg("size"), nb::arg("shared"), nb::arg("softmax_of_all"), nb::arg("normalized"),
+           nb::arg("bias").none() = nb::none(), nb::arg("shared_gate").none() = nb::none())
       .def("set_trace", &PyFfnLayer::set_trace, nb::arg("activity"), nb::arg("layer"))
       .def("forward", &PyFfnLayer::forward, nb::arg("x"), nb::arg("tokens"), nb::arg("y"),
            nb::call_guard<nb::gil_scoped_release>())

@@ -32,27 +32,44 @@ RowStream::RowStream(Reader& reader, const DirectFile& file, std::vector<Streame
   for (std::size_t i = 0; i <= ahead; ++i) batches_.push_back(std::make_unique<ReadBatch>());
 }
 
-std::size_t RowStream::block_at(int layer, std::size_t first_row) const {
-  return std::min(block_rows_, layers_[static_cast<std::size_t>(layer)].num_rows - first_row);
-}
-
 bool RowStream::is_kept(const Place& place) const {
-  const Kept& kept = kept_[static_cast<std::size_t>(place.layer)];
-  return place.first_row + block_at(place.layer, place.first_row) <= kept.filled;
+  return place.first_row + place.count <= kept_[static_cast<std::size_t>(place.layer)].filled;
 }
 
-void RowStream::add_places(int layer) {
-  const std::size_t num_rows = layers_.at(static_cast<std::size_t>(layer)).num_rows;
-  for (std::size_t row = 0; row < num_rows; row += block_rows_)
-    if (!is_kept({layer, row})) wanted_.push_back({layer, row});
+RowRun RowStream::all_rows(int layer) const {
+  return {0, layers_.at(static_cast<std::size_t>(layer)).num_rows};
+}
+
+void RowStream::add_places(int layer, const RowRun& run, std::vector<Place>& places) const {
+  const std::size_t end = run.first_row + run.count;
+  for (std::size_t row = run.first_row; row < end; row += block_rows_)
+    places.push_back({layer, row, std::min(block_rows_, end - row)});
 }
 
 void RowStream::begin(int layer, int then) {
-  wanted_.clear();
-  add_places(layer);
-  if (then != kNoLayer) add_places(then);
-  layer_ = layer;
-  row_ = 0;
+  places_.clear();
+  add_places(layer, all_rows(layer), places_);
+  begin_places(then);
+}
+
+void RowStream::begin(int layer, const std::vector<RowRun>& runs) {
+  const std::size_t num_rows = all_rows(layer).count;
+  places_.clear();
+  for (const RowRun& run : runs) {
+    if (run.first_row + run.count > num_rows)
+      throw CoreError(ErrorKind::usage, "a layer has " + std::to_string(num_rows) + " rows; more are wanted");
+    add_places(layer, run, places_);
+  }
+  begin_places(kNoLayer);
+}
+
+void RowStream::begin_places(int then) {
+  place_ = 0;
+  wanted_ = places_;
+  if (then != kNoLayer) add_places(then, all_rows(then), wanted_);
+  wanted_.erase(
+      std::remove_if(wanted_.begin(), wanted_.end(), [this](const Place& place) { return is_kept(place); }),
+      wanted_.end());
   // Reads under way are used where they are those wanted now; else an interrupted pass left them.
   bool matches = pending_.size() <= wanted_.size();
   for (std::size_t i = 0; matches && i < pending_.size(); ++i) matches = pending_[i].place == wanted_[i];
@@ -62,20 +79,19 @@ void RowStream::begin(int layer, int then) {
 }
 
 bool RowStream::next(RowBlock& block) {
-  if (layer_ == kNoLayer || row_ >= layers_[static_cast<std::size_t>(layer_)].num_rows) return false;
+  if (place_ == places_.size()) return false;
   // The blocks behind the one to use: the buffer of the block before is free by now.
   while (pending_.size() <= ahead_ && submitted_ < wanted_.size()) submit(wanted_[submitted_]);
-  const Place place{layer_, row_};
-  const std::size_t count = block_at(layer_, row_);
-  Kept& kept = kept_[static_cast<std::size_t>(layer_)];
+  const Place place = places_[place_];
+  Kept& kept = kept_[static_cast<std::size_t>(place.layer)];
   if (is_kept(place)) {
-    block = {row_, count, kept.memory + row_ * stride_};
-    row_ += count;
+    block = {place.first_row, place.count, kept.memory + place.first_row * stride_};
+    ++place_;
     return true;
   }
   const Pending current = pending_.front();
   pending_.pop_front();
-  row_ += count;
+  ++place_;
   Stopwatch watch;
   ReadBatch& batch = *batches_[current.buffer];
   try {
@@ -89,8 +105,8 @@ bool RowStream::next(RowBlock& block) {
   times_.requests += batch.stats().requests;
   times_.retries += batch.stats().retries;
   const bool is_own = kept.memory != nullptr && current.rows == kept.memory + place.first_row * stride_;
-  if (is_own && kept.filled == place.first_row) kept.filled += count;
-  block = {place.first_row, count, current.rows};
+  if (is_own && kept.filled == place.first_row) kept.filled += place.count;
+  block = {place.first_row, place.count, current.rows};
   return true;
 }
 
@@ -100,7 +116,7 @@ void RowStream::submit(const Place& place) {
   settle(buffer);
   const StreamedLayer& layer = layers_[static_cast<std::size_t>(place.layer)];
   const Kept& kept = kept_[static_cast<std::size_t>(place.layer)];
-  const std::size_t count = block_at(place.layer, place.first_row);
+  const std::size_t count = place.count;
   // Where a layer follows itself its rows may be on their way already.
   const bool stays = place.first_row + count <= kept.rows && place.first_row >= kept.filled &&
                      std::none_of(pending_.begin(), pending_.end(),
@@ -117,7 +133,7 @@ void RowStream::submit(const Place& place) {
   batch.jobs.assign(1, job);
   reader_.submit(batch, file_);
   reader_.start();
-  pending_.push_back({place, count, buffer, rows});
+  pending_.push_back({place, buffer, rows});
   ++submitted_;
 }
 
@@ -151,7 +167,8 @@ void RowStream::drain() noexcept {
   pending_.clear();
   wanted_.clear();
   submitted_ = 0;
-  layer_ = kNoLayer;
+  places_.clear();
+  place_ = 0;
   for (std::size_t buffer = 0; buffer < batches_.size(); ++buffer) settle(buffer);
 }
 

@@ -26,6 +26,12 @@ struct StreamedLayer {
   const std::uint64_t* checksums = nullptr;  // [num_rows]
 };
 
+// Rows that follow each other.
+struct RowRun {
+  std::size_t first_row = 0;
+  std::size_t count = 0;
+};
+
 struct RowBlock {
   std::size_t first_row = 0;
   std::size_t count = 0;
@@ -53,6 +59,8 @@ class RowStream {
   // Starts at the layer's first row. `then`: the layer that is wanted next, whose first blocks are read while
   // the caller works on other things.
   void begin(int layer, int then = kNoLayer);
+  // The same of these rows alone, ascending runs; no block has rows of two of them.
+  void begin(int layer, const std::vector<RowRun>& runs);
   // The next block of the layer; false after the last one. Throws CoreError, which names the layer and the
   // row.
   bool next(RowBlock& block);
@@ -74,12 +82,13 @@ class RowStream {
  private:
   struct Place {
     int layer;
-    std::size_t first_row;
-    bool operator==(const Place& other) const { return layer == other.layer && first_row == other.first_row; }
+    std::size_t first_row, count;
+    bool operator==(const Place& other) const {
+      return layer == other.layer && first_row == other.first_row && count == other.count;
+    }
   };
   struct Pending {
     Place place;
-    std::size_t count;
     std::size_t buffer;
     std::byte* rows;  // of the buffer, or where they are kept
   };
@@ -89,9 +98,10 @@ class RowStream {
     std::size_t filled = 0;          // rows that have come, from the first on
   };
 
-  std::size_t block_at(int layer, std::size_t first_row) const;
   bool is_kept(const Place& place) const;
-  void add_places(int layer);
+  RowRun all_rows(int layer) const;
+  void add_places(int layer, const RowRun& run, std::vector<Place>& places) const;
+  void begin_places(int then);
   void submit(const Place& place);
   void settle(std::size_t buffer) noexcept;
   [[noreturn]] void rethrow_with_place(const CoreError& error, int layer) const;
@@ -104,11 +114,11 @@ class RowStream {
   HugeBuffer staging_;
   std::vector<std::unique_ptr<ReadBatch>> batches_;  // the reads into each buffer
   std::deque<Pending> pending_;                      // in the order they are wanted
+  std::vector<Place> places_;                        // this layer's blocks
+  std::size_t place_ = 0;                            // of them, the next
   std::vector<Place> wanted_;                        // of this layer, then of the next: those to be read
   std::size_t submitted_ = 0;                        // how many of them are, or were, under way
   std::vector<Kept> kept_;                           // of each layer
-  int layer_ = kNoLayer;                             // this layer, and its row where the next block begins
-  std::size_t row_ = 0;
   std::size_t next_buffer_ = 0;
   StreamTimes times_;
 };

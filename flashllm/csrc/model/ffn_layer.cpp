@@ -78,6 +78,15 @@ void FfnLayer::predict_by_gate() {
   predictor_ = std::make_unique<GatePredictor>(gate, options_.activation);
 }
 
+void FfnLayer::set_router(std::unique_ptr<Router> router) {
+  const ExpertsSpec& spec = router->spec();
+  if (router->width() != options_.format.d_model ||
+      spec.count * spec.size + spec.shared != static_cast<std::size_t>(options_.num_neurons))
+    throw CoreError(ErrorKind::usage, "the experts of a router are not the layer's");
+  router_ = std::move(router);
+  predictor_ = std::make_unique<RouterPredictor>(*router_, std::move(predictor_));
+}
+
 const std::vector<std::int32_t>& FfnLayer::predict(const float* x, std::size_t token) {
   if (!has_predictor())
     throw CoreError(ErrorKind::usage, "layer " + std::to_string(options_.layer) + " has no predictor");
@@ -127,6 +136,7 @@ void FfnLayer::begin(const FfnTokens& tokens) {
     member.x = tokens.x + t * options_.format.d_model;
     member.active = &tokens.active[t];
     member.gate_values = tokens.predicted ? predictor_->gate_values(tokens.first + t) : nullptr;
+    member.factors = tokens.predicted ? predictor_->factors(tokens.first + t) : RunFactors{};
     member.firing = has_predictor() ? predictor_->firing(tokens.first + t) : nullptr;
     member.end = member.active->data();
     member.rows_read = 0;
@@ -267,6 +277,7 @@ void FfnLayer::finish_part(float* y) {
   each([&](const Member& member, std::size_t t) {
     up_products(member, member.positions.missed);
     // 3. The down sum over every neuron that really fired, in the order of ids.
+    if (member.factors.of_run != nullptr) apply_factors(member);
     if (member.firing != nullptr) apply_trace(member);
     down_sum(member, y + t * options_.format.d_model);
   });
@@ -349,6 +360,12 @@ void FfnLayer::apply_trace(const Member& member) {
     else if (member.values[i] == 0.0F)
       member.values[i] = kTracedValue;
   }
+}
+
+// An expert's weight scales its neurons' values.
+void FfnLayer::apply_factors(const Member& member) {
+  for (std::ptrdiff_t i = 0; i < member.end - member.begin; ++i)
+    member.values[i] *= member.factors.of_neuron(member.begin[i]);
 }
 
 void FfnLayer::down_sum(const Member& member, float* y) {

@@ -23,6 +23,7 @@
 #include "io/row_source.h"
 #include "kernels/rows.h"
 #include "model/counters.h"
+#include "model/experts.h"
 #include "model/predictor.h"
 #include "model/prefetch.h"
 
@@ -80,6 +81,10 @@ class FfnLayer {
   bool has_predictor() const { return predictor_ != nullptr; }
   // The resident gate, of a layer that has one, names the active neurons.
   void predict_by_gate();
+  // The neurons are those of experts: the router names them, and the predictor there is, neurons within them.
+  // Comes after the predictor and before a trace. Throws CoreError where it does not fit the layer.
+  void set_router(std::unique_ptr<Router> router);
+  Router* router() const { return router_.get(); }  // nullptr: there are no experts
   // `predictor` tells this layer's active neurons from the input of the layer before; `buffer`, which layers
   // may share where two that follow each other do not, holds what is read on its word.
   void set_prefetch(std::unique_ptr<Predictor> predictor, Prefetch& buffer);
@@ -144,6 +149,7 @@ class FfnLayer {
     const std::vector<std::int32_t>* active = nullptr;
     const float* gate_values = nullptr;     // by neuron, where the predictor has them
     const std::uint64_t* firing = nullptr;  // of a trace
+    RunFactors factors;                     // of the experts that the router chose
     const std::int32_t *begin = nullptr, *end = nullptr;
     float* values = nullptr;  // of its part's neurons
     Positions positions;
@@ -163,6 +169,7 @@ class FfnLayer {
   template <typename VectorOf>
   void dots(const float* x, const VectorOf& vector_of, const float* bias, Activation activation);
   void apply_trace(const Member& member);
+  void apply_factors(const Member& member);
   void down_sum(const Member& member, float* y);
   void copy_newcomers();
 
@@ -181,6 +188,7 @@ class FfnLayer {
   ThreadPool& pool_;
   FfnCounters& counters_;
   NeuronCache cache_;
+  std::unique_ptr<Router> router_;
   std::unique_ptr<Predictor> predictor_, prefetch_predictor_;
   Prefetch* prefetch_ = nullptr;  // nullptr: nothing is prefetched for this layer
   std::optional<PrefetchDepth> depth_;

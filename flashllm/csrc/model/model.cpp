@@ -83,6 +83,7 @@ Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat
       check_(std::move(check)),
       dense_(rows, spec.block.dtype, pool, level),
       few_(rows, pool, level),
+      experts_(rows, spec.block.dtype, pool, level),
       rotary_(spec.rotary.begin(), spec.rotary.end()) {
   const BlockSpec& block = spec_.block;
   require(block.d_model != 0 && block.head_dim != 0 && spec_.vocab != 0 && spec_.block_tokens != 0,
@@ -365,15 +366,17 @@ void Model::attend_to_cache(const BlockWeights& weights, const Part& part) {
 
 // x -> projected_
 void Model::feed_forward(std::size_t layer, const Part& part, const float* x) {
+  const FfnLayer* ffn = weights_.blocks[layer].ffn;
+  const bool routed = ffn != nullptr && ffn->router() != nullptr;
   switch (part.pass) {
     case Pass::sparse:
       return feed_sparse(layer, part, x);
     case Pass::oracle:
       return feed_oracle(layer, part, x);
     case Pass::dense:
-      return feed_every(layer, part, x);
+      return routed ? feed_sparse(layer, part, x) : feed_every(layer, part, x);
     case Pass::prompt:
-      return feed_prompt(layer, part, x);
+      return routed ? feed_experts(layer, part, x) : feed_prompt(layer, part, x);
   }
 }
 
@@ -498,6 +501,33 @@ void Model::feed_prompt(std::size_t layer, const Part& part, const float* x) {
   }
   dense_.finish(weights.down_bias, narrow_.data());
   widen(narrow_.data(), part.count * width, projected_.data());
+}
+
+// Every expert that a token of the part goes to, once.
+void Model::feed_experts(std::size_t layer, const Part& part, const float* x) {
+  const std::size_t width = spec_.block.d_model;
+  const BlockWeights& weights = weights_.blocks[layer];
+  require(part.tap == nullptr, "what the experts of a mixture see and compute cannot be observed");
+  stream_.begin(static_cast<int>(layer),
+                experts_.begin(*weights.ffn->router(), x, part.count, activation(layer)));
+  watch_.charge(counters_.compute_ns);
+  if (part.fills) {
+    const std::size_t recent = std::min(part.count, spec_.fill_tokens);
+    weights.ffn->begin_fill(x + (part.count - recent) * width, recent);
+    watch_.restart();
+  }
+  std::fill_n(projected_.begin(), part.count * width, 0.0F);
+  RowBlock block;
+  while (stream_.next(block)) {
+    charge_stream();
+    if (part.fills) {
+      weights.ffn->fill_from(block.rows, static_cast<std::int32_t>(block.first_row),
+                             static_cast<std::int32_t>(block.count));
+      watch_.restart();
+    }
+    experts_.add(block, weights.up_bias, weights.gate_bias, projected_.data());
+    watch_.charge(counters_.compute_ns);
+  }
 }
 
 Activation Model::activation(std::size_t layer) const {

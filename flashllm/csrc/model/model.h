@@ -21,6 +21,7 @@
 #include "kernels/rotary.h"
 #include "model/block.h"
 #include "model/dense_ffn.h"
+#include "model/expert_ffn.h"
 #include "model/kv_cache.h"
 #include "model/token_ffn.h"
 
@@ -29,8 +30,8 @@ namespace flashllm {
 enum class Pass {
   sparse,  // few tokens a sequence: the neurons that the predictor names
   oracle,  // few: the neurons that fire, found by reading all of them
-  dense,   // few: every neuron
-  prompt,  // many: every neuron, and products of many tokens at once
+  dense,   // few: every neuron, or every neuron of the experts that the router chooses
+  prompt,  // many: the same, and products of many tokens at once
 };
 
 // A new token. Those of a sequence follow each other, at positions that follow what the sequence holds.
@@ -132,6 +133,7 @@ class Model {
   void feed_oracle(std::size_t layer, const Part& part, const float* x);
   void feed_every(std::size_t layer, const Part& part, const float* x);
   void feed_prompt(std::size_t layer, const Part& part, const float* x);
+  void feed_experts(std::size_t layer, const Part& part, const float* x);
   FfnTokens together(const Part& part, const float* x, std::size_t first, bool predicted) const;
   void normalize(const Norm& norm, std::size_t count, const float* x, float* y);
   void take_inputs(const float* x, std::size_t count, std::size_t width, Pass pass);
@@ -160,6 +162,7 @@ class Model {
   const std::function<void()> check_;
   DenseFfn dense_;
   TokenFfn few_;
+  ExpertFfn experts_;
   std::vector<RotaryTable> rotary_;
   Stopwatch watch_;
 

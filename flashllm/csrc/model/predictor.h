@@ -4,6 +4,7 @@
 // computed exactly; what it does not name is left out.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -14,6 +15,15 @@
 #include "kernels/thread_pool.h"
 
 namespace flashllm {
+
+// What neurons' values are multiplied by: one factor for each run of `size` neurons, the last one for all
+// behind.
+struct RunFactors {
+  const float* of_run = nullptr;  // nullptr: there are none
+  std::int32_t size = 1, last = 0;
+
+  float of_neuron(std::int32_t neuron) const { return of_run[std::min(neuron / size, last)]; }
+};
 
 class Predictor {
  public:
@@ -30,6 +40,9 @@ class Predictor {
 
   // A bit set of the neurons that fire for the token, where that is known without the weights; else nullptr.
   virtual const std::uint64_t* firing(std::size_t /*token*/) const { return nullptr; }
+
+  // The factors of the neurons' values for the x last predicted for under this number.
+  virtual RunFactors factors(std::size_t /*token*/) const { return {}; }
 };
 
 // A low-rank map (paper A, section 3.1): active where b (a x) + bias > threshold.

@@ -1,0 +1,124 @@
+#include "model/experts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "io/error.h"
+
+namespace flashllm {
+
+namespace {
+
+void require(bool condition, const char* message) {
+  if (!condition) throw CoreError(ErrorKind::usage, message);
+}
+
+float sigmoid(float value) { return 1.0F / (1.0F + std::exp(-value)); }
+
+// values = e^(value - largest), and their sum
+float exponentials(std::vector<float>& values) {
+  const float largest = *std::max_element(values.begin(), values.end());
+  float sum = 0.0F;
+  for (float& value : values) sum += value = std::exp(value - largest);
+  return sum;
+}
+
+}  // namespace
+
+Router::Router(const ExpertsSpec& spec, const RowMatrix& weights, const RowMatrix& shared_gate, Dtype dtype,
+               SimdLevel level)
+    : spec_(spec),
+      weights_(weights),
+      shared_gate_(shared_gate),
+      level_(level),
+      kernels_(kernel_table(level, dtype)),
+      rounds_(dtype != Dtype::f32),
+      order_(spec.count) {
+  require(spec.size != 0 && spec.chosen != 0 && spec.chosen <= spec.count,
+          "a router chooses at least one expert, and no more than there are");
+  require(weights.data != nullptr && weights.rows == spec.count, "a router needs a row for every expert");
+  require(shared_gate.data == nullptr ||
+              (spec.shared != 0 && shared_gate.rows == 1 && shared_gate.columns == weights.columns),
+          "the gate of shared neurons does not fit the router");
+}
+
+void Router::route(const float* x, ThreadPool& pool, std::vector<float>& weights) {
+  logits_.resize(spec_.count);
+  dot_all(weights_, x, logits_.data(), pool, level_);
+  round(logits_);
+  for (const float logit : logits_)
+    if (!std::isfinite(logit))
+      throw CoreError(ErrorKind::numbers,
+                      "a router computed a number that is not finite: an overflow, or damaged weights; check "
+                      "the model with `flashllm verify`, or convert it with --dtype float32");
+  // 1. The experts with the highest products.
+  std::iota(order_.begin(), order_.end(), std::size_t{0});
+  const auto chosen = order_.begin() + static_cast<std::ptrdiff_t>(spec_.chosen);
+  std::partial_sort(order_.begin(), chosen, order_.end(), [this](std::size_t a, std::size_t b) {
+    return logits_[a] != logits_[b] ? logits_[a] > logits_[b] : a < b;
+  });
+  // 2. Their weights.
+  if (spec_.softmax_of_all) {
+    const float sum = exponentials(logits_);
+    scores_.clear();
+    for (auto expert = order_.begin(); expert != chosen; ++expert) scores_.push_back(logits_[*expert] / sum);
+    const float of_chosen = std::accumulate(scores_.begin(), scores_.end(), 0.0F);
+    if (spec_.normalized)
+      for (float& score : scores_) score /= of_chosen;
+  } else {
+    scores_.clear();
+    for (auto expert = order_.begin(); expert != chosen; ++expert) scores_.push_back(logits_[*expert]);
+    const float sum = exponentials(scores_);
+    for (float& score : scores_) score /= sum;
+  }
+  round(scores_);
+  weights.assign(spec_.runs(), 0.0F);
+  for (std::size_t i = 0; i < spec_.chosen; ++i) weights[order_[i]] = scores_[i];
+  // 3. The shared neurons.
+  if (spec_.shared == 0) return;
+  scores_.assign(1, 1.0F);
+  if (shared_gate_.data != nullptr) {
+    dot_all(shared_gate_, x, scores_.data(), pool, level_);
+    round(scores_);
+    scores_[0] = sigmoid(scores_[0]);
+    round(scores_);
+  }
+  weights[spec_.count] = scores_[0];
+}
+
+void Router::round(std::vector<float>& values) const {
+  if (!rounds_) return;
+  rounded_.resize(values.size() * sizeof(float));
+  kernels_.from_f32(values.data(), values.size(), rounded_.data());
+  kernels_.to_f32(rounded_.data(), values.size(), values.data());
+}
+
+void RouterPredictor::predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
+                              std::vector<std::int32_t>& active) {
+  if (weights_.size() <= token) weights_.resize(token + 1);
+  std::vector<float>& weights = weights_[token];
+  router_.route(x, pool, weights);
+  const ExpertsSpec& spec = router_.spec();
+  active.clear();
+  if (inside_ == nullptr) {
+    for (std::size_t run = 0; run < spec.runs(); ++run) {
+      if (weights[run] == 0.0F) continue;
+      for (std::size_t i = 0; i < spec.neurons(run); ++i)
+        active.push_back(static_cast<std::int32_t>(spec.first(run) + i));
+    }
+    return;
+  }
+  inside_->predict(x, token, pool, level, named_);
+  const RunFactors factors = this->factors(token);
+  for (const std::int32_t neuron : named_)
+    if (factors.of_neuron(neuron) != 0.0F) active.push_back(neuron);
+}
+
+RunFactors RouterPredictor::factors(std::size_t token) const {
+  const ExpertsSpec& spec = router_.spec();
+  return {weights_.at(token).data(), static_cast<std::int32_t>(spec.size),
+          static_cast<std::int32_t>(spec.runs() - 1)};
+}
+
+}  // namespace flashllm

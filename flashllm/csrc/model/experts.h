@@ -1,0 +1,82 @@
+// Mixtures of experts (Shazeer et al., 2017): a layer's neurons are those of its experts, one expert after
+// the other, and behind them those that every token uses. A small resident matrix, the router, says for a
+// token which experts it goes to and by what weights their neurons' values count.
+//
+// The router is exact: as a predictor it names whole experts, which are runs of rows on flash, and misses
+// nothing. Where experts are of the ReLU family, another predictor may name neurons within them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kernels/rows.h"
+#include "kernels/thread_pool.h"
+#include "model/predictor.h"
+
+namespace flashllm {
+
+struct ExpertsSpec {
+  std::size_t count = 0;
+  std::size_t chosen = 0;  // of them, for a token
+  std::size_t size = 0;    // neurons of an expert
+  std::size_t shared = 0;  // neurons behind the experts', which every token uses
+  // A softmax over all experts gives the weights, or one over the chosen alone.
+  bool softmax_of_all = true;
+  bool normalized = false;  // the weights of the chosen are divided by their sum
+
+  // Runs of neurons with one weight each: the experts, and the shared neurons if there are any.
+  std::size_t runs() const { return count + (shared != 0 ? 1 : 0); }
+  std::size_t first(std::size_t run) const { return run * size; }
+  std::size_t neurons(std::size_t run) const { return run < count ? size : shared; }
+};
+
+class Router {
+ public:
+  // weights: [count, d_model] with its bias in it; shared_gate: [1, d_model], whose sigmoid is the weight of
+  // the shared neurons, or no data, where that is 1. `dtype`: of the model, to which products and weights are
+  // rounded. Keeps the pointers. Throws CoreError where they do not fit each other.
+  Router(const ExpertsSpec& spec, const RowMatrix& weights, const RowMatrix& shared_gate, Dtype dtype,
+         SimdLevel level);
+
+  const ExpertsSpec& spec() const { return spec_; }
+  std::size_t width() const { return weights_.columns; }
+
+  // The weight of each run [runs()] for x [d_model]; 0 of experts that are not chosen. Of equal ones the
+  // first is chosen. Throws CoreError for products that are not finite.
+  void route(const float* x, ThreadPool& pool, std::vector<float>& weights);
+
+ private:
+  void round(std::vector<float>& values) const;
+
+  const ExpertsSpec spec_;
+  const RowMatrix weights_, shared_gate_;
+  const SimdLevel level_;
+  const KernelTable& kernels_;
+  const bool rounds_;
+  // Scratch.
+  std::vector<float> logits_, scores_;
+  std::vector<std::size_t> order_;
+  mutable std::vector<std::byte> rounded_;
+};
+
+// The neurons of the experts that the router chooses; of these, where there is a predictor `inside`, those it
+// names.
+class RouterPredictor final : public Predictor {
+ public:
+  RouterPredictor(Router& router, std::unique_ptr<Predictor> inside)
+      : router_(router), inside_(std::move(inside)) {}
+
+  void predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
+               std::vector<std::int32_t>& active) override;
+  RunFactors factors(std::size_t token) const override;
+
+ private:
+  Router& router_;
+  std::unique_ptr<Predictor> inside_;
+  std::vector<std::int32_t> named_;
+  std::vector<std::vector<float>> weights_;  // of each token of the pass, by run
+};
+
+}  // namespace flashllm

@@ -1,0 +1,284 @@
+"""Mixtures of experts: the router's experts are read, each once, and nothing that the cache does changes a bit."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from arch_models import LAYERS, VARIANTS, make_checkpoint, make_model, open_model
+from safetensors.torch import load_file, save_file
+
+from flashllm.cli import main
+from flashllm.config import RunConfig
+from flashllm.convert.run import convert
+from flashllm.engine.model import Model
+from flashllm.errors import FormatError, NonFiniteError, UnsupportedModelError, UsageError
+from flashllm.format.inspect import format_inspection, inspect
+from flashllm.format.manifest import Manifest
+from flashllm.format.model_dir import ModelDir
+from flashllm.format.model_files import FFN, RESIDENT
+from flashllm.format.verify import verify
+from flashllm.offload.runtime.tiers.source import open_weights
+from flashllm.plan.resolve import resolve
+
+COUNT, CHOSEN, SIZE = 8, 3, 48  # of arch_models' tiny mixtures
+RUN = {"threads": 2, "io_threads": 4}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """(Hugging Face folder, model directory) of a tiny OLMoE."""
+    return make_model(tmp_path_factory.mktemp("experts"), "olmoe")
+
+
+@pytest.fixture
+def directory(tiny):
+    return tiny[1]
+
+
+def opened(directory, *, cache_rows=None, **config):
+    """The model; with `cache_rows`, every layer's neuron cache has so many rows, and there are at most 64 bypass rows."""
+    model_dir = ModelDir.open(directory)
+    plan = resolve(RunConfig(**RUN, **config), model_dir, available=10**12, process=10**8)
+    if cache_rows is not None:
+        levels = np.full((1, LAYERS), cache_rows, np.int32)
+        memory = dataclasses.replace(
+            plan.memory, levels=levels, bypass_rows=min(64, plan.memory.bypass_rows), level_blocks=10
+        )
+        plan = dataclasses.replace(plan, memory=memory)
+    return Model(model_dir, plan, RunConfig(**RUN, **config))
+
+
+def ids(count, seed=0):
+    return np.random.default_rng(seed).integers(4, 300, count).tolist()
+
+
+def generated(model, prompt, count=12):
+    """Logits [count, vocab] after a prompt and greedy tokens, one by one."""
+    with model.new_sequence() as sequence:
+        rows = [model.step([(sequence, prompt)])[0]]
+        for _ in range(count - 1):
+            rows.append(model.step([(sequence, [int(rows[-1].argmax())])])[0])
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("policy", ["frequency", "window"])
+@pytest.mark.parametrize("cache_rows", [64, 200, COUNT * SIZE])
+def test_what_the_cache_holds_changes_no_bit(directory, policy, cache_rows):
+    with opened(directory) as model:
+        expected = generated(model, ids(20))
+    with opened(directory, cache_rows=cache_rows, cache_policy=policy) as model:
+        np.testing.assert_array_equal(generated(model, ids(20)), expected)
+
+
+def test_a_token_computes_its_experts_and_no_others(directory):
+    with opened(directory) as model, model.new_sequence() as sequence:
+        model.step([(sequence, ids(1))])
+        times = model.meter.take()
+        assert times.active == LAYERS * CHOSEN * SIZE == times.misses
+        model.step([(sequence, ids(5, seed=1))])
+        times = model.meter.take()
+        assert times.active == 5 * LAYERS * CHOSEN * SIZE
+        assert times.united % SIZE == 0
+        assert times.united < times.active
+
+
+def test_neighbouring_rows_of_an_expert_are_one_request(directory):
+    with opened(directory) as model, model.new_sequence() as sequence:
+        model.step([(sequence, ids(1))])
+        times = model.meter.take()
+    assert times.requests <= LAYERS * CHOSEN
+    assert times.bytes_read == LAYERS * CHOSEN * SIZE * Manifest.load(directory).rows.stride
+
+
+def test_a_prompt_reads_each_expert_it_touches_once(directory):
+    stride = Manifest.load(directory).rows.stride
+    with opened(directory) as model, model.new_sequence() as sequence:
+        model.step([(sequence, ids(9))])
+        few = model.meter.take().bytes_read
+        model.step([(sequence, ids(120, seed=3))])
+        many = model.meter.take().bytes_read
+    assert few % (SIZE * stride) == many % (SIZE * stride) == 0
+    assert LAYERS * CHOSEN * SIZE * stride <= few < many <= LAYERS * COUNT * SIZE * stride
+
+
+def test_a_prompt_fills_the_caches_with_its_last_experts(directory):
+    with opened(directory) as model, model.new_sequence() as sequence:
+        model.step([(sequence, ids(40))])
+        cached = model.cached_neurons()
+        model.meter.take()
+        model.step([(sequence, ids(1, seed=9))])
+        assert model.meter.take().hits > 0
+    for neurons in cached:
+        assert len(neurons)
+        assert set(np.bincount(neurons // SIZE).tolist()) <= {0, SIZE}
+
+
+def test_drafted_tokens_of_experts_are_verified_as_they_would_be_alone(directory):
+    with opened(directory) as model:
+        alone = generated(model, ids(6), count=4)
+        guesses = [int(row.argmax()) for row in alone[:-1]]
+        with model.new_sequence() as sequence:
+            model.step([(sequence, ids(6)[:-1])])
+            (rows,) = model.step([(sequence, [*ids(6)[-1:], *guesses])], all_logits=True, drafted=3)
+            model.accept(sequence, 3)
+    np.testing.assert_array_equal(rows, alone)
+
+
+def test_sparse_prompts_are_a_token_after_the_other(directory, tiny):
+    prompt = ids(30)
+    with torch.no_grad():
+        expected = open_model(tiny[0])(torch.tensor([prompt])).logits[0].numpy()
+    with opened(directory, prompts="sparse") as model, model.new_sequence() as sequence:
+        (rows,) = model.step([(sequence, prompt)], all_logits=True)
+    np.testing.assert_allclose(rows, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("encoding", ["int8_32", "int4_32"])
+def test_experts_in_fewer_bits_run(tiny, tmp_path, encoding):
+    convert(tiny[0], tmp_path / "coded", dtype="bfloat16", encoding=encoding)
+    with opened(tmp_path / "coded") as model:
+        first = generated(model, ids(20))
+    with opened(tmp_path / "coded", cache_rows=64) as model:
+        np.testing.assert_array_equal(generated(model, ids(20)), first)
+    assert np.isfinite(first).all()
+
+
+def test_relu_experts_leave_neurons_out_within_them(tmp_path):
+    _, directory = make_model(tmp_path, "olmoe relu")
+    with opened(directory, mode="dense") as model:
+        dense = generated(model, ids(20), count=2)
+        whole = model.meter.take().active
+    with opened(directory) as model:
+        sparse = generated(model, ids(20), count=2)
+        few = model.meter.take().active
+    assert 0 < few < 0.95 * whole
+    assert np.corrcoef(dense[1], sparse[1])[0, 1] > 0.9  # untrained predictors miss a few
+
+
+def test_a_router_that_overflows_ends_the_pass(tiny, tmp_path):
+    source = tmp_path / "hf"
+    source.mkdir()
+    for path in tiny[0].iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.gate.weight"][2] = torch.inf
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    convert(source, tmp_path / "model")
+    with opened(tmp_path / "model") as model, model.new_sequence() as sequence:
+        for count in (1, 20):
+            with pytest.raises(NonFiniteError, match="router computed a number that is not finite"):
+                model.step([(sequence, ids(count))])
+        assert sequence.length == 0
+
+
+# The model directory
+
+
+def test_verify_inspect_and_the_manifest_know_experts(directory):
+    assert verify(directory).ok
+    manifest = Manifest.load(directory)
+    assert manifest.to_json()["architecture"]["experts"] == COUNT
+    assert manifest.architecture.expert_size == SIZE
+    assert manifest.architecture.cycle == CHOSEN * SIZE
+    text = format_inspection(inspect(directory))
+    assert "8 experts of 48 neurons, 3 experts a token" in text
+    assert "the router: exact" in text
+    assert inspect(directory)["modes"] == ["sparse", "dense"]
+
+
+def test_neurons_lie_in_the_order_of_experts(tiny):
+    from flashllm.format.model_files import ffn_tensor
+    from flashllm.format.rows import widened_rows
+    from flashllm.format.safetensors import open_safetensors
+
+    weights, layout = load_file(tiny[0] / "model.safetensors"), Manifest.load(tiny[1]).rows
+    with open_safetensors(tiny[1] / FFN) as file:
+        rows = np.empty((layout.num_rows, layout.stride), np.uint8)
+        file.read_into(file.header.tensors[ffn_tensor(1)], 0, rows.reshape(-1).data)
+    found = widened_rows(layout, rows)
+    for expert in range(COUNT):
+        mine = slice(expert * SIZE, (expert + 1) * SIZE)
+        name = f"model.layers.1.mlp.experts.{expert}"
+        np.testing.assert_array_equal(found["gate"][mine], weights[f"{name}.gate_proj.weight"])
+        np.testing.assert_array_equal(found["up"][mine], weights[f"{name}.up_proj.weight"])
+        np.testing.assert_array_equal(found["down"][mine], weights[f"{name}.down_proj.weight"].T)
+
+
+@pytest.mark.parametrize("name", ["olmoe"])
+def test_stacked_experts_convert_to_the_same_bytes(tmp_path, name):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS[name])
+    open_model(source).save_pretrained(tmp_path / "stacked", save_original_format=False)
+    assert any(".experts.gate_up_proj" in key for key in load_file(tmp_path / "stacked" / "model.safetensors"))
+    for form in ("hf", "stacked"):
+        convert(tmp_path / form, tmp_path / f"{form} model")
+    for file in (FFN, RESIDENT):
+        one, two = ((tmp_path / f"{form} model" / file).read_bytes() for form in ("hf", "stacked"))
+        assert one == two
+
+
+def changed(source, target, change):
+    """A copy of the checkpoint whose tensors `change` was let at."""
+    target.mkdir()
+    (target / "config.json").write_bytes((source / "config.json").read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def test_a_missing_an_unknown_and_a_misshapen_expert_are_refused_by_name(tiny, tmp_path):
+    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    source = changed(tiny[0], tmp_path / "missing", lambda tensors: tensors.pop(name))
+    with pytest.raises(FormatError, match=r"experts.5.up_proj.weight is missing"):
+        convert(source, tmp_path / "model")
+    source = changed(tiny[0], tmp_path / "more", lambda t: t.update({name.replace(".5.", ".8."): t[name].clone()}))
+    with pytest.raises(UnsupportedModelError, match=r"experts.8.up_proj.weight: is no part of the olmoe model"):
+        convert(source, tmp_path / "model")
+    source = changed(tiny[0], tmp_path / "short", lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
+    with pytest.raises(FormatError, match=r"has shape \[47, 64\], the config says \[48, 64\]"):
+        convert(source, tmp_path / "model")
+
+
+def test_an_interrupted_conversion_goes_on(tiny, tmp_path):
+    def stop(what, done, total):
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(tiny[0], tmp_path / "model", progress=stop)
+    convert(tiny[0], tmp_path / "model")
+    assert (tmp_path / "model" / FFN).read_bytes() == (tiny[1] / FFN).read_bytes()
+
+
+# What is not for experts says so
+
+
+def test_refusals_say_what_to_do(tiny, directory, tmp_path):
+    with pytest.raises(UsageError, match=r"oracle is not for mixtures of experts.*--mode sparse"):
+        Model.open(directory, RunConfig(mode="oracle", **RUN))
+    for gate in ("resident", "4bit"):
+        with pytest.raises(UsageError, match="--gate, --sparsify and --reorder are for other models"):
+            convert(tiny[0], tmp_path / "gates", gate=gate)
+    with pytest.raises(UnsupportedModelError, match="which this engine does not compute; `flashllm generate`"):
+        open_weights(directory)
+    observed = pytest.raises(UsageError, match="a mixture of experts computes cannot be observed")
+    with opened(directory) as model, model.new_sequence() as sequence, observed:
+        model.step([(sequence, ids(9))], observer=object())
+
+
+def test_the_plan_says_when_a_tokens_experts_do_not_fit(directory, tmp_path, capsys):
+    config = RunConfig(store=tmp_path / "none")
+    for memory, said in ((10**10, False), (None, True)):
+        model = ModelDir.open(directory)
+        least = resolve(config, model, available=10**12, process=10**8).memory.minimum_nbytes
+        run = dataclasses.replace(config, memory=least if memory is None else memory)
+        notices = resolve(run, model, available=10**12, process=10**8).notices
+        assert any("and a token's experts are" in notice for notice in notices) == said
+    assert main(["plan", str(directory)]) == 0
+    assert "a token goes to 3 of 8 a layer" in capsys.readouterr().out
+
+
+def test_generate_speaks(directory, capsys):
+    assert main(["generate", str(directory), "--prompt", "The little dog", "--max-new-tokens", "5"]) == 0
+    assert capsys.readouterr().out
