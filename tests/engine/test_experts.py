@@ -37,7 +37,7 @@ def directory(tiny):
 
 
 def opened(directory, *, cache_rows=None, **config):
-    """The model; with `cache_rows`, every layer's neuron cache has so many rows, and there are at most 64 bypass rows."""
+    """The model; with `cache_rows`, every layer caches so many rows, and there are at most 64 bypass rows."""
     model_dir = ModelDir.open(directory)
     plan = resolve(RunConfig(**RUN, **config), model_dir, available=10**12, process=10**8)
     if cache_rows is not None:
