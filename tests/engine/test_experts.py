@@ -5,9 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from arch_models import LAYERS, VARIANTS, make_checkpoint, make_model, open_model
+from arch_models import LAYERS, VARIANTS, make_checkpoint, make_config, make_model, open_model
 from safetensors.torch import load_file, save_file
 
+from flashllm.arch.registry import block_spec
 from flashllm.cli import main
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
@@ -205,7 +206,7 @@ def test_neurons_lie_in_the_order_of_experts(tiny):
         np.testing.assert_array_equal(found["down"][mine], weights[f"{name}.down_proj.weight"].T)
 
 
-@pytest.mark.parametrize("name", ["olmoe"])
+@pytest.mark.parametrize("name", ["olmoe", "mixtral", "qwen2_moe", "qwen3_moe"])
 def test_stacked_experts_convert_to_the_same_bytes(tmp_path, name):
     source = make_checkpoint(tmp_path / "hf", VARIANTS[name])
     open_model(source).save_pretrained(tmp_path / "stacked", save_original_format=False)
@@ -215,6 +216,24 @@ def test_stacked_experts_convert_to_the_same_bytes(tmp_path, name):
     for file in (FFN, RESIDENT):
         one, two = ((tmp_path / f"{form} model" / file).read_bytes() for form in ("hf", "stacked"))
         assert one == two
+
+
+def test_shared_neurons_are_always_active(tmp_path):
+    _, directory = make_model(tmp_path, "qwen2_moe")
+    with opened(directory) as model, model.new_sequence() as sequence:
+        model.step([(sequence, ids(1))])
+        assert model.meter.take().active == LAYERS * (CHOSEN * SIZE + 80)
+        model.step([(sequence, ids(1, seed=1))])
+        assert all(set(range(COUNT * SIZE, COUNT * SIZE + 80)) <= set(rows.tolist()) for rows in model.cached_neurons())
+    text = format_inspection(inspect(directory))
+    assert "8 experts of 48 neurons and 80 shared neurons, 3 experts a token" in text
+
+
+def test_layers_that_are_no_mixtures_are_refused():
+    for key, value in (("mlp_only_layers", [1]), ("decoder_sparse_step", 2)):
+        config = {**make_config(VARIANTS["qwen3_moe"]).to_dict(), key: value}
+        with pytest.raises(UnsupportedModelError, match="a model whose layers are all alike is"):
+            block_spec(config)
 
 
 def changed(source, target, change):
