@@ -1,6 +1,6 @@
 """Native core of flashllm: direct reads, neuron cache, kernels"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import numpy
@@ -212,7 +212,7 @@ class KvSequence:
     def copy_from(self, other: KvSequence) -> None: ...
 
 class Model:
-    def __init__(self, *, block: object, dtype: str, num_layers: int, d_ff: int, tensors: dict, row_format: tuple[str, int, int, int, int], resident_encoding: str, stream: RowStream, ffns: list, pool: ThreadPool, counters: Counters, block_tokens: int, fill_tokens: int, prefetch: bool, simd: str = 'auto') -> None: ...
+    def __init__(self, *, block: object, dtype: str, num_layers: int, d_ff: int, tensors: dict, row_format: tuple[str, int, int, int, int, str], resident_encoding: str, other_encodings: Mapping[str, str], stream: RowStream, ffns: list, pool: ThreadPool, counters: Counters, block_tokens: int, fill_tokens: int, prefetch: bool, simd: str = 'auto') -> None: ...
 
     def new_sequence(self, context: int | None = None, layers: int | None = None) -> KvSequence: ...
 

@@ -56,7 +56,11 @@ class ReferenceDecoder:
             for name, info in file.header.tensors.items():
                 if not name.startswith("flashllm."):
                     encoding = resident_encoding(
-                        name, manifest.dtype, manifest.resident_encoding, manifest.rows.encoding
+                        name,
+                        manifest.dtype,
+                        manifest.resident_encoding,
+                        manifest.rows.encoding,
+                        manifest.other_encodings,
                     )
                     values = np.empty(info.shape, encoding.storage)
                     file.read_into(info, 0, values.reshape(-1).view(np.uint8).data)

@@ -14,7 +14,8 @@ ROOT = Path(flashllm.__file__).parent
 # From the ground up: a name is a package, or a module that stands alone.
 ORDER = (
     *("_core", "errors", "config", "base", "arch", "format", "device", "convert", "plan", "engine"),
-    *("generate", "sparsify", "parked", "api", "hf", "offload", "chat", "serve", "commands", "cli", "__main__"),
+    *("generate", "sparsify", "parked", "api", "hf", "offload", "quantise", "chat", "serve", "commands"),
+    *("cli", "__main__"),
 )
 OFFLOAD_SHARES = {"errors", "base", "api", "arch", "format", "convert", "device", "generate", "config", "plan", "_core"}
 MAX_MODULES = 12  # of one folder

@@ -83,7 +83,7 @@ def flash(settings: dict[str, Any]) -> dict[str, Any]:
         layout, plan = model.manifest.rows, model.plan.memory
         shape = {
             "row_nbytes": layout.stride,
-            "matrix_nbytes": layout.vector_items * layout.itemsize,
+            "matrix_nbytes": layout.vector_nbytes("down"),
             "num_neurons": model.manifest.architecture.num_layers * layout.d_ff,
             "cached_neurons": sum(plan.cache_rows),
             "resident_touched_nbytes": resident_touched(model.directory) + plan.predictors,

@@ -8,6 +8,9 @@ exact in fp32 but for the last sum.
 Scales are chosen by least squares: of a few roundings, each with the scale (and minimum) that fits its codes best, the
 one with the least squared error; what it is rounded to in fp16 is what the final codes are rounded by.
 
+Choosing scales, rounding and packing are apart, so that whoever rounds a weight at a time, by other rules, can use the
+same groups (flashllm/quantise/feedback.py).
+
 Knows numpy arrays, no files and no models.
 """
 
@@ -22,6 +25,31 @@ Bytes = NDArray[np.uint8]
 _UNIT = 32  # codes of 4 bits that share 16 bytes
 _STRETCHES = (0.0, -0.9, -0.6, -0.3, 0.3, 0.6, 0.9)  # tried: steps by which the range differs from the group's
 _ROWS_TOGETHER = 1 << 20  # values encoded at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """What the weights of groups can be: `scales` and `minimums`, fp16 of one shape, which the weights broadcast to."""
+
+    lowest: int  # code, as it is stored
+    highest: int
+    zero: int  # the code of weight 0, where there are no minimums
+    scales: NDArray[np.float16]
+    minimums: NDArray[np.float16] | None = None
+
+    def codes(self, values: Floats) -> Floats:
+        """The nearest codes, as they are stored; whole numbers."""
+        scales = self.scales.astype(np.float32)
+        if self.minimums is not None:
+            return _rounded(values - self.minimums.astype(np.float32), scales, self.lowest, self.highest)
+        zero = np.float32(self.zero)
+        return _rounded(values, scales, self.lowest - self.zero, self.highest - self.zero) + zero
+
+    def weights(self, codes: Floats) -> Floats:
+        """What codes stand for, exactly as the kernels have it."""
+        if self.minimums is not None:
+            return codes * self.scales.astype(np.float32) + self.minimums.astype(np.float32)
+        return (codes - np.float32(self.zero)) * self.scales.astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +78,9 @@ class GroupCode:
         rows = np.empty((n, self.vector_nbytes(length)), np.uint8)
         together = max(1, _ROWS_TOGETHER // max(1, length))
         for first in range(0, n, together):
-            self._encode(np.asarray(values[first : first + together], np.float32), rows[first : first + together])
+            grouped = self.grouped(np.asarray(values[first : first + together], np.float32))
+            grid = self.fit(grouped)
+            rows[first : first + together] = self.pack(grid.codes(grouped), grid)
         return rows
 
     def decode(self, rows: Bytes, length: int) -> Floats:
@@ -59,7 +89,6 @@ class GroupCode:
             raise ValueError(f"rows must be uint8 [n, {self.vector_nbytes(length)}], not {rows.dtype} {rows.shape}")
         n, groups = len(rows), self.groups(length)
         halves = np.ascontiguousarray(rows[:, : groups * (4 if self.has_minimum else 2)]).view("<f2")
-        scales = halves[:, :groups].astype(np.float32)
         packed = np.ascontiguousarray(rows[:, halves.shape[1] * 2 :])
         if self.bits == 8:
             codes = packed.view(np.int8).astype(np.float32)
@@ -67,38 +96,50 @@ class GroupCode:
             units = packed.reshape(n, -1, _UNIT // 2)
             codes = np.concatenate([units & 15, units >> 4], axis=2).astype(np.float32)
         codes = codes.reshape(n, groups, self.group)
-        if self.has_minimum:
-            weights = codes * scales[..., None] + halves[:, groups:].astype(np.float32)[..., None]
-        else:
-            weights = (codes - np.float32(self._zero)) * scales[..., None]
+        minimums = halves[:, groups:, None] if self.has_minimum else None
+        weights = self._grid(halves[:, :groups, None], minimums).weights(codes)
         return np.ascontiguousarray(weights.reshape(n, -1)[:, :length])
+
+    def grouped(self, values: Floats) -> Floats:
+        """Vectors [n, length] as groups [n, groups, group], the last one of a vector filled up with zeros."""
+        n, length = values.shape
+        padded = np.zeros((n, self.groups(length) * self.group), np.float32)
+        padded[:, :length] = values
+        return padded.reshape(n, -1, self.group)
+
+    def fit(self, grouped: Floats) -> Grid:
+        """The scales (and minimums), [n, groups, 1], that suit weights [n, groups, group] best.
+
+        OverflowError where a weight is not finite, or too large for an fp16 scale.
+        """
+        if not bool(np.all(np.isfinite(grouped))):
+            raise OverflowError("a weight is not finite")
+        return self._grid(*(self._with_minimum if self.has_minimum else self._symmetric)(grouped))
+
+    def pack(self, codes: Floats, grid: Grid) -> Bytes:
+        """uint8 [n, vector_nbytes] of codes [n, groups, group] on a grid of [n, groups, 1]."""
+        n = len(codes)
+        halves = [grid.scales] if grid.minimums is None else [grid.scales, grid.minimums]
+        parts: list[Bytes] = [np.ascontiguousarray(half[..., 0]).view(np.uint8) for half in halves]
+        if self.bits == 8:
+            parts.append(codes.reshape(n, -1).astype(np.int8).view(np.uint8))
+        else:
+            units = codes.reshape(n, -1, _UNIT).astype(np.uint8)
+            packed = units[..., : _UNIT // 2] | units[..., _UNIT // 2 :] << 4
+            parts.append(np.asarray(packed, np.uint8).reshape(n, -1))
+        return np.concatenate(parts, axis=1)
 
     @property
     def _zero(self) -> int:
         """The code of weight 0, of an encoding without minimums."""
         return 0 if self.bits == 8 else 8
 
-    def _encode(self, values: Floats, rows: Bytes) -> None:
-        n, length = values.shape
-        groups = self.groups(length)
-        if not bool(np.all(np.isfinite(values))):
-            raise OverflowError("a weight is not finite")
-        padded = np.zeros((n, groups * self.group), np.float32)
-        padded[:, :length] = values
-        grouped = padded.reshape(n, groups, self.group)
-        choose = self._with_minimum if self.has_minimum else self._symmetric
-        codes, *halves = choose(grouped)
-        for i, half in enumerate(halves):
-            rows[:, 2 * groups * i : 2 * groups * (i + 1)] = half[..., 0].view(np.uint8)
-        start = 2 * groups * len(halves)
-        if self.bits == 8:
-            rows[:, start:] = codes.reshape(n, -1).astype(np.int8).view(np.uint8)
-        else:
-            units = codes.reshape(n, -1, _UNIT).astype(np.uint8)
-            rows[:, start:] = (units[..., : _UNIT // 2] | units[..., _UNIT // 2 :] << 4).reshape(n, -1)
+    def _grid(self, scales: NDArray[np.float16], minimums: NDArray[np.float16] | None = None) -> Grid:
+        lowest, highest = (-128, 127) if self.bits == 8 else (0, (1 << self.bits) - 1)
+        return Grid(lowest=lowest, highest=highest, zero=self._zero, scales=scales, minimums=minimums)
 
-    def _symmetric(self, grouped: Floats) -> tuple[Floats, NDArray[np.float16]]:
-        """(codes, scales): the largest value of a group gets about the lowest code, -128 or -8 (of either sign)."""
+    def _symmetric(self, grouped: Floats) -> tuple[NDArray[np.float16]]:
+        """The scales: the largest value of a group gets about the lowest code, -128 or -8 (of either sign)."""
         lowest, highest = -(1 << self.bits - 1), (1 << self.bits - 1) - 1
         most, least = grouped.max(axis=2, keepdims=True), grouped.min(axis=2, keepdims=True)
         largest = np.where(most > -least, most, least)
@@ -112,11 +153,10 @@ class GroupCode:
             better = gain > best
             np.copyto(best, gain, where=better)
             np.copyto(scale, np.divide(product, square, out=np.zeros_like(square), where=square > 0), where=better)
-        halves = _half(scale)
-        return _rounded(grouped, halves.astype(np.float32), lowest, highest) + np.float32(self._zero), halves
+        return (_half(scale),)
 
-    def _with_minimum(self, grouped: Floats) -> tuple[Floats, NDArray[np.float16], NDArray[np.float16]]:
-        """(codes, scales, minimums): the line code * scale + minimum fits the group best."""
+    def _with_minimum(self, grouped: Floats) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
+        """(scales, minimums): the line code * scale + minimum fits the group best."""
         highest, count = (1 << self.bits) - 1, np.float32(self.group)
         least = grouped.min(axis=2, keepdims=True)
         span = grouped.max(axis=2, keepdims=True) - least
@@ -134,9 +174,7 @@ class GroupCode:
             np.copyto(best, error, where=better)
             np.copyto(scale, fitted, where=better)
             np.copyto(minimum, total / count - fitted * mean, where=better)
-        scales, minimums = _half(scale), _half(minimum)
-        wide = minimums.astype(np.float32)
-        return _rounded(grouped - wide, scales.astype(np.float32), 0, highest), scales, minimums
+        return _half(scale), _half(minimum)
 
 
 def _dot(a: Floats, b: Floats) -> Floats:

@@ -138,7 +138,7 @@ def _gates(model: "ModelDir", plan: "Plan") -> list[str]:
     rows, layers = manifest.rows, manifest.architecture.num_layers
     others = memory.minimum_nbytes - memory.gates - memory.predictors
     choices = {
-        "resident": (layers * rows.d_ff * rows.vector_items * rows.itemsize, "exact"),
+        "resident": (layers * rows.d_ff * rows.vector_nbytes("up"), "exact"),
         "4bit": (layers * (rows.d_ff * GATE_CODE.vector_nbytes(rows.d_model) + 2), "nearly all, some in vain"),
     }
     lines = ["  what names the active neurons (chosen by `flashllm convert --gate`)"]

@@ -26,6 +26,7 @@ from flashllm.arch.registry import (
 from flashllm.arch.spec import Architecture, ArchitectureSpec, BlockSpec, Shape
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype
 from flashllm.base.files import CHUNK_NBYTES
+from flashllm.convert.checkpoint.coded import CodedWeights
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.convert.untrained import coded_gates_nbytes, default_rank, untrained_nbytes
@@ -42,6 +43,7 @@ from flashllm.format.trace import Trace
 GatePlace = Literal["rows", "resident", "4bit"]
 _METADATA = {"format": "pt"}  # transformers asks whose tensors these are
 _CACHE_LINE_NBYTES = 64
+TABLES = ("embedding.weight", "head.weight")  # resident matrices of the vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,7 @@ class ConversionPlan:
     dtype: WeightDtype
     layout: RowLayout
     resident_encoding: str | None  # of the resident matrices, where they are coded
+    other_encodings: Mapping[str, str]  # by name, of those that are stored otherwise
     resident: tuple[ResidentEntry, ...]  # in file order
     ffn_header: bytes
     resident_header: bytes
@@ -84,6 +87,7 @@ class ConversionPlan:
     predictor_rank: int = 0  # 0: none are made
     coded_gates: bool = False  # are the predictors
     reorder: Trace | None = None  # from which the order of the neurons' second copy is learned
+    coded: CodedWeights | None = None  # what is written as it is
 
     @property
     def ffn_nbytes(self) -> int:
@@ -109,10 +113,12 @@ class ConversionPlan:
         headers = hashlib.sha256(self.ffn_header + self.resident_header).hexdigest()
         source = [str(self.checkpoint.path.resolve()), self.checkpoint.fingerprint()]
         encodings = [self.layout.encoding, self.resident_encoding]
-        coded = {"encodings": encodings} if encodings != [self.dtype.name, None] else {}
+        coded: dict[str, Any] = {"encodings": encodings} if encodings != [self.dtype.name, None] else {}
+        coded |= {"other_encodings": dict(self.other_encodings)} if self.other_encodings else {}
         rank: dict[str, Any] = {"predictor_rank": self.predictor_rank} if self.predictor_rank else {}
         rank |= {"coded_gates": True} if self.coded_gates else {}
         order = {} if self.reorder is None else {"reorder": self.reorder.fingerprint()}
+        order |= {} if self.coded is None else {"coded": self.coded.fingerprint()}
         return {
             "version": flashllm.__version__,
             "source": source,
@@ -139,14 +145,18 @@ def plan_conversion(
     *,
     encoding: str | None = None,
     resident_encoding: str | None = None,
+    table_encoding: str | None = None,
     predictors: bool = False,
     gate: GatePlace = "rows",
     reorder: Trace | None = None,
+    coded: CodedWeights | None = None,
 ) -> ConversionPlan:
     """Decide and check everything. Without a `dtype` the result has the one the checkpoint prefers, or is stored in.
 
     `encoding` of the neurons' rows and `resident_encoding` of the resident matrices are of `CODED_ENCODINGS`; None: the
-    dtype. Resident gates are stored as the rows are. UsageError for a model without the gates that `gate` is about.
+    dtype. `table_encoding` of the embedding and the head may be another; None: `resident_encoding`. Resident gates are
+    stored as the rows are. What `coded` holds is written as it is. UsageError for a model without the gates that
+    `gate` is about.
 
     FormatError for missing tensors and wrong shapes; UnsupportedModelError for what the architecture's table entry
     does not know, for dtypes other than float32, float16 and bfloat16, and for mixed ones without a `dtype`. The
@@ -178,8 +188,15 @@ def plan_conversion(
         d_ff=architecture.d_ff,
         matrices=("up", "down") if gate == "resident" else architecture.matrices,
     )
+    others: dict[str, str] = {}
+    if table_encoding is not None and table_encoding != resident_encoding:
+        others = {name: table_encoding for name in TABLES if name in resident_sources(checkpoint.config)}
     entries = [
-        _resident_entry(claim, names[claim.source], target, resident_encoding, layout.encoding)
+        _resident_entry(
+            claim,
+            names[claim.source],
+            stored_as(claim.name, target.name, resident_encoding, layout.encoding, others),
+        )
         for claim in (
             *(claimed[name] for name in resident_sources(checkpoint.config)),
             *(claimed[gate_tensor(layer)] for layer in layers if gate == "resident"),
@@ -207,6 +224,7 @@ def plan_conversion(
         dtype=target,
         layout=layout,
         resident_encoding=resident_encoding,
+        other_encodings=others,
         resident=tuple(entries),
         ffn_header=encode_header(ffn, _METADATA),
         resident_header=encode_header([(entry.name, entry.code, entry.shape) for entry in entries], _METADATA),
@@ -215,12 +233,13 @@ def plan_conversion(
         predictor_rank=default_rank(architecture.d_model) if wants_predictors else 0,
         coded_gates=gate == "4bit",
         reorder=reorder,
+        coded=coded,
     )
 
 
-def _resident_entry(claim: Claim, source: str, dtype: WeightDtype, matrices: str | None, rows: str) -> ResidentEntry:
-    """A tensor of the checkpoint as it is stored; `matrices`, `rows`: as `resident_encoding` knows them."""
-    encoding, shape = stored_as(claim.name, dtype.name, matrices, rows), claim.shape
+def _resident_entry(claim: Claim, source: str, encoding: RowEncoding) -> ResidentEntry:
+    """A tensor of the checkpoint as it is stored."""
+    shape = claim.shape
     return ResidentEntry(
         name=claim.name,
         code=encoding.safetensors_dtype,

@@ -23,6 +23,7 @@ from flashllm.arch.registry import Claim
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import CHUNK_NBYTES, HashingWriter, Progress, iterate_chunks
 from flashllm.base.units import format_size
+from flashllm.convert.checkpoint.coded import CodedWeights, Vectors
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.pieces import read_rows
@@ -34,7 +35,7 @@ from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, FileEntry, Manife
 from flashllm.format.model_files import FFN, PLACED, PREDICTORS, RESIDENT
 from flashllm.format.partial import PartialDirectory, check_space, open_partial
 from flashllm.format.predictors import margin_above, predictor_bytes
-from flashllm.format.rows import CODED_ENCODINGS, ROW_ENCODINGS, RowEncoding, pack_rows, row_checksums
+from flashllm.format.rows import CODED_ENCODINGS, RowEncoding, pack_rows, row_checksums
 from flashllm.format.trace import Trace
 
 
@@ -45,22 +46,26 @@ def convert(
     dtype: str | None = None,
     encoding: str | None = None,
     resident_encoding: str | None = None,
+    table_encoding: str | None = None,
     source_name: str | None = None,
     predictors: bool = False,
     gate: GatePlace = "rows",
     reorder: Trace | None = None,
+    coded: CodedWeights | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Convert the checkpoint `src` (a folder, or a GGUF file) into the new model directory `dst`; the manifest.
 
     `dtype` ("float32", "float16", "bfloat16") is the result's, by default the source's. `encoding` and
-    `resident_encoding` (of `CODED_ENCODINGS`) store the rows and the resident matrices in fewer bits. `source_name` is
+    `resident_encoding` (of `CODED_ENCODINGS`) store the rows and the resident matrices in fewer bits, `table_encoding`
+    the embedding and the head, where they shall differ from other resident matrices. `source_name` is
     recorded (a hub id), by default the folder's name. With `predictors` untrained ones are made, so that the model can
     be used before better ones are trained (none for activations that are never zero); on one machine they too are the
     same byte for byte. With a "resident" `gate` the gates of a gated FFN stay in memory when the model runs, and name
     the active neurons exactly; rows are shorter by a third, and no predictors are made. With "4bit" the gates are in
     the rows, and in 4 bits in memory, where they are the predictors. With `reorder`, a trace of this model, the neurons
-    are written a second time in the order in which they are best read (flashllm/format/placed.py).
+    are written a second time in the order in which they are best read (flashllm/format/placed.py). What `coded` holds
+    is written as it is, and not encoded.
 
     Works in `dst`.partial, and resumes what it finds there.
     Raises UsageError (`dst` exists, `src` is no checkpoint, the trace is another model's), UnsupportedModelError,
@@ -68,7 +73,7 @@ def convert(
     """
     src = Path(src)
     name = source_name if source_name is not None else os.path.basename(os.path.abspath(src))
-    _check_request(Path(dst), dtype, encoding, resident_encoding)
+    _check_request(Path(dst), dtype, encoding, resident_encoding, table_encoding)
     with open_checkpoint(src) as checkpoint:
         return convert_checkpoint(
             checkpoint,
@@ -76,10 +81,12 @@ def convert(
             dtype=dtype,
             encoding=encoding,
             resident_encoding=resident_encoding,
+            table_encoding=table_encoding,
             source_name=name,
             predictors=predictors,
             gate=gate,
             reorder=reorder,
+            coded=coded,
             progress=progress,
         )
 
@@ -91,22 +98,26 @@ def convert_checkpoint(
     dtype: str | None = None,
     encoding: str | None = None,
     resident_encoding: str | None = None,
+    table_encoding: str | None = None,
     source_name: str,
     predictors: bool = False,
     gate: GatePlace = "rows",
     reorder: Trace | None = None,
+    coded: CodedWeights | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Convert an open checkpoint, which need not lie in files; otherwise as `convert`."""
-    _check_request(dst, dtype, encoding, resident_encoding)
+    _check_request(dst, dtype, encoding, resident_encoding, table_encoding)
     plan = plan_conversion(
         checkpoint,
         dtype,
         encoding=encoding,
         resident_encoding=resident_encoding,
+        table_encoding=table_encoding,
         predictors=predictors,
         gate=gate,
         reorder=reorder,
+        coded=coded,
     )
     with new_model_directory(dst, plan.identity(), plan.total_nbytes) as partial:
         return _Conversion(plan, partial, progress).run(Path(os.path.abspath(dst)), source_name)
@@ -133,6 +144,11 @@ def _check_request(dst: Path, dtype: str | None, *encodings: str | None) -> None
     for encoding in encodings:
         if encoding is not None and encoding not in CODED_ENCODINGS:
             raise UsageError(f"encoding {encoding!r} is not one of {', '.join(CODED_ENCODINGS)}")
+    check_destination(dst)
+
+
+def check_destination(dst: Path) -> None:
+    """That a model directory can be made at `dst`, an absolute path. UsageError."""
     if os.path.lexists(dst):
         raise UsageError(f"{dst}: exists; remove it or choose another destination")
     if not dst.parent.is_dir():
@@ -184,6 +200,7 @@ class _Conversion:
             dtype=self._plan.dtype.name,
             rows=self._plan.layout,
             resident_encoding=self._plan.resident_encoding,
+            other_encodings=self._plan.other_encodings,
             files=self._files,
             permutation=None if self._plan.reorder is None else permutation_of(self._plan.reorder),
             stream_block_rows=self._plan.layout.stream_block_rows,
@@ -247,24 +264,29 @@ class _Conversion:
 
     def _bundle_blocks(self, bundle: Mapping[str, Claim]) -> Iterator[NDArray[np.uint8]]:
         """The rows of the neurons of these matrices: of all of a layer, or of an expert."""
-        layout = self._plan.layout
-        neurons = bundle["up"].rows
-        if self._down.shape[1] != neurons:
-            self._down = np.empty((layout.d_model, neurons), self._plan.dtype.storage)
-        for first, part in self._parts(bundle["down"]):
-            self._down[first : first + len(part)] = part
-        sources = {matrix: self._rows_of(bundle[matrix]) for matrix in layout.matrices[:-1]}
+        layout, neurons = self._plan.layout, bundle["up"].rows
+        sources = {matrix: self._vectors_of(matrix, bundle[matrix]) for matrix in layout.matrices}
         for first in range(0, neurons, len(self._rows)):
             rows = self._rows[: neurons - first]
-            vectors = {"down": self._down[:, first : first + len(rows)].T}
-            for matrix, source in sources.items():
-                vectors[matrix] = source(first, len(rows))
-            stored = {
-                matrix: self._stored(bundle[matrix], ROW_ENCODINGS[layout.encoding], values)
-                for matrix, values in vectors.items()
-            }
-            pack_rows(layout, stored, rows)
+            pack_rows(layout, {matrix: source(first, len(rows)) for matrix, source in sources.items()}, rows)
             yield rows
+
+    def _vectors_of(self, matrix: str, claim: Claim) -> Callable[[int, int], NDArray[Any]]:
+        """(first, count) -> a matrix's part of those neurons' rows, as it is stored."""
+        encoding = self._plan.layout.encoding_of(matrix)
+        if (vectors := self._coded(claim)) is not None:
+            return vectors
+        if matrix != "down":
+            rows_of = self._rows_of(claim)
+            return lambda first, count: self._stored(claim, encoding, rows_of(first, count))
+        if self._down.shape[1] != claim.shape[1]:
+            self._down = np.empty(claim.shape, self._plan.dtype.storage)
+        for start, part in self._parts(claim):
+            self._down[start : start + len(part)] = part
+        return lambda first, count: self._stored(claim, encoding, self._down[:, first : first + count].T)
+
+    def _coded(self, claim: Claim) -> Vectors | None:
+        return None if self._plan.coded is None else self._plan.coded.vectors(claim.name)
 
     def _rows_of(self, claim: Claim) -> Callable[[int, int], NDArray[Any]]:
         """(first, count) -> those rows of a tensor in the result's dtype. A transposed one is read whole, once."""
@@ -318,6 +340,13 @@ class _Conversion:
         claim, encoding = self._plan.claims[entry.name], entry.encoding
         if encoding is None:
             raise AssertionError("weights have an encoding")
+        vectors = self._coded(claim)
+        if vectors is not None:
+            together = max(1, CHUNK_NBYTES // (entry.nbytes // claim.rows))
+            for first in range(0, claim.rows, together):
+                stored = np.ascontiguousarray(vectors(first, min(together, claim.rows - first)))
+                self._write(writer, RESIDENT, stored.reshape(-1).data)
+            return
         for _, values in self._parts(claim):
             stored = np.ascontiguousarray(self._stored(claim, encoding, values))
             self._write(writer, RESIDENT, stored.reshape(-1).view(np.uint8).data)

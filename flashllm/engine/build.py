@@ -103,8 +103,9 @@ class _Builder:
             num_layers=self._manifest.architecture.num_layers,
             d_ff=self._manifest.architecture.d_ff,
             tensors=tensors,
-            row_format=(self._manifest.rows.encoding, *_row_format(self._manifest)),
+            row_format=(self._manifest.rows.encoding, *_row_format(self._manifest), self._manifest.rows.down),
             resident_encoding=self._manifest.resident_encoding or self._manifest.dtype,
+            other_encodings=dict(self._manifest.other_encodings),
             stream=stream,
             ffns=ffns or [None] * self._manifest.architecture.num_layers,
             pool=self._pool,
@@ -200,6 +201,7 @@ class _Builder:
                 layer=layer,
                 dtype=cast(Any, manifest.dtype),  # the core checks the names
                 encoding=manifest.rows.encoding,
+                down_encoding=manifest.rows.down,
                 stride=stride,
                 d_model=manifest.rows.d_model,
                 num_neurons=manifest.rows.d_ff,

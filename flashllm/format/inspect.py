@@ -45,6 +45,7 @@ def inspect(path: Path) -> dict[str, Any]:
         "architecture": manifest.to_json()["architecture"],
         "dtype": manifest.dtype,
         "resident_encoding": manifest.resident_encoding or manifest.dtype,
+        "other_encodings": dict(manifest.other_encodings),
         "source": manifest.to_json()["source"],
         "parameters": ffn_values + resident_values,
         "files": {name: entry.nbytes for name, entry in manifest.files.items()},
@@ -56,6 +57,7 @@ def inspect(path: Path) -> dict[str, Any]:
         "rows": {**manifest.to_json()["rows"], "layer_nbytes": layout.layer_nbytes},
         "stream_block_rows": manifest.stream_block_rows,
         "predictors": predictors,
+        "quality": manifest.to_json().get("quality"),
         "sparsity": manifest.to_json().get("sparsity"),
         "resident_gate_nbytes": manifest.resident_gate_nbytes,
         "calibration": calibration,
@@ -100,6 +102,28 @@ def _ffn_shape(architecture: Mapping[str, Any]) -> str:
     return f"{experts} experts of {size} neurons{behind}, {architecture['chosen_experts']} experts a token"
 
 
+def _others(facts: Mapping[str, Any]) -> str:
+    """The encodings of resident matrices that differ from the others."""
+    matrices: dict[str, set[str]] = {}
+    for name, encoding in facts["other_encodings"].items():
+        matrices.setdefault(encoding, set()).add(name.split(".")[-2])
+    return "".join(f"; {', '.join(sorted(names))} {encoding}" for encoding, names in matrices.items())
+
+
+def _row_encodings(rows: Mapping[str, Any]) -> str:
+    down = rows.get("down_encoding")
+    return str(rows["encoding"]) if down is None else f"{rows['encoding']}, down {down}"
+
+
+def quality_line(quality: Mapping[str, Any]) -> str:
+    """What fewer bits cost, of the values of `Quality`."""
+    found, source = quality["perplexity"], quality["source_perplexity"]
+    return (
+        f"perplexity {found:.2f}, {found / source - 1:+.1%} against its source's {source:.2f}, "
+        f"on {quality['scored_tokens']} tokens of {quality['text']}"
+    )
+
+
 def format_inspection(facts: dict[str, Any]) -> str:
     """The facts of `inspect` as lines for a person."""
     architecture, rows, predictors = facts["architecture"], facts["rows"], facts["predictors"]
@@ -114,8 +138,8 @@ def format_inspection(facts: dict[str, Any]) -> str:
             f"{facts['parameters'] / 1e6:.4g} M parameters in {facts['dtype']}, from {facts['source']['name']}",
         ),
         ("on flash", f"{format_size(facts['ffn_nbytes'])} of neurons, {facts['ffn_share']:.0%} of the weights"),
-        ("resident", f"{format_size(facts['resident_nbytes'])}, {facts['resident_encoding']}"),
-        ("row", f"{rows['row_nbytes']} bytes every {rows['stride']} ({padding:.1%} padding), {rows['encoding']}"),
+        ("resident", f"{format_size(facts['resident_nbytes'])}, {facts['resident_encoding']}{_others(facts)}"),
+        ("row", f"{rows['row_nbytes']} bytes every {rows['stride']} ({padding:.1%} padding), {_row_encodings(rows)}"),
         ("modes", ", ".join(facts["modes"])),
         ("predictors", "none; `flashllm train` makes them"),
         ("calibration", "none"),
@@ -132,6 +156,8 @@ def format_inspection(facts: dict[str, Any]) -> str:
         ranks = f"rank {low}" if low == high else f"ranks {low} to {high}"
         ranks = ranks if high else "the gate in 4 bits"
         text["predictors"] = f"{ranks}, {format_size(predictors['nbytes'])}"
+    if facts["quality"] is not None:
+        text["quality"] = quality_line(facts["quality"])
     if facts["sparsity"] is not None:
         text["sparsity"] = sparsity_line(facts["sparsity"])
     if facts["calibration"] is not None:

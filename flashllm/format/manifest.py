@@ -1,7 +1,8 @@
 """`flashllm.json`: what a model directory holds, in one checked value. The format:
 
- 1. a JSON object with exactly the keys of `Manifest` (and of the values in it), but that `sparsity` and what the
-    architecture says of experts are there only where the model has them; unknown keys are errors;
+ 1. a JSON object with exactly the keys of `Manifest` (and of the values in it), but that `resident_encoding`,
+    `other_encodings`, `sparsity`, `quality`, a row's `down_encoding` and what the architecture says of experts are
+    there only where the model has them; unknown keys are errors;
  2. `files` lists every file but the manifest, each directly in the directory, no symbolic link, with size and SHA-256;
  3. it is written last and replaced atomically: a directory without it is not a model;
  4. rows of a mixture of experts are those of its experts, in their order, then those of the shared neurons;
@@ -21,7 +22,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
@@ -52,6 +53,7 @@ from flashllm.format.model_files import (
     check_resident_header,
     check_resident_tensors,
     gate_tensor,
+    is_coded_matrix,
 )
 from flashllm.format.predictors import PREFETCH, check_predictors_header
 from flashllm.format.rows import CODED_ENCODINGS, RowLayout
@@ -62,7 +64,7 @@ MANIFEST = "flashllm.json"
 PARTIAL_SUFFIX = ".partial"  # of a directory under conversion
 _MAX_FILES = 1000
 _EXPERT_KEYS = ("experts", "chosen_experts", "shared_neurons")  # of the architecture of a mixture of experts
-_ROW_KEYS = ("encoding", "matrices", "row_nbytes", "stride", "num_rows")
+_ROW_KEYS = ("encoding", "down_encoding", "matrices", "row_nbytes", "stride", "num_rows")
 
 T = TypeVar("T")
 
@@ -139,6 +141,23 @@ class Sparsity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """What fewer bits cost: perplexity on a text, of the model and of what it was converted from."""
+
+    perplexity: float
+    source_perplexity: float
+    scored_tokens: int
+    text: str
+
+    def __post_init__(self) -> None:
+        check_str("text", self.text, 10_000)
+        check_int("scored_tokens", self.scored_tokens, 1, 2**63 - 1)
+        for name in ("perplexity", "source_perplexity"):
+            if not check_number(name, getattr(self, name)) > 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Where the weights came from: a folder's or hub repository's name, and their dtype there."""
 
@@ -161,9 +180,13 @@ class Manifest:
     files: Mapping[str, FileEntry]
     source: Source
     resident_encoding: str | None = None  # of the resident matrices, where they are coded
+    other_encodings: Mapping[str, str] = field(
+        default_factory=dict
+    )  # by name, of resident matrices that differ from that
     permutation: Permutation | None = None
     calibration: Calibration | None = None
     sparsity: Sparsity | None = None
+    quality: Quality | None = None  # of fewer bits, where it was measured
     sparse_prefill_tokens: int = 8  # prompts of at most this many new tokens use the predictor
     prefill_block_tokens: int = 256  # a longer prompt is computed in blocks of so many tokens
     stream_block_rows: int  # neurons of one dense FFN product
@@ -174,13 +197,15 @@ class Manifest:
             raise ValueError(f"format_version must be {FORMAT_VERSION}, not {str(self.format_version)[:80]!r}")
         check_str("flashllm_version", self.flashllm_version, 100)
         _check_dtype("dtype", self.dtype)
-        if self.rows.encoding != self.dtype and self.rows.encoding not in CODED_ENCODINGS:
-            raise ValueError(f"rows.encoding must be {self.dtype} or coded, not {self.rows.encoding}")
+        for encoding in (self.rows.encoding, self.rows.down):
+            if encoding != self.dtype and encoding not in CODED_ENCODINGS:
+                raise ValueError(f"rows.encoding must be {self.dtype} or coded, not {encoding}")
         if self.resident_encoding is not None and self.resident_encoding not in CODED_ENCODINGS:
             known = ", ".join(CODED_ENCODINGS)
             raise ValueError(f"resident_encoding must be one of {known}, not {str(self.resident_encoding)[:80]!r}")
-        if self.dtype != "bfloat16" and "bf12" in (self.rows.encoding, self.resident_encoding):
+        if self.dtype != "bfloat16" and "bf12" in (self.rows.encoding, self.rows.down, self.resident_encoding):
             raise ValueError(f"bf12 is for models in bfloat16, not {self.dtype}")
+        self._check_other_encodings()
         fits = (self.rows.d_model, self.rows.d_ff) == (self.architecture.d_model, self.architecture.d_ff)
         if not fits or (self.rows.matrices != self.architecture.matrices and not self.resident_gate):
             raise ValueError(f"rows of {self.rows} do not belong to the architecture {self.architecture}")
@@ -206,6 +231,16 @@ class Manifest:
         check_int("prefill_block_tokens", self.prefill_block_tokens, 1, 2**20)
         check_int("stream_block_rows", self.stream_block_rows, 1, self.rows.num_rows)
         object.__setattr__(self, "files", MappingProxyType(dict(self.files)))
+        object.__setattr__(self, "other_encodings", MappingProxyType(dict(self.other_encodings)))
+
+    def _check_other_encodings(self) -> None:
+        for name, encoding in self.other_encodings.items():
+            if type(name) is not str or not is_coded_matrix(name):
+                raise ValueError(f"other_encodings: {str(name)[:80]!r} is no matrix that may be in codes")
+            if encoding != self.dtype and encoding not in CODED_ENCODINGS:
+                raise ValueError(f"other_encodings: {str(encoding)[:80]!r} is neither coded nor {self.dtype}")
+            if encoding == "bf12" and self.dtype != "bfloat16":
+                raise ValueError(f"bf12 is for models in bfloat16, not {self.dtype}")
 
     @property
     def sparse(self) -> bool:
@@ -223,7 +258,7 @@ class Manifest:
         """Bytes of the resident gates of all layers; 0 where the rows hold them."""
         if not self.resident_gate:
             return 0
-        return self.architecture.num_layers * self.rows.d_ff * self.rows.vector_items * self.rows.itemsize
+        return self.architecture.num_layers * self.rows.d_ff * self.rows.vector_nbytes("up")
 
     @classmethod
     def load(cls, directory: Path, *, check_files: bool = True) -> Self:
@@ -255,18 +290,24 @@ class Manifest:
     @classmethod
     def _from_json(cls, value: Any) -> Self:
         if isinstance(value, dict):
-            value = {"resident_encoding": None, "sparsity": None, **value}  # written only where there is one
+            # Written only where there is one:
+            value = {"resident_encoding": None, "other_encodings": {}, "sparsity": None, "quality": None, **value}
         fields = _fields(cls, value, "the manifest")
         described = fields["architecture"]
         if isinstance(described, dict):
             described = {**dict.fromkeys(_EXPERT_KEYS, 0), **described}  # written only where there are experts
         architecture = _build(Architecture, described, "architecture")
-        rows = check_keys(fields["rows"], _ROW_KEYS, "rows")
+        rows = fields["rows"]
+        if isinstance(rows, dict):
+            rows = {"down_encoding": None, **rows}
+        rows = check_keys(rows, _ROW_KEYS, "rows")
+        down = rows["down_encoding"]
         layout = RowLayout(
             encoding=check_str("rows.encoding", rows["encoding"], 64),
             d_model=architecture.d_model,
             d_ff=architecture.d_ff,
             matrices=tuple(check_list(rows["matrices"], "rows.matrices")),
+            down_encoding=None if down is None else check_str("rows.down_encoding", down, 64),
         )
         for name in ("row_nbytes", "stride", "num_rows"):
             if type(rows[name]) is not int or rows[name] != getattr(layout, name):
@@ -280,16 +321,22 @@ class Manifest:
         if sparsity is not None:
             parts = _fields(Sparsity, sparsity, "sparsity")
             sparsity = Sparsity(**{**parts, "cuts": tuple(check_list(parts["cuts"], "cuts"))})
+        quality = fields["quality"]
+        if quality is not None:
+            quality = _build(Quality, quality, "quality")
         permutation = fields["permutation"]
         if permutation is not None:
             permutation = _build(Permutation, permutation, "permutation")
+        if not isinstance(fields["other_encodings"], dict):
+            raise ValueError("other_encodings must be an object")
         files = fields["files"]
         if not isinstance(files, dict):
             raise ValueError("files must be an object")
         entries = {name: _build(FileEntry, entry, f"files {name[:80]!r}") for name, entry in files.items()}
         source = _build(Source, fields["source"], "source")
         parsed = {"architecture": architecture, "rows": layout, "calibration": calibration, "files": entries}
-        return cls(**{**fields, **parsed, "permutation": permutation, "sparsity": sparsity, "source": source})
+        measured = {"sparsity": sparsity, "quality": quality}
+        return cls(**{**fields, **parsed, **measured, "permutation": permutation, "source": source})
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object, in the order of the written file."""
@@ -303,13 +350,17 @@ class Manifest:
             },
             "dtype": self.dtype,
             **({} if self.resident_encoding is None else {"resident_encoding": self.resident_encoding}),
+            **({"other_encodings": dict(self.other_encodings)} if self.other_encodings else {}),
             "rows": {
-                name: list(self.rows.matrices) if name == "matrices" else getattr(self.rows, name) for name in _ROW_KEYS
+                name: list(self.rows.matrices) if name == "matrices" else getattr(self.rows, name)
+                for name in _ROW_KEYS
+                if name != "down_encoding" or self.rows.down_encoding is not None
             },
             "files": {name: dataclasses.asdict(self.files[name]) for name in sorted(self.files)},
             "permutation": None if self.permutation is None else dataclasses.asdict(self.permutation),
             "calibration": None if self.calibration is None else dataclasses.asdict(self.calibration),
             **({} if self.sparsity is None else {"sparsity": dataclasses.asdict(self.sparsity)}),
+            **({} if self.quality is None else {"quality": dataclasses.asdict(self.quality)}),
             "sparse_prefill_tokens": self.sparse_prefill_tokens,
             "prefill_block_tokens": self.prefill_block_tokens,
             "stream_block_rows": self.stream_block_rows,
@@ -356,7 +407,14 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
     shapes = resident_shapes(config)
     if manifest.resident_gate:
         shapes |= {gate_tensor(layer): (manifest.rows.d_ff, manifest.rows.d_model) for layer in range(num_layers)}
-    check_resident_tensors(resident, shapes, manifest.dtype, manifest.resident_encoding, manifest.rows.encoding)
+    check_resident_tensors(
+        resident,
+        shapes,
+        manifest.dtype,
+        manifest.resident_encoding,
+        rows=manifest.rows.encoding,
+        others=manifest.other_encodings,
+    )
     if PLACED in manifest.files:
         check_placed_header(read_header(directory / PLACED), manifest.rows, num_layers)
     if PREDICTORS in manifest.files:

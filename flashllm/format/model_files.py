@@ -4,6 +4,7 @@ Reads no data. Whether the bytes are right is for `verify` and for the row check
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from flashllm.errors import FormatError
 from flashllm.format.rows import ROW_ENCODINGS, RowEncoding, RowLayout
@@ -19,6 +20,7 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 MODEL_CARD = "README.md"  # for people: may be edited, so it is not hashed
 _OWN_PREFIX = "flashllm."  # of tensors that are no weights
+_NONE: Mapping[str, str] = MappingProxyType({})
 _CODED = frozenset(("embedding", "head", "project_in", "project_out", "query", "key", "value", "out"))
 PREDICTOR_METADATA = {"format": "flashllm-predictors", "version": "1"}
 
@@ -43,17 +45,27 @@ def gate_tensor(layer: int) -> str:
     return f"layers.{layer}.gate.weight"
 
 
-def resident_encoding(name: str, dtype: str, matrices: str | None, rows: str | None = None) -> RowEncoding:
+def is_coded_matrix(name: str) -> bool:
+    """Whether a resident tensor may be in codes: a matrix that tokens are multiplied by, or the embedding."""
+    owner, _, part = name.rpartition(".")
+    return part == "weight" and owner.rpartition(".")[2] in _CODED
+
+
+def resident_encoding(
+    name: str, dtype: str, matrices: str | None, rows: str | None = None, others: Mapping[str, str] = _NONE
+) -> RowEncoding:
     """How a resident tensor is stored: matrices that tokens are multiplied by, and the embedding, as `matrices` says.
 
     `dtype`: the model's, of everything else; of the matrices too where `matrices` is None. `rows`: of resident gates,
-    which are stored as the neurons' rows are.
+    which are stored as the neurons' rows are. `others`: by name, of matrices that are stored otherwise.
     """
+    if name in others:
+        return ROW_ENCODINGS[others[name]]
     owner, _, part = name.rpartition(".")
     matrix = owner.rpartition(".")[2] if part == "weight" else ""
     if matrix == "gate" and rows is not None:
         return ROW_ENCODINGS[rows]
-    return ROW_ENCODINGS[matrices if matrices is not None and matrix in _CODED else dtype]
+    return ROW_ENCODINGS[matrices if matrices is not None and is_coded_matrix(name) else dtype]
 
 
 def check_ffn_header(header: SafetensorsHeader, layout: RowLayout, num_layers: int) -> None:
@@ -91,11 +103,13 @@ def check_resident_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: str,
     matrices: str | None,
+    *,
     rows: str | None = None,
+    others: Mapping[str, str] = _NONE,
 ) -> None:
     """Of weights, `resident.safetensors` holds exactly these, stored by `resident_encoding`. FormatError otherwise."""
     for name, shape in shapes.items():
-        encoding = resident_encoding(name, dtype, matrices, rows)
+        encoding = resident_encoding(name, dtype, matrices, rows, others)
         _expect(header, name, encoding.safetensors_dtype, (*shape[:-1], encoding.vector_items(shape[-1])))
     unknown = sorted(name for name in header.tensors if name not in shapes and not name.startswith(_OWN_PREFIX))
     if unknown:

@@ -1,8 +1,8 @@
 """Bundles: how a neuron's weights lie in one row of `ffn.safetensors`, and packing rows from matrices and back.
 
-A row is `up[n] | gate[n] (if any) | down[:, n]`, then zeros up to the stride. Layout arithmetic and copies of bits;
-knows no files and no model. A row encoding is a table entry: a dtype, or coded weights, whose vectors carry their own
-scales or tables and are bytes here (flashllm/base/group_codes.py, bf12.py).
+A row is `up[n] | gate[n] (if any) | down[:, n]`, then zeros up to the stride; down may be encoded otherwise. Layout
+arithmetic and copies of bits; knows no files and no model. A row encoding is a table entry: a dtype, or coded weights,
+whose vectors carry their own scales or tables and are bytes here (flashllm/base/group_codes.py, bf12.py).
 """
 
 import math
@@ -79,10 +79,14 @@ class RowLayout:
     d_model: int
     d_ff: int
     matrices: tuple[str, ...] = ("up", "down")
+    down_encoding: str | None = None  # where it differs from `encoding`
 
     def __post_init__(self) -> None:
-        if self.encoding not in ROW_ENCODINGS:
-            raise ValueError(f"encoding {self.encoding!r} is not one of {', '.join(ROW_ENCODINGS)}")
+        for encoding in (self.encoding, self.down):
+            if encoding not in ROW_ENCODINGS:
+                raise ValueError(f"encoding {encoding!r} is not one of {', '.join(ROW_ENCODINGS)}")
+        if self.down_encoding == self.encoding:
+            raise ValueError(f"down_encoding is written only where it differs from {self.encoding}")
         for name in ("d_model", "d_ff"):
             if not 0 < getattr(self, name) <= 2**24:
                 raise ValueError(f"{name} must be from 1 to 2^24, not {getattr(self, name)}")
@@ -90,29 +94,38 @@ class RowLayout:
             raise ValueError(f"matrices must be up, down or up, gate, down, not {self.matrices!r}")
 
     @property
+    def down(self) -> str:
+        """The encoding of the down columns."""
+        return self.encoding if self.down_encoding is None else self.down_encoding
+
+    def encoding_of(self, matrix: str) -> RowEncoding:
+        """How a matrix's part of a row is stored."""
+        return ROW_ENCODINGS[self.down if matrix == "down" else self.encoding]
+
+    @property
     def storage(self) -> np.dtype[Any]:
-        """The numpy type of a row's items (bfloat16: its bits, uint16)."""
-        return ROW_ENCODINGS[self.encoding].storage
+        """The numpy type of a row's items (bfloat16: its bits, uint16); bytes where matrices differ."""
+        return ROW_ENCODINGS[self.encoding].storage if self.down_encoding is None else np.dtype(np.uint8)
 
     @property
     def safetensors_dtype(self) -> str:
         """safetensors' code of the rows' tensor."""
-        return ROW_ENCODINGS[self.encoding].safetensors_dtype
+        return ROW_ENCODINGS[self.encoding].safetensors_dtype if self.down_encoding is None else "U8"
 
     @property
     def itemsize(self) -> int:
         """Bytes of a stored item."""
         return int(self.storage.itemsize)
 
-    @property
-    def vector_items(self) -> int:
-        """Stored items of one matrix's part of a row."""
-        return ROW_ENCODINGS[self.encoding].vector_items(self.d_model)
+    def vector_nbytes(self, matrix: str) -> int:
+        """Bytes of one matrix's part of a row."""
+        encoding = self.encoding_of(matrix)
+        return encoding.vector_items(self.d_model) * int(encoding.storage.itemsize)
 
     @property
     def row_nbytes(self) -> int:
         """Bytes of a row that carry weights, with the scales of those that are coded."""
-        return len(self.matrices) * self.vector_items * self.itemsize
+        return sum(self.vector_nbytes(matrix) for matrix in self.matrices)
 
     @property
     def stride(self) -> int:
@@ -139,13 +152,13 @@ class RowLayout:
 
     def item_offset(self, matrix: str) -> int:
         """First item of `matrix` ("up", "gate", "down") in a row. ValueError where the row has no such matrix."""
-        if matrix not in self.matrices:
-            raise ValueError(f"matrix {matrix!r} is not one of {self.matrices!r}")
-        return self.matrices.index(matrix) * self.vector_items
+        return self.byte_offset(matrix) // self.itemsize
 
     def byte_offset(self, matrix: str) -> int:
-        """First byte of `matrix` in a row."""
-        return self.item_offset(matrix) * self.itemsize
+        """First byte of `matrix` in a row. ValueError as `item_offset`."""
+        if matrix not in self.matrices:
+            raise ValueError(f"matrix {matrix!r} is not one of {self.matrices!r}")
+        return self.matrices.index(matrix) * self.vector_nbytes("up")  # down, which may differ, is the last
 
     @property
     def stream_block_rows(self) -> int:
@@ -157,41 +170,43 @@ class RowLayout:
 def pack_rows(layout: RowLayout, vectors: Mapping[str, NDArray[Any]], out: NDArray[np.uint8]) -> None:
     """Write neurons into rows.
 
-    `vectors[matrix]` is [n, vector_items] of `layout.storage` (for "down": the transposed columns); `out` is
+    `vectors[matrix]` is [n, items] of its encoding's storage (for "down": the transposed columns); `out` is
     uint8 [n, stride], overwritten whole, padding included. ValueError for other shapes, types or matrices.
     """
     _check_rows(layout, out)
     if set(vectors) != set(layout.matrices):
         raise ValueError(f"vectors must be of {layout.matrices!r}, not {tuple(vectors)!r}")
-    items = out.view(layout.storage)
-    for matrix, values in vectors.items():
-        if values.dtype != layout.storage or values.shape != (len(out), layout.vector_items):
-            raise ValueError(
-                f"{matrix}: {values.dtype} {values.shape}, not {layout.storage} rows of {layout.vector_items}"
-            )
-        part = items[:, layout.item_offset(matrix) :]
+    for matrix, part in unpack_rows(layout, out).items():
+        values = vectors[matrix]
+        if values.dtype != part.dtype or values.shape != part.shape:
+            raise ValueError(f"{matrix}: {values.dtype} {values.shape}, not {part.dtype} rows of {part.shape[1]}")
         # In tiles: a transposed source (down) is then read by cache lines, 2.1 instead of 0.27 GB/s in one go.
-        for first in range(0, layout.vector_items, _TILE_ITEMS):
+        for first in range(0, part.shape[1], _TILE_ITEMS):
             tile = values[:, first : first + _TILE_ITEMS]
             part[:, first : first + tile.shape[1]] = tile
     out[:, layout.row_nbytes :] = 0
 
 
 def unpack_rows(layout: RowLayout, rows: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-    """Views [n, vector_items] of `layout.storage` into `rows` (uint8 [n, stride]), by matrix.
+    """Views [n, items] of each encoding's storage into `rows` (uint8 [n, stride]), by matrix.
 
     ValueError as `pack_rows`.
     """
     _check_rows(layout, rows)
-    items = rows.view(layout.storage)
-    starts = {matrix: layout.item_offset(matrix) for matrix in layout.matrices}
-    return {matrix: items[:, start : start + layout.vector_items] for matrix, start in starts.items()}
+    parts = {}
+    for matrix in layout.matrices:
+        start = layout.byte_offset(matrix)
+        part = rows[:, start : start + layout.vector_nbytes(matrix)]
+        parts[matrix] = part.view(layout.encoding_of(matrix).storage)
+    return parts
 
 
 def widened_rows(layout: RowLayout, rows: NDArray[np.uint8]) -> dict[str, NDArray[np.float32]]:
     """The weights [n, d_model] of `rows` in fp32, by matrix. ValueError as `pack_rows`."""
-    encoding = ROW_ENCODINGS[layout.encoding]
-    return {matrix: encoding.widened(part, layout.d_model) for matrix, part in unpack_rows(layout, rows).items()}
+    return {
+        matrix: layout.encoding_of(matrix).widened(part, layout.d_model)
+        for matrix, part in unpack_rows(layout, rows).items()
+    }
 
 
 def _check_rows(layout: RowLayout, rows: NDArray[np.uint8]) -> None:

@@ -99,7 +99,7 @@ def perplexity(
                 piece = ids[first : first + size]
                 (logits,) = model.step([(sequence, piece)], all_logits=True, as_prompt=True, observer=observer)
                 targets = ids[first + 1 : first + 1 + len(piece)]
-                total += _surprise(logits[: len(targets)], targets)
+                total += surprise(logits[: len(targets)], targets)
                 count += len(targets)
         finally:
             sequence.close()
@@ -108,7 +108,7 @@ def perplexity(
     return math.exp(total / count)
 
 
-def _surprise(logits: Floats, targets: Sequence[int]) -> float:
+def surprise(logits: Floats, targets: Sequence[int]) -> float:
     """The sum of -log softmax(logits)[target], in double precision."""
     total = 0.0
     for row, target in zip(logits, targets, strict=True):

@@ -244,6 +244,27 @@ def test_convert_to_fewer_bits(run, tiny, tmp_path):
         assert status == 0, err
         facts = json.loads(run("inspect", tmp_path / name, "--json")[1])
         assert (facts["rows"]["encoding"], facts["resident_encoding"]) == expected
+        assert facts["quality"]["text"] == "text_sample.txt"
+        assert "against its source's" in err
+        assert "quality" in run("inspect", tmp_path / name)[1]
+
+
+def test_convert_with_calibration_and_another_embedding(run, tiny, tmp_path):
+    source, text = tiny("float32").source, tmp_path / "sample.txt"
+    text.write_text("The little dog ran to the big tree and looked up. " * 20)
+    arguments = ["--bits", "4", "--resident-bits", "4", "--embedding-bits", "8", "--calibrate", text, "--no-quality"]
+    status, _, err = run("convert", source, tmp_path / "model", *arguments)
+    assert status == 0, err
+    facts = json.loads(run("inspect", tmp_path / "model", "--json")[1])
+    assert facts["quality"] is None
+    assert facts["other_encodings"] == {"embedding.weight": "int8_32"}
+    assert "embedding int8_32" in run("inspect", tmp_path / "model")[1]
+    for more, message in ((["--sparsify", "0.3"], "do not go together"), (["--reorder", text], "model directory")):
+        status, _, err = run("convert", tmp_path / "model" if "--reorder" in more else source, "x", *arguments, *more)
+        assert (status, message in err) == (2, True), err
+    status, _, err = run("convert", source, tmp_path / "other", "--calibrate", text)
+    assert status == 2
+    assert "codes of 8 or 4 bits" in err
 
 
 def test_a_hugging_face_folder_is_not_converted_to_look_at_it(run, tiny):

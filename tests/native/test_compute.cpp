@@ -99,7 +99,7 @@ std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::s
   const KernelTable& kernels = kernel_table(level, dtype);
   const std::size_t element = dtype_nbytes(dtype);
   RowFormat format;
-  format.codec = codec_of(dtype);
+  format.codec = format.down_codec = codec_of(dtype);
   format.d_model = kWidth;
   format.down = static_cast<std::uint32_t>(kWidth * element);
   format.stride = static_cast<std::uint32_t>(2 * kWidth * element);

@@ -101,11 +101,10 @@ class PyFfnLayer {
   explicit PyFfnLayer(const nb::kwargs& arguments) : arguments_(arguments) {
     FfnLayerOptions options;
     const auto dtype = get<std::string>("dtype");  // of x and y
-    options.format = {parse_codec(get_or("encoding", dtype)),
-                      get<std::uint32_t>("stride"),
-                      get<std::uint32_t>("d_model"),
-                      get<std::uint32_t>("up"),
-                      get<std::uint32_t>("down"),
+    const auto encoding = get_or("encoding", dtype);
+    options.format = {parse_codec(encoding),        parse_codec(get_or("down_encoding", encoding)),
+                      get<std::uint32_t>("stride"), get<std::uint32_t>("d_model"),
+                      get<std::uint32_t>("up"),     get<std::uint32_t>("down"),
                       get<std::int32_t>("gate")};
     options.format.check();
     options.layer = get<std::int32_t>("layer");

@@ -1,5 +1,6 @@
 // Streams of rows, sequences, and the model that runs tokens.
 #include <nanobind/stl/list.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -8,6 +9,7 @@
 
 #include <atomic>
 #include <list>
+#include <map>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -161,22 +163,25 @@ class PyTap final : public Tap {
 // New ids of a sequence.
 using Entry = std::tuple<KvSequence*, std::vector<std::int32_t>>;
 
+using PyRowFormat =
+    std::tuple<std::string, std::uint32_t, std::uint32_t, std::int32_t, std::uint32_t, std::string>;
+
 class PyModel {
  public:
   // tensors: the resident weights by canonical name (flashllm/arch/spec.py), of the dtype (bf16 as uint16),
-  // but matrices of `resident_encoding`. row_format: encoding, stride, first byte of up, of gate or -1, of
-  // down.
-  PyModel(
-      nb::object block, const std::string& dtype, std::size_t num_layers, std::size_t d_ff, nb::dict tensors,
-      const std::tuple<std::string, std::uint32_t, std::uint32_t, std::int32_t, std::uint32_t>& row_format,
-      const std::string& resident_encoding, std::shared_ptr<PyRowStream> stream, nb::list ffns,
-      std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters, std::size_t block_tokens,
-      std::size_t fill_tokens, bool prefetch, const std::string& simd)
+  // but matrices of `resident_encoding`, or by name of `other_encodings`. row_format: encoding of up and
+  // gate, stride, first byte of up, of gate or -1, of down, encoding of down.
+  PyModel(nb::object block, const std::string& dtype, std::size_t num_layers, std::size_t d_ff,
+          nb::dict tensors, const PyRowFormat& row_format, const std::string& resident_encoding,
+          std::map<std::string, std::string> other_encodings, std::shared_ptr<PyRowStream> stream,
+          nb::list ffns, std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters,
+          std::size_t block_tokens, std::size_t fill_tokens, bool prefetch, const std::string& simd)
       : tensors_(std::move(tensors)),
         stream_(std::move(stream)),
         ffns_(std::move(ffns)),
         pool_(std::move(pool)),
-        counters_(std::move(counters)) {
+        counters_(std::move(counters)),
+        other_encodings_(std::move(other_encodings)) {
     const SpecReader reader(std::move(block));
     const SimdLevel level = parse_simd(simd);
     ModelSpec spec;
@@ -260,9 +265,10 @@ class PyModel {
       if (!ffn.is_none()) block_weights.ffn = &ffn_layer_of(ffn);
       weights.blocks.push_back(block_weights);
     }
-    const auto [encoding, stride, up, gate, down] = row_format;
+    const auto [encoding, stride, up, gate, down, down_encoding] = row_format;
     RowFormat rows;
     rows.codec = parse_codec(encoding);
+    rows.down_codec = parse_codec(down_encoding);
     rows.stride = stride;
     rows.d_model = static_cast<std::uint32_t>(d_model_);
     rows.up = up;
@@ -396,7 +402,9 @@ class PyModel {
   }
 
   RowMatrix linear(const std::string& name, std::size_t rows, std::size_t columns) {
-    return matrix(name, rows, columns, resident_codec_);
+    const auto other = other_encodings_.find(name + ".weight");
+    const bool differs = other != other_encodings_.end();
+    return matrix(name, rows, columns, differs ? parse_codec(other->second) : resident_codec_);
   }
 
   RowMatrix matrix(const std::string& name, std::size_t rows, std::size_t columns, RowCodec codec) {
@@ -442,6 +450,7 @@ class PyModel {
   std::list<std::vector<float>> frequencies_;
   std::vector<std::unique_ptr<float[]>> floats_;
   RowCodec resident_codec_ = RowCodec::f32;
+  std::map<std::string, std::string> other_encodings_;
   Dtype dtype_ = Dtype::f32;
   const KernelTable* kernels_ = nullptr;
   std::size_t d_model_ = 0, context_ = 0;
@@ -500,14 +509,15 @@ void init_model(nb::module_& m) {
       .def("copy_from", &KvSequence::copy_from, nb::arg("other"));
 
   nb::class_<PyModel>(m, "Model")
-      .def(nb::init<nb::object, const std::string&, std::size_t, std::size_t, nb::dict,
-                    const std::tuple<std::string, std::uint32_t, std::uint32_t, std::int32_t, std::uint32_t>&,
-                    const std::string&, std::shared_ptr<PyRowStream>, nb::list, std::shared_ptr<ThreadPool>,
-                    std::shared_ptr<FfnCounters>, std::size_t, std::size_t, bool, const std::string&>(),
+      .def(nb::init<nb::object, const std::string&, std::size_t, std::size_t, nb::dict, const PyRowFormat&,
+                    const std::string&, std::map<std::string, std::string>, std::shared_ptr<PyRowStream>,
+                    nb::list, std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>, std::size_t,
+                    std::size_t, bool, const std::string&>(),
            nb::kw_only(), nb::arg("block"), nb::arg("dtype"), nb::arg("num_layers"), nb::arg("d_ff"),
-           nb::arg("tensors"), nb::arg("row_format"), nb::arg("resident_encoding"), nb::arg("stream"),
-           nb::arg("ffns"), nb::arg("pool"), nb::arg("counters"), nb::arg("block_tokens"),
-           nb::arg("fill_tokens"), nb::arg("prefetch"), nb::arg("simd") = "auto")
+           nb::arg("tensors"), nb::arg("row_format"), nb::arg("resident_encoding"),
+           nb::arg("other_encodings"), nb::arg("stream"), nb::arg("ffns"), nb::arg("pool"),
+           nb::arg("counters"), nb::arg("block_tokens"), nb::arg("fill_tokens"), nb::arg("prefetch"),
+           nb::arg("simd") = "auto")
       .def("new_sequence", &PyModel::new_sequence, nb::arg("context").none() = nb::none(),
            nb::arg("layers").none() = nb::none(), nb::rv_policy::take_ownership)
       .def("step", &PyModel::step, nb::arg("entries"), nb::arg("pass_"), nb::arg("all_logits") = false,

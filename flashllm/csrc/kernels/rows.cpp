@@ -234,16 +234,18 @@ void add_rows(const RowMatrix& matrix, const float* scales, std::size_t padded, 
 
 void RowFormat::check() const {
   require(d_model != 0, "a row needs a width");
-  const std::size_t nbytes = vector_nbytes(codec, d_model);
-  const auto fits = [&](std::size_t first) { return first + nbytes <= stride; };
-  require(fits(up) && fits(down) && (!gated() || fits(driver())),
+  const auto fits = [&](std::size_t first, RowCodec stored) {
+    return first + vector_nbytes(stored, d_model) <= stride;
+  };
+  require(fits(up, codec) && fits(down, down_codec) && (!gated() || fits(driver(), codec)),
           "a row's stride is shorter than its weights");
   require(stride >= kMinHashed && stride % kHashedMultiple == 0,
           "a row's stride must be a multiple of 64 bytes and at least 512, got " + std::to_string(stride));
 }
 
 RowMatrix RowFormat::matrix(const std::byte* rows, std::size_t count, std::uint32_t offset) const {
-  return {rows + offset, count, d_model, stride, codec, nullptr, nullptr};
+  const RowCodec stored = offset == down ? down_codec : codec;
+  return {rows + offset, count, d_model, stride, stored, nullptr, nullptr};
 }
 
 void dot_scattered(const ScatteredRows& rows, const float* x, const std::int32_t* ids, const float* bias,

@@ -59,8 +59,9 @@ void add_rows(const RowMatrix& matrix, const float* scales, std::size_t padded, 
 // Where a neuron's vectors lie in its row (paper A, section 3.2: bundling); flashllm/format/rows.py has the
 // same numbers.
 struct RowFormat {
-  RowCodec codec = RowCodec::f32;
-  std::uint32_t stride = 0;  // bytes
+  RowCodec codec = RowCodec::f32;       // of up and gate
+  RowCodec down_codec = RowCodec::f32;  // of down
+  std::uint32_t stride = 0;             // bytes
   std::uint32_t d_model = 0;
   std::uint32_t up = 0, down = 0;  // first byte in the row
   std::int32_t gate = -1;          // -1: no gate

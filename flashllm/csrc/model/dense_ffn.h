@@ -15,7 +15,10 @@ class DenseFfn {
  public:
   // `dtype`: of what goes in and comes out.
   DenseFfn(const RowFormat& format, Dtype dtype, ThreadPool& pool, SimdLevel level)
-      : format_(format), dtype_(dtype), pool_(pool), level_(level_of_many(format.codec, level)) {}
+      : format_(format),
+        dtype_(dtype),
+        pool_(pool),
+        level_(level_of_many(format.down_codec, level_of_many(format.codec, level))) {}
 
   // x: [tokens, d_model]
   void begin(const std::byte* x, std::size_t tokens, Activation activation);

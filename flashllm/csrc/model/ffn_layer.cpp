@@ -17,9 +17,13 @@ static_assert(FfnTokens::kMost < kNobody);
 
 RowSource source_of(const FfnLayerOptions& options) {
   RowSource source{options.file_offset, options.format.stride, options.checksums, options.row_of, 0};
-  if (options.split_rows)
+  if (options.split_rows) {
+    if (options.format.codec != options.format.down_codec)
+      throw CoreError(ErrorKind::usage,
+                      "rows whose down column is stored otherwise cannot be read in pieces");
     source.piece_nbytes =
         static_cast<std::uint32_t>(vector_nbytes(options.format.codec, options.format.d_model));
+  }
   return source;
 }
 
@@ -377,8 +381,8 @@ void FfnLayer::down_sum(const Member& member, float* y) {
     vectors_.push_back(row(member.begin[i]) + format.down);
     scales_.push_back(member.values[i]);
   }
-  sum_scattered({vectors_.data(), vectors_.size(), format.d_model, format.codec}, scales_.data(), y, pool_,
-                options_.simd);
+  sum_scattered({vectors_.data(), vectors_.size(), format.d_model, format.down_codec}, scales_.data(), y,
+                pool_, options_.simd);
 }
 
 // Of what was prefetched, the rows that the policy wants in the cache are copied there.

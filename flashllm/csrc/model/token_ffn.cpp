@@ -45,7 +45,7 @@ void TokenFfn::add(const std::byte* rows, std::size_t count, const float* up_bia
   for (std::size_t i = 0; i < count; i += together) {
     const std::size_t n = std::min(together, count - i);
     for (std::size_t t = 0; t < tokens_; ++t)
-      sum_scattered({columns_.data() + i, n, format_.d_model, format_.codec}, h_.data() + t * count + i,
+      sum_scattered({columns_.data() + i, n, format_.d_model, format_.down_codec}, h_.data() + t * count + i,
                     y_ + t * format_.d_model, pool_, level_);
   }
 }

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flashllm import _core
 from flashllm.arch.spec import BlockSpec, LayerSpec
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, cast
-from flashllm.offload.runtime.layer import LayerTensors, Projected, embed, run_layer
+from flashllm.offload.runtime.layer import LayerTensors, Projected, embed, logits, run_layer
 from flashllm.offload.runtime.native_ops import NativeOps
 from flashllm.offload.runtime.ops import Matrix, Norm
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
@@ -23,7 +23,8 @@ from flashllm.offload.runtime.tiers.weights import NORMS, bias_name
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
-Rounder = Callable[[str, Floats, Floats], Floats]  # matrix name, weights [out, in], sum of x xᵀ [in, in] -> weights
+Sums = list[Floats]  # of x xᵀ, over spans of the inputs: [span, span] each
+Rounder = Callable[[str, Floats, Sums], Floats]  # matrix name, weights [out, in], what goes into it -> weights
 
 _SAME_INPUTS = {"key": "query", "value": "query", "gate": "up"}  # matrices that take what another takes
 
@@ -49,33 +50,47 @@ class Layer(NamedTuple):
 class _Watching(NativeOps):
     """Operations that gather the sums x xᵀ of the inputs of each watched matrix."""
 
-    def __init__(self, block: BlockSpec, dtype: str, pool: _core.ThreadPool) -> None:
+    def __init__(self, block: BlockSpec, dtype: str, pool: _core.ThreadPool, span: int | None) -> None:
         super().__init__(block, dtype, pool)
-        self._sums: Mapping[int, Floats] = {}
+        self._span = span
+        self._sums: Mapping[int, Sums] = {}
 
-    def watch(self, tensors: LayerTensors) -> dict[str, Floats]:
+    def watch(self, tensors: LayerTensors) -> dict[str, Sums]:
         """The sums, which grow as products are asked for: by the name of the first matrix that takes the inputs."""
         watched = {name: matrix for name, matrix in tensors.matrices.items() if name not in _SAME_INPUTS}
-        sums = {name: np.zeros((matrix.columns, matrix.columns), np.float32) for name, matrix in watched.items()}
+        sums = {name: self._zeros(matrix.columns) for name, matrix in watched.items()}
         self._sums = {id(matrix): sums[name] for name, matrix in watched.items()}
         return sums
 
+    def _zeros(self, inputs: int) -> Sums:
+        span = self._span or inputs
+        widths = [min(span, inputs - first) for first in range(0, inputs, span)]
+        return [np.zeros((width, width), np.float32) for width in widths]
+
     def linear(self, matrix: Matrix, x: Array) -> Array:
-        total = self._sums.get(id(matrix))
-        if total is not None:
-            wide = np.empty(x.shape, np.float32)
+        sums = self._sums.get(id(matrix))
+        if sums is not None:
+            wide, first = np.empty(x.shape, np.float32), 0
             self._elementwise.widen(np.ascontiguousarray(x), wide)
-            total += wide.T @ wide
+            for total in sums:
+                part = wide[:, first : first + len(total)]
+                np.add(total, part.T @ part, out=total)
+                first += len(total)
         return super().linear(matrix, x)
 
 
 class Calibration:
-    """A model's layers in turn over `sequences` of token ids, equally long."""
+    """A model's layers in turn over `sequences` of token ids, equally long.
 
-    def __init__(self, source: WeightSource, sequences: Sequence[Sequence[int]], *, threads: int) -> None:
+    `span`: sums are kept of so many neighbouring inputs of a matrix together; None: of all.
+    """
+
+    def __init__(
+        self, source: WeightSource, sequences: Sequence[Sequence[int]], *, threads: int, span: int | None = None
+    ) -> None:
         self._source, self._block = source, source.block
         self._pool = _core.ThreadPool(threads)
-        self._ops = _Watching(self._block, source.dtype.name, self._pool)
+        self._ops = _Watching(self._block, source.dtype.name, self._pool, span)
         length = len(sequences[0])
         self._positions = np.arange(length, dtype=np.int64)
         self._attention = _core.BatchAttention(
@@ -124,6 +139,20 @@ class Calibration:
         """Put the calibration tokens through a layer as it now is."""
         tensors = layer.tensors()
         self._states = [self._run(layer.spec, tensors, states) for states in self._states]
+
+    def logits(self, sequence: int) -> Floats:
+        """fp32 logits [tokens, vocab] of a sequence that has been put through every layer."""
+        head = self._table("embedding.weight" if self._block.tied_head else "head.weight")
+        project = self._table("project_out.weight")
+        assert head is not None
+        return logits(
+            self._ops,
+            self._block,
+            self._states[sequence],
+            norm=self._norm("final_norm") if self._block.final_norm else None,
+            project_out=None if project is None else Matrix(project, project.shape[0], project.shape[1], None, None),
+            head=Matrix(head, head.shape[0], head.shape[1], None, self._source.vector("head.bias")),
+        )
 
     def _run(self, spec: LayerSpec, tensors: LayerTensors, states: Array) -> Array:
         def attend(made: Projected, out: Array) -> None:

@@ -7,13 +7,15 @@ one input (FlexGen, section 5), so a group's scale and minimum come from weights
 Plain numpy.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 
 GROUP = 64  # outputs that share a scale and a minimum, as in csrc/offload/group_codec.h
-_TOGETHER = 128  # inputs whose feedback to the others is one product
+TOGETHER = 128  # inputs whose feedback to the others is one product
 _DAMPING = 0.01  # of the mean of the Hessian's diagonal
 
 
@@ -34,32 +36,42 @@ def round_with_feedback(weights: Floats, hessian: NDArray[np.floating], *, bits:
 
     ValueError for a Hessian that is not finite.
     """
-    factor, order = _inverse_factor(hessian)
+    factor, order = inverse_factor(hessian)
     work = np.ascontiguousarray(weights.T[order], np.float32)  # an input a row
-    for first in range(0, len(work), _TOGETHER):
-        last = min(first + _TOGETHER, len(work))
-        block, inner = work[first:last], factor[first:last, first:last]
-        errors = np.empty_like(block)
-        for i, row in enumerate(block):
-            rounded = round_to_grid(row, bits)
-            errors[i] = (row - rounded) / inner[i, i]
-            block[i + 1 :] -= inner[i, i + 1 :, None] * errors[i]
-            block[i] = rounded
-        work[last:] -= factor[first:last, last:].T @ errors
+    compensate(work, factor, lambda _, ahead: round_to_grid(ahead[0], bits))
     result = np.empty_like(weights, np.float32)
     result[:, order] = work.T
     return result
 
 
-def _inverse_factor(hessian: NDArray[np.floating]) -> tuple[Floats, NDArray[np.intp]]:
-    """The upper Cholesky factor of the inverse, inputs in falling order of their weight in the Hessian; and that order.
+def compensate(work: Floats, factor: Floats, round_input: Callable[[int, Floats], Floats]) -> None:
+    """Round `work` [inputs, outputs] in place, an input at a time; inputs behind it make up for what each one loses.
 
-    An input that calibration never saw gets no feedback and gives none.
+    `factor`: `inverse_factor`'s. round_input(input, rows ahead) is what the first of these rows becomes; they are that
+    input's and those that follow it, as they are by then, up to the next multiple of TOGETHER inputs.
+    """
+    for first in range(0, len(work), TOGETHER):
+        last = min(first + TOGETHER, len(work))
+        block, inner = work[first:last], factor[first:last, first:last]
+        errors = np.empty_like(block)
+        for i, row in enumerate(block):
+            rounded = round_input(first + i, block[i:])
+            errors[i] = (row - rounded) / inner[i, i]
+            block[i + 1 :] -= inner[i, i + 1 :, None] * errors[i]
+            block[i] = rounded
+        work[last:] -= factor[first:last, last:].T @ errors
+
+
+def inverse_factor(hessian: NDArray[np.floating], *, sort: bool = True) -> tuple[Floats, NDArray[np.intp]]:
+    """The upper Cholesky factor of the inverse, and the order of its inputs: with `sort` by falling weight in the
+    Hessian, otherwise their own.
+
+    An input that calibration never saw gets no feedback and gives none. ValueError for a Hessian that is not finite.
     """
     if not np.isfinite(hessian).all():
         raise ValueError("the calibration inputs are not finite")
     diagonal = np.diag(hessian)
-    order = np.argsort(-diagonal, kind="stable")
+    order = np.argsort(-diagonal, kind="stable") if sort else np.arange(len(diagonal))
     ordered = hessian[np.ix_(order, order)].astype(np.float64)
     mean = float(diagonal.mean()) or 1.0
     unseen = np.flatnonzero(np.diag(ordered) == 0)

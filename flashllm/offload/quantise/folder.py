@@ -62,7 +62,7 @@ def quantise(
                 done = {matrix_name(number, name): array for name, array in layer.matrices.items()}
                 _read_back(path, {of_layer[name]: array for name, array in done.items()})
             else:
-                calibration.round(layer, lambda name, values, sums: round_with_feedback(values, sums, bits=bits))
+                calibration.round(layer, lambda name, values, sums: round_with_feedback(values, sums[0], bits=bits))
                 _write(path, source, of_layer, layer, number)
             calibration.advance(layer)
             report(number + 1, source.num_layers)

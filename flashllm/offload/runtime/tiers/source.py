@@ -31,7 +31,7 @@ from flashllm.errors import ChecksumError, UnsupportedModelError
 from flashllm.format.manifest import MANIFEST
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, RESIDENT, checksums_tensor, ffn_tensor, resident_encoding
-from flashllm.format.rows import ROW_ENCODINGS, RowLayout, row_checksums, unpack_rows
+from flashllm.format.rows import RowEncoding, row_checksums, unpack_rows
 from flashllm.format.safetensors import SafetensorsFile, TensorInfo, open_safetensors
 from flashllm.offload.shape import NO_EXPERTS, ModelShape
 from flashllm.offload.stages import Stage, whole
@@ -264,7 +264,13 @@ class _ModelDirWeights(WeightSource):
             _read(self._resident, info, 0, target)
             return
         manifest = self._manifest
-        encoding = resident_encoding(info.name, self.dtype.name, manifest.resident_encoding, manifest.rows.encoding)
+        encoding = resident_encoding(
+            info.name,
+            self.dtype.name,
+            manifest.resident_encoding,
+            manifest.rows.encoding,
+            manifest.other_encodings,
+        )
         together = max(1, _CODED_NBYTES // info.shape[1])
         for first in range(0, info.shape[0], together):
             part = target[first : first + together]
@@ -289,15 +295,16 @@ class _ModelDirWeights(WeightSource):
             for matrix, stored in unpack_rows(layout, rows).items():
                 if matrix not in targets:
                     continue
-                vectors = stored if layout.encoding == self.dtype.name else self._rounded(layout, stored)
+                encoding = layout.encoding_of(matrix)
+                vectors = stored if encoding.name == self.dtype.name else self._rounded(encoding, stored)
                 if matrix == "down":
                     _transpose(vectors, targets[matrix][:, first : first + len(rows)])
                 else:
                     targets[matrix][first : first + len(rows)] = vectors
 
-    def _rounded(self, layout: RowLayout, stored: Array) -> Array:
+    def _rounded(self, encoding: RowEncoding, stored: Array) -> Array:
         """Coded vectors in the model's dtype."""
-        widened = ROW_ENCODINGS[layout.encoding].widened(stored, layout.d_model)
+        widened = encoding.widened(stored, self.block.d_model)
         return cast(widened, WEIGHT_DTYPES["float32"], self.dtype)
 
 

@@ -1,0 +1,55 @@
+"""What a model of fewer bits lost: its perplexity on a text beside that of the checkpoint it was converted from.
+
+The source runs a layer at a time, in its own dtype; the model as it will run, densely.
+"""
+
+import gc
+import math
+from pathlib import Path
+
+import numpy as np
+
+from flashllm.base.files import Progress
+from flashllm.base.machine import num_cores
+from flashllm.config import RunConfig
+from flashllm.engine.model import Model
+from flashllm.format.manifest import Manifest, Quality, change_manifest
+from flashllm.format.model_dir import ModelDir
+from flashllm.generate.tokenizer import Tokenizer
+from flashllm.offload.quantise.calibrate import Calibration
+from flashllm.offload.runtime.tiers.source import open_weights
+from flashllm.sparsify.score import Windows, perplexity, read_text, split_windows, surprise
+
+
+def measure_quality(src: Path, directory: Path, text: Path, *, progress: Progress | None = None) -> Manifest:
+    """Compare the model directory with the checkpoint `src` on every other window of `text`; its new manifest.
+
+    Errors as `Tokenizer.load`, `split_windows`, `open_weights` and `Model.open`.
+    """
+    ids = Tokenizer.load(directory).encode(read_text(text), add_special=False)
+    _, scored = split_windows(ids, ModelDir.open(directory).block.context)
+    source = source_perplexity(src, scored, text.name, progress=progress)
+    gc.collect()  # a layer and the head of the source
+    with Model.open(directory, RunConfig(mode="dense")) as model:
+        found = perplexity(model, scored)
+    quality = Quality(
+        perplexity=found,
+        source_perplexity=source,
+        scored_tokens=sum(len(window) - 1 for window in scored),
+        text=text.name,
+    )
+    return change_manifest(directory, quality=quality)
+
+
+def source_perplexity(src: Path, windows: Windows, name: str, *, progress: Progress | None = None) -> float:
+    """exp of the mean negative log-likelihood of every token but each window's first; all windows are equally long."""
+    total = 0.0
+    with open_weights(src) as source:
+        states = Calibration(source, windows, threads=num_cores())
+        for number in range(source.num_layers):
+            states.advance(states.read(number))
+            if progress is not None:
+                progress(name, number + 1, source.num_layers)
+        for number, window in enumerate(windows):
+            total += surprise(np.asarray(states.logits(number)[:-1], np.float32), window[1:])
+    return math.exp(total / sum(len(window) - 1 for window in windows))

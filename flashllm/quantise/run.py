@@ -1,0 +1,163 @@
+"""Convert to 8 or 4 bits with codes chosen on a text: a layer at a time, each seeing what coded ones before it give.
+
+Only the matrices of the layers are calibrated; embedding and head are rounded to the nearest codes. Memory: a layer,
+the states of the calibrating tokens, and for sums x xᵀ and their inverse 28 bytes times SPAN squared.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.arch.registry import block_spec
+from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, cast
+from flashllm.base.files import Progress, read_bounded
+from flashllm.base.group_codes import GROUP_CODES, Floats, GroupCode
+from flashllm.base.machine import num_cores
+from flashllm.convert.checkpoint.opened import open_checkpoint
+from flashllm.convert.plan import GatePlace
+from flashllm.convert.run import check_destination, convert
+from flashllm.convert.tokenizer import MAX_NBYTES, TOKENIZER, make_tokenizer, parse_tokenizer
+from flashllm.errors import UsageError
+from flashllm.format.manifest import Manifest
+from flashllm.format.trace import Trace
+from flashllm.offload.quantise.calibrate import Calibration, Layer, Sums
+from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, open_weights
+from flashllm.quantise.codes import Codes, CodesFolder
+from flashllm.quantise.feedback import code_columns, code_rows
+from flashllm.sparsify.score import read_text
+
+WINDOW = 256  # tokens of a calibrating sequence
+MAX_TOKENS = 12_288  # of the text that are used
+MIN_TOKENS = 64
+SPAN = 4096  # inputs of a matrix whose errors make up for each other
+_FFN = ("up", "gate", "down")
+_FLOAT32 = WEIGHT_DTYPE_BY_CODE["F32"]
+
+
+def convert_calibrated(
+    src: Path,
+    dst: Path,
+    text: Path,
+    *,
+    dtype: str | None = None,
+    encoding: str | None = None,
+    resident_encoding: str | None = None,
+    table_encoding: str | None = None,
+    source_name: str | None = None,
+    predictors: bool = False,
+    gate: GatePlace = "rows",
+    reorder: Trace | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    calibrating: Progress | None = None,
+) -> Manifest:
+    """Convert `src` into the new model directory `dst` with codes chosen on `text`; otherwise as `convert`.
+
+    Codes are kept in `dst`.codes until the model is whole: an interrupted run leaves them, and the next one goes on.
+    UsageError where neither the rows nor the resident matrices are of 8 or 4 bits, or the text is too short;
+    UnsupportedModelError for models that the throughput engine, whose layers this runs, does not know.
+    """
+    dst = Path(os.path.abspath(dst))
+    codes = {name: GROUP_CODES.get(chosen or "") for name, chosen in (("rows", encoding), ("out", resident_encoding))}
+    if not any(codes.values()):
+        raise UsageError("--calibrate chooses codes of 8 or 4 bits: give --bits or --resident-bits")
+    check_destination(dst)
+    sequences = calibration_tokens(src, read_text(text), text)
+    record = {
+        "source": _identity(src),
+        "tokens": hashlib.sha256(np.asarray(sequences, np.int64).tobytes()).hexdigest(),
+        "encodings": [encoding, resident_encoding],
+    }
+    folder = CodesFolder(dst.with_name(dst.name + ".codes"), record)
+    with open_weights(src) as source:
+        calibration = Calibration(source, sequences, threads=threads or num_cores(), span=SPAN)
+        for number in range(source.num_layers):
+            layer = calibration.read(number)
+            coded = folder.layer(number)
+            if coded is None:
+                coded = _code_layer(calibration, layer, number, codes)
+                folder.write(number, coded)
+            else:
+                _apply(source, layer, number, coded, codes)
+            calibration.advance(layer)
+            if calibrating is not None:
+                calibrating(text.name, number + 1, source.num_layers)
+        del calibration
+    manifest = convert(
+        src,
+        dst,
+        dtype=dtype,
+        encoding=encoding,
+        resident_encoding=resident_encoding,
+        table_encoding=table_encoding,
+        source_name=source_name,
+        predictors=predictors,
+        gate=gate,
+        reorder=reorder,
+        coded=folder,
+        progress=progress,
+    )
+    shutil.rmtree(folder.path)
+    return manifest
+
+
+def calibration_tokens(src: Path, text: str, where: Path) -> list[list[int]]:
+    """Sequences of equally many tokens of the text, by the tokenizer of the checkpoint `src`.
+
+    UsageError for a model without a tokenizer, or a text of fewer than MIN_TOKENS tokens.
+    """
+    with open_checkpoint(src) as checkpoint:
+        raw, context = checkpoint.made.get(TOKENIZER), block_spec(checkpoint.config).context
+        companions = tuple(checkpoint.companions)
+        for path in companions:
+            if path.name == TOKENIZER:
+                raw = read_bounded(path, MAX_NBYTES)
+        if raw is None:
+            raw = make_tokenizer(checkpoint.path, companions)
+    if raw is None:
+        raise UsageError(f"{src}: has no tokenizer, so no text can calibrate it")
+    ids = parse_tokenizer(raw, src).encode(text, add_special_tokens=False).ids[:MAX_TOKENS]
+    if len(ids) < MIN_TOKENS:
+        raise UsageError(f"{where}: has {len(ids)} tokens; at least {MIN_TOKENS} are needed to choose codes by")
+    length = min(WINDOW, context, max(MIN_TOKENS // 2, len(ids) // 8))
+    return [ids[first : first + length] for first in range(0, len(ids) - length + 1, length)]
+
+
+def _code_layer(calibration: Calibration, layer: Layer, number: int, codes: dict[str, GroupCode | None]) -> Codes:
+    """The layer's codes; its matrices become what they stand for."""
+    coded: Codes = {}
+
+    def rounded(name: str, values: Floats, sums: Sums) -> Floats:
+        code = codes["rows" if name in _FFN else "out"]
+        if code is None:
+            return values
+        if name == "down":
+            vectors = np.ascontiguousarray(values.T)
+            coded[matrix_name(number, name)] = stored = code_columns(vectors, sums, code)
+            return code.decode(stored, vectors.shape[1]).T
+        coded[matrix_name(number, name)] = stored = code_rows(values, sums, code)
+        return code.decode(stored, values.shape[1])
+
+    calibration.round(layer, rounded)
+    return coded
+
+
+def _apply(source: WeightSource, layer: Layer, number: int, coded: Codes, codes: dict[str, GroupCode | None]) -> None:
+    """Put the weights that codes stand for into a layer that has been read."""
+    for name, array in layer.matrices.items():
+        stored, code = coded.get(matrix_name(number, name)), codes["rows" if name in _FFN else "out"]
+        if stored is None or code is None:
+            continue
+        weights: NDArray[Any] = code.decode(stored, array.shape[0] if name == "down" else array.shape[1])
+        array[...] = cast(weights.T if name == "down" else weights, _FLOAT32, source.dtype)
+
+
+def _identity(src: Path) -> list[Sequence[object]]:
+    with open_checkpoint(src) as checkpoint:
+        return [[str(checkpoint.path.resolve())], *checkpoint.fingerprint()]

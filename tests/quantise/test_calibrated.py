@@ -1,0 +1,90 @@
+"""`convert --calibrate`: codes chosen on a text, resumable, for folders and GGUF files."""
+
+import numpy as np
+import pytest
+from arch_models import VARIANTS, make_checkpoint
+from gguf_files import write_gguf
+
+from flashllm.config import RunConfig
+from flashllm.convert.run import convert
+from flashllm.engine.model import Model
+from flashllm.errors import UsageError
+from flashllm.format.model_files import FFN
+from flashllm.format.verify import verify
+from flashllm.quantise.run import calibration_tokens, convert_calibrated
+
+BITS = {"encoding": "int4_32", "resident_encoding": "int4_32_min", "table_encoding": "int8_32"}
+SENTENCE = "The little dog ran to the big tree and looked up. She was happy because the sun was warm. "
+
+
+class Interrupt(Exception):
+    """Raised midway."""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "sample.txt"
+    path.write_text("".join(SENTENCE[i % 40 :] for i in range(40)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("llama") / "hf", VARIANTS["llama"])
+
+
+def logits(directory, sequences):
+    with Model.open(directory, RunConfig(mode="dense", threads=1, io_threads=4)) as model:
+        return np.concatenate([model.step([(model.new_sequence(), ids)], all_logits=True)[0] for ids in sequences])
+
+
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_codes_chosen_on_a_text_lose_less_on_it(tmp_path, text, name):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS[name])
+    manifest = convert_calibrated(source, tmp_path / "chosen", text, **BITS)
+    convert(source, tmp_path / "nearest", **BITS)
+    convert(source, tmp_path / "wide")
+    assert verify(tmp_path / "chosen").ok
+    assert (manifest.rows.encoding, manifest.resident_encoding) == ("int4_32", "int4_32_min")
+    assert manifest.other_encodings == {"embedding.weight": "int8_32"} | (
+        {} if manifest.architecture.model_type == "opt" else {"head.weight": "int8_32"}
+    )
+    assert not (tmp_path / "chosen.codes").exists()
+    sequences = [ids[:60] for ids in calibration_tokens(source, text.read_text(), text)[:3]]
+    chosen, nearest, wide = (logits(tmp_path / each, sequences) for each in ("chosen", "nearest", "wide"))
+    assert np.square(chosen - wide).mean() < 0.7 * np.square(nearest - wide).mean()
+
+
+def test_an_interrupted_calibration_goes_on(tmp_path, text, llama):
+    def stop(what, done, total):
+        raise Interrupt
+
+    with pytest.raises(Interrupt):
+        convert_calibrated(llama, tmp_path / "one", text, **BITS, calibrating=stop)
+    assert (tmp_path / "one.codes").exists()
+    with pytest.raises(UsageError, match="left from another calibration; remove it"):
+        convert_calibrated(llama, tmp_path / "one", text, **{**BITS, "encoding": "int8_64"})
+    steps = []
+    one = convert_calibrated(llama, tmp_path / "one", text, **BITS, calibrating=lambda *step: steps.append(step))
+    two = convert_calibrated(llama, tmp_path / "two", text, **BITS)
+    assert [step[1] for step in steps] == list(range(1, one.architecture.num_layers + 1))
+    assert one.files == two.files
+
+
+def test_a_gguf_file_is_calibrated_as_its_folder(tmp_path, text, llama):
+    file = write_gguf(llama, tmp_path / "model.gguf")
+    folder = convert_calibrated(llama, tmp_path / "one", text, encoding="int4_64", dtype="float32")
+    converted = convert_calibrated(file, tmp_path / "two", text, encoding="int4_64", dtype="float32")
+    assert converted.files[FFN] == folder.files[FFN]
+
+
+def test_what_cannot_be_is_refused(tmp_path, text, llama):
+    with pytest.raises(UsageError, match="codes of 8 or 4 bits"):
+        convert_calibrated(llama, tmp_path / "model", text)
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    with pytest.raises(UsageError, match="at least 64 are needed"):
+        convert_calibrated(llama, tmp_path / "model", short, **BITS)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UsageError, match="exists; remove it"):
+        convert_calibrated(llama, tmp_path / "model", text, **BITS)
