@@ -5,7 +5,7 @@ byte a weight; 4-bit indexes into the table, 32 to 16 bytes (index i the lower h
 half), 15 for a weight whose high byte is not in the table; then places for those: positions, and behind all of them
 high bytes.
 
-A vector with more such weights than places cannot be held: it stays bfloat16, and so do all that are stored with it.
+A vector with more such weights than places cannot be held: `holds` says so, and its matrix stays bfloat16.
 Knows numpy arrays, no files and no models.
 """
 
@@ -54,6 +54,19 @@ class Bf12:
             self._encode(bits[first : first + together], rows[first : first + together])
         return rows
 
+    def holds(self, bits: Bits) -> bool:
+        """Whether every vector of these bfloat16 bits, uint16 [n, k], can be encoded."""
+        n, length = bits.shape
+        if length > MAX_LENGTH:
+            return False
+        together = max(1, _VALUES_TOGETHER // max(1, length))
+        for first in range(0, n, together):
+            frequencies = _frequencies(bits[first : first + together] >> 8)
+            common = np.sort(frequencies, axis=1)[:, -_ESCAPE:].sum(axis=1)
+            if length - common.min(initial=length) > self.escapes(length):
+                return False
+        return True
+
     def decode(self, rows: Bytes, length: int) -> Bits:
         """bfloat16 bits, uint16 [n, length], of `rows`, uint8 [n, vector_nbytes(length)].
 
@@ -82,8 +95,7 @@ class Bf12:
         padded, count = -(-length // _UNIT) * _UNIT, self.escapes(length)
         high = (bits >> 8).astype(np.intp)
         lines = np.arange(n)[:, None]
-        frequencies = np.bincount((high + 256 * lines).reshape(-1), minlength=256 * n).reshape(n, 256)
-        table = np.argsort(-frequencies, axis=1, kind="stable")[:, :_ESCAPE]
+        table = np.argsort(-_frequencies(high), axis=1, kind="stable")[:, :_ESCAPE]
         indexes_of = np.full((n, 256), _ESCAPE, np.uint8)
         indexes_of[lines, table] = np.arange(_ESCAPE, dtype=np.uint8)
         indexes = np.zeros((n, padded), np.uint8)
@@ -107,6 +119,12 @@ class Bf12:
         start = _TABLE + padded + padded // 2
         rows[:, start : start + 2 * count] = positions.view(np.uint8)
         rows[:, start + 2 * count : start + 3 * count] = escaped
+
+
+def _frequencies(high: NDArray[np.integer]) -> NDArray[np.intp]:
+    """How often each high byte stands in each vector: [n, 256] of [n, k]."""
+    lines = np.arange(len(high))[:, None]
+    return np.bincount((high + 256 * lines).reshape(-1), minlength=256 * len(high)).reshape(-1, 256)
 
 
 BF12 = Bf12()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flashllm.base.command_line import number, say
+from flashllm.base.files import Progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,10 +117,9 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.convert.run import convert
     from flashllm.convert.tokenizer import TOKENIZER
     from flashllm.errors import UsageError
-    from flashllm.format.inspect import quality_line, sparsity_line
+    from flashllm.format.inspect import sparsity_line
     from flashllm.format.manifest import MANIFEST
     from flashllm.format.trace import Trace
-    from flashllm.quantise.quality import measure_quality
     from flashllm.quantise.run import convert_calibrated
     from flashllm.sparsify.run import convert_sparsified
 
@@ -173,9 +173,7 @@ def main(args: argparse.Namespace) -> int:
                         )
                     if measured and TOKENIZER in manifest.files:
                         comparing = stack.enter_context(ProgressBar("compare", unit="layers"))
-                        manifest = measure_quality(source, args.dst, sample_text(), progress=comparing)
-                        assert manifest.quality is not None
-                        say(quality_line(dataclasses.asdict(manifest.quality)))
+                        say(_compared(source, args.dst, comparing))
                     if args.gate is not None and not manifest.sparse:
                         say("no neuron of this model is ever zero, so its gates leave none out; --sparsify would")
                 else:
@@ -202,6 +200,21 @@ def main(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt("interrupted; the same command goes on where it stopped") from stop
     print(args.dst)
     return 0
+
+
+def _compared(source: Path, directory: Path, progress: Progress) -> str:
+    """What the bits of a finished conversion cost, or why that is not known: the model is whole either way."""
+    from flashllm.commands.predictors.scripts import sample_text
+    from flashllm.errors import FlashError
+    from flashllm.format.inspect import quality_line
+    from flashllm.quantise.quality import measure_quality
+
+    try:
+        manifest = measure_quality(source, directory, sample_text(), progress=progress)
+    except FlashError as error:
+        return f"what fewer bits cost was not measured: {error}"
+    assert manifest.quality is not None
+    return quality_line(dataclasses.asdict(manifest.quality))
 
 
 def _encoding(args: argparse.Namespace, bits: int) -> str | None:

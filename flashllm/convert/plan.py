@@ -27,11 +27,12 @@ from flashllm.arch.spec import Architecture, ArchitectureSpec, BlockSpec, Shape
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype
 from flashllm.base.files import CHUNK_NBYTES
 from flashllm.convert.checkpoint.coded import CodedWeights
+from flashllm.convert.checkpoint.escapes import held_by_bf12
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.convert.untrained import coded_gates_nbytes, default_rank, untrained_nbytes
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
-from flashllm.format.model_files import checksums_tensor, ffn_tensor, gate_tensor
+from flashllm.format.model_files import checksums_tensor, ffn_tensor, gate_tensor, is_coded_matrix
 from flashllm.format.model_files import resident_encoding as stored_as
 from flashllm.format.placed import placed_nbytes
 from flashllm.format.rows import RowEncoding, RowLayout
@@ -112,8 +113,10 @@ class ConversionPlan:
         """What a partial directory must have been begun with to be resumed: the source, the options, the layout."""
         headers = hashlib.sha256(self.ffn_header + self.resident_header).hexdigest()
         source = [str(self.checkpoint.path.resolve()), self.checkpoint.fingerprint()]
-        encodings = [self.layout.encoding, self.resident_encoding]
-        coded: dict[str, Any] = {"encodings": encodings} if encodings != [self.dtype.name, None] else {}
+        encodings = [self.layout.encoding, self.layout.down, self.resident_encoding]
+        coded: dict[str, Any] = (
+            {"encodings": encodings} if encodings != [self.dtype.name, self.dtype.name, None] else {}
+        )
         coded |= {"other_encodings": dict(self.other_encodings)} if self.other_encodings else {}
         rank: dict[str, Any] = {"predictor_rank": self.predictor_rank} if self.predictor_rank else {}
         rank |= {"coded_gates": True} if self.coded_gates else {}
@@ -180,17 +183,35 @@ def plan_conversion(
             f"{checkpoint.path}: a mixture of experts, whose router names the neurons and whose experts lie in one "
             "piece; --gate, --sparsify and --reorder are for other models"
         )
-    if "bf12" in (encoding, resident_encoding) and target.name != "bfloat16":
+    if "bf12" in (encoding, resident_encoding, table_encoding) and target.name != "bfloat16":
         raise UsageError(f"12 bits hold bfloat16 without loss; this model would be {target.name}: use 16, 8 or 4 bits")
+    residents = resident_sources(checkpoint.config)
+    others: dict[str, str] = {}
+    if table_encoding is not None and table_encoding != resident_encoding:
+        others = {name: table_encoding for name in TABLES if name in residents}
+
+    def fits(name: str) -> bool:
+        return held_by_bf12(checkpoint, names, claimed[name])
+
+    def of_rows(*matrices: str) -> str:
+        """How those matrices of a neuron are stored: where bf12 cannot hold one of them, they stay as they are."""
+        bundles = [name for i in layers for name in bundle_names(architecture, i)] if encoding == "bf12" else []
+        held = all(fits(f"{bundle}{matrix}.weight") for matrix in matrices for bundle in bundles)
+        return encoding if encoding is not None and held else target.name
+
+    up, down = of_rows(*architecture.matrices[:-1]), of_rows("down")
+    others |= {
+        name: target.name
+        for name in residents
+        if others.get(name, resident_encoding) == "bf12" and is_coded_matrix(name) and not fits(name)
+    }
     layout = RowLayout(
-        encoding=encoding or target.name,
+        encoding=up,
         d_model=architecture.d_model,
         d_ff=architecture.d_ff,
         matrices=("up", "down") if gate == "resident" else architecture.matrices,
+        down_encoding=None if down == up else down,
     )
-    others: dict[str, str] = {}
-    if table_encoding is not None and table_encoding != resident_encoding:
-        others = {name: table_encoding for name in TABLES if name in resident_sources(checkpoint.config)}
     entries = [
         _resident_entry(
             claim,
@@ -198,7 +219,7 @@ def plan_conversion(
             stored_as(claim.name, target.name, resident_encoding, layout.encoding, others),
         )
         for claim in (
-            *(claimed[name] for name in resident_sources(checkpoint.config)),
+            *(claimed[name] for name in residents),
             *(claimed[gate_tensor(layer)] for layer in layers if gate == "resident"),
         )
     ]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from arch_models import VARIANTS, make_checkpoint
 from arch_reference import ReferenceDecoder
+from safetensors.torch import load_file, save_file
 
 from flashllm.base.group_codes import GROUP_CODES
 from flashllm.config import Ablation, RunConfig
@@ -17,6 +18,7 @@ from flashllm.format.inspect import format_inspection, inspect
 from flashllm.format.manifest import MANIFEST, Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.verify import verify
+from flashllm.offload.runtime.tiers.source import open_weights
 
 TOLERANCE = 3e-4  # of fp32 logits, which are of the order of 1 to 10
 PAIRS = [("int8_32", None), (None, "int4_64"), ("int4_32_min", "int8_64"), ("int4_32", "int4_64_min")]
@@ -167,6 +169,63 @@ def test_12_bits_give_the_tokens_of_bfloat16(tmp_path, name):
                 steps = [model.step([(sequence, tokens(count, seed=count))]) for count in (1, 3, 8)]
                 found.append(np.concatenate([prompt, *steps]))
         np.testing.assert_array_equal(found[0], found[1], err_msg=mode)
+
+
+@pytest.mark.parametrize("matrix", ["fc1", "fc2", "q_proj", "embed_tokens"])
+def test_a_matrix_of_rare_exponents_stays_bfloat16(tmp_path, matrix):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"], dtype="bfloat16")
+    weights = load_file(source / "model.safetensors")
+    name = next(name for name in sorted(weights, reverse=True) if name.endswith(f"{matrix}.weight"))
+    spread = torch.exp2(torch.arange(weights[name].shape[0] * weights[name].shape[1]) % 40 - 40.0)
+    weights[name] *= spread.reshape(weights[name].shape).to(torch.bfloat16)
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    convert(source, tmp_path / "wide")
+    manifest = convert(source, tmp_path / "model", encoding="bf12", resident_encoding="bf12")
+    assert (manifest.rows.encoding, manifest.rows.down) == (
+        "bfloat16" if matrix == "fc1" else "bf12",
+        "bfloat16" if matrix == "fc2" else "bf12",
+    )
+    assert len(manifest.other_encodings) == (matrix in ("q_proj", "embed_tokens"))
+    assert verify(tmp_path / "model").ok
+    assert ("bfloat16" in format_inspection(inspect(tmp_path / "model")).split("row ")[1]) == (matrix in ("fc1", "fc2"))
+    found = []
+    for path in (tmp_path / "wide", tmp_path / "model"):
+        for mode in ("dense", "oracle"):
+            with Model.open(path, RunConfig(mode=mode, threads=2, io_threads=4)) as model:
+                sequence = model.new_sequence()
+                (prompt,) = model.step([(sequence, tokens(40))], all_logits=True)
+                found.append(np.concatenate([prompt, model.step([(sequence, tokens(1, seed=3))])]))
+    np.testing.assert_array_equal(found[0], found[2])
+    np.testing.assert_array_equal(found[1], found[3])
+    with open_weights(tmp_path / "wide") as wide, open_weights(tmp_path / "model") as model:
+        for tensor, shape in wide.shapes.items():
+            one, two = (np.empty(shape, np.uint16) for _ in range(2))
+            wide.read({tensor: one})
+            model.read({tensor: two})
+            np.testing.assert_array_equal(one, two, err_msg=tensor)
+
+
+def test_what_a_manifest_says_of_single_matrices_is_checked(tmp_path):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"])
+    manifest = convert(source, tmp_path / "model", resident_encoding="int4_32", table_encoding="int8_32")
+    assert manifest.other_encodings == {"embedding.weight": "int8_32"}
+    check_logits(tmp_path / "model", (5, 20))
+    path = tmp_path / "model" / MANIFEST
+    written = json.loads(path.read_text())
+    for change, message in (
+        ({"other_encodings": {"embedding.weight": "int3"}}, "neither coded nor float32"),
+        ({"other_encodings": {"final_norm.weight": "int8_32"}}, "no matrix that may be in codes"),
+        ({"other_encodings": {"embedding.weight": "bf12"}}, "bf12 is for models in bfloat16"),
+        ({"other_encodings": ["embedding.weight"]}, "must be an object"),
+        ({"other_encodings": {}}, "embedding.weight is U8"),
+        ({"rows": {**written["rows"], "down_encoding": "float32"}}, "only where it differs"),
+        ({"rows": {**written["rows"], "down_encoding": "float16"}}, "row_nbytes must be 384"),
+        ({"rows": {**written["rows"], "down_encoding": 4}}, "down_encoding"),
+        ({"quality": {"perplexity": 0, "source_perplexity": 1.0, "scored_tokens": 5, "text": "x"}}, "above 0"),
+    ):
+        path.write_text(json.dumps({**written, **change}))
+        with pytest.raises(FormatError, match=message):
+            Manifest.load(tmp_path / "model")
 
 
 def test_12_bits_are_for_bfloat16(tmp_path):

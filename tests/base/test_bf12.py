@@ -51,6 +51,7 @@ def test_escapes_fill_their_places_and_no_more(escapes):
     bits[1] = common[np.arange(4096) % 15] << 8 | np.uint16(3)
     at = np.random.default_rng(1).permutation(4096)[:escapes]
     bits[1, at] = rare[np.arange(escapes) % len(rare)] << 8 | np.uint16(7)
+    assert BF12.holds(bits) == (escapes <= 32)
     if escapes > 32:
         with pytest.raises(OverflowError, match="of a vector's 4096 weights have rare exponents"):
             BF12.encode(bits)
