@@ -36,6 +36,7 @@ from flashllm.format.manifest import Manifest, install_file, install_predictors
 from flashllm.format.model_files import FFN, PREDICTOR_METADATA, TRACE
 from flashllm.format.popularity import install_popularity
 from flashllm.format.predictors import PREFETCH, predictor_entries
+from flashllm.format.rows import CODED_ENCODINGS
 from flashllm.format.safetensors import ITEMSIZES, TensorInfo, encode_header
 from flashllm.format.trace import Trace
 
@@ -144,6 +145,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, help="another width (a multiple of the number of heads)")
     parser.add_argument("--vocab", type=int, default=VOCAB)
     parser.add_argument("--dtype", choices=WEIGHT_DTYPES, default="bfloat16")
+    parser.add_argument("--encoding", choices=CODED_ENCODINGS, help="of the neurons; by default the dtype as it is")
+    parser.add_argument("--resident-encoding", choices=CODED_ENCODINGS, help="of what stays in memory")
     parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parents[1] / "flashllm" / "demo")
     parser.add_argument("--tokens", type=int, default=1200, help="tokens of the trace, after which it begins again")
     parser.add_argument(
@@ -165,7 +168,14 @@ def main(argv: list[str] | None = None) -> int:
             shutil.copy(path, folder)
         checkpoint = dummy_checkpoint(folder, config, dtype, args.seed)
         with ProgressBar("model") as bar:
-            manifest = convert_checkpoint(checkpoint, args.out, source_name=NAME.format(seed=args.seed), progress=bar)
+            manifest = convert_checkpoint(
+                checkpoint,
+                args.out,
+                encoding=args.encoding,
+                resident_encoding=args.resident_encoding,
+                source_name=NAME.format(seed=args.seed),
+                progress=bar,
+            )
         write_predictors(folder / "predictors", manifest, args.seed, prefetch=not args.no_early)
         install_predictors(args.out, folder / "predictors")
     with tempfile.TemporaryDirectory() as name:

@@ -4,6 +4,7 @@
     python bench/peer/peer_llama.py make llama-7b-f16.gguf
     python bench/peer/peer_llama.py run llama-7b-f16.gguf --memory 7.0GB --tokens 10
     python bench/peer/peer_llama.py run llama-7b-f16.gguf --tokens 30
+    python bench/peer/peer_llama.py quantise llama-7b-f16.gguf llama-7b-q4_0.gguf
 
 The weights are dummies (13.5 GB; the text means nothing, so tokens go in and out as ids); sizes, reads and times are
 real. With --memory the whole process runs in a memory control group of that size from a cold page cache (needs root);
@@ -13,6 +14,7 @@ line is one JSON document.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -88,6 +90,16 @@ def make(path: Path, layers: int = LAYERS) -> None:
         print(name, file=sys.stderr)
         writer.write_tensor_data(data(shape))
     writer.close()
+
+
+def quantise(path: Path, out: Path) -> None:
+    """The model in Q4_0, by llama.cpp's own quantiser."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
+    if llama_cpp.llama_model_quantize(os.fsencode(path), os.fsencode(out), ctypes.byref(params)):
+        raise OSError(f"{path}: llama.cpp cannot quantise it")
 
 
 def bytes_read() -> int:
@@ -198,6 +210,9 @@ def main(argv: list[str] | None = None) -> int:
     maker = verbs.add_parser("make", help="write the dummy model")
     maker.add_argument("model", type=Path)
     maker.add_argument("--layers", type=int, default=LAYERS, help="fewer than the shape has")
+    quantiser = verbs.add_parser("quantise", help="write a model in Q4_0")
+    quantiser.add_argument("model", type=Path)
+    quantiser.add_argument("out", type=Path)
     for verb, summary in (("run", "measure, in a process of its own"), ("measure", "the process that `run` starts")):
         runner = verbs.add_parser(verb, help=summary)
         runner.add_argument("model", type=Path)
@@ -213,6 +228,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.verb == "make":
             make(args.model, args.layers)
+            return 0
+        if args.verb == "quantise":
+            quantise(args.model, args.out)
             return 0
         print(json.dumps(run(args) if args.verb == "run" else measure(args)))
         return 0

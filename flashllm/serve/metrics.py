@@ -23,6 +23,7 @@ class Metrics:
         memory_limit: int,
     ) -> None:
         self._registry = registry = CollectorRegistry()
+        self._first = False  # whether the next token is an answer's first
         self._requests = Counter(
             "flashllm_requests", "answers, by path and status", ["path", "status"], registry=registry
         )
@@ -31,6 +32,11 @@ class Metrics:
             "flashllm_cached_tokens", "prompt tokens taken from kept conversations", registry=registry
         )
         self._new = Counter("flashllm_generated_tokens", "tokens generated", registry=registry)
+        self._drafted = Counter("flashllm_drafted_tokens", "tokens drafted and verified", registry=registry)
+        self._accepted = Counter("flashllm_accepted_tokens", "drafted tokens that were right", registry=registry)
+        self._rejected = Counter(
+            "flashllm_rejected_bytes", "bytes read for drafted tokens that were wrong", registry=registry
+        )
         self._read = Counter("flashllm_read_bytes", "bytes read from flash", registry=registry)
         self._hits = Counter("flashllm_cache_hits", "active neurons found in the cache", registry=registry)
         self._misses = Counter("flashllm_cache_misses", "active neurons read from flash", registry=registry)
@@ -58,9 +64,15 @@ class Metrics:
             self._prompt.inc(event.record.tokens)
             self._cached.inc(event.record.reused_tokens)
             self._prompt_s.observe(times.total_ms / 1e3)
+            self._first = True
         else:
             self._new.inc()
             self._token_s.observe(times.total_ms / 1e3)
+            self._drafted.inc(max(0, event.record.pass_tokens - 1))
+            # Without a pass of its own a token was foreseen; the first comes from the prompt's.
+            self._accepted.inc(event.record.pass_tokens == 0 and not self._first)
+            self._rejected.inc(times.rejected_bytes)
+            self._first = False
         self._read.inc(times.bytes_read)
         self._hits.inc(times.hits)
         self._misses.inc(times.misses)
