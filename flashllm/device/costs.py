@@ -137,7 +137,7 @@ class DeviceCosts:
     sequential_bps: float  # bytes per second, all backends' best
     direct: bool  # False: the reads went through the page cache, and tell nothing about the drive
     dram_bps: float  # reading memory, all cores
-    gemv_bps: Mapping[str, float]  # weights per second in a resident product of one token, by dtype
+    gemv_bps: Mapping[str, float]  # bytes of weights a second in a resident product of one token, by encoding
     sparse_bps: Mapping[str, float]  # the same of rows gathered from the neuron cache
     layer_overhead_s: float  # of a token, a layer: interpreter, waking threads, norms
     scatter: float  # of the times of one batch of reads, as `scatter_of`
@@ -158,6 +158,14 @@ class DeviceCosts:
             raise ValueError(f"direct must be true or false, not {str(self.direct)[:80]!r}")
         check_int("threads", self.threads, 1, 2**16)
         check_str("made", self.made, 80)
+
+    def resident_bps(self, encoding: str, dtype: str) -> float:
+        """The rate of resident weights; that of the model's dtype in profiles from before encodings were measured."""
+        return self.gemv_bps.get(encoding, self.gemv_bps[dtype])
+
+    def gathered_bps(self, encoding: str, dtype: str) -> float:
+        """The rate of rows from the neuron cache; otherwise as `resident_bps`."""
+        return self.sparse_bps.get(encoding, self.sparse_bps[dtype])
 
     @property
     def steady(self) -> bool:

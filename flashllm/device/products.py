@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from flashllm import _core
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
+from flashllm.format.rows import ROW_ENCODINGS, RowLayout, pack_rows
 
 _D_MODEL = 4096  # a row of two 16-bit vectors is 16 KiB
 _ACTIVE_SHARE = 0.1  # of the rows cached (paper A, section 3.1)
@@ -24,16 +25,17 @@ _INPUT = 0.01
 class ResidentProducts:
     """Products of a resident weight in slices, one after the other; all slices together are in no cache."""
 
-    def __init__(self, dtype: str, nbytes: int, pool: _core.ThreadPool, slices: int = 1) -> None:
-        """Of about `nbytes` of weights: whole rows of a model's width, whole slices."""
-        itemsize = WEIGHT_DTYPES[dtype].itemsize
-        rows = max(1, nbytes // (slices * _D_MODEL * itemsize))
-        memory = _core.allocate(slices * rows * _D_MODEL * itemsize)
-        weights = memory.view(WEIGHT_DTYPES[dtype].storage).reshape(slices, rows, _D_MODEL)
-        weights[:] = _stored(np.random.default_rng(0).standard_normal(_D_MODEL, np.float32), dtype)
+    def __init__(self, encoding: str, nbytes: int, pool: _core.ThreadPool, slices: int = 1) -> None:
+        """Of about `nbytes` of weights of one of ROW_ENCODINGS: whole rows of a model's width, whole slices."""
+        vector, dtype = _vector(encoding), _dtype_beside(encoding)
+        rows = max(1, nbytes // (slices * vector.nbytes))
+        memory = _core.allocate(slices * rows * vector.nbytes)
+        weights = memory.view(vector.dtype).reshape(slices, rows, -1)
+        weights[:] = vector
         self.nbytes = memory.nbytes
         self.pool = pool
-        self._linears = [_core.Linear(weight, None, cast(Any, dtype), pool) for weight in weights]
+        coded: tuple[Any, ...] = () if encoding == dtype else ("auto", encoding, _D_MODEL)
+        self._linears = [_core.Linear(weight, None, cast(Any, dtype), pool, *coded) for weight in weights]
         self._x = _filled((1, _D_MODEL), dtype)
         self._out = np.empty((1, rows), WEIGHT_DTYPES[dtype].storage)
         self._turn = itertools.cycle(self._linears)
@@ -52,29 +54,31 @@ class ResidentProducts:
             self.slice()
 
 
-def resident_bps(dtype: str, *, nbytes: int, pool: _core.ThreadPool, seconds: float) -> float:
-    """Bytes of resident weights a second."""
-    products = ResidentProducts(dtype, nbytes, pool)
+def resident_bps(encoding: str, *, nbytes: int, pool: _core.ThreadPool, seconds: float) -> float:
+    """Bytes of resident weights a second, of one of ROW_ENCODINGS."""
+    products = ResidentProducts(encoding, nbytes, pool)
     return products.nbytes / _median_s(products.all, seconds)
 
 
-def gathered_bps(dtype: str, *, nbytes: int, pool: _core.ThreadPool, file: Path, seconds: float) -> float:
+def gathered_bps(encoding: str, *, nbytes: int, pool: _core.ThreadPool, file: Path, seconds: float) -> float:
     """Bytes of rows a second in an FFN layer's products of one token, over neurons that are all cached and all fire.
 
-    Nothing is read from `file`: a layer must have one.
+    `encoding` is of ROW_ENCODINGS. Nothing is read from `file`: a layer must have one.
     """
-    vector_nbytes = _D_MODEL * WEIGHT_DTYPES[dtype].itemsize
-    stride = 2 * vector_nbytes
+    dtype = _dtype_beside(encoding)
+    layout = RowLayout(encoding=encoding, d_model=_D_MODEL, d_ff=1)
+    stride = layout.stride
     neurons = max(1, nbytes // stride)
     layer = _core.FfnLayer(
         layer=0,
         dtype=cast(Any, dtype),
+        encoding=encoding,
         stride=stride,
         d_model=_D_MODEL,
         num_neurons=neurons,
         up=0,
         gate=-1,
-        down=vector_nbytes,
+        down=layout.byte_offset("down"),
         activation="relu",
         cache_policy="window",
         window=2**30,  # nothing leaves
@@ -95,7 +99,9 @@ def gathered_bps(dtype: str, *, nbytes: int, pool: _core.ThreadPool, file: Path,
     a, b = np.zeros((1, _D_MODEL), np.float16), np.zeros((neurons, 1), np.float16)
     layer.set_predictor(a, b, np.ones(neurons, np.float32), 0.0)
     x, y = _filled((_D_MODEL,), dtype), np.empty(_D_MODEL, WEIGHT_DTYPES[dtype].storage)
-    block = _filled((min(neurons, 256), 2 * _D_MODEL), dtype).view(np.uint8)
+    vectors = np.repeat(_encoded(np.full(_D_MODEL, _INPUT, np.float32), encoding)[None], min(neurons, 256), axis=0)
+    block = np.empty((len(vectors), stride), np.uint8)
+    pack_rows(layout, {"up": vectors, "down": vectors}, block)
     layer.begin_fill(x.ctypes.data, 1)
     for first in range(0, neurons, len(block)):
         count = min(len(block), neurons - first)
@@ -104,6 +110,22 @@ def gathered_bps(dtype: str, *, nbytes: int, pool: _core.ThreadPool, file: Path,
     active = [np.sort(random.choice(neurons, count, replace=False)).astype(np.int32) for _ in range(10)]
     turn = itertools.cycle(active)
     return count * stride / _median_s(lambda: layer.forward_active(x.ctypes.data, next(turn), y.ctypes.data), seconds)
+
+
+def _dtype_beside(encoding: str) -> str:
+    """The dtype of what weights of this encoding are multiplied by: their own, or one that a model of them may have."""
+    if encoding in WEIGHT_DTYPES:
+        return encoding
+    return "bfloat16" if encoding == "bf12" else "float16"
+
+
+def _vector(encoding: str) -> NDArray[Any]:
+    """A row of random weights as the encoding stores it."""
+    return _encoded(np.random.default_rng(0).standard_normal(_D_MODEL, np.float32), encoding)
+
+
+def _encoded(values: NDArray[np.float32], encoding: str) -> NDArray[Any]:
+    return np.ascontiguousarray(ROW_ENCODINGS[encoding].stored(values[None], WEIGHT_DTYPES["float32"])[0])
 
 
 def _filled(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:

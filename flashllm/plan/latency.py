@@ -7,11 +7,13 @@ products. The interpreter and waking threads cost a fixed time a layer. Plain ar
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashllm.device.costs import DeviceCosts, ReaderChoice
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import RESIDENT
+from flashllm.format.model_files import RESIDENT, resident_encoding
+from flashllm.format.rows import RowLayout
 from flashllm.format.safetensors import read_header
 from flashllm.plan.activity import ExpectedActivity, LayerActivity
 from flashllm.plan.memory import MemoryPlan
@@ -57,7 +59,8 @@ def dense_token(model: ModelDir, plan: MemoryPlan, *, costs: DeviceCosts | None,
     bytes_read = ffn_nbytes - sum(plan.cache_rows) * rows.stride
     if costs is None or not costs.direct:
         return DenseEstimate(ffn_nbytes=ffn_nbytes, bytes_read=bytes_read, read_bps=0.0, total_s=None)
-    products_s = (resident_nbytes + ffn_nbytes) / costs.gemv_bps[model.manifest.dtype]
+    products_s = resident_nbytes * _resident_s_a_byte(model, costs)
+    products_s += ffn_nbytes * _row_s_a_byte(rows, lambda encoding: costs.resident_bps(encoding, model.manifest.dtype))
     products_s += layers * costs.layer_overhead_s
     total_s = max(bytes_read / costs.sequential_bps, products_s)
     return DenseEstimate(ffn_nbytes=ffn_nbytes, bytes_read=bytes_read, read_bps=costs.sequential_bps, total_s=total_s)
@@ -65,10 +68,33 @@ def dense_token(model: ModelDir, plan: MemoryPlan, *, costs: DeviceCosts | None,
 
 def product_nbytes(model: ModelDir) -> int:
     """Bytes of the resident weights that a token's products read: the layers' and the head's, not the embeddings."""
+    return sum(_product_parts(model).values())
+
+
+def _product_parts(model: ModelDir) -> dict[str, int]:
+    """The bytes of `product_nbytes` by the tensors' names."""
     tensors = read_header(model.path / RESIDENT).tensors
     head = "head.weight" if "head.weight" in tensors else "embedding.weight"
     names = [name for name, info in tensors.items() if name.startswith(("layers.", "project_")) and len(info.shape) > 1]
-    return sum(tensors[name].nbytes for name in (*names, head))
+    return {name: tensors[name].nbytes for name in (*names, head)}
+
+
+def _resident_s_a_byte(model: ModelDir, costs: DeviceCosts) -> float:
+    """Seconds of a token's products for each byte of the resident weights they read."""
+    manifest, parts = model.manifest, _product_parts(model)
+    seconds = 0.0
+    for name, nbytes in parts.items():
+        encoding = resident_encoding(
+            name, manifest.dtype, manifest.resident_encoding, manifest.rows.encoding, manifest.other_encodings
+        )
+        seconds += nbytes / costs.resident_bps(encoding.name, manifest.dtype)
+    return seconds / sum(parts.values())
+
+
+def _row_s_a_byte(rows: RowLayout, rate: Callable[[str], float]) -> float:
+    """Seconds of products for each byte of a row; `rate`: bytes a second by encoding."""
+    seconds = sum(rows.vector_nbytes(matrix) / rate(rows.encoding_of(matrix).name) for matrix in rows.matrices)
+    return seconds / rows.row_nbytes
 
 
 def estimate_token(
@@ -123,11 +149,15 @@ class _Rates:
         self._plan, self._costs = plan, costs
         self._reader = costs.of(choice.backend, choice.depth)
         self._row, self._matrices = manifest.rows.stride, len(manifest.rows.matrices)
-        self._sparse_bps = costs.sparse_bps[manifest.dtype]
+        self._sparse_bps = 1 / _row_s_a_byte(
+            manifest.rows, lambda encoding: costs.gathered_bps(encoding, manifest.dtype)
+        )
         self._num_layers = manifest.architecture.num_layers
         kv_nbytes = min(TYPICAL_POSITION, plan.context) * model.kv_nbytes_per_token
         self._resident_nbytes = resident_nbytes + plan.predictors + kv_nbytes
-        self._resident_s = self._resident_nbytes / costs.gemv_bps[manifest.dtype] / self._num_layers
+        resident_s = resident_nbytes * _resident_s_a_byte(model, costs)
+        resident_s += (plan.predictors + kv_nbytes) / costs.gemv_bps[manifest.dtype]
+        self._resident_s = resident_s / self._num_layers
 
     def token(self, activity: ExpectedActivity, *, prefetch: bool) -> TokenEstimate:
         layers = [

@@ -7,6 +7,7 @@ import pytest
 from device_costs import device, reader
 
 from flashllm import _core
+from flashllm.convert.run import convert
 from flashllm.device.costs import ReaderChoice
 from flashllm.format.manifest import Calibration
 from flashllm.format.model_dir import ModelDir
@@ -73,6 +74,24 @@ def test_a_token_is_reads_bytes_and_overhead(model):
     assert token.compute_s == pytest.approx(3 * 40 * row / 16e9 + resident / 20e9)
     assert token.overhead_s == pytest.approx(3 * 5e-4)
     assert token.total_s == pytest.approx(token.compute_s + token.overhead_s)
+
+
+def test_coded_weights_have_rates_of_their_own(tiny, tmp_path):
+    convert(tiny("float16").source, tmp_path / "model", encoding="int4_32", resident_encoding="int8_32")
+    opened = ModelDir.open(tmp_path / "model")
+    plan = plan_memory(opened.manifest, opened.block, limit=None, available=10**12, process=10**8)
+    touched, resident = 3 * 40 * opened.manifest.rows.stride, 1_000_000
+    cached = plan.predictors + opened.kv_nbytes_per_token * min(plan.context, 256)
+
+    def compute_s(**rates):
+        return estimate((opened, plan), activity(40.0, 0.0), **rates).compute_s
+
+    # A profile from before they were measured: as the dtype's.
+    assert compute_s() == pytest.approx(touched / 16e9 + (resident + cached) / 20e9)
+    sparse = {"float16": 16e9, "int4_32": 4e9, "int8_32": 1e9}
+    assert compute_s(sparse_bps=sparse) == pytest.approx(touched / 4e9 + (resident + cached) / 20e9)
+    expected = touched / 16e9 + resident / 10e9 + cached / 20e9
+    assert compute_s(gemv_bps={"float16": 20e9, "int8_32": 10e9}) == pytest.approx(expected)
 
 
 def test_misses_wait_for_the_reader_beside_the_hits_products(model):
