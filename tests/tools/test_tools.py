@@ -176,6 +176,26 @@ def test_a_synthetic_model_computes_what_its_trace_says(synthetic):
     assert tokens[1] == tokens[4]
 
 
+def test_synthetic_experts_are_those_of_their_trace(tmp_path):
+    out, size, chosen = tmp_path / "model", 32, 8
+    small = {"hidden_size": 64, "intermediate_size": size, "num_attention_heads": 4, "num_experts": 16}
+    small |= {"vocab_size": 8192, "max_position_embeddings": 64}
+    done = run("tools/make_synthetic_experts.py", out, "--layers", 2, "--tokens", 20, "--config", json.dumps(small))
+    assert done.returncode == 0, done.stderr
+    assert "8 of 16 experts" in done.stderr
+    with Trace(out / "trace.safetensors") as trace:
+        masks = trace.masks(1).reshape(20, 16, size)
+    assert np.array_equal(masks.any(-1), masks.all(-1))
+    assert np.all(masks.any(-1).sum(-1) == chosen)
+    with Model.open(out, RunConfig(threads=1, io_threads=4)) as model, model.new_sequence() as sequence:
+        model.step([(sequence, range(4, 16))])
+        model.meter.restart()
+        for token in range(5):
+            model.step([(sequence, [token + 4])])
+            assert model.meter.take().active == 2 * chosen * size
+        assert "synthetic weights, synthetic trace of routing" in model.activity_source
+
+
 def test_a_synthetic_trace_has_the_statistics_it_promises(tmp_path):
     size = ["--layers", 3, "--neurons", 2048, "--tokens", 300, "--early-recall", 0.6, "--early-precision", 0.8]
     for part in ("learn", "judge"):
