@@ -13,12 +13,13 @@ from flashllm.cli import main
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
-from flashllm.errors import FormatError, NonFiniteError, UnsupportedModelError, UsageError
+from flashllm.errors import Cancelled, FormatError, NonFiniteError, UnsupportedModelError, UsageError
 from flashllm.format.inspect import format_inspection, inspect
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, RESIDENT
 from flashllm.format.verify import verify
+from flashllm.hf.model import FlashModel
 from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.plan.resolve import resolve
 
@@ -124,6 +125,31 @@ def test_drafted_tokens_of_experts_are_verified_as_they_would_be_alone(directory
             (rows,) = model.step([(sequence, [*ids(6)[-1:], *guesses])], all_logits=True, drafted=3)
             model.accept(sequence, 3)
     np.testing.assert_array_equal(rows, alone)
+
+
+def test_threads_and_interruptions_change_no_bit(directory):
+    with opened(directory) as model:
+        expected = generated(model, ids(20))
+        with model.new_sequence() as sequence:
+            model.cancel()
+            with pytest.raises(Cancelled):
+                model.step([(sequence, ids(40))])
+            model.cancel(False)
+        np.testing.assert_array_equal(generated(model, ids(20)), expected)
+    with Model.open(directory, RunConfig(threads=1, io_threads=1)) as model:
+        np.testing.assert_array_equal(generated(model, ids(20)), expected)
+
+
+def test_hugging_faces_generate_gives_transformers_tokens(tiny):
+    prompt = torch.tensor([ids(15)])
+    kind = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    expected = open_model(tiny[0]).generate(prompt, **kind)
+    model = FlashModel.from_pretrained(tiny[1], threads=1, io_threads=4)
+    try:
+        assert model.generate(prompt, **kind).tolist() == expected.tolist()
+        assert model.num_parameters() == sum(each.numel() for each in open_model(tiny[0]).parameters())
+    finally:
+        model.engine.close()
 
 
 def test_sparse_prompts_are_a_token_after_the_other(directory, tiny):

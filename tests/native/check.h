@@ -21,6 +21,7 @@ void test_cache(int scale);
 void test_thread_pool(int scale);
 void test_kernels(int scale);
 void test_predictor(int scale);
+void test_experts(int scale);
 void test_many_tokens(int scale);
 void test_ffn_layer(const std::string& directory, int scale);
 void test_model(const std::string& directory, int scale);

@@ -20,6 +20,7 @@ int main(int argc, char** argv) {
   test_kv_cache(scale);
   test_attention(scale);
   test_predictor(scale);
+  test_experts(scale);
   test_many_tokens(scale);
   test_offload(scale);
   test_reader(directory, scale);
