@@ -2,11 +2,12 @@
 
     python bench/quality/fewer_bits.py HF_FOLDER TEXT --variants wide int8_32 int4_32+int8_32 int4_32:down
 
-A variant is `wide` (the folder as it is, in its own dtype), NEURONS+RESIDENT (either may be empty: `+int4_32` is
-resident matrices alone), or ENCODING:MATRICES, where only those of a neuron's matrices (down, or up,gate) are rounded;
-that rounding is done on the folder's weights, as a conversion cannot mix. Everything else is converted and run by the
-engine, densely. Text: windows of `--length` tokens spread evenly, every token but a window's first predicted. The last
-line of stdout is one JSON document. No timings.
+A variant is `wide` (the folder as it is, in its own dtype), NEURONS+RESIDENT+TABLES (each may be empty: `+int4_32` is
+resident matrices alone; tables are embedding and head, otherwise as RESIDENT), the same with a `*` behind it, whose
+codes are chosen on the text of `--calibrate`, or ENCODING:MATRICES, where only those of a neuron's matrices (down, or
+up,gate) are rounded; that rounding is done on the folder's weights. Everything else is converted and run by the engine,
+densely. Text: windows of `--length` tokens spread evenly, every token but a window's first predicted. The last line of
+stdout is one JSON document. No timings.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from flashllm.convert.run import convert_checkpoint
 from flashllm.engine.model import Model
 from flashllm.format.inspect import inspect
 from flashllm.generate.tokenizer import Tokenizer
+from flashllm.quantise.run import convert_calibrated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,8 @@ class Variant:
     name: str
     neurons: str | None = None
     resident: str | None = None
+    tables: str | None = None  # embedding and head, where they differ from `resident`
+    calibrated: bool = False
     rounded: tuple[str, ...] = ()  # matrices of neurons that `rounding` is applied to, before the conversion
     rounding: str | None = None
 
@@ -55,9 +59,13 @@ class Variant:
         if colon:
             found = cls(name=text, rounding=encoding, rounded=tuple(matrices.split(",")))
         else:
-            neurons, _, resident = text.removeprefix("wide").partition("+")
-            found = cls(name=text, neurons=neurons or None, resident=resident or None)
-        for encoding in (found.neurons, found.resident, found.rounding):
+            parts = text.removeprefix("wide").removesuffix("*").split("+")
+            if len(parts) > 3:
+                raise ValueError(f"{text}: is more than NEURONS+RESIDENT+TABLES")
+            neurons, resident, tables = (part or None for part in (*parts, "", "")[:3])
+            calibrated = text.endswith("*")
+            found = cls(name=text, neurons=neurons, resident=resident, tables=tables, calibrated=calibrated)
+        for encoding in (found.neurons, found.resident, found.tables, found.rounding):
             if encoding is not None and encoding not in GROUP_CODES:
                 raise ValueError(f"{text}: {encoding} is not one of {', '.join(GROUP_CODES)}")
         return found
@@ -129,13 +137,16 @@ def measure(folder: Path, variant: Variant, windows: list[list[int]], args: argp
         rounding = variant.rounding
         checkpoint: Any = opened if rounding is None else RoundedCheckpoint(opened, variant.rounded, rounding)
         directory = Path(scratch) / "model"
-        convert_checkpoint(
-            checkpoint,
-            directory,
-            encoding=variant.neurons,
-            resident_encoding=variant.resident,
-            source_name=folder.name,
-        )
+        options: dict[str, Any] = {
+            "encoding": variant.neurons,
+            "resident_encoding": variant.resident,
+            "table_encoding": variant.tables,
+            "source_name": folder.name,
+        }
+        if variant.calibrated:
+            convert_calibrated(folder, directory, args.calibrate, **options, threads=args.threads)
+        else:
+            convert_checkpoint(checkpoint, directory, **options)
         facts = inspect(directory)
         return {
             "variant": variant.name,
@@ -152,10 +163,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--variants", nargs="+", default=["wide", "int8_32+int8_32", "int4_32+int4_32"])
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
+    parser.add_argument("--calibrate", type=Path, help="plain text in UTF-8 for variants with a *")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--scratch", type=Path, help="where models are converted to (default: the system's)")
     args = parser.parse_args(argv)
     variants = [Variant.of(text) for text in args.variants]
+    if args.calibrate is None and any(variant.calibrated for variant in variants):
+        parser.error("variants with a * need --calibrate")
     ids = Tokenizer.load(args.folder).encode(read_text(args.text))
     windows = list(spread_windows(list(ids), args.windows, args.length))
     results: list[dict[str, Any]] = []

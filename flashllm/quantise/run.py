@@ -26,7 +26,7 @@ from flashllm.convert.tokenizer import MAX_NBYTES, TOKENIZER, make_tokenizer, pa
 from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.format.trace import Trace
-from flashllm.offload.quantise.calibrate import Calibration, Layer, Sums
+from flashllm.offload.quantise.calibrate import NEAREST, Calibration, Layer, Sums
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, open_weights
 from flashllm.quantise.codes import Codes, CodesFolder
 from flashllm.quantise.feedback import code_columns, code_rows
@@ -137,6 +137,9 @@ def _code_layer(calibration: Calibration, layer: Layer, number: int, codes: dict
         code = codes["rows" if name in _FFN else "out"]
         if code is None:
             return values
+        if name in NEAREST:
+            coded[matrix_name(number, name)] = stored = code.encode(values)
+            return code.decode(stored, values.shape[1])
         if name == "down":
             vectors = np.ascontiguousarray(values.T)
             coded[matrix_name(number, name)] = stored = code_columns(vectors, sums, code)

@@ -31,6 +31,11 @@ def round_to_grid(values: Floats, bits: int) -> Floats:
     return rounded.reshape(-1)[: len(values)]
 
 
+def round_to_nearest(weights: Floats, *, bits: int) -> Floats:
+    """weights [outputs, inputs] on the grid of `bits`, each to the nearest."""
+    return np.stack([round_to_grid(column, bits) for column in weights.T.astype(np.float32)], axis=1)
+
+
 def round_with_feedback(weights: Floats, hessian: NDArray[np.floating], *, bits: int) -> Floats:
     """weights [outputs, inputs] on the grid of `bits`. `hessian` [inputs, inputs]: the sum of x xᵀ over inputs x.
 

@@ -20,8 +20,8 @@ from flashllm.base.files import fsync_directory, read_json_object, write_atomica
 from flashllm.convert.checkpoint.source import companion_files
 from flashllm.errors import UnsupportedModelError, UsageError
 from flashllm.format.safetensors import encode_header, open_safetensors
-from flashllm.offload.quantise.calibrate import Calibration, Layer
-from flashllm.offload.quantise.feedback import round_with_feedback
+from flashllm.offload.quantise.calibrate import NEAREST, Calibration, Layer
+from flashllm.offload.quantise.feedback import round_to_nearest, round_with_feedback
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, open_weights
 
 RECORD = "quantised.json"
@@ -62,7 +62,14 @@ def quantise(
                 done = {matrix_name(number, name): array for name, array in layer.matrices.items()}
                 _read_back(path, {of_layer[name]: array for name, array in done.items()})
             else:
-                calibration.round(layer, lambda name, values, sums: round_with_feedback(values, sums[0], bits=bits))
+                calibration.round(
+                    layer,
+                    lambda name, values, sums: (
+                        round_to_nearest(values, bits=bits)
+                        if name in NEAREST
+                        else round_with_feedback(values, sums[0], bits=bits)
+                    ),
+                )
                 _write(path, source, of_layer, layer, number)
             calibration.advance(layer)
             report(number + 1, source.num_layers)
