@@ -26,9 +26,9 @@ Floats = NDArray[np.float32]
 Sums = list[Floats]  # of x xᵀ, over spans of the inputs: [span, span] each
 Rounder = Callable[[str, Floats, Sums], Floats]  # matrix name, weights [out, in], what goes into it -> weights
 
-# Rounded to the nearest, as feedback makes them worse: a sequence's first token takes most of the attention of all others
-# (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023), so an error of its value goes into
-# every token, while in the sums it counts as one of many.
+# Rounded to the nearest, as feedback makes them worse: a sequence's first token takes most of the attention of all
+# others (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023), so an error of its value goes
+# into every token, while in the sums it counts as one of many.
 NEAREST = ("value",)
 _SAME_INPUTS = {"key": "query", "value": "query", "gate": "up"}  # matrices that take what another takes
 
