@@ -5,8 +5,9 @@ has them), then the codes of whole groups. Of 4 bits, 32 codes take 16 bytes: co
 i + 16 its upper half. A weight is `code * scale` (8 bits), `(code - 8) * scale` or `code * scale + minimum` (4 bits),
 exact in fp32 but for the last sum.
 
-Scales are chosen by least squares: of a few roundings, each with the scale (and minimum) that fits its codes best, the
-one with the least squared error; what it is rounded to in fp16 is what the final codes are rounded by.
+Scales are chosen by least squares (csrc/kernels/group_fit.h): of a few roundings, each with the scale (and minimum)
+that fits its codes best, the one with the least squared error; what it is rounded to in fp16 is what the final codes
+are rounded by.
 
 Choosing scales, rounding and packing are apart, so that whoever rounds a weight at a time, by other rules, can use the
 same groups (flashllm/quantise/feedback.py).
@@ -19,12 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm import _core
+
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 _UNIT = 32  # codes of 4 bits that share 16 bytes
-_STRETCHES = (0.0, -0.9, -0.6, -0.3, 0.3, 0.6, 0.9)  # tried: steps by which the range differs from the group's
-_ROWS_TOGETHER = 1 << 20  # values encoded at a time
+_ROWS_TOGETHER = 1 << 17  # values encoded at a time: they stay in the processor's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,12 @@ class GroupCode:
         """
         if not bool(np.all(np.isfinite(grouped))):
             raise OverflowError("a weight is not finite")
-        return self._grid(*(self._with_minimum if self.has_minimum else self._symmetric)(grouped))
+        weights = np.ascontiguousarray(grouped.reshape(-1, self.group))
+        scales = np.empty(len(weights), np.float32)
+        minimums = np.empty_like(scales) if self.has_minimum else None
+        _core.fit_groups(weights, self.bits, minimums, scales)
+        shape = (*grouped.shape[:-1], 1)
+        return self._grid(_half(scales).reshape(shape), None if minimums is None else _half(minimums).reshape(shape))
 
     def pack(self, codes: Floats, grid: Grid) -> Bytes:
         """uint8 [n, vector_nbytes] of codes [n, groups, group] on a grid of [n, groups, 1]."""
@@ -137,48 +144,6 @@ class GroupCode:
     def _grid(self, scales: NDArray[np.float16], minimums: NDArray[np.float16] | None = None) -> Grid:
         lowest, highest = (-128, 127) if self.bits == 8 else (0, (1 << self.bits) - 1)
         return Grid(lowest=lowest, highest=highest, zero=self._zero, scales=scales, minimums=minimums)
-
-    def _symmetric(self, grouped: Floats) -> tuple[NDArray[np.float16]]:
-        """The scales: the largest value of a group gets about the lowest code, -128 or -8 (of either sign)."""
-        lowest, highest = -(1 << self.bits - 1), (1 << self.bits - 1) - 1
-        most, least = grouped.max(axis=2, keepdims=True), grouped.min(axis=2, keepdims=True)
-        largest = np.where(most > -least, most, least)
-        best = np.full_like(largest, -1.0)
-        scale = np.zeros_like(largest)
-        for stretch in _STRETCHES[:1] if self.bits == 8 else _STRETCHES:
-            tried = largest / np.float32(lowest + stretch)
-            codes = _rounded(grouped, tried, lowest, highest)
-            product, square = _dot(codes, grouped), _dot(codes, codes)
-            gain = np.divide(product * product, square, out=np.zeros_like(square), where=square > 0)
-            better = gain > best
-            np.copyto(best, gain, where=better)
-            np.copyto(scale, np.divide(product, square, out=np.zeros_like(square), where=square > 0), where=better)
-        return (_half(scale),)
-
-    def _with_minimum(self, grouped: Floats) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
-        """(scales, minimums): the line code * scale + minimum fits the group best."""
-        highest, count = (1 << self.bits) - 1, np.float32(self.group)
-        least = grouped.min(axis=2, keepdims=True)
-        span = grouped.max(axis=2, keepdims=True) - least
-        total, squares = grouped.sum(axis=2, keepdims=True), _dot(grouped, grouped)
-        best = np.full_like(least, np.inf)
-        scale, minimum = np.zeros_like(least), least.copy()
-        for stretch in _STRETCHES:
-            codes = _rounded(grouped - least, span / np.float32(highest + stretch), 0, highest)
-            mean, product = codes.sum(axis=2, keepdims=True) / count, _dot(codes, grouped)
-            variance = _dot(codes, codes) - count * mean * mean
-            fitted = np.divide(product - mean * total, variance, out=np.zeros_like(least), where=variance > 0)
-            # The error of the line fitted: the group's variance without what the line explains.
-            error = squares - total * total / count - fitted * (product - mean * total)
-            better = error < best
-            np.copyto(best, error, where=better)
-            np.copyto(scale, fitted, where=better)
-            np.copyto(minimum, total / count - fitted * mean, where=better)
-        return _half(scale), _half(minimum)
-
-
-def _dot(a: Floats, b: Floats) -> Floats:
-    return np.asarray(np.einsum("ngk,ngk->ng", a, b)[..., None], np.float32)
 
 
 def _rounded(values: Floats, scale: Floats, lowest: int, highest: int) -> Floats:

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bind/bindings.h"
+#include "kernels/group_fit.h"
 #include "kernels/kernels.h"
 #include "kernels/matmul.h"
 #include "kernels/rows.h"
@@ -82,6 +83,8 @@ Dtype dtype_of(const AnyArray& array) {
 namespace {
 
 using Rows = Exact<nb::ndarray<nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
+using Groups = Exact<nb::ndarray<const float, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
+using Fits = Exact<nb::ndarray<float, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
 
 // A resident linear, for measurements and tests; a model's are inside it. Weights, inputs and outputs are of
 // one dtype (bf16 also as uint16), but for weights of a grouped encoding, whose rows are bytes.
@@ -183,6 +186,21 @@ void init_compute(nb::module_& m) {
         return read_bandwidth(pool, nbytes, seconds, level);
       },
       nb::arg("pool"), nb::arg("nbytes"), nb::arg("seconds"), nb::arg("simd") = "auto");
+
+  m.def(
+      "fit_groups",
+      [](const Groups& weights, std::size_t bits, std::optional<Fits> minimums, const Fits& scales) {
+        const GroupFit fit{bits, weights.shape(1), minimums.has_value()};
+        require((bits == 8 || bits == 4) && !(bits == 8 && fit.has_minimum),
+                "groups have codes of 8 or 4 bits, and minimums with 4 alone");
+        require(fit.group % 8 == 0 && scales.shape(0) == weights.shape(0) &&
+                    (!fit.has_minimum || minimums->shape(0) == weights.shape(0)),
+                "groups are a multiple of 8 weights, with a scale and a minimum each");
+        const nb::gil_scoped_release unlocked;
+        fit_groups(fit, weights.data(), weights.shape(0), scales.data(),
+                   fit.has_minimum ? minimums->data() : nullptr);
+      },
+      nb::arg("weights"), nb::arg("bits"), nb::arg("minimums").none(), nb::arg("scales"));
 
   nb::class_<PyLinear>(m, "Linear")
       .def(nb::init<Rows, std::optional<FloatArray>, const std::string&, std::shared_ptr<ThreadPool>,
