@@ -5,7 +5,7 @@ has them), then the codes of whole groups. Of 4 bits, 32 codes take 16 bytes: co
 i + 16 its upper half. A weight is `code * scale` (8 bits), `(code - 8) * scale` or `code * scale + minimum` (4 bits),
 exact in fp32 but for the last sum.
 
-Scales are chosen by least squares (csrc/kernels/group_fit.h): of a few roundings, each with the scale (and minimum)
+Scales are chosen by least squares (csrc/quantise/group_fit.h): of a few roundings, each with the scale (and minimum)
 that fits its codes best, the one with the least squared error; what it is rounded to in fp16 is what the final codes
 are rounded by.
 

@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "bind/bindings.h"
-#include "kernels/group_fit.h"
 #include "kernels/kernels.h"
 #include "kernels/matmul.h"
 #include "kernels/rows.h"
+#include "quantise/group_fit.h"
 
 namespace flashllm {
 

@@ -1,4 +1,4 @@
-#include "kernels/group_fit.h"
+#include "quantise/group_fit.h"
 
 #include <algorithm>
 #include <cstring>
