@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <condition_variable>
 #include <csignal>
 #include <cstdint>
@@ -20,7 +21,8 @@
 namespace flashllm {
 
 struct Fault {
-  enum class Kind { error, short_read, end_of_file, flip, hold, interrupt };
+  // random: one in `argument` calls, of the seed `first`, meets any of the others but hold and interrupt.
+  enum class Kind { error, short_read, end_of_file, flip, hold, interrupt, random };
 
   Kind kind = Kind::error;
   std::uint64_t first = 0;  // index of the first call that misbehaves
@@ -36,30 +38,9 @@ class FaultPlan {
   // What the next call is said to have returned (bytes or -errno), given what it did.
   ssize_t distort(const struct iovec* iov, ssize_t got) {
     const std::uint64_t call = calls_.fetch_add(1);
+    if (fault_.kind == Fault::Kind::random) return distort_at_random(call, iov, got);
     if (call < fault_.first || call - fault_.first >= fault_.count) return got;
-    const std::size_t first_piece = got > 0 ? std::min<std::size_t>(iov[0].iov_len, got) : 0;
-    switch (fault_.kind) {
-      case Fault::Kind::error:
-        return -static_cast<ssize_t>(fault_.argument);
-      case Fault::Kind::end_of_file:
-        return 0;
-      case Fault::Kind::short_read:
-        return got > 0 ? static_cast<ssize_t>(std::min<std::size_t>(first_piece, fault_.argument)) : got;
-      case Fault::Kind::flip:
-        if (got > 0) {
-          const std::size_t bit = fault_.argument % (8 * first_piece);
-          static_cast<unsigned char*>(iov[0].iov_base)[bit / 8] ^=
-              static_cast<unsigned char>(1U << (bit % 8));
-        }
-        return got;
-      case Fault::Kind::hold:
-        hold();
-        return got;
-      case Fault::Kind::interrupt:
-        kill(getpid(), SIGINT);
-        return got;
-    }
-    return got;
+    return apply(fault_.kind, fault_.argument, iov, got);
   }
 
   std::uint64_t calls() const { return calls_; }
@@ -76,6 +57,62 @@ class FaultPlan {
   }
 
  private:
+  ssize_t apply(Fault::Kind kind, std::uint64_t argument, const struct iovec* iov, ssize_t got) {
+    const std::size_t first_piece = got > 0 ? std::min<std::size_t>(iov[0].iov_len, got) : 0;
+    switch (kind) {
+      case Fault::Kind::error:
+        return -static_cast<ssize_t>(argument);
+      case Fault::Kind::end_of_file:
+        return 0;
+      case Fault::Kind::short_read:
+        return got > 0 ? static_cast<ssize_t>(std::min<std::size_t>(first_piece, argument)) : got;
+      case Fault::Kind::flip:
+        if (got > 0) {
+          const std::size_t bit = argument % (8 * first_piece);
+          static_cast<unsigned char*>(iov[0].iov_base)[bit / 8] ^=
+              static_cast<unsigned char>(1U << (bit % 8));
+        }
+        return got;
+      case Fault::Kind::hold:
+        hold();
+        return got;
+      case Fault::Kind::interrupt:
+        kill(getpid(), SIGINT);
+        return got;
+      case Fault::Kind::random:
+        break;
+    }
+    return got;
+  }
+
+  // What the n-th call meets depends on seed and n alone.
+  ssize_t distort_at_random(std::uint64_t call, const struct iovec* iov, ssize_t got) {
+    std::uint64_t bits = fault_.first * 0x9e3779b97f4a7c15U + call;  // splitmix64
+    bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9U;
+    bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebU;
+    bits ^= bits >> 31;
+    if (again_.exchange(false)) return -EIO;  // an error that comes back at once
+    if (fault_.argument == 0 || bits % fault_.argument != 0) return got;
+    const std::uint64_t argument = bits / fault_.argument / 8;
+    switch (bits / fault_.argument % 8) {
+      case 0:
+        return apply(Fault::Kind::error, EINTR, iov, got);
+      case 1:
+        return apply(Fault::Kind::error, EAGAIN, iov, got);
+      case 2:
+        again_ = true;
+        return apply(Fault::Kind::error, EIO, iov, got);
+      case 3:
+        return apply(Fault::Kind::error, EIO, iov, got);
+      case 4:
+        return apply(Fault::Kind::end_of_file, 0, iov, got);
+      case 5:
+        return apply(Fault::Kind::short_read, argument % 8192, iov, got);
+      default:
+        return apply(Fault::Kind::flip, argument, iov, got);
+    }
+  }
+
   void hold() {
     std::unique_lock<std::mutex> lock(mutex_);
     held_ = true;
@@ -85,6 +122,7 @@ class FaultPlan {
 
   Fault fault_;
   std::atomic<std::uint64_t> calls_{0};
+  std::atomic<bool> again_{false};
   std::mutex mutex_;
   std::condition_variable changed_;
   bool held_ = false, released_ = false;

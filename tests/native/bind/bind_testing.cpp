@@ -21,6 +21,7 @@ Fault::Kind parse_fault(const std::string& kind) {
   if (kind == "error") return Fault::Kind::error;
   if (kind == "short_read") return Fault::Kind::short_read;
   if (kind == "end_of_file") return Fault::Kind::end_of_file;
+  if (kind == "random") return Fault::Kind::random;
   if (kind == "interrupt") return Fault::Kind::interrupt;
   require(kind == "flip", "unknown fault " + kind);
   return Fault::Kind::flip;
