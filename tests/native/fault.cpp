@@ -1,6 +1,8 @@
 #include "fault.h"
 
+#include <chrono>
 #include <map>
+#include <thread>
 #include <utility>
 
 namespace flashllm {
@@ -26,7 +28,8 @@ ssize_t distort(const void* file, const struct iovec* iov, ssize_t result) {
   return plan ? plan->distort(iov, result) : result;
 }
 
-std::atomic<std::uint64_t> refusals{0}, interrupts{0};
+std::atomic<std::uint64_t> refusals{0}, interrupts{0}, hangs{0}, losses{0};
+std::atomic<bool> goes_on{true};
 
 bool take_one(std::atomic<std::uint64_t>& left) {
   std::uint64_t count = left.load();
@@ -47,12 +50,22 @@ void inject(const DirectWriter& file, std::shared_ptr<FaultPlan> faults) { set(&
 
 void refuse_enters(std::uint64_t count) { refusals = count; }
 void interrupt_probes(std::uint64_t count) { interrupts = count; }
+void hang_reads(std::uint64_t count) {
+  hangs = count;
+  goes_on = count == 0;
+}
+void lose_completions(std::uint64_t count) { losses = count; }
 
 // What io_uring.cpp calls.
 bool refuses_enter() { return take_one(refusals); }
+bool loses_completion() { return take_one(losses); }
 
 // What direct_file.cpp and direct_writer.cpp call.
 bool interrupts_probe() { return take_one(interrupts); }
+void hang_if_asked() {
+  if (!take_one(hangs)) return;
+  while (!goes_on) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
 ssize_t distort_read(const DirectFile& file, const struct iovec* iov, ssize_t result) {
   return distort(&file, iov, result);
 }

@@ -132,6 +132,10 @@ class FaultPlan {
 // interrupted (EINTR).
 void refuse_enters(std::uint64_t count);
 void interrupt_probes(std::uint64_t count);
+// The next so many reads never end: their system call (threads) does not return before `count` is 0 again, or
+// their completion (io_uring) is lost.
+void hang_reads(std::uint64_t count);
+void lose_completions(std::uint64_t count);
 
 // From now on the file's reads or writes misbehave by the plan; nullptr: no more.
 void inject(const DirectFile& file, std::shared_ptr<FaultPlan> faults);

@@ -48,7 +48,10 @@ class PyReadBatch {
  public:
   PyReadBatch(std::shared_ptr<Reader> reader, std::shared_ptr<DirectFile> file)
       : reader_(std::move(reader)), file_(std::move(file)) {}
-  ~PyReadBatch() { reader_->settle(batch_); }
+  ~PyReadBatch() {
+    reader_->settle(batch_);
+    drop();
+  }
   PyReadBatch(const PyReadBatch&) = delete;
   PyReadBatch& operator=(const PyReadBatch&) = delete;
 
@@ -88,8 +91,9 @@ class PyReadBatch {
     struct Finish {
       PyReadBatch& self;
       ~Finish() {
+        if (self.batch_.in_flight()) return;  // an interruption: destroying the batch settles it
         self.batch_.jobs.clear();
-        self.alive_ = nb::list();
+        self.drop();
       }
     } finish{*this};
     {
@@ -109,6 +113,12 @@ class PyReadBatch {
   }
 
  private:
+  // Lets the destinations go, but where a read may land there at any time.
+  void drop() {
+    if (reader_->is_lost()) alive_.release();
+    alive_ = nb::list();
+  }
+
   std::shared_ptr<Reader> reader_;
   std::shared_ptr<DirectFile> file_;
   ReadBatch batch_;
@@ -199,7 +209,8 @@ void init_io(nb::module_& m) {
       .def(
           "__init__",
           [](Reader* self, int threads, std::uint64_t max_gap, std::uint64_t max_request, bool verify,
-             const std::string& backend, int queue_depth) {
+             const std::string& backend, int queue_depth, int patience_ms) {
+            require(patience_ms >= 1, "a reader's patience must be at least 1 ms");
             ReaderOptions options;
             options.threads = threads;
             options.max_gap = max_gap;
@@ -207,10 +218,16 @@ void init_io(nb::module_& m) {
             options.verify = verify;
             options.backend = parse_backend(backend);
             options.queue_depth = queue_depth;
+            options.patience = std::chrono::milliseconds(patience_ms);
+            options.look = [] {
+              const nb::gil_scoped_acquire locked;
+              if (PyErr_CheckSignals() != 0) throw nb::python_error();
+            };
             new (self) Reader(options);
           },
           nb::arg("threads") = 32, nb::arg("max_gap") = 0, nb::arg("max_request") = std::uint64_t{1} << 20,
-          nb::arg("verify") = true, nb::arg("backend") = "threads", nb::arg("queue_depth") = 64)
+          nb::arg("verify") = true, nb::arg("backend") = "threads", nb::arg("queue_depth") = 64,
+          nb::arg("patience_ms") = 60'000)
       .def("take_busy_ns", &Reader::take_busy_ns)
       .def_prop_ro("backend",
                    [](const Reader& self) {

@@ -23,6 +23,7 @@ namespace flashllm {
 ssize_t distort_read(const DirectFile& file, const struct iovec* iov, ssize_t result);
 void forget_faults(const DirectFile& file);
 bool interrupts_probe();
+void hang_if_asked();
 #endif
 
 namespace {
@@ -161,6 +162,14 @@ DirectFile::~DirectFile() {
 
 int DirectRead::descriptor() const { return file_->fd_; }
 
+ssize_t DirectRead::call() const {
+#ifdef FLASHLLM_TESTING
+  hang_if_asked();
+#endif
+  const ssize_t got = preadv(descriptor(), iov_, iovcnt_, static_cast<off_t>(offset()));
+  return got < 0 ? -errno : got;
+}
+
 void DirectRead::accept(ssize_t result) {
 #ifdef FLASHLLM_TESTING
   result = distort_read(*file_, iov_, result);
@@ -216,10 +225,7 @@ void DirectRead::accept(ssize_t result) {
 }
 
 void DirectFile::read(DirectRead& read) const {
-  while (!read.finished()) {
-    const ssize_t got = preadv(fd_, read.iov(), read.iovcnt(), static_cast<off_t>(read.offset()));
-    read.accept(got < 0 ? -errno : got);
-  }
+  while (!read.finished()) read.accept(read.call());
 }
 
 }  // namespace flashllm

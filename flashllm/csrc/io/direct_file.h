@@ -7,6 +7,7 @@
 // through the page cache, and `direct()` says so: the caller must tell the user.
 #pragma once
 
+#include <sys/types.h>
 #include <sys/uio.h>
 
 #include <cstddef>
@@ -37,7 +38,8 @@ class DirectRead {
       : file_(&file), iov_(iov), iovcnt_(iovcnt), offset_(offset) {}
 
   bool finished() const { return iovcnt_ == 0; }
-  // The next call.
+  // The next call: what `accept` takes. Backends that make it themselves need its parts.
+  ssize_t call() const;
   int descriptor() const;
   const struct iovec* iov() const { return iov_; }
   int iovcnt() const { return iovcnt_; }

@@ -18,6 +18,7 @@ namespace flashllm {
 
 #ifdef FLASHLLM_TESTING  // tests/native/fault.cpp
 bool refuses_enter();
+bool loses_completion();
 #endif
 
 #if defined(IORING_FEAT_FAST_POLL) && defined(__NR_io_uring_setup)
@@ -30,13 +31,28 @@ std::string describe(const char* call) {
          std::to_string(error) + ")";
 }
 
-int enter(int descriptor, unsigned to_submit, unsigned min_complete) {
+// `at_most` in milliseconds; none where the kernel has no timeouts.
+int enter(int descriptor, unsigned to_submit, unsigned min_complete,
+          const std::chrono::milliseconds* at_most) {
 #ifdef FLASHLLM_TESTING
   if (refuses_enter()) {
     errno = EBUSY;
     return -1;
   }
 #endif
+#if defined(IORING_ENTER_EXT_ARG)
+  if (at_most != nullptr && min_complete != 0) {
+    struct __kernel_timespec time{};
+    time.tv_sec = at_most->count() / 1000;
+    time.tv_nsec = at_most->count() % 1000 * 1'000'000;
+    struct io_uring_getevents_arg argument{};
+    argument.ts = reinterpret_cast<std::uintptr_t>(&time);
+    return static_cast<int>(syscall(__NR_io_uring_enter, descriptor, to_submit, min_complete,
+                                    IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG, &argument,
+                                    sizeof(argument)));
+  }
+#endif
+  static_cast<void>(at_most);
   return static_cast<int>(syscall(__NR_io_uring_enter, descriptor, to_submit, min_complete,
                                   IORING_ENTER_GETEVENTS, nullptr, std::size_t{0}));
 }
@@ -68,6 +84,9 @@ void IoUring::setup(unsigned entries) {
   constexpr unsigned kNeeded = IORING_FEAT_SINGLE_MMAP | IORING_FEAT_NODROP | IORING_FEAT_FAST_POLL;
   if ((params.features & kNeeded) != kNeeded)
     throw CoreError(ErrorKind::io, "this kernel's io_uring is older than Linux 5.7");
+#if defined(IORING_FEAT_EXT_ARG)
+  has_timeouts_ = (params.features & IORING_FEAT_EXT_ARG) != 0;
+#endif
 
   // 2. Its memory.
   rings_nbytes_ = std::max<std::size_t>(params.sq_off.array + params.sq_entries * sizeof(unsigned),
@@ -125,9 +144,9 @@ bool IoUring::has_work() const {
   return unsubmitted_ != 0;
 }
 
-bool IoUring::submit(unsigned wait_for) {
-  const int submitted = enter(descriptor_, unsubmitted_, wait_for);
-  if (submitted < 0) return errno == EINTR;
+bool IoUring::submit(unsigned wait_for, std::chrono::milliseconds at_most) {
+  const int submitted = enter(descriptor_, unsubmitted_, wait_for, has_timeouts_ ? &at_most : nullptr);
+  if (submitted < 0) return errno == EINTR || errno == ETIME;
   unsubmitted_ -= static_cast<unsigned>(submitted);
   return true;
 }
@@ -148,6 +167,9 @@ bool IoUring::reap(std::uint64_t& id, ssize_t& result) {
   id = cqe.user_data;
   result = cqe.res;
   __atomic_store_n(cq_head_, head + 1, __ATOMIC_RELEASE);
+#ifdef FLASHLLM_TESTING
+  if (loses_completion()) return reap(id, result);
+#endif
   return true;
 }
 
@@ -159,7 +181,7 @@ IoUring::IoUring(unsigned) {
 void IoUring::release() {}
 void IoUring::read(std::uint64_t, int, const struct iovec*, int, std::uint64_t) {}
 bool IoUring::has_work() const { return false; }
-bool IoUring::submit(unsigned) { return true; }
+bool IoUring::submit(unsigned, std::chrono::milliseconds) { return true; }
 std::vector<std::uint64_t> IoUring::take_back() { return {}; }
 bool IoUring::reap(std::uint64_t&, ssize_t&) { return false; }
 

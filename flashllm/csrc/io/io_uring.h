@@ -8,6 +8,7 @@
 #include <sys/types.h>
 #include <sys/uio.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -28,9 +29,10 @@ class IoUring {
   // Queues a read; the iovecs stay where they are until it is reaped.
   void read(std::uint64_t id, int descriptor, const struct iovec* iov, int iovcnt, std::uint64_t offset);
 
-  // Submits what was queued and collects completions; returns when `wait_for` of them can be reaped, or a
-  // signal came. False where the kernel refuses for now (it is short of memory, or busy).
-  bool submit(unsigned wait_for);
+  // Submits what was queued and collects completions; returns when `wait_for` of them can be reaped, a signal
+  // came, or `at_most` is over (kernels before 5.11 do not look at the time). False where the kernel refuses
+  // for now (it is short of memory, or busy).
+  bool submit(unsigned wait_for, std::chrono::milliseconds at_most);
   // The ids of the reads that the kernel does not have, taken out of the queue.
   std::vector<std::uint64_t> take_back();
   // Whether `submit` has anything to do.
@@ -60,6 +62,7 @@ class IoUring {
   struct io_uring_sqe* sqes_ = nullptr;
   struct io_uring_cqe* cqes_ = nullptr;
   unsigned unsubmitted_ = 0;
+  bool has_timeouts_ = false;
 };
 
 }  // namespace flashllm

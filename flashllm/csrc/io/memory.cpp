@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cstdint>
 #include <new>
 
@@ -11,6 +12,8 @@ namespace {
 
 // Smaller buffers stay on ordinary pages: a huge page for each would exceed the memory plan.
 constexpr std::size_t kHugeFrom = 4 * HugeBuffer::kAlignment;
+
+std::atomic<bool> all_is_kept{false};
 
 }  // namespace
 
@@ -34,8 +37,10 @@ HugeBuffer::HugeBuffer(std::size_t nbytes) : size_(nbytes) {
 }
 
 HugeBuffer::~HugeBuffer() {
-  if (mapping_ != nullptr) munmap(mapping_, mapped_);
+  if (mapping_ != nullptr && !all_is_kept) munmap(mapping_, mapped_);
 }
+
+void keep_all_memory() noexcept { all_is_kept = true; }
 
 namespace {
 
@@ -56,7 +61,7 @@ struct Pages {
 
 void release_pages(std::byte* data, std::size_t nbytes) {
   const Pages pages(data, nbytes);
-  if (pages.empty()) return;
+  if (pages.empty() || all_is_kept) return;
 #ifdef MADV_NOHUGEPAGE
   pages.advise(MADV_NOHUGEPAGE);  // or khugepaged may fill the hole with a huge page of zeros
 #endif

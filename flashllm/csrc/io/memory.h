@@ -28,6 +28,10 @@ class HugeBuffer {
   std::size_t size_ = 0;
 };
 
+// From now on no HugeBuffer is unmapped and no page given back: a read that never ended may still be written
+// there.
+void keep_all_memory() noexcept;
+
 // Makes the memory [data, data + nbytes) real: page faults are taken here instead of at first use. Its
 // contents stay.
 void populate(std::byte* data, std::size_t nbytes);

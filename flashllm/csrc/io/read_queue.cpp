@@ -20,7 +20,7 @@ std::uint64_t now_ns() {
 
 void ReadQueue::push(ReadBatch& batch, ReadPriority priority) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  batch.submitted_at_ns_ = now_ns();
+  batch.submitted_at_ns_ = moved_at_ns_ = now_ns();
   if (unfinished_batches_++ == 0) busy_since_ns_ = batch.submitted_at_ns_;
   batch.priority_ = priority;
   queue_of(batch).push_back(&batch);
@@ -42,10 +42,43 @@ bool ReadQueue::poll(ReadBatch& batch) {
   return batch.unfinished_ == 0;
 }
 
-void ReadQueue::wait(ReadBatch& batch) {
+bool ReadQueue::wait(ReadBatch& batch, std::chrono::milliseconds at_most) {
   std::unique_lock<std::mutex> lock(mutex_);
-  done_.wait(lock, [&] { return batch.unfinished_ == 0; });
+  done_.wait_for(lock, at_most, [&] { return batch.unfinished_ == 0 || lost_; });
   mark_landed(batch);
+  return batch.unfinished_ == 0;
+}
+
+bool ReadQueue::lose(std::chrono::milliseconds patience) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (lost_) return true;
+  const auto patience_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(patience).count());
+  if (held_ != 0 || unfinished_batches_ == 0 || now_ns() - moved_at_ns_ < patience_ns) return false;
+  lost_ = closed_ = true;
+  done_.notify_all();
+  work_.notify_all();
+  return true;
+}
+
+bool ReadQueue::is_lost() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return lost_;
+}
+
+bool ReadQueue::hold(Work& work) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (lost_) return false;
+  work.held = true;
+  ++held_;
+  moved_at_ns_ = now_ns();
+  return true;
+}
+
+void ReadQueue::let_go(Work& work) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  work.held = false;
+  --held_;
+  moved_at_ns_ = now_ns();
 }
 
 std::uint64_t ReadQueue::take_busy_ns() {
@@ -72,6 +105,7 @@ bool ReadQueue::try_take(Work& work) {
 void ReadQueue::finish(const Work& work, const RequestOutcome& outcome, std::exception_ptr error) {
   const std::lock_guard<std::mutex> lock(mutex_);
   ReadBatch& batch = *work.batch;
+  if (work.held) --held_;
   batch.stats_.bytes += outcome.bytes;
   batch.stats_.gap_bytes += outcome.gap_bytes;
   batch.stats_.retries += outcome.retries;
@@ -86,8 +120,8 @@ void ReadQueue::finish(const Work& work, const RequestOutcome& outcome, std::exc
 
 void ReadQueue::retire(ReadBatch& batch, std::size_t requests) {
   batch.unfinished_ -= requests;
+  const std::uint64_t now = moved_at_ns_ = now_ns();
   if (batch.unfinished_ != 0) return;
-  const std::uint64_t now = now_ns();
   batch.stats_.wall_ns = now - batch.submitted_at_ns_;
   if (--unfinished_batches_ == 0) busy_ns_ += now - busy_since_ns_;
   done_.notify_all();
@@ -113,9 +147,10 @@ std::deque<ReadBatch*>& ReadQueue::queue_of(const ReadBatch& batch) {
 bool ReadQueue::pop(Work& work) {
   std::deque<ReadBatch*>& queue = demand_.empty() ? prefetch_ : demand_;
   if (queue.empty()) return false;
+  moved_at_ns_ = now_ns();
   ReadBatch& batch = *queue.front();
   const ReadRequest& request = batch.requests_[batch.next_request_++];
-  work = {&batch, &request, batch.jobs.data() + request.first_job, batch.file_};
+  work = {&batch, &request, batch.jobs.data() + request.first_job, batch.file_, false};
   if (batch.next_request_ == batch.requests_.size()) queue.pop_front();
   return true;
 }

@@ -2,6 +2,7 @@
 // nothing and starts no threads. Shared by the callers of a Reader and its backend.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -26,13 +27,15 @@ class ReadQueue {
     const ReadRequest* request = nullptr;
     const ReadJob* jobs = nullptr;  // of the request
     const DirectFile* file = nullptr;
+    bool held = false;
   };
 
   // For callers.
   void push(ReadBatch& batch, ReadPriority priority);
   void keep(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted);
-  bool poll(ReadBatch& batch);   // marks the jobs that have landed; true when nothing is under way
-  void wait(ReadBatch& batch);   // as poll, once every request is finished
+  bool poll(ReadBatch& batch);  // marks the jobs that have landed; true when nothing is under way
+  // As poll, once every request is finished, or `at_most` is over, or the queue is lost.
+  bool wait(ReadBatch& batch, std::chrono::milliseconds at_most);
   std::uint64_t take_busy_ns();  // time since the last call in which any batch was unfinished
 
   // For backends. Work is handed out in the order of submission, demand before prefetch; all of it must be
@@ -43,6 +46,16 @@ class ReadQueue {
   // Wakes a thread in `take` for each request; at most `waiting` threads are there.
   void notify(std::size_t requests, std::size_t waiting);
   void close();  // ends all waiting in `take`
+
+  // A read that never ends. Where no request has moved for `patience` the queue is lost: true, for ever
+  // after. It hands out nothing more, and whoever waits is told. What its batches point to may then be
+  // destroyed, so a backend that is not the caller's thread holds a request before it looks at it, and lets
+  // it go before the next system call; `hold` is false where the queue is lost, and the request must not be
+  // touched.
+  bool lose(std::chrono::milliseconds patience);
+  bool is_lost();
+  bool hold(Work& work);
+  void let_go(Work& work);
 
  private:
   std::deque<ReadBatch*>& queue_of(const ReadBatch& batch);
@@ -57,7 +70,9 @@ class ReadQueue {
   std::deque<ReadBatch*> demand_, prefetch_;  // batches with requests not yet taken
   std::size_t unfinished_batches_ = 0;
   std::uint64_t busy_since_ns_ = 0, busy_ns_ = 0;  // since: while a batch is unfinished
-  bool closed_ = false;
+  std::uint64_t moved_at_ns_ = 0;                  // when a request last came, began or ended
+  std::size_t held_ = 0;                           // requests
+  bool closed_ = false, lost_ = false;
 };
 
 }  // namespace flashllm

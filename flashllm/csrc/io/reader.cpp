@@ -1,8 +1,11 @@
 #include "io/reader.h"
 
+#include <algorithm>
 #include <string>
+#include <utility>
 
 #include "io/error.h"
+#include "io/memory.h"
 #include "io/thread_backend.h"
 #include "io/uring_backend.h"
 
@@ -20,7 +23,7 @@ void require_in_flight(const ReadBatch& batch, const char* what) {
 
 }  // namespace
 
-Reader::Reader(const ReaderOptions& options) : options_(options) {
+Reader::Reader(const ReaderOptions& options) : options_(options), queue_(std::make_unique<ReadQueue>()) {
   if (options.threads < 1 || options.threads > 1024)
     throw CoreError(ErrorKind::usage,
                     "reader threads must be 1 to 1024, got " + std::to_string(options.threads));
@@ -32,7 +35,7 @@ Reader::Reader(const ReaderOptions& options) : options_(options) {
                     "queue_depth must be 1 to 1024, got " + std::to_string(options.queue_depth));
   if (options.backend != ReadBackendKind::threads) {
     try {
-      backend_ = std::make_unique<UringBackend>(queue_, options);
+      backend_ = std::make_unique<UringBackend>(*queue_, options);
       options_.backend = ReadBackendKind::io_uring;
       return;
     } catch (const CoreError& error) {
@@ -42,13 +45,20 @@ Reader::Reader(const ReaderOptions& options) : options_(options) {
     }
   }
   options_.backend = ReadBackendKind::threads;
-  backend_ = std::make_unique<ThreadBackend>(queue_, options);
+  backend_ = std::make_unique<ThreadBackend>(*queue_, options);
 }
 
-Reader::~Reader() = default;
+Reader::~Reader() {
+  if (!is_lost()) return;
+  static auto* const lost = new std::vector<std::pair<ReadBackend*, ReadQueue*>>;  // found by leak checkers
+  backend_->abandon();
+  lost->emplace_back(backend_.release(), queue_.release());
+}
 
 void Reader::submit(ReadBatch& batch, const DirectFile& file, ReadPriority priority) {
   if (batch.in_flight_) throw CoreError(ErrorKind::usage, "a read batch was submitted twice without a wait");
+  if (is_lost())
+    throw CoreError(ErrorKind::io, "nothing more can be read; load the model again: " + lost_, lost_offset_);
   for (ReadJob& job : batch.jobs) {
     if (job.nbytes == 0 ||
         (job.checksums != nullptr && (job.row_nbytes == 0 || job.nbytes % job.row_nbytes != 0)))
@@ -76,7 +86,7 @@ void Reader::submit(ReadBatch& batch, const DirectFile& file, ReadPriority prior
   batch.landed_.reserve(requests);  // nothing is allocated where a read ends
   batch.unfinished_ = requests;
   if (requests != 0) {
-    queue_.push(batch, priority);
+    queue_->push(batch, priority);
     backend_->work_arrived(requests);
   }
   batch.in_flight_ = true;
@@ -84,7 +94,7 @@ void Reader::submit(ReadBatch& batch, const DirectFile& file, ReadPriority prior
 
 void Reader::keep(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted) {
   require_in_flight(batch, "kept or cancelled");
-  queue_.keep(batch, wanted);
+  queue_->keep(batch, wanted);
 }
 
 void Reader::cancel(ReadBatch& batch) {
@@ -94,20 +104,56 @@ void Reader::cancel(ReadBatch& batch) {
 bool Reader::poll(ReadBatch& batch) {
   require_in_flight(batch, "polled");
   backend_->start();
-  return queue_.poll(batch);
+  if (is_lost()) throw_lost(batch);
+  return queue_->poll(batch);
 }
 
 void Reader::wait(ReadBatch& batch) {
   require_in_flight(batch, "waited for");
-  backend_->wait(batch);
-  batch.in_flight_ = false;
+  if (!await(batch, options_.patience, true)) throw_lost(batch);
+  batch.in_flight_ = interrupted_ = false;
   if (batch.error_) std::rethrow_exception(batch.error_);
 }
 
 void Reader::settle(ReadBatch& batch) noexcept {
   if (!batch.in_flight_) return;
-  backend_->wait(batch);
+  if (await(batch, interrupted_ ? kAfterInterruption : options_.patience, false)) interrupted_ = false;
   batch.in_flight_ = false;
+}
+
+bool Reader::await(ReadBatch& batch, std::chrono::milliseconds patience, bool look) {
+  while (!backend_->wait(batch, std::min(kBetweenLooks, patience))) {
+    if (queue_->lose(patience)) {
+      keep_all_memory();
+      if (lost_.empty()) name_lost(batch, patience);
+      return false;
+    }
+    if (!look || !options_.look) continue;
+    try {
+      options_.look();
+    } catch (...) {
+      interrupted_ = true;
+      throw;
+    }
+  }
+  return true;
+}
+
+// Of the requests that were started, the first whose jobs have not landed.
+void Reader::name_lost(const ReadBatch& batch, std::chrono::milliseconds patience) {
+  for (const ReadRequest& request : batch.requests_) {
+    if (batch.jobs[request.first_job].landed) continue;
+    lost_offset_ = request.offset;
+    lost_ = "a read of " + std::to_string(request.nbytes) + " bytes at offset " +
+            std::to_string(request.offset) + " did not end within " + std::to_string(patience.count()) +
+            " ms, " + batch.file_->path();
+    return;
+  }
+}
+
+void Reader::throw_lost(ReadBatch& batch) {
+  batch.in_flight_ = false;
+  throw CoreError(ErrorKind::io, lost_, lost_offset_);
 }
 
 }  // namespace flashllm

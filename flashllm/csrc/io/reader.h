@@ -6,8 +6,13 @@
 // as far as they have not been started. The first error of a batch wins, the rest of the batch is
 // skipped, and wait throws it. After wait each job says whether it landed, and the batch can be used again.
 // One thread at a time uses a batch.
+//
+// A read that never ends (a drive that is gone, a server that does not answer) cannot be taken back from the
+// system. Where nothing has moved for `patience` the reader is lost: wait throws, and every later submit. Its
+// threads, and all memory that reads may land in, are then kept to the process's end.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -71,6 +76,9 @@ struct ReaderOptions {
   std::uint64_t max_gap = 0;
   std::uint64_t max_request = std::uint64_t{1} << 20;
   bool verify = true;  // compare the checksums of jobs that carry them
+  // Longer than the kernel gives a drive before it tries again or gives it up (30 s).
+  std::chrono::milliseconds patience{60'000};
+  std::function<void()> look;  // called now and then in a wait; what it throws ends the wait
 };
 
 // Takes work from a ReadQueue and finishes it. All memory and threads are taken when it is made.
@@ -80,7 +88,9 @@ class ReadBackend {
   virtual void work_arrived(std::size_t requests) = 0;  // called at each submit: brief
   virtual void start() noexcept = 0;                    // as Reader::start
   virtual void advance() noexcept = 0;                  // as Reader::advance
-  virtual void wait(ReadBatch& batch) = 0;              // until all of it is finished
+  // True once all of it is finished; false where that is not so after `at_most`, or the queue is lost.
+  virtual bool wait(ReadBatch& batch, std::chrono::milliseconds at_most) = 0;
+  virtual void abandon() noexcept = 0;  // the queue is lost, and this is never destroyed
 };
 
 class Reader final : public SideWork {
@@ -108,18 +118,32 @@ class Reader final : public SideWork {
   void start() noexcept { backend_->start(); }
   void advance() noexcept override { backend_->advance(); }
   // Time since the last call in which any batch was under way; batches that overlap count once.
-  std::uint64_t take_busy_ns() { return queue_.take_busy_ns(); }
-  void settle(ReadBatch& batch) noexcept;  // waits if it is in flight, and drops its error
+  std::uint64_t take_busy_ns() { return queue_->take_busy_ns(); }
+  // Waits if it is in flight, and drops its error. After a wait that `look` ended it does not wait for long.
+  void settle(ReadBatch& batch) noexcept;
+  bool is_lost() const { return queue_->is_lost(); }
   void read(ReadBatch& batch, const DirectFile& file) {
     submit(batch, file);
     wait(batch);
   }
 
  private:
+  static constexpr std::chrono::milliseconds kBetweenLooks{100};
+  static constexpr std::chrono::milliseconds kAfterInterruption{
+      700};  // who interrupts does not wait for long
+
+  // False where the reader is lost.
+  bool await(ReadBatch& batch, std::chrono::milliseconds patience, bool look);
+  void name_lost(const ReadBatch& batch, std::chrono::milliseconds patience);
+  [[noreturn]] void throw_lost(ReadBatch& batch);
+
   ReaderOptions options_;
   std::string backend_reason_;
-  ReadQueue queue_;
+  std::unique_ptr<ReadQueue> queue_;
   std::unique_ptr<ReadBackend> backend_;
+  std::string lost_;  // the read that did not end
+  std::uint64_t lost_offset_ = 0;
+  bool interrupted_ = false;  // a wait; until reads have come to an end
 };
 
 }  // namespace flashllm

@@ -32,9 +32,9 @@ void ThreadBackend::start() noexcept {
   queue_.notify(unannounced_.exchange(0), threads_.size());
 }
 
-void ThreadBackend::wait(ReadBatch& batch) {
+bool ThreadBackend::wait(ReadBatch& batch, std::chrono::milliseconds at_most) {
   start();
-  queue_.wait(batch);
+  return queue_.wait(batch, at_most);
 }
 
 void ThreadBackend::serve(RequestSlot& slot) {
@@ -44,13 +44,29 @@ void ThreadBackend::serve(RequestSlot& slot) {
     std::exception_ptr error;
     try {
       slot.begin(*work.request, work.jobs, *work.file);
-      work.file->read(slot.read);
+      if (!read(slot, work)) return;
       outcome = slot.finish(verify_);
     } catch (...) {
       error = std::current_exception();
     }
     queue_.finish(work, outcome, std::move(error));  // the waiting thread is its last owner
   }
+}
+
+// False where the queue was lost meanwhile. On return, also by an error, the request is held.
+bool ThreadBackend::read(RequestSlot& slot, ReadQueue::Work& work) {
+  for (;;) {
+    const ssize_t result = slot.read.call();
+    if (!queue_.hold(work)) return false;
+    slot.read.accept(result);
+    if (slot.read.finished()) return true;
+    queue_.let_go(work);
+  }
+}
+
+// A thread in a read that never ends cannot be joined; the others end.
+void ThreadBackend::abandon() noexcept {
+  for (std::thread& thread : threads_) thread.detach();
 }
 
 void ThreadBackend::stop() {

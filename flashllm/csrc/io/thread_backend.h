@@ -19,10 +19,12 @@ class ThreadBackend final : public ReadBackend {
   void work_arrived(std::size_t requests) override { unannounced_ += requests; }
   void start() noexcept override;
   void advance() noexcept override { start(); }
-  void wait(ReadBatch& batch) override;
+  bool wait(ReadBatch& batch, std::chrono::milliseconds at_most) override;
+  void abandon() noexcept override;
 
  private:
   void serve(RequestSlot& slot);
+  bool read(RequestSlot& slot, ReadQueue::Work& work);
   void stop();
 
   ReadQueue& queue_;

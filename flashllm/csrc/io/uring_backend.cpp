@@ -37,14 +37,15 @@ void UringBackend::advance() noexcept {
 }
 
 void UringBackend::step() {
+  if (queue_.is_lost()) return;
   if (ring_.has_work()) submit(0);
   take_in();
   start_requests();
   if (ring_.has_work()) submit(0);
 }
 
-void UringBackend::submit(unsigned wait_for) {
-  if (ring_.submit(wait_for)) {
+void UringBackend::submit(unsigned wait_for, std::chrono::milliseconds at_most) {
+  if (ring_.submit(wait_for, at_most)) {
     refusals_ = 0;
     return;
   }
@@ -53,15 +54,19 @@ void UringBackend::submit(unsigned wait_for) {
   for (const std::uint64_t id : ring_.take_back()) read_here(id);
 }
 
-void UringBackend::wait(ReadBatch& batch) {
+bool UringBackend::wait(ReadBatch& batch, std::chrono::milliseconds at_most) {
+  const auto end = Clock::now() + at_most;
   while (!queue_.poll(batch)) {
     const std::lock_guard<std::mutex> turn(turn_);
+    if (queue_.is_lost()) return false;
     take_in();
-    if (queue_.poll(batch)) return;
+    if (queue_.poll(batch)) return true;
+    if (Clock::now() >= end) return false;
     start_requests();
     // With nothing under way, all requests failed before they reached the kernel: no completion would come.
-    if (free_.size() != active_.size()) submit(1);
+    if (free_.size() != active_.size()) submit(1, at_most);
   }
+  return true;
 }
 
 void UringBackend::take_in() {

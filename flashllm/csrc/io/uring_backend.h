@@ -28,7 +28,8 @@ class UringBackend final : public ReadBackend {
   void work_arrived(std::size_t) override {}
   void start() noexcept override;
   void advance() noexcept override;
-  void wait(ReadBatch& batch) override;
+  bool wait(ReadBatch& batch, std::chrono::milliseconds at_most) override;
+  void abandon() noexcept override {}
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -43,7 +44,7 @@ class UringBackend final : public ReadBackend {
   };
 
   void step();
-  void submit(unsigned wait_for);
+  void submit(unsigned wait_for, std::chrono::milliseconds at_most = std::chrono::milliseconds(1000));
   void take_in();
   void start_requests();
   void ask(std::size_t index);

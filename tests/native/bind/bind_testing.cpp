@@ -60,6 +60,8 @@ void init_testing(nb::module_& m) {
                        nb::arg("first"), nb::arg("count") = 1, nb::arg("argument") = 0));
 
   m.def("refuse_enters", &refuse_enters, nb::arg("count"));
+  m.def("hang_reads", &hang_reads, nb::arg("count"));
+  m.def("lose_completions", &lose_completions, nb::arg("count"));
   m.def("interrupt_probes", &interrupt_probes, nb::arg("count"));
 
   // Of a bound writer: its native one.

@@ -1,0 +1,159 @@
+"""Reads that never end: a typed error that names file and offset, or ctrl-C; then a clean end. In processes of their
+own, because memory that such a read may still change is never given back."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flashllm import _core
+from flashllm.errors import FlashIOError
+
+TESTS = Path(__file__).parent.parent
+
+START = """
+import json, signal, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+import core_testing
+from flashllm import _core
+from flashllm.errors import FlashError
+
+def hang(backend, count=1):
+    (_core.hang_reads if backend == "threads" else _core.lose_completions)(count)
+
+said = {}
+def ends(name, use):
+    began = time.monotonic()
+    try:
+        use()
+        said[name] = ["nothing", ""]
+    except (FlashError, KeyboardInterrupt) as error:
+        said[name] = [type(error).__name__, str(error)]
+    said[name].append(time.monotonic() - began)
+"""
+
+READER = """
+import numpy as np
+path, backend = sys.argv[2:]
+file = _core.DirectFile(path)
+reader = _core.Reader(4, backend=backend, queue_depth=4, patience_ms=400)
+other = _core.Reader(4, backend=backend, queue_depth=4)
+def read(reader, offset, count=8):
+    batch = _core.ReadBatch(reader, file)
+    for i in range(count):
+        batch.add(offset + 4096 * i, np.zeros(4096, np.uint8))
+    batch.submit()
+    batch.wait()
+hang(backend)
+ends("hung", lambda: read(reader, 40960, 1))
+ends("again", lambda: read(reader, 0))
+ends("other", lambda: read(other, 0))
+late = _core.ReadBatch(reader, file)
+del late, reader, other
+print(json.dumps(said))
+"""
+
+MODEL = """
+from pathlib import Path
+path, backend, length, patience = sys.argv[2:]
+Reader = _core.Reader
+_core.Reader = lambda *args, **kwargs: Reader(*args, **{**kwargs, "patience_ms": int(patience)})
+from flashllm.config import RunConfig
+from flashllm.engine.model import Model
+model = Model.open(Path(path), RunConfig(threads=2, io_threads=4, io_backend=backend, memory=400_000_000))
+ids = [5 + i for i in range(int(length))]
+with model.new_sequence() as sequence:
+    if int(patience) > 5000:
+        threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT)).start()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    hang("threads" if int(length) > 10 else backend)
+    ends("hung", lambda: model.step([(sequence, ids)]))
+ends("again", lambda: model.step([(model.new_sequence(), ids)]))
+ends("close", model.close)
+print(json.dumps(said), flush=True)
+"""
+
+
+def run(script, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", START + script, str(TESTS), *map(str, arguments)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def backends():
+    uring = _core.Reader(1, backend="auto", queue_depth=1).backend == "io_uring"
+    return ["threads", pytest.param("io_uring", marks=[] if uring else pytest.mark.skip(reason="no io_uring here"))]
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_a_read_that_never_ends_is_an_error_that_says_where(tmp_path, backend):
+    path = tmp_path / "data.bin"
+    np.zeros(1 << 20, np.uint8).tofile(path)
+    said = run(READER, path, backend)
+    kind, message, seconds = said["hung"]
+    assert (kind, message) == ("FlashIOError", f"a read of 4096 bytes at offset 40960 did not end within 400 ms, {path}")
+    assert 0.4 <= seconds < 5
+    assert said["again"][0] == "FlashIOError"
+    assert "nothing more can be read; load the model again" in said["again"][1]
+    assert said["other"][0] == "nothing"
+
+
+@pytest.mark.parametrize("length", [4, 20], ids=["sparse", "prompt"])
+@pytest.mark.parametrize("backend", backends())
+def test_a_model_whose_read_never_ends(tiny, backend, length):
+    path = tiny("bfloat16").path("random")
+    said = run(MODEL, path, backend, length, 500)
+    kind, message, seconds = said["hung"]
+    assert kind == "FlashIOError", said
+    assert "layer " in message
+    assert f"did not end within 500 ms, {path}" in message
+    assert 0.5 <= seconds < 5
+    assert said["again"][0] == "FlashIOError"
+    assert said["close"][0] == "nothing"
+    assert said["close"][2] < 2
+
+
+@pytest.mark.parametrize("length", [4, 20], ids=["sparse", "prompt"])
+@pytest.mark.parametrize("backend", backends())
+def test_ctrl_c_ends_a_read_that_never_ends(tiny, backend, length):
+    """Half a second after the read hangs; most of what passes then is the wait for it to end after all."""
+    said = run(MODEL, tiny("bfloat16").path("random"), backend, length, 60_000)
+    assert said["hung"][0] == "KeyboardInterrupt", said
+    assert said["hung"][2] < 0.5 + 1.5  # of which a second is a busy machine's
+    assert said["close"][0] == "nothing"
+    assert said["close"][2] < 2
+
+
+def test_patience_is_positive():
+    with pytest.raises(ValueError, match="patience"):
+        _core.Reader(1, patience_ms=0)
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_a_file_replaced_or_deleted_while_it_is_open(tmp_path, backend):
+    """What was opened is read on."""
+    path, data = tmp_path / "data.bin", np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8)
+    data.tofile(path)
+    file, reader = _core.DirectFile(str(path)), _core.Reader(4, backend=backend, queue_depth=4)
+
+    def read():
+        destination = _core.allocate(1 << 16)
+        batch = _core.ReadBatch(reader, file)
+        batch.add(0, destination)
+        batch.submit()
+        batch.wait()
+        return destination
+
+    np.zeros(1 << 16, np.uint8).tofile(tmp_path / "other.bin")
+    (tmp_path / "other.bin").replace(path)
+    assert np.array_equal(read(), data)
+    path.unlink()
+    assert np.array_equal(read(), data)
+    with pytest.raises(FlashIOError, match="cannot open"):
+        _core.DirectFile(str(path))
