@@ -38,7 +38,9 @@ def spec_of(model_type: object) -> ArchitectureSpec:
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         reason = f": it is {REFUSED[model_type]}" if isinstance(model_type, str) and model_type in REFUSED else ""
-        raise UnsupportedModelError(f"model_type {str(model_type)[:80]!r} is not supported{reason}; supported: {known}")
+        raise UnsupportedModelError(
+            f"config.json: model_type {str(model_type)[:80]!r} is not supported{reason}; supported: {known}"
+        )
     return ARCHITECTURES[model_type]
 
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flashllm.arch.mixture import ExpertsSpec
+from flashllm.base.checks import is_number
 from flashllm.errors import FormatError, UnsupportedModelError
 
 # Those of the ReLU family are exactly zero for most inputs, so that a predictor can leave neurons out. "drelu" is
@@ -422,7 +423,7 @@ def check_size(name: str, value: Any, limit: int = MAX_DIMENSION) -> int:
 
 def check_number(name: str, value: Any) -> float:
     """`value`, a finite number. ValueError otherwise."""
-    if type(value) not in (int, float) or not math.isfinite(value):
+    if not is_number(value):
         raise ValueError(f"{name} must be a number, not {str(value)[:80]!r}")
     return float(value)
 

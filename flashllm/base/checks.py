@@ -1,5 +1,6 @@
 """Checks of single JSON values, each a ValueError that names the field and the value. Knows no format."""
 
+import sys
 from typing import Any
 
 
@@ -27,6 +28,11 @@ def check_int(name: str, value: Any, low: int, high: int) -> None:
     """An integer from `low` to `high`; true and 1.0 are refused."""
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{name} must be an integer from {low} to {high}, not {_short(value)}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is an integer or a float, finite, and not beyond what a float can be; true is none."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def check_str(name: str, value: Any, max_length: int) -> str:

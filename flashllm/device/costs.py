@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from flashllm.base.checks import check_int, check_keys, check_list, check_str
+from flashllm.base.checks import check_int, check_keys, check_list, check_str, is_number
 from flashllm.config import Backend
 
 _CURVES = ("request_s", "beside_s", "lost_s")  # of a reader, by size
@@ -75,10 +75,10 @@ class ReaderCosts:
         check_int("depth", self.depth, 1, 2**16)
         _check_cost("latency_s", self.latency_s)
         _check_cost("gap_nbytes", self.gap_nbytes)
-        if not self.sizes or list(self.sizes) != sorted(set(self.sizes)):
-            raise ValueError("sizes must be ascending, and at least one")
         for size in self.sizes:
             check_int("sizes", size, 1, 2**40)
+        if not self.sizes or list(self.sizes) != sorted(set(self.sizes)):
+            raise ValueError("sizes must be ascending, and at least one")
         for name in _CURVES:
             values = getattr(self, name)
             if len(values) != len(self.sizes):
@@ -293,5 +293,5 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _check_cost(name: str, value: Any) -> None:
-    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+    if not is_number(value) or value < 0:
         raise ValueError(f"{name} must be a number from 0, not {str(value)[:80]!r}")

@@ -17,7 +17,6 @@ Checks are cheap: sizes and headers, never the hash of a file (that is `verify`)
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import re
 import stat
@@ -29,7 +28,7 @@ from typing import Any, Self, TypeVar
 
 from flashllm.arch.registry import resident_shapes, resolve
 from flashllm.arch.spec import Architecture, check_number
-from flashllm.base.checks import check_file_name, check_int, check_keys, check_list, check_str
+from flashllm.base.checks import check_file_name, check_int, check_keys, check_list, check_str, is_number
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import (
     HashingWriter,
@@ -97,7 +96,7 @@ class Calibration:
         check_int("tokens", self.tokens, 1, 2**63 - 1)
         check_str("text", self.text, 10_000)
         for value in self.mean_active:
-            if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+            if not is_number(value) or value < 0:
                 raise ValueError(f"mean_active must be numbers from 0, not {value!r}")
         for value in self.req:
             check_int("req", value, 0, 2**24)

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import tokenizers
 
+from flashllm.base.text import valid_unicode
 from flashllm.convert.tokenizer import MAX_NBYTES, TOKENIZER, parse_tokenizer
 from flashllm.errors import FormatError
 from flashllm.format.model_dir import Companions
@@ -102,6 +103,8 @@ def _special_tokens(files: Companions, config: Mapping[str, Any]) -> dict[str, s
     for name, value in facts.items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
+            if text != valid_unicode(text):  # JSON can spell half a character, of which no library makes a token
+                raise FormatError(f"{files.directory / TOKENIZER_CONFIG}: {name} is no text: {text!a:.80}")
             tokens[name] = text
     return tokens
 

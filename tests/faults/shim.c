@@ -1,11 +1,16 @@
 // Preloaded: the n-th system call on files under FAULT_PREFIX misbehaves. Counts calls of the C library that
 // name such a file, or a descriptor opened from one. `fault_arm` says what happens; see harness.py.
+// Calls that change the disk are counted apart: the process dies before the n-th (`fault_kill`; TORN: in the
+// middle of it, where it is a write), and those before it are in the file FAULT_LOG, a line each; see
+// kills.py.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -27,6 +32,40 @@ void fault_arm(long from, long how_many, int what, int error) {
   atomic_store(&calls, 0);
   atomic_store(&count, how_many);
   atomic_store(&first, from);
+}
+
+enum { NEVER = -1 };
+static atomic_long changes, last_change = NEVER;
+static int torn, journal = -1;
+
+long fault_changes(void) { return atomic_load(&changes); }
+// The process dies before change number `at`; with `in_the_middle` after half of it. NEVER: it only counts.
+void fault_kill(long at, int in_the_middle, int log) {
+  torn = in_the_middle;
+  journal = log;
+  atomic_store(&changes, 0);
+  atomic_store(&last_change, at);
+}
+
+// Called before a change. `fd` or `path` names the file; `n` bytes from `at`, for a write: what it may write.
+static size_t changing(const char* what, int fd, const char* path, const char* to, long at, size_t n) {
+  if (journal < 0) return n;
+  char name[4096] = "", line[9000], link[64];
+  if (path == NULL) {
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    const ssize_t length = readlink(link, name, sizeof name - 1);
+    if (length > 0) name[length] = 0;
+    path = name;
+  }
+  const int dies = atomic_fetch_add(&changes, 1) == atomic_load(&last_change);
+  if (dies && !(torn && n > 1)) kill(getpid(), SIGKILL);
+  const int length =
+      snprintf(line, sizeof line, "%s\t%s\t%s\t%ld\t%zu\n", what, path, to == NULL ? "" : to, at, n);
+  if (write(journal, line, (size_t)length) != length) abort();
+  return dies ? n / 2 : n;
+}
+static void after_change(size_t wanted, size_t allowed) {
+  if (allowed != wanted) kill(getpid(), SIGKILL);
 }
 
 static int is_ours(const char* path) {
@@ -54,6 +93,13 @@ static int opened(int fd, int ours) {
   return fd;
 }
 
+#define CREATES(folder)                                                          \
+  if (ours && (flags & O_CREAT) != 0 && faccessat(folder, path, F_OK, 0) != 0) { \
+    changing("create", -1, path, NULL, 0, 0);                                    \
+  } else if (ours && (flags & O_TRUNC) != 0) {                                   \
+    changing("truncate", -1, path, NULL, 0, 0);                                  \
+  }
+
 #define OPEN(name)                                      \
   int name(const char* path, int flags, ...) {          \
     va_list list;                                       \
@@ -62,6 +108,7 @@ static int opened(int fd, int ours) {
     va_end(list);                                       \
     const int ours = is_ours(path);                     \
     FAILS(ours)                                         \
+    CREATES(AT_FDCWD)                                   \
     return opened(REAL(name)(path, flags, mode), ours); \
   }
 OPEN(open)
@@ -75,6 +122,7 @@ OPEN(open64)
     va_end(list);                                                  \
     const int ours = is_ours(path);                                \
     FAILS(ours)                                                    \
+    CREATES(directory)                                             \
     return opened(REAL(name)(directory, path, flags, mode), ours); \
   }
 OPENAT(openat)
@@ -132,32 +180,48 @@ READ(pread64, (int fd, void* data, size_t n, off64_t at), (fd, data, n, at))
 READV(preadv, off_t)
 READV(preadv64, off64_t)
 
-#define WRITE(name, parameters, arguments)          \
-  ssize_t name parameters {                         \
-    int flip;                                       \
-    const ssize_t length = distorted(fd, n, &flip); \
-    if (length <= 0 && n != 0) return length;       \
-    n = (size_t)length;                             \
-    return REAL(name) arguments;                    \
+#define WRITE(name, parameters, arguments, place)                             \
+  ssize_t name parameters {                                                   \
+    int flip;                                                                 \
+    const ssize_t length = distorted(fd, n, &flip);                           \
+    if (length <= 0 && n != 0) return length;                                 \
+    const size_t wanted = (size_t)length;                                     \
+    n = wanted;                                                               \
+    if (is_tracked(fd)) n = changing("write", fd, NULL, NULL, place, wanted); \
+    const ssize_t got = REAL(name) arguments;                                 \
+    after_change(wanted, n);                                                  \
+    return got;                                                               \
   }
-WRITE(write, (int fd, const void* data, size_t n), (fd, data, n))
-WRITE(pwrite, (int fd, const void* data, size_t n, off_t at), (fd, data, n, at))
-WRITE(pwrite64, (int fd, const void* data, size_t n, off64_t at), (fd, data, n, at))
+WRITE(write, (int fd, const void* data, size_t n), (fd, data, n), lseek(fd, 0, SEEK_CUR))
+WRITE(pwrite, (int fd, const void* data, size_t n, off_t at), (fd, data, n, at), at)
+WRITE(pwrite64, (int fd, const void* data, size_t n, off64_t at), (fd, data, n, at), at)
 
 #define BY_DESCRIPTOR(name, parameters, arguments) \
   int name parameters {                            \
     FAILS(is_tracked(fd))                          \
     return REAL(name) arguments;                   \
   }
+#define BY_DESCRIPTOR_CHANGE(what, name, parameters, arguments, place) \
+  int name parameters {                                                \
+    FAILS(is_tracked(fd))                                              \
+    if (is_tracked(fd)) changing(what, fd, NULL, NULL, place, 0);      \
+    return REAL(name) arguments;                                       \
+  }
+#define BY_PATH_CHANGE(name, parameters, arguments, target)     \
+  int name parameters {                                         \
+    FAILS(is_ours(path))                                        \
+    if (is_ours(path)) changing(#name, -1, path, target, 0, 0); \
+    return REAL(name) arguments;                                \
+  }
 #define BY_PATH(name, parameters, arguments) \
   int name parameters {                      \
     FAILS(is_ours(path))                     \
     return REAL(name) arguments;             \
   }
-BY_DESCRIPTOR(fsync, (int fd), (fd))
-BY_DESCRIPTOR(fdatasync, (int fd), (fd))
-BY_DESCRIPTOR(ftruncate, (int fd, off_t n), (fd, n))
-BY_DESCRIPTOR(ftruncate64, (int fd, off64_t n), (fd, n))
+BY_DESCRIPTOR_CHANGE("fsync", fsync, (int fd), (fd), 0)
+BY_DESCRIPTOR_CHANGE("fsync", fdatasync, (int fd), (fd), 0)
+BY_DESCRIPTOR_CHANGE("truncate", ftruncate, (int fd, off_t n), (fd, n), n)
+BY_DESCRIPTOR_CHANGE("truncate", ftruncate64, (int fd, off64_t n), (fd, n), n)
 BY_DESCRIPTOR(fstat, (int fd, struct stat* status), (fd, status))
 BY_DESCRIPTOR(fstat64, (int fd, struct stat64* status), (fd, status))
 BY_PATH(stat, (const char* path, struct stat* status), (path, status))
@@ -168,10 +232,10 @@ BY_PATH(fstatat, (int directory, const char* path, struct stat* status, int flag
         (directory, path, status, flags))
 BY_PATH(fstatat64, (int directory, const char* path, struct stat64* status, int flags),
         (directory, path, status, flags))
-BY_PATH(mkdir, (const char* path, mode_t mode), (path, mode))
-BY_PATH(rmdir, (const char* path), (path))
-BY_PATH(unlink, (const char* path), (path))
-BY_PATH(rename, (const char* path, const char* to), (path, to))
+BY_PATH_CHANGE(mkdir, (const char* path, mode_t mode), (path, mode), NULL)
+BY_PATH_CHANGE(rmdir, (const char* path), (path), NULL)
+BY_PATH_CHANGE(unlink, (const char* path), (path), NULL)
+BY_PATH_CHANGE(rename, (const char* path, const char* to), (path, to), to)
 BY_PATH(statvfs, (const char* path, struct statvfs* status), (path, status))
 BY_PATH(statvfs64, (const char* path, struct statvfs64* status), (path, status))
 

@@ -1,4 +1,4 @@
-"""A sample of the faults that harness.py tries; `python tests/faults/harness.py` tries them all."""
+"""Samples of what the scripts of this folder try; `python bench/faults/table.py` has them try all of it."""
 
 import json
 import shutil
@@ -8,18 +8,45 @@ from pathlib import Path
 
 import pytest
 
-HARNESS = Path(__file__).with_name("harness.py")
+needs_a_shim = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler"
+)
 
 
-@pytest.mark.skipif(sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler")
+def run(script, *arguments):
+    """The JSON document of a script's last line; it must have ended well."""
+    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    document = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}
+    assert done.returncode == 0, (document.get("problems"), done.stderr[-5000:])
+    assert document["bad"] == 0
+    return document
+
+
+@needs_a_shim
 @pytest.mark.parametrize("operation", ["convert", "generate", "verify", "offload"])
 def test_a_sample_of_faults(operation):
-    done = subprocess.run(
-        [sys.executable, str(HARNESS), "--sample", "15", "--only", operation],
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-5000:]
-    summary = json.loads(done.stdout.splitlines()[-1])
+    summary = run("harness.py", "--sample", "15", "--only", operation)
     assert summary["trials"] == 15
-    assert summary["bad"] == 0
     assert {row[2] for row in summary["table"]} == {"right", "error"}  # faults were met
+
+
+def test_random_reads_with_random_faults():
+    document = run("reads.py", "--reads", "20000", "--one-in", "300")
+    for each in document["runs"]:
+        assert each["right"] > 0.5 * each["batches"]
+        assert each["retries"] > 0  # faults were met
+
+
+@needs_a_shim
+def test_a_sample_of_deaths():
+    table = run("kills.py", "--sample", "4")["table"]
+    assert sum(row["tried"] for row in table) == 36
+    assert sum(row["changes_lost"] for row in table) > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_sample_of_mutations():
+    table = run("mutations.py", "--each", "25", "--command", "3")["table"]
+    assert sum(row["tried"] for row in table) >= 478
+    assert sum(row.get("refused", 0) for row in table) > 200

@@ -97,7 +97,10 @@ def test_a_read_that_never_ends_is_an_error_that_says_where(tmp_path, backend):
     np.zeros(1 << 20, np.uint8).tofile(path)
     said = run(READER, path, backend)
     kind, message, seconds = said["hung"]
-    assert (kind, message) == ("FlashIOError", f"a read of 4096 bytes at offset 40960 did not end within 400 ms, {path}")
+    assert (kind, message) == (
+        "FlashIOError",
+        f"a read of 4096 bytes at offset 40960 did not end within 400 ms, {path}",
+    )
     assert 0.4 <= seconds < 5
     assert said["again"][0] == "FlashIOError"
     assert "nothing more can be read; load the model again" in said["again"][1]

@@ -34,11 +34,11 @@ class RateCurve:
     @classmethod
     def from_json(cls, data: Any) -> "RateCurve":
         """A number, or a list of [size, rate]. Raises ValueError for anything else."""
-        if isinstance(data, int | float) and not isinstance(data, bool):
-            return cls.flat(float(data))
         try:
+            if isinstance(data, int | float) and not isinstance(data, bool):
+                return cls.flat(float(data))
             return cls(tuple((float(size), float(rate)) for size, rate in data))
-        except TypeError:
+        except (TypeError, OverflowError):
             raise ValueError(f"expected a rate or a list of [size, rate], not {data!r}") from None
 
     def to_json(self) -> list[list[float]]:

@@ -1,0 +1,299 @@
+"""Processes that die before, or in the middle of, every change they make to the disk; then the power fails.
+
+    python tests/faults/kills.py                every change of every operation
+    python tests/faults/kills.py --sample 20    some of them
+
+The shim (shim.c) kills a forked child at its n-th change and keeps a list of those before. Two things may be on the disk
+afterwards: all of it, or what the list says was forced there. For the latter, bytes written after a file's last fsync
+become zeros, and names made, taken or changed after their folder's last fsync are as they were. Either way the target
+must be absent or whole, and the same work done again must give the bytes of an undisturbed run. The last line is one
+JSON document.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from harness import build_shim, tree_hash
+
+NEVER = -1
+LIMIT_S = 120
+
+
+@dataclass(frozen=True)
+class Change:
+    """A line of the shim's list."""
+
+    what: str
+    path: Path
+    to: Path
+    at: int
+    nbytes: int
+
+
+def read_changes(log: Path) -> list[Change]:
+    """The changes that were begun, in their order."""
+    changes = []
+    for line in log.read_text().splitlines():
+        what, path, to, at, nbytes = line.split("\t")
+        changes.append(Change(what, Path(path), Path(to), int(at), int(nbytes)))
+    return changes
+
+
+@dataclass
+class _File:
+    """What of a file is not on the disk for certain."""
+
+    unsynced: list[tuple[int, int]] = field(default_factory=list)
+
+
+def lose_cache(changes: list[Change]) -> int:
+    """Make of the files what a power cut may leave; how many changes were lost.
+
+    Names first, the last one first: what a folder's fsync has not followed is undone. A file whose old contents a
+    rename replaced, or that was deleted, cannot be brought back here: it stays as it is, which a disk may do as well.
+    """
+    lost = 0
+    # 1. Contents: by the name that a file has now.
+    files: dict[Path, _File] = {}
+    for change in changes:
+        file = files.setdefault(change.path, _File())
+        match change.what:
+            case "write":
+                file.unsynced.append((change.at, change.nbytes))
+            case "fsync":
+                file.unsynced.clear()
+            case "rename":
+                inside = [path for path in files if path == change.path or change.path in path.parents]
+                for path in inside:
+                    files[change.to / path.relative_to(change.path)] = files.pop(path)
+            case "unlink":
+                files.pop(change.path, None)
+    for path, file in files.items():
+        if path.is_file():
+            with path.open("r+b") as opened:
+                for at, nbytes in file.unsynced:
+                    opened.seek(at)
+                    opened.write(bytes(nbytes))
+                    lost += 1
+    # 2. Names.
+    for index in range(len(changes) - 1, -1, -1):
+        change = changes[index]
+        folder = change.path.parent
+        if any(later.what == "fsync" and later.path == folder for later in changes[index + 1 :]):
+            continue
+        match change.what:
+            case "rename" if change.to.exists() and not change.path.exists():
+                change.to.rename(change.path)
+                lost += 1
+            case "create" if change.path.is_file():
+                change.path.unlink()
+                lost += 1
+            case "mkdir" if change.path.is_dir():
+                shutil.rmtree(change.path)
+                lost += 1
+    return lost
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Work that changes the disk."""
+
+    run: Callable[[], None]
+    result: Callable[[], str]  # once it is done
+    whole: Callable[[], str | None]  # what is wrong with the target; None: it is absent, or whole
+    clear: Callable[[], None]
+
+
+def make_operations(root: Path) -> dict[str, Operation]:
+    """Conversion, predictors put into a model, a batch job."""
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    import predictor_files
+    from tiny_models import make_tiny_opt
+
+    from flashllm.cli import main
+    from flashllm.convert.run import convert
+    from flashllm.format.manifest import install_predictors, open_model_dir
+    from flashllm.format.verify import verify
+
+    hf = make_tiny_opt(root / "hf", d_model=32, d_ff=64, num_layers=2)
+    target, model, fresh = root / "converted", root / "model", root / "fresh"
+    convert(hf, fresh)
+    with_predictors = Path(shutil.copytree(fresh, root / "with predictors"))
+    predictor_files.install("exact", hf, with_predictors, root)
+
+    def problem(path: Path) -> str | None:
+        if not path.exists():
+            return None
+        report = verify(path)
+        return None if report.ok else "; ".join(each.message for each in report.problems)
+
+    def run_convert() -> None:
+        if not target.exists():
+            convert(hf, target)
+
+    def clear_convert() -> None:
+        for path in (target, root / "converted.partial"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def clear_model() -> None:
+        shutil.rmtree(model, ignore_errors=True)
+        shutil.copytree(fresh, model)
+
+    def model_problem() -> str | None:
+        open_model_dir(model)  # it loads, with predictors or without
+        return None
+
+    lines, out = root / "in.jsonl", root / "out.jsonl"
+    prompts = [[5 + index, 6, 7 + index] for index in range(6)]
+    lines.write_text(
+        "\n".join(
+            json.dumps({"custom_id": f"r{index}", "prompt": prompt, "max_tokens": 3})
+            for index, prompt in enumerate(prompts)
+        )
+    )
+    policy = root / "policy.json"
+    weights = {"wg": 0.0, "wc": 0.0, "wd": 1.0, "cg": 0.0, "cc": 0.0, "cd": 1.0, "hg": 0.0, "hc": 0.0, "hd": 1.0}
+    policy.write_text(json.dumps({"policy": {"gpu_batch": 2, "num_batches": 1, **weights}}))
+
+    def run_job() -> None:
+        given = ["-i", lines, "-o", out, "--policy", policy, "--scratch", root / "scratch", "--resume"]
+        status = main([str(word) for word in ("offload", "run", hf, *given)])
+        if status != 0:
+            raise RuntimeError(f"offload run ended with status {status}")
+
+    def job_answers() -> str:
+        values = [json.loads(line) for line in out.read_text().splitlines()]
+        return json.dumps(sorted((value["custom_id"], value["text"]) for value in values))
+
+    def job_problem() -> str | None:
+        """Every line but a torn last one is an answer."""
+        if out.exists():
+            for line in out.read_bytes().split(b"\n")[:-1]:
+                if line.strip(b"\0"):
+                    json.loads(line)
+        return None
+
+    def clear_job() -> None:
+        out.unlink(missing_ok=True)
+        shutil.rmtree(root / "scratch", ignore_errors=True)
+
+    return {
+        "convert": Operation(run_convert, lambda: tree_hash(target), lambda: problem(target), clear_convert),
+        "predictors": Operation(
+            lambda: install_predictors(model, root / "exact.safetensors") and None,
+            lambda: (tree_hash(model), problem(model))[0],
+            model_problem,
+            clear_model,
+        ),
+        "offload run": Operation(run_job, job_answers, job_problem, clear_job),
+    }
+
+
+class Shim:
+    """The preloaded library."""
+
+    def __init__(self, path: Path, log: Path) -> None:
+        self._library, self._log = ctypes.CDLL(str(path)), log
+        self._library.fault_changes.restype = ctypes.c_long
+        self._library.fault_kill.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_int]
+
+    def run(self, work: Callable[[], None], at: int, *, torn: bool = False) -> tuple[int, list[Change]]:
+        """Do `work` in a child that dies at change number `at`. Its exit status, and its changes."""
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, 1)
+                if at != NEVER:
+                    os.dup2(null, 2)
+                signal.alarm(LIMIT_S)
+                self._library.fault_kill(at, int(torn), os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+                work()
+                status = 0
+            finally:
+                os._exit(status)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), read_changes(self._log)
+
+
+def trial(shim: Shim, operation: Operation, at: int, kind: str, right: str) -> tuple[str, int]:
+    """One death, and what the work came to when it was done again: "whole", or what is wrong; changes lost."""
+    operation.clear()
+    status, changes = shim.run(operation.run, at, torn=kind != "before")
+    if status != -signal.SIGKILL:
+        return f"ended with status {status}", 0
+    lost = lose_cache(changes) if kind == "lost cache" else 0
+    try:
+        problem = operation.whole()
+        if problem is not None:
+            return f"neither absent nor whole: {problem}", lost
+    except Exception as error:
+        return f"afterwards: {type(error).__name__}: {error}", lost
+    status, _ = shim.run(operation.run, NEVER)
+    if status != 0:
+        return f"done again, it ends with status {status}", lost
+    return ("whole" if operation.result() == right else "done again, it gives something else"), lost
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--sample", type=int, help="deaths of an operation (default: all)")
+    parser.add_argument("--only", nargs="*", help="operations")
+    parser.add_argument("--folder", type=Path, help="where files are made (default: the temporary folder)")
+    parser.add_argument("--shim", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.shim is None:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            shim, root = build_shim(Path(folder)), Path(folder) / "files"
+            root.mkdir()
+            environment = {**os.environ, "LD_PRELOAD": str(shim), "FAULT_PREFIX": str(root)}
+            again = [sys.executable, __file__, *sys.argv[1:], "--shim", str(shim), "--root", str(root)]
+            return subprocess.run(again, env=environment, check=False).returncode
+    os.environ.pop("LD_PRELOAD")
+    shim = Shim(args.shim, args.root.parent / "changes")
+    table, problems = [], []
+    for name, operation in make_operations(args.root).items():
+        if args.only and name not in args.only:
+            continue
+        operation.clear()
+        status, changes = shim.run(operation.run, NEVER)
+        if status != 0:
+            raise RuntimeError(f"{name} fails without a death: status {status}")
+        right = operation.result()
+        for kind in ("before", "in the middle", "lost cache"):
+            points = list(range(len(changes)))
+            if args.sample is not None:
+                points = sorted(random.Random(f"{name} {kind}").sample(points, min(args.sample, len(points))))
+            results, lost = Counter[str](), 0
+            for at in points:
+                result, undone = trial(shim, operation, at, kind, right)
+                lost += undone
+                results["whole" if result == "whole" else "bad"] += 1
+                if result != "whole":
+                    problems.append({"operation": name, "kind": kind, "change": at, "was": changes[at].what,
+                                     "of": changes[at].path.name, "result": result[:300]})  # fmt: skip
+            table.append(
+                {"fault": f"{name} dies at a change, {kind}", "tried": len(points),
+                 "survived": results["whole"], "changes_lost": lost}
+            )  # fmt: skip
+            print(json.dumps(table[-1]), file=sys.stderr, flush=True)
+    print(json.dumps({"bad": len(problems), "table": table, "problems": problems}))
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
