@@ -1,6 +1,6 @@
 """The table of faults: what was tried, what survived, and by which command; the eleven defects at its head.
 
-    python bench/faults/table.py                     runs everything: hours; `results/faults.json` and `results/faults.md`
+    python bench/faults/table.py                     runs everything, for hours, into results/faults.json and faults.md
     python bench/faults/table.py --only defects      one part; the others' rows stay as they were
     python bench/faults/table.py --from reads=F.json takes a part's document instead of running it
 

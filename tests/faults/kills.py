@@ -3,9 +3,9 @@
     python tests/faults/kills.py                every change of every operation
     python tests/faults/kills.py --sample 20    some of them
 
-The shim (shim.c) kills a forked child at its n-th change and keeps a list of those before. Two things may be on the disk
-afterwards: all of it, or what the list says was forced there. For the latter, bytes written after a file's last fsync
-become zeros, and names made, taken or changed after their folder's last fsync are as they were. Either way the target
+The shim (shim.c) kills a forked child at its n-th change and keeps a list of those before. Two things may be on the
+disk afterwards: all of it, or what the list says was forced there. For the latter, bytes written after a file's last
+fsync become zeros, and names made or changed after their folder's last fsync are as they were. Either way the target
 must be absent or whole, and the same work done again must give the bytes of an undisturbed run. The last line is one
 JSON document.
 """

@@ -61,7 +61,8 @@ MOST_MEMORY = 256 << 20  # bytes, more than before the first trial
 HEADER = 6000  # bytes of a binary file in which nearly all mutations are
 EXTREMES = [
     "-1", "0", "1", "2", "255", "65536", "2147483648", "4294967296", "9223372036854775807", "18446744073709551616",
-    "1e400", "-0.0", "0.5", "1e-320", "NaN", "Infinity", "null", "true", "[]", "{}", '""', '"x"', '"\\ud800"', "[[[[]]]]",
+    "1e400", "-0.0", "0.5", "1e-320", "NaN", "Infinity", "null", "true", "[]", "{}", '""', '"x"', '"\\ud800"',
+    "[[[[]]]]",
     "9" * 400, '"' + "A" * 5000 + '"',
 ]  # fmt: skip
 TOKEN = re.compile(rb'-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|"(?:[^"\\]|\\.)*"|true|false|null')

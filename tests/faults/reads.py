@@ -30,7 +30,7 @@ BATCH = 64  # reads
 TYPED = (ChecksumError, FormatError, FlashIOError)
 
 
-def trial(backend: str, reads: int, one_in: int, path: Path, rows: Any, seed: int) -> Counter[str]:
+def trial(backend: str, reads: int, *, one_in: int, path: Path, rows: Any, seed: int) -> Counter[str]:
     """`reads` reads in batches of up to BATCH, two under way at a time. What came of the batches, by name."""
     sums = _core.xxh3_64_rows(rows)
     reader = _core.Reader(16, max_gap=2 * ROW, max_request=1 << 16, backend=backend, queue_depth=16)
@@ -97,7 +97,9 @@ def main(argv: list[str] | None = None) -> int:
         rows.tofile(path)
         for backend in backends:
             began = time.monotonic()
-            counts = trial(backend, args.reads // len(backends), args.one_in, path, rows, args.seed)
+            counts = trial(
+                backend, args.reads // len(backends), one_in=args.one_in, path=path, rows=rows, seed=args.seed
+            )
             results.append({"backend": backend, **counts, "seconds": round(time.monotonic() - began, 1)})
     bad = sum(each.get(key, 0) for each in results for key in ("wrong", "unnamed", "untyped"))
     table = [
