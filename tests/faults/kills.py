@@ -59,11 +59,11 @@ class _File:
     unsynced: list[tuple[int, int]] = field(default_factory=list)
 
 
-def lose_cache(changes: list[Change]) -> int:
+def lose_cache(changes: list[Change], old: Path) -> int:
     """Make of the files what a power cut may leave; how many changes were lost.
 
-    Names first, the last one first: what a folder's fsync has not followed is undone. A file whose old contents a
-    rename replaced, or that was deleted, cannot be brought back here: it stays as it is, which a disk may do as well.
+    Names are undone where their folder's fsync has not followed, the last one first. `old`: the folder with the files
+    that were replaced or deleted, by their change's number.
     """
     lost = 0
     # 1. Contents: by the name that a file has now.
@@ -97,6 +97,11 @@ def lose_cache(changes: list[Change]) -> int:
         match change.what:
             case "rename" if change.to.exists() and not change.path.exists():
                 change.to.rename(change.path)
+                if change.at >= 0:
+                    os.link(old / str(change.at), change.to)
+                lost += 1
+            case "unlink" if change.at >= 0 and not change.path.exists() and folder.is_dir():
+                os.link(old / str(change.at), change.path)
                 lost += 1
             case "create" if change.path.is_file():
                 change.path.unlink()
@@ -205,13 +210,16 @@ def make_operations(root: Path) -> dict[str, Operation]:
 class Shim:
     """The preloaded library."""
 
-    def __init__(self, path: Path, log: Path) -> None:
-        self._library, self._log = ctypes.CDLL(str(path)), log
+    def __init__(self, path: Path, log: Path, old: Path) -> None:
+        """`log`: the file for the list of changes; `old`: as in `lose_cache`."""
+        self._library, self._log, self.old = ctypes.CDLL(str(path)), log, old
         self._library.fault_changes.restype = ctypes.c_long
         self._library.fault_kill.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_int]
 
     def run(self, work: Callable[[], None], at: int, *, torn: bool = False) -> tuple[int, list[Change]]:
         """Do `work` in a child that dies at change number `at`. Its exit status, and its changes."""
+        shutil.rmtree(self.old, ignore_errors=True)
+        self.old.mkdir()
         pid = os.fork()
         if pid == 0:
             status = 1
@@ -235,7 +243,7 @@ def trial(shim: Shim, operation: Operation, at: int, kind: str, right: str) -> t
     status, changes = shim.run(operation.run, at, torn=kind != "before")
     if status != -signal.SIGKILL:
         return f"ended with status {status}", 0
-    lost = lose_cache(changes) if kind == "lost cache" else 0
+    lost = lose_cache(changes, shim.old) if kind == "lost cache" else 0
     try:
         problem = operation.whole()
         if problem is not None:
@@ -260,11 +268,16 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             shim, root = build_shim(Path(folder)), Path(folder) / "files"
             root.mkdir()
-            environment = {**os.environ, "LD_PRELOAD": str(shim), "FAULT_PREFIX": str(root)}
+            environment = {
+                **os.environ,
+                "LD_PRELOAD": str(shim),
+                "FAULT_PREFIX": str(root),
+                "FAULT_OLD": f"{folder}/old",
+            }
             again = [sys.executable, __file__, *sys.argv[1:], "--shim", str(shim), "--root", str(root)]
             return subprocess.run(again, env=environment, check=False).returncode
     os.environ.pop("LD_PRELOAD")
-    shim = Shim(args.shim, args.root.parent / "changes")
+    shim = Shim(args.shim, args.root.parent / "changes", args.root.parent / "old")
     table, problems = [], []
     for name, operation in make_operations(args.root).items():
         if args.only and name not in args.only:

@@ -64,6 +64,16 @@ static size_t changing(const char* what, int fd, const char* path, const char* t
   if (write(journal, line, (size_t)length) != length) abort();
   return dies ? n / 2 : n;
 }
+// Keeps the file `path`, which is about to be replaced or deleted, in the folder FAULT_OLD. Its number there;
+// -1: there is no such file.
+static long kept(const char* path) {
+  char old[4096];
+  const char* folder = getenv("FAULT_OLD");
+  if (path == NULL || folder == NULL || journal < 0) return -1;
+  const long number_there = atomic_load(&changes);
+  snprintf(old, sizeof old, "%s/%ld", folder, number_there);
+  return link(path, old) == 0 ? number_there : -1;
+}
 static void after_change(size_t wanted, size_t allowed) {
   if (allowed != wanted) kill(getpid(), SIGKILL);
 }
@@ -207,10 +217,10 @@ WRITE(pwrite64, (int fd, const void* data, size_t n, off64_t at), (fd, data, n, 
     if (is_tracked(fd)) changing(what, fd, NULL, NULL, place, 0);      \
     return REAL(name) arguments;                                       \
   }
-#define BY_PATH_CHANGE(name, parameters, arguments, target)     \
+#define BY_PATH_CHANGE(name, parameters, arguments, target, gone)     \
   int name parameters {                                         \
     FAILS(is_ours(path))                                        \
-    if (is_ours(path)) changing(#name, -1, path, target, 0, 0); \
+    if (is_ours(path)) changing(#name, -1, path, target, kept(gone), 0); \
     return REAL(name) arguments;                                \
   }
 #define BY_PATH(name, parameters, arguments) \
@@ -232,10 +242,10 @@ BY_PATH(fstatat, (int directory, const char* path, struct stat* status, int flag
         (directory, path, status, flags))
 BY_PATH(fstatat64, (int directory, const char* path, struct stat64* status, int flags),
         (directory, path, status, flags))
-BY_PATH_CHANGE(mkdir, (const char* path, mode_t mode), (path, mode), NULL)
-BY_PATH_CHANGE(rmdir, (const char* path), (path), NULL)
-BY_PATH_CHANGE(unlink, (const char* path), (path), NULL)
-BY_PATH_CHANGE(rename, (const char* path, const char* to), (path, to), to)
+BY_PATH_CHANGE(mkdir, (const char* path, mode_t mode), (path, mode), NULL, NULL)
+BY_PATH_CHANGE(rmdir, (const char* path), (path), NULL, NULL)
+BY_PATH_CHANGE(unlink, (const char* path), (path), NULL, path)
+BY_PATH_CHANGE(rename, (const char* path, const char* to), (path, to), to, to)
 BY_PATH(statvfs, (const char* path, struct statvfs* status), (path, status))
 BY_PATH(statvfs64, (const char* path, struct statvfs64* status), (path, status))
 
