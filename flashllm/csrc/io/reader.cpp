@@ -57,8 +57,7 @@ Reader::~Reader() {
 
 void Reader::submit(ReadBatch& batch, const DirectFile& file, ReadPriority priority) {
   if (batch.in_flight_) throw CoreError(ErrorKind::usage, "a read batch was submitted twice without a wait");
-  if (is_lost())
-    throw CoreError(ErrorKind::io, "nothing more can be read; load the model again: " + lost_, lost_offset_);
+  if (is_lost()) throw_lost("nothing more can be read; load the model again: ");
   for (ReadJob& job : batch.jobs) {
     if (job.nbytes == 0 ||
         (job.checksums != nullptr && (job.row_nbytes == 0 || job.nbytes % job.row_nbytes != 0)))
@@ -104,14 +103,16 @@ void Reader::cancel(ReadBatch& batch) {
 bool Reader::poll(ReadBatch& batch) {
   require_in_flight(batch, "polled");
   backend_->start();
-  if (is_lost()) throw_lost(batch);
+  if (is_lost()) throw_lost("");
   return queue_->poll(batch);
 }
 
 void Reader::wait(ReadBatch& batch) {
   require_in_flight(batch, "waited for");
-  if (!await(batch, options_.patience, true)) throw_lost(batch);
-  batch.in_flight_ = interrupted_ = false;
+  const bool ended = await(batch, options_.patience, true);
+  batch.in_flight_ = false;
+  if (!ended) throw_lost("");
+  interrupted_ = false;
   if (batch.error_) std::rethrow_exception(batch.error_);
 }
 
@@ -125,7 +126,7 @@ bool Reader::await(ReadBatch& batch, std::chrono::milliseconds patience, bool lo
   while (!backend_->wait(batch, std::min(kBetweenLooks, patience))) {
     if (queue_->lose(patience)) {
       keep_all_memory();
-      if (lost_.empty()) name_lost(batch, patience);
+      name_lost(batch, patience);
       return false;
     }
     if (!look || !options_.look) continue;
@@ -141,6 +142,8 @@ bool Reader::await(ReadBatch& batch, std::chrono::milliseconds patience, bool lo
 
 // Of the requests that were started, the first whose jobs have not landed.
 void Reader::name_lost(const ReadBatch& batch, std::chrono::milliseconds patience) {
+  const std::lock_guard<std::mutex> lock(naming_);
+  if (!lost_.empty()) return;
   for (const ReadRequest& request : batch.requests_) {
     if (batch.jobs[request.first_job].landed) continue;
     lost_offset_ = request.offset;
@@ -151,9 +154,9 @@ void Reader::name_lost(const ReadBatch& batch, std::chrono::milliseconds patienc
   }
 }
 
-void Reader::throw_lost(ReadBatch& batch) {
-  batch.in_flight_ = false;
-  throw CoreError(ErrorKind::io, lost_, lost_offset_);
+void Reader::throw_lost(const std::string& what) {
+  const std::lock_guard<std::mutex> lock(naming_);
+  throw CoreError(ErrorKind::io, what + lost_, lost_offset_);
 }
 
 }  // namespace flashllm

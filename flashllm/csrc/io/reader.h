@@ -12,12 +12,14 @@
 // threads, and all memory that reads may land in, are then kept to the process's end.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -135,15 +137,16 @@ class Reader final : public SideWork {
   // False where the reader is lost.
   bool await(ReadBatch& batch, std::chrono::milliseconds patience, bool look);
   void name_lost(const ReadBatch& batch, std::chrono::milliseconds patience);
-  [[noreturn]] void throw_lost(ReadBatch& batch);
+  [[noreturn]] void throw_lost(const std::string& what);
 
   ReaderOptions options_;
   std::string backend_reason_;
   std::unique_ptr<ReadQueue> queue_;
   std::unique_ptr<ReadBackend> backend_;
-  std::string lost_;  // the read that did not end
+  std::mutex naming_;  // guards the two below
+  std::string lost_;   // the read that did not end
   std::uint64_t lost_offset_ = 0;
-  bool interrupted_ = false;  // a wait; until reads have come to an end
+  std::atomic<bool> interrupted_{false};  // a wait; until reads have come to an end
 };
 
 }  // namespace flashllm

@@ -97,12 +97,17 @@ void UringBackend::ask(std::size_t index) {
 
 void UringBackend::answer(std::size_t index, ssize_t result) {
   if (result == -ECANCELED) return ask(index);  // the submitting thread has ended
+  ReadQueue::Work& work = active_[index]->work;
+  if (!queue_.hold(work)) return;
   RequestOutcome outcome;
   std::exception_ptr error;
   try {
     RequestSlot& slot = active_[index]->slot;
     slot.read.accept(result);
-    if (!slot.read.finished()) return ask(index);
+    if (!slot.read.finished()) {
+      queue_.let_go(work);
+      return ask(index);
+    }
     outcome = slot.finish(verify_);
   } catch (...) {
     error = std::current_exception();
