@@ -85,7 +85,7 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
             io_threads=reader.depth,
             max_gap=reader.max_gap,
             prefetch=prefetch,
-            dense=config.mode == "dense",
+            dense=mode == "dense",
             verified=1
             if config.speculate == "off"
             else max(1, min(model.manifest.sparse_prefill_tokens, MAX_VERIFIED)),
@@ -99,7 +99,7 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         resident = product_nbytes(model)
         if not prefetch_pays(model, memory, costs=costs, choice=reader, activity=activity, resident_nbytes=resident):
             prefetch, memory = False, memory_plan(prefetch=False)
-    if config.mode == "dense" and not model.architecture.experts:
+    if mode == "dense" and not model.architecture.experts:
         notices += _streaming(model, memory, costs)
     notices += _small_cache(model, memory)
     return Plan(

@@ -81,6 +81,12 @@ def test_a_model_whose_neurons_are_never_zero_runs_densely_and_says_so(tmp_path)
     (notice,) = plan.notices
     assert "is ever exactly zero (silu)" in notice
     assert resolve(RunConfig(mode="dense"), ModelDir.open(directory), **MACHINE).notices == ()
+    # The mode that is chosen is planned as the one that is asked for: what fits of each layer stays.
+    for limit in (None, 172_000_000):
+        chosen, asked = (
+            resolve(RunConfig(mode=mode, memory=limit), ModelDir.open(directory), **MACHINE) for mode in (None, "dense")
+        )
+        assert repr(chosen.memory) == repr(asked.memory)
     with pytest.raises(UsageError, match="use --mode dense"):
         resolve(RunConfig(mode="sparse"), ModelDir.open(directory), **MACHINE)
 
