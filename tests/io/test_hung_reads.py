@@ -67,7 +67,7 @@ model = Model.open(Path(path), RunConfig(threads=2, io_threads=4, io_backend=bac
 ids = [5 + i for i in range(int(length))]
 with model.new_sequence() as sequence:
     if int(patience) > 5000:
-        threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT)).start()
+        threading.Timer(2.5, lambda: signal.raise_signal(signal.SIGINT)).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     hang("threads" if int(length) > 10 else backend)
     ends("hung", lambda: model.step([(sequence, ids)]))
@@ -125,10 +125,11 @@ def test_a_model_whose_read_never_ends(tiny, backend, length):
 @pytest.mark.parametrize("length", [4, 20], ids=["sparse", "prompt"])
 @pytest.mark.parametrize("backend", backends())
 def test_ctrl_c_ends_a_read_that_never_ends(tiny, backend, length):
-    """Half a second after the read hangs; most of what passes then is the wait for it to end after all."""
+    """Once the pass waits for it: the signal comes so late that it does, also on a busy machine. A signal that is seen
+    before, between two layers, is heard only when the read's minute is over."""
     said = run(MODEL, tiny("bfloat16").path("random"), backend, length, 60_000)
     assert said["hung"][0] == "KeyboardInterrupt", said
-    assert said["hung"][2] < 0.5 + 1.5  # of which a second is a busy machine's
+    assert said["hung"][2] < 2.5 + 1.5  # of which a second is a busy machine's
     assert said["close"][0] == "nothing"
     assert said["close"][2] < 2
 
