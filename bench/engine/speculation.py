@@ -152,9 +152,9 @@ def texts(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         for kind, prompt in PROMPTS.items():
 
             def way(drafter: Drafter | None, on: bool, prompt: str = prompt) -> Any:
-                return lambda: answer(
-                    model, tokenizer, prompt, args.tokens, speculation_of(config, model, drafter) if on else None
-                )
+                # One for all answers, as a model's sessions share it: what it has learned and lost goes on.
+                speculation = speculation_of(config, model, drafter) if on else None
+                return lambda: answer(model, tokenizer, prompt, args.tokens, speculation)
 
             ways = {"off": way(None, False), **{name: way(drafter, True) for name, drafter in drafters.items()}}
             ways["off"]()  # the neuron caches are warm for all
