@@ -9,8 +9,8 @@ Scales are chosen by least squares (csrc/quantise/group_fit.h): of a few roundin
 that fits its codes best, the one with the least squared error; what it is rounded to in fp16 is what the final codes
 are rounded by.
 
-Choosing scales, rounding and packing are apart: error feedback (flashllm/quantise/feedback.py) rounds a weight at a time
-by a rule of its own and uses the same groups.
+Choosing scales, rounding and packing are apart: error feedback (flashllm/quantise/feedback.py) rounds a weight at a
+time by a rule of its own and uses the same groups.
 
 Knows numpy arrays, no files and no models.
 """
