@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.engine.model import Model
-from flashllm.format.model_dir import ModelDir
+from flashllm.format.model_dir import ModelDir, read_plane
 from flashllm.format.model_files import RESIDENT
 from flashllm.format.rows import widened_rows
 from flashllm.format.safetensors import open_safetensors
@@ -33,10 +33,11 @@ class LayerWeights:
     def blocks(self) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
         """(first neuron, {"up", "gate" if any, "down"}: [neurons, d_model] in fp32), each valid until the next."""
         stream = self._model.parts.stream
+        plane = read_plane(self._model.directory.path, self._model.manifest, self.layer)
         stream.begin(self.layer)
         while (block := stream.next()) is not None:
             first, rows = block
-            yield first, widened_rows(self.layout, rows[: self.layout.d_ff - first])
+            yield first, widened_rows(self.layout, rows[: self.layout.d_ff - first], plane, first)
 
     def drivers(self) -> Iterator[Floats]:
         """The matrix whose products decide which neurons fire (the gate where there is one), some rows at a time."""

@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, layer_norm, relu, silu
 
 from flashllm.arch.registry import resident_shapes
 from flashllm.arch.spec import BlockSpec
-from flashllm.format.model_dir import ModelDir
+from flashllm.format.model_dir import ModelDir, read_plane
 from flashllm.format.model_files import FFN, RESIDENT, ffn_tensor, gate_tensor, resident_encoding
 from flashllm.format.rows import widened_rows
 from flashllm.format.safetensors import open_safetensors
@@ -42,7 +42,7 @@ class ReferenceDecoder:
             for layer in range(self.model.architecture.num_layers):
                 rows = np.empty((layout.num_rows, layout.stride), np.uint8)
                 file.read_into(file.header.tensors[ffn_tensor(layer)], 0, rows.reshape(-1).data)
-                parts = widened_rows(layout, rows[: layout.d_ff])
+                parts = widened_rows(layout, rows[: layout.d_ff], read_plane(path, self.model.manifest, layer))
                 self.ffn.append({name: torch.from_numpy(np.array(part)) for name, part in parts.items()})
                 if self.model.manifest.resident_gate:
                     self.ffn[-1]["gate"] = self.tensors[gate_tensor(layer)]
@@ -54,7 +54,7 @@ class ReferenceDecoder:
         width |= {name: shape[-1] for name, shape in shapes.items()}
         with open_safetensors(path) as file:
             for name, info in file.header.tensors.items():
-                if not name.startswith("flashllm."):
+                if not name.startswith("flashllm.") and name not in manifest.planes:
                     encoding = resident_encoding(
                         name,
                         manifest.dtype,

@@ -1,7 +1,7 @@
 """GGUF files as llama.cpp's converter would write them, of tiny Hugging Face folders."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,26 @@ def ungrouped(rows: torch.Tensor, heads: int, groups: int) -> torch.Tensor:
     return torch.cat([part.reshape(-1, *rows.shape[1:]) for part in parts])
 
 
+_HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # bytes where a block has an fp16 scale or minimum
+
+
+def coded(values: np.ndarray, kind: str) -> np.ndarray:
+    """`values` in this kind; random blocks of about their size where the gguf package cannot quantise."""
+    if kind not in _HALVES:
+        return gguf.quantize(values, KINDS[kind])
+    weights, nbytes = gguf.GGML_QUANT_SIZES[KINDS[kind]]
+    random = np.random.default_rng(values.size)
+    blocks = random.integers(0, 256, (values.size // weights, nbytes), np.uint8)
+    for at in _HALVES[kind]:
+        scales = values.std() * random.uniform(0.5, 1.5, len(blocks)) / (32 * 8 if kind != "Q6_K" else 64 * 16)
+        blocks[:, at : at + 2] = scales.astype("<f2")[:, None].view(np.uint8)
+    return blocks.reshape(len(values), -1)
+
+
 def write_gguf(
     folder: Path,
     path: Path,
-    kind: str = "F32",
+    kind: str | Callable[[str], str] = "F32",
     *,
     metadata: Mapping[str, Any] | None = None,
     drop: str = "",
@@ -42,8 +58,9 @@ def write_gguf(
 ) -> Path:
     """The model in the Hugging Face folder `folder` as the GGUF file `path`, which is returned.
 
-    Matrices are of `kind`, everything else fp32. `metadata` adds to what the config says; `drop` leaves out a tensor;
-    `split` makes so many files, of which `path` is given the first's name.
+    Matrices are of `kind`, or of what it says of their name in the file; everything else is fp32. `metadata` adds to
+    what the config says; `drop` leaves out a tensor; `split` makes so many files, of which `path` is given the first's
+    name.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
@@ -64,8 +81,8 @@ def write_gguf(
             writer.add_uint16("split.count", split)
         for name in sorted(tensors)[number::split]:
             values = tensors[name]
-            of_kind = KINDS[kind] if values.ndim > 1 else KINDS.F32
-            writer.add_tensor(name, gguf.quantize(values, of_kind), raw_dtype=of_kind)
+            of_kind = (kind if isinstance(kind, str) else kind(name)) if values.ndim > 1 else "F32"
+            writer.add_tensor(name, coded(values, of_kind), raw_dtype=KINDS[of_kind])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -25,22 +25,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "float16", "bfloat16"),
-        help="of the result (default: the source's; of quantised weights float16)",
+        help="of the result (default: the source's; beside quantised weights float16)",
     )
     parser.add_argument(
         "--bits",
         type=int,
         choices=(16, 12, 8, 4),
-        default=16,
-        help="of the neurons' weights (default: 16, the dtype as it is; 12: bfloat16 without loss; 8 and 4: in groups "
-        "with a scale each)",
+        help="of the neurons' weights (default: a quantised GGUF file keeps its codes, others 16, the dtype as it is; "
+        "12: bfloat16 without loss; 8 and 4: in groups with a scale each)",
     )
     parser.add_argument(
         "--resident-bits",
         type=int,
         choices=(16, 12, 8, 4),
-        default=16,
-        help="of the weights that stay in memory: attention, embedding and head (default: 16, the dtype as it is)",
+        help="of the weights that stay in memory: attention, embedding and head (default: 16, the dtype as it is, "
+        "but for a quantised GGUF file without --bits)",
     )
     parser.add_argument(
         "--embedding-bits",
@@ -124,8 +123,10 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.sparsify.run import convert_sparsified
 
     is_model = (Path(args.src) / MANIFEST).exists()
-    embedding_bits = args.resident_bits if args.embedding_bits is None else args.embedding_bits
-    bits = {args.bits, args.resident_bits, embedding_bits}
+    keep = args.bits is None and args.resident_bits is None and args.embedding_bits is None
+    row_bits, resident_bits = args.bits or 16, args.resident_bits or 16
+    embedding_bits = resident_bits if args.embedding_bits is None else args.embedding_bits
+    bits = {row_bits, resident_bits, embedding_bits}
     fewer_bits = bits != {16} or args.calibrate is not None
     of_conversion = args.dtype is not None or args.no_predictors or args.gate is not None or args.sparsify is not None
     if args.text is not None and args.sparsify is None:
@@ -150,8 +151,8 @@ def main(args: argparse.Namespace) -> int:
             else:
                 source, name = find_checkpoint(args.src, say=say)
                 bar = stack.enter_context(ProgressBar("convert"))
-                encoding, resident_encoding = _encoding(args, args.bits), _encoding(args, args.resident_bits)
-                table_encoding = None if embedding_bits == args.resident_bits else _encoding(args, embedding_bits)
+                encoding, resident_encoding = _encoding(args, row_bits), _encoding(args, resident_bits)
+                table_encoding = None if embedding_bits == resident_bits else _encoding(args, embedding_bits)
                 if args.sparsify is None:
                     options: dict[str, Any] = {
                         "dtype": args.dtype,
@@ -165,7 +166,7 @@ def main(args: argparse.Namespace) -> int:
                         "progress": bar,
                     }
                     if args.calibrate is None:
-                        manifest = convert(source, args.dst, **options)
+                        manifest = convert(source, args.dst, **options, keep=keep, say=say)
                     else:
                         calibrating = stack.enter_context(ProgressBar("calibrate", unit="layers"))
                         manifest = convert_calibrated(

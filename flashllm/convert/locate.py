@@ -77,7 +77,7 @@ def resolve_model(
         message = f"{models}: cannot be made: {error.strerror}; run `flashllm convert {model} DST`, then use DST"
         raise FlashIOError(message) from error
     say(f"converting {model} once, into {target}")
-    convert(checkpoint, target, source_name=source_name, predictors=True, progress=progress)
+    convert(checkpoint, target, source_name=source_name, predictors=True, keep=True, say=say, progress=progress)
     return target
 
 

@@ -25,13 +25,13 @@ def read_rows(checkpoint: Checkpoint, name: str, claim: Claim, first: int, out: 
         return
     row_nbytes = out[:1].nbytes
     done = 0
-    for start, count in _runs(claim, first, len(out)):
+    for start, count in runs(claim, first, len(out)):
         checkpoint.read(name, start * row_nbytes, out[done : done + count])
         done += count
 
 
-def _runs(claim: Claim, first: int, n: int) -> list[tuple[int, int]]:
-    """(first row in the source, rows) of rows first to first + n; neighbours are one run."""
+def runs(claim: Claim, first: int, n: int) -> list[tuple[int, int]]:
+    """(first row in the source, rows) of rows first to first + n of the canonical tensor; neighbours are one run."""
     part = claim.part
     length = claim.rows // part.repeats if part.count is None else part.count
     result: list[tuple[int, int]] = []
@@ -49,12 +49,12 @@ def _runs(claim: Claim, first: int, n: int) -> list[tuple[int, int]]:
 def _read_columns(checkpoint: Checkpoint, name: str, claim: Claim, first: int, out: NDArray[Any]) -> None:
     """The same of a transposed source [columns, rows]: its rows pass by, and what is wanted of each is kept."""
     columns, width = checkpoint.tensors[name].shape
-    runs = _runs(claim, first, len(out))
+    wanted = runs(claim, first, len(out))
     together = max(1, _COLUMN_NBYTES // (width * out.itemsize))
     for column in range(0, columns, together):
         block = np.empty((min(together, columns - column), width), out.dtype)
         checkpoint.read(name, column * width * out.itemsize, block)
         done = 0
-        for start, count in runs:
+        for start, count in wanted:
             out[done : done + count, column : column + len(block)] = block[:, start : start + count].T
             done += count

@@ -26,13 +26,15 @@ from flashllm.arch.registry import (
 from flashllm.arch.spec import Architecture, ArchitectureSpec, BlockSpec, Shape
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype
 from flashllm.base.files import CHUNK_NBYTES
+from flashllm.base.units import format_size
 from flashllm.convert.checkpoint.coded import CodedWeights
 from flashllm.convert.checkpoint.escapes import held_by_bf12
 from flashllm.convert.checkpoint.source import Checkpoint
+from flashllm.convert.kept.weights import KeptWeights, keep_weights, most_common
 from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.convert.untrained import coded_gates_nbytes, default_rank, untrained_nbytes
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
-from flashllm.format.model_files import checksums_tensor, ffn_tensor, gate_tensor, is_coded_matrix
+from flashllm.format.model_files import checksums_tensor, ffn_tensor, gate_tensor, is_coded_matrix, plane_tensors
 from flashllm.format.model_files import resident_encoding as stored_as
 from flashllm.format.placed import placed_nbytes
 from flashllm.format.rows import RowEncoding, RowLayout
@@ -49,7 +51,7 @@ TABLES = ("embedding.weight", "head.weight")  # resident matrices of the vocabul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentEntry:
-    """A tensor of the resident file: one of the checkpoint's, or (`layer` set) a layer's checksums."""
+    """A tensor of the resident file: one of the checkpoint's, or (`layer` set) a layer's checksums or scales."""
 
     name: str  # canonical
     code: str
@@ -58,6 +60,7 @@ class ResidentEntry:
     source: str = ""  # its tensor's name in the checkpoint
     encoding: RowEncoding | None = None  # of weights
     layer: int | None = None
+    plane: bool = False  # of the layer: scales of its down columns
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +92,7 @@ class ConversionPlan:
     coded_gates: bool = False  # are the predictors
     reorder: Trace | None = None  # from which the order of the neurons' second copy is learned
     coded: CodedWeights | None = None  # what is written as it is
+    kept: KeptWeights | None = None  # `coded`, where it is the checkpoint's own
 
     @property
     def ffn_nbytes(self) -> int:
@@ -108,6 +112,19 @@ class ConversionPlan:
         companions = sum(path.stat().st_size for path in self.companions) + sum(map(len, self.made.values()))
         placed = 0 if self.reorder is None else placed_nbytes(self.layout, self.architecture.num_layers)
         return self.ffn_nbytes + self.resident_nbytes + companions + predictors + placed
+
+    @property
+    def kept_line(self) -> str:
+        """What a reader of a conversion should know of a quantised checkpoint whose bits are kept."""
+        rows = self.layout
+        matrices = rows.encoding if rows.down_encoding is None else f"{rows.encoding}, down {rows.down}"
+        nbytes = sum(entry.nbytes for entry in self.resident if entry.plane)
+        scales = f"; scales of the down columns in memory, {format_size(nbytes)}" if nbytes else ""
+        left = self.kept.left if self.kept is not None else ()
+        rest = f"; {len(left)} matrices, {left[0]} the first, dequantised to {self.dtype.name}" if left else ""
+        return (
+            f"the bits of {self.checkpoint.path.name} are kept: neurons {matrices}{scales}{rest}; --bits encodes anew"
+        )
 
     def identity(self) -> dict[str, Any]:
         """What a partial directory must have been begun with to be resumed: the source, the options, the layout."""
@@ -153,13 +170,14 @@ def plan_conversion(
     gate: GatePlace = "rows",
     reorder: Trace | None = None,
     coded: CodedWeights | None = None,
+    keep: bool = False,
 ) -> ConversionPlan:
     """Decide and check everything. Without a `dtype` the result has the one the checkpoint prefers, or is stored in.
 
     `encoding` of the neurons' rows and `resident_encoding` of the resident matrices are of `CODED_ENCODINGS`; None: the
     dtype. `table_encoding` of the embedding and the head may be another; None: `resident_encoding`. Resident gates are
-    stored as the rows are. What `coded` holds is written as it is. UsageError for a model without the gates that
-    `gate` is about.
+    stored as the rows are. What `coded` holds is written as it is. With `keep`, and no encodings, the codes of a
+    quantised checkpoint are kept where they can be. UsageError for a model without the gates that `gate` is about.
 
     FormatError for missing tensors and wrong shapes; UnsupportedModelError for what the architecture's table entry
     does not know, for dtypes other than float32, float16 and bfloat16, and for mixed ones without a `dtype`. The
@@ -190,6 +208,15 @@ def plan_conversion(
     if table_encoding is not None and table_encoding != resident_encoding:
         others = {name: table_encoding for name in TABLES if name in residents}
 
+    kept = keep_weights(checkpoint, names, claimed, residents, architecture) if keep else None
+    if kept is not None:
+        coded, resident_encoding = kept, most_common(kept.resident.values())
+        others = {
+            name: kept.resident.get(name, target.name)
+            for name in residents
+            if is_coded_matrix(name) and kept.resident.get(name, target.name) != (resident_encoding or target.name)
+        }
+
     def fits(name: str) -> bool:
         return held_by_bf12(checkpoint, names, claimed[name])
 
@@ -200,6 +227,8 @@ def plan_conversion(
         return encoding if encoding is not None and held else target.name
 
     up, down = of_rows(*architecture.matrices[:-1]), of_rows("down")
+    if kept is not None:
+        up, down = kept.rows or target.name, kept.down or target.name
     others |= {
         name: target.name
         for name in residents
@@ -227,6 +256,13 @@ def plan_conversion(
         ResidentEntry(name=checksums_tensor(layer), code="U64", shape=(layout.num_rows,), itemsize=8, layer=layer)
         for layer in layers
     ]
+    for layer, form in enumerate(kept.down_scales if kept is not None else ()):
+        entries += [
+            ResidentEntry(
+                name=name, code=code, shape=shape, itemsize=2 if code == "F16" else 1, layer=layer, plane=True
+            )
+            for name, (code, shape) in plane_tensors(layer, form, layout).items()
+        ]
     # Stable: whole cache lines first, so that they all start on one; then wide items, so that all are aligned.
     entries.sort(key=lambda entry: (entry.nbytes % _CACHE_LINE_NBYTES != 0, -entry.itemsize))
     wants_predictors = predictors and architecture.sparse and gate == "rows"  # other gates name neurons themselves
@@ -255,6 +291,7 @@ def plan_conversion(
         coded_gates=gate == "4bit",
         reorder=reorder,
         coded=coded,
+        kept=kept,
     )
 
 

@@ -38,6 +38,8 @@ from flashllm.format.predictors import margin_above, predictor_bytes
 from flashllm.format.rows import CODED_ENCODINGS, RowEncoding, pack_rows, row_checksums
 from flashllm.format.trace import Trace
 
+Say = Callable[[str], None]
+
 
 def convert(
     src: Path,
@@ -52,6 +54,8 @@ def convert(
     gate: GatePlace = "rows",
     reorder: Trace | None = None,
     coded: CodedWeights | None = None,
+    keep: bool = False,
+    say: Say | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Convert the checkpoint `src` (a folder, or a GGUF file) into the new model directory `dst`; the manifest.
@@ -65,7 +69,8 @@ def convert(
     the active neurons exactly; rows are shorter by a third, and no predictors are made. With "4bit" the gates are in
     the rows, and in 4 bits in memory, where they are the predictors. With `reorder`, a trace of this model, the neurons
     are written a second time in the order in which they are best read (flashllm/format/placed.py). What `coded` holds
-    is written as it is, and not encoded.
+    is written as it is, and not encoded. With `keep`, and neither encodings nor `coded`, the weights of a quantised
+    checkpoint keep their codes and scales (flashllm/convert/kept); `say` gets a line about it.
 
     Works in `dst`.partial, and resumes what it finds there.
     Raises UsageError (`dst` exists, `src` is no checkpoint, the trace is another model's), UnsupportedModelError,
@@ -87,6 +92,8 @@ def convert(
             gate=gate,
             reorder=reorder,
             coded=coded,
+            keep=keep,
+            say=say,
             progress=progress,
         )
 
@@ -104,6 +111,8 @@ def convert_checkpoint(
     gate: GatePlace = "rows",
     reorder: Trace | None = None,
     coded: CodedWeights | None = None,
+    keep: bool = False,
+    say: Say | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Convert an open checkpoint, which need not lie in files; otherwise as `convert`."""
@@ -118,7 +127,10 @@ def convert_checkpoint(
         gate=gate,
         reorder=reorder,
         coded=coded,
+        keep=keep,
     )
+    if plan.kept is not None and say is not None:
+        say(plan.kept_line)
     with new_model_directory(dst, plan.identity(), plan.total_nbytes) as partial:
         return _Conversion(plan, partial, progress).run(Path(os.path.abspath(dst)), source_name)
 
@@ -178,6 +190,7 @@ class _Conversion:
         self._checksums: list[NDArray[np.uint64]] = []  # [num_rows] a layer
         layout = plan.layout
         self._rows = np.empty((layout.stream_block_rows, layout.stride), np.uint8)
+        self._planes: dict[str, NDArray[Any]] = {}  # of the layer at hand
         self._down = np.empty((layout.d_model, 0), plan.dtype.storage)  # of all neurons of a layer, or of an expert
 
     def run(self, dst: Path, source_name: str) -> Manifest:
@@ -201,6 +214,7 @@ class _Conversion:
             rows=self._plan.layout,
             resident_encoding=self._plan.resident_encoding,
             other_encodings=self._plan.other_encodings,
+            down_scales=self._plan.kept.down_scales if self._plan.kept is not None else (),
             files=self._files,
             permutation=None if self._plan.reorder is None else permutation_of(self._plan.reorder),
             stream_block_rows=self._plan.layout.stream_block_rows,
@@ -334,6 +348,9 @@ class _Conversion:
             self._files[RESIDENT] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
 
     def _write_tensor(self, writer: HashingWriter, entry: ResidentEntry) -> None:
+        if entry.plane:
+            self._write(writer, RESIDENT, self._plane(entry).reshape(-1).view(np.uint8).data)
+            return
         if entry.layer is not None:
             self._write(writer, RESIDENT, self._checksums[entry.layer].astype("<u8").data)
             return
@@ -350,6 +367,14 @@ class _Conversion:
         for _, values in self._parts(claim):
             stored = np.ascontiguousarray(self._stored(claim, encoding, values))
             self._write(writer, RESIDENT, stored.reshape(-1).view(np.uint8).data)
+
+    def _plane(self, entry: ResidentEntry) -> NDArray[Any]:
+        """A tensor of scales of down columns. Those of a layer are read together."""
+        if entry.name not in self._planes:
+            assert self._plan.kept is not None
+            assert entry.layer is not None
+            self._planes = self._plan.kept.plane(entry.layer)
+        return self._planes[entry.name]
 
     def _write_predictors(self, rank: int) -> None:
         plan = self._plan

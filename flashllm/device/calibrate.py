@@ -19,7 +19,7 @@ from flashllm.base.units import format_size
 from flashllm.device.costs import DeviceCosts
 from flashllm.device.products import ResidentProducts, gathered_bps, resident_bps
 from flashllm.device.reads import ReadOptions, ReadTimer, file_to_read
-from flashllm.format.rows import ROW_ENCODINGS
+from flashllm.format.rows import MEASURED_ENCODINGS
 
 _SLICE_NBYTES = 16 << 20  # of the weights whose products run beside reads
 
@@ -73,14 +73,14 @@ def measure_device(
         report("resident products", done + 1, total)
         gemv = {
             encoding: resident_bps(encoding, nbytes=options.gemv_nbytes, pool=pool, seconds=options.product_s(encoding))
-            for encoding in ROW_ENCODINGS
+            for encoding in MEASURED_ENCODINGS
         }
         report("products of gathered rows", done + 2, total)
         sparse = {
             encoding: gathered_bps(
                 encoding, nbytes=options.gemv_nbytes, pool=pool, file=file, seconds=options.product_s(encoding)
             )
-            for encoding in ROW_ENCODINGS
+            for encoding in MEASURED_ENCODINGS
         }
     report("the demo model", done + 3, total)
     overhead = layer_overhead()

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm.base.carried_codes import SCALE_FORMS
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.config import Backend, RunConfig
@@ -182,6 +183,7 @@ class _Builder:
         """One a layer. Single neurons are read from the reordered copy where there is one."""
         manifest, memory, ablation = self._manifest, self._plan.memory, self._config.ablation
         layers = range(manifest.architecture.num_layers)
+        planes = {part for form in manifest.down_scales for part in SCALE_FORMS[form].parts()}
         self._neurons_file = self._file
         places = read_places(self._path, manifest) if ablation.placed else None
         if places is not None:
@@ -220,6 +222,7 @@ class _Builder:
                 gate_bias=bias(layer, "gate"),
                 gate_matrix=tensors.get(gate_tensor(layer)),
                 down_bias=bias(layer, "down"),
+                **{f"down_{part}": tensors.get(f"layers.{layer}.down.{part}") for part in planes},
                 checksums=checksums[layer],
                 rows=self._cache[int(starts[layer]) : int(starts[layer + 1])],
                 bypass_rows=bypass,

@@ -60,6 +60,7 @@ def inspect(path: Path) -> dict[str, Any]:
         "quality": manifest.to_json().get("quality"),
         "sparsity": manifest.to_json().get("sparsity"),
         "resident_gate_nbytes": manifest.resident_gate_nbytes,
+        "down_scales_nbytes": manifest.planes_nbytes,
         "calibration": calibration,
         "permutation": manifest.to_json()["permutation"],
         "modes": [mode for mode in MODES if mode == "dense" or _runs_in(manifest, mode)],
@@ -156,6 +157,8 @@ def format_inspection(facts: dict[str, Any]) -> str:
         ranks = f"rank {low}" if low == high else f"ranks {low} to {high}"
         ranks = ranks if high else "the gate in 4 bits"
         text["predictors"] = f"{ranks}, {format_size(predictors['nbytes'])}"
+    if facts["down_scales_nbytes"]:
+        text["resident"] += f", {format_size(facts['down_scales_nbytes'])} of it scales of down columns"
     if facts["quality"] is not None:
         text["quality"] = quality_line(facts["quality"])
     if facts["sparsity"] is not None:

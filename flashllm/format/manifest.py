@@ -2,7 +2,8 @@
 
  1. a JSON object with exactly the keys of `Manifest` (and of the values in it), but that `resident_encoding`,
     `other_encodings`, `sparsity`, `quality`, a row's `down_encoding` and what the architecture says of experts are
-    there only where the model has them; unknown keys are errors;
+    there only where the model has them (`down_scales` with down columns whose scales are resident); unknown keys are
+    errors;
  2. `files` lists every file but the manifest, each directly in the directory, no symbolic link, with size and SHA-256;
  3. it is written last and replaced atomically: a directory without it is not a model;
  4. rows of a mixture of experts are those of its experts, in their order, then those of the shared neurons;
@@ -17,6 +18,7 @@ Checks are cheap: sizes and headers, never the hash of a file (that is `verify`)
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -28,6 +30,7 @@ from typing import Any, Self, TypeVar
 
 from flashllm.arch.registry import resident_shapes, resolve
 from flashllm.arch.spec import Architecture, check_number
+from flashllm.base.carried_codes import SCALE_FORMS
 from flashllm.base.checks import check_file_name, check_int, check_keys, check_list, check_str, is_number
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import (
@@ -53,9 +56,10 @@ from flashllm.format.model_files import (
     check_resident_tensors,
     gate_tensor,
     is_coded_matrix,
+    plane_tensors,
 )
 from flashllm.format.predictors import PREFETCH, check_predictors_header
-from flashllm.format.rows import CODED_ENCODINGS, RowLayout
+from flashllm.format.rows import CARRIED_ENCODINGS, CODED_ENCODINGS, PLANE_ENCODINGS, RowLayout
 from flashllm.format.safetensors import read_header
 
 FORMAT_VERSION = 2
@@ -63,6 +67,7 @@ MANIFEST = "flashllm.json"
 PARTIAL_SUFFIX = ".partial"  # of a directory under conversion
 _MAX_FILES = 1000
 _EXPERT_KEYS = ("experts", "chosen_experts", "shared_neurons")  # of the architecture of a mixture of experts
+_MATRIX_ENCODINGS = (*CODED_ENCODINGS, *CARRIED_ENCODINGS)
 _ROW_KEYS = ("encoding", "down_encoding", "matrices", "row_nbytes", "stride", "num_rows")
 
 T = TypeVar("T")
@@ -182,6 +187,7 @@ class Manifest:
     other_encodings: Mapping[str, str] = field(
         default_factory=dict
     )  # by name, of resident matrices that differ from that
+    down_scales: tuple[str, ...] = ()  # of each layer, where down columns have theirs in memory: of `SCALE_FORMS`
     permutation: Permutation | None = None
     calibration: Calibration | None = None
     sparsity: Sparsity | None = None
@@ -197,14 +203,15 @@ class Manifest:
         check_str("flashllm_version", self.flashllm_version, 100)
         _check_dtype("dtype", self.dtype)
         for encoding in (self.rows.encoding, self.rows.down):
-            if encoding != self.dtype and encoding not in CODED_ENCODINGS:
+            if encoding != self.dtype and encoding not in (*_MATRIX_ENCODINGS, *PLANE_ENCODINGS):
                 raise ValueError(f"rows.encoding must be {self.dtype} or coded, not {encoding}")
-        if self.resident_encoding is not None and self.resident_encoding not in CODED_ENCODINGS:
-            known = ", ".join(CODED_ENCODINGS)
+        if self.resident_encoding is not None and self.resident_encoding not in _MATRIX_ENCODINGS:
+            known = ", ".join(_MATRIX_ENCODINGS)
             raise ValueError(f"resident_encoding must be one of {known}, not {str(self.resident_encoding)[:80]!r}")
         if self.dtype != "bfloat16" and "bf12" in (self.rows.encoding, self.rows.down, self.resident_encoding):
             raise ValueError(f"bf12 is for models in bfloat16, not {self.dtype}")
         self._check_other_encodings()
+        self._check_down_scales()
         fits = (self.rows.d_model, self.rows.d_ff) == (self.architecture.d_model, self.architecture.d_ff)
         if not fits or (self.rows.matrices != self.architecture.matrices and not self.resident_gate):
             raise ValueError(f"rows of {self.rows} do not belong to the architecture {self.architecture}")
@@ -236,10 +243,33 @@ class Manifest:
         for name, encoding in self.other_encodings.items():
             if type(name) is not str or not is_coded_matrix(name):
                 raise ValueError(f"other_encodings: {str(name)[:80]!r} is no matrix that may be in codes")
-            if encoding != self.dtype and encoding not in CODED_ENCODINGS:
+            if encoding != self.dtype and encoding not in _MATRIX_ENCODINGS:
                 raise ValueError(f"other_encodings: {str(encoding)[:80]!r} is neither coded nor {self.dtype}")
             if encoding == "bf12" and self.dtype != "bfloat16":
                 raise ValueError(f"bf12 is for models in bfloat16, not {self.dtype}")
+
+    def _check_down_scales(self) -> None:
+        layers = self.architecture.num_layers if self.rows.has_plane else 0
+        if len(self.down_scales) != layers:
+            raise ValueError(f"down_scales must name {layers} forms with these rows, not {len(self.down_scales)}")
+        for form in self.down_scales:
+            if form not in SCALE_FORMS:
+                raise ValueError(f"down_scales: {str(form)[:80]!r} is not one of {', '.join(SCALE_FORMS)}")
+        if self.rows.has_plane and self.architecture.experts:
+            raise ValueError("down_scales are not for a mixture of experts")
+
+    @property
+    def planes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name -> (dtype, shape) of the resident tensors of scales of down columns; none where those have their own."""
+        found: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for layer, form in enumerate(self.down_scales):
+            found |= plane_tensors(layer, form, self.rows)
+        return found
+
+    @property
+    def planes_nbytes(self) -> int:
+        """Bytes of `planes`."""
+        return sum((2 if dtype == "F16" else 1) * math.prod(shape) for dtype, shape in self.planes.values())
 
     @property
     def sparse(self) -> bool:
@@ -290,7 +320,8 @@ class Manifest:
     def _from_json(cls, value: Any) -> Self:
         if isinstance(value, dict):
             # Written only where there is one:
-            value = {"resident_encoding": None, "other_encodings": {}, "sparsity": None, "quality": None, **value}
+            absent: dict[str, Any] = {"resident_encoding": None, "other_encodings": {}, "down_scales": []}
+            value = {**absent, "sparsity": None, "quality": None, **value}
         fields = _fields(cls, value, "the manifest")
         described = fields["architecture"]
         if isinstance(described, dict):
@@ -335,6 +366,7 @@ class Manifest:
         source = _build(Source, fields["source"], "source")
         parsed = {"architecture": architecture, "rows": layout, "calibration": calibration, "files": entries}
         measured = {"sparsity": sparsity, "quality": quality}
+        parsed["down_scales"] = tuple(check_list(fields["down_scales"], "down_scales"))
         return cls(**{**fields, **parsed, **measured, "permutation": permutation, "source": source})
 
     def to_json(self) -> dict[str, Any]:
@@ -350,6 +382,7 @@ class Manifest:
             "dtype": self.dtype,
             **({} if self.resident_encoding is None else {"resident_encoding": self.resident_encoding}),
             **({"other_encodings": dict(self.other_encodings)} if self.other_encodings else {}),
+            **({"down_scales": list(self.down_scales)} if self.down_scales else {}),
             "rows": {
                 name: list(self.rows.matrices) if name == "matrices" else getattr(self.rows, name)
                 for name in _ROW_KEYS
@@ -413,6 +446,7 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
         manifest.resident_encoding,
         rows=manifest.rows.encoding,
         others=manifest.other_encodings,
+        planes=manifest.planes,
     )
     if PLACED in manifest.files:
         check_placed_header(read_header(directory / PLACED), manifest.rows, num_layers)

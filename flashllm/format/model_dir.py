@@ -1,7 +1,7 @@
 """`ModelDir`: a converted model, opened and checked, in one frozen value that everything above passes around.
 
-Holds what the small files say; reads no weights and keeps nothing open. `Companions` reads those files (tokenizer, chat
-template, configs) and checks them on the way.
+Holds what the small files say and keeps nothing open. `Companions` reads those files (tokenizer, chat template,
+configs) and checks them on the way. Of weights `read_plane` alone reads some.
 """
 
 import dataclasses
@@ -12,13 +12,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
+import numpy as np
+
 from flashllm.arch.registry import block_spec, complete_config
 from flashllm.arch.spec import Architecture, BlockSpec
+from flashllm.base.carried_codes import SCALE_FORMS, Plane
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype
 from flashllm.base.files import is_there, parse_json_object, read_bounded
 from flashllm.errors import ChecksumError
 from flashllm.format.manifest import MANIFEST, FileEntry, Manifest, Sparsity, open_model_dir
-from flashllm.format.model_files import CONFIG, GENERATION_CONFIG
+from flashllm.format.model_files import CONFIG, GENERATION_CONFIG, RESIDENT, plane_tensors
+from flashllm.format.safetensors import open_safetensors
 
 _MAX_JSON_NBYTES = 64 * 2**20
 
@@ -120,6 +124,21 @@ class ModelDir:
     def kv_nbytes_per_token(self) -> int:
         """Bytes of keys and values of one token over all layers."""
         return self.block.kv_nbytes_per_token(self.architecture.num_layers, self.dtype.itemsize)
+
+
+def read_plane(directory: Path, manifest: Manifest, layer: int) -> Plane | None:
+    """The scales of a layer's down columns; None where the rows hold them. FormatError, FlashIOError."""
+    if not manifest.rows.has_plane:
+        return None
+    form = manifest.down_scales[layer]
+    arrays = {}
+    with open_safetensors(directory / RESIDENT) as file:
+        for name in plane_tensors(layer, form, manifest.rows):
+            info = file.header.tensors[name]
+            values = np.empty(info.shape, np.float16 if info.dtype == "F16" else np.int8)
+            file.read_into(info, 0, values.reshape(-1).view(np.uint8).data)
+            arrays[name.rpartition(".")[2]] = values
+    return Plane(form=SCALE_FORMS[form], arrays=arrays)
 
 
 def _with_cuts(block: BlockSpec, manifest: Manifest) -> BlockSpec:

@@ -6,6 +6,7 @@ Reads no data. Whether the bytes are right is for `verify` and for the row check
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from flashllm.base.carried_codes import SCALE_FORMS, plane_shapes
 from flashllm.errors import FormatError
 from flashllm.format.rows import ROW_ENCODINGS, RowEncoding, RowLayout
 from flashllm.format.safetensors import DATA_ALIGNMENT, SafetensorsHeader
@@ -43,6 +44,12 @@ def checksums_tensor(layer: int) -> str:
 def gate_tensor(layer: int) -> str:
     """Name of a layer's gate matrix in `resident.safetensors`, of models whose rows hold none."""
     return f"layers.{layer}.gate.weight"
+
+
+def plane_tensors(layer: int, form: str, layout: RowLayout) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name in `resident.safetensors` -> (dtype, shape) of what a layer's scales of down columns are, in this form."""
+    shapes = plane_shapes(SCALE_FORMS[form], layout.d_ff, layout.d_model)
+    return {f"layers.{layer}.down.{part}": described for part, described in shapes.items()}
 
 
 def is_coded_matrix(name: str) -> bool:
@@ -106,12 +113,17 @@ def check_resident_tensors(
     *,
     rows: str | None = None,
     others: Mapping[str, str] = _NONE,
+    planes: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType({}),
 ) -> None:
-    """Of weights, `resident.safetensors` holds exactly these, stored by `resident_encoding`. FormatError otherwise."""
+    """Of weights, `resident.safetensors` holds exactly these, stored by `resident_encoding`, and the `planes` of scales
+    as they are described. FormatError otherwise."""
     for name, shape in shapes.items():
         encoding = resident_encoding(name, dtype, matrices, rows, others)
         _expect(header, name, encoding.safetensors_dtype, (*shape[:-1], encoding.vector_items(shape[-1])))
-    unknown = sorted(name for name in header.tensors if name not in shapes and not name.startswith(_OWN_PREFIX))
+    for name, (stored, described) in planes.items():
+        _expect(header, name, stored, described)
+    known = {*shapes, *planes}
+    unknown = sorted(name for name in header.tensors if name not in known and not name.startswith(_OWN_PREFIX))
     if unknown:
         raise FormatError(f"{header.path}: tensor {unknown[0]} is no part of the model that {CONFIG} describes")
 

@@ -2,7 +2,8 @@
 
 A row is `up[n] | gate[n] (if any) | down[:, n]`, then zeros up to the stride; down may be encoded otherwise. Layout
 arithmetic and copies of bits; knows no files and no model. A row encoding is a table entry: a dtype, or coded weights,
-whose vectors carry their own scales or tables and are bytes here (flashllm/base/group_codes.py, bf12.py).
+whose vectors carry their own scales or tables and are bytes here (flashllm/base/group_codes.py, bf12.py,
+carried_codes.py). Down columns may be codes alone, whose scales are resident (`PLANE_ENCODINGS`).
 """
 
 import math
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from flashllm._core import xxh3_64_rows
 from flashllm.base.bf12 import BF12, Bf12
+from flashllm.base.carried_codes import CARRIED_CODES, PLANE_CODES, UNIT, CarriedCode, Plane, PlaneCode
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.group_codes import GROUP_CODES, GroupCode
 
@@ -23,6 +25,7 @@ PAGE_NBYTES = 4096
 MAX_PAGE_WASTE = 0.05  # rows are padded to whole pages where that costs less than this share of them
 _TILE_ITEMS = 64
 STREAM_BLOCK_NBYTES = 4 * 2**20
+SCALED_TOGETHER = UNIT  # weights of a column whose scales lie apart are handled together
 MATRICES = (("up", "down"), ("up", "gate", "down"))
 
 
@@ -33,38 +36,61 @@ class RowEncoding:
     name: str
     safetensors_dtype: str
     storage: np.dtype[Any]  # the numpy type of one stored item
-    code: GroupCode | Bf12 | None = None  # of weights that are coded
+    code: GroupCode | Bf12 | CarriedCode | PlaneCode | None = None  # of weights that are coded
 
     def vector_items(self, length: int) -> int:
         """Stored items of a vector of `length` values."""
         return length if self.code is None else self.code.vector_nbytes(length)
 
     def stored(self, values: NDArray[Any], dtype: WeightDtype) -> NDArray[Any]:
-        """Vectors [n, length] of `dtype` as this encoding stores them. OverflowError for what it cannot hold."""
+        """Vectors [n, length] of `dtype` as this encoding stores them. OverflowError for what it cannot hold.
+
+        ValueError for an encoding of quantised checkpoints, into which nothing is rounded.
+        """
         if self.code is None:
             return cast(values, dtype, WEIGHT_DTYPES[self.name])
+        if isinstance(self.code, CarriedCode | PlaneCode):
+            raise ValueError(f"{self.name} holds what a checkpoint has in it, and nothing else is encoded so")
         if isinstance(self.code, Bf12):
             return self.code.encode(cast(values, dtype, WEIGHT_DTYPES["bfloat16"]))
         return self.code.encode(cast(values, dtype, WEIGHT_DTYPES["float32"]))
 
     def widened(self, stored: NDArray[Any], length: int) -> NDArray[np.float32]:
-        """The weights [n, length] of stored vectors, exactly."""
+        """The weights [n, length] of stored vectors, exactly. ValueError for columns whose scales lie apart."""
         if self.code is None:
             return cast(stored, WEIGHT_DTYPES[self.name], WEIGHT_DTYPES["float32"])
+        if isinstance(self.code, PlaneCode):
+            raise ValueError(f"columns of {self.name} are widened with the scales of their layer")
         if isinstance(self.code, Bf12):
             return cast(self.code.decode(stored, length), WEIGHT_DTYPES["bfloat16"], WEIGHT_DTYPES["float32"])
         return self.code.decode(stored, length)
 
 
-_CODES: tuple[GroupCode | Bf12, ...] = (*GROUP_CODES.values(), BF12)
-ROW_ENCODINGS = {
-    dtype.name: RowEncoding(name=dtype.name, safetensors_dtype=dtype.code, storage=dtype.storage)
-    for dtype in WEIGHT_DTYPES.values()
-} | {
-    code.name: RowEncoding(name=code.name, safetensors_dtype="U8", storage=np.dtype(np.uint8), code=code)
-    for code in _CODES
-}
-CODED_ENCODINGS = tuple(name for name, encoding in ROW_ENCODINGS.items() if encoding.code is not None)
+def _coded(code: GroupCode | Bf12 | CarriedCode | PlaneCode) -> RowEncoding:
+    return RowEncoding(name=code.name, safetensors_dtype="U8", storage=np.dtype(np.uint8), code=code)
+
+
+CODED_ENCODINGS = (*GROUP_CODES, BF12.name)  # that weights are encoded in
+CARRIED_ENCODINGS = tuple(CARRIED_CODES)  # that quantised checkpoints have
+ROW_ENCODINGS = (
+    {
+        dtype.name: RowEncoding(name=dtype.name, safetensors_dtype=dtype.code, storage=dtype.storage)
+        for dtype in WEIGHT_DTYPES.values()
+    }
+    | {code.name: _coded(code) for code in GROUP_CODES.values()}
+    | {BF12.name: _coded(BF12)}
+    | {code.name: _coded(code) for code in CARRIED_CODES.values()}
+)
+MEASURED_ENCODINGS = tuple(name for name in ROW_ENCODINGS if name not in CARRIED_ENCODINGS)  # by `calibrate`
+PLANE_ENCODINGS = {code.name: _coded(code) for code in PLANE_CODES.values()}  # of down columns alone
+
+
+def measured_as(encoding: str) -> str:
+    """The encoding of `MEASURED_ENCODINGS` whose products are about as fast."""
+    carried = CARRIED_CODES.get(encoding) or PLANE_CODES.get(encoding)
+    if carried is None:
+        return encoding
+    return "int4_32" if carried.bits == 4 else "int8_32"
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -82,14 +108,16 @@ class RowLayout:
     down_encoding: str | None = None  # where it differs from `encoding`
 
     def __post_init__(self) -> None:
-        for encoding in (self.encoding, self.down):
-            if encoding not in ROW_ENCODINGS:
-                raise ValueError(f"encoding {encoding!r} is not one of {', '.join(ROW_ENCODINGS)}")
+        for encoding, known in ((self.encoding, ROW_ENCODINGS), (self.down, ROW_ENCODINGS | PLANE_ENCODINGS)):
+            if encoding not in known:
+                raise ValueError(f"encoding {encoding!r} is not one of {', '.join(known)}")
         if self.down_encoding == self.encoding:
             raise ValueError(f"down_encoding is written only where it differs from {self.encoding}")
         for name in ("d_model", "d_ff"):
             if not 0 < getattr(self, name) <= 2**24:
                 raise ValueError(f"{name} must be from 1 to 2^24, not {getattr(self, name)}")
+        if self.has_plane and self.d_model % SCALED_TOGETHER:
+            raise ValueError(f"columns of {self.down} must be multiples of {SCALED_TOGETHER} weights")
         if self.matrices not in MATRICES:
             raise ValueError(f"matrices must be up, down or up, gate, down, not {self.matrices!r}")
 
@@ -98,8 +126,15 @@ class RowLayout:
         """The encoding of the down columns."""
         return self.encoding if self.down_encoding is None else self.down_encoding
 
+    @property
+    def has_plane(self) -> bool:
+        """Whether down columns are codes alone, whose scales are resident."""
+        return self.down in PLANE_ENCODINGS
+
     def encoding_of(self, matrix: str) -> RowEncoding:
         """How a matrix's part of a row is stored."""
+        if matrix == "down" and self.has_plane:
+            return PLANE_ENCODINGS[self.down]
         return ROW_ENCODINGS[self.down if matrix == "down" else self.encoding]
 
     @property
@@ -201,12 +236,27 @@ def unpack_rows(layout: RowLayout, rows: NDArray[np.uint8]) -> dict[str, NDArray
     return parts
 
 
-def widened_rows(layout: RowLayout, rows: NDArray[np.uint8]) -> dict[str, NDArray[np.float32]]:
-    """The weights [n, d_model] of `rows` in fp32, by matrix. ValueError as `pack_rows`."""
+def widened_rows(
+    layout: RowLayout, rows: NDArray[np.uint8], plane: Plane | None = None, first: int = 0
+) -> dict[str, NDArray[np.float32]]:
+    """The weights [n, d_model] of `rows` in fp32, by matrix.
+
+    `plane`: the layer's, where down columns have their scales there, and `first` is the id of the first neuron.
+    ValueError as `pack_rows`, and where a plane is missing.
+    """
     return {
-        matrix: layout.encoding_of(matrix).widened(part, layout.d_model)
+        matrix: widened(layout.encoding_of(matrix), part, layout.d_model, plane, first)
         for matrix, part in unpack_rows(layout, rows).items()
     }
+
+
+def widened(
+    encoding: RowEncoding, stored: NDArray[Any], length: int, plane: Plane | None = None, first: int = 0
+) -> NDArray[np.float32]:
+    """The weights [n, length] of vectors stored as `encoding` says; `plane` and `first` as in `widened_rows`."""
+    if isinstance(encoding.code, PlaneCode) and plane is not None:
+        return plane.widened(stored, encoding.code, first, length)
+    return encoding.widened(stored, length)
 
 
 def _check_rows(layout: RowLayout, rows: NDArray[np.uint8]) -> None:

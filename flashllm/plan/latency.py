@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from flashllm.device.costs import DeviceCosts, ReaderChoice
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import RESIDENT, resident_encoding
-from flashllm.format.rows import RowLayout
+from flashllm.format.rows import RowLayout, measured_as
 from flashllm.format.safetensors import read_header
 from flashllm.plan.activity import ExpectedActivity, LayerActivity
 from flashllm.plan.memory import MemoryPlan
@@ -76,6 +76,7 @@ def _product_parts(model: ModelDir) -> dict[str, int]:
     tensors = read_header(model.path / RESIDENT).tensors
     head = "head.weight" if "head.weight" in tensors else "embedding.weight"
     names = [name for name, info in tensors.items() if name.startswith(("layers.", "project_")) and len(info.shape) > 1]
+    names = [name for name in names if name not in model.manifest.planes]
     return {name: tensors[name].nbytes for name in (*names, head)}
 
 
@@ -87,13 +88,15 @@ def _resident_s_a_byte(model: ModelDir, costs: DeviceCosts) -> float:
         encoding = resident_encoding(
             name, manifest.dtype, manifest.resident_encoding, manifest.rows.encoding, manifest.other_encodings
         )
-        seconds += nbytes / costs.resident_bps(encoding.name, manifest.dtype)
+        seconds += nbytes / costs.resident_bps(measured_as(encoding.name), manifest.dtype)
     return seconds / sum(parts.values())
 
 
 def _row_s_a_byte(rows: RowLayout, rate: Callable[[str], float]) -> float:
     """Seconds of products for each byte of a row; `rate`: bytes a second by encoding."""
-    seconds = sum(rows.vector_nbytes(matrix) / rate(rows.encoding_of(matrix).name) for matrix in rows.matrices)
+    seconds = sum(
+        rows.vector_nbytes(matrix) / rate(measured_as(rows.encoding_of(matrix).name)) for matrix in rows.matrices
+    )
     return seconds / rows.row_nbytes
 
 

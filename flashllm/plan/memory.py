@@ -51,6 +51,7 @@ class MemoryPlan:
     process: int  # interpreter and libraries
     resident: int
     gates: int  # those that are resident
+    planes: int  # scales of down columns that are resident
     predictors: int
     staging: int
     workspace: int
@@ -71,7 +72,8 @@ class MemoryPlan:
     @property
     def fixed_nbytes(self) -> int:
         """All but the KV cache and the neuron cache."""
-        return self.process + self.resident + self.gates + self.predictors + self.staging + self.workspace
+        weights = self.resident + self.gates + self.planes + self.predictors
+        return self.process + weights + self.staging + self.workspace
 
     @property
     def context_blocks(self) -> int:
@@ -126,6 +128,7 @@ class MemoryPlan:
             ("interpreter and libraries", self.process),
             ("resident weights", self.resident),
             *([("gates", self.gates)] if self.gates else []),
+            *([("scales of down columns", self.planes)] if self.planes else []),
             ("predictors", self.predictors),
             ("staging for reads", self.staging),
             ("workspace", self.workspace),
@@ -147,6 +150,7 @@ class MemoryPlan:
             "process_bytes": self.process,
             "resident_bytes": self.resident,
             "gate_bytes": self.gates,
+            "down_scale_bytes": self.planes,
             "predictor_bytes": self.predictors,
             "staging_bytes": self.staging,
             "workspace_bytes": self.workspace,
@@ -276,8 +280,12 @@ def plan_memory(
         "limit_nbytes": limit if limit is not None else (process + available) * 4 // 5,
         "limit_is_given": limit is not None,
         "process": process + LIBRARY_GROWTH,
-        "resident": manifest.files[RESIDENT].nbytes - manifest.resident_gate_nbytes + _places_nbytes(manifest),
+        "resident": manifest.files[RESIDENT].nbytes
+        - manifest.resident_gate_nbytes
+        - manifest.planes_nbytes
+        + _places_nbytes(manifest),
         "gates": manifest.resident_gate_nbytes,
+        "planes": manifest.planes_nbytes,
         "predictors": manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files and not dense else 0,
         "staging": ((1 + READ_AHEAD) * manifest.stream_block_rows + 2 * prefetch_rows) * rows.stride
         + _bounce_nbytes(rows.stride, io_threads + min(io_threads, STREAM_THREADS))

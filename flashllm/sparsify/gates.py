@@ -15,7 +15,7 @@ from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.engine.model import Model
 from flashllm.format.model_files import PREDICTORS, RESIDENT, gate_tensor
 from flashllm.format.predictors import GATE_CODE
-from flashllm.format.rows import ROW_ENCODINGS, widened_rows
+from flashllm.format.rows import ROW_ENCODINGS, unpack_rows
 from flashllm.format.safetensors import SafetensorsFile, open_safetensors
 
 Floats = NDArray[np.float32]
@@ -75,7 +75,7 @@ class Gates:
         stream.begin(layer)
         while (block := cast(tuple[int, NDArray[np.uint8]] | None, stream.next())) is not None:
             first, packed = block
-            yield widened_rows(rows, packed[: rows.d_ff - first])["gate"]
+            yield encoding.widened(unpack_rows(rows, packed[: rows.d_ff - first])["gate"], rows.d_model)
 
     def _biased(self, layer: int, products: Floats) -> Floats:
         name = f"layers.{layer}.ffn.gate_bias"

@@ -20,7 +20,7 @@ from flashllm.device.reads import ReadOptions, ReadTimer, file_to_read
 from flashllm.device.store import device_of, load_costs, save_costs
 from flashllm.errors import FlashIOError
 from flashllm.format.model_files import FFN
-from flashllm.format.rows import ROW_ENCODINGS
+from flashllm.format.rows import MEASURED_ENCODINGS
 
 TINY = CalibrationOptions(
     reads=ReadOptions(sizes=(4096, 8192), requests=(2, 4), beside=8, batch_nbytes=1 << 16, gaps=(4096,), pairs=2),
@@ -52,7 +52,7 @@ def test_every_figure_is_measured(tmp_path, room):
     assert all(reader.sizes == (4096, 8192) for reader in costs.readers)
     assert min(costs.sequential_bps, costs.dram_bps, costs.again) > 0
     assert costs.layer_overhead_s == 1e-4
-    assert set(costs.gemv_bps) == set(costs.sparse_bps) == set(ROW_ENCODINGS)
+    assert set(costs.gemv_bps) == set(costs.sparse_bps) == set(MEASURED_ENCODINGS)
     assert [done for _, done, _ in steps] == sorted(done for _, done, _ in steps)
     assert steps[-1][1] == steps[-1][2]
     assert list(tmp_path.iterdir()) == []

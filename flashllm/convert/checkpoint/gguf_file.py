@@ -8,7 +8,7 @@ import importlib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,13 +52,22 @@ class StoredTensor:
         """Bytes of an element of what reading gives."""
         return _PLAIN[self.kind][1] if self.kind in _PLAIN else 4
 
-    def rows(self, first: int, count: int) -> NDArray[Any]:
-        """Rows (of the tensor with all dimensions but the last made one), as `code` says: [count, length]."""
-        length = self.shape[-1]
-        nbytes = self.nbytes // (math.prod(self.shape) // length)  # of a row
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the file has codes and not numbers."""
+        return self.kind not in _PLAIN
+
+    def raw(self, first: int, count: int) -> NDArray[np.uint8]:
+        """The bytes of rows (of the tensor with all dimensions but the last made one): [count, bytes]."""
+        nbytes = self.nbytes // (math.prod(self.shape) // self.shape[-1])  # of a row
         at = self.offset + first * nbytes
         raw = np.frombuffer(pread_bytes(self.fd, count * nbytes, at, self.path), np.uint8).reshape(count, nbytes)
         drop_page_cache(self.fd, at, count * nbytes)
+        return raw
+
+    def rows(self, first: int, count: int) -> NDArray[Any]:
+        """The same as `code` says: [count, length]."""
+        raw = self.raw(first, count)
         if self.kind in _PLAIN:
             return raw.view(f"<u{self.itemsize}" if self.kind == "BF16" else f"<f{self.itemsize}")
         return dequantized(raw, self.kind)
@@ -74,6 +83,23 @@ class GgufTensor:
         self._stored, self._order, self._shift = stored, order, shift
         self.path = stored.path
         self._length = stored.shape[-1] if order is None or len(stored.shape) > 1 else 1  # of a row, in elements
+
+    @property
+    def kind(self) -> str:
+        """As `QuantisedTensor.kind`."""
+        return self._stored.kind
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the file has codes, whose values are the tensor's."""
+        return self._stored.is_quantised and not self._shift
+
+    def raw(self, first: int, count: int) -> NDArray[np.uint8]:
+        """As `QuantisedTensor.raw`."""
+        if self._order is None:
+            return self._stored.raw(first, count)
+        found: NDArray[np.uint8] = self._gathered(self._order[first : first + count], self._stored.raw)
+        return found
 
     def info(self, name: str) -> TensorInfo:
         """What the tensor is, under this name."""
@@ -107,18 +133,18 @@ class GgufTensor:
         elif self._length == 1:
             rows = self._stored.rows(0, 1).reshape(-1)[self._order[first : first + count]]
         else:
-            rows = self._gathered(self._order[first : first + count])
+            rows = self._gathered(self._order[first : first + count], self._stored.rows)
         return rows - np.float32(self._shift) if self._shift else rows
 
-    def _gathered(self, wanted: NDArray[np.int64]) -> NDArray[Any]:
-        """These stored rows, in this order; neighbours are read together."""
+    def _gathered(self, wanted: NDArray[np.int64], read: Callable[[int, int], NDArray[Any]]) -> NDArray[Any]:
+        """These stored rows, in this order; `read` gives neighbours together."""
         ascending = np.argsort(wanted, kind="stable")
         stored = wanted[ascending]
         runs = np.split(np.arange(len(stored)), np.flatnonzero(np.diff(stored) > _MAX_GAP) + 1)
         result: NDArray[Any] | None = None
         for run in runs:
             first, last = int(stored[run[0]]), int(stored[run[-1]])
-            rows = self._stored.rows(first, last - first + 1)
+            rows = read(first, last - first + 1)
             if result is None:
                 result = np.empty((len(wanted), rows.shape[1]), rows.dtype)
             result[ascending[run]] = rows[stored[run] - first]

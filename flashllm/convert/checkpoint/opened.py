@@ -54,6 +54,7 @@ def _gguf_checkpoint(content: GgufContent) -> Checkpoint:
         tensors=MappingProxyType({name: tensor.info(name) for name, tensor in files.items()}),
         made=MappingProxyType(text),
         preferred_dtype=_dtype(content),
+        quantised=MappingProxyType({name: tensor for name, tensor in files.items() if tensor.is_quantised}),
         _files=MappingProxyType(files),
     )
 

@@ -33,6 +33,17 @@ class TensorFile(Protocol):
         """Where in the file the tensor's bytes lie as they are; None where reading makes them."""
 
 
+class QuantisedTensor(Protocol):
+    """A tensor that a file has in codes."""
+
+    @property
+    def kind(self) -> str:
+        """How: a name that flashllm/convert/kept knows, or does not."""
+
+    def raw(self, first: int, count: int) -> NDArray[np.uint8]:
+        """The stored bytes of those rows of the tensor, [count, bytes]."""
+
+
 class WeightFile(TensorFile, Protocol):
     """An open file whose tensors are known."""
 
@@ -51,6 +62,7 @@ class Checkpoint:
     companions: Sequence[Path] = ()  # files to copy
     made: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}))  # files to write, by name
     preferred_dtype: str | None = None  # of a conversion, where the source has none of its own; None: the tensors'
+    quantised: Mapping[str, QuantisedTensor] = field(default_factory=lambda: MappingProxyType({}))  # by tensor name
     _files: Mapping[str, TensorFile]  # by tensor name
 
     def read(self, name: str, start: int, out: NDArray[Any]) -> None:

@@ -31,7 +31,38 @@ RowCodec parse_codec(const std::string& name) {
   if (name == "int4_32_min") return RowCodec::int4_32_min;
   if (name == "int4_64_min") return RowCodec::int4_64_min;
   if (name == "bf12") return RowCodec::bf12;
+  if (name == "int5_32") return RowCodec::int5_32;
+  if (name == "int5_32_min") return RowCodec::int5_32_min;
+  if (name == "q4_k") return RowCodec::q4_k;
+  if (name == "q5_k") return RowCodec::q5_k;
+  if (name == "q6_k") return RowCodec::q6_k;
+  if (name == "codes4") return RowCodec::codes4;
+  if (name == "codes5") return RowCodec::codes5;
+  if (name == "codes6") return RowCodec::codes6;
+  if (name == "codes8") return RowCodec::codes8;
   return codec_of(parse_dtype(name));
+}
+
+ScalePlane plane_of(const AnyArray& scales, const std::optional<AnyArray>& minimums,
+                    const std::optional<AnyArray>& factors, const std::optional<AnyArray>& minimum_factors,
+                    std::size_t neurons, std::size_t width) {
+  constexpr std::size_t kUnit = 32;
+  ScalePlane plane;
+  plane.group = factors && factors->shape(0) * kUnit > neurons ? kUnit / 2 : kUnit;
+  const auto check = [&](const AnyArray& array, std::size_t group, bool half) {
+    require(array.ndim() == 2 && array.shape(0) * group == neurons && array.shape(1) == width &&
+                (half ? dtype_of(array) == Dtype::f16 : array.dtype() == nb::dtype<std::int8_t>()),
+            "a plane of scales does not fit the layer");
+    return array.data();
+  };
+  const std::size_t shared = factors ? kSharedFactors : plane.group;
+  plane.scales = static_cast<const std::uint16_t*>(check(scales, shared, true));
+  if (minimums) plane.minimums = static_cast<const std::uint16_t*>(check(*minimums, shared, true));
+  if (factors) plane.factors = static_cast<const std::int8_t*>(check(*factors, plane.group, false));
+  require(minimum_factors.has_value() == (factors && minimums), "a plane lacks factors, or has too many");
+  if (minimum_factors)
+    plane.minimum_factors = static_cast<const std::int8_t*>(check(*minimum_factors, plane.group, false));
+  return plane;
 }
 
 // "auto" is the best of this processor.

@@ -129,6 +129,15 @@ class PyFfnLayer {
               "a resident gate must be [num_neurons, d_model] in the rows' codec, of rows that hold none");
       options.gate = static_cast<const std::byte*>(gate->data());
     }
+    if (const auto scales = get_or<std::optional<AnyArray>>("down_scales", std::nullopt)) {
+      const auto part = [this](const char* name) {
+        return get_or<std::optional<AnyArray>>(name, std::nullopt);
+      };
+      options.plane = plane_of(*scales, part("down_minimums"), part("down_factors"),
+                               part("down_minimum_factors"), neurons, options.format.d_model);
+    }
+    require(has_plane(options.format.down_codec) == (options.plane.scales != nullptr),
+            "a layer has its scales apart where its down columns are codes alone, and nowhere else");
     require(options.format.gated() || options.gate != nullptr || options.gate_bias == nullptr,
             "an FFN without a gate has no gate bias");
     const auto checksums = get<ChecksumArray>("checksums");

@@ -261,6 +261,7 @@ class PyModel {
       if (tensors_.contains((layer + "gate.weight").c_str()))
         block_weights.gate =
             matrix(layer + "gate", d_ff, d_model_, parse_codec(std::get<0>(row_format))).data;
+      if (has_plane(parse_codec(std::get<5>(row_format)))) block_weights.plane = plane(layer + "down.", d_ff);
       const nb::handle ffn = ffns_[i];
       if (!ffn.is_none()) block_weights.ffn = &ffn_layer_of(ffn);
       weights.blocks.push_back(block_weights);
@@ -399,6 +400,18 @@ class PyModel {
     const auto array = nb::cast<ByteArray>(tensors_[name.c_str()]);
     require(array.nbytes() == nbytes, name + " does not fit the model");
     return reinterpret_cast<const std::byte*>(array.data());
+  }
+
+  // Of the layer's down columns, whose tensors are called `prefix` and a part's name.
+  ScalePlane plane(const std::string& prefix, std::size_t neurons) {
+    const auto part = [&](const char* name) {
+      const std::string key = prefix + name;
+      return tensors_.contains(key.c_str()) ? std::optional(nb::cast<AnyArray>(tensors_[key.c_str()]))
+                                            : std::nullopt;
+    };
+    const auto scales = part("scales");
+    require(scales.has_value(), prefix + "scales is missing");
+    return plane_of(*scales, part("minimums"), part("factors"), part("minimum_factors"), neurons, d_model_);
   }
 
   RowMatrix linear(const std::string& name, std::size_t rows, std::size_t columns) {

@@ -6,6 +6,7 @@
 #include "kernels/half.h"
 #include "kernels/kernels.h"
 #include "kernels/row_codecs.h"
+#include "planes/scale_planes.h"
 
 namespace flashllm::avx2 {
 
@@ -83,6 +84,7 @@ inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }  // b where e
 
 #include "kernels/kernels_impl.h"
 #include "kernels/row_codecs_impl.h"
+#include "planes/scale_planes_impl.h"
 
 }  // namespace flashllm::avx2
 

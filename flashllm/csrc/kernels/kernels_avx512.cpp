@@ -11,6 +11,7 @@
 #include "kernels/half.h"
 #include "kernels/kernels.h"
 #include "kernels/row_codecs.h"
+#include "planes/scale_planes.h"
 
 namespace flashllm::avx512 {
 
@@ -90,6 +91,7 @@ inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where e
 
 #include "kernels/kernels_impl.h"
 #include "kernels/row_codecs_impl.h"
+#include "planes/scale_planes_impl.h"
 
 }  // namespace flashllm::avx512
 

@@ -2,6 +2,7 @@
 #include "kernels/half.h"
 #include "kernels/kernels.h"
 #include "kernels/row_codecs.h"
+#include "planes/scale_planes.h"
 
 namespace flashllm::scalar {
 
@@ -103,5 +104,6 @@ Vec max(const Vec& a, const Vec& b) {  // b where either is NaN, as the processo
 
 #include "kernels/kernels_impl.h"
 #include "kernels/row_codecs_impl.h"
+#include "planes/scale_planes_impl.h"
 
 }  // namespace flashllm::scalar

@@ -11,6 +11,12 @@
 // is not in it; then bf12_escapes(k) places for those: their positions (uint16, ascending, 0xFFFF where there
 // is none), and behind all positions their high bytes. Weights and indexes fill whole units.
 // flashllm/base/bf12.py writes them.
+//
+// Others are what quantised checkpoints have (flashllm/base/carried_codes.py writes them), so that nothing is
+// rounded again. Of 5 bits: as above, a unit of 20 bytes. Of q4_k, q5_k and q6_k a group's scale is an fp16
+// that 256 weights share times the group's factor: first the shared scales, the shared minimums (q4_k, q5_k),
+// then int8 factors of groups (32 weights; q6_k 16), those of minimums, and the codes. planes/scale_planes.h
+// says how codes of 5 and 6 bits lie in their units, and what the codecs without scales are.
 #pragma once
 
 #include <cstddef>
@@ -33,11 +39,27 @@ enum class RowCodec {
   int4_32_min,
   int4_64_min,
   bf12,
+  // Of quantised checkpoints.
+  int5_32,
+  int5_32_min,
+  q4_k,
+  q5_k,
+  q6_k,
+  // Down columns whose scales are in a plane (planes/scale_planes.h).
+  codes4,
+  codes5,
+  codes6,
+  codes8,
 };
-constexpr std::size_t kFirstCoded = static_cast<std::size_t>(RowCodec::int8_32), kCodedCodecs = 7;
+constexpr std::size_t kFirstCoded = static_cast<std::size_t>(RowCodec::int8_32), kCodedCodecs = 12;
+constexpr std::size_t kFirstPlane = static_cast<std::size_t>(RowCodec::codes4), kPlaneCodecs = 4,
+                      kPlaneForms = 4;
+constexpr std::size_t kSharedFactors =
+    256;  // weights, or neurons of a plane, whose groups have factors of one scale
 constexpr std::size_t kCodeUnit = 32;  // weights decoded together; groups are whole units
 
 constexpr bool is_coded(RowCodec codec) { return static_cast<std::size_t>(codec) >= kFirstCoded; }
+constexpr bool has_plane(RowCodec codec) { return static_cast<std::size_t>(codec) >= kFirstPlane; }
 
 // Places for escapes in a bf12 vector.
 constexpr std::size_t bf12_escapes(std::size_t k) { return k / 128 < 4 ? 4 : k / 128; }

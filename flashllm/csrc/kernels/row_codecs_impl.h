@@ -89,6 +89,8 @@ struct Lossless12 {
   }
 };
 
+#include "kernels/carried_codecs_impl.h"
+
 // R vectors at a time, as dot_block: each one's order of additions is the one there. next[r]: what to fetch
 // while row[r] is read.
 template <typename G, std::size_t R>
@@ -270,4 +272,9 @@ const CodecKernels kCodecs[kCodedCodecs] = {
     kernels_of<Grouped<4, 32, true>>(),
     kernels_of<Grouped<4, 64, true>>(),
     kernels_of<Lossless12>(),
+    kernels_of<Carried<5, 32, false, false>>(),
+    kernels_of<Carried<5, 32, true, false>>(),
+    kernels_of<Carried<4, 32, true, true>>(),
+    kernels_of<Carried<5, 32, true, true>>(),
+    kernels_of<Carried<6, 16, false, true>>(),
 };

@@ -41,6 +41,32 @@ GroupShape shape_of(RowCodec codec) {
   return kShapes[static_cast<std::size_t>(codec) - kFirstCoded];
 }
 
+// Of codecs that quantised checkpoints have.
+std::size_t carried_nbytes(RowCodec codec, std::size_t length) {
+  const std::size_t units = (length + kCodeUnit - 1) / kCodeUnit,
+                    shared = (length + kSharedFactors - 1) / kSharedFactors;
+  switch (codec) {
+    case RowCodec::int5_32:
+      return units * (2 + 20);
+    case RowCodec::int5_32_min:
+      return units * (4 + 20);
+    case RowCodec::q4_k:
+      return shared * (4 + 16) + units * 16;
+    case RowCodec::q5_k:
+      return shared * (4 + 16) + units * 20;
+    case RowCodec::q6_k:
+      return shared * (2 + 16) + units * 24;
+    case RowCodec::codes4:
+      return units * 16;
+    case RowCodec::codes5:
+      return units * 20;
+    case RowCodec::codes6:
+      return units * 24;
+    default:
+      return units * 32;
+  }
+}
+
 LinearWeights plain(const RowMatrix& matrix) {
   return {matrix.data, matrix.rows, matrix.columns, matrix.stride, dtype_of(matrix.codec), matrix.bias};
 }
@@ -65,7 +91,7 @@ class CodedRows : public WideRows {
 }  // namespace
 
 const CodecKernels& codec_kernels(SimdLevel level, RowCodec codec) {
-  require(is_coded(codec), "these weights are not coded");
+  require(is_coded(codec) && !has_plane(codec), "these weights are not coded, or their scales lie apart");
   kernel_table(level, Dtype::f32);  // throws where the processor lacks it
   const std::size_t index = static_cast<std::size_t>(codec) - kFirstCoded;
 #if defined(__x86_64__)
@@ -108,6 +134,7 @@ std::size_t vector_nbytes(RowCodec codec, std::size_t length) {
                       escapes = bf12_escapes(length);
     return (16 + padded + padded / 2 + 3 * escapes + 1) / 2 * 2;
   }
+  if (codec > RowCodec::bf12) return carried_nbytes(codec, length);
   const GroupShape shape = shape_of(codec);
   const std::size_t groups = (length + shape.group - 1) / shape.group;
   return groups * (shape.halves * sizeof(std::uint16_t) + shape.group * shape.bits / 8);
@@ -234,6 +261,9 @@ void add_rows(const RowMatrix& matrix, const float* scales, std::size_t padded, 
 
 void RowFormat::check() const {
   require(d_model != 0, "a row needs a width");
+  require(!has_plane(codec), "only down columns may have their scales apart");
+  require(!has_plane(down_codec) || d_model % kCodeUnit == 0,
+          "columns whose scales lie apart must be multiples of 32 weights");
   const auto fits = [&](std::size_t first, RowCodec stored) {
     return first + vector_nbytes(stored, d_model) <= stride;
   };

@@ -55,6 +55,7 @@ struct BlockWeights {
   const float* gate_bias = nullptr;   // [d_ff] or nullptr
   const float* down_bias = nullptr;   // [d_model] or nullptr
   const std::byte* gate = nullptr;    // [d_ff, d_model] in the rows' codec, where rows hold no gate
+  ScalePlane plane;                   // of down columns whose scales lie apart
   FfnLayer* ffn = nullptr;            // nullptr: the model has no neuron caches and runs dense
   float activation_threshold = 0.0F;  // of fatrelu
   float activation_cut = 0.0F;        // of any activation

@@ -6,7 +6,9 @@
 
 namespace flashllm {
 
-void DenseFfn::begin(const std::byte* x, std::size_t tokens, Activation activation) {
+void DenseFfn::begin(const std::byte* x, std::size_t tokens, Activation activation, const ScalePlane* plane) {
+  plane_ = plane;
+  next_ = 0;
   activation_ = activation;
   x_.emplace(x, tokens, format_.d_model, dtype_, pool_, level_);
   // Rows a power of two apart would share few lines of a cache: one line more.
@@ -44,6 +46,13 @@ float* DenseFfn::activations(const std::byte* rows, std::size_t count, const flo
 }
 
 void DenseFfn::add(const std::byte* rows) {
+  const std::size_t first = next_;
+  next_ += count_;
+  if (plane_ != nullptr)
+    return add_rows(PlaneRows(rows + format_.down, format_.stride, first, format_.d_model, format_.down_codec,
+                              *plane_, level_),
+                    count_, format_.d_model, h_.data(), x_->padded(), x_->tokens(), y_.data(), y_stride_,
+                    pool_, level_);
   add_rows(format_.matrix(rows, count_, format_.down), h_.data(), x_->padded(), x_->tokens(), y_.data(),
            y_stride_, pool_, level_);
 }

@@ -8,6 +8,7 @@
 
 #include "kernels/matmul.h"
 #include "kernels/rows.h"
+#include "planes/scale_planes.h"
 
 namespace flashllm {
 
@@ -20,8 +21,10 @@ class DenseFfn {
         pool_(pool),
         level_(level_of_many(format.down_codec, level_of_many(format.codec, level))) {}
 
-  // x: [tokens, d_model]
-  void begin(const std::byte* x, std::size_t tokens, Activation activation);
+  // x: [tokens, d_model]; `plane`: the layer's, of down columns whose scales lie apart, and then blocks are
+  // of neurons from 0 on.
+  void begin(const std::byte* x, std::size_t tokens, Activation activation,
+             const ScalePlane* plane = nullptr);
   // The activations of `count` rows of neurons, h [count, padded()]; the first `tokens()` of each row may be
   // changed before they are added. up_bias, gate_bias: the neurons', or nullptr; gate: their gate [count,
   // d_model] without gaps in the rows' codec, where rows of a gated FFN hold none.
@@ -44,7 +47,8 @@ class DenseFfn {
   ThreadPool& pool_;
   const SimdLevel level_;
   std::optional<PackedTokens> x_;
-  std::size_t y_stride_ = 0, count_ = 0;
+  const ScalePlane* plane_ = nullptr;
+  std::size_t y_stride_ = 0, count_ = 0, next_ = 0;  // next_: the first neuron of the next block
   std::vector<float> y_, h_, up_;
 };
 

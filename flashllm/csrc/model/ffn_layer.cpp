@@ -376,11 +376,17 @@ void FfnLayer::down_sum(const Member& member, float* y) {
   const RowFormat& format = options_.format;
   vectors_.clear();
   scales_.clear();
+  ids_.clear();
   for (std::ptrdiff_t i = 0; i < member.end - member.begin; ++i) {
     if (member.values[i] == 0.0F) continue;  // predicted, did not fire: its down column adds nothing
     vectors_.push_back(row(member.begin[i]) + format.down);
     scales_.push_back(member.values[i]);
+    ids_.push_back(member.begin[i]);
   }
+  if (has_plane(format.down_codec))
+    return sum_scattered(PlaneColumns{vectors_.data(), ids_.data(), vectors_.size(), format.d_model,
+                                      format.down_codec, &options_.plane},
+                         scales_.data(), y, pool_, options_.simd);
   sum_scattered({vectors_.data(), vectors_.size(), format.d_model, format.down_codec}, scales_.data(), y,
                 pool_, options_.simd);
 }

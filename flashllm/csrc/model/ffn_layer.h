@@ -26,6 +26,7 @@
 #include "model/experts.h"
 #include "model/predictor.h"
 #include "model/prefetch.h"
+#include "planes/scale_planes.h"
 
 namespace flashllm {
 
@@ -39,6 +40,7 @@ struct FfnLayerOptions {
   // [num_neurons, d_model] without gaps, in the rows' codec: the resident gate of rows that hold none.
   const std::byte* gate = nullptr;
   const float* down_bias = nullptr;  // [d_model] or nullptr
+  ScalePlane plane;                  // of down columns whose scales lie apart
   // The cache.
   std::int32_t capacity = 0;         // rows of the memory handed over
   std::int32_t bypass_capacity = 0;  // bypass rows, which layers may share

@@ -450,7 +450,7 @@ void Model::feed_every(std::size_t layer, const Part& part, const float* x) {
   const BlockWeights& weights = weights_.blocks[layer];
   const std::size_t width = spec_.block.d_model, gate_nbytes = vector_nbytes(rows_.codec, width);
   stream_.begin(static_cast<int>(layer), layer_after(layer, part));
-  few_.begin(x, part.count, activation(layer), projected_.data());
+  few_.begin(x, part.count, activation(layer), projected_.data(), plane(weights));
   watch_.charge(counters_.compute_ns);
   RowBlock block;
   while (stream_.next(block)) {
@@ -480,7 +480,7 @@ void Model::feed_prompt(std::size_t layer, const Part& part, const float* x) {
   }
   narrow_.resize(part.count * width * dtype_nbytes(spec_.block.dtype));
   narrow(x, part.count * width, narrow_.data());
-  dense_.begin(narrow_.data(), part.count, activation(layer));
+  dense_.begin(narrow_.data(), part.count, activation(layer), plane(weights));
   const std::size_t gate_nbytes = vector_nbytes(rows_.codec, width);
   RowBlock block;
   while (stream_.next(block)) {
@@ -528,6 +528,10 @@ void Model::feed_experts(std::size_t layer, const Part& part, const float* x) {
     experts_.add(block, weights.up_bias, weights.gate_bias, projected_.data());
     watch_.charge(counters_.compute_ns);
   }
+}
+
+const ScalePlane* Model::plane(const BlockWeights& weights) const {
+  return has_plane(rows_.down_codec) ? &weights.plane : nullptr;
 }
 
 Activation Model::activation(std::size_t layer) const {

@@ -1,6 +1,7 @@
 #include "model/token_ffn.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace flashllm {
 
@@ -11,7 +12,10 @@ constexpr std::size_t kSummedTogether = 64;
 
 }  // namespace
 
-void TokenFfn::begin(const float* x, std::size_t tokens, Activation activation, float* y) {
+void TokenFfn::begin(const float* x, std::size_t tokens, Activation activation, float* y,
+                     const ScalePlane* plane) {
+  plane_ = plane;
+  next_ = 0;
   x_ = x;
   y_ = y;
   tokens_ = tokens;
@@ -41,12 +45,25 @@ void TokenFfn::add(const std::byte* rows, std::size_t count, const float* up_bia
   // 2. Their columns, in the order of ids.
   columns_.resize(count);
   for (std::size_t i = 0; i < count; ++i) columns_[i] = rows + i * format_.stride + format_.down;
+  if (plane_ != nullptr) {
+    ids_.resize(count);
+    std::iota(ids_.begin(), ids_.end(), next_);
+    next_ += static_cast<std::int32_t>(count);
+  }
   const std::size_t together = tokens_ == 1 ? count : kSummedTogether;
   for (std::size_t i = 0; i < count; i += together) {
     const std::size_t n = std::min(together, count - i);
-    for (std::size_t t = 0; t < tokens_; ++t)
-      sum_scattered({columns_.data() + i, n, format_.d_model, format_.down_codec}, h_.data() + t * count + i,
-                    y_ + t * format_.d_model, pool_, level_);
+    for (std::size_t t = 0; t < tokens_; ++t) {
+      const float* h = h_.data() + t * count + i;
+      float* y = y_ + t * format_.d_model;
+      if (plane_ != nullptr)
+        sum_scattered(PlaneColumns{columns_.data() + i, ids_.data() + i, n, format_.d_model,
+                                   format_.down_codec, plane_},
+                      h, y, pool_, level_);
+      else
+        sum_scattered(ScatteredRows{columns_.data() + i, n, format_.d_model, format_.down_codec}, h, y, pool_,
+                      level_);
+    }
   }
 }
 

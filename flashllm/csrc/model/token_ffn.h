@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/rows.h"
+#include "planes/scale_planes.h"
 
 namespace flashllm {
 
@@ -16,7 +17,9 @@ class TokenFfn {
       : format_(format), pool_(pool), level_(level) {}
 
   // x: [tokens, d_model]; y: as large, set to zero and added to until the last block. Both must stay.
-  void begin(const float* x, std::size_t tokens, Activation activation, float* y);
+  // `plane`: the layer's, of down columns whose scales lie apart.
+  void begin(const float* x, std::size_t tokens, Activation activation, float* y,
+             const ScalePlane* plane = nullptr);
   // Adds what `count` neurons contribute. Blocks come in the order of ids. up_bias, gate_bias: the neurons',
   // or nullptr; gate: their gate [count, d_model] without gaps in the rows' codec, where rows of a gated FFN
   // hold none.
@@ -36,6 +39,9 @@ class TokenFfn {
   Activation activation_;
   std::vector<float> h_;  // [tokens, neurons of a block]
   std::vector<const void*> columns_;
+  const ScalePlane* plane_ = nullptr;
+  std::vector<std::int32_t> ids_;  // of the block's neurons, where there is a plane
+  std::int32_t next_ = 0;          // the first neuron of the next block
 };
 
 }  // namespace flashllm

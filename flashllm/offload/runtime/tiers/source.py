@@ -29,9 +29,9 @@ from flashllm.convert.pieces import read_rows
 from flashllm.convert.plan import checked_tensors
 from flashllm.errors import ChecksumError, UnsupportedModelError
 from flashllm.format.manifest import MANIFEST
-from flashllm.format.model_dir import ModelDir
+from flashllm.format.model_dir import ModelDir, read_plane
 from flashllm.format.model_files import FFN, RESIDENT, checksums_tensor, ffn_tensor, resident_encoding
-from flashllm.format.rows import RowEncoding, row_checksums, unpack_rows
+from flashllm.format.rows import row_checksums, unpack_rows, widened
 from flashllm.format.safetensors import SafetensorsFile, TensorInfo, open_safetensors
 from flashllm.offload.shape import NO_EXPERTS, ModelShape
 from flashllm.offload.stages import Stage, whole
@@ -285,6 +285,7 @@ class _ModelDirWeights(WeightSource):
         checksums = np.empty(layout.num_rows, np.dtype("<u8"))
         _read(self._resident, self._resident.header.tensors[checksums_tensor(layer)], 0, checksums)
         block = np.empty((layout.stream_block_rows, layout.stride), np.uint8)
+        plane = read_plane(self.path, self._manifest, layer) if "down" in targets else None
         for first in range(0, layout.d_ff, len(block)):
             rows = block[: layout.d_ff - first]
             _read(self._ffn, info, first * layout.stride, rows)
@@ -296,16 +297,14 @@ class _ModelDirWeights(WeightSource):
                 if matrix not in targets:
                     continue
                 encoding = layout.encoding_of(matrix)
-                vectors = stored if encoding.name == self.dtype.name else self._rounded(encoding, stored)
+                vectors = stored
+                if encoding.name != self.dtype.name:  # coded: in the model's dtype
+                    values = widened(encoding, stored, self.block.d_model, plane, first)
+                    vectors = cast(values, WEIGHT_DTYPES["float32"], self.dtype)
                 if matrix == "down":
                     _transpose(vectors, targets[matrix][:, first : first + len(rows)])
                 else:
                     targets[matrix][first : first + len(rows)] = vectors
-
-    def _rounded(self, encoding: RowEncoding, stored: Array) -> Array:
-        """Coded vectors in the model's dtype."""
-        widened = encoding.widened(stored, self.block.d_model)
-        return cast(widened, WEIGHT_DTYPES["float32"], self.dtype)
 
 
 def _transpose(vectors: Array, out: Array) -> None:

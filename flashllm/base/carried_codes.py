@@ -1,0 +1,232 @@
+"""Codes of checkpoints that are quantised already, carried over without rounding anything again.
+
+The bytes are those of csrc/kernels/row_codecs.h and csrc/planes/scale_planes.h. A vector holds its scales, its
+minimums, the factors of both, where it has them, and then its codes in units of 32. Where scales have factors, an fp16
+scale is shared by 256 weights, and a group's own is that times its int8 factor; minimums likewise. A weight is
+`code * scale`, or `code * scale + minimum`: exact in fp32 but for the last sum.
+
+A down column's scales may lie apart, as a checkpoint's groups are along the neurons: a row then holds the column's
+codes alone (`PlaneCode`), and `Plane` the scales of a layer, [groups of neurons, d_model].
+
+Knows numpy arrays, no files and no models.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+Codes = NDArray[np.int8]
+Halves = NDArray[np.float16]
+
+UNIT = 32  # codes that lie together
+SHARED = 256  # weights that share a scale which groups have factors of
+CODE_BITS = (4, 5, 6, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleForm:
+    """How scales are stored: a group's own in fp16, or shared ones in fp16 and int8 factors of groups."""
+
+    name: str
+    group: int = 32
+    has_minimum: bool = False
+    has_factors: bool = False
+
+    def parts(self) -> Mapping[str, tuple[int, np.dtype[np.generic]]]:
+        """Name -> (weights an item is for, its type) of each array, in the order of a vector's bytes."""
+        shared = SHARED if self.has_factors else self.group
+        found: dict[str, tuple[int, np.dtype[np.generic]]] = {"scales": (shared, np.dtype("<f2"))}
+        if self.has_minimum:
+            found["minimums"] = (shared, np.dtype("<f2"))
+        if self.has_factors:
+            found["factors"] = (self.group, np.dtype(np.int8))
+        if self.has_factors and self.has_minimum:
+            found["minimum_factors"] = (self.group, np.dtype(np.int8))
+        return found
+
+
+SCALE_FORMS = {
+    form.name: form
+    for form in (
+        ScaleForm(name="half_32"),
+        ScaleForm(name="half_32_min", has_minimum=True),
+        ScaleForm(name="shared_32_min", has_minimum=True, has_factors=True),
+        ScaleForm(name="shared_16", group=16, has_factors=True),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantised:
+    """Vectors [n, length] as a checkpoint has them: signed codes (unsigned with minimums), and their scales' arrays."""
+
+    form: ScaleForm
+    codes: Codes
+    scales: Mapping[str, NDArray[np.generic]] = field(repr=False)  # by the names of `form.parts`, [n, items]
+
+    def widened(self) -> Floats:
+        """The weights [n, length]."""
+        return weights(self.form, self.codes, self.scales)
+
+
+def weights(form: ScaleForm, codes: Codes, scales: Mapping[str, NDArray[np.generic]]) -> Floats:
+    """What codes [n, length] stand for with scales [n, items] of `form`."""
+    found = codes.astype(np.float32) * _spread(form, scales, "scales", "factors", codes.shape[1])
+    if form.has_minimum:
+        found += _spread(form, scales, "minimums", "minimum_factors", codes.shape[1])
+    return found
+
+
+def _spread(form: ScaleForm, scales: Mapping[str, NDArray[np.generic]], half: str, factor: str, length: int) -> Floats:
+    """The scale (or minimum) of each weight, [n, length]."""
+    parts = form.parts()
+    found: Floats = np.repeat(scales[half].astype(np.float32), parts[half][0], axis=1)[:, :length]
+    if form.has_factors:
+        found = found * np.repeat(scales[factor].astype(np.float32), parts[factor][0], axis=1)[:, :length]
+    return found
+
+
+def pack_codes(codes: Codes, bits: int, *, unsigned: bool) -> Bytes:
+    """uint8 [n, units * 4 * bits] of codes [n, length], signed ones shifted to begin at 0 (but those of 8 bits)."""
+    n, length = codes.shape
+    padded = np.zeros((n, -(-length // UNIT) * UNIT), np.int8)
+    padded[:, :length] = codes
+    if bits == 8:
+        return padded.view(np.uint8)
+    whole = (padded + np.int8(0 if unsigned else 1 << (bits - 1))).view(np.uint8).reshape(n, -1, UNIT)
+    lower, upper = whole & 15, whole >> 4
+    packed = lower[..., : UNIT // 2] | lower[..., UNIT // 2 :] << 4
+    if bits > 4:
+        each = bits - 4  # upper bits a code
+        spread = upper.reshape(n, whole.shape[1], 8 // each, -1)  # [.., place in a byte, byte]
+        shifts = (np.arange(8 // each, dtype=np.uint8) * each)[:, None]
+        high = np.bitwise_or.reduce(spread << shifts, axis=2)
+        packed = np.concatenate([packed, high], axis=2)
+    return np.ascontiguousarray(packed.reshape(n, -1).astype(np.uint8))
+
+
+def unpack_codes(packed: Bytes, bits: int, length: int, *, unsigned: bool) -> Codes:
+    """The codes [n, length] of `pack_codes`."""
+    n = len(packed)
+    if bits == 8:
+        return np.ascontiguousarray(packed).view(np.int8)[:, :length]
+    units = packed.reshape(n, -1, 4 * bits)
+    low = units[..., : UNIT // 2]
+    codes = np.concatenate([low & 15, low >> 4], axis=2)
+    if bits > 4:
+        each = bits - 4
+        shifts = (np.arange(8 // each, dtype=np.uint8) * each)[:, None]
+        upper = units[:, :, None, UNIT // 2 :] >> shifts & ((1 << each) - 1)
+        codes = codes | upper.reshape(codes.shape) << 4
+    whole = codes.reshape(n, -1)[:, :length].astype(np.int8)
+    return whole if unsigned else whole - np.int8(1 << (bits - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarriedCode:
+    """An encoding of whole vectors: `bits` a code, and scales of `form`."""
+
+    name: str
+    bits: int
+    form: ScaleForm
+
+    def vector_nbytes(self, length: int) -> int:
+        """Bytes of a vector of `length` weights."""
+        units = -(-length // UNIT)
+        return units * 4 * self.bits + sum(items * dtype.itemsize for items, dtype in self._items(length).values())
+
+    def pack(self, vectors: Quantised) -> Bytes:
+        """uint8 [n, vector_nbytes(length)]. ValueError for vectors of another form."""
+        if vectors.form != self.form:
+            raise ValueError(f"vectors of {vectors.form.name} cannot be stored as {self.name}")
+        items = self._items(vectors.codes.shape[1])
+        parts = [np.ascontiguousarray(vectors.scales[name]).view(np.uint8) for name in items]
+        return np.concatenate(
+            [*parts, pack_codes(vectors.codes, self.bits, unsigned=self.form.has_minimum)], axis=1, dtype=np.uint8
+        )
+
+    def decode(self, rows: Bytes, length: int) -> Floats:
+        """The weights [n, length] of `rows`, uint8 [n, vector_nbytes(length)]. ValueError for other shapes."""
+        if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != self.vector_nbytes(length):
+            raise ValueError(f"rows must be uint8 [n, {self.vector_nbytes(length)}], not {rows.dtype} {rows.shape}")
+        scales, start = {}, 0
+        for name, (items, dtype) in self._items(length).items():
+            scales[name] = np.ascontiguousarray(rows[:, start : start + items * dtype.itemsize]).view(dtype)
+            start += items * dtype.itemsize
+        codes = unpack_codes(rows[:, start:], self.bits, length, unsigned=self.form.has_minimum)
+        return weights(self.form, codes, scales)
+
+    def _items(self, length: int) -> dict[str, tuple[int, np.dtype[np.generic]]]:
+        """Name -> (items, type) of a vector's arrays."""
+        whole = -(-length // SHARED) * SHARED if self.form.has_factors else -(-length // UNIT) * UNIT
+        return {name: (whole // weights, dtype) for name, (weights, dtype) in self.form.parts().items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneCode:
+    """An encoding of down columns: codes of `bits`, whose scales are in a `Plane`."""
+
+    name: str
+    bits: int
+
+    def vector_nbytes(self, length: int) -> int:
+        """Bytes of a column of `length` weights."""
+        return -(-length // UNIT) * 4 * self.bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plane:
+    """The scales of a layer's down columns: arrays [neurons / weights an item is for, d_model] by name."""
+
+    form: ScaleForm
+    arrays: Mapping[str, NDArray[np.generic]] = field(repr=False)
+
+    def widened(self, packed: Bytes, code: PlaneCode, first: int, length: int) -> Floats:
+        """The weights [n, length] of the columns of neurons `first` on, uint8 [n, vector_nbytes(length)]."""
+        codes = unpack_codes(packed, code.bits, length, unsigned=self.form.has_minimum)
+        neurons = np.arange(first, first + len(packed))
+        rows = {name: self.arrays[name][neurons // weights] for name, (weights, _) in self.form.parts().items()}
+        scale: Floats = rows["scales"].astype(np.float32)
+        if self.form.has_factors:
+            scale = scale * rows["factors"].astype(np.float32)
+        found: Floats = codes.astype(np.float32) * scale
+        if self.form.has_minimum:
+            minimum: Floats = rows["minimums"].astype(np.float32)
+            if self.form.has_factors:
+                minimum = minimum * rows["minimum_factors"].astype(np.float32)
+            found += minimum
+        return found
+
+
+def plane_shapes(form: ScaleForm, neurons: int, length: int) -> dict[str, tuple[str, tuple[int, int]]]:
+    """Name -> (safetensors' dtype, shape) of the arrays of a layer of `neurons` whose columns have `length` weights."""
+    return {
+        name: ("F16" if dtype.itemsize == 2 else "I8", (-(-neurons // weights), length))
+        for name, (weights, dtype) in form.parts().items()
+    }
+
+
+CARRIED_CODES = {
+    code.name: code
+    for code in (
+        CarriedCode(name="int5_32", bits=5, form=SCALE_FORMS["half_32"]),
+        CarriedCode(name="int5_32_min", bits=5, form=SCALE_FORMS["half_32_min"]),
+        CarriedCode(name="q4_k", bits=4, form=SCALE_FORMS["shared_32_min"]),
+        CarriedCode(name="q5_k", bits=5, form=SCALE_FORMS["shared_32_min"]),
+        CarriedCode(name="q6_k", bits=6, form=SCALE_FORMS["shared_16"]),
+    )
+}
+# Group codes have the same bytes (flashllm/base/group_codes.py): these pack them without rounding.
+PACKED_AS = CARRIED_CODES | {
+    name: CarriedCode(name=name, bits=bits, form=SCALE_FORMS[form])
+    for name, bits, form in (
+        ("int4_32", 4, "half_32"),
+        ("int4_32_min", 4, "half_32_min"),
+        ("int8_32", 8, "half_32"),
+    )
+}
+PLANE_CODES = {code.name: code for code in (PlaneCode(name=f"codes{bits}", bits=bits) for bits in CODE_BITS)}

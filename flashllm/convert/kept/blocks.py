@@ -1,0 +1,128 @@
+"""Blocks of GGUF files taken apart: codes and scales of whole rows. Knows bytes and numpy, no files and no models.
+
+The layouts are ggml's (ggml-common.h, block_q4_0 to block_q6_K): 32 weights to an fp16 scale, or 256 to an fp16 scale
+(and minimum) with factors of 6 or 8 bits for their groups.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.base.carried_codes import SCALE_FORMS, Quantised, ScaleForm
+
+Bytes = NDArray[np.uint8]
+Parts = tuple[NDArray[np.uint8], dict[str, NDArray[np.generic]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of ggml's tensors."""
+
+    bits: int
+    form: ScaleForm
+    weights: int  # of a block
+    nbytes: int  # of a block
+    take: Callable[[Bytes], Parts]  # blocks [n, nbytes] -> stored codes [n, weights], scales [n, items] by name
+
+    def quantised(self, raw: Bytes) -> Quantised:
+        """Rows of blocks, uint8 [n, bytes]. OverflowError where a scale is not finite."""
+        n = len(raw)
+        stored, scales = self.take(np.ascontiguousarray(raw).reshape(-1, self.nbytes))
+        for values in scales.values():
+            if values.dtype == np.float16 and not bool(np.all(np.isfinite(values.astype(np.float32)))):
+                raise OverflowError("a scale is not finite")
+        codes = stored.view(np.int8).reshape(n, -1)
+        if not self.form.has_minimum and self.bits != 8:
+            codes = codes - np.int8(1 << (self.bits - 1))
+        return Quantised(
+            form=self.form, codes=codes, scales={name: values.reshape(n, -1) for name, values in scales.items()}
+        )
+
+
+def _halves(blocks: Bytes, start: int) -> NDArray[np.generic]:
+    return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2")
+
+
+def _nibbles(packed: Bytes) -> Bytes:
+    """Of bytes [.., k]: all lower halves, then all upper ones."""
+    return np.concatenate([packed & 15, packed >> 4], axis=-1)
+
+
+def _bits(packed: Bytes) -> Bytes:
+    """The fifth bits [n, 32] of four bytes [n, 4]."""
+    return np.unpackbits(packed, axis=1, bitorder="little")
+
+
+def _with_upper(lower: Bytes, upper: Bytes) -> Bytes:
+    """Codes of which `lower` are the last four bits."""
+    return np.bitwise_or(lower, np.left_shift(upper, 4), dtype=np.uint8)
+
+
+def _q8_0(blocks: Bytes) -> Parts:
+    return np.ascontiguousarray(blocks[:, 2:]), {"scales": _halves(blocks, 0)}
+
+
+def _q4_0(blocks: Bytes) -> Parts:
+    return _nibbles(blocks[:, 2:]), {"scales": _halves(blocks, 0)}
+
+
+def _q4_1(blocks: Bytes) -> Parts:
+    return _nibbles(blocks[:, 4:]), {"scales": _halves(blocks, 0), "minimums": _halves(blocks, 2)}
+
+
+def _q5_0(blocks: Bytes) -> Parts:
+    return _with_upper(_nibbles(blocks[:, 6:]), _bits(blocks[:, 2:6])), {"scales": _halves(blocks, 0)}
+
+
+def _q5_1(blocks: Bytes) -> Parts:
+    codes = _with_upper(_nibbles(blocks[:, 8:]), _bits(blocks[:, 4:8]))
+    return codes, {"scales": _halves(blocks, 0), "minimums": _halves(blocks, 2)}
+
+
+def _k_scales(blocks: Bytes) -> dict[str, NDArray[np.generic]]:
+    """Of blocks that begin with a scale, a minimum (to be subtracted) and 12 bytes of eight 6-bit factors of each."""
+    first, second, third = (blocks[:, start : start + 4] for start in (4, 8, 12))
+    factors = np.concatenate([first & 63, third & 15 | (first >> 6) << 4], axis=1)
+    minimum_factors = np.concatenate([second & 63, third >> 4 | (second >> 6) << 4], axis=1)
+    return {
+        "scales": _halves(blocks, 0),
+        "minimums": -_halves(blocks, 2).astype(np.float16),
+        "factors": factors.view(np.int8),
+        "minimum_factors": minimum_factors.view(np.int8),
+    }
+
+
+def _q4_k(blocks: Bytes) -> Parts:
+    codes = _nibbles(blocks[:, 16:].reshape(-1, 4, 32))  # 64 weights to 32 bytes
+    return codes.reshape(len(blocks), -1), _k_scales(blocks)
+
+
+def _q5_k(blocks: Bytes) -> Parts:
+    codes = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    fifth = np.asarray(
+        blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1, np.uint8
+    )  # bit g of byte i: weight i of group g
+    return _with_upper(codes, fifth).reshape(len(blocks), -1), _k_scales(blocks)
+
+
+def _q6_k(blocks: Bytes) -> Parts:
+    lower = blocks[:, :128].reshape(-1, 2, 64)  # 128 weights to 64 bytes
+    shifts = (2 * np.arange(4, dtype=np.uint8))[:, None]
+    upper = np.asarray(blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3, np.uint8)
+    codes = _with_upper(_nibbles(lower).reshape(-1, 2, 4, 32), upper)
+    scales = {"scales": _halves(blocks, 208), "factors": np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)}
+    return codes.reshape(len(blocks), -1), scales
+
+
+KINDS: Mapping[str, Kind] = {
+    "Q4_0": Kind(bits=4, form=SCALE_FORMS["half_32"], weights=32, nbytes=18, take=_q4_0),
+    "Q4_1": Kind(bits=4, form=SCALE_FORMS["half_32_min"], weights=32, nbytes=20, take=_q4_1),
+    "Q5_0": Kind(bits=5, form=SCALE_FORMS["half_32"], weights=32, nbytes=22, take=_q5_0),
+    "Q5_1": Kind(bits=5, form=SCALE_FORMS["half_32_min"], weights=32, nbytes=24, take=_q5_1),
+    "Q8_0": Kind(bits=8, form=SCALE_FORMS["half_32"], weights=32, nbytes=34, take=_q8_0),
+    "Q4_K": Kind(bits=4, form=SCALE_FORMS["shared_32_min"], weights=256, nbytes=144, take=_q4_k),
+    "Q5_K": Kind(bits=5, form=SCALE_FORMS["shared_32_min"], weights=256, nbytes=176, take=_q5_k),
+    "Q6_K": Kind(bits=6, form=SCALE_FORMS["shared_16"], weights=256, nbytes=210, take=_q6_k),
+}

@@ -1,0 +1,173 @@
+"""Which weights of a quantised checkpoint a model directory holds as they are, and their bytes.
+
+Rows that a token is multiplied by (up, gate, attention, embedding, head) keep codes and scales in one vector. A down
+column's codes go into the neuron's row, and its scales, which the checkpoint has for groups of neurons, into the
+layer's plane of scales. Up and gate have one encoding in all layers, columns codes of one width: where layers differ,
+the widest. Matrices that cannot be kept are dequantised.
+
+Knows kinds of codes by `blocks.KINDS`, no file format.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.arch.registry import Claim, bundle_names
+from flashllm.arch.spec import Architecture
+from flashllm.base.carried_codes import PACKED_AS, PLANE_CODES, UNIT, CarriedCode, PlaneCode, pack_codes
+from flashllm.convert.checkpoint.coded import Vectors
+from flashllm.convert.checkpoint.source import Checkpoint, QuantisedTensor
+from flashllm.convert.kept.blocks import KINDS, Kind
+from flashllm.convert.pieces import runs
+from flashllm.errors import FormatError
+from flashllm.format.model_files import is_coded_matrix
+
+_ROWS_TOGETHER = 256  # taken apart at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptWeights:
+    """What is kept, a `CodedWeights`."""
+
+    rows: str | None  # encoding of up and gate; None: they are not kept
+    down: str | None  # of down columns, of `PLANE_ENCODINGS`
+    down_scales: tuple[str, ...]  # of each layer, where `down` is
+    resident: Mapping[str, str]  # encoding by canonical name
+    left: tuple[str, ...]  # canonical names of quantised matrices that are not kept
+    _claims: Mapping[str, Claim]
+    _tensors: Mapping[str, QuantisedTensor]  # by canonical name
+    _where: Mapping[str, str]  # the same, for messages
+    _columns: dict[str, NDArray[np.uint8]] = field(default_factory=dict)  # of the layer at hand
+
+    def fingerprint(self) -> Any:
+        """Of `CodedWeights`; the source's own fingerprint says the rest."""
+        return ["kept", self.rows, self.down, list(self.down_scales), dict(self.resident)]
+
+    def vectors(self, name: str) -> Vectors | None:
+        """Of `CodedWeights`."""
+        if name.endswith(".down.weight"):
+            return None if self.down is None else lambda first, count: self._columns_of(name)[first : first + count]
+        encoding = self.resident.get(name) or (self.rows if name in self._tensors else None)
+        if encoding is None:
+            return None
+        code, claim = PACKED_AS[encoding], self._claims[name]
+
+        def read(first: int, count: int) -> NDArray[np.uint8]:
+            parts = [self._packed(name, code, start, length) for start, length in runs(claim, first, count)]
+            return np.concatenate(parts)
+
+        return read
+
+    def plane(self, layer: int) -> dict[str, NDArray[Any]]:
+        """The arrays of a layer's plane by the names of its tensors."""
+        name = f"layers.{layer}.down.weight"
+        kind, claim = self._kind(name), self._claims[name]
+        parts: dict[str, list[NDArray[Any]]] = {}
+        for first in range(0, claim.rows, _ROWS_TOGETHER):
+            quantised = self._quantised(name, kind, claim, first, min(_ROWS_TOGETHER, claim.rows - first))
+            for part, values in quantised.scales.items():
+                parts.setdefault(part, []).append(values)
+        return {
+            f"layers.{layer}.down.{part}": np.ascontiguousarray(np.concatenate(values).T)
+            for part, values in parts.items()
+        }
+
+    def _columns_of(self, name: str) -> NDArray[np.uint8]:
+        """Every column's codes, [d_ff, bytes]; of one layer at a time."""
+        if name not in self._columns:
+            self._columns.clear()
+            kind, claim, code = self._kind(name), self._claims[name], self._down_code()
+            d_model, d_ff = claim.shape
+            packed = np.empty((d_ff, code.vector_nbytes(d_model)), np.uint8)
+            unit_nbytes = code.vector_nbytes(UNIT)
+            for first in range(0, d_model, _ROWS_TOGETHER):
+                count = min(_ROWS_TOGETHER, d_model - first)
+                codes = np.ascontiguousarray(self._quantised(name, kind, claim, first, count).codes.T)
+                at = first // UNIT * unit_nbytes
+                part = pack_codes(codes, code.bits, unsigned=kind.form.has_minimum)
+                packed[:, at : at + part.shape[1]] = part
+            self._columns[name] = packed
+        return self._columns[name]
+
+    def _down_code(self) -> PlaneCode:
+        assert self.down is not None
+        return PLANE_CODES[self.down]
+
+    def _kind(self, name: str) -> Kind:
+        return KINDS[self._tensors[name].kind]
+
+    def _packed(self, name: str, code: CarriedCode, start: int, length: int) -> NDArray[np.uint8]:
+        """Stored rows of a tensor as vectors."""
+        return code.pack(self._taken(name, self._kind(name), start, length))
+
+    def _quantised(self, name: str, kind: Kind, claim: Claim, first: int, count: int) -> Any:
+        """Rows of a canonical tensor that are one run of stored rows."""
+        ((start, length),) = runs(claim, first, count)
+        return self._taken(name, kind, start, length)
+
+    def _taken(self, name: str, kind: Kind, start: int, length: int) -> Any:
+        try:
+            return kind.quantised(self._tensors[name].raw(start, length))
+        except OverflowError as error:
+            raise FormatError(f"{self._where[name]}: {error}: damaged; get the file again") from error
+
+
+def keep_weights(
+    checkpoint: Checkpoint,
+    names: Mapping[str, str],
+    claimed: Mapping[str, Claim],
+    residents: Iterable[str],
+    architecture: Architecture,
+) -> KeptWeights | None:
+    """What of a checkpoint's codes is kept; None where it has none that can be.
+
+    `names`: state_dict name -> name in the checkpoint; `claimed`: by canonical name.
+    """
+    found = {
+        name: checkpoint.quantised[names[claim.source]]
+        for name, claim in claimed.items()
+        if names.get(claim.source) in checkpoint.quantised
+    }
+    usable = {
+        name: tensor
+        for name, tensor in found.items()
+        if tensor.kind in KINDS and not claimed[name].part.transposed and not architecture.experts
+    }
+    encodings = {name: _encoding(KINDS[tensor.kind]) for name, tensor in usable.items()}
+    resident = {name: encodings[name] for name in residents if name in usable and is_coded_matrix(name)}
+    bundles = [name for layer in range(architecture.num_layers) for name in bundle_names(architecture, layer)]
+    above = [f"{bundle}{matrix}.weight" for bundle in bundles for matrix in architecture.matrices[:-1]]
+    below = [f"{bundle}down.weight" for bundle in bundles]
+    of_rows = {encodings.get(name) for name in above}
+    rows = next(iter(of_rows)) if len(of_rows) == 1 else None
+    kinds = [KINDS[usable[name].kind] for name in below if name in usable]
+    keeps_down = len(kinds) == len(below) and architecture.d_model % UNIT == 0
+    keeps_down = keeps_down and all(claimed[name].part.repeats == 1 for name in below)
+    kept = {*resident, *(above if rows is not None else ()), *(below if keeps_down else ())}
+    if not kept:
+        return None
+    return KeptWeights(
+        rows=rows,
+        down=f"codes{max(kind.bits for kind in kinds)}" if keeps_down else None,
+        down_scales=tuple(kind.form.name for kind in kinds) if keeps_down else (),
+        resident=resident,
+        left=tuple(name for name in found if name not in kept),
+        _claims={name: claimed[name] for name in kept},
+        _tensors={name: usable[name] for name in kept},
+        _where={name: checkpoint.where(names[claimed[name].source]) for name in kept},
+    )
+
+
+def most_common(encodings: Iterable[str]) -> str | None:
+    """The encoding that most matrices have; None of none."""
+    counted = Counter(encodings).most_common(1)
+    return counted[0][0] if counted else None
+
+
+def _encoding(kind: Kind) -> str:
+    """How vectors of this kind are stored."""
+    return next(code.name for code in PACKED_AS.values() if (code.bits, code.form) == (kind.bits, kind.form))

@@ -1,0 +1,93 @@
+// Codes as quantised checkpoints have them (row_codecs.h); included by row_codecs_impl.h, as that file is.
+
+// Eight bytes of a unit's codes of 5 or 6 bits at a time: the lower four bits, then those above.
+template <std::size_t kBits>
+inline void spread_codes(const std::uint8_t* unit, std::int8_t* to) {
+  static_assert(kBits == 5 || kBits == 6, "other codes are not split");
+  constexpr std::uint64_t kLower = 0x0F0F0F0F0F0F0F0F;
+  std::uint64_t lower[2], upper = 0;
+  __builtin_memcpy(lower, unit, sizeof lower);
+  __builtin_memcpy(&upper, unit + sizeof lower, kBits == 5 ? 4 : 8);
+  for (std::size_t q = 0; q < 4; ++q) {
+    std::uint64_t codes = (q < 2 ? lower[q] : lower[q - 2] >> 4) & kLower;
+    if constexpr (kBits == 5) {
+      constexpr std::uint64_t kFour = 0x01010101;
+      codes |= (upper >> 2 * q & kFour) << 4 | (upper >> (2 * q + 1) & kFour) << 36;
+    } else {
+      codes |= (upper >> 2 * q & 0x0303030303030303) << 4;
+    }
+    __builtin_memcpy(to + 8 * q, &codes, sizeof codes);
+  }
+}
+
+// The code of weight 0, of weights without minimums.
+template <std::size_t kBits>
+constexpr float zero_code() {
+  return kBits == 8 ? 0.0F : static_cast<float>(1 << (kBits - 1));
+}
+
+// A unit's codes less `zero`, as floats.
+template <std::size_t kBits>
+inline void load_codes(const std::uint8_t* unit, float zero, Vec* to) {
+  if constexpr (kBits == 4) {
+    Vec::unpack_nibbles<kUnitVectors / 2>(unit, Vec::set(1.0F), Vec::set(-zero), to);
+  } else if constexpr (kBits == 8) {
+    const auto* codes = reinterpret_cast<const std::int8_t*>(unit);
+    for (std::size_t v = 0; v < kUnitVectors; ++v) to[v] = Vec::load_i8(codes + v * Vec::kWidth);
+  } else {
+    std::int8_t codes[kCodeUnit];
+    spread_codes<kBits>(unit, codes);
+    for (std::size_t v = 0; v < kUnitVectors; ++v)
+      to[v] = Vec::load_i8(codes + v * Vec::kWidth) + Vec::set(-zero);
+  }
+}
+
+// Groups of 5 bits with a scale each, and those of a checkpoint whose scales are products: kGroup weights to
+// a factor, kSharedFactors weights to what it multiplies.
+template <std::size_t kBits, std::size_t kGroup, bool kMinimum, bool kFactors>
+struct Carried {
+  static constexpr std::size_t kShared = kFactors ? kSharedFactors : kGroup;
+  static_assert(kCodeUnit % kGroup == 0 && kGroup % Vec::kWidth == 0, "a vector is of one group");
+  static_assert(!kMinimum || kGroup == kCodeUnit, "minimums are of units");
+
+  struct Row {
+    const std::uint16_t *scales, *minimums;
+    const std::int8_t *factors, *minimum_factors;
+    const std::uint8_t* codes;
+  };
+  static Row at(const void* vector, std::size_t k) {
+    const std::size_t shared = (k + kShared - 1) / kShared;
+    const std::size_t factors = kFactors ? shared * (kShared / kGroup) : 0;
+    const auto* scales = static_cast<const std::uint16_t*>(vector);
+    const std::uint16_t* minimums = scales + shared;
+    const auto* first = reinterpret_cast<const std::int8_t*>(minimums + (kMinimum ? shared : 0));
+    const std::int8_t* second = first + factors;
+    return {scales, minimums, first, second,
+            reinterpret_cast<const std::uint8_t*>(second + (kMinimum ? factors : 0))};
+  }
+
+  static void decode(const Row& row, std::size_t j, Vec* to) {
+    load_codes<kBits>(row.codes + j / 8 * kBits, kMinimum ? 0.0F : zero_code<kBits>(), to);
+    const float shared = Vec::half(row.scales[j / kShared]);
+    for (std::size_t v = 0; v < kUnitVectors; ++v) {
+      const std::size_t group = (j + v * Vec::kWidth) / kGroup;
+      const Vec scale = Vec::set(kFactors ? shared * static_cast<float>(row.factors[group]) : shared);
+      if constexpr (kMinimum) {
+        const float minimum = Vec::half(row.minimums[j / kShared]);
+        const float own = kFactors ? minimum * static_cast<float>(row.minimum_factors[group]) : minimum;
+        to[v] = fma(to[v], scale, Vec::set(own));
+      } else {
+        to[v] = to[v] * scale;
+      }
+    }
+  }
+
+  static void prefetch_codes(const Row& row, std::size_t j) {
+    __builtin_prefetch(row.codes + j / 8 * kBits, 0, 2);
+  }
+  static void prefetch_groups(const Row& row) {
+    const auto* first = reinterpret_cast<const std::uint8_t*>(row.scales);
+    for (const std::uint8_t* line = first; line < row.codes; line += kCacheLine)
+      __builtin_prefetch(line, 0, 2);
+  }
+};

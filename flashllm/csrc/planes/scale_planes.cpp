@@ -1,0 +1,44 @@
+#include "planes/scale_planes.h"
+
+#include "io/error.h"
+
+namespace flashllm {
+
+namespace scalar {
+extern const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms];
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms];
+}
+namespace avx512 {
+extern const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms];
+}
+#endif
+
+const PlaneKernels& plane_kernels(SimdLevel level, RowCodec codec, const ScalePlane& plane) {
+  if (!has_plane(codec)) throw CoreError(ErrorKind::usage, "these weights have scales of their own");
+  kernel_table(level, Dtype::f32);  // throws where the processor lacks it
+  const std::size_t index = static_cast<std::size_t>(codec) - kFirstPlane;
+  const std::size_t form = (plane.has_minimums() ? 1 : 0) + (plane.factors != nullptr ? 2 : 0);
+#if defined(__x86_64__)
+  if (level >= SimdLevel::avx512) return avx512::kPlanes[index][form];
+  if (level == SimdLevel::avx2) return avx2::kPlanes[index][form];
+#endif
+  return scalar::kPlanes[index][form];
+}
+
+void sum_scattered(const PlaneColumns& columns, const float* values, float* y, ThreadPool& pool,
+                   SimdLevel level) {
+  const PlaneKernels& kernels = plane_kernels(level, columns.codec, *columns.plane);
+  constexpr std::size_t kGrain = 64;  // weights
+  const auto threads = static_cast<std::size_t>(pool.threads());
+  const std::size_t share = (columns.k + threads - 1) / threads;
+  pool.parallel_for(columns.k, (share + kGrain - 1) / kGrain * kGrain,
+                    [&](std::size_t begin, std::size_t end) {
+                      kernels.add_scaled_rows(columns.vectors, columns.ids, values, columns.count,
+                                              *columns.plane, columns.k, begin, end, y);
+                    });
+}
+
+}  // namespace flashllm

@@ -1,0 +1,87 @@
+// Down columns in codes whose scales lie apart, in resident planes.
+//
+// Checkpoints that are quantised along their inputs give a neuron's down column a scale of each output's own,
+// which it shares with the neurons beside it. The codes of a column lie in the neuron's row (RowCodec::codes4
+// and so on), the scales of a group of neurons in a plane [groups, k], where k is the width of a column.
+//
+// Codes of 4 bits: 32 in 16 bytes, code i in the lower half of byte i, code i + 16 in its upper half. Of 5
+// and 6 bits, 4 and 8 bytes with the upper bits follow: bit q of byte i is that of code 4 q + i; bits 2 q and
+// 2 q + 1 of byte i are those of code 8 q + i. Of 8 bits: int8. A column is whole units of 32 codes.
+//
+// A weight is (code - zero) * scale, or code * scale + minimum; zero is half the number of codes, of int8 it
+// is 0. Every product is exact in fp32, so that all levels have the same weights, those of the checkpoint.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/matmul.h"
+#include "kernels/row_codecs.h"
+#include "kernels/thread_pool.h"
+
+namespace flashllm {
+
+struct ScalePlane {
+  const std::uint16_t* scales =
+      nullptr;  // fp16 [neurons / group, k]; with factors [neurons / kSharedFactors, k]
+  const std::uint16_t* minimums = nullptr;       // the same, or nullptr
+  const std::int8_t* factors = nullptr;          // [neurons / group, k]: of the scales; or nullptr
+  const std::int8_t* minimum_factors = nullptr;  // the same of the minimums
+  std::size_t group = 32;                        // neurons
+
+  bool has_minimums() const { return minimums != nullptr; }
+};
+
+// The inner loops of one level, codec and form of plane.
+struct PlaneKernels {
+  // y[j] += sum_i values[i] * weight j of the column rows[i] of neuron ids[i], in the order of i; j in
+  // [begin, end), both multiples of kCodeUnit
+  void (*add_scaled_rows)(const void* const* rows, const std::int32_t* ids, const float* values,
+                          std::size_t n, const ScalePlane& plane, std::size_t k, std::size_t begin,
+                          std::size_t end, float* y);
+  // weights [first, first + n) of neuron `id`, `first` a multiple of kCodeUnit
+  void (*widen)(const void* row, std::size_t id, const ScalePlane& plane, std::size_t k, std::size_t first,
+                std::size_t n, float* to);
+};
+// Throws CoreError for a codec without a plane, and where the processor lacks the level.
+const PlaneKernels& plane_kernels(SimdLevel level, RowCodec codec, const ScalePlane& plane);
+
+// Columns of neurons, scattered in memory; k weights each.
+struct PlaneColumns {
+  const void* const* vectors;
+  const std::int32_t* ids;
+  std::size_t count;
+  std::size_t k;
+  RowCodec codec;
+  const ScalePlane* plane;
+};
+// y[j] += sum_i values[i] * columns[i][j], in the order of i
+void sum_scattered(const PlaneColumns& columns, const float* values, float* y, ThreadPool& pool,
+                   SimdLevel level);
+
+// The columns of neurons `first` on, `stride` bytes apart, for add_rows of many tokens.
+class PlaneRows : public WideRows {
+ public:
+  PlaneRows(const std::byte* data, std::size_t stride, std::size_t first, std::size_t k, RowCodec codec,
+            const ScalePlane& plane, SimdLevel level)
+      : data_(data),
+        stride_(stride),
+        first_(first),
+        k_(k),
+        plane_(plane),
+        kernels_(plane_kernels(level, codec, plane)) {}
+  void widen(std::size_t begin, std::size_t count, std::size_t first, std::size_t width, float* to,
+             std::size_t stride) const override {
+    for (std::size_t i = 0; i < count; ++i)
+      kernels_.widen(data_ + (begin + i) * stride_, first_ + begin + i, plane_, k_, first, width,
+                     to + i * stride);
+  }
+
+ private:
+  const std::byte* data_;
+  const std::size_t stride_, first_, k_;
+  const ScalePlane& plane_;
+  const PlaneKernels& kernels_;
+};
+
+}  // namespace flashllm

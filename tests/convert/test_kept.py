@@ -1,0 +1,184 @@
+"""Quantised GGUF files keep their bits: every weight is the file's, and so are logits and tokens."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from arch_models import Variant, make_checkpoint
+from arch_reference import ReferenceDecoder
+from generating import greedy
+from gguf_files import write_gguf
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from flashllm.base.carried_codes import PACKED_AS
+from flashllm.cli import main
+from flashllm.config import Ablation, RunConfig
+from flashllm.convert.checkpoint import gguf_file
+from flashllm.convert.checkpoint.opened import open_checkpoint
+from flashllm.convert.run import convert
+from flashllm.engine.model import Model
+from flashllm.errors import FormatError
+from flashllm.format.inspect import format_inspection, inspect
+from flashllm.format.manifest import MANIFEST, Manifest
+from flashllm.format.verify import verify
+from flashllm.hf.model import FlashModel
+from flashllm.offload.runtime.tiers.source import open_weights
+
+ENCODED_AS = {
+    "Q8_0": "int8_32",
+    "Q4_0": "int4_32",
+    "Q4_1": "int4_32_min",
+    "Q5_0": "int5_32",
+    "Q5_1": "int5_32_min",
+    "Q4_K": "q4_k",
+    "Q5_K": "q5_k",
+    "Q6_K": "q6_k",
+}
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch):
+    monkeypatch.setattr(gguf_file, "ask_child", lambda function, *arguments: function(*arguments))
+
+
+def mixed(name):
+    """As llama.cpp's Q4_K_M: layers whose down projections differ, an embedding of its own kind."""
+    if "token_embd" in name:
+        return "Q8_0"
+    return "Q6_K" if "ffn_down" in name and "blk.0" in name else "Q4_K"
+
+
+def make(root, kind, model_type="llama"):
+    """(GGUF file, Hugging Face folder of its dequantised weights)"""
+    config = {**WIDE, "hidden_act": "silu"} if model_type == "llama" else WIDE
+    source = make_checkpoint(root / "hf", Variant(model_type, config))
+    path = write_gguf(source, root / "model.gguf", kind)
+    state = {}
+    with open_checkpoint(path) as checkpoint:
+        for name, info in checkpoint.tensors.items():
+            assert info.dtype == "F32"
+            values = np.empty(info.shape, np.float32)
+            checkpoint.read(name, 0, values)
+            state[name] = torch.from_numpy(values)
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    return path, source
+
+
+def logits_of(directory, mode, **config):
+    with Model.open(directory, RunConfig(mode=mode, threads=2, io_threads=4, **config)) as model:
+        sequence = model.new_sequence()
+        ids = torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+        (prompt,) = model.step([(sequence, ids)], all_logits=True)
+        return np.concatenate([prompt, *(model.step([(sequence, ids[:count])]) for count in (1, 3, 8))])
+
+
+@pytest.mark.parametrize("kind", [*ENCODED_AS, mixed], ids=lambda kind: kind if isinstance(kind, str) else "mixed")
+def test_every_weight_and_every_logit_is_the_files(tmp_path, kind):
+    path, folder = make(tmp_path, kind)
+    kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
+    convert(folder, tmp_path / "wide")
+    assert kept.rows.encoding == (ENCODED_AS[kind] if isinstance(kind, str) else "q4_k")
+    assert kept.rows.has_plane
+    with open_weights(tmp_path / "kept") as found, open_weights(tmp_path / "wide") as expected:
+        for tensor, shape in expected.shapes.items():
+            one, two = np.full(shape, np.nan, np.float32), np.empty(shape, np.float32)
+            found.read({tensor: one})
+            expected.read({tensor: two})
+            np.testing.assert_array_equal(one, two, err_msg=tensor)
+    np.testing.assert_array_equal(logits_of(tmp_path / "kept", "dense"), logits_of(tmp_path / "wide", "dense"))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", mixed], ids=["Q4_0", "mixed"])
+def test_tokens_are_those_of_the_dequantised_model(tmp_path, kind):
+    path, folder = make(tmp_path, kind)
+    convert(path, tmp_path / "kept", dtype="float32", keep=True)
+    ids = torch.randint(5, 290, (1, 12), generator=torch.Generator().manual_seed(1))
+    expected = greedy(AutoModelForCausalLM.from_pretrained(folder).eval(), ids)
+    with FlashModel.from_pretrained(tmp_path / "kept", threads=2, io_threads=4) as model:
+        assert greedy(model, ids) == expected
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", mixed], ids=["Q5_0", "mixed"])
+def test_sparse_passes_compute_the_same(tmp_path, kind):
+    path, folder = make(tmp_path, kind, "arcee")
+    convert(path, tmp_path / "kept", dtype="float32", keep=True, predictors=True)
+    convert(folder, tmp_path / "wide", predictors=True)
+    for mode in ("oracle", "sparse", "dense"):
+        expected = logits_of(tmp_path / "wide", mode)
+        np.testing.assert_array_equal(logits_of(tmp_path / "kept", mode), expected, err_msg=mode)
+    scalar = logits_of(tmp_path / "kept", "sparse", ablation=Ablation(kernels=False))
+    np.testing.assert_allclose(scalar, logits_of(tmp_path / "wide", "sparse"), atol=3e-4, rtol=0)
+
+
+def test_what_is_kept_is_told_and_counted(tmp_path, capsys):
+    path, _ = make(tmp_path, mixed)
+    assert main(["convert", str(path), str(tmp_path / "model"), "--no-quality"]) == 0
+    told = capsys.readouterr().err
+    assert "the bits of model.gguf are kept: neurons q4_k, down codes6; scales of the down columns in memory" in told
+    manifest = Manifest.load(tmp_path / "model")
+    assert manifest.down_scales == ("shared_16", *["shared_32_min"] * (manifest.architecture.num_layers - 1))
+    assert manifest.resident_encoding == "q4_k"
+    assert manifest.other_encodings["embedding.weight"] == "int8_32"
+    assert verify(tmp_path / "model").ok
+    facts = inspect(tmp_path / "model")
+    assert facts["down_scales_nbytes"] == manifest.planes_nbytes > 0
+    assert "down codes6" in format_inspection(facts)
+    assert main(["plan", str(tmp_path / "model"), "--memory", "2GB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["down_scale_bytes"] == manifest.planes_nbytes
+    assert main(["convert", str(path), str(tmp_path / "anew"), "--bits", "4", "--no-quality"]) == 0
+    assert Manifest.load(tmp_path / "anew").rows.encoding == "int4_32"
+
+
+def test_layers_that_differ_above_are_dequantised_and_said(tmp_path):
+    path, _ = make(tmp_path, lambda name: "Q8_0" if name == "blk.0.ffn_up.weight" else "Q4_0")
+    lines = []
+    manifest = convert(path, tmp_path / "model", keep=True, say=lines.append)
+    assert (manifest.rows.encoding, manifest.rows.down) == ("float16", "codes4")
+    assert "matrices, layers.0.up.weight the first, dequantised to float16" in lines[0]
+    with Model.open(tmp_path / "model", RunConfig(mode="dense", threads=1, io_threads=4)) as model:
+        sequence = model.new_sequence()
+        (logits,) = model.step([(sequence, [5, 9, 40])], all_logits=True)
+    expected = ReferenceDecoder(tmp_path / "model").logits([5, 9, 40]).numpy()
+    assert np.abs(logits - expected).max() < 0.1 * expected.std()
+
+
+def test_what_a_manifest_says_of_scales_is_checked(tmp_path):
+    path, _ = make(tmp_path, "Q4_0")
+    convert(path, tmp_path / "model", keep=True)
+    file = tmp_path / "model" / MANIFEST
+    written = json.loads(file.read_text())
+    del written["sha256"]
+    for change, message in (
+        ({"down_scales": []}, "down_scales must name"),
+        ({"down_scales": ["half_64"] * len(written["down_scales"])}, "not one of half_32"),
+        ({"down_scales": ["half_32_min"] * len(written["down_scales"])}, "minimums is missing"),
+        ({"rows": {**written["rows"], "down_encoding": "codes3"}}, "codes3"),
+        ({"rows": {**written["rows"], "encoding": "codes4"}}, "codes4"),
+    ):
+        file.write_text(json.dumps({**written, **change}))
+        with pytest.raises(FormatError, match=message):
+            Manifest.load(tmp_path / "model")
+
+
+def test_a_scale_that_is_no_number_is_named(tmp_path):
+    path, _ = make(tmp_path, "Q4_0")
+    with open_checkpoint(path) as checkpoint:
+        at = checkpoint._files["model.layers.1.mlp.down_proj.weight"]._stored.offset
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(np.array([np.nan], "<f2").tobytes())
+    with pytest.raises(FormatError, match=r"down_proj.*a scale is not finite: damaged"):
+        convert(path, tmp_path / "model", keep=True)
+
+
+def test_codes_are_packed_and_unpacked():
+    assert set(ENCODED_AS.values()) == set(PACKED_AS)
