@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.base.carried_codes import SCALE_FORMS
+from flashllm.base.codes.carried import SCALE_FORMS
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.config import Backend, RunConfig

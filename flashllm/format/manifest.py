@@ -30,8 +30,8 @@ from typing import Any, Self, TypeVar
 
 from flashllm.arch.registry import resident_shapes, resolve
 from flashllm.arch.spec import Architecture, check_number
-from flashllm.base.carried_codes import SCALE_FORMS
 from flashllm.base.checks import check_file_name, check_int, check_keys, check_list, check_str, is_number
+from flashllm.base.codes.carried import SCALE_FORMS
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import (
     HashingWriter,

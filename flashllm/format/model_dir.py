@@ -16,7 +16,7 @@ import numpy as np
 
 from flashllm.arch.registry import block_spec, complete_config
 from flashllm.arch.spec import Architecture, BlockSpec
-from flashllm.base.carried_codes import SCALE_FORMS, Plane
+from flashllm.base.codes.carried import SCALE_FORMS, Plane
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype
 from flashllm.base.files import is_there, parse_json_object, read_bounded
 from flashllm.errors import ChecksumError

@@ -6,7 +6,7 @@ Reads no data. Whether the bytes are right is for `verify` and for the row check
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from flashllm.base.carried_codes import SCALE_FORMS, plane_shapes
+from flashllm.base.codes.carried import SCALE_FORMS, plane_shapes
 from flashllm.errors import FormatError
 from flashllm.format.rows import ROW_ENCODINGS, RowEncoding, RowLayout
 from flashllm.format.safetensors import DATA_ALIGNMENT, SafetensorsHeader

@@ -3,7 +3,7 @@
 A row is `up[n] | gate[n] (if any) | down[:, n]`, then zeros up to the stride; down may be encoded otherwise. Layout
 arithmetic and copies of bits; knows no files and no model. A row encoding is a table entry: a dtype, or coded weights,
 whose vectors carry their own scales or tables and are bytes here (flashllm/base/group_codes.py, bf12.py,
-carried_codes.py). Down columns may be codes alone, whose scales are resident (`PLANE_ENCODINGS`).
+codes/carried.py). Down columns may be codes alone, whose scales are resident (`PLANE_ENCODINGS`).
 """
 
 import math
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flashllm._core import xxh3_64_rows
 from flashllm.base.bf12 import BF12, Bf12
-from flashllm.base.carried_codes import CARRIED_CODES, PLANE_CODES, UNIT, CarriedCode, Plane, PlaneCode
+from flashllm.base.codes.carried import CARRIED_CODES, PLANE_CODES, UNIT, CarriedCode, Plane, PlaneCode
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.group_codes import GROUP_CODES, GroupCode
 

@@ -12,7 +12,7 @@ from gguf_files import write_gguf
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from flashllm.base.carried_codes import PACKED_AS
+from flashllm.base.codes.carried import PACKED_AS
 from flashllm.cli import main
 from flashllm.config import Ablation, RunConfig
 from flashllm.convert.checkpoint import gguf_file

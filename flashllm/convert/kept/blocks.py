@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.base.carried_codes import SCALE_FORMS, Quantised, ScaleForm
+from flashllm.base.codes.carried import SCALE_FORMS, Quantised, ScaleForm
 
 Bytes = NDArray[np.uint8]
 Parts = tuple[NDArray[np.uint8], dict[str, NDArray[np.generic]]]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from flashllm.arch.registry import Claim, bundle_names
 from flashllm.arch.spec import Architecture
-from flashllm.base.carried_codes import PACKED_AS, PLANE_CODES, UNIT, CarriedCode, PlaneCode, pack_codes
+from flashllm.base.codes.carried import PACKED_AS, PLANE_CODES, UNIT, CarriedCode, PlaneCode, pack_codes
 from flashllm.convert.checkpoint.coded import Vectors
 from flashllm.convert.checkpoint.source import Checkpoint, QuantisedTensor
 from flashllm.convert.kept.blocks import KINDS, Kind

@@ -12,7 +12,7 @@
 // is none), and behind all positions their high bytes. Weights and indexes fill whole units.
 // flashllm/base/bf12.py writes them.
 //
-// Others are what quantised checkpoints have (flashllm/base/carried_codes.py writes them), so that nothing is
+// Others are what quantised checkpoints have (flashllm/base/codes/carried.py writes them), so that nothing is
 // rounded again. Of 5 bits: as above, a unit of 20 bytes. Of q4_k, q5_k and q6_k a group's scale is an fp16
 // that 256 weights share times the group's factor: first the shared scales, the shared minimums (q4_k, q5_k),
 // then int8 factors of groups (32 weights; q6_k 16), those of minimums, and the codes. planes/scale_planes.h
