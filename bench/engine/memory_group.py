@@ -86,6 +86,18 @@ class MemoryGroup:
                 return int(value)
         return 0
 
+    def lower(self, limit_nbytes: int) -> str:
+        """Give the group another limit; why the kernel refuses, or nothing."""
+        names = ("limit", "limit_with_swap")  # version 1 wants the smaller one first
+        for name in names if "swap" not in self._names else ("limit",):
+            try:
+                (self.path / self._names[name]).write_text(str(limit_nbytes))
+            except FileNotFoundError:  # kernels that do not count swap have no such file
+                continue
+            except OSError as error:
+                return error.strerror
+        return ""
+
     def entering(self, command: Sequence[str]) -> list[str]:
         """`command`, put into the group before its first instruction."""
         script = 'echo $$ > "$1" && shift && exec "$@"'

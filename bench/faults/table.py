@@ -4,34 +4,45 @@
     python bench/faults/table.py --only defects      one part; the others' rows stay as they were
     python bench/faults/table.py --from reads=F.json takes a part's document instead of running it
 
-Parts: defects (their tests), calls (every system call fails in turn), reads, deaths, mutations, commands.
+Parts: defects (their tests), calls (every system call fails in turn), sampled (500 calls of longer work), reads,
+completions (of io_uring), deaths, mutations, commands, handmade, limits, lowered, flat; and large, the limits of models
+that must be made first (tools/make_synthetic_model.py), so its document is always given. Limits want root.
 """
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-FAULTS = ROOT / "tests" / "faults"
+DEMO = "flashllm/demo"
 RESULTS = Path(__file__).parent / "results" / "faults.json"
 COMMANDS = {
-    "calls": ["harness.py"],
-    "reads": ["reads.py", "--reads", "1000000"],
-    "deaths": ["kills.py"],
-    "mutations": ["mutations.py", "--each", "5300"],
-    "commands": ["mutations.py", "--command", "500"],
+    "calls": ["tests/faults/harness.py", "--only", "convert", "generate", "verify", "offload"],
+    "sampled": ["tests/faults/harness.py", "--sample", "500", "--only", "offload run", "train", "serve"],
+    "reads": ["tests/faults/reads.py", "--reads", "1000000"],
+    "completions": ["tests/faults/completions.py", "--trials", "3000"],
+    "deaths": ["tests/faults/kills.py"],
+    "mutations": ["tests/faults/mutations.py", "--each", "5300"],
+    "commands": ["tests/faults/mutations.py", "--command", "500"],
+    "handmade": ["tests/faults/mutations.py", "--handmade"],
+    "limits": ["bench/faults/limits.py", "need", DEMO],
+    "large": ["bench/faults/limits.py", "need", "OPT-1.3B", "OPT-6.7B"],
+    "lowered": ["bench/faults/limits.py", "lower", DEMO],
+    "flat": ["bench/faults/limits.py", "flat", DEMO],
 }
 PARTS = ("defects", *COMMANDS)
+GIVEN = ("large",)
 
 Row = dict[str, Any]
 
 
 def run_defects() -> list[Row]:
     """A row for each defect: its tests, all of which must pass."""
-    sys.path.insert(0, str(FAULTS))
+    sys.path.insert(0, str(ROOT / "tests" / "faults"))
     from defects import DEFECTS
 
     rows = []
@@ -52,8 +63,8 @@ def run_defects() -> list[Row]:
 
 def rows_of(part: str, document: dict[str, Any]) -> list[Row]:
     """A script's document as rows."""
-    command = " ".join(["python", f"tests/faults/{COMMANDS[part][0]}", *COMMANDS[part][1:]])
-    if part != "calls":
+    command = shlex.join(["python", *COMMANDS[part]])
+    if part not in ("calls", "sampled"):
         keys = ("fault", "tried", "survived")
         return [{**{key: row[key] for key in keys}, "command": command} for row in document["table"]]
     counts: dict[tuple[str, str], list[int]] = {}
@@ -69,8 +80,7 @@ def rows_of(part: str, document: dict[str, Any]) -> list[Row]:
 
 def run_script(part: str) -> dict[str, Any]:
     """The document of a part's script."""
-    name, *arguments = COMMANDS[part]
-    done = subprocess.run([sys.executable, str(FAULTS / name), *arguments], stdout=subprocess.PIPE, check=False)
+    done = subprocess.run([sys.executable, *COMMANDS[part]], cwd=ROOT, stdout=subprocess.PIPE, check=False)
     document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return document
 
@@ -98,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     for part in PARTS:
         if part in given:
             parts[part] = rows_of(part, json.loads(Path(given[part]).read_text().splitlines()[-1]))
-        elif (args.only is None and not given) or part in (args.only or ()):
+        elif part in (args.only or () if args.only is not None or given else set(PARTS) - set(GIVEN)):
             parts[part] = run_defects() if part == "defects" else rows_of(part, run_script(part))
     parts = {part: parts[part] for part in PARTS if part in parts}
     args.out.parent.mkdir(parents=True, exist_ok=True)

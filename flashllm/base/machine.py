@@ -1,5 +1,6 @@
 """What the process may use: cores, memory left, its control group's limit. Reads the kernel, sets nothing."""
 
+import contextlib
 import ctypes
 import os
 from pathlib import Path
@@ -72,6 +73,7 @@ def _cgroup_limits(
 ) -> list[tuple[int, int]]:
     """(limit, used) in bytes of every limited memory group the process is in, versions 1 and 2; used without files."""
     found = []
+    limit_names: tuple[str, ...]
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -79,26 +81,35 @@ def _cgroup_limits(
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, limit_name, used_name = root, "memory.max", "memory.current"
+            # Beyond "high" the kernel does not kill, it makes the process wait.
+            base, limit_names, used_name = root, ("memory.max", "memory.high"), "memory.current"
             file_names = _FILE_PAGES
         elif "memory" in controllers.split(","):
-            base, limit_name, used_name = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            base, limit_names, used_name = root / "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes"
             file_names = tuple(f"total_{name}" for name in _FILE_PAGES)
         else:
             continue
         group = base / path.lstrip("/")
         while True:
-            try:
-                limit_text = (group / limit_name).read_text().strip()
-                if limit_text != "max" and int(limit_text) < _NO_LIMIT:
+            limit = min(_limit(group / name) for name in limit_names)
+            # A container shows its own group at the root, or the root has no such files.
+            with contextlib.suppress(OSError, ValueError):
+                if limit < _NO_LIMIT:
                     used = int((group / used_name).read_text()) - _reclaimable(group / "memory.stat", file_names)
-                    found.append((int(limit_text), max(0, used)))
-            except (OSError, ValueError):
-                pass  # a container shows its own group at the root, or the root has no limit file
+                    found.append((limit, max(0, used)))
             if group == base:
                 break
             group = group.parent
     return found
+
+
+def _limit(file: Path) -> int:
+    """The limit in a control group's file, or _NO_LIMIT."""
+    try:
+        text = file.read_text().strip()
+        return _NO_LIMIT if text == "max" else int(text)
+    except (OSError, ValueError):
+        return _NO_LIMIT
 
 
 def _reclaimable(stat: Path, names: tuple[str, ...]) -> int:

@@ -19,7 +19,15 @@ from typing import TextIO
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _MAX_LINE = 2000  # characters of an error message
 _PLAIN_SCREEN = b"\x1b[?2004l\x1b[?25h\x1b[0m\r\n"  # no bracketed paste, a cursor, no colour
-_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# What ends a process that does not know it, and comes from others.
+_ENDING_SIGNALS = tuple(
+    getattr(signal, name)
+    for name in (
+        *("SIGTERM", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGPROF", "SIGXCPU"),
+        *("SIGIO", "SIGPWR", "SIGSTKFLT"),
+    )
+    if hasattr(signal, name)
+)
 
 
 def inert(text: str) -> str:
@@ -102,20 +110,36 @@ def hidden_keys(fd: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_terminal(fd: int) -> Iterator[None]:
-    """Leave the terminal as it was also where a signal ends the process during the block. For the main thread."""
+    """Leave the terminal as it was also where a signal ends the process during the block, or stops it for a while. For
+    the main thread. SIGKILL, SIGSTOP and faults leave it as it is."""
     if not os.isatty(fd):
         yield
         return
     before = termios.tcgetattr(fd)
 
-    def end(number: int, frame: FrameType | None) -> None:
+    def leave() -> None:
         with contextlib.suppress(OSError, termios.error):  # the terminal may be gone: SIGHUP
             termios.tcsetattr(fd, termios.TCSANOW, before)
             os.write(sys.stdout.fileno(), _PLAIN_SCREEN)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        leave()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    handlers = {number: signal.signal(number, end) for number in _ENDING_SIGNALS}
+    def pause(number: int, frame: FrameType | None) -> None:
+        during = before
+        with contextlib.suppress(OSError, termios.error):
+            during = termios.tcgetattr(fd)
+        end(number, frame)  # returns once SIGCONT came
+        signal.signal(number, pause)
+        with contextlib.suppress(OSError, termios.error):
+            termios.tcsetattr(fd, termios.TCSANOW, during)
+        os.kill(os.getpid(), signal.SIGWINCH)  # a prompt draws itself again
+
+    mine = {**dict.fromkeys(_ENDING_SIGNALS, end), signal.SIGTSTP: pause}
+    handlers = {number: signal.signal(number, handler) for number, handler in mine.items()
+                if signal.getsignal(number) == signal.SIG_DFL}  # fmt: skip
     try:
         yield
     finally:

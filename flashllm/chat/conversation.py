@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flashllm.base.text import inert, one_line, valid_unicode
-from flashllm.base.units import format_size
+from flashllm.base.units import format_size, parse_size
 from flashllm.errors import FlashError
 from flashllm.generate.session import PrefillRecord, Stopped, TokenRecord
 from flashllm.generate.statistics import TurnStats
@@ -23,6 +23,7 @@ COMMANDS = {
     "/system": "TEXT: begin anew under these instructions; off: without",
     "/save": "NAME: keep the conversation for /load, also after a restart",
     "/load": "NAME: take up a saved conversation in the place of this one",
+    "/memory": "SIZE: hold no more than that from here on, up to the limit at the start",
     "/export": "FILE: write the conversation into a new text file",
     "/quit": "end the chat",
 }
@@ -76,6 +77,7 @@ class Chat:
     memory: Callable[[], Memory]
     direct_io: bool = True
     shelf: ConversationShelf | None = None  # where /save keeps conversations
+    keep_to: Callable[[int], None] | None = None  # sets the limit of memory, in bytes
     stats: TurnStats = field(default_factory=TurnStats)
     transcript: list[tuple[str, str]] = field(default_factory=list)  # (speaker, text)
 
@@ -135,6 +137,8 @@ class Chat:
                 return Reply(self._save(argument))
             case "/load":
                 return Reply(self._load(argument))
+            case "/memory":
+                return Reply(self._memory(argument))
             case "/export":
                 return Reply(self._export(argument))
             case _:
@@ -211,6 +215,19 @@ class Chat:
         self.session.messages = [dict(message) for message in note.get("messages", [])]
         self.transcript = [(speaker, said) for speaker, said in note.get("transcript", [])]
         return f"{one_line(name)}: {len(self.session.tokens)} tokens, {len(self.transcript) // 2} turns"
+
+    def _memory(self, argument: str) -> str:
+        memory = self.memory()
+        if not argument:
+            return f"{format_size(memory.used)} of {format_size(memory.limit)}"
+        if self.keep_to is None:
+            return "the memory limit cannot be changed here"
+        try:
+            self.keep_to(parse_size(argument))
+        except FlashError as error:
+            return one_line(str(error))
+        memory = self.memory()
+        return f"the limit is {format_size(memory.limit)} from here on; {format_size(memory.used)} are held"
 
     def _export(self, argument: str) -> str:
         if not argument:

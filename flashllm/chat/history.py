@@ -1,6 +1,7 @@
 """The inputs of earlier chats, for the arrow keys: a private file whose failure never ends a chat."""
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,8 +33,15 @@ def open_history(path: Path, say: Callable[[str], None]) -> History:
     """The inputs of earlier chats in the file `path`, made if need be; where that fails, said so and in memory only."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        try:
+            regular = stat.S_ISREG(os.fstat(fd).st_mode)
+        finally:
+            os.close(fd)
     except OSError as error:
         say(f"the history is not saved: {path}: {error.strerror}")
+        return InMemoryHistory()
+    if not regular:  # a pipe or a device, whose reading may never end
+        say(f"the history is not saved: {path}: is no regular file")
         return InMemoryHistory()
     return SafeHistory(path, say)

@@ -70,9 +70,14 @@ def main(args: argparse.Namespace) -> int:
             options_given = SamplingOptions(max_new_tokens=max_new_tokens, **sampling)
             session, model = stack.enter_context(open_session(args, path, options_given, chat=True))
         session.system = valid_unicode(args.system) if args.system else None
-        limit = model.plan.memory.limit_nbytes
         shelf = Shelf(user_cache_dir() / "conversations", identity(path, model.arithmetic))
-        chat = Chat(session, lambda: Memory(used=process_nbytes(), limit=limit), model.direct_io, shelf)
+        chat = Chat(
+            session,
+            lambda: Memory(used=process_nbytes(), limit=model.memory_limit),
+            model.direct_io,
+            shelf,
+            keep_to=model.keep_to,
+        )
         if at_terminal:
             return TerminalChat(chat, history=user_cache_dir() / "chat_history", console=Console()).run()
         return run_plain(chat, sys.stdin.buffer, sys.stdout, sys.stderr)

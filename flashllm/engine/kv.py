@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from flashllm import _core
 from flashllm.base.processes import OneProcess
-from flashllm.errors import ContextFull, UsageError
+from flashllm.base.units import format_size
+from flashllm.errors import BudgetError, ContextFull, UsageError
 from flashllm.plan.memory import KV_BLOCK_TOKENS, MemoryPlan
 
 _numbers = itertools.count()
@@ -42,7 +43,8 @@ class KvMemory(OneProcess):
         self.lock = threading.RLock()
         self._plan, self._caches = plan, caches
         self._blocks: dict[int, int] = {}  # by sequence number
-        self._total: int | None = None  # blocks that the caches' rows allow for
+        self._withheld = 0  # blocks whose memory a lowered limit leaves unused
+        self._total: int | None = None  # blocks that the caches' rows allow for, those withheld included
         self._closed = False
 
     @property
@@ -59,15 +61,35 @@ class KvMemory(OneProcess):
             if self._closed:
                 raise UsageError("the model is closed; load it again")
             total = sum({**self._blocks, **wanted}.values())
-            if total > self._plan.max_kv_blocks:
+            most = self._plan.max_kv_blocks - self._withheld
+            if total > most:
                 raise ContextFull(
                     f"the memory is full: {total * KV_BLOCK_TOKENS} tokens of context over all sequences are more than "
-                    f"the {self._plan.max_kv_blocks * KV_BLOCK_TOKENS} that fit; use fewer or shorter sequences, or "
+                    f"the {most * KV_BLOCK_TOKENS} that fit; use fewer or shorter sequences, or "
                     "give --memory more"
                 )
             self._blocks.update(wanted)
-            if total != self._total:
-                self._share_out(total)
+            if total + self._withheld != self._total:
+                self._share_out(total + self._withheld)
+
+    def keep_to(self, limit_nbytes: int) -> None:
+        """From now on the process holds no more than this, and never more than the plan's limit.
+
+        Raises BudgetError where that cannot hold the model and the sequences as they are; nothing has changed then.
+        """
+        with self.lock:
+            if self._closed:
+                raise UsageError("the model is closed; load it again")
+            blocks, withheld = max(1, self.blocks), self._plan.blocks_withheld(limit_nbytes)
+            if blocks + withheld > self._plan.max_kv_blocks:
+                least = self._plan.least_limit_nbytes(blocks)
+                raise BudgetError(
+                    f"{format_size(limit_nbytes)} cannot hold this model and the {blocks * KV_BLOCK_TOKENS} tokens of "
+                    f"context that are in use: that needs at least {-(-least // 10**6)} MB; begin a new conversation, "
+                    "or load the model again with a shorter --context"
+                )
+            self._withheld = withheld
+            self._share_out(blocks + withheld)
 
     def _share_out(self, total: int) -> None:
         """The neuron caches get what `total` blocks leave."""

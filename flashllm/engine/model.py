@@ -19,6 +19,7 @@ from flashllm.base.machine import available_nbytes, process_nbytes
 from flashllm.base.processes import OneProcess
 from flashllm.config import RunConfig
 from flashllm.engine.build import Parts, build
+from flashllm.engine.group_limit import GroupLimit
 from flashllm.engine.kv import KvMemory, KvSequence
 from flashllm.engine.meter import Meter
 from flashllm.errors import UsageError
@@ -59,6 +60,8 @@ class Model(OneProcess):
         self.reader, self.direct_io = self._parts.reader, self._parts.direct_io
         self.activity_source = "predictors" if self._parts.trace is None else self._parts.trace.source
         self._memory = KvMemory(plan.memory, self._parts.caches)
+        self._memory_limit = self._asked_limit = plan.memory.limit_nbytes
+        self._group = GroupLimit()
         self._drafting: KvSequence | None = None  # whose drafted tokens are neither accepted nor rejected
 
     @classmethod
@@ -89,6 +92,29 @@ class Model(OneProcess):
     def few_tokens(self) -> int:
         """K0: up to so many new tokens of a sequence, its pass is the mode's; beyond, a prompt's."""
         return sys.maxsize if self.config.prompts == "sparse" else self.manifest.sparse_prefill_tokens
+
+    @property
+    def memory_limit(self) -> int:
+        """Bytes that the process keeps to: the plan's limit, or what `keep_to` said since."""
+        return self._memory_limit
+
+    def keep_to(self, limit_nbytes: int) -> None:
+        """Lower the memory limit, or raise it again up to the plan's: the neuron caches give memory back, or get it.
+
+        A pass under way is finished first. Raises BudgetError where so little cannot hold the model and its sequences;
+        nothing has changed then. Where the limit of the process's control group is lowered while the model is loaded,
+        the next pass does the same, and raises the same.
+        """
+        self.check_process()
+        with self._memory.lock:
+            asked = min(limit_nbytes, self.plan.memory.limit_nbytes)
+            self._set_limit(min(asked, self._group.lowered() or asked))
+            self._asked_limit = asked
+
+    def _set_limit(self, nbytes: int) -> None:
+        if nbytes != self._memory_limit:
+            self._memory.keep_to(nbytes)
+            self._memory_limit = nbytes
 
     @property
     def arithmetic(self) -> str:
@@ -173,6 +199,7 @@ class Model(OneProcess):
         if len({sequence.number for sequence, _ in entries}) != len(entries):
             raise UsageError("a sequence is twice in a pass")
         with self._memory.lock:
+            self._set_limit(min(self._asked_limit, self._group.lowered() or self._asked_limit))
             lengths = [sequence.length for sequence, _ in entries]
             self._memory.claim({sequence.number: sequence.blocks_with(len(ids)) for sequence, ids in entries})
             self._drafting = entries[0][0] if drafted else None

@@ -1,10 +1,10 @@
 """`Policy`: one offloading strategy of paper B, section 4.3, as a frozen value. It knows neither model nor machine."""
 
-import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from flashllm.base.files import read_json_object
 from flashllm.errors import FormatError
 
 _SUM_TOLERANCE = 1e-6
@@ -132,9 +132,5 @@ class Policy:
 
     @classmethod
     def load(cls, path: Path) -> "Policy":
-        """The policy in the JSON file `path`. Raises FormatError."""
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise FormatError(f"{path}: cannot read a policy: {error}") from None
-        return cls.from_json(data, where=str(path))
+        """The policy in the JSON file `path`. Raises FormatError, FlashIOError."""
+        return cls.from_json(read_json_object(path), where=str(path))

@@ -4,12 +4,12 @@ It counts bytes and operations of one transformer layer; it does not know weight
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flashllm.arch.registry import block_spec, resolve, spec_of
+from flashllm.base.files import is_there, read_json_object
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -167,20 +167,13 @@ def shape_from_config(config: dict[str, Any], *, name: str) -> ModelShape:
 def load_shape(model: str) -> ModelShape:
     """The shape of `model`: a built-in name (opt-1.3b … opt-175b), a folder with a config.json, or that file.
 
-    Raises UsageError when it is none of these, FormatError when the file is damaged.
+    Raises UsageError when it is none of these, FormatError and FlashIOError when the file is damaged or cannot be read.
     """
     if model.lower() in BUILTIN:
         return BUILTIN[model.lower()]
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        names = ", ".join(BUILTIN)
-        raise UsageError(f"{model}: no such folder, config.json or built-in model ({names})") from None
-    except ValueError as error:
-        raise FormatError(f"{path}: not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise FormatError(f"{path}: expected a JSON object")
-    return shape_from_config(config, name=path.parent.name if path.name == "config.json" else path.stem)
+    if not is_there(path):
+        raise UsageError(f"{model}: no such folder, config.json or built-in model ({', '.join(BUILTIN)})")
+    return shape_from_config(read_json_object(path), name=path.parent.name if path.name == "config.json" else path.stem)

@@ -55,7 +55,7 @@ class ParkingFolder:
         except OSError as error:
             raise FlashIOError(f"{folder}: cannot be made: {error.strerror}; choose another place") from error
         self.entries: list[Entry] = []
-        for path in sorted(folder.glob(f"*{_SUFFIX}")):
+        for path in self._files():
             with contextlib.suppress(FlashError, ValueError):
                 parked = read_header(path)
                 if parked.model == model:
@@ -81,7 +81,7 @@ class ParkingFolder:
             written = write_parked(path, session, self._model, note)
             _touch(path, self._clock())
             self._count(written)
-        except FlashError:
+        except (FlashError, OSError):
             return False
         entry = Entry(path=path, tokens=tokens, computed=session.computed, pure=pure, after=after)
         # What the new one continues is of no more use.
@@ -98,7 +98,7 @@ class ParkingFolder:
                 raise FormatError(f"{entry.path}: was replaced")
         except ContextFull:
             return False
-        except FlashError:
+        except (FlashError, OSError):
             session.reset()
             self._drop(entry)
             return False
@@ -114,10 +114,17 @@ class ParkingFolder:
             with contextlib.suppress(OSError):
                 entry.path.unlink(missing_ok=True)
 
+    def _files(self) -> list[Path]:
+        """The files of all models. None where the drive does not say."""
+        try:
+            return sorted(self._folder.glob(f"*{_SUFFIX}"))
+        except OSError:
+            return []
+
     def _make_room(self, nbytes: int) -> None:
         """Delete what was used longest ago until `nbytes` more fit."""
         files = []
-        for path in self._folder.glob(f"*{_SUFFIX}"):
+        for path in self._files():
             with contextlib.suppress(OSError):
                 status = path.stat()
                 files.append((status.st_mtime, path, status.st_size))

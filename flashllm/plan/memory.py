@@ -85,6 +85,21 @@ class MemoryPlan:
         """KV blocks that fit when every layer is at its minimum, over all sequences together."""
         return self.level_blocks + len(self.levels) - 1
 
+    def least_limit_nbytes(self, blocks: int) -> int:
+        """The lowest limit that the loaded model keeps to while `blocks` KV blocks are in use."""
+        return self._levels_nbytes - (self.max_kv_blocks - blocks) * self.kv_block_nbytes
+
+    def blocks_withheld(self, limit_nbytes: int) -> int:
+        """KV blocks whose memory must stay unused, so that the process keeps to a lower limit than the plan's."""
+        return max(0, -((limit_nbytes - self._levels_nbytes) // self.kv_block_nbytes))
+
+    @property
+    def _levels_nbytes(self) -> int:
+        """The limit that the levels were made for, or less than a KV block more: the machine may have had less left."""
+        rows = sum(self.min_cache_rows) + self.bypass_rows
+        last = self.fixed_nbytes + self.max_kv_blocks * self.kv_block_nbytes + rows * self.row_nbytes
+        return min(self.limit_nbytes, last + self.kv_block_nbytes)
+
     def cache_rows_at(self, blocks: int) -> tuple[int, ...]:
         """Rows of each layer's cache while `blocks` KV blocks are in use. ValueError beyond `max_kv_blocks`."""
         if not 0 <= blocks <= self.max_kv_blocks:

@@ -31,6 +31,9 @@ def test_version_2_groups_and_the_groups_above(tmp_path):
     make_group(root, "/a/b", memory__max="max", memory__current="800", **{"memory.stat": STAT_V2})
     make_group(root, "/a/b/c", memory__max="7000", memory__current="40", **{"memory.stat": STAT_V2})
     assert limits(tmp_path, "0::/a/b/c\n") == [(7000, 0), (5000, 850)]
+    make_group(root, "/a/b", memory__high="3000")
+    make_group(root, "/a", memory__high="max")
+    assert limits(tmp_path, "0::/a/b/c\n") == [(7000, 0), (3000, 750), (5000, 850)]
 
 
 def test_version_1_groups(tmp_path):

@@ -332,6 +332,9 @@ def test_a_history_that_cannot_be_kept_is_said_once_and_costs_nothing(tmp_path):
     open_history(tmp_path / "file" / "history", said.append)
     assert len(said) == 1
     assert "not saved" in said[0]
+    os.mkfifo(tmp_path / "fifo")
+    open_history(tmp_path / "fifo", said.append)  # at once: nobody writes into it
+    assert "is no regular file" in said.pop()
     if not os.path.exists("/dev/full"):
         return
     history = SafeHistory("/dev/full", said.append)

@@ -1,5 +1,6 @@
 """Whatever signal ends a chat at a terminal, the terminal is left as it was found."""
 
+import errno
 import os
 import pty
 import re
@@ -8,7 +9,9 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -21,14 +24,18 @@ PROMPT = rb"\n[^\n]*>[ \x08\x1b]"  # the space may be a movement of the cursor
 class Terminal:
     """A chat in a pseudo-terminal."""
 
-    def __init__(self, home, *, term="xterm", columns=80):
+    def __init__(self, home, *, term="xterm", columns=80, leads=True, full=False):
+        """`leads`: a session of its own, whose processes cannot be stopped by the terminal. `full`: no file may have a
+        byte."""
         self.parent, self.child = pty.openpty()
         termios.tcsetwinsize(self.child, (24, columns))
         self.before = termios.tcgetattr(self.child)
         environment = {**os.environ, "HOME": str(home), "XDG_CACHE_HOME": str(home), "TERM": term}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "flashllm", "chat", str(demo_path()), "--max-new-tokens", "2000"],
-            stdin=self.child, stdout=self.child, stderr=self.child, env=environment, start_new_session=True,
+            ["sh", "-c", f'ulimit {"-f 0" if full else "-a > /dev/null"}; exec "$@"', "sh",
+             sys.executable, "-m", "flashllm", "chat", str(demo_path()), "--max-new-tokens", "2000"],
+            stdin=self.child, stdout=self.child, stderr=self.child, env=environment, start_new_session=leads,
+            process_group=None if leads else 0,
         )  # fmt: skip
         self.shown = b""
 
@@ -43,6 +50,16 @@ class Terminal:
     def write(self, text):
         os.write(self.parent, text)
 
+    def write_all(self, text):
+        """As `write`, of what a terminal does not hold at once: another thread reads what is shown."""
+        while text:
+            text = text[os.write(self.parent, text) :]
+
+    def hang_up(self):
+        os.close(self.parent)
+        os.close(self.child)
+        self.parent = self.child = None
+
     def wait(self):
         """The exit status; what is still shown is read, or the process would wait for room."""
         end = time.monotonic() + WAIT_S
@@ -55,8 +72,9 @@ class Terminal:
     def close(self):
         self.process.kill()
         self.process.wait()
-        os.close(self.parent)
-        os.close(self.child)
+        if self.parent is not None:
+            os.close(self.parent)
+            os.close(self.child)
 
 
 @pytest.fixture
@@ -72,8 +90,15 @@ def terminal(tmp_path):
         each.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)
-@pytest.mark.parametrize("when", ["at the prompt", "in an answer"])
+@pytest.mark.parametrize(
+    ("number", "when"),
+    [
+        *((number, "in an answer") for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)),
+        *((number, "at the prompt") for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)),
+        *((number, "at the prompt") for number in (signal.SIGALRM, signal.SIGUSR1, signal.SIGXCPU)),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_a_signal_that_ends_the_chat(terminal, when, number):
     chat = terminal()
     chat.read_until(PROMPT)
@@ -106,3 +131,79 @@ def test_poor_terminals(terminal, options):
     assert chat.wait() == 0
     assert b"Traceback" not in chat.shown
     assert termios.tcgetattr(chat.child) == chat.before
+
+
+@pytest.mark.parametrize("when", ["at the prompt", "in an answer"])
+def test_a_chat_that_is_stopped_and_goes_on(terminal, when):
+    chat = terminal(leads=False)
+    chat.read_until(PROMPT)
+    if when == "in an answer":
+        chat.write(b"Once upon a time\r")
+        chat.read_until(rb"Once upon a time.*[a-z]{3,} [a-z]{2,} [a-z]{2,}")
+    during = termios.tcgetattr(chat.child)
+    assert during != chat.before
+    chat.process.send_signal(signal.SIGTSTP)
+    end = time.monotonic() + WAIT_S
+    while _state(chat.process.pid) != "T":
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert termios.tcgetattr(chat.child) == chat.before  # what a shell's user would type on
+    chat.process.send_signal(signal.SIGCONT)
+    if when == "in an answer":
+        chat.read_until(rb"[a-z]{2,} [a-z]{2,}")
+        chat.process.send_signal(signal.SIGINT)
+        chat.read_until(rb"stopped.*" + PROMPT)
+    else:
+        chat.read_until(rb">")  # drawn again
+        assert termios.tcgetattr(chat.child) == during
+    chat.write(b"/quit\r")
+    assert chat.wait() == 0
+    assert termios.tcgetattr(chat.child) == chat.before
+
+
+def _state(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_large_paste_invalid_text_and_a_full_disk(terminal):
+    """One after the other, in one chat, on a disk that takes nothing."""
+    chat = terminal(full=True)
+    chat.read_until(PROMPT)
+    chat.write(b"a\xff\xfe\xc3 dog\r")
+    chat.read_until(b"history is not saved.*" + os.strerror(errno.EFBIG).encode())
+    chat.read_until(rb"[a-z]{3,} [a-z]{2,}")
+    chat.process.send_signal(signal.SIGINT)
+    chat.read_until(rb"stopped.*" + PROMPT)
+    paste = b"\x1b[200~" + b"a line of text\n" * 7000 + b"\x1b[201~\r"  # 105 kB
+    writer = threading.Thread(target=chat.write_all, args=(paste,))
+    writer.start()
+    chat.read_until(rb"context.*" + PROMPT)
+    writer.join()
+    chat.write(b"/quit\r")
+    assert chat.wait() == 0
+    assert b"Traceback" not in chat.shown
+    assert termios.tcgetattr(chat.child) == chat.before
+
+
+def test_a_terminal_that_is_gone(terminal):
+    chat = terminal()
+    chat.read_until(PROMPT)
+    chat.hang_up()
+    end = time.monotonic() + WAIT_S
+    while chat.process.poll() is None:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert chat.process.returncode in (0, 1, -signal.SIGHUP)
+
+
+@pytest.mark.parametrize(("redirect", "status"), [(">&-", 0), (">/dev/full", 1)])
+def test_a_chat_whose_output_is_closed_or_full(tmp_path, redirect, status):
+    command = f"{sys.executable} -m flashllm chat {demo_path()} --max-new-tokens 2 {redirect}"
+    environment = {**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["sh", "-c", command], input=b"hello\n", capture_output=True, check=False, env=environment, timeout=WAIT_S
+    )
+    said = done.stderr.decode()
+    assert done.returncode == status, said
+    assert "Traceback" not in said
+    assert ("flashllm: error: No space left on device" in said) == (status == 1)

@@ -26,10 +26,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from harness import build_shim, tree_hash
+from harness import build_shim
+from operations import Operations, tree_hash
 
 NEVER = -1
-LIMIT_S = 120
+LIMIT_S = 900  # of the clock; the machine may be stopped meanwhile
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,10 @@ class Operation:
 
 
 def make_operations(root: Path) -> dict[str, Operation]:
-    """Conversion, predictors put into a model, a batch job."""
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+    """Conversion, predictors put into a model, a batch job, training."""
+    training = Operations(root / "training")
+    training.root.mkdir()
+    training.prepare()
     import predictor_files
     from tiny_models import make_tiny_opt
 
@@ -195,6 +198,13 @@ def make_operations(root: Path) -> dict[str, Operation]:
         out.unlink(missing_ok=True)
         shutil.rmtree(root / "scratch", ignore_errors=True)
 
+    def run_training() -> None:
+        training.train()
+
+    def training_problem() -> str | None:
+        open_model_dir(training.training)
+        return problem(training.training)
+
     return {
         "convert": Operation(run_convert, lambda: tree_hash(target), lambda: problem(target), clear_convert),
         "predictors": Operation(
@@ -204,6 +214,7 @@ def make_operations(root: Path) -> dict[str, Operation]:
             clear_model,
         ),
         "offload run": Operation(run_job, job_answers, job_problem, clear_job),
+        "train": Operation(run_training, lambda: tree_hash(training.training), training_problem, training.clear),
     }
 
 

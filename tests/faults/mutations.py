@@ -3,6 +3,7 @@ second that names the file; nothing dies, hangs, or takes memory for what a numb
 
     python tests/faults/mutations.py --each 10000            so many of every kind, in one process
     python tests/faults/mutations.py --command 500           so many model directories through `flashllm inspect`
+    python tests/faults/mutations.py --handmade              those of handmade.py
 
 Mutations are of bytes, of JSON tokens (numbers to extremes, values to other types), and of lengths; those of a model
 directory get the right hashes, as whoever makes one on purpose writes them. The last line is one JSON document.
@@ -10,53 +11,32 @@ directory get the right hashes, as whoever makes one on purpose writes them. The
 
 import argparse
 import contextlib
-import hashlib
 import json
+import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import gguf_files
-import numpy as np
-import predictor_files
-from arch_models import Variant, make_checkpoint
-from device_costs import device, reader
-from tiny_models import make_tiny_opt
-from traces import write_trace
+from handmade import CASES, Case
+from kinds import ASK_CHILD, Kind, make_kinds
+from operations import BUG
 
 from flashllm.api.fields import BadRequest
+from flashllm.cli import main as main_of_flashllm
 from flashllm.convert.checkpoint import gguf_file
-from flashllm.convert.checkpoint.opened import open_checkpoint
-from flashllm.convert.plan import plan_conversion
-from flashllm.convert.run import convert
-from flashllm.device.store import device_of, load_costs, save_costs
 from flashllm.errors import FlashError
-from flashllm.format.manifest import Manifest
-from flashllm.format.model_dir import ModelDir
-from flashllm.format.predictors import check_predictors_header
-from flashllm.format.safetensors import read_header
-from flashllm.format.trace import Trace
-from flashllm.generate.sampling import SamplingOptions
-from flashllm.generate.tokenizer import Tokenizer
-from flashllm.offload.jobs.requests import Defaults, parse_request
-from flashllm.offload.machine.hardware import Hardware
-from flashllm.offload.machine.machines import MACHINES
-from flashllm.offload.policy import Policy
-from flashllm.serve.bodies import parse
 
-SLOW_S = 1.0
+SLOW_S = 1.0  # of the processor
+STUCK_S = 600.0  # by the clock
 MOST_MEMORY = 256 << 20  # bytes, more than before the first trial
 HEADER = 6000  # bytes of a binary file in which nearly all mutations are
 EXTREMES = [
@@ -66,16 +46,6 @@ EXTREMES = [
     "9" * 400, '"' + "A" * 5000 + '"',
 ]  # fmt: skip
 TOKEN = re.compile(rb'-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|"(?:[^"\\]|\\.)*"|true|false|null')
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Inputs of one kind. `use` has it parsed; what it raises is judged."""
-
-    base: bytes
-    use: Callable[[bytes], object]
-    names: str  # what a refusal must say: a part of a file's name; empty for requests
-    is_json: bool = True
 
 
 class TooSlow(BaseException):
@@ -113,139 +83,28 @@ def mutated(base: bytes, rng: random.Random, *, is_json: bool) -> bytes:
     return bytes(raw)
 
 
-def at_file(path: Path, use: Callable[[Path], object]) -> Callable[[bytes], object]:
-    """A `Kind.use` that writes the bytes to `path` and has that read."""
-
-    def call(raw: bytes) -> object:
-        path.write_bytes(raw)
-        return use(path)
-
-    return call
-
-
-def rehash(directory: Path, name: str, raw: bytes) -> None:
-    """Put `raw` in the place of a model directory's file, and its hash into the manifest."""
-    (directory / name).write_bytes(raw)
-    manifest = json.loads((directory / "flashllm.json").read_text())
-    manifest.pop("sha256", None)
-    manifest["files"][name] = {"nbytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    (directory / "flashllm.json").write_text(json.dumps(manifest))
-
-
-def make_kinds(root: Path) -> dict[str, Kind]:
-    """Every kind, of tiny files under `root`."""
-    hf, model = make_tiny_opt(root / "hf"), root / "model"
-    convert(hf, model)
-    predictor_files.install("exact", hf, model, root)
-    manifest = Manifest.load(model)
-    kinds: dict[str, Kind] = {}
-
-    def open_all(directory: Path) -> None:
-        opened = ModelDir.open(directory)
-        Tokenizer.load(directory).encode("The little dog")
-        header = read_header(directory / "predictors.safetensors")
-        check_predictors_header(header, opened.manifest.rows, opened.manifest.architecture.num_layers, header_sha)
-
-    header_sha = manifest.files["ffn.safetensors"].sha256
-    # 1. The manifest, without its own hash: else that is all that would be looked at.
-    copy = Path(shutil.copytree(model, root / "of manifest"))
-    raw = json.loads((model / "flashllm.json").read_text())
-    raw.pop("sha256")
-    base = json.dumps(raw).encode()
-    kinds["manifest"] = Kind(base, at_file(copy / "flashllm.json", lambda path: open_all(path.parent)), str(copy))
-    # 2. Every other file of a model directory, its hash right.
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
-                 "resident.safetensors", "ffn.safetensors", "predictors.safetensors"):  # fmt: skip
-        copy = Path(shutil.copytree(model, root / f"of {name}"))
-
-        def use(raw: bytes, copy: Path = copy, name: str = name) -> None:
-            rehash(copy, name, raw)
-            open_all(copy)
-
-        kinds[f"model directory: {name}"] = Kind(
-            (model / name).read_bytes(), use, "config.json|" + str(copy), name.endswith(".json")
-        )
-
-    # 3. A Hugging Face folder.
-    def plan(path: Path) -> None:
-        with open_checkpoint(path) as checkpoint:
-            plan_conversion(checkpoint, None)
-
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        folder = Path(shutil.copytree(hf, root / f"hf {name}"))
-        kinds[f"checkpoint: {name}"] = Kind(
-            (hf / name).read_bytes(),
-            at_file(folder / name, lambda path: plan(path.parent)),
-            "config.json|" + str(folder),
-            name.endswith(".json"),
-        )
-    # 4. A GGUF file, its header read here and not in a child.
-    gguf_file.ask_child = lambda function, *args: function(*args)
-    llama = make_checkpoint(root / "llama", Variant("llama", {"hidden_act": "silu"}))
-    source = gguf_files.write_gguf(llama, root / "tiny.gguf")
-    mutant = root / "mutant.gguf"
-
-    kinds["GGUF"] = Kind(source.read_bytes(), at_file(mutant, plan), str(mutant), False)
-    # 5. Traces, profiles, policies.
-    trace = write_trace(root / "trace", np.random.default_rng(0).random((4, 2, 256)) < 0.2)
-
-    def read_trace(path: Path) -> None:
-        with Trace(path) as opened:
-            opened.check_model(2, 256)
-
-    kinds["trace"] = Kind(trace.read_bytes(), at_file(root / "t.trace", read_trace), "t.trace", False)
-    store, key = root / "devices.json", device_of(root)
-    save_costs(store, key, device(reader()))
-    kinds["device profile"] = Kind(
-        store.read_bytes(), at_file(root / "d.json", lambda path: load_costs(path, key)), "d.json"
-    )
-    hardware = json.dumps(next(iter(MACHINES.values())).to_json()).encode()
-    kinds["machine profile"] = Kind(hardware, at_file(root / "m.json", Hardware.load), "m.json")
-    policy = Policy(gpu_batch=4, num_batches=2, wg=0.2, wc=0.3, wd=0.5, cg=0.0, cc=1.0, cd=0.0, hg=0.0, hc=1.0, hd=0.0)
-    kinds["policy"] = Kind(json.dumps(policy.to_json()).encode(), at_file(root / "p.json", Policy.load), "p.json")
-    # 6. Lines of batch files, bodies of requests.
-    said = [{"role": "system", "content": "short"}, {"role": "user", "content": [{"type": "text", "text": "hello"}]}]
-    body = {
-        "model": "tiny", "messages": said, "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["a"],
-        "stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2, "n": 1,
-    }  # fmt: skip
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
-            "body": {name: value for name, value in body.items() if not name.startswith("stream")}}  # fmt: skip
-    kinds["batch line"] = Kind(
-        json.dumps(line).encode(), lambda raw: parse_request(raw, 7, text=False, defaults=Defaults()), ""
-    )
-    options = SamplingOptions()
-    kinds["chat request"] = Kind(
-        json.dumps(body).encode(), lambda raw: parse(raw, "chat", custom_id="a", defaults=options), ""
-    )
-    completion = {**body, "prompt": ["hello", "there"], "logprobs": 2, "echo": False}
-    for name in ("messages", "top_logprobs"):
-        completion.pop(name)
-    kinds["completion request"] = Kind(
-        json.dumps(completion).encode(), lambda raw: parse(raw, "completion", custom_id="a", defaults=options), ""
-    )
-    return kinds
-
-
 @contextlib.contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """TooSlow after so long, where Python looks at signals."""
+    """TooSlow after so much of the processor's time, or where nothing happens; where Python looks at signals."""
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise TooSlow
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = [signal.signal(number, ring) for number in (signal.SIGPROF, signal.SIGALRM)]
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, STUCK_S)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for number, handler in zip((signal.SIGPROF, signal.SIGALRM), before, strict=True):
+            signal.signal(number, handler)
 
 
 def verdict(kind: Kind, raw: bytes) -> tuple[str, str]:
     """What comes of one input, and the message."""
-    began = time.monotonic()
+    began = time.process_time()  # the machine has other work
     try:
         with alarm(5 * SLOW_S):
             kind.use(raw)
@@ -253,12 +112,12 @@ def verdict(kind: Kind, raw: bytes) -> tuple[str, str]:
     except (FlashError, BadRequest) as error:
         said = str(error)
         named = not kind.names or any(part in said for part in kind.names.split("|"))
-        result = "refused" if named and "bug in flashllm" not in said else "unnamed"
+        result = "refused" if named and BUG not in said else "unnamed"
     except TooSlow:
         result, said = "hangs", ""
     except BaseException as error:  # a panic of a library is none of Exception
         result, said = "untyped", f"{type(error).__name__}: {error}"
-    if result != "hangs" and time.monotonic() - began > SLOW_S:
+    if result != "hangs" and time.process_time() - began > SLOW_S:
         result = "slow"
     return result, said[:300]
 
@@ -302,8 +161,46 @@ def sweep(kinds: dict[str, Kind], each: int, seed: int, keep: Path | None) -> di
     return {"bad": sum(row["tried"] - row["survived"] for row in table), "table": table, "problems": problems}
 
 
+def by_hand(kinds: dict[str, Kind], cases: dict[str, Case]) -> dict[str, Any]:
+    """The cases of handmade.py, each refused with the words it must say."""
+    problems, memory = [], 0
+    for name, case in cases.items():
+        kind = kinds[case.kind]
+        verdict(kind, kind.base)  # what is imported on first use is not the input's
+        forget_peak()
+        before = memory_nbytes("VmRSS")
+        result, said = verdict(kind, case.change(kind.base))
+        memory = memory_nbytes("VmHWM") - before
+        if result != "refused" or case.says not in said or memory > MOST_MEMORY:
+            problems.append({"kind": name, "result": result, "said": said, "memory": memory})
+    row = {"fault": "malformed by hand", "tried": len(cases), "survived": len(cases) - len(problems)}
+    return {"bad": len(problems), "table": [row], "problems": problems}
+
+
+def flashllm(*words: object) -> tuple[int, str]:
+    """The exit status of a command in a forked child, and what it says on standard error."""
+    with tempfile.TemporaryFile() as said:
+        pid = os.fork()
+        if pid == 0:
+            status = 70
+            try:
+                null = os.open(os.devnull, os.O_RDWR)
+                for fd, into in ((0, null), (1, null), (2, said.fileno())):
+                    os.dup2(into, fd)
+                signal.alarm(int(STUCK_S))
+                gguf_file.ask_child = ASK_CHILD
+                status = main_of_flashllm([str(word) for word in words])
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        said.seek(0)
+        return status, said.read().decode("utf-8", "replace")
+
+
 def through_the_command(kinds: dict[str, Kind], root: Path, count: int, seed: int) -> dict[str, Any]:
-    """Mutated model directories through `flashllm inspect`, and checkpoints through `convert`, each in its process."""
+    """Mutated model directories through `flashllm inspect`, checkpoints through `convert`, each in a forked process."""
     problems: list[dict[str, Any]] = []
     names = [name for name in kinds if name.startswith(("manifest", "model directory", "checkpoint", "GGUF"))]
     for number in range(count):
@@ -318,13 +215,11 @@ def through_the_command(kinds: dict[str, Kind], root: Path, count: int, seed: in
         shutil.rmtree(root / "out", ignore_errors=True)
         shutil.rmtree(root / "out.partial", ignore_errors=True)
         verb = ["inspect", directory] if name[0] == "m" else ["convert", directory, root / "out"]
-        done = subprocess.run(
-            [sys.executable, "-m", "flashllm", *map(str, verb)], capture_output=True, text=True, timeout=60, check=False
-        )
-        lines = done.stderr.splitlines()
-        good = done.returncode == 0 or (done.returncode in (1, 2) and lines[-1].startswith("flashllm: error: "))
-        if not good or "bug in flashllm" in done.stderr or "Traceback" in done.stderr:
-            problems.append({"kind": name, "number": number, "status": done.returncode, "said": done.stderr[-300:]})
+        status, said = flashllm(*verb)
+        lines = said.splitlines()
+        good = status == 0 or (status in (1, 2) and lines != [] and lines[-1].startswith("flashllm: error: "))
+        if not good or BUG in said or "Traceback" in said:
+            problems.append({"kind": name, "number": number, "status": status, "said": said[-300:]})
     row = {"fault": "mutated, through the command", "tried": count, "survived": count - len(problems)}
     return {"bad": len(problems), "table": [row], "problems": problems}
 
@@ -333,6 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--each", type=int, default=0, help="mutations of every kind")
     parser.add_argument("--command", type=int, default=0, help="mutations that go through the command")
+    parser.add_argument("--handmade", action="store_true", help="the inputs made by hand")
     parser.add_argument("--only", nargs="*", help="parts of kinds' names")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="a folder for inputs that ended badly")
@@ -347,6 +243,8 @@ def main(argv: list[str] | None = None) -> int:
         }
         if args.each:
             results.append(sweep(chosen, args.each, args.seed, args.keep))
+        if args.handmade:
+            results.append(by_hand(kinds, CASES))
         if args.command:
             results.append(through_the_command(chosen, Path(folder), args.command, args.seed))
     merged: dict[str, Any] = {

@@ -244,6 +244,41 @@ def test_a_ring_that_takes_no_reads(path, data, refusals):
     _check(jobs, data)
 
 
+@needs_io_uring
+@pytest.mark.parametrize("which", range(20))
+def test_wrong_completions(path, data, which):
+    """What the ring says of a read is not so: the right bytes, or a typed error."""
+    jobs = _destinations([(8192 * i, 4096) for i in range(20)])
+    wrong = {
+        "twice": ("twice", 3, 0, None),
+        "length": ("length", 1, -1000, None),
+        "error": ("error", 1, errno.EIO, None),
+        "cancelled": ("error", 999, errno.ECANCELED, None),
+        "longer": ("length", 1, 1, r"gave more, 4097"),
+        "for ever": ("error", FOREVER, errno.EBADF, f"errno {errno.EBADF}"),
+        "cancelled for ever": ("error", FOREVER, errno.ECANCELED, f"errno {errno.ECANCELED}|did not end"),
+        "its index": ("id", 1, 1, "did not end within 200 ms"),
+        "no index": ("id", 1, 1 << 9, "did not end within 200 ms"),
+        "its number": ("id", 1, 1 << 40, "did not end within 200 ms"),
+    }
+    file = _core.DirectFile(str(path))
+    for kind, count, argument, said in wrong.values():
+        reader = _core.Reader(backend="io_uring", queue_depth=4, patience_ms=200)
+        _core.distort_completions(kind, which, count, argument)
+        try:
+            if said is None:
+                _read(reader, file, jobs)
+                _check(jobs, data)
+            else:
+                with pytest.raises(FlashIOError, match=said):
+                    _read(reader, file, jobs)
+        finally:
+            _core.distort_completions("error", FOREVER, 0)
+        jobs = _destinations([(8192 * i, 4096) for i in range(20)])
+        _read(_core.Reader(backend="io_uring", queue_depth=4), file, jobs)
+        _check(jobs, data)
+
+
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
 def test_interruptions_are_not_failures(reader_of, path, data, number):
     file = _core.DirectFile(str(path))
@@ -253,10 +288,11 @@ def test_interruptions_are_not_failures(reader_of, path, data, number):
     _check(jobs, data)
 
 
-def test_a_file_that_is_never_ready_is_an_error_not_a_hang(reader_of, path):
+@pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
+def test_a_file_that_is_never_ready_is_an_error_not_a_hang(reader_of, path, number):
     file = _core.DirectFile(str(path))
-    file.inject("error", 0, FOREVER, errno.EAGAIN)
-    with pytest.raises(FlashIOError, match=f"errno {errno.EAGAIN}"):
+    file.inject("error", 0, FOREVER, number)
+    with pytest.raises(FlashIOError, match=f"errno {number}"):
         _read(reader_of(threads=1), file, _destinations([(0, 4096)]))
 
 

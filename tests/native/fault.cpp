@@ -31,6 +31,13 @@ ssize_t distort(const void* file, const struct iovec* iov, ssize_t result) {
 std::atomic<std::uint64_t> refusals{0}, interrupts{0}, hangs{0}, losses{0};
 std::atomic<bool> goes_on{true};
 
+// Of completions, guarded by `mutex`.
+WrongCompletions wrong_completions{{}, 0, 0, 0};
+std::uint64_t completions = 0;
+bool repeats = false;
+std::uint64_t repeated_id = 0;
+ssize_t repeated_result = 0;
+
 bool take_one(std::atomic<std::uint64_t>& left) {
   std::uint64_t count = left.load();
   while (count != 0)
@@ -56,7 +63,43 @@ void hang_reads(std::uint64_t count) {
 }
 void lose_completions(std::uint64_t count) { losses = count; }
 
+void distort_completions(WrongCompletions wrong) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  wrong_completions = wrong;
+  completions = 0;
+  repeats = false;
+}
+
 // What io_uring.cpp calls.
+bool repeats_completion(std::uint64_t& id, ssize_t& result) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!repeats) return false;
+  repeats = false;
+  id = repeated_id;
+  result = repeated_result;
+  return true;
+}
+void distort_completion(std::uint64_t& id, ssize_t& result) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const std::uint64_t number = completions++;
+  if (number < wrong_completions.first || number - wrong_completions.first >= wrong_completions.count) return;
+  switch (wrong_completions.kind) {
+    case WrongCompletions::Kind::id:
+      id ^= static_cast<std::uint64_t>(wrong_completions.argument);
+      break;
+    case WrongCompletions::Kind::length:
+      if (result > 0) result = std::max<ssize_t>(0, result + wrong_completions.argument);
+      break;
+    case WrongCompletions::Kind::error:
+      result = -wrong_completions.argument;
+      break;
+    case WrongCompletions::Kind::twice:
+      repeats = true;
+      repeated_id = id;
+      repeated_result = result;
+      break;
+  }
+}
 bool refuses_enter() { return take_one(refusals); }
 bool loses_completion() { return take_one(losses); }
 

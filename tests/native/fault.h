@@ -137,6 +137,17 @@ void interrupt_probes(std::uint64_t count);
 void hang_reads(std::uint64_t count);
 void lose_completions(std::uint64_t count);
 
+// What a ring says of `count` reads in a row, from the `first` on, is not what the kernel said.
+struct WrongCompletions {
+  enum class Kind { id, length, error, twice };
+
+  Kind kind = Kind::id;
+  std::uint64_t first = 0;
+  std::uint64_t count = 1;
+  std::int64_t argument = 0;  // id: bits that are flipped; length: added; error: errno
+};
+void distort_completions(WrongCompletions wrong);
+
 // From now on the file's reads or writes misbehave by the plan; nullptr: no more.
 void inject(const DirectFile& file, std::shared_ptr<FaultPlan> faults);
 void inject(const DirectWriter& file, std::shared_ptr<FaultPlan> faults);

@@ -6,14 +6,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-from flashllm.arch.registry import claims
+from flashllm.arch.registry import claims, resolve
 from flashllm.convert.checkpoint.folder import open_folder
 from flashllm.convert.checkpoint.gguf_file import SUFFIX, GgufContent, open_gguf
 from flashllm.convert.checkpoint.gguf_models import model_config, model_of, named_tensors
 from flashllm.convert.checkpoint.gguf_tokenizer import special_ids, tokenizer_files
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.checkpoint.stacked import unstacked
-from flashllm.errors import FormatError, UsageError
+from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.model_files import CONFIG
 
 QUANTISED_DTYPE = "float16"  # of a conversion of quantised weights
@@ -40,6 +40,11 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
 
 def _gguf_checkpoint(content: GgufContent) -> Checkpoint:
     config = model_config(content, special_ids(content.metadata))
+    try:
+        resolve(config)
+    except (FormatError, UnsupportedModelError) as error:
+        said = str(error).removeprefix("config.json: ")
+        raise type(error)(f"{content.path}: what its metadata says makes no model: {said}") from error
     tokens = content.metadata.get("tokenizer.ggml.tokens", ())
     if len(tokens) > config["vocab_size"]:
         raise FormatError(

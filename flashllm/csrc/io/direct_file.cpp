@@ -29,7 +29,7 @@ void hang_if_asked();
 namespace {
 
 constexpr int kExtraTries = 2;   // a failing read is tried twice more
-constexpr int kPatience = 1000;  // EAGAINs in a row: a file that is never ready must not hang us
+constexpr int kPatience = 1000;  // EINTRs and EAGAINs in a row: a file that is never ready must not hang us
 
 std::string describe(int error) { return std::generic_category().message(error); }
 
@@ -162,6 +162,12 @@ DirectFile::~DirectFile() {
 
 int DirectRead::descriptor() const { return file_->fd_; }
 
+std::size_t DirectRead::nbytes_left() const {
+  std::size_t nbytes = 0;
+  for (int i = 0; i < iovcnt_; ++i) nbytes += iov_[i].iov_len;
+  return nbytes;
+}
+
 ssize_t DirectRead::call() const {
 #ifdef FLASHLLM_TESTING
   hang_if_asked();
@@ -176,16 +182,13 @@ void DirectRead::accept(ssize_t result) {
 #endif
   if (result < 0) {
     const auto error = static_cast<int>(-result);
-    if (error == EINTR) return;
-    if (error == EAGAIN && ++waits_ < kPatience) {
-      std::this_thread::yield();
+    if ((error == EINTR || error == EAGAIN) && ++waits_ < kPatience) {
+      if (error == EAGAIN) std::this_thread::yield();
       return;
     }
     ++retries_;
     if (++failures_ <= kExtraTries) return;
-    std::size_t wanted = 0;
-    for (int i = 0; i < iovcnt_; ++i) wanted += iov_[i].iov_len;
-    throw_io("reading " + std::to_string(wanted) + " bytes at offset " + std::to_string(offset()) +
+    throw_io("reading " + std::to_string(nbytes_left()) + " bytes at offset " + std::to_string(offset()) +
                  " failed three times,",
              file_->path_, error, offset());
   }
@@ -193,6 +196,12 @@ void DirectRead::accept(ssize_t result) {
     iovcnt_ = 0;
     return;
   }
+  if (static_cast<std::size_t>(result) > nbytes_left())
+    throw CoreError(ErrorKind::io,
+                    "reading " + std::to_string(nbytes_left()) + " bytes at offset " +
+                        std::to_string(offset()) + " gave more, " + std::to_string(result) + ", " +
+                        file_->path_,
+                    offset());
   waits_ = 0;
   done_ += static_cast<std::size_t>(result);
   // A short read: step over what came. A direct read that stopped between sectors can only be the file's

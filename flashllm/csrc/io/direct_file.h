@@ -52,6 +52,8 @@ class DirectRead {
   std::uint64_t retries() const { return retries_; }
 
  private:
+  std::size_t nbytes_left() const;
+
   const DirectFile* file_ = nullptr;
   struct iovec* iov_ = nullptr;
   int iovcnt_ = 0;

@@ -19,6 +19,8 @@ namespace flashllm {
 #ifdef FLASHLLM_TESTING  // tests/native/fault.cpp
 bool refuses_enter();
 bool loses_completion();
+bool repeats_completion(std::uint64_t& id, ssize_t& result);
+void distort_completion(std::uint64_t& id, ssize_t& result);
 #endif
 
 #if defined(IORING_FEAT_FAST_POLL) && defined(__NR_io_uring_setup)
@@ -161,6 +163,9 @@ std::vector<std::uint64_t> IoUring::take_back() {
 }
 
 bool IoUring::reap(std::uint64_t& id, ssize_t& result) {
+#ifdef FLASHLLM_TESTING
+  if (repeats_completion(id, result)) return true;
+#endif
   const unsigned head = *cq_head_;  // only we move it
   if (head == __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE)) return false;
   const io_uring_cqe& cqe = cqes_[head & cq_mask_];
@@ -169,6 +174,7 @@ bool IoUring::reap(std::uint64_t& id, ssize_t& result) {
   __atomic_store_n(cq_head_, head + 1, __ATOMIC_RELEASE);
 #ifdef FLASHLLM_TESTING
   if (loses_completion()) return reap(id, result);
+  distort_completion(id, result);
 #endif
   return true;
 }

@@ -51,7 +51,7 @@ void UringBackend::submit(unsigned wait_for, std::chrono::milliseconds at_most) 
   }
   if (++refusals_ < kPatience) return std::this_thread::yield();  // what is under way will end, and make room
   refusals_ = 0;
-  for (const std::uint64_t id : ring_.take_back()) read_here(id);
+  for (const std::uint64_t id : ring_.take_back()) read_here(id % kIndices);
 }
 
 bool UringBackend::wait(ReadBatch& batch, std::chrono::milliseconds at_most) {
@@ -72,7 +72,12 @@ bool UringBackend::wait(ReadBatch& batch, std::chrono::milliseconds at_most) {
 void UringBackend::take_in() {
   std::uint64_t id = 0;
   ssize_t result = 0;
-  while (ring_.reap(id, result)) answer(id, result);
+  while (ring_.reap(id, result)) {
+    const std::size_t index = id % kIndices;
+    // What belongs to no read under way (a second completion, one of a read that nobody asked for) says
+    // nothing. Where it is in the place of another, that one never ends.
+    if (index < active_.size() && active_[index]->id == id) answer(index, result);
+  }
 }
 
 void UringBackend::start_requests() {
@@ -81,6 +86,7 @@ void UringBackend::start_requests() {
     Active& active = *active_[index];
     if (!queue_.try_take(active.work)) return;
     free_.pop_back();
+    active.cancellations = 0;
     try {
       active.slot.begin(*active.work.request, active.work.jobs, *active.work.file);
       ask(index);
@@ -92,11 +98,14 @@ void UringBackend::start_requests() {
 
 void UringBackend::ask(std::size_t index) {
   const DirectRead& read = active_[index]->slot.read;
-  ring_.read(index, read.descriptor(), read.iov(), read.iovcnt(), read.offset());
+  active_[index]->id = ++num_asked_ * kIndices + index;
+  ring_.read(active_[index]->id, read.descriptor(), read.iov(), read.iovcnt(), read.offset());
 }
 
 void UringBackend::answer(std::size_t index, ssize_t result) {
-  if (result == -ECANCELED) return ask(index);  // the submitting thread has ended
+  active_[index]->id = 0;
+  if (result == -ECANCELED && ++active_[index]->cancellations < kPatience)
+    return ask(index);  // the submitting thread has ended
   ReadQueue::Work& work = active_[index]->work;
   if (!queue_.hold(work)) return;
   RequestOutcome outcome;
@@ -119,6 +128,7 @@ void UringBackend::answer(std::size_t index, ssize_t result) {
 void UringBackend::read_here(std::size_t index) {
   RequestOutcome outcome;
   std::exception_ptr error;
+  active_[index]->id = 0;
   try {
     Active& active = *active_[index];
     active.work.file->read(active.slot.read);

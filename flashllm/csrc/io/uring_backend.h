@@ -37,10 +37,14 @@ class UringBackend final : public ReadBackend {
   // for a deep queue to last.
   static constexpr std::chrono::nanoseconds kBetweenLooks{100'000};
   static constexpr int kPatience = 1000;  // refusals after which requests are read without the ring
+  // A read's id: which one it is of all reads, and in the lowest bits the index of its request.
+  static constexpr std::uint64_t kIndices = 1024;  // the largest queue depth
   struct Active {                         // a request under way
     explicit Active(const ReaderOptions& options) : slot(options.max_request, options.max_gap) {}
     RequestSlot slot;
     ReadQueue::Work work;
+    std::uint64_t id = 0;   // of the read that the ring has; 0: none
+    int cancellations = 0;  // of the request
   };
 
   void step();
@@ -58,6 +62,7 @@ class UringBackend final : public ReadBackend {
   IoUring ring_;
   std::vector<std::unique_ptr<Active>> active_;
   std::vector<std::size_t> free_;
+  std::uint64_t num_asked_ = 0;
   int refusals_ = 0;  // of the kernel to take requests, in a row
   std::atomic<std::int64_t> next_look_{0};
 };

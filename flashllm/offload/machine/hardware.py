@@ -4,11 +4,11 @@ It knows no model. `source` says where the constants come from: a profile, a fit
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from flashllm.base.files import read_json_object
 from flashllm.errors import FormatError
 from flashllm.offload.machine.rates import RateCurve
 
@@ -112,9 +112,5 @@ class Hardware:
 
     @classmethod
     def load(cls, path: Path) -> "Hardware":
-        """The machine described by the JSON file `path`. Raises FormatError."""
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise FormatError(f"{path}: cannot read hardware constants: {error}") from None
-        return cls.from_json(data, where=str(path))
+        """The machine described by the JSON file `path`. Raises FormatError, FlashIOError."""
+        return cls.from_json(read_json_object(path), where=str(path))

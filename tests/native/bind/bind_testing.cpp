@@ -38,6 +38,14 @@ void inject_write_fault(DirectWriter& file, const std::string& kind, std::uint64
   inject(file, std::make_shared<FaultPlan>(Fault{parse_fault(kind), first, count, argument}));
 }
 
+WrongCompletions::Kind parse_wrong(const std::string& kind) {
+  if (kind == "length") return WrongCompletions::Kind::length;
+  if (kind == "error") return WrongCompletions::Kind::error;
+  if (kind == "twice") return WrongCompletions::Kind::twice;
+  require(kind == "id", "unknown fault " + kind);
+  return WrongCompletions::Kind::id;
+}
+
 std::vector<std::tuple<int, int>> exchange(SlotTable& table, const std::vector<std::int32_t>& leaving,
                                            const std::vector<std::int32_t>& coming) {
   for (const auto* ids : {&leaving, &coming})
@@ -62,6 +70,12 @@ void init_testing(nb::module_& m) {
   m.def("refuse_enters", &refuse_enters, nb::arg("count"));
   m.def("hang_reads", &hang_reads, nb::arg("count"));
   m.def("lose_completions", &lose_completions, nb::arg("count"));
+  m.def(
+      "distort_completions",
+      [](const std::string& kind, std::uint64_t first, std::uint64_t count, std::int64_t argument) {
+        distort_completions({parse_wrong(kind), first, count, argument});
+      },
+      nb::arg("kind"), nb::arg("first"), nb::arg("count") = 1, nb::arg("argument") = 0);
   m.def("interrupt_probes", &interrupt_probes, nb::arg("count"));
 
   // Of a bound writer: its native one.

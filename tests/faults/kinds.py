@@ -1,0 +1,162 @@
+"""Kinds of inputs, each with right bytes, and with those parsers that meet such inputs first."""
+
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import gguf_files
+import numpy as np
+import predictor_files
+from arch_models import Variant, make_checkpoint
+from device_costs import device, reader
+from tiny_models import make_tiny_opt
+from traces import write_trace
+
+from flashllm.convert.checkpoint import gguf_file
+from flashllm.convert.checkpoint.opened import open_checkpoint
+from flashllm.convert.plan import plan_conversion
+from flashllm.convert.run import convert
+from flashllm.device.store import device_of, load_costs, save_costs
+from flashllm.format.manifest import Manifest
+from flashllm.format.model_dir import ModelDir
+from flashllm.format.predictors import check_predictors_header
+from flashllm.format.safetensors import read_header
+from flashllm.format.trace import Trace
+from flashllm.generate.sampling import SamplingOptions
+from flashllm.generate.tokenizer import Tokenizer
+from flashllm.offload.jobs.requests import Defaults, parse_request
+from flashllm.offload.machine.hardware import Hardware
+from flashllm.offload.machine.machines import MACHINES
+from flashllm.offload.policy import Policy
+from flashllm.serve.bodies import parse
+
+ASK_CHILD = gguf_file.ask_child
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Inputs of one kind. `use` has it parsed; what it raises is judged."""
+
+    base: bytes
+    use: Callable[[bytes], object]
+    names: str  # what a refusal must say: a part of a file's name; empty for requests
+    is_json: bool = True
+
+
+def at_file(path: Path, use: Callable[[Path], object]) -> Callable[[bytes], object]:
+    """A `Kind.use` that writes the bytes to `path` and has that read."""
+
+    def call(raw: bytes) -> object:
+        path.write_bytes(raw)
+        return use(path)
+
+    return call
+
+
+def rehash(directory: Path, name: str, raw: bytes) -> None:
+    """Put `raw` in the place of a model directory's file, and its hash into the manifest."""
+    (directory / name).write_bytes(raw)
+    manifest = json.loads((directory / "flashllm.json").read_text())
+    manifest.pop("sha256", None)
+    manifest["files"][name] = {"nbytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    (directory / "flashllm.json").write_text(json.dumps(manifest))
+
+
+def make_kinds(root: Path) -> dict[str, Kind]:
+    """Every kind, of tiny files under `root`."""
+    hf, model = make_tiny_opt(root / "hf"), root / "model"
+    convert(hf, model)
+    predictor_files.install("exact", hf, model, root)
+    manifest = Manifest.load(model)
+    kinds: dict[str, Kind] = {}
+
+    def open_all(directory: Path) -> None:
+        opened = ModelDir.open(directory)
+        Tokenizer.load(directory).encode("The little dog")
+        header = read_header(directory / "predictors.safetensors")
+        check_predictors_header(header, opened.manifest.rows, opened.manifest.architecture.num_layers, header_sha)
+
+    header_sha = manifest.files["ffn.safetensors"].sha256
+    # 1. The manifest, without its own hash: else that is all that would be looked at.
+    copy = Path(shutil.copytree(model, root / "of manifest"))
+    raw = json.loads((model / "flashllm.json").read_text())
+    raw.pop("sha256")
+    base = json.dumps(raw).encode()
+    kinds["manifest"] = Kind(base, at_file(copy / "flashllm.json", lambda path: open_all(path.parent)), str(copy))
+    # 2. Every other file of a model directory, its hash right.
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+                 "resident.safetensors", "ffn.safetensors", "predictors.safetensors"):  # fmt: skip
+        copy = Path(shutil.copytree(model, root / f"of {name}"))
+
+        def use(raw: bytes, copy: Path = copy, name: str = name) -> None:
+            rehash(copy, name, raw)
+            open_all(copy)
+
+        kinds[f"model directory: {name}"] = Kind(
+            (model / name).read_bytes(), use, "config.json|" + str(copy), name.endswith(".json")
+        )
+
+    # 3. A Hugging Face folder.
+    def plan(path: Path) -> None:
+        with open_checkpoint(path) as checkpoint:
+            plan_conversion(checkpoint, None)
+
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        folder = Path(shutil.copytree(hf, root / f"hf {name}"))
+        kinds[f"checkpoint: {name}"] = Kind(
+            (hf / name).read_bytes(),
+            at_file(folder / name, lambda path: plan(path.parent)),
+            "config.json|" + str(folder),
+            name.endswith(".json"),
+        )
+    # 4. A GGUF file, its header read here and not in a child.
+    gguf_file.ask_child = lambda function, *args: function(*args)
+    llama = make_checkpoint(root / "llama", Variant("llama", {"hidden_act": "silu"}))
+    source = gguf_files.write_gguf(llama, root / "tiny.gguf")
+    mutant = root / "mutant.gguf"
+
+    kinds["GGUF"] = Kind(source.read_bytes(), at_file(mutant, plan), str(mutant), False)
+    # 5. Traces, profiles, policies.
+    trace = write_trace(root / "trace", np.random.default_rng(0).random((4, 2, 256)) < 0.2)
+
+    def read_trace(path: Path) -> None:
+        with Trace(path) as opened:
+            opened.check_model(2, 256)
+
+    kinds["trace"] = Kind(trace.read_bytes(), at_file(root / "t.trace", read_trace), "t.trace", False)
+    store, key = root / "devices.json", device_of(root)
+    save_costs(store, key, device(reader()))
+    kinds["device profile"] = Kind(
+        store.read_bytes(), at_file(root / "d.json", lambda path: load_costs(path, key)), "d.json"
+    )
+    hardware = json.dumps(next(iter(MACHINES.values())).to_json()).encode()
+    kinds["machine profile"] = Kind(hardware, at_file(root / "m.json", Hardware.load), "m.json")
+    policy = Policy(gpu_batch=4, num_batches=2, wg=0.2, wc=0.3, wd=0.5, cg=0.0, cc=1.0, cd=0.0, hg=0.0, hc=1.0, hd=0.0)
+    kinds["policy"] = Kind(json.dumps(policy.to_json()).encode(), at_file(root / "p.json", Policy.load), "p.json")
+    # 6. Lines of batch files, bodies of requests.
+    said = [{"role": "system", "content": "short"}, {"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    body = {
+        "model": "tiny", "messages": said, "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["a"],
+        "stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2, "n": 1,
+    }  # fmt: skip
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
+            "body": {name: value for name, value in body.items() if not name.startswith("stream")}}  # fmt: skip
+    kinds["batch line"] = Kind(
+        json.dumps(line).encode(), lambda raw: parse_request(raw, 7, text=False, defaults=Defaults()), ""
+    )
+    options = SamplingOptions()
+    kinds["chat request"] = Kind(
+        json.dumps(body).encode(), lambda raw: parse(raw, "chat", custom_id="a", defaults=options), ""
+    )
+    completion = {**body, "prompt": ["hello", "there"], "logprobs": 2, "echo": False}
+    for name in ("messages", "top_logprobs"):
+        completion.pop(name)
+    kinds["completion request"] = Kind(
+        json.dumps(completion).encode(), lambda raw: parse(raw, "completion", custom_id="a", defaults=options), ""
+    )
+    return kinds
