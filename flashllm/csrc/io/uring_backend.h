@@ -39,7 +39,7 @@ class UringBackend final : public ReadBackend {
   static constexpr int kPatience = 1000;  // refusals after which requests are read without the ring
   // A read's id: which one it is of all reads, and in the lowest bits the index of its request.
   static constexpr std::uint64_t kIndices = 1024;  // the largest queue depth
-  struct Active {                         // a request under way
+  struct Active {                                  // a request under way
     explicit Active(const ReaderOptions& options) : slot(options.max_request, options.max_gap) {}
     RequestSlot slot;
     ReadQueue::Work work;
