@@ -118,9 +118,10 @@ def train_options(args: argparse.Namespace) -> TrainOptions:
 
 def identity(args: argparse.Namespace, manifest: Manifest, rows: NDArray[np.int64]) -> bytes:
     """Everything the result depends on: a scratch directory is resumed only by a run that would give the same."""
+    own = vars(build_parser().parse_args([]))  # the umbrella command adds others, which differ from process to process
     options = {
-        name: value
-        for name, value in vars(args).items()
+        name: getattr(args, name)
+        for name in own
         if name not in ("model", "scratch", "resume", "json", "memory", "data_files", "dataset", "config", "strict")
     }
     value = {

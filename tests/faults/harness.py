@@ -128,7 +128,10 @@ class Trials:
             return found
 
         def clean() -> dict[str, Any]:
-            return {"answer": text_of(operation())}
+            try:
+                return {"answer": text_of(operation())}
+            except Exception as error:
+                return {"answer": f"{type(error).__name__}: {error}"}
 
         found = in_child(faulty)
         after = in_child(clean)

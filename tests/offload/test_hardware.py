@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flashllm.errors import FormatError
+from flashllm.errors import FlashIOError, FormatError
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.machines import MACHINES, T4
 
@@ -46,7 +46,7 @@ def test_missing_constant_and_damaged_file(tmp_path):
     path.write_text("[")
     with pytest.raises(FormatError, match=r"x\.json"):
         Hardware.load(path)
-    with pytest.raises(FormatError, match="absent"):
+    with pytest.raises(FlashIOError, match="absent"):
         Hardware.load(tmp_path / "absent.json")
 
 

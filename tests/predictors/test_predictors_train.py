@@ -371,3 +371,13 @@ def test_the_demo_is_retrained_by_the_readmes_line_with_equal_bits(tmp_path, cap
         files.append((copy / PREDICTORS).read_bytes())
         Model.open(copy, RunConfig(threads=1)).close()
     assert files[0] == files[1]
+
+
+def test_the_umbrella_command_s_own_arguments_do_not_make_another_run(bare):
+    manifest, rows = Manifest.load(bare()), np.zeros((2, 3), np.int64)
+    args = train_predictor.build_parser().parse_args(["model", "--ranks", "8"])
+    mine = train_predictor.identity(args, manifest, rows)
+    args.main, args.verb = (lambda: None), "train"
+    assert train_predictor.identity(args, manifest, rows) == mine
+    args.ranks = "9"
+    assert train_predictor.identity(args, manifest, rows) != mine
