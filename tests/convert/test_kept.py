@@ -19,7 +19,7 @@ from flashllm.convert.checkpoint import gguf_file
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
-from flashllm.errors import FormatError
+from flashllm.errors import FormatError, UnsupportedModelError
 from flashllm.format.inspect import format_inspection, inspect
 from flashllm.format.manifest import MANIFEST, Manifest
 from flashllm.format.verify import verify
@@ -182,3 +182,12 @@ def test_a_scale_that_is_no_number_is_named(tmp_path):
 
 def test_codes_are_packed_and_unpacked():
     assert set(ENCODED_AS.values()) == set(PACKED_AS)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])
+def test_folders_of_codes_are_refused(tmp_path, method):
+    folder = make_checkpoint(tmp_path / "hf", Variant("llama", {}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    with pytest.raises(UnsupportedModelError, match=f"in codes \\({method}\\).*GGUF file of it, whose bits are kept"):
+        convert(folder, tmp_path / "model")

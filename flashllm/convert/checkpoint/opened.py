@@ -23,11 +23,12 @@ QUANTISED_DTYPE = "float16"  # of a conversion of quantised weights
 def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
     """The checkpoint that `path` is, validated; errors as in `open_folder` and `open_gguf`.
 
-    UsageError where it is nothing known.
+    UsageError where it is nothing known, UnsupportedModelError for a folder whose weights are quantised.
     """
     path = Path(path)
     if path.is_dir():
         with open_folder(path) as checkpoint:
+            _check_whole(checkpoint)
             yield unstacked(checkpoint)
     elif path.is_file() and path.suffix.lower() == SUFFIX:
         with ExitStack() as stack:
@@ -36,6 +37,18 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
         raise UsageError(f"{path}: is neither a Hugging Face folder nor a GGUF file")
     else:
         raise UsageError(f"{path}: there is no such directory")
+
+
+def _check_whole(checkpoint: Checkpoint) -> None:
+    """UnsupportedModelError for a folder of codes: AWQ, GPTQ, bitsandbytes, FP8."""
+    said = checkpoint.config.get("quantization_config")
+    if said is None:
+        return
+    method = said.get("quant_method") if isinstance(said, dict) else None
+    raise UnsupportedModelError(
+        f"{checkpoint.path}: its weights are in codes ({str(method)[:80]}), which are not read; give the model that it "
+        "was made from, or a GGUF file of it, whose bits are kept"
+    )
 
 
 def _gguf_checkpoint(content: GgufContent) -> Checkpoint:
