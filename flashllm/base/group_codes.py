@@ -15,6 +15,7 @@ time by a rule of its own and uses the same groups.
 Knows numpy arrays, no files and no models.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,6 +145,13 @@ class GroupCode:
     def _grid(self, scales: NDArray[np.float16], minimums: NDArray[np.float16] | None = None) -> Grid:
         lowest, highest = (-128, 127) if self.bits == 8 else (0, (1 << self.bits) - 1)
         return Grid(lowest=lowest, highest=highest, zero=self._zero, scales=scales, minimums=minimums)
+
+
+def usual_activations(encodings: Iterable[str | None]) -> str | None:
+    """What a model of these encodings multiplies its groups by, a token at a time, unless it says otherwise: "int8"
+    where any weight has 4 bits, whose products inputs of 32 bits would slow down threefold; else fp32, None."""
+    codes = [GROUP_CODES[encoding] for encoding in encodings if encoding in GROUP_CODES]
+    return "int8" if any(code.bits == 4 for code in codes) else None
 
 
 def _rounded(values: Floats, scale: Floats, lowest: int, highest: int) -> Floats:

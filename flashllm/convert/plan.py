@@ -26,6 +26,7 @@ from flashllm.arch.registry import (
 from flashllm.arch.spec import Architecture, ArchitectureSpec, BlockSpec, Shape
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype
 from flashllm.base.files import CHUNK_NBYTES
+from flashllm.base.group_codes import usual_activations
 from flashllm.base.units import format_size
 from flashllm.convert.checkpoint.coded import CodedWeights
 from flashllm.convert.checkpoint.escapes import held_by_bf12
@@ -93,6 +94,12 @@ class ConversionPlan:
     reorder: Trace | None = None  # from which the order of the neurons' second copy is learned
     coded: CodedWeights | None = None  # what is written as it is
     kept: KeptWeights | None = None  # `coded`, where it is the checkpoint's own
+
+    @property
+    def activations(self) -> str | None:
+        """What weights in groups are multiplied by."""
+        others = self.other_encodings.values()
+        return usual_activations((self.layout.encoding, self.layout.down, self.resident_encoding, *others))
 
     @property
     def ffn_nbytes(self) -> int:

@@ -215,6 +215,7 @@ class _Conversion:
             resident_encoding=self._plan.resident_encoding,
             other_encodings=self._plan.other_encodings,
             down_scales=self._plan.kept.down_scales if self._plan.kept is not None else (),
+            activations=self._plan.activations,
             files=self._files,
             permutation=None if self._plan.reorder is None else permutation_of(self._plan.reorder),
             stream_block_rows=self._plan.layout.stream_block_rows,

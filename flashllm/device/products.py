@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from flashllm import _core
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
+from flashllm.base.group_codes import usual_activations
 from flashllm.format.rows import ROW_ENCODINGS, RowLayout, pack_rows
 
 _D_MODEL = 4096  # a row of two 16-bit vectors is 16 KiB
@@ -34,7 +35,7 @@ class ResidentProducts:
         weights[:] = vector
         self.nbytes = memory.nbytes
         self.pool = pool
-        coded: tuple[Any, ...] = () if encoding == dtype else ("auto", encoding, _D_MODEL)
+        coded: tuple[Any, ...] = () if encoding == dtype else ("auto", encoding, _D_MODEL, _inputs(encoding))
         self._linears = [_core.Linear(weight, None, cast(Any, dtype), pool, *coded) for weight in weights]
         self._x = _filled((1, _D_MODEL), dtype)
         self._out = np.empty((1, rows), WEIGHT_DTYPES[dtype].storage)
@@ -73,6 +74,7 @@ def gathered_bps(encoding: str, *, nbytes: int, pool: _core.ThreadPool, file: Pa
         layer=0,
         dtype=cast(Any, dtype),
         encoding=encoding,
+        inputs=_inputs(encoding),
         stride=stride,
         d_model=_D_MODEL,
         num_neurons=neurons,
@@ -117,6 +119,11 @@ def _dtype_beside(encoding: str) -> str:
     if encoding in WEIGHT_DTYPES:
         return encoding
     return "bfloat16" if encoding == "bf12" else "float16"
+
+
+def _inputs(encoding: str) -> Literal["float32", "int8"]:
+    """What a model of this encoding alone multiplies its weights by."""
+    return "float32" if usual_activations([encoding]) is None else "int8"
 
 
 def _vector(encoding: str) -> NDArray[Any]:

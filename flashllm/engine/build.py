@@ -107,6 +107,7 @@ class _Builder:
             row_format=(self._manifest.rows.encoding, *_row_format(self._manifest), self._manifest.rows.down),
             resident_encoding=self._manifest.resident_encoding or self._manifest.dtype,
             other_encodings=dict(self._manifest.other_encodings),
+            inputs=self._manifest.activations or "float32",
             stream=stream,
             ffns=ffns or [None] * self._manifest.architecture.num_layers,
             pool=self._pool,
@@ -204,6 +205,7 @@ class _Builder:
                 dtype=cast(Any, manifest.dtype),  # the core checks the names
                 encoding=manifest.rows.encoding,
                 down_encoding=manifest.rows.down,
+                inputs=manifest.activations or "float32",
                 stride=stride,
                 d_model=manifest.rows.d_model,
                 num_neurons=manifest.rows.d_ff,

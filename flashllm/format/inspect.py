@@ -46,6 +46,7 @@ def inspect(path: Path) -> dict[str, Any]:
         "dtype": manifest.dtype,
         "resident_encoding": manifest.resident_encoding or manifest.dtype,
         "other_encodings": dict(manifest.other_encodings),
+        "activations": manifest.activations or "float32",
         "source": manifest.to_json()["source"],
         "parameters": ffn_values + resident_values,
         "files": {name: entry.nbytes for name, entry in manifest.files.items()},
@@ -111,6 +112,13 @@ def _others(facts: Mapping[str, Any]) -> str:
     return "".join(f"; {', '.join(sorted(names))} {encoding}" for encoding, names in matrices.items())
 
 
+def _activations(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A line where weights are multiplied by fewer than 32 bits."""
+    if facts["activations"] == "float32":
+        return []
+    return [("activations", f"{facts['activations']}, of single tokens; those of prompts float32")]
+
+
 def _row_encodings(rows: Mapping[str, Any]) -> str:
     down = rows.get("down_encoding")
     return str(rows["encoding"]) if down is None else f"{rows['encoding']}, down {down}"
@@ -141,6 +149,7 @@ def format_inspection(facts: dict[str, Any]) -> str:
         ("on flash", f"{format_size(facts['ffn_nbytes'])} of neurons, {facts['ffn_share']:.0%} of the weights"),
         ("resident", f"{format_size(facts['resident_nbytes'])}, {facts['resident_encoding']}{_others(facts)}"),
         ("row", f"{rows['row_nbytes']} bytes every {rows['stride']} ({padding:.1%} padding), {_row_encodings(rows)}"),
+        *_activations(facts),
         ("modes", ", ".join(facts["modes"])),
         ("predictors", "none; `flashllm train` makes them"),
         ("calibration", "none"),

@@ -1,9 +1,9 @@
 """`flashllm.json`: what a model directory holds, in one checked value. The format:
 
  1. a JSON object with exactly the keys of `Manifest` (and of the values in it), but that `resident_encoding`,
-    `other_encodings`, `sparsity`, `quality`, a row's `down_encoding` and what the architecture says of experts are
-    there only where the model has them (`down_scales` with down columns whose scales are resident); unknown keys are
-    errors;
+    `other_encodings`, `activations`, `sparsity`, `quality`, a row's `down_encoding` and what the architecture says of
+    experts are there only where the model has them (`down_scales` with down columns whose scales are resident);
+    unknown keys are errors;
  2. `files` lists every file but the manifest, each directly in the directory, no symbolic link, with size and SHA-256;
  3. it is written last and replaced atomically: a directory without it is not a model;
  4. rows of a mixture of experts are those of its experts, in their order, then those of the shared neurons;
@@ -68,6 +68,8 @@ PARTIAL_SUFFIX = ".partial"  # of a directory under conversion
 _MAX_FILES = 1000
 _EXPERT_KEYS = ("experts", "chosen_experts", "shared_neurons")  # of the architecture of a mixture of experts
 _MATRIX_ENCODINGS = (*CODED_ENCODINGS, *CARRIED_ENCODINGS)
+ACTIVATIONS = ("int8",)  # forms other than fp32
+_OPTIONAL_KEYS = ("resident_encoding", "activations", "sparsity", "quality")
 _ROW_KEYS = ("encoding", "down_encoding", "matrices", "row_nbytes", "stride", "num_rows")
 
 T = TypeVar("T")
@@ -188,6 +190,7 @@ class Manifest:
         default_factory=dict
     )  # by name, of resident matrices that differ from that
     down_scales: tuple[str, ...] = ()  # of each layer, where down columns have theirs in memory: of `SCALE_FORMS`
+    activations: str | None = None  # "int8": what weights in groups are multiplied by, a token at a time; else fp32
     permutation: Permutation | None = None
     calibration: Calibration | None = None
     sparsity: Sparsity | None = None
@@ -210,6 +213,8 @@ class Manifest:
             raise ValueError(f"resident_encoding must be one of {known}, not {str(self.resident_encoding)[:80]!r}")
         if self.dtype != "bfloat16" and "bf12" in (self.rows.encoding, self.rows.down, self.resident_encoding):
             raise ValueError(f"bf12 is for models in bfloat16, not {self.dtype}")
+        if self.activations not in (None, *ACTIVATIONS):
+            raise ValueError(f"activations must be {', '.join(ACTIVATIONS)}, not {str(self.activations)[:80]!r}")
         self._check_other_encodings()
         self._check_down_scales()
         fits = (self.rows.d_model, self.rows.d_ff) == (self.architecture.d_model, self.architecture.d_ff)
@@ -320,8 +325,7 @@ class Manifest:
     def _from_json(cls, value: Any) -> Self:
         if isinstance(value, dict):
             # Written only where there is one:
-            absent: dict[str, Any] = {"resident_encoding": None, "other_encodings": {}, "down_scales": []}
-            value = {**absent, "sparsity": None, "quality": None, **value}
+            value = {**dict.fromkeys(_OPTIONAL_KEYS), "other_encodings": {}, "down_scales": [], **value}
         fields = _fields(cls, value, "the manifest")
         described = fields["architecture"]
         if isinstance(described, dict):
@@ -383,6 +387,7 @@ class Manifest:
             **({} if self.resident_encoding is None else {"resident_encoding": self.resident_encoding}),
             **({"other_encodings": dict(self.other_encodings)} if self.other_encodings else {}),
             **({"down_scales": list(self.down_scales)} if self.down_scales else {}),
+            **({} if self.activations is None else {"activations": self.activations}),
             "rows": {
                 name: list(self.rows.matrices) if name == "matrices" else getattr(self.rows, name)
                 for name in _ROW_KEYS

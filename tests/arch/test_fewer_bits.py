@@ -15,7 +15,7 @@ from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UsageError
 from flashllm.format.inspect import format_inspection, inspect
-from flashllm.format.manifest import MANIFEST, Manifest
+from flashllm.format.manifest import MANIFEST, Manifest, change_manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.verify import verify
 from flashllm.offload.runtime.tiers.source import open_weights
@@ -29,6 +29,8 @@ def tokens(count, seed=0):
 
 
 def check_logits(directory, lengths):
+    """Against the weights of the codes, with activations in fp32."""
+    change_manifest(directory, activations=None)
     reference = ReferenceDecoder(directory)
     sparse = ModelDir.open(directory).architecture.sparse
     for mode in ("dense", "oracle") if sparse else ("dense",):
@@ -71,6 +73,42 @@ def test_codes_beside_16_bits(tmp_path, dtype):
             (logits,) = model.step([(sequence, tokens(40))], all_logits=True)
             found.append(np.concatenate([logits, model.step([(sequence, tokens(3))])]))
     assert np.abs(found[1] - found[0]).max() < 0.1 * found[0].std()
+
+
+@pytest.mark.parametrize(("encoding", "resident"), [("int8_32", "int4_32"), ("int4_32_min", "int8_64")])
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_activations_in_8_bits(tmp_path, name, encoding, resident):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS[name])
+    convert(source, tmp_path / "model", encoding=encoding, resident_encoding=resident, predictors=True)
+    assert Manifest.load(tmp_path / "model").activations == "int8"
+    ids = tokens(30)
+    expected = ReferenceDecoder(tmp_path / "model").logits(ids).numpy()
+    modes = ("dense", "oracle", "sparse") if name == "opt" else ("dense",)
+    found = {}
+    for mode in modes:
+        for threads in (1, 3):
+            with Model.open(tmp_path / "model", RunConfig(mode=mode, threads=threads, io_threads=4)) as model:
+                sequence = model.new_sequence()
+                parts = [model.step([(sequence, ids[i : i + 3])], all_logits=True)[0] for i in range(0, 30, 3)]
+                found[mode, threads] = np.concatenate(parts)
+    for mode in modes:
+        np.testing.assert_array_equal(found[mode, 1], found[mode, 3])
+    for mode in modes[:2]:
+        np.testing.assert_array_equal(found[mode, 1], found["dense", 1])
+    difference = np.abs(found["dense", 1] - expected)
+    assert 0 < difference.max() < 0.2 * expected.std()
+
+
+def test_the_usual_activations(tmp_path):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"])
+    convert(source, tmp_path / "model", encoding="int8_32", resident_encoding="int8_64")
+    assert Manifest.load(tmp_path / "model").activations is None
+    assert "of single tokens" not in format_inspection(inspect(tmp_path / "model"))
+    change_manifest(tmp_path / "model", activations="int8")
+    assert inspect(tmp_path / "model")["activations"] == "int8"
+    assert "int8, of single tokens" in format_inspection(inspect(tmp_path / "model"))
+    with pytest.raises(ValueError, match="activations must be int8, not 'int4'"):
+        change_manifest(tmp_path / "model", activations="int4")
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UnsupportedModelError
 from flashllm.format.inspect import format_inspection, inspect
-from flashllm.format.manifest import MANIFEST, Manifest
+from flashllm.format.manifest import MANIFEST, Manifest, change_manifest
 from flashllm.format.verify import verify
 from flashllm.hf.model import FlashModel
 from flashllm.offload.runtime.tiers.source import open_weights
@@ -74,6 +74,8 @@ def make(root, kind, model_type="llama"):
 
 
 def logits_of(directory, mode, **config):
+    """With activations in fp32: 8 bits would hide what the weights are."""
+    change_manifest(directory, activations=None)
     with Model.open(directory, RunConfig(mode=mode, threads=2, io_threads=4, **config)) as model:
         sequence = model.new_sequence()
         ids = torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -80,7 +80,7 @@ std::vector<float> products(int threads, SimdLevel level, Dtype dtype, std::size
   gathered_dots(pointers.data(), ids.data(), rows, dtype, x.data(), columns, bias.data(), Activation::relu,
                 values.data(), pool, level);
   for (std::size_t r = 0; r < rows; ++r) CHECK(values[r] == std::fmax(out[rows - 1 - r], 0.0F));
-  scaled_row_sum(pointers.data(), values.data(), rows, dtype, columns, y.data(), pool, level);
+  sum_scattered({pointers.data(), rows, columns, codec_of(dtype)}, values.data(), y.data(), pool, level);
   out.insert(out.end(), values.begin(), values.end());
   out.insert(out.end(), y.begin(), y.end());
   return out;

@@ -65,6 +65,12 @@ ScalePlane plane_of(const AnyArray& scales, const std::optional<AnyArray>& minim
   return plane;
 }
 
+InputForm parse_inputs(const std::string& name, RowCodec codec) {
+  if (name == "int8") return takes_int8(codec) ? InputForm::int8 : InputForm::f32;
+  if (name == "float32") return InputForm::f32;
+  throw CoreError(ErrorKind::usage, "unknown form of inputs " + name);
+}
+
 // "auto" is the best of this processor.
 SimdLevel parse_simd(const std::string& name) {
   if (name == "auto") return best_simd_level();
@@ -123,12 +129,14 @@ class PyLinear {
  public:
   PyLinear(Rows weight, std::optional<FloatArray> bias, const std::string& dtype,
            std::shared_ptr<ThreadPool> pool, const std::string& simd,
-           const std::optional<std::string>& encoding, std::optional<std::size_t> columns)
+           const std::optional<std::string>& encoding, std::optional<std::size_t> columns,
+           const std::string& inputs)
       : weight_(std::move(weight)), bias_(std::move(bias)), pool_(std::move(pool)), simd_(parse_simd(simd)) {
     dtype_ = parse_dtype(dtype);
     weights_.codec = encoding.has_value() ? parse_codec(*encoding) : codec_of(dtype_);
     weights_.data = static_cast<const std::byte*>(weight_.data());
     weights_.rows = weight_.shape(0);
+    weights_.inputs = parse_inputs(inputs, weights_.codec);
     weights_.columns = columns.value_or(weight_.shape(1));
     weights_.stride = vector_nbytes(weights_.codec, weights_.columns);
     require(is_coded(weights_.codec) || weights_.codec == codec_of(dtype_),
@@ -235,10 +243,11 @@ void init_compute(nb::module_& m) {
 
   nb::class_<PyLinear>(m, "Linear")
       .def(nb::init<Rows, std::optional<FloatArray>, const std::string&, std::shared_ptr<ThreadPool>,
-                    const std::string&, const std::optional<std::string>&, std::optional<std::size_t>>(),
+                    const std::string&, const std::optional<std::string>&, std::optional<std::size_t>,
+                    const std::string&>(),
            nb::arg("weight"), nb::arg("bias").none(), nb::arg("dtype"), nb::arg("pool"),
            nb::arg("simd") = "auto", nb::arg("encoding").none() = nb::none(),
-           nb::arg("columns").none() = nb::none())
+           nb::arg("columns").none() = nb::none(), nb::arg("inputs") = "float32")
       .def("forward", &PyLinear::forward, nb::arg("x"), nb::arg("out"))
       .def("forward_many", &PyLinear::forward_many, nb::arg("x"), nb::arg("out"));
 }

@@ -95,7 +95,7 @@ class PyPrefetch {
   std::unique_ptr<Prefetch> buffer_;
 };
 
-// A layer with all it refers to, from keyword arguments: FfnLayerArguments in _core.pyi.
+// A layer with all it refers to, from keyword arguments.
 class PyFfnLayer {
  public:
   explicit PyFfnLayer(const nb::kwargs& arguments) : arguments_(arguments) {
@@ -106,6 +106,7 @@ class PyFfnLayer {
                       get<std::uint32_t>("stride"), get<std::uint32_t>("d_model"),
                       get<std::uint32_t>("up"),     get<std::uint32_t>("down"),
                       get<std::int32_t>("gate")};
+    options.format.inputs = parse_inputs(get_or<std::string>("inputs", "float32"), options.format.codec);
     options.format.check();
     options.layer = get<std::int32_t>("layer");
     options.num_neurons = get<std::int32_t>("num_neurons");

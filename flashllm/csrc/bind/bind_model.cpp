@@ -173,15 +173,17 @@ class PyModel {
   // gate, stride, first byte of up, of gate or -1, of down, encoding of down.
   PyModel(nb::object block, const std::string& dtype, std::size_t num_layers, std::size_t d_ff,
           nb::dict tensors, const PyRowFormat& row_format, const std::string& resident_encoding,
-          std::map<std::string, std::string> other_encodings, std::shared_ptr<PyRowStream> stream,
-          nb::list ffns, std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters,
-          std::size_t block_tokens, std::size_t fill_tokens, bool prefetch, const std::string& simd)
+          std::map<std::string, std::string> other_encodings, const std::string& inputs,
+          std::shared_ptr<PyRowStream> stream, nb::list ffns, std::shared_ptr<ThreadPool> pool,
+          std::shared_ptr<FfnCounters> counters, std::size_t block_tokens, std::size_t fill_tokens,
+          bool prefetch, const std::string& simd)
       : tensors_(std::move(tensors)),
         stream_(std::move(stream)),
         ffns_(std::move(ffns)),
         pool_(std::move(pool)),
         counters_(std::move(counters)),
-        other_encodings_(std::move(other_encodings)) {
+        other_encodings_(std::move(other_encodings)),
+        inputs_(inputs) {
     const SpecReader reader(std::move(block));
     const SimdLevel level = parse_simd(simd);
     ModelSpec spec;
@@ -275,6 +277,7 @@ class PyModel {
     rows.up = up;
     rows.gate = gate;
     rows.down = down;
+    rows.inputs = parse_inputs(inputs, rows.codec);
     rows.check();
     shape_ = {num_layers, spec.block.kv_heads, spec.block.head_dim, context_, dtype_};
     const Activation activation = parse_activation(reader.get<std::string>("activation"));
@@ -426,6 +429,7 @@ class PyModel {
     weights.columns = columns;
     weights.stride = vector_nbytes(codec, columns);
     weights.codec = codec;
+    weights.inputs = parse_inputs(inputs_, codec);
     weights.data = is_coded(codec) ? coded(name + ".weight", rows * weights.stride)
                                    : tensor(name + ".weight", rows * columns);
     weights.bias = floats(name + ".bias", rows);
@@ -464,6 +468,7 @@ class PyModel {
   std::vector<std::unique_ptr<float[]>> floats_;
   RowCodec resident_codec_ = RowCodec::f32;
   std::map<std::string, std::string> other_encodings_;
+  std::string inputs_;
   Dtype dtype_ = Dtype::f32;
   const KernelTable* kernels_ = nullptr;
   std::size_t d_model_ = 0, context_ = 0;
@@ -523,12 +528,12 @@ void init_model(nb::module_& m) {
 
   nb::class_<PyModel>(m, "Model")
       .def(nb::init<nb::object, const std::string&, std::size_t, std::size_t, nb::dict, const PyRowFormat&,
-                    const std::string&, std::map<std::string, std::string>, std::shared_ptr<PyRowStream>,
-                    nb::list, std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>, std::size_t,
-                    std::size_t, bool, const std::string&>(),
+                    const std::string&, std::map<std::string, std::string>, const std::string&,
+                    std::shared_ptr<PyRowStream>, nb::list, std::shared_ptr<ThreadPool>,
+                    std::shared_ptr<FfnCounters>, std::size_t, std::size_t, bool, const std::string&>(),
            nb::kw_only(), nb::arg("block"), nb::arg("dtype"), nb::arg("num_layers"), nb::arg("d_ff"),
            nb::arg("tensors"), nb::arg("row_format"), nb::arg("resident_encoding"),
-           nb::arg("other_encodings"), nb::arg("stream"), nb::arg("ffns"), nb::arg("pool"),
+           nb::arg("other_encodings"), nb::arg("inputs"), nb::arg("stream"), nb::arg("ffns"), nb::arg("pool"),
            nb::arg("counters"), nb::arg("block_tokens"), nb::arg("fill_tokens"), nb::arg("prefetch"),
            nb::arg("simd") = "auto")
       .def("new_sequence", &PyModel::new_sequence, nb::arg("context").none() = nb::none(),

@@ -48,6 +48,8 @@ T* at_address(std::uintptr_t address) {
 
 Dtype parse_dtype(const std::string& name);
 RowCodec parse_codec(const std::string& name);  // a dtype's name, or a grouped codec's
+// What a codec's products take where a model says "float32" or "int8": int8 with weights in groups alone.
+InputForm parse_inputs(const std::string& name, RowCodec codec);
 SimdLevel parse_simd(const std::string& name);  // "auto", or a level's name
 // `threshold`: of fatrelu.
 Activation parse_activation(const std::string& name, float threshold = 0.0F, float cut = 0.0F);

@@ -42,9 +42,7 @@ extern const PairKernels kPairs;
 
 namespace {
 
-constexpr std::size_t kRowGrain = 16;     // rows a thread takes at a time
-constexpr std::size_t kColumnGrain = 64;  // columns: whole cache lines of fp16, whole vectors of every level
-static_assert(kColumnGrain % 32 == 0, "splits must fall between vectors");
+constexpr std::size_t kRowGrain = 16;                                      // rows a thread takes at a time
 constexpr std::size_t kSumGrain = (std::size_t{1} << 20) / sizeof(float);  // floats of a MiB
 
 }  // namespace
@@ -235,18 +233,6 @@ void gathered_dots(const void* const* rows, const std::int32_t* ids, std::size_t
       const float product = bias != nullptr ? values[i] + bias[ids[i]] : values[i];
       values[i] = apply_activation(activation, product);
     }
-  });
-}
-
-void scaled_row_sum(const void* const* rows, const float* scales, std::size_t n, Dtype dtype, std::size_t k,
-                    float* y, ThreadPool& pool, SimdLevel level) {
-  const KernelTable& kernels = kernel_table(level, dtype);
-  // One share a thread: a piece of a row is read from memory in one go, the longer the better.
-  const auto threads = static_cast<std::size_t>(pool.threads());
-  const std::size_t share = (k + threads - 1) / threads;
-  const std::size_t grain = (share + kColumnGrain - 1) / kColumnGrain * kColumnGrain;
-  pool.parallel_for(k, grain, [&](std::size_t begin, std::size_t end) {
-    kernels.add_scaled_rows(rows, scales, n, begin, end, y);
   });
 }
 

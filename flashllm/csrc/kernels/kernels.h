@@ -130,10 +130,6 @@ void gathered_dots(const void* const* rows, const std::int32_t* ids, std::size_t
                    const float* x, std::size_t k, const float* bias, Activation activation, float* values,
                    ThreadPool& pool, SimdLevel level);
 
-// y[j] += sum_i scales[i] * rows[i][j] for j < k, in the order of i
-void scaled_row_sum(const void* const* rows, const float* scales, std::size_t n, Dtype dtype, std::size_t k,
-                    float* y, ThreadPool& pool, SimdLevel level);
-
 float apply_activation(Activation activation, float value);
 // values[i] = activation(values[i] + bias)
 void activate(Activation activation, float bias, float* values, std::size_t n);

@@ -80,10 +80,13 @@ inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }  // b where either is NaN
 
+#include "kernels/eight_x86.h"
+
 }  // namespace
 
 #include "kernels/kernels_impl.h"
 #include "kernels/row_codecs_impl.h"
+#include "kernels/row_codecs_int8_impl.h"
 #include "planes/scale_planes_impl.h"
 
 }  // namespace flashllm::avx2

@@ -100,10 +100,52 @@ Vec max(const Vec& a, const Vec& b) {  // b where either is NaN, as the processo
   return v;
 }
 
+// Of row_codecs_int8_impl.h, whose sums are those of the other levels.
+struct Eight : Vec {
+  static Eight zero() { return {Vec::zero()}; }
+  static Eight set(float value) { return {Vec::set(value)}; }
+  static Eight load(const float* p) { return {Vec::load_f32(p)}; }
+
+  // 8 / kRepeat halves, each for kRepeat lanes
+  template <std::size_t kRepeat>
+  static Eight load_halves(const std::uint16_t* p) {
+    Eight v;
+    for (std::size_t i = 0; i < kWidth; ++i) v.lane[i] = half_to_float(p[i / kRepeat]);
+    return v;
+  }
+
+  // The products of 32 codes with 32 bytes, summed by fours.
+  template <std::size_t kBits>
+  static Eight dot_unit(const std::uint8_t* codes, const std::int8_t* x) {
+    Eight v;
+    for (std::size_t lane_of = 0; lane_of < kWidth; ++lane_of) {
+      int total = 0;
+      for (std::size_t i = 4 * lane_of; i < 4 * lane_of + 4; ++i) {
+        const int nibble = i < 16 ? codes[i % 16] & 15 : codes[i % 16] >> 4;
+        total += (kBits == 8 ? static_cast<std::int8_t>(codes[kBits == 8 ? i : 0]) : nibble) * x[i];
+      }
+      v.lane[lane_of] = static_cast<float>(total);
+    }
+    return v;
+  }
+};
+Eight fma(const Eight& a, const Eight& b, const Eight& c) {
+  Eight v;
+  for (std::size_t i = 0; i < Vec::kWidth; ++i) v.lane[i] = __builtin_fmaf(a.lane[i], b.lane[i], c.lane[i]);
+  return v;
+}
+Eight operator+(const Eight& a, const Eight& b) {
+  return {static_cast<const Vec&>(a) + static_cast<const Vec&>(b)};
+}
+Eight operator*(const Eight& a, const Eight& b) {
+  return {static_cast<const Vec&>(a) * static_cast<const Vec&>(b)};
+}
+
 }  // namespace
 
 #include "kernels/kernels_impl.h"
 #include "kernels/row_codecs_impl.h"
+#include "kernels/row_codecs_int8_impl.h"
 #include "planes/scale_planes_impl.h"
 
 }  // namespace flashllm::scalar

@@ -17,6 +17,13 @@
 // that 256 weights share times the group's factor: first the shared scales, the shared minimums (q4_k, q5_k),
 // then int8 factors of groups (32 weights; q6_k 16), those of minimums, and the codes. planes/scale_planes.h
 // says how codes of 5 and 6 bits lie in their units, and what the codecs without scales are.
+//
+// Weights in groups of 8 and 4 bits are multiplied by inputs in fp32, or in 8 bits: 32 inputs together are
+// int8 codes and an fp32 scale, the largest of them 127 times the scale. Such a product is the same bits at
+// every level: the codes of a unit of 32 are multiplied exactly and summed exactly by fours, eight sums that
+// are added in fp32, times both scales, to eight lanes for the even units and to eight for the odd ones; what
+// the codes are offset by (a minimum, or -8 scales) is multiplied by the units' sums, unit u in lane u
+// modulo 8.
 #pragma once
 
 #include <cstddef>
@@ -80,5 +87,26 @@ struct CodecKernels {
 };
 // Throws CoreError for a codec that is none of these, and where the processor lacks the level.
 const CodecKernels& codec_kernels(SimdLevel level, RowCodec codec);
+
+// What vectors are multiplied by.
+enum class InputForm { f32, int8 };
+constexpr std::size_t kInt8Codecs = 6;  // those in groups, the first of the coded ones
+constexpr bool takes_int8(RowCodec codec) {
+  return is_coded(codec) && static_cast<std::size_t>(codec) < kFirstCoded + kInt8Codecs;
+}
+
+// k inputs in units of kCodeUnit, padded with zeros to a multiple of 8 units.
+struct Int8Inputs {
+  const std::int8_t* codes;  // [units * kCodeUnit]
+  const float* scales;       // [units]
+  const float* sums;         // [units], of a unit's codes, times its scale
+};
+struct Int8Kernels {
+  // As CodecKernels's.
+  void (*dot_rows)(const void* const* rows, std::size_t n, const Int8Inputs& x, std::size_t k, float* out);
+  void (*dot_matrix)(const void* data, std::size_t stride, std::size_t n, const Int8Inputs& x, std::size_t k,
+                     float* out);
+};
+const Int8Kernels& int8_kernels(SimdLevel level, RowCodec codec);
 
 }  // namespace flashllm

@@ -12,14 +12,17 @@ namespace flashllm {
 
 namespace scalar {
 extern const CodecKernels kCodecs[kCodedCodecs];
-}
+extern const Int8Kernels kInt8[kInt8Codecs];
+}  // namespace scalar
 #if defined(__x86_64__)
 namespace avx2 {
 extern const CodecKernels kCodecs[kCodedCodecs];
-}
+extern const Int8Kernels kInt8[kInt8Codecs];
+}  // namespace avx2
 namespace avx512 {
 extern const CodecKernels kCodecs[kCodedCodecs];
-}
+extern const Int8Kernels kInt8[kInt8Codecs];
+}  // namespace avx512
 #endif
 
 namespace {
@@ -29,6 +32,7 @@ void require(bool condition, const std::string& message) {
 }
 
 constexpr std::size_t kRowGrain = 16;       // rows a thread takes at a time
+constexpr std::size_t kSummed = 64;         // vectors that many tokens use together
 constexpr std::size_t kExpanded = 1 << 21;  // weights of bf12 expanded together
 
 // What a codec's vectors are made of.
@@ -101,6 +105,17 @@ const CodecKernels& codec_kernels(SimdLevel level, RowCodec codec) {
   return scalar::kCodecs[index];
 }
 
+const Int8Kernels& int8_kernels(SimdLevel level, RowCodec codec) {
+  require(takes_int8(codec), "only weights in groups are multiplied by inputs in 8 bits");
+  kernel_table(level, Dtype::f32);  // throws where the processor lacks it
+  const std::size_t index = static_cast<std::size_t>(codec) - kFirstCoded;
+#if defined(__x86_64__)
+  if (level >= SimdLevel::avx512) return avx512::kInt8[index];
+  if (level == SimdLevel::avx2) return avx2::kInt8[index];
+#endif
+  return scalar::kInt8[index];
+}
+
 RowCodec codec_of(Dtype dtype) {
   switch (dtype) {
     case Dtype::f16:
@@ -143,13 +158,13 @@ std::size_t vector_nbytes(RowCodec codec, std::size_t length) {
 void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
             SimdLevel level) {
   if (is_coded(matrix.codec)) {
+    const RowInputs inputs(x, tokens, matrix.columns, matrix.inputs);
     return pool.parallel_for(matrix.rows, kRowGrain, [&](std::size_t begin, std::size_t end) {
       // All tokens use a small block of rows while it is in the processor's cache.
       const std::size_t block = tokens == 1 ? end - begin : kRowGrain;
       for (std::size_t r = begin; r < end; r += block)
         for (std::size_t m = 0; m < tokens; ++m)
-          dot_block(matrix, r, std::min(block, end - r), x + m * matrix.columns, out + m * matrix.rows + r,
-                    level);
+          dot_block(matrix, r, std::min(block, end - r), inputs, m, out + m * matrix.rows + r, level);
     });
   }
   if (matrix.codec != RowCodec::int8) return linear(plain(matrix), x, tokens, out, pool, level);
@@ -161,11 +176,17 @@ void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* 
     linear_int8(weights, x + m * matrix.columns, out + m * matrix.rows, pool, level);
 }
 
-void dot_block(const RowMatrix& matrix, std::size_t first, std::size_t count, const float* x, float* out,
-               SimdLevel level) {
-  const auto dot = is_coded(matrix.codec) ? codec_kernels(level, matrix.codec).dot_matrix
-                                          : kernel_table(level, dtype_of(matrix.codec)).dot_matrix;
-  dot(matrix.data + first * matrix.stride, matrix.stride, count, x, matrix.columns, out);
+void dot_block(const RowMatrix& matrix, std::size_t first, std::size_t count, const RowInputs& x,
+               std::size_t token, float* out, SimdLevel level) {
+  const std::byte* rows = matrix.data + first * matrix.stride;
+  if (x.has_codes()) {
+    int8_kernels(level, matrix.codec)
+        .dot_matrix(rows, matrix.stride, count, x.codes(token), matrix.columns, out);
+  } else {
+    const auto dot = is_coded(matrix.codec) ? codec_kernels(level, matrix.codec).dot_matrix
+                                            : kernel_table(level, dtype_of(matrix.codec)).dot_matrix;
+    dot(rows, matrix.stride, count, x.floats(token), matrix.columns, out);
+  }
   if (matrix.bias == nullptr) return;
   for (std::size_t i = 0; i < count; ++i) out[i] += matrix.bias[first + i];
 }
@@ -275,7 +296,7 @@ void RowFormat::check() const {
 
 RowMatrix RowFormat::matrix(const std::byte* rows, std::size_t count, std::uint32_t offset) const {
   const RowCodec stored = offset == down ? down_codec : codec;
-  return {rows + offset, count, d_model, stride, stored, nullptr, nullptr};
+  return {rows + offset, count, d_model, stride, stored, nullptr, nullptr, inputs};
 }
 
 void dot_scattered(const ScatteredRows& rows, const float* x, const std::int32_t* ids, const float* bias,
@@ -283,9 +304,15 @@ void dot_scattered(const ScatteredRows& rows, const float* x, const std::int32_t
   if (!is_coded(rows.codec))
     return gathered_dots(rows.vectors, ids, rows.count, dtype_of(rows.codec), x, rows.length, bias,
                          activation, values, pool, level);
+  const RowInputs inputs(x, 1, rows.length, rows.inputs);
   const CodecKernels& kernels = codec_kernels(level, rows.codec);
   pool.parallel_for(rows.count, kRowGrain, [&](std::size_t begin, std::size_t end) {
-    kernels.dot_rows(rows.vectors + begin, end - begin, x, rows.length, values + begin);
+    const void* const* vectors = rows.vectors + begin;
+    if (inputs.has_codes())
+      int8_kernels(level, rows.codec)
+          .dot_rows(vectors, end - begin, inputs.codes(0), rows.length, values + begin);
+    else
+      kernels.dot_rows(vectors, end - begin, x, rows.length, values + begin);
     for (std::size_t i = begin; i < end; ++i)
       values[i] = apply_activation(activation, bias != nullptr ? values[i] + bias[ids[i]] : values[i]);
   });
@@ -293,17 +320,30 @@ void dot_scattered(const ScatteredRows& rows, const float* x, const std::int32_t
 
 void sum_scattered(const ScatteredRows& rows, const float* scales, float* y, ThreadPool& pool,
                    SimdLevel level) {
-  if (!is_coded(rows.codec))
-    return scaled_row_sum(rows.vectors, scales, rows.count, dtype_of(rows.codec), rows.length, y, pool,
-                          level);
-  const CodecKernels& kernels = codec_kernels(level, rows.codec);
-  constexpr std::size_t kGrain = 64;  // columns: whole groups
-  // One share a thread, as scaled_row_sum.
+  sum_scattered(rows, scales, rows.count, 1, y, pool, level);
+}
+
+void sum_scattered(const ScatteredRows& rows, const float* scales, std::size_t scales_stride,
+                   std::size_t tokens, float* y, ThreadPool& pool, SimdLevel level) {
+  const auto add = [&](std::size_t first, std::size_t count, const float* by, std::size_t begin,
+                       std::size_t end, float* to) {
+    const void* const* vectors = rows.vectors + first;
+    if (is_coded(rows.codec))
+      codec_kernels(level, rows.codec).add_scaled_rows(vectors, by, count, rows.length, begin, end, to);
+    else
+      kernel_table(level, dtype_of(rows.codec)).add_scaled_rows(vectors, by, count, begin, end, to);
+  };
+  constexpr std::size_t kGrain = 64;  // columns: whole groups, cache lines of fp16, vectors of every level
+  // One share a thread: a piece of a row is read from memory in one go, the longer the better.
   const auto threads = static_cast<std::size_t>(pool.threads());
   const std::size_t share = (rows.length + threads - 1) / threads;
+  const std::size_t together = tokens == 1 ? rows.count : kSummed;
   pool.parallel_for(rows.length, (share + kGrain - 1) / kGrain * kGrain,
                     [&](std::size_t begin, std::size_t end) {
-                      kernels.add_scaled_rows(rows.vectors, scales, rows.count, rows.length, begin, end, y);
+                      for (std::size_t i = 0; i < rows.count; i += together)
+                        for (std::size_t m = 0; m < tokens; ++m)
+                          add(i, std::min(together, rows.count - i), scales + m * scales_stride + i, begin,
+                              end, y + m * rows.length);
                     });
 }
 

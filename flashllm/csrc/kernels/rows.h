@@ -9,6 +9,7 @@
 #include "kernels/kernels.h"
 #include "kernels/matmul.h"
 #include "kernels/row_codecs.h"
+#include "kernels/row_inputs.h"
 #include "kernels/thread_pool.h"
 
 namespace flashllm {
@@ -28,6 +29,7 @@ struct RowMatrix {
   RowCodec codec = RowCodec::f32;
   const std::uint16_t* scales = nullptr;  // [rows] fp16, of int8
   const float* bias = nullptr;            // [rows] or nullptr
+  InputForm inputs = InputForm::f32;      // what single tokens' products take; int8 with weights in groups
 };
 
 // out[m][r] = rows[r] . x[m] (+ bias[r]), token by token. Every output is one sum in one order: its bits do
@@ -38,9 +40,9 @@ inline void dot_all(const RowMatrix& matrix, const float* x, float* out, ThreadP
   linear(matrix, x, 1, out, pool, level);
 }
 
-// The same of rows [first, first + count) and one token, by the calling thread. Not of int8.
-void dot_block(const RowMatrix& matrix, std::size_t first, std::size_t count, const float* x, float* out,
-               SimdLevel level);
+// The same of rows [first, first + count) and one token of x, by the calling thread. Not of int8 rows.
+void dot_block(const RowMatrix& matrix, std::size_t first, std::size_t count, const RowInputs& x,
+               std::size_t token, float* out, SimdLevel level);
 
 // Row `row`, widened to fp32. Not of int8.
 void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel level);
@@ -63,8 +65,9 @@ struct RowFormat {
   RowCodec down_codec = RowCodec::f32;  // of down
   std::uint32_t stride = 0;             // bytes
   std::uint32_t d_model = 0;
-  std::uint32_t up = 0, down = 0;  // first byte in the row
-  std::int32_t gate = -1;          // -1: no gate
+  std::uint32_t up = 0, down = 0;     // first byte in the row
+  std::int32_t gate = -1;             // -1: no gate
+  InputForm inputs = InputForm::f32;  // of up's and gate's products
 
   bool gated() const { return gate >= 0; }
   // What the activation is applied to: the gate where there is one.
@@ -82,6 +85,7 @@ struct ScatteredRows {
   std::size_t count;
   std::size_t length;
   RowCodec codec;
+  InputForm inputs = InputForm::f32;
 };
 
 // values[i] = activation(vectors[i] . x + bias[ids[i]]); bias: nullptr for none
@@ -91,5 +95,9 @@ void dot_scattered(const ScatteredRows& rows, const float* x, const std::int32_t
 // y[j] += sum_i scales[i] * vectors[i][j], in the order of i
 void sum_scattered(const ScatteredRows& rows, const float* scales, float* y, ThreadPool& pool,
                    SimdLevel level);
+// The same of many tokens: y[m][j] += sum_i scales[m * scales_stride + i] * vectors[i][j]. Each token has the
+// bits it has alone; all use a few vectors while they are in the processor's cache.
+void sum_scattered(const ScatteredRows& rows, const float* scales, std::size_t scales_stride,
+                   std::size_t tokens, float* y, ThreadPool& pool, SimdLevel level);
 
 }  // namespace flashllm

@@ -75,10 +75,10 @@ void FfnLayer::set_trace(const ActivityTrace& active, const ActivityTrace& prefe
 void FfnLayer::predict_by_gate() {
   if (options_.gate == nullptr) throw CoreError(ErrorKind::usage, "the layer has no resident gate");
   const RowFormat& format = options_.format;
-  const RowMatrix gate{options_.gate,     static_cast<std::size_t>(options_.num_neurons),
-                       format.d_model,    vector_nbytes(format.codec, format.d_model),
-                       format.codec,      nullptr,
-                       options_.gate_bias};
+  const RowMatrix gate{options_.gate,      static_cast<std::size_t>(options_.num_neurons),
+                       format.d_model,     vector_nbytes(format.codec, format.d_model),
+                       format.codec,       nullptr,
+                       options_.gate_bias, format.inputs};
   predictor_ = std::make_unique<GatePredictor>(gate, options_.activation);
 }
 
@@ -351,7 +351,8 @@ template <typename VectorOf>
 void FfnLayer::dots(const float* x, const VectorOf& vector_of, const float* bias, Activation activation) {
   vectors_.clear();
   for (const std::int32_t neuron : ids_) vectors_.push_back(vector_of(neuron));
-  dot_scattered({vectors_.data(), vectors_.size(), options_.format.d_model, options_.format.codec}, x,
+  const RowFormat& format = options_.format;
+  dot_scattered({vectors_.data(), vectors_.size(), format.d_model, format.codec, format.inputs}, x,
                 ids_.data(), bias, activation, gathered_.data(), pool_, options_.simd);
 }
 

@@ -429,7 +429,7 @@ void Model::feed_oracle(std::size_t layer, const Part& part, const float* x) {
       rows.push_back(block.rows + i * rows_.stride + rows_.driver());
       ids.push_back(static_cast<std::int32_t>(block.first_row + i));
     }
-    const ScatteredRows scattered{rows.data(), count, width, rows_.codec};
+    const ScatteredRows scattered{rows.data(), count, width, rows_.codec, rows_.inputs};
     for (std::size_t t = 0; t < part.count; ++t) {
       dot_scattered(scattered, x + t * width, ids.data(), driver_bias, activation(layer), values.data(),
                     pool_, level_);

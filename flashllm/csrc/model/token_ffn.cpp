@@ -16,7 +16,7 @@ void TokenFfn::begin(const float* x, std::size_t tokens, Activation activation, 
                      const ScalePlane* plane) {
   plane_ = plane;
   next_ = 0;
-  x_ = x;
+  x_.set(x, tokens, format_.d_model, format_.inputs);
   y_ = y;
   tokens_ = tokens;
   activation_ = activation;
@@ -34,7 +34,7 @@ void TokenFfn::add(const std::byte* rows, std::size_t count, const float* up_bia
                  ? format_.matrix(rows, count, format_.driver())
                  : RowMatrix{
                        gate,          count,   format_.d_model, vector_nbytes(format_.codec, format_.d_model),
-                       format_.codec, nullptr, nullptr};
+                       format_.codec, nullptr, nullptr,         format_.inputs};
     driver.bias = gate_bias;
   }
   // 1. What the neurons are worth to each token.
@@ -45,25 +45,20 @@ void TokenFfn::add(const std::byte* rows, std::size_t count, const float* up_bia
   // 2. Their columns, in the order of ids.
   columns_.resize(count);
   for (std::size_t i = 0; i < count; ++i) columns_[i] = rows + i * format_.stride + format_.down;
-  if (plane_ != nullptr) {
-    ids_.resize(count);
-    std::iota(ids_.begin(), ids_.end(), next_);
-    next_ += static_cast<std::int32_t>(count);
+  if (plane_ == nullptr) {
+    sum_scattered({columns_.data(), count, format_.d_model, format_.down_codec}, h_.data(), count, tokens_,
+                  y_, pool_, level_);
+    return;
   }
+  ids_.resize(count);
+  std::iota(ids_.begin(), ids_.end(), next_);
+  next_ += static_cast<std::int32_t>(count);
   const std::size_t together = tokens_ == 1 ? count : kSummedTogether;
   for (std::size_t i = 0; i < count; i += together) {
-    const std::size_t n = std::min(together, count - i);
-    for (std::size_t t = 0; t < tokens_; ++t) {
-      const float* h = h_.data() + t * count + i;
-      float* y = y_ + t * format_.d_model;
-      if (plane_ != nullptr)
-        sum_scattered(PlaneColumns{columns_.data() + i, ids_.data() + i, n, format_.d_model,
-                                   format_.down_codec, plane_},
-                      h, y, pool_, level_);
-      else
-        sum_scattered(ScatteredRows{columns_.data() + i, n, format_.d_model, format_.down_codec}, h, y, pool_,
-                      level_);
-    }
+    const PlaneColumns columns{columns_.data() + i, ids_.data() + i,    std::min(together, count - i),
+                               format_.d_model,     format_.down_codec, plane_};
+    for (std::size_t t = 0; t < tokens_; ++t)
+      sum_scattered(columns, h_.data() + t * count + i, y_ + t * format_.d_model, pool_, level_);
   }
 }
 
@@ -72,12 +67,11 @@ void TokenFfn::activations(const RowMatrix& driver, const RowMatrix* up, std::si
   for (std::size_t r = begin; r < end; r += kTogether) {
     const std::size_t n = std::min(kTogether, end - r);
     for (std::size_t t = 0; t < tokens_; ++t) {
-      const float* x = x_ + t * format_.d_model;
       float* h = h_.data() + t * driver.rows + r;
-      dot_block(driver, r, n, x, h, level_);
+      dot_block(driver, r, n, x_, t, h, level_);
       activate(activation_, 0.0F, h, n);
       if (up == nullptr) continue;
-      dot_block(*up, r, n, x, gathered, level_);
+      dot_block(*up, r, n, x_, t, gathered, level_);
       activate(activation_.of_up(), 0.0F, gathered, n);
       for (std::size_t i = 0; i < n; ++i) h[i] *= gathered[i];
     }

@@ -33,7 +33,7 @@ class TokenFfn {
   const RowFormat format_;
   ThreadPool& pool_;
   const SimdLevel level_;
-  const float* x_ = nullptr;
+  RowInputs x_;
   float* y_ = nullptr;
   std::size_t tokens_ = 0;
   Activation activation_;

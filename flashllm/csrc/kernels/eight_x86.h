@@ -1,0 +1,58 @@
+// Eight floats in half a register of AVX-512 or a whole one of AVX2, for row_codecs_int8_impl.h. Included by
+// each kernels_<level>.cpp of x86, in its namespace.
+
+struct Eight {
+  __m256 v;
+
+  static Eight zero() { return {_mm256_setzero_ps()}; }
+  static Eight set(float value) { return {_mm256_set1_ps(value)}; }
+  static Eight load(const float* p) { return {_mm256_loadu_ps(p)}; }
+  void store(float* p) const { _mm256_storeu_ps(p, v); }
+
+  // 8 / kRepeat halves, each for kRepeat lanes
+  template <std::size_t kRepeat>
+  static Eight load_halves(const std::uint16_t* p) {
+    static_assert(kRepeat == 1 || kRepeat == 2);
+    if constexpr (kRepeat == 1)
+      return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+    const __m128i four = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtph_ps(_mm_unpacklo_epi16(four, four))};
+  }
+
+  float sum() const {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+  }
+
+  // The products of 32 codes with 32 bytes, summed by fours. A sum of two fits 16 bits: 2 * 128 * 127.
+  template <std::size_t kBits>
+  static Eight dot_unit(const std::uint8_t* codes, const std::int8_t* x) {
+    __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+    __m256i magnitudes;
+    if constexpr (kBits == 8) {
+      const __m256i weights = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+      magnitudes = _mm256_abs_epi8(weights);
+      bytes = _mm256_sign_epi8(bytes, weights);
+    } else {
+      const __m256i twice =
+          _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+      const __m256i both = _mm256_srlv_epi32(twice, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
+      magnitudes = _mm256_and_si256(both, _mm256_set1_epi8(15));
+    }
+    return {_mm256_cvtepi32_ps(sum_by_fours(magnitudes, bytes))};
+  }
+
+ private:
+  static __m256i sum_by_fours(__m256i magnitudes, __m256i bytes) {
+#if defined(__AVX512VNNI__)
+    return _mm256_dpbusd_epi32(_mm256_setzero_si256(), magnitudes, bytes);
+#else
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(magnitudes, bytes), _mm256_set1_epi16(1));
+#endif
+  }
+};
+
+inline Eight fma(Eight a, Eight b, Eight c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline Eight operator+(Eight a, Eight b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline Eight operator*(Eight a, Eight b) { return {_mm256_mul_ps(a.v, b.v)}; }

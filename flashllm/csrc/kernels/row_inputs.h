@@ -1,0 +1,83 @@
+// The inputs of products with vectors of weights: fp32 values, and their codes of 8 bits where products want
+// them (row_codecs.h).
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "kernels/row_codecs.h"
+
+namespace flashllm {
+
+class RowInputs {
+ public:
+  RowInputs() = default;
+  // x [tokens, length]; keeps the pointer.
+  RowInputs(const float* x, std::size_t tokens, std::size_t length, InputForm form) {
+    set(x, tokens, length, form);
+  }
+
+  void set(const float* x, std::size_t tokens, std::size_t length, InputForm form) {
+    x_ = x;
+    length_ = length;
+    units_ = 0;
+    if (form == InputForm::f32) return;
+    units_ = (length + kCodeUnit - 1) / kCodeUnit;
+    units_ = (units_ + kUnitsTogether - 1) / kUnitsTogether * kUnitsTogether;
+    codes_.assign(tokens * units_ * kCodeUnit, 0);
+    scales_.assign(tokens * units_, 0.0F);
+    sums_.assign(tokens * units_, 0.0F);
+    for (std::size_t t = 0; t < tokens; ++t)
+      for (std::size_t first = 0; first < length; first += kCodeUnit)
+        encode(x + t * length + first, length - first < kCodeUnit ? length - first : kCodeUnit,
+               t * units_ + first / kCodeUnit);
+  }
+
+  const float* floats(std::size_t token) const { return x_ + token * length_; }
+  bool has_codes() const { return units_ != 0; }
+  Int8Inputs codes(std::size_t token) const {
+    const std::size_t first = token * units_;
+    return {codes_.data() + first * kCodeUnit, scales_.data() + first, sums_.data() + first};
+  }
+
+ private:
+  static constexpr std::size_t kUnitsTogether = 8;
+  static constexpr float kMost = 127.0F;
+  static constexpr float kTiny = 1e-30F;  // below it a reciprocal may not be finite
+
+  // Codes to the nearest, ties to even. What is not finite makes the unit's sums not a number.
+  void encode(const float* x, std::size_t n, std::size_t unit) {
+    float largest = 0.0F, finite = 0.0F;
+    for (std::size_t i = 0; i < n; ++i) {
+      const float magnitude = std::fabs(x[i]);
+      largest = magnitude > largest ? magnitude : largest;
+      finite += x[i] * 0.0F;  // 0, or not a number
+    }
+    if (!(finite == 0.0F)) {
+      scales_[unit] = sums_[unit] = std::numeric_limits<float>::quiet_NaN();
+      return;
+    }
+    if (largest < kTiny) return;
+    constexpr float kRounding = 12582912.0F;  // 1.5 * 2^23: adding it leaves no fraction
+    const float by = kMost / largest;
+    std::int8_t* codes = codes_.data() + unit * kCodeUnit;
+    int total = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+      const int code = static_cast<int>((x[i] * by + kRounding) - kRounding);
+      codes[i] = static_cast<std::int8_t>(code);
+      total += code;
+    }
+    scales_[unit] = largest / kMost;
+    sums_[unit] = scales_[unit] * static_cast<float>(total);
+  }
+
+  const float* x_ = nullptr;
+  std::size_t length_ = 0, units_ = 0;
+  std::vector<std::int8_t> codes_;
+  std::vector<float> scales_, sums_;
+};
+
+}  // namespace flashllm

@@ -1,0 +1,100 @@
+"""Products of weights in groups with inputs in 8 bits: what the rule says, the same bits at every level and place."""
+
+import numpy as np
+import pytest
+
+from flashllm import _core
+from flashllm.base.group_codes import GROUP_CODES
+
+LEVELS = ("scalar", "avx2", "avx512", "avx512_bf16")
+BEST = _core.best_simd_level()
+CODES = sorted(GROUP_CODES)
+LENGTHS = (32, 33, 64, 100, 256, 300, 1024)
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def products(name, rows, x, *, level="auto", threads=1, inputs="int8"):
+    linear = _core.Linear(rows, None, "float32", _core.ThreadPool(threads), level, name, x.shape[1], inputs)
+    out = np.empty((len(x), len(rows)), np.float32)
+    linear.forward(x, out)
+    return out
+
+
+def in_8_bits(x):
+    """What inputs [n, length] are rounded to: units of 32, each with its scale."""
+    n, length = x.shape
+    units = np.zeros((n, -(-length // 32), 32), np.float64)
+    units.reshape(n, -1)[:, :length] = x
+    largest = np.abs(units).max(axis=2, keepdims=True)
+    by = np.float32(127) / np.where(largest == 0, 1, largest).astype(np.float32)
+    codes = np.rint(units.astype(np.float32) * by)
+    return (codes * (largest / 127)).reshape(n, -1)[:, :length]
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_products_are_those_of_the_codes(name):
+    code = GROUP_CODES[name]
+    for length in LENGTHS:
+        rows = code.encode(random(21, length, seed=length))
+        x = random(3, length, seed=1)
+        weights = code.decode(rows, length).astype(np.float64)
+        found = products(name, rows, x)
+        np.testing.assert_allclose(found, in_8_bits(x) @ weights.T, rtol=0, atol=2e-5 * np.sqrt(length))
+        exact = products(name, rows, x, inputs="float32")
+        assert np.abs(found - exact).max() < 0.05 * np.sqrt(length)
+        assert not np.array_equal(found, exact)
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_every_level_has_the_same_bits(name):
+    levels = LEVELS[: LEVELS.index(BEST) + 1]
+    for length in LENGTHS:
+        rows = GROUP_CODES[name].encode(random(19, length, seed=length))
+        x = random(2, length, seed=2) * np.float32(10) ** random(1, length, seed=3)
+        first, *others = (products(name, rows, x, level=level) for level in levels)
+        for other in others:
+            np.testing.assert_array_equal(first, other)
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_bits_depend_on_no_neighbour_and_no_thread(name):
+    rows = GROUP_CODES[name].encode(random(50, 96))
+    x = random(4, 96, seed=4)
+    whole = products(name, rows, x)
+    np.testing.assert_array_equal(whole, products(name, rows, x, threads=3))
+    for i in range(0, 50, 7):
+        np.testing.assert_array_equal(whole[1:2, i : i + 1], products(name, rows[i : i + 1], x[1:2]))
+
+
+def test_the_largest_codes_and_inputs_do_not_overflow():
+    for name in CODES:
+        code = GROUP_CODES[name]
+        for sign in (1, -1):
+            rows = code.encode(np.full((2, 64), -8 * sign, np.float32))
+            x = np.full((1, 64), 127 * sign, np.float32)
+            assert products(name, rows, x)[0, 0] == pytest.approx(-64 * 8 * 127, rel=1e-3)
+
+
+def test_zeros_tiny_and_broken_inputs():
+    rows = GROUP_CODES["int4_32_min"].encode(random(4, 96))
+    x = np.zeros((1, 96), np.float32)
+    assert not products("int4_32_min", rows, x).any()
+    x[:] = 1e-38
+    assert np.abs(products("int4_32_min", rows, x)).max() < 1e-30
+    for bad in (np.nan, np.inf, -np.inf):
+        x[0, 40] = bad
+        assert np.isnan(products("int4_32_min", rows, x)).all()
+
+
+def test_wide_weights_and_bf12_take_fp32():
+    x, weight = random(1, 64), random(4, 64)
+    found = [np.empty((1, 4), np.float32) for _ in range(2)]
+    for out, inputs in zip(found, ("int8", "float32"), strict=True):
+        linear = _core.Linear(weight, None, "float32", _core.ThreadPool(1), "auto", None, None, inputs)
+        linear.forward(x, out)
+    np.testing.assert_array_equal(*found)
+    with pytest.raises(ValueError, match="unknown form of inputs"):
+        _core.Linear(weight, None, "float32", _core.ThreadPool(1), "auto", None, None, "int7")
