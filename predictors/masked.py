@@ -24,7 +24,7 @@ from flashllm.engine.meter import Meter
 from flashllm.engine.model import Model
 from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest, predictor_ranks
-from flashllm.format.predictors import PREFETCH
+from flashllm.format.predictors import FACTOR_CODE, PREFETCH
 from flashllm.format.safetensors import read_header
 from flashllm.plan.memory import KV_BLOCK_TOKENS
 
@@ -167,14 +167,16 @@ def load_predictors(path: Path, manifest: Any) -> list[LayerPredictor]:
     layers = len(ranks)
     tensors = load_file(path)
 
-    def factor(name: str) -> torch.Tensor:
+    def factor(name: str, columns: int) -> torch.Tensor:
+        if tensors[name].dtype == torch.uint8:
+            return torch.from_numpy(FACTOR_CODE.decode(tensors[name].numpy(), columns))
         scale = tensors.get(f"{name}_scale")
         return tensors[name].float() if scale is None else tensors[name].float() * scale.float()[:, None]
 
     return [
         LayerPredictor(
-            a=factor(f"layers.{layer}.a"),
-            b=factor(f"layers.{layer}.b"),
+            a=factor(f"layers.{layer}.a", manifest.rows.d_model),
+            b=factor(f"layers.{layer}.b", ranks[layer]),
             bias=tensors[f"layers.{layer}.bias"],
             threshold=float(tensors[f"layers.{layer}.threshold"]),
         )

@@ -62,7 +62,7 @@ _CUSTOM = re.compile(r"(\d+)(?::(\d+)x(\d+))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoRanks:
-    """Ranks by the rule of `auto_rank`, times `scale`, and twice as large where weights have 8 bits: equal bytes."""
+    """Ranks by the rule of `auto_rank`, times `scale`, and larger where weights have fewer bits: equal bytes."""
 
     scale: float = 1.0
 

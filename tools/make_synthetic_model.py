@@ -35,7 +35,7 @@ from flashllm.convert.run import convert_checkpoint
 from flashllm.format.manifest import Manifest, install_file, install_predictors
 from flashllm.format.model_files import FFN, PREDICTOR_METADATA, TRACE
 from flashllm.format.popularity import install_popularity
-from flashllm.format.predictors import PREFETCH, predictor_entries
+from flashllm.format.predictors import FACTOR_CODE, PREFETCH, predictor_entries
 from flashllm.format.rows import CODED_ENCODINGS
 from flashllm.format.safetensors import ITEMSIZES, TensorInfo, encode_header
 from flashllm.format.trace import Trace
@@ -111,26 +111,34 @@ def paper_ranks(num_layers: int, d_model: int) -> list[int]:
     return [max(4, d_model // (4 if layer >= num_layers - 4 else 32)) for layer in range(num_layers)]
 
 
-def write_predictors(path: Path, manifest: Manifest, seed: int, *, prefetch: bool) -> None:
-    """8-bit predictors of the paper's ranks: random factors, whose arithmetic costs what a trained one's does."""
+def write_predictors(path: Path, manifest: Manifest, seed: int, bits: int, *, prefetch: bool) -> None:
+    """Predictors of the paper's ranks, of 8 or 4 bits: random, with the arithmetic of trained ones."""
     architecture, random = manifest.architecture, np.random.default_rng(seed)
     d_model, d_ff = architecture.d_model, architecture.d_ff
     entries = []
     for layer, rank in enumerate(paper_ranks(architecture.num_layers, d_model)):
         for kind in ("", PREFETCH) if prefetch and layer > 0 else ("",):
-            entries += predictor_entries(f"layers.{layer}.{kind}", rank, d_model, d_ff, 8)
+            entries += predictor_entries(f"layers.{layer}.{kind}", rank, d_model, d_ff, bits)
     entries.sort(key=lambda entry: -ITEMSIZES[entry[1]])  # wider elements first, so that all are aligned
     metadata = {**PREDICTOR_METADATA, "made_by": f"synthetic, seed {seed}"}
     with HashingWriter(path) as writer:
         writer.write(memoryview(encode_header(entries, {**metadata, "model_sha256": manifest.files[FFN].sha256})))
         for name, dtype, shape in entries:
             values = {
+                "U8": lambda: random_factor(random, shape),  # noqa: B023
                 "I8": lambda: random.integers(-127, 128, shape, np.int8),  # noqa: B023
                 "F16": lambda: np.full(shape, 2.0**-7, "<f2"),  # noqa: B023
                 "F32": lambda: np.full(shape, float(name.endswith("threshold")), "<f4"),  # noqa: B023
             }[dtype]()
             writer.write(values.reshape(-1).view(np.uint8).data)
         writer.finish()
+
+
+def random_factor(random: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.uint8]:
+    """A factor of 4 bits, of `shape` in bytes."""
+    rows, nbytes = shape
+    columns = nbytes // FACTOR_CODE.vector_nbytes(FACTOR_CODE.group) * FACTOR_CODE.group
+    return FACTOR_CODE.encode(random.standard_normal((rows, columns), np.float32))
 
 
 def tokenizer_files(folder: Path) -> Iterator[Path]:
@@ -153,6 +161,7 @@ def main(argv: list[str] | None = None) -> int:
         "--learn-tokens", type=int, default=1000, help="tokens of another trace, from which popularity is learned"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--predictor-bits", type=int, choices=(8, 4), default=8)
     parser.add_argument("--no-early", action="store_true", help="make no predictors to prefetch by")
     add_prefetch_arguments(parser)
     args = parser.parse_args(argv)
@@ -176,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
                 source_name=NAME.format(seed=args.seed),
                 progress=bar,
             )
-        write_predictors(folder / "predictors", manifest, args.seed, prefetch=not args.no_early)
+        write_predictors(folder / "predictors", manifest, args.seed, args.predictor_bits, prefetch=not args.no_early)
         install_predictors(args.out, folder / "predictors")
     with tempfile.TemporaryDirectory() as name:
         # What is known before the first token comes from another trace of the same popularity and groups.

@@ -4,7 +4,8 @@
  2. layer N has factors `layers.N.a` [rank, d_model] and `layers.N.b` [d_ff, rank], `layers.N.bias` F32 [d_ff] and
     `layers.N.threshold` F32 [1]: neurons are active where b (a x) + bias > threshold, x being the FFN's input;
  3. the factors are F16, or I8 with a scale a row, `layers.N.a_scale` F16 [rank] and `layers.N.b_scale` F16 [d_ff]:
-    a weight is its code times its row's scale; codes are -127 to 127, scales at least 2^-14;
+    a weight is its code times its row's scale; codes are -127 to 127, scales at least 2^-14. Or they are U8, rows coded
+    as `FACTOR_CODE` says, and multiplied by inputs of 8 bits (csrc/kernels/row_codecs.h);
  4. a layer from 1 on may have a second predictor, `layers.N.early_a` and so on by the same rules: it names the active
     neurons of layer N from the FFN input of layer N - 1, so that their rows can be prefetched. Any layer may lack it;
  5. in the place of rule 2's tensors a layer of a gated FFN may have its gate in 4 bits: `layers.N.gate` U8 [d_ff, bytes
@@ -28,13 +29,15 @@ from flashllm.format.model_files import PREDICTOR_METADATA
 from flashllm.format.rows import RowLayout
 from flashllm.format.safetensors import SafetensorsHeader, encode_header
 
-BITS = (8, 16)
+BITS = (4, 8, 16)
+_DTYPES = {4: "U8", 8: "I8", 16: "F16"}  # of the factors
 PREFETCH = "early_"  # before the names of a second predictor's tensors: the format keeps the older word
 _LARGEST_CODE = 127
 _SMALLEST_SCALE = 2.0**-14  # below, fp16 has fewer digits, and coding twice would not give the same codes
 
 
 GATE_CODE = GROUP_CODES["int4_64"]  # of gates in 4 bits
+FACTOR_CODE = GROUP_CODES["int4_32"]  # of predictors' factors in 4 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,8 @@ def stored_values(matrix: NDArray[np.float32], bits: int) -> NDArray[np.float32]
     """`matrix` as a file of `bits` holds it."""
     if bits == 16:
         return matrix.astype(np.float16).astype(np.float32)
+    if bits == 4:
+        return FACTOR_CODE.decode(FACTOR_CODE.encode(matrix), matrix.shape[1])
     codes, scale = code_rows(matrix)
     return codes.astype(np.float32) * scale.astype(np.float32)[:, None]
 
@@ -125,6 +130,8 @@ def encode_predictors(
         arrays: list[NDArray[Any]]
         if bits == 16:
             arrays = [p.a.astype("<f2"), p.b.astype("<f2")]
+        elif bits == 4:
+            arrays = [FACTOR_CODE.encode(p.a), FACTOR_CODE.encode(p.b)]
         else:
             (a, a_scale), (b, b_scale) = code_rows(p.a), code_rows(p.b)
             arrays = [a, b, a_scale.astype("<f2"), b_scale.astype("<f2")]
@@ -167,7 +174,7 @@ def check_predictors_header(
             rank = first.shape[0] if first is not None and len(first.shape) == 2 else 0
             if not 0 < rank <= layout.d_model:
                 raise FormatError(f"{header.path}: {start}a must be [rank, {layout.d_model}] with a rank from 1")
-            bits = 8 if first is not None and first.dtype == "I8" else 16
+            bits = next((bits for bits, dtype in _DTYPES.items() if first is not None and first.dtype == dtype), 16)
             for entry in predictor_entries(start, rank, layout.d_model, layout.d_ff, bits):
                 _expect(header, *entry)
                 known.add(entry[0])
@@ -182,10 +189,11 @@ def predictor_entries(
     start: str, rank: int, d_model: int, d_ff: int, bits: int
 ) -> list[tuple[str, str, tuple[int, ...]]]:
     """(name, dtype, shape) of one predictor's tensors, whose names begin with `start`."""
-    dtype = "I8" if bits == 8 else "F16"
+    dtype = _DTYPES[bits]
+    columns = [FACTOR_CODE.vector_nbytes(n) if bits == 4 else n for n in (d_model, rank)]
     return [
-        (f"{start}a", dtype, (rank, d_model)),
-        (f"{start}b", dtype, (d_ff, rank)),
+        (f"{start}a", dtype, (rank, columns[0])),
+        (f"{start}b", dtype, (d_ff, columns[1])),
         *([(f"{start}a_scale", "F16", (rank,)), (f"{start}b_scale", "F16", (d_ff,))] if bits == 8 else []),
         (f"{start}bias", "F32", (d_ff,)),
         (f"{start}threshold", "F32", (1,)),

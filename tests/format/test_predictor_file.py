@@ -6,6 +6,7 @@ from safetensors.numpy import load_file
 
 from flashllm.errors import FormatError
 from flashllm.format.predictors import (
+    FACTOR_CODE,
     StoredPredictor,
     check_predictors_header,
     code_rows,
@@ -64,7 +65,14 @@ def test_a_row_too_large_for_its_scale_is_refused():
         code_rows(np.full((1, 4), 1e9, np.float32))
 
 
-@pytest.mark.parametrize("bits", [8, 16])
+def test_coding_in_4_bits_twice_gives_the_same_weights():
+    rng = np.random.default_rng(2)
+    matrix = (rng.standard_normal((300, 72)) * np.logspace(-6, 3, 300)[:, None]).astype(np.float32)
+    once = stored_values(matrix, 4)
+    assert np.array_equal(stored_values(once, 4), once)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
 def test_a_file_holds_what_was_stored_and_any_reader_reads_it(tmp_path, bits):
     predictors = [stored(0, 3), stored(1, 5), stored(1, 7, prefetch=True)]  # odd ranks: alignment is not for free
     path = write(tmp_path / "p", predictors, bits)
@@ -74,7 +82,10 @@ def test_a_file_holds_what_was_stored_and_any_reader_reads_it(tmp_path, bits):
     for p in predictors:
         name = f"layers.{p.layer}.{'early_' if p.prefetch else ''}"
         for factor in "ab":
-            values = tensors[name + factor].astype(np.float32)
+            values = tensors[name + factor]
+            if bits == 4:
+                values = FACTOR_CODE.decode(values, getattr(p, factor).shape[1])
+            values = values.astype(np.float32)
             if bits == 8:
                 values *= tensors[f"{name}{factor}_scale"].astype(np.float32)[:, None]
             assert np.array_equal(values, stored_values(getattr(p, factor), bits))

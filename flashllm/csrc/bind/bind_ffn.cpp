@@ -174,11 +174,12 @@ class PyFfnLayer {
   void set_predictor(const AnyArray& a, const AnyArray& b, const FloatArray& bias, float threshold,
                      const std::optional<AnyArray>& a_scale, const std::optional<AnyArray>& b_scale,
                      std::shared_ptr<PyPrefetch> prefetch) {
-    require(a.ndim() == 2 && b.ndim() == 2 && a.shape(0) == b.shape(1) && a.shape(1) == layer_->width() &&
-                b.shape(0) == bias.shape(0) && b.shape(0) == static_cast<std::size_t>(layer_->num_neurons()),
+    require(a.ndim() == 2 && b.ndim() == 2 && b.shape(0) == bias.shape(0) &&
+                b.shape(0) == static_cast<std::size_t>(layer_->num_neurons()),
             "predictor factors do not fit the layer");
-    auto predictor = std::make_unique<LowRankPredictor>(factor_of(a, a_scale, nullptr),
-                                                        factor_of(b, b_scale, bias.data()), threshold);
+    auto predictor =
+        std::make_unique<LowRankPredictor>(factor_of(a, a_scale, nullptr, layer_->width()),
+                                           factor_of(b, b_scale, bias.data(), a.shape(0)), threshold);
     PredictorArrays& kept = prefetch == nullptr ? predictor_arrays_ : prefetch_arrays_;
     if (prefetch == nullptr) {
       layer_->set_predictor(std::move(predictor));
@@ -329,15 +330,20 @@ class PyFfnLayer {
     kernels_->from_f32(y_.data(), y_.size(), at_address<std::byte>(y) + token * y_.size() * element_nbytes_);
   }
 
-  static RowMatrix factor_of(const AnyArray& array, const std::optional<AnyArray>& scale, const float* bias) {
+  // A predictor's factor [rows, columns]: floats, codes of 8 bits, or bytes of 4-bit groups.
+  static RowMatrix factor_of(const AnyArray& array, const std::optional<AnyArray>& scale, const float* bias,
+                             std::size_t columns) {
     const bool codes = array.dtype() == nb::dtype<std::int8_t>();
+    const bool groups = array.dtype() == nb::dtype<std::uint8_t>();
     require(codes == scale.has_value(), "8-bit predictor factors need scales, and others have none");
     RowMatrix matrix;
-    matrix.codec = codes ? RowCodec::int8 : codec_of(dtype_of(array));
+    matrix.codec = groups ? RowCodec::int4_32 : codes ? RowCodec::int8 : codec_of(dtype_of(array));
+    if (groups) matrix.inputs = InputForm::int8;
     matrix.data = static_cast<const std::byte*>(array.data());
     matrix.rows = array.shape(0);
-    matrix.columns = array.shape(1);
+    matrix.columns = columns;
     matrix.stride = vector_nbytes(matrix.codec, matrix.columns);
+    require(array.shape(1) * array.itemsize() == matrix.stride, "predictor factors do not fit the layer");
     matrix.bias = bias;
     if (codes) {
       require(scale->ndim() == 1 && scale->shape(0) == array.shape(0) && dtype_of(*scale) == Dtype::f16,
