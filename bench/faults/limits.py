@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import IO, Any
@@ -37,7 +38,7 @@ ON_DISK = {"wg": 0.0, "wc": 0.0, "wd": 1.0, "cg": 0.0, "cc": 0.0, "cd": 1.0, "hg
 CONTEXT = 256  # tokens
 ABOVE, BELOW = 1.02, 0.95
 TOO_LITTLE = 1_000_000  # bytes
-CLIENTS, REQUESTS = 8, 24
+CLIENTS = 8
 START_S, ANSWER_S = 600, 900
 # What the server's allocator and its caches may still take after the first tenth of the requests.
 MOST_GROWTH = 1_000_000  # bytes in 100 turns or requests
@@ -67,13 +68,13 @@ def run(command: list[str], limit: int) -> Ended:
 
 
 def refusal(command: list[str], limit: int) -> str:
-    """The one line by which `command` refuses this limit."""
+    """The one line by which `command` refuses this limit; empty where it runs."""
     done = subprocess.run(
         [*command, "--memory", str(limit)], capture_output=True, text=True, check=False, timeout=START_S
     )
-    if done.returncode != 1:
+    if done.returncode not in (0, 1):
         raise RuntimeError(f"{' '.join(command)} under {limit} bytes: status {done.returncode}: {done.stderr[-500:]}")
-    return done.stderr.splitlines()[-1]
+    return done.stderr.splitlines()[-1] if done.returncode else ""
 
 
 def said_need(command: list[str]) -> int:
@@ -86,16 +87,19 @@ def said_need(command: list[str]) -> int:
 
 
 def job_need(command: list[str]) -> int:
-    """As `said_need`, of a batch job, whose refusals say what is short of the memory left for the model."""
-    taken = re.search(r"libraries \((.*?), and (.*?) for", refusal(command, TOO_LITTLE))
-    assert taken is not None
+    """As `said_need`, of a batch job, whose refusals say what is short of the memory left for the model: first for its
+    weights, then for its sequences, in three digits."""
+    line = refusal(command, TOO_LITTLE)
+    taken = re.search(r"libraries \((.*?), and (.*?) for", line)
+    if taken is None:
+        raise RuntimeError(f"no numbers in: {line}")
     limit = sum(parse_size(each) for each in taken.groups()) + TOO_LITTLE
-    for _ in range(2):
-        found = re.search(r"need (\S+ \wB) of memory, and (\S+ k?M?G?B) is the limit", refusal(command, limit))
-        assert found is not None
-        short = parse_size(found[1]) - parse_size(found[2])
-        limit += short - TOO_LITTLE
-    return limit + TOO_LITTLE
+    while line := refusal(command, limit):
+        found = re.search(r"need (\S+ [kMG]?B) of memory, and (\S+ [kMG]?B) is the limit", line)
+        if found is None:
+            raise RuntimeError(f"no numbers in: {line}")
+        limit += max(TOO_LITTLE, parse_size(found[1]) - parse_size(found[2]))
+    return limit
 
 
 def generate_command(model: str) -> list[str]:
@@ -106,7 +110,6 @@ def job_command(model: str, folder: Path) -> list[str]:
     """A batch job with everything on disk."""
     (folder / "in.jsonl").write_text(json.dumps({"custom_id": "a", "prompt": [5, 6, 7, 8], "max_tokens": 3}) + "\n")
     (folder / "policy.json").write_text(json.dumps({"gpu_batch": 1, "num_batches": 1, **ON_DISK}))
-    (folder / "out.jsonl").unlink(missing_ok=True)
     return [*FLASHLLM, "offload", "run", model, "-i", f"{folder}/in.jsonl", "-o", f"{folder}/out.jsonl",
             "--policy", f"{folder}/policy.json", "--scratch", f"{folder}/scratch"]  # fmt: skip
 
@@ -138,7 +141,7 @@ def served(command: list[str], said: IO[bytes]) -> Iterator[tuple[subprocess.Pop
 def ask(port: int, prompt: str, tokens: int) -> int:
     """The status of a request."""
     with closing(HTTPConnection("127.0.0.1", port, timeout=ANSWER_S)) as connection:
-        body = json.dumps({"model": "x", "prompt": prompt, "max_tokens": tokens, "temperature": 0})
+        body = json.dumps({"prompt": prompt, "max_tokens": tokens, "temperature": 0})
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         response.read()
@@ -191,27 +194,33 @@ def both_sides(
     )  # fmt: skip
 
 
-def need(models: list[str], verbs: list[str]) -> Iterator[tuple[Row, str]]:
+def need(models: list[str], verbs: list[str], load: int) -> Iterator[tuple[Row, str]]:
     """Every verb of every model."""
+
+    def limited(command: list[str], made: Path | None = None) -> Callable[[int], Ended]:
+        """`command` under a limit; `made`: a file that must not be there before."""
+
+        def attempt(limit: int) -> Ended:
+            if made is not None:
+                made.unlink(missing_ok=True)
+            return run([*command, "--memory", str(limit)], limit)
+
+        return attempt
+
     for model in models:
-        name = Path(model).resolve().name
+        name = Path(model).absolute().name
         if "generate" in verbs:
             command = generate_command(model)
-            limited = lambda limit, command=command: run([*command, "--memory", str(limit)], limit)  # noqa: E731
-            yield from both_sides(f"{name}, generate,", said_need(command), limited, limited)
+            yield from both_sides(f"{name}, generate,", said_need(command), limited(command), limited(command))
         if "offload" in verbs:
             with tempfile.TemporaryDirectory() as folder:
                 command = job_command(model, Path(folder))
-                limited = lambda limit, command=command: run([*command, "--memory", str(limit)], limit)  # noqa: E731
-                yield from both_sides(f"{name}, offload run,", job_need(command), limited, limited)
+                attempt = limited(command, Path(folder) / "out.jsonl")
+                yield from both_sides(f"{name}, offload run,", job_need(command), attempt, attempt)
         if "serve" in verbs:
             command = serve_command(model)
-            yield from both_sides(
-                f"{name}, a server under load,",
-                said_need(command),
-                lambda limit, model=model: under_load(model, limit, REQUESTS),  # type: ignore[misc]
-                lambda limit, command=command: run([*command, "--memory", str(limit)], limit),  # type: ignore[misc]
-            )
+            loaded = partial(under_load, model, requests=load)
+            yield from both_sides(f"{name}, a server under load,", said_need(command), loaded, limited(command))
 
 
 class Conversation:
@@ -341,11 +350,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="model directories")
     parser.add_argument("--verbs", nargs="*", choices=("generate", "offload", "serve"),
                         default=["generate", "offload", "serve"])  # fmt: skip
+    parser.add_argument("--load", type=int, default=24, help="requests to a server under load (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--requests", type=int, default=1000)
     args = parser.parse_args(argv)
     if args.what == "need":
-        rows = need(args.models, args.verbs)
+        rows = need(args.models, args.verbs, args.load)
     elif args.what == "lower":
         rows = lower(args.models[0])
     else:

@@ -30,7 +30,7 @@ COMMANDS = {
     "commands": ["tests/faults/mutations.py", "--command", "500"],
     "handmade": ["tests/faults/mutations.py", "--handmade"],
     "limits": ["bench/faults/limits.py", "need", DEMO],
-    "large": ["bench/faults/limits.py", "need", "OPT-1.3B", "OPT-6.7B"],
+    "large": ["bench/faults/limits.py", "need", "OPT-1.3B", "OPT-6.7B", "--load", "8"],
     "lowered": ["bench/faults/limits.py", "lower", DEMO],
     "flat": ["bench/faults/limits.py", "flat", DEMO],
 }
@@ -63,7 +63,8 @@ def run_defects() -> list[Row]:
 
 def rows_of(part: str, document: dict[str, Any]) -> list[Row]:
     """A script's document as rows."""
-    command = shlex.join(["python", *COMMANDS[part]])
+    script, *arguments = COMMANDS[part]
+    command = shlex.join(["python", script, *document.get("arguments", arguments)])
     if part not in ("calls", "sampled"):
         keys = ("fault", "tried", "survived")
         return [{**{key: row[key] for key in keys}, "command": command} for row in document["table"]]

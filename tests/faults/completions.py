@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
                           "survived": results["right"] + results["error"], **results})  # fmt: skip
             print(json.dumps(table[-1]), file=sys.stderr, flush=True)
     bad = sum(row["tried"] - row["survived"] for row in table)
-    print(json.dumps({"bad": bad, "table": table}))
+    print(json.dumps({"bad": bad, "table": table, "arguments": sys.argv[1:]}))
     return 1 if bad else 0
 
 

@@ -205,7 +205,7 @@ def main() -> int:
         print(json.dumps(row), file=sys.stderr)
     counts = Counter((row["operation"], row["fault"], row["verdict"]) for row in rows)
     table = [[*key, count] for key, count in sorted(counts.items())]
-    print(json.dumps({"trials": len(rows), "bad": len(bad), "table": table}))
+    print(json.dumps({"trials": len(rows), "bad": len(bad), "table": table, "arguments": sys.argv[1:-4]}))
     return 1 if bad else 0
 
 

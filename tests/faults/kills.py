@@ -315,7 +315,7 @@ def main(argv: list[str] | None = None) -> int:
                  "survived": results["whole"], "changes_lost": lost}
             )  # fmt: skip
             print(json.dumps(table[-1]), file=sys.stderr, flush=True)
-    print(json.dumps({"bad": len(problems), "table": table, "problems": problems}))
+    print(json.dumps({"bad": len(problems), "table": table, "problems": problems, "arguments": sys.argv[1:-4]}))
     return 1 if problems else 0
 
 

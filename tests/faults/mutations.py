@@ -251,6 +251,7 @@ def main(argv: list[str] | None = None) -> int:
         "bad": sum(each["bad"] for each in results),
         "table": [row for each in results for row in each["table"]],
         "problems": [problem for each in results for problem in each["problems"]],
+        "arguments": sys.argv[1:],
     }
     print(json.dumps(merged))
     return 1 if merged["bad"] else 0
