@@ -1,6 +1,7 @@
 """Files as bytes: exact positional reads and writes, hashes, durability, and keeping out of the page cache.
 
-Knows nothing of tensors or of the model format. Every read is a plain `pread`: nothing here maps a file.
+Knows nothing of tensors or of the model format. Every read is a plain `pread`: nothing here maps a file. One that
+never ends (a drive that is gone, a server that does not answer) is an error after a minute.
 Whatever is read or written once is dropped from the page cache, so that a conversion of 100 GB does not evict
 what the user had cached.
 """
@@ -11,7 +12,9 @@ import fcntl
 import hashlib
 import json
 import os
+import queue
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +24,8 @@ from flashllm.errors import FlashIOError, FormatError, UsageError
 
 CHUNK_NBYTES = 8 * 2**20  # one read or write; large enough for full sequential speed, small beside any limit
 _SYNC_NBYTES = 64 * 2**20  # dirty pages cannot be dropped, so they are forced out this often
+_STEP_NBYTES = 4 * 2**20  # one system call; a drive that works ends it long before PATIENCE_S
+PATIENCE_S = 60.0  # for one system call, as for the native reader's (csrc/io/reader.h)
 _JSON_DEPTH_ERROR = "is nested too deeply"
 _MAX_JSON_VALUES = 2_000_000  # a value takes up to 100 bytes of memory, and as little as 3 of the file
 
@@ -70,15 +75,67 @@ def is_there(path: Path) -> bool:
     return True
 
 
+class _Caller:
+    """A thread that makes system calls for others, and is left behind with one that does not return.
+
+    The kernel takes no call back. What the call may still change lives as long as it does.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], int], queue.SimpleQueue[int | BaseException]] | None]
+        self._calls = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="flashllm reads", daemon=True).start()
+
+    def call(self, function: Callable[[], int]) -> int:
+        """What `function` returns or raises; queue.Empty where it has done neither after PATIENCE_S."""
+        result: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
+        self._calls.put((function, result))
+        try:
+            found = result.get(timeout=PATIENCE_S)
+        except BaseException:  # ctrl-C too
+            self._calls.put(None)
+            raise
+        _idle_callers.append(self)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _serve(self) -> None:
+        while (wanted := self._calls.get()) is not None:
+            function, result = wanted
+            try:
+                result.put(function())
+            except BaseException as error:
+                result.put(error)
+            del wanted, function, result  # the buffer is its owner's again
+
+
+_idle_callers: list[_Caller] = []
+os.register_at_fork(after_in_child=_idle_callers.clear)  # their threads are the parent's
+
+
+def _pread(fd: int, buffer: memoryview, offset: int) -> int:
+    try:
+        caller = _idle_callers.pop()
+    except IndexError:
+        caller = _Caller()
+    return caller.call(lambda: os.preadv(fd, [buffer], offset))
+
+
 def pread_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fill `buffer` (bytes) from `offset`. FormatError where the file ends before, FlashIOError where a read fails."""
+    """Fill `buffer` (bytes) from `offset`. FormatError where the file ends before, FlashIOError where a read fails, or
+    does not end within PATIENCE_S."""
     done = 0
     while done < len(buffer):
+        part = buffer[done : done + _STEP_NBYTES]
         try:
-            count = os.preadv(fd, [buffer[done:]], offset + done)
+            count = _pread(fd, part, offset + done)
         except OSError as error:
             message = f"{path}: reading {len(buffer) - done} bytes at {offset + done} failed: {error.strerror}"
             raise FlashIOError(message) from error
+        except queue.Empty:
+            message = f"{path}: a read of {len(part)} bytes at {offset + done} did not end within {PATIENCE_S:g} s"
+            raise FlashIOError(f"{message}; check the drive") from None
         if count == 0:
             raise FormatError(f"{path}: the file ends at byte {offset + done}, {len(buffer) - done} bytes too early")
         done += count

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from flashllm.errors import FormatError
 from flashllm.format.manifest import Manifest, install_file
 from flashllm.format.model_files import POPULARITY
-from flashllm.format.safetensors import encode_header, read_header
+from flashllm.format.safetensors import encode_header, open_safetensors
 from flashllm.format.trace import Stream, Trace, unpack_bits
 
 Popularity = NDArray[np.float32]  # [layers, d_ff]
@@ -45,12 +45,14 @@ def read_popularity(directory: Path, manifest: Manifest) -> Popularity | None:
     if POPULARITY not in manifest.files:
         return None
     path = Path(directory) / POPULARITY
-    header = read_header(path)
     shape = (manifest.architecture.num_layers, manifest.rows.d_ff)
-    tensor = header.tensors.get(_TENSOR)
-    if tensor is None or tensor.dtype != "F32" or tensor.shape != shape:
-        raise FormatError(f"{path}: must hold {_TENSOR}, F32 {list(shape)}; remove the file from the model directory")
-    shares = np.fromfile(path, np.float32, count=shape[0] * shape[1], offset=tensor.offset).reshape(shape)
+    shares = np.empty(shape, np.float32)
+    with open_safetensors(path) as file:
+        tensor = file.header.tensors.get(_TENSOR)
+        if tensor is None or tensor.dtype != "F32" or tensor.shape != shape:
+            message = f"{path}: must hold {_TENSOR}, F32 {list(shape)}; remove the file from the model directory"
+            raise FormatError(message)
+        file.read_into(tensor, 0, memoryview(shares).cast("B"))
     if not ((shares >= 0) & (shares <= 1)).all():
         raise FormatError(f"{path}: holds shares outside 0 to 1; the model directory is damaged")
     return shares

@@ -2,9 +2,15 @@
 
 import hashlib
 import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 
+from flashllm.base import files
 from flashllm.base.files import (
     HashingWriter,
     iterate_chunks,
@@ -53,6 +59,69 @@ def test_a_failing_read_names_file_and_offset(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(FlashIOError, match=r"f: reading 4 bytes at 0 failed: Input/output error"):
         list(iterate_chunks(path))
+
+
+@pytest.fixture
+def hanging(monkeypatch):
+    """From now on reads at offset 4096 wait for a pipe into which nobody writes."""
+    reading, writing = os.pipe()
+    preadv = os.preadv
+
+    def hang(fd, buffers, offset):
+        return os.readv(reading, buffers) if offset == 4096 else preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", hang)
+    yield
+    os.close(writing)  # the thread that was left behind ends
+    os.close(reading)
+
+
+def test_a_read_that_never_ends_is_an_error_and_the_next_one_works(tmp_path, monkeypatch, hanging):
+    path = tmp_path / "f"
+    path.write_bytes(bytes(8192))
+    monkeypatch.setattr(files, "PATIENCE_S", 0.2)
+    fd = open_for_reading(path)
+    try:
+        with pytest.raises(FlashIOError, match=r"f: a read of 100 bytes at 4096 did not end within 0.2 s; check"):
+            pread_bytes(fd, 100, 4096, path)
+        assert pread_bytes(fd, 100, 0, path) == bytes(100)
+    finally:
+        os.close(fd)
+
+
+def test_ctrl_c_ends_a_read_that_never_ends(tmp_path, hanging):
+    path = tmp_path / "f"
+    path.write_bytes(bytes(8192))
+    fd = open_for_reading(path)
+    timer = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT])
+    began = time.monotonic()
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            pread_bytes(fd, 100, 4096, path)
+        assert time.monotonic() - began < 10
+        assert pread_bytes(fd, 100, 0, path) == bytes(100)
+    finally:
+        os.close(fd)
+        timer.join()
+
+
+def test_a_forked_child_reads(tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes(b"0123")
+    script = """if True:
+        import os, sys
+        from pathlib import Path
+        from flashllm.base.files import read_bounded
+        path = Path(sys.argv[1])
+        read_bounded(path, 9)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if read_bounded(path, 9) == b"0123" else 1)
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    """
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(path)], timeout=30, check=False)
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize("kind", ["absent", "directory", "fifo"])

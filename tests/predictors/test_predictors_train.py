@@ -137,12 +137,21 @@ def test_the_model_takes_no_more_than_it_needs_of_the_limit(bare, data, monkeypa
     assert max(given) < 2_000_000_000
 
 
+EARLY = ("--early", "0.5")
+
+
+@pytest.fixture(scope="module")
+def undisturbed_run(tiny, data, tmp_path_factory):
+    """The model directory after a training that nothing interrupted."""
+    whole = Path(shutil.copytree(tiny("float16").path("bare"), tmp_path_factory.mktemp("whole") / "model"))
+    assert train(whole, data, *EARLY) == 0
+    return whole
+
+
 @pytest.mark.parametrize("kill_at", ["embedded.done", "passed.000.done", "layer.000.pt", "passed.002.done"])
-def test_a_killed_run_resumes_with_the_same_results(bare, data, tmp_path, kill_at):
-    whole, killed, early = bare("whole"), bare("killed"), ("--early", "0.5")
-    assert train(whole, data, *early) == 0
-    scratch = tmp_path / "scratch"
-    options = ["--data-files", str(data), *QUICK, *early, "--scratch", str(scratch)]
+def test_a_killed_run_resumes_with_the_same_results(bare, data, undisturbed_run, tmp_path, kill_at):
+    whole, killed, scratch = undisturbed_run, bare("killed"), tmp_path / "scratch"
+    options = ["--data-files", str(data), *QUICK, *EARLY, "--scratch", str(scratch)]
     command = [sys.executable, str(SCRIPT), str(killed), *options]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         deadline = time.monotonic() + 120
@@ -152,7 +161,7 @@ def test_a_killed_run_resumes_with_the_same_results(bare, data, tmp_path, kill_a
         process.wait()
     assert (scratch / kill_at).exists()
     assert PREDICTORS not in Manifest.load(killed).files
-    assert train(killed, data, *early, "--scratch", str(scratch), "--resume") == 0
+    assert train(killed, data, *EARLY, "--scratch", str(scratch), "--resume") == 0
     assert (killed / PREDICTORS).read_bytes() == (whole / PREDICTORS).read_bytes()
     assert Manifest.load(killed).calibration == Manifest.load(whole).calibration
     assert not scratch.exists()
@@ -366,6 +375,7 @@ def test_the_demo_is_retrained_by_the_readmes_line_with_equal_bits(tmp_path, cap
     for name in "ab":
         copy = Path(shutil.copytree(root / model, tmp_path / name))
         small = ["--data-files", str(text), "--samples", "12", "--tokens-per-sample", "64", "--ranks", "8"]
+        small += ["--epochs", "1"]
         assert train_predictor.main([str(copy), *options, *small]) == 0
         capsys.readouterr()
         files.append((copy / PREDICTORS).read_bytes())

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flashllm.base.files import drop_page_cache, file_status, open_for_reading, pread_into
+from flashllm.base.files import drop_page_cache, file_status, open_for_reading, pread_bytes, pread_into
 from flashllm.convert.checkpoint.child import ChildFailed, ask_child
 from flashllm.convert.checkpoint.source import WeightFile, check_start
 from flashllm.errors import FlashError, FormatError, UnsupportedModelError
@@ -72,7 +72,7 @@ def open_pickled(paths: Sequence[Path], stack: ExitStack) -> list[WeightFile]:
 def _check(fd: int, path: Path) -> None:
     """What can be said of the file without torch."""
     nbytes = file_status(fd, path).st_size
-    if nbytes and os.pread(fd, 1, 0) == _PICKLE:
+    if nbytes and pread_bytes(fd, 1, 0, path) == _PICKLE:
         raise UnsupportedModelError(
             f"{path}: is a pickle of before torch 1.6, whose tensors cannot be read one by one; {_RESAVE}"
         )
