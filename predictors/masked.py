@@ -24,7 +24,7 @@ from flashllm.engine.meter import Meter
 from flashllm.engine.model import Model
 from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest, predictor_ranks
-from flashllm.format.predictors import FACTOR_CODE, PREFETCH
+from flashllm.format.predictors import FACTOR_CODE, PREFETCH, relu_encodings
 from flashllm.format.safetensors import read_header
 from flashllm.plan.memory import KV_BLOCK_TOKENS
 
@@ -164,6 +164,10 @@ def load_predictors(path: Path, manifest: Any) -> list[LayerPredictor]:
     ranks = predictor_ranks(path, manifest)
     if 0 in ranks:
         raise UsageError(f"{path}: holds the gates in 4 bits, which the engine alone computes; train predictors first")
+    if relu_encodings(read_header(path)) is not None:
+        raise UsageError(
+            f"{path}: holds PowerInfer's predictors, which the engine alone computes; train predictors first"
+        )
     layers = len(ranks)
     tensors = load_file(path)
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 KINDS = gguf.GGMLQuantizationType
 ARCHITECTURES = {"phi": "phi2", "gemma3_text": "gemma3", "gpt_neox": "gptneox", "cohere": "command-r"}  # other names
-_INTERLEAVED = ("llama", "granite", "arcee", "smollm3")
+_INTERLEAVED = ("llama", "bamboo", "granite", "arcee", "smollm3")
 _SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
 
 
@@ -55,16 +55,22 @@ def write_gguf(
     drop: str = "",
     split: int = 1,
     tokenizer: bool = True,
+    predictors: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """The model in the Hugging Face folder `folder` as the GGUF file `path`, which is returned.
 
     Matrices are of `kind`, or of what it says of their name in the file; everything else is fp32. `metadata` adds to
-    what the config says; `drop` leaves out a tensor; `split` makes so many files, of which `path` is given the first's
-    name.
+    what the config says; `predictors` (fc1, fc2) make it a file of PowerInfer's; `drop` leaves out a tensor; `split`
+    makes so many files, of which `path` is given the first's name.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     tensors = _tensors(folder, config, architecture)
+    if predictors is not None:  # its convert.py, postprocess_transpose
+        tensors = {
+            name.replace("ffn_down.", "ffn_down_t."): np.ascontiguousarray(values.T) if "ffn_down." in name else values
+            for name, values in tensors.items()
+        } | dict(predictors)
     tensors.pop(drop, None)
     paths = [path]
     if split > 1:
@@ -87,6 +93,9 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
+        if predictors is not None:
+            with open(each, "r+b") as file:
+                file.write(b"PWRI")
     return paths[0]
 
 
@@ -95,7 +104,8 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> dict[st
     groups = config.get("num_key_value_heads") or heads
     if architecture == "falcon":
         groups = config["num_kv_heads"] if config["new_decoder_architecture"] else 1 if config["multi_query"] else heads
-    key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = "llama" if architecture == "bamboo" else architecture  # as PowerInfer's own table
+    key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == table)
     names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
     tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():

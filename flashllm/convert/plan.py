@@ -30,7 +30,7 @@ from flashllm.base.group_codes import usual_activations
 from flashllm.base.units import format_size
 from flashllm.convert.checkpoint.coded import CodedWeights
 from flashllm.convert.checkpoint.escapes import held_by_bf12
-from flashllm.convert.checkpoint.source import Checkpoint
+from flashllm.convert.checkpoint.source import Checkpoint, OwnPredictors
 from flashllm.convert.kept.weights import KeptWeights, keep_weights, most_common
 from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.convert.untrained import coded_gates_nbytes, default_rank, untrained_nbytes
@@ -91,6 +91,7 @@ class ConversionPlan:
     made: Mapping[str, bytes]  # files to write, by name
     predictor_rank: int = 0  # 0: none are made
     coded_gates: bool = False  # are the predictors
+    own_predictors: OwnPredictors | None = None  # of the checkpoint, which are the model's
     reorder: Trace | None = None  # from which the order of the neurons' second copy is learned
     coded: CodedWeights | None = None  # what is written as it is
     kept: KeptWeights | None = None  # `coded`, where it is the checkpoint's own
@@ -116,6 +117,7 @@ class ConversionPlan:
         """Bytes of all files but the manifest."""
         predictors = untrained_nbytes(self.architecture, self.predictor_rank) if self.predictor_rank else 0
         predictors += coded_gates_nbytes(self.architecture) if self.coded_gates else 0
+        predictors += self.own_predictors.nbytes if self.own_predictors is not None else 0
         companions = sum(path.stat().st_size for path in self.companions) + sum(map(len, self.made.values()))
         placed = 0 if self.reorder is None else placed_nbytes(self.layout, self.architecture.num_layers)
         return self.ffn_nbytes + self.resident_nbytes + companions + predictors + placed
@@ -273,6 +275,7 @@ def plan_conversion(
     # Stable: whole cache lines first, so that they all start on one; then wide items, so that all are aligned.
     entries.sort(key=lambda entry: (entry.nbytes % _CACHE_LINE_NBYTES != 0, -entry.itemsize))
     wants_predictors = predictors and architecture.sparse and gate == "rows"  # other gates name neurons themselves
+    own = checkpoint.predictors if wants_predictors else None
     companions, made = tuple(checkpoint.companions), dict(checkpoint.made)
     if companions and (tokenizer := make_tokenizer(checkpoint.path, companions)) is not None:
         made[TOKENIZER] = tokenizer
@@ -294,7 +297,8 @@ def plan_conversion(
         resident_header=encode_header([(entry.name, entry.code, entry.shape) for entry in entries], _METADATA),
         companions=companions,
         made=made,
-        predictor_rank=default_rank(architecture.d_model) if wants_predictors else 0,
+        predictor_rank=default_rank(architecture.d_model) if wants_predictors and own is None else 0,
+        own_predictors=own,
         coded_gates=gate == "4bit",
         reorder=reorder,
         coded=coded,

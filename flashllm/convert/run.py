@@ -25,7 +25,7 @@ from flashllm.base.files import CHUNK_NBYTES, HashingWriter, Progress, iterate_c
 from flashllm.base.units import format_size
 from flashllm.convert.checkpoint.coded import CodedWeights, Vectors
 from flashllm.convert.checkpoint.opened import open_checkpoint
-from flashllm.convert.checkpoint.source import Checkpoint
+from flashllm.convert.checkpoint.source import Checkpoint, OwnPredictors
 from flashllm.convert.pieces import read_rows
 from flashllm.convert.placed import permutation_of, write_placed
 from flashllm.convert.plan import ConversionPlan, GatePlace, ResidentEntry, plan_conversion
@@ -203,7 +203,9 @@ class _Conversion:
             with HashingWriter(self._partial.path / name) as writer:
                 self._write(writer, name, memoryview(content))
                 self._files[name] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
-        if self._plan.predictor_rank or self._plan.coded_gates:
+        if self._plan.own_predictors is not None:
+            self._write_own_predictors(self._plan.own_predictors)
+        elif self._plan.predictor_rank or self._plan.coded_gates:
             self._write_predictors(self._plan.predictor_rank)
         if self._plan.reorder is not None:
             self._write_placed(self._plan.reorder)
@@ -376,6 +378,13 @@ class _Conversion:
             assert entry.layer is not None
             self._planes = self._plan.kept.plane(entry.layer)
         return self._planes[entry.name]
+
+    def _write_own_predictors(self, predictors: OwnPredictors) -> None:
+        with HashingWriter(self._partial.path / PREDICTORS) as writer:
+            self._write(writer, PREDICTORS, memoryview(predictors.header(self._files[FFN].sha256)))
+            for array in predictors.arrays():
+                self._write(writer, PREDICTORS, array.data)
+            self._files[PREDICTORS] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
 
     def _write_predictors(self, rank: int) -> None:
         plan = self._plan

@@ -34,7 +34,7 @@ from flashllm.format.model_files import (
     gate_tensor,
 )
 from flashllm.format.placed import read_places
-from flashllm.format.predictors import PREFETCH
+from flashllm.format.predictors import PREFETCH, relu_encodings
 from flashllm.format.rows import PAGE_NBYTES
 from flashllm.format.safetensors import read_header
 from flashllm.plan.memory import MAX_REQUEST, READ_AHEAD, STREAM_THREADS
@@ -268,8 +268,14 @@ class _Builder:
 
     def _load_predictors(self, ffns: list[_core.FfnLayer]) -> None:
         tensors = self._read(PREDICTORS)
+        encodings = relu_encodings(read_header(self._path / PREDICTORS))
 
         def install(layer: int, kind: str, buffer: _core.Prefetch | None) -> None:
+            if encodings is not None:
+                a, b, threshold = (f"layers.{layer}.{part}" for part in ("a", "b", "threshold"))
+                limit = float(tensors[threshold].item())
+                ffns[layer].set_relu_predictor(tensors[a], tensors[b], limit, encodings.get(a), encodings.get(b))
+                return
             if not kind and f"layers.{layer}.gate" in tensors:
                 gate, margin = tensors[f"layers.{layer}.gate"], tensors[f"layers.{layer}.margin"]
                 ffns[layer].set_coded_gate(gate, float(margin.item()))

@@ -11,11 +11,16 @@
  5. in the place of rule 2's tensors a layer of a gated FFN may have its gate in 4 bits: `layers.N.gate` U8 [d_ff, bytes
     of a row], coded as `GATE_CODE` says (flashllm/base/group_codes.py), and `layers.N.margin` F16 [1]. Named are the
     neurons that fire for some gate value within the margin of the coded product; the gate in the neuron's row decides;
- 6. tensors start at multiples of their element's size; there is nothing else.
+ 6. with metadata `rule` relu they are all PowerInfer's (Song et al., 2024): layer N has `layers.N.a` [rank, d_model],
+    `layers.N.b` [d_ff, rank] and the threshold; neurons are active where b relu(a h) >= threshold, h being what the
+    FFN's norm is applied to. Factors are F32, F16, or U8 rows of the encoding that metadata `encodings`, a JSON object,
+    has for their name;
+ 7. tensors start at multiples of their element's size; there is nothing else.
 
 Plain numpy; opens no files.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm.base.codes.carried import PACKED_AS
 from flashllm.base.group_codes import GROUP_CODES
 from flashllm.errors import FormatError
 from flashllm.format.model_files import PREDICTOR_METADATA
@@ -36,6 +42,7 @@ _LARGEST_CODE = 127
 _SMALLEST_SCALE = 2.0**-14  # below, fp16 has fewer digits, and coding twice would not give the same codes
 
 
+RELU_RULE = {"rule": "relu"}  # in the metadata
 GATE_CODE = GROUP_CODES["int4_64"]  # of gates in 4 bits
 FACTOR_CODE = GROUP_CODES["int4_32"]  # of predictors' factors in 4 bits
 
@@ -77,6 +84,54 @@ def gates_header(num_layers: int, d_model: int, d_ff: int, model_sha256: str, me
     """Header of a file of gates in 4 bits; its length does not depend on `model_sha256`."""
     tensors = [entry for layer in range(num_layers) for entry in gate_entries(layer, d_model, d_ff)]
     return encode_header(tensors, {**PREDICTOR_METADATA, "model_sha256": model_sha256, **metadata})
+
+
+def relu_header(
+    layers: int, factors: Iterable[tuple[str, str, tuple[int, ...]]], encodings: Mapping[str, str], model_sha256: str
+) -> bytes:
+    """Header of a file of rule 6: thresholds, then `factors`, (name, dtype, shape) of each."""
+    thresholds = [(f"layers.{layer}.threshold", "F32", (1,)) for layer in range(layers)]
+    metadata = {**PREDICTOR_METADATA, "model_sha256": model_sha256, **RELU_RULE, "encodings": json.dumps(encodings)}
+    return encode_header([*thresholds, *factors], metadata)
+
+
+def relu_encodings(header: SafetensorsHeader) -> dict[str, str] | None:
+    """The encodings of factors by name, of a file of rule 6; None of any other file. FormatError where damaged."""
+    if header.metadata.get("rule") != RELU_RULE["rule"]:
+        return None
+    try:
+        value = json.loads(header.metadata.get("encodings", ""))
+    except ValueError as error:
+        raise FormatError(f"{header.path}: the encodings of its factors are damaged") from error
+    if not isinstance(value, dict) or not all(encoding in PACKED_AS for encoding in value.values()):
+        raise FormatError(f"{header.path}: the encodings of its factors are damaged")
+    return value
+
+
+def _check_relu(
+    header: SafetensorsHeader, layout: RowLayout, num_layers: int, encodings: Mapping[str, str]
+) -> list[int]:
+    """As `check_predictors_header`, of rule 6."""
+    ranks, known = [], set()
+    for layer in range(num_layers):
+        start = f"layers.{layer}."
+        first = header.tensors.get(f"{start}a")
+        rank = first.shape[0] if first is not None and len(first.shape) == 2 else 0
+        if rank <= 0:
+            raise FormatError(f"{header.path}: {start}a must be [rank, {layout.d_model}] with a rank from 1")
+        for name, rows, columns in ((f"{start}a", rank, layout.d_model), (f"{start}b", layout.d_ff, rank)):
+            if name in encodings:
+                _expect(header, name, "U8", (rows, PACKED_AS[encodings[name]].vector_nbytes(columns)))
+            else:
+                info = header.tensors.get(name)
+                wide = info is not None and info.dtype == "F32"
+                _expect(header, name, "F32" if wide else "F16", (rows, columns))
+        _expect(header, f"{start}threshold", "F32", (1,))
+        known |= {f"{start}{part}" for part in ("a", "b", "threshold")}
+        ranks.append(rank)
+    if set(header.tensors) != known:
+        raise FormatError(f"{header.path}: holds tensors that belong to no predictor of {num_layers} layers")
+    return ranks
 
 
 def margin_above(value: float) -> NDArray[np.float16]:
@@ -157,6 +212,9 @@ def check_predictors_header(
         raise FormatError(f"{header.path}: is not a predictor file of version {PREDICTOR_METADATA['version']}")
     if metadata.get("model_sha256") != model_sha256:
         raise FormatError(f"{header.path}: these predictors were trained for another model; train them for this one")
+    encodings = relu_encodings(header)
+    if encodings is not None:
+        return _check_relu(header, layout, num_layers, encodings)
     ranks = []
     known: set[str] = set()
     for layer in range(num_layers):

@@ -8,8 +8,8 @@ import importlib
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +26,7 @@ from flashllm.format.safetensors import TensorInfo
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
+_SPARSE_MAGIC = b"PWRI"  # PowerInfer's: ggml.h, GGUF_POWERINFER_MAGIC
 _PLAIN = {"F32": ("F32", 4), "F16": ("F16", 2), "BF16": ("BF16", 2)}  # kind -> safetensors' code, bytes an element
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _MAX_GAP = 64  # rows read and left out, rather than read around
@@ -76,13 +77,23 @@ class StoredTensor:
 class GgufTensor:
     """Reads one tensor as transformers has it: a `TensorFile`.
 
-    `order[i]` is the stored row of row i, where rows lie in another order; `shift` is taken from every value.
+    `order[i]` is the stored row of row i, where rows lie in another order; `shift` is taken from every value. The file
+    has a `transposed` tensor's columns as rows.
     """
 
-    def __init__(self, stored: StoredTensor, order: NDArray[np.int64] | None = None, shift: float = 0.0) -> None:
-        self._stored, self._order, self._shift = stored, order, shift
+    def __init__(
+        self,
+        stored: StoredTensor,
+        order: NDArray[np.int64] | None = None,
+        shift: float = 0.0,
+        *,
+        transposed: bool = False,
+    ) -> None:
+        self._stored, self._order, self._shift, self.transposed = stored, order, shift, transposed
+        self._whole: NDArray[Any] | None = None  # of a transposed tensor, while it is read
         self.path = stored.path
-        self._length = stored.shape[-1] if order is None or len(stored.shape) > 1 else 1  # of a row, in elements
+        self.shape = stored.shape[::-1] if transposed else stored.shape
+        self._length = self.shape[-1] if order is None or len(stored.shape) > 1 else 1  # of a row, in elements
 
     @property
     def kind(self) -> str:
@@ -105,7 +116,7 @@ class GgufTensor:
         """What the tensor is, under this name."""
         stored = self._stored
         nbytes = math.prod(stored.shape) * stored.itemsize
-        return TensorInfo(name=name, dtype=stored.code, shape=stored.shape, offset=stored.offset, nbytes=nbytes)
+        return TensorInfo(name=name, dtype=stored.code, shape=self.shape, offset=stored.offset, nbytes=nbytes)
 
     def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
         """As `TensorFile.read_into`."""
@@ -124,11 +135,17 @@ class GgufTensor:
 
     def extent(self, info: TensorInfo) -> int | None:
         """As `TensorFile.extent`."""
-        plain = self._stored.kind in _PLAIN and self._order is None and not self._shift
+        plain = self._stored.kind in _PLAIN and self._order is None and not self._shift and not self.transposed
         return info.offset if plain else None
 
     def _rows(self, first: int, count: int) -> NDArray[Any]:
-        if self._order is None:
+        if self.transposed:
+            if self._whole is None:
+                self._whole = self._stored.rows(0, self._stored.shape[0])
+            rows = np.ascontiguousarray(self._whole[:, first : first + count].T)
+            if first + count == self.shape[0]:
+                self._whole = None
+        elif self._order is None:
             rows = self._stored.rows(first, count)
         elif self._length == 1:
             rows = self._stored.rows(0, 1).reshape(-1)[self._order[first : first + count]]
@@ -160,6 +177,7 @@ class GgufContent:
     path: Path  # the first file
     metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]  # by the file's own names
+    sparse: bool = False  # PowerInfer's, with predictors
 
 
 def open_gguf(path: Path, stack: ExitStack) -> GgufContent:
@@ -168,7 +186,7 @@ def open_gguf(path: Path, stack: ExitStack) -> GgufContent:
     FormatError for a file that is empty, truncated, damaged, a git-LFS pointer, or missing from a split model;
     UnsupportedModelError for a kind of tensor that cannot be dequantised; FlashError where gguf is not installed.
     """
-    metadata, tensors = _open_one(path, stack)
+    metadata, tensors, sparse = _open_one(path, stack)
     count = metadata.get("split.count", 1)
     if count > 1:
         match = _SPLIT.fullmatch(path.name)
@@ -181,14 +199,15 @@ def open_gguf(path: Path, stack: ExitStack) -> GgufContent:
             if not other.exists():
                 raise FormatError(f"{other}: is missing; the model is split over {count} files")
             tensors |= _open_one(other, stack)[1]
-    return GgufContent(path=path, metadata=metadata, tensors=tensors)
+    return GgufContent(path=path, metadata=metadata, tensors=tensors, sparse=sparse)
 
 
-def _open_one(path: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+def _open_one(path: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, StoredTensor], bool]:
     fd = open_for_reading(path)
     stack.callback(os.close, fd)
     file_nbytes = file_status(fd, path).st_size
-    check_start(fd, file_nbytes, _MAGIC, "a GGUF file", path)
+    sparse = file_nbytes >= 4 and pread_bytes(fd, 4, 0, path) == _SPARSE_MAGIC
+    check_start(fd, file_nbytes, _SPARSE_MAGIC if sparse else _MAGIC, "a GGUF file", path)
     gguf_package(path)
     try:
         header = ask_child(read_header, str(path))
@@ -201,14 +220,15 @@ def _open_one(path: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, S
         tensors[name] = StoredTensor(path=path, fd=fd, kind=kind, shape=tuple(shape), offset=offset, nbytes=nbytes)
     for kind in sorted({tensor.kind for tensor in tensors.values()} - set(_PLAIN)):
         _check_kind(kind, path)
-    return header["metadata"], tensors
+    return header["metadata"], tensors, sparse
 
 
 def read_header(path: str) -> dict[str, Any]:
     """The file's metadata, and its tensors as (name, kind, shape, offset, bytes). Runs in a child process."""
     gguf = gguf_package(Path(path))
     try:
-        reader = gguf.GGUFReader(path)
+        with _magic_of(path, importlib.import_module("gguf.gguf_reader")):
+            reader = gguf.GGUFReader(path)
         swapped = reader.byte_order != "I"
         metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
         tensors = [
@@ -220,6 +240,19 @@ def read_header(path: str) -> dict[str, Any]:
     if swapped:
         raise UnsupportedModelError(f"{path}: is a big-endian GGUF file; get the little-endian one")
     return {"metadata": metadata, "tensors": tensors}
+
+
+@contextmanager
+def _magic_of(path: str, module: Any) -> Iterator[None]:
+    """The package's reader takes PowerInfer's magic number, where the file begins with it, for its own."""
+    usual = module.GGUF_MAGIC
+    with open(path, "rb") as file:
+        start = file.read(4)
+    module.GGUF_MAGIC = int.from_bytes(start, "little") if start == _SPARSE_MAGIC else usual
+    try:
+        yield
+    finally:
+        module.GGUF_MAGIC = usual
 
 
 def dequantized(raw: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:

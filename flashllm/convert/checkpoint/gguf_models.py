@@ -8,7 +8,7 @@ head with j + half: those rows are put back. Reads plain values; knows neither b
 import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class GgufModel:
     constants: Mapping[str, Any] = field(default_factory=dict)  # config.json's, which the metadata does not say
     orders: Mapping[str, Order] = field(default_factory=dict)  # of rows, by a part of the file's name of a tensor
     norm_shift: float = 0.0  # what was added to the norms' weights
+    table: str | None = None  # architecture whose names the tensors have, where it is another
     dtype: str | None = None  # of a conversion of quantised weights, where the usual one would overflow
     finish: Callable[[dict[str, Any], GgufContent], None] | None = None  # what the keys alone do not say
 
@@ -227,6 +228,18 @@ MODELS: dict[str, GgufModel] = {
 }
 
 
+# PowerInfer's files (github.com/SJTU-IPADS/PowerInfer, llama.cpp): the same, whose FFNs have ReLU. Of Bamboo it is on
+# the up projection too.
+SPARSE_MODELS: dict[str, GgufModel] = {
+    "llama": replace(MODELS["llama"], constants={"hidden_act": "relu"}),
+    "bamboo": GgufModel(
+        model_type="bamboo", keys=_RMS, constants={"hidden_act": "relu"}, orders=_INTERLEAVED, table="llama"
+    ),
+    "falcon": replace(MODELS["falcon"], constants={"activation": "relu", "alibi": False}),
+}
+_PREDICTORS = (".fc1.", ".fc2.")  # parts of their tensors' names there
+
+
 def supported() -> list[str]:
     """The GGUF architectures that can be run."""
     return sorted(name for name, model in MODELS.items() if model.model_type in ARCHITECTURES)
@@ -235,15 +248,16 @@ def supported() -> list[str]:
 def model_of(content: GgufContent) -> GgufModel:
     """The row of the file's architecture. UnsupportedModelError where there is none, or it has experts."""
     name = content.metadata.get(_ARCHITECTURE)
-    if name not in supported():
-        known = ", ".join(supported())
+    models, all_of_them = (SPARSE_MODELS, sorted(SPARSE_MODELS)) if content.sparse else (MODELS, supported())
+    if name not in all_of_them:
+        known = ", ".join(all_of_them)
         raise UnsupportedModelError(
             f"{content.path}: GGUF architecture {str(name)[:80]!r} is not supported; supported: {known}. A Hugging "
             "Face folder of the model may be"
         )
     if content.metadata.get(f"{name}.expert_count"):
         raise UnsupportedModelError(f"{content.path}: {name} with experts is not supported")
-    return MODELS[name]
+    return models[name]
 
 
 def model_config(content: GgufContent, vocabulary: Mapping[str, int]) -> dict[str, Any]:
@@ -342,12 +356,18 @@ def named_tensors(content: GgufContent, names: Iterable[str], config: Mapping[st
     """
     model = model_of(content)
     gguf = importlib.import_module("gguf")
-    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == content.metadata[_ARCHITECTURE])
+    like = model.table or content.metadata[_ARCHITECTURE]
+    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == like)
     table = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     found, left = {}, {name: stored for name, stored in content.tensors.items() if name != _ROPE_FACTORS}
+    if content.sparse:
+        left = {name: stored for name, stored in left.items() if not any(part in name for part in _PREDICTORS)}
     for name in names:
         key = table.get_name(name, try_suffixes=(".weight", ".bias"))
-        if key in left:
+        columns = key.replace(".ffn_down.", ".ffn_down_t.") if content.sparse and key is not None else key
+        if columns != key and columns in left:  # a row a neuron; a bias is one as ever
+            found[name] = GgufTensor(left.pop(columns), transposed=columns.endswith(".weight"))
+        elif key in left:
             found[name] = _as_transformers(left.pop(key), key, model, config)
     return found | {name: GgufTensor(stored) for name, stored in left.items()}
 

@@ -13,6 +13,7 @@ from flashllm.convert.checkpoint.gguf_models import model_config, model_of, name
 from flashllm.convert.checkpoint.gguf_tokenizer import special_ids, tokenizer_files
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.checkpoint.stacked import unstacked
+from flashllm.convert.kept.predictors import own_predictors
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.model_files import CONFIG
 
@@ -73,6 +74,7 @@ def _gguf_checkpoint(content: GgufContent) -> Checkpoint:
         made=MappingProxyType(text),
         preferred_dtype=_dtype(content),
         quantised=MappingProxyType({name: tensor for name, tensor in files.items() if tensor.is_quantised}),
+        predictors=own_predictors(content, config["num_hidden_layers"]) if content.sparse else None,
         _files=MappingProxyType(files),
     )
 

@@ -1,6 +1,6 @@
 """An open checkpoint, whatever its files are: named tensors whose bytes can be read in ranges. Knows no file format."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -40,8 +40,26 @@ class QuantisedTensor(Protocol):
     def kind(self) -> str:
         """How: a name that flashllm/convert/kept knows, or does not."""
 
+    @property
+    def transposed(self) -> bool:
+        """Whether the file has the tensor's columns as rows."""
+
     def raw(self, first: int, count: int) -> NDArray[np.uint8]:
-        """The stored bytes of those rows of the tensor, [count, bytes]."""
+        """The stored bytes of those rows of the tensor, or columns of a transposed one, [count, bytes]."""
+
+
+class OwnPredictors(Protocol):
+    """Predictors that a checkpoint brings, as the model directory's file of them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+
+    def header(self, model_sha256: str) -> bytes:
+        """The file's header, for the `ffn.safetensors` of this hash; its length does not depend on it."""
+
+    def arrays(self) -> Iterator[NDArray[np.uint8]]:
+        """The tensors' bytes, in the order of the header."""
 
 
 class WeightFile(TensorFile, Protocol):
@@ -63,6 +81,7 @@ class Checkpoint:
     made: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}))  # files to write, by name
     preferred_dtype: str | None = None  # of a conversion, where the source has none of its own; None: the tensors'
     quantised: Mapping[str, QuantisedTensor] = field(default_factory=lambda: MappingProxyType({}))  # by tensor name
+    predictors: OwnPredictors | None = None
     _files: Mapping[str, TensorFile]  # by tensor name
 
     def read(self, name: str, start: int, out: NDArray[Any]) -> None:

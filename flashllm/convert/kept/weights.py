@@ -34,7 +34,7 @@ class KeptWeights:
     """What is kept, a `CodedWeights`."""
 
     rows: str | None  # encoding of up and gate; None: they are not kept
-    down: str | None  # of down columns, of `PLANE_ENCODINGS`
+    down: str | None  # of down columns: of `PLANE_ENCODINGS`, or with scales of their own
     down_scales: tuple[str, ...]  # of each layer, where `down` is
     resident: Mapping[str, str]  # encoding by canonical name
     left: tuple[str, ...]  # canonical names of quantised matrices that are not kept
@@ -50,7 +50,12 @@ class KeptWeights:
     def vectors(self, name: str) -> Vectors | None:
         """Of `CodedWeights`."""
         if name.endswith(".down.weight"):
-            return None if self.down is None else lambda first, count: self._columns_of(name)[first : first + count]
+            if self.down is None:
+                return None
+            if self.down in PACKED_AS:  # the file has the columns as rows
+                code = PACKED_AS[self.down]
+                return lambda first, count: self._packed(name, code, first, count)
+            return lambda first, count: self._columns_of(name)[first : first + count]
         encoding = self.resident.get(name) or (self.rows if name in self._tensors else None)
         if encoding is None:
             return None
@@ -145,15 +150,18 @@ def keep_weights(
     of_rows = {encodings.get(name) for name in above}
     rows = next(iter(of_rows)) if len(of_rows) == 1 else None
     kinds = [KINDS[usable[name].kind] for name in below if name in usable]
-    keeps_down = len(kinds) == len(below) and architecture.d_model % UNIT == 0
-    keeps_down = keeps_down and all(claimed[name].part.repeats == 1 for name in below)
+    by_neurons = {encodings[name] if usable[name].transposed else None for name in below if name in usable}
+    own_scales = next(iter(by_neurons)) if len(by_neurons) == 1 else None
+    keeps_down = len(kinds) == len(below) and all(claimed[name].part.repeats == 1 for name in below)
+    if own_scales is None:
+        keeps_down = keeps_down and architecture.d_model % UNIT == 0 and by_neurons == {None}
     kept = {*resident, *(above if rows is not None else ()), *(below if keeps_down else ())}
     if not kept:
         return None
     return KeptWeights(
         rows=rows,
-        down=f"codes{max(kind.bits for kind in kinds)}" if keeps_down else None,
-        down_scales=tuple(kind.form.name for kind in kinds) if keeps_down else (),
+        down=(own_scales or f"codes{max(kind.bits for kind in kinds)}") if keeps_down else None,
+        down_scales=tuple(kind.form.name for kind in kinds) if keeps_down and own_scales is None else (),
         resident=resident,
         left=tuple(name for name in found if name not in kept),
         _claims={name: claimed[name] for name in kept},

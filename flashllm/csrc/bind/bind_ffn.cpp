@@ -192,6 +192,20 @@ class PyFfnLayer {
     kept = {a, b, bias, a_scale, b_scale};
   }
 
+  // PowerInfer's kind of predictor: b relu(a x) >= threshold, of the states before the FFN's norm. a [rank,
+  // d_model] and b [num_neurons, rank]: floats, or bytes of an encoding.
+  void set_relu_predictor(const AnyArray& a, const AnyArray& b, float threshold,
+                          const std::optional<std::string>& a_encoding,
+                          const std::optional<std::string>& b_encoding) {
+    require(a.ndim() == 2 && b.ndim() == 2, "predictor factors do not fit the layer");
+    const auto neurons = static_cast<std::size_t>(layer_->num_neurons());
+    const RowMatrix first = stored_factor(a, a.shape(0), layer_->width(), a_encoding);
+    const RowMatrix second = stored_factor(b, neurons, a.shape(0), b_encoding);
+    layer_->set_predictor(std::make_unique<LowRankPredictor>(first, second, threshold, true));
+    layer_->predict_by_stream();
+    relu_arrays_ = {a, b};
+  }
+
   // The layer's gate in codes of 4 bits as the predictor: [num_neurons, bytes of a row].
   void set_coded_gate(const AnyArray& codes, float margin) {
     const auto neurons = static_cast<std::size_t>(layer_->num_neurons());
@@ -353,6 +367,19 @@ class PyFfnLayer {
     return matrix;
   }
 
+  static RowMatrix stored_factor(const AnyArray& array, std::size_t rows, std::size_t columns,
+                                 const std::optional<std::string>& encoding) {
+    RowMatrix matrix;
+    matrix.codec = encoding ? parse_codec(*encoding) : codec_of(dtype_of(array));
+    matrix.data = static_cast<const std::byte*>(array.data());
+    matrix.rows = rows;
+    matrix.columns = columns;
+    matrix.stride = vector_nbytes(matrix.codec, columns);
+    require(!has_plane(matrix.codec) && array.shape(0) == rows && array.nbytes() == rows * matrix.stride,
+            "predictor factors do not fit the layer");
+    return matrix;
+  }
+
   // [rows, d_model] of the layer's dtype.
   RowMatrix resident_matrix(const AnyArray& array, std::size_t rows) const {
     require(array.size() == rows * layer_->width() && array.itemsize() == element_nbytes_,
@@ -376,6 +403,7 @@ class PyFfnLayer {
   std::size_t taken_ = 0;
   PredictorArrays predictor_arrays_, prefetch_arrays_;
   AnyArray coded_gate_;
+  std::tuple<AnyArray, AnyArray> relu_arrays_;
   std::tuple<AnyArray, std::optional<FloatArray>, std::optional<AnyArray>> router_arrays_;
   Dtype dtype_ = Dtype::f32;
   SimdLevel level_ = SimdLevel::scalar;
@@ -435,6 +463,9 @@ void init_ffn(nb::module_& m) {
       .def("set_predictor", &PyFfnLayer::set_predictor, nb::arg("a"), nb::arg("b"), nb::arg("bias"),
            nb::arg("threshold"), nb::arg("a_scale").none() = nb::none(),
            nb::arg("b_scale").none() = nb::none(), nb::arg("prefetch").none() = nb::none())
+      .def("set_relu_predictor", &PyFfnLayer::set_relu_predictor, nb::arg("a"), nb::arg("b"),
+           nb::arg("threshold"), nb::arg("a_encoding").none() = nb::none(),
+           nb::arg("b_encoding").none() = nb::none())
       .def("set_coded_gate", &PyFfnLayer::set_coded_gate, nb::arg("codes"), nb::arg("margin"))
       .def("predict_by_gate", [](PyFfnLayer& self) { self.layer().predict_by_gate(); })
       .def("set_router", &PyFfnLayer::set_router, nb::arg("weights"), nb::kw_only(), nb::arg("chosen"),

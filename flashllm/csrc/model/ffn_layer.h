@@ -81,6 +81,9 @@ class FfnLayer {
 
   void set_predictor(std::unique_ptr<Predictor> predictor) { predictor_ = std::move(predictor); }
   bool has_predictor() const { return predictor_ != nullptr; }
+  // The predictor wants what the FFN's norm is applied to, in the place of the FFN's input.
+  void predict_by_stream() { by_stream_ = true; }
+  bool predicts_by_stream() const { return by_stream_; }
   // The resident gate, of a layer that has one, names the active neurons.
   void predict_by_gate();
   // The neurons are those of experts: the router names them, and the predictor there is, neurons within them.
@@ -94,8 +97,8 @@ class FfnLayer {
   // From now on the trace says what is active, in the predictors' place.
   void set_trace(const ActivityTrace& active, const ActivityTrace& prefetched);
 
-  // The neurons predicted active for x [d_model], the pass's token number `token`; ascending, valid until the
-  // next call. Throws CoreError where there is no predictor.
+  // The neurons predicted active for x [d_model], what the predictor wants of the pass's token number
+  // `token`; ascending, valid until the next call. Throws CoreError where there is no predictor.
   const std::vector<std::int32_t>& predict(const float* x, std::size_t token);
 
   // Begins to read the rows that are probably active, those not cached, the likeliest first. x is the input
@@ -121,9 +124,9 @@ class FfnLayer {
     finish(y);
   }
 
-  // A dense pass over x [tokens, d_model]: which rows the policy wants for the tokens just seen, then the
-  // rows themselves as they stream by, blocks of `count` from `first_neuron` on. `abandon_fill` forgets those
-  // that never came; so does the next `begin`.
+  // A dense pass over x [tokens, d_model], what the predictor wants: which rows the policy wants for the
+  // tokens just seen, then the rows themselves as they stream by, blocks of `count` from `first_neuron` on.
+  // `abandon_fill` forgets those that never came; so does the next `begin`.
   void begin_fill(const float* x, std::size_t tokens);
   void fill_from(const std::byte* rows, std::int32_t first_neuron, std::int32_t count);
   void abandon_fill() { cache_.abandon_fill(); }
@@ -192,6 +195,7 @@ class FfnLayer {
   NeuronCache cache_;
   std::unique_ptr<Router> router_;
   std::unique_ptr<Predictor> predictor_, prefetch_predictor_;
+  bool by_stream_ = false;
   Prefetch* prefetch_ = nullptr;  // nullptr: nothing is prefetched for this layer
   std::optional<PrefetchDepth> depth_;
 

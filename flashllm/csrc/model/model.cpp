@@ -388,7 +388,7 @@ void Model::feed_sparse(std::size_t layer, const Part& part, const float* x) {
   const bool prefetches = spec_.prefetch && part.count == 1 && next != nullptr && next->can_prefetch();
   watch_.charge(counters_.compute_ns);
   active_.resize(std::max(active_.size(), part.count));
-  for (std::size_t t = 0; t < part.count; ++t) active_[t] = ffn.predict(x + t * width, t);
+  for (std::size_t t = 0; t < part.count; ++t) active_[t] = ffn.predict(seen(ffn, x) + t * width, t);
   for (std::size_t t = 0; t < part.count; t += FfnTokens::kMost) {
     ffn.begin(together(part, x, t, true));
     if (prefetches) next->prefetch(x, t);
@@ -475,7 +475,7 @@ void Model::feed_prompt(std::size_t layer, const Part& part, const float* x) {
   watch_.charge(counters_.compute_ns);
   if (fills) {
     const std::size_t recent = std::min(part.count, spec_.fill_tokens);
-    weights.ffn->begin_fill(x + (part.count - recent) * width, recent);
+    weights.ffn->begin_fill(seen(*weights.ffn, x) + (part.count - recent) * width, recent);
     watch_.restart();
   }
   narrow_.resize(part.count * width * dtype_nbytes(spec_.block.dtype));
@@ -528,6 +528,12 @@ void Model::feed_experts(std::size_t layer, const Part& part, const float* x) {
     experts_.add(block, weights.up_bias, weights.gate_bias, projected_.data());
     watch_.charge(counters_.compute_ns);
   }
+}
+
+// What the layer's predictor is given of tokens whose FFN input is x. The states before the norm stay as they
+// are until the FFN is done.
+const float* Model::seen(const FfnLayer& ffn, const float* x) const {
+  return ffn.predicts_by_stream() ? hidden_.data() : x;
 }
 
 const ScalePlane* Model::plane(const BlockWeights& weights) const {

@@ -147,6 +147,7 @@ class Model {
   void each_share(std::size_t n, const Body& body);
   void charge_stream();
   Activation activation(std::size_t layer) const;
+  const float* seen(const FfnLayer& ffn, const float* x) const;
   const ScalePlane* plane(const BlockWeights& weights) const;  // nullptr: columns have their own scales
   int layer_after(std::size_t layer, const Part& part) const;
 

@@ -1,5 +1,6 @@
 #include "model/predictor.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -78,16 +79,19 @@ void CodedGatePredictor::predict(const float* x, std::size_t /*token*/, ThreadPo
   }
 }
 
-LowRankPredictor::LowRankPredictor(const RowMatrix& a, const RowMatrix& b, float threshold)
-    : a_(a), b_(b), threshold_(threshold), projected_(a.rows), logits_(b.rows) {}
+LowRankPredictor::LowRankPredictor(const RowMatrix& a, const RowMatrix& b, float threshold, bool relu)
+    : a_(a), b_(b), threshold_(threshold), relu_(relu), projected_(a.rows), logits_(b.rows) {}
 
 void LowRankPredictor::predict(const float* x, std::size_t /*token*/, ThreadPool& pool, SimdLevel level,
                                std::vector<std::int32_t>& active) {
   dot_all(a_, x, projected_.data(), pool, level);
+  if (relu_)
+    for (float& value : projected_) value = std::max(value, 0.0F);
   dot_all(b_, projected_.data(), logits_.data(), pool, level);
   active.clear();
   for (std::size_t neuron = 0; neuron < logits_.size(); ++neuron)
-    if (logits_[neuron] > threshold_) active.push_back(static_cast<std::int32_t>(neuron));
+    if (logits_[neuron] > threshold_ || (relu_ && logits_[neuron] == threshold_))
+      active.push_back(static_cast<std::int32_t>(neuron));
 }
 
 void GatePredictor::predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,

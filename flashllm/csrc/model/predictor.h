@@ -45,11 +45,12 @@ class Predictor {
   virtual RunFactors factors(std::size_t /*token*/) const { return {}; }
 };
 
-// A low-rank map (paper A, section 3.1): active where b (a x) + bias > threshold.
+// A low-rank map (paper A, section 3.1): active where b (a x) + bias > threshold. With `relu` it is
+// PowerInfer's (Song et al., 2024, section 5.1): active where b relu(a x) >= threshold.
 class LowRankPredictor final : public Predictor {
  public:
   // a [rank, d_model]; b [d_ff, rank] with the bias in it. Keeps the pointers.
-  LowRankPredictor(const RowMatrix& a, const RowMatrix& b, float threshold);
+  LowRankPredictor(const RowMatrix& a, const RowMatrix& b, float threshold, bool relu = false);
 
   void predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
                std::vector<std::int32_t>& active) override;
@@ -57,6 +58,7 @@ class LowRankPredictor final : public Predictor {
  private:
   RowMatrix a_, b_;
   float threshold_;
+  bool relu_;
   std::vector<float> projected_, logits_;
 };
 
