@@ -5,8 +5,7 @@ import numpy as np
 from flashllm import _core
 from flashllm.base.dtypes import WEIGHT_DTYPES, cast
 
-LEVELS = ["scalar", "avx2", "avx512", "avx512_bf16"]
-LEVELS = LEVELS[: LEVELS.index(_core.best_simd_level()) + 1]
+LEVELS = _core.simd_levels()
 DTYPES = sorted(WEIGHT_DTYPES)
 
 

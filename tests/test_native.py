@@ -1,4 +1,5 @@
-"""The core's own C++ tests, built with the sanitizers: memory, undefined behaviour and data races."""
+"""The core's own C++ tests, built with the sanitizers (memory, undefined behaviour and data races), and their
+arithmetic for 64-bit ARM, which an emulator runs."""
 
 import os
 import shutil
@@ -18,6 +19,12 @@ SANITIZERS = {
     "address,undefined": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "thread": ["-fsanitize=thread"],
 }
+ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+OF_ARITHMETIC = [
+    *("kernels/**/*.cpp", "offload/*.cpp", "planes/*.cpp", "quantise/*.cpp", "io/memory.cpp", "io/xxh3.cpp"),
+    *(f"model/{name}.cpp" for name in ("dense_ffn", "expert_ffn", "experts", "kv_cache", "predictor")),
+]
+TESTS_OF_ARITHMETIC = ("attention", "compute", "experts", "kv_cache", "norm", "offload", "predictor")
 
 
 def _core_flags() -> dict[str, list[str]]:
@@ -71,11 +78,27 @@ def test_core_without_python(sanitizer, tmp_path):
         pytest.skip(f"needs the runtime of -fsanitize={sanitizer}")
     # All of the core but what speaks to Python.
     sources = [path for path in sorted(CSRC.rglob("*.cpp")) if path.relative_to(CSRC).parts[0] != "bind"]
-    sources += sorted(NATIVE.glob("*.cpp"))
+    sources += [path for path in sorted(NATIVE.glob("*.cpp")) if path.name != "main_arithmetic.cpp"]
     program = _build("g++", sources, flags, tmp_path)
     result = subprocess.run([program, tmp_path], capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     assert "core tests passed" in result.stdout
+
+
+@pytest.mark.sanitizer
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(shutil.which(ARM_COMPILER) is None, reason=f"needs {ARM_COMPILER} (g++-aarch64-linux-gnu)")
+@pytest.mark.skipif(shutil.which(ARM_EMULATOR) is None, reason=f"needs {ARM_EMULATOR} (qemu-user)")
+def test_arithmetic_on_arm(tmp_path):
+    """The same tests of the kernels, at the NEON level; and its bits are those of AVX2."""
+    sources = sorted(path for pattern in OF_ARITHMETIC for path in CSRC.glob(pattern))
+    names = ("arithmetic", "digest", "main_arithmetic", *(f"test_{name}" for name in TESTS_OF_ARITHMETIC))
+    program = _build(ARM_COMPILER, [*sources, *(NATIVE / f"{name}.cpp" for name in names)], ["-static"], tmp_path)
+    result = subprocess.run([ARM_EMULATOR, program], capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
+    assert "tests of arithmetic passed" in result.stdout
+    if "avx2" in _core.simd_levels():
+        assert f"digest {_core.digest('avx2')}" in result.stdout.splitlines()
 
 
 def test_the_product_cannot_be_made_to_fail():

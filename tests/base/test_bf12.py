@@ -7,8 +7,7 @@ from flashllm import _core
 from flashllm.base.bf12 import BF12
 from flashllm.base.dtypes import WEIGHT_DTYPES, cast
 
-SIMD = ["scalar", "avx2", "avx512", "avx512_bf16"]
-SIMD = SIMD[: SIMD.index(_core.best_simd_level()) + 1]
+SIMD = _core.simd_levels()
 
 
 def bfloats(*shape, seed=0):

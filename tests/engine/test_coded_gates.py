@@ -21,8 +21,7 @@ from flashllm.plan.memory import plan_memory
 from flashllm.sparsify.gates import Gates
 from flashllm.sparsify.score import Inputs
 
-SIMD = ["scalar", "avx2", "avx512", "avx512_bf16"]
-SIMD = SIMD[: SIMD.index(_core.best_simd_level()) + 1]
+SIMD = _core.simd_levels()
 
 
 @pytest.fixture(scope="module")

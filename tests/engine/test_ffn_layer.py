@@ -13,8 +13,7 @@ from flashllm.errors import ChecksumError, FlashIOError, FormatError
 
 FOREVER = 2**60
 DTYPES = sorted(TORCH_DTYPES)
-SIMD = ["scalar", "avx2", "avx512", "avx512_bf16"]
-SIMD = SIMD[: SIMD.index(_core.best_simd_level()) + 1]
+SIMD = _core.simd_levels()
 
 
 def _active(num_neurons, share, seed):

@@ -8,8 +8,7 @@ from flashllm import _core
 from flashllm.base.group_codes import GROUP_CODES
 
 ENCODINGS = sorted(GROUP_CODES)
-SIMD = ["scalar", "avx2", "avx512", "avx512_bf16"]
-SIMD = SIMD[: SIMD.index(_core.best_simd_level()) + 1]
+SIMD = _core.simd_levels()
 WIDTHS = (32, 64, 96, 320)
 ODD_WIDTHS = (1, 17, 33, 70, 100, 130)
 

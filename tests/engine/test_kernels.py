@@ -8,8 +8,7 @@ from ffn_rows import TORCH_DTYPES
 from flashllm import _core
 
 DTYPES = sorted(TORCH_DTYPES)
-SIMD = ["scalar", "avx2", "avx512", "avx512_bf16"]
-SIMD = SIMD[: SIMD.index(_core.best_simd_level()) + 1]
+SIMD = _core.simd_levels()
 LENGTHS = [1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 65, 127, 130, 320, 1000]
 FLOAT32_EPS = 2.0**-24  # half a unit in the last place, relative
 
@@ -121,7 +120,9 @@ def test_bfloat16_may_come_as_its_bits():
 
 
 def test_levels_by_name():
-    assert _core.best_simd_level() in ("scalar", "avx2", "avx512", "avx512_bf16")
+    assert _core.best_simd_level() == SIMD[-1]
+    assert SIMD[0] == "scalar"
+    assert set(SIMD) <= {"scalar", "neon", "avx2", "avx512", "avx512_bf16"}
     with pytest.raises(ValueError, match="sse9"):
         _linear(_random(4, 8), None, _random(1, 8), simd="sse9")
 

@@ -125,8 +125,8 @@ def test_a_model_whose_read_never_ends(tiny, backend, length):
 @pytest.mark.parametrize("length", [4, 20], ids=["sparse", "prompt"])
 @pytest.mark.parametrize("backend", backends())
 def test_ctrl_c_ends_a_read_that_never_ends(tiny, backend, length):
-    """Once the pass waits for it: the signal comes so late that it does, also on a busy machine. A signal that is seen
-    before, between two layers, is heard only when the read's minute is over."""
+    """Once the pass waits for it: the signal comes so late that it does, also on a busy machine. Of a signal that is
+    seen before, between two layers, tests/native/test_model.cpp tells."""
     said = run(MODEL, tiny("bfloat16").path("random"), backend, length, 60_000)
     assert said["hung"][0] == "KeyboardInterrupt", said
     assert said["hung"][2] < 2.5 + 1.5  # of which a second is a busy machine's

@@ -13,14 +13,6 @@ namespace attention_tests {
 
 using namespace flashllm;
 
-inline std::vector<SimdLevel> levels() {
-  std::vector<SimdLevel> result;
-  for (const SimdLevel level :
-       {SimdLevel::scalar, SimdLevel::avx2, SimdLevel::avx512, SimdLevel::avx512_bf16})
-    if (level <= best_simd_level()) result.push_back(level);
-  return result;
-}
-
 inline std::vector<float> random_floats(std::size_t n, unsigned seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;

@@ -14,6 +14,7 @@
   } while (false)
 
 // The test functions, one a file's idea; `scale` multiplies the iterations.
+void test_arithmetic(int scale);  // those that need no file
 void test_request_plan(int scale);
 void test_reader(const std::string& directory, int scale);
 void test_prefetch(const std::string& directory, int scale);

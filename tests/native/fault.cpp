@@ -28,7 +28,7 @@ ssize_t distort(const void* file, const struct iovec* iov, ssize_t result) {
   return plan ? plan->distort(iov, result) : result;
 }
 
-std::atomic<std::uint64_t> refusals{0}, interrupts{0}, hangs{0}, losses{0};
+std::atomic<std::uint64_t> refusals{0}, interrupts{0}, passes{0}, hangs{0}, losses{0};
 std::atomic<bool> goes_on{true};
 
 // Of completions, guarded by `mutex`.
@@ -57,7 +57,8 @@ void inject(const DirectWriter& file, std::shared_ptr<FaultPlan> faults) { set(&
 
 void refuse_enters(std::uint64_t count) { refusals = count; }
 void interrupt_probes(std::uint64_t count) { interrupts = count; }
-void hang_reads(std::uint64_t count) {
+void hang_reads(std::uint64_t count, std::uint64_t after) {
+  passes = after;
   hangs = count;
   goes_on = count == 0;
 }
@@ -106,7 +107,7 @@ bool loses_completion() { return take_one(losses); }
 // What direct_file.cpp and direct_writer.cpp call.
 bool interrupts_probe() { return take_one(interrupts); }
 void hang_if_asked() {
-  if (!take_one(hangs)) return;
+  if (take_one(passes) || !take_one(hangs)) return;
   while (!goes_on) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 ssize_t distort_read(const DirectFile& file, const struct iovec* iov, ssize_t result) {

@@ -132,9 +132,9 @@ class FaultPlan {
 // interrupted (EINTR).
 void refuse_enters(std::uint64_t count);
 void interrupt_probes(std::uint64_t count);
-// The next so many reads never end: their system call (threads) does not return before `count` is 0 again, or
-// their completion (io_uring) is lost.
-void hang_reads(std::uint64_t count);
+// The next so many reads, but for the first `after`, never end: their system call (threads) does not return
+// before `count` is 0 again, or their completion (io_uring) is lost.
+void hang_reads(std::uint64_t count, std::uint64_t after = 0);
 void lose_completions(std::uint64_t count);
 
 // What a ring says of `count` reads in a row, from the `first` on, is not what the kernel said.

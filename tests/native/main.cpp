@@ -13,16 +13,7 @@ int main(int argc, char** argv) {
   const int scale = argc > 2 ? std::atoi(argv[2]) : 1;
   test_request_plan(scale);
   test_cache(scale);
-  test_thread_pool(scale);
-  test_kernels(scale);
-  test_norm(scale);
-  test_rotary(scale);
-  test_kv_cache(scale);
-  test_attention(scale);
-  test_predictor(scale);
-  test_experts(scale);
-  test_many_tokens(scale);
-  test_offload(scale);
+  test_arithmetic(scale);
   test_reader(directory, scale);
   test_direct_writer(directory, scale);
   test_prefetch(directory, scale);

@@ -131,7 +131,7 @@ void check_problem(const Problem& problem, SimdLevel level, std::size_t step) {
 
 void test_attention(int scale) {
   const std::size_t step = scale > 1 ? 7 : 31;  // between the queries computed alone
-  for (const SimdLevel level : levels()) {
+  for (const SimdLevel level : simd_levels()) {
     for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
       check_problem({4, 2, 16, 1, dtype}, level, step);
       check_problem({4, 4, 16, 64, dtype}, level, step);

@@ -16,14 +16,6 @@ namespace {
 
 using namespace flashllm;
 
-std::vector<SimdLevel> levels() {
-  std::vector<SimdLevel> result;
-  for (const SimdLevel level :
-       {SimdLevel::scalar, SimdLevel::avx2, SimdLevel::avx512, SimdLevel::avx512_bf16})
-    if (level <= best_simd_level()) result.push_back(level);
-  return result;
-}
-
 std::vector<float> random_floats(std::size_t n, std::mt19937& random) {
   std::normal_distribution<float> normal;
   std::vector<float> values(n);
@@ -167,7 +159,7 @@ std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::s
 }  // namespace
 
 void test_many_tokens(int scale) {
-  for (const SimdLevel level : levels()) {
+  for (const SimdLevel level : simd_levels()) {
     for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
       const std::vector<float> together = many_tokens(1, level, dtype, 0, 300);
       for (const int threads : {2, 2 + scale})
@@ -257,7 +249,7 @@ void grouped_products(RowCodec codec, SimdLevel level, std::size_t rows, std::si
 }
 
 void test_kernels(int scale) {
-  for (const SimdLevel level : levels()) {
+  for (const SimdLevel level : simd_levels()) {
     for (const std::size_t n : {0, 1, 3, 64, 1000, 4099}) {
       const std::vector<float> ones(n, 1.0F);
       CHECK(sum_floats_kernel(level)(ones.data(), n) == static_cast<float>(n));

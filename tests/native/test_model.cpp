@@ -2,6 +2,7 @@
 // interrupts a pass, the next one is right.
 #include "model/model.h"
 
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
 
@@ -84,11 +85,12 @@ struct Settings {
   std::int32_t capacity = 12;
   std::size_t block_tokens = 256;
   bool rotary = false;  // and RMS norms, post-norm
+  int io_threads = 3;   // of the stream
 };
 
 struct Whole {
   Whole(const Flash& flash, const Settings& settings)
-      : pool(settings.threads), reader(Layer::reader_options(3)) {
+      : pool(settings.threads), reader(Layer::reader_options(settings.io_threads)) {
     for (std::size_t i = 0; i < kLayers; ++i)
       blocks.push_back(std::make_unique<Block>(flash, settings.threads, settings.capacity, random));
     stream = std::make_unique<RowStream>(reader, *flash.file, layers(flash), kStride, kBlockRows, kAhead);
@@ -225,6 +227,27 @@ void interrupted_passes_leave_no_trace(const Flash& flash) {
   CHECK(conversation(whole, 5) == expected);
 }
 
+// The interruption is seen between two layers, when the read that never ends is the next layer's.
+void an_interruption_does_not_wait_for_a_read_that_never_ends(const Flash& flash) {
+  Settings settings;
+  settings.io_threads = 1;  // reads begin in their order
+  Whole whole(flash, settings);
+  const auto sequence = whole.sequence();
+  constexpr std::size_t kReadsOfALayer = (static_cast<std::size_t>(kNeurons) + kBlockRows - 1) / kBlockRows;
+  hang_reads(1, kReadsOfALayer);
+  whole.checks_left = 0;
+  const auto start = std::chrono::steady_clock::now();
+  bool threw = false;
+  try {
+    whole.step(*sequence, ids_of(90, 6), Pass::prompt);
+  } catch (const std::runtime_error&) {
+    threw = true;
+  }
+  CHECK(threw && std::chrono::steady_clock::now() - start < std::chrono::seconds(20));  // a read has 60
+  CHECK(whole.reader.is_lost());
+  hang_reads(0);
+}
+
 void wrong_tokens_are_refused(const Flash& flash) {
   Whole whole(flash, {});
   const auto sequence = whole.sequence();
@@ -272,4 +295,5 @@ void test_model(const std::string& directory, int scale) {
   company_changes_nothing(flash);
   interrupted_passes_leave_no_trace(flash);
   wrong_tokens_are_refused(flash);
+  an_interruption_does_not_wait_for_a_read_that_never_ends(flash);  // last: from then on memory is kept
 }

@@ -30,7 +30,7 @@ void test_weights(std::size_t rows, std::size_t columns, int bits, Dtype dtype) 
   shape.columns = columns;
   shape.bits = bits;
   std::vector<std::uint8_t> first;
-  for (const SimdLevel level : levels()) {
+  for (const SimdLevel level : simd_levels()) {
     std::vector<std::byte> products;
     for (const int threads : {1, 3}) {
       ThreadPool pool(threads);
@@ -57,7 +57,7 @@ void test_blocks(KvLayout layout, int bits, Dtype dtype) {
   constexpr std::size_t kLengths[kSequences] = {1, 64, 150};
   const std::size_t item = dtype_nbytes(dtype);
   for (const double share : {1.0, 0.1}) {
-    for (const SimdLevel level : levels()) {
+    for (const SimdLevel level : simd_levels()) {
       const KvBlockFormat format(kKvHeads, kDim, dtype, layout, bits);
       std::vector<std::byte> plain(kSlots * format.block_nbytes(), std::byte{0xFF});
       std::vector<std::byte> sealed(2 * format.sealed_nbytes());
@@ -98,7 +98,7 @@ void test_elementwise(Dtype dtype) {
   Rotary rotary;
   rotary.inverse_frequency = frequency.data();
   rotary.dims = kDim;
-  for (const SimdLevel level : levels()) {
+  for (const SimdLevel level : simd_levels()) {
     std::vector<std::byte> first;
     for (const int threads : {1, 4}) {
       ThreadPool pool(threads);

@@ -75,7 +75,9 @@ InputForm parse_inputs(const std::string& name, RowCodec codec) {
 SimdLevel parse_simd(const std::string& name) {
   if (name == "auto") return best_simd_level();
   SimdLevel level = SimdLevel::scalar;
-  if (name == "avx2") {
+  if (name == "neon") {
+    level = SimdLevel::neon;
+  } else if (name == "avx2") {
     level = SimdLevel::avx2;
   } else if (name == "avx512") {
     level = SimdLevel::avx512;
@@ -84,7 +86,7 @@ SimdLevel parse_simd(const std::string& name) {
   } else if (name != "scalar") {
     throw CoreError(ErrorKind::usage, "unknown SIMD level " + name);
   }
-  kernel_table(level, Dtype::f32);  // throws where the processor lacks it
+  require_simd_level(level);
   return level;
 }
 
@@ -199,6 +201,8 @@ const char* simd_name(SimdLevel level) {
       return "avx512_bf16";
     case SimdLevel::avx2:
       return "avx2";
+    case SimdLevel::neon:
+      return "neon";
     case SimdLevel::scalar:
       break;
   }
@@ -209,6 +213,11 @@ const char* simd_name(SimdLevel level) {
 
 void init_compute(nb::module_& m) {
   m.def("best_simd_level", [] { return simd_name(best_simd_level()); });
+  m.def("simd_levels", [] {
+    std::vector<std::string> names;
+    for (const SimdLevel level : simd_levels()) names.emplace_back(simd_name(level));
+    return names;
+  });
 
   nb::class_<ThreadPool>(m, "ThreadPool")
       .def(nb::init<int>(), nb::arg("threads"))

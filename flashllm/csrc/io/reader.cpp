@@ -89,6 +89,7 @@ void Reader::submit(ReadBatch& batch, const DirectFile& file, ReadPriority prior
     backend_->work_arrived(requests);
   }
   batch.in_flight_ = true;
+  batch.interrupted_ = false;
 }
 
 void Reader::keep(ReadBatch& batch, const std::function<bool(const ReadJob&)>& wanted) {
@@ -112,14 +113,22 @@ void Reader::wait(ReadBatch& batch) {
   const bool ended = await(batch, options_.patience, true);
   batch.in_flight_ = false;
   if (!ended) throw_lost("");
-  interrupted_ = false;
   if (batch.error_) std::rethrow_exception(batch.error_);
 }
 
 void Reader::settle(ReadBatch& batch) noexcept {
   if (!batch.in_flight_) return;
-  if (await(batch, interrupted_ ? kAfterInterruption : options_.patience, false)) interrupted_ = false;
+  const bool hurried = batch.interrupted_ || was_interrupted();
+  await(batch, hurried ? std::min(kAfterInterruption, options_.patience) : options_.patience, false);
   batch.in_flight_ = false;
+}
+
+void Reader::interrupt() noexcept {
+  hurried_until_ = (std::chrono::steady_clock::now() + kSoon).time_since_epoch().count();
+}
+
+bool Reader::was_interrupted() const {
+  return std::chrono::steady_clock::now().time_since_epoch().count() < hurried_until_;
 }
 
 bool Reader::await(ReadBatch& batch, std::chrono::milliseconds patience, bool look) {
@@ -133,7 +142,8 @@ bool Reader::await(ReadBatch& batch, std::chrono::milliseconds patience, bool lo
     try {
       options_.look();
     } catch (...) {
-      interrupted_ = true;
+      batch.interrupted_ = true;
+      interrupt();
       throw;
     }
   }

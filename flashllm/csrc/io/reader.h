@@ -54,7 +54,9 @@ class ReadBatch {
 
   const DirectFile* file_ = nullptr;
   std::vector<ReadRequest> requests_;
-  bool in_flight_ = false;  // used by the caller's thread alone
+  // Used by the caller's thread alone.
+  bool in_flight_ = false;
+  bool interrupted_ = false;  // its wait
   // Guarded by the queue's lock.
   ReadStats stats_;
   ReadPriority priority_ = ReadPriority::demand;
@@ -121,8 +123,11 @@ class Reader final : public SideWork {
   void advance() noexcept override { backend_->advance(); }
   // Time since the last call in which any batch was under way; batches that overlap count once.
   std::uint64_t take_busy_ns() { return queue_->take_busy_ns(); }
-  // Waits if it is in flight, and drops its error. After a wait that `look` ended it does not wait for long.
+  // Waits if it is in flight, and drops its error. Where its wait was interrupted (`look` threw), or any wait
+  // of the last seconds, it does not wait for long.
   void settle(ReadBatch& batch) noexcept;
+  // Somebody who does not wait was interrupted: as if a wait had been.
+  void interrupt() noexcept;
   bool is_lost() const { return queue_->is_lost(); }
   void read(ReadBatch& batch, const DirectFile& file) {
     submit(batch, file);
@@ -131,11 +136,13 @@ class Reader final : public SideWork {
 
  private:
   static constexpr std::chrono::milliseconds kBetweenLooks{100};
-  static constexpr std::chrono::milliseconds kAfterInterruption{
-      700};  // who interrupts does not wait for long
+  // Who interrupts does not wait for long. What is settled later than `kSoon` belongs to something else.
+  static constexpr std::chrono::milliseconds kAfterInterruption{700};
+  static constexpr std::chrono::seconds kSoon{5};
 
   // False where the reader is lost.
   bool await(ReadBatch& batch, std::chrono::milliseconds patience, bool look);
+  bool was_interrupted() const;
   void name_lost(const ReadBatch& batch, std::chrono::milliseconds patience);
   [[noreturn]] void throw_lost(const std::string& what);
 
@@ -146,7 +153,7 @@ class Reader final : public SideWork {
   std::mutex naming_;  // guards the two below
   std::string lost_;   // the read that did not end
   std::uint64_t lost_offset_ = 0;
-  std::atomic<bool> interrupted_{false};  // a wait; until reads have come to an end
+  std::atomic<std::chrono::steady_clock::rep> hurried_until_{0};  // ticks since the clock's epoch
 };
 
 }  // namespace flashllm

@@ -66,6 +66,8 @@ class RowStream {
   bool next(RowBlock& block);
   // Waits for the reads under way and drops them, errors included.
   void drain() noexcept;
+  // A pass was interrupted: reads that never end do not hold up the drain (reader.h).
+  void interrupt() noexcept { reader_.interrupt(); }
 
   // Keeps a layer's first rows, in whole blocks, in `memory`, which has room for `rows` of them.
   void keep(std::size_t layer, std::byte* memory, std::size_t rows);

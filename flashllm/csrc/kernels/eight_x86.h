@@ -19,6 +19,13 @@ struct Eight {
     return {_mm256_cvtph_ps(_mm_unpacklo_epi16(four, four))};
   }
 
+  // The first n lanes, and zeros.
+  Eight first(std::size_t n) const {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)), lanes);
+    return {_mm256_and_ps(v, _mm256_castsi256_ps(below))};
+  }
+
   float sum() const {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));

@@ -38,6 +38,15 @@ void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width
 namespace avx512_bf16 {
 extern const PairKernels kPairs;
 }
+#elif defined(__aarch64__)
+namespace neon {
+extern const KernelTable kTables[3];
+extern const AttentionKernels kAttention;
+float sum_floats(const float* from, std::size_t n);
+void softmax(float* scores, std::size_t n, float scale);
+void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width, std::size_t terms, float* c,
+                  std::size_t c_row);
+}  // namespace neon
 #endif
 
 namespace {
@@ -58,18 +67,41 @@ SimdLevel best_simd_level() {
     return SimdLevel::scalar;
   }();
   return best;
+#elif defined(__aarch64__)
+  return SimdLevel::neon;  // part of every one
 #else
   return SimdLevel::scalar;
 #endif
 }
 
+std::vector<SimdLevel> simd_levels() {
+  std::vector<SimdLevel> levels = {SimdLevel::scalar};
+#if defined(__x86_64__)
+  for (const SimdLevel level : {SimdLevel::avx2, SimdLevel::avx512, SimdLevel::avx512_bf16})
+    if (level <= best_simd_level()) levels.push_back(level);
+#elif defined(__aarch64__)
+  levels.push_back(SimdLevel::neon);
+#endif
+  return levels;
+}
+
+void require_simd_level(SimdLevel level) {
+#if defined(__x86_64__)
+  const bool is_there = level <= best_simd_level() && level != SimdLevel::neon;
+#else
+  const bool is_there = level <= best_simd_level();
+#endif
+  if (!is_there) throw CoreError(ErrorKind::usage, "this processor lacks the SIMD level asked for");
+}
+
 const KernelTable& kernel_table(SimdLevel level, Dtype dtype) {
-  if (level > best_simd_level())
-    throw CoreError(ErrorKind::usage, "this processor lacks the SIMD level asked for");
+  require_simd_level(level);
   const auto index = static_cast<std::size_t>(dtype);
 #if defined(__x86_64__)
   if (level >= SimdLevel::avx512) return avx512::kTables[index];
   if (level == SimdLevel::avx2) return avx2::kTables[index];
+#elif defined(__aarch64__)
+  if (level == SimdLevel::neon) return neon::kTables[index];
 #endif
   return scalar::kTables[index];
 }
@@ -79,6 +111,8 @@ SumFloats sum_floats_kernel(SimdLevel level) {
 #if defined(__x86_64__)
   if (level >= SimdLevel::avx512) return avx512::sum_floats;
   if (level == SimdLevel::avx2) return avx2::sum_floats;
+#elif defined(__aarch64__)
+  if (level == SimdLevel::neon) return neon::sum_floats;
 #endif
   return scalar::sum_floats;
 }
@@ -112,6 +146,8 @@ Softmax softmax_kernel(SimdLevel level) {
 #if defined(__x86_64__)
   if (level >= SimdLevel::avx512) return avx512::softmax;
   if (level == SimdLevel::avx2) return avx2::softmax;
+#elif defined(__aarch64__)
+  if (level == SimdLevel::neon) return neon::softmax;
 #endif
   return scalar::softmax;
 }
@@ -121,6 +157,8 @@ MultiplyAdd multiply_add_kernel(SimdLevel level) {
 #if defined(__x86_64__)
   if (level >= SimdLevel::avx512) return avx512::multiply_add;
   if (level == SimdLevel::avx2) return avx2::multiply_add;
+#elif defined(__aarch64__)
+  if (level == SimdLevel::neon) return neon::multiply_add;
 #endif
   return scalar::multiply_add;
 }
@@ -130,6 +168,8 @@ const AttentionKernels& attention_kernels(SimdLevel level) {
 #if defined(__x86_64__)
   if (level >= SimdLevel::avx512) return avx512::kAttention;
   if (level == SimdLevel::avx2) return avx2::kAttention;
+#elif defined(__aarch64__)
+  if (level == SimdLevel::neon) return neon::kAttention;
 #endif
   return scalar::kAttention;
 }

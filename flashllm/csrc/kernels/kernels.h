@@ -17,8 +17,11 @@ namespace flashllm {
 enum class Dtype { f32, f16, bf16 };
 inline std::size_t dtype_nbytes(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
 
-enum class SimdLevel { scalar, avx2, avx512, avx512_bf16 };  // each has all of those before it
+// scalar is everywhere; neon is 64-bit ARM's; the others x86-64's, each with all of those before it.
+enum class SimdLevel { scalar, neon, avx2, avx512, avx512_bf16 };
 SimdLevel best_simd_level();
+std::vector<SimdLevel> simd_levels();      // of this processor, the best one last
+void require_simd_level(SimdLevel level);  // throws CoreError (usage) where the processor lacks it
 
 struct Activation {
   enum Kind { identity, relu, squared_relu, drelu, fatrelu, silu, gelu, gelu_tanh, quick_gelu };

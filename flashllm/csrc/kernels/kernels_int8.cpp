@@ -99,8 +99,7 @@ struct DotsOfLevel {
 };
 
 DotsOfLevel dots_of(SimdLevel level) {
-  if (level > best_simd_level())
-    throw CoreError(ErrorKind::usage, "this processor lacks the SIMD level asked for");
+  require_simd_level(level);
 #if defined(__x86_64__)
   if (level >= SimdLevel::avx512) return {dots_avx512<kRowsTogether>, dots_avx512<1>};
   if (level == SimdLevel::avx2) return {dots_avx2<kRowsTogether>, dots_avx2<1>};

@@ -114,6 +114,13 @@ struct Eight : Vec {
     return v;
   }
 
+  // The first n lanes, and zeros.
+  Eight first(std::size_t n) const {
+    Eight v = zero();
+    for (std::size_t i = 0; i < n && i < kWidth; ++i) v.lane[i] = lane[i];
+    return v;
+  }
+
   // The products of 32 codes with 32 bytes, summed by fours.
   template <std::size_t kBits>
   static Eight dot_unit(const std::uint8_t* codes, const std::int8_t* x) {

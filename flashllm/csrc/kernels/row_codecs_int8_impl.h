@@ -1,6 +1,6 @@
 // Products of weights in groups with inputs in 8 bits, as row_codecs.h has them; included behind
-// row_codecs_impl.h. Of `Eight` (eight floats) it wants zero, set, load, store, load_halves, *, +, fma (which
-// rounds once), sum, and dot_unit<bits>: the sums of a unit's products by fours.
+// row_codecs_impl.h. Of `Eight` (eight floats) it wants zero, set, load, store, load_halves, first, *, +, fma
+// (which rounds once), sum, and dot_unit<bits>: the sums of a unit's products by fours.
 
 constexpr std::size_t kScaled = 8;  // units whose scales are multiplied together
 
@@ -11,14 +11,9 @@ struct Int8Dot {
   static constexpr std::size_t kRepeat = kGroup / kCodeUnit;  // units that share a scale
   static constexpr bool kOffset = kBits == 4;
 
-  // The halves of kScaled units from unit u on; `rest` of those beyond the last group.
+  // The halves of kScaled units from unit u on. Behind the last ones lie codes, at least 16 bytes of them.
   static Eight of_units(const std::uint16_t* halves, std::size_t u) {
     return Eight::template load_halves<kRepeat>(halves + u / kRepeat);
-  }
-  static Eight of_last_units(const std::uint16_t* halves, std::size_t u, std::size_t groups) {
-    std::uint16_t rest[kScaled] = {};
-    for (std::size_t g = u / kRepeat; g < groups; ++g) rest[g - u / kRepeat] = halves[g];
-    return Eight::template load_halves<kRepeat>(rest);
   }
 
   // The scales of kScaled units of a row times those of the inputs; adds what their codes are offset by.
@@ -34,7 +29,7 @@ struct Int8Dot {
   // out[r] of R rows; next[r]: what to fetch while row[r] is read.
   template <std::size_t R>
   static void dot(const Row* row, const Row* next, const Int8Inputs& x, std::size_t k, float* out) {
-    const std::size_t units = (k + kCodeUnit - 1) / kCodeUnit, groups = (k + kGroup - 1) / kGroup;
+    const std::size_t units = (k + kCodeUnit - 1) / kCodeUnit;
     Eight sum[R][2], offset[R];
     float scales[R][kScaled];
     for (std::size_t r = 0; r < R; ++r) sum[r][0] = sum[r][1] = offset[r] = Eight::zero();
@@ -60,8 +55,8 @@ struct Int8Dot {
     }
     if (u < units) {
       for (std::size_t r = 0; r < R; ++r) {
-        const Eight scale = of_last_units(row[r].scales, u, groups);
-        scale_units(scale, kMinimum ? of_last_units(row[r].minimums, u, groups) : scale, x, u, scales[r],
+        const Eight scale = of_units(row[r].scales, u).first(units - u);
+        scale_units(scale, kMinimum ? of_units(row[r].minimums, u).first(units - u) : scale, x, u, scales[r],
                     offset[r]);
         for (std::size_t i = 0; u + i < units; ++i) {
           const std::size_t j = (u + i) * kCodeUnit;

@@ -23,6 +23,11 @@ namespace avx512 {
 extern const CodecKernels kCodecs[kCodedCodecs];
 extern const Int8Kernels kInt8[kInt8Codecs];
 }  // namespace avx512
+#elif defined(__aarch64__)
+namespace neon {
+extern const CodecKernels kCodecs[kCodedCodecs];
+extern const Int8Kernels kInt8[kInt8Codecs];
+}  // namespace neon
 #endif
 
 namespace {
@@ -101,6 +106,8 @@ const CodecKernels& codec_kernels(SimdLevel level, RowCodec codec) {
 #if defined(__x86_64__)
   if (level >= SimdLevel::avx512) return avx512::kCodecs[index];
   if (level == SimdLevel::avx2) return avx2::kCodecs[index];
+#elif defined(__aarch64__)
+  if (level == SimdLevel::neon) return neon::kCodecs[index];
 #endif
   return scalar::kCodecs[index];
 }
@@ -112,6 +119,8 @@ const Int8Kernels& int8_kernels(SimdLevel level, RowCodec codec) {
 #if defined(__x86_64__)
   if (level >= SimdLevel::avx512) return avx512::kInt8[index];
   if (level == SimdLevel::avx2) return avx2::kInt8[index];
+#elif defined(__aarch64__)
+  if (level == SimdLevel::neon) return neon::kInt8[index];
 #endif
   return scalar::kInt8[index];
 }

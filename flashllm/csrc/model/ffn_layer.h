@@ -117,6 +117,8 @@ class FfnLayer {
   // Gives up what `begin` began; nothing after `finish`, or where nothing began. The next `begin` does it
   // too.
   void abandon() noexcept;
+  // A pass was interrupted: reads that never end do not hold up what gives it up (reader.h).
+  void interrupt() noexcept { reader_.interrupt(); }
 
   // A token: x and y [d_model]; `active`: ascending ids.
   void forward(const float* x, std::size_t token, const std::vector<std::int32_t>& active, float* y) {

@@ -193,7 +193,18 @@ void Model::run_part(const Part& part) {
     here.kv_layer = layer;
     block(layer, here);
     check_finite(layer, hidden_.data(), part.count);
-    if (part.pass != Pass::sparse || part.count > kShortPass) check_();
+    if (part.pass != Pass::sparse || part.count > kShortPass) look();
+  }
+}
+
+void Model::look() {
+  try {
+    check_();
+  } catch (...) {
+    stream_.interrupt();
+    for (const BlockWeights& each : weights_.blocks)
+      if (each.ffn != nullptr) each.ffn->interrupt();
+    throw;
   }
 }
 

@@ -122,6 +122,7 @@ class Model {
   };
 
   void run_part(const Part& part);
+  void look();  // calls `check`
   void set_positions(const Part& part);
   void check_finite(std::size_t layer, const float* values, std::size_t count) const;
   void block(std::size_t layer, const Part& part);

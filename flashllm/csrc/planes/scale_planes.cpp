@@ -14,6 +14,10 @@ extern const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms];
 namespace avx512 {
 extern const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms];
 }
+#elif defined(__aarch64__)
+namespace neon {
+extern const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms];
+}
 #endif
 
 const PlaneKernels& plane_kernels(SimdLevel level, RowCodec codec, const ScalePlane& plane) {
@@ -24,6 +28,8 @@ const PlaneKernels& plane_kernels(SimdLevel level, RowCodec codec, const ScalePl
 #if defined(__x86_64__)
   if (level >= SimdLevel::avx512) return avx512::kPlanes[index][form];
   if (level == SimdLevel::avx2) return avx2::kPlanes[index][form];
+#elif defined(__aarch64__)
+  if (level == SimdLevel::neon) return neon::kPlanes[index][form];
 #endif
   return scalar::kPlanes[index][form];
 }

@@ -1,5 +1,5 @@
-// What _core_testing has and _core has not: reads and writes that fail on demand, and the slot table by
-// itself.
+// What _core_testing has and _core has not: reads and writes that fail on demand, the slot table by itself,
+// and the bits of a level.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -11,6 +11,7 @@
 
 #include "bind/bindings.h"
 #include "cache/slot_table.h"
+#include "digest.h"
 #include "fault.h"
 
 namespace flashllm {
@@ -67,8 +68,10 @@ void init_testing(nb::module_& m) {
       nb::cpp_function(&inject_fault, nb::scope(file), nb::name("inject"), nb::is_method(), nb::arg("kind"),
                        nb::arg("first"), nb::arg("count") = 1, nb::arg("argument") = 0));
 
+  m.def("digest", [](const std::string& simd) { return digest_of(parse_simd(simd)); }, nb::arg("simd"));
+
   m.def("refuse_enters", &refuse_enters, nb::arg("count"));
-  m.def("hang_reads", &hang_reads, nb::arg("count"));
+  m.def("hang_reads", &hang_reads, nb::arg("count"), nb::arg("after") = 0);
   m.def("lose_completions", &lose_completions, nb::arg("count"));
   m.def(
       "distort_completions",

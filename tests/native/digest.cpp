@@ -1,0 +1,132 @@
+#include "digest.h"
+
+#include <random>
+#include <vector>
+
+#include "kernels/rows.h"
+#include "planes/scale_planes.h"
+
+namespace flashllm {
+
+namespace {
+
+// Of bits, in their order: FNV-1a.
+class Digest {
+ public:
+  void add(const void* values, std::size_t nbytes) {
+    const auto* bytes = static_cast<const unsigned char*>(values);
+    for (std::size_t i = 0; i < nbytes; ++i) state_ = (state_ ^ bytes[i]) * 0x100000001b3U;
+  }
+  void add(const std::vector<float>& values) { add(values.data(), values.size() * sizeof(float)); }
+  std::uint64_t value() const { return state_; }
+
+ private:
+  std::uint64_t state_ = 0xcbf29ce484222325U;
+};
+
+// Exact on every machine: no library's logarithm is in them.
+std::vector<float> fractions(std::size_t n, std::mt19937& random) {
+  std::vector<float> values(n);
+  for (float& value : values) value = static_cast<float>(static_cast<std::int32_t>(random()) >> 8) / 4e6F;
+  return values;
+}
+
+// Small positive fp16 numbers.
+std::vector<std::uint16_t> halves(std::size_t n, std::mt19937& random) {
+  std::vector<std::uint16_t> values(n);
+  for (std::uint16_t& value : values) value = static_cast<std::uint16_t>(random() % 0x3C00);
+  return values;
+}
+
+void add_planes(SimdLevel level, std::mt19937& random, Digest& digest) {
+  constexpr std::size_t kWidth = 96, kNeurons = 64, kGroups = kNeurons / 32;
+  const std::vector<std::uint16_t> scales = halves(kGroups * kWidth, random);
+  const std::vector<std::uint16_t> minimums = halves(kGroups * kWidth, random);
+  std::vector<std::int8_t> factors(kGroups * kWidth);
+  for (std::int8_t& factor : factors) factor = static_cast<std::int8_t>(random());
+  for (std::size_t i = 0; i < kPlaneCodecs * kPlaneForms; ++i) {
+    const auto codec = static_cast<RowCodec>(kFirstPlane + i / kPlaneForms);
+    ScalePlane plane;
+    plane.scales = scales.data();
+    if (i % 2 != 0) plane.minimums = minimums.data();
+    if (i / 2 % 2 != 0) plane.factors = factors.data();
+    if (plane.minimums != nullptr && plane.factors != nullptr) plane.minimum_factors = factors.data();
+    std::vector<std::byte> row(vector_nbytes(codec, kWidth));
+    for (std::byte& byte : row) byte = static_cast<std::byte>(random());
+    const PlaneKernels& kernels = plane_kernels(level, codec, plane);
+    const void* rows[] = {row.data(), row.data(), row.data()};
+    const std::int32_t ids[] = {0, 31, 63};
+    const float values[] = {0.5F, -1.25F, 3.0F};
+    std::vector<float> sums(kWidth), wide(kWidth);
+    kernels.add_scaled_rows(rows, ids, values, 3, plane, kWidth, 0, kWidth, sums.data());
+    kernels.widen(row.data(), 63, plane, kWidth, 0, kWidth, wide.data());
+    digest.add(sums);
+    digest.add(wide);
+  }
+}
+
+}  // namespace
+
+std::uint64_t digest_of(SimdLevel level) {
+  constexpr std::size_t kRows = 21, kColumns = 207, kWidth = 48, kTerms = 9;
+  std::mt19937 random(17);
+  Digest digest;
+  const std::vector<float> x = fractions(kColumns, random), scales = fractions(kRows, random);
+  std::vector<float> dots(kRows), sums(kColumns), wide(kColumns);
+  for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
+    const KernelTable& kernels = kernel_table(level, dtype);
+    const std::size_t stride = kColumns * dtype_nbytes(dtype);
+    const std::vector<float> weights = fractions(kRows * kColumns, random);
+    std::vector<std::byte> stored(kRows * stride);
+    kernels.from_f32(weights.data(), weights.size(), stored.data());
+    digest.add(stored.data(), stored.size());
+    std::vector<const void*> rows;
+    for (std::size_t r = 0; r < kRows; ++r) rows.push_back(stored.data() + r * stride);
+    kernels.dot_rows(rows.data(), kRows, x.data(), kColumns, dots.data());
+    digest.add(dots);
+    kernels.dot_matrix(stored.data(), stride, kRows, x.data(), kColumns, dots.data());
+    digest.add(dots);
+    kernels.add_scaled_rows(rows.data(), scales.data(), kRows, 0, kColumns, sums.data());
+    digest.add(sums);
+    kernels.to_f32(stored.data(), kColumns, wide.data());
+    digest.add(wide);
+  }
+  for (std::size_t i = 0; i < kCodedCodecs; ++i) {
+    const auto codec = static_cast<RowCodec>(kFirstCoded + i);
+    std::vector<std::byte> row(vector_nbytes(codec, kColumns));
+    for (std::size_t j = 0; j < row.size();
+         ++j)  // finite weights: small scales, or exponents of small numbers
+      row[j] = static_cast<std::byte>(codec == RowCodec::bf12 ? random() & 0x3F
+                                      : j % 2 == 0            ? random()
+                                                              : random() % 60);
+    const CodecKernels& kernels = codec_kernels(level, codec);
+    const void* rows[] = {row.data(), row.data(), row.data()};
+    kernels.dot_rows(rows, 3, x.data(), kColumns, dots.data());
+    kernels.add_scaled_rows(rows, scales.data(), 3, kColumns, 0, kColumns, sums.data());
+    kernels.widen(row.data(), kColumns, 0, kColumns, wide.data());
+    digest.add(dots);
+    digest.add(sums);
+    digest.add(wide);
+    if (!takes_int8(codec)) continue;
+    const RowInputs inputs(x.data(), 1, kColumns, InputForm::int8);
+    int8_kernels(level, codec).dot_rows(rows, 3, inputs.codes(0), kColumns, dots.data());
+    digest.add(dots);
+  }
+  add_planes(level, random, digest);
+  std::vector<float> scores = fractions(kColumns, random);
+  softmax_kernel(level)(scores.data(), kColumns, 3.0F);
+  digest.add(scores);
+  std::vector<float> tile = fractions(7 * kWidth, random);
+  const std::vector<float> a = fractions(7 * kTerms, random), b = fractions(kTerms * kWidth, random);
+  multiply_add_kernel(level)({a.data(), kTerms, 1}, 7, {b.data(), kWidth}, kWidth, kTerms, tile.data(),
+                             kWidth);
+  digest.add(tile);
+  std::vector<float> block = fractions(5 * kWidth, random), largest(kWidth, -1.0F), sum(kWidth, 1.0F),
+                     factor(kWidth);
+  attention_kernels(level).online_softmax(block.data(), 5, kWidth, kWidth, 2.0F, largest.data(), sum.data(),
+                                          factor.data());
+  for (const std::vector<float>& each : {block, largest, sum, factor}) digest.add(each);
+  return digest.value();
+}
+
+}  // namespace flashllm
