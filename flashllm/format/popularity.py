@@ -52,7 +52,7 @@ def read_popularity(directory: Path, manifest: Manifest) -> Popularity | None:
         if tensor is None or tensor.dtype != "F32" or tensor.shape != shape:
             message = f"{path}: must hold {_TENSOR}, F32 {list(shape)}; remove the file from the model directory"
             raise FormatError(message)
-        file.read_into(tensor, 0, memoryview(shares).cast("B"))
+        file.read_into(tensor, 0, shares.reshape(-1).view(np.uint8).data)
     if not ((shares >= 0) & (shares <= 1)).all():
         raise FormatError(f"{path}: holds shares outside 0 to 1; the model directory is damaged")
     return shares
