@@ -44,6 +44,7 @@ void ThreadBackend::serve(RequestSlot& slot) {
     std::exception_ptr error;
     try {
       slot.begin(*work.request, work.jobs, *work.file);
+      queue_.let_go(work);
       if (!read(slot, work)) return;
       outcome = slot.finish(verify_);
     } catch (...) {

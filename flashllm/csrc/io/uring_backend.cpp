@@ -89,6 +89,7 @@ void UringBackend::start_requests() {
     active.cancellations = 0;
     try {
       active.slot.begin(*active.work.request, active.work.jobs, *active.work.file);
+      queue_.let_go(active.work);
       ask(index);
     } catch (...) {
       finish(index, {}, std::current_exception());
