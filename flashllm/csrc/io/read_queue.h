@@ -50,7 +50,8 @@ class ReadQueue {
   // A read that never ends. Where no request has moved for `patience` the queue is lost: true, for ever
   // after. It hands out nothing more, and whoever waits is told. What its batches point to may then be
   // destroyed, so a backend has a request held when it is handed out and before it looks at what its read
-  // gave, and lets it go before the next system call; `hold` is false where the queue is lost, and the request must not be touched.
+  // gave, and lets it go before the next system call; `hold` is false where the queue is lost, and the
+  // request must not be touched.
   bool lose(std::chrono::milliseconds patience);
   bool is_lost();
   bool hold(Work& work);
