@@ -104,6 +104,7 @@ def test_every_verb_is_in_the_help(run):
         ["convert", "a", "b", "--bits", "5"],
         ["convert", "a", "b", "--group-size", "64"],
         ["convert", "a", "b", "--bits", "8", "--minimums"],
+        ["convert", "a", "b", "--activations", "int8"],
         ["plan", "/no/such/dir"],
         ["verify", "no-such-dir"],
         ["verify", "~no-such-user/model"],
@@ -247,6 +248,17 @@ def test_convert_to_fewer_bits(run, tiny, tmp_path):
         assert facts["quality"]["text"] == "text_sample.txt"
         assert "against its source's" in err
         assert "quality" in run("inspect", tmp_path / name)[1]
+
+
+@pytest.mark.parametrize(
+    ("bits", "expected"),
+    [("4", "int8"), ("8", "float32"), ("4 --activations float32", "float32"), ("8 --activations int8", "int8")],
+)
+def test_convert_says_what_weights_are_multiplied_by(run, tiny, tmp_path, bits, expected):
+    arguments = ["--resident-bits", bits[0], "--bits", *bits.split(), "--no-quality"]
+    status, _, err = run("convert", tiny("float32").source, tmp_path / "model", *arguments)
+    assert status == 0, err
+    assert json.loads(run("inspect", tmp_path / "model", "--json")[1])["activations"] == expected
 
 
 def test_convert_with_calibration_and_another_embedding(run, tiny, tmp_path):
