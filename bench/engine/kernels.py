@@ -3,9 +3,10 @@
     python bench/engine/kernels.py [--threads N] [--seconds S] [--tiny]
 
 Prints GB/s of resident products and attention at one token and of the sparse FFN with every active neuron cached, by
-dtype and shape, beside the roof: all threads summing memory well beyond the caches (`_core.read_bandwidth`), taken in
-turn with the figures because the machine's bandwidth moves with its neighbours. Says the load average it ran under: on
-a busy machine the percentages hold better than the figures. The last line is one JSON document. Knows no model.
+dtype and shape, and of resident products with coded weights by what they are multiplied by, beside the roof: all
+threads summing memory well beyond the caches (`_core.read_bandwidth`), taken in turn with the figures because the
+machine's bandwidth moves with its neighbours. Says the load average it ran under: on a busy machine the percentages
+hold better than the figures. The last line is one JSON document. Knows no model.
 """
 
 import argparse
@@ -26,10 +27,17 @@ from numpy.typing import NDArray
 
 from flashllm import _core
 from flashllm.base.dtypes import WEIGHT_DTYPES
+from flashllm.format.rows import ROW_ENCODINGS
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Rows, columns at OPT-6.7B's shape: attention projections, head, predictors of rank 128 and 1024.
 LINEARS = [(4096, 4096), (50272, 4096), (128, 4096), (16384, 128), (1024, 4096), (16384, 1024)]
+CODED = [
+    ("bf12", "float32"),
+    *[(encoding, inputs) for encoding in ("int8_32", "int8_64") for inputs in ("float32", "int16", "int8")],
+    *[(encoding, inputs) for encoding in ("int4_32", "int4_64", "int4_32_min") for inputs in ("float32", "int8")],
+]
+CODED_SHAPE = (4096, 4096)
 SPARSE = (4096, 16384, 0.10, 4)  # d_model, d_ff, share active, layers cached
 ATTENTION = (32, 128, [128, 512, 2048])  # heads, head_dim, positions
 PROMPT = (128, 16384, 4096)  # tokens, rows, columns
@@ -104,6 +112,29 @@ def bench_linear(dtype: str, shape: tuple[int, int], rounds: Rounds):
             linear.forward(x, out)
 
     return rounds.figure("linear", nbytes * copies, run, dtype=dtype, rows=rows, columns=columns)
+
+
+def bench_coded(encoding: str, inputs: str, shape: tuple[int, int], rounds: Rounds):
+    """A resident linear of coded weights at one token, as `bench_linear`; bytes are those of the codes."""
+    rows, columns = shape
+    values = np.random.default_rng(0).standard_normal((min(rows, 512), columns), np.float32)
+    encoded = ROW_ENCODINGS[encoding].stored(values, WEIGHT_DTYPES["float32"])
+    codes = torch.from_numpy(np.tile(encoded.view(np.uint8).reshape(len(values), -1), (rows // len(values), 1)))
+    copies = max(2, rounds.nbytes // codes.nbytes)
+    weights = [as_loaded(codes).numpy() for _ in range(copies)]
+    linears = [
+        _core.Linear(weight, None, "float32", rounds.pool, "auto", encoding, columns, inputs) for weight in weights
+    ]
+    x, out = np.random.default_rng(1).standard_normal((1, columns), np.float32), np.empty((1, rows), np.float32)
+
+    def run() -> None:
+        for linear in linears:
+            linear.forward(x, out)
+
+    nbytes = codes.nbytes * copies
+    result = rounds.figure("coded", nbytes, run, dtype=f"{encoding} x {inputs}", rows=rows, columns=columns)
+    result["gweights_per_s"] = round(result["gb_per_s"] * rows * columns / codes.nbytes, 1)
+    return result
 
 
 def bench_sparse(dtype: str, shape: tuple[int, int, float, int], rounds: Rounds):
@@ -266,7 +297,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="compute threads")
     parser.add_argument("--seconds", type=float, default=0.1, help="measuring time of each round, of five")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
-    parser.add_argument("--dtypes", default=",".join(DTYPES), help="which of them, with commas")
+    parser.add_argument("--dtypes", default=",".join(DTYPES), help="which of them, with commas; empty: none")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the figures as a table, too")
     args = parser.parse_args(argv)
     rounds = Rounds(_core.ThreadPool(args.threads), args.seconds, 1 << 20 if args.tiny else ROOF_NBYTES)
@@ -278,21 +309,27 @@ def main(argv: list[str] | None = None) -> int:
     sparse = TINY_SPARSE if args.tiny else SPARSE
     heads, head_dim, contexts = TINY_ATTENTION if args.tiny else ATTENTION
     results, prompts = [], []
-    for dtype in args.dtypes.split(","):
-        benches = [functools.partial(bench_linear, dtype, shape, rounds) for shape in linears]
-        benches.append(functools.partial(bench_sparse, dtype, sparse, rounds))
-        benches += [functools.partial(bench_attention, dtype, (heads, head_dim), n, rounds) for n in contexts]
-        for bench in benches:
-            result = bench()
-            results.append(result)
-            low, high = result["gb_per_s_range"]
-            print(
-                f"{result['name']:<11} {dtype:<9} {size_of(result):<16} {result['gb_per_s']:6.1f} GB/s "
-                f"({low} to {high}), {result['percent_of_roof']} % of {result['roof_gb_per_s']} GB/s",
-                flush=True,
-            )
+
+    def take(bench: Callable[[], dict[str, Any]]) -> None:
+        result = bench()
+        results.append(result)
+        low, high = result["gb_per_s_range"]
+        print(
+            f"{result['name']:<11} {result['dtype']:<19} {size_of(result):<16} {result['gb_per_s']:6.1f} GB/s "
+            f"({low} to {high}), {result['percent_of_roof']} % of {result['roof_gb_per_s']} GB/s",
+            flush=True,
+        )
+
+    for dtype in filter(None, args.dtypes.split(",")):
+        for shape in linears:
+            take(functools.partial(bench_linear, dtype, shape, rounds))
+        take(functools.partial(bench_sparse, dtype, sparse, rounds))
+        for n in contexts:
+            take(functools.partial(bench_attention, dtype, (heads, head_dim), n, rounds))
         prompts.append(bench_prompt(dtype, TINY_PROMPT if args.tiny else PROMPT, rounds.pool))
         print(json.dumps(prompts[-1]), flush=True)
+    for encoding, inputs in CODED:
+        take(functools.partial(bench_coded, encoding, inputs, TINY_LINEARS[0] if args.tiny else CODED_SHAPE, rounds))
     document = {
         "benchmark": "kernels",
         "threads": args.threads,

@@ -148,10 +148,9 @@ class GroupCode:
 
 
 def usual_activations(encodings: Iterable[str | None]) -> str | None:
-    """What a model of these encodings multiplies its groups by, a token at a time, unless it says otherwise: "int8"
-    where any weight has 4 bits, whose products inputs of 32 bits would slow down threefold; else fp32, None."""
-    codes = [GROUP_CODES[encoding] for encoding in encodings if encoding in GROUP_CODES]
-    return "int8" if any(code.bits == 4 for code in codes) else None
+    """What a model of these encodings multiplies its groups by, a token at a time, unless it says otherwise: "int16"
+    where there are groups, which inputs of 32 bits would slow down two to three times; else fp32, None."""
+    return "int16" if any(encoding in GROUP_CODES for encoding in encodings) else None
 
 
 def _rounded(values: Floats, scale: Floats, lowest: int, highest: int) -> Floats:

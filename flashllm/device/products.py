@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,9 +121,9 @@ def _dtype_beside(encoding: str) -> str:
     return "bfloat16" if encoding == "bf12" else "float16"
 
 
-def _inputs(encoding: str) -> Literal["float32", "int8"]:
+def _inputs(encoding: str) -> str:
     """What a model of this encoding alone multiplies its weights by."""
-    return "float32" if usual_activations([encoding]) is None else "int8"
+    return usual_activations([encoding]) or "float32"
 
 
 def _vector(encoding: str) -> NDArray[Any]:

@@ -68,7 +68,8 @@ PARTIAL_SUFFIX = ".partial"  # of a directory under conversion
 _MAX_FILES = 1000
 _EXPERT_KEYS = ("experts", "chosen_experts", "shared_neurons")  # of the architecture of a mixture of experts
 _MATRIX_ENCODINGS = (*CODED_ENCODINGS, *CARRIED_ENCODINGS)
-ACTIVATIONS = ("int8",)  # forms other than fp32
+# Forms other than fp32 of what weights in groups are multiplied by. "int16": those of 8 bits; those of 4 bits by int8.
+ACTIVATIONS = ("int16", "int8")
 _OPTIONAL_KEYS = ("resident_encoding", "activations", "sparsity", "quality")
 _ROW_KEYS = ("encoding", "down_encoding", "matrices", "row_nbytes", "stride", "num_rows")
 
@@ -190,7 +191,7 @@ class Manifest:
         default_factory=dict
     )  # by name, of resident matrices that differ from that
     down_scales: tuple[str, ...] = ()  # of each layer, where down columns have theirs in memory: of `SCALE_FORMS`
-    activations: str | None = None  # "int8": what weights in groups are multiplied by, a token at a time; else fp32
+    activations: str | None = None  # one of ACTIVATIONS, a token at a time; else fp32
     permutation: Permutation | None = None
     calibration: Calibration | None = None
     sparsity: Sparsity | None = None

@@ -77,10 +77,10 @@ def test_codes_beside_16_bits(tmp_path, dtype):
 
 @pytest.mark.parametrize(("encoding", "resident"), [("int8_32", "int4_32"), ("int4_32_min", "int8_64")])
 @pytest.mark.parametrize("name", ["opt", "llama"])
-def test_activations_in_8_bits(tmp_path, name, encoding, resident):
+def test_activations_in_16_and_8_bits(tmp_path, name, encoding, resident):
     source = make_checkpoint(tmp_path / "hf", VARIANTS[name])
     convert(source, tmp_path / "model", encoding=encoding, resident_encoding=resident, predictors=True)
-    assert Manifest.load(tmp_path / "model").activations == "int8"
+    assert Manifest.load(tmp_path / "model").activations == "int16"
     ids = tokens(30)
     expected = ReferenceDecoder(tmp_path / "model").logits(ids).numpy()
     modes = ("dense", "oracle", "sparse") if name == "opt" else ("dense",)
@@ -102,12 +102,12 @@ def test_activations_in_8_bits(tmp_path, name, encoding, resident):
 def test_the_usual_activations(tmp_path):
     source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"])
     convert(source, tmp_path / "model", encoding="int8_32", resident_encoding="int8_64")
-    assert Manifest.load(tmp_path / "model").activations is None
+    assert inspect(tmp_path / "model")["activations"] == "int16"
+    assert "int16, of single tokens" in format_inspection(inspect(tmp_path / "model"))
+    change_manifest(tmp_path / "model", activations=None)
+    assert inspect(tmp_path / "model")["activations"] == "float32"
     assert "of single tokens" not in format_inspection(inspect(tmp_path / "model"))
-    change_manifest(tmp_path / "model", activations="int8")
-    assert inspect(tmp_path / "model")["activations"] == "int8"
-    assert "int8, of single tokens" in format_inspection(inspect(tmp_path / "model"))
-    with pytest.raises(ValueError, match="activations must be int8, not 'int4'"):
+    with pytest.raises(ValueError, match="activations must be int16, int8, not 'int4'"):
         change_manifest(tmp_path / "model", activations="int4")
 
 

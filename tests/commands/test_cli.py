@@ -252,7 +252,7 @@ def test_convert_to_fewer_bits(run, tiny, tmp_path):
 
 @pytest.mark.parametrize(
     ("bits", "expected"),
-    [("4", "int8"), ("8", "float32"), ("4 --activations float32", "float32"), ("8 --activations int8", "int8")],
+    [("4", "int16"), ("8", "int16"), ("4 --activations float32", "float32"), ("8 --activations int8", "int8")],
 )
 def test_convert_says_what_weights_are_multiplied_by(run, tiny, tmp_path, bits, expected):
     arguments = ["--resident-bits", bits[0], "--bits", *bits.split(), "--no-quality"]

@@ -107,10 +107,12 @@ std::uint64_t digest_of(SimdLevel level) {
     digest.add(dots);
     digest.add(sums);
     digest.add(wide);
-    if (!takes_int8(codec)) continue;
-    const RowInputs inputs(x.data(), 1, kColumns, InputForm::int8);
-    int8_kernels(level, codec).dot_rows(rows, 3, inputs.codes(0), kColumns, dots.data());
-    digest.add(dots);
+    for (const InputForm form : {InputForm::int8, InputForm::int16}) {
+      if (!takes_inputs(codec, form)) continue;
+      const RowInputs inputs(x.data(), 1, kColumns, form);
+      coded_input_kernels(level, codec, form).dot_rows(rows, 3, inputs.codes(0), kColumns, dots.data());
+      digest.add(dots);
+    }
   }
   add_planes(level, random, digest);
   std::vector<float> scores = fractions(kColumns, random);

@@ -66,9 +66,11 @@ ScalePlane plane_of(const AnyArray& scales, const std::optional<AnyArray>& minim
 }
 
 InputForm parse_inputs(const std::string& name, RowCodec codec) {
-  if (name == "int8") return takes_int8(codec) ? InputForm::int8 : InputForm::f32;
-  if (name == "float32") return InputForm::f32;
-  throw CoreError(ErrorKind::usage, "unknown form of inputs " + name);
+  if (name != "float32" && name != "int8" && name != "int16")
+    throw CoreError(ErrorKind::usage, "unknown form of inputs " + name);
+  // The widest that was asked for and that the weights are multiplied by.
+  if (name == "int16" && takes_inputs(codec, InputForm::int16)) return InputForm::int16;
+  return name != "float32" && takes_inputs(codec, InputForm::int8) ? InputForm::int8 : InputForm::f32;
 }
 
 // "auto" is the best of this processor.

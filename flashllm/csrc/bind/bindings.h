@@ -48,7 +48,8 @@ T* at_address(std::uintptr_t address) {
 
 Dtype parse_dtype(const std::string& name);
 RowCodec parse_codec(const std::string& name);  // a dtype's name, or a grouped codec's
-// What a codec's products take where a model says "float32" or "int8": int8 with weights in groups alone.
+// What a codec's products take where a model says "float32", "int8" or "int16": the widest codes that it says
+// and its weights are multiplied by, else fp32.
 InputForm parse_inputs(const std::string& name, RowCodec codec);
 SimdLevel parse_simd(const std::string& name);  // "auto", or a level's name
 // `threshold`: of fatrelu.

@@ -1,5 +1,5 @@
-// Eight floats in half a register of AVX-512 or a whole one of AVX2, for row_codecs_int8_impl.h. Included by
-// each kernels_<level>.cpp of x86, in its namespace.
+// Eight floats in half a register of AVX-512 or a whole one of AVX2, for row_codecs_inputs_impl.h. Included
+// by each kernels_<level>.cpp of x86, in its namespace.
 
 struct Eight {
   __m256 v;
@@ -48,6 +48,17 @@ struct Eight {
       magnitudes = _mm256_and_si256(both, _mm256_set1_epi8(15));
     }
     return {_mm256_cvtepi32_ps(sum_by_fours(magnitudes, bytes))};
+  }
+  // The same with 32 words.
+  template <std::size_t kBits>
+  static Eight dot_unit(const std::uint8_t* codes, const std::int16_t* x) {
+    static_assert(kBits == 8);
+    const auto* words = reinterpret_cast<const __m256i*>(x);
+    const auto* bytes = reinterpret_cast<const __m128i*>(codes);
+    const __m256i low = _mm256_cvtepi8_epi16(_mm_loadu_si128(bytes));
+    const __m256i high = _mm256_cvtepi8_epi16(_mm_loadu_si128(bytes + 1));
+    return {_mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_madd_epi16(low, _mm256_loadu_si256(words)),
+                                                _mm256_madd_epi16(high, _mm256_loadu_si256(words + 1))))};
   }
 
  private:

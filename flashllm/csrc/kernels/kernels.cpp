@@ -7,46 +7,27 @@
 
 #include "io/error.h"
 #include "io/memory.h"
+#include "kernels/levels.h"
 
 namespace flashllm {
 
 namespace scalar {
-extern const KernelTable kTables[3];
-extern const AttentionKernels kAttention;
-float sum_floats(const float* from, std::size_t n);
-void softmax(float* scores, std::size_t n, float scale);
-void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width, std::size_t terms, float* c,
-                  std::size_t c_row);
-}  // namespace scalar
+extern const LevelKernels kLevel;
+}
 #if defined(__x86_64__)
 namespace avx2 {
-extern const KernelTable kTables[3];
-extern const AttentionKernels kAttention;
-float sum_floats(const float* from, std::size_t n);
-void softmax(float* scores, std::size_t n, float scale);
-void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width, std::size_t terms, float* c,
-                  std::size_t c_row);
-}  // namespace avx2
+extern const LevelKernels kLevel;
+}
 namespace avx512 {
-extern const KernelTable kTables[3];
-extern const AttentionKernels kAttention;
-float sum_floats(const float* from, std::size_t n);
-void softmax(float* scores, std::size_t n, float scale);
-void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width, std::size_t terms, float* c,
-                  std::size_t c_row);
-}  // namespace avx512
+extern const LevelKernels kLevel;
+}
 namespace avx512_bf16 {
 extern const PairKernels kPairs;
 }
 #elif defined(__aarch64__)
 namespace neon {
-extern const KernelTable kTables[3];
-extern const AttentionKernels kAttention;
-float sum_floats(const float* from, std::size_t n);
-void softmax(float* scores, std::size_t n, float scale);
-void multiply_add(TileRows a, std::size_t rows, TileColumns b, std::size_t width, std::size_t terms, float* c,
-                  std::size_t c_row);
-}  // namespace neon
+extern const LevelKernels kLevel;
+}
 #endif
 
 namespace {
@@ -94,28 +75,31 @@ void require_simd_level(SimdLevel level) {
   if (!is_there) throw CoreError(ErrorKind::usage, "this processor lacks the SIMD level asked for");
 }
 
-const KernelTable& kernel_table(SimdLevel level, Dtype dtype) {
+const LevelKernels& level_kernels(SimdLevel level) {
   require_simd_level(level);
-  const auto index = static_cast<std::size_t>(dtype);
 #if defined(__x86_64__)
-  if (level >= SimdLevel::avx512) return avx512::kTables[index];
-  if (level == SimdLevel::avx2) return avx2::kTables[index];
+  static const LevelKernels kWithPairs = [] {
+    LevelKernels kernels = avx512::kLevel;
+    kernels.pairs = &avx512_bf16::kPairs;
+    return kernels;
+  }();
+  if (level == SimdLevel::avx512_bf16) return kWithPairs;
+  if (level == SimdLevel::avx512) return avx512::kLevel;
+  if (level == SimdLevel::avx2) return avx2::kLevel;
 #elif defined(__aarch64__)
-  if (level == SimdLevel::neon) return neon::kTables[index];
+  if (level == SimdLevel::neon) return neon::kLevel;
 #endif
-  return scalar::kTables[index];
+  return scalar::kLevel;
 }
 
-SumFloats sum_floats_kernel(SimdLevel level) {
-  kernel_table(level, Dtype::f32);  // throws where the processor lacks it
-#if defined(__x86_64__)
-  if (level >= SimdLevel::avx512) return avx512::sum_floats;
-  if (level == SimdLevel::avx2) return avx2::sum_floats;
-#elif defined(__aarch64__)
-  if (level == SimdLevel::neon) return neon::sum_floats;
-#endif
-  return scalar::sum_floats;
+const KernelTable& kernel_table(SimdLevel level, Dtype dtype) {
+  return level_kernels(level).tables[static_cast<std::size_t>(dtype)];
 }
+MultiplyAdd multiply_add_kernel(SimdLevel level) { return level_kernels(level).multiply_add; }
+const PairKernels* pair_kernels(SimdLevel level) { return level_kernels(level).pairs; }
+Softmax softmax_kernel(SimdLevel level) { return level_kernels(level).softmax; }
+const AttentionKernels& attention_kernels(SimdLevel level) { return *level_kernels(level).attention; }
+SumFloats sum_floats_kernel(SimdLevel level) { return level_kernels(level).sum_floats; }
 
 std::vector<double> read_bandwidth(ThreadPool& pool, std::size_t nbytes, double seconds, SimdLevel level) {
   const std::size_t n = nbytes / sizeof(float);
@@ -139,47 +123,6 @@ std::vector<double> read_bandwidth(ThreadPool& pool, std::size_t nbytes, double 
     rates.push_back(static_cast<double>(n * sizeof(float)) / pass.count());
   }
   return rates;
-}
-
-Softmax softmax_kernel(SimdLevel level) {
-  kernel_table(level, Dtype::f32);
-#if defined(__x86_64__)
-  if (level >= SimdLevel::avx512) return avx512::softmax;
-  if (level == SimdLevel::avx2) return avx2::softmax;
-#elif defined(__aarch64__)
-  if (level == SimdLevel::neon) return neon::softmax;
-#endif
-  return scalar::softmax;
-}
-
-MultiplyAdd multiply_add_kernel(SimdLevel level) {
-  kernel_table(level, Dtype::f32);
-#if defined(__x86_64__)
-  if (level >= SimdLevel::avx512) return avx512::multiply_add;
-  if (level == SimdLevel::avx2) return avx2::multiply_add;
-#elif defined(__aarch64__)
-  if (level == SimdLevel::neon) return neon::multiply_add;
-#endif
-  return scalar::multiply_add;
-}
-
-const AttentionKernels& attention_kernels(SimdLevel level) {
-  kernel_table(level, Dtype::f32);
-#if defined(__x86_64__)
-  if (level >= SimdLevel::avx512) return avx512::kAttention;
-  if (level == SimdLevel::avx2) return avx2::kAttention;
-#elif defined(__aarch64__)
-  if (level == SimdLevel::neon) return neon::kAttention;
-#endif
-  return scalar::kAttention;
-}
-
-const PairKernels* pair_kernels(SimdLevel level) {
-  kernel_table(level, Dtype::f32);
-#if defined(__x86_64__)
-  if (level >= SimdLevel::avx512_bf16) return &avx512_bf16::kPairs;
-#endif
-  return nullptr;
 }
 
 namespace {

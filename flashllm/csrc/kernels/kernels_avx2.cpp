@@ -4,9 +4,7 @@
 #include <immintrin.h>
 
 #include "kernels/half.h"
-#include "kernels/kernels.h"
-#include "kernels/row_codecs.h"
-#include "planes/scale_planes.h"
+#include "kernels/levels.h"
 
 namespace flashllm::avx2 {
 
@@ -86,8 +84,10 @@ inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }  // b where e
 
 #include "kernels/kernels_impl.h"
 #include "kernels/row_codecs_impl.h"
-#include "kernels/row_codecs_int8_impl.h"
+#include "kernels/row_codecs_inputs_impl.h"
 #include "planes/scale_planes_impl.h"
+
+#include "kernels/level_impl.h"
 
 }  // namespace flashllm::avx2
 

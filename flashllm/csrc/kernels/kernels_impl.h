@@ -367,13 +367,11 @@ float sum_floats(const float* from, std::size_t n) {
   return total;
 }
 
-extern const KernelTable kTables[3];
 const KernelTable kTables[3] = {
     {dot_rows<F32>, dot_matrix<F32>, add_scaled_rows<F32>, to_f32<F32>, to_panels<F32>, from_f32_f32},
     {dot_rows<F16>, dot_matrix<F16>, add_scaled_rows<F16>, to_f32<F16>, to_panels<F16>, from_f32_f16},
     {dot_rows<BF16>, dot_matrix<BF16>, add_scaled_rows<BF16>, to_f32<BF16>, to_panels<BF16>, from_f32_bf16},
 };
 
-extern const AttentionKernels kAttention;
 const AttentionKernels kAttention = {kTileVectors * Vec::kWidth < 16 ? 16 : kTileVectors * Vec::kWidth,
                                      online_softmax, scale_floats, all_finite};

@@ -1,8 +1,6 @@
 // The portable level: no intrinsics. Eight lanes, so that a compiler may vectorise what the target has.
 #include "kernels/half.h"
-#include "kernels/kernels.h"
-#include "kernels/row_codecs.h"
-#include "planes/scale_planes.h"
+#include "kernels/levels.h"
 
 namespace flashllm::scalar {
 
@@ -100,7 +98,7 @@ Vec max(const Vec& a, const Vec& b) {  // b where either is NaN, as the processo
   return v;
 }
 
-// Of row_codecs_int8_impl.h, whose sums are those of the other levels.
+// Of row_codecs_inputs_impl.h, whose sums are those of the other levels.
 struct Eight : Vec {
   static Eight zero() { return {Vec::zero()}; }
   static Eight set(float value) { return {Vec::set(value)}; }
@@ -135,6 +133,19 @@ struct Eight : Vec {
     }
     return v;
   }
+  // The same with 32 words.
+  template <std::size_t kBits>
+  static Eight dot_unit(const std::uint8_t* codes, const std::int16_t* x) {
+    static_assert(kBits == 8);
+    Eight v;
+    for (std::size_t lane_of = 0; lane_of < kWidth; ++lane_of) {
+      int total = 0;
+      for (const std::size_t i : {2 * lane_of, 2 * lane_of + 1, 2 * lane_of + 16, 2 * lane_of + 17})
+        total += static_cast<std::int8_t>(codes[i]) * x[i];
+      v.lane[lane_of] = static_cast<float>(total);
+    }
+    return v;
+  }
 };
 Eight fma(const Eight& a, const Eight& b, const Eight& c) {
   Eight v;
@@ -152,7 +163,9 @@ Eight operator*(const Eight& a, const Eight& b) {
 
 #include "kernels/kernels_impl.h"
 #include "kernels/row_codecs_impl.h"
-#include "kernels/row_codecs_int8_impl.h"
+#include "kernels/row_codecs_inputs_impl.h"
 #include "planes/scale_planes_impl.h"
+
+#include "kernels/level_impl.h"
 
 }  // namespace flashllm::scalar

@@ -18,12 +18,13 @@
 // then int8 factors of groups (32 weights; q6_k 16), those of minimums, and the codes. planes/scale_planes.h
 // says how codes of 5 and 6 bits lie in their units, and what the codecs without scales are.
 //
-// Weights in groups of 8 and 4 bits are multiplied by inputs in fp32, or in 8 bits: 32 inputs together are
-// int8 codes and an fp32 scale, the largest of them 127 times the scale. Such a product is the same bits at
-// every level: the codes of a unit of 32 are multiplied exactly and summed exactly by fours, eight sums that
-// are added in fp32, times both scales, to eight lanes for the even units and to eight for the odd ones; what
-// the codes are offset by (a minimum, or -8 scales) is multiplied by the units' sums, unit u in lane u
-// modulo 8.
+// Weights in groups of 8 and 4 bits are multiplied by inputs in fp32, or in 8 bits, those of 8 bits in 16
+// too: 32 inputs together are int8 (int16) codes and an fp32 scale, the largest of them 127 (32767) times the
+// scale. Such a product is the same bits at every level: the codes of a unit of 32 are multiplied exactly and
+// summed exactly by fours, eight sums that are added in fp32, times both scales, to eight lanes for the even
+// units and to eight for the odd ones; what the codes are offset by (a minimum, or -8 scales) is multiplied
+// by the units' sums, unit u in lane u modulo 8. The four of lane i are 4i to 4i + 3 of int8 inputs; of int16
+// ones 2i, 2i + 1, 2i + 16 and 2i + 17, and their sum fits 24 bits: 4 * 128 * 32767.
 #pragma once
 
 #include <cstddef>
@@ -89,24 +90,28 @@ struct CodecKernels {
 const CodecKernels& codec_kernels(SimdLevel level, RowCodec codec);
 
 // What vectors are multiplied by.
-enum class InputForm { f32, int8 };
-constexpr std::size_t kInt8Codecs = 6;  // those in groups, the first of the coded ones
-constexpr bool takes_int8(RowCodec codec) {
-  return is_coded(codec) && static_cast<std::size_t>(codec) < kFirstCoded + kInt8Codecs;
+enum class InputForm { f32, int8, int16 };
+constexpr std::size_t kInt8Codecs = 6;   // those in groups, the first of the coded ones
+constexpr std::size_t kInt16Codecs = 2;  // those of 8 bits, the first of these
+constexpr bool takes_inputs(RowCodec codec, InputForm inputs) {
+  const std::size_t codecs = inputs == InputForm::int8 ? kInt8Codecs : kInt16Codecs;
+  return inputs == InputForm::f32 ||
+         (is_coded(codec) && static_cast<std::size_t>(codec) < kFirstCoded + codecs);
 }
 
 // k inputs in units of kCodeUnit, padded with zeros to a multiple of 8 units.
-struct Int8Inputs {
-  const std::int8_t* codes;  // [units * kCodeUnit]
-  const float* scales;       // [units]
-  const float* sums;         // [units], of a unit's codes, times its scale
+struct CodedInputs {
+  const void* codes;    // int8 or int16 [units * kCodeUnit]
+  const float* scales;  // [units]
+  const float* sums;    // [units], of a unit's codes, times its scale
 };
-struct Int8Kernels {
+struct CodedInputKernels {
   // As CodecKernels's.
-  void (*dot_rows)(const void* const* rows, std::size_t n, const Int8Inputs& x, std::size_t k, float* out);
-  void (*dot_matrix)(const void* data, std::size_t stride, std::size_t n, const Int8Inputs& x, std::size_t k,
+  void (*dot_rows)(const void* const* rows, std::size_t n, const CodedInputs& x, std::size_t k, float* out);
+  void (*dot_matrix)(const void* data, std::size_t stride, std::size_t n, const CodedInputs& x, std::size_t k,
                      float* out);
 };
-const Int8Kernels& int8_kernels(SimdLevel level, RowCodec codec);
+// Throws CoreError (usage) for a codec that is not multiplied by such inputs, and for inputs in fp32.
+const CodedInputKernels& coded_input_kernels(SimdLevel level, RowCodec codec, InputForm inputs);
 
 }  // namespace flashllm

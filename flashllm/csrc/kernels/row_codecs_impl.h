@@ -262,7 +262,6 @@ constexpr CodecKernels kernels_of() {
   return {dot_rows_coded<G>, dot_matrix_coded<G>, add_scaled_rows_coded<G>, widen_coded<G>};
 }
 
-extern const CodecKernels kCodecs[kCodedCodecs];
 const CodecKernels kCodecs[kCodedCodecs] = {
     // in the order of RowCodec
     kernels_of<Grouped<8, 32, false>>(),

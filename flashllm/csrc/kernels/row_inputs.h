@@ -1,5 +1,5 @@
-// The inputs of products with vectors of weights: fp32 values, and their codes of 8 bits where products want
-// them (row_codecs.h).
+// The inputs of products with vectors of weights: fp32 values, and their codes of 8 or 16 bits where products
+// want them (row_codecs.h).
 #pragma once
 
 #include <cmath>
@@ -23,33 +23,41 @@ class RowInputs {
   void set(const float* x, std::size_t tokens, std::size_t length, InputForm form) {
     x_ = x;
     length_ = length;
-    units_ = 0;
+    form_ = form;
     if (form == InputForm::f32) return;
     units_ = (length + kCodeUnit - 1) / kCodeUnit;
     units_ = (units_ + kUnitsTogether - 1) / kUnitsTogether * kUnitsTogether;
-    codes_.assign(tokens * units_ * kCodeUnit, 0);
+    const std::size_t codes = tokens * units_ * kCodeUnit;
+    form == InputForm::int8 ? bytes_.assign(codes, 0) : words_.assign(codes, 0);
     scales_.assign(tokens * units_, 0.0F);
     sums_.assign(tokens * units_, 0.0F);
     for (std::size_t t = 0; t < tokens; ++t)
-      for (std::size_t first = 0; first < length; first += kCodeUnit)
-        encode(x + t * length + first, length - first < kCodeUnit ? length - first : kCodeUnit,
-               t * units_ + first / kCodeUnit);
+      for (std::size_t first = 0; first < length; first += kCodeUnit) {
+        const std::size_t n = length - first < kCodeUnit ? length - first : kCodeUnit,
+                          unit = t * units_ + first / kCodeUnit;
+        const float* from = x + t * length + first;
+        form == InputForm::int8 ? encode(from, n, unit, bytes_) : encode(from, n, unit, words_);
+      }
   }
 
   const float* floats(std::size_t token) const { return x_ + token * length_; }
-  bool has_codes() const { return units_ != 0; }
-  Int8Inputs codes(std::size_t token) const {
+  InputForm form() const { return form_; }
+  bool has_codes() const { return form_ != InputForm::f32; }
+  CodedInputs codes(std::size_t token) const {
     const std::size_t first = token * units_;
-    return {codes_.data() + first * kCodeUnit, scales_.data() + first, sums_.data() + first};
+    const void* codes = form_ == InputForm::int8 ? static_cast<const void*>(bytes_.data() + first * kCodeUnit)
+                                                 : words_.data() + first * kCodeUnit;
+    return {codes, scales_.data() + first, sums_.data() + first};
   }
 
  private:
   static constexpr std::size_t kUnitsTogether = 8;
-  static constexpr float kMost = 127.0F;
   static constexpr float kTiny = 1e-30F;  // below it a reciprocal may not be finite
 
   // Codes to the nearest, ties to even. What is not finite makes the unit's sums not a number.
-  void encode(const float* x, std::size_t n, std::size_t unit) {
+  template <typename Code>
+  void encode(const float* x, std::size_t n, std::size_t unit, std::vector<Code>& to) {
+    constexpr auto kMost = static_cast<float>(std::numeric_limits<Code>::max());
     float largest = 0.0F, finite = 0.0F;
     for (std::size_t i = 0; i < n; ++i) {
       const float magnitude = std::fabs(x[i]);
@@ -63,11 +71,11 @@ class RowInputs {
     if (largest < kTiny) return;
     constexpr float kRounding = 12582912.0F;  // 1.5 * 2^23: adding it leaves no fraction
     const float by = kMost / largest;
-    std::int8_t* codes = codes_.data() + unit * kCodeUnit;
+    Code* codes = to.data() + unit * kCodeUnit;
     int total = 0;
     for (std::size_t i = 0; i < n; ++i) {
       const int code = static_cast<int>((x[i] * by + kRounding) - kRounding);
-      codes[i] = static_cast<std::int8_t>(code);
+      codes[i] = static_cast<Code>(code);
       total += code;
     }
     scales_[unit] = largest / kMost;
@@ -75,8 +83,10 @@ class RowInputs {
   }
 
   const float* x_ = nullptr;
+  InputForm form_ = InputForm::f32;
   std::size_t length_ = 0, units_ = 0;
-  std::vector<std::int8_t> codes_;
+  std::vector<std::int8_t> bytes_;
+  std::vector<std::int16_t> words_;
   std::vector<float> scales_, sums_;
 };
 

@@ -7,28 +7,9 @@
 #include "io/error.h"
 #include "io/xxh3.h"
 #include "kernels/kernels_int8.h"
+#include "kernels/levels.h"
 
 namespace flashllm {
-
-namespace scalar {
-extern const CodecKernels kCodecs[kCodedCodecs];
-extern const Int8Kernels kInt8[kInt8Codecs];
-}  // namespace scalar
-#if defined(__x86_64__)
-namespace avx2 {
-extern const CodecKernels kCodecs[kCodedCodecs];
-extern const Int8Kernels kInt8[kInt8Codecs];
-}  // namespace avx2
-namespace avx512 {
-extern const CodecKernels kCodecs[kCodedCodecs];
-extern const Int8Kernels kInt8[kInt8Codecs];
-}  // namespace avx512
-#elif defined(__aarch64__)
-namespace neon {
-extern const CodecKernels kCodecs[kCodedCodecs];
-extern const Int8Kernels kInt8[kInt8Codecs];
-}  // namespace neon
-#endif
 
 namespace {
 
@@ -101,28 +82,14 @@ class CodedRows : public WideRows {
 
 const CodecKernels& codec_kernels(SimdLevel level, RowCodec codec) {
   require(is_coded(codec) && !has_plane(codec), "these weights are not coded, or their scales lie apart");
-  kernel_table(level, Dtype::f32);  // throws where the processor lacks it
-  const std::size_t index = static_cast<std::size_t>(codec) - kFirstCoded;
-#if defined(__x86_64__)
-  if (level >= SimdLevel::avx512) return avx512::kCodecs[index];
-  if (level == SimdLevel::avx2) return avx2::kCodecs[index];
-#elif defined(__aarch64__)
-  if (level == SimdLevel::neon) return neon::kCodecs[index];
-#endif
-  return scalar::kCodecs[index];
+  return level_kernels(level).codecs[static_cast<std::size_t>(codec) - kFirstCoded];
 }
 
-const Int8Kernels& int8_kernels(SimdLevel level, RowCodec codec) {
-  require(takes_int8(codec), "only weights in groups are multiplied by inputs in 8 bits");
-  kernel_table(level, Dtype::f32);  // throws where the processor lacks it
-  const std::size_t index = static_cast<std::size_t>(codec) - kFirstCoded;
-#if defined(__x86_64__)
-  if (level >= SimdLevel::avx512) return avx512::kInt8[index];
-  if (level == SimdLevel::avx2) return avx2::kInt8[index];
-#elif defined(__aarch64__)
-  if (level == SimdLevel::neon) return neon::kInt8[index];
-#endif
-  return scalar::kInt8[index];
+const CodedInputKernels& coded_input_kernels(SimdLevel level, RowCodec codec, InputForm inputs) {
+  require(takes_inputs(codec, inputs), "weights of this codec are not multiplied by inputs in such codes");
+  const LevelKernels& kernels = level_kernels(level);
+  return (inputs == InputForm::int8 ? kernels.int8
+                                    : kernels.int16)[static_cast<std::size_t>(codec) - kFirstCoded];
 }
 
 RowCodec codec_of(Dtype dtype) {
@@ -189,7 +156,7 @@ void dot_block(const RowMatrix& matrix, std::size_t first, std::size_t count, co
                std::size_t token, float* out, SimdLevel level) {
   const std::byte* rows = matrix.data + first * matrix.stride;
   if (x.has_codes()) {
-    int8_kernels(level, matrix.codec)
+    coded_input_kernels(level, matrix.codec, x.form())
         .dot_matrix(rows, matrix.stride, count, x.codes(token), matrix.columns, out);
   } else {
     const auto dot = is_coded(matrix.codec) ? codec_kernels(level, matrix.codec).dot_matrix
@@ -318,7 +285,7 @@ void dot_scattered(const ScatteredRows& rows, const float* x, const std::int32_t
   pool.parallel_for(rows.count, kRowGrain, [&](std::size_t begin, std::size_t end) {
     const void* const* vectors = rows.vectors + begin;
     if (inputs.has_codes())
-      int8_kernels(level, rows.codec)
+      coded_input_kernels(level, rows.codec, inputs.form())
           .dot_rows(vectors, end - begin, inputs.codes(0), rows.length, values + begin);
     else
       kernels.dot_rows(vectors, end - begin, x, rows.length, values + begin);

@@ -1,37 +1,15 @@
 #include "planes/scale_planes.h"
 
 #include "io/error.h"
+#include "kernels/levels.h"
 
 namespace flashllm {
 
-namespace scalar {
-extern const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms];
-}
-#if defined(__x86_64__)
-namespace avx2 {
-extern const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms];
-}
-namespace avx512 {
-extern const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms];
-}
-#elif defined(__aarch64__)
-namespace neon {
-extern const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms];
-}
-#endif
-
 const PlaneKernels& plane_kernels(SimdLevel level, RowCodec codec, const ScalePlane& plane) {
   if (!has_plane(codec)) throw CoreError(ErrorKind::usage, "these weights have scales of their own");
-  kernel_table(level, Dtype::f32);  // throws where the processor lacks it
   const std::size_t index = static_cast<std::size_t>(codec) - kFirstPlane;
   const std::size_t form = (plane.has_minimums() ? 1 : 0) + (plane.factors != nullptr ? 2 : 0);
-#if defined(__x86_64__)
-  if (level >= SimdLevel::avx512) return avx512::kPlanes[index][form];
-  if (level == SimdLevel::avx2) return avx2::kPlanes[index][form];
-#elif defined(__aarch64__)
-  if (level == SimdLevel::neon) return neon::kPlanes[index][form];
-#endif
-  return scalar::kPlanes[index][form];
+  return level_kernels(level).planes[index][form];
 }
 
 void sum_scattered(const PlaneColumns& columns, const float* values, float* y, ThreadPool& pool,

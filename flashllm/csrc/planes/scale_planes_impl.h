@@ -74,7 +74,6 @@ constexpr PlaneKernels plane_kernels_of() {
   return {add_plane_rows<kBits, kMinimum, kFactors>, widen_plane_row<kBits, kMinimum, kFactors>};
 }
 
-extern const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms];
 const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms] = {
 // in the order of RowCodec; scales, with minimums, with factors, with both
 #define FLASHLLM_PLANES(bits)                                                     \

@@ -5,9 +5,7 @@
 #include <arm_neon.h>
 
 #include "kernels/half.h"
-#include "kernels/kernels.h"
-#include "kernels/row_codecs.h"
-#include "planes/scale_planes.h"
+#include "kernels/levels.h"
 
 namespace flashllm::neon {
 
@@ -99,7 +97,7 @@ inline Vec max(const Vec& a, const Vec& b) {  // b where either is NaN; vmaxq_f3
           vbslq_f32(vcgtq_f32(a.high, b.high), a.high, b.high)};
 }
 
-// Of row_codecs_int8_impl.h, whose sums are those of the other levels.
+// Of row_codecs_inputs_impl.h, whose sums are those of the other levels.
 struct Eight : Vec {
   static Eight zero() { return {Vec::zero()}; }
   static Eight set(float value) { return {Vec::set(value)}; }
@@ -140,6 +138,21 @@ struct Eight : Vec {
     }
     return {Vec{by_fours(weights[0], vld1q_s8(x)), by_fours(weights[1], vld1q_s8(x + 16))}};
   }
+  // The same with 32 words.
+  template <std::size_t kBits>
+  static Eight dot_unit(const std::uint8_t* codes, const std::int16_t* x) {
+    static_assert(kBits == 8);
+    int32x4_t sums[4];
+    for (std::size_t i = 0; i < 2; ++i) {
+      const int16x8_t first = vmovl_s8(vreinterpret_s8_u8(vld1_u8(codes + 8 * i))),
+                      second = vmovl_s8(vreinterpret_s8_u8(vld1_u8(codes + 8 * i + 16)));
+      const int16x8_t x_first = vld1q_s16(x + 8 * i), x_second = vld1q_s16(x + 8 * i + 16);
+      sums[2 * i] = vmlal_s16(vmull_s16(vget_low_s16(first), vget_low_s16(x_first)), vget_low_s16(second),
+                              vget_low_s16(x_second));
+      sums[2 * i + 1] = vmlal_high_s16(vmull_high_s16(first, x_first), second, x_second);
+    }
+    return {Vec{vcvtq_f32_s32(vpaddq_s32(sums[0], sums[1])), vcvtq_f32_s32(vpaddq_s32(sums[2], sums[3]))}};
+  }
 
  private:
   // A sum of two products fits 16 bits: 2 * 128 * 127.
@@ -162,8 +175,10 @@ inline Eight operator*(const Eight& a, const Eight& b) {
 
 #include "kernels/kernels_impl.h"
 #include "kernels/row_codecs_impl.h"
-#include "kernels/row_codecs_int8_impl.h"
+#include "kernels/row_codecs_inputs_impl.h"
 #include "planes/scale_planes_impl.h"
+
+#include "kernels/level_impl.h"
 
 }  // namespace flashllm::neon
 

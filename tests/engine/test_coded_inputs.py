@@ -1,4 +1,4 @@
-"""Products of weights in groups with inputs in 8 bits: what the rule says, the same bits at every level and place."""
+"""Products of weights in groups with inputs in 8 and 16 bits: the rule, the same bits at every level and place."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from flashllm import _core
 from flashllm.base.group_codes import GROUP_CODES
 
-CODES = sorted(GROUP_CODES)
+FORMS = [(name, "int8") for name in sorted(GROUP_CODES)] + [("int8_32", "int16"), ("int8_64", "int16")]
 LENGTHS = (32, 33, 64, 100, 256, 300, 1024)
 
 
@@ -21,58 +21,59 @@ def products(name, rows, x, *, level="auto", threads=1, inputs="int8"):
     return out
 
 
-def in_8_bits(x):
+def rounded(x, inputs):
     """What inputs [n, length] are rounded to: units of 32, each with its scale."""
-    n, length = x.shape
+    (n, length), most = x.shape, np.iinfo(inputs).max
     units = np.zeros((n, -(-length // 32), 32), np.float64)
     units.reshape(n, -1)[:, :length] = x
     largest = np.abs(units).max(axis=2, keepdims=True)
-    by = np.float32(127) / np.where(largest == 0, 1, largest).astype(np.float32)
+    by = np.float32(most) / np.where(largest == 0, 1, largest).astype(np.float32)
     codes = np.rint(units.astype(np.float32) * by)
-    return (codes * (largest / 127)).reshape(n, -1)[:, :length]
+    return (codes * (largest / most)).reshape(n, -1)[:, :length]
 
 
-@pytest.mark.parametrize("name", CODES)
-def test_products_are_those_of_the_codes(name):
+@pytest.mark.parametrize(("name", "inputs"), FORMS)
+def test_products_are_those_of_the_codes(name, inputs):
     code = GROUP_CODES[name]
     for length in LENGTHS:
         rows = code.encode(random(21, length, seed=length))
         x = random(3, length, seed=1)
         weights = code.decode(rows, length).astype(np.float64)
-        found = products(name, rows, x)
-        np.testing.assert_allclose(found, in_8_bits(x) @ weights.T, rtol=0, atol=2e-5 * np.sqrt(length))
+        found = products(name, rows, x, inputs=inputs)
+        np.testing.assert_allclose(found, rounded(x, inputs) @ weights.T, rtol=0, atol=2e-5 * np.sqrt(length))
         exact = products(name, rows, x, inputs="float32")
-        assert np.abs(found - exact).max() < 0.05 * np.sqrt(length)
+        assert np.abs(found - exact).max() < 6 / np.iinfo(inputs).max * np.sqrt(length)
         assert not np.array_equal(found, exact)
 
 
-@pytest.mark.parametrize("name", CODES)
-def test_every_level_has_the_same_bits(name):
+@pytest.mark.parametrize(("name", "inputs"), FORMS)
+def test_every_level_has_the_same_bits(name, inputs):
     for length in LENGTHS:
         rows = GROUP_CODES[name].encode(random(19, length, seed=length))
         x = random(2, length, seed=2) * np.float32(10) ** random(1, length, seed=3)
-        first, *others = (products(name, rows, x, level=level) for level in _core.simd_levels())
+        first, *others = (products(name, rows, x, level=level, inputs=inputs) for level in _core.simd_levels())
         for other in others:
             np.testing.assert_array_equal(first, other)
 
 
-@pytest.mark.parametrize("name", CODES)
-def test_bits_depend_on_no_neighbour_and_no_thread(name):
+@pytest.mark.parametrize(("name", "inputs"), FORMS)
+def test_bits_depend_on_no_neighbour_and_no_thread(name, inputs):
     rows = GROUP_CODES[name].encode(random(50, 96))
     x = random(4, 96, seed=4)
-    whole = products(name, rows, x)
-    np.testing.assert_array_equal(whole, products(name, rows, x, threads=3))
+    whole = products(name, rows, x, inputs=inputs)
+    np.testing.assert_array_equal(whole, products(name, rows, x, threads=3, inputs=inputs))
     for i in range(0, 50, 7):
-        np.testing.assert_array_equal(whole[1:2, i : i + 1], products(name, rows[i : i + 1], x[1:2]))
+        alone = products(name, rows[i : i + 1], x[1:2], inputs=inputs)
+        np.testing.assert_array_equal(whole[1:2, i : i + 1], alone)
 
 
 def test_the_largest_codes_and_inputs_do_not_overflow():
-    for name in CODES:
-        code = GROUP_CODES[name]
+    for name, inputs in FORMS:
+        code, most = GROUP_CODES[name], np.iinfo(inputs).max
         for sign in (1, -1):
             rows = code.encode(np.full((2, 64), -8 * sign, np.float32))
-            x = np.full((1, 64), 127 * sign, np.float32)
-            assert products(name, rows, x)[0, 0] == pytest.approx(-64 * 8 * 127, rel=1e-3)
+            x = np.full((1, 64), most * sign, np.float32)
+            assert products(name, rows, x, inputs=inputs)[0, 0] == pytest.approx(-64 * 8 * most, rel=1e-3)
 
 
 def test_zeros_tiny_and_broken_inputs():
@@ -86,12 +87,19 @@ def test_zeros_tiny_and_broken_inputs():
         assert np.isnan(products("int4_32_min", rows, x)).all()
 
 
+@pytest.mark.parametrize("name", ["int4_32", "int4_64_min"])
+def test_weights_of_4_bits_take_8_where_a_model_says_16(name):
+    rows, x = GROUP_CODES[name].encode(random(7, 96)), random(2, 96, seed=1)
+    np.testing.assert_array_equal(products(name, rows, x, inputs="int16"), products(name, rows, x, inputs="int8"))
+
+
 def test_wide_weights_and_bf12_take_fp32():
     x, weight = random(1, 64), random(4, 64)
-    found = [np.empty((1, 4), np.float32) for _ in range(2)]
-    for out, inputs in zip(found, ("int8", "float32"), strict=True):
+    found = [np.empty((1, 4), np.float32) for _ in range(3)]
+    for out, inputs in zip(found, ("int16", "int8", "float32"), strict=True):
         linear = _core.Linear(weight, None, "float32", _core.ThreadPool(1), "auto", None, None, inputs)
         linear.forward(x, out)
-    np.testing.assert_array_equal(*found)
+    for out in found[1:]:
+        np.testing.assert_array_equal(found[0], out)
     with pytest.raises(ValueError, match="unknown form of inputs"):
         _core.Linear(weight, None, "float32", _core.ThreadPool(1), "auto", None, None, "int7")

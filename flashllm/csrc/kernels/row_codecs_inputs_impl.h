@@ -1,11 +1,12 @@
-// Products of weights in groups with inputs in 8 bits, as row_codecs.h has them; included behind
+// Products of weights in groups with inputs in 8 or 16 bits, as row_codecs.h has them; included behind
 // row_codecs_impl.h. Of `Eight` (eight floats) it wants zero, set, load, store, load_halves, first, *, +, fma
-// (which rounds once), sum, and dot_unit<bits>: the sums of a unit's products by fours.
+// (which rounds once), sum, and dot_unit<bits>: the sums of a unit's products by fours, of int8 inputs and,
+// where the weights have 8 bits, of int16 ones.
 
 constexpr std::size_t kScaled = 8;  // units whose scales are multiplied together
 
-template <std::size_t kBits, std::size_t kGroup, bool kMinimum>
-struct Int8Dot {
+template <typename Input, std::size_t kBits, std::size_t kGroup, bool kMinimum>
+struct CodedDot {
   using G = Grouped<kBits, kGroup, kMinimum>;
   using Row = typename G::Row;
   static constexpr std::size_t kRepeat = kGroup / kCodeUnit;  // units that share a scale
@@ -17,7 +18,7 @@ struct Int8Dot {
   }
 
   // The scales of kScaled units of a row times those of the inputs; adds what their codes are offset by.
-  static void scale_units(Eight scale, const Eight& minimum, const Int8Inputs& x, std::size_t u,
+  static void scale_units(Eight scale, const Eight& minimum, const CodedInputs& x, std::size_t u,
                           float* scales, Eight& offset) {
     (scale * Eight::load(x.scales + u)).store(scales);
     if constexpr (kOffset) {
@@ -28,8 +29,9 @@ struct Int8Dot {
 
   // out[r] of R rows; next[r]: what to fetch while row[r] is read.
   template <std::size_t R>
-  static void dot(const Row* row, const Row* next, const Int8Inputs& x, std::size_t k, float* out) {
+  static void dot(const Row* row, const Row* next, const CodedInputs& x, std::size_t k, float* out) {
     const std::size_t units = (k + kCodeUnit - 1) / kCodeUnit;
+    const auto* inputs = static_cast<const Input*>(x.codes);
     Eight sum[R][2], offset[R];
     float scales[R][kScaled];
     for (std::size_t r = 0; r < R; ++r) sum[r][0] = sum[r][1] = offset[r] = Eight::zero();
@@ -48,7 +50,7 @@ struct Int8Dot {
       for (std::size_t i = 0; i < kScaled; ++i) {
         const std::size_t j = (u + i) * kCodeUnit;
         for (std::size_t r = 0; r < R; ++r) {
-          const Eight products = Eight::template dot_unit<kBits>(row[r].codes + j * kBits / 8, x.codes + j);
+          const Eight products = Eight::template dot_unit<kBits>(row[r].codes + j * kBits / 8, inputs + j);
           sum[r][i % 2] = fma(products, Eight::set(scales[r][i]), sum[r][i % 2]);
         }
       }
@@ -60,7 +62,7 @@ struct Int8Dot {
                     offset[r]);
         for (std::size_t i = 0; u + i < units; ++i) {
           const std::size_t j = (u + i) * kCodeUnit;
-          const Eight products = Eight::template dot_unit<kBits>(row[r].codes + j * kBits / 8, x.codes + j);
+          const Eight products = Eight::template dot_unit<kBits>(row[r].codes + j * kBits / 8, inputs + j);
           Eight& to = i % 2 == 0 ? sum[r][0] : sum[r][1];
           to = fma(products, Eight::set(scales[r][i]), to);
         }
@@ -72,8 +74,8 @@ struct Int8Dot {
 
 // Rows [0, n) of at(r), kRows at a time; while they are read, those `ahead` on are fetched.
 template <typename D, typename At>
-void dot_each_int8(const At& at, std::size_t n, std::size_t ahead, const Int8Inputs& x, std::size_t k,
-                   float* out) {
+void dot_each_row(const At& at, std::size_t n, std::size_t ahead, const CodedInputs& x, std::size_t k,
+                  float* out) {
   typename D::Row row[kRows], next[kRows];
   std::size_t r = 0;
   for (; r + kRows <= n; r += kRows) {
@@ -91,27 +93,32 @@ void dot_each_int8(const At& at, std::size_t n, std::size_t ahead, const Int8Inp
 }
 
 template <typename D>
-void dot_rows_int8(const void* const* rows, std::size_t n, const Int8Inputs& x, std::size_t k, float* out) {
-  dot_each_int8<D>([rows](std::size_t r) { return rows[r]; }, n, kRows, x, k, out);
+void dot_rows_coded_inputs(const void* const* rows, std::size_t n, const CodedInputs& x, std::size_t k,
+                           float* out) {
+  dot_each_row<D>([rows](std::size_t r) { return rows[r]; }, n, kRows, x, k, out);
 }
 
 template <typename D>
-void dot_matrix_int8(const void* data, std::size_t stride, std::size_t n, const Int8Inputs& x, std::size_t k,
-                     float* out) {
+void dot_matrix_coded_inputs(const void* data, std::size_t stride, std::size_t n, const CodedInputs& x,
+                             std::size_t k, float* out) {
   const auto* first = static_cast<const std::byte*>(data);
   const std::size_t ahead = (kCodedAhead / stride + kRows) / kRows * kRows;
-  dot_each_int8<D>([=](std::size_t r) { return first + r * stride; }, n, ahead, x, k, out);
+  dot_each_row<D>([=](std::size_t r) { return first + r * stride; }, n, ahead, x, k, out);
 }
 
-template <typename D>
-constexpr Int8Kernels int8_kernels_of() {
-  return {dot_rows_int8<D>, dot_matrix_int8<D>};
+template <typename Input, std::size_t kBits, std::size_t kGroup, bool kMinimum>
+constexpr CodedInputKernels input_kernels_of() {
+  using D = CodedDot<Input, kBits, kGroup, kMinimum>;
+  return {dot_rows_coded_inputs<D>, dot_matrix_coded_inputs<D>};
 }
 
-extern const Int8Kernels kInt8[kInt8Codecs];
-const Int8Kernels kInt8[kInt8Codecs] = {
-    // in the order of RowCodec
-    int8_kernels_of<Int8Dot<8, 32, false>>(), int8_kernels_of<Int8Dot<8, 64, false>>(),
-    int8_kernels_of<Int8Dot<4, 32, false>>(), int8_kernels_of<Int8Dot<4, 64, false>>(),
-    int8_kernels_of<Int8Dot<4, 32, true>>(),  int8_kernels_of<Int8Dot<4, 64, true>>(),
+// In the order of RowCodec.
+const CodedInputKernels kInt8[kInt8Codecs] = {
+    input_kernels_of<std::int8_t, 8, 32, false>(), input_kernels_of<std::int8_t, 8, 64, false>(),
+    input_kernels_of<std::int8_t, 4, 32, false>(), input_kernels_of<std::int8_t, 4, 64, false>(),
+    input_kernels_of<std::int8_t, 4, 32, true>(),  input_kernels_of<std::int8_t, 4, 64, true>(),
+};
+const CodedInputKernels kInt16[kInt16Codecs] = {
+    input_kernels_of<std::int16_t, 8, 32, false>(),
+    input_kernels_of<std::int16_t, 8, 64, false>(),
 };

@@ -1,0 +1,26 @@
+// The loops of each level of instructions, as one table a level: the one place where a level's are chosen.
+#pragma once
+
+#include "kernels/kernels.h"
+#include "kernels/row_codecs.h"
+#include "planes/scale_planes.h"
+
+namespace flashllm {
+
+struct LevelKernels {
+  const KernelTable* tables;  // [3], by Dtype
+  const PairKernels* pairs;   // nullptr where the level has none
+  const AttentionKernels* attention;
+  SumFloats sum_floats;
+  Softmax softmax;
+  MultiplyAdd multiply_add;
+  const CodecKernels* codecs;                 // [kCodedCodecs]
+  const CodedInputKernels* int8;              // [kInt8Codecs]
+  const CodedInputKernels* int16;             // [kInt16Codecs]
+  const PlaneKernels (*planes)[kPlaneForms];  // [kPlaneCodecs]
+};
+
+// Throws CoreError (usage) where the processor lacks the level.
+const LevelKernels& level_kernels(SimdLevel level);
+
+}  // namespace flashllm
