@@ -60,7 +60,8 @@ def pack_rows(values, bits):
     return np.concatenate(parts), back[:, :columns]
 
 
-def pack_weights(values, bits):
+def pack_weights(values, bits, along="outputs"):
     """A matrix in panels of GROUP rows: (bytes, float32 values they stand for)."""
-    panels = [pack_columns(values[r : r + GROUP], bits) for r in range(0, len(values), GROUP)]
+    pack = pack_columns if along == "outputs" else pack_rows
+    panels = [pack(values[r : r + GROUP], bits) for r in range(0, len(values), GROUP)]
     return np.concatenate([panel[0] for panel in panels]), np.concatenate([panel[1] for panel in panels])

@@ -19,10 +19,11 @@ from flashllm.offload.jobs.sequences import Sequence
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.layer import ROWS_TOGETHER
 from flashllm.offload.runtime.native_ops import NativeOps
+from flashllm.offload.runtime.ops import Matrix, Packing
 from flashllm.offload.runtime.run import Runner, RunOptions
 from flashllm.offload.runtime.tiers.scratch import open_reader
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, open_weights
-from flashllm.offload.runtime.tiers.weights import Matrix
+from flashllm.offload.runtime.tiers.weight_plan import packed_nbytes
 
 _ROUNDS = 3
 
@@ -51,9 +52,10 @@ def products_s(source: WeightSource, bits: int | None, rows: int) -> tuple[float
         source.read({name: array})
         if width is None:
             return Matrix(array, outputs, inputs, None, None)
-        packed = np.empty(_core.packed_weight_nbytes(outputs, inputs, width), np.uint8)
-        _core.pack_weights(array, source.dtype.name, width, packed, pool)
-        return Matrix(packed, outputs, inputs, width, None)
+        packing = Packing(width, RunOptions().weight_groups)
+        packed = np.empty(packed_nbytes(outputs, inputs, packing), np.uint8)
+        _core.pack_weights(array, source.dtype.name, width, packed, pool, along=packing.along)
+        return Matrix(packed, outputs, inputs, packing, None)
 
     def seconds(one: Matrix) -> float:
         part = min(rows, ROWS_TOGETHER)

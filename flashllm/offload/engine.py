@@ -24,9 +24,10 @@ from flashllm.offload.jobs.lines import rank
 from flashllm.offload.jobs.requests import own_seed
 from flashllm.offload.jobs.sequences import FinishReason
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence
-from flashllm.offload.launch import CACHE_LAYOUTS, WIDTHS, LaunchOptions, open_runner, prepare
+from flashllm.offload.launch import CACHE_LAYOUTS, WEIGHT_GROUPS, WIDTHS, LaunchOptions, open_runner, prepare
 from flashllm.offload.model_text import ModelText
 from flashllm.offload.policy import Policy
+from flashllm.offload.runtime.ops import GroupsAlong
 from flashllm.offload.runtime.run import CacheLayout, Runner, sizes_of
 
 _WINDOW = 1024  # prompts that `run` looks at together, at least: among them it finds those of like length
@@ -69,6 +70,7 @@ class OffloadEngine:
         cache_layout: CacheLayout = CACHE_LAYOUTS[0],
         cache_bits: int = WIDTHS[0],
         weight_bits: int = WIDTHS[0],
+        weight_groups: GroupsAlong = WEIGHT_GROUPS[0],
         overlap: bool | None = None,
         threads: int | None = None,
         scratch: str | Path | None = None,
@@ -94,6 +96,7 @@ class OffloadEngine:
             cache_layout=cache_layout,
             cache_bits=cache_bits,
             weight_bits=weight_bits,
+            weight_groups=weight_groups,
             overlap=overlap,
             threads=threads,
             scratch=None if scratch is None else Path(scratch),

@@ -21,7 +21,7 @@ std::vector<std::byte> narrowed(const std::vector<float>& values, Dtype dtype) {
   return narrow;
 }
 
-void test_weights(std::size_t rows, std::size_t columns, int bits, Dtype dtype) {
+void test_weights(std::size_t rows, std::size_t columns, int bits, Dtype dtype, GroupsAlong along) {
   const std::vector<std::byte> weights = narrowed(random_floats(rows * columns, 1), dtype);
   const std::vector<float> bias = random_floats(rows, 2);
   const std::vector<std::byte> x = narrowed(random_floats(5 * columns, 3), dtype);
@@ -29,6 +29,7 @@ void test_weights(std::size_t rows, std::size_t columns, int bits, Dtype dtype) 
   shape.rows = rows;
   shape.columns = columns;
   shape.bits = bits;
+  shape.along = along;
   std::vector<std::uint8_t> first;
   for (const SimdLevel level : simd_levels()) {
     std::vector<std::byte> products;
@@ -124,7 +125,9 @@ void test_offload(int scale) {
     for (const int bits : {2, 3, 4, 8}) {
       for (const std::size_t columns :
            {std::size_t{1}, std::size_t{33}, 270 * static_cast<std::size_t>(scale)})
-        for (const std::size_t rows : {1, 65, 140}) test_weights(rows, columns, bits, dtype);
+        for (const std::size_t rows : {1, 65, 140})
+          for (const GroupsAlong along : {GroupsAlong::outputs, GroupsAlong::inputs})
+            test_weights(rows, columns, bits, dtype, along);
       for (const KvLayout layout : {KvLayout::plain, KvLayout::hidden, KvLayout::kivi})
         test_blocks(layout, bits, dtype);
     }

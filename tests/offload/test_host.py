@@ -20,6 +20,7 @@ from flashllm.offload.planner.predict import predict
 from flashllm.offload.planner.search import SearchSpace, search
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.runtime import layer, tasks
+from flashllm.offload.runtime.ops import Packing
 from flashllm.offload.runtime.tiers import arrangement
 from flashllm.offload.runtime.tiers.activations import Activations
 from flashllm.offload.runtime.tiers.arrangement import arrange
@@ -63,10 +64,12 @@ def test_constants_are_the_runtimes():
     assert host_peaks.BUFFERS == tasks.BUFFERS
 
 
+@pytest.mark.parametrize("along", ["inputs", "outputs"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (512, 2048), (4096, 4096), (11008, 4096)])
-def test_packed_bytes_are_the_packers(rows, columns, bits):
-    assert packed_nbytes(rows, columns, bits) == pytest.approx(packed_bytes(rows, columns, bits), rel=0.01)
+def test_packed_bytes_are_the_packers(rows, columns, bits, along):
+    found = packed_nbytes(rows, columns, Packing(bits, along))
+    assert found == pytest.approx(packed_bytes(rows, columns, bits), rel=0.01)
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -75,7 +78,7 @@ def test_weights_take_what_the_store_plans(model, where, compress):
     folder, shape = model
     policy = policy_of(where, compress_weights=compress)
     with open_weights(folder) as source:
-        plan = plan_weights(source, policy, bits=4 if compress else None)
+        plan = plan_weights(source, policy, packing=Packing(4, "inputs") if compress else None)
     kept, starting = host_peaks.weights(host(shape, policy))
     assert kept.value(policy.placement) == pytest.approx(plan.memory_nbytes, rel=0.02)
     assert starting == plan.start_nbytes

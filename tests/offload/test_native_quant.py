@@ -11,6 +11,7 @@ from flashllm import _core
 
 BITS = [2, 3, 4, 8]
 POOL = _core.ThreadPool(3)
+ALONG = st.sampled_from(["outputs", "inputs"])
 VALUES = st.sampled_from(["normal", "constant", "zeros", "tiny", "huge", "subnormal", "far", "outlier"])
 
 
@@ -28,15 +29,15 @@ def matrix(rows, columns, kind, dtype, seed):
     return rounded(values + (1000 if kind == "far" else 0), dtype)
 
 
-def pack(values, dtype, bits, level="auto"):
-    out = np.full(_core.packed_weight_nbytes(*values.shape, bits), 0xFF, np.uint8)
-    _core.pack_weights(narrow(values, dtype), dtype, bits, out, POOL, level)
+def pack(values, dtype, bits, level="auto", along="outputs"):
+    out = np.full(_core.packed_weight_nbytes(*values.shape, bits, along), 0xFF, np.uint8)
+    _core.pack_weights(narrow(values, dtype), dtype, bits, out, POOL, level, along)
     return out
 
 
-def unpack(packed, shape, bits, level="auto"):
+def unpack(packed, shape, bits, level="auto", along="outputs"):
     out = np.full(shape, np.nan, np.float32)
-    _core.unpack_weights(packed, *shape, bits, out, POOL, level)
+    _core.unpack_weights(packed, *shape, bits, out, POOL, level, along)
     return out
 
 
@@ -49,13 +50,14 @@ def unpack(packed, shape, bits, level="auto"):
     ),
     kind=VALUES,
     dtype=st.sampled_from(DTYPES),
+    along=ALONG,
 )
-def test_packing_has_the_bits_of_numpy(level, bits, shape, kind, dtype):
+def test_packing_has_the_bits_of_numpy(level, bits, shape, kind, dtype, along):
     values = matrix(*shape, kind, dtype, 1)
-    expected, back = group_codec.pack_weights(values, bits)
-    packed = pack(values, dtype, bits, level)
+    expected, back = group_codec.pack_weights(values, bits, along)
+    packed = pack(values, dtype, bits, level, along)
     assert np.array_equal(packed, expected)
-    assert np.array_equal(unpack(packed, values.shape, bits, level), back)
+    assert np.array_equal(unpack(packed, values.shape, bits, level, along), back)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -95,6 +97,8 @@ def test_what_cannot_be_packed_is_refused():
             pack(values, "float32", 4)
     with pytest.raises(ValueError, match="2, 3, 4 or 8"):
         _core.packed_weight_nbytes(4, 4, 5)
+    with pytest.raises(ValueError, match="outputs or inputs, not rows"):
+        _core.packed_weight_nbytes(4, 4, 4, "rows")
     with pytest.raises(ValueError, match="at least one row"):
         _core.packed_weight_nbytes(0, 4, 4)
     values, out = np.zeros((4, 4), np.float32), np.zeros(_core.packed_weight_nbytes(4, 4, 4), np.uint8)
@@ -121,17 +125,18 @@ def products(native, x, rows, dtype):
     bits=st.sampled_from(BITS),
     shape=st.tuples(st.sampled_from([1, 11, 48, 64, 77, 150]), st.sampled_from([1, 16, 100, 256, 520])),
     tokens=st.sampled_from([1, 3, 16, 300]),
+    along=ALONG,
 )
-def test_packed_products_have_the_bits_of_the_unpacked_weights(level, dtype, bits, shape, tokens):
+def test_packed_products_have_the_bits_of_the_unpacked_weights(level, dtype, bits, shape, tokens, along):
     rows, columns = shape
     values = matrix(rows, columns, "normal", "bfloat16", 1)
     bias = matrix(1, rows, "normal", "float32", 2)[0] if tokens != 3 else None
     x = matrix(tokens, columns, "normal", dtype, 3)
-    packed = pack(values, "bfloat16", bits)
-    native = _core.PackedLinear(packed, rows, columns, bits, bias, dtype, POOL, level)
+    packed = pack(values, "bfloat16", bits, along=along)
+    native = _core.PackedLinear(packed, rows, columns, bits, bias, dtype, POOL, level, along)
     out = products(native, x, rows, dtype)
     # fp32 weights and inputs are never multiplied in pairs; the output is rounded once.
-    wide = _core.Linear(unpack(packed, values.shape, bits), bias, "float32", _core.ThreadPool(1), level)
+    wide = _core.Linear(unpack(packed, values.shape, bits, along=along), bias, "float32", _core.ThreadPool(1), level)
     assert np.array_equal(out, narrow(products(wide, x, rows, "float32"), dtype))
     # A token's bits do not depend on its company.
     assert np.array_equal(products(native, x[-1:], rows, dtype), out[-1:])

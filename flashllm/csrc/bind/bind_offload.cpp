@@ -68,13 +68,14 @@ using Packed = Exact<nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::device::cp
 using WrittenPacked = Exact<nb::ndarray<std::uint8_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
 
 // The shape of a packed matrix; `data` comes later.
-PackedWeights packed_weights(std::size_t rows, std::size_t columns, int bits) {
+PackedWeights packed_weights(std::size_t rows, std::size_t columns, int bits, const std::string& along) {
   check_bits(bits);
   require(rows != 0 && columns != 0, "packed weights need at least one row and one column");
   PackedWeights packed;
   packed.rows = rows;
   packed.columns = columns;
   packed.bits = bits;
+  packed.along = parse_groups_along(along);
   return packed;
 }
 
@@ -86,21 +87,22 @@ void require_packed(const Array& array, const PackedWeights& packed) {
 }
 
 void py_pack_weights(const Values& weights, const std::string& dtype, int bits, const WrittenPacked& out,
-                     ThreadPool& pool, const std::string& simd) {
+                     ThreadPool& pool, const std::string& simd, const std::string& along) {
   const Dtype parsed = parse_dtype(dtype);
   const SimdLevel level = parse_simd(simd);
   require_dtype(weights, parsed, "weights");
   require(weights.ndim() == 2, "weights must be [rows, columns]");
-  const PackedWeights packed = packed_weights(weights.shape(0), weights.shape(1), bits);
+  const PackedWeights packed = packed_weights(weights.shape(0), weights.shape(1), bits, along);
   require_packed(out, packed);
   const nb::gil_scoped_release unlocked;
   pack_weights(bytes_of(weights), parsed, packed, out.data(), pool, level);
 }
 
 void py_unpack_weights(const Packed& packed, std::size_t rows, std::size_t columns, int bits,
-                       const Floats& out, ThreadPool& pool, const std::string& simd) {
+                       const Floats& out, ThreadPool& pool, const std::string& simd,
+                       const std::string& along) {
   const SimdLevel level = parse_simd(simd);
-  PackedWeights weights = packed_weights(rows, columns, bits);
+  PackedWeights weights = packed_weights(rows, columns, bits, along);
   require_packed(packed, weights);
   require_rows(out, rows, columns, "out");
   weights.data = packed.data();
@@ -113,13 +115,13 @@ class PyPackedLinear {
  public:
   PyPackedLinear(Packed packed, std::size_t rows, std::size_t columns, int bits,
                  std::optional<FloatArray> bias, const std::string& dtype, std::shared_ptr<ThreadPool> pool,
-                 const std::string& simd)
+                 const std::string& simd, const std::string& along)
       : packed_(std::move(packed)),
         bias_(std::move(bias)),
         dtype_(parse_dtype(dtype)),
         pool_(std::move(pool)),
         simd_(parse_simd(simd)),
-        weights_(packed_weights(rows, columns, bits)) {
+        weights_(packed_weights(rows, columns, bits, along)) {
     require_packed(packed_, weights_);
     require(!bias_.has_value() || bias_->shape(0) == rows, "a linear's bias must have one value a row");
     weights_.data = packed_.data();
@@ -394,20 +396,21 @@ class PyBatchAttention {
 void init_offload(nb::module_& m) {
   m.def(
       "packed_weight_nbytes",
-      [](std::size_t rows, std::size_t columns, int bits) {
-        return packed_weights(rows, columns, bits).nbytes();
+      [](std::size_t rows, std::size_t columns, int bits, const std::string& along) {
+        return packed_weights(rows, columns, bits, along).nbytes();
       },
-      nb::arg("rows"), nb::arg("columns"), nb::arg("bits"));
+      nb::arg("rows"), nb::arg("columns"), nb::arg("bits"), nb::arg("along") = "outputs");
   m.def("pack_weights", &py_pack_weights, nb::arg("weights"), nb::arg("dtype"), nb::arg("bits"),
-        nb::arg("out"), nb::arg("pool"), nb::arg("simd") = "auto");
+        nb::arg("out"), nb::arg("pool"), nb::arg("simd") = "auto", nb::arg("along") = "outputs");
   m.def("unpack_weights", &py_unpack_weights, nb::arg("packed"), nb::arg("rows"), nb::arg("columns"),
-        nb::arg("bits"), nb::arg("out"), nb::arg("pool"), nb::arg("simd") = "auto");
+        nb::arg("bits"), nb::arg("out"), nb::arg("pool"), nb::arg("simd") = "auto",
+        nb::arg("along") = "outputs");
 
   nb::class_<PyPackedLinear>(m, "PackedLinear")
       .def(nb::init<Packed, std::size_t, std::size_t, int, std::optional<FloatArray>, const std::string&,
-                    std::shared_ptr<ThreadPool>, const std::string&>(),
+                    std::shared_ptr<ThreadPool>, const std::string&, const std::string&>(),
            nb::arg("packed"), nb::arg("rows"), nb::arg("columns"), nb::arg("bits"), nb::arg("bias").none(),
-           nb::arg("dtype"), nb::arg("pool"), nb::arg("simd") = "auto")
+           nb::arg("dtype"), nb::arg("pool"), nb::arg("simd") = "auto", nb::arg("along") = "outputs")
       .def("forward_many", &PyPackedLinear::forward_many, nb::arg("x"), nb::arg("out"));
 
   nb::class_<PyElementwise>(m, "Elementwise")

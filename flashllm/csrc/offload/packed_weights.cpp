@@ -12,16 +12,21 @@ namespace flashllm {
 namespace {
 
 constexpr std::size_t kColumns = 256;  // of a panel handled at a time, in whole units
-static_assert(kColumns % kUnit == 0, "pieces must be whole units");
+static_assert(kColumns % kGroup == 0, "pieces must be whole groups");
 
-// Of the panel at `data`, from column `first` on.
+// Row `row` of the panel of `panel_rows` rows at `data`, from column `first` on. Where groups lie along the
+// outputs, the rows that follow in the panel have the same scales.
 template <typename Rows, typename Byte>
-Rows panel_columns(const PackedWeights& packed, Byte* data, std::size_t first) {
+Rows panel_columns(const PackedWeights& packed, Byte* data, std::size_t panel_rows, std::size_t row,
+                   std::size_t first) {
   using Half = std::conditional_t<std::is_const_v<Byte>, const std::uint16_t, std::uint16_t>;
   auto* scales = reinterpret_cast<Half*>(data);
-  auto* minimums = scales + in_units(packed.columns);
-  auto* codes = reinterpret_cast<Byte*>(minimums + in_units(packed.columns));
-  return {scales + first, minimums + first, codes + codes_nbytes(first, packed.bits), packed.row_nbytes()};
+  auto* minimums = scales + packed.panel_scales(panel_rows);
+  auto* codes = reinterpret_cast<Byte*>(minimums + packed.panel_scales(panel_rows));
+  codes += row * packed.row_nbytes() + codes_nbytes(first, packed.bits);
+  const std::size_t group =
+      packed.along == GroupsAlong::outputs ? first : row * groups_of(packed.columns) + first / kGroup;
+  return {scales + group, minimums + group, codes, packed.row_nbytes()};
 }
 
 class PackedRows : public WideRows {
@@ -41,13 +46,27 @@ class PackedRows : public WideRows {
 
 }  // namespace
 
+GroupsAlong parse_groups_along(const std::string& name) {
+  if (name == "outputs") return GroupsAlong::outputs;
+  if (name == "inputs") return GroupsAlong::inputs;
+  throw CoreError(ErrorKind::usage, "groups of packed weights lie along outputs or inputs, not " + name);
+}
+
 void PackedWeights::widen(std::size_t begin, std::size_t count, std::size_t first, std::size_t width,
                           float* to, std::size_t stride, const GroupKernels& kernels) const {
   for (std::size_t r = begin; r < begin + count;) {
-    const std::size_t panel = r / kGroup, together = std::min(begin + count, (panel + 1) * kGroup) - r;
-    auto from = panel_columns<ConstGroupedRows>(*this, data + panel * panel_nbytes(), first);
-    from.codes += r % kGroup * row_nbytes();
-    kernels.unpack_columns(from, together, in_units(width), bits, to, stride);
+    const std::size_t panel = r / kGroup, panel_rows = std::min(kGroup, rows - panel * kGroup);
+    const std::uint8_t* at = data + panel * panel_nbytes();
+    const std::size_t together = std::min(begin + count, (panel + 1) * kGroup) - r;
+    if (along == GroupsAlong::outputs) {
+      const auto from = panel_columns<ConstGroupedRows>(*this, at, panel_rows, r % kGroup, first);
+      kernels.unpack_columns(from, together, in_units(width), bits, to, stride);
+    } else {
+      for (std::size_t i = 0; i < together; ++i) {
+        const auto from = panel_columns<ConstGroupedRows>(*this, at, panel_rows, r % kGroup + i, first);
+        kernels.unpack_rows(from, 1, in_units(width), bits, to + i * stride, stride);
+      }
+    }
     to += together * stride;
     r += together;
   }
@@ -71,8 +90,15 @@ void pack_weights(const std::byte* weights, Dtype dtype, const PackedWeights& pa
           is_finite = false;
           return;
         }
-        groups.pack_columns(values.get(), kColumns, rows, in_units(width), packed.bits,
-                            panel_columns<GroupedRows>(packed, to + panel * packed.panel_nbytes(), j));
+        std::uint8_t* at = to + panel * packed.panel_nbytes();
+        if (packed.along == GroupsAlong::outputs) {
+          groups.pack_columns(values.get(), kColumns, rows, in_units(width), packed.bits,
+                              panel_columns<GroupedRows>(packed, at, rows, 0, j));
+          continue;
+        }
+        for (std::size_t i = 0; i < rows; ++i)
+          groups.pack_rows(values.get() + i * kColumns, kColumns, 1, in_units(width), packed.bits,
+                           panel_columns<GroupedRows>(packed, at, rows, i, j));
       }
     }
   });

@@ -1,30 +1,43 @@
 // A matrix of weights [rows, columns] in group-wise quantised form, and its products with many tokens.
 //
-// Groups are kGroup consecutive rows of one column (FlexGen, section 5: along the output channel). The matrix
-// lies in panels of kGroup rows, the last one what is left: scales [columns in whole units], minimums
-// likewise, then each row's codes (group_codec.h).
+// Groups are kGroup consecutive rows of one column (FlexGen, section 5: along the output channel), or kGroup
+// consecutive columns of one row (the last one of a row what is left). The matrix lies in panels of kGroup
+// rows, the last one what is left: scales [columns in whole units], or [rows of the panel, groups of a row],
+// minimums likewise, then each row's codes (group_codec.h).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "kernels/kernels.h"
 #include "offload/group_codec.h"
 
 namespace flashllm {
 
+enum class GroupsAlong { outputs, inputs };  // rows, columns
+
+// Throws CoreError (usage) for names that are neither.
+GroupsAlong parse_groups_along(const std::string& name);
+
 struct PackedWeights {
   const std::uint8_t* data = nullptr;
   std::size_t rows = 0;
   std::size_t columns = 0;
   int bits = 4;
+  GroupsAlong along = GroupsAlong::outputs;
 
   std::size_t row_nbytes() const { return codes_nbytes(columns, bits); }
-  std::size_t panel_nbytes() const {  // of a whole one
-    return 2 * in_units(columns) * sizeof(std::uint16_t) + kGroup * row_nbytes();
+  // Scales of a panel of some rows; there are as many minimums.
+  std::size_t panel_scales(std::size_t panel_rows) const {
+    return along == GroupsAlong::outputs ? in_units(columns) : panel_rows * groups_of(columns);
   }
+  std::size_t panel_nbytes(std::size_t panel_rows) const {
+    return 2 * panel_scales(panel_rows) * sizeof(std::uint16_t) + panel_rows * row_nbytes();
+  }
+  std::size_t panel_nbytes() const { return panel_nbytes(kGroup); }  // of a whole one
   std::size_t nbytes() const {
-    return groups_of(rows) * 2 * in_units(columns) * sizeof(std::uint16_t) + rows * row_nbytes();
+    return rows / kGroup * panel_nbytes() + (rows % kGroup == 0 ? 0 : panel_nbytes(rows % kGroup));
   }
 
   // Rows [begin, begin + count) of columns [first, first + width), widened; `first` is a multiple of kUnit,

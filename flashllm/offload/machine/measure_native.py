@@ -21,7 +21,8 @@ from flashllm.offload.machine.curves import Sample, seconds_of
 from flashllm.offload.machine.measure_disk import DiskProbe
 from flashllm.offload.runtime.layer import ROWS_TOGETHER, LayerTensors, Projected, run_layer
 from flashllm.offload.runtime.native_ops import NativeOps
-from flashllm.offload.runtime.ops import Matrix, Norm
+from flashllm.offload.runtime.ops import Matrix, Norm, Packing
+from flashllm.offload.runtime.options import RunOptions
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.runtime.tiers.weight_plan import packed_nbytes
 
@@ -172,11 +173,12 @@ class NativeProbe:
 
     def _matrix(self, rows: int, columns: int, bits: int | None) -> Matrix:
         array = self._random(rows, columns)
-        if bits is not None:
-            packed = _core.allocate(packed_nbytes(rows, columns, bits))
-            _core.pack_weights(array, self.dtype, bits, packed, self.pool)
+        packing = None if bits is None else Packing(bits, RunOptions().weight_groups)
+        if packing is not None:
+            packed = _core.allocate(packed_nbytes(rows, columns, packing))
+            _core.pack_weights(array, self.dtype, packing.bits, packed, self.pool, along=packing.along)
             array = packed
-        return Matrix(array, rows, columns, bits, None)
+        return Matrix(array, rows, columns, packing, None)
 
     def _arena(self, slots: int, nbytes: int) -> Array:
         """Plain blocks with values that packing has to look at."""

@@ -22,6 +22,7 @@ from flashllm.offload.stages import Stage
 
 _SHARED = (
     "weight_bits",
+    "weight_groups",
     "cache_bits",
     "cache_layout",
     "simd",

@@ -22,6 +22,7 @@ from flashllm.errors import UnsupportedModelError, UsageError
 from flashllm.format.safetensors import encode_header, open_safetensors
 from flashllm.offload.quantise.calibrate import NEAREST, Calibration, Layer
 from flashllm.offload.quantise.feedback import round_to_nearest, round_with_feedback
+from flashllm.offload.runtime.ops import GroupsAlong
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, open_weights
 
 RECORD = "quantised.json"
@@ -34,10 +35,12 @@ def quantise(
     sequences: Sequence[Sequence[int]],
     *,
     bits: int,
+    along: GroupsAlong = "inputs",
     threads: int,
     report: Callable[[int, int], None] = lambda done, layers: None,
 ) -> None:
-    """Write the model in `model` to `out` with every matrix of its layers rounded to `bits`, with error feedback.
+    """Write the model in `model` to `out` with every matrix of its layers rounded to `bits` with error feedback, in groups
+    `along` its inputs or its outputs.
 
     `sequences`: calibration tokens, equally long. `report(layers done, layers)` follows. The embedding, the head and
     vectors stay as they are. UsageError where `out` exists or a half-written one is of other settings;
@@ -49,7 +52,13 @@ def quantise(
     partial.mkdir(exist_ok=True)
     with open_weights(model) as source:
         names = _state_dict_names(source)
-        record = {"bits": bits, "method": "error feedback", "tokens": _digest(sequences), "model": _identity(source)}
+        record = {
+            "bits": bits,
+            "along": along,
+            "method": "error feedback",
+            "tokens": _digest(sequences),
+            "model": _identity(source),
+        }
         _claim(partial, record)
         count = source.num_layers + 1
         files = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
@@ -65,9 +74,9 @@ def quantise(
                 calibration.round(
                     layer,
                     lambda name, values, sums: (
-                        round_to_nearest(values, bits=bits)
+                        round_to_nearest(values, bits=bits, along=along)
                         if name in NEAREST
-                        else round_with_feedback(values, sums[0], bits=bits)
+                        else round_with_feedback(values, sums[0], bits=bits, along=along)
                     ),
                 )
                 _write(path, source, of_layer, layer, number)

@@ -38,11 +38,19 @@ class NativeOps:
     def linear(self, matrix: Matrix, x: Array) -> Array:
         out = self.empty(len(x), matrix.rows)
         native: _core.Linear | _core.PackedLinear
-        if matrix.bits is None:
+        if matrix.packing is None:
             native = _core.Linear(matrix.array, matrix.bias, self.dtype, self._pool, self._simd)
         else:
             native = _core.PackedLinear(
-                matrix.array, matrix.rows, matrix.columns, matrix.bits, matrix.bias, self.dtype, self._pool, self._simd
+                matrix.array,
+                matrix.rows,
+                matrix.columns,
+                matrix.packing.bits,
+                matrix.bias,
+                self.dtype,
+                self._pool,
+                self._simd,
+                matrix.packing.along,
             )
         native.forward_many(x, out)
         return out

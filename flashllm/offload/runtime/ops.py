@@ -8,13 +8,22 @@ bits (uint16).
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = Any  # of the implementation
 HostArray = NDArray[Any]
+GroupsAlong = Literal["inputs", "outputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a packed matrix lies: csrc/offload/packed_weights.h."""
+
+    bits: int
+    along: GroupsAlong  # where the 64 weights lie that share a scale and a minimum
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +33,7 @@ class Matrix:
     array: Array  # [rows, columns] of the dtype's storage, or packed bytes
     rows: int  # outputs
     columns: int  # inputs
-    bits: int | None  # of a packed one
+    packing: Packing | None  # None: as it is
     bias: Array | None  # [rows] fp32
 
 

@@ -15,6 +15,7 @@ from flashllm.offload.runtime.accelerator import codec
 from flashllm.offload.runtime.accelerator.codec import PackedMatrix
 from flashllm.offload.runtime.accelerator.device import TorchDevice
 from flashllm.offload.runtime.accelerator.torch_ops import TorchOps, lacking
+from flashllm.offload.runtime.ops import Packing
 from flashllm.offload.runtime.run import Runner, RunOptions, sizes_of
 from flashllm.offload.runtime.tiers.source import open_weights
 
@@ -114,24 +115,26 @@ def test_16_bit_models_run_and_begin_as_the_native_ones(tmp_path, dtype):
 # The codec ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("along", ["inputs", "outputs"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (1, 1), (130, 33), (4160, 48), (63, 80)])
-def test_unpacked_weights_have_the_bits_of_the_native_codec(bits, rows, columns):
+def test_unpacked_weights_have_the_bits_of_the_native_codec(bits, rows, columns, along):
     pool = _core.ThreadPool(1)
     weights = np.random.default_rng(rows).normal(size=(rows, columns)).astype(np.float32)
     weights[:, :1] = 3.0  # a group of equal values
-    nbytes = _core.packed_weight_nbytes(rows, columns, bits)
+    nbytes = _core.packed_weight_nbytes(rows, columns, bits, along)
     packed = np.asarray(_core.allocate(nbytes))[:nbytes]
-    _core.pack_weights(weights, "float32", bits, packed, pool)
+    _core.pack_weights(weights, "float32", bits, packed, pool, along=along)
     expected = np.empty_like(weights)
-    _core.unpack_weights(packed, rows, columns, bits, expected, pool)
-    matrix = PackedMatrix(torch.from_numpy(packed), rows, columns, bits)
+    _core.unpack_weights(packed, rows, columns, bits, expected, pool, along=along)
+    matrix = PackedMatrix(torch.from_numpy(packed), rows, columns, Packing(bits, along))
     found = torch.cat([matrix.unpack(part) for part in matrix.parts()])
     assert np.array_equal(found.numpy().view(np.uint32), expected.view(np.uint32))
     # And packed by torch: the same codes, scales and minimums.
-    part = torch.from_numpy(weights[:64])
-    again = codec.restore(*codec.quantise(part, part.amin(0, keepdim=True), part.amax(0, keepdim=True), bits))
-    assert np.array_equal(again.numpy(), expected[:64])
+    group = np.s_[:64] if along == "outputs" else np.s_[:, :64]
+    part, axis = torch.from_numpy(weights[group]), 0 if along == "outputs" else 1
+    again = codec.restore(*codec.quantise(part, part.amin(axis, keepdim=True), part.amax(axis, keepdim=True), bits))
+    assert np.array_equal(again.numpy(), expected[group])
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

@@ -6,6 +6,7 @@ Values have the bits of the native codec's: a code times a scale, rounded to fp3
 import torch
 
 from flashllm.offload.runtime.accelerator.device import Tensor
+from flashllm.offload.runtime.ops import Packing
 
 GROUP = 64  # values that share a scale and a minimum
 UNIT = 16  # codes that lie together, in 2 * bits bytes
@@ -70,10 +71,13 @@ def restore(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
 class PackedMatrix:
     """A matrix [rows, columns] as csrc/offload/packed_weights.h packs it, where it lies."""
 
-    def __init__(self, packed: Tensor, rows: int, columns: int, bits: int) -> None:
-        self._packed, self.rows, self.columns, self._bits = packed, rows, columns, bits
-        self._row = codes_nbytes(columns, bits)
-        self._groups = 2 * in_units(columns)  # bytes of a panel's scales, and of its minimums
+    def __init__(self, packed: Tensor, rows: int, columns: int, packing: Packing) -> None:
+        self._packed, self.rows, self.columns, self._packing = packed, rows, columns, packing
+        self._row = codes_nbytes(columns, packing.bits)
+
+    def _scales_nbytes(self, rows: int) -> int:
+        """Bytes of the scales of a panel of some rows, and of its minimums."""
+        return 2 * (in_units(self.columns) if self._packing.along == "outputs" else rows * -(-self.columns // GROUP))
 
     def parts(self) -> list[slice]:
         """Rows that are unpacked together."""
@@ -82,7 +86,7 @@ class PackedMatrix:
 
     def unpack(self, part: slice) -> Tensor:
         """fp32 [rows of a part, columns]."""
-        panel = 2 * self._groups + GROUP * self._row
+        panel = 2 * self._scales_nbytes(GROUP) + GROUP * self._row
         whole, rest = divmod(part.stop - part.start, GROUP)
         begin = part.start // GROUP * panel
         out = []
@@ -90,12 +94,22 @@ class PackedMatrix:
             out.append(self._panels(self._packed[begin : begin + whole * panel].view(whole, panel), GROUP))
         if rest:
             begin += whole * panel
-            out.append(self._panels(self._packed[begin : begin + 2 * self._groups + rest * self._row][None], rest))
+            out.append(
+                self._panels(self._packed[begin : begin + 2 * self._scales_nbytes(rest) + rest * self._row][None], rest)
+            )
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _panels(self, panels: Tensor, rows: int) -> Tensor:
-        scales = panels[:, : self._groups].contiguous().view(torch.float16)
-        minimums = panels[:, self._groups : 2 * self._groups].contiguous().view(torch.float16)
-        codes = unpack_codes(panels[:, 2 * self._groups :].reshape(-1, rows, self._row), self._bits)
-        values = restore(codes, scales[:, None], minimums[:, None])
+        nbytes = self._scales_nbytes(rows)
+        scales = panels[:, :nbytes].contiguous().view(torch.float16)
+        minimums = panels[:, nbytes : 2 * nbytes].contiguous().view(torch.float16)
+        codes = unpack_codes(panels[:, 2 * nbytes :].reshape(-1, rows, self._row), self._packing.bits)
+        if self._packing.along == "inputs":
+            scales, minimums = (
+                each.view(-1, rows, nbytes // 2 // rows).repeat_interleave(GROUP, dim=2)[..., : codes.shape[-1]]
+                for each in (scales, minimums)
+            )
+        else:
+            scales, minimums = scales[:, None], minimums[:, None]
+        values = restore(codes, scales, minimums)
         return values.reshape(-1, values.shape[-1])[:, : self.columns]

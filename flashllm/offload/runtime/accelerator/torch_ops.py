@@ -68,10 +68,10 @@ class TorchOps:
 
     def linear(self, matrix: Matrix, x: Tensor) -> Tensor:
         bias = None if matrix.bias is None else matrix.bias.to(x.dtype)
-        if matrix.bits is None:
+        if matrix.packing is None:
             return functional.linear(x, matrix.array, bias)
         out = self.empty(len(x), matrix.rows)
-        packed = PackedMatrix(matrix.array, matrix.rows, matrix.columns, matrix.bits)
+        packed = PackedMatrix(matrix.array, matrix.rows, matrix.columns, matrix.packing)
         for part in packed.parts():
             weights = packed.unpack(part).to(x.dtype)
             out[:, part] = functional.linear(x, weights, None if bias is None else bias[part])

@@ -13,6 +13,7 @@ from math import prod
 from flashllm import _core
 from flashllm.errors import UsageError
 from flashllm.offload.policy import Policy
+from flashllm.offload.runtime.ops import Packing
 from flashllm.offload.runtime.tiers.scratch import ALIGNMENT, round_up
 from flashllm.offload.runtime.tiers.source import Extent, WeightSource, matrix_name
 
@@ -62,7 +63,7 @@ class WeightPlan:
     homes: Mapping[str, str]  # matrix of a layer -> tier, the same in all layers
     head_home: str
     table_home: str  # of the embedding; with a head tied to it on the device, the same array
-    bits: int | None  # of the layers' matrices
+    packing: Packing | None  # of the layers' matrices
     buffer_nbytes: int  # one staging buffer
     read_nbytes: int  # of it what comes from the disk, which lies first
     staging_buffers: int
@@ -118,19 +119,19 @@ def assign(sizes: Mapping[str, int], fractions: tuple[float, float, float]) -> d
 
 
 def plan_weights(
-    source: WeightSource, policy: Policy, *, bits: int | None = None, staging_buffers: int = STAGING_BUFFERS
+    source: WeightSource, policy: Policy, *, packing: Packing | None = None, staging_buffers: int = STAGING_BUFFERS
 ) -> WeightPlan:
-    """Where each tensor of the model goes under `policy`, its layers' matrices in `bits` bits (None: as they are).
+    """Where each tensor of the model goes under `policy`, its layers' matrices packed or (None) as they are.
 
     UsageError for widths that there are not.
     """
-    if bits is not None and bits not in PACKED_BITS:
-        raise UsageError(f"weights in {bits} bits: the widths are {', '.join(map(str, PACKED_BITS))}")
+    if packing is not None and packing.bits not in PACKED_BITS:
+        raise UsageError(f"weights in {packing.bits} bits: the widths are {', '.join(map(str, PACKED_BITS))}")
     sizes = {name: prod(source.shapes[matrix_name(0, name)]) for name in source.matrices}
     homes = assign(sizes, (policy.wg, policy.wc, policy.wd))
     tied = source.block.tied_head
     head, table = policy.head_tier, policy.embedding_tier(tied=tied and source.stage.is_last)
-    layout = _Layout(source, bits)
+    layout = _Layout(source, packing)
     for layer in range(source.num_layers):
         layout.add({name: (matrix_name(layer, name), home) for name, home in homes.items()}, packed=True)
     outer: dict[str, tuple[str, str]] = {}
@@ -145,7 +146,7 @@ def plan_weights(
         homes=homes,
         head_home=head,
         table_home=table,
-        bits=bits,
+        packing=packing,
         buffer_nbytes=layout.buffer_nbytes,
         read_nbytes=layout.read_nbytes,
         staging_buffers=staging_buffers,
@@ -154,7 +155,7 @@ def plan_weights(
         device_nbytes=layout.held[DEVICE] + small,
         cpu_nbytes=layout.held[CPU],
         scratch_nbytes=layout.scratch_nbytes,
-        start_nbytes=0 if bits is None else sum(sizes.values()) * itemsize,
+        start_nbytes=0 if packing is None else sum(sizes.values()) * itemsize,
         arriving_nbytes=layout.arriving_nbytes,
         bundles=tuple(layout.bundles),
     )
@@ -163,16 +164,16 @@ def plan_weights(
 class _Layout:
     """Places tensors one behind the other, bundle by bundle."""
 
-    def __init__(self, source: WeightSource, bits: int | None) -> None:
-        self._source, self._bits = source, bits
+    def __init__(self, source: WeightSource, packing: Packing | None) -> None:
+        self._source, self._packing = source, packing
         self.held = {DEVICE: 0, CPU: 0}
         self.buffer_nbytes = self.read_nbytes = self.arriving_nbytes = self.scratch_nbytes = 0
         self.bundles: list[Bundle] = []
 
     def add(self, wanted: Mapping[str, tuple[str, str]], *, packed: bool = False) -> None:
-        """Tensors by short name: (canonical name, tier). `packed`: in the plan's bits."""
-        bits = self._bits if packed else None
-        extents = {short: None if bits else self._source.extent(name) for short, (name, _) in wanted.items()}
+        """Tensors by short name: (canonical name, tier). `packed`: as the plan says."""
+        packing = self._packing if packed else None
+        extents = {short: None if packing else self._source.extent(name) for short, (name, _) in wanted.items()}
         tensors: dict[str, TieredTensor] = {}
         end = read = 0  # of the staging buffer
         held = self.held[DEVICE]
@@ -181,7 +182,8 @@ class _Layout:
         for short in order:
             name, home = wanted[short]
             rows, columns = self._source.shapes[name]
-            nbytes = packed_nbytes(rows, columns, bits) if bits else rows * columns * self._source.dtype.itemsize
+            plain_nbytes = rows * columns * self._source.dtype.itemsize
+            nbytes = packed_nbytes(rows, columns, packing) if packing else plain_nbytes
             extent = extents[short]
             tensor = TieredTensor(name, home, extent, rows, columns, nbytes, self.held.get(home, end), end)
             if home != DISK:
@@ -228,6 +230,6 @@ def gather_stride(source: WeightSource) -> int:
     return round_up(source.block.embed_dim * source.dtype.itemsize) + ALIGNMENT
 
 
-def packed_nbytes(rows: int, columns: int, bits: int) -> int:
-    """Bytes of a matrix of `rows` outputs packed in `bits` bits."""
-    return int(_core.packed_weight_nbytes(rows, columns, bits))
+def packed_nbytes(rows: int, columns: int, packing: Packing) -> int:
+    """Bytes of a packed matrix of `rows` outputs."""
+    return int(_core.packed_weight_nbytes(rows, columns, packing.bits, packing.along))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from flashllm import _core
 from flashllm.errors import UsageError
 from flashllm.offload.runtime.layer import LayerTensors
-from flashllm.offload.runtime.ops import Array, Matrix, Norm
+from flashllm.offload.runtime.ops import Array, Matrix, Norm, Packing
 from flashllm.offload.runtime.tiers.scratch import ALIGNMENT, Scratch, ScratchFile, open_reader, round_up
 from flashllm.offload.runtime.tiers.source import ATTENTION, Extent, WeightSource
 from flashllm.offload.runtime.tiers.weight_plan import (
@@ -124,7 +124,7 @@ class WeightStore:
         matrices = {}
         for name in self.plan.homes:
             bias = self._small.get(bias_name(layer, name))
-            matrices[name] = self._matrix(bundle.tensors[name], buffer, self.plan.bits, bias)
+            matrices[name] = self._matrix(bundle.tensors[name], buffer, self.plan.packing, bias)
         norms = {name: self._norm(f"layers.{layer}.{name}") for name in NORMS}
         return LayerTensors(matrices, norms)
 
@@ -237,9 +237,9 @@ class WeightStore:
     def _make(
         self, source: WeightSource, made: list[TieredTensor], places: Mapping[str, Bytes], *, packed: bool
     ) -> None:
-        bits = self.plan.bits if packed else None
+        packing = self.plan.packing if packed else None
         storage = self._dtype.storage
-        if bits is None:
+        if packing is None:
             source.read({one.name: places[one.name].view(storage).reshape(one.rows, one.columns) for one in made})
             return
         # Not from the heap, which would keep the room of what it has once freed.
@@ -250,7 +250,8 @@ class WeightStore:
         }
         source.read(wide)
         for one in made:
-            _core.pack_weights(wide.pop(one.name), self._dtype.name, bits, places[one.name], self._pool)
+            weights, to = wide.pop(one.name), places[one.name]
+            _core.pack_weights(weights, self._dtype.name, packing.bits, to, self._pool, along=packing.along)
 
     # Memory and files ------------------------------------------------------------------------------------------
 
@@ -322,13 +323,13 @@ class WeightStore:
             self._files[path] = _core.DirectFile(str(path))
         return self._files[path]
 
-    def _matrix(self, one: TieredTensor, buffer: int, bits: int | None, bias: Array | None) -> Matrix:
+    def _matrix(self, one: TieredTensor, buffer: int, packing: Packing | None, bias: Array | None) -> Matrix:
         memory, start = self._memory[DEVICE], one.start + one.skip
         if one.home != DEVICE:
             memory, start = self._buffers[buffer], one.staged_at if one.home == CPU else start
         data = memory[start : start + one.nbytes]
-        array = data if bits else data.view(self._dtype.storage).reshape(one.rows, one.columns)
-        return Matrix(array, one.rows, one.columns, bits, bias)
+        array = data if packing else data.view(self._dtype.storage).reshape(one.rows, one.columns)
+        return Matrix(array, one.rows, one.columns, packing, bias)
 
     def _in_memory(self, one: TieredTensor) -> Array:
         start = one.start + one.skip
