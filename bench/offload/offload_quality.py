@@ -29,6 +29,7 @@ from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.jobs.sequences import Sequence
 from flashllm.offload.policy import Policy
+from flashllm.offload.runtime.ops import GroupsAlong
 from flashllm.offload.runtime.run import Runner, RunOptions
 
 PROMPT = 64  # tokens of a window that go in at once
@@ -43,6 +44,7 @@ class Row:
     weight_bits: int | None = None
     cache_bits: int | None = None
     layout: Literal["hidden", "kivi"] = "kivi"
+    groups: GroupsAlong = "inputs"
     share: float = 1.0
 
     @property
@@ -57,24 +59,31 @@ class Row:
 
     @property
     def options(self) -> RunOptions:
-        return RunOptions(weight_bits=self.weight_bits or 4, cache_bits=self.cache_bits or 4, cache_layout=self.layout)
+        return RunOptions(
+            weight_bits=self.weight_bits or 4,
+            weight_groups=self.groups,
+            cache_bits=self.cache_bits or 4,
+            cache_layout=self.layout,
+        )
 
 
 ROWS = (
     Row(name="16 bit"),
-    Row(name="cache 8 bit, by hidden dimension", cache_bits=8, layout="hidden"),
-    Row(name="cache 8 bit, KIVI", cache_bits=8),
-    Row(name="cache 4 bit, by hidden dimension", cache_bits=4, layout="hidden"),
-    Row(name="cache 4 bit, KIVI", cache_bits=4),
-    Row(name="cache 3 bit, KIVI", cache_bits=3),
-    Row(name="cache 2 bit, KIVI", cache_bits=2),
+    Row(name="4 bit", weight_bits=4, cache_bits=4),
+    Row(name="4 bit, 10 % sparse", weight_bits=4, cache_bits=4, share=0.1),
+    Row(name="4 bit, the paper's", weight_bits=4, cache_bits=4, layout="hidden", groups="outputs"),
+    Row(name="10 % sparse", share=0.1),
+    Row(name="cache 8 bit", cache_bits=8),
+    Row(name="cache 8 bit, the paper's", cache_bits=8, layout="hidden"),
+    Row(name="cache 4 bit", cache_bits=4),
+    Row(name="cache 4 bit, the paper's", cache_bits=4, layout="hidden"),
+    Row(name="cache 3 bit", cache_bits=3),
+    Row(name="cache 2 bit", cache_bits=2),
     Row(name="weights 8 bit", weight_bits=8),
     Row(name="weights 4 bit", weight_bits=4),
+    Row(name="weights 4 bit, the paper's", weight_bits=4, groups="outputs"),
     Row(name="weights 3 bit", weight_bits=3),
-    Row(name="4 bit both, KIVI", weight_bits=4, cache_bits=4),
-    Row(name="4 bit both, by hidden dimension", weight_bits=4, cache_bits=4, layout="hidden"),
-    Row(name="10 % sparse attention", share=0.1),
-    Row(name="4 bit both, KIVI, 10 % sparse", weight_bits=4, cache_bits=4, share=0.1),
+    Row(name="weights 2 bit", weight_bits=2),
 )
 
 

@@ -48,11 +48,11 @@ def unpack(packed, shape, bits, level="auto", along="outputs"):
     shape=st.tuples(
         st.sampled_from([1, 2, 63, 64, 65, 130]), st.sampled_from([1, 15, 16, 17, 64, 100, 255, 256, 257, 300])
     ),
-    kind=VALUES,
-    dtype=st.sampled_from(DTYPES),
+    values=st.tuples(VALUES, st.sampled_from(DTYPES)),
     along=ALONG,
 )
-def test_packing_has_the_bits_of_numpy(level, bits, shape, kind, dtype, along):
+def test_packing_has_the_bits_of_numpy(level, bits, shape, values, along):
+    kind, dtype = values
     values = matrix(*shape, kind, dtype, 1)
     expected, back = group_codec.pack_weights(values, bits, along)
     packed = pack(values, dtype, bits, level, along)
@@ -122,12 +122,12 @@ def products(native, x, rows, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=15, deadline=None)
 @given(
-    bits=st.sampled_from(BITS),
+    packing=st.tuples(st.sampled_from(BITS), ALONG),
     shape=st.tuples(st.sampled_from([1, 11, 48, 64, 77, 150]), st.sampled_from([1, 16, 100, 256, 520])),
     tokens=st.sampled_from([1, 3, 16, 300]),
-    along=ALONG,
 )
-def test_packed_products_have_the_bits_of_the_unpacked_weights(level, dtype, bits, shape, tokens, along):
+def test_packed_products_have_the_bits_of_the_unpacked_weights(level, dtype, packing, shape, tokens):
+    bits, along = packing
     rows, columns = shape
     values = matrix(rows, columns, "normal", "bfloat16", 1)
     bias = matrix(1, rows, "normal", "float32", 2)[0] if tokens != 3 else None

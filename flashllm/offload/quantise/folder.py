@@ -39,8 +39,8 @@ def quantise(
     threads: int,
     report: Callable[[int, int], None] = lambda done, layers: None,
 ) -> None:
-    """Write the model in `model` to `out` with every matrix of its layers rounded to `bits` with error feedback, in groups
-    `along` its inputs or its outputs.
+    """Write the model in `model` to `out`, the matrices of its layers rounded to `bits` in groups `along` their inputs or
+    their outputs, with error feedback.
 
     `sequences`: calibration tokens, equally long. `report(layers done, layers)` follows. The embedding, the head and
     vectors stay as they are. UsageError where `out` exists or a half-written one is of other settings;
