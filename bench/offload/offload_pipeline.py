@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from offload_run import command_line
 
 from flashllm.base.machine import num_cores
 from flashllm.generate.sampling import SamplingOptions
@@ -176,6 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     tokens = [row.pop("tokens") for row in rows]
     document = {
         "benchmark": "offload_pipeline",
+        "command": command_line(__file__, argv),
         "model": Path(settings["model"]).name,
         "settings": {name: settings[name] for name in names},
         "cores": num_cores(),

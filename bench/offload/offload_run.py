@@ -5,8 +5,8 @@
 
 Weights on disk, cache and activations in memory, in 16 bit and with 4-bit weights and cache (`--runs`), each in a
 process of its own, with --memory in a control group of that size from a cold page cache (root). Fewer layers than the
-shape has are fine: a block's time is a sum over layers, which `projected` scales to the shape's own number; such a
-figure is a projection, the rest is measured. Roofs are taken in the same minutes: `prefill` and `decode` of the
+shape has are fine: `projected_throughput` scales a run's time by the layers, the head's time too, so it is rather too
+low; the rest is measured. Roofs are taken in the same minutes: `prefill` and `decode` of the
 products alone, over the weights of one layer in memory, and the bytes a step reads over the drive's sequential rate.
 `of_roof` is the roof over the whole run, `decode_of_roof` the larger of disk and products over decoding. `--peers` runs
 others (peer_worker.py) in the same limit, each at the batches given: name:batch. The last line is one JSON document.
@@ -35,6 +35,16 @@ RUNS: dict[str, dict[str, Any]] = {
     "4-bit weights and cache": {"weight_bits": 4, "cache_bits": 4},
     "16 bit, cache on disk": {"cache_disk": 1.0},
 }
+
+
+def num_layers(model: Path) -> int:
+    """Of a Hugging Face folder."""
+    return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"])
+
+
+def command_line(script: str, argv: Sequence[str] | None) -> str:
+    """How a script was called, with the names of files alone."""
+    return " ".join([Path(script).name, *(Path(each).name if "/" in each else each for each in argv or sys.argv[1:])])
 
 
 def settings_of(args: argparse.Namespace, run: dict[str, Any]) -> dict[str, Any]:
@@ -146,6 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         row = {"run": name, "policy": settings["policy"], **run, **roof}
         if "failed" not in row:
             row |= compared(run, roof, args.new - 1)
+            row["projected_throughput"] = row["throughput"] * num_layers(args.model) / args.layers
         rows.append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
     for peer in args.peers:
@@ -153,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     document = {
         "benchmark": "offload_run",
+        "command": command_line(__file__, argv),
         "weights": "dummy (synthetic)",
         "model": args.model.name,
         "layers_of_shape": args.layers,

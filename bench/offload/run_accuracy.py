@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from offload_run import command_line
+
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.profile_cpu import profile_cpu
 from flashllm.offload.machine.sampling import ProfileSizes
@@ -129,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name:60s} {row['error']['whole_s']:+6.1%} {row['error_after']['whole_s']:+6.1%}", file=sys.stderr)
     document = {
         "benchmark": "run_accuracy",
+        "command": command_line(__file__, argv),
         "weights": "dummy (synthetic)",
         "model": args.model.name,
         "cores": os.cpu_count(),

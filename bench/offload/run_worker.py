@@ -100,7 +100,7 @@ def roofs(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(settings: dict[str, Any]) -> dict[str, Any]:
-    """One block of sequences."""
+    """The sequences, in blocks of the policy's size."""
     random = np.random.default_rng(1)
     greedy = SamplingOptions(max_new_tokens=settings["new"], ignore_eos=True)
     policy = Policy.from_json(settings["policy"])
@@ -108,6 +108,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         weight_bits=settings["weight_bits"] or 4,
         cache_bits=settings["cache_bits"] or 4,
         cache_layout=settings["layout"],
+        schedule=settings.get("schedule", "zigzag"),
     )
     with (
         tempfile.TemporaryDirectory(dir=settings["scratch"]) as scratch,
@@ -115,16 +116,21 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     ):
         prompts = random.integers(4, runner.vocab, (settings["sequences"], settings["prompt"])).tolist()
         sequences = [Sequence(prompt, greedy, decoder=None, end_ids=frozenset()) for prompt in prompts]
-        measure = runner.run(sequences)
+        size = policy.block_size
+        blocks = [sequences[first : first + size] for first in range(0, len(sequences), size)]
+        measures = [runner.run(block) for block in blocks]
         notices = runner.notices
+    prefill_s, decode_s = (sum(getattr(one, name) for one in measures) for name in ("prefill_s", "decode_s"))
+    new_tokens = sum(one.new_tokens for one in measures)
     return {
-        "prefill_s": measure.prefill_s,
-        "decode_s": measure.decode_s,
-        "throughput": measure.new_tokens / (measure.prefill_s + measure.decode_s),
-        "decode_throughput": (measure.new_tokens - len(sequences)) / measure.decode_s,
-        "bytes_read": measure.bytes_read,
-        "bytes_written": measure.bytes_written,
-        "busy": measure.busy,
+        "blocks": len(blocks),
+        "prefill_s": prefill_s,
+        "decode_s": decode_s,
+        "throughput": new_tokens / (prefill_s + decode_s),
+        "decode_throughput": (new_tokens - len(sequences)) / decode_s,
+        "bytes_read": sum(one.bytes_read for one in measures),
+        "bytes_written": sum(one.bytes_written for one in measures),
+        "busy": {action: sum(one.busy[action] for one in measures) for action in measures[0].busy},
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "notices": notices,
     }

@@ -73,6 +73,38 @@ def test_profile_check_runs(bench_path, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
 
 
+def test_tables_are_measured(bench_path, tmp_path, capsys, monkeypatch):
+    import offload_pipeline
+    import offload_run  # which makes the group's module known
+    import offload_tables
+    import run_worker
+
+    model = offload_pipeline.make_tiny(tmp_path / "tiny")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(offload_tables, "worker", lambda script, settings, memory: run_worker.run(settings))
+    assert offload_run.num_layers(model) == 5
+
+    def table(name: str, *options: str) -> list[dict[str, object]]:
+        argv = [name, str(model), "--prompt", "9", "--new", "4", "--scratch", str(tmp_path), *options]
+        assert offload_tables.main(argv) == 0
+        document = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert document["command"].startswith(f"offload_tables.py {name} tiny --prompt 9")
+        return document["rows"]
+
+    rows = table("breakdown", "--sequences", "4", "--batch", "2")
+    assert [(row["run"], row["stage"]) for row in rows] == [
+        (run, stage) for run in ("16 bit", "4 bit") for stage in ("prefill", "decoding")
+    ]
+    assert all(0 < row["compute"] <= row["total"] for row in rows if row["stage"] == "prefill")
+    rows = table("ablation", "--sequences", "12", "--memory", "600MB")
+    assert len(rows) == 6
+    assert all("throughput" in row or "does not fit" in row for row in rows)
+    assert (rows[0]["of_all"], rows[-1]["blocks"]) == (1.0, 2)
+    rows = table("frontier", "--batches", "1", "4")
+    assert [row["batch"] for row in rows] == [1, 4, 1, 4]
+    assert any(row["on_frontier"] for row in rows)
+
+
 def test_pipeline_scaling_runs(bench_path, tmp_path, capsys):
     import offload_pipeline
 

@@ -39,12 +39,12 @@ def quantise(
     threads: int,
     report: Callable[[int, int], None] = lambda done, layers: None,
 ) -> None:
-    """Write the model in `model` to `out`, the matrices of its layers rounded to `bits` in groups `along` their inputs or
-    their outputs, with error feedback.
+    """Write the model in `model` to `out`, the matrices of its layers rounded to `bits`, with error feedback.
 
-    `sequences`: calibration tokens, equally long. `report(layers done, layers)` follows. The embedding, the head and
-    vectors stay as they are. UsageError where `out` exists or a half-written one is of other settings;
-    UnsupportedModelError for a model whose matrices share tensors; else what `open_weights` raises.
+    `along`: where the weights lie that share a scale. `sequences`: calibration tokens, equally long. `report(layers
+    done, layers)` follows. The embedding, the head and vectors stay as they are. UsageError where `out` exists or a
+    half-written one is of other settings; UnsupportedModelError for a model whose matrices share tensors; else what
+    `open_weights` raises.
     """
     if out.exists():
         raise UsageError(f"{out} exists; choose another folder, or remove it")
