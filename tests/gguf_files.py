@@ -1,6 +1,7 @@
 """GGUF files as llama.cpp's converter would write them, of tiny Hugging Face folders."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 KINDS = gguf.GGMLQuantizationType
-ARCHITECTURES = {"phi": "phi2", "gemma3_text": "gemma3", "gpt_neox": "gptneox", "cohere": "command-r"}  # other names
+ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"} | {
+    "phi": "phi2",
+    "gemma3_text": "gemma3",
+    "gpt_neox": "gptneox",
+    "cohere": "command-r",
+}  # other names
 _INTERLEAVED = ("llama", "bamboo", "granite", "arcee", "smollm3")
 _SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
 
@@ -108,7 +114,7 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> dict[st
     key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == table)
     names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
     tensors = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    for name, tensor in _merged(load_file(folder / "model.safetensors")).items():
         values = tensor.float()
         if architecture in _INTERLEAVED and (".q_proj" in name or ".k_proj" in name):
             values = interleaved(values, heads if ".q_proj" in name else groups)
@@ -124,6 +130,22 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> dict[st
     return tensors
 
 
+def _merged(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each expert's matrices together, as llama.cpp's converter has them before it looks at names."""
+    merged = {name: tensor for name, tensor in state.items() if ".experts." not in name}
+    for name in state:
+        match = re.fullmatch(r"(.*\.experts\.)0\.(\w+)\.weight", name)
+        if match is not None:
+            count = sum(other.startswith(match[1]) and other.endswith(f".{match[2]}.weight") for other in state)
+            merged[f"{match[1]}{match[2]}.weight"] = torch.stack(
+                [state[f"{match[1]}{expert}.{match[2]}.weight"] for expert in range(count)]
+            )
+    return {
+        name: tensor.squeeze(0) if name.endswith("shared_expert_gate.weight") else tensor
+        for name, tensor in merged.items()
+    }
+
+
 def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -134,6 +156,10 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count(heads)
     kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
     writer.add_head_count_kv(1 if config.get("multi_query") else kv_heads)
+    experts = config.get("num_experts") or config.get("num_local_experts")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
     for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"):
         if key in config:
             writer.add_layer_norm_eps(config[key])

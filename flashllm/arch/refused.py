@@ -10,6 +10,7 @@ _STATE = "a state-space model, which has no attention's keys and values to keep"
 _HYBRID = "a mix of attention and state-space layers"
 _PICTURES = "a model for pictures or sound besides text"
 _LATENT = "a mixture of experts with latent attention"
+_NO_ROW = "a dense decoder whose architecture nobody has described here yet"
 _ALIBI = "a decoder that adds distances to its attention scores instead of rotating queries and keys"
 
 _REASONS = {
@@ -17,10 +18,12 @@ _REASONS = {
         *("gpt_oss", "phimoe", "granitemoe", "granitemoeshared", "dbrx"),
         *("jetmoe", "ernie4_5_moe", "hunyuan_v1_moe", "glm4_moe", "dots1", "minimax", "minimax_m2", "flex_olmo"),
         *("switch_transformers", "nllb_moe", "llama4_text", "qwen3_next", "arctic", "grok-1"),
+        *("glm_moe_dsa", "cohere2_moe", "exaone_moe", "qwen3_5_moe", "qwen3_5_moe_text", "deepseek_v4"),
     ),
     _LATENT: ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "longcat_flash", "glm4_moe_lite"),
     _ENCODER_DECODER: (
         *("t5", "mt5", "umt5", "t5gemma", "bart", "mbart", "pegasus", "marian", "m2m_100", "led", "longt5", "byt5"),
+        *("blenderbot-small", "bigbird_pegasus", "mvp", "plbart", "bert-generation"),
         *("blenderbot", "prophetnet", "whisper", "speech_to_text", "encoder-decoder"),
     ),
     _ENCODER: (
@@ -33,6 +36,8 @@ _REASONS = {
         "albert",
         "modernbert",
         "xlm-roberta",
+        *("xlm-roberta-xl", "camembert", "big_bird", "ernie", "megatron-bert", "rembert", "roformer", "xmod", "xlm"),
+        *("roc_bert", "data2vec-text", "roberta-prelayernorm"),
     ),
     _STATE: ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"),
     _HYBRID: (
@@ -52,15 +57,33 @@ _REASONS = {
     _PICTURES: (
         *("llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_audio", "mllama"),
         *("paligemma", "idefics", "idefics2", "idefics3", "smolvlm", "internvl", "phi4_multimodal", "llama4", "clip"),
-        *("mistral3", "pixtral", "gemma3n", "gemma4", "aya_vision", "glm4v", "kimi_vl", "blip-2", "kosmos-2"),
+        *("fuyu", "git", "got_ocr2", "emu3", "moshi", "musicgen", "musicgen_melody", "trocr"),
+        *(
+            "mistral3",
+            "pixtral",
+            "gemma3n",
+            "gemma4",
+            "gemma3n_text",
+            "gemma4_text",
+            "aya_vision",
+            "glm4v",
+            "kimi_vl",
+            "blip-2",
+            "kosmos-2",
+        ),
+    ),
+    _NO_ROW: (
+        *("olmo", "olmo3", "cohere2", "exaone4", "glm4", "ernie4_5", "helium", "seed_oss", "ministral", "diffllama"),
+        *("hunyuan_v1_dense", "gpt_neox_japanese", "modernbert-decoder", "vaultgemma", "nanochat", "internlm3"),
+        *("minicpm", "minicpm3", "baichuan", "internlm2", "qwen", "xverse", "ctrl", "openai-gpt", "xlnet", "reformer"),
     ),
     _ALIBI: ("bloom", "mpt", "jais"),
 }
 _OTHERS = {
     "bitnet": "BitNet b1.58: its inputs are rounded to 8 bits before every product, and a norm over all neurons lies "
-    "before the down projection; neither is computed",
+    "before the down projection, and neither is computed; use another engine, or Nemotron, whose squared ReLU runs",
     "gemma3": "Gemma 3 with its picture encoder; the text model alone has model_type gemma3_text",
-    "apertus": "a decoder whose activation, xIELU, has learned parameters",
+    "apertus": "a decoder whose activation, xIELU, has learned parameters; use another engine",
     "gptj": "GPT-J; GPT-NeoX, Pythia, Falcon and Phi run",
     "gpt_neo": "GPT-Neo; GPT-NeoX, Pythia and GPT-2 run",
     "gpt_bigcode": "StarCoder 1; StarCoder 2 runs",
@@ -73,6 +96,9 @@ _OTHERS = {
 }
 _ADVICE = "use a dense decoder of the same family, or another engine"
 _HELP = {
+    _NO_ROW: "most want but a row that says how they compute (flashllm/README.md, How to add an architecture); until "
+    "then use a decoder of the same family that runs, or another engine",
+    _ALIBI: "a model with rotary positions (Falcon, Llama, Qwen) runs",
     _PICTURES: "use its text model on its own, where it is published as such",
     _ENCODER: "use it with transformers",
     _ENCODER_DECODER: "use it with transformers",

@@ -61,6 +61,27 @@ def test_missing_keys_have_transformers_defaults(model_type, theirs):
     assert resolve(theirs.to_dict()) == ours
 
 
+# What people most often bring that does not run: each is told what it is and what would help.
+COMMON = (
+    *("phimoe", "granitemoe", "granitemoeshared", "dbrx", "jetmoe", "glm4_moe", "minimax", "switch_transformers"),
+    *("llama4", "llama4_text", "deepseek_v2", "deepseek_v3", "kimi_k2", "qwen3_next", "ernie4_5_moe", "hunyuan_v1_moe"),
+    *("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "jamba", "bamba", "zamba2", "falcon_h1", "nemotron_h"),
+    *("t5", "mt5", "bart", "whisper", "bert", "roberta", "distilbert", "modernbert", "electra", "deberta-v2"),
+    *("gemma3", "gemma3n", "gemma3n_text", "gemma4", "mllama", "llava", "qwen2_vl", "qwen2_5_vl", "mistral3", "clip"),
+    *("bloom", "mpt", "bitnet", "gptj", "gpt_neo", "gpt_bigcode", "codegen", "apertus", "olmo", "olmo3", "cohere2"),
+)
+
+
+@pytest.mark.parametrize("model_type", COMMON)
+def test_common_types_are_told_what_they_are_and_what_would_help(model_type):
+    with pytest.raises(UnsupportedModelError) as caught:
+        resolve({"model_type": model_type})
+    said = str(caught.value)
+    assert f"'{model_type}' is not supported: it is " in said
+    helps = ("use ", "runs", " run", "has model_type", "another engine")
+    assert any(word in said.partition("; supported")[0] for word in helps), said
+
+
 def test_no_model_type_is_both_run_and_refused():
     assert not set(REFUSED) & set(ARCHITECTURES)
     assert len(ARCHITECTURES) >= 16

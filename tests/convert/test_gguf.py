@@ -17,7 +17,7 @@ from flashllm.cli import main
 from flashllm.convert import locate
 from flashllm.convert.checkpoint import gguf_file
 from flashllm.convert.checkpoint.gguf_file import GgufTensor, StoredTensor
-from flashllm.convert.checkpoint.gguf_models import MODELS, paired_rows, supported
+from flashllm.convert.checkpoint.gguf_models import MIXTURES, MODELS, paired_rows, supported
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.locate import find_folder
 from flashllm.convert.run import convert
@@ -101,6 +101,58 @@ def test_every_architecture_converts_to_the_same_weights_and_block(tmp_path, arc
     assert _weights(found) == _weights(expected)
     blocks = [block_spec(json.loads((tmp_path / name / "config.json").read_text())) for name in ("found", "expected")]
     assert blocks[0] == blocks[1]
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_mixtures_convert_to_the_same_weights_and_block(tmp_path, architecture, kind):
+    """Q8_0: the values that the codes mean. Experts' widths are whole blocks."""
+    said = {"norm_topk_prob": True} if architecture == "qwen3moe" else {}
+    sizes = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 64)
+    source = make_checkpoint(tmp_path / "hf", Variant(MIXTURES[architecture].model_type, {**sizes, **said}))
+    path = write_gguf(source, tmp_path / "model.gguf", kind)
+    if kind != "F32":
+        state = load_file(source / "model.safetensors")
+        for name, tensor in state.items():
+            if tensor.ndim > 1 and tensor.shape[0] > 1:
+                raw = gguf.quantize(tensor.numpy(), KINDS[kind])
+                state[name] = torch.from_numpy(gguf.dequantize(raw, KINDS[kind]))
+        save_file(state, source / "model.safetensors", {"format": "pt"})
+    expected = convert(source, tmp_path / "expected", dtype="float32")
+    found = convert(path, tmp_path / "found", dtype="float32")
+    assert found.architecture == expected.architecture
+    assert found.files[FFN] == expected.files[FFN]
+    if kind == "F32":  # of codes, those of resident matrices may be kept
+        assert _weights(found) == _weights(expected)
+    blocks = [block_spec(json.loads((tmp_path / name / "config.json").read_text())) for name in ("found", "expected")]
+    assert blocks[0] == blocks[1]
+
+
+def test_experts_in_a_tensor_each_and_stacks_of_another_number(tmp_path, monkeypatch):
+    source = make_checkpoint(tmp_path / "hf", Variant("olmoe"))
+    path = write_gguf(source, tmp_path / "model.gguf")
+    expected = convert(path, tmp_path / "expected")
+
+    def apart(function, *arguments):
+        header = function(*arguments)
+        tensors = []
+        for name, kind, shape, offset, nbytes in header["tensors"]:
+            if "_exps." not in name:
+                tensors.append((name, kind, shape, offset, nbytes))
+                continue
+            each = nbytes // shape[0]
+            tensors += [
+                (name.replace("_exps", f".{expert}"), kind, shape[1:], offset + expert * each, each)
+                for expert in range(shape[0])
+            ]
+        return {**header, "tensors": tensors}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_file, "ask_child", apart)
+        assert _weights(convert(path, tmp_path / "found")) == _weights(expected)
+    _patch_metadata(monkeypatch, {"olmoe.expert_count": 4})
+    with pytest.raises(FormatError, match=r"a tensor of experts is .*though there are 4"):
+        _open(path)
 
 
 @pytest.mark.usefixtures("real_child")
@@ -199,7 +251,7 @@ def test_tensors_that_are_missing_or_that_nothing_claims(source, tmp_path):
     ("metadata", "message"),
     [
         ({"general.architecture": "mamba"}, r"GGUF architecture 'mamba' is not supported; supported: .*llama"),
-        ({"llama.expert_count": 8}, "experts"),
+        ({"general.architecture": "gemma2", "gemma2.expert_count": 8}, "gemma2.*with experts.*supported: llama, olmoe"),
         ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
         ({"llama.attention.value_length": 8}, "values of another size"),
         ({"llama.feed_forward_length": [96, 64, 96]}, "layers that differ"),
@@ -216,6 +268,7 @@ def test_what_cannot_be_run_is_said(source, tmp_path, metadata, message, monkeyp
     ("metadata", "message"),
     [
         ({"llama.block_count": "three"}, "must be a number"),
+        ({"llama.expert_count": 8}, "lacks llama.expert_used_count"),
         ({"llama.attention.key_length": 15, "llama.rope.dimension_count": 15}, "do not fit its heads|even"),
         ({"tokenizer.ggml.tokens": ["x"] * 301}, "301 tokens, but an embedding of 300"),
     ],

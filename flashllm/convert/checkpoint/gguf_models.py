@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.arch.registry import ARCHITECTURES
+from flashllm.arch.registry import ARCHITECTURES, spec_of
 from flashllm.convert.checkpoint.gguf_file import GgufContent, GgufTensor, StoredTensor
+from flashllm.convert.checkpoint.mixtures.gguf_experts import experts_apart
 from flashllm.errors import FormatError, UnsupportedModelError
 
 _ARCHITECTURE = "general.architecture"
@@ -228,6 +229,57 @@ MODELS: dict[str, GgufModel] = {
 }
 
 
+def _mixture(config: dict[str, Any], content: GgufContent) -> None:
+    """Sizes that the tensors say."""
+    for key, names in (
+        ("moe_intermediate_size", ("ffn_up_exps", "ffn_up.0")),
+        ("shared_expert_intermediate_size", ("ffn_up_shexp",)),
+    ):
+        for name in names:
+            stored = content.tensors.get(f"blk.0.{name}.weight")
+            if stored is not None and len(stored.shape) > 1:
+                config[key] = stored.shape[-2]
+    if config["model_type"] in ("olmoe", "mixtral"):
+        config["intermediate_size"] = config.pop("moe_intermediate_size", config["intermediate_size"])
+
+
+_EXPERTS = _RMS | {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_NORMALIZED = {"norm_topk_prob": "expert_weights_norm"}
+_WHOLE = {"hidden_act": "silu", "use_sliding_window": False}
+
+# Mixtures of experts, by the same names: Mixtral's is Llama's. What is said of weights is llama.cpp's rule.
+MIXTURES: dict[str, GgufModel] = {
+    "llama": GgufModel(
+        model_type="mixtral",
+        keys=_EXPERTS,
+        constants={"hidden_act": "silu", "sliding_window": None},
+        orders=_INTERLEAVED,
+        finish=_mixture,
+    ),
+    "olmoe": GgufModel(
+        model_type="olmoe",
+        keys=_EXPERTS,
+        optional=_NORMALIZED,
+        constants={"hidden_act": "silu", "norm_topk_prob": False},
+        finish=_mixture,
+    ),
+    "qwen2moe": GgufModel(
+        model_type="qwen2_moe",
+        keys=_EXPERTS,
+        optional=_NORMALIZED,
+        constants=_WHOLE | {"norm_topk_prob": False},
+        finish=_mixture,
+    ),
+    "qwen3moe": GgufModel(
+        model_type="qwen3_moe",
+        keys=_EXPERTS,
+        optional=_NORMALIZED,
+        constants=_WHOLE | {"norm_topk_prob": True},
+        finish=_mixture,
+    ),
+}
+
+
 # PowerInfer's files (github.com/SJTU-IPADS/PowerInfer, llama.cpp): the same, whose FFNs have ReLU. Of Bamboo it is on
 # the up projection too.
 SPARSE_MODELS: dict[str, GgufModel] = {
@@ -246,17 +298,18 @@ def supported() -> list[str]:
 
 
 def model_of(content: GgufContent) -> GgufModel:
-    """The row of the file's architecture. UnsupportedModelError where there is none, or it has experts."""
+    """The row of the file's architecture. UnsupportedModelError where there is none."""
     name = content.metadata.get(_ARCHITECTURE)
+    mixture = bool(content.metadata.get(f"{name}.expert_count")) or name in MIXTURES.keys() - MODELS.keys()
     models, all_of_them = (SPARSE_MODELS, sorted(SPARSE_MODELS)) if content.sparse else (MODELS, supported())
-    if name not in all_of_them:
+    if mixture and not content.sparse:
+        models, all_of_them = MIXTURES, sorted(MIXTURES)
+    if name not in all_of_them or (mixture and content.sparse):
         known = ", ".join(all_of_them)
         raise UnsupportedModelError(
-            f"{content.path}: GGUF architecture {str(name)[:80]!r} is not supported; supported: {known}. A Hugging "
-            "Face folder of the model may be"
+            f"{content.path}: GGUF architecture {str(name)[:80]!r}{' with experts' if mixture else ''} is not "
+            f"supported; supported: {known}. A Hugging Face folder of the model may be"
         )
-    if content.metadata.get(f"{name}.expert_count"):
-        raise UnsupportedModelError(f"{content.path}: {name} with experts is not supported")
     return models[name]
 
 
@@ -350,7 +403,7 @@ def _llama3(stored: StoredTensor, theta: float, dims: int, path: Path) -> dict[s
 
 
 def named_tensors(content: GgufContent, names: Iterable[str], config: Mapping[str, Any]) -> dict[str, GgufTensor]:
-    """The file's tensors by state_dict name; those that no name claims keep the file's.
+    """The file's tensors by state_dict name; those that no name claims keep the file's. Experts are cut apart.
 
     `names` are the state_dict names that the model expects.
     """
@@ -359,10 +412,17 @@ def named_tensors(content: GgufContent, names: Iterable[str], config: Mapping[st
     like = model.table or content.metadata[_ARCHITECTURE]
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == like)
     table = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    found, left = {}, {name: stored for name, stored in content.tensors.items() if name != _ROPE_FACTORS}
+    left = {name: stored for name, stored in content.tensors.items() if name != _ROPE_FACTORS}
     if content.sparse:
         left = {name: stored for name, stored in left.items() if not any(part in name for part in _PREDICTORS)}
+    found = {}
+    if (experts := config.get("num_experts")) is not None:
+        spec = spec_of(config["model_type"])
+        cut, left = experts_apart(left, spec, config["num_hidden_layers"], experts)
+        found = {name: GgufTensor(stored) for name, stored in cut.items()}
     for name in names:
+        if name in found:
+            continue
         key = table.get_name(name, try_suffixes=(".weight", ".bias"))
         columns = key.replace(".ffn_down.", ".ffn_down_t.") if content.sparse and key is not None else key
         if columns != key and columns in left:  # a row a neuron; a bias is one as ever

@@ -1,0 +1,1 @@
+"""Experts that a checkpoint holds together, as a tensor for each matrix of each."""
