@@ -1,0 +1,73 @@
+"""The script that scores tasks beside transformers, on a tiny model."""
+
+import gzip
+import json
+
+import bench_path  # noqa: F401 - first: it makes the scripts importable
+import pytest
+import task_scores
+from arch_models import VARIANTS, make_checkpoint
+from tiny_models import SENTENCES
+
+LAMBADA = [{"context": "the king lived in", "target": "a"}, {"context": "once upon", "target": "time"}]
+CHOICES = [{"question": f"{one}?", "choices": [SENTENCES[0], "no", "it is"], "label": 1} for one in SENTENCES[:3]]
+
+
+def write(path, rows):
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS["llama"])
+    (tmp_path / "text.txt").write_text(" ".join(SENTENCES) * 20)
+    write(tmp_path / "lambada_openai_test.jsonl.gz", LAMBADA)
+    write(tmp_path / "arc_easy_test.jsonl.gz", CHOICES)
+    text = str(tmp_path / "text.txt")
+    sizes = ["--items", "3", "--windows", "2", "--length", "40"]
+    common = [str(source), "--tasks", str(tmp_path), "--text", text, "--calibration", text, *sizes]
+    return [*common, "--names", "lambada", "arc_easy", "--out", str(tmp_path / "out.json")]
+
+
+def test_rows_agree_and_resume(arguments, tmp_path, capsys):
+    rows = ["transformers", "dense", "40%", "40% sparse"]
+    assert task_scores.main([*arguments, "--rows", *rows[:1]]) == 0
+    assert task_scores.main([*arguments, "--rows", *rows]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document == json.loads((tmp_path / "out.json").read_text())
+    theirs, ours, cut, cut_sparse = (document["rows"][name] for name in rows)
+    for one, other in ((theirs, ours), (cut, cut_sparse)):
+        assert one["perplexity"] == pytest.approx(other["perplexity"], rel=1e-4)
+        assert one["lambada"]["perplexity"] == pytest.approx(other["lambada"]["perplexity"], rel=1e-4)
+        assert one["arc_easy"] == other["arc_easy"]
+    assert cut["perplexity"] != ours["perplexity"]
+    with pytest.raises(SystemExit, match="other settings"):
+        task_scores.main([*arguments, "--items", "2"])
+
+
+class Counting:
+    """Likes the token that is one more than the last."""
+
+    def __init__(self):
+        self.fed, self.calls = [], 0
+
+    def start(self):
+        self.fed = []
+
+    def feed(self, ids):
+        self.fed += ids
+        self.calls += 1
+        return 5 * (task_scores.np.arange(10) == task_scores.np.array(ids)[:, None] + 1).astype("f4")
+
+    def back_to(self, length):
+        del self.fed[length:]
+
+
+def test_a_prompt_is_computed_once():
+    scorer = Counting()
+    good, bad, one = task_scores.continuations(scorer, [1, 2], [[3, 4, 5], [3, 3], [3]])
+    assert (good.greedy, bad.greedy, one.greedy) == (True, False, True)
+    assert one.log_likelihood > good.log_likelihood > bad.log_likelihood
+    assert scorer.calls == 3
+    assert scorer.fed == [1, 2]
