@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
     parser.add_argument("--text", type=Path, required=True, help="calibration text")
     parser.add_argument("--bits", type=int, choices=(2, 3, 4, 8), default=4)
-    parser.add_argument("--groups", choices=("inputs", "outputs"), default="inputs", help="along which groups lie")
+    parser.add_argument("--groups", choices=("mixed", "inputs", "outputs"), default="mixed", help="as for run")
     parser.add_argument("--samples", type=int, default=48)
     parser.add_argument("--length", type=int, default=256, help="tokens of a sample")
     parser.add_argument("--threads", type=int, default=num_cores())
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
             args.out,
             sequences,
             bits=args.bits,
-            along=args.groups,
+            groups=args.groups,
             threads=args.threads,
             report=lambda done, layers: print(f"layer {done} of {layers}", file=sys.stderr),
         )

@@ -29,7 +29,7 @@ from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.jobs.sequences import Sequence
 from flashllm.offload.policy import Policy
-from flashllm.offload.runtime.ops import GroupsAlong
+from flashllm.offload.runtime.ops import WeightGroups
 from flashllm.offload.runtime.run import Runner, RunOptions
 
 PROMPT = 64  # tokens of a window that go in at once
@@ -44,7 +44,7 @@ class Row:
     weight_bits: int | None = None
     cache_bits: int | None = None
     layout: Literal["hidden", "kivi"] = "kivi"
-    groups: GroupsAlong = "inputs"
+    groups: WeightGroups = "mixed"
     share: float = 1.0
 
     @property

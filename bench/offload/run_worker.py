@@ -46,15 +46,14 @@ def products_s(source: WeightSource, bits: int | None, rows: int) -> tuple[float
     random = np.random.default_rng(0)
     storage = WEIGHT_DTYPES[source.dtype.name].storage
 
-    def matrix(name: str, width: int | None) -> Matrix:
+    def matrix(name: str, packing: Packing | None) -> Matrix:
         outputs, inputs = source.shapes[name]
         array = np.empty((outputs, inputs), storage)
         source.read({name: array})
-        if width is None:
+        if packing is None:
             return Matrix(array, outputs, inputs, None, None)
-        packing = Packing(width, RunOptions().weight_groups)
         packed = np.empty(packed_nbytes(outputs, inputs, packing), np.uint8)
-        _core.pack_weights(array, source.dtype.name, width, packed, pool, along=packing.along)
+        _core.pack_weights(array, source.dtype.name, packing.bits, packed, pool, along=packing.along)
         return Matrix(packed, outputs, inputs, packing, None)
 
     def seconds(one: Matrix) -> float:
@@ -64,7 +63,9 @@ def products_s(source: WeightSource, bits: int | None, rows: int) -> tuple[float
         _core.Elementwise(source.dtype.name, pool).narrow(values, x)
         return median_s(lambda: ops.linear(one, x)) * rows / part
 
-    layer = sum(seconds(matrix(matrix_name(0, name), bits)) for name in source.matrices)
+    groups = RunOptions().weight_groups
+    packings = {name: None if bits is None else Packing.of(name, bits, groups) for name in source.matrices}
+    layer = sum(seconds(matrix(matrix_name(0, name), packing)) for name, packing in packings.items())
     head = "head.weight" if "head.weight" in source.shapes else "embedding.weight"
     return layer, seconds(matrix(head, None))
 

@@ -90,9 +90,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--weight-bits", type=whole(2, 8), default=4, metavar="B", help="2, 3, 4 or 8 (default: 4)")
     group.add_argument(
         "--weight-groups",
-        choices=("inputs", "outputs"),
-        default="inputs",
-        help="along which 64 compressed weights share a scale: outputs are FlexGen's way and lose more",
+        choices=("mixed", "inputs", "outputs"),
+        default="mixed",
+        help="along what 64 compressed weights share a scale: mixed loses least, outputs is FlexGen's (default: mixed)",
     )
     group.add_argument("--scratch", type=Path, metavar="DIR", help="scratch files (default: the user's cache)")
     group.add_argument("--threads", type=whole(1, 1024), metavar="T", help="compute threads (default: cores)")

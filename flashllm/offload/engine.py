@@ -27,7 +27,7 @@ from flashllm.offload.jobs.sequences import Sequence as TokenSequence
 from flashllm.offload.launch import CACHE_LAYOUTS, WEIGHT_GROUPS, WIDTHS, LaunchOptions, open_runner, prepare
 from flashllm.offload.model_text import ModelText
 from flashllm.offload.policy import Policy
-from flashllm.offload.runtime.ops import GroupsAlong
+from flashllm.offload.runtime.ops import WeightGroups
 from flashllm.offload.runtime.run import CacheLayout, Runner, sizes_of
 
 _WINDOW = 1024  # prompts that `run` looks at together, at least: among them it finds those of like length
@@ -70,7 +70,7 @@ class OffloadEngine:
         cache_layout: CacheLayout = CACHE_LAYOUTS[0],
         cache_bits: int = WIDTHS[0],
         weight_bits: int = WIDTHS[0],
-        weight_groups: GroupsAlong = WEIGHT_GROUPS[0],
+        weight_groups: WeightGroups = WEIGHT_GROUPS[0],
         overlap: bool | None = None,
         threads: int | None = None,
         scratch: str | Path | None = None,

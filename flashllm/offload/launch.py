@@ -15,14 +15,14 @@ from flashllm.offload.jobs.blocks import Size, cut, equal
 from flashllm.offload.planner.local import LocalPlan, Methods, check_fits, load_search, plan_policy, predict_job
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.runtime.opened import OpenModel
-from flashllm.offload.runtime.ops import GroupsAlong
+from flashllm.offload.runtime.ops import WeightGroups
 from flashllm.offload.runtime.options import CacheLayout, RunOptions
 from flashllm.offload.runtime.run import Runner
 from flashllm.offload.shape import ModelShape
 
 COMPRESSIBLE = ("weights", "cache")
 CACHE_LAYOUTS: tuple[CacheLayout, ...] = ("kivi", "hidden")  # the first is the default
-WEIGHT_GROUPS: tuple[GroupsAlong, ...] = ("inputs", "outputs")  # likewise
+WEIGHT_GROUPS: tuple[WeightGroups, ...] = ("mixed", "inputs", "outputs")  # likewise
 WIDTHS = (4, 8, 3, 2)  # bits of a compressed number; the first is the default
 _MEMORY_SHARE = 0.8  # of what is free, where no limit is given
 _MARGIN_NBYTES = 48 * 2**20  # for the interpreter's own growth: prompts, texts, answers of a block
@@ -46,7 +46,7 @@ class LaunchOptions:
     cache_layout: CacheLayout = CACHE_LAYOUTS[0]
     cache_bits: int = WIDTHS[0]
     weight_bits: int = WIDTHS[0]
-    weight_groups: GroupsAlong = WEIGHT_GROUPS[0]
+    weight_groups: WeightGroups = WEIGHT_GROUPS[0]
     overlap: bool | None = None
     threads: int | None = None  # None: one a core
     scratch: Path | None = None  # None: in the user's cache directory

@@ -12,14 +12,14 @@ from tiny_models import make_tiny_opt
 
 from flashllm import _core
 from flashllm.errors import BudgetError
-from flashllm.offload.planner import host_peaks
+from flashllm.offload.planner import host_costs, host_peaks
 from flashllm.offload.planner.costs import Method
 from flashllm.offload.planner.host_costs import KV_BLOCK, ROWS_TOGETHER, HostCostModel, cost_model, packed_bytes
 from flashllm.offload.planner.local import Methods, check_fits, plan_policy, predict_job
 from flashllm.offload.planner.predict import predict
 from flashllm.offload.planner.search import SearchSpace, search
 from flashllm.offload.policy import Policy, Workload
-from flashllm.offload.runtime import layer, tasks
+from flashllm.offload.runtime import layer, ops, tasks
 from flashllm.offload.runtime.ops import Packing
 from flashllm.offload.runtime.tiers import arrangement
 from flashllm.offload.runtime.tiers.activations import Activations
@@ -61,6 +61,7 @@ def host(shape, policy, work=WORK, hardware=HOST):
 def test_constants_are_the_runtimes():
     assert KV_BLOCK == arrangement.KV_BLOCK
     assert ROWS_TOGETHER == layer.ROWS_TOGETHER
+    assert host_costs.VALUE_BITS == ops.VALUE_BITS
     assert host_peaks.BUFFERS == tasks.BUFFERS
 
 
@@ -78,7 +79,7 @@ def test_weights_take_what_the_store_plans(model, where, compress):
     folder, shape = model
     policy = policy_of(where, compress_weights=compress)
     with open_weights(folder) as source:
-        plan = plan_weights(source, policy, packing=Packing(4, "inputs") if compress else None)
+        plan = plan_weights(source, policy, bits=4 if compress else None)
     kept, starting = host_peaks.weights(host(shape, policy))
     assert kept.value(policy.placement) == pytest.approx(plan.memory_nbytes, rel=0.02)
     assert starting == plan.start_nbytes

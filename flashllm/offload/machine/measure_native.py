@@ -22,7 +22,6 @@ from flashllm.offload.machine.measure_disk import DiskProbe
 from flashllm.offload.runtime.layer import ROWS_TOGETHER, LayerTensors, Projected, run_layer
 from flashllm.offload.runtime.native_ops import NativeOps
 from flashllm.offload.runtime.ops import Matrix, Norm, Packing
-from flashllm.offload.runtime.options import RunOptions
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.runtime.tiers.weight_plan import packed_nbytes
 
@@ -173,7 +172,7 @@ class NativeProbe:
 
     def _matrix(self, rows: int, columns: int, bits: int | None) -> Matrix:
         array = self._random(rows, columns)
-        packing = None if bits is None else Packing(bits, RunOptions().weight_groups)
+        packing = None if bits is None else Packing(bits, "inputs")
         if packing is not None:
             packed = _core.allocate(packed_nbytes(rows, columns, packing))
             _core.pack_weights(array, self.dtype, packing.bits, packed, self.pool, along=packing.along)

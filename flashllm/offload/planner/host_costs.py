@@ -20,6 +20,7 @@ from flashllm.offload.shape import ModelShape
 # What the runtime does, in flashllm/offload/runtime; a test compares.
 KV_BLOCK = 64  # positions
 ROWS_TOGETHER = 1024  # rows of one product
+VALUE_BITS = 8  # of packed weights of values, at least
 _GROUP = 64  # values that share a scale and a minimum of 16 bits each
 _SEALED_MULTIPLE = 4096  # bytes that a packed block is padded to
 
@@ -44,10 +45,14 @@ class HostCostModel(CostModel):
         if not self.method.compress_weights:
             return self.shape.layer_bytes
         shape, bits = self.shape, self.weight_bits
-        outputs = (shape.query_dim, shape.kv_dim, shape.kv_dim, *([shape.ffn] * (1 + shape.gated)))
+        outputs = (shape.query_dim, shape.kv_dim, *([shape.ffn] * (1 + shape.gated)))
         inputs = (shape.query_dim, shape.ffn)
-        return sum(packed_bytes(rows, shape.hidden, bits) for rows in outputs) + sum(
-            packed_bytes(shape.hidden, columns, bits) for columns in inputs
+        # Values as in mixed groups, the default; where all have the same bits this is too much by a few per cent.
+        values = packed_bytes(shape.kv_dim, shape.hidden, max(bits, VALUE_BITS))
+        return (
+            values
+            + sum(packed_bytes(rows, shape.hidden, bits) for rows in outputs)
+            + sum(packed_bytes(shape.hidden, columns, bits) for columns in inputs)
         )
 
     @property

@@ -4,9 +4,9 @@ Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generativ
 section 3. The matrix is rounded an input at a time; what an input's weights lose is made up by the inputs that are not
 rounded yet, as far as the calibration inputs go together. The groups are those of `_core.pack_weights`. Along the
 outputs (FlexGen, section 5) a group is rounded whole, so its scale and minimum come from weights that already carry the
-feedback. Along the inputs they are chosen beforehand, by least squares, from the weights as they were; the smallest and
-the largest weight of a group keep the lowest and the highest code, so that packing finds the same scale and minimum.
-Plain numpy.
+feedback; along the inputs they are chosen beforehand, from the weights as they were. Either way by least squares; the
+smallest and the largest weight of a group keep the lowest and the highest code, so that packing finds the same scale
+and minimum again. Plain numpy.
 """
 
 from collections.abc import Callable
@@ -24,61 +24,52 @@ _DAMPING = 0.01  # of the mean of the Hessian's diagonal
 _FITS = 4  # least squares of a group's scale and minimum, each with the codes that the last one gave
 
 
-def round_to_grid(values: Floats, bits: int) -> Floats:
-    """values [outputs] as they are after packing and unpacking: a scale and a minimum in 16 bits for each group."""
-    padded = np.concatenate([values, np.full(-len(values) % GROUP, values[-1], np.float32)]).reshape(-1, GROUP)
-    low = padded.min(axis=1, keepdims=True)
-    top = 2**bits - 1
-    scale = ((padded.max(axis=1, keepdims=True) - low) / np.float32(top)).astype(np.float16).astype(np.float32)
-    low = low.astype(np.float16).astype(np.float32)
-    steps = np.divide(padded - low, scale, out=np.zeros_like(padded), where=scale > 0)
-    rounded: Floats = np.clip(np.rint(steps), 0, top) * scale + low
-    return rounded.reshape(-1)[: len(values)]
+class Grids:
+    """Scales and minimums (16 bits each) of groups of weights [..., GROUP], and their codes.
 
+    They are those of least squares, found from min-max on in `_FITS` steps. The smallest and the largest weight of a
+    group keep the lowest and the highest code.
+    """
 
-class InputGrids:
-    """Scales and minimums of weights [outputs, inputs] whose groups lie along the inputs, and their codes."""
-
-    def __init__(self, weights: Floats, *, bits: int) -> None:
-        inputs = weights.shape[1]
-        padded = np.pad(weights, ((0, 0), (0, -inputs % GROUP)), mode="edge").reshape(len(weights), -1, GROUP)
+    def __init__(self, groups: Floats, *, bits: int) -> None:
         self._top = np.float32(2**bits - 1)
-        self._smallest, self._largest = padded.argmin(axis=2), padded.argmax(axis=2)  # [outputs, groups]
-        self._low, self._scale = self._fitted(padded)
-
-    def _fitted(self, values: Floats) -> tuple[Floats, Floats]:
-        """Minimums and scales [outputs, groups]: of min-max, or of least squares from there where they lose less."""
-        low = values.min(axis=2)
-        scale = (values.max(axis=2) - low) / self._top
-        best, least = (low, scale), np.full(low.shape, np.inf, np.float32)
+        self.smallest, self.largest = groups.argmin(axis=-1), groups.argmax(axis=-1)  # places in each group
+        low, scale = groups.min(axis=-1), (groups.max(axis=-1) - groups.min(axis=-1)) / self._top
+        self.low, self.scale, least = low, scale, np.full(low.shape, np.inf, np.float32)
         for _ in range(_FITS + 1):
             low, scale = _in_halves(low), _in_halves(scale)
-            codes = self._codes(values, low[..., None], scale[..., None])
-            np.put_along_axis(codes, self._smallest[..., None], 0, axis=2)
-            np.put_along_axis(codes, self._largest[..., None], self._top, axis=2)
-            lost = np.square(codes * scale[..., None] + low[..., None] - values).sum(axis=2)
+            codes = self._codes(groups, low[..., None], scale[..., None])
+            np.put_along_axis(codes, self.smallest[..., None], 0, axis=-1)
+            np.put_along_axis(codes, self.largest[..., None], self._top, axis=-1)
+            lost = np.square(codes * scale[..., None] + low[..., None] - groups).sum(axis=-1)
             wins = lost < least
-            best = np.where(wins, low, best[0]), np.where(wins, scale, best[1])
+            self.low, self.scale = np.where(wins, low, self.low), np.where(wins, scale, self.scale)
             least = np.minimum(lost, least)
-            mean, middle = codes.mean(axis=2), values.mean(axis=2)
-            spread = np.square(codes - mean[..., None]).sum(axis=2)
-            together = ((codes - mean[..., None]) * values).sum(axis=2)
-            scale = np.divide(together, spread, out=np.zeros_like(spread), where=spread > 0)
-            low = middle - scale * mean
-        return best
+            mean = codes.mean(axis=-1)
+            apart = codes - mean[..., None]
+            spread = np.square(apart).sum(axis=-1)
+            scale = np.divide((apart * groups).sum(axis=-1), spread, out=np.zeros_like(spread), where=spread > 0)
+            low = groups.mean(axis=-1) - scale * mean
 
     def _codes(self, values: Floats, low: Floats, scale: Floats) -> Floats:
         steps = np.divide(values - low, scale, out=np.zeros_like(values), where=scale > 0)
         codes: Floats = np.clip(np.rint(steps), 0, self._top)
         return codes
 
-    def rounded(self, values: Floats, number: int) -> Floats:
-        """Weights [outputs] of the input `number` on the grid."""
-        group, place = divmod(number, GROUP)
-        low, scale = self._low[:, group], self._scale[:, group]
+    def rounded(self, groups: Floats) -> Floats:
+        """The weights on the grid."""
+        codes = self._codes(groups, self.low[..., None], self.scale[..., None])
+        np.put_along_axis(codes, self.smallest[..., None], 0, axis=-1)
+        np.put_along_axis(codes, self.largest[..., None], self._top, axis=-1)
+        grid: Floats = codes * self.scale[..., None] + self.low[..., None]
+        return grid
+
+    def of_place(self, values: Floats, group: int, place: int) -> Floats:
+        """Weights [n] that stand at a place of a group of each of n rows, on the grid."""
+        low, scale = self.low[:, group], self.scale[:, group]
         codes = self._codes(values, low, scale)
-        codes[self._smallest[:, group] == place] = 0
-        codes[self._largest[:, group] == place] = self._top
+        codes[self.smallest[:, group] == place] = 0
+        codes[self.largest[:, group] == place] = self._top
         grid: Floats = codes * scale + low
         return grid
 
@@ -87,13 +78,27 @@ def _in_halves(values: Floats) -> Floats:
     return np.clip(values, -65504, 65504).astype(np.float16).astype(np.float32)
 
 
+def _grouped(weights: Floats) -> Floats:
+    """[..., n] -> [..., groups, GROUP]; the last value again where it is short."""
+    short = [(0, 0)] * (weights.ndim - 1) + [(0, -weights.shape[-1] % GROUP)]
+    return np.pad(weights, short, mode="edge").reshape(*weights.shape[:-1], -1, GROUP)
+
+
+def round_to_grid(values: Floats, bits: int) -> Floats:
+    """values [outputs] on the grid of their groups, as packing and unpacking leave them."""
+    groups = _grouped(values)
+    return Grids(groups, bits=bits).rounded(groups).reshape(-1)[: len(values)]
+
+
 def round_to_nearest(weights: Floats, *, bits: int, along: GroupsAlong = "outputs") -> Floats:
     """weights [outputs, inputs] on the grid of `bits`, each to the nearest."""
     weights = weights.astype(np.float32)
     if along == "outputs":
         return np.stack([round_to_grid(column, bits) for column in weights.T], axis=1)
-    grids = InputGrids(weights, bits=bits)
-    return np.stack([grids.rounded(column, number) for number, column in enumerate(weights.T)], axis=1)
+    groups = _grouped(weights)
+    return np.ascontiguousarray(
+        Grids(groups, bits=bits).rounded(groups).reshape(len(weights), -1)[:, : weights.shape[1]]
+    )
 
 
 def round_with_feedback(
@@ -108,8 +113,8 @@ def round_with_feedback(
     if along == "outputs":
         compensate(work, factor, lambda _, ahead: round_to_grid(ahead[0], bits))
     else:
-        grids = InputGrids(weights.astype(np.float32), bits=bits)
-        compensate(work, factor, lambda i, ahead: grids.rounded(ahead[0], int(order[i])))
+        grids = Grids(_grouped(weights.astype(np.float32)), bits=bits)
+        compensate(work, factor, lambda i, ahead: grids.of_place(ahead[0], *divmod(int(order[i]), GROUP)))
     result = np.empty_like(weights, np.float32)
     result[:, order] = work.T
     return result

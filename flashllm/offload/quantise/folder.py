@@ -20,9 +20,9 @@ from flashllm.base.files import fsync_directory, read_json_object, write_atomica
 from flashllm.convert.checkpoint.source import companion_files
 from flashllm.errors import UnsupportedModelError, UsageError
 from flashllm.format.safetensors import encode_header, open_safetensors
-from flashllm.offload.quantise.calibrate import NEAREST, Calibration, Layer
+from flashllm.offload.quantise.calibrate import NEAREST, Calibration, Floats, Layer, Sums
 from flashllm.offload.quantise.feedback import round_to_nearest, round_with_feedback
-from flashllm.offload.runtime.ops import GroupsAlong
+from flashllm.offload.runtime.ops import Packing, WeightGroups
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, open_weights
 
 RECORD = "quantised.json"
@@ -35,13 +35,13 @@ def quantise(
     sequences: Sequence[Sequence[int]],
     *,
     bits: int,
-    along: GroupsAlong = "inputs",
+    groups: WeightGroups = "mixed",
     threads: int,
     report: Callable[[int, int], None] = lambda done, layers: None,
 ) -> None:
     """Write the model in `model` to `out`, the matrices of its layers rounded to `bits`, with error feedback.
 
-    `along`: where the weights lie that share a scale. `sequences`: calibration tokens, equally long. `report(layers
+    `groups`: along what weights share a scale. `sequences`: calibration tokens, equally long. `report(layers
     done, layers)` follows. The embedding, the head and vectors stay as they are. UsageError where `out` exists or a
     half-written one is of other settings; UnsupportedModelError for a model whose matrices share tensors; else what
     `open_weights` raises.
@@ -54,7 +54,7 @@ def quantise(
         names = _state_dict_names(source)
         record = {
             "bits": bits,
-            "along": along,
+            "groups": groups,
             "method": "error feedback",
             "tokens": _digest(sequences),
             "model": _identity(source),
@@ -71,14 +71,7 @@ def quantise(
                 done = {matrix_name(number, name): array for name, array in layer.matrices.items()}
                 _read_back(path, {of_layer[name]: array for name, array in done.items()})
             else:
-                calibration.round(
-                    layer,
-                    lambda name, values, sums: (
-                        round_to_nearest(values, bits=bits, along=along)
-                        if name in NEAREST
-                        else round_with_feedback(values, sums[0], bits=bits, along=along)
-                    ),
-                )
+                calibration.round(layer, lambda name, *of: _rounded(of, name, Packing.of(name, bits, groups)))
                 _write(path, source, of_layer, layer, number)
             calibration.advance(layer)
             report(number + 1, source.num_layers)
@@ -93,6 +86,13 @@ def quantise(
     fsync_directory(partial)
     partial.rename(out)
     fsync_directory(out.parent)
+
+
+def _rounded(of: tuple[Floats, Sums], name: str, packing: Packing) -> Floats:
+    values, sums = of
+    if name in NEAREST:
+        return round_to_nearest(values, bits=packing.bits, along=packing.along)
+    return round_with_feedback(values, sums[0], bits=packing.bits, along=packing.along)
 
 
 def _state_dict_names(source: WeightSource) -> dict[str, str]:

@@ -11,7 +11,6 @@ from flashllm.base.units import format_size
 from flashllm.errors import BudgetError
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.device_tier import DeviceTier, HostTier, Need, Sizes
-from flashllm.offload.runtime.ops import Packing
 from flashllm.offload.runtime.options import CacheLayout, RunOptions
 from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.offload.runtime.tiers.weight_plan import plan_weights
@@ -51,8 +50,8 @@ class OpenModel:
                 pool=self.pool,
                 simd=options.simd,
             )
-            packing = Packing(options.weight_bits, options.weight_groups) if policy.compress_weights else None
-            self.plan = plan_weights(self.source, policy, packing=packing)
+            bits = options.weight_bits if policy.compress_weights else None
+            self.plan = plan_weights(self.source, policy, bits=bits, groups=options.weight_groups)
             self.weights, self._starting = self.tier.weights_need(self.plan)
             self._parts = parts.pop_all()
 

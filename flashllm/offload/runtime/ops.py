@@ -16,6 +16,13 @@ from numpy.typing import NDArray
 Array = Any  # of the implementation
 HostArray = NDArray[Any]
 GroupsAlong = Literal["inputs", "outputs"]
+WeightGroups = Literal["mixed", "inputs", "outputs"]
+
+# Packed weights in `mixed` groups: a sequence's first token takes most of the attention of all others, so an error of its
+# value goes into every token, and values have at least so many bits. A few inputs of a down projection are a hundred
+# times the others; along the outputs each has scales of its own.
+VALUE_BITS = 8
+_VALUE, _ALONG_OUTPUTS = "value", "down"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +31,14 @@ class Packing:
 
     bits: int
     along: GroupsAlong  # where the 64 weights lie that share a scale and a minimum
+
+    @classmethod
+    def of(cls, matrix: str, bits: int, groups: WeightGroups) -> "Packing":
+        """Of a layer's matrix, by name."""
+        if groups != "mixed":
+            return cls(bits, groups)
+        wider = max(bits, VALUE_BITS) if matrix == _VALUE else bits
+        return cls(wider, "outputs" if matrix == _ALONG_OUTPUTS else "inputs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from flashllm import _core
 from flashllm.offload.runtime.accelerator.device import Tensor, TorchDevice
-from flashllm.offload.runtime.ops import Matrix, Packing
+from flashllm.offload.runtime.ops import Matrix
 from flashllm.offload.runtime.tiers.scratch import Scratch
 from flashllm.offload.runtime.tiers.source import WeightSource
 from flashllm.offload.runtime.tiers.weight_plan import CPU, DEVICE, DISK, Bundle, TieredTensor, WeightPlan
@@ -101,20 +101,20 @@ class DeviceWeights(WeightStore):
     def _copy(self, values: Bytes, to: Tensor, start: int) -> None:
         to[start : start + values.nbytes].copy_(torch.from_numpy(values), non_blocking=True)
 
-    def _matrix(self, one: TieredTensor, buffer: int, packing: Packing | None, bias: Any) -> Matrix:
+    def _matrix(self, one: TieredTensor, buffer: int, bias: Any) -> Matrix:
         if one.home == DEVICE:
             data = self._home_tensor[one.start : one.start + one.nbytes]
         else:
             start = one.staged_at if one.home == CPU else one.start
             data = self._staging[buffer][start : start + one.nbytes]
-        array = data if packing else data.view(self._device.dtype).view(one.rows, one.columns)
-        return Matrix(array, one.rows, one.columns, packing, bias)
+        array = data if one.packing else data.view(self._device.dtype).view(one.rows, one.columns)
+        return Matrix(array, one.rows, one.columns, one.packing, bias)
 
     def embedding_rows(self, ids: NDArray[np.integer[Any]]) -> Tensor:
         outer = self.plan.bundles[-1].tensors
         table = outer["table"] if "table" in outer else outer["head"]
         if table.home == DEVICE:
-            rows: Tensor = self._matrix(table, 0, None, None).array
+            rows: Tensor = self._matrix(table, 0, None).array
             return rows[self._device.from_host(np.asarray(ids, np.int64))]
         return self._device.from_host(super().embedding_rows(ids))
 

@@ -13,7 +13,7 @@ from math import prod
 from flashllm import _core
 from flashllm.errors import UsageError
 from flashllm.offload.policy import Policy
-from flashllm.offload.runtime.ops import Packing
+from flashllm.offload.runtime.ops import Packing, WeightGroups
 from flashllm.offload.runtime.tiers.scratch import ALIGNMENT, round_up
 from flashllm.offload.runtime.tiers.source import Extent, WeightSource, matrix_name
 
@@ -35,6 +35,7 @@ class TieredTensor:
     nbytes: int
     start: int  # a multiple of ALIGNMENT
     staged_at: int  # of the CPU tier: place of its copy in a staging buffer
+    packing: Packing | None = None  # None: as it is
 
     @property
     def skip(self) -> int:
@@ -63,7 +64,7 @@ class WeightPlan:
     homes: Mapping[str, str]  # matrix of a layer -> tier, the same in all layers
     head_home: str
     table_home: str  # of the embedding; with a head tied to it on the device, the same array
-    packing: Packing | None  # of the layers' matrices
+    bits: int | None  # of the layers' matrices
     buffer_nbytes: int  # one staging buffer
     read_nbytes: int  # of it what comes from the disk, which lies first
     staging_buffers: int
@@ -119,19 +120,24 @@ def assign(sizes: Mapping[str, int], fractions: tuple[float, float, float]) -> d
 
 
 def plan_weights(
-    source: WeightSource, policy: Policy, *, packing: Packing | None = None, staging_buffers: int = STAGING_BUFFERS
+    source: WeightSource,
+    policy: Policy,
+    *,
+    bits: int | None = None,
+    groups: WeightGroups = "mixed",
+    staging_buffers: int = STAGING_BUFFERS,
 ) -> WeightPlan:
-    """Where each tensor of the model goes under `policy`, its layers' matrices packed or (None) as they are.
+    """Where each tensor of the model goes under `policy`, its layers' matrices in `bits` bits (None: as they are).
 
     UsageError for widths that there are not.
     """
-    if packing is not None and packing.bits not in PACKED_BITS:
-        raise UsageError(f"weights in {packing.bits} bits: the widths are {', '.join(map(str, PACKED_BITS))}")
+    if bits is not None and bits not in PACKED_BITS:
+        raise UsageError(f"weights in {bits} bits: the widths are {', '.join(map(str, PACKED_BITS))}")
     sizes = {name: prod(source.shapes[matrix_name(0, name)]) for name in source.matrices}
     homes = assign(sizes, (policy.wg, policy.wc, policy.wd))
     tied = source.block.tied_head
     head, table = policy.head_tier, policy.embedding_tier(tied=tied and source.stage.is_last)
-    layout = _Layout(source, packing)
+    layout = _Layout(source, bits, groups)
     for layer in range(source.num_layers):
         layout.add({name: (matrix_name(layer, name), home) for name, home in homes.items()}, packed=True)
     outer: dict[str, tuple[str, str]] = {}
@@ -146,7 +152,7 @@ def plan_weights(
         homes=homes,
         head_home=head,
         table_home=table,
-        packing=packing,
+        bits=bits,
         buffer_nbytes=layout.buffer_nbytes,
         read_nbytes=layout.read_nbytes,
         staging_buffers=staging_buffers,
@@ -155,7 +161,7 @@ def plan_weights(
         device_nbytes=layout.held[DEVICE] + small,
         cpu_nbytes=layout.held[CPU],
         scratch_nbytes=layout.scratch_nbytes,
-        start_nbytes=0 if packing is None else sum(sizes.values()) * itemsize,
+        start_nbytes=0 if bits is None else sum(sizes.values()) * itemsize,
         arriving_nbytes=layout.arriving_nbytes,
         bundles=tuple(layout.bundles),
     )
@@ -164,16 +170,16 @@ def plan_weights(
 class _Layout:
     """Places tensors one behind the other, bundle by bundle."""
 
-    def __init__(self, source: WeightSource, packing: Packing | None) -> None:
-        self._source, self._packing = source, packing
+    def __init__(self, source: WeightSource, bits: int | None, groups: WeightGroups) -> None:
+        self._source, self._bits, self._groups = source, bits, groups
         self.held = {DEVICE: 0, CPU: 0}
         self.buffer_nbytes = self.read_nbytes = self.arriving_nbytes = self.scratch_nbytes = 0
         self.bundles: list[Bundle] = []
 
     def add(self, wanted: Mapping[str, tuple[str, str]], *, packed: bool = False) -> None:
         """Tensors by short name: (canonical name, tier). `packed`: as the plan says."""
-        packing = self._packing if packed else None
-        extents = {short: None if packing else self._source.extent(name) for short, (name, _) in wanted.items()}
+        bits = self._bits if packed else None
+        extents = {short: None if bits else self._source.extent(name) for short, (name, _) in wanted.items()}
         tensors: dict[str, TieredTensor] = {}
         end = read = 0  # of the staging buffer
         held = self.held[DEVICE]
@@ -182,10 +188,12 @@ class _Layout:
         for short in order:
             name, home = wanted[short]
             rows, columns = self._source.shapes[name]
+            packing = Packing.of(short, bits, self._groups) if bits else None
             plain_nbytes = rows * columns * self._source.dtype.itemsize
             nbytes = packed_nbytes(rows, columns, packing) if packing else plain_nbytes
             extent = extents[short]
-            tensor = TieredTensor(name, home, extent, rows, columns, nbytes, self.held.get(home, end), end)
+            start = self.held.get(home, end)
+            tensor = TieredTensor(name, home, extent, rows, columns, nbytes, start, end, packing)
             if home != DISK:
                 self.held[home] += tensor.room
             gathered = short == "table" and (home == CPU or extent is not None)  # rows of it pass no staging buffer

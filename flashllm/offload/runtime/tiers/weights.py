@@ -124,14 +124,14 @@ class WeightStore:
         matrices = {}
         for name in self.plan.homes:
             bias = self._small.get(bias_name(layer, name))
-            matrices[name] = self._matrix(bundle.tensors[name], buffer, self.plan.packing, bias)
+            matrices[name] = self._matrix(bundle.tensors[name], buffer, bias)
         norms = {name: self._norm(f"layers.{layer}.{name}") for name in NORMS}
         return LayerTensors(matrices, norms)
 
     def head(self, buffer: int) -> Matrix:
         """The output head [vocab, embed_dim] where it lies once `buffer` is loaded."""
         bias = self._small.get("head.bias")
-        return self._matrix(self.plan.bundles[-1].tensors["head"], buffer, None, bias)
+        return self._matrix(self.plan.bundles[-1].tensors["head"], buffer, bias)
 
     @property
     def final_norm(self) -> Norm | None:
@@ -222,7 +222,7 @@ class WeightStore:
                 memory, begin = homes[one.home]
                 places[one.name] = memory[one.start - begin : one.start - begin + one.nbytes]
             if made:
-                self._make(source, made, places, packed=number < self.num_layers)
+                self._make(source, made, places)
             self._settle(bundle)
             first, last = bundle.image
             if last > first:
@@ -234,12 +234,10 @@ class WeightStore:
                 reason = f"direct I/O is not available for {path} ({file.fallback_reason})"
                 self.notices.append(f"{reason}: weights are read through the page cache")
 
-    def _make(
-        self, source: WeightSource, made: list[TieredTensor], places: Mapping[str, Bytes], *, packed: bool
-    ) -> None:
-        packing = self.plan.packing if packed else None
+    def _make(self, source: WeightSource, made: list[TieredTensor], places: Mapping[str, Bytes]) -> None:
+        """Put tensors together, and pack them where they are to be packed: all of a bundle, or none."""
         storage = self._dtype.storage
-        if packing is None:
+        if all(one.packing is None for one in made):
             source.read({one.name: places[one.name].view(storage).reshape(one.rows, one.columns) for one in made})
             return
         # Not from the heap, which would keep the room of what it has once freed.
@@ -250,7 +248,7 @@ class WeightStore:
         }
         source.read(wide)
         for one in made:
-            weights, to = wide.pop(one.name), places[one.name]
+            weights, to, packing = wide.pop(one.name), places[one.name], cast(Packing, one.packing)
             _core.pack_weights(weights, self._dtype.name, packing.bits, to, self._pool, along=packing.along)
 
     # Memory and files ------------------------------------------------------------------------------------------
@@ -323,13 +321,13 @@ class WeightStore:
             self._files[path] = _core.DirectFile(str(path))
         return self._files[path]
 
-    def _matrix(self, one: TieredTensor, buffer: int, packing: Packing | None, bias: Array | None) -> Matrix:
+    def _matrix(self, one: TieredTensor, buffer: int, bias: Array | None) -> Matrix:
         memory, start = self._memory[DEVICE], one.start + one.skip
         if one.home != DEVICE:
             memory, start = self._buffers[buffer], one.staged_at if one.home == CPU else start
         data = memory[start : start + one.nbytes]
-        array = data if packing else data.view(self._dtype.storage).reshape(one.rows, one.columns)
-        return Matrix(array, one.rows, one.columns, packing, bias)
+        array = data if one.packing else data.view(self._dtype.storage).reshape(one.rows, one.columns)
+        return Matrix(array, one.rows, one.columns, one.packing, bias)
 
     def _in_memory(self, one: TieredTensor) -> Array:
         start = one.start + one.skip

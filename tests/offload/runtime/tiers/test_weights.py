@@ -215,7 +215,7 @@ def test_a_plan_says_what_a_store_holds(folders):
     with open_weights(directory) as source:
         assert plan_weights(source, policy(0, 0, 1)).scratch_nbytes == 3 * 3 * 3 * 4096  # layers, matrices, blocks
         with pytest.raises(UsageError, match="the widths are"):
-            plan_weights(source, policy(0, 0, 1), packing=Packing(5, "inputs"))
+            plan_weights(source, policy(0, 0, 1), bits=5)
         with pytest.raises(ValueError, match="scratch"):
             open_store(source, "disk", None)
 
@@ -234,9 +234,8 @@ def test_whole_matrices_come_closest_to_the_fractions():
 def test_packed_matrices_are_the_packers(folders, tmp_path, where, bits, kind):
     folder, directory = folders("llama biases")
     tensors, pool = expected(folder, "bfloat16"), _core.ThreadPool(1)
-    packing = Packing(bits, "inputs" if where == "mixed" else "outputs")
     with open_weights(folder if kind == "folder" else directory) as source:
-        plan = plan_weights(source, policy(*PLACES[where]), packing=packing)
+        plan = plan_weights(source, policy(*PLACES[where]), bits=bits)
         with (
             Scratch(tmp_path, plan.scratch_nbytes) as scratch,
             WeightStore(source, plan, reader=open_reader(2), pool=pool, scratch=scratch) as store,
@@ -246,8 +245,9 @@ def test_packed_matrices_are_the_packers(folders, tmp_path, where, bits, kind):
                 store.load(layer, layer % 2)
                 for name, matrix in store.layer(layer, layer % 2).matrices.items():
                     weights = tensors[matrix_name(layer, name)]
+                    packing = Packing.of(name, bits, "mixed")
                     packed = _core.allocate(matrix.array.nbytes)
-                    _core.pack_weights(weights, "bfloat16", bits, packed, pool, along=packing.along)
+                    _core.pack_weights(weights, "bfloat16", packing.bits, packed, pool, along=packing.along)
                     assert np.array_equal(matrix.array, packed)
                     assert (matrix.rows, matrix.columns, matrix.packing) == (*weights.shape, packing)
                     assert matrix.bias is not None
