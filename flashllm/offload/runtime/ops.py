@@ -18,9 +18,9 @@ HostArray = NDArray[Any]
 GroupsAlong = Literal["inputs", "outputs"]
 WeightGroups = Literal["mixed", "inputs", "outputs"]
 
-# Packed weights in `mixed` groups: a sequence's first token takes most of the attention of all others, so an error of its
-# value goes into every token, and values have at least so many bits. A few inputs of a down projection are a hundred
-# times the others; along the outputs each has scales of its own.
+# Packed weights in `mixed` groups: a sequence's first token takes most of the attention of all others, so an error of
+# its value goes into every token, and values have at least so many bits. A few inputs of a down projection are a
+# hundred times the others; along the outputs each has scales of its own.
 VALUE_BITS = 8
 _VALUE, _ALONG_OUTPUTS = "value", "down"
 
