@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import ctypes
 import errno
+import importlib
 import json
 import os
 import random
@@ -21,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -43,8 +45,10 @@ FAULTS = {
     "zero bytes": (ZERO, 0, 1),
     "a flipped bit": (FLIP, 0, 1),
 }
-# They read sources, or what they wrote themselves; nobody knows what its bits should be.
+# They read checkpoints, texts and scratch files, which have no checksums: of a flipped bit there they may answer with
+# something else ("other"). They still end well, and what they leave is whole.
 UNKNOWN_BITS = ("convert", "offload", "offload run", "train")
+GOOD = ("right", "error", "other")
 LIMIT_S = 60  # of one operation: beyond it, it hangs
 
 
@@ -90,6 +94,36 @@ def in_child(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return json.loads(said) if status == 0 and said else {"died": status}
 
 
+def elsewhere(work: Callable[[], None]) -> None:
+    """Do `work` in a forked child: what it imports would make every later fork dearer."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0:
+        raise RuntimeError("the files could not be made")
+
+
+Files = dict[str, tuple[int, int, int]]
+
+
+def state_of(root: Path) -> Files:
+    """Which files there are, each with its inode, size and time of change."""
+    found: Files = {}
+    for folder, _, names in os.walk(root):
+        for path in (folder, *(os.path.join(folder, name) for name in names)):
+            status = os.stat(path)
+            found[path] = (status.st_ino, status.st_size, status.st_mtime_ns)
+    return found
+
+
 class Trials:
     """Runs operations under faults. In a process with the shim preloaded."""
 
@@ -106,8 +140,11 @@ class Trials:
             self.counted = self.shim.fault_calls()
         self.shim.fault_arm(-1, 0, 0, 0)
 
-    def outcome(self, operation: Operation, first: int, fault: str) -> dict[str, Any]:
-        """One run; then, without faults, one that must be right."""
+    def outcome(self, name: str, operation: Operation, first: int, fault: str, right: str) -> dict[str, Any]:
+        """One run; then, without faults, one that must be right ("after").
+
+        A run that left every file as it was is not followed by another: there is nothing that could disturb it.
+        """
         from flashllm.errors import FlashError
 
         kind, number, count = FAULTS[fault]
@@ -117,7 +154,8 @@ class Trials:
             try:
                 answer = operation()
                 self.calm()
-                return {"answer": text_of(answer), "calls": self.counted}
+                modules = sorted(sys.modules) if first < 0 else []
+                return {"answer": text_of(answer), "calls": self.counted, "modules": modules}
             except (FlashError, CommandError) as error:
                 found = {"error": type(error).__name__, "message": str(error)}
             except OSError as error:  # the command line says it in a line of its own
@@ -133,28 +171,45 @@ class Trials:
             except Exception as error:
                 return {"answer": f"{type(error).__name__}: {error}"}
 
+        def whole() -> dict[str, Any]:
+            return {"problem": self.operations.problem(name)}
+
+        before = state_of(self.operations.root)
         found = in_child(faulty)
+        if fault == "a flipped bit" and name in UNKNOWN_BITS and found.get("answer", right) != right:
+            found["problem"] = in_child(whole).get("problem", "died")
+            self.operations.clear()
+        elif state_of(self.operations.root) == before:
+            return {**found, "after": right}
         after = in_child(clean)
         return {**found, "after": after.get("answer", after)}
 
-    def all(self, name: str, operation: Operation, sample: int | None) -> list[dict[str, Any]]:
-        """The trials of an operation: of every call, or of a sample, with every fault."""
+    def all(self, name: str, operation: Operation, sample: int | None, faults: list[str]) -> list[dict[str, Any]]:
+        """The trials of an operation: of every call, or of a sample, with every one of `faults`."""
         self.operations.clear()
-        undisturbed = self.outcome(operation, -1, "EIO once")
+        undisturbed = self.outcome(name, operation, -1, "EIO once", "")
         if "answer" not in undisturbed:
             raise RuntimeError(f"{name} fails without faults: {undisturbed}")
+        for module in undisturbed["modules"]:  # what it imports late, so that the next children need not
+            with contextlib.suppress(Exception):
+                importlib.import_module(module)
         right, calls = undisturbed["answer"], undisturbed["calls"]
         if name == "serve":
             self.operations.right = right
-        faults = [fault for fault, (kind, _, _) in FAULTS.items() if not (name in UNKNOWN_BITS and kind == FLIP)]
         points = [(first, fault) for first in range(calls) for fault in faults]
         if sample is not None:
             points = random.Random(0).sample(points, min(sample, len(points)))
+        print(f"{name}: {calls} calls, {len(points)} trials", file=sys.stderr, flush=True)
         trials = []
         for first, fault in points:
             self.operations.clear()
-            found = {"operation": name, "fault": fault, "call": first, **self.outcome(operation, first, fault)}
+            outcome = self.outcome(name, operation, first, fault, right)
+            found = {"operation": name, "fault": fault, "call": first, **outcome}
             trials.append({**found, "verdict": verdict(found, right)})
+            if trials[-1]["verdict"] not in GOOD:
+                print(json.dumps(trials[-1]), file=sys.stderr, flush=True)
+            if len(trials) % 100 == 0:
+                print(f"{name}: {len(trials)}", file=sys.stderr, flush=True)
         return trials
 
 
@@ -172,6 +227,8 @@ def verdict(found: dict[str, Any], right: str) -> str:
         return "error"
     if found["answer"] == right:
         return "right"
+    if "problem" in found:
+        return "other" if found["problem"] is None else "not whole"
     return "error" if found["operation"] == "verify" else "wrong"  # `verify` answers with what it finds
 
 
@@ -180,6 +237,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="trials of an operation (default: all)")
     parser.add_argument("--all", action="store_true", help="print every trial, not only those that ended badly")
     parser.add_argument("--only", nargs="*", help="operations")
+    parser.add_argument("--fault", nargs="*", default=list(FAULTS), choices=FAULTS, help="default: all")
     parser.add_argument("--shim", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -194,14 +252,15 @@ def main() -> int:
     trials = Trials(Operations(args.root), args.shim)
     operations = trials.operations
     operations.calm = trials.calm
-    operations.prepare()
+    chosen = {name: each for name, each in operations.names().items() if not args.only or name in args.only}
+    elsewhere(operations.lay_down)
+    operations.load(chosen)
     rows: list[dict[str, Any]] = []
-    for name, operation in operations.names().items():
-        if not args.only or name in args.only:
-            with contextlib.redirect_stdout(sys.stderr):
-                rows += trials.all(name, operation, args.sample)
-    bad = [row for row in rows if row["verdict"] not in ("right", "error")]
-    for row in rows if args.all else bad:
+    for name, operation in chosen.items():
+        with contextlib.redirect_stdout(sys.stderr):
+            rows += trials.all(name, operation, args.sample, args.fault)
+    bad = [row for row in rows if row["verdict"] not in GOOD]
+    for row in rows if args.all else ():
         print(json.dumps(row), file=sys.stderr)
     counts = Counter((row["operation"], row["fault"], row["verdict"]) for row in rows)
     table = [[*key, count] for key, count in sorted(counts.items())]

@@ -127,7 +127,8 @@ def make_operations(root: Path) -> dict[str, Operation]:
     """Conversion, predictors put into a model, a batch job, training."""
     training = Operations(root / "training")
     training.root.mkdir()
-    training.prepare()
+    training.lay_down()
+    training.load(["train"])
     import predictor_files
     from tiny_models import make_tiny_opt
 

@@ -13,7 +13,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -80,17 +80,14 @@ class Operations:
         self.training = root / "training"
         self.right: str | None = None  # what the server must answer once nothing fails
 
-    def prepare(self) -> None:
-        """Made without faults, before any child."""
+    def lay_down(self) -> None:
+        """Make the files, without faults. It takes libraries which the operations do not need."""
         sys.path.insert(0, str(TESTS))
         import predictor_files
-        import torch
         from tiny_models import make_tiny_opt
 
-        from flashllm.commands.predictors import scripts
         from flashllm.convert.run import convert
 
-        torch.set_num_threads(1)  # a forked child has none but its own
         make_tiny_opt(self.hf)
         convert(self.hf, self.model)
         predictor_files.install("exact", self.hf, self.model, self.root)
@@ -103,12 +100,28 @@ class Operations:
         lines = [{"custom_id": f"r{n}", "prompt": [5 + n, 6, 7 + n], "max_tokens": 3} for n in range(6)]
         (self.root / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (self.root / "policy.json").write_text(json.dumps({"policy": {"gpu_batch": 2, "num_batches": 1, **ON_DISK}}))
-        # Imported now, so that children need not.
-        scripts.load("train_predictor")
-        import flashllm.offload.cli_run
-        import flashllm.offload.engine
-        import flashllm.serve.opening
-        import flashllm.serve.server  # noqa: F401
+
+    def load(self, names: Iterable[str]) -> None:
+        """Import what the operations `names` need, so that children need not."""
+        import flashllm.cli
+        import flashllm.convert.run
+
+        if "train" in names:
+            import torch
+
+            from flashllm.commands.predictors import scripts
+
+            torch.set_num_threads(1)  # a forked child has none but its own
+            scripts.load("train_predictor")
+        if not {"offload", "offload run"}.isdisjoint(names):
+            import flashllm.offload.cli_run
+            import flashllm.offload.engine
+        if "serve" in names:
+            import flashllm.serve.opening
+            import flashllm.serve.server
+        import flashllm.engine.model
+        import flashllm.format.verify
+        import flashllm.generate.session  # noqa: F401
 
     def names(self) -> dict[str, Callable[[], str | Callable[[], str]]]:
         return {
@@ -123,6 +136,16 @@ class Operations:
         for path in self.root.glob("out.jsonl*"):
             path.unlink()
         shutil.copytree(self.root / "bare", self.training)
+
+    def problem(self, name: str) -> str | None:
+        """What is wrong with the files that operation `name` made; None: nothing."""
+        from flashllm.format.verify import verify
+
+        made = {"convert": self.root / "converted", "train": self.training}.get(name)
+        if made is None:  # a batch job's lines were read already
+            return None
+        report = verify(made)
+        return None if report.ok else "; ".join(each.message for each in report.problems)
 
     def convert(self) -> Callable[[], str]:
         from flashllm.convert.run import convert

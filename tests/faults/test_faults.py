@@ -30,8 +30,8 @@ def test_a_sample_of_faults():
     assert summary["trials"] == 8 * len(operations)
     for operation in operations:
         met = {verdict for name, _, verdict, _ in summary["table"] if name == operation}
-        assert met <= {"right", "error"}
-    assert {verdict for _, _, verdict, _ in summary["table"]} == {"right", "error"}  # faults were met
+        assert met <= {"right", "error", "other"}
+    assert {verdict for _, _, verdict, _ in summary["table"]} >= {"right", "error"}  # faults were met
 
 
 def test_a_sample_of_wrong_completions():

@@ -5,6 +5,7 @@ torch reads the pickle with `weights_only`, so that no code in it runs, and none
 of its own: neither its memory nor torch's stays with the caller.
 """
 
+import errno
 import importlib
 import os
 import re
@@ -18,7 +19,7 @@ from typing import Any
 from flashllm.base.files import drop_page_cache, file_status, open_for_reading, pread_bytes, pread_into
 from flashllm.convert.checkpoint.child import ChildFailed, ask_child
 from flashllm.convert.checkpoint.source import WeightFile, check_start
-from flashllm.errors import FlashError, FormatError, UnsupportedModelError
+from flashllm.errors import FlashError, FlashIOError, FormatError, UnsupportedModelError
 from flashllm.format.safetensors import ITEMSIZES, TensorInfo
 
 _ZIP = b"PK\x03\x04"
@@ -82,6 +83,10 @@ def _check(fd: int, path: Path) -> None:
             packed = [record.filename for record in archive.infolist() if record.compress_type != zipfile.ZIP_STORED]
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise FormatError(f"{path}: truncated or damaged ({error}); get the file again") from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # that is what zipfile makes of records before the file's beginning
+            raise FlashIOError(f"{path}: cannot be read: {error.strerror}") from error
+        raise FormatError(f"{path}: truncated or damaged; get the file again") from error
     if packed:
         raise UnsupportedModelError(f"{path}: {packed[0]} in it is compressed, which torch never does; {_RESAVE}")
 

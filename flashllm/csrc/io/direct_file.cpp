@@ -89,7 +89,7 @@ DirectFile::DirectFile(std::string path, bool want_direct) : path_(std::move(pat
   }
 }
 
-DirectAlignment direct_alignment(int descriptor) {
+DirectAlignment direct_alignment([[maybe_unused]] int descriptor) {
   DirectAlignment alignment;
 #if defined(__linux__)
   struct statfs system;

@@ -99,6 +99,11 @@ class BatchFile:
         raw = os.pread(self._fd, line.nbytes, line.offset)
         if self._state() != self._stamp or len(raw) != line.nbytes:
             raise FlashIOError(f"{self.path}: was changed while the job ran; start it again with --resume")
+        if self._identity("", line.custom_id, raw) != line.identity:  # by the drive, or with its old time
+            raise FlashIOError(
+                f"{self.path}: line {line.number} reads otherwise than when it was checked: it was changed, or the "
+                "drive fails; start the job again with --resume"
+            )
         return parse_request(raw, line.number, text=self._text, defaults=self._defaults)
 
     def sequence(self, index: int) -> Sequence:

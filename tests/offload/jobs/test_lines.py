@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 
 import pytest
 from fakes import CONTEXT, ENCODER, VOCAB
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashllm.api.fields import MAX_DEPTH, BadRequest
-from flashllm.errors import FormatError, UsageError
+from flashllm.errors import FlashIOError, FormatError, UsageError
 from flashllm.offload.jobs import lines as lines_module
 from flashllm.offload.jobs.lines import BatchFile, ranked
 from flashllm.offload.jobs.prompts import PromptEncoder
@@ -242,6 +243,17 @@ def test_a_file_that_changes_is_noticed(tmp_path):
     with read(path) as batch:
         path.write_text("one\nTWO!\n")
         with pytest.raises(Exception, match="was changed while the job ran"):
+            batch.request(1)
+
+
+def test_a_line_with_other_bytes_and_the_old_time_is_noticed(tmp_path):
+    path = write(tmp_path / "in.txt", "one", "two")
+    with read(path) as batch:
+        status = path.stat()
+        path.write_text("one\ntwO\n")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert batch.request(0).prompt == "one"
+        with pytest.raises(FlashIOError, match="line 2 reads otherwise than when it was checked"):
             batch.request(1)
 
 
