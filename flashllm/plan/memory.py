@@ -28,6 +28,7 @@ from flashllm.format.rows import PAGE_NBYTES
 MAX_VERIFIED = 8  # tokens that go through an FFN together: FfnTokens::kMost (csrc/model/ffn_layer.h)
 KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are allocated together
 MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for one streaming block
+_THROUGH_NBYTES = 64 << 10  # of a request that reads through gaps: kMaxThrough (csrc/io/request_plan.h)
 # What the process grows by at its first forward passes besides the planned buffers: lazily loaded library pages,
 # OpenMP and oneDNN workspaces, the allocator's slack, page tables. Measured as the peak RSS of a 2,000-token prefill
 # minus all other parts of the plan: 20 MB at d_model 64, 3 to 19 MB at 768, 22 to 38 MB at 2048; the rest is margin.
@@ -262,7 +263,7 @@ def plan_memory(
         process: bytes it holds with its libraries loaded and no model.
         context: tokens a sequence may have; None: the model's own limit.
         popularity: as in flashllm/format/popularity.py, where it is known.
-        max_gap: bytes between rows that a reader thread reads through, into memory of its own.
+        max_gap: bytes between rows that are read through: such requests are read into memory of their own.
         prefetch: rows of the next layer are read before its turn.
         verified: tokens of a pass that gives logits after each.
         dense: every token reads every neuron: the caches hold each layer's first rows, and there are no predictors.
@@ -304,7 +305,7 @@ def plan_memory(
         "predictors": manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files and not dense else 0,
         "staging": ((1 + READ_AHEAD) * manifest.stream_block_rows + 2 * prefetch_rows) * rows.stride
         + _bounce_nbytes(rows.stride, io_threads + min(io_threads, STREAM_THREADS))
-        + io_threads * max_gap,
+        + (io_threads * _THROUGH_NBYTES if max_gap else 0),
         "workspace": _workspace_nbytes(manifest, block, context, verified),
         "kv_block_nbytes": KV_BLOCK_TOKENS * block.kv_nbytes_per_token(architecture.num_layers, itemsize),
         "context": context,

@@ -563,18 +563,22 @@ void test_request_plan(int scale) {
     for (const ReadRequest& request : requests) {
       CHECK(request.first_job == next_job && request.num_jobs >= 1 && request.num_jobs <= kMaxPieces);
       std::uint64_t end = request.offset;
+      bool gaps = false;
       for (std::uint32_t i = 0; i < request.num_jobs; ++i, ++next_job) {
         const ReadJob& job = jobs[next_job];
         CHECK(job.offset >= end && job.offset - end <= limits.max_gap);
+        gaps = gaps || job.offset > end;
         if (job.checksums != nullptr) CHECK(job.checksums < checksums.data() + 32 && job.nbytes % 512 == 0);
         end = job.offset + job.nbytes;
         planned += job.nbytes;
-        if (!request.bounce) {
+        if (request.aligned) {
           CHECK(job.offset % limits.offset_alignment == 0 && job.nbytes % limits.offset_alignment == 0);
           CHECK(reinterpret_cast<std::uintptr_t>(job.destination) % limits.memory_alignment == 0);
         }
       }
       CHECK(end == request.offset + request.nbytes && request.nbytes <= limits.max_request);
+      CHECK(request.gaps == gaps && (!gaps || request.nbytes <= kMaxThrough));
+      CHECK(request.bounces() == (gaps || !request.aligned));
     }
     CHECK(next_job == jobs.size() && planned == total);
   }

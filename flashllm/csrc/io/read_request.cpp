@@ -25,16 +25,16 @@ void verify_job(const ReadJob& job, const DirectFile& file) {
 
 }  // namespace
 
-RequestSlot::RequestSlot(std::uint64_t max_request, std::uint64_t max_gap)
-    : max_request_(max_request), gap_(std::min(max_gap, max_request)) {  // a gap lies inside a request
-  iov_.reserve(2 * kMaxPieces);
-}
+RequestSlot::RequestSlot(std::uint64_t max_request) : max_request_(max_request) { iov_.reserve(kMaxPieces); }
 
-// An unaligned request can be longer than max_request when a single row is; grown then, once.
+// Requests with gaps are short, unaligned ones of any length up to max_request, or a single row's.
 std::byte* RequestSlot::bounce(std::size_t nbytes) {
   constexpr std::size_t kSector = 4096;
-  if (!bounce_ || bounce_->size() < nbytes)
-    bounce_ = std::make_unique<HugeBuffer>(std::max<std::size_t>(nbytes, max_request_ + 2 * kSector));
+  if (!bounce_ || bounce_->size() < nbytes) {
+    const std::size_t most = request_->aligned ? kMaxThrough : max_request_ + 2 * kSector;
+    bounce_.reset();
+    bounce_ = std::make_unique<HugeBuffer>(std::max<std::size_t>(nbytes, most));
+  }
   return bounce_->data();
 }
 
@@ -44,18 +44,14 @@ void RequestSlot::begin(const ReadRequest& request, const ReadJob* jobs, const D
   file_ = &file;
   start_ = request.offset;
   iov_.clear();
-  if (request.bounce) {
+  if (request.bounces()) {
     const std::uint64_t alignment = file.offset_alignment();
     start_ = request.offset / alignment * alignment;
     const std::uint64_t end = (request.offset + request.nbytes + alignment - 1) / alignment * alignment;
     iov_.push_back({bounce(end - start_), end - start_});
   } else {
-    std::uint64_t at = request.offset;
-    for (std::uint32_t i = 0; i < request.num_jobs; ++i) {
-      if (jobs[i].offset > at) iov_.push_back({gap_.data(), jobs[i].offset - at});
+    for (std::uint32_t i = 0; i < request.num_jobs; ++i)
       iov_.push_back({jobs[i].destination, jobs[i].nbytes});
-      at = jobs[i].offset + jobs[i].nbytes;
-    }
   }
   read = DirectRead(file, iov_.data(), static_cast<int>(iov_.size()), start_);
 }
@@ -77,7 +73,7 @@ RequestOutcome RequestSlot::finish(bool verify) {
   // 2. In place.
   std::uint64_t wanted = 0;
   for (std::uint32_t i = 0; i < request_->num_jobs; ++i) {
-    if (request_->bounce)
+    if (request_->bounces())
       std::memcpy(jobs_[i].destination, bounce_->data() + (jobs_[i].offset - start_), jobs_[i].nbytes);
     wanted += jobs_[i].nbytes;
   }

@@ -20,10 +20,10 @@ struct RequestOutcome {
   std::uint64_t retries = 0;
 };
 
-// Holds the memory of one request at a time: for gaps, and for requests that need an aligned copy.
+// Holds the memory of one request at a time, where it bounces.
 class RequestSlot {
  public:
-  RequestSlot(std::uint64_t max_request, std::uint64_t max_gap);
+  explicit RequestSlot(std::uint64_t max_request);
 
   void begin(const ReadRequest& request, const ReadJob* jobs, const DirectFile& file);
   DirectRead read;
@@ -35,8 +35,7 @@ class RequestSlot {
 
   const std::uint64_t max_request_;
   std::vector<struct iovec> iov_;
-  HugeBuffer gap_;
-  std::unique_ptr<HugeBuffer> bounce_;  // made on first use: most files are aligned
+  std::unique_ptr<HugeBuffer> bounce_;  // made on first use
   const ReadRequest* request_ = nullptr;
   const ReadJob* jobs_ = nullptr;
   const DirectFile* file_ = nullptr;

@@ -80,7 +80,7 @@ void Reader::submit(ReadBatch& batch, const DirectFile& file, ReadPriority prior
   plan_requests(batch.jobs, limits, batch.requests_);
   const std::size_t requests = batch.requests_.size();
   batch.stats_.requests = requests;
-  for (const ReadRequest& request : batch.requests_) batch.stats_.bounced += request.bounce ? 1 : 0;
+  for (const ReadRequest& request : batch.requests_) batch.stats_.bounced += request.bounces() ? 1 : 0;
   batch.landed_.clear();
   batch.landed_.reserve(requests);  // nothing is allocated where a read ends
   batch.unfinished_ = requests;

@@ -36,7 +36,7 @@ struct ReadStats {
   std::uint64_t dropped = 0;    // requests
   std::uint64_t bytes = 0;      // asked from the device, gaps included
   std::uint64_t gap_bytes = 0;  // read and thrown away
-  std::uint64_t bounced = 0;    // requests that needed an aligned copy, dropped or not
+  std::uint64_t bounced = 0;    // requests read in one piece and copied out, dropped or not
   std::uint64_t retries = 0;
   std::uint64_t wall_ns = 0;  // from submit to the last byte
 };

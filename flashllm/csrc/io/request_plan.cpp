@@ -43,20 +43,23 @@ void plan_requests(std::vector<ReadJob>& jobs, const RequestLimits& limits,
   std::uint64_t end = 0;  // of the open request, in the file
   for (std::uint32_t i = 0; i < jobs.size(); ++i) {
     const ReadJob& job = jobs[i];
-    const bool bounce = !is_aligned(job, limits);
+    const bool aligned = is_aligned(job, limits);
     if (!requests.empty()) {
       ReadRequest& open = requests.back();
       const std::uint64_t gap = job.offset - end;
+      const bool gaps = open.gaps || gap != 0;
+      const std::uint64_t most = gaps ? std::min(kMaxThrough, limits.max_request) : limits.max_request;
       if (job.offset >= end && gap <= limits.max_gap && gap % limits.offset_alignment == 0 &&
-          bounce == open.bounce && open.num_jobs < kMaxPieces &&
-          job.offset + job.nbytes - open.offset <= limits.max_request) {
+          aligned == open.aligned && open.num_jobs < kMaxPieces &&
+          job.offset + job.nbytes - open.offset <= most) {
         open.nbytes = job.offset + job.nbytes - open.offset;
+        open.gaps = gaps;
         ++open.num_jobs;
         end = job.offset + job.nbytes;
         continue;
       }
     }
-    requests.push_back({job.offset, job.nbytes, i, 1, bounce});
+    requests.push_back({job.offset, job.nbytes, i, 1, aligned, false});
     end = job.offset + job.nbytes;
   }
 }

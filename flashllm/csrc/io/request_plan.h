@@ -1,8 +1,10 @@
 // Jobs to requests: which rows one system call reads. Plain bookkeeping; knows no file and reads nothing.
 //
-// Jobs are sorted by offset. Neighbours whose gap is at most `max_gap` bytes merge into one vectored request,
-// the gap read into scratch; no request exceeds `max_request` bytes or kMaxPieces pieces, and a longer job is
-// split (between rows where it has rows). A request of which any piece is unaligned is marked to bounce.
+// Jobs are sorted by offset. Neighbours merge into one vectored request; no request exceeds `max_request`
+// bytes or kMaxPieces pieces, and a longer job is split (between rows where it has rows). Those with a gap of
+// at most `max_gap` bytes between them merge, too, up to kMaxThrough bytes: such a request bounces, that is,
+// it is read in one piece and its jobs are copied out, as pieces that end within pages cost a drive more than
+// the copy does (bench/LOG.md). So does one of which any piece is unaligned.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +27,10 @@ struct ReadRequest {
   std::uint64_t nbytes = 0;     // gaps included
   std::uint32_t first_job = 0;  // into the plan's jobs
   std::uint32_t num_jobs = 0;
-  bool bounce = false;
+  bool aligned = true;  // all its pieces
+  bool gaps = false;    // between its pieces
+
+  bool bounces() const { return gaps || !aligned; }
 };
 
 struct RequestLimits {
@@ -36,7 +41,8 @@ struct RequestLimits {
 };
 
 constexpr std::uint32_t kMaxPieces = 512;
-static_assert(2 * kMaxPieces <= 1024, "a piece and the gap before it must fit the kernel's IOV_MAX");
+static_assert(kMaxPieces <= 1024, "pieces must fit the kernel's IOV_MAX");
+constexpr std::uint64_t kMaxThrough = std::uint64_t{64} << 10;  // bytes of a request with gaps
 
 // Sorts and splits `jobs` in place and fills `requests`. Both vectors keep their capacity between tokens.
 void plan_requests(std::vector<ReadJob>& jobs, const RequestLimits& limits,

@@ -14,7 +14,7 @@ ThreadBackend::ThreadBackend(ReadQueue& queue, const ReaderOptions& options)
   const auto threads = static_cast<std::size_t>(options.threads);
   threads_.reserve(threads);
   for (std::size_t i = 0; i < threads; ++i)
-    slots_.push_back(std::make_unique<RequestSlot>(options.max_request, options.max_gap));
+    slots_.push_back(std::make_unique<RequestSlot>(options.max_request));
   try {
     for (const auto& slot : slots_) threads_.emplace_back([this, &slot] { serve(*slot); });
   } catch (const std::system_error& error) {

@@ -40,7 +40,7 @@ class UringBackend final : public ReadBackend {
   // A read's id: which one it is of all reads, and in the lowest bits the index of its request.
   static constexpr std::uint64_t kIndices = 1024;  // the largest queue depth
   struct Active {                                  // a request under way
-    explicit Active(const ReaderOptions& options) : slot(options.max_request, options.max_gap) {}
+    explicit Active(const ReaderOptions& options) : slot(options.max_request) {}
     RequestSlot slot;
     ReadQueue::Work work;
     std::uint64_t id = 0;   // of the read that the ring has; 0: none
