@@ -156,16 +156,20 @@ def test_neighbours_merge_and_gaps_are_read_through(reader_of, path, data):
         assert stats["bytes"] == 5 * 1024 + gap_bytes
 
 
-def test_more_pieces_than_one_system_call_takes(reader_of, tmp_path):
+@pytest.mark.parametrize(
+    ("apart", "requests"),
+    [(512, 3), (1024, 21)],  # neighbours: 512 pieces each; with gaps: 64 KiB each
+)
+def test_more_pieces_than_one_request_takes(reader_of, tmp_path, apart, requests):
     data = np.random.default_rng(1).integers(0, 256, 2 * 1300 * 512, dtype=np.uint8)
     path = tmp_path / "pieces"
     data.tofile(path)
     for direct in (True, False):
-        jobs = _destinations([(1024 * i, 512) for i in range(1300)])
+        jobs = _destinations([(apart * i, 512) for i in range(1300)])
         reader = reader_of(threads=2, max_gap=512, max_request=4 << 20)
         stats = _read(reader, _core.DirectFile(str(path), direct), jobs)
         _check(jobs, data)
-        assert stats["requests"] == 3  # 512 pieces and the gaps between them each
+        assert stats["requests"] == requests
 
 
 def test_overlapping_and_repeated_jobs(reader_of, path, data):
