@@ -29,6 +29,7 @@ _SIZES = {  # of model_types whose config has other keys
             "mixtral": ("intermediate_size",),
             "qwen2_moe": ("moe_intermediate_size", "shared_expert_intermediate_size"),
             "qwen3_moe": ("moe_intermediate_size",),
+            "gpt_oss": ("intermediate_size",),
         }.items()
     },
     "falcon": {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4},
@@ -185,10 +186,20 @@ VARIANTS = {
     ),
     "qwen3_moe": Variant("qwen3_moe", {"norm_topk_prob": True, "head_dim": 24}),
     "qwen3_moe window": Variant("qwen3_moe", {"use_sliding_window": True, "sliding_window": 50}),
+    "gpt_oss": Variant("gpt_oss", {"sliding_window": 37, "head_dim": 16}),
+    "gpt_oss plain rope": Variant(
+        "gpt_oss",
+        {
+            "head_dim": 24,
+            "rope_parameters": {**_ROPE, "rope_type": "default"},
+            "layer_types": ["full_attention"] * 3,
+            "attention_bias": False,
+        },
+    ),
 }
 
 # One of each model_type, and those that differ most, but no mixtures of experts: for tests of the batch engine.
-_MIXTURES = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe")
+_MIXTURES = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 SAMPLES = sorted(
     {
         *{
@@ -261,6 +272,8 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
                 parameter.copy_(middle + 0.1 * noise)
             elif name.endswith(("fc1.bias", "gate_proj.bias", "dense_h_to_4h.bias", "up_proj.bias")):
                 parameter.copy_(0.3 * noise - 0.4)
+            elif name.endswith("sinks"):
+                parameter.copy_(1.0 + noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.1 * noise)
             else:

@@ -24,7 +24,9 @@ ACTIVATIONS = {
     "gelu": gelu,
     "gelu_tanh": lambda h: gelu(h, approximate="tanh"),
     "quick_gelu": lambda h: h * torch.sigmoid(1.702 * h),
+    "clamped_swiglu": lambda h: h.clamp(max=7.0) * torch.sigmoid(1.702 * h.clamp(max=7.0)),
 }
+OF_UP = {"drelu": relu, "clamped_swiglu": lambda h: h.clamp(-7.0, 7.0) + 1.0}  # of the up products
 
 
 class ReferenceDecoder:
@@ -148,7 +150,10 @@ class ReferenceDecoder:
         distance = positions[None, :, None] - positions[None, None, :]
         window = block.layer(layer).window or len(x)
         scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
-        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+        sinks = self.tensors.get(f"layers.{layer}.sinks")
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(x), 1)), -1)
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(x)], value)
         return self._linear(f"layers.{layer}.out", mixed.reshape(len(x), -1))
 
     def _rotate(self, states, positions, rotary):
@@ -169,12 +174,14 @@ class ReferenceDecoder:
         experts = self.block.experts
         if experts is None:
             return self._neurons(layer, x)
-        weights = self._routed(layer, x).repeat_interleave(experts.size, 1)
+        routed = self._routed(layer, x)
+        weights = routed.repeat_interleave(experts.size, 1)
+        biases = self.tensors.get(f"layers.{layer}.ffn.expert_down_bias")
         if experts.shared:
             gate = self.tensors.get(f"layers.{layer}.shared_gate.weight")
             shared = torch.ones(len(x), 1) if gate is None else torch.sigmoid(x @ gate.T)
             weights = torch.cat((weights, shared.expand(-1, experts.shared)), 1)
-        return self._neurons(layer, x, weights)
+        return self._neurons(layer, x, weights) + (0.0 if biases is None else routed @ biases)
 
     def _routed(self, layer, x):
         """Weights [tokens, experts] of the experts; 0 of those not chosen."""
@@ -195,7 +202,7 @@ class ReferenceDecoder:
         pre = x @ matrices["up"].T + up
         if self.block.gated:
             hidden = self._activation(layer, x @ matrices["gate"].T + gate)
-            hidden = hidden * (relu(pre) if self.block.activation == "drelu" else pre)
+            hidden = hidden * OF_UP.get(self.block.activation, lambda h: h)(pre)
         else:
             hidden = self._activation(layer, pre)
         return (hidden * weights) @ matrices["down"] + down

@@ -4,11 +4,12 @@ A router names the experts of a token exactly, so these models run sparsely what
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from flashllm.arch.family import When, always, decoder, decoder_block, linear_tensors, never, says
 from flashllm.arch.mixture import ExpertsSpec
-from flashllm.arch.spec import ArchitectureSpec, BlockSpec, Config, ResidentTensor, check_size
+from flashllm.arch.spec import MAX_LAYERS, ArchitectureSpec, BlockSpec, Config, ResidentTensor, check_size
 from flashllm.errors import UnsupportedModelError
 
 _MATRICES = {
@@ -222,4 +223,63 @@ MIXTRAL = _row(
     },
 )
 
-MIXTURES = (OLMOE, QWEN2_MOE, QWEN3_MOE, MIXTRAL)
+
+# gpt-oss (OpenAI, 2025): sinks, every other layer with a window, biases everywhere. Checkpoints have the experts' gate
+# and up rows one in turn with the other; convert/checkpoint/gpt_oss.py takes them apart.
+
+
+def _gpt_oss(config: Config) -> BlockSpec:
+    for key, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if config[key] != value:
+            raise UnsupportedModelError(f"{key} must be {value} for gpt_oss, not {str(config[key])[:80]}")
+    if config["hidden_act"] != "silu":
+        raise UnsupportedModelError(f"activation {str(config['hidden_act'])[:80]!r} is not supported for gpt_oss")
+    if config.get("layer_types") is None:
+        count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+        config = {**config, "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]}
+    experts = _experts(config, "intermediate_size", softmax_of="chosen", normalized=False)
+    return replace(decoder_block(config, theta=150_000.0, experts=experts), activation="clamped_swiglu")
+
+
+GPT_OSS = _row(
+    "gpt_oss",
+    defaults={
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    experts=128,
+    router="mlp.router",
+    block=_gpt_oss,
+    attention=(
+        *_projections(says("attention_bias"), says("attention_bias")),
+        ResidentTensor(name="layers.{i}.sinks", source="self_attn.sinks"),
+    ),
+    ffn_tensors=(
+        ResidentTensor(name="layers.{i}.router.bias", source="mlp.router.bias"),
+        ResidentTensor(name="layers.{i}.ffn.up_bias", source="mlp.experts.up_bias"),
+        ResidentTensor(name="layers.{i}.ffn.gate_bias", source="mlp.experts.gate_bias"),
+        ResidentTensor(name="layers.{i}.ffn.expert_down_bias", source="mlp.experts.down_proj_bias"),
+    ),
+)
+
+MIXTURES = (OLMOE, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GPT_OSS)

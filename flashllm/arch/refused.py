@@ -15,7 +15,7 @@ _ALIBI = "a decoder that adds distances to its attention scores instead of rotat
 
 _REASONS = {
     _EXPERTS: (
-        *("gpt_oss", "phimoe", "granitemoe", "granitemoeshared", "dbrx"),
+        *("phimoe", "granitemoe", "granitemoeshared", "dbrx"),
         *("jetmoe", "ernie4_5_moe", "hunyuan_v1_moe", "glm4_moe", "dots1", "minimax", "minimax_m2", "flex_olmo"),
         *("switch_transformers", "nllb_moe", "llama4_text", "qwen3_next", "arctic", "grok-1"),
         *("glm_moe_dsa", "cohere2_moe", "exaone_moe", "qwen3_5_moe", "qwen3_5_moe_text", "deepseek_v4"),

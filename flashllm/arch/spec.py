@@ -12,7 +12,9 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     layers.{i}.query.weight [heads * head_dim, d_model], .bias; key and value with kv_heads
     layers.{i}.query_norm.weight, .bias; key_norm: of the width that `BlockSpec.query_key_norm` says
     layers.{i}.out.weight [d_model, heads * head_dim], .bias
+    layers.{i}.sinks [heads]: a score of each head that softmax counts and that belongs to no position
     layers.{i}.ffn.up_bias, .gate_bias [d_ff]   layers.{i}.ffn.down_bias [d_model]
+    layers.{i}.ffn.expert_down_bias [experts, d_model]: what each expert adds, times its weight
     layers.{i}.gate.weight [d_ff, d_model], where it is resident (format/manifest.py) and not in the neurons' rows
     layers.{i}.router.weight [experts, d_model], .bias [experts]
     layers.{i}.shared_gate.weight [1, d_model]: its sigmoid is the weight of the shared neurons
@@ -34,7 +36,8 @@ from flashllm.errors import FormatError, UnsupportedModelError
 # relu(gate(x)) * relu(up(x)) (Song et al., 2024: TurboSparse); "fatrelu" keeps what is above a threshold (Kurtz et
 # al., 2020; Song et al., 2024: ProSparse).
 SPARSE_ACTIVATIONS = ("relu", "squared_relu", "drelu", "fatrelu")
-ACTIVATIONS = (*SPARSE_ACTIVATIONS, "silu", "gelu", "gelu_tanh", "quick_gelu")
+# "clamped_swiglu" is gpt-oss's: g = min(gate, 7) and u = max(-7, min(up, 7)) make g * sigmoid(1.702 g) * (u + 1).
+ACTIVATIONS = (*SPARSE_ACTIVATIONS, "silu", "gelu", "gelu_tanh", "quick_gelu", "clamped_swiglu")
 MAX_LAYERS = 4096
 MAX_DIMENSION = 2**20
 MAX_CONTEXT = 2**30
@@ -133,8 +136,8 @@ class BlockSpec:
             raise ValueError(f"norm_epsilon must be a number from 0, not {self.norm_epsilon}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, not {str(self.activation)[:80]!r}")
-        if self.activation == "drelu" and not self.gated:
-            raise ValueError("activation drelu needs a gate")
+        if self.activation in ("drelu", "clamped_swiglu") and not self.gated:
+            raise ValueError(f"activation {self.activation} needs a gate")
         if (self.positions == "rotary") != bool(self.rotary):
             raise ValueError("rotary embeddings belong to rotary positions, and they need one")
         for rotary in self.rotary:
@@ -403,6 +406,8 @@ _SHAPES: dict[str, Callable[[BlockSpec, int], Shape]] = {
     **_head_norm("key", lambda block: block.kv_heads),
     "layers.{i}.out.weight": lambda block, d_ff: (block.d_model, block.query_dim),
     "layers.{i}.out.bias": lambda block, d_ff: (block.d_model,),
+    "layers.{i}.sinks": lambda block, d_ff: (block.heads,),
+    "layers.{i}.ffn.expert_down_bias": lambda block, d_ff: (_experts(block).count, block.d_model),
     "layers.{i}.ffn.up_bias": lambda block, d_ff: (d_ff,),
     "layers.{i}.ffn.gate_bias": lambda block, d_ff: (d_ff,),
     "layers.{i}.ffn.down_bias": lambda block, d_ff: (block.d_model,),

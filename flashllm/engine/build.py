@@ -246,6 +246,7 @@ class _Builder:
             return
         for layer, ffn in enumerate(ffns):
             bias = tensors.get(f"layers.{layer}.router.bias")
+            down_bias = tensors.get(f"layers.{layer}.ffn.expert_down_bias")
             ffn.set_router(
                 tensors[f"layers.{layer}.router.weight"],
                 chosen=experts.chosen,
@@ -255,6 +256,7 @@ class _Builder:
                 normalized=experts.normalized,
                 bias=None if bias is None else _widened(bias, self._model),
                 shared_gate=tensors.get(f"layers.{layer}.shared_gate.weight"),
+                down_bias=None if down_bias is None else _widened(down_bias, self._model),
             )
 
     def _keep_rows(self, stream: _core.RowStream) -> list["_KeptRows"]:

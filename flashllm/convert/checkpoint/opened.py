@@ -11,6 +11,7 @@ from flashllm.convert.checkpoint.folder import open_folder
 from flashllm.convert.checkpoint.gguf_file import SUFFIX, GgufContent, open_gguf
 from flashllm.convert.checkpoint.gguf_models import model_config, model_of, named_tensors
 from flashllm.convert.checkpoint.gguf_tokenizer import special_ids, tokenizer_files
+from flashllm.convert.checkpoint.mixtures.gpt_oss import GPT_OSS, apart
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.checkpoint.stacked import unstacked
 from flashllm.convert.kept.predictors import own_predictors
@@ -30,7 +31,7 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
     if path.is_dir():
         with open_folder(path) as checkpoint:
             _check_whole(checkpoint)
-            yield unstacked(checkpoint)
+            yield unstacked(apart(checkpoint))
     elif path.is_file() and path.suffix.lower() == SUFFIX:
         with ExitStack() as stack:
             yield _gguf_checkpoint(open_gguf(path, stack))
@@ -46,6 +47,8 @@ def _check_whole(checkpoint: Checkpoint) -> None:
     if said is None:
         return
     method = said.get("quant_method") if isinstance(said, dict) else None
+    if method == "mxfp4" and checkpoint.config.get("model_type") == GPT_OSS:
+        return
     raise UnsupportedModelError(
         f"{checkpoint.path}: its weights are in codes ({str(method)[:80]}), which are not read; give the model that it "
         "was made from, or a GGUF file of it, whose bits are kept"

@@ -103,6 +103,7 @@ Activation::Kind parse_activation_kind(const std::string& name) {
   if (name == "gelu") return Activation::gelu;
   if (name == "gelu_tanh") return Activation::gelu_tanh;
   if (name == "quick_gelu") return Activation::quick_gelu;
+  if (name == "clamped_swiglu") return Activation::clamped_swiglu;
   throw CoreError(ErrorKind::usage, "unknown activation " + name);
 }
 

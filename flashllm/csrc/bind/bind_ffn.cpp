@@ -96,6 +96,8 @@ class PyPrefetch {
 };
 
 // A layer with all it refers to, from keyword arguments.
+using Biases = Exact<nb::ndarray<const float, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
+
 class PyFfnLayer {
  public:
   explicit PyFfnLayer(const nb::kwargs& arguments) : arguments_(arguments) {
@@ -225,10 +227,11 @@ class PyFfnLayer {
   }
 
   // The layer's neurons are `experts` of `size` each and `shared` behind them. weights: [experts, d_model] of
-  // the layer's dtype (bf16 as uint16); bias [experts], shared_gate [1, d_model]: or None.
+  // the layer's dtype (bf16 as uint16); bias [experts], shared_gate [1, d_model], down_bias [experts,
+  // d_model]: or None.
   void set_router(const AnyArray& weights, std::size_t chosen, std::size_t size, std::size_t shared,
                   bool softmax_of_all, bool normalized, const std::optional<FloatArray>& bias,
-                  const std::optional<AnyArray>& shared_gate) {
+                  const std::optional<AnyArray>& shared_gate, const std::optional<Biases>& down_bias) {
     require(weights.ndim() == 2, "a router must be [experts, d_model]");
     require(!bias || bias->shape(0) == weights.shape(0), "a router's bias must be [experts]");
     ExpertsSpec spec;
@@ -241,8 +244,12 @@ class PyFfnLayer {
     RowMatrix router = resident_matrix(weights, spec.count);
     router.bias = bias ? bias->data() : nullptr;
     const RowMatrix gate = shared_gate ? resident_matrix(*shared_gate, 1) : RowMatrix{};
-    layer_->set_router(std::make_unique<Router>(spec, router, gate, dtype_, level_));
-    router_arrays_ = {weights, bias, shared_gate};
+    require(!down_bias || (down_bias->shape(0) == spec.count && down_bias->shape(1) == layer_->width()),
+            "down biases of experts must be [experts, d_model]");
+    auto made = std::make_unique<Router>(spec, router, gate, dtype_, level_);
+    if (down_bias) made->set_down_bias(down_bias->data());
+    layer_->set_router(std::move(made));
+    router_arrays_ = {weights, bias, shared_gate, down_bias};
   }
 
   // activity: [tokens, layers, streams, bytes of a bit set] of whole words, kept and reread at every pass.
@@ -404,7 +411,8 @@ class PyFfnLayer {
   PredictorArrays predictor_arrays_, prefetch_arrays_;
   AnyArray coded_gate_;
   std::tuple<AnyArray, AnyArray> relu_arrays_;
-  std::tuple<AnyArray, std::optional<FloatArray>, std::optional<AnyArray>> router_arrays_;
+  std::tuple<AnyArray, std::optional<FloatArray>, std::optional<AnyArray>, std::optional<Biases>>
+      router_arrays_;
   Dtype dtype_ = Dtype::f32;
   SimdLevel level_ = SimdLevel::scalar;
   std::shared_ptr<PyPrefetch> prefetch_;
@@ -470,7 +478,8 @@ void init_ffn(nb::module_& m) {
       .def("predict_by_gate", [](PyFfnLayer& self) { self.layer().predict_by_gate(); })
       .def("set_router", &PyFfnLayer::set_router, nb::arg("weights"), nb::kw_only(), nb::arg("chosen"),
            nb::arg("size"), nb::arg("shared"), nb::arg("softmax_of_all"), nb::arg("normalized"),
-           nb::arg("bias").none() = nb::none(), nb::arg("shared_gate").none() = nb::none())
+           nb::arg("bias").none() = nb::none(), nb::arg("shared_gate").none() = nb::none(),
+           nb::arg("down_bias").none() = nb::none())
       .def("set_trace", &PyFfnLayer::set_trace, nb::arg("activity"), nb::arg("layer"))
       .def("forward", &PyFfnLayer::forward, nb::arg("x"), nb::arg("tokens"), nb::arg("y"),
            nb::call_guard<nb::gil_scoped_release>())

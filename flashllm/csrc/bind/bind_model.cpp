@@ -257,6 +257,7 @@ class PyModel {
       block_weights.key = linear(layer + "key", cached, d_model_);
       block_weights.value = linear(layer + "value", cached, d_model_);
       block_weights.out = linear(layer + "out", d_model_, attended);
+      block_weights.sinks = floats(layer + "sinks", spec.block.heads);
       block_weights.up_bias = floats(layer + "ffn.up_bias", d_ff);
       block_weights.gate_bias = floats(layer + "ffn.gate_bias", d_ff);
       block_weights.down_bias = floats(layer + "ffn.down_bias", d_model_);

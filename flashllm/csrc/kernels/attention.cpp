@@ -40,7 +40,7 @@ void transpose(const float* const* from, std::size_t first, float* to, std::size
 #endif
 }
 
-// Some heads that share a KV head, for one token. scores: [heads, positions seen]
+// Some heads that share a KV head, for one token. scores: [heads, positions seen, and the sink]
 void attend_heads(const AttentionShape& shape, const AttendingToken& token, std::size_t first_head,
                   std::size_t heads, float* scores, const KernelTable& kernels, Softmax softmax) {
   const std::size_t kv_head = first_head / (shape.heads / shape.kv_heads);
@@ -48,15 +48,20 @@ void attend_heads(const AttentionShape& shape, const AttendingToken& token, std:
   const float* q = token.q + first_head * shape.head_dim;
   float* out = token.out + first_head * shape.head_dim;
   const std::size_t first = shape.first_seen(token.length), seen = token.length - first;
+  const std::size_t terms = seen + (shape.sinks == nullptr ? 0 : 1);
   for (std::size_t p = first, n = 0; p < token.length; p += n) {
     const std::byte* keys = token.kv.key_rows(kv_head, p / kKvBlock) + p % kKvBlock * row_nbytes;
     n = std::min(kKvBlock - p % kKvBlock, token.length - p);
     for (std::size_t h = 0; h < heads; ++h)
       kernels.dot_matrix(keys, row_nbytes, n, q + h * shape.head_dim, shape.head_dim,
-                         scores + h * seen + p - first);
+                         scores + h * terms + p - first);
   }
-  cap_scores(shape, scores, heads * seen);
-  for (std::size_t h = 0; h < heads; ++h) softmax(scores + h * seen, seen, shape.softmax_scale());
+  for (std::size_t h = 0; h < heads; ++h) {
+    cap_scores(shape, scores + h * terms, seen);
+    if (shape.sinks != nullptr)
+      scores[h * terms + seen] = shape.sinks[first_head + h] / shape.softmax_scale();
+    softmax(scores + h * terms, terms, shape.softmax_scale());
+  }
   std::fill(out, out + heads * shape.head_dim, 0.0F);
   const void* rows[kKvBlock];
   for (std::size_t p = first, n = 0; p < token.length; p += n) {
@@ -64,7 +69,7 @@ void attend_heads(const AttentionShape& shape, const AttendingToken& token, std:
     n = std::min(kKvBlock - p % kKvBlock, token.length - p);
     for (std::size_t i = 0; i < n; ++i) rows[i] = values + i * row_nbytes;
     for (std::size_t h = 0; h < heads; ++h)
-      kernels.add_scaled_rows(rows, scores + h * seen + p - first, n, 0, shape.head_dim,
+      kernels.add_scaled_rows(rows, scores + h * terms + p - first, n, 0, shape.head_dim,
                               out + h * shape.head_dim);
   }
 }
@@ -120,6 +125,9 @@ class TileAttention {
         ends_[c] = first_position_ + i + 1;
         begins_[c] = shape_.first_seen(ends_[c]);
         rows_[c] = (i * shape_.heads + tile.first_head + h) * shape_.head_dim;
+        if (shape_.sinks == nullptr) continue;
+        largest_[c] = shape_.sinks[tile.first_head + h];
+        sum_[c] = 1.0F;
       }
     }
     load_queries();
@@ -371,7 +379,7 @@ void attend_each(const AttentionShape& shape, const AttendingToken* tokens, std:
   std::size_t longest = 0;
   for (std::size_t i = 0; i < n; ++i) longest = std::max(longest, tokens[i].length);
   pool.parallel_for(n * tasks, 1, [&](std::size_t begin, std::size_t end) {
-    const Scratch<float> scores(together * longest);
+    const Scratch<float> scores(together * (longest + 1));
     for (std::size_t task = begin; task < end; ++task)
       attend_heads(shape, tokens[task / tasks], task % tasks * together, together, scores.get(), kernels,
                    softmax);

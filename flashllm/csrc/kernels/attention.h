@@ -35,6 +35,9 @@ struct AttentionShape {
   float scale = 1.0F;      // of scores
   float softcap = 0.0F;    // scaled scores become cap * tanh(score / cap) (Gemma 2); 0: they stay
   std::size_t window = 0;  // positions that a query sees, its own included; 0: all before it
+  // [heads] or nullptr: a score of each head that softmax counts and that belongs to no position (attention
+  // sinks, Xiao et al. 2024, as gpt-oss learns them); it is neither scaled nor capped.
+  const float* sinks = nullptr;
 
   // The first of `length` positions that the last one sees.
   std::size_t first_seen(std::size_t length) const {

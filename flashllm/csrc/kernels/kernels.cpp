@@ -136,6 +136,12 @@ float gelu_tanh(float value) {
   return 0.5F * value * (1.0F + std::tanh(0.79788456F * (value + 0.044715F * value * value * value)));
 }
 float quick_gelu(float value) { return value / (1.0F + std::exp(-1.702F * value)); }
+// gpt-oss: gate and up are limited, and up is one more. A NaN stays one.
+constexpr float kSwigluLimit = 7.0F;
+float clamped_swiglu(float value) { return quick_gelu(value > kSwigluLimit ? kSwigluLimit : value); }
+float clamped_up(float value) {
+  return (value > kSwigluLimit ? kSwigluLimit : value < -kSwigluLimit ? -kSwigluLimit : value) + 1.0F;
+}
 
 // Calls `use` with the activation as a function, nothing cut.
 template <typename Use>
@@ -159,6 +165,10 @@ void with_whole_function(Activation activation, const Use& use) {
       return use(gelu_tanh);
     case Activation::quick_gelu:
       return use(quick_gelu);
+    case Activation::clamped_swiglu:
+      return use(clamped_swiglu);
+    case Activation::clamped_up:
+      return use(clamped_up);
   }
 }
 

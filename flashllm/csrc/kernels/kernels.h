@@ -24,15 +24,27 @@ std::vector<SimdLevel> simd_levels();      // of this processor, the best one la
 void require_simd_level(SimdLevel level);  // throws CoreError (usage) where the processor lacks it
 
 struct Activation {
-  enum Kind { identity, relu, squared_relu, drelu, fatrelu, silu, gelu, gelu_tanh, quick_gelu };
+  enum Kind {
+    identity,
+    relu,
+    squared_relu,
+    drelu,
+    fatrelu,
+    silu,
+    gelu,
+    gelu_tanh,
+    quick_gelu,
+    clamped_swiglu,
+    clamped_up
+  };
   Kind kind = identity;
   float threshold = 0.0F;  // of fatrelu: zero up to it, the value itself above
   float cut = 0.0F;        // of any: results of a smaller magnitude become zero
 
   Activation() = default;
   Activation(Kind of, float above = 0.0F, float below = 0.0F) : kind(of), threshold(above), cut(below) {}
-  // What becomes of the up product of a gated FFN, whose gate this is applied to: nothing, but for drelu.
-  Activation of_up() const { return kind == drelu ? relu : identity; }
+  // What becomes of the up product of a gated FFN, whose gate this is applied to: nothing, but for two.
+  Activation of_up() const { return kind == drelu ? relu : kind == clamped_swiglu ? clamped_up : identity; }
 };
 
 // The innermost loops of one level and weight type; `n` rows or terms, `k` elements a row.

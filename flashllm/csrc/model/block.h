@@ -51,6 +51,7 @@ struct BlockWeights {
   Norm attention_output_norm, ffn_output_norm;  // the same
   Norm query_norm, key_norm;                    // of one head, or of the projection
   RowMatrix query, key, value, out;
+  const float* sinks = nullptr;       // [heads] or nullptr: see AttentionShape
   const float* up_bias = nullptr;     // [d_ff] or nullptr
   const float* gate_bias = nullptr;   // [d_ff] or nullptr
   const float* down_bias = nullptr;   // [d_model] or nullptr

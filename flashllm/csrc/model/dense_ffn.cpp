@@ -69,13 +69,15 @@ void DenseFfn::finish(const float* down_bias, std::byte* y) {
   for (auto* buffer : {&y_, &h_, &up_}) std::vector<float>().swap(*buffer);
 }
 
-void DenseFfn::finish_into(const std::int32_t* at, const float* factors, float* y) {
+void DenseFfn::finish_into(const std::int32_t* at, const float* factors, const float* bias, float* y) {
   const std::size_t width = format_.d_model;
   pool_.parallel_for(tokens(), 4, [&](std::size_t begin, std::size_t end) {
     for (std::size_t m = begin; m < end; ++m) {
       const float* sums = y_.data() + m * y_stride_;
       float* to = y + static_cast<std::size_t>(at[m]) * width;
       for (std::size_t j = 0; j < width; ++j) to[j] += factors[m] * sums[j];
+      if (bias == nullptr) continue;
+      for (std::size_t j = 0; j < width; ++j) to[j] += factors[m] * bias[j];
     }
   });
   x_.reset();

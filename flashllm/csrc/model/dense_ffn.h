@@ -34,8 +34,9 @@ class DenseFfn {
   void add(const std::byte* rows);
   // y: [tokens, d_model]; down_bias: [d_model] or nullptr. Lets go of the buffers.
   void finish(const float* down_bias, std::byte* y);
-  // The same as a part of a larger sum: y[at[m]] += factors[m] * token m's; y: rows of d_model.
-  void finish_into(const std::int32_t* at, const float* factors, float* y);
+  // The same as a part of a larger sum: y[at[m]] += factors[m] * (token m's + bias); y: rows of d_model;
+  // bias: [d_model] or nullptr.
+  void finish_into(const std::int32_t* at, const float* factors, const float* bias, float* y);
 
   std::size_t tokens() const { return x_.has_value() ? x_->tokens() : 0; }
   std::size_t padded() const { return x_.has_value() ? x_->padded() : 0; }

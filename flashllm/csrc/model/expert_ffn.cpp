@@ -28,11 +28,13 @@ const std::vector<RowRun>& ExpertFfn::begin(Router& router, const float* x, std:
   runs_.clear();
   tokens_.clear();
   factors_.clear();
+  biases_.clear();
   for (std::size_t run = 0; run < spec.runs(); ++run) {
     if (tokens_of[run].empty()) continue;
     runs_.push_back({spec.first(run), spec.neurons(run)});
     tokens_.push_back(std::move(tokens_of[run]));
     factors_.push_back(std::move(factors_of[run]));
+    biases_.push_back(router.down_bias(run));
   }
   activation_ = activation;
   x_ = x;
@@ -50,7 +52,7 @@ void ExpertFfn::add(const RowBlock& block, const float* up_bias, const float* ga
   dense_.add(block.rows);
   rows_ += block.count;
   if (rows_ != runs_[run_].count) return;
-  dense_.finish_into(tokens_[run_].data(), factors_[run_].data(), y);
+  dense_.finish_into(tokens_[run_].data(), factors_[run_].data(), biases_[run_], y);
   ++run_;
   rows_ = 0;
 }

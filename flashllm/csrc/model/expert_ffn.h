@@ -43,6 +43,7 @@ class ExpertFfn {
   std::size_t run_ = 0, rows_ = 0;                 // the run at hand, and its rows that came
   std::vector<std::vector<std::int32_t>> tokens_;  // that go to each run
   std::vector<std::vector<float>> factors_;        // and their weights
+  std::vector<const float*> biases_;               // what it adds of its own, or nullptr
   std::vector<float> weights_;
   std::vector<std::byte> gathered_;
 };

@@ -42,6 +42,12 @@ class Router {
 
   const ExpertsSpec& spec() const { return spec_; }
   std::size_t width() const { return weights_.columns; }
+  // [count, d_model] or nullptr: what an expert adds, times its weight, beside its neurons. Kept as a
+  // pointer.
+  void set_down_bias(const float* bias) { down_bias_ = bias; }
+  const float* down_bias(std::size_t run) const {
+    return down_bias_ == nullptr || run >= spec_.count ? nullptr : down_bias_ + run * width();
+  }
 
   // The weight of each run [runs()] for x [d_model]; 0 of experts that are not chosen. Of equal ones the
   // first is chosen. Throws CoreError for products that are not finite.
@@ -55,6 +61,7 @@ class Router {
   const SimdLevel level_;
   const KernelTable& kernels_;
   const bool rounds_;
+  const float* down_bias_ = nullptr;
   // Scratch.
   std::vector<float> logits_, scores_;
   std::vector<std::size_t> order_;

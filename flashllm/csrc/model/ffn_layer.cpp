@@ -186,6 +186,7 @@ void FfnLayer::finish(float* y) {
   if (options_.down_bias != nullptr)
     for (std::size_t t = 0; t < count_; ++t)
       for (std::uint32_t j = 0; j < width; ++j) y[t * width + j] += options_.down_bias[j];
+  for (std::size_t t = 0; t < count_; ++t) add_expert_biases(members_[t], y + t * width);
   watch.charge(counters_.compute_ns);
   count_ = 0;
   if (holds_prefetch()) end_prefetch();
@@ -371,6 +372,16 @@ void FfnLayer::apply_trace(const Member& member) {
 void FfnLayer::apply_factors(const Member& member) {
   for (std::ptrdiff_t i = 0; i < member.end - member.begin; ++i)
     member.values[i] *= member.factors.of_neuron(member.begin[i]);
+}
+
+void FfnLayer::add_expert_biases(const Member& member, float* y) const {
+  if (member.factors.of_run == nullptr || router_ == nullptr) return;
+  for (std::size_t run = 0; run < router_->spec().runs(); ++run) {
+    const float factor = member.factors.of_run[run];
+    const float* bias = router_->down_bias(run);
+    if (factor == 0.0F || bias == nullptr) continue;
+    for (std::uint32_t j = 0; j < options_.format.d_model; ++j) y[j] += factor * bias[j];
+  }
 }
 
 void FfnLayer::down_sum(const Member& member, float* y) {

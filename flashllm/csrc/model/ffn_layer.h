@@ -177,6 +177,7 @@ class FfnLayer {
   void dots(const float* x, const VectorOf& vector_of, const float* bias, Activation activation);
   void apply_trace(const Member& member);
   void apply_factors(const Member& member);
+  void add_expert_biases(const Member& member, float* y) const;
   void down_sum(const Member& member, float* y);
   void copy_newcomers();
 

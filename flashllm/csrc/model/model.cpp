@@ -357,6 +357,7 @@ void Model::attend_to_cache(const BlockWeights& weights, const Part& part) {
   shape.dtype = spec.dtype;
   shape.softcap = spec.attention_softcap;
   shape.window = weights.attention_window;
+  shape.sinks = weights.sinks;
   if (part.pass != Pass::prompt) {
     std::vector<AttendingToken> attending;
     for (std::size_t t = 0; t < part.count; ++t)

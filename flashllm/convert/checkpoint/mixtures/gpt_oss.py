@@ -1,0 +1,169 @@
+"""gpt-oss's experts as a tensor for each matrix of each, whole or widened from MXFP4.
+
+Checkpoints hold all experts of a layer together, and in them a gate's row, its up row, the next gate's row, and so on:
+
+    experts.gate_up_proj [experts, d_model, 2 * size], .down_proj [experts, size, d_model], inputs first; or
+    experts.gate_up_proj_blocks [experts, 2 * size, d_model / 32, 16], _scales [experts, 2 * size, d_model / 32], and
+    .down_proj_blocks, _scales: MXFP4 (Open Compute Project, Microscaling Formats 1.0), a byte of two values, the first
+    in its low bits, and 2^(scale - 127) for 32 of them
+    experts.gate_up_proj_bias [experts, 2 * size], .down_proj_bias [experts, d_model]
+
+An MXFP4 value has one bit of mantissa, so bfloat16 holds it exactly. An expert is read whole and kept until the next.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.base.dtypes import WEIGHT_DTYPES, cast
+from flashllm.convert.checkpoint.source import Checkpoint, TensorFile
+from flashllm.errors import FormatError
+from flashllm.format.safetensors import TensorInfo
+
+GPT_OSS = "gpt_oss"
+_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], np.float32)
+_GROUP = 32  # values of a scale
+_BIAS = 127  # of a scale's exponent
+_NO_NUMBER = 255  # a scale that makes its values NaN
+
+_ITEMS: dict[str, Any] = {"U8": np.uint8, "F32": np.float32}  # of a dtype's bits; others' are uint16
+
+Matrix = NDArray[Any]
+
+
+class _Expert:
+    """The last matrix read of a layer's experts, [outputs, inputs], of a tensor that holds them all."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+        self._coded = f"{name}_blocks" in checkpoint.tensors
+        self.part = f"{name}_blocks" if self._coded else name
+        info = checkpoint.tensors[self.part]
+        self.dtype = "BF16" if self._coded else info.dtype
+        self._check(info)
+        if self._coded:
+            self.shape = (info.shape[0], info.shape[1], info.shape[2] * _GROUP)
+        else:
+            self.shape = (info.shape[0], info.shape[2], info.shape[1])
+        self._last: tuple[int, Matrix] | None = None
+
+    @property
+    def file(self) -> TensorFile:
+        return self._checkpoint._files[self.part]
+
+    def matrix(self, expert: int) -> Matrix:
+        """[outputs, inputs] of the storage of `dtype`."""
+        if self._last is None or self._last[0] != expert:
+            self._last = (expert, self._widened(expert) if self._coded else self._read(self._name, expert).T)
+        return self._last[1]
+
+    def _check(self, info: TensorInfo) -> None:
+        """FormatError for shapes that cannot be."""
+        wrong = len(info.shape) != (4 if self._coded else 3)
+        if self._coded and not wrong:
+            scales = self._checkpoint.tensors.get(f"{self._name}_scales")
+            wrong = info.shape[3] * 2 != _GROUP or info.dtype != "U8"
+            wrong = wrong or scales is None or scales.shape != info.shape[:3] or scales.dtype != "U8"
+        if wrong:
+            raise FormatError(f"{self._checkpoint.where(self.part)}: {list(info.shape)} of {info.dtype} are no experts")
+
+    def _read(self, name: str, expert: int) -> Matrix:
+        info = self._checkpoint.tensors[name]
+        values: Matrix = np.empty(info.shape[1:], _ITEMS.get(info.dtype, np.uint16))
+        self._checkpoint.read(name, expert * values.nbytes, values)
+        return values
+
+    def _widened(self, expert: int) -> Matrix:
+        codes, scales = self._read(f"{self._name}_blocks", expert), self._read(f"{self._name}_scales", expert)
+        if (scales == _NO_NUMBER).any():
+            raise FormatError(f"{self._checkpoint.where(self.part)}: expert {expert} has scales that are no numbers")
+        values = np.empty((*codes.shape[:-1], _GROUP), np.float32)
+        values[..., ::2], values[..., 1::2] = _VALUES[codes & 15], _VALUES[codes >> 4]
+        values = np.ldexp(values, scales[..., None].astype(np.int32) - _BIAS).reshape(len(codes), -1)
+        return cast(values, WEIGHT_DTYPES["float32"], WEIGHT_DTYPES["bfloat16"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Tensors made of others: whole, then cut to the bytes that are asked for."""
+
+    file: TensorFile
+    make: Callable[[], Matrix]
+
+    @property
+    def path(self) -> Path:
+        """As `TensorFile.path`."""
+        return self.file.path
+
+    def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
+        """As `TensorFile.read_into`."""
+        values = self.make()
+        row = values[:1].nbytes
+        first, last = start // row, -(-(start + len(buffer)) // row)
+        found = np.ascontiguousarray(values[first:last]).reshape(-1).view(np.uint8)
+        buffer[:] = found[start - first * row :][: len(buffer)].data
+
+    def extent(self, info: TensorInfo) -> int | None:
+        """As `TensorFile.extent`: they lie nowhere as they are."""
+        return None
+
+
+def apart(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with a tensor for each expert's gate, up and down, and biases of all gates and all ups. Any other
+    model's is left as it is. FormatError for tensors that cannot be experts."""
+    if checkpoint.config.get("model_type") != GPT_OSS:
+        return checkpoint
+    tensors, files = dict(checkpoint.tensors), dict(checkpoint._files)
+
+    def put(name: str, dtype: str, shape: tuple[int, ...], made: _Made) -> None:
+        nbytes = int(np.prod(shape)) * (4 if dtype == "F32" else 2)
+        old = next(iter(checkpoint.tensors.values()))
+        tensors[name] = dataclasses.replace(old, name=name, dtype=dtype, shape=shape, offset=0, nbytes=nbytes)
+        files[name] = made
+
+    for found in list(checkpoint.tensors):
+        name = found.removesuffix("_blocks")
+        owner, _, kind = name.rpartition(".")
+        if kind == "gate_up_proj_bias":
+            info = checkpoint.tensors[found]
+            if len(info.shape) != 2 or info.shape[1] % 2:
+                raise FormatError(f"{checkpoint.where(found)}: {list(info.shape)} are no biases of experts")
+            for first, part in enumerate(("gate_bias", "up_bias")):
+                made = _Made(checkpoint._files[found], _biases(checkpoint, found, first))
+                put(f"{owner}.{part}", info.dtype, (info.shape[0] * info.shape[1] // 2,), made)
+            taken = [found]
+        elif kind in ("gate_up_proj", "down_proj") and owner.endswith(".experts"):
+            whole = _Expert(checkpoint, name)
+            count, outputs, inputs = whole.shape
+            parts = {"down_proj": (0, 1)} if kind == "down_proj" else {"gate_proj": (0, 2), "up_proj": (1, 2)}
+            for part, (first, step) in parts.items():
+                for expert in range(count):
+                    made = _Made(whole.file, _rows(whole, expert, first, step))
+                    put(f"{owner}.{expert}.{part}.weight", whole.dtype, (outputs // step, inputs), made)
+            taken = [found, f"{name}_scales"]
+        else:
+            continue
+        for each in taken:
+            tensors.pop(each, None)
+            files.pop(each, None)
+    return dataclasses.replace(checkpoint, tensors=MappingProxyType(tensors), _files=MappingProxyType(files))
+
+
+def _rows(whole: _Expert, expert: int, first: int, step: int) -> Callable[[], Matrix]:
+    return lambda: whole.matrix(expert)[first::step]
+
+
+def _biases(checkpoint: Checkpoint, name: str, first: int) -> Callable[[], Matrix]:
+    def make() -> Matrix:
+        info = checkpoint.tensors[name]
+        values: Matrix = np.empty(info.shape, _ITEMS.get(info.dtype, np.uint16))
+        checkpoint.read(name, 0, values)
+        return values[:, first::2].reshape(-1)
+
+    return make
