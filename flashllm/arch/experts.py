@@ -60,13 +60,15 @@ def _row(model_type: str, *, defaults: Mapping[str, Any], experts: int, router: 
         defaults={**_DEFAULTS, **defaults},
         derived=derived,
         ffn_tensors=(*linear_tensors("layers.{i}.router", router), *values.pop("ffn_tensors", ())),
-        renamed={} if old == current else {current: old},
-        stacked={  # as transformers 5 has them in memory
-            "model.layers.{i}.mlp.experts.gate_up_proj": (one["gate"], one["up"]),
-            "model.layers.{i}.mlp.experts.down_proj": (one["down"],),
-        },
         ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
-        **values,
+        **{
+            "renamed": {} if old == current else {current: old},
+            "stacked": {  # as transformers 5 has them in memory
+                "model.layers.{i}.mlp.experts.gate_up_proj": (one["gate"], one["up"]),
+                "model.layers.{i}.mlp.experts.down_proj": (one["down"],),
+            },
+            **values,
+        },
     )
 
 
@@ -269,6 +271,8 @@ GPT_OSS = _row(
     },
     experts=128,
     router="mlp.router",
+    renamed={},
+    stacked={},
     block=_gpt_oss,
     attention=(
         *_projections(says("attention_bias"), says("attention_bias")),

@@ -192,6 +192,14 @@ def in_checkpoints(shapes, spec, layers):
     for layer in range(layers):
         for new, old in spec.renamed.items():
             shapes[old.format(i=layer)] = shapes.pop(new.format(i=layer))
+        if spec.model_type == "gpt_oss":  # convert/checkpoint/mixtures/gpt_oss.py
+            at = f"model.layers.{layer}.mlp.experts."
+            experts, size, width = shapes.pop(at + "down_proj")
+            del shapes[at + "gate_up_proj"], shapes[at + "gate_up_proj_bias"]
+            shapes |= {at + part: (experts * size,) for part in ("gate_bias", "up_bias")}
+            for expert in range(experts):
+                shapes |= {f"{at}{expert}.{part}_proj.weight": (size, width) for part in ("gate", "up")}
+                shapes[f"{at}{expert}.down_proj.weight"] = (width, size)
         for stack, parts in spec.stacked.items():
             experts, rows, columns = shapes.pop(stack.format(i=layer))
             for expert in range(experts):
