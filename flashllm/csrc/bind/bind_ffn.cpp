@@ -95,9 +95,9 @@ class PyPrefetch {
   std::unique_ptr<Prefetch> buffer_;
 };
 
-// A layer with all it refers to, from keyword arguments.
 using Biases = Exact<nb::ndarray<const float, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
 
+// A layer with all it refers to, from keyword arguments.
 class PyFfnLayer {
  public:
   explicit PyFfnLayer(const nb::kwargs& arguments) : arguments_(arguments) {
