@@ -5,7 +5,9 @@ at the step it was in with the results it would have had. Knows nothing of comma
 """
 
 import dataclasses
+import errno
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ from flashllm.base.files import write_atomically
 from flashllm.base.progress import ProgressBar
 from flashllm.convert.svd import low_rank_predictor
 from flashllm.engine.model import Model
+from flashllm.errors import FlashIOError, FormatError
 
 VALIDATION_SHARE = 0.1
 CALIBRATION_SHARE = 0.1  # of the rest
@@ -137,14 +140,25 @@ class Trainer:
         return reports
 
     def result(self, layer: int) -> LayerResult:
-        """Of a finished layer, from its file: all of them together would take more memory than the largest step."""
-        saved = torch.load(self._path(layer), weights_only=True)
-        prefetch = saved["early"]
-        return LayerResult(
-            LayerPredictor(**saved["predictor"]),
-            None if prefetch is None else LayerPredictor(**prefetch),
-            saved["report"],
-        )
+        """Of a finished layer, from its file: all of them together would take more memory than the largest step.
+
+        FlashIOError where the file cannot be read, FormatError where it is not what was written.
+        """
+        path = self._path(layer)
+        try:
+            saved = torch.load(path, weights_only=True)
+            prefetch = saved["early"]
+            return LayerResult(
+                LayerPredictor(**saved["predictor"]),
+                None if prefetch is None else LayerPredictor(**prefetch),
+                saved["report"],
+            )
+        except (OSError, pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError) as error:
+            # EINVAL: what zipfile makes of a file that was cut short.
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:
+                raise FlashIOError(f"{path}: cannot be read: {error.strerror}; check the drive") from error
+            message = f"{path}: damaged ({type(error).__name__})"
+            raise FormatError(f"{message}; if that is so again, remove {self._scratch} and train anew") from error
 
     def _embed(self) -> None:
         """The states that enter layer 0, where no run came further."""

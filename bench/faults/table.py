@@ -72,7 +72,7 @@ def rows_of(part: str, document: dict[str, Any]) -> list[Row]:
     for operation, fault, verdict, count in document["table"]:
         row = counts.setdefault((operation, fault), [0, 0])
         row[0] += count
-        row[1] += count if verdict in ("right", "error") else 0
+        row[1] += count if verdict in ("right", "error", "other") else 0
     return [
         {"fault": f"{operation}: {fault}", "tried": tried, "survived": survived, "command": command}
         for (operation, fault), (tried, survived) in counts.items()

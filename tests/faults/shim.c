@@ -1,9 +1,11 @@
 // Preloaded: the n-th system call on files under FAULT_PREFIX misbehaves. Counts calls of the C library that
 // name such a file, or a descriptor opened from one. `fault_arm` says what happens; see harness.py.
-// Calls that change the disk are counted apart: the process dies before the n-th (`fault_kill`; TORN: in the
-// middle of it, where it is a write), and those before it are in the file FAULT_LOG, a line each; see
-// kills.py.
+// Not seen: what the C library calls itself (fopen), mappings, calls of other names (access, flock,
+// renameat). Calls that change the disk are counted apart: the process dies before the n-th (`fault_kill`;
+// TORN: in the middle of it, where it is a write), and those before it are in the file FAULT_LOG, a line
+// each; see kills.py.
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -13,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/sendfile.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/uio.h>
@@ -83,6 +86,21 @@ static int is_ours(const char* path) {
   return path != NULL && prefix != NULL && strncmp(path, prefix, strlen(prefix)) == 0;
 }
 static int is_tracked(int fd) { return fd >= 0 && fd < DESCRIPTORS && tracked[fd]; }
+// Whether `path`, relative to the folder opened as `directory`, is ours; `name`, of 4096 bytes, is then the
+// whole of it.
+static int is_ours_at(int directory, const char* path, char* name) {
+  if (path == NULL) return 0;
+  if (path[0] != '/' && is_tracked(directory)) {
+    char link[64];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", directory);
+    const ssize_t length = readlink(link, name, 2047);
+    if (length <= 0) return 0;
+    snprintf(name + length, 4096 - (size_t)length, "/%.2000s", path);
+    return is_ours(name);
+  }
+  snprintf(name, 4096, "%.4000s", path);
+  return is_ours(name);
+}
 
 // Whether this call is one that misbehaves.
 static int hit(void) {
@@ -103,11 +121,11 @@ static int opened(int fd, int ours) {
   return fd;
 }
 
-#define CREATES(folder)                                                          \
+#define CREATES(folder, name)                                                    \
   if (ours && (flags & O_CREAT) != 0 && faccessat(folder, path, F_OK, 0) != 0) { \
-    changing("create", -1, path, NULL, 0, 0);                                    \
+    changing("create", -1, name, NULL, 0, 0);                                    \
   } else if (ours && (flags & O_TRUNC) != 0) {                                   \
-    changing("truncate", -1, path, NULL, 0, 0);                                  \
+    changing("truncate", -1, name, NULL, 0, 0);                                  \
   }
 
 #define OPEN(name)                                      \
@@ -118,7 +136,7 @@ static int opened(int fd, int ours) {
     va_end(list);                                       \
     const int ours = is_ours(path);                     \
     FAILS(ours)                                         \
-    CREATES(AT_FDCWD)                                   \
+    CREATES(AT_FDCWD, path)                             \
     return opened(REAL(name)(path, flags, mode), ours); \
   }
 OPEN(open)
@@ -130,9 +148,10 @@ OPEN(open64)
     va_start(list, flags);                                         \
     const mode_t mode = va_arg(list, mode_t);                      \
     va_end(list);                                                  \
-    const int ours = is_ours(path);                                \
+    char whole[4096];                                              \
+    const int ours = is_ours_at(directory, path, whole);           \
     FAILS(ours)                                                    \
-    CREATES(directory)                                             \
+    CREATES(directory, whole)                                      \
     return opened(REAL(name)(directory, path, flags, mode), ours); \
   }
 OPENAT(openat)
@@ -173,22 +192,28 @@ READ(read, (int fd, void* data, size_t n), (fd, data, n))
 READ(pread, (int fd, void* data, size_t n, off_t at), (fd, data, n, at))
 READ(pread64, (int fd, void* data, size_t n, off64_t at), (fd, data, n, at))
 
-#define READV(name, type)                                                                            \
-  ssize_t name(int fd, const struct iovec* pieces, int how_many, type at) {                          \
+// How Python's os.preadv reads: with flags, preadv2.
+#define READV(name, parameters, arguments, one)                                                      \
+  ssize_t name parameters {                                                                          \
     int flip;                                                                                        \
     struct iovec piece = pieces[0];                                                                  \
     const ssize_t length = distorted(fd, piece.iov_len, &flip);                                      \
     if (length <= 0 && piece.iov_len != 0) return length;                                            \
     if ((size_t)length != piece.iov_len) {                                                           \
       piece.iov_len = (size_t)length;                                                                \
-      return REAL(name)(fd, &piece, 1, at);                                                          \
+      return REAL(name) one;                                                                         \
     }                                                                                                \
-    const ssize_t got = REAL(name)(fd, pieces, how_many, at);                                        \
+    const ssize_t got = REAL(name) arguments;                                                        \
     if (flip) flip_bit(piece.iov_base, got < (ssize_t)piece.iov_len ? got : (ssize_t)piece.iov_len); \
     return got;                                                                                      \
   }
-READV(preadv, off_t)
-READV(preadv64, off64_t)
+READV(preadv, (int fd, const struct iovec* pieces, int n, off_t at), (fd, pieces, n, at), (fd, &piece, 1, at))
+READV(preadv64, (int fd, const struct iovec* pieces, int n, off64_t at), (fd, pieces, n, at),
+      (fd, &piece, 1, at))
+READV(preadv2, (int fd, const struct iovec* pieces, int n, off_t at, int flags), (fd, pieces, n, at, flags),
+      (fd, &piece, 1, at, flags))
+READV(preadv64v2, (int fd, const struct iovec* pieces, int n, off64_t at, int flags),
+      (fd, pieces, n, at, flags), (fd, &piece, 1, at, flags))
 
 #define WRITE(name, parameters, arguments, place)                             \
   ssize_t name parameters {                                                   \
@@ -217,25 +242,31 @@ WRITE(pwrite64, (int fd, const void* data, size_t n, off64_t at), (fd, data, n, 
     if (is_tracked(fd)) changing(what, fd, NULL, NULL, place, 0);      \
     return REAL(name) arguments;                                       \
   }
-#define BY_PATH_CHANGE(name, parameters, arguments, target, gone)     \
-  int name parameters {                                         \
-    FAILS(is_ours(path))                                        \
+#define BY_PATH_CHANGE(name, parameters, arguments, target, gone)        \
+  int name parameters {                                                  \
+    FAILS(is_ours(path))                                                 \
     if (is_ours(path)) changing(#name, -1, path, target, kept(gone), 0); \
-    return REAL(name) arguments;                                \
+    return REAL(name) arguments;                                         \
   }
 #define BY_PATH(name, parameters, arguments) \
   int name parameters {                      \
     FAILS(is_ours(path))                     \
     return REAL(name) arguments;             \
   }
-// Not done: whether bytes reach the drive is simulated (kills.py) or does not matter, and waiting for it took most of the
-// time.
-#define SYNC(name)                               \
-  int name(int fd) {                             \
-    if (!is_tracked(fd)) return REAL(name)(fd);  \
-    FAILS(1)                                     \
-    changing("fsync", fd, NULL, NULL, 0, 0);     \
-    return 0;                                    \
+#define AT_PATH(name, parameters, arguments)  \
+  int name parameters {                       \
+    char whole[4096];                         \
+    FAILS(is_ours_at(directory, path, whole)) \
+    return REAL(name) arguments;              \
+  }
+// Not done: whether bytes reach the drive is simulated (kills.py) or does not matter, and waiting for it took
+// most of the time.
+#define SYNC(name)                              \
+  int name(int fd) {                            \
+    if (!is_tracked(fd)) return REAL(name)(fd); \
+    FAILS(1)                                    \
+    changing("fsync", fd, NULL, NULL, 0, 0);    \
+    return 0;                                   \
   }
 SYNC(fsync)
 SYNC(fdatasync)
@@ -247,14 +278,66 @@ BY_PATH(stat, (const char* path, struct stat* status), (path, status))
 BY_PATH(stat64, (const char* path, struct stat64* status), (path, status))
 BY_PATH(lstat, (const char* path, struct stat* status), (path, status))
 BY_PATH(lstat64, (const char* path, struct stat64* status), (path, status))
-BY_PATH(fstatat, (int directory, const char* path, struct stat* status, int flags),
+AT_PATH(fstatat, (int directory, const char* path, struct stat* status, int flags),
         (directory, path, status, flags))
-BY_PATH(fstatat64, (int directory, const char* path, struct stat64* status, int flags),
+AT_PATH(fstatat64, (int directory, const char* path, struct stat64* status, int flags),
         (directory, path, status, flags))
 BY_PATH_CHANGE(mkdir, (const char* path, mode_t mode), (path, mode), NULL, NULL)
 BY_PATH_CHANGE(rmdir, (const char* path), (path), NULL, NULL)
 BY_PATH_CHANGE(unlink, (const char* path), (path), NULL, path)
 BY_PATH_CHANGE(rename, (const char* path, const char* to), (path, to), to, to)
+// As shutil.rmtree removes, in folders that it has opened.
+int unlinkat(int directory, const char* path, int flags) {
+  char whole[4096];
+  const int ours = is_ours_at(directory, path, whole), folder = (flags & AT_REMOVEDIR) != 0;
+  FAILS(ours)
+  if (ours) changing(folder ? "rmdir" : "unlink", -1, whole, NULL, folder ? -1 : kept(whole), 0);
+  return REAL(unlinkat)(directory, path, flags);
+}
+BY_DESCRIPTOR(fstatvfs, (int fd, struct statvfs* status), (fd, status))
+BY_DESCRIPTOR(fstatvfs64, (int fd, struct statvfs64* status), (fd, status))
+BY_DESCRIPTOR(fallocate, (int fd, int mode, off_t at, off_t n), (fd, mode, at, n))
+BY_DESCRIPTOR(fallocate64, (int fd, int mode, off64_t at, off64_t n), (fd, mode, at, n))
+DIR* opendir(const char* path) {
+  if (is_ours(path) && hit() && kind == ERROR) {
+    errno = number;
+    return NULL;
+  }
+  return REAL(opendir)(path);
+}
+DIR* fdopendir(int fd) {
+  if (is_tracked(fd) && hit() && kind == ERROR) {
+    errno = number;
+    return NULL;
+  }
+  return REAL(fdopendir)(fd);
+}
+int closedir(DIR* folder) {
+  const int fd = dirfd(folder);
+  if (fd >= 0 && fd < DESCRIPTORS) tracked[fd] = 0;
+  return REAL(closedir)(folder);
+}
+// How shutil copies, from one file of ours to another: part of it, or an error. It asks for more than there
+// is.
+ssize_t sendfile64(int to, int fd, off64_t* at, size_t n) {
+  struct stat64 status;
+  if (!is_tracked(fd) && !is_tracked(to)) return REAL(sendfile64)(to, fd, at, n);
+  if (REAL(fstat64)(fd, &status) == 0 && S_ISREG(status.st_mode)) {
+    const off64_t left = status.st_size - (at == NULL ? lseek64(fd, 0, SEEK_CUR) : *at);
+    if (left <= 0)
+      n = 0;
+    else if (n > (size_t)left)
+      n = (size_t)left;
+  }
+  int flip;
+  const ssize_t length = distorted(fd, n, &flip);
+  if (length <= 0) return length;
+  const size_t wanted = (size_t)length;
+  n = is_tracked(to) ? changing("write", to, NULL, NULL, lseek(to, 0, SEEK_CUR), wanted) : wanted;
+  const ssize_t got = REAL(sendfile64)(to, fd, at, n);
+  after_change(wanted, n);
+  return got;
+}
 BY_PATH(statvfs, (const char* path, struct statvfs* status), (path, status))
 BY_PATH(statvfs64, (const char* path, struct statvfs64* status), (path, status))
 

@@ -229,6 +229,27 @@ def test_a_full_disk_and_ctrl_c_end_in_a_line_and_resume(bare, data, monkeypatch
     assert (model / PREDICTORS).read_bytes() == (whole / PREDICTORS).read_bytes()
 
 
+@pytest.mark.parametrize("left", [b"", b"not what was written", None])
+def test_a_damaged_layer_of_the_run_before_is_named(bare, data, monkeypatch, capsys, left):
+    model = bare()
+    scratch = model.with_name("scratch")
+    path = scratch / "layer.000.pt"
+
+    def fail(*_args):
+        raise OSError(28, "No space left on device")
+
+    real = trainer.Trainer._fit_layer
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_fit_layer", lambda self, layer: (fail if layer else real)(self, layer))
+        assert train(model, data, "--scratch", str(scratch)) == 1
+    path.write_bytes(path.read_bytes()[:-200] if left is None else left)
+    capsys.readouterr()
+    assert train(model, data, "--scratch", str(scratch), "--resume") == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"{path}: damaged" in last
+    assert f"remove {scratch}" in last
+
+
 def test_a_recipe_needs_its_number_of_layers_and_no_more_than_the_width(bare, data, monkeypatch, capsys):
     model = bare()
     assert train(model, data, "--ranks", "opt-6.7b") == 2
