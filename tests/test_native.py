@@ -24,7 +24,7 @@ OF_ARITHMETIC = [
     *("kernels/**/*.cpp", "offload/*.cpp", "planes/*.cpp", "quantise/*.cpp", "io/memory.cpp", "io/xxh3.cpp"),
     *(f"model/{name}.cpp" for name in ("dense_ffn", "expert_ffn", "experts", "kv_cache", "predictor")),
 ]
-TESTS_OF_ARITHMETIC = ("attention", "compute", "experts", "kv_cache", "norm", "offload", "predictor")
+TESTS_OF_ARITHMETIC = ("attention", "compute", "experts", "kv_cache", "norm", "offload", "predictor", "quantise")
 
 
 def _core_flags() -> dict[str, list[str]]:
