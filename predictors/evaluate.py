@@ -27,7 +27,7 @@ from flashllm.base.progress import ProgressBar
 from flashllm.base.units import parse_size
 from flashllm.config import RunConfig
 from flashllm.convert.locate import resolve_model
-from flashllm.convert.untrained import default_rank
+from flashllm.convert.untrained.predictor import default_rank
 from flashllm.device.choice import find_costs
 from flashllm.device.store import device_store_path
 from flashllm.engine.model import Model

@@ -1,8 +1,8 @@
 """Fit one layer's predictor: active where b (a x) + bias > threshold (paper A, section 3.1).
 
-Starts from the best low-rank approximation of the layer's own pre-activations (`flashllm.convert.svd`, with measured
-input statistics), then trains with a loss balanced over active and inactive neurons. A missed neuron counts by what
-it adds to the output, |h| * ||down column||, coded in two bits. Knows tensors and chunks of them, not files.
+Starts from the best low-rank approximation of the layer's own pre-activations (`flashllm.convert.untrained.svd`, with
+measured input statistics), then trains with a loss balanced over active and inactive neurons. A missed neuron counts
+by what it adds to the output, |h| * ||down column||, coded in two bits. Knows tensors and chunks of them, not files.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flashllm.convert.svd import InputStatistics, LowRankPredictor, root_of_covariance
+from flashllm.convert.untrained.svd import InputStatistics, LowRankPredictor, root_of_covariance
 from flashllm.format.predictors import stored_values
 
 CODES_PER_BYTE = 4

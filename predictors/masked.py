@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from weights import Floats, LayerWeights
 
-from flashllm.convert.untrained import untrained_predictor
+from flashllm.convert.untrained.predictor import untrained_predictor
 from flashllm.engine.kv import KvSequence
 from flashllm.engine.meter import Meter
 from flashllm.engine.model import Model

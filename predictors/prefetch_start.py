@@ -11,7 +11,7 @@ import torch
 from fit import LayerPredictor
 from numpy.typing import NDArray
 
-from flashllm.convert.svd import Blocks, InputStatistics, low_rank_predictor, root_of_covariance
+from flashllm.convert.untrained.svd import Blocks, InputStatistics, low_rank_predictor, root_of_covariance
 
 _RIDGE = 1e-4  # of the inputs' mean variance
 

@@ -25,7 +25,7 @@ from weights import LayerWeights
 
 from flashllm.base.files import write_atomically
 from flashllm.base.progress import ProgressBar
-from flashllm.convert.svd import low_rank_predictor
+from flashllm.convert.untrained.svd import low_rank_predictor
 from flashllm.engine.model import Model
 from flashllm.errors import FlashIOError, FormatError
 

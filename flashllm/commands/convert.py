@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from flashllm.base.command_line import number, say
 from flashllm.base.files import Progress
@@ -118,6 +117,7 @@ def main(args: argparse.Namespace) -> int:
     """Convert. Interrupted, the same command goes on where it stopped."""
     from flashllm.base.progress import ProgressBar
     from flashllm.commands.predictors.scripts import sample_text
+    from flashllm.convert.choices import Choices
     from flashllm.convert.locate import find_checkpoint
     from flashllm.convert.reorder import reorder
     from flashllm.convert.run import convert
@@ -160,50 +160,48 @@ def main(args: argparse.Namespace) -> int:
             else:
                 source, name = find_checkpoint(args.src, say=say)
                 bar = stack.enter_context(ProgressBar("convert"))
-                encoding, resident_encoding = _encoding(args, row_bits), _encoding(args, resident_bits)
-                table_encoding = None if embedding_bits == resident_bits else _encoding(args, embedding_bits)
-                if args.sparsify is None:
-                    options: dict[str, Any] = {
-                        "dtype": args.dtype,
-                        "encoding": encoding,
-                        "resident_encoding": resident_encoding,
-                        "table_encoding": table_encoding,
-                        "source_name": name,
-                        "predictors": not args.no_predictors,
-                        "gate": args.gate if args.gate is not None else "rows",
-                        "reorder": trace,
-                        "progress": bar,
-                    }
+                choices: Choices = {
+                    "dtype": args.dtype,
+                    "encoding": _encoding(args, row_bits),
+                    "resident_encoding": _encoding(args, resident_bits),
+                    "table_encoding": _encoding(args, embedding_bits),
+                    "reorder": trace,
+                    "gate": args.gate or ("rows" if args.sparsify is None else "resident"),
+                }
+                if args.sparsify is not None:
+                    manifest = convert_sparsified(
+                        source,
+                        args.dst,
+                        args.sparsify,
+                        args.text if args.text is not None else sample_text(),
+                        source_name=name,
+                        progress=bar,
+                        scoring=stack.enter_context(ProgressBar("sparsify", unit="windows")),
+                        **choices,
+                    )
+                    assert manifest.sparsity is not None
+                    say(sparsity_line(dataclasses.asdict(manifest.sparsity)))
+                else:
+                    choices["predictors"] = not args.no_predictors
                     if args.calibrate is None:
-                        manifest = convert(source, args.dst, **options, keep=keep, say=say)
+                        choices["keep"] = keep
+                        manifest = convert(source, args.dst, source_name=name, say=say, progress=bar, **choices)
                     else:
                         calibrating = stack.enter_context(ProgressBar("calibrate", unit="layers"))
                         manifest = convert_calibrated(
-                            source, args.dst, args.calibrate, **options, calibrating=calibrating
+                            source,
+                            args.dst,
+                            args.calibrate,
+                            source_name=name,
+                            progress=bar,
+                            calibrating=calibrating,
+                            **choices,
                         )
                     if measured and TOKENIZER in manifest.files:
                         comparing = stack.enter_context(ProgressBar("compare", unit="layers"))
                         say(_compared(source, args.dst, comparing))
                     if args.gate is not None and not manifest.sparse:
                         say("no neuron of this model is ever zero, so its gates leave none out; --sparsify would")
-                else:
-                    manifest = convert_sparsified(
-                        source,
-                        args.dst,
-                        args.sparsify,
-                        args.text if args.text is not None else sample_text(),
-                        dtype=args.dtype,
-                        encoding=encoding,
-                        resident_encoding=resident_encoding,
-                        table_encoding=table_encoding,
-                        source_name=name,
-                        gate=args.gate if args.gate is not None else "resident",
-                        reorder=trace,
-                        progress=bar,
-                        scoring=stack.enter_context(ProgressBar("sparsify", unit="windows")),
-                    )
-                    assert manifest.sparsity is not None
-                    say(sparsity_line(dataclasses.asdict(manifest.sparsity)))
                 if args.activations is not None:
                     change_manifest(args.dst, activations=None if args.activations == "float32" else args.activations)
                 if TOKENIZER not in manifest.files:

@@ -4,11 +4,10 @@ Checks the whole checkpoint against its config. Reads headers (and a tied head, 
 """
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -18,7 +17,6 @@ from flashllm.arch.registry import (
     block_spec,
     bundle_names,
     claims,
-    resident_sources,
     resolve,
     source_shapes,
     spec_of,
@@ -29,44 +27,20 @@ from flashllm.base.files import CHUNK_NBYTES
 from flashllm.base.group_codes import usual_activations
 from flashllm.base.units import format_size
 from flashllm.convert.checkpoint.coded import CodedWeights
-from flashllm.convert.checkpoint.escapes import held_by_bf12
 from flashllm.convert.checkpoint.source import Checkpoint, OwnPredictors
-from flashllm.convert.kept.weights import KeptWeights, keep_weights, most_common
+from flashllm.convert.choices import Choices, GatePlace
+from flashllm.convert.kept.weights import KeptWeights
+from flashllm.convert.storage import ResidentEntry, Sources, storage_of
 from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
-from flashllm.convert.untrained import coded_gates_nbytes, default_rank, untrained_nbytes
+from flashllm.convert.untrained.predictor import coded_gates_nbytes, default_rank, untrained_nbytes
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
-from flashllm.format.model_files import checksums_tensor, ffn_tensor, gate_tensor, is_coded_matrix, plane_tensors
-from flashllm.format.model_files import resident_encoding as stored_as
+from flashllm.format.model_files import ffn_tensor
 from flashllm.format.placed import placed_nbytes
-from flashllm.format.rows import RowEncoding, RowLayout
+from flashllm.format.rows import RowLayout
 from flashllm.format.safetensors import encode_header
 from flashllm.format.trace import Trace
 
-# Where the gates of a gated FFN go: into the neurons' rows, or into memory, where they name the active neurons.
-# With "4bit" they go into the rows, and in 4 bits into memory as predictors.
-GatePlace = Literal["rows", "resident", "4bit"]
 _METADATA = {"format": "pt"}  # transformers asks whose tensors these are
-_CACHE_LINE_NBYTES = 64
-TABLES = ("embedding.weight", "head.weight")  # resident matrices of the vocabulary
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResidentEntry:
-    """A tensor of the resident file: one of the checkpoint's, or (`layer` set) a layer's checksums or scales."""
-
-    name: str  # canonical
-    code: str
-    shape: Shape
-    itemsize: int
-    source: str = ""  # its tensor's name in the checkpoint
-    encoding: RowEncoding | None = None  # of weights
-    layer: int | None = None
-    plane: bool = False  # of the layer: scales of its down columns
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the resident file."""
-        return math.prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,121 +142,35 @@ class ConversionPlan:
         return WEIGHT_DTYPE_BY_CODE[self.checkpoint.tensors[name].dtype]
 
 
-def plan_conversion(
-    checkpoint: Checkpoint,
-    dtype: str | None,
-    *,
-    encoding: str | None = None,
-    resident_encoding: str | None = None,
-    table_encoding: str | None = None,
-    predictors: bool = False,
-    gate: GatePlace = "rows",
-    reorder: Trace | None = None,
-    coded: CodedWeights | None = None,
-    keep: bool = False,
-) -> ConversionPlan:
-    """Decide and check everything. Without a `dtype` the result has the one the checkpoint prefers, or is stored in.
-
-    `encoding` of the neurons' rows and `resident_encoding` of the resident matrices are of `CODED_ENCODINGS`; None: the
-    dtype. `table_encoding` of the embedding and the head may be another; None: `resident_encoding`. Resident gates are
-    stored as the rows are. What `coded` holds is written as it is. With `keep`, and no encodings, the codes of a
-    quantised checkpoint are kept where they can be. UsageError for a model without the gates that `gate` is about.
+def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> ConversionPlan:
+    """Decide and check everything. UsageError for a model without the gates that `gate` is about.
 
     FormatError for missing tensors and wrong shapes; UnsupportedModelError for what the architecture's table entry
     does not know, for dtypes other than float32, float16 and bfloat16, and for mixed ones without a `dtype`. The
     errors of `make_tokenizer` pass through.
     """
-    dtype = checkpoint.preferred_dtype if dtype is None else dtype
+    dtype = choices.get("dtype") or checkpoint.preferred_dtype
+    gate, reorder = choices.get("gate", "rows"), choices.get("reorder")
     architecture, block = resolve(checkpoint.config), block_spec(checkpoint.config)
     if reorder is not None:
         reorder.check_model(architecture.num_layers, architecture.d_ff)
-    spec = spec_of(architecture.model_type)
     names, expected = checked_tensors(checkpoint)
-    layers = range(architecture.num_layers)
     claimed = claims(checkpoint.config)
-    used = [names[name] for name in expected]
-    source_dtype = _source_dtype(checkpoint, used, mixed_allowed=dtype is not None)
+    source_dtype = _source_dtype(checkpoint, [names[name] for name in expected], mixed_allowed=dtype is not None)
     target = source_dtype if dtype is None else WEIGHT_DTYPES[dtype]
-    if gate != "rows" and not architecture.gated:
-        raise UsageError(f"{checkpoint.path}: the FFN of this model has no gate, which --gate {gate} needs")
-    if architecture.experts and (gate != "rows" or reorder is not None):
-        raise UsageError(
-            f"{checkpoint.path}: a mixture of experts, whose router names the neurons and whose experts lie in one "
-            "piece; --gate, --sparsify and --reorder are for other models"
-        )
-    if "bf12" in (encoding, resident_encoding, table_encoding) and target.name != "bfloat16":
-        raise UsageError(f"12 bits hold bfloat16 without loss; this model would be {target.name}: use 16, 8 or 4 bits")
-    residents = resident_sources(checkpoint.config)
-    others: dict[str, str] = {}
-    if table_encoding is not None and table_encoding != resident_encoding:
-        others = {name: table_encoding for name in TABLES if name in residents}
-
-    kept = keep_weights(checkpoint, names, claimed, residents, architecture) if keep else None
-    if kept is not None:
-        coded, resident_encoding = kept, most_common(kept.resident.values())
-        others = {
-            name: kept.resident.get(name, target.name)
-            for name in residents
-            if is_coded_matrix(name) and kept.resident.get(name, target.name) != (resident_encoding or target.name)
-        }
-
-    def fits(name: str) -> bool:
-        return held_by_bf12(checkpoint, names, claimed[name])
-
-    def of_rows(*matrices: str) -> str:
-        """How those matrices of a neuron are stored: where bf12 cannot hold one of them, they stay as they are."""
-        bundles = [name for i in layers for name in bundle_names(architecture, i)] if encoding == "bf12" else []
-        held = all(fits(f"{bundle}{matrix}.weight") for matrix in matrices for bundle in bundles)
-        return encoding if encoding is not None and held else target.name
-
-    up, down = of_rows(*architecture.matrices[:-1]), of_rows("down")
-    if kept is not None:
-        up, down = kept.rows or target.name, kept.down or target.name
-    others |= {
-        name: target.name
-        for name in residents
-        if others.get(name, resident_encoding) == "bf12" and is_coded_matrix(name) and not fits(name)
-    }
-    layout = RowLayout(
-        encoding=up,
-        d_model=architecture.d_model,
-        d_ff=architecture.d_ff,
-        matrices=("up", "down") if gate == "resident" else architecture.matrices,
-        down_encoding=None if down == up else down,
-    )
-    entries = [
-        _resident_entry(
-            claim,
-            names[claim.source],
-            stored_as(claim.name, target.name, resident_encoding, layout.encoding, others),
-        )
-        for claim in (
-            *(claimed[name] for name in residents),
-            *(claimed[gate_tensor(layer)] for layer in layers if gate == "resident"),
-        )
-    ]
-    entries += [
-        ResidentEntry(name=checksums_tensor(layer), code="U64", shape=(layout.num_rows,), itemsize=8, layer=layer)
-        for layer in layers
-    ]
-    for layer, form in enumerate(kept.down_scales if kept is not None else ()):
-        entries += [
-            ResidentEntry(
-                name=name, code=code, shape=shape, itemsize=2 if code == "F16" else 1, layer=layer, plane=True
-            )
-            for name, (code, shape) in plane_tensors(layer, form, layout).items()
-        ]
-    # Stable: whole cache lines first, so that they all start on one; then wide items, so that all are aligned.
-    entries.sort(key=lambda entry: (entry.nbytes % _CACHE_LINE_NBYTES != 0, -entry.itemsize))
-    wants_predictors = predictors and architecture.sparse and gate == "rows"  # other gates name neurons themselves
+    _check_gate(checkpoint, architecture, gate, reorder)
+    storage = storage_of(Sources(checkpoint, names, claimed), architecture, target, choices)
+    layout, kept, entries = storage.layout, storage.kept, storage.entries
+    # Other gates than those in the rows name the active neurons themselves.
+    wants_predictors = choices.get("predictors", False) and architecture.sparse and gate == "rows"
     own = checkpoint.predictors if wants_predictors else None
     companions, made = tuple(checkpoint.companions), dict(checkpoint.made)
     if companions and (tokenizer := make_tokenizer(checkpoint.path, companions)) is not None:
         made[TOKENIZER] = tokenizer
-    ffn = [(ffn_tensor(layer), layout.safetensors_dtype, layout.shape) for layer in layers]
+    ffn = [(ffn_tensor(layer), layout.safetensors_dtype, layout.shape) for layer in range(architecture.num_layers)]
     return ConversionPlan(
         checkpoint=checkpoint,
-        spec=spec,
+        spec=spec_of(architecture.model_type),
         architecture=architecture,
         block=block,
         claims=claimed,
@@ -290,9 +178,9 @@ def plan_conversion(
         source_dtype=source_dtype,
         dtype=target,
         layout=layout,
-        resident_encoding=resident_encoding,
-        other_encodings=others,
-        resident=tuple(entries),
+        resident_encoding=storage.resident,
+        other_encodings=storage.others,
+        resident=entries,
         ffn_header=encode_header(ffn, _METADATA),
         resident_header=encode_header([(entry.name, entry.code, entry.shape) for entry in entries], _METADATA),
         companions=companions,
@@ -301,22 +189,20 @@ def plan_conversion(
         own_predictors=own,
         coded_gates=gate == "4bit",
         reorder=reorder,
-        coded=coded,
+        coded=choices.get("coded") if kept is None else kept,
         kept=kept,
     )
 
 
-def _resident_entry(claim: Claim, source: str, encoding: RowEncoding) -> ResidentEntry:
-    """A tensor of the checkpoint as it is stored."""
-    shape = claim.shape
-    return ResidentEntry(
-        name=claim.name,
-        code=encoding.safetensors_dtype,
-        shape=(*shape[:-1], encoding.vector_items(shape[-1])),
-        itemsize=int(encoding.storage.itemsize),
-        source=source,
-        encoding=encoding,
-    )
+def _check_gate(checkpoint: Checkpoint, architecture: Architecture, gate: GatePlace, reorder: Trace | None) -> None:
+    """UsageError where the model has no gates, or experts, which need none named."""
+    if gate != "rows" and not architecture.gated:
+        raise UsageError(f"{checkpoint.path}: the FFN of this model has no gate, which --gate {gate} needs")
+    if architecture.experts and (gate != "rows" or reorder is not None):
+        raise UsageError(
+            f"{checkpoint.path}: a mixture of experts, whose router names the neurons and whose experts lie in one "
+            "piece; --gate, --sparsify and --reorder are for other models"
+        )
 
 
 def checked_tensors(checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, Shape]]:

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,11 @@ from flashllm.base.files import Progress, read_bounded
 from flashllm.base.group_codes import GROUP_CODES, Floats, GroupCode
 from flashllm.base.machine import num_cores
 from flashllm.convert.checkpoint.opened import open_checkpoint
-from flashllm.convert.plan import GatePlace
+from flashllm.convert.choices import Choices
 from flashllm.convert.run import check_destination, convert
 from flashllm.convert.tokenizer import MAX_NBYTES, TOKENIZER, make_tokenizer, parse_tokenizer
 from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest
-from flashllm.format.trace import Trace
 from flashllm.offload.quantise.calibrate import NEAREST, Calibration, Layer, Sums
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, open_weights
 from flashllm.quantise.codes import Codes, CodesFolder
@@ -45,17 +44,11 @@ def convert_calibrated(
     dst: Path,
     text: Path,
     *,
-    dtype: str | None = None,
-    encoding: str | None = None,
-    resident_encoding: str | None = None,
-    table_encoding: str | None = None,
     source_name: str | None = None,
-    predictors: bool = False,
-    gate: GatePlace = "rows",
-    reorder: Trace | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
     calibrating: Progress | None = None,
+    **choices: Unpack[Choices],
 ) -> Manifest:
     """Convert `src` into the new model directory `dst` with codes chosen on `text`; otherwise as `convert`.
 
@@ -64,7 +57,8 @@ def convert_calibrated(
     UnsupportedModelError for models that the throughput engine, whose layers this runs, does not know.
     """
     dst = Path(os.path.abspath(dst))
-    codes = {name: GROUP_CODES.get(chosen or "") for name, chosen in (("rows", encoding), ("out", resident_encoding))}
+    encodings = [choices.get("encoding"), choices.get("resident_encoding")]
+    codes = {name: GROUP_CODES.get(chosen or "") for name, chosen in zip(("rows", "out"), encodings, strict=True)}
     if not any(codes.values()):
         raise UsageError("--calibrate chooses codes of 8 or 4 bits: give --bits or --resident-bits")
     check_destination(dst)
@@ -72,7 +66,7 @@ def convert_calibrated(
     record = {
         "source": _identity(src),
         "tokens": hashlib.sha256(np.asarray(sequences, np.int64).tobytes()).hexdigest(),
-        "encodings": [encoding, resident_encoding],
+        "encodings": encodings,
     }
     folder = CodesFolder(dst.with_name(dst.name + ".codes"), record)
     with open_weights(src) as source:
@@ -89,20 +83,8 @@ def convert_calibrated(
             if calibrating is not None:
                 calibrating(text.name, number + 1, source.num_layers)
         del calibration
-    manifest = convert(
-        src,
-        dst,
-        dtype=dtype,
-        encoding=encoding,
-        resident_encoding=resident_encoding,
-        table_encoding=table_encoding,
-        source_name=source_name,
-        predictors=predictors,
-        gate=gate,
-        reorder=reorder,
-        coded=folder,
-        progress=progress,
-    )
+    wanted: Choices = {**choices, "coded": folder}
+    manifest = convert(src, dst, source_name=source_name, progress=progress, **wanted)
     shutil.rmtree(folder.path)
     return manifest
 

@@ -12,13 +12,14 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 
 from flashllm.base.files import CHUNK_NBYTES, Progress, fsync_directory
 from flashllm.base.machine import available_nbytes, process_nbytes
 from flashllm.config import RunConfig
-from flashllm.convert.plan import GatePlace
+from flashllm.convert.choices import Choices
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import UsageError
@@ -27,7 +28,6 @@ from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
 from flashllm.format.predictors import margin_above
 from flashllm.format.safetensors import read_header
-from flashllm.format.trace import Trace
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.plan.resolve import resolve
 from flashllm.sparsify.gates import Gates
@@ -112,49 +112,35 @@ def convert_sparsified(
     share: float,
     text: Path,
     *,
-    dtype: str | None = None,
-    encoding: str | None = None,
-    resident_encoding: str | None = None,
-    table_encoding: str | None = None,
     source_name: str | None = None,
-    gate: GatePlace = "resident",
-    reorder: Trace | None = None,
     progress: Progress | None = None,
     scoring: Progress | None = None,
+    **choices: Unpack[Choices],
 ) -> Manifest:
     """Convert `src` into the new model directory `dst`, sparsified; arguments and errors as `convert` and `sparsify`.
 
-    Converts into `dst`.dense first, which an interrupted run leaves and the next one goes on with.
+    The gate is "resident" unless another is chosen. Converts into `dst`.dense first, which an interrupted run leaves
+    and the next one goes on with.
     """
     dst = Path(os.path.abspath(dst))
     work = dst.with_name(dst.name + ".dense")
     if os.path.lexists(dst):
         raise UsageError(f"{dst}: exists; remove it or choose another destination")
     read_text(text)
+    gate = choices.get("gate", "resident")
     if gate == "rows":
         raise UsageError("--sparsify needs gates that name the active neurons: --gate resident or 4bit, not rows")
     if work.exists():
         manifest = open_model_dir(work)
         name = source_name if source_name is not None else os.path.basename(os.path.abspath(src))
-        other = manifest.source.name != name or (dtype is not None and manifest.dtype != dtype)
-        other = other or manifest.rows.encoding != (encoding or manifest.dtype)
-        other = other or manifest.resident_encoding != resident_encoding
+        other = manifest.source.name != name or manifest.dtype != (choices.get("dtype") or manifest.dtype)
+        other = other or manifest.rows.encoding != (choices.get("encoding") or manifest.dtype)
+        other = other or manifest.resident_encoding != choices.get("resident_encoding")
         if other or manifest.resident_gate != (gate == "resident"):
             raise UsageError(f"{work}: is left from another conversion; remove it, then try again")
     else:
-        convert(
-            src,
-            work,
-            dtype=dtype,
-            encoding=encoding,
-            resident_encoding=resident_encoding,
-            table_encoding=table_encoding,
-            source_name=source_name,
-            predictors=True,
-            gate=gate,
-            reorder=reorder,
-            progress=progress,
-        )
+        wanted: Choices = {**choices, "gate": gate, "predictors": True}
+        convert(src, work, source_name=source_name, progress=progress, **wanted)
     manifest = sparsify(work, share, text, progress=scoring)
     os.rename(work, dst)
     fsync_directory(dst.parent)

@@ -7,7 +7,7 @@ import pytest
 
 from flashllm.arch.registry import Claim
 from flashllm.arch.spec import Part
-from flashllm.convert import pieces
+from flashllm.convert.checkpoint import pieces
 
 
 class OneTensor:

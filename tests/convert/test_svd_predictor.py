@@ -8,14 +8,14 @@ from tiny_models import make_tiny_opt
 
 from flashllm import FlashModel
 from flashllm.convert.run import convert
-from flashllm.convert.svd import (
+from flashllm.convert.untrained.predictor import default_rank, untrained_predictor
+from flashllm.convert.untrained.svd import (
     InputStatistics,
     low_rank_predictor,
     normal_cdf,
     normed_inputs,
     root_of_covariance,
 )
-from flashllm.convert.untrained import default_rank, untrained_predictor
 from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest, predictor_ranks
 from flashllm.format.model_files import PREDICTORS
@@ -86,7 +86,7 @@ def test_the_subspace_iteration_finds_what_the_decomposition_finds(monkeypatch):
     matrix = (rng.standard_normal((1500, 600)) @ np.diag(np.linspace(3.0, 0.1, 600))).astype(np.float32)
     inputs = normed_inputs(None, None, 600)
     fast = low_rank_predictor(blocks_of(matrix, 400), None, inputs, 40)
-    monkeypatch.setattr("flashllm.convert.svd._OVERSAMPLING", 600)  # too wide: decomposes instead
+    monkeypatch.setattr("flashllm.convert.untrained.svd._OVERSAMPLING", 600)  # too wide: decomposes instead
     exact = low_rank_predictor(blocks_of(matrix, 400), None, inputs, 40)
 
     def error(p):

@@ -8,7 +8,7 @@ from ffn_rows import Ffn, random_input, write_ffn
 from flashllm import _core
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
-from flashllm.convert.untrained import GATE_RECALL, coded_gate
+from flashllm.convert.untrained.predictor import GATE_RECALL, coded_gate
 from flashllm.engine.model import Model
 from flashllm.errors import UsageError
 from flashllm.format.inspect import format_inspection, inspect

@@ -18,7 +18,7 @@ from fit import (
 from prefetch_start import linear_start
 from recipes import RECIPES, AutoRanks, Recipe, auto_rank, parse_ranks
 
-from flashllm.convert.svd import low_rank_predictor
+from flashllm.convert.untrained.svd import low_rank_predictor
 
 D_MODEL, D_FF = 24, 70
 

@@ -10,8 +10,8 @@ from flashllm.arch.registry import Claim
 from flashllm.base.bf12 import BF12
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, cast
 from flashllm.base.files import CHUNK_NBYTES
+from flashllm.convert.checkpoint.pieces import read_rows
 from flashllm.convert.checkpoint.source import Checkpoint
-from flashllm.convert.pieces import read_rows
 
 
 def held_by_bf12(checkpoint: Checkpoint, names: Mapping[str, str], claim: Claim) -> bool:

@@ -20,9 +20,9 @@ from flashllm.arch.registry import Claim, bundle_names
 from flashllm.arch.spec import Architecture
 from flashllm.base.codes.carried import PACKED_AS, PLANE_CODES, UNIT, CarriedCode, PlaneCode, pack_codes
 from flashllm.convert.checkpoint.coded import Vectors
+from flashllm.convert.checkpoint.pieces import runs
 from flashllm.convert.checkpoint.source import Checkpoint, QuantisedTensor
 from flashllm.convert.kept.blocks import KINDS, Kind
-from flashllm.convert.pieces import runs
 from flashllm.errors import FormatError
 from flashllm.format.model_files import is_coded_matrix
 

@@ -24,8 +24,8 @@ from flashllm.arch.spec import Architecture, BlockSpec, Shape
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import drop_page_cache
 from flashllm.convert.checkpoint.opened import open_checkpoint
+from flashllm.convert.checkpoint.pieces import read_rows
 from flashllm.convert.checkpoint.source import Checkpoint
-from flashllm.convert.pieces import read_rows
 from flashllm.convert.plan import checked_tensors
 from flashllm.errors import ChecksumError, UnsupportedModelError
 from flashllm.format.manifest import MANIFEST

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.arch.spec import Architecture
-from flashllm.convert.svd import Blocks, LowRankPredictor, low_rank_predictor, missed_share, normed_inputs
+from flashllm.convert.untrained.svd import Blocks, LowRankPredictor, low_rank_predictor, missed_share, normed_inputs
 from flashllm.format.predictors import GATE_CODE, gates_header, predictors_header
 
 RECALL = 0.99  # expected under Gaussian inputs; text turned out a little below (bench/LOG.md)

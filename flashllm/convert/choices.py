@@ -1,0 +1,25 @@
+"""What a conversion may be asked for: one list for everything that converts."""
+
+from typing import Literal, TypedDict
+
+from flashllm.convert.checkpoint.coded import CodedWeights
+from flashllm.format.trace import Trace
+
+# Where the gates of a gated FFN go: into the neurons' rows, or into memory, where they name the active neurons.
+# With "4bit" they go into the rows, and in 4 bits into memory as predictors.
+GatePlace = Literal["rows", "resident", "4bit"]
+
+
+class Choices(TypedDict, total=False):
+    """What a conversion may be asked for: the keyword arguments of `convert` and of all that is built on it."""
+
+    dtype: str | None  # of the result: float32, float16, bfloat16; None: what the checkpoint prefers, or is stored in
+    encoding: str | None  # of the neurons' rows, of CODED_ENCODINGS; None: the dtype
+    resident_encoding: str | None  # of the resident matrices, likewise. Resident gates are stored as the rows are
+    table_encoding: str | None  # of the embedding and the head; None: as `resident_encoding`
+    predictors: bool  # make untrained ones, to use the model with before better ones are trained; none where no
+    # activation is ever zero, and none where the gates name the neurons
+    gate: GatePlace  # of a gated FFN; by default "rows"
+    reorder: Trace | None  # of this model: write the neurons again in the order in which they are best read
+    coded: CodedWeights | None  # weights that are written as they are, and not encoded
+    keep: bool  # without encodings and `coded`: the weights of a quantised checkpoint keep their codes and scales

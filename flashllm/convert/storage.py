@@ -1,0 +1,143 @@
+"""How a conversion stores each matrix: the row layout, the resident file's tensors and their encodings.
+
+Decides only; reads headers, and matrices that 12 bits may not hold.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flashllm.arch.registry import Claim, bundle_names, resident_sources
+from flashllm.arch.spec import Architecture, Shape
+from flashllm.base.dtypes import WeightDtype
+from flashllm.convert.checkpoint.escapes import held_by_bf12
+from flashllm.convert.checkpoint.source import Checkpoint
+from flashllm.convert.choices import Choices
+from flashllm.convert.kept.weights import KeptWeights, keep_weights, most_common
+from flashllm.errors import UsageError
+from flashllm.format.model_files import checksums_tensor, gate_tensor, is_coded_matrix, plane_tensors
+from flashllm.format.model_files import resident_encoding as stored_as
+from flashllm.format.rows import RowEncoding, RowLayout
+
+_CACHE_LINE_NBYTES = 64
+TABLES = ("embedding.weight", "head.weight")  # resident matrices of the vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentEntry:
+    """A tensor of the resident file: one of the checkpoint's, or (`layer` set) a layer's checksums or scales."""
+
+    name: str  # canonical
+    code: str
+    shape: Shape
+    itemsize: int
+    source: str = ""  # its tensor's name in the checkpoint
+    encoding: RowEncoding | None = None  # of weights
+    layer: int | None = None
+    plane: bool = False  # of the layer: scales of its down columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the resident file."""
+        return math.prod(self.shape) * self.itemsize
+
+
+class Sources(NamedTuple):
+    """The tensors of a checkpoint."""
+
+    checkpoint: Checkpoint
+    names: dict[str, str]  # state_dict name -> name in the checkpoint
+    claims: dict[str, Claim]  # by canonical name
+
+
+class Storage(NamedTuple):
+    """How each matrix is stored."""
+
+    layout: RowLayout
+    resident: str | None  # the resident matrices, where they are coded
+    others: dict[str, str]  # by name, those that are stored otherwise
+    kept: KeptWeights | None
+    entries: tuple[ResidentEntry, ...]  # of the resident file, in its order
+
+
+def storage_of(sources: Sources, architecture: Architecture, target: WeightDtype, choices: Choices) -> Storage:
+    """The encodings that were chosen, or those of a quantised checkpoint; where bf12 cannot hold a matrix, none.
+
+    `target`: the result's dtype. UsageError for 12 bits of another dtype than bfloat16.
+    """
+    checkpoint, names, claimed = sources
+    rows, resident = choices.get("encoding"), choices.get("resident_encoding")
+    tables = choices.get("table_encoding") or resident
+    if "bf12" in (rows, resident, tables) and target.name != "bfloat16":
+        raise UsageError(f"12 bits hold bfloat16 without loss; this model would be {target.name}: use 16, 8 or 4 bits")
+    matrices = [name for name in resident_sources(checkpoint.config) if is_coded_matrix(name)]
+    others = {name: tables for name in TABLES if name in matrices and tables is not None and tables != resident}
+
+    def fits(name: str) -> bool:
+        return held_by_bf12(checkpoint, names, claimed[name])
+
+    def of_rows(*parts: str) -> str:
+        """How those matrices of every neuron are stored."""
+        layers = range(architecture.num_layers if rows == "bf12" else 0)
+        bundles = [bundle for layer in layers for bundle in bundle_names(architecture, layer)]
+        held = all(fits(f"{bundle}{matrix}.weight") for matrix in parts for bundle in bundles)
+        return rows if rows is not None and held else target.name
+
+    up, down = of_rows(*architecture.matrices[:-1]), of_rows("down")
+    kept = keep_weights(checkpoint, names, claimed, matrices, architecture) if choices.get("keep") else None
+    if kept is not None:
+        resident = most_common(kept.resident.values())
+        own = {name: kept.resident.get(name, target.name) for name in matrices}
+        others = {name: encoding for name, encoding in own.items() if encoding != (resident or target.name)}
+        up, down = kept.rows or target.name, kept.down or target.name
+    others |= {name: target.name for name in matrices if others.get(name, resident) == "bf12" and not fits(name)}
+    layout = RowLayout(
+        encoding=up,
+        d_model=architecture.d_model,
+        d_ff=architecture.d_ff,
+        matrices=("up", "down") if choices.get("gate") == "resident" else architecture.matrices,
+        down_encoding=None if down == up else down,
+    )
+    storage = Storage(layout, resident, others, kept, ())
+    return storage._replace(entries=_entries(sources, architecture, target, storage))
+
+
+def _entries(
+    sources: Sources, architecture: Architecture, target: WeightDtype, storage: Storage
+) -> tuple[ResidentEntry, ...]:
+    """The tensors of the resident file, in its order."""
+    layers, layout, kept = range(architecture.num_layers), storage.layout, storage.kept
+    stored = [*resident_sources(sources.checkpoint.config)]
+    if layout.matrices != architecture.matrices:
+        stored += [gate_tensor(layer) for layer in layers]
+    entries = []
+    for claim in (sources.claims[name] for name in stored):
+        encoding = stored_as(claim.name, target.name, storage.resident, layout.encoding, storage.others)
+        entries.append(_resident_entry(claim, sources.names[claim.source], encoding))
+    entries += [
+        ResidentEntry(name=checksums_tensor(layer), code="U64", shape=(layout.num_rows,), itemsize=8, layer=layer)
+        for layer in layers
+    ]
+    for layer, form in enumerate(kept.down_scales if kept is not None else ()):
+        entries += [
+            ResidentEntry(
+                name=name, code=code, shape=shape, itemsize=2 if code == "F16" else 1, layer=layer, plane=True
+            )
+            for name, (code, shape) in plane_tensors(layer, form, layout).items()
+        ]
+    # Stable: whole cache lines first, so that they all start on one; then wide items, so that all are aligned.
+    entries.sort(key=lambda entry: (entry.nbytes % _CACHE_LINE_NBYTES != 0, -entry.itemsize))
+    return tuple(entries)
+
+
+def _resident_entry(claim: Claim, source: str, encoding: RowEncoding) -> ResidentEntry:
+    """A tensor of the checkpoint as it is stored."""
+    shape = claim.shape
+    return ResidentEntry(
+        name=claim.name,
+        code=encoding.safetensors_dtype,
+        shape=(*shape[:-1], encoding.vector_items(shape[-1])),
+        itemsize=int(encoding.storage.itemsize),
+        source=source,
+        encoding=encoding,
+    )
