@@ -33,6 +33,8 @@ _SIZES = {  # of model_types whose config has other keys
         }.items()
     },
     "falcon": {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4},
+    "bloom": {"hidden_size": 64, "n_head": 4, "n_layer": LAYERS},
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": CONTEXT},
     "gpt2": {"n_embd": 64, "n_inner": 96, "n_head": 4, "n_positions": CONTEXT},
 }
 _TEACHERS = {"sparsellama": "llama", "bamboo": "mistral"}  # whose code computes them, but for the activation
@@ -174,6 +176,14 @@ VARIANTS = {
     "persimmon without norms of heads": Variant("persimmon", {"qk_layernorm": False}),
     "phi": Variant("phi"),
     "phi norms of heads": Variant("phi", {"qk_layernorm": True, "hidden_act": "relu"}),
+    "falcon alibi": Variant(
+        "falcon", {"alibi": True, "num_attention_heads": 6, "hidden_size": 96, "parallel_attn": False, "bias": True}
+    ),
+    "falcon alibi, one key-value head": Variant("falcon", {"alibi": True, "activation": "relu"}),
+    "bloom": Variant("bloom"),
+    "bloom six heads": Variant("bloom", {"n_head": 6, "hidden_size": 96, "tie_word_embeddings": False}),
+    "mpt": Variant("mpt"),
+    "mpt six heads": Variant("mpt", {"n_heads": 6, "d_model": 96, "attn_config": {"softmax_scale": 0.2}}),
     "gpt2": Variant("gpt2"),
     "olmoe": Variant("olmoe"),
     "olmoe normalized": Variant("olmoe", {"norm_topk_prob": True, "num_key_value_heads": 4}),
@@ -198,12 +208,12 @@ VARIANTS = {
     ),
 }
 
-# One of each model_type, and those that differ most, but no mixtures of experts: for tests of the batch engine.
-_MIXTURES = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
+# One of each model_type, and those that differ most, but of what the batch engine refuses: for its tests.
+_OTHERS = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "bloom", "mpt")
 SAMPLES = sorted(
     {
         *{
-            each.model_type: name for name, each in reversed(VARIANTS.items()) if each.model_type not in _MIXTURES
+            each.model_type: name for name, each in reversed(VARIANTS.items()) if each.model_type not in _OTHERS
         }.values(),
         *("opt post-norm", "opt-350m", "opt without norm weights", "llama relu", "llama biases", "llama 3 rope"),
         *("llama yarn rope", "mistral window", "fatrelu by layer", "gemma2 uncapped", "cohere norms of heads"),

@@ -76,6 +76,8 @@ class ReferenceDecoder:
         h = tensors["embedding.weight"][ids] * block.embedding_scale
         if "project_in.weight" in tensors:
             h = self._linear("project_in", h)
+        if block.embedding_norm:
+            h = self._norm("embedding_norm", h)
         if block.positions == "learned":
             h = h + tensors["positions.weight"][positions + block.position_offset]
         for layer in range(len(self.ffn)):
@@ -147,6 +149,7 @@ class ReferenceDecoder:
         query, key = self._rotate(query, positions, rotary) * block.query_scale, self._rotate(key, positions, rotary)
         key, value = (states.repeat_interleave(block.heads // block.kv_heads, 1) for states in (key, value))
         scores = self._capped(torch.einsum("qhd,khd->hqk", query, key), block.attention_softcap)
+        scores = scores + self._alibi(positions)
         distance = positions[None, :, None] - positions[None, None, :]
         window = block.layer(layer).window or len(x)
         scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
@@ -155,6 +158,16 @@ class ReferenceDecoder:
             scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(x), 1)), -1)
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(x)], value)
         return self._linear(f"layers.{layer}.out", mixed.reshape(len(x), -1))
+
+    def _alibi(self, positions):
+        """What is added to scores [heads, queries, keys], but for a constant of each query."""
+        alibi = self.block.alibi
+        if alibi is None:
+            return 0.0
+        terms = torch.tensor(alibi.slopes)[:, None, None] * positions.float()
+        if alibi.rounded:
+            terms = (torch.tensor(alibi.slopes).bfloat16()[:, None, None] * positions).float()
+        return alibi.scale * terms
 
     def _rotate(self, states, positions, rotary):
         if rotary is None:

@@ -128,10 +128,10 @@ def decoder(
     matrix_parts: Mapping[str, Callable[[Config], Part]] | None = None,
     **others: Any,
 ) -> ArchitectureSpec:
-    """A table with these tensors, and Llama's names where `names` (of base, embedding, positions, layer, final_norm)
-    says nothing else. `norms`: canonical name -> state_dict name within a layer, and the models that have it; a name
-    with a dot behind it is the same norm under another name. `ffn_tensors`: more of the FFN that is resident, by its
-    name within a layer."""
+    """A table with these tensors, and Llama's names where `names` (base, embedding, embedding_norm, positions, layer,
+    final_norm) says nothing else. `norms`: canonical name -> state_dict name within a layer, and the models that have
+    it; a name with a dot behind it is the same norm under another name. `ffn_tensors`: more of the FFN that is
+    resident, by its name within a layer."""
     named = {"base": "model.", "embedding": "embed_tokens", "layer": "layers.{i}.", "final_norm": "norm"}
     named |= names or {}
     base, layer = named["base"], named["base"] + named["layer"]
@@ -153,7 +153,7 @@ def decoder(
             for tensor in norm_of(f"layers.{{i}}.{name.rstrip('.')}", layer + source, when)
         )
 
-    positions = named.get("positions")
+    positions, embedding_norm = named.get("positions"), named.get("embedding_norm")
     return ArchitectureSpec(
         model_type=model_type,
         base_prefix=base,
@@ -162,6 +162,7 @@ def decoder(
         resident=(
             ResidentTensor(name="embedding.weight", source=f"{base}{named['embedding']}.weight"),
             *([ResidentTensor(name="positions.weight", source=f"{base}{positions}.weight")] if positions else []),
+            *(norm_of("embedding_norm", base + embedding_norm, always) if embedding_norm else ()),
             *norms_of("attention"),
             *(replace(tensor, source=layer + tensor.source) for tensor in attention),
             *(

@@ -7,11 +7,13 @@ neurons are never zero, unless their config says ReLU.
 from collections.abc import Mapping
 from typing import Any
 
+from flashllm.arch.alibi import falcon_alibi
 from flashllm.arch.family import (
     always,
     decoder,
     decoder_block,
     fused,
+    head_size,
     linear_tensors,
     says,
 )
@@ -194,19 +196,18 @@ def _falcon_part(part: int) -> Any:
 
 
 def _falcon(config: Config) -> BlockSpec:
-    if config["alibi"]:
-        raise UnsupportedModelError(
-            "falcon with alibi (Falcon-RW) is not supported: attention with distances added to its scores is not "
-            "computed; Falcon 7B, 11B and 40B, which have rotary positions, are"
-        )
     if config["new_decoder_architecture"] and not config["parallel_attn"]:
         raise UnsupportedModelError("falcon of the new decoder architecture without parallel_attn is not supported")
+    traits: dict[str, Any] = {}
+    if config["alibi"]:
+        traits = {"positions": "none", "alibi": falcon_alibi(config["num_attention_heads"], head_size(config))}
     return decoder_block(
         config,
         epsilon="layer_norm_epsilon",
         activation="activation",
         norm="layer",
         gated=False,
+        **traits,
         kv_heads=_falcon_kv_heads(config),
         parallel=_is_parallel(config),
         shared_norm=_is_parallel(config) and not _has_two_norms(config),

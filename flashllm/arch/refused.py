@@ -11,7 +11,6 @@ _HYBRID = "a mix of attention and state-space layers"
 _PICTURES = "a model for pictures or sound besides text"
 _LATENT = "a mixture of experts with latent attention"
 _NO_ROW = "a dense decoder whose architecture nobody has described here yet"
-_ALIBI = "a decoder that adds distances to its attention scores instead of rotating queries and keys"
 
 _REASONS = {
     _EXPERTS: (
@@ -77,13 +76,13 @@ _REASONS = {
         *("hunyuan_v1_dense", "gpt_neox_japanese", "modernbert-decoder", "vaultgemma", "nanochat", "internlm3"),
         *("minicpm", "minicpm3", "baichuan", "internlm2", "qwen", "xverse", "ctrl", "openai-gpt", "xlnet", "reformer"),
     ),
-    _ALIBI: ("bloom", "mpt", "jais"),
 }
 _OTHERS = {
     "bitnet": "BitNet b1.58: its inputs are rounded to 8 bits before every product, and a norm over all neurons lies "
     "before the down projection, and neither is computed; use another engine, or Nemotron, whose squared ReLU runs",
     "gemma3": "Gemma 3 with its picture encoder; the text model alone has model_type gemma3_text",
     "apertus": "a decoder whose activation, xIELU, has learned parameters; use another engine",
+    "jais": "the first Jais, with a SwiGLU of its own and distances added to its scores; Jais 2 runs",
     "gptj": "GPT-J; GPT-NeoX, Pythia, Falcon and Phi run",
     "gpt_neo": "GPT-Neo; GPT-NeoX, Pythia and GPT-2 run",
     "gpt_bigcode": "StarCoder 1; StarCoder 2 runs",
@@ -98,7 +97,6 @@ _ADVICE = "use a dense decoder of the same family, or another engine"
 _HELP = {
     _NO_ROW: "most want but a row that says how they compute (flashllm/README.md, How to add an architecture); until "
     "then use a decoder of the same family that runs, or another engine",
-    _ALIBI: "a model with rotary positions (Falcon, Llama, Qwen) runs",
     _PICTURES: "use its text model on its own, where it is published as such",
     _ENCODER: "use it with transformers",
     _ENCODER_DECODER: "use it with transformers",

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flashllm.arch.alibi import WITH_ALIBI
 from flashllm.arch.experts import MIXTURES
 from flashllm.arch.gpt import GPT_LIKE
 from flashllm.arch.llama import LLAMA_LIKE
@@ -29,7 +30,7 @@ from flashllm.errors import FormatError, UnsupportedModelError
 _MAX_LABELS = 10_000
 
 ARCHITECTURES: dict[str, ArchitectureSpec] = {
-    spec.model_type: spec for spec in (OPT, *LLAMA_LIKE, *GPT_LIKE, *MIXTURES)
+    spec.model_type: spec for spec in (OPT, *LLAMA_LIKE, *GPT_LIKE, *WITH_ALIBI, *MIXTURES)
 }
 
 

@@ -7,6 +7,7 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
 
     embedding.weight [vocab, embed]             positions.weight [context + offset, d_model]
     project_in.weight [d_model, embed]          project_out.weight [embed, d_model]
+    embedding_norm.weight, .bias [d_model]
     layers.{i}.attention_norm.weight, .bias     layers.{i}.ffn_norm.weight, .bias           [d_model]
     layers.{i}.attention_output_norm, layers.{i}.ffn_output_norm: the same
     layers.{i}.query.weight [heads * head_dim, d_model], .bias; key and value with kv_heads
@@ -64,6 +65,19 @@ class Rotary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alibi:
+    """Distances that are added to scores, after their scale (Press et al., 2022): scale * slope * (key - query)."""
+
+    slopes: tuple[float, ...]  # of each head
+    scale: float = 1.0
+    rounded: bool = False  # positions, and slope * position, to bf16, as Falcon-RW was trained
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(number) for number in (*self.slopes, self.scale)):
+            raise ValueError("slopes and their scale must be finite numbers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """What layers of one model may differ in."""
 
@@ -111,11 +125,13 @@ class BlockSpec:
     norms: Literal["input", "sum", "output", "both"] = "input"
     parallel: bool = False
     shared_norm: bool = False  # of a parallel block: the FFN reads what the attention reads
+    embedding_norm: bool = False  # of the embedded tokens, before the first block
     final_norm: bool  # before the head
     positions: Literal["learned", "rotary", "none"]
     position_offset: int = 0  # row of positions.weight of the first token
     rotary: tuple[Rotary, ...] = ()  # those that layers choose from
     rotary_style: Literal["half", "interleaved"] = "half"  # the partner of dimension j: j + dims / 2, or j + 1
+    alibi: Alibi | None = None
     layers: tuple[LayerSpec, ...] = ()  # of each layer; empty: all are as LayerSpec() says
     activation: str  # one of ACTIVATIONS
     gated: bool
@@ -140,6 +156,8 @@ class BlockSpec:
             raise ValueError(f"activation {self.activation} needs a gate")
         if (self.positions == "rotary") != bool(self.rotary):
             raise ValueError("rotary embeddings belong to rotary positions, and they need one")
+        if self.alibi is not None and len(self.alibi.slopes) != self.heads:
+            raise ValueError(f"{len(self.alibi.slopes)} slopes do not fit {self.heads} heads")
         for rotary in self.rotary:
             if rotary.dims > self.head_dim:
                 raise ValueError(f"{rotary.dims} rotary dimensions do not fit heads of {self.head_dim}")
@@ -369,6 +387,7 @@ def _projection(part: str, rows: Callable[[BlockSpec], int]) -> dict[str, Callab
 
 
 _NORMS = (
+    "embedding_norm",
     "layers.{i}.attention_norm",
     "layers.{i}.attention_output_norm",
     "layers.{i}.ffn_norm",

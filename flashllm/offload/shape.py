@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flashllm.arch.registry import block_spec, resolve, spec_of
+from flashllm.arch.spec import BlockSpec
 from flashllm.base.files import is_there, read_json_object
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 
@@ -120,7 +121,17 @@ BUILTIN = {
 }
 
 
-NO_EXPERTS = "a mixture of experts, which this engine does not compute; `flashllm generate` and `flashllm chat` do"
+_NO_ENGINE = "which this engine does not compute; `flashllm generate` and `flashllm chat` do"
+
+
+def not_computed(block: BlockSpec) -> str | None:
+    """What of a model this engine does not compute, as a message's end; None where it computes all."""
+    if block.experts is not None:
+        return f"a mixture of experts, {_NO_ENGINE}"
+    if block.alibi is not None:
+        return f"a model that adds distances to its attention scores (ALiBi), {_NO_ENGINE}"
+    return f"a model with a norm of its embeddings, {_NO_ENGINE}" if block.embedding_norm else None
+
 
 # Keys of sizes, under the names that families have for them: a config that lacks one is not planned by a default.
 _SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head")
@@ -139,8 +150,8 @@ def shape_from_config(config: dict[str, Any], *, name: str) -> ModelShape:
         raise UnsupportedModelError(f"{name}: cannot plan: {error}") from None
     except (FormatError, TypeError) as error:
         raise FormatError(f"{name}: {error}") from None
-    if block.experts is not None:
-        raise UnsupportedModelError(f"{name}: {NO_EXPERTS}")
+    if (lacks := not_computed(block)) is not None:
+        raise UnsupportedModelError(f"{name}: {lacks}")
     missing = next((key for key in (*_SIZES, *_FFN_SIZES) if key in spec.defaults and key not in config), None)
     if missing is not None:
         raise FormatError(f"{name}: config.json has no {missing!r}; is it a whole Hugging Face config?")

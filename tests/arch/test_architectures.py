@@ -68,7 +68,7 @@ COMMON = (
     *("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "jamba", "bamba", "zamba2", "falcon_h1", "nemotron_h"),
     *("t5", "mt5", "bart", "whisper", "bert", "roberta", "distilbert", "modernbert", "electra", "deberta-v2"),
     *("gemma3", "gemma3n", "gemma3n_text", "gemma4", "mllama", "llava", "qwen2_vl", "qwen2_5_vl", "mistral3", "clip"),
-    *("bloom", "mpt", "bitnet", "gptj", "gpt_neo", "gpt_bigcode", "codegen", "apertus", "olmo", "olmo3", "cohere2"),
+    *("bitnet", "jais", "gptj", "gpt_neo", "gpt_bigcode", "codegen", "apertus", "olmo", "olmo3", "cohere2"),
 )
 
 
@@ -130,7 +130,9 @@ def test_kv_bytes():
         ({**TINY, "activation_function": {}}, "is not supported"),
         ({**LLAMA, "hidden_act": "tanh"}, "activation 'tanh' is not supported for llama"),
         ({**LLAMA, "rope_scaling": {"type": "proportional"}}, "rope type 'proportional' is not supported"),
-        ({"model_type": "falcon", "alibi": True}, "falcon with alibi .* is not supported.*Falcon 7B"),
+        ({"model_type": "mpt", "attn_config": {"clip_qkv": 6.0}}, "mpt with attn_config.clip_qkv 6.0 is not supported"),
+        ({"model_type": "mpt", "logit_scale": 2.0}, "mpt with logit_scale 2.0 is not supported"),
+        ({"model_type": "bloom", "apply_residual_connection_post_layernorm": True}, "bloom with apply_residual"),
         ({"model_type": "stablelm", "qk_layernorm": True}, "a norm of its own for every head"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "makes an encoder"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "gpt2 with scale_attn_by_inverse_layer_idx"),

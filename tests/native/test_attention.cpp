@@ -8,6 +8,7 @@ using namespace attention_tests;
 struct Problem {
   std::size_t heads, kv_heads, head_dim, length;
   Dtype dtype;
+  const float* slopes = nullptr;  // [heads]
 
   AttentionShape shape() const {
     AttentionShape shape;
@@ -16,6 +17,7 @@ struct Problem {
     shape.head_dim = head_dim;
     shape.dtype = dtype;
     shape.scale = 1.0F / std::sqrt(static_cast<float>(head_dim));
+    shape.alibi.slopes = slopes;
     return shape;
   }
 };
@@ -32,7 +34,10 @@ void check_token(const Problem& problem, const Cached& cached, std::size_t posit
       double score = 0.0;
       for (std::size_t j = 0; j < dim; ++j)
         score += static_cast<double>(q[h * dim + j]) * cached.keys[p * cached.row + offset + j];
-      total += weights[p] = std::exp(score * static_cast<double>(problem.shape().scale));
+      score *= static_cast<double>(problem.shape().scale);
+      if (problem.slopes != nullptr)
+        score -= static_cast<double>(problem.slopes[h]) * static_cast<double>(position - p);
+      total += weights[p] = std::exp(score);
     }
     for (std::size_t j = 0; j < dim; ++j) {
       double sum = 0.0, magnitude = 0.0;
@@ -87,6 +92,9 @@ std::vector<float> step_by_step(const Problem& problem, const Cached& cached, st
       rows.push_back(values.data() + p * row);
     }
     kernels.dot_matrix(keys.data(), row, length, q + h * dim, dim, scores.data());
+    if (problem.slopes != nullptr)
+      for (std::size_t p = 0; p < length; ++p)
+        scores[p] += problem.shape().alibi.bias(h, p, position) / problem.shape().scale;
     softmax_kernel(level)(scores.data(), length, problem.shape().scale);
     for (std::size_t p = 0; p < length; p += 64)
       kernels.add_scaled_rows(rows.data() + p, scores.data() + p, std::min<std::size_t>(64, length - p), 0,
@@ -131,11 +139,13 @@ void check_problem(const Problem& problem, SimdLevel level, std::size_t step) {
 
 void test_attention(int scale) {
   const std::size_t step = scale > 1 ? 7 : 31;  // between the queries computed alone
+  constexpr float kSlopes[] = {0.5F, 0.25F, 0.0625F, 0.7F};
   for (const SimdLevel level : simd_levels()) {
     for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
       check_problem({4, 2, 16, 1, dtype}, level, step);
       check_problem({4, 4, 16, 64, dtype}, level, step);
       check_problem({6, 2, 80, 65, dtype}, level, step);
+      check_problem({4, 2, 16, 70, dtype, kSlopes}, level, step);  // distances added to scores
       check_problem({3, 1, 20, 70, dtype}, level, step);  // rows that are not whole vectors
       check_problem({2, 1, 7, 67, dtype}, level, step);   // nor pairs
       if (scale == 1) continue;

@@ -200,6 +200,7 @@ class PyModel {
     spec.block.attention_softcap = reader.number("attention_softcap");
     spec.block.residual_scale = reader.get<float>("residual_scale");
     read_rotary(reader, spec);
+    read_alibi(reader.get<nb::object>("alibi"), spec.block);
     spec.vocab = reader.get<std::size_t>("vocab_size");
     spec.embed_dim = reader.get<std::size_t>("embed_dim");
     spec.d_ff = d_ff;
@@ -224,6 +225,8 @@ class PyModel {
       weights.project_in = linear("project_in", d_model_, spec.embed_dim);
       weights.project_out = linear("project_out", spec.embed_dim, d_model_);
     }
+    if (reader.get<bool>("embedding_norm"))
+      weights.embedding_norm = norm("embedding_norm", d_model_, reader);
     if (reader.get<bool>("final_norm")) weights.final_norm = norm("final_norm", d_model_, reader);
     weights.head =
         reader.get<bool>("tied_head") ? weights.embedding : linear("head", spec.vocab, spec.embed_dim);
@@ -384,6 +387,14 @@ class PyModel {
     }
   }
 
+  void read_alibi(const nb::object& alibi, BlockSpec& spec) {
+    if (alibi.is_none()) return;
+    const SpecReader reader(alibi);
+    slopes_ = reader.get<std::vector<float>>("slopes");
+    require(slopes_.size() == spec.heads, "every head needs a slope");
+    spec.alibi = {slopes_.data(), reader.get<float>("scale"), reader.get<bool>("rounded")};
+  }
+
   float rounded(float value) const {
     std::byte bits[sizeof(float)];
     kernels_->from_f32(&value, 1, bits);
@@ -466,6 +477,7 @@ class PyModel {
   std::shared_ptr<ThreadPool> pool_;
   std::shared_ptr<FfnCounters> counters_;
   std::list<std::vector<float>> frequencies_;
+  std::vector<float> slopes_;
   std::vector<std::unique_ptr<float[]>> floats_;
   RowCodec resident_codec_ = RowCodec::f32;
   std::map<std::string, std::string> other_encodings_;

@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "kernels/half.h"
 #include "kernels/scratch.h"
 
 #if defined(__x86_64__)
@@ -58,6 +59,10 @@ void attend_heads(const AttentionShape& shape, const AttendingToken& token, std:
   }
   for (std::size_t h = 0; h < heads; ++h) {
     cap_scores(shape, scores + h * terms, seen);
+    if (shape.alibi.slopes != nullptr)
+      for (std::size_t i = 0; i < seen; ++i)
+        scores[h * terms + i] +=
+            shape.alibi.bias(first_head + h, first + i, token.length - 1) / shape.softmax_scale();
     if (shape.sinks != nullptr)
       scores[h * terms + seen] = shape.sinks[first_head + h] / shape.softmax_scale();
     softmax(scores + h * terms, terms, shape.softmax_scale());
@@ -234,8 +239,16 @@ class TileAttention {
         column += wide;
       }
     }
-    if (shape_.softcap == 0.0F) return;
-    for (std::size_t k = 0; k < n; ++k) cap_scores(shape_, scores + k * width_, width);
+    if (shape_.softcap != 0.0F)
+      for (std::size_t k = 0; k < n; ++k) cap_scores(shape_, scores + k * width_, width);
+    if (shape_.alibi.slopes == nullptr) return;
+    const std::size_t first = static_cast<std::size_t>(scores - scores_.get());
+    for (std::size_t i = 0; i < std::min(width, columns_ - std::min(columns_, first)); ++i) {
+      const std::size_t head = tile_.first_head + (first + i) / tile_.positions;
+      for (std::size_t k = 0; k < n; ++k)
+        scores[k * width_ + i] +=
+            shape_.alibi.bias(head, start_ + k, ends_[first + i] - 1) / shape_.softmax_scale();
+    }
   }
 
   // sums_ += weights * values, each query's in the order of the keys. A key that a query does not see weighs
@@ -360,6 +373,17 @@ std::size_t heads_together(std::size_t group, std::size_t positions, std::size_t
 }
 
 }  // namespace
+
+float Alibi::term(std::size_t head, std::size_t position) const {
+  if (!rounded) return scale * slopes[head] * static_cast<float>(position);
+  const auto to_bf16 = [](float value) { return bfloat_to_float(float_to_bfloat(value)); };
+  return scale * to_bf16(slopes[head] * to_bf16(static_cast<float>(position)));
+}
+
+float Alibi::bias(std::size_t head, std::size_t key, std::size_t query) const {
+  if (rounded) return term(head, key) - term(head, query);
+  return scale * slopes[head] * (static_cast<float>(key) - static_cast<float>(query));
+}
 
 void cap_scores(const AttentionShape& shape, float* scores, std::size_t n) {
   if (shape.softcap == 0.0F) return;

@@ -27,6 +27,18 @@ struct KvView {
   }
 };
 
+// What is added to a head's scores by position (Press et al. 2022, ALiBi): scale * slope * position, of which the
+// query's own is taken away, so that it grows with the distance; softmax does not see the difference.
+struct Alibi {
+  const float* slopes = nullptr;  // [heads]; nullptr: nothing is added
+  float scale = 1.0F;
+  bool rounded = false;  // the position, and slope * position, to bf16 (Falcon-RW, as it was trained)
+
+  float term(std::size_t head, std::size_t position) const;
+  // What a query's score of a key is raised by.
+  float bias(std::size_t head, std::size_t key, std::size_t query) const;
+};
+
 struct AttentionShape {
   std::size_t heads = 0;
   std::size_t kv_heads = 0;  // divides heads: grouped queries
@@ -38,6 +50,7 @@ struct AttentionShape {
   // [heads] or nullptr: a score of each head that softmax counts and that belongs to no position (attention
   // sinks, Xiao et al. 2024, as gpt-oss learns them); it is neither scaled nor capped.
   const float* sinks = nullptr;
+  Alibi alibi;  // added after the scale and the soft cap
 
   // The first of `length` positions that the last one sees.
   std::size_t first_seen(std::size_t length) const {

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/attention.h"
 #include "kernels/kernels.h"
 #include "kernels/norm.h"
 #include "kernels/rows.h"
@@ -43,6 +44,7 @@ struct BlockSpec {
   float query_scale = 1.0F;        // of a query, before its products with the keys
   float attention_softcap = 0.0F;  // scores are cap * tanh(score / cap); 0: as they are
   float residual_scale = 1.0F;     // of what is added to h
+  Alibi alibi;
 };
 
 // Its parts must live as long as the block.

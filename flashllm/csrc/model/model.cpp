@@ -98,8 +98,9 @@ Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat
           "the embedding's projections do not fit the model");
   require(weights_.positions.data == nullptr || weights_.positions.columns == block.d_model,
           "the position embedding does not fit the model");
-  require(weights_.final_norm.width == 0 || weights_.final_norm.width == block.d_model,
-          "the final norm does not fit the model");
+  for (const Norm* each : {&weights_.embedding_norm, &weights_.final_norm})
+    require(each->width == 0 || each->width == block.d_model,
+            "the norm of the embedding, or the final norm, does not fit the model");
   require(spec_.d_ff != 0 && rows_.d_model == block.d_model, "the rows do not fit the model");
   require(weights_.blocks.size() == stream_.num_layers(), "every block needs rows to stream");
   for (const BlockWeights& each : weights_.blocks) {
@@ -168,6 +169,7 @@ void Model::embed(const Token* tokens, std::size_t count, float* states) {
     linear(weights_.project_in, embedded.data(), count, states, pool_, level_);
     round(states, count * width);
   }
+  if (weights_.embedding_norm.width != 0) normalize(weights_.embedding_norm, count, states, states);
   if (weights_.positions.data == nullptr) return;
   std::vector<float> position(width);
   for (std::size_t t = 0; t < count; ++t) {
@@ -358,6 +360,7 @@ void Model::attend_to_cache(const BlockWeights& weights, const Part& part) {
   shape.softcap = spec.attention_softcap;
   shape.window = weights.attention_window;
   shape.sinks = weights.sinks;
+  shape.alibi = spec.alibi;
   if (part.pass != Pass::prompt) {
     std::vector<AttendingToken> attending;
     for (std::size_t t = 0; t < part.count; ++t)

@@ -61,7 +61,8 @@ struct ModelWeights {
   RowMatrix embedding;                // [vocab, embed_dim]
   RowMatrix positions;                // [context + offset, d_model]; no data: there are none
   RowMatrix project_in, project_out;  // no data: there are none
-  Norm final_norm;                    // of width 0: there is none
+  Norm embedding_norm;                // of width 0: there is none
+  Norm final_norm;                    // the same
   RowMatrix head;                     // [vocab, embed_dim]
   std::vector<BlockWeights> blocks;
 };

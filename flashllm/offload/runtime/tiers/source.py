@@ -33,7 +33,7 @@ from flashllm.format.model_dir import ModelDir, read_plane
 from flashllm.format.model_files import FFN, RESIDENT, checksums_tensor, ffn_tensor, resident_encoding
 from flashllm.format.rows import row_checksums, unpack_rows, widened
 from flashllm.format.safetensors import SafetensorsFile, TensorInfo, open_safetensors
-from flashllm.offload.shape import NO_EXPERTS, ModelShape
+from flashllm.offload.shape import ModelShape, not_computed
 from flashllm.offload.stages import Stage, whole
 
 Array = NDArray[Any]
@@ -58,8 +58,8 @@ class WeightSource(ABC):
         self.path = path
         self.config = complete_config(config)
         self.block: BlockSpec = block_spec(config)
-        if self.block.experts is not None:
-            raise UnsupportedModelError(f"{path}: {NO_EXPERTS}")
+        if (lacks := not_computed(self.block)) is not None:
+            raise UnsupportedModelError(f"{path}: {lacks}")
         self.architecture: Architecture = resolve(config)
         self.dtype = dtype
         self._files = ExitStack()

@@ -1,0 +1,203 @@
+"""Decoders that add distances to their scores (Press et al., 2022: ALiBi): BLOOM and MPT; slopes for Falcon-RW.
+
+Their neurons are GELU's and never zero, so they run dense.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from flashllm.arch.family import always, decoder, decoder_block, fused, linear_tensors
+from flashllm.arch.spec import Alibi, BlockSpec, Config, Part, ResidentTensor, check_number, check_size
+from flashllm.errors import UnsupportedModelError
+
+_FUSED = ("query", "key", "value")
+
+
+def bloom_slopes(heads: int) -> tuple[float, ...]:
+    """Slopes of the power of two of heads that is next below; of the rest, every other one of twice so many."""
+    below = 2 ** math.floor(math.log2(heads))
+
+    def slopes(count: int) -> list[float]:
+        return [2.0 ** (-8.0 * (i + 1) / count) for i in range(count)]
+
+    return tuple([*slopes(below), *slopes(2 * below)[::2]][:heads])
+
+
+def falcon_alibi(heads: int, head_dim: int) -> Alibi:
+    """Falcon-RW's: BLOOM's slopes in bf16, and what they make of positions too, scaled as the scores are."""
+    return Alibi(slopes=tuple(map(_to_bf16, bloom_slopes(heads))), scale=head_dim**-0.5, rounded=True)
+
+
+def _to_bf16(value: float) -> float:
+    fraction, exponent = math.frexp(value)
+    return math.ldexp(round(fraction * 256), exponent - 8)
+
+
+def _mpt_slopes(heads: int) -> tuple[float, ...]:
+    """Of the power of two that is next above: its odd slopes, then its even ones, as many as there are heads."""
+    above = 2 ** math.ceil(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * (i + 1) / above) for i in range(above)]
+    return tuple(slopes if above == heads else [*slopes[1::2], *slopes[::2]][:heads])
+
+
+# BLOOM (Workshop, 2022): a norm behind the embedding, biases everywhere.
+
+
+def _bloom(config: Config) -> BlockSpec:
+    if config["apply_residual_connection_post_layernorm"]:
+        raise UnsupportedModelError("bloom with apply_residual_connection_post_layernorm is not supported")
+    return decoder_block(
+        config,
+        epsilon="layer_norm_epsilon",
+        norm="layer",
+        gated=False,
+        positions="none",
+        embedding_norm=True,
+        alibi=Alibi(slopes=bloom_slopes(check_size("n_head", config["n_head"]))),
+    )
+
+
+def _bloom_keys(config: Config) -> Mapping[str, Any]:
+    width = check_size("hidden_size", config.get("n_embed", config["hidden_size"]))
+    return {
+        "hidden_size": width,
+        "num_attention_heads": config["n_head"],
+        "num_hidden_layers": config["n_layer"],
+        "intermediate_size": 4 * width,
+        "max_position_embeddings": config["seq_length"],
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+
+
+BLOOM = decoder(
+    "bloom",
+    defaults={
+        "vocab_size": 250880,
+        "hidden_size": 64,
+        "n_layer": 2,
+        "n_head": 8,
+        "seq_length": 2048,
+        "layer_norm_epsilon": 1e-5,
+        "apply_residual_connection_post_layernorm": False,
+        "tie_word_embeddings": True,
+    },
+    derived=_bloom_keys,
+    block=_bloom,
+    matrices={"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"},
+    attention=(
+        *(
+            tensor
+            for part, name in enumerate(_FUSED)
+            for tensor in linear_tensors(
+                f"layers.{{i}}.{name}", "self_attention.query_key_value", bias=always, part=fused(part)
+            )
+        ),
+        *linear_tensors("layers.{i}.out", "self_attention.dense", bias=always),
+    ),
+    norms={"attention_norm": ("input_layernorm", always), "ffn_norm": ("post_attention_layernorm", always)},
+    norm_bias=always,
+    ffn_bias=always,
+    names={
+        "base": "transformer.",
+        "embedding": "word_embeddings",
+        "embedding_norm": "word_embeddings_layernorm",
+        "layer": "h.{i}.",
+        "final_norm": "ln_f",
+    },
+)
+
+
+# MPT (MosaicML, 2023): layer norms without biases, no biases at all.
+
+
+def _attention(config: Config) -> Mapping[str, Any]:
+    given = config.get("attn_config")
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError("attn_config must be an object")
+    return given or {}
+
+
+def _mpt(config: Config) -> BlockSpec:
+    attention = _attention(config)
+    usual: dict[str, Any] = {
+        "attn_type": "multihead_attention",
+        "clip_qkv": None,
+        "prefix_lm": False,
+        "qk_ln": False,
+        "attn_uses_sequence_id": False,
+        "alibi": True,
+        "alibi_bias_max": 8,
+    }
+    for key, value in usual.items():
+        if attention.get(key, value) != value:
+            raise UnsupportedModelError(f"mpt with attn_config.{key} {str(attention[key])[:80]} is not supported")
+    for key, value in {"expansion_ratio": 4, "logit_scale": None, "no_bias": True}.items():
+        if config[key] != value:
+            raise UnsupportedModelError(f"mpt with {key} {str(config[key])[:80]} is not supported; {value} is")
+    scale = attention.get("softmax_scale")
+    traits = {} if scale is None else {"query_scale": check_number("softmax_scale", scale)}
+    return decoder_block(
+        config,
+        epsilon="layer_norm_epsilon",
+        norm="layer",
+        gated=False,
+        positions="none",
+        alibi=Alibi(slopes=_mpt_slopes(check_size("n_heads", config["n_heads"]))),
+        **traits,
+    )
+
+
+def _mpt_keys(config: Config) -> Mapping[str, Any]:
+    width = check_size("d_model", config["d_model"])
+    return {
+        "hidden_size": width,
+        "num_attention_heads": config["n_heads"],
+        "num_hidden_layers": config["n_layers"],
+        "intermediate_size": 4 * width,
+        "max_position_embeddings": config["max_seq_len"],
+        "hidden_act": "gelu",
+    }
+
+
+def _mpt_part(part: int) -> Any:
+    def rows(config: Config) -> Part:
+        width = check_size("d_model", config["d_model"])
+        return Part(first=part * width, count=width)
+
+    return rows
+
+
+def _mpt_attention() -> tuple[ResidentTensor, ...]:
+    fused_ones = (
+        linear_tensors(f"layers.{{i}}.{name}", "attn.Wqkv", part=_mpt_part(part)) for part, name in enumerate(_FUSED)
+    )
+    return (
+        *(tensor for tensors in fused_ones for tensor in tensors),
+        *linear_tensors("layers.{i}.out", "attn.out_proj"),
+    )
+
+
+MPT = decoder(
+    "mpt",
+    defaults={
+        "vocab_size": 50368,
+        "d_model": 2048,
+        "n_heads": 16,
+        "n_layers": 24,
+        "max_seq_len": 2048,
+        "expansion_ratio": 4,
+        "layer_norm_epsilon": 1e-5,
+        "logit_scale": None,
+        "no_bias": True,
+        "tie_word_embeddings": True,
+    },
+    derived=_mpt_keys,
+    block=_mpt,
+    matrices={"up": "ffn.up_proj", "down": "ffn.down_proj"},
+    attention=_mpt_attention(),
+    norms={"attention_norm": ("norm_1", always), "ffn_norm": ("norm_2", always)},
+    names={"base": "transformer.", "embedding": "wte", "layer": "blocks.{i}.", "final_norm": "norm_f"},
+)
+
+WITH_ALIBI = (BLOOM, MPT)
