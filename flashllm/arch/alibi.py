@@ -136,7 +136,7 @@ def _mpt(config: Config) -> BlockSpec:
         if config[key] != value:
             raise UnsupportedModelError(f"mpt with {key} {str(config[key])[:80]} is not supported; {value} is")
     scale = attention.get("softmax_scale")
-    traits = {} if scale is None else {"query_scale": check_number("softmax_scale", scale)}
+    traits: dict[str, Any] = {} if scale is None else {"query_scale": check_number("softmax_scale", scale)}
     return decoder_block(
         config,
         epsilon="layer_norm_epsilon",

@@ -146,8 +146,8 @@ void test_attention(int scale) {
       check_problem({4, 4, 16, 64, dtype}, level, step);
       check_problem({6, 2, 80, 65, dtype}, level, step);
       check_problem({4, 2, 16, 70, dtype, kSlopes}, level, step);  // distances added to scores
-      check_problem({3, 1, 20, 70, dtype}, level, step);  // rows that are not whole vectors
-      check_problem({2, 1, 7, 67, dtype}, level, step);   // nor pairs
+      check_problem({3, 1, 20, 70, dtype}, level, step);           // rows that are not whole vectors
+      check_problem({2, 1, 7, 67, dtype}, level, step);            // nor pairs
       if (scale == 1) continue;
       check_problem({2, 2, 64, 131, dtype}, level, step);
       check_problem({8, 2, 128, 150, dtype}, level, step);

@@ -225,8 +225,7 @@ class PyModel {
       weights.project_in = linear("project_in", d_model_, spec.embed_dim);
       weights.project_out = linear("project_out", spec.embed_dim, d_model_);
     }
-    if (reader.get<bool>("embedding_norm"))
-      weights.embedding_norm = norm("embedding_norm", d_model_, reader);
+    if (reader.get<bool>("embedding_norm")) weights.embedding_norm = norm("embedding_norm", d_model_, reader);
     if (reader.get<bool>("final_norm")) weights.final_norm = norm("final_norm", d_model_, reader);
     weights.head =
         reader.get<bool>("tied_head") ? weights.embedding : linear("head", spec.vocab, spec.embed_dim);

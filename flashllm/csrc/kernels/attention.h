@@ -27,8 +27,8 @@ struct KvView {
   }
 };
 
-// What is added to a head's scores by position (Press et al. 2022, ALiBi): scale * slope * position, of which the
-// query's own is taken away, so that it grows with the distance; softmax does not see the difference.
+// What is added to a head's scores by position (Press et al. 2022, ALiBi): scale * slope * position, of which
+// the query's own is taken away, so that it grows with the distance; softmax does not see the difference.
 struct Alibi {
   const float* slopes = nullptr;  // [heads]; nullptr: nothing is added
   float scale = 1.0F;
