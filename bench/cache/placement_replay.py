@@ -5,7 +5,8 @@ are those apart by at most a gap, which is read as well. The cost of a token's r
 bytes times --kib-us, the line through the reader's curve. Orders: the original one, a random one, by popularity, and
 flashllm/convert/placement.py's (the hot set apart, then a path through the co-activation graph). "Closest friend" is
 the paper's negative result (paper A, appendix D): each row also holds the neuron's most co-activated friend, twice the
-bytes. The last line of standard output is one JSON document.
+bytes. "Units" are 2 or 4 neighbours of the best order as one row: read, cached and dropped together, in a cache of as
+many bytes. The last line of standard output is one JSON document.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from flashllm.convert.placement import place
 from flashllm.format.trace import unpack_bits
 
 GAPS = (0, 1, 2)  # rows
+UNITS = (2, 4)  # neurons that are one row
 
 
 def requests_of(order: NDArray[Any], misses: Ids, gap: int) -> tuple[int, int]:
@@ -56,6 +58,18 @@ def requests_with_friends(friends: NDArray[np.int64], misses: Ids, popularity: N
             requests += 1
             left -= {neuron, int(friends[neuron])}
     return requests, 2 * requests
+
+
+def unit_misses(order: NDArray[Any], size: int, active: NDArray[np.bool_], tokens: list[Ids], rows: int) -> list[Ids]:
+    """Units missed by token, where `size` neighbours of `order` are one. `active` [tokens, neurons] is learned."""
+    count = -(-len(order) // size)
+    unit_of = np.empty(len(order), np.int64)
+    unit_of[order] = np.arange(len(order)) // size
+    known = np.zeros((len(active), count), np.bool_)
+    for neuron, unit in enumerate(unit_of.tolist()):
+        known[:, unit] |= active[:, neuron]
+    used = [np.unique(unit_of[ids]) for ids in tokens]
+    return misses_of("frequency", Activity(used, count, known.mean(axis=0)), rows // size)[0][WARM_UP:]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,6 +109,13 @@ def main(argv: list[str] | None = None) -> int:
         for name, order in orders.items():
             for gap in GAPS:
                 add(sums, (name, gap), [requests_of(order, ids, gap) for ids in misses])
+        for size in UNITS:
+            order = orders["hot set, then path"]
+            missed = unit_misses(order, size, active, tokens, rows[index])
+            whole = np.arange(-(-neurons // size))
+            for gap in GAPS[:2]:
+                counts = [requests_of(whole, ids, gap) for ids in missed]
+                add(sums, (f"units of {size}", gap), [(requests, size * read) for requests, read in counts])
         friends = friends_of(active)
         add(
             sums,

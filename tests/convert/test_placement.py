@@ -15,7 +15,8 @@ from flashllm.convert.placement import place
 
 BENCH = Path(__file__).parents[2] / "bench" / "cache"
 sys.path.insert(0, str(BENCH))
-from placement_replay import requests_of, requests_with_friends  # noqa: E402
+from cache_replay import WARM_UP  # noqa: E402
+from placement_replay import requests_of, requests_with_friends, unit_misses  # noqa: E402
 
 
 @settings(max_examples=60, deadline=None)
@@ -50,6 +51,15 @@ def test_requests_are_counted_as_the_reader_merges():
     assert requests_with_friends(friends, misses, np.array([0.1, 0.2, 0.3, 0.4, 0.5])) == (2, 4)
 
 
+def test_neurons_of_a_unit_come_and_stay_together():
+    """Two units have room for one: the unit that is used always is held, the other is read whenever it is used."""
+    order = np.array([0, 2, 1, 3])
+    tokens = [np.array([0]), np.array([1, 2])] * WARM_UP
+    active = np.array([[True, False, True, False], [False, False, True, False], [True, True, False, False]])
+    misses = unit_misses(order, 2, active, tokens, 2)
+    assert [ids.tolist() for ids in misses] == [[], [1]] * (WARM_UP // 2)
+
+
 @pytest.mark.parametrize("learn", [False, True])
 def test_the_script_ends_with_one_json_document(tmp_path, learn):
     random = np.random.default_rng(0)
@@ -69,4 +79,5 @@ def test_the_script_ends_with_one_json_document(tmp_path, learn):
     requests = {(row["order"], row["gap_rows"]): row["requests"] for row in document["orders"]}
     assert requests["path", 0] < 0.5 * requests["random", 0]
     assert requests["random", 2] < requests["random", 0]
+    assert requests["units of 2", 0] < requests["random", 0]  # groups of 8 fire together
     assert "| hot set, then path |" in (tmp_path / "table.md").read_text()
