@@ -10,6 +10,7 @@ import engine_runs
 import pytest
 from engine_runs import Workers
 
+from flashllm.format.manifest import open_model_dir
 from flashllm.format.model_files import FFN, PLACED, RESIDENT
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "engine"
@@ -100,6 +101,13 @@ def test_the_memory_curve_caches_more_where_there_is_more(model):
     rows = document(done)["rows"]
     assert [row["memory"] for row in rows] == [pytest.approx(700e6, rel=0.01), pytest.approx(2e9, rel=0.01)]
     assert rows[0]["cached_share"] <= rows[1]["cached_share"] == 1.0
+
+
+def test_several_models_share_a_memory_curve(model):
+    arguments = ["--model", model, "--model", model, "--limits", "1MB,700MB", "--plan", "--tokens", 12, "--prompt", 12]
+    rows = document(run(BENCH / "memory_curve.py", *arguments))["rows"]
+    assert [row["memory"] for row in rows] == [700_000_000]  # 1 MB cannot hold it; the same model counts once
+    assert rows[0]["encoding"] == open_model_dir(model).rows.encoding
 
 
 def test_an_engines_files_are_read_before_it_runs(tmp_path, monkeypatch):
