@@ -2,12 +2,12 @@
 
     python bench/quality/fewer_bits.py HF_FOLDER TEXT --variants wide int8_32 int4_32+int8_32 int4_32:down
 
-A variant is `wide` (the folder as it is, in its own dtype), NEURONS+RESIDENT+TABLES (each may be empty: `+int4_32` is
-resident matrices alone; tables are embedding and head, otherwise as RESIDENT), the same with a `*` behind it, whose
-codes are chosen on the text of `--calibrate`, or ENCODING:MATRICES, where only those of a neuron's matrices (down, or
-up,gate) are rounded; that rounding is done on the folder's weights. Everything else is converted and run by the engine,
-densely. Text: windows of `--length` tokens spread evenly, every token but a window's first predicted. The last line of
-stdout is one JSON document. No timings.
+A variant is `wide` (the folder as it is, in its own dtype), a dtype (`bfloat16`), NEURONS+RESIDENT+TABLES (each may be
+empty: `+int4_32` is resident matrices alone; tables are embedding and head, otherwise as RESIDENT; `bf12` codes the
+weights in bfloat16), the same with a `*` behind it, whose codes are chosen on the text of `--calibrate`, or
+ENCODING:MATRICES, where only those of a neuron's matrices (down, or up,gate) are rounded; that rounding is done on the
+folder's weights. Everything else is converted and run by the engine, densely. Text: windows of `--length` tokens spread
+evenly, every token but a window's first predicted. The last line of stdout is one JSON document. No timings.
 """
 
 import argparse
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "predictors"))
 from evaluate import read_text
 
 from flashllm.arch.registry import claims
+from flashllm.base.bf12 import BF12
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, cast
 from flashllm.base.group_codes import GROUP_CODES
 from flashllm.config import RunConfig
@@ -36,15 +37,17 @@ from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.run import convert_checkpoint
 from flashllm.engine.model import Model
 from flashllm.format.inspect import inspect
+from flashllm.format.rows import CODED_ENCODINGS
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.quantise.run import convert_calibrated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """What is in fewer bits: names of GROUP_CODES, None for the checkpoint's own dtype."""
+    """What is in fewer bits: names of CODED_ENCODINGS, None for `dtype`."""
 
     name: str
+    dtype: str | None = None  # None: the checkpoint's own
     neurons: str | None = None
     resident: str | None = None
     tables: str | None = None  # embedding and head, where they differ from `resident`
@@ -59,16 +62,44 @@ class Variant:
         if colon:
             found = cls(name=text, rounding=encoding, rounded=tuple(matrices.split(",")))
         else:
-            parts = text.removeprefix("wide").removesuffix("*").split("+")
+            dtype = text if text in WEIGHT_DTYPES else None
+            parts = text.removeprefix("wide" if dtype is None else dtype).removesuffix("*").split("+")
             if len(parts) > 3:
                 raise ValueError(f"{text}: is more than NEURONS+RESIDENT+TABLES")
             neurons, resident, tables = (part or None for part in (*parts, "", "")[:3])
-            calibrated = text.endswith("*")
-            found = cls(name=text, neurons=neurons, resident=resident, tables=tables, calibrated=calibrated)
-        for encoding in (found.neurons, found.resident, found.tables, found.rounding):
-            if encoding is not None and encoding not in GROUP_CODES:
-                raise ValueError(f"{text}: {encoding} is not one of {', '.join(GROUP_CODES)}")
+            found = cls(
+                name=text,
+                dtype="bfloat16" if BF12.name in parts else dtype,
+                neurons=neurons,
+                resident=resident,
+                tables=tables,
+                calibrated=text.endswith("*"),
+            )
+        for encoding in (found.neurons, found.resident, found.tables):
+            if encoding is not None and encoding not in CODED_ENCODINGS:
+                raise ValueError(f"{text}: {encoding} is not one of {', '.join(CODED_ENCODINGS)}")
+        if found.rounding is not None and found.rounding not in GROUP_CODES:
+            raise ValueError(f"{text}: {found.rounding} is not one of {', '.join(GROUP_CODES)}")
         return found
+
+    def convert(self, folder: Path, directory: Path, *, text: Path | None = None, threads: int | None = None) -> None:
+        """The Hugging Face folder as the new model directory `directory`; codes are chosen on `text`."""
+        options: dict[str, Any] = {
+            "dtype": self.dtype,
+            "encoding": self.neurons,
+            "resident_encoding": self.resident,
+            "table_encoding": self.tables,
+            "source_name": folder.name,
+        }
+        if self.calibrated:
+            if text is None:
+                raise ValueError(f"{self.name}: needs a text")
+            convert_calibrated(folder, directory, text, **options, threads=threads)
+            return
+        with open_checkpoint(folder) as opened:
+            rounded = self.rounding is not None
+            checkpoint: Any = RoundedCheckpoint(opened, self.rounded, self.rounding) if rounded else opened
+            convert_checkpoint(checkpoint, directory, **options)
 
 
 class RoundedCheckpoint:
@@ -133,20 +164,9 @@ def perplexity(directory: Path, windows: list[list[int]], threads: int | None) -
 
 def measure(folder: Path, variant: Variant, windows: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
     """One variant, converted into a temporary directory."""
-    with tempfile.TemporaryDirectory(dir=args.scratch) as scratch, open_checkpoint(folder) as opened:
-        rounding = variant.rounding
-        checkpoint: Any = opened if rounding is None else RoundedCheckpoint(opened, variant.rounded, rounding)
+    with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         directory = Path(scratch) / "model"
-        options: dict[str, Any] = {
-            "encoding": variant.neurons,
-            "resident_encoding": variant.resident,
-            "table_encoding": variant.tables,
-            "source_name": folder.name,
-        }
-        if variant.calibrated:
-            convert_calibrated(folder, directory, args.calibrate, **options, threads=args.threads)
-        else:
-            convert_checkpoint(checkpoint, directory, **options)
+        variant.convert(folder, directory, text=args.calibrate, threads=args.threads)
         facts = inspect(directory)
         return {
             "variant": variant.name,

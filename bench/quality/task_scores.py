@@ -1,47 +1,57 @@
-"""Perplexity and zero-shot tasks of a model, dense and with thresholds on its gates, beside transformers' own figures.
+"""Perplexity and zero-shot tasks of a model: dense, with thresholds on its gates, in fewer bits, beside its peers.
 
     python bench/quality/task_scores.py HF_FOLDER --tasks DIR --text wiki.test.raw --calibration books.txt \\
-        [--rows transformers dense 30% "30% sparse" 50% 70%] [--items 200] [--windows 20] --out scores.json
+        [--rows transformers dense 30% "30% sparse" 50% 70%] [--items 200 hellaswag=50] [--windows 20] --out scores.json
 
-Rows: `transformers` runs HF_FOLDER in its own dtype; all others run its conversion, `N%` with thresholds on the gates
-that make that share of them zero (`convert --sparsify`, chosen on CALIBRATION) and the gates resident, as the engine
-computes prompts; with `sparse` behind it neuron by neuron, as it computes new tokens. DIR has the files that
-predictors/tasks.py names; the first ITEMS of each are asked. Prompts and scores are lm-eval's: `acc` is the choice of
-the highest log-likelihood, `acc_norm` that of the highest per character; LAMBADA's word counts where greedy decoding
-says it. Choices of an item share the computation of its prompt. The text's perplexity is that of its first windows,
-every token but a window's first. A row that OUT has under the same settings is not run again. `standard_error` is the
-binomial one. The last line of stdout is one JSON document. No timings.
+A model directory in HF_FOLDER's place is written back as one first. Rows: `transformers` runs HF_FOLDER in its own
+dtype, `llama.cpp FILE` a GGUF file of the same tokenizer. All others run a conversion of HF_FOLDER as the engine
+computes prompts: `dense` as it is; `N%` with thresholds on the gates that make that share of them zero (`convert
+--sparsify`, chosen on CALIBRATION) and the gates resident; with `sparse` behind it neuron by neuron, as it computes new
+tokens; a variant of fewer_bits.py (`int4_32+int4_32+int8_32*`, whose codes are chosen on CALIBRATION). DIR has the
+files that predictors/tasks.py names; the first ITEMS of each are asked (NAME=N: of that task). Prompts and scores are
+lm-eval's: `acc` is the choice of the highest log-likelihood, `acc_norm` that of the highest per character; LAMBADA's
+word counts where greedy decoding says it. Choices of an item share the computation of its prompt. The text's perplexity
+is that of its first windows, every token but a window's first; `agreement` is the share of them after which the
+likeliest token is the first row's (kept beside OUT in a .npz file); `firing` is the share of each layer's neurons that
+are not zero, of models with a ReLU. What OUT has under the same settings, text or task of a row, is not run again.
+`standard_error` of a task is the binomial one; `change` is a perplexity over the first row's, less one, `change_error`
+its standard error over windows or words, of the differences in log perplexity; `same_choices` are items answered as in
+the first row. The last line of stdout is one JSON document. No timings.
 """
 
 import argparse
 import gzip
 import json
 import math
+import shutil
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "predictors"))
 
+from fewer_bits import Variant
+from folders import written_back
+from scorers import Firing, Flash, Floats, LlamaCpp, Scorer, Transformers
 from tasks import TASKS, Item
 
 from flashllm.config import RunConfig
-from flashllm.convert.run import convert
 from flashllm.engine.model import Model
+from flashllm.format.manifest import MANIFEST
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.sparsify.run import convert_sparsified
 
 NAMES = ("lambada", "arc_easy", "piqa", "hellaswag", "arc_challenge")
 ROWS = ("transformers", "dense", "30%", "30% sparse", "50%", "70%")
+CONTEXT = 1024  # tokens of the longest question, for llama.cpp
 PIECE = 128  # tokens whose logits are in memory at once
-
-Floats = NDArray[np.float32]
 
 
 class Said(NamedTuple):
@@ -49,61 +59,6 @@ class Said(NamedTuple):
 
     log_likelihood: float
     greedy: bool  # every token of it is the likeliest
-
-
-class Scorer(Protocol):
-    """A model that knows what it was fed since `start`."""
-
-    def start(self) -> None: ...
-
-    def feed(self, ids: Sequence[int]) -> Floats:
-        """Logits [ids, vocab] after each."""
-
-    def back_to(self, length: int) -> None:
-        """Forget what came after so many tokens."""
-
-
-class Flash:
-    """The engine. Its prompts are computed as the configuration says, in any number of pieces."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self._sequence = model.new_sequence()
-
-    def start(self) -> None:
-        self._sequence.truncate(0)
-
-    def feed(self, ids: Sequence[int]) -> Floats:
-        (logits,) = self._model.step([(self._sequence, list(ids))], all_logits=True, as_prompt=True)
-        return logits
-
-    def back_to(self, length: int) -> None:
-        self._sequence.truncate(length)
-
-
-class Transformers:
-    """The checkpoint as transformers runs it."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-        self._past: Any = None
-
-    def start(self) -> None:
-        self._past = None
-
-    def feed(self, ids: Sequence[int]) -> Floats:
-        import torch
-
-        with torch.inference_mode():
-            out = self._model(torch.tensor([list(ids)]), past_key_values=self._past, use_cache=True)
-        self._past = out.past_key_values
-        logits: Floats = out.logits[0].float().numpy()
-        return logits
-
-    def back_to(self, length: int) -> None:
-        self._past.crop(length - self._past.get_seq_length())
 
 
 def said(logits: Floats, targets: Sequence[int]) -> Said:
@@ -118,7 +73,7 @@ def said(logits: Floats, targets: Sequence[int]) -> Said:
 def continuations(scorer: Scorer, prefix: Sequence[int], endings: Sequence[Sequence[int]]) -> list[Said]:
     """Each ending of a prefix, which is computed once."""
     scorer.start()
-    last = scorer.feed(prefix)[-1:]
+    last = scorer.feed(prefix, last=True)
     found = []
     for ending in endings:
         logits = [last]
@@ -129,15 +84,19 @@ def continuations(scorer: Scorer, prefix: Sequence[int], endings: Sequence[Seque
     return found
 
 
-def perplexity(scorer: Scorer, windows: Sequence[Sequence[int]]) -> float:
-    total, count = 0.0, 0
+def score_text(scorer: Scorer, windows: Sequence[Sequence[int]]) -> tuple[list[float], NDArray[np.int32]]:
+    """(each window's mean loss in nats, the likeliest token after each token but a window's last)"""
+    losses, likeliest = [], []
     for ids in windows:
         scorer.start()
+        total = 0.0
         for first in range(0, len(ids) - 1, PIECE):
             piece = ids[first : min(first + PIECE, len(ids) - 1)]
-            total += said(scorer.feed(piece), ids[first + 1 : first + 1 + len(piece)]).log_likelihood
-            count += len(piece)
-    return math.exp(-total / count)
+            logits = scorer.feed(piece)
+            total -= said(logits, ids[first + 1 : first + 1 + len(piece)]).log_likelihood
+            likeliest.append(logits.argmax(axis=1).astype(np.int32))
+        losses.append(total / (len(ids) - 1))
+    return losses, np.concatenate(likeliest)
 
 
 def answer(scorer: Scorer, tokenizer: Tokenizer, item: Item) -> list[Said]:
@@ -156,14 +115,14 @@ def answer(scorer: Scorer, tokenizer: Tokenizer, item: Item) -> list[Said]:
 
 
 def score_task(scorer: Scorer, tokenizer: Tokenizer, items: Sequence[Item]) -> dict[str, Any]:
-    """Accuracy, as lm-eval's, and the choices."""
+    """Accuracy, as lm-eval's, and the choices; of texts to be said the loss of each in nats, too."""
     right, right_normalised, chosen, words = 0, 0, [], []
     for item in items:
         found = answer(scorer, tokenizer, item)
         likely = [one.log_likelihood for one in found]
         if len(found) == 1:
             right += found[0].greedy
-            words.append(likely[0])
+            words.append(-likely[0])
             chosen.append(int(found[0].greedy))
             continue
         each = [value / len(choice.strip()) for value, choice in zip(likely, item.choices, strict=True)]
@@ -171,27 +130,76 @@ def score_task(scorer: Scorer, tokenizer: Tokenizer, items: Sequence[Item]) -> d
         right += chosen[-1] == item.label
         right_normalised += each.index(max(each)) == item.label
     share = right / len(items)
-    row: dict[str, Any] = {"acc": share, "standard_error": math.sqrt(share * (1 - share) / len(items))}
+    error = math.sqrt(share * (1 - share) / len(items))
+    row: dict[str, Any] = {"items": len(items), "acc": share, "standard_error": error}
+    row["chosen"] = "".join(map(str, chosen))  # a digit an item
     if words:
-        return row | {"perplexity": math.exp(-sum(words) / len(words)), "chosen": chosen}
-    return row | {"acc_norm": right_normalised / len(items), "chosen": chosen}
+        return row | {"perplexity": math.exp(statistics.fmean(words)), "losses": words}
+    return row | {"acc_norm": right_normalised / len(items)}
 
 
 @contextmanager
 def opened(row: str, args: argparse.Namespace, folder: Path) -> Iterator[Scorer]:
-    """The row's model; conversions are kept in `folder` while the script runs."""
+    """The row's model; conversions are made in `folder`. ValueError for what is no row."""
     if row == "transformers":
-        yield Transformers(args.model)
+        yield Transformers(args.model, args.threads)
         return
-    share, _, sparse = row.partition(" ")
-    directory = folder / share.rstrip("%")
-    if not directory.exists() and share == "dense":
-        convert(args.model, directory)
-    elif not directory.exists():
-        convert_sparsified(args.model, directory, float(share.rstrip("%")) / 100, args.calibration, gate="resident")
-    config = RunConfig(mode="sparse", prompts="sparse") if sparse else RunConfig(mode="dense")
-    with Model.open(directory, config) as model:
+    if row.startswith("llama.cpp "):
+        yield LlamaCpp(Path(row.removeprefix("llama.cpp ")), max(args.length, CONTEXT), args.threads)
+        return
+    name, _, sparse = row.partition(" ")
+    directory = folder / name.strip("%*")
+    if name.endswith("%"):
+        share = float(name.removesuffix("%")) / 100
+        convert_sparsified(args.model, directory, share, args.calibration, gate="resident")
+    else:
+        variant = Variant.of("wide" if name == "dense" else name)
+        variant.convert(args.model, directory, text=args.calibration, threads=args.threads)
+    ways: dict[str, Any] = {"mode": "sparse", "prompts": "sparse"} if sparse else {"mode": "dense"}
+    with Model.open(directory, RunConfig(**ways, threads=args.threads)) as model:
         yield Flash(model)
+    shutil.rmtree(directory)
+
+
+def text_part(scorer: Scorer, windows: Sequence[Sequence[int]], kept: Path, *, first: bool) -> dict[str, Any]:
+    """A row's figures of the text. `kept` holds the first row's likeliest tokens, or gets them."""
+    firing = None
+    if isinstance(scorer, Flash) and scorer.is_relu:
+        firing = scorer.observer = Firing(scorer.num_layers)
+    losses, likeliest = score_text(scorer, windows)
+    if isinstance(scorer, Flash):
+        scorer.observer = None
+    if first:
+        np.savez_compressed(kept, likeliest=likeliest)
+    same = float((np.load(kept)["likeliest"] == likeliest).mean()) if kept.exists() else None
+    found: dict[str, Any] = {"perplexity": math.exp(statistics.fmean(losses)), "losses": losses, "agreement": same}
+    return found if firing is None else found | {"firing": firing.shares()}
+
+
+def compare(rows: dict[str, dict[str, Any]]) -> None:
+    """Give the parts of each row their `change` of perplexity and their `same_choices`, against the first row's."""
+    first = next(iter(rows.values()), {})
+    for row in rows.values():
+        for name in row.keys() & first.keys():
+            mine, theirs = row[name], first[name]
+            if "losses" in mine:
+                differences = [one - other for one, other in zip(mine["losses"], theirs["losses"], strict=True)]
+                spread = statistics.stdev(differences) if len(differences) > 1 else None
+                mine["change"] = math.expm1(statistics.fmean(differences))
+                mine["change_error"] = None if spread is None else spread / math.sqrt(len(differences))
+            if "chosen" in mine:
+                pairs = zip(mine["chosen"], theirs["chosen"], strict=True)
+                mine["same_choices"] = statistics.fmean(one == other for one, other in pairs)
+
+
+def items_by_task(asked: Sequence[str], names: Sequence[str]) -> dict[str, int]:
+    """How many of each task, from words N (of all) and NAME=N (of one)."""
+    pairs = [word.rpartition("=") for word in asked]
+    general = [int(number) for name, _, number in pairs if not name]
+    found = dict.fromkeys(names, general[-1] if general else 200) | {name: int(n) for name, _, n in pairs if name}
+    if unknown := found.keys() - set(names):
+        raise SystemExit(f"--items: {', '.join(sorted(unknown))} is not among --names")
+    return found
 
 
 def items_of(folder: Path, task: str, count: int) -> list[Item]:
@@ -210,41 +218,56 @@ def text_windows(tokenizer: Tokenizer, path: Path, count: int, length: int) -> l
     return [ids[first : first + length] for first in range(0, count * length, length)]
 
 
+def run_rows(document: dict[str, Any], counts: dict[str, int], args: argparse.Namespace) -> None:
+    """Fill in the document's missing parts of the rows asked for; its file is written after each."""
+    rows = document["rows"]
+    tokenizer = Tokenizer.load(args.model)
+    windows = text_windows(tokenizer, args.text, args.windows, args.length)
+    for name in args.rows:
+        row = rows.setdefault(name, {})
+        wanted = [part for part in ("text", *args.names) if part not in row]
+        if not wanted:
+            continue
+        with tempfile.TemporaryDirectory() as folder, opened(name, args, Path(folder)) as scorer:
+            for part in wanted:
+                if part == "text":
+                    kept = args.out.with_suffix(".npz")
+                    row[part] = text_part(scorer, windows, kept, first=name == next(iter(rows)))
+                else:
+                    row[part] = score_task(scorer, tokenizer, items_of(args.tasks, part, counts[part]))
+                compare(rows)
+                args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+                figure = row[part].get("acc", row[part].get("perplexity"))
+                print(f"{name}, {part}: {figure:.4f}", file=sys.stderr, flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="Hugging Face folder of a gated model")
+    parser.add_argument("model", type=Path, help="a Hugging Face folder, or a model directory")
     parser.add_argument("--tasks", type=Path, required=True, help="folder of the tasks' .jsonl.gz files")
     parser.add_argument("--names", nargs="+", choices=list(TASKS), default=list(NAMES))
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--calibration", type=Path, help="text that thresholds are chosen on")
     parser.add_argument("--rows", nargs="+", default=list(ROWS))
-    parser.add_argument("--items", type=int, default=200)
+    parser.add_argument("--items", nargs="+", default=["200"], help="N, or NAME=N for one task")
     parser.add_argument("--windows", type=int, default=20)
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
-    settings = {name: getattr(args, name) for name in ("names", "items", "windows", "length")}
-    settings |= {"model": args.model.name, "text": args.text.name}
-    settings |= {"calibration": None if args.calibration is None else args.calibration.name}
-    document: dict[str, Any] = {"benchmark": "task_scores", **settings, "rows": {}}
+    counts = items_by_task(args.items, args.names)
+    settings = {"windows": args.windows, "length": args.length, "model": args.model.name, "text": args.text.name}
+    document: dict[str, Any] = {"benchmark": "task_scores", **settings, "items": {}, "rows": {}}
     if args.out.exists():
         document = json.loads(args.out.read_text(encoding="utf-8"))
-        if any(document.get(name) != value for name, value in settings.items()):
+        same = all(document.get(name) == value for name, value in settings.items())
+        if not same or counts != counts | {name: document["items"].get(name, counts[name]) for name in counts}:
             raise SystemExit(f"{args.out} is of other settings; name another file, or remove it")
-    tokenizer = Tokenizer.load(args.model)
-    windows = text_windows(tokenizer, args.text, args.windows, args.length)
+    document["items"] |= counts
     with tempfile.TemporaryDirectory() as folder:
-        for row in args.rows:
-            if row in document["rows"]:
-                continue
-            with opened(row, args, Path(folder)) as scorer:
-                found: dict[str, Any] = {"perplexity": perplexity(scorer, windows)}
-                for name in args.names:
-                    found[name] = score_task(scorer, tokenizer, items_of(args.tasks, name, args.items))
-            document["rows"][row] = found
-            args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            accuracies = ", ".join(f"{name} {found[name]['acc']:.3f}" for name in args.names)
-            print(f"{row}: perplexity {found['perplexity']:.3f}, {accuracies}", file=sys.stderr, flush=True)
+        if (args.model / MANIFEST).exists():
+            args.model = written_back(args.model, Path(folder) / "hf")
+        run_rows(document, counts, args)
     print(json.dumps(document))
     return 0
 

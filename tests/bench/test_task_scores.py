@@ -9,6 +9,8 @@ import task_scores
 from arch_models import VARIANTS, make_checkpoint
 from tiny_models import SENTENCES
 
+from flashllm.convert.run import convert
+
 LAMBADA = [{"context": "the king lived in", "target": "a"}, {"context": "once upon", "target": "time"}]
 CHOICES = [{"question": f"{one}?", "choices": [SENTENCES[0], "no", "it is"], "label": 1} for one in SENTENCES[:3]]
 
@@ -38,12 +40,26 @@ def test_rows_agree_and_resume(arguments, tmp_path, capsys):
     assert document == json.loads((tmp_path / "out.json").read_text())
     theirs, ours, cut, cut_sparse = (document["rows"][name] for name in rows)
     for one, other in ((theirs, ours), (cut, cut_sparse)):
-        assert one["perplexity"] == pytest.approx(other["perplexity"], rel=1e-4)
+        assert one["text"]["perplexity"] == pytest.approx(other["text"]["perplexity"], rel=1e-4)
         assert one["lambada"]["perplexity"] == pytest.approx(other["lambada"]["perplexity"], rel=1e-4)
-        assert one["arc_easy"] == other["arc_easy"]
-    assert cut["perplexity"] != ours["perplexity"]
+        assert one["arc_easy"]["chosen"] == other["arc_easy"]["chosen"]
+    assert cut["text"]["change"] != 0 != cut["text"]["change_error"]
+    assert ours["text"]["agreement"] == theirs["text"]["agreement"] == 1
     with pytest.raises(SystemExit, match="other settings"):
         task_scores.main([*arguments, "--items", "2"])
+
+
+def test_fewer_bits_of_a_model_directory(arguments, tmp_path):
+    source = make_checkpoint(tmp_path / "relu" / "hf", VARIANTS["opt"])
+    convert(source, tmp_path / "model")
+    of = [str(tmp_path / "model"), *arguments[1:]]
+    assert task_scores.main([*of, "--rows", "dense", "transformers", "int8_32+int8_32", "int4_32:down"]) == 0
+    dense, theirs, both, down = json.loads((tmp_path / "out.json").read_text())["rows"].values()
+    assert dense["text"]["perplexity"] == pytest.approx(theirs["text"]["perplexity"], rel=1e-4)
+    assert dense["lambada"]["same_choices"] == 1
+    assert all(0 < share < 1 for share in dense["text"]["firing"])
+    assert both["text"]["change"] != 0 != down["text"]["change"]
+    assert both["text"]["firing"] != dense["text"]["firing"]
 
 
 class Counting:
@@ -55,9 +71,10 @@ class Counting:
     def start(self):
         self.fed = []
 
-    def feed(self, ids):
+    def feed(self, ids, *, last=False):
         self.fed += ids
         self.calls += 1
+        ids = ids[-1:] if last else ids
         return 5 * (task_scores.np.arange(10) == task_scores.np.array(ids)[:, None] + 1).astype("f4")
 
     def back_to(self, length):
