@@ -29,7 +29,10 @@ FIRING_SHARE = 1 / 3
 class LayerActivity:
     """One layer's neurons and the draws of its tokens."""
 
-    def __init__(self, layer: int, num_layers: int, num_neurons: int, *, seed: int, part: str) -> None:
+    def __init__(
+        self, layer: int, num_layers: int, num_neurons: int, *, seed: int, part: str, firing: float = FIRING_SHARE
+    ) -> None:
+        self._firing = firing
         mean = 0.06 + 0.08 * layer / max(1, num_layers - 1)
         fixed = np.random.default_rng([seed, layer, 0])
         self.popularity = fixed.beta(1.5 * mean, 1.5 * (1 - mean), num_neurons)
@@ -46,7 +49,7 @@ class LayerActivity:
     def next_token(self, recall: float, precision: float) -> NDArray[np.bool_]:
         """Masks [3, num_neurons] in the order of `Stream`."""
         active = self._random.random(self._num_draws)[self.draw_of] < self.popularity
-        firing = active & (self._random.random(len(active)) < FIRING_SHARE)
+        firing = active & (self._random.random(len(active)) < self._firing)
         wrong = recall * active.sum() * (1 / precision - 1) / max(1, (~active).sum()) if recall else 0.0
         chance = self._random.random(len(active))
         return np.stack([active, firing, np.where(active, chance < recall, chance < wrong)])
@@ -62,8 +65,10 @@ def write_synthetic_trace(
     recall: float,
     precision: float,
     seed: int = 0,
+    firing: float = FIRING_SHARE,
 ) -> tuple[str, int]:
-    """Write a trace; its SHA-256 and size. `recall` and `precision` are those of the prefetch set."""
+    """Write a trace; its SHA-256 and size. `recall` and `precision` are those of the prefetch set, `firing` the share
+    of the active neurons that fire."""
     info = TraceInfo(
         num_tokens=tokens,
         num_layers=layers,
@@ -71,7 +76,7 @@ def write_synthetic_trace(
         synthetic=True,
         description=f"synthetic trace, seed {seed}, part {part}, prefetch: recall {recall}, precision {precision}",
     )
-    activities = [LayerActivity(layer, layers, neurons, seed=seed, part=part) for layer in range(layers)]
+    activities = [LayerActivity(layer, layers, neurons, seed=seed, part=part, firing=firing) for layer in range(layers)]
     with TraceWriter(path, info) as writer:
         for _ in range(tokens):
             token: Bits = np.stack([pack_bits(activity.next_token(recall, precision)) for activity in activities])

@@ -101,7 +101,7 @@ def flash(settings: dict[str, Any]) -> dict[str, Any]:
             "notices": model.notices,
             "plan": plan.as_dict(),
             "shape": shape,
-            "window_held": float(np.mean([ffn.current_window for ffn in model.parts.ffns])),
+            "window_held": float(np.mean([ffn.current_window for ffn in model.parts.ffns] or [0])),
             "prefetch": model.plan.prefetch,
             "ablation": dataclasses.asdict(config.ablation),
             "text_ids": session.tokens[settings["prompt_tokens"] :][:20],

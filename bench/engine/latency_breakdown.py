@@ -8,6 +8,7 @@ hybrid    half of the weights in memory (or what the limit leaves room for), the
 paper     paper A: its window (five tokens, fewer where they do not fit), no merging, no overlap
 flashllm  this engine as it comes
 paper24   paper mode with room for 24 % of the neurons, outside the limit
+streamed  this engine in mode dense: every weight, what does not fit in sequence, ahead of the products
 
 The engines take turns, each in a process of its own that starts cold; with --cgroup inside a memory group of exactly
 --memory, entered with a cold page cache. Roofs are measured between them in every round. Times are exposed wall time:
@@ -37,6 +38,7 @@ from flashllm.format.manifest import Manifest, open_model_dir
 from flashllm.format.model_files import FFN, RESIDENT
 
 ENGINES = ("naive", "hybrid", "paper", "flashllm")
+EXTRA = ("paper24", "streamed")  # only where they are asked for
 PAPER = {
     **PAPER_READER,
     "options": {"cache_policy": "window", "window": DEFAULT_WINDOW},
@@ -83,6 +85,8 @@ class Run:
             ffn = PAPER_SHARE * self.manifest.files[FFN].nbytes
             settings["memory"] = int(plan["total_bytes"] - plan["neuron_cache_bytes"] + ffn)
             return self.workers.run(settings, capped=False)
+        if name == "streamed":
+            settings |= {"options": {"mode": "dense"}, "tokens": args.dense_tokens}
         return self.workers.run(settings)
 
 
@@ -139,13 +143,21 @@ def ratios(engines: dict[str, Any], roof: dict[str, Any]) -> dict[str, float | N
         "hybrid_over_flashllm": over("hybrid"),
         "paper_over_flashllm": over("paper"),
         "total_over_roof_sum": total / (roof["io_ms"] + roof["compute_ms"]) if known else None,
+        "streamed_over_sequential_read": over_reading(engines.get("streamed"), roof),
         "total_over_roof_max": total / max(roof["io_ms"], roof["compute_ms"]) if known else None,
     }
 
 
+def over_reading(engine: dict[str, Any] | None, roof: dict[str, Any]) -> float | None:
+    """A token's time over that of reading its bytes in sequence."""
+    if engine is None or not engine["bytes_read"]:
+        return None
+    return float(engine["total_ms"] / (engine["bytes_read"] / roof["sequential_gbps"] / 1e6))
+
+
 def conditions(run: Run) -> dict[str, Any]:
     args = run.args
-    first = next((run.results[name][0] for name in ("flashllm", "paper") if name in run.results), {})
+    first = next((run.results[name][0] for name in ("flashllm", "paper", "streamed") if name in run.results), {})
     return {
         "model": "demo" if is_demo(run.directory) else run.directory.name,
         "weights": run.manifest.source.name,
@@ -187,9 +199,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the document, every token included, here too")
     parser.add_argument("--plot", type=Path, help="write a stacked bar chart (PNG)")
     args = parser.parse_args(argv)
-    unknown = set(args.engines) - {*ENGINES, "paper24"}
+    unknown = set(args.engines) - {*ENGINES, *EXTRA}
     if unknown:
-        parser.error(f"unknown engines {', '.join(sorted(unknown))}; there are {', '.join((*ENGINES, 'paper24'))}")
+        parser.error(f"unknown engines {', '.join(sorted(unknown))}; there are {', '.join((*ENGINES, *EXTRA))}")
     if args.cgroup and args.memory is None:
         parser.error("--cgroup needs --memory, the limit to enforce")
     if "paper24" in args.engines and "paper" not in args.engines:
@@ -208,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
     except (GroupError, FlashError) as error:
         raise SystemExit(f"latency_breakdown: {error}") from error
     engines = {
-        name: summary(results, cold=0 if name in ("naive", "hybrid") else COLD_TOKENS)
+        name: summary(results, cold=0 if name in ("naive", "hybrid", "streamed") else COLD_TOKENS)
         for name, results in run.results.items()
     }
     main_run = run.results.get("flashllm", [None])[0]

@@ -5,6 +5,8 @@
     python bench/peer/peer_llama.py run llama-7b-f16.gguf --memory 7.0GB --tokens 10
     python bench/peer/peer_llama.py run llama-7b-f16.gguf --tokens 30
     python bench/peer/peer_llama.py quantise llama-7b-f16.gguf llama-7b-q4_0.gguf
+    python bench/peer/peer_llama.py make olmoe-8.gguf --shape olmoe --layers 8
+    python bench/peer/peer_llama.py run olmoe-8.gguf --memory 3.4GB --walk
 
 The weights are dummies (13.5 GB; the text means nothing, so tokens go in and out as ids); sizes, reads and times are
 real. With --memory the whole process runs in a memory control group of that size from a cold page cache (needs root);
@@ -15,6 +17,7 @@ line is one JSON document.
 
 import argparse
 import ctypes
+import dataclasses
 import json
 import os
 import shutil
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+import dummy_experts
 import memory_group
 import numpy as np
 
@@ -54,6 +58,14 @@ def tensors(layer_count: int) -> list[tuple[str, tuple[int, ...]]]:
     layers = [(f"blk.{i}.{name}.weight", shape) for i in range(layer_count) for name, shape in layer.items()]
     ends = [("output_norm.weight", (HIDDEN,)), ("output.weight", (VOCAB, HIDDEN))]
     return [("token_embd.weight", (VOCAB, HIDDEN)), *layers, *ends]
+
+
+def make_experts(path: Path, shape: dummy_experts.Shape) -> None:
+    """Write a mixture of experts of this shape."""
+    total = dummy_experts.nbytes(shape)
+    if shutil.disk_usage(path.parent).free < total + SLACK_NBYTES:
+        raise OSError(f"{path}: {format_size(total)} do not fit on this drive")
+    dummy_experts.make(path, shape)
 
 
 def make(path: Path, layers: int = LAYERS) -> None:
@@ -137,6 +149,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     context_params.n_batch = context_params.n_ubatch = args.prompt
     context_params.n_threads = context_params.n_threads_batch = args.threads
     context = llama_cpp.llama_init_from_model(model, context_params)
+    vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     loaded_s = time.perf_counter() - start
 
     def decode(ids: list[int]) -> tuple[int, float, int]:
@@ -146,14 +159,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         status = llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(array, len(ids)))
         if status != 0:
             raise OSError(f"llama_decode returned {status}")
-        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (VOCAB,))
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (vocab,))
         return int(logits.argmax()), time.perf_counter() - began, bytes_read() - before
 
-    prompt = np.random.default_rng(1).integers(0, VOCAB, args.prompt).tolist()
+    walk = list(range(args.prompt + args.tokens))
+    prompt = walk[: args.prompt] if args.walk else np.random.default_rng(1).integers(0, vocab, args.prompt).tolist()
     token, prompt_s, prompt_bytes = decode(prompt)
     times, reads = [], []
-    for _ in range(args.tokens):
-        token, seconds, nbytes = decode([token])
+    for following in walk[args.prompt :]:
+        token, seconds, nbytes = decode([following if args.walk else token])
         times.append(seconds)
         reads.append(nbytes)
         print(f"token {len(times)}: {seconds:.3f} s, {format_size(nbytes)} read", file=sys.stderr, flush=True)
@@ -171,7 +185,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """The run in a process of its own, capped where --memory is given; with its summary."""
     command = [sys.executable, __file__, "measure", str(args.model), "--prompt", str(args.prompt)]
     command += ["--tokens", str(args.tokens), "--threads", str(args.threads)]
-    command += ["--no-mmap"] if args.no_mmap else []
+    command += [*(["--no-mmap"] if args.no_mmap else []), *(["--walk"] if args.walk else [])]
     capped = None
     with tempfile.TemporaryFile() as output:
         if args.memory is None:
@@ -196,6 +210,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "model_bytes": args.model.stat().st_size,
         "memory": args.memory,
         "mmap": not args.no_mmap,
+        "walk": args.walk,
         "prompt": args.prompt,
         "threads": args.threads,
         "token_median_s": statistics.median(times),
@@ -209,7 +224,9 @@ def main(argv: list[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     maker = verbs.add_parser("make", help="write the dummy model")
     maker.add_argument("model", type=Path)
-    maker.add_argument("--layers", type=int, default=LAYERS, help="fewer than the shape has")
+    maker.add_argument("--shape", choices=("llama-2-7b", *dummy_experts.SHAPES), default="llama-2-7b")
+    maker.add_argument("--layers", type=int, help="fewer than the shape has")
+    maker.add_argument("--vocab", type=int, help="of a mixture of experts: another than the shape has")
     quantiser = verbs.add_parser("quantise", help="write a model in Q4_0")
     quantiser.add_argument("model", type=Path)
     quantiser.add_argument("out", type=Path)
@@ -220,6 +237,7 @@ def main(argv: list[str] | None = None) -> int:
         runner.add_argument("--tokens", type=int, default=10, help="to generate")
         runner.add_argument("--threads", type=int, default=num_cores(), help="default: cores")
         runner.add_argument("--no-mmap", action="store_true", help="weights in the process's own memory")
+        runner.add_argument("--walk", action="store_true", help="tokens 0, 1, 2 ...: see dummy_experts.py")
         if verb == "run":
             runner.add_argument("--memory", type=parse_size, help="limit of everything, page cache included")
         else:
@@ -227,7 +245,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.verb == "make":
-            make(args.model, args.layers)
+            if args.shape == "llama-2-7b":
+                make(args.model, args.layers or LAYERS)
+                return 0
+            shape = dummy_experts.SHAPES[args.shape]
+            changed = {"layers": args.layers or shape.layers, "vocab": args.vocab or shape.vocab}
+            make_experts(args.model, dataclasses.replace(shape, **changed))
             return 0
         if args.verb == "quantise":
             quantise(args.model, args.out)

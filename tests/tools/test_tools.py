@@ -190,6 +190,25 @@ def test_synthetic_experts_are_those_of_their_trace(tmp_path):
         assert "synthetic weights, synthetic trace of routing" in model.activity_source
 
 
+@pytest.mark.parametrize("gate", ["resident", "rows"])
+def test_a_synthetic_gated_model_runs_by_its_trace(tmp_path, gate):
+    out, small = tmp_path / "model", {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4}
+    small |= {"vocab_size": 8192, "max_position_embeddings": 64}
+    sizes = ["--layers", 2, "--tokens", 20, "--learn-tokens", 20, "--config", json.dumps(small)]
+    done = run("tools/make_synthetic_gated.py", out, "--gate", gate, *sizes)
+    assert done.returncode == 0, done.stderr
+    with Trace(out / "trace.safetensors") as trace:
+        active = [trace.masks(layer).sum(1) for layer in range(2)]
+        firing = [trace.masks(layer, Stream.FIRING).sum(1) for layer in range(2)]
+    assert all(np.array_equal(a, f) == (gate == "resident") for a, f in zip(active, firing, strict=True))
+    with Model.open(out, RunConfig(threads=1, io_threads=4)) as model, model.new_sequence() as sequence:
+        model.step([(sequence, range(4, 16))])
+        model.meter.restart()
+        model.step([(sequence, [4])])
+        assert model.meter.take().active == sum(layer[12] for layer in active)
+        assert "synthetic weights, synthetic trace" in model.activity_source
+
+
 def test_a_synthetic_trace_has_the_statistics_it_promises(tmp_path):
     size = ["--layers", 3, "--neurons", 2048, "--tokens", 300, "--early-recall", 0.6, "--early-precision", 0.8]
     for part in ("learn", "judge"):
