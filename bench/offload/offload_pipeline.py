@@ -37,13 +37,15 @@ from flashllm.offload.shape import load_shape
 from flashllm.offload.stages import split_model
 
 COMPUTE = "compute"  # the activity's name in BlockMeasure.busy
+WARM_PROMPT = 2  # tokens of each prompt before the measured ones
 TINY = {"batch": 2, "num_batches": 1, "prompt": 9, "new": 4}
 
 
-def sequences(settings: dict[str, Any], count: int, vocab: int) -> list[Sequence]:
-    """Random prompts; every sequence takes all its tokens."""
-    greedy = SamplingOptions(max_new_tokens=settings["new"], ignore_eos=True)
-    prompts = np.random.default_rng(1).integers(4, vocab, (count, settings["prompt"])).tolist()
+def sequences(settings: dict[str, Any], count: int, vocab: int, *, warm: bool = False) -> list[Sequence]:
+    """Random prompts; every sequence takes all its tokens. `warm`: short ones, that touch all weights twice."""
+    prompt, new = (min(settings["prompt"], WARM_PROMPT), 2) if warm else (settings["prompt"], settings["new"])
+    greedy = SamplingOptions(max_new_tokens=new, ignore_eos=True)
+    prompts = np.random.default_rng(1).integers(4, vocab, (count, prompt)).tolist()
     return [Sequence(prompt, greedy, decoder=None, end_ids=frozenset()) for prompt in prompts]
 
 
@@ -69,21 +71,21 @@ def measured(measure: BlockMeasure, requests: int, compute_s: list[float]) -> di
 
 
 def drive(ring: Ring | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """One warm block, one measured, at the last process or the only one."""
+    """One short block to warm up, one measured, at the last process or the only one."""
     path, scratch, options = Path(settings["model"]), Path(settings["scratch"]), RunOptions(threads=settings["threads"])
     policy, shape = policy_of(settings), load_shape(settings["model"])
     stages = 1 if ring is None else ring.place.world
     if ring is None:
         with Runner(path, policy, scratch=scratch, options=options) as alone:
             made = sequences(settings, policy.block_size, alone.vocab)
-            alone.run(sequences(settings, policy.block_size, alone.vocab))
+            alone.run(sequences(settings, policy.block_size, alone.vocab, warm=True))
             measure = alone.run(made)
         compute, layers = [measure.busy[COMPUTE]], [shape.layers]
     else:
         split = split_model(shape, stages, Workload(prompt_len=settings["prompt"], gen_len=settings["new"]))
         with PipelineRunner(ring, path, policy, split, fingerprint="", scratch=scratch, options=options) as runner:
             made = sequences(settings, runner.block_size, runner.vocab)
-            runner.run(sequences(settings, runner.block_size, runner.vocab))
+            runner.run(sequences(settings, runner.block_size, runner.vocab, warm=True))
             measure = runner.run(made)
         compute = [each.busy[COMPUTE] for each in runner.stage_measures]
         layers = [stage.num_layers for stage in split]
@@ -119,7 +121,9 @@ def run(world: int, settings: dict[str, Any]) -> dict[str, Any]:
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | protocol | {"RANK": str(rank)})
         for rank in range(world)
     ]
+    waiting = time.perf_counter()
     outputs = [process.communicate()[0] for process in started]
+    print(f"{world} processes took {time.perf_counter() - waiting:.0f} s, starting included", file=sys.stderr)
     if any(process.returncode for process in started):
         raise SystemExit(f"a process of {world} failed")
     result: dict[str, Any] = json.loads(outputs[-1].splitlines()[-1])

@@ -7,9 +7,11 @@
 
 `breakdown`: seconds of each activity in the prompts' pass and in decoding, one at a time (overlap off, as the paper's);
 decoding is what a run has beyond one that ends after its prompts. `ablation`: the planned policy under --memory, then
-the same with one technique off. The paper's "no CPU compute" has no row: here the CPU is the device. `frontier`: batch
-sizes with weights on disk, in 16 bit and with 4-bit weights and cache; a point is on the frontier where none of its
-kind is both sooner and faster. Every run is a process of its own, with --memory in a control group of that size (root).
+the same with one technique off, after a short run to warm up: in --rounds, the lower median of each, and how far the
+fastest was above the slowest (`spread`). Where the plan is a block of one batch, row by row is the same run
+(`same_as`). The paper's "no CPU compute" has no row: here the CPU is the device. `frontier`: batch sizes with weights
+on disk, in 16 bit and with 4-bit weights and cache; a point is on the frontier where none of its kind is both sooner
+and faster. Every run is a process of its own, with --memory in a control group of that size (root).
 Weights are dummies (synthetic), which changes no time. Fewer layers than the shape has are fine: `projected_throughput`
 scales a run's time by the layers, the head's time too, so it is rather too low. The last line is one JSON document.
 """
@@ -102,16 +104,32 @@ def ablation(args: argparse.Namespace) -> list[dict[str, Any]]:
         ("the policy of DeepSpeed: batches of 8, row by row", replace(policy, gpu_batch=8, **alone), {}),
     ]
     rows: list[dict[str, Any]] = []
-    for name, variant, changes in variants:
-        row = {"run": name, "policy": variant.to_json()}
+    for name, variant, _ in variants:
+        row: dict[str, Any] = {"run": name, "policy": variant.to_json(), "rounds": []}
         try:
             prepare(args.model, shape, sizes, replace(options, policy=variant), report=lambda _: None)
         except BudgetError as error:
-            rows.append(row | {"does not fit": str(error)})
-            continue
-        rows.append(row | run(args, variant, **changes))
-        if "throughput" in rows[-1] and "throughput" in rows[0]:
-            rows[-1]["of_all"] = rows[-1]["throughput"] / rows[0]["throughput"]
+            row["does not fit"] = str(error)
+        rows.append(row)
+    if policy.num_batches == 1:  # a block of one batch has one order of steps
+        rows[[name for name, *_ in variants].index("row by row")]["same_as"] = "all"
+    fits = [
+        (row, variant, changes)
+        for row, (_, variant, changes) in zip(rows, variants, strict=True)
+        if "does not fit" not in row
+    ]
+    run(args, fits[0][1], new=2)  # the machine's first read of the model is of no variant
+    for _ in range(args.rounds):
+        for row, variant, changes in fits:
+            row["rounds"].append(run(args, variant, **changes))
+    for row, *_ in fits:
+        rates = sorted(one["throughput"] for one in row["rounds"] if "throughput" in one)
+        if rates:
+            middle = rates[(len(rates) - 1) // 2]
+            row.update(next(one for one in row["rounds"] if one.get("throughput") == middle))
+            row["spread"] = rates[-1] / rates[0] - 1
+        if rates and "throughput" in rows[0]:
+            row["of_all"] = row["throughput"] / rows[0]["throughput"]
     return rows
 
 
@@ -159,6 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             table.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
         else:
             table.add_argument("--sequences", type=int, default=64)
+        if name == "ablation":
+            table.add_argument("--rounds", type=int, default=2)
         if name == "breakdown":
             table.add_argument("--batch", type=int, default=32, help="sequences computed at once")
     args = parser.parse_args(argv)

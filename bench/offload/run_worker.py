@@ -23,7 +23,7 @@ from flashllm.offload.runtime.ops import Matrix, Packing
 from flashllm.offload.runtime.run import Runner, RunOptions
 from flashllm.offload.runtime.tiers.scratch import open_reader
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, open_weights
-from flashllm.offload.runtime.tiers.weight_plan import packed_nbytes
+from flashllm.offload.runtime.tiers.weight_plan import packed_nbytes, weight_packing
 
 _ROUNDS = 3
 
@@ -53,7 +53,8 @@ def products_s(source: WeightSource, bits: int | None, rows: int) -> tuple[float
         if packing is None:
             return Matrix(array, outputs, inputs, None, None)
         packed = np.empty(packed_nbytes(outputs, inputs, packing), np.uint8)
-        _core.pack_weights(array, source.dtype.name, packing.bits, packed, pool, along=packing.along)
+        how = {"along": packing.along, "scales": packing.scales}
+        _core.pack_weights(array, source.dtype.name, packing.bits, packed, pool, **how)
         return Matrix(packed, outputs, inputs, packing, None)
 
     def seconds(one: Matrix) -> float:
@@ -64,7 +65,9 @@ def products_s(source: WeightSource, bits: int | None, rows: int) -> tuple[float
         return median_s(lambda: ops.linear(one, x)) * rows / part
 
     groups = RunOptions().weight_groups
-    packings = {name: None if bits is None else Packing.of(name, bits, groups) for name in source.matrices}
+    packings: dict[str, Packing | None] = dict.fromkeys(source.matrices)
+    if bits is not None:  # of the first layer, as most are
+        packings = {name: weight_packing(source, bits, groups).of(name, 0) for name in source.matrices}
     layer = sum(seconds(matrix(matrix_name(0, name), packing)) for name, packing in packings.items())
     head = "head.weight" if "head.weight" in source.shapes else "embedding.weight"
     return layer, seconds(matrix(head, None))

@@ -15,7 +15,7 @@ from flashllm.offload.jobs.blocks import Size, cut, equal
 from flashllm.offload.planner.local import LocalPlan, Methods, check_fits, load_search, plan_policy, predict_job
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.runtime.opened import OpenModel
-from flashllm.offload.runtime.ops import WeightGroups
+from flashllm.offload.runtime.ops import PACKING, WeightGroups
 from flashllm.offload.runtime.options import CacheLayout, RunOptions
 from flashllm.offload.runtime.run import Runner
 from flashllm.offload.shape import ModelShape
@@ -97,7 +97,7 @@ class LaunchOptions:
     def answers_depend_on(self) -> dict[str, Any]:
         """What changes answers: memory, tiers, batches and threads do not."""
         return {
-            "weights": [self.weight_groups, self.weight_bits] if self.compress_weights else None,
+            "weights": [self.weight_groups, self.weight_bits, PACKING] if self.compress_weights else None,
             "cache": [self.cache_layout, self.cache_bits] if self.compress_cache else None,
             "sparse_attention": self.attention_sparsity,
         }

@@ -21,10 +21,12 @@ std::vector<std::byte> narrowed(const std::vector<float>& values, Dtype dtype) {
   return narrow;
 }
 
-void test_weights(std::size_t rows, std::size_t columns, int bits, Dtype dtype, GroupsAlong along) {
+void test_weights(std::size_t rows, std::size_t columns, int bits, Dtype dtype, GroupsAlong along,
+                  GroupScales scales) {
+  constexpr std::size_t kTokens = 19;  // a wide strip of sums, and a narrow one
   const std::vector<std::byte> weights = narrowed(random_floats(rows * columns, 1), dtype);
   const std::vector<float> bias = random_floats(rows, 2);
-  const std::vector<std::byte> x = narrowed(random_floats(5 * columns, 3), dtype);
+  const std::vector<std::byte> x = narrowed(random_floats(kTokens * columns, 3), dtype);
   PackedWeights shape;
   shape.rows = rows;
   shape.columns = columns;
@@ -36,15 +38,15 @@ void test_weights(std::size_t rows, std::size_t columns, int bits, Dtype dtype, 
     for (const int threads : {1, 3}) {
       ThreadPool pool(threads);
       std::vector<std::uint8_t> packed(shape.nbytes());
-      pack_weights(weights.data(), dtype, shape, packed.data(), pool, level);
+      pack_weights(weights.data(), dtype, shape, scales, packed.data(), pool, level);
       if (first.empty()) first = packed;
       CHECK(packed == first);
       PackedWeights matrix = shape;
       matrix.data = packed.data();
       std::vector<float> wide(rows * columns);
       unpack_weights(matrix, wide.data(), pool, level);
-      std::vector<std::byte> out(5 * rows * dtype_nbytes(dtype)), alone(rows * dtype_nbytes(dtype));
-      packed_linear_many(matrix, bias.data(), x.data(), 5, dtype, out.data(), pool, level);
+      std::vector<std::byte> out(kTokens * rows * dtype_nbytes(dtype)), alone(rows * dtype_nbytes(dtype));
+      packed_linear_many(matrix, bias.data(), x.data(), kTokens, dtype, out.data(), pool, level);
       if (products.empty()) products = out;
       CHECK(out == products);
       packed_linear_many(matrix, bias.data(), x.data(), 1, dtype, alone.data(), pool, level);
@@ -127,7 +129,8 @@ void test_offload(int scale) {
            {std::size_t{1}, std::size_t{33}, 270 * static_cast<std::size_t>(scale)})
         for (const std::size_t rows : {1, 65, 140})
           for (const GroupsAlong along : {GroupsAlong::outputs, GroupsAlong::inputs})
-            test_weights(rows, columns, bits, dtype, along);
+            for (const GroupScales scales : {GroupScales::range, GroupScales::squares})
+              test_weights(rows, columns, bits, dtype, along, scales);
       for (const KvLayout layout : {KvLayout::plain, KvLayout::hidden, KvLayout::kivi})
         test_blocks(layout, bits, dtype);
     }

@@ -61,7 +61,8 @@ def host(shape, policy, work=WORK, hardware=HOST):
 def test_constants_are_the_runtimes():
     assert KV_BLOCK == arrangement.KV_BLOCK
     assert ROWS_TOGETHER == layer.ROWS_TOGETHER
-    assert host_costs.VALUE_BITS == ops.VALUE_BITS
+    assert host_costs.WIDE_BITS == ops.WIDE_BITS
+    assert [host_costs.late_layers(n) for n in range(1, 80)] == [ops.late_layers(n) for n in range(1, 80)]
     assert host_peaks.BUFFERS == tasks.BUFFERS
 
 

@@ -29,9 +29,9 @@ def matrix(rows, columns, kind, dtype, seed):
     return rounded(values + (1000 if kind == "far" else 0), dtype)
 
 
-def pack(values, dtype, bits, level="auto", along="outputs"):
+def pack(values, dtype, bits, level="auto", along="outputs", *, scales="range"):
     out = np.full(_core.packed_weight_nbytes(*values.shape, bits, along), 0xFF, np.uint8)
-    _core.pack_weights(narrow(values, dtype), dtype, bits, out, POOL, level, along)
+    _core.pack_weights(narrow(values, dtype), dtype, bits, out, POOL, level, along, scales)
     return out
 
 
@@ -58,6 +58,34 @@ def test_packing_has_the_bits_of_numpy(level, bits, shape, values, along):
     packed = pack(values, dtype, bits, level, along)
     assert np.array_equal(packed, expected)
     assert np.array_equal(unpack(packed, values.shape, bits, level, along), back)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@settings(max_examples=30, deadline=None)
+@given(
+    shape=st.tuples(st.sampled_from([1, 2, 63, 64, 65, 130]), st.sampled_from([1, 15, 17, 64, 100, 257, 300])),
+    values=st.tuples(VALUES, st.sampled_from(DTYPES)),
+    along=ALONG,
+)
+def test_scales_of_least_squares_are_the_same_at_every_level(bits, shape, values, along):
+    kind, dtype = values
+    values = matrix(*shape, kind, dtype, 1)
+    packed = [pack(values, dtype, bits, level, along, scales="squares") for level in LEVELS]
+    assert all(np.array_equal(each, packed[0]) for each in packed)
+    assert np.isfinite(unpack(packed[0], values.shape, bits, along=along)).all()
+
+
+@pytest.mark.parametrize("along", ["outputs", "inputs"])
+@pytest.mark.parametrize("kind", ["normal", "outlier", "constant"])
+def test_least_squares_lose_less_than_the_range(along, kind):
+    values = matrix(130, 200, kind, "float32", 1)
+    lost = {
+        scales: np.square(
+            unpack(pack(values, "float32", 4, along=along, scales=scales), values.shape, 4, along=along) - values
+        )
+        for scales in ("range", "squares")
+    }
+    assert lost["squares"].sum() <= lost["range"].sum() * (0.95 if kind == "normal" else 1.001)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -99,6 +127,8 @@ def test_what_cannot_be_packed_is_refused():
         _core.packed_weight_nbytes(4, 4, 5)
     with pytest.raises(ValueError, match="outputs or inputs, not rows"):
         _core.packed_weight_nbytes(4, 4, 4, "rows")
+    with pytest.raises(ValueError, match="range or of squares, not best"):
+        pack(np.zeros((4, 4), np.float32), "float32", 4, scales="best")
     with pytest.raises(ValueError, match="at least one row"):
         _core.packed_weight_nbytes(0, 4, 4)
     values, out = np.zeros((4, 4), np.float32), np.zeros(_core.packed_weight_nbytes(4, 4, 4), np.uint8)

@@ -109,8 +109,8 @@ def test_a_stored_profile_has_the_space_of_now(profile, tmp_path):
 
 def test_native_samples_count_their_work():
     probe = NativeProbe("bfloat16", _core.ThreadPool(1), 0.0, 1 * MIB)
-    assert probe.products(3, inner=64, outer=128).units == 2 * 3 * 64 * 128
-    assert probe.products(3, inner=64, outer=128, bits=4).units == 2 * 3 * 64 * 128
+    assert probe.products(3, inner=64, outer=128).units == 4 * 3 * 64 * 128
+    assert probe.products(3, inner=64, outer=128, bits=4).units == 4 * 3 * 64 * 128
     assert probe.prompt_attention(8, heads=2, head_dim=16).units == 4 * 2 * 8 * 8 * 16
     plain = 2 * 2 * 64 * 16 * 2  # keys and values, heads, positions, head_dim, bytes
     for packed in ({}, {"layout": "kivi", "bits": 4}, {"layout": "hidden", "bits": 8}):

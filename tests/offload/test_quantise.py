@@ -28,10 +28,10 @@ def test_feedback_keeps_products_better_than_rounding() -> None:
     np.testing.assert_allclose(again, fed_back, atol=1e-3)  # packing loses nothing more
 
 
-def packed_and_back(weights: np.ndarray, bits: int, along: str) -> np.ndarray:
+def packed_and_back(weights: np.ndarray, bits: int, along: str, scales: str = "range") -> np.ndarray:
     pool, out = _core.ThreadPool(1), np.empty_like(weights)
     packed = np.empty(_core.packed_weight_nbytes(*weights.shape, bits, along), np.uint8)
-    _core.pack_weights(np.ascontiguousarray(weights), "float32", bits, packed, pool, along=along)
+    _core.pack_weights(np.ascontiguousarray(weights), "float32", bits, packed, pool, along=along, scales=scales)
     _core.unpack_weights(packed, *weights.shape, bits, out, pool, along=along)
     return out
 
@@ -46,10 +46,12 @@ def test_packing_what_was_rounded_loses_nothing_more(bits: int, along: str, shap
     nearest = round_to_nearest(weights, bits=bits, along=along)
     fed_back = round_with_feedback(weights, x.T @ x, bits=bits, along=along)
     for rounded in (nearest, fed_back):
-        np.testing.assert_allclose(packed_and_back(rounded, bits, along), rounded, atol=1e-6)
-    # Least squares: not further from the weights than min-max, which is what packing alone does.
-    lost = [np.square(each - weights).sum() for each in (nearest, packed_and_back(weights, bits, along))]
-    assert lost[0] <= lost[1] * 1.001
+        for scales in ("range", "squares"):
+            np.testing.assert_allclose(packed_and_back(rounded, bits, along, scales), rounded, atol=1e-6)
+    # Least squares, either way: not further from the weights than min-max.
+    packed = [packed_and_back(weights, bits, along, scales) for scales in ("range", "squares")]
+    lost = [np.square(each - weights).sum() for each in (*packed, nearest)]
+    assert max(lost[1:]) <= lost[0] * 1.001
 
 
 def test_feedback_along_inputs_keeps_products_better_than_rounding() -> None:

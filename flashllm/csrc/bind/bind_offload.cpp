@@ -87,15 +87,17 @@ void require_packed(const Array& array, const PackedWeights& packed) {
 }
 
 void py_pack_weights(const Values& weights, const std::string& dtype, int bits, const WrittenPacked& out,
-                     ThreadPool& pool, const std::string& simd, const std::string& along) {
+                     ThreadPool& pool, const std::string& simd, const std::string& along,
+                     const std::string& scales) {
   const Dtype parsed = parse_dtype(dtype);
   const SimdLevel level = parse_simd(simd);
+  const GroupScales chosen = parse_group_scales(scales);
   require_dtype(weights, parsed, "weights");
   require(weights.ndim() == 2, "weights must be [rows, columns]");
   const PackedWeights packed = packed_weights(weights.shape(0), weights.shape(1), bits, along);
   require_packed(out, packed);
   const nb::gil_scoped_release unlocked;
-  pack_weights(bytes_of(weights), parsed, packed, out.data(), pool, level);
+  pack_weights(bytes_of(weights), parsed, packed, chosen, out.data(), pool, level);
 }
 
 void py_unpack_weights(const Packed& packed, std::size_t rows, std::size_t columns, int bits,
@@ -401,7 +403,8 @@ void init_offload(nb::module_& m) {
       },
       nb::arg("rows"), nb::arg("columns"), nb::arg("bits"), nb::arg("along") = "outputs");
   m.def("pack_weights", &py_pack_weights, nb::arg("weights"), nb::arg("dtype"), nb::arg("bits"),
-        nb::arg("out"), nb::arg("pool"), nb::arg("simd") = "auto", nb::arg("along") = "outputs");
+        nb::arg("out"), nb::arg("pool"), nb::arg("simd") = "auto", nb::arg("along") = "outputs",
+        nb::arg("scales") = "range");
   m.def("unpack_weights", &py_unpack_weights, nb::arg("packed"), nb::arg("rows"), nb::arg("columns"),
         nb::arg("bits"), nb::arg("out"), nb::arg("pool"), nb::arg("simd") = "auto",
         nb::arg("along") = "outputs");

@@ -297,6 +297,10 @@ inline void multiply_strip(TileRows a, std::size_t rows, TileColumns b, std::siz
                            std::size_t c_row) {
   std::size_t r = 0;
   const auto from = [&](std::size_t row) { return TileRows{a.data + row * a.row, a.row, a.step}; };
+  // A narrower tile is higher: with few sums the processor would wait for the end of each.
+  if constexpr (V < kTileVectors)
+    for (; r + 2 * kTileRows <= rows; r += 2 * kTileRows)
+      multiply_tile<2 * kTileRows, V>(from(r), b, terms, c + r * c_row, c_row);
   for (; r + kTileRows <= rows; r += kTileRows)
     multiply_tile<kTileRows, V>(from(r), b, terms, c + r * c_row, c_row);
   for (; r + 2 <= rows; r += 2) multiply_tile<2, V>(from(r), b, terms, c + r * c_row, c_row);

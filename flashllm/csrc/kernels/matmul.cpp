@@ -20,6 +20,7 @@ constexpr std::size_t kWidened = 12;              // rows widened together
 constexpr std::size_t kColumns = 64;  // columns widened or paired together, with kSummed rows of them
 constexpr std::size_t kSummed = 128;  // or pairs of rows
 constexpr std::size_t kPairNbytes = 4;
+constexpr std::size_t kNarrowPad = 8;     // floats of the widest vector below AVX-512
 constexpr std::size_t kLineColumns = 32;  // bf16 ones in a cache line
 constexpr std::size_t kFewTokens = 12;    // whole tiles, between which the next rows are fetched
 static_assert(kRowsTogether % kWidened == 0 && kColumns % kColumnPad == 0, "blocks must be whole");
@@ -29,6 +30,11 @@ std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple
 
 // Tokens of a strip: a tile of sums of the widest kernels of a level.
 std::size_t strip_tokens(SimdLevel level) { return level < SimdLevel::avx512 ? kColumnPad : 4 * kColumnPad; }
+
+// What a number of tokens is padded to: a vector of sums. Batches of 8 need no sums of 16.
+std::size_t padded_tokens(std::size_t tokens, SimdLevel level) {
+  return round_up(tokens, level < SimdLevel::avx512 ? kNarrowPad : kColumnPad);
+}
 
 // Weights of a dtype.
 class DtypeRows : public WideRows {
@@ -147,7 +153,7 @@ bool in_pairs(Dtype dtype, std::size_t terms, SimdLevel level) {
 
 PackedTokens::PackedTokens(const std::byte* x, std::size_t tokens, std::size_t columns, Dtype dtype,
                            ThreadPool& pool, SimdLevel level)
-    : tokens_(tokens), columns_(columns), padded_(round_up(tokens, kColumnPad)), strip_(strip_tokens(level)) {
+    : tokens_(tokens), columns_(columns), padded_(padded_tokens(tokens, level)), strip_(strip_tokens(level)) {
   if (flashllm::in_pairs(dtype, columns, level)) {
     pairs_.reset(new std::uint32_t[columns / 2 * padded_]);
     pool.parallel_for(columns, kColumns, [&](std::size_t begin, std::size_t end) {

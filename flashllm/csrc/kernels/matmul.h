@@ -19,9 +19,10 @@ constexpr std::size_t kColumnPad = 16;
 // Whether weights [rows, terms] are multiplied in pairs.
 bool in_pairs(Dtype dtype, std::size_t terms, SimdLevel level);
 
-// Inputs [tokens, columns] as the kernels want them, `padded` tokens long (the rest zeros): in strips of as
-// many tokens as a tile of sums is wide, each a run of memory that fits the first cache a few hundred terms
-// at a time. A strip has one row a column, in fp32, or one a pair of columns.
+// Inputs [tokens, columns] as the kernels want them, `padded` tokens long (the rest zeros; whole vectors): in
+// strips of as many tokens as a tile of sums is wide, the last one of what is left, each a run of memory that
+// fits the first cache a few hundred terms at a time. A strip has one row a column, in fp32, or one a pair
+// of columns.
 class PackedTokens {
  public:
   // x: [tokens, columns], of the given dtype

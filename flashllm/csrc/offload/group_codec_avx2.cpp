@@ -5,8 +5,8 @@
 
 #include <type_traits>
 
-#include "kernels/half.h"
 #include "offload/group_codec.h"
+#include "offload/group_scales.h"
 
 namespace flashllm::avx2 {
 

@@ -5,8 +5,6 @@
 // Vec: kUnit floats; load of fp32/fp16, set, + - * /, min, max, where_positive(a, b): a where b > 0, else 0;
 // store, store_rounded (as bytes, half to even), load_codes<bits> (a unit's).
 
-constexpr float kLargestHalf = 65504.0F;
-
 // Codes, a byte each, to their bits: each step pairs up neighbours.
 template <int bits>
 inline std::uint32_t squeeze(std::uint64_t codes) {  // eight codes of 1, 2 or 4 bits
@@ -52,13 +50,19 @@ inline Vec codes_of(const Vec& x, const Vec& scale, const Vec& minimum) {
 }
 
 inline std::uint16_t scale_of(float smallest, float largest, int steps) {
-  const float scale = (largest - smallest) / static_cast<float>(steps);
-  return float_to_half(scale < kLargestHalf ? scale : kLargestHalf);
+  return half_scale((largest - smallest) / static_cast<float>(steps));
 }
-// A sum with zero has no minus zero: which of two zeros is the smallest does not show.
-inline std::uint16_t minimum_of(float smallest) {
-  const float above = smallest > -kLargestHalf ? smallest : -kLargestHalf;
-  return float_to_half((above < kLargestHalf ? above : kLargestHalf) + 0.0F);
+
+// Codes by the scales and minimums that `to` has.
+template <int bits>
+void encode_columns(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
+                    const GroupedRows& to) {
+  for (std::size_t j = 0; j < columns; j += kUnit) {
+    const Vec scale = Vec::load_f16(to.scales + j), minimum = Vec::load_f16(to.minimums + j);
+    std::uint8_t* codes = to.codes + j / kUnit * 2 * bits;
+    for (std::size_t r = 0; r < rows; ++r, codes += to.code_stride)
+      store_unit<bits>(codes_of<bits>(Vec::load_f32(values + r * stride + j), scale, minimum), codes);
+  }
 }
 
 template <int bits>
@@ -76,13 +80,10 @@ void pack_columns(const float* values, std::size_t stride, std::size_t rows, std
     largest.store(high);
     for (std::size_t i = 0; i < kUnit; ++i) {
       to.scales[j + i] = scale_of(low[i], high[i], (1 << bits) - 1);
-      to.minimums[j + i] = minimum_of(low[i]);
+      to.minimums[j + i] = half_minimum(low[i]);
     }
-    const Vec scale = Vec::load_f16(to.scales + j), minimum = Vec::load_f16(to.minimums + j);
-    std::uint8_t* codes = to.codes + j / kUnit * 2 * bits;
-    for (std::size_t r = 0; r < rows; ++r, codes += to.code_stride)
-      store_unit<bits>(codes_of<bits>(Vec::load_f32(values + r * stride + j), scale, minimum), codes);
   }
+  encode_columns<bits>(values, stride, rows, columns, to);
 }
 
 template <int bits>
@@ -93,6 +94,25 @@ void unpack_columns(const ConstGroupedRows& from, std::size_t rows, std::size_t 
     const std::uint8_t* codes = from.codes + j / kUnit * 2 * bits;
     for (std::size_t r = 0; r < rows; ++r, codes += from.code_stride)
       (Vec::load_codes<bits>(codes) * scale + minimum).store(values + r * stride + j);
+  }
+}
+
+// Codes by the scales and minimums that `to` has.
+template <int bits>
+void encode_rows(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
+                 const GroupedRows& to) {
+  const std::size_t groups = groups_of(columns);
+  for (std::size_t r = 0; r < rows; ++r) {
+    const float* row = values + r * stride;
+    std::uint8_t* codes = to.codes + r * to.code_stride;
+    for (std::size_t g = 0; g < groups; ++g) {
+      const std::size_t begin = g * kGroup, end = begin + kGroup < columns ? begin + kGroup : columns;
+      const Vec scale = Vec::set(half_to_float(to.scales[r * groups + g]));
+      const Vec minimum = Vec::set(half_to_float(to.minimums[r * groups + g]));
+      for (std::size_t j = begin; j < end; j += kUnit)
+        store_unit<bits>(codes_of<bits>(Vec::load_f32(row + j), scale, minimum),
+                         codes + j / kUnit * 2 * bits);
+    }
   }
 }
 
@@ -117,17 +137,11 @@ void pack_rows(const float* values, std::size_t stride, std::size_t rows, std::s
         low[0] = low[i] < low[0] ? low[i] : low[0];
         high[0] = high[i] > high[0] ? high[i] : high[0];
       }
-      std::uint16_t* scale = to.scales + r * groups + g;
-      std::uint16_t* minimum = to.minimums + r * groups + g;
-      *scale = scale_of(low[0], high[0], (1 << bits) - 1);
-      *minimum = minimum_of(low[0]);
-      const Vec scales = Vec::set(half_to_float(*scale)), minimums = Vec::set(half_to_float(*minimum));
-      std::uint8_t* codes = to.codes + r * to.code_stride;
-      for (std::size_t j = begin; j < end; j += kUnit)
-        store_unit<bits>(codes_of<bits>(Vec::load_f32(row + j), scales, minimums),
-                         codes + j / kUnit * 2 * bits);
+      to.scales[r * groups + g] = scale_of(low[0], high[0], (1 << bits) - 1);
+      to.minimums[r * groups + g] = half_minimum(low[0]);
     }
   }
+  encode_rows<bits>(values, stride, rows, columns, to);
 }
 
 template <int bits>
@@ -167,6 +181,10 @@ const GroupKernels kLoops = {
        const GroupedRows& to) {
       with_bits(bits, [&](auto width) { pack_columns<width>(values, stride, rows, columns, to); });
     },
+    [](const float* values, std::size_t stride, std::size_t rows, std::size_t columns, int bits,
+       const GroupedRows& to) {
+      with_bits(bits, [&](auto width) { encode_columns<width>(values, stride, rows, columns, to); });
+    },
     [](const ConstGroupedRows& from, std::size_t rows, std::size_t columns, int bits, float* values,
        std::size_t stride) {
       with_bits(bits, [&](auto width) { unpack_columns<width>(from, rows, columns, values, stride); });
@@ -174,6 +192,10 @@ const GroupKernels kLoops = {
     [](const float* values, std::size_t stride, std::size_t rows, std::size_t columns, int bits,
        const GroupedRows& to) {
       with_bits(bits, [&](auto width) { pack_rows<width>(values, stride, rows, columns, to); });
+    },
+    [](const float* values, std::size_t stride, std::size_t rows, std::size_t columns, int bits,
+       const GroupedRows& to) {
+      with_bits(bits, [&](auto width) { encode_rows<width>(values, stride, rows, columns, to); });
     },
     [](const ConstGroupedRows& from, std::size_t rows, std::size_t columns, int bits, float* values,
        std::size_t stride) {

@@ -1,8 +1,8 @@
 // The portable level: no intrinsics.
 #include <type_traits>
 
-#include "kernels/half.h"
 #include "offload/group_codec.h"
+#include "offload/group_scales.h"
 
 namespace flashllm::scalar {
 

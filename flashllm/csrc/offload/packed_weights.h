@@ -16,9 +16,13 @@
 namespace flashllm {
 
 enum class GroupsAlong { outputs, inputs };  // rows, columns
+// How a group's scale and minimum are chosen: from its smallest and largest weight (FlexGen), or so that the
+// squares of what its weights lose are least (quantise/group_fit.h), whatever a few large ones lose.
+enum class GroupScales { range, squares };
 
-// Throws CoreError (usage) for names that are neither.
+// Throw CoreError (usage) for names that are neither.
 GroupsAlong parse_groups_along(const std::string& name);
+GroupScales parse_group_scales(const std::string& name);
 
 struct PackedWeights {
   const std::uint8_t* data = nullptr;
@@ -48,8 +52,8 @@ struct PackedWeights {
 
 // weights [rows, columns] of the given dtype, consecutive rows. `packed` has the shape to pack to, `to` its
 // nbytes(). Throws CoreError (usage) for weights that are not finite; `to` is then undefined.
-void pack_weights(const std::byte* weights, Dtype dtype, const PackedWeights& packed, std::uint8_t* to,
-                  ThreadPool& pool, SimdLevel level);
+void pack_weights(const std::byte* weights, Dtype dtype, const PackedWeights& packed, GroupScales scales,
+                  std::uint8_t* to, ThreadPool& pool, SimdLevel level);
 
 // out: [rows, columns]
 void unpack_weights(const PackedWeights& packed, float* out, ThreadPool& pool, SimdLevel level);

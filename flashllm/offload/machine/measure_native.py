@@ -19,14 +19,14 @@ from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.offload.machine.curves import Sample, seconds_of
 from flashllm.offload.machine.measure_disk import DiskProbe
-from flashllm.offload.runtime.layer import ROWS_TOGETHER, LayerTensors, Projected, run_layer
+from flashllm.offload.runtime.layer import LayerTensors, Projected, run_layer
 from flashllm.offload.runtime.native_ops import NativeOps
-from flashllm.offload.runtime.ops import Matrix, Norm, Packing
+from flashllm.offload.runtime.ops import GroupsAlong, Matrix, Norm, Packing
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.runtime.tiers.weight_plan import packed_nbytes
 
 Array = NDArray[Any]
-_SEQUENCES = 8  # of a decoding step's sample
+_DECODED_ROWS = 16  # of products beside reads
 _TINY = 64  # width of a layer whose products take next to no time
 
 
@@ -41,12 +41,20 @@ class NativeProbe:
     _operands: dict[tuple[object, ...], list[Any]] = field(default_factory=dict)
 
     def products(self, rows: int, *, inner: int, outer: int, bits: int | None = None) -> Sample:
-        """[rows, inner] by the transpose of [outer, inner]; flop over rows."""
+        """[rows, inner] by the transpose of [outer, inner], and back as a layer's products do; flop over rows."""
         ops = self._ops(inner)
-        turn = self._rotating(("products", inner, outer, bits), lambda: self._matrix(outer, inner, bits))
-        x = self._random(rows, inner)
-        seconds = self._seconds(lambda: ops.linear(turn(), x))
-        return Sample(size=rows, units=2 * rows * inner * outer, seconds=seconds)
+        turn = self._rotating(
+            ("products", inner, outer, bits),
+            lambda: (self._matrix(outer, inner, bits, "inputs"), self._matrix(inner, outer, bits, "outputs")),
+        )
+        x, y = self._random(rows, inner), self._random(rows, outer)
+
+        def work() -> None:
+            up, down = turn()
+            ops.linear(up, x)
+            ops.linear(down, y)
+
+        return Sample(size=rows, units=4 * rows * inner * outer, seconds=self._seconds(work))
 
     def prompt_attention(self, tokens: int, *, heads: int, head_dim: int) -> Sample:
         """Causal attention of one prompt; 4 · tokens² · heads · head_dim flop, as if nothing were masked."""
@@ -116,14 +124,24 @@ class NativeProbe:
 
         return self._seconds(lambda: run_layer(ops, block, LayerSpec(), weights, x, positions=positions, attend=attend))
 
-    def beside_reads(self, disk: DiskProbe, *, size: int, seconds: float, inner: int) -> tuple[float, float]:
-        """(share of the products' rate lost to reads, share of the reads' rate lost to products), while both run."""
+    def beside_reads(
+        self, disk: DiskProbe, *, size: int, seconds: float, inner: int, rounds: int = 1
+    ) -> tuple[float, float]:
+        """(share of the products' rate lost to reads, share of the reads' rate lost to products), while both run.
+
+        Of few rows, as decoding has them, whose products and reads want the same memory. Medians of the rounds.
+        """
+        found = [self._beside_reads(disk, size=size, seconds=seconds, inner=inner) for _ in range(rounds)]
+        takes, loses = (sorted(shares)[rounds // 2] for shares in zip(*found, strict=True))
+        return takes, loses
+
+    def _beside_reads(self, disk: DiskProbe, *, size: int, seconds: float, inner: int) -> tuple[float, float]:
         ops = self._ops(inner)
-        turn = self._rotating(("products", inner, inner, None), lambda: self._matrix(inner, inner, None))
-        x = self._random(min(64, ROWS_TOGETHER), inner)
+        turn = self._rotating(("beside", inner), lambda: (self._matrix(inner, inner, None, "inputs"),))
+        x = self._random(_DECODED_ROWS, inner)
 
         def compute() -> None:
-            ops.linear(turn(), x)
+            ops.linear(turn()[0], x)
 
         def read() -> None:
             disk.read_once(size)
@@ -170,9 +188,9 @@ class NativeProbe:
         values = np.random.default_rng(rows).standard_normal((rows, columns), np.float32)
         return np.ascontiguousarray(cast_dtype(values, WEIGHT_DTYPES["float32"], WEIGHT_DTYPES[self.dtype]))
 
-    def _matrix(self, rows: int, columns: int, bits: int | None) -> Matrix:
+    def _matrix(self, rows: int, columns: int, bits: int | None, along: GroupsAlong) -> Matrix:
         array = self._random(rows, columns)
-        packing = None if bits is None else Packing(bits, "inputs")
+        packing = None if bits is None else Packing(bits, along)
         if packing is not None:
             packed = _core.allocate(packed_nbytes(rows, columns, packing))
             _core.pack_weights(array, self.dtype, packing.bits, packed, self.pool, along=packing.along)
@@ -197,12 +215,13 @@ class NativeProbe:
         return out
 
     def _rotating(self, key: tuple[object, ...], make: Callable[[], Any]) -> Callable[[], Any]:
-        """A function giving the next of several equal operands."""
+        """A function giving the next of several equal operands, arrays or tuples of matrices."""
         if key not in self._operands:
-            self._operands.clear()
+            while len(self._operands) > 1:  # two probes may take turns
+                self._operands.pop(next(iter(self._operands)))
             first = make()
-            array = first.array if isinstance(first, Matrix) else first
-            copies = max(2, -(-self.rotation_bytes // array.nbytes))
+            arrays = [one.array for one in first] if isinstance(first, tuple) else [first]
+            copies = max(2, -(-self.rotation_bytes // sum(array.nbytes for array in arrays)))
             self._operands[key] = [first, *(make() for _ in range(copies - 1))]
         following = cycle(self._operands[key])
         return lambda: next(following)

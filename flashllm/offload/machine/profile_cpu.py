@@ -10,7 +10,15 @@ from flashllm.offload.machine.curves import Probe
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.measure_disk import open_probe
 from flashllm.offload.machine.measure_native import NativeProbe
-from flashllm.offload.machine.sampling import ProfileSizes, Rates, Report, curves_of, sample, sample_disk
+from flashllm.offload.machine.sampling import (
+    ProfileSizes,
+    Rates,
+    Report,
+    curves_of,
+    sample,
+    sample_disk,
+    sample_in_turn,
+)
 
 _PACKED_BITS = 4  # the width that is measured; others take nearly the same time
 _PACKED_LAYOUT = "kivi"
@@ -30,10 +38,16 @@ def profile_cpu(folder: Path, *, report: Report, sizes: ProfileSizes, dtype: str
     with open_probe(folder, nbytes=sizes.disk_file, largest=max(sizes.disk)) as disk:
         direct = disk.direct
         sample_disk(rates, disk, sizes, report=report)
-        takes, loses = probe.beside_reads(disk, size=max(sizes.disk), seconds=sizes.beside_s, inner=inner)
+        takes, loses = probe.beside_reads(
+            disk, size=max(sizes.disk), seconds=sizes.beside_s, inner=inner, rounds=sizes.rounds
+        )
         report(f"beside each other  products lose {takes:.0%}, reads {loses:.0%}")
-    take("gemm", lambda n: probe.products(n, inner=inner, outer=outer), sizes.gemm_rows)
-    take("packed_gemm", lambda n: probe.products(n, inner=inner, outer=outer, bits=_PACKED_BITS), sizes.gemm_rows)
+    products: dict[str, Probe] = {
+        "gemm": lambda n: probe.products(n, inner=inner, outer=outer),
+        "packed_gemm": lambda n: probe.products(n, inner=inner, outer=outer, bits=_PACKED_BITS),
+    }
+    # In turn: policies are compared by both, so a machine that drifts must drift for both.
+    sample_in_turn(rates, products, sizes.gemm_rows, rounds=sizes.rounds, report=report)
     take("bmm", lambda n: probe.prompt_attention(n, **shape), sizes.bmm_tokens)
     take("cpu_attention", lambda n: probe.decode_attention(n, context=sizes.context, **shape), sizes.attention)
     take(

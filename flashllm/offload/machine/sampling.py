@@ -1,6 +1,6 @@
 """What a profile samples: the sizes, and a line of report for each rate. It fits no machine and knows no device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,8 @@ class ProfileSizes:
     gemm_rows: tuple[int, ...] = (1, 4, 8, 16, 32, 64, 96, 128, 256, 512, 1024)
     bmm_tokens: tuple[int, ...] = (64, 128, 256, 512, 1024)
     attention: tuple[int, ...] = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-    gemm_inner: int = 4096
-    gemm_outer: int = 4096
+    gemm_inner: int = 2048
+    gemm_outer: int = 8192
     heads: int = 16
     head_dim: int = 128
     context: int = 512
@@ -39,9 +39,20 @@ Report = Callable[[str], None]
 
 def sample(rates: Rates, name: str, probe: Probe, at: tuple[int, ...], *, rounds: int, report: Report) -> None:
     """Add a rate's samples to `rates`, and tell the best."""
-    rates[name] = sample_rounds(probe, at, rounds=rounds)
-    top = max(sample.rate for sample in rates[name])
-    report(f"{name:18s} up to {top:.3g}/s over sizes {at[0]} … {at[-1]}")
+    sample_in_turn(rates, {name: probe}, at, rounds=rounds, report=report)
+
+
+def sample_in_turn(
+    rates: Rates, probes: Mapping[str, Probe], at: tuple[int, ...], *, rounds: int, report: Report
+) -> None:
+    """As `sample` of several rates, each in every round."""
+    rates.update({name: [] for name in probes})
+    for _ in range(rounds):
+        for name, probe in probes.items():
+            rates[name] += sample_rounds(probe, at, rounds=1)
+    for name in probes:
+        top = max(sample.rate for sample in rates[name])
+        report(f"{name:18s} up to {top:.3g}/s over sizes {at[0]} … {at[-1]}")
 
 
 def sample_disk(rates: Rates, disk: DiskProbe, sizes: ProfileSizes, *, report: Report) -> None:

@@ -20,7 +20,8 @@ from flashllm.offload.shape import ModelShape
 # What the runtime does, in flashllm/offload/runtime; a test compares.
 KV_BLOCK = 64  # positions
 ROWS_TOGETHER = 1024  # rows of one product
-VALUE_BITS = 8  # of packed weights of values, at least
+WIDE_BITS = 8  # of some packed weights, at least: see `late_layers`
+_LATE_SHARE = 10
 _GROUP = 64  # values that share a scale and a minimum of 16 bits each
 _SEALED_MULTIPLE = 4096  # bytes that a packed block is padded to
 
@@ -28,6 +29,11 @@ _SEALED_MULTIPLE = 4096  # bytes that a packed block is padded to
 def packed_bytes(rows: int, columns: int, bits: int) -> int:
     """Bytes of a packed matrix: its codes, and a scale and a minimum for each 64 outputs of an input."""
     return rows * columns * bits // 8 + 4 * -(-rows // _GROUP) * columns
+
+
+def late_layers(layers: int) -> int:
+    """Layers at the end whose packed down projections have WIDE_BITS."""
+    return -(-layers // _LATE_SHARE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +48,29 @@ class HostCostModel(CostModel):
 
     @property
     def weight_bytes(self) -> float:
+        """Of a layer, on the average of all."""
+        shape = self.shape
+        return self._layer_bytes(late=False) + late_layers(shape.layers) / shape.layers * self._late_bytes
+
+    @property
+    def largest_layer_bytes(self) -> float:
+        return self._layer_bytes(late=False) + self._late_bytes
+
+    @property
+    def _late_bytes(self) -> float:
+        return self._layer_bytes(late=True) - self._layer_bytes(late=False)
+
+    def _layer_bytes(self, *, late: bool) -> float:
+        """A layer as it is kept. Packed ones as in mixed groups, the default; those of equal bits are a little less."""
         if not self.method.compress_weights:
             return self.shape.layer_bytes
-        shape, bits = self.shape, self.weight_bits
-        outputs = (shape.query_dim, shape.kv_dim, *([shape.ffn] * (1 + shape.gated)))
-        inputs = (shape.query_dim, shape.ffn)
-        # Values as in mixed groups, the default; where all have the same bits this is too much by a few per cent.
-        values = packed_bytes(shape.kv_dim, shape.hidden, max(bits, VALUE_BITS))
-        return (
-            values
-            + sum(packed_bytes(rows, shape.hidden, bits) for rows in outputs)
-            + sum(packed_bytes(shape.hidden, columns, bits) for columns in inputs)
+        shape, bits, wide = self.shape, self.weight_bits, max(self.weight_bits, WIDE_BITS)
+        keys = wide if shape.kv_heads < shape.heads else bits
+        heads = ((shape.query_dim, bits), (shape.kv_dim, keys), (shape.kv_dim, wide))
+        from_states = (*heads, *[(shape.ffn, bits)] * (1 + shape.gated))
+        to_states = ((shape.query_dim, bits), (shape.ffn, wide if late else bits))
+        return sum(packed_bytes(outputs, shape.hidden, width) for outputs, width in from_states) + sum(
+            packed_bytes(shape.hidden, inputs, width) for inputs, width in to_states
         )
 
     @property

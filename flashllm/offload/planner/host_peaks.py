@@ -30,6 +30,8 @@ def weights(model: HostCostModel) -> tuple[Linear, float]:
     kept = (WG + WC) * (layer * shape.layers) + (WC + WD) * (BUFFERS * layer)
     table = shape.vocab * shape.hidden * shape.dtype_bytes
     policy = model.policy
+    if policy is not None and policy.wc + policy.wd > 0:  # the largest layer's down projection passes the buffers too
+        kept += BUFFERS * (model.largest_layer_bytes - layer)
     kept += model.head_bytes if model.head_tier != "d" else 0
     if model.head_tier != "g" and policy is not None:  # it passes the layers' buffers, which it may be larger than
         kept += BUFFERS * max(0.0, model.head_bytes - (policy.wc + policy.wd) * layer)

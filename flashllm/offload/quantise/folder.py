@@ -24,6 +24,7 @@ from flashllm.offload.quantise.calibrate import NEAREST, Calibration, Floats, La
 from flashllm.offload.quantise.feedback import round_to_nearest, round_with_feedback
 from flashllm.offload.runtime.ops import Packing, WeightGroups
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, open_weights
+from flashllm.offload.runtime.tiers.weight_plan import weight_packing
 
 RECORD = "quantised.json"
 Array = NDArray[Any]
@@ -62,7 +63,7 @@ def quantise(
         _claim(partial, record)
         count = source.num_layers + 1
         files = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
-        calibration = Calibration(source, sequences, threads=threads)
+        calibration, packing = Calibration(source, sequences, threads=threads), weight_packing(source, bits, groups)
         for number in range(source.num_layers):
             layer = calibration.read(number)
             path = partial / files[number]
@@ -71,7 +72,7 @@ def quantise(
                 done = {matrix_name(number, name): array for name, array in layer.matrices.items()}
                 _read_back(path, {of_layer[name]: array for name, array in done.items()})
             else:
-                calibration.round(layer, lambda name, *of: _rounded(of, name, Packing.of(name, bits, groups)))
+                calibration.round(layer, lambda name, *of, at=number: _rounded(of, name, packing.of(name, at)))
                 _write(path, source, of_layer, layer, number)
             calibration.advance(layer)
             report(number + 1, source.num_layers)

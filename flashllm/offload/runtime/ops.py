@@ -16,13 +16,15 @@ from numpy.typing import NDArray
 Array = Any  # of the implementation
 HostArray = NDArray[Any]
 GroupsAlong = Literal["inputs", "outputs"]
+GroupScales = Literal["range", "squares"]  # min-max, or those of least squares
 WeightGroups = Literal["mixed", "inputs", "outputs"]
 
-# Packed weights in `mixed` groups: a sequence's first token takes most of the attention of all others, so an error of
-# its value goes into every token, and values have at least so many bits. A few inputs of a down projection are a
-# hundred times the others; along the outputs each has scales of its own.
-VALUE_BITS = 8
-_VALUE, _ALONG_OUTPUTS = "value", "down"
+# Packed weights in `mixed` groups have at least WIDE_BITS where fewer lose most. A sequence's first token takes most of
+# the attention of all others, so an error of its value goes into every token; keys that several heads share go into
+# the scores of each; what the last layers add to the states goes into the logits as it is.
+PACKING = 2  # changes with these rules: a job's answers do
+WIDE_BITS = 8
+LATE_SHARE = 10  # layers to a late one, whose down projection is wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +33,38 @@ class Packing:
 
     bits: int
     along: GroupsAlong  # where the 64 weights lie that share a scale and a minimum
+    scales: GroupScales = "range"  # how these are chosen
 
-    @classmethod
-    def of(cls, matrix: str, bits: int, groups: WeightGroups) -> "Packing":
-        """Of a layer's matrix, by name."""
-        if groups != "mixed":
-            return cls(bits, groups)
-        wider = max(bits, VALUE_BITS) if matrix == _VALUE else bits
-        return cls(wider, "outputs" if matrix == _ALONG_OUTPUTS else "inputs")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPacking:
+    """How the matrices of a model's layers are packed.
+
+    `outputs` is the paper's (FlexGen, section 5): all in groups along the outputs, scales of the smallest and the
+    largest weight. Else scales lose least squares. In `mixed` groups a down projection has them along the outputs, as
+    a few of its inputs are a hundred times the others, and the rest along the inputs.
+    """
+
+    bits: int
+    groups: WeightGroups
+    layers: int  # of the whole model
+    shares_keys: bool  # whether several heads read the same keys
+
+    def of(self, matrix: str, layer: int) -> Packing:
+        """Of a matrix, by name, of a layer, counted in the whole model."""
+        if self.groups == "outputs":
+            return Packing(self.bits, "outputs")
+        if self.groups == "inputs":
+            return Packing(self.bits, "inputs", "squares")
+        wide = matrix == "value" or (matrix == "key" and self.shares_keys)
+        wide |= matrix == "down" and layer >= self.layers - late_layers(self.layers)
+        bits = max(self.bits, WIDE_BITS) if wide else self.bits
+        return Packing(bits, "outputs" if matrix == "down" else "inputs", "squares")
+
+
+def late_layers(layers: int) -> int:
+    """Layers whose down projections are wide in `mixed` groups."""
+    return -(-layers // LATE_SHARE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from math import prod
 from flashllm import _core
 from flashllm.errors import UsageError
 from flashllm.offload.policy import Policy
-from flashllm.offload.runtime.ops import Packing, WeightGroups
+from flashllm.offload.runtime.ops import Packing, WeightGroups, WeightPacking
 from flashllm.offload.runtime.tiers.scratch import ALIGNMENT, round_up
 from flashllm.offload.runtime.tiers.source import Extent, WeightSource, matrix_name
 
@@ -139,7 +139,7 @@ def plan_weights(
     head, table = policy.head_tier, policy.embedding_tier(tied=tied and source.stage.is_last)
     layout = _Layout(source, bits, groups)
     for layer in range(source.num_layers):
-        layout.add({name: (matrix_name(layer, name), home) for name, home in homes.items()}, packed=True)
+        layout.add({name: (matrix_name(layer, name), home) for name, home in homes.items()}, layer=layer)
     outer: dict[str, tuple[str, str]] = {}
     if source.stage.is_last:
         outer["head"] = ("embedding.weight" if tied else "head.weight", head)
@@ -167,19 +167,28 @@ def plan_weights(
     )
 
 
+def weight_packing(source: WeightSource, bits: int, groups: WeightGroups) -> WeightPacking:
+    """How the model's matrices are packed."""
+    shared = source.block.kv_heads < source.block.heads
+    return WeightPacking(bits=bits, groups=groups, layers=source.stage.layers, shares_keys=shared)
+
+
 class _Layout:
     """Places tensors one behind the other, bundle by bundle."""
 
     def __init__(self, source: WeightSource, bits: int | None, groups: WeightGroups) -> None:
-        self._source, self._bits, self._groups = source, bits, groups
+        self._source = source
+        self._packing = None if bits is None else weight_packing(source, bits, groups)
         self.held = {DEVICE: 0, CPU: 0}
         self.buffer_nbytes = self.read_nbytes = self.arriving_nbytes = self.scratch_nbytes = 0
         self.bundles: list[Bundle] = []
 
-    def add(self, wanted: Mapping[str, tuple[str, str]], *, packed: bool = False) -> None:
-        """Tensors by short name: (canonical name, tier). `packed`: as the plan says."""
-        bits = self._bits if packed else None
-        extents = {short: None if bits else self._source.extent(name) for short, (name, _) in wanted.items()}
+    def add(self, wanted: Mapping[str, tuple[str, str]], *, layer: int | None = None) -> None:
+        """Tensors by short name: (canonical name, tier). Those of a layer of the stage are packed as the plan says."""
+        packings: dict[str, Packing] = {}
+        if self._packing is not None and layer is not None:
+            packings = {short: self._packing.of(short, self._source.stage.first + layer) for short in wanted}
+        extents = {short: None if packings else self._source.extent(name) for short, (name, _) in wanted.items()}
         tensors: dict[str, TieredTensor] = {}
         end = read = 0  # of the staging buffer
         held = self.held[DEVICE]
@@ -188,7 +197,7 @@ class _Layout:
         for short in order:
             name, home = wanted[short]
             rows, columns = self._source.shapes[name]
-            packing = Packing.of(short, bits, self._groups) if bits else None
+            packing = packings.get(short)
             plain_nbytes = rows * columns * self._source.dtype.itemsize
             nbytes = packed_nbytes(rows, columns, packing) if packing else plain_nbytes
             extent = extents[short]

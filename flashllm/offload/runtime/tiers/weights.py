@@ -249,7 +249,8 @@ class WeightStore:
         source.read(wide)
         for one in made:
             weights, to, packing = wide.pop(one.name), places[one.name], cast(Packing, one.packing)
-            _core.pack_weights(weights, self._dtype.name, packing.bits, to, self._pool, along=packing.along)
+            how = {"along": packing.along, "scales": packing.scales}
+            _core.pack_weights(weights, self._dtype.name, packing.bits, to, self._pool, **how)
 
     # Memory and files ------------------------------------------------------------------------------------------
 

@@ -15,10 +15,10 @@ from flashllm.convert.run import convert
 from flashllm.errors import ChecksumError, FormatError, UnsupportedModelError, UsageError
 from flashllm.format.model_files import FFN
 from flashllm.offload.policy import Policy
-from flashllm.offload.runtime.ops import Packing
+from flashllm.offload.runtime.ops import Packing, WeightPacking, late_layers
 from flashllm.offload.runtime.tiers.scratch import Scratch, open_reader
 from flashllm.offload.runtime.tiers.source import matrix_name, open_weights
-from flashllm.offload.runtime.tiers.weight_plan import assign, plan_weights
+from flashllm.offload.runtime.tiers.weight_plan import assign, plan_weights, weight_packing
 from flashllm.offload.runtime.tiers.weights import WeightStore
 
 PLACES = {
@@ -245,12 +245,25 @@ def test_packed_matrices_are_the_packers(folders, tmp_path, where, bits, kind):
                 store.load(layer, layer % 2)
                 for name, matrix in store.layer(layer, layer % 2).matrices.items():
                     weights = tensors[matrix_name(layer, name)]
-                    packing = Packing.of(name, bits, "mixed")
+                    packing = weight_packing(source, bits, "mixed").of(name, layer)
                     packed = _core.allocate(matrix.array.nbytes)
-                    _core.pack_weights(weights, "bfloat16", packing.bits, packed, pool, along=packing.along)
+                    how = {"along": packing.along, "scales": packing.scales}
+                    _core.pack_weights(weights, "bfloat16", packing.bits, packed, pool, **how)
                     assert np.array_equal(matrix.array, packed)
                     assert (matrix.rows, matrix.columns, matrix.packing) == (*weights.shape, packing)
                     assert matrix.bias is not None
             store.load(store.num_layers, 0)
             assert np.array_equal(store.head(0).array, tensors["head.weight"])  # it stays in 16 bits
     assert not list(tmp_path.iterdir())
+
+
+def test_mixed_groups_have_more_bits_where_four_lose_most() -> None:
+    def bits(layers: int, layer: int, shares_keys: bool) -> dict[str, int]:
+        packing = WeightPacking(bits=4, groups="mixed", layers=layers, shares_keys=shares_keys)
+        return {name: packing.of(name, layer).bits for name in ("query", "key", "value", "up", "down")}
+
+    assert bits(30, 26, True) == {"query": 4, "key": 8, "value": 8, "up": 4, "down": 4}
+    assert bits(30, 27, False) == {"query": 4, "key": 4, "value": 8, "up": 4, "down": 8}
+    assert [late_layers(layers) for layers in (1, 10, 11, 80)] == [1, 1, 2, 8]
+    paper = WeightPacking(bits=4, groups="outputs", layers=30, shares_keys=True)
+    assert {paper.of(name, 29) for name in ("value", "key", "down")} == {Packing(4, "outputs", "range")}
