@@ -50,14 +50,15 @@ class HostCostModel(CostModel):
     def weight_bytes(self) -> float:
         """Of a layer, on the average of all."""
         shape = self.shape
-        return self._layer_bytes(late=False) + late_layers(shape.layers) / shape.layers * self._late_bytes
+        return self._layer_bytes(late=False) + late_layers(shape.layers) / shape.layers * self.late_bytes
 
     @property
     def largest_layer_bytes(self) -> float:
-        return self._layer_bytes(late=False) + self._late_bytes
+        return self._layer_bytes(late=False) + self.late_bytes
 
     @property
-    def _late_bytes(self) -> float:
+    def late_bytes(self) -> float:
+        """What a late layer has more than another."""
         return self._layer_bytes(late=True) - self._layer_bytes(late=False)
 
     def _layer_bytes(self, *, late: bool) -> float:

@@ -4,7 +4,7 @@ It counts what flashllm/offload/runtime allocates: weights and their two staging
 buffers they pass, states, and the working memory of a layer's worst moment. A test compares with the runtime's plans.
 """
 
-from flashllm.offload.planner.host_costs import KV_BLOCK, ROWS_TOGETHER, HostCostModel
+from flashllm.offload.planner.host_costs import KV_BLOCK, ROWS_TOGETHER, HostCostModel, late_layers
 from flashllm.offload.planner.linear import CC, CD, CG, HC, HD, HG, WC, WD, WG, Linear, constant
 from flashllm.offload.shape import ModelShape
 
@@ -30,7 +30,7 @@ def weights(model: HostCostModel) -> tuple[Linear, float]:
     kept = (WG + WC) * (layer * shape.layers) + (WC + WD) * (BUFFERS * layer)
     table = shape.vocab * shape.hidden * shape.dtype_bytes
     policy = model.policy
-    if policy is not None and policy.wc + policy.wd > 0:  # the largest layer's down projection passes the buffers too
+    if policy is not None and policy.wc + policy.wd > 0:  # perhaps with all of what the largest layer has more
         kept += BUFFERS * (model.largest_layer_bytes - layer)
     kept += model.head_bytes if model.head_tier != "d" else 0
     if model.head_tier != "g" and policy is not None:  # it passes the layers' buffers, which it may be larger than
@@ -99,4 +99,8 @@ def host_limits(model: HostCostModel) -> list[tuple[str, Linear, int]]:
     on_disk += HD * (model.method.block_size * model.workload.prompt_len * shape.activation_token_bytes)
     if model.method.compress_weights:  # others are read from the model's own files
         on_disk += WD * (model.weight_bytes * shape.layers)
+        if (
+            model.policy is not None and model.policy.wd > 0
+        ):  # whole matrices are: perhaps all that late layers have more
+            on_disk += (1 - model.policy.wd) * late_layers(shape.layers) * model.late_bytes
     return [*rows, ("cpu", constant(0), hardware.cpu_usable), ("disk", on_disk, hardware.disk_capacity)]
