@@ -76,7 +76,7 @@ def test_scales_of_least_squares_are_the_same_at_every_level(bits, shape, values
 
 
 @pytest.mark.parametrize("along", ["outputs", "inputs"])
-@pytest.mark.parametrize("kind", ["normal", "outlier", "constant"])
+@pytest.mark.parametrize("kind", ["normal", "far", "outlier", "constant"])
 def test_least_squares_lose_less_than_the_range(along, kind):
     values = matrix(130, 200, kind, "float32", 1)
     lost = {
@@ -85,7 +85,7 @@ def test_least_squares_lose_less_than_the_range(along, kind):
         )
         for scales in ("range", "squares")
     }
-    assert lost["squares"].sum() <= lost["range"].sum() * (0.95 if kind == "normal" else 1.001)
+    assert lost["squares"].sum() <= lost["range"].sum() * (0.99 if kind == "normal" else 1.0001)
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -6,17 +6,16 @@
 #include "io/error.h"
 #include "kernels/matmul.h"
 #include "kernels/scratch.h"
-#include "offload/group_scales.h"
-#include "quantise/group_fit.h"
+#include "offload/group_refine.h"
 
 namespace flashllm {
 
 namespace {
 
 constexpr std::size_t kColumns = 256;  // of a panel handled at a time, in whole units
-constexpr std::size_t kFitted = 8;     // what fit_groups takes multiples of
+constexpr std::size_t kRefined = 4;    // what refine_groups takes multiples of
 static_assert(kColumns % kGroup == 0, "pieces must be whole groups");
-static_assert(kUnit % kFitted == 0, "what is left of a row must be whole for fit_groups");
+static_assert(kUnit % kRefined == 0, "what is left of a row must be whole for refine_groups");
 
 // Row `row` of the panel of `panel_rows` rows at `data`, from column `first` on. Where groups lie along the
 // outputs, the rows that follow in the panel have the same scales.
@@ -33,41 +32,26 @@ Rows panel_columns(const PackedWeights& packed, Byte* data, std::size_t panel_ro
   return {scales + group, minimums + group, codes, packed.row_nbytes()};
 }
 
-// Scales and minimums of least squares for groups [groups, n], of which n is a multiple of 8; changes them.
-void fit(float* values, std::size_t groups, std::size_t n, int bits, std::uint16_t* scales,
-         std::uint16_t* minimums) {
-  for (std::size_t g = 0; g < groups; ++g) {
-    float* group = values + g * n;
-    const float base = group[0];  // squares of weights far from zero would round off what differs
-    for (std::size_t i = 0; i < n; ++i) group[i] -= base;
-    float scale, minimum;
-    fit_groups({static_cast<std::size_t>(bits), n, true}, group, 1, &scale, &minimum);
-    scales[g] = half_scale(scale);
-    minimums[g] = half_minimum(minimum + base);
-  }
-}
-
-// pack_columns with scales of least squares. Columns of fewer rows than a multiple of 8 repeat their last.
-void pack_fitted_columns(const float* values, std::size_t rows, std::size_t columns, int bits,
-                         const GroupedRows& to, const GroupKernels& kernels) {
-  const std::size_t n = (rows + kFitted - 1) / kFitted * kFitted;
+// pack_columns with scales of least squares. What is left of a column's last four rows repeats its last one.
+void pack_refined_columns(const float* values, std::size_t rows, std::size_t columns, int bits,
+                          const GroupedRows& to, const GroupKernels& kernels) {
+  const std::size_t n = (rows + kRefined - 1) / kRefined * kRefined;
   const Scratch<float> groups(kColumns * kGroup);
   for (std::size_t r = 0; r < n; ++r) {
     const float* row = values + std::min(r, rows - 1) * kColumns;
     for (std::size_t j = 0; j < columns; ++j) groups.get()[j * n + r] = row[j];
   }
-  fit(groups.get(), columns, n, bits, to.scales, to.minimums);
+  refine_groups(groups.get(), columns, n, bits, to.scales, to.minimums);
   kernels.encode_columns(values, kColumns, rows, columns, bits, to);
 }
 
 // pack_rows of one row with scales of least squares.
-void pack_fitted_row(const float* values, std::size_t columns, int bits, const GroupedRows& to,
-                     const GroupKernels& kernels) {
-  float groups[kColumns];
-  std::copy_n(values, columns, groups);
+void pack_refined_row(const float* values, std::size_t columns, int bits, const GroupedRows& to,
+                      const GroupKernels& kernels) {
   const std::size_t whole = columns / kGroup, rest = columns % kGroup;
-  fit(groups, whole, kGroup, bits, to.scales, to.minimums);
-  if (rest != 0) fit(groups + whole * kGroup, 1, rest, bits, to.scales + whole, to.minimums + whole);
+  refine_groups(values, whole, kGroup, bits, to.scales, to.minimums);
+  if (rest != 0)
+    refine_groups(values + whole * kGroup, 1, rest, bits, to.scales + whole, to.minimums + whole);
   kernels.encode_rows(values, kColumns, 1, columns, bits, to);
 }
 
@@ -139,11 +123,11 @@ void pack_weights(const std::byte* weights, Dtype dtype, const PackedWeights& pa
           return;
         }
         std::uint8_t* at = to + panel * packed.panel_nbytes();
-        const bool is_fitted = scales == GroupScales::squares;
+        const bool is_refined = scales == GroupScales::squares;
         if (packed.along == GroupsAlong::outputs) {
           const auto columns_to = panel_columns<GroupedRows>(packed, at, rows, 0, j);
-          if (is_fitted) {
-            pack_fitted_columns(values.get(), rows, in_units(width), packed.bits, columns_to, groups);
+          if (is_refined) {
+            pack_refined_columns(values.get(), rows, in_units(width), packed.bits, columns_to, groups);
           } else {
             groups.pack_columns(values.get(), kColumns, rows, in_units(width), packed.bits, columns_to);
           }
@@ -152,8 +136,8 @@ void pack_weights(const std::byte* weights, Dtype dtype, const PackedWeights& pa
         for (std::size_t i = 0; i < rows; ++i) {
           const float* row = values.get() + i * kColumns;
           const auto row_to = panel_columns<GroupedRows>(packed, at, rows, i, j);
-          if (is_fitted) {
-            pack_fitted_row(row, in_units(width), packed.bits, row_to, groups);
+          if (is_refined) {
+            pack_refined_row(row, in_units(width), packed.bits, row_to, groups);
           } else {
             groups.pack_rows(row, kColumns, 1, in_units(width), packed.bits, row_to);
           }

@@ -16,8 +16,8 @@
 namespace flashllm {
 
 enum class GroupsAlong { outputs, inputs };  // rows, columns
-// How a group's scale and minimum are chosen: from its smallest and largest weight (FlexGen), or so that the
-// squares of what its weights lose are least (quantise/group_fit.h), whatever a few large ones lose.
+// How a group's scale and minimum are chosen: from its smallest and largest weight (FlexGen), or from there
+// on so that fewer squares are lost (group_refine.h).
 enum class GroupScales { range, squares };
 
 // Throw CoreError (usage) for names that are neither.
