@@ -16,7 +16,7 @@ from weights import Floats, LayerWeights
 
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype
 from flashllm.base.dtypes import cast as cast_dtype
-from flashllm.base.files import drop_page_cache
+from flashllm.base.files import drop_page_cache, naming
 from flashllm.engine.model import Model, Observer
 from flashllm.plan.memory import KV_BLOCK_TOKENS
 
@@ -229,13 +229,13 @@ def code_edges(lp: LayerPass, weights: LayerWeights, states: Floats) -> Floats:
 
 
 def _write_at(path: Path, offset: int, data: NDArray[np.uint8]) -> None:
-    with open(path, "r+b" if path.exists() else "w+b") as file:
+    with naming(path), open(path, "r+b" if path.exists() else "w+b") as file:
         file.seek(offset)
         file.write(data.reshape(-1).data)
 
 
 def _read_at(path: Path, offset: int, nbytes: int) -> NDArray[np.uint8]:
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         data = np.fromfile(file, np.uint8, nbytes, offset=offset)
         drop_page_cache(file.fileno(), offset, nbytes)
     if len(data) != nbytes:

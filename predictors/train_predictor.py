@@ -27,7 +27,7 @@ from samples import LEAST_SAMPLES, DataError, SampleReport, read_hub, read_shard
 from trainer import SCRATCH_FILES, LayerResult, Trainer, TrainOptions
 from training_plan import plan_training
 
-from flashllm.base.files import locked_directory, write_atomically
+from flashllm.base.files import is_there, locked_directory, read_bounded, write_atomically
 from flashllm.base.progress import ProgressBar
 from flashllm.base.units import parse_size
 from flashllm.config import RunConfig
@@ -194,9 +194,9 @@ def train(args: argparse.Namespace, options: TrainOptions, directory: Path, mani
     rows, data = load_samples(args, tokenizer)
     print(data, file=sys.stderr)
     mine, known = identity(args, manifest, rows), args.scratch / IDENTITY
-    if not known.exists():
+    if not is_there(known):
         clear_scratch(args.scratch)
-    elif known.read_bytes() != mine:
+    elif read_bounded(known, 1 << 20) != mine:
         raise UsageError(f"{args.scratch} is of a run with other options, data or model; remove it to start again")
     plan = plan_training(
         directory,

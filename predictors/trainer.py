@@ -23,7 +23,7 @@ from prefetch_start import linear_start
 from recipes import AutoRanks, Recipe, probe_rank
 from weights import LayerWeights
 
-from flashllm.base.files import write_atomically
+from flashllm.base.files import naming, write_atomically
 from flashllm.base.progress import ProgressBar
 from flashllm.convert.untrained.svd import low_rank_predictor
 from flashllm.engine.model import Model
@@ -299,7 +299,7 @@ class Trainer:
         partial = self._scratch / "layer.partial"
         values = dataclasses.asdict(result)
         values["early"] = values.pop("prefetch")  # the file and the report keep the older word
-        with open(partial, "wb") as file:
+        with naming(partial), open(partial, "wb") as file:
             torch.save(values, file)
             file.flush()
             os.fsync(file.fileno())
@@ -317,7 +317,7 @@ class Trainer:
     def _mark(self, step: str) -> None:
         """A step is done, and what it wrote is on disk: also a power cut resumes."""
         for path in self._scratch.glob("*.bin"):
-            with open(path, "rb") as file:
+            with naming(path), open(path, "rb") as file:
                 os.fsync(file.fileno())
         write_atomically(self._scratch / f"{step}.done", b"")
 

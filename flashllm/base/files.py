@@ -32,6 +32,17 @@ _MAX_JSON_VALUES = 2_000_000  # a value takes up to 100 bytes of memory, and as 
 Progress = Callable[[str, int, int], None]  # (what, bytes done, bytes in all)
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError raised inside names the file `path` where it names none, as those of calls on a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
 def open_for_reading(path: Path) -> int:
     """A descriptor of the regular file `path`. FlashIOError where it cannot be opened, FormatError for other kinds."""
     try:
@@ -159,7 +170,8 @@ def fsync_directory(path: Path) -> None:
     """Make the names in the directory `path` durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        with naming(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -270,7 +282,7 @@ class HashingWriter:
     """Writes one file front to back with its SHA-256, synced and dropped from the page cache as it grows.
 
     With `preallocate` the space is reserved first, so that a full disk shows at the start. An existing file is kept:
-    `reread` advances over bytes that are already right, `write` overwrites. OSErrors pass through.
+    `reread` advances over bytes that are already right, `write` overwrites. OSErrors name the file.
     """
 
     def __init__(self, path: Path, *, preallocate: int = 0) -> None:
@@ -281,7 +293,8 @@ class HashingWriter:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             if preallocate and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._fd, 0, preallocate)
+                with naming(path):
+                    os.posix_fallocate(self._fd, 0, preallocate)
         except BaseException:
             os.close(self._fd)
             raise
@@ -297,8 +310,9 @@ class HashingWriter:
         data = data.cast("B")
         self._sha256.update(data)
         done = 0
-        while done < len(data):
-            done += os.pwrite(self._fd, data[done : done + CHUNK_NBYTES], self.position + done)
+        with naming(self.path):
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done : done + CHUNK_NBYTES], self.position + done)
         self.position += len(data)
         if self.position - self._synced >= _SYNC_NBYTES:
             self.sync()
@@ -322,12 +336,14 @@ class HashingWriter:
 
     def sync(self) -> None:
         """Force what was written to the device and drop it from the page cache."""
-        os.fsync(self._fd)
+        with naming(self.path):
+            os.fsync(self._fd)
         drop_page_cache(self._fd, 0, self.position)
         self._synced = self.position
 
     def finish(self) -> str:
         """Cut the file at the position, make it durable, and return its SHA-256 in hexadecimal."""
-        os.ftruncate(self._fd, self.position)
+        with naming(self.path):
+            os.ftruncate(self._fd, self.position)
         self.sync()
         return self._sha256.hexdigest()

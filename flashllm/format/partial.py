@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flashllm.base.files import fsync_directory, locked_directory, parse_json
+from flashllm.base.files import fsync_directory, locked_directory, naming, parse_json
 from flashllm.base.units import format_size
 from flashllm.errors import FlashIOError, FormatError, UsageError
 
@@ -30,14 +30,24 @@ class PartialDirectory:
 
     def record(self, step: Mapping[str, Any]) -> None:
         """Append a finished step to the journal. What it stands for must be durable already."""
-        _append(self._journal_fd, step)
+        self._append(step)
 
     def restart_journal(self, identity: Mapping[str, Any], steps: list[dict[str, Any]]) -> None:
         """Keep only these steps: the others turned out to be damaged."""
-        os.ftruncate(self._journal_fd, 0)
+        with naming(self.path / _JOURNAL):
+            os.ftruncate(self._journal_fd, 0)
         for line in (identity, *steps):
-            _append(self._journal_fd, line)
+            self._append(line)
         self.steps = steps
+
+    def _append(self, value: Mapping[str, Any]) -> None:
+        line = (json.dumps(dict(value), separators=(",", ":")) + "\n").encode()
+        with naming(self.path / _JOURNAL):
+            offset = os.lseek(self._journal_fd, 0, os.SEEK_END)
+            while line:
+                count = os.pwrite(self._journal_fd, line, offset)
+                line, offset = line[count:], offset + count
+            os.fsync(self._journal_fd)
 
     def publish(self, target: Path, names: Collection[str]) -> None:
         """Make the finished directory appear as `target`, holding only `names`, whose contents are durable already."""
@@ -74,7 +84,9 @@ def open_partial(path: Path, target: Path, identity: Mapping[str, Any]) -> Itera
             raise UsageError(f"{target}: exists; remove it or choose another destination")
         fd = os.open(path / _JOURNAL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
-            yield _read_journal(path, fd, identity)
+            with naming(path / _JOURNAL):
+                partial = _read_journal(path, fd, identity)
+            yield partial
         finally:
             os.close(fd)
 
@@ -100,15 +112,6 @@ def _parse_line(line: bytes, path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FormatError(f"{path / _JOURNAL}: is damaged; remove {path} to start again")
     return value
-
-
-def _append(fd: int, value: Mapping[str, Any]) -> None:
-    line = (json.dumps(dict(value), separators=(",", ":")) + "\n").encode()
-    offset = os.lseek(fd, 0, os.SEEK_END)
-    while line:
-        count = os.pwrite(fd, line, offset)
-        line, offset = line[count:], offset + count
-    os.fsync(fd)
 
 
 def check_space(parent: Path, partial: Path, nbytes: int) -> None:

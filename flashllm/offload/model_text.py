@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from flashllm.arch.registry import block_spec, complete_config
-from flashllm.base.files import read_json_object
+from flashllm.base.files import parse_json_object, read_bounded
 from flashllm.convert.checkpoint.source import companion_files
 from flashllm.convert.locate import find_folder
 from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
@@ -16,6 +16,8 @@ from flashllm.format.model_files import CONFIG
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.jobs.prompts import PromptEncoder
 from flashllm.offload.shape import ModelShape, shape_from_config
+
+_MAX_CONFIG_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,8 @@ class ModelText:
         path = find_folder(str(model))
         if not (path / CONFIG).exists():
             raise UsageError(f"{path}: has no {CONFIG}; give a Hugging Face folder or a flashllm directory")
-        config = complete_config(read_json_object(path / CONFIG))
+        raw = read_bounded(path / CONFIG, _MAX_CONFIG_NBYTES)
+        config = complete_config(parse_json_object(raw, str(path / CONFIG)))
         block = block_spec(config)
         name = path.resolve().name
         tokenizer = _tokenizer(path)
@@ -54,7 +57,7 @@ class ModelText:
         return cls(
             path=path,
             name=name,
-            fingerprint=hashlib.sha256((path / CONFIG).read_bytes()).hexdigest()[:16],
+            fingerprint=hashlib.sha256(raw).hexdigest()[:16],
             shape=shape_from_config(config, name=name),
             encoder=PromptEncoder(
                 tokenizer=tokenizer, template=template, context=block.context, vocab=block.vocab_size, end_ids=end_ids

@@ -31,6 +31,7 @@ from flashllm.base.files import (
     parse_json_object,
     pread_bytes,
     pread_into,
+    read_bounded,
 )
 from flashllm.errors import FlashIOError, FormatError
 from flashllm.format.manifest import MANIFEST
@@ -39,6 +40,7 @@ from flashllm.generate.session import Session
 
 _MAGIC = b"flashkv1"
 _MAX_HEADER_NBYTES = 64 << 20  # the note has a conversation's text
+_MAX_NAMED_NBYTES = 64 << 20  # of the manifest and the config
 _CHUNK_NBYTES = 16 << 20
 _START = struct.Struct("<8sI")
 _DIGEST_NBYTES = 32
@@ -62,7 +64,7 @@ def identity(directory: Path, mode: str) -> str:
     """What the bits of keys and values depend on, beside the tokens: the model, the mode, the instruction set."""
     digest = hashlib.sha256()
     for name in (MANIFEST, CONFIG):
-        digest.update(hashlib.sha256((directory / name).read_bytes()).digest())
+        digest.update(hashlib.sha256(read_bounded(directory / name, _MAX_NAMED_NBYTES)).digest())
     digest.update(json.dumps([mode, _core.best_simd_level()]).encode())
     return digest.hexdigest()
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from flashllm.base.files import (
     HashingWriter,
     iterate_chunks,
     locked_directory,
+    naming,
     open_for_reading,
     parse_json,
     pread_bytes,
@@ -182,6 +184,30 @@ def test_atomic_writes_leave_the_old_file_when_they_fail(tmp_path, monkeypatch):
     write_atomically(path, b"newer")
     assert path.read_bytes() == b"newer"
     assert os.listdir(tmp_path) == ["f"]
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "ftruncate"])
+def test_a_failing_write_names_its_file(tmp_path, monkeypatch, call):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    def write_all(path):
+        with HashingWriter(path) as writer:
+            writer.write(memoryview(b"abc"))
+            writer.finish()
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match=re.escape(f"No space left on device: '{tmp_path / 'f'}'")):
+        write_all(tmp_path / "f")
+
+
+def test_only_a_name_that_is_missing_is_given(tmp_path):
+    given = [OSError(5, "it failed", "other"), OSError("it says all")]
+    for error in given:
+        said = str(error)
+        with pytest.raises(OSError, match=re.escape(said)) as raised, naming(tmp_path):
+            raise error
+        assert str(raised.value) == said
 
 
 def test_a_directory_is_locked_once(tmp_path):

@@ -46,6 +46,7 @@ class Kind:
     use: Callable[[bytes], object]
     names: str  # what a refusal must say: a part of a file's name; empty for requests
     is_json: bool = True
+    source: Path | None = None  # the model directory, or what is converted, that holds the last bytes used
 
 
 def at_file(path: Path, use: Callable[[Path], object]) -> Callable[[bytes], object]:
@@ -87,18 +88,19 @@ def make_kinds(root: Path) -> dict[str, Kind]:
     raw = json.loads((model / "flashllm.json").read_text())
     raw.pop("sha256")
     base = json.dumps(raw).encode()
-    kinds["manifest"] = Kind(base, at_file(copy / "flashllm.json", lambda path: open_all(path.parent)), str(copy))
+    use = at_file(copy / "flashllm.json", lambda path: open_all(path.parent))
+    kinds["manifest"] = Kind(base, use, str(copy), source=copy)
     # 2. Every other file of a model directory, its hash right.
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
                  "resident.safetensors", "ffn.safetensors", "predictors.safetensors"):  # fmt: skip
         copy = Path(shutil.copytree(model, root / f"of {name}"))
 
-        def use(raw: bytes, copy: Path = copy, name: str = name) -> None:
+        def rehashed(raw: bytes, copy: Path = copy, name: str = name) -> None:
             rehash(copy, name, raw)
             open_all(copy)
 
         kinds[f"model directory: {name}"] = Kind(
-            (model / name).read_bytes(), use, "config.json|" + str(copy), name.endswith(".json")
+            (model / name).read_bytes(), rehashed, "config.json|" + str(copy), name.endswith(".json"), copy
         )
 
     # 3. A Hugging Face folder.
@@ -113,6 +115,7 @@ def make_kinds(root: Path) -> dict[str, Kind]:
             at_file(folder / name, lambda path: plan(path.parent)),
             "config.json|" + str(folder),
             name.endswith(".json"),
+            folder,
         )
     # 4. A GGUF file, its header read here and not in a child.
     gguf_file.ask_child = lambda function, *args: function(*args)
@@ -120,7 +123,7 @@ def make_kinds(root: Path) -> dict[str, Kind]:
     source = gguf_files.write_gguf(llama, root / "tiny.gguf")
     mutant = root / "mutant.gguf"
 
-    kinds["GGUF"] = Kind(source.read_bytes(), at_file(mutant, plan), str(mutant), False)
+    kinds["GGUF"] = Kind(source.read_bytes(), at_file(mutant, plan), str(mutant), False, mutant)
     # 5. Traces, profiles, policies.
     trace = write_trace(root / "trace", np.random.default_rng(0).random((4, 2, 256)) < 0.2)
 

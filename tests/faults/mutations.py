@@ -27,13 +27,15 @@ from types import FrameType
 from typing import Any
 
 from handmade import CASES, Case
-from kinds import ASK_CHILD, Kind, make_kinds
+from kinds import ASK_CHILD, Kind
 from operations import BUG
+from written import every_kind
 
 from flashllm.api.fields import BadRequest
 from flashllm.cli import main as main_of_flashllm
-from flashllm.convert.checkpoint import gguf_file
+from flashllm.convert.checkpoint import gguf_file, pickled
 from flashllm.errors import FlashError
+from flashllm.format.manifest import MANIFEST
 
 SLOW_S = 1.0  # of the processor
 STUCK_S = 600.0  # by the clock
@@ -196,7 +198,7 @@ def flashllm(*words: object) -> tuple[int, str]:
                 for fd, into in ((0, null), (1, null), (2, said.fileno())):
                     os.dup2(into, fd)
                 signal.alarm(int(STUCK_S))
-                gguf_file.ask_child = ASK_CHILD
+                gguf_file.ask_child = pickled.ask_child = ASK_CHILD
                 status = main_of_flashllm([str(word) for word in words])
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -210,19 +212,17 @@ def flashllm(*words: object) -> tuple[int, str]:
 def through_the_command(kinds: dict[str, Kind], root: Path, count: int, seed: int) -> dict[str, Any]:
     """Mutated model directories through `flashllm inspect`, checkpoints through `convert`, each in a forked process."""
     problems: list[dict[str, Any]] = []
-    names = [name for name in kinds if name.startswith(("manifest", "model directory", "checkpoint", "GGUF"))]
+    names = [name for name, kind in kinds.items() if kind.source is not None]
     for number in range(count):
         rng = random.Random(f"{seed} command {number}")
         name = rng.choice(names)
         kind = kinds[name]
         with contextlib.suppress(Exception):
             kind.use(mutated(kind.base, rng, is_json=kind.is_json))
-        directory = root / {
-            "manifest": "of manifest", "GGUF": "mutant.gguf",
-        }.get(name, name.replace("model directory:", "of").replace("checkpoint:", "hf"))  # fmt: skip
         shutil.rmtree(root / "out", ignore_errors=True)
         shutil.rmtree(root / "out.partial", ignore_errors=True)
-        verb = ["inspect", directory] if name[0] == "m" else ["convert", directory, root / "out"]
+        is_model = kind.source is not None and (kind.source / MANIFEST).exists()
+        verb = ["inspect", kind.source] if is_model else ["convert", kind.source, root / "out"]
         status, said = flashllm(*verb)
         lines = said.splitlines()
         good = status == 0 or (status in (1, 2) and lines != [] and lines[-1].startswith("flashllm: error: "))
@@ -245,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
         args.keep.mkdir(parents=True, exist_ok=True)
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        kinds = make_kinds(Path(folder))
+        kinds = every_kind(Path(folder))
         chosen = {
             name: kind for name, kind in kinds.items() if not args.only or any(part in name for part in args.only)
         }

@@ -75,7 +75,7 @@ def _of_checkpoints(root: Path) -> dict[str, Kind]:
             torch.save(state, folder / shard)
         base = json.dumps({"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(state, shard)}).encode()
         kinds[f"checkpoint: {index}"] = Kind(
-            base, at_file(folder / index, lambda path: _plan(path.parent)), str(folder)
+            base, at_file(folder / index, lambda path: _plan(path.parent)), str(folder), source=folder
         )
     folder = Path(shutil.copytree(hf, root / "hf pickled", ignore=shutil.ignore_patterns(SINGLE)))
     torch.save(dict(list(state.items())[:3]), folder / PICKLED_SINGLE)  # of a whole one the pickle is long
@@ -85,7 +85,7 @@ def _of_checkpoints(root: Path) -> dict[str, Kind]:
             pass
 
     kinds[f"checkpoint: {PICKLED_SINGLE}"] = Kind(
-        (folder / PICKLED_SINGLE).read_bytes(), at_file(folder / PICKLED_SINGLE, open_only), str(folder), False
+        (folder / PICKLED_SINGLE).read_bytes(), at_file(folder / PICKLED_SINGLE, open_only), str(folder), False, folder
     )
     kinds["shape of a model"] = Kind(
         (hf / "config.json").read_bytes(), at_file(root / "shape.json", lambda path: load_shape(str(path))), "shape"
@@ -100,7 +100,8 @@ def _of_coded_models(root: Path) -> dict[str, Kind]:
     model = root / "coded"
     convert(gguf, model, keep=True)
     assert Manifest.load(model).rows.has_plane
-    kinds = {"GGUF of codes": Kind(gguf.read_bytes(), at_file(root / "mutant of codes.gguf", _plan), "mutant", False)}
+    mutant = root / "mutant of codes.gguf"
+    kinds = {"GGUF of codes": Kind(gguf.read_bytes(), at_file(mutant, _plan), "mutant", False, mutant)}
 
     def open_all(directory: Path) -> None:
         opened = ModelDir.open(directory)
@@ -114,13 +115,16 @@ def _of_coded_models(root: Path) -> dict[str, Kind]:
         open_all(copy)
 
     kinds["model directory with planes: resident.safetensors"] = Kind(
-        (model / RESIDENT).read_bytes(), use, str(copy), False
+        (model / RESIDENT).read_bytes(), use, str(copy), False, copy
     )
     other = Path(shutil.copytree(model, root / "of planes' manifest"))
     manifest = json.loads((model / MANIFEST).read_text())
     manifest.pop("sha256")
     kinds["manifest with planes"] = Kind(
-        json.dumps(manifest).encode(), at_file(other / MANIFEST, lambda path: open_all(path.parent)), str(other)
+        json.dumps(manifest).encode(),
+        at_file(other / MANIFEST, lambda path: open_all(path.parent)),
+        str(other),
+        source=other,
     )
     return kinds
 
@@ -137,7 +141,7 @@ def _of_data(root: Path) -> dict[str, Kind]:
         rehash(copy, POPULARITY, raw)
         read_popularity(copy, Manifest.load(copy))
 
-    kinds["popularity"] = Kind((copy / POPULARITY).read_bytes(), shares, str(copy), False)
+    kinds["popularity"] = Kind((copy / POPULARITY).read_bytes(), shares, str(copy), False, copy)
     # 2. A saved conversation, taken up by a model that stays open.
     model = Model.open(root / "model", RunConfig(io_threads=1, threads=1))
     tokenizer, options = Tokenizer.load(root / "model"), SamplingOptions(max_new_tokens=2, ignore_eos=True)

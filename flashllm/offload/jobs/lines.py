@@ -15,7 +15,7 @@ from typing import Self
 from flashllm.api.fields import BadRequest
 from flashllm.api.prompts import Unanswerable
 from flashllm.api.requests import Request
-from flashllm.base.files import open_for_reading
+from flashllm.base.files import file_status, naming, open_for_reading
 from flashllm.errors import FlashIOError, FormatError
 from flashllm.offload.jobs.blocks import Size
 from flashllm.offload.jobs.prompts import PromptEncoder
@@ -79,7 +79,8 @@ class BatchFile:
         fd = open_for_reading(path)
         try:
             batch = cls(path, fd, encoder, defaults, settings)
-            batch._check(skip_bad=skip_bad, progress=progress)
+            with naming(path):
+                batch._check(skip_bad=skip_bad, progress=progress)
         except BaseException:
             os.close(fd)
             raise
@@ -96,7 +97,8 @@ class BatchFile:
     def request(self, index: int) -> Request:
         """The request in `lines[index]`, which has no problem. FlashIOError where the file has changed."""
         line = self.lines[index]
-        raw = os.pread(self._fd, line.nbytes, line.offset)
+        with naming(self.path):
+            raw = os.pread(self._fd, line.nbytes, line.offset)
         if self._state() != self._stamp or len(raw) != line.nbytes:
             raise FlashIOError(f"{self.path}: was changed while the job ran; start it again with --resume")
         if self._identity("", line.custom_id, raw) != line.identity:  # by the drive, or with its old time
@@ -112,7 +114,7 @@ class BatchFile:
         return self._encoder.sequence(request, self._encoder.encode(request), index)
 
     def _state(self) -> tuple[int, int]:
-        status = os.fstat(self._fd)
+        status = file_status(self._fd, self.path)
         return status.st_size, status.st_mtime_ns
 
     def _check(self, *, skip_bad: bool, progress: Callable[[int, int], None]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from flashllm.base.files import fsync_directory, parse_json
+from flashllm.base.files import fsync_directory, naming, parse_json
 from flashllm.base.units import format_size
 from flashllm.errors import FlashIOError, FormatError, UsageError
 from flashllm.offload.jobs.answers import ID_PREFIX
@@ -60,9 +60,10 @@ class Results:
         try:
             results = cls(path, fd, created=created)
             results._lock()
-            if not resume and os.fstat(fd).st_size:  # made since `check_output` looked
-                raise UsageError(_exists(path))
-            results._read(lines)
+            with naming(path):
+                if not resume and os.fstat(fd).st_size:  # made since `check_output` looked
+                    raise UsageError(_exists(path))
+                results._read(lines)
             fsync_directory(path.absolute().parent)
         except BaseException:
             os.close(fd)

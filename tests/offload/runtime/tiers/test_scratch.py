@@ -118,6 +118,17 @@ def test_a_killed_process_leaves_nothing_after_the_next_start(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_directory_that_cannot_be_removed_is_left_to_the_next_start(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch, Scratch(tmp_path, 0) as scratch:
+        patch.setattr(module.shutil, "rmtree", fail)
+    assert scratch.path.exists()
+    with Scratch(tmp_path, 0) as again:
+        assert again.removed == [scratch.path]
+
+
 def test_what_is_not_ours_is_left_alone(tmp_path):
     (tmp_path / "keep").mkdir()
     target = tmp_path / "target"
