@@ -21,6 +21,8 @@ class SlowModel:
         self._model, self.delay_s = model, delay_s
         self.passes = []  # new tokens of each
         self.fault = None  # raised by the next pass
+        self.runs = threading.Event()  # while it is not set, passes wait
+        self.runs.set()
 
     def __getattr__(self, name):
         return getattr(self._model, name)
@@ -28,6 +30,7 @@ class SlowModel:
     def step(self, entries, **options):
         self.passes.append(len(entries[0][1]))
         time.sleep(self.delay_s)
+        self.runs.wait()
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault

@@ -40,3 +40,4 @@ def slow(model):
     model.delay_s = 0.02
     yield model
     model.delay_s = 0.0
+    model.runs.set()
