@@ -176,8 +176,6 @@ class Trials:
 
         before = state_of(self.operations.root)
         found = in_child(faulty)
-        if "error" in found and name != "serve":  # whose answers go to others, who are told of no folders
-            found["named"] = str(self.operations.root) in found["message"]
         if fault == "a flipped bit" and name in UNKNOWN_BITS and found.get("answer", right) != right:
             found["problem"] = in_child(whole).get("problem", "died")
             self.operations.clear()
@@ -226,7 +224,7 @@ def verdict(found: dict[str, Any], right: str) -> str:
     if found["after"] != right:
         return "wrong afterwards"
     if "error" in found:
-        return "error" if found.get("named", True) else "names no file"
+        return "error"
     if found["answer"] == right:
         return "right"
     if "problem" in found:
