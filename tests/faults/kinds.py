@@ -106,7 +106,7 @@ def make_kinds(root: Path) -> dict[str, Kind]:
     # 3. A Hugging Face folder.
     def plan(path: Path) -> None:
         with open_checkpoint(path) as checkpoint:
-            plan_conversion(checkpoint, None)
+            plan_conversion(checkpoint)
 
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         folder = Path(shutil.copytree(hf, root / f"hf {name}"))

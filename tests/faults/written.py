@@ -60,7 +60,7 @@ def _as_a_child(function: Callable[..., Any], *arguments: str) -> Any:
 
 def _plan(folder: Path) -> None:
     with open_checkpoint(folder) as checkpoint:
-        plan_conversion(checkpoint, None)
+        plan_conversion(checkpoint)
 
 
 def _of_checkpoints(root: Path) -> dict[str, Kind]:
