@@ -11,7 +11,7 @@ namespace flashllm {
 namespace {
 
 // Smaller buffers stay on ordinary pages: a huge page for each would exceed the memory plan.
-constexpr std::size_t kHugeFrom = 4 * HugeBuffer::kAlignment;
+[[maybe_unused]] constexpr std::size_t kHugeFrom = 4 * HugeBuffer::kAlignment;
 
 std::atomic<bool> all_is_kept{false};
 
