@@ -121,7 +121,10 @@ BUILTIN = {
 }
 
 
-_NO_ENGINE = "which this engine does not compute; `flashllm generate` and `flashllm chat` do"
+_NO_ENGINE = (
+    "which the throughput engine does not compute (`flashllm offload`, `convert --calibrate`, what fewer bits cost); "
+    "`flashllm convert`, with --bits too, `generate` and `chat` do"
+)
 
 
 def not_computed(block: BlockSpec) -> str | None:

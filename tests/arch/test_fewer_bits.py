@@ -32,8 +32,9 @@ def check_logits(directory, lengths):
     """Against the weights of the codes, with activations in fp32."""
     change_manifest(directory, activations=None)
     reference = ReferenceDecoder(directory)
-    sparse = ModelDir.open(directory).architecture.sparse
-    for mode in ("dense", "oracle") if sparse else ("dense",):
+    architecture = ModelDir.open(directory).architecture
+    modes = {True: ("dense", "oracle"), False: ("dense",)}[architecture.sparse]
+    for mode in ("dense", "sparse") if architecture.experts and not architecture.sparse else modes:
         with Model.open(directory, RunConfig(mode=mode, threads=1, io_threads=4)) as model:
             for length in lengths:
                 ids = tokens(length, seed=length)

@@ -100,9 +100,9 @@ def test_unknown_models_and_damaged_files(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "falcon", "alibi": True}, "adds distances to its attention scores.*flashllm generate"),
+        ({"model_type": "falcon", "alibi": True}, "adds distances to its attention scores.*`flashllm convert`"),
         ({"model_type": "mpt"}, "adds distances to its attention scores"),
-        ({"model_type": "olmoe"}, "a mixture of experts, which this engine does not compute"),
+        ({"model_type": "olmoe"}, "a mixture of experts, which the throughput engine does not compute"),
     ],
 )
 def test_what_this_engine_does_not_compute_is_refused_by_name(config, message):
