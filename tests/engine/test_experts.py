@@ -305,7 +305,7 @@ def test_refusals_say_what_to_do(tiny, directory, tmp_path):
     for gate in ("resident", "4bit"):
         with pytest.raises(UsageError, match="--gate, --sparsify and --reorder are for other models"):
             convert(tiny[0], tmp_path / "gates", gate=gate)
-    with pytest.raises(UnsupportedModelError, match="which this engine does not compute; `flashllm generate`"):
+    with pytest.raises(UnsupportedModelError, match="which the throughput engine does not compute"):
         open_weights(directory)
     observed = pytest.raises(UsageError, match="a mixture of experts computes cannot be observed")
     with opened(directory) as model, model.new_sequence() as sequence, observed:
