@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a Hugging Face folder, or a model directory")
     parser.add_argument("--tasks", type=Path, required=True, help="folder of the tasks' .jsonl.gz files")
-    parser.add_argument("--names", nargs="+", choices=list(TASKS), default=list(NAMES))
+    parser.add_argument("--names", nargs="*", choices=list(TASKS), default=list(NAMES))
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--calibration", type=Path, help="text that thresholds are chosen on")
     parser.add_argument("--rows", nargs="+", default=list(ROWS))
