@@ -50,6 +50,7 @@ from flashllm.sparsify.run import convert_sparsified
 
 NAMES = ("lambada", "arc_easy", "piqa", "hellaswag", "arc_challenge")
 ROWS = ("transformers", "dense", "30%", "30% sparse", "50%", "70%")
+LLAMA = "llama.cpp "  # before a file's name
 CONTEXT = 1024  # tokens of the longest question, for llama.cpp
 PIECE = 128  # tokens whose logits are in memory at once
 
@@ -144,8 +145,8 @@ def opened(row: str, args: argparse.Namespace, folder: Path) -> Iterator[Scorer]
     if row == "transformers":
         yield Transformers(args.model, args.threads)
         return
-    if row.startswith("llama.cpp "):
-        yield LlamaCpp(Path(row.removeprefix("llama.cpp ")), max(args.length, CONTEXT), args.threads)
+    if row.startswith(LLAMA):
+        yield LlamaCpp(Path(row.removeprefix(LLAMA)), max(args.length, CONTEXT), args.threads)
         return
     name, _, sparse = row.partition(" ")
     directory = folder / name.strip("%*")
@@ -224,7 +225,8 @@ def run_rows(document: dict[str, Any], counts: dict[str, int], args: argparse.Na
     tokenizer = Tokenizer.load(args.model)
     windows = text_windows(tokenizer, args.text, args.windows, args.length)
     for name in args.rows:
-        row = rows.setdefault(name, {})
+        title = f"{LLAMA}{Path(name).name}" if name.startswith(LLAMA) else name
+        row = rows.setdefault(title, {})
         wanted = [part for part in ("text", *args.names) if part not in row]
         if not wanted:
             continue
@@ -232,13 +234,13 @@ def run_rows(document: dict[str, Any], counts: dict[str, int], args: argparse.Na
             for part in wanted:
                 if part == "text":
                     kept = args.out.with_suffix(".npz")
-                    row[part] = text_part(scorer, windows, kept, first=name == next(iter(rows)))
+                    row[part] = text_part(scorer, windows, kept, first=title == next(iter(rows)))
                 else:
                     row[part] = score_task(scorer, tokenizer, items_of(args.tasks, part, counts[part]))
                 compare(rows)
                 args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
                 figure = row[part].get("acc", row[part].get("perplexity"))
-                print(f"{name}, {part}: {figure:.4f}", file=sys.stderr, flush=True)
+                print(f"{title}, {part}: {figure:.4f}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
