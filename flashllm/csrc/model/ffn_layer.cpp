@@ -110,8 +110,6 @@ void FfnLayer::prefetch(const float* x, std::size_t token) {
   cache_.policy().sort_by_likelihood(listed_);
   prefetch_->start(options_.layer, listed_, source_, *depth_);
   watch.charge(counters_.memory_ns);
-  reader_.start();
-  watch.charge(counters_.io_ns);
 }
 
 // Tokens
