@@ -50,8 +50,9 @@ def convert(
 ) -> Manifest:
     """Convert the checkpoint `src` (a folder, or a GGUF file) into the new model directory `dst`; the manifest.
 
-    `source_name` is recorded (a hub id), by default the folder's name. `say` gets a line where the checkpoint's own
-    bits are kept. On one machine the same choices give the same bytes.
+    What may be chosen is listed in `Choices` (flashllm/convert/choices.py). `source_name` is recorded (a hub id), by
+    default the folder's name. `say` gets a line where the checkpoint's own bits are kept. On one machine the same
+    choices give the same bytes.
 
     Works in `dst`.partial, and resumes what it finds there.
     Raises UsageError (`dst` exists, `src` is no checkpoint, the trace is another model's), UnsupportedModelError,
