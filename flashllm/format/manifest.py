@@ -259,7 +259,7 @@ class Manifest:
         if len(self.down_scales) != layers:
             raise ValueError(f"down_scales must name {layers} forms with these rows, not {len(self.down_scales)}")
         for form in self.down_scales:
-            if form not in SCALE_FORMS:
+            if type(form) is not str or form not in SCALE_FORMS:
                 raise ValueError(f"down_scales: {str(form)[:80]!r} is not one of {', '.join(SCALE_FORMS)}")
         if self.rows.has_plane and self.architecture.experts:
             raise ValueError("down_scales are not for a mixture of experts")

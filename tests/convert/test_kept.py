@@ -162,6 +162,7 @@ def test_what_a_manifest_says_of_scales_is_checked(tmp_path):
     for change, message in (
         ({"down_scales": []}, "down_scales must name"),
         ({"down_scales": ["half_64"] * len(written["down_scales"])}, "not one of half_32"),
+        ({"down_scales": [{}] * len(written["down_scales"])}, "not one of half_32"),
         ({"down_scales": ["half_32_min"] * len(written["down_scales"])}, "minimums is missing"),
         ({"rows": {**written["rows"], "down_encoding": "codes3"}}, "codes3"),
         ({"rows": {**written["rows"], "encoding": "codes4"}}, "codes4"),
