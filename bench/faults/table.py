@@ -26,7 +26,7 @@ COMMANDS = {
     "reads": ["tests/faults/reads.py", "--reads", "1000000"],
     "completions": ["tests/faults/completions.py", "--trials", "3000"],
     "deaths": ["tests/faults/kills.py"],
-    "mutations": ["tests/faults/mutations.py", "--each", "5300"],
+    "mutations": ["tests/faults/mutations.py", "--each", "3300"],
     "commands": ["tests/faults/mutations.py", "--command", "500"],
     "handmade": ["tests/faults/mutations.py", "--handmade"],
     "limits": ["bench/faults/limits.py", "need", DEMO],
