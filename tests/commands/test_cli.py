@@ -287,16 +287,16 @@ def test_a_hugging_face_folder_is_not_converted_to_look_at_it(run, tiny):
 
 
 def test_plan_is_a_table_or_a_document_or_a_refusal_with_numbers(run, tiny):
-    status, out, err = run("plan", tiny().path(), "--memory", "2GB", "--context", "32")
+    status, out, err = run("plan", tiny().path(), "--memory", "6GB", "--context", "32")
     assert (status, err) == (0, "")
     assert out.splitlines()[1].split() == ["32", "tokens", "32", "tokens"]
-    assert any(line.split()[:3] == ["limit", "2", "GB"] for line in out.splitlines())
-    _, out, _ = run("plan", tiny().path(), "--memory", "2GB")
+    assert any(line.split()[:3] == ["limit", "6", "GB"] for line in out.splitlines())
+    _, out, _ = run("plan", tiny().path(), "--memory", "6GB")
     assert out.splitlines()[1].split() == ["64", "tokens", "96", "tokens"]
     assert any(line.startswith("  KV cache ") for line in out.splitlines())
-    status, out, _ = run("plan", tiny().path(), "--memory", "2GB", "--json")
+    status, out, _ = run("plan", tiny().path(), "--memory", "6GB", "--json")
     document = json.loads(out)
-    assert document["limit_bytes"] == 2_000_000_000
+    assert document["limit_bytes"] == 6_000_000_000
     assert document["path"] == str(tiny().path())
     minimum = next(line.split()[-1] for line in run("plan", tiny().path())[1].splitlines() if "minimum" in line)
     status, out, err = run("plan", tiny().path(), "--memory", "50MB", "--json")

@@ -134,7 +134,7 @@ def test_what_is_kept_is_told_and_counted(tmp_path, capsys):
     facts = inspect(tmp_path / "model")
     assert facts["down_scales_nbytes"] == manifest.planes_nbytes > 0
     assert "down codes6" in format_inspection(facts)
-    assert main(["plan", str(tmp_path / "model"), "--memory", "2GB", "--json"]) == 0
+    assert main(["plan", str(tmp_path / "model"), "--memory", "6GB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["down_scale_bytes"] == manifest.planes_nbytes
     assert main(["convert", str(path), str(tmp_path / "anew"), "--bits", "4", "--no-quality"]) == 0
     assert Manifest.load(tmp_path / "anew").rows.encoding == "int4_32"

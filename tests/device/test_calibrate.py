@@ -109,12 +109,12 @@ def test_the_command_stores_and_runs_and_plans_use_it(tmp_path, tiny, room, monk
     monkeypatch.setattr("flashllm.commands.calibrate._DEMO_TOKENS", 3)
     store, model = tmp_path / "devices.json", shutil.copytree(tiny().path("random"), tmp_path / "model")
     common = [str(model), "--store", str(store), "--json"]
-    plan = ["plan", *common, "--memory", "2GB"]
+    plan = ["plan", *common, "--memory", "6GB"]
     generate = ["generate", *common, "--prompt", "The fox ran", "--max-new-tokens", "4", "--threads", "1"]
 
     assert main(plan) == 0
     assert json.loads(capsys.readouterr().out)["token"] is None
-    assert main(["plan", str(model), "--store", str(store), "--memory", "2GB"]) == 0
+    assert main(["plan", str(model), "--store", str(store), "--memory", "6GB"]) == 0
     assert f"run `flashllm calibrate {model}`" in capsys.readouterr().out
     assert main(generate) == 0
     before = json.loads(capsys.readouterr().out)
@@ -132,7 +132,7 @@ def test_the_command_stores_and_runs_and_plans_use_it(tmp_path, tiny, room, monk
     document = json.loads(capsys.readouterr().out)
     token = document["token"]
     assert token["total_s"] == pytest.approx(token["io_s"] + token["compute_s"] + token["overhead_s"])
-    assert main(["plan", str(model), "--store", str(store), "--memory", "2GB"]) == 0
+    assert main(["plan", str(model), "--store", str(store), "--memory", "6GB"]) == 0
     assert "tokens/s" in capsys.readouterr().out
     assert main(generate) == 0
     after = json.loads(capsys.readouterr().out)

@@ -184,8 +184,8 @@ def test_what_changes_nothing_is_allowed(flash):
 
 def test_options_come_as_a_config_or_one_by_one(tiny):
     path, config = tiny().path("all"), RunConfig(threads=1, io_threads=3, window=2)
-    with FlashModel.from_pretrained(path, config=config, window=4, memory="2GB", store=str(path)) as flash:
-        assert flash.engine.config.memory == 2 * 10**9
+    with FlashModel.from_pretrained(path, config=config, window=4, memory="6GB", store=str(path)) as flash:
+        assert flash.engine.config.memory == 6 * 10**9
         assert (flash.engine.config.io_threads, flash.engine.config.window, flash.engine.config.store) == (3, 4, path)
     assert flash.engine.closed
     flash.close()

@@ -102,7 +102,7 @@ def test_equal_seeds_give_equal_bits(bare, data):
 def test_memory_decides_nothing_but_whether_it_runs(bare, data, capsys):
     free, limited, small = bare("a"), bare("b"), bare("c")
     assert train(free, data) == 0
-    assert train(limited, data, "--memory", "3GB") == 0
+    assert train(limited, data, "--memory", "6GB") == 0
     assert (free / PREDICTORS).read_bytes() == (limited / PREDICTORS).read_bytes()
     capsys.readouterr()
     assert train(small, data, "--memory", "100MB") == 1

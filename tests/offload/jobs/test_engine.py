@@ -87,7 +87,7 @@ def test_a_stream_is_answered_window_by_window(tiny, tmp_path, expected):
 
 
 def test_a_policy_is_planned_from_the_prompts(tiny, tmp_path, expected):
-    with engine(tiny, tmp_path, policy=None, memory="2GB") as one:
+    with engine(tiny, tmp_path, policy=None, memory="6GB") as one:
         assert one.policy is None
         assert one.generate(PROMPTS[:1], max_new_tokens=LENGTHS[0])[0].token_ids == expected[0]
         assert one.policy.block_size >= 1
