@@ -1,29 +1,15 @@
 #include "offload/group_refine.h"
 
-#include <cstring>
 #include <limits>
 
 #include "offload/group_scales.h"
+#include "quantise/lanes.h"
 
 namespace flashllm {
 
 namespace {
 
-constexpr std::size_t kLanes = 4;
 constexpr int kSteps = 3;
-constexpr float kRounder = 12582912.0F;  // 1.5 * 2^23: adding it rounds to whole numbers, ties to even
-
-// Four floats, a register of any processor; sums of them are added in pairs.
-using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
-
-Lanes load(const float* from) {
-  Lanes lanes;
-  std::memcpy(&lanes, from, sizeof(lanes));
-  return lanes;
-}
-Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
-Lanes smaller(Lanes a, Lanes b) { return a < b ? a : b; }
-float sum(Lanes at) { return (at[0] + at[2]) + (at[1] + at[3]); }
 
 // Sums over a group's codes c and its weights w, each less one of them: a group far from zero keeps its
 // digits.

@@ -1,29 +1,16 @@
 #include "quantise/group_fit.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
+
+#include "quantise/lanes.h"
 
 namespace flashllm {
 
 namespace {
 
-constexpr std::size_t kLanes = 4;
-constexpr float kRounder = 12582912.0F;  // 1.5 * 2^23: adding it rounds to whole numbers, ties to even
 // Ranges tried: steps by which they differ from the group's own.
 constexpr float kStretches[] = {0.0F, -0.9F, -0.6F, -0.3F, 0.3F, 0.6F, 0.9F};
-
-// Four floats, a register of any processor; sums of them are added in pairs.
-using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
-
-Lanes load(const float* from) {
-  Lanes lanes;
-  std::memcpy(&lanes, from, sizeof(lanes));
-  return lanes;
-}
-Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
-Lanes smaller(Lanes a, Lanes b) { return a < b ? a : b; }
-float sum(Lanes at) { return (at[0] + at[2]) + (at[1] + at[3]); }
 
 // Sums over the codes c of a group's weights w.
 struct CodeSums {
