@@ -15,21 +15,18 @@ of the whole trace make up. On Qwen3-30B-A3B 43 % and 38 % were measured (BigMoe
 import argparse
 import itertools
 import json
-import shutil
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from make_synthetic_model import NAME, dummy_checkpoint, tokenizer_files
+from make_synthetic_model import convert_dummy
 from numpy.typing import NDArray
 
 from flashllm.arch.spec import Architecture
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import iterate_chunks
-from flashllm.base.progress import ProgressBar
-from flashllm.convert.run import convert_checkpoint
 from flashllm.format.manifest import install_file
 from flashllm.format.model_files import TRACE
 from flashllm.format.trace import Stream, TraceInfo, TraceWriter, pack_bits
@@ -143,12 +140,7 @@ def main(argv: list[str] | None = None) -> int:
         config["num_hidden_layers"] = args.layers
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(config, indent=1))
-        for path in tokenizer_files(args.tokenizer):
-            shutil.copy(path, folder)
-        checkpoint = dummy_checkpoint(folder, config, dtype, args.seed)
-        with ProgressBar("model") as bar:
-            manifest = convert_checkpoint(checkpoint, args.out, source_name=NAME.format(seed=args.seed), progress=bar)
+        manifest = convert_dummy(folder, config, args.out, seed=args.seed, tokenizer=args.tokenizer)
         trace = folder / "trace"
         said = write_routing_trace(trace, manifest.architecture, tokens=args.tokens, stay=args.stay, seed=args.seed)
         install_file(args.out, TRACE, iterate_chunks(trace))

@@ -13,19 +13,16 @@ multiplied; whoever shows such a product says so.
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from make_synthetic_model import NAME, dummy_checkpoint, tokenizer_files, write_predictors
+from make_synthetic_model import convert_dummy, write_predictors
 from synthetic_trace import FIRING_SHARE, add_prefetch_arguments, write_synthetic_trace
 
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import iterate_chunks
-from flashllm.base.progress import ProgressBar
-from flashllm.convert.run import convert_checkpoint
 from flashllm.format.manifest import install_file, install_predictors
 from flashllm.format.model_files import TRACE
 from flashllm.format.popularity import install_popularity
@@ -87,21 +84,17 @@ def main(argv: list[str] | None = None) -> int:
         config["num_hidden_layers"] = args.layers
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(config, indent=1))
-        for path in tokenizer_files(args.tokenizer):
-            shutil.copy(path, folder)
-        checkpoint = dummy_checkpoint(folder, config, dtype, args.seed)
-        with ProgressBar("model") as bar:
-            manifest = convert_checkpoint(
-                checkpoint,
-                args.out,
-                encoding=args.encoding,
-                resident_encoding=args.resident_encoding,
-                gate=args.gate,
-                predictors=args.gate == "4bit",
-                source_name=NAME.format(seed=args.seed),
-                progress=bar,
-            )
+        manifest = convert_dummy(
+            folder,
+            config,
+            args.out,
+            seed=args.seed,
+            tokenizer=args.tokenizer,
+            encoding=args.encoding,
+            resident_encoding=args.resident_encoding,
+            gate=args.gate,
+            predictors=args.gate == "4bit",
+        )
         if is_sparse and args.gate == "rows":
             write_predictors(folder / "predictors", manifest, args.seed, 8, prefetch=True)
             install_predictors(args.out, folder / "predictors")

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import HashingWriter, iterate_chunks
 from flashllm.base.progress import ProgressBar
 from flashllm.convert.checkpoint.source import Checkpoint, companion_files
+from flashllm.convert.choices import Choices
 from flashllm.convert.run import convert_checkpoint
 from flashllm.format.manifest import Manifest, install_file, install_predictors
 from flashllm.format.model_files import FFN, PREDICTOR_METADATA, TRACE
@@ -106,6 +107,18 @@ def dummy_checkpoint(folder: Path, config: dict[str, Any], dtype: WeightDtype, s
     )
 
 
+def convert_dummy(
+    folder: Path, config: dict[str, Any], out: Path, *, seed: int, tokenizer: Path, **choices: Unpack[Choices]
+) -> Manifest:
+    """The model directory `out` with the dummy weights of `config`, whose files are put into `folder`."""
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    for path in tokenizer_files(tokenizer):
+        shutil.copy(path, folder)
+    checkpoint = dummy_checkpoint(folder, config, WEIGHT_DTYPES[config["dtype"]], seed)
+    with ProgressBar("model") as bar:
+        return convert_checkpoint(checkpoint, out, source_name=NAME.format(seed=seed), progress=bar, **choices)
+
+
 def paper_ranks(num_layers: int, d_model: int) -> list[int]:
     """Paper A, appendix C.1, scaled by the width: rank 128 of 4096, 1024 in the last four layers."""
     return [max(4, d_model // (4 if layer >= num_layers - 4 else 32)) for layer in range(num_layers)]
@@ -172,19 +185,15 @@ def main(argv: list[str] | None = None) -> int:
     config = opt_config(layers, hidden, heads, dtype=dtype.name, vocab=args.vocab, context=CONTEXT)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(config, indent=1))
-        for path in tokenizer_files(args.tokenizer):
-            shutil.copy(path, folder)
-        checkpoint = dummy_checkpoint(folder, config, dtype, args.seed)
-        with ProgressBar("model") as bar:
-            manifest = convert_checkpoint(
-                checkpoint,
-                args.out,
-                encoding=args.encoding,
-                resident_encoding=args.resident_encoding,
-                source_name=NAME.format(seed=args.seed),
-                progress=bar,
-            )
+        manifest = convert_dummy(
+            folder,
+            config,
+            args.out,
+            seed=args.seed,
+            tokenizer=args.tokenizer,
+            encoding=args.encoding,
+            resident_encoding=args.resident_encoding,
+        )
         write_predictors(folder / "predictors", manifest, args.seed, args.predictor_bits, prefetch=not args.no_early)
         install_predictors(args.out, folder / "predictors")
     with tempfile.TemporaryDirectory() as name:
