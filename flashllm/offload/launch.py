@@ -179,8 +179,9 @@ def prepare(
         return job.given()
     launch = job.planned()
     if launch.plan is not None:
-        counts = f"blocks of {min(launch.blocks)} to {max(launch.blocks)} of the job's sequences"
-        report(f"planned a policy from {launch.plan.source}: {describe(launch.policy)}; {counts}")
+        counts = "-".join(str(count) for count in sorted({min(launch.blocks), max(launch.blocks)}))
+        job = f"the job's {len(sizes)} sequences in blocks of {counts}"
+        report(f"planned a policy from {launch.plan.source}: {describe(launch.policy)}; {job}")
     return launch
 
 
@@ -362,7 +363,7 @@ def run_options(options: LaunchOptions, launch: Launch | None = None) -> RunOpti
 
 def describe(policy: Policy) -> str:
     """A policy in a line."""
-    parts = [f"blocks of {policy.num_batches} x {policy.gpu_batch} sequences"]
+    parts = [f"batches of {policy.gpu_batch} sequences, {policy.num_batches} a block"]
     for kind, name in (("w", "weights"), ("c", "cache"), ("h", "activations")):
         shares = [
             f"{getattr(policy, kind + tier):.0%} {where}"

@@ -107,7 +107,7 @@ def test_a_ragged_job_is_planned_by_its_blocks(model, tmp_path, monkeypatch):
     lines = []
     found = prepare(folder, shape, sizes, options, report=lines.append)
     assert sum(found.blocks) == len(sizes)
-    assert f"blocks of {min(found.blocks)} to {max(found.blocks)}" in lines[0]
+    assert f"406 sequences in blocks of {min(found.blocks)}-{max(found.blocks)}" in lines[0]
     with OpenModel(folder, found.policy, options=RunOptions(threads=1), memory=90 * MB) as opened:
         opened.check(None)
         for block in blocks_of(sizes, found.blocks):

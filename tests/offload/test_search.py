@@ -10,6 +10,7 @@ import pytest
 
 from flashllm.errors import BudgetError
 from flashllm.offload.machine.machines import T4
+from flashllm.offload.machine.rates import RateCurve
 from flashllm.offload.planner.costs import CostModel, Method
 from flashllm.offload.planner.predict import price
 from flashllm.offload.planner.program import Constraints, PlacementProgram
@@ -65,6 +66,14 @@ def test_exhaustive_enumeration_finds_nothing_better():
                 best = max(best, got.throughput)
     assert best > 0
     assert plan.prediction.throughput == pytest.approx(best, rel=1e-5)
+
+
+def test_of_equally_fast_placements_the_nearest_is_taken():
+    """Where products hide every transfer, what fits in memory stays there."""
+    slow = dataclasses.replace(T4, gemm=RateCurve.flat(1e6), bmm=RateCurve.flat(1e6))
+    space = dataclasses.replace(COARSE, cpu_attention=(False,))
+    policy = search(TINY, slow, Workload(prompt_len=8, gen_len=4), space).policy
+    assert (policy.wg, policy.cg, policy.hg) == (1, 1, 1)
 
 
 def test_bound_is_below_the_program_and_the_program_below_whole_tensors():

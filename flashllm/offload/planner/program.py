@@ -18,6 +18,8 @@ from flashllm.offload.policy import Policy
 TIERS = ("device", "cpu", "disk")
 # Limits keep this share free, so that no rounding of HiGHS (rows are feasible to 1e-7) ends over one.
 _MARGIN = 1e-6
+_TIE = 1e-5  # placements whose times differ by this share are equally fast
+_DISTANCE = (0.0, 0.1, 1.0)  # of the tiers, to choose among these
 _PHASES = 3  # the seconds of prefill, decoding and the output head follow the nine fractions
 # The integer program is stopped here; what it holds then is feasible and reported with the relaxed bound beside it.
 _INTEGER_SECONDS = 5.0
@@ -101,6 +103,14 @@ class PlacementProgram:
         """As `relaxed`, over what tensors can do (section 4.2): a layer's matrices whole (layer granularity for
         weights), cache and activations cut between the sequences of a GPU batch."""
         return self._timed(self.solve(self._block_time, self.rows, self.limits, whole=True))
+
+    def nearest(self, seconds: float) -> Matrix | None:
+        """Of whole tensors' placements that take `seconds` at most, the one with least on slow tiers: where computing
+        hides reading, a cost model cannot tell them apart, and a machine can."""
+        rows = np.vstack([self.rows, self._block_time])
+        limits = np.append(self.limits, seconds * (1 + _TIE) / self._second)
+        found = self.solve(np.append(np.tile(_DISTANCE, 3), np.zeros(_PHASES)), rows, limits, whole=True)
+        return None if found is None else found[1]
 
     def _timed(self, found: Solution | None) -> Solution | None:
         return None if found is None else (found[0] * self._second, found[1])

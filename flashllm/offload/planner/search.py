@@ -140,7 +140,9 @@ def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: Sea
         best = heapq.heappop(heap)
         block = best.program.model.method.block_size
         if best.rounded is not None:
-            policy = best.program.policy(best.rounded)
+            programs += 1
+            nearest = best.program.nearest(best.bound * block)
+            policy = best.program.policy(best.rounded if nearest is None else nearest)
             prediction = price(best.program.model, policy)
             if prediction.over:  # re-checked after rounding; the margin in the program leaves nothing to find here
                 continue
