@@ -1,6 +1,6 @@
 """How fast a prompt's attention is computed, against torch's scaled_dot_product_attention.
 
-    python bench/engine/attention.py [--threads N] [--rounds R] [--tiny]
+    python bench/kernels/attention.py [--threads N] [--rounds R] [--tiny]
 
 Causal attention of 128 and 2,048 tokens, 32 heads of 128, in three dtypes. Ours (`attend_many`, over the KV cache's
 blocks, queries and outputs fp32) and torch's (contiguous tensors of the dtype) are timed in turn, because a machine's

@@ -1,6 +1,6 @@
 """How fast the kernels read weights, against how fast this machine reads memory at all.
 
-    python bench/engine/kernels.py [--threads N] [--seconds S] [--tiny]
+    python bench/kernels/kernels.py [--threads N] [--seconds S] [--tiny]
 
 Prints GB/s of resident products and attention at one token and of the sparse FFN with every active neuron cached, by
 dtype and shape, and of resident products with coded weights by what they are multiplied by, beside the roof: all
