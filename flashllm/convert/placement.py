@@ -75,15 +75,21 @@ def _links(active: NDArray[np.bool_]) -> tuple[NDArray[np.float32], NDArray[np.i
     matrix = active.astype(np.float32)
     num = matrix.shape[1]
     count = min(_FRIENDS, num - 1)
+    # A count and its neuron in one integer, which numpy partitions ten times as fast as it finds places.
+    bits = num.bit_length()
+    whole = np.uint32 if len(matrix) < 1 << (32 - bits) else np.uint64
+    neurons = np.arange(num, dtype=whole)
     weights, ones, others = [], [], []
     for start in range(0, num, _BLOCK):
         together = matrix[:, start : start + _BLOCK].T @ matrix  # [block, num]
         rows = np.arange(len(together))
-        together[rows, start + rows] = -1.0
-        friends = np.argpartition(-together, count - 1, axis=1)[:, :count] if count else np.empty((len(rows), 0), int)
-        weights.append(np.take_along_axis(together, friends, axis=1).ravel())
+        together[rows, start + rows] = 0.0
+        keys = (together.astype(whole) << whole(bits)) | neurons
+        keys.partition(num - 1 - count, axis=1)
+        friends = keys[:, num - count :]
+        weights.append((friends >> whole(bits)).astype(np.float32).ravel())
         ones.append(np.repeat(start + rows, count))
-        others.append(friends.ravel())
+        others.append((friends & whole((1 << bits) - 1)).astype(np.int64).ravel())
     one, other, weight = np.concatenate(ones), np.concatenate(others), np.concatenate(weights)
     pairs = np.unique(np.minimum(one, other) * num + np.maximum(one, other), return_index=True)[1]
     linked = pairs[weight[pairs] > 0]
