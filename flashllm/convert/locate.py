@@ -11,7 +11,7 @@ from pathlib import Path
 import flashllm
 from flashllm.base.files import Progress, is_there
 from flashllm.base.user_dirs import user_cache_dir
-from flashllm.convert.checkpoint.gguf_file import SUFFIX
+from flashllm.convert.checkpoint.gguf.file import SUFFIX
 from flashllm.convert.checkpoint.source import companion_files
 from flashllm.convert.hub import Hub, HubModel, Say, split_files
 from flashllm.convert.known import KNOWN, fetch

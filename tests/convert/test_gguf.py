@@ -15,9 +15,9 @@ from flashllm.arch.registry import block_spec
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.cli import main
 from flashllm.convert import locate
-from flashllm.convert.checkpoint import gguf_file
-from flashllm.convert.checkpoint.gguf_file import GgufTensor, StoredTensor
-from flashllm.convert.checkpoint.gguf_models import MIXTURES, MODELS, paired_rows, supported
+from flashllm.convert.checkpoint.gguf import file as gguf_file
+from flashllm.convert.checkpoint.gguf.file import GgufTensor, StoredTensor
+from flashllm.convert.checkpoint.gguf.models import MIXTURES, MODELS, paired_rows, supported
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.locate import find_folder
 from flashllm.convert.run import convert

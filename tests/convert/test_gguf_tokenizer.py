@@ -7,7 +7,7 @@ from tiny_models import SENTENCES, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import GemmaTokenizer, GPT2Tokenizer, LlamaTokenizer, Qwen2Tokenizer
 
-from flashllm.convert.checkpoint.gguf_tokenizer import WORDS, special_ids, tokenizer_files
+from flashllm.convert.checkpoint.gguf.tokenizer import WORDS, special_ids, tokenizer_files
 from flashllm.convert.tokenizer import TEXTS, difference
 from flashllm.errors import FormatError, UnsupportedModelError
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from flashllm.base.codes.carried import PACKED_AS
 from flashllm.cli import main
 from flashllm.config import Ablation, RunConfig
-from flashllm.convert.checkpoint import gguf_file
+from flashllm.convert.checkpoint.gguf import file as gguf_file
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model

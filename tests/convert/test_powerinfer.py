@@ -12,7 +12,7 @@ from gguf_files import KINDS, write_gguf
 
 from flashllm.cli import main
 from flashllm.config import RunConfig
-from flashllm.convert.checkpoint import gguf_file
+from flashllm.convert.checkpoint.gguf import file as gguf_file
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.kept.predictors import THRESHOLD
 from flashllm.convert.run import convert

@@ -17,7 +17,7 @@ from device_costs import device, reader
 from tiny_models import make_tiny_opt
 from traces import write_trace
 
-from flashllm.convert.checkpoint import gguf_file
+from flashllm.convert.checkpoint.gguf import file as gguf_file
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.plan import plan_conversion
 from flashllm.convert.run import convert

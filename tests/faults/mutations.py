@@ -33,7 +33,8 @@ from written import every_kind
 
 from flashllm.api.fields import BadRequest
 from flashllm.cli import main as main_of_flashllm
-from flashllm.convert.checkpoint import gguf_file, pickled
+from flashllm.convert.checkpoint import pickled
+from flashllm.convert.checkpoint.gguf import file as gguf_file
 from flashllm.errors import FlashError
 from flashllm.format.manifest import MANIFEST
 

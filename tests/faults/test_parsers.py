@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from mutations import GOOD, HEADER, judged
 from written import every_kind
 
-from flashllm.convert.checkpoint import gguf_file, pickled
+from flashllm.convert.checkpoint import pickled
+from flashllm.convert.checkpoint.gguf import file as gguf_file
 
 NAMES = (
     "manifest", "manifest with planes", "model directory: config.json", "model directory: tokenizer.json",

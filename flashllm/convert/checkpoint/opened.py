@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 from flashllm.arch.registry import claims, resolve
 from flashllm.convert.checkpoint.folder import open_folder
-from flashllm.convert.checkpoint.gguf_file import SUFFIX, GgufContent, open_gguf
-from flashllm.convert.checkpoint.gguf_models import model_config, model_of, named_tensors
-from flashllm.convert.checkpoint.gguf_tokenizer import special_ids, tokenizer_files
+from flashllm.convert.checkpoint.gguf.file import SUFFIX, GgufContent, open_gguf
+from flashllm.convert.checkpoint.gguf.models import model_config, model_of, named_tensors
+from flashllm.convert.checkpoint.gguf.tokenizer import special_ids, tokenizer_files
 from flashllm.convert.checkpoint.mixtures.gpt_oss import GPT_OSS, apart
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.checkpoint.stacked import unstacked

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.base.codes.carried import PACKED_AS, CarriedCode
-from flashllm.convert.checkpoint.gguf_file import GgufContent, StoredTensor
+from flashllm.convert.checkpoint.gguf.file import GgufContent, StoredTensor
 from flashllm.convert.kept.blocks import KINDS
 from flashllm.errors import FormatError
 from flashllm.format.predictors import relu_header

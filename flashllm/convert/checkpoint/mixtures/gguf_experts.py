@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from flashllm.arch.spec import ArchitectureSpec
-from flashllm.convert.checkpoint.gguf_file import StoredTensor
+from flashllm.convert.checkpoint.gguf.file import StoredTensor
 from flashllm.errors import FormatError
 
 

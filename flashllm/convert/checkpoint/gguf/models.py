@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.arch.registry import ARCHITECTURES, spec_of
-from flashllm.convert.checkpoint.gguf_file import GgufContent, GgufTensor, StoredTensor
+from flashllm.convert.checkpoint.gguf.file import GgufContent, GgufTensor, StoredTensor
 from flashllm.convert.checkpoint.mixtures.gguf_experts import experts_apart
 from flashllm.errors import FormatError, UnsupportedModelError
 

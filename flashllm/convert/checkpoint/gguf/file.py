@@ -1,7 +1,8 @@
 """GGUF files: metadata, and tensors dequantised in ranges as they are read. Knows no architecture and no tokenizer.
 
-The gguf package reads the header, in a process of its own since a large vocabulary costs it hundreds of megabytes, and
-dequantises. A model split over several files (`-00001-of-00003.gguf`) is opened by its first.
+The gguf package reads the header, once our own check (header.py) finds it whole, in a process of its own since a large
+vocabulary costs it hundreds of megabytes, and dequantises. A model split over several files
+(`-00001-of-00003.gguf`) is opened by its first.
 """
 
 import importlib
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from flashllm.base.files import CHUNK_NBYTES, drop_page_cache, file_status, open_for_reading, pread_bytes
 from flashllm.convert.checkpoint.child import ChildFailed, ask_child
+from flashllm.convert.checkpoint.gguf.header import check_header
 from flashllm.convert.checkpoint.source import check_start
 from flashllm.errors import FlashError, FormatError, UnsupportedModelError
 from flashllm.format.safetensors import TensorInfo
@@ -209,6 +211,7 @@ def _open_one(path: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, S
     sparse = file_nbytes >= 4 and pread_bytes(fd, 4, 0, path) == _SPARSE_MAGIC
     check_start(fd, file_nbytes, _SPARSE_MAGIC if sparse else _MAGIC, "a GGUF file", path)
     gguf_package(path)
+    check_header(fd, file_nbytes, path)
     try:
         header = ask_child(read_header, str(path))
     except ChildFailed as error:
