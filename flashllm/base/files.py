@@ -25,6 +25,7 @@ from flashllm.errors import FlashIOError, FormatError, UsageError
 CHUNK_NBYTES = 8 * 2**20  # one read or write; large enough for full sequential speed, small beside any limit
 _SYNC_NBYTES = 64 * 2**20  # dirty pages cannot be dropped, so they are forced out this often
 _STEP_NBYTES = 4 * 2**20  # one system call; a drive that works ends it long before PATIENCE_S
+_PARTS = 60  # of patience
 PATIENCE_S = 60.0  # for one system call, as for the native reader's (csrc/io/reader.h)
 _JSON_DEPTH_ERROR = "is nested too deeply"
 _MAX_JSON_VALUES = 2_000_000  # a value takes up to 100 bytes of memory, and as little as 3 of the file
@@ -102,7 +103,7 @@ class _Caller:
         result: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         self._calls.put((function, result))
         try:
-            found = result.get(timeout=PATIENCE_S)
+            found = _patiently(result)
         except BaseException:  # ctrl-C too
             self._calls.put(None)
             raise
@@ -119,6 +120,14 @@ class _Caller:
             except BaseException as error:
                 result.put(error)
             del wanted, function, result  # the buffer is its owner's again
+
+
+def _patiently(result: queue.SimpleQueue[int | BaseException]) -> int | BaseException:
+    """What comes; queue.Empty after PATIENCE_S, of which a time in which the process was stopped is one part."""
+    for _ in range(_PARTS - 1):
+        with contextlib.suppress(queue.Empty):
+            return result.get(timeout=PATIENCE_S / _PARTS)
+    return result.get(timeout=PATIENCE_S / _PARTS)
 
 
 _idle_callers: list[_Caller] = []

@@ -91,6 +91,29 @@ def test_a_read_that_never_ends_is_an_error_and_the_next_one_works(tmp_path, mon
         os.close(fd)
 
 
+STOPPED = """
+import os, sys
+from pathlib import Path
+from flashllm.base import files
+files.PATIENCE_S = 3.0
+os.preadv = lambda fd, buffers, offset: os.readv(0, buffers)  # a drive that answers when the parent writes
+print("waiting", flush=True)
+print(files.pread_bytes(0, 5, 0, Path("f")).decode())
+"""
+
+
+def test_the_time_in_which_the_process_was_stopped_does_not_count():
+    command = [sys.executable, "-c", STOPPED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "waiting\n"
+        time.sleep(0.3)  # so that it waits
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(3.5)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.2)
+        assert process.communicate("bytes", timeout=60)[0] == "bytes\n"
+
+
 def test_ctrl_c_ends_a_read_that_never_ends(tmp_path, hanging):
     path = tmp_path / "f"
     path.write_bytes(bytes(8192))
