@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from flashllm import _core
 from flashllm.base.dtypes import WEIGHT_DTYPES
-from flashllm.format.rows import ROW_ENCODINGS
+from flashllm.format.rows import CARRIED_ENCODINGS, ROW_ENCODINGS
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Rows, columns at OPT-6.7B's shape: attention projections, head, predictors of rank 128 and 1024.
@@ -36,8 +36,9 @@ CODED = [
     ("bf12", "float32"),
     *[(encoding, inputs) for encoding in ("int8_32", "int8_64") for inputs in ("float32", "int16", "int8")],
     *[(encoding, inputs) for encoding in ("int4_32", "int4_64", "int4_32_min") for inputs in ("float32", "int8")],
+    *[(encoding, "float32") for encoding in CARRIED_ENCODINGS],  # of quantised checkpoints
 ]
-CODED_SHAPE = (4096, 4096)
+CODED_SHAPE, TINY_CODED_SHAPE = (4096, 4096), (64, 256)
 SPARSE = (4096, 16384, 0.10, 4)  # d_model, d_ff, share active, layers cached
 ATTENTION = (32, 128, [128, 512, 2048])  # heads, head_dim, positions
 PROMPT = (128, 16384, 4096)  # tokens, rows, columns
@@ -114,12 +115,20 @@ def bench_linear(dtype: str, shape: tuple[int, int], rounds: Rounds):
     return rounds.figure("linear", nbytes * copies, run, dtype=dtype, rows=rows, columns=columns)
 
 
+def random_codes(encoding: str, shape: tuple[int, int]) -> NDArray[Any]:
+    """Weights in this encoding. Into those of quantised checkpoints nothing is rounded: they are random bytes, small
+    ones, so that no scale is infinite."""
+    random = np.random.default_rng(0)
+    if encoding in CARRIED_ENCODINGS:
+        return random.integers(0, 64, (shape[0], ROW_ENCODINGS[encoding].vector_items(shape[1])), np.uint8)
+    return ROW_ENCODINGS[encoding].stored(random.standard_normal(shape, np.float32), WEIGHT_DTYPES["float32"])
+
+
 def bench_coded(encoding: str, inputs: str, shape: tuple[int, int], rounds: Rounds):
     """A resident linear of coded weights at one token, as `bench_linear`; bytes are those of the codes."""
     rows, columns = shape
-    values = np.random.default_rng(0).standard_normal((min(rows, 512), columns), np.float32)
-    encoded = ROW_ENCODINGS[encoding].stored(values, WEIGHT_DTYPES["float32"])
-    codes = torch.from_numpy(np.tile(encoded.view(np.uint8).reshape(len(values), -1), (rows // len(values), 1)))
+    encoded = random_codes(encoding, (min(rows, 512), columns))
+    codes = torch.from_numpy(np.tile(encoded.view(np.uint8).reshape(len(encoded), -1), (rows // len(encoded), 1)))
     copies = max(2, rounds.nbytes // codes.nbytes)
     weights = [as_loaded(codes).numpy() for _ in range(copies)]
     linears = [
@@ -329,7 +338,7 @@ def main(argv: list[str] | None = None) -> int:
         prompts.append(bench_prompt(dtype, TINY_PROMPT if args.tiny else PROMPT, rounds.pool))
         print(json.dumps(prompts[-1]), flush=True)
     for encoding, inputs in CODED:
-        take(functools.partial(bench_coded, encoding, inputs, TINY_LINEARS[0] if args.tiny else CODED_SHAPE, rounds))
+        take(functools.partial(bench_coded, encoding, inputs, TINY_CODED_SHAPE if args.tiny else CODED_SHAPE, rounds))
     document = {
         "benchmark": "kernels",
         "threads": args.threads,
