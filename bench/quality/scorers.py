@@ -4,6 +4,7 @@ The optional ones are imported when they are opened.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,6 +77,27 @@ class Flash:
 
     def back_to(self, length: int) -> None:
         self._sequence.truncate(length)
+
+    def endings(self, asked: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> list[list[Floats]]:
+        """Logits [ids, vocab] before each id of each ending of each prefix: all prefixes in a pass, then all endings.
+
+        What was fed is as it was. The bits are those of each prefix and ending alone.
+        """
+        with ExitStack() as held:
+            new = lambda: held.enter_context(self._model.new_sequence())  # noqa: E731
+            prefixes = [(new(), list(prefix)) for prefix, _ in asked]
+            last = self._model.step(prefixes, as_prompt=True)
+            found = [[row[None]] * len(endings) for row, (_, endings) in zip(last, asked, strict=True)]
+            longer = [(i, j) for i, (_, endings) in enumerate(asked) for j, one in enumerate(endings) if len(one) > 1]
+            entries = []
+            for i, j in longer:
+                entries.append((new(), list(asked[i][1][j][:-1])))
+                entries[-1][0].copy_from(prefixes[i][0])
+            if entries:
+                logits = self._model.step(entries, all_logits=True, as_prompt=True)
+                for (i, j), rows in zip(longer, logits, strict=True):
+                    found[i][j] = np.concatenate([found[i][j], rows])
+        return found
 
 
 class Transformers:

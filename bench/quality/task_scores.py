@@ -10,13 +10,13 @@ computes prompts: `dense` as it is; `N%` with thresholds on the gates that make 
 tokens; a variant of fewer_bits.py (`int4_32+int4_32+int8_32*`, whose codes are chosen on CALIBRATION). DIR has the
 files that predictors/tasks.py names; the first ITEMS of each are asked (NAME=N: of that task). Prompts and scores are
 lm-eval's: `acc` is the choice of the highest log-likelihood, `acc_norm` that of the highest per character; LAMBADA's
-word counts where greedy decoding says it. Choices of an item share the computation of its prompt. The text's perplexity
-is that of its first windows, every token but a window's first; `agreement` is the share of them after which the
-likeliest token is the first row's (kept beside OUT in a .npz file); `firing` is the share of each layer's neurons that
-are not zero, of models with a ReLU. What OUT has under the same settings, text or task of a row, is not run again.
-`standard_error` of a task is the binomial one; `change` is a perplexity over the first row's, less one, `change_error`
-its standard error over windows or words, of the differences in log perplexity; `same_choices` are items answered as in
-the first row. The last line of stdout is one JSON document. No timings.
+word counts where greedy decoding says it. Choices of an item share the computation of its prompt; the engine computes
+several items at once. The text's perplexity is that of its first windows, every token but a window's first; `agreement`
+is the share of them after which the likeliest token is the first row's (kept beside OUT in a .npz file); `firing` is
+the share of each layer's neurons that are not zero, of models with a ReLU. What OUT has under the same settings, text
+or task of a row, is not run again. `standard_error` of a task is the binomial one; `change` is a perplexity over the
+first row's, less one, `change_error` its standard error over windows or words, of the differences in log perplexity;
+`same_choices` are items answered as in the first row. The last line of stdout is one JSON document. No timings.
 """
 
 import argparse
@@ -52,6 +52,8 @@ NAMES = ("lambada", "arc_easy", "piqa", "hellaswag", "arc_challenge")
 ROWS = ("transformers", "dense", "30%", "30% sparse", "50%", "70%")
 LLAMA = "llama.cpp "  # before a file's name
 CONTEXT = 1024  # tokens of the longest question, for llama.cpp
+AT_ONCE = 8  # items that the engine computes together
+SORTED = ("mmlu",)  # whose files go from subject to subject
 PIECE = 128  # tokens whose logits are in memory at once
 
 
@@ -100,26 +102,38 @@ def score_text(scorer: Scorer, windows: Sequence[Sequence[int]]) -> tuple[list[f
     return losses, np.concatenate(likeliest)
 
 
-def answer(scorer: Scorer, tokenizer: Tokenizer, item: Item) -> list[Said]:
-    """How likely each choice of an item is."""
-    pairs = []  # (prefix, ending), as lm-eval cuts them
+def asked_of(tokenizer: Tokenizer, item: Item) -> dict[tuple[int, ...], dict[int, list[int]]]:
+    """The item's prefixes, cut as lm-eval does, and the endings of each by their choice's number."""
+    found: dict[tuple[int, ...], dict[int, list[int]]] = {}
     for number, choice in enumerate(item.choices):
         prompt = item.prompts[number if len(item.prompts) > 1 else 0]
-        whole = tokenizer.encode(prompt + choice, add_special=False)
+        whole = list(tokenizer.encode(prompt + choice, add_special=False))
         cut = min(len(tokenizer.encode(prompt, add_special=False)), len(whole) - 1)
-        pairs.append((tuple(whole[:cut]), whole[cut:]))
-    shared: dict[tuple[int, ...], list[Said]] = {
-        prefix: continuations(scorer, prefix, [ending for one, ending in pairs if one == prefix])
-        for prefix in dict.fromkeys(prefix for prefix, _ in pairs)
-    }
-    return [shared[prefix].pop(0) for prefix, _ in pairs]
+        found.setdefault(tuple(whole[:cut]), {})[number] = whole[cut:]
+    return found
+
+
+def answers(scorer: Scorer, tokenizer: Tokenizer, items: Sequence[Item]) -> list[list[Said]]:
+    """How likely each choice of each item is. The engine takes all of the items at once."""
+    asked = [asked_of(tokenizer, item) for item in items]
+    pairs = [(prefix, list(endings.values())) for one in asked for prefix, endings in one.items()]
+    if isinstance(scorer, Flash):
+        logits = scorer.endings(pairs)
+        each = [list(map(said, rows, endings)) for rows, (_, endings) in zip(logits, pairs, strict=True)]
+    else:
+        each = [continuations(scorer, prefix, endings) for prefix, endings in pairs]
+    likely = iter(each)
+    found = [
+        dict(pair for endings in one.values() for pair in zip(endings, next(likely), strict=True)) for one in asked
+    ]
+    return [[one[number] for number in sorted(one)] for one in found]
 
 
 def score_task(scorer: Scorer, tokenizer: Tokenizer, items: Sequence[Item]) -> dict[str, Any]:
     """Accuracy, as lm-eval's, and the choices; of texts to be said the loss of each in nats, too."""
     right, right_normalised, chosen, words = 0, 0, [], []
-    for item in items:
-        found = answer(scorer, tokenizer, item)
+    groups = [answers(scorer, tokenizer, items[first : first + AT_ONCE]) for first in range(0, len(items), AT_ONCE)]
+    for item, found in zip(items, (one for group in groups for one in group), strict=True):
         likely = [one.log_likelihood for one in found]
         if len(found) == 1:
             right += found[0].greedy
@@ -204,9 +218,11 @@ def items_by_task(asked: Sequence[str], names: Sequence[str]) -> dict[str, int]:
 
 
 def items_of(folder: Path, task: str, count: int) -> list[Item]:
-    """The first `count` items of a task's file."""
+    """The first `count` items of a task's file; of a sorted one as many that are evenly spread over it."""
     with gzip.open(folder / TASKS[task].file, "rt", encoding="utf-8") as file:
-        return [TASKS[task].item(json.loads(line)) for _, line in zip(range(count), file, strict=False)]
+        lines = list(file)
+    step = max(1, len(lines) // count) if task in SORTED else 1
+    return [TASKS[task].item(json.loads(line)) for line in lines[::step][:count]]
 
 
 def text_windows(tokenizer: Tokenizer, path: Path, count: int, length: int) -> list[list[int]]:

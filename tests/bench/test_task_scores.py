@@ -7,9 +7,12 @@ import bench_path  # noqa: F401 - first: it makes the scripts importable
 import pytest
 import task_scores
 from arch_models import VARIANTS, make_checkpoint
+from scorers import Flash
 from tiny_models import SENTENCES
 
+from flashllm.config import RunConfig
 from flashllm.convert.run import convert
+from flashllm.engine.model import Model
 
 LAMBADA = [{"context": "the king lived in", "target": "a"}, {"context": "once upon", "target": "time"}]
 CHOICES = [{"question": f"{one}?", "choices": [SENTENCES[0], "no", "it is"], "label": 1} for one in SENTENCES[:3]]
@@ -88,3 +91,22 @@ def test_a_prompt_is_computed_once():
     assert one.log_likelihood > good.log_likelihood > bad.log_likelihood
     assert scorer.calls == 3
     assert scorer.fed == [1, 2]
+
+
+def test_items_together_are_scored_as_alone(tmp_path):
+    convert(make_checkpoint(tmp_path / "hf", VARIANTS["llama"]), tmp_path / "model")
+    with Model.open(tmp_path / "model", RunConfig(mode="dense")) as model:
+        scorer = Flash(model)
+        asked = [([5, 6, 7], [[8, 9, 10], [8], [11, 12]]), ([9], [[3, 4]])]
+        together = scorer.endings(asked)
+        for (prefix, endings), rows in zip(asked, together, strict=True):
+            alone = task_scores.continuations(scorer, prefix, endings)
+            assert [task_scores.said(*pair) for pair in zip(rows, endings, strict=True)] == alone
+
+
+def test_sorted_tasks_are_spread(tmp_path):
+    rows = [{"subject": "s", "question": str(number), "choices": list("wxyz"), "label": 0} for number in range(10)]
+    write(tmp_path / "mmlu_test.jsonl.gz", rows)
+    found = task_scores.items_of(tmp_path, "mmlu", 3)
+    assert [item.prompts[0].split("\n")[2] for item in found] == ["0", "3", "6"]
+    assert len(task_scores.items_of(tmp_path, "mmlu", 20)) == 10
