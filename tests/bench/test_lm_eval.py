@@ -1,11 +1,19 @@
-"""lm-eval's own client reads from the server what its own model reads from a `FlashModel`."""
+"""lm-eval's own client reads from the server what its own model reads from a `FlashModel`, and its harness agrees."""
 
+import gzip
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import bench_path  # noqa: F401 - first: it makes the scripts importable
+import harness_scores
 import pytest
+from arch_models import VARIANTS, make_checkpoint
+from tiny_models import SENTENCES
+
+from flashllm.convert.run import convert
+from flashllm.sparsify.run import convert_sparsified
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'lm_eval[api]'")
 SCRIPT = Path(__file__).parents[2] / "bench/serve/lm_eval_likelihoods.py"
@@ -20,3 +28,26 @@ def test_two_items(tmp_path):
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["largest_difference"] < 1e-4
     assert report["same_greedy"] == 2
+
+
+def test_the_harness_agrees_with_transformers(tmp_path, capsys):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS["llama"])
+    convert(source, tmp_path / "model")
+    words = [{"context": "the king lived in", "target": "a"}, {"context": "once upon", "target": "time"}]
+    choices = [{"question": one, "choices": [SENTENCES[0], "no", "it is"], "label": 1} for one in SENTENCES[:3]]
+    for name, rows in (("lambada_openai_test", words), ("arc_easy_test", choices)):
+        with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "text.txt").write_text(" ".join(SENTENCES) * 20)
+    convert_sparsified(source, tmp_path / "cut", 0.4, tmp_path / "text.txt", gate="resident")
+    folders = [str(source), str(tmp_path / "model"), str(tmp_path / "cut"), "--sparse", str(tmp_path / "cut")]
+    assert harness_scores.main([*folders, "--tasks", str(tmp_path), "--items", "2"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert list(rows) == ["transformers", "model", "cut", "cut, prompts sparse"]
+    theirs, ours, cut, cut_sparse = rows.values()
+    for name in ("lambada", "arc_easy"):
+        assert [row[name]["items"] for row in rows.values()] == [2] * 4
+        assert ours[name]["acc"] == theirs[name]["acc"]
+        assert ours[name]["same_choices"] == 1
+        assert ours[name]["largest_difference"] < 1e-4 < cut[name]["largest_difference"]
+        assert cut_sparse[name]["largest_difference"] == pytest.approx(cut[name]["largest_difference"], abs=1e-4)
