@@ -2,8 +2,10 @@
 own, because memory that such a read may still change is never given back."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +58,18 @@ del late, reader, other
 print(json.dumps(said))
 """
 
+STOPPED = """
+import numpy as np
+path, backend = sys.argv[2:]
+batch = _core.ReadBatch(_core.Reader(4, backend=backend, queue_depth=4, patience_ms=2000), _core.DirectFile(path))
+batch.add(0, np.zeros(4096, np.uint8))
+hang(backend)
+batch.submit()
+print("waiting", flush=True)
+ends("hung", batch.wait)
+print(json.dumps([*said["hung"], time.monotonic()]))
+"""
+
 MODEL = """
 from pathlib import Path
 path, backend, length, patience = sys.argv[2:]
@@ -105,6 +119,25 @@ def test_a_read_that_never_ends_is_an_error_that_says_where(tmp_path, backend):
     assert said["again"][0] == "FlashIOError"
     assert "nothing more can be read; load the model again" in said["again"][1]
     assert said["other"][0] == "nothing"
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_the_time_in_which_the_process_was_stopped_does_not_count(tmp_path, backend):
+    """A read that was under way when ctrl-Z came has all of its patience once the process goes on."""
+    path = tmp_path / "data.bin"
+    np.zeros(4096, np.uint8).tofile(path)
+    command = [sys.executable, "-c", START + STOPPED, str(TESTS), str(path), backend]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "waiting\n"
+        time.sleep(0.3)  # so that it waits
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2.5)
+        went_on = time.monotonic()
+        process.send_signal(signal.SIGCONT)
+        kind, message, _, ended = json.loads(process.communicate(timeout=60)[0])
+    assert kind == "FlashIOError"
+    assert "did not end within 2000 ms" in message
+    assert ended - went_on > 1.5
 
 
 @pytest.mark.parametrize("length", [4, 20], ids=["sparse", "prompt"])

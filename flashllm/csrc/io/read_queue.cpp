@@ -53,7 +53,9 @@ bool ReadQueue::lose(std::chrono::milliseconds patience) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (lost_) return true;
   const auto patience_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(patience).count());
-  if (held_ != 0 || unfinished_batches_ == 0 || now_ns() - moved_at_ns_ < patience_ns) return false;
+  const std::uint64_t now = now_ns();
+  if (now - std::exchange(looked_at_ns_, now) > kStoppedNs) moved_at_ns_ = now;
+  if (held_ != 0 || unfinished_batches_ == 0 || now - moved_at_ns_ < patience_ns) return false;
   lost_ = closed_ = true;
   done_.notify_all();
   work_.notify_all();

@@ -51,13 +51,16 @@ class ReadQueue {
   // after. It hands out nothing more, and whoever waits is told. What its batches point to may then be
   // destroyed, so a backend has a request held when it is handed out and before it looks at what its read
   // gave, and lets it go before the next system call; `hold` is false where the queue is lost, and the
-  // request must not be touched.
+  // request must not be touched. Whoever waits asks every tenth of a second; where nobody has asked for
+  // longer, the process may have been stopped (ctrl-Z, a debugger) with its reads, and patience begins anew.
   bool lose(std::chrono::milliseconds patience);
   bool is_lost();
   bool hold(Work& work);
   void let_go(Work& work);
 
  private:
+  static constexpr std::uint64_t kStoppedNs = 1'000'000'000;  // between two questions of `lose`
+
   std::deque<ReadBatch*>& queue_of(const ReadBatch& batch);
   bool pop(Work& work);
   void retire(ReadBatch& batch, std::size_t requests);
@@ -71,6 +74,7 @@ class ReadQueue {
   std::size_t unfinished_batches_ = 0;
   std::uint64_t busy_since_ns_ = 0, busy_ns_ = 0;  // since: while a batch is unfinished
   std::uint64_t moved_at_ns_ = 0;                  // when a request last came, began or ended
+  std::uint64_t looked_at_ns_ = 0;                 // when `lose` was last asked
   std::size_t held_ = 0;                           // requests
   bool closed_ = false, lost_ = false;
 };
