@@ -5,6 +5,8 @@ the order of a greedy path over the graph of co-activation (Ripple, arXiv 2410.1
 neuron linked to two others at most. All other code keeps the original ids; only file offsets follow the order.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -77,19 +79,20 @@ def _links(active: NDArray[np.bool_]) -> tuple[NDArray[np.float32], NDArray[np.i
     count = min(_FRIENDS, num - 1)
     # A count and its neuron in one integer, which numpy partitions ten times as fast as it finds places.
     bits = num.bit_length()
-    whole = np.uint32 if len(matrix) < 1 << (32 - bits) else np.uint64
+    whole: np.dtype[Any] = np.dtype(np.uint32 if len(matrix) < 1 << (32 - bits) else np.uint64)
     neurons = np.arange(num, dtype=whole)
+    shift, neuron_bits = np.array(bits, whole), np.array((1 << bits) - 1, whole)
     weights, ones, others = [], [], []
     for start in range(0, num, _BLOCK):
         together = matrix[:, start : start + _BLOCK].T @ matrix  # [block, num]
         rows = np.arange(len(together))
         together[rows, start + rows] = 0.0
-        keys = (together.astype(whole) << whole(bits)) | neurons
+        keys = (together.astype(whole) << shift) | neurons
         keys.partition(num - 1 - count, axis=1)
         friends = keys[:, num - count :]
-        weights.append((friends >> whole(bits)).astype(np.float32).ravel())
+        weights.append((friends >> shift).astype(np.float32).ravel())
         ones.append(np.repeat(start + rows, count))
-        others.append((friends & whole((1 << bits) - 1)).astype(np.int64).ravel())
+        others.append((friends & neuron_bits).astype(np.int64).ravel())
     one, other, weight = np.concatenate(ones), np.concatenate(others), np.concatenate(weights)
     pairs = np.unique(np.minimum(one, other) * num + np.maximum(one, other), return_index=True)[1]
     linked = pairs[weight[pairs] > 0]

@@ -180,8 +180,8 @@ def prepare(
     launch = job.planned()
     if launch.plan is not None:
         counts = "-".join(str(count) for count in sorted({min(launch.blocks), max(launch.blocks)}))
-        job = f"the job's {len(sizes)} sequences in blocks of {counts}"
-        report(f"planned a policy from {launch.plan.source}: {describe(launch.policy)}; {job}")
+        blocks = f"the job's {len(sizes)} sequences in blocks of {counts}"
+        report(f"planned a policy from {launch.plan.source}: {describe(launch.policy)}; {blocks}")
     return launch
 
 
