@@ -11,7 +11,8 @@ from typing import Any
 from flashllm.arch.alibi import WITH_ALIBI
 from flashllm.arch.experts import MIXTURES
 from flashllm.arch.gpt import GPT_LIKE
-from flashllm.arch.llama import LLAMA_LIKE
+from flashllm.arch.llama.dense import DENSE
+from flashllm.arch.llama.sparse import SPARSE
 from flashllm.arch.opt import OPT
 from flashllm.arch.refused import REFUSED
 from flashllm.arch.spec import (
@@ -30,7 +31,7 @@ from flashllm.errors import FormatError, UnsupportedModelError
 _MAX_LABELS = 10_000
 
 ARCHITECTURES: dict[str, ArchitectureSpec] = {
-    spec.model_type: spec for spec in (OPT, *LLAMA_LIKE, *GPT_LIKE, *WITH_ALIBI, *MIXTURES)
+    spec.model_type: spec for spec in (OPT, *DENSE, *SPARSE, *GPT_LIKE, *WITH_ALIBI, *MIXTURES)
 }
 
 

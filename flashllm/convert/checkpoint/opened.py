@@ -12,8 +12,8 @@ from flashllm.convert.checkpoint.gguf.file import SUFFIX, GgufContent, open_gguf
 from flashllm.convert.checkpoint.gguf.models import model_config, model_of, named_tensors
 from flashllm.convert.checkpoint.gguf.tokenizer import special_ids, tokenizer_files
 from flashllm.convert.checkpoint.mixtures.gpt_oss import GPT_OSS, apart
+from flashllm.convert.checkpoint.mixtures.stacked import unstacked
 from flashllm.convert.checkpoint.source import Checkpoint
-from flashllm.convert.checkpoint.stacked import unstacked
 from flashllm.convert.kept.predictors import own_predictors
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.model_files import CONFIG

@@ -1,19 +1,11 @@
-"""Llama 1 to 3 (Touvron et al., 2023; Grattafiori et al., 2024) and models under its names, a row each.
-
-A gated FFN with ReLU, FATReLU or dReLU runs sparsely, and so does an ungated one with ReLU or its square (Nemotron,
-Arcee, Jais 2); the others are never zero and run dense.
-"""
+"""Models under Llama's names whose neurons are never zero, unless their config names an activation of the ReLU kind."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from flashllm.arch.family import (
-    When,
     alternating,
     always,
-    decoder,
     decoder_block,
     fused,
     head_size,
@@ -23,117 +15,23 @@ from flashllm.arch.family import (
     never,
     says,
 )
-from flashllm.arch.rotary import rope_parameters, rotary_of
-from flashllm.arch.spec import (
-    ArchitectureSpec,
-    BlockSpec,
-    Config,
-    LayerSpec,
-    Part,
-    ResidentTensor,
-    check_number,
-    check_size,
+from flashllm.arch.llama.names import (
+    AROUND,
+    BEHIND,
+    BIASED,
+    FUSED_GATE,
+    GATE_PARTS,
+    LLAMA_DEFAULTS,
+    MISTRAL_DEFAULTS,
+    projections,
+    row,
 )
+from flashllm.arch.rotary import rope_parameters, rotary_of
+from flashllm.arch.spec import BlockSpec, Config, LayerSpec, check_number, check_size
 from flashllm.errors import UnsupportedModelError
 
-_UNGATED = {"up": "mlp.up_proj", "down": "mlp.down_proj"}
-_GATED = {"up": "mlp.up_proj", "gate": "mlp.gate_proj", "down": "mlp.down_proj"}
-_BEFORE = {"attention_norm": ("input_layernorm", always), "ffn_norm": ("post_attention_layernorm", always)}
-_BEHIND = {
-    "attention_output_norm": ("post_attention_layernorm", always),
-    "ffn_output_norm": ("post_feedforward_layernorm", always),
-}
-_AROUND = {
-    "attention_norm": ("input_layernorm", always),
-    "attention_output_norm": ("post_attention_layernorm", always),
-    "ffn_norm": ("pre_feedforward_layernorm", always),
-    "ffn_output_norm": ("post_feedforward_layernorm", always),
-}
-_HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
-_FUSED_GATE = {"up": "mlp.gate_up_proj", "gate": "mlp.gate_up_proj", "down": "mlp.down_proj"}
-_GATE_PARTS = {  # the gate's rows come first
-    "gate": lambda config: Part(count=check_size("intermediate_size", config["intermediate_size"])),
-    "up": lambda config: Part(first=config["intermediate_size"], count=config["intermediate_size"]),
-}
-_DEFAULTS: dict[str, Any] = {  # of transformers' LlamaConfig, or of most
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "max_position_embeddings": 2048,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
-
-
-def _projections(query: When, out: When, *, out_name: str = "o_proj") -> tuple[ResidentTensor, ...]:
-    """Query, key, value, out; biases of the first three, and of the last."""
-    names = (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("out", out_name))
-    return tuple(
-        tensor
-        for name, source in names
-        for tensor in linear_tensors(
-            f"layers.{{i}}.{name}", f"self_attn.{source}", bias=out if name == "out" else query
-        )
-    )
-
-
-_BIASED = _projections(says("attention_bias"), says("attention_bias"))
-_BARE = _projections(never, never)
-
-
-def _row(model_type: str, *, defaults: Mapping[str, Any], **others: Any) -> ArchitectureSpec:
-    """A model_type under Llama's names, RMS norms and a gated FFN, where `others` say nothing else."""
-    values: dict[str, Any] = {
-        "block": decoder_block,
-        "matrices": _GATED,
-        "attention": _BARE,
-        "norms": _BEFORE,
-        "head_norms": _HEAD_NORMS if "head_norm" in others else None,
-        "ignored": ("model.layers.*.self_attn.rotary_emb.inv_freq",),
-        **others,
-    }
-    return decoder(model_type, defaults={**_DEFAULTS, **defaults}, **values)
-
-
-_LLAMA: dict[str, Any] = {
-    "vocab_size": 32000,
-    "rms_norm_eps": 1e-6,
-    "head_dim": None,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-LLAMA = _row("llama", defaults=_LLAMA, attention=_BIASED, ffn_bias=says("mlp_bias"))
-# ProSparse (Song et al., 2024): FATReLU, its threshold in the config. The name is of the checkpoints' own code.
-SPARSE_LLAMA = _row(
-    "sparsellama",
-    defaults={**_LLAMA, "hidden_act": "fatrelu", "hidden_act_param": 0.01},
-    attention=_BIASED,
-    ffn_bias=says("mlp_bias"),
-)
-
-_MISTRAL: dict[str, Any] = {
-    "vocab_size": 32000,
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "head_dim": None,
-    "sliding_window": 4096,
-}
-MISTRAL = _row("mistral", defaults=_MISTRAL)
-
-
-def _bamboo(config: Config) -> BlockSpec:
-    block = decoder_block(config)
-    if block.activation != "relu":
-        raise UnsupportedModelError(f"activation {block.activation} is not supported for bamboo; supported: relu")
-    return replace(block, activation="drelu")
-
-
-# Bamboo (Song et al., 2024: TurboSparse): Mistral's shape, and ReLU on the gate and on the up projection.
-BAMBOO = _row("bamboo", defaults={**_MISTRAL, "hidden_act": "relu"}, block=_bamboo)
+LLAMA = row("llama", defaults=LLAMA_DEFAULTS, attention=BIASED, ffn_bias=says("mlp_bias"))
+MISTRAL = row("mistral", defaults=MISTRAL_DEFAULTS)
 
 
 # Qwen 2, 2.5 and 3 (Yang et al., 2024, 2025): windows only where the config asks for them, from a layer on.
@@ -158,17 +56,17 @@ _QWEN: dict[str, Any] = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-QWEN2 = _row("qwen2", defaults=_QWEN, block=_qwen, attention=_projections(always, never))
-QWEN3 = _row(
+QWEN2 = row("qwen2", defaults=_QWEN, block=_qwen, attention=projections(always, never))
+QWEN3 = row(
     "qwen3",
     defaults={**_QWEN, "head_dim": 128, "attention_bias": False},
     block=lambda config: _qwen(config, query_key_norm="head"),
-    attention=_BIASED,
+    attention=BIASED,
     head_norm=always,
 )
 
 # Phi-3 (Abdin et al., 2024): query, key, value in one tensor; gate and up in one tensor.
-PHI3 = _row(
+PHI3 = row(
     "phi3",
     defaults={
         "vocab_size": 32064,
@@ -179,8 +77,8 @@ PHI3 = _row(
         "original_max_position_embeddings": 4096,
         "sliding_window": None,
     },
-    matrices=_FUSED_GATE,
-    matrix_parts=_GATE_PARTS,
+    matrices=FUSED_GATE,
+    matrix_parts=GATE_PARTS,
     attention=(
         *(
             tensor
@@ -262,7 +160,7 @@ _GEMMA2: dict[str, Any] = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-GEMMA = _row(
+GEMMA = row(
     "gemma",
     defaults={
         **_GEMMA,
@@ -274,21 +172,21 @@ GEMMA = _row(
         "hidden_act": "gelu_pytorch_tanh",
     },
     block=_gemma,
-    attention=_BIASED,
+    attention=BIASED,
 )
-GEMMA2 = _row(
+GEMMA2 = row(
     "gemma2",
     defaults={**_GEMMA2, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
     block=_gemma2,
-    attention=_BIASED,
-    norms=_AROUND,
+    attention=BIASED,
+    norms=AROUND,
 )
-GEMMA3 = _row(
+GEMMA3 = row(
     "gemma3_text",
     defaults={**_GEMMA2, "vocab_size": 262208, "max_position_embeddings": 131072},
     block=_gemma3,
-    attention=_BIASED,
-    norms=_AROUND,
+    attention=BIASED,
+    norms=AROUND,
     head_norm=always,
 )
 
@@ -309,28 +207,28 @@ def _granite(config: Config) -> BlockSpec:
     )
 
 
-GRANITE = _row(
+GRANITE = row(
     "granite",
     defaults={
-        **_LLAMA,
+        **LLAMA_DEFAULTS,
         "attention_multiplier": 1.0,
         "embedding_multiplier": 1.0,
         "residual_multiplier": 1.0,
         "logits_scaling": 1.0,
     },
     block=_granite,
-    attention=_BIASED,
+    attention=BIASED,
     ffn_bias=says("mlp_bias"),
 )
 
 # OLMo 2 (OLMo Team, 2024): norms behind attention and FFN, and one over all queries, one over all keys.
 _OLMO2: dict[str, Any] = {"vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False}
-OLMO2 = _row(
+OLMO2 = row(
     "olmo2",
     defaults=_OLMO2,
     block=lambda config: decoder_block(config, norms="output", query_key_norm="projection"),
-    attention=_BIASED,
-    norms=_BEHIND,
+    attention=BIASED,
+    norms=BEHIND,
     head_norm=always,
 )
 
@@ -353,10 +251,10 @@ def _smollm3(config: Config) -> BlockSpec:
     return decoder_block({**config, "sliding_window": None}, theta=2_000_000.0, layers=layers)
 
 
-SMOLLM3 = _row(
+SMOLLM3 = row(
     "smollm3",
     defaults={
-        **_LLAMA,
+        **LLAMA_DEFAULTS,
         "vocab_size": 128256,
         "hidden_size": 2048,
         "num_hidden_layers": 36,
@@ -368,68 +266,7 @@ SMOLLM3 = _row(
         "sliding_window": None,
     },
     block=_smollm3,
-    attention=_BIASED,
-    ffn_bias=says("mlp_bias"),
-)
-
-# Models without a gate and with the square of ReLU. Arcee (2025): Llama otherwise.
-ARCEE = _row(
-    "arcee",
-    defaults={
-        **_LLAMA,
-        "hidden_size": 2560,
-        "intermediate_size": 18432,
-        "max_position_embeddings": 4096,
-        "hidden_act": "relu2",
-        "rms_norm_eps": 1e-5,
-    },
-    block=lambda config: decoder_block(config, gated=False),
-    matrices=_UNGATED,
-    attention=_BIASED,
-    ffn_bias=says("mlp_bias"),
-)
-# Nemotron and Minitron (Parmar et al., 2024): layer norms that keep weight - 1, half of each head turned.
-NEMOTRON = _row(
-    "nemotron",
-    defaults={
-        "vocab_size": 256000,
-        "hidden_size": 6144,
-        "intermediate_size": 24576,
-        "num_attention_heads": 48,
-        "max_position_embeddings": 4096,
-        "hidden_act": "relu2",
-        "norm_eps": 1e-5,
-        "head_dim": None,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
-    block=lambda config: decoder_block(
-        config, epsilon="norm_eps", rotary_share=0.5, norm="layer", norm_shift=1.0, gated=False
-    ),
-    matrices=_UNGATED,
-    norm_bias=always,
-    attention=_BIASED,
-    ffn_bias=says("mlp_bias"),
-)
-# Jais 2 (Inception, 2025): layer norms, biases everywhere.
-JAIS2 = _row(
-    "jais2",
-    defaults={
-        "vocab_size": 150272,
-        "hidden_size": 3328,
-        "intermediate_size": 26624,
-        "num_attention_heads": 26,
-        "max_position_embeddings": 8192,
-        "hidden_act": "relu2",
-        "layer_norm_eps": 1e-5,
-        "head_dim": None,
-        "attention_bias": True,
-        "mlp_bias": True,
-    },
-    block=lambda config: decoder_block(config, epsilon="layer_norm_eps", norm="layer", gated=False),
-    matrices=_UNGATED,
-    norm_bias=always,
-    attention=_BIASED,
+    attention=BIASED,
     ffn_bias=says("mlp_bias"),
 )
 
@@ -448,7 +285,7 @@ def _stablelm(config: Config) -> BlockSpec:
     )
 
 
-STABLELM = _row(
+STABLELM = row(
     "stablelm",
     defaults={
         "vocab_size": 50304,
@@ -462,7 +299,7 @@ STABLELM = _row(
         "use_parallel_residual": False,
     },
     block=_stablelm,
-    attention=_projections(says("use_qkv_bias"), never),
+    attention=projections(says("use_qkv_bias"), never),
     norms={
         "attention_norm": ("input_layernorm", always),
         "ffn_norm": ("post_attention_layernorm", lambda config: not config["use_parallel_residual"]),
@@ -470,7 +307,7 @@ STABLELM = _row(
     norm_bias=always,
 )
 # StarCoder 2 (Lozhkov et al., 2024): layer norms, no gate, windows.
-STARCODER2 = _row(
+STARCODER2 = row(
     "starcoder2",
     defaults={
         "vocab_size": 49152,
@@ -489,7 +326,7 @@ STARCODER2 = _row(
     block=lambda config: decoder_block(config, epsilon="norm_epsilon", norm="layer", gated=False),
     matrices={"up": "mlp.c_fc", "down": "mlp.c_proj"},
     norm_bias=always,
-    attention=_projections(says("use_bias"), says("use_bias")),
+    attention=projections(says("use_bias"), says("use_bias")),
     ffn_bias=says("use_bias"),
 )
 
@@ -511,7 +348,7 @@ def _cohere(config: Config) -> BlockSpec:
     )
 
 
-COHERE = _row(
+COHERE = row(
     "cohere",
     defaults={
         "vocab_size": 256000,
@@ -527,13 +364,13 @@ COHERE = _row(
         "tie_word_embeddings": True,
     },
     block=_cohere,
-    attention=_BIASED,
+    attention=BIASED,
     norms={"attention_norm": ("input_layernorm", always)},
     head_norm=says("use_qk_norm"),
 )
 
 # GLM-4 9B (GLM Team, 2024): half of each head turned, neighbours together; gate and up in one tensor.
-GLM = _row(
+GLM = row(
     "glm",
     defaults={
         "vocab_size": 151552,
@@ -546,12 +383,12 @@ GLM = _row(
         "attention_bias": True,
     },
     block=lambda config: decoder_block(config, rotary_share=0.5, rotary_style="interleaved"),
-    matrices=_FUSED_GATE,
-    matrix_parts=_GATE_PARTS,
-    attention=_projections(says("attention_bias"), never),
+    matrices=FUSED_GATE,
+    matrix_parts=GATE_PARTS,
+    attention=projections(says("attention_bias"), never),
 )
 
-LLAMA_LIKE = (
-    *(LLAMA, SPARSE_LLAMA, MISTRAL, BAMBOO, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, GRANITE, OLMO2, SMOLLM3),
-    *(ARCEE, NEMOTRON, JAIS2, STABLELM, STARCODER2, COHERE, GLM),
+DENSE = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, GRANITE, OLMO2, SMOLLM3, STABLELM, STARCODER2),
+    *(COHERE, GLM),
 )

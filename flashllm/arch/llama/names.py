@@ -1,0 +1,88 @@
+"""What models under Llama's names share: where their tensors are, and a row with RMS norms and a gated FFN.
+
+Knows no model_type but the defaults of those that others start from.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flashllm.arch.family import When, always, decoder, decoder_block, linear_tensors, never, says
+from flashllm.arch.spec import ArchitectureSpec, Part, ResidentTensor, check_size
+
+UNGATED = {"up": "mlp.up_proj", "down": "mlp.down_proj"}
+GATED = {"up": "mlp.up_proj", "gate": "mlp.gate_proj", "down": "mlp.down_proj"}
+BEFORE = {"attention_norm": ("input_layernorm", always), "ffn_norm": ("post_attention_layernorm", always)}
+BEHIND = {
+    "attention_output_norm": ("post_attention_layernorm", always),
+    "ffn_output_norm": ("post_feedforward_layernorm", always),
+}
+AROUND = {
+    "attention_norm": ("input_layernorm", always),
+    "attention_output_norm": ("post_attention_layernorm", always),
+    "ffn_norm": ("pre_feedforward_layernorm", always),
+    "ffn_output_norm": ("post_feedforward_layernorm", always),
+}
+HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
+FUSED_GATE = {"up": "mlp.gate_up_proj", "gate": "mlp.gate_up_proj", "down": "mlp.down_proj"}
+GATE_PARTS = {  # the gate's rows come first
+    "gate": lambda config: Part(count=check_size("intermediate_size", config["intermediate_size"])),
+    "up": lambda config: Part(first=config["intermediate_size"], count=config["intermediate_size"]),
+}
+DEFAULTS: dict[str, Any] = {  # of transformers' LlamaConfig, or of most
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "max_position_embeddings": 2048,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+def projections(query: When, out: When, *, out_name: str = "o_proj") -> tuple[ResidentTensor, ...]:
+    """Query, key, value, out; biases of the first three, and of the last."""
+    names = (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("out", out_name))
+    return tuple(
+        tensor
+        for name, source in names
+        for tensor in linear_tensors(
+            f"layers.{{i}}.{name}", f"self_attn.{source}", bias=out if name == "out" else query
+        )
+    )
+
+
+BIASED = projections(says("attention_bias"), says("attention_bias"))
+BARE = projections(never, never)
+
+
+def row(model_type: str, *, defaults: Mapping[str, Any], **others: Any) -> ArchitectureSpec:
+    """A model_type under Llama's names, RMS norms and a gated FFN, where `others` say nothing else."""
+    values: dict[str, Any] = {
+        "block": decoder_block,
+        "matrices": GATED,
+        "attention": BARE,
+        "norms": BEFORE,
+        "head_norms": HEAD_NORMS if "head_norm" in others else None,
+        "ignored": ("model.layers.*.self_attn.rotary_emb.inv_freq",),
+        **others,
+    }
+    return decoder(model_type, defaults={**DEFAULTS, **defaults}, **values)
+
+
+LLAMA_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "rms_norm_eps": 1e-6,
+    "head_dim": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+MISTRAL_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "head_dim": None,
+    "sliding_window": 4096,
+}
