@@ -144,6 +144,8 @@ VARIANTS = {
     "olmo2": Variant("olmo2"),
     "olmo2 relu": Variant("olmo2", {"hidden_act": "relu"}),
     "smollm3": Variant("smollm3", {"no_rope_layer_interval": 2}),
+    "bitnet": Variant("bitnet"),
+    "bitnet tied, biases": Variant("bitnet", {"attention_bias": True, "tie_word_embeddings": True}),
     "arcee": Variant("arcee"),
     "arcee biases": Variant("arcee", {"attention_bias": True, "mlp_bias": True}),
     "nemotron": Variant("nemotron"),
@@ -209,7 +211,7 @@ VARIANTS = {
 }
 
 # One of each model_type, and those that differ most, but of what the batch engine refuses: for its tests.
-_OTHERS = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "bloom", "mpt")
+_OTHERS = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "bloom", "mpt", "bitnet")
 SAMPLES = sorted(
     {
         *{

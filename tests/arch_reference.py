@@ -94,7 +94,7 @@ class ReferenceDecoder:
         block, at = self.block, f"layers.{layer}."
 
         def before(name, states):
-            return self._norm(at + name, states) if block.norms in ("input", "both") else states
+            return self._rounded(self._norm(at + name, states) if block.norms in ("input", "both") else states)
 
         def behind(name, states):
             states = self._norm(at + name, states) if block.norms in ("output", "both") else states
@@ -157,7 +157,17 @@ class ReferenceDecoder:
         if sinks is not None:
             scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(x), 1)), -1)
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(x)], value)
-        return self._linear(f"layers.{layer}.out", mixed.reshape(len(x), -1))
+        mixed = mixed.reshape(len(x), -1)
+        if block.sub_norms:
+            mixed = self._norm(f"layers.{layer}.attention_sub_norm", mixed)
+        return self._linear(f"layers.{layer}.out", self._rounded(mixed))
+
+    def _rounded(self, x):
+        """Inputs of a block's products, to 8 bits where the block says so."""
+        if not self.block.rounded_inputs:
+            return x
+        scale = 127 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+        return (x * scale).round() / scale
 
     def _alibi(self, positions):
         """What is added to scores [heads, queries, keys], but for a constant of each query."""
@@ -218,7 +228,10 @@ class ReferenceDecoder:
             hidden = hidden * OF_UP.get(self.block.activation, lambda h: h)(pre)
         else:
             hidden = self._activation(layer, pre)
-        return (hidden * weights) @ matrices["down"] + down
+        hidden = hidden * weights
+        if self.block.sub_norms:
+            hidden = self._rounded(self._norm(f"layers.{layer}.ffn_sub_norm", hidden))
+        return hidden @ matrices["down"] + down
 
     def _activation(self, layer, h):
         if self.block.activation == "fatrelu":

@@ -126,6 +126,7 @@ class Ffn:
             gate_bias=None if gate is None else gate[1],
             gate_matrix=None if gate is None else gate[0],
             down_bias=ffn.down_bias,
+            sub_norm=None,
             checksums=ffn.checksums,
             rows=self.rows,
             bypass_rows=_core.allocate(bypass * ffn.stride) if bypass else None,

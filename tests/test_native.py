@@ -22,7 +22,7 @@ SANITIZERS = {
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 OF_ARITHMETIC = [
     *("kernels/**/*.cpp", "offload/*.cpp", "planes/*.cpp", "quantise/*.cpp", "io/memory.cpp", "io/xxh3.cpp"),
-    *(f"model/{name}.cpp" for name in ("dense_ffn", "expert_ffn", "experts", "kv_cache", "predictor")),
+    *(f"model/{name}.cpp" for name in ("dense_ffn", "expert_ffn", "experts", "kv_cache", "neuron_norm", "predictor")),
 ]
 TESTS_OF_ARITHMETIC = ("attention", "compute", "experts", "kv_cache", "norm", "offload", "predictor", "quantise")
 

@@ -177,6 +177,7 @@ def bench_sparse(dtype: str, shape: tuple[int, int, float, int], rounds: Rounds)
                 gate_bias=None,
                 up_bias=np.full(d_ff, 10.0, np.float32),  # every active neuron fires: its down column is read
                 down_bias=None,
+                sub_norm=None,
                 checksums=_core.xxh3_64_rows(rows),
                 rows=_core.allocate(d_ff * stride),
                 bypass_rows=None,

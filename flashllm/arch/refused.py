@@ -78,8 +78,6 @@ _REASONS = {
     ),
 }
 _OTHERS = {
-    "bitnet": "BitNet b1.58: its inputs are rounded to 8 bits before every product, and a norm over all neurons lies "
-    "before the down projection, and neither is computed; use another engine, or Nemotron, whose squared ReLU runs",
     "gemma3": "Gemma 3 with its picture encoder; the text model alone has model_type gemma3_text",
     "apertus": "a decoder whose activation, xIELU, has learned parameters; use another engine",
     "jais": "the first Jais, with a SwiGLU of its own and distances added to its scores; Jais 2 runs",

@@ -11,6 +11,7 @@ from typing import Any
 from flashllm.arch.alibi import WITH_ALIBI
 from flashllm.arch.experts import MIXTURES
 from flashllm.arch.gpt import GPT_LIKE
+from flashllm.arch.llama.bitnet import BITNET
 from flashllm.arch.llama.dense import DENSE
 from flashllm.arch.llama.sparse import SPARSE
 from flashllm.arch.opt import OPT
@@ -31,7 +32,7 @@ from flashllm.errors import FormatError, UnsupportedModelError
 _MAX_LABELS = 10_000
 
 ARCHITECTURES: dict[str, ArchitectureSpec] = {
-    spec.model_type: spec for spec in (OPT, *DENSE, *SPARSE, *GPT_LIKE, *WITH_ALIBI, *MIXTURES)
+    spec.model_type: spec for spec in (OPT, *DENSE, *SPARSE, BITNET, *GPT_LIKE, *WITH_ALIBI, *MIXTURES)
 }
 
 

@@ -13,6 +13,7 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     layers.{i}.query.weight [heads * head_dim, d_model], .bias; key and value with kv_heads
     layers.{i}.query_norm.weight, .bias; key_norm: of the width that `BlockSpec.query_key_norm` says
     layers.{i}.out.weight [d_model, heads * head_dim], .bias
+    layers.{i}.attention_sub_norm.weight [heads * head_dim]  layers.{i}.ffn_sub_norm.weight [d_ff]: see `sub_norms`
     layers.{i}.sinks [heads]: a score of each head that softmax counts and that belongs to no position
     layers.{i}.ffn.up_bias, .gate_bias [d_ff]   layers.{i}.ffn.down_bias [d_model]
     layers.{i}.ffn.expert_down_bias [experts, d_model]: what each expert adds, times its weight
@@ -125,6 +126,9 @@ class BlockSpec:
     norms: Literal["input", "sum", "output", "both"] = "input"
     parallel: bool = False
     shared_norm: bool = False  # of a parallel block: the FFN reads what the attention reads
+    sub_norms: bool = False  # before the output projection and before the down projection, over all of their inputs
+    # The inputs of a block's products are rounded to 255 multiples of the token's largest (Ma et al., 2024: BitNet).
+    rounded_inputs: bool = False
     embedding_norm: bool = False  # of the embedded tokens, before the first block
     final_norm: bool  # before the head
     positions: Literal["learned", "rotary", "none"]
@@ -172,6 +176,10 @@ class BlockSpec:
             raise ValueError("a parallel block has its norms before attention and FFN")
         if self.shared_norm and not self.parallel:
             raise ValueError("only a parallel block shares its norm")
+        if self.rounded_inputs and (self.norms != "input" or self.parallel or not self.sub_norms):
+            raise ValueError("inputs are rounded behind norms: those of a block's inputs, and sub_norms")
+        if self.sub_norms and (self.norm != "rms" or self.experts is not None):
+            raise ValueError("sub_norms are RMS norms, and not of a mixture of experts")
 
     @property
     def query_dim(self) -> int:
@@ -406,6 +414,10 @@ def _head_norm(part: str, heads: Callable[[BlockSpec], int]) -> dict[str, Callab
     return {f"layers.{{i}}.{part}_norm.{kind}": shape for kind in ("weight", "bias")}
 
 
+def _norm(name: str, shape: Callable[[BlockSpec, int], Shape]) -> dict[str, Callable[[BlockSpec, int], Shape]]:
+    return dict.fromkeys((f"{name}.weight", f"{name}.bias"), shape)
+
+
 def _experts(block: BlockSpec) -> ExpertsSpec:
     if block.experts is None:
         raise ValueError("a router belongs to a mixture of experts")
@@ -425,6 +437,8 @@ _SHAPES: dict[str, Callable[[BlockSpec, int], Shape]] = {
     **_head_norm("key", lambda block: block.kv_heads),
     "layers.{i}.out.weight": lambda block, d_ff: (block.d_model, block.query_dim),
     "layers.{i}.out.bias": lambda block, d_ff: (block.d_model,),
+    **_norm("layers.{i}.attention_sub_norm", lambda block, d_ff: (block.query_dim,)),
+    **_norm("layers.{i}.ffn_sub_norm", lambda block, d_ff: (d_ff,)),
     "layers.{i}.sinks": lambda block, d_ff: (block.heads,),
     "layers.{i}.ffn.expert_down_bias": lambda block, d_ff: (_experts(block).count, block.d_model),
     "layers.{i}.ffn.up_bias": lambda block, d_ff: (d_ff,),

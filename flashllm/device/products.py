@@ -89,6 +89,7 @@ def gathered_bps(encoding: str, *, nbytes: int, pool: _core.ThreadPool, file: Pa
         up_bias=None,
         gate_bias=None,
         down_bias=None,
+        sub_norm=None,
         checksums=np.zeros(neurons, np.uint64),
         rows=_core.allocate(neurons * stride),
         bypass_rows=None,

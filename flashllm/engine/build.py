@@ -195,8 +195,8 @@ class _Builder:
         stride, up, gate, down = _row_format(manifest)
         starts = np.concatenate([[0], np.cumsum(memory.cache_rows)]).astype(np.int64) * stride
 
-        def bias(layer: int, name: str) -> NDArray[np.float32] | None:
-            tensor = tensors.get(f"layers.{layer}.ffn.{name}_bias")
+        def floats(layer: int, name: str) -> NDArray[np.float32] | None:
+            tensor = tensors.get(f"layers.{layer}.{name}")
             return None if tensor is None else _widened(tensor, self._model)
 
         return [
@@ -220,10 +220,13 @@ class _Builder:
                 popularity=None if popularity is None else popularity[layer],
                 file_offset=offsets[layer],
                 row_of=None if places is None else places[layer],
-                up_bias=bias(layer, "up"),
-                gate_bias=bias(layer, "gate"),
+                up_bias=floats(layer, "ffn.up_bias"),
+                gate_bias=floats(layer, "ffn.gate_bias"),
                 gate_matrix=tensors.get(gate_tensor(layer)),
-                down_bias=bias(layer, "down"),
+                down_bias=floats(layer, "ffn.down_bias"),
+                sub_norm=floats(layer, "ffn_sub_norm.weight"),
+                norm_epsilon=self._model.block.norm_epsilon,
+                rounded_inputs=self._model.block.rounded_inputs,
                 **{f"down_{part}": tensors.get(f"layers.{layer}.down.{part}") for part in planes},
                 checksums=checksums[layer],
                 rows=self._cache[int(starts[layer]) : int(starts[layer + 1])],

@@ -47,7 +47,7 @@ class DenseEstimate:
     """What a token costs that reads every neuron: those kept from memory, the others from flash, in sequence."""
 
     ffn_nbytes: int  # of all neurons
-    bytes_read: int  # of those that are not kept, at the start of a conversation
+    bytes_read: int  # those of the neurons that are not kept, as often as a token reads them
     read_bps: float  # of the drive; 0 where it is not known
     total_s: float | None  # the longer of reads and products, which go on together; None where it is not known
 
@@ -57,6 +57,8 @@ def dense_token(model: ModelDir, plan: MemoryPlan, *, costs: DeviceCosts | None,
     rows, layers = model.manifest.rows, model.architecture.num_layers
     ffn_nbytes = rows.layer_nbytes * layers
     bytes_read = ffn_nbytes - sum(plan.cache_rows) * rows.stride
+    if model.block.sub_norms:  # for the values, and again for the down columns
+        bytes_read *= 2
     if costs is None or not costs.direct:
         return DenseEstimate(ffn_nbytes=ffn_nbytes, bytes_read=bytes_read, read_bps=0.0, total_s=None)
     products_s = resident_nbytes * _resident_s_a_byte(model, costs)

@@ -378,6 +378,8 @@ def _workspace_nbytes(manifest: Manifest, block: BlockSpec, context: int, verifi
     products = (len(manifest.architecture.matrices) - 1) * manifest.stream_block_rows
     if manifest.architecture.experts:
         hidden += 2 * block.d_model  # an expert's tokens, and their sums
+    if block.sub_norms:  # every neuron's value, in a prompt's pass and in one of few tokens a sequence
+        hidden += 2 * manifest.architecture.d_ff
     scores = block.heads * context
     logits = (_LOGITS_ROWS + 2 * (verified - 1)) * block.vocab_size  # the pass's, and those of the one before
     return 4 * (tokens * (hidden + products) + scores + logits)

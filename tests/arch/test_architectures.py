@@ -28,6 +28,7 @@ from flashllm.errors import FormatError, UnsupportedModelError
 
 OPT = ARCHITECTURES["opt"]
 TINY = {"model_type": "opt", "hidden_size": 64, "ffn_dim": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+BITNET, ROUNDED = {"model_type": "bitnet"}, {"quant_method": "bitnet", "linear_class": "autobitlinear"}
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 
 
@@ -68,7 +69,7 @@ COMMON = (
     *("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "jamba", "bamba", "zamba2", "falcon_h1", "nemotron_h"),
     *("t5", "mt5", "bart", "whisper", "bert", "roberta", "distilbert", "modernbert", "electra", "deberta-v2"),
     *("gemma3", "gemma3n", "gemma3n_text", "gemma4", "mllama", "llava", "qwen2_vl", "qwen2_5_vl", "mistral3", "clip"),
-    *("bitnet", "jais", "gptj", "gpt_neo", "gpt_bigcode", "codegen", "apertus", "olmo", "olmo3", "cohere2"),
+    *("jais", "gptj", "gpt_neo", "gpt_bigcode", "codegen", "apertus", "olmo", "olmo3", "cohere2"),
 )
 
 
@@ -122,7 +123,11 @@ def test_kv_bytes():
         ({"model_type": "mamba"}, "'mamba' is not supported: it is a state-space model.*; supported: "),
         ({"model_type": "dbrx"}, "a mixture of experts.*another engine"),
         ({"model_type": "t5"}, "an encoder-decoder model.*use it with transformers"),
-        ({"model_type": "bitnet"}, "rounded to 8 bits before every product"),
+        ({**BITNET, "quantization_config": {"quant_method": "awq"}}, "is not of quant_method bitnet.*supported"),
+        ({**BITNET, "quantization_config": "bitnet"}, "is not of quant_method bitnet"),
+        ({**BITNET, "quantization_config": {**ROUNDED, "linear_class": "other"}}, "another linear_class"),
+        ({**BITNET, "quantization_config": {**ROUNDED, "use_rms_norm": True}}, "use_rms_norm, a norm before every"),
+        ({**BITNET, "quantization_config": {**ROUNDED, "modules_to_not_convert": []}}, "other modules_to_not_convert"),
         ({"model_type": "gemma3"}, "gemma3_text"),
         ({"model_type": None}, "not supported"),
         ({"model_type": ["opt"]}, "not supported"),

@@ -411,6 +411,7 @@ def test_layers_that_cannot_be_are_refused(tmp_path, change, message):
         "up_bias": ffn.up_bias,
         "gate_bias": None,
         "down_bias": ffn.down_bias,
+        "sub_norm": None,
         "checksums": ffn.checksums,
         "rows": _core.allocate(4096),
         "bypass_rows": None,

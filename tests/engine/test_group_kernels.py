@@ -72,6 +72,7 @@ def ffn_layer(tmp_path, rows, *, d_model, encoding, threads, simd, gated):
         up_bias=None,
         gate_bias=None,
         down_bias=None,
+        sub_norm=None,
         checksums=_core.xxh3_64_rows(rows),
         rows=_core.allocate(len(rows) * stride),
         bypass_rows=None,

@@ -36,6 +36,7 @@ struct Flash {
     for (std::int32_t n = 0; n < kNeurons; ++n)
       sums.push_back(xxh3_64(rows.data() + kOffset / 4 + static_cast<std::size_t>(n) * kStride / 4, kStride));
     file = written(path, rows);
+    contents = rows;
     x.resize(kWidth);
     for (float& value : x) value = normal(random);
     // The same neurons in another order.
@@ -69,13 +70,21 @@ struct Flash {
     result.file_offset = kOffset;
     result.checksums = sums.data();
     result.simd = best_simd_level();
+    result.norm = norm;
     return result;
+  }
+  // From now on layers have a norm before their down columns.
+  void put_norm(bool rounds) {
+    weights.resize(kNeurons);
+    for (std::size_t n = 0; n < kNeurons; ++n) weights[n] = 0.5F + 0.03F * static_cast<float>(n);
+    norm = {weights.data(), kNeurons, 1e-5F, rounds};
   }
 
   std::unique_ptr<DirectFile> file, placed_file;
   std::vector<std::uint64_t> sums;
-  std::vector<std::int32_t> row_of;  // in the placed file
-  std::vector<float> x;
+  std::vector<std::int32_t> row_of;         // in the placed file
+  std::vector<float> contents, x, weights;  // of the file; inputs; of the norm
+  NeuronNorm norm;
 };
 
 // A layer with all it refers to.

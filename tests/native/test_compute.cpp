@@ -106,11 +106,11 @@ std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::s
   std::vector<float> h(tokens * kLater);
   ffn.begin(inputs, tokens, Activation::relu);
   ffn.activations(rows.data(), kFirst, bias.data());
-  ffn.add(rows.data());
+  ffn.add(rows.data(), kFirst);
   const float* later = ffn.activations(rows.data() + kFirst * format.stride, kLater, bias.data() + kFirst);
   for (std::size_t m = 0; m < tokens; ++m)
     for (std::size_t i = 0; i < kLater; ++i) h[m * kLater + i] = later[i * ffn.padded() + m];
-  ffn.add(rows.data() + kFirst * format.stride);
+  ffn.add(rows.data() + kFirst * format.stride, kLater);
   ffn.finish(down_bias.data(), y.data());
   CHECK(ffn.tokens() == 0);
   LinearWeights up;

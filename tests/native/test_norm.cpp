@@ -3,6 +3,7 @@
 #include "io/error.h"
 #include "kernels/norm.h"
 #include "kernels/rotary.h"
+#include "model/neuron_norm.h"
 
 namespace {
 
@@ -68,9 +69,60 @@ void check_rotary(Rotary::Style style, std::size_t head_dim, std::size_t dims) {
   }
 }
 
+// To the nearest of 255 steps of the largest magnitude / 127, ties to even.
+void check_rounding() {
+  std::vector<float> x = {127.0F, -126.4F, 0.5F, 1.5F, 2.5F, -0.5F, -3.6F, 0.0F};
+  round_to_8_bits(x.data(), x.size());
+  const std::vector<float> expected = {127.0F, -126.0F, 0.0F, 2.0F, 2.0F, 0.0F, -4.0F, 0.0F};
+  CHECK(x == expected);
+  std::vector<float> random = random_floats(700, 9), same = random;
+  round_to_8_bits(random.data(), random.size());
+  float largest = 0.0F;
+  for (const float value : same) largest = std::fmax(largest, std::fabs(value));
+  for (std::size_t i = 0; i < same.size(); ++i) {
+    const double steps = static_cast<double>(random[i]) * 127.0 / largest;
+    CHECK(std::fabs(steps - std::nearbyint(steps)) < 1e-4 && std::fabs(steps) < 127.001);
+    CHECK(std::fabs(random[i] - same[i]) <= largest / 254.0F * 1.0001F);
+  }
+  std::vector<float> tiny = {3e-8F, -3e-6F, 9e-6F};  // below 1e-5 the step shrinks no more
+  round_to_8_bits(tiny.data(), tiny.size());
+  CHECK(tiny[0] == 0.0F && std::fabs(tiny[1] + 38.0F * 1e-5F / 127.0F) < 1e-11F);
+}
+
+// A token has the same bits among others, as columns, and whether its zeros are there or not.
+void check_neuron_norm(std::size_t neurons, std::size_t tokens) {
+  ThreadPool pool(2);
+  const std::size_t padded = (tokens + 15) / 16 * 16;
+  const std::vector<float> weight = random_floats(neurons, 5);
+  for (const bool rounds : {false, true}) {
+    const NeuronNorm norm{weight.data(), neurons, 1e-5F, rounds};
+    std::vector<float> columns = random_floats(neurons * padded, 6);
+    for (float& value : columns) value = value < 0.4F ? 0.0F : value;
+    const std::vector<float> before = columns;
+    apply_to_columns(norm, columns.data(), padded, tokens, pool);
+    for (std::size_t m = 0; m < tokens; ++m) {
+      std::vector<float> all(neurons), active;
+      std::vector<std::int32_t> ids;
+      for (std::size_t i = 0; i < neurons; ++i) {
+        all[i] = before[i * padded + m];
+        if (all[i] == 0.0F) continue;
+        ids.push_back(static_cast<std::int32_t>(i));
+        active.push_back(all[i]);
+      }
+      apply(norm, nullptr, neurons, all.data());
+      apply(norm, ids.data(), ids.size(), active.data());
+      for (std::size_t i = 0; i < neurons; ++i) CHECK(all[i] == columns[i * padded + m]);
+      for (std::size_t i = 0; i < ids.size(); ++i) CHECK(active[i] == all[static_cast<std::size_t>(ids[i])]);
+    }
+  }
+}
+
 }  // namespace
 
 void test_norm(int) {
+  check_rounding();
+  check_neuron_norm(70, 19);
+  check_neuron_norm(5, 1);
   for (const std::size_t width : {1, 15, 16, 70, 4096}) {
     check_rms(width);
     check_layer(width);

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
+from flashllm.arch.llama.bitnet import MODEL_TYPE as BITNET
 from flashllm.arch.registry import claims, resolve
 from flashllm.convert.checkpoint.folder import open_folder
 from flashllm.convert.checkpoint.gguf.file import SUFFIX, GgufContent, open_gguf
@@ -14,6 +15,7 @@ from flashllm.convert.checkpoint.gguf.tokenizer import special_ids, tokenizer_fi
 from flashllm.convert.checkpoint.mixtures.gpt_oss import GPT_OSS, apart
 from flashllm.convert.checkpoint.mixtures.stacked import unstacked
 from flashllm.convert.checkpoint.source import Checkpoint
+from flashllm.convert.checkpoint.ternary import ternary
 from flashllm.convert.kept.predictors import own_predictors
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.model_files import CONFIG
@@ -31,7 +33,7 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
     if path.is_dir():
         with open_folder(path) as checkpoint:
             _check_whole(checkpoint)
-            yield unstacked(apart(checkpoint))
+            yield ternary(unstacked(apart(checkpoint)))
     elif path.is_file() and path.suffix.lower() == SUFFIX:
         with ExitStack() as stack:
             yield _gguf_checkpoint(open_gguf(path, stack))
@@ -47,7 +49,7 @@ def _check_whole(checkpoint: Checkpoint) -> None:
     if said is None:
         return
     method = said.get("quant_method") if isinstance(said, dict) else None
-    if method == "mxfp4" and checkpoint.config.get("model_type") == GPT_OSS:
+    if (method, checkpoint.config.get("model_type")) in (("mxfp4", GPT_OSS), ("bitnet", BITNET)):
         return
     raise UnsupportedModelError(
         f"{checkpoint.path}: its weights are in codes ({str(method)[:80]}), which are not read; give the model that it "

@@ -125,6 +125,8 @@ class PyFfnLayer {
     options.up_bias = get_floats("up_bias", neurons);
     options.gate_bias = get_floats("gate_bias", neurons);
     options.down_bias = get_floats("down_bias", options.format.d_model);
+    options.norm = {get_floats("sub_norm", neurons), neurons, get_or("norm_epsilon", 0.0F),
+                    get_or("rounded_inputs", false)};
     options.popularity = get_floats("popularity", neurons);
     if (const auto gate = get_or<std::optional<AnyArray>>("gate_matrix", std::nullopt)) {
       const std::size_t row_nbytes = vector_nbytes(options.format.codec, options.format.d_model);

@@ -199,6 +199,7 @@ class PyModel {
     spec.block.query_scale = reader.get<float>("query_scale");
     spec.block.attention_softcap = reader.number("attention_softcap");
     spec.block.residual_scale = reader.get<float>("residual_scale");
+    spec.block.rounded_inputs = reader.get<bool>("rounded_inputs");
     read_rotary(reader, spec);
     read_alibi(reader.get<nb::object>("alibi"), spec.block);
     spec.vocab = reader.get<std::size_t>("vocab_size");
@@ -249,6 +250,12 @@ class PyModel {
         const std::size_t width = spec.block.head_dim;
         block_weights.query_norm = norm(layer + "query_norm", together ? attended : width, reader, attended);
         block_weights.key_norm = norm(layer + "key_norm", together ? cached : width, reader, cached);
+      }
+      if (reader.get<bool>("sub_norms")) {
+        block_weights.mixed_norm = norm(layer + "attention_sub_norm", attended, reader);
+        block_weights.neuron_norm = {floats(layer + "ffn_sub_norm.weight", d_ff), d_ff,
+                                     reader.get<float>("norm_epsilon"), spec.block.rounded_inputs};
+        require(static_cast<bool>(block_weights.neuron_norm), layer + "ffn_sub_norm.weight is missing");
       }
       const SpecReader of_layer(reader.call("layer", i));
       block_weights.rotary = of_layer.get_or("rotary", -1);

@@ -1,5 +1,6 @@
 #include "kernels/norm.h"
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 
@@ -55,6 +56,18 @@ void normalize_heads(const Norm& norm, std::size_t heads, bool own_weights, floa
     if (norm.bias != nullptr) of_head.bias = norm.bias + first;
     normalize(of_head, x + h * norm.width, x + h * norm.width);
   }
+}
+
+Rounding::Rounding(float largest) {
+  constexpr float kMost = 127.0F, kLeast = 1e-5F;
+  codes_ = kMost / (largest < kLeast ? kLeast : largest);
+}
+
+void round_to_8_bits(float* x, std::size_t n) {
+  float largest = 0.0F;
+  for (std::size_t i = 0; i < n; ++i) largest = std::max(largest, std::fabs(x[i]));
+  const Rounding rounded(largest);
+  for (std::size_t i = 0; i < n; ++i) x[i] = rounded(x[i]);
 }
 
 void normalize_rows(const Norm& norm, const std::byte* x, std::size_t rows, Dtype dtype, std::byte* y,

@@ -1,4 +1,5 @@
-// Layer and RMS norms in fp32. Every sum has one order, which is the same on every processor.
+// Layer and RMS norms in fp32, and rounding to 8 bits. Every sum has one order, which is the same on every
+// processor.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +25,20 @@ void normalize(const Norm& norm, const float* x, float* y);
 // `own_weights`, each with its own [heads, width].
 void normalize_heads(const Norm& norm, std::size_t heads, bool own_weights, float* x);
 
-// The same for each row of x and y [rows, width], of the given dtype.
+// x, in place, as BitNet b1.58's products see it (Ma et al. 2024): to the nearest of 255 multiples of the
+// largest magnitude / 127, ties to even. `Rounding` is the step of values whose largest magnitude is known.
+class Rounding {
+ public:
+  explicit Rounding(float largest);
+  float operator()(float value) const { return ((value * codes_ + kNoFraction) - kNoFraction) / codes_; }
+
+ private:
+  static constexpr float kNoFraction = 12582912.0F;  // 1.5 * 2^23: adding it leaves no fraction
+  float codes_;                                      // of a value of 1
+};
+void round_to_8_bits(float* x, std::size_t n);
+
+// The norm for each row of x and y [rows, width], of the given dtype.
 void normalize_rows(const Norm& norm, const std::byte* x, std::size_t rows, Dtype dtype, std::byte* y,
                     ThreadPool& pool, SimdLevel level);
 

@@ -16,6 +16,7 @@
 #include "kernels/norm.h"
 #include "kernels/rows.h"
 #include "model/ffn_layer.h"
+#include "model/neuron_norm.h"
 
 namespace flashllm {
 
@@ -44,6 +45,7 @@ struct BlockSpec {
   float query_scale = 1.0F;        // of a query, before its products with the keys
   float attention_softcap = 0.0F;  // scores are cap * tanh(score / cap); 0: as they are
   float residual_scale = 1.0F;     // of what is added to h
+  bool rounded_inputs = false;  // of a block's products: to 8 bits (round_to_8_bits); NormPlace::input alone
   Alibi alibi;
 };
 
@@ -52,6 +54,8 @@ struct BlockWeights {
   Norm attention_norm, ffn_norm;                // those that NormPlace wants
   Norm attention_output_norm, ffn_output_norm;  // the same
   Norm query_norm, key_norm;                    // of one head, or of the projection
+  Norm mixed_norm;         // of all heads' outputs, before `out`; of width 0: there is none
+  NeuronNorm neuron_norm;  // before the down columns
   RowMatrix query, key, value, out;
   const float* sinks = nullptr;       // [heads] or nullptr: see AttentionShape
   const float* up_bias = nullptr;     // [d_ff] or nullptr

@@ -9,6 +9,8 @@ namespace flashllm {
 void DenseFfn::begin(const std::byte* x, std::size_t tokens, Activation activation, const ScalePlane* plane) {
   plane_ = plane;
   next_ = 0;
+  norm_ = {};
+  kept_ = 0;
   activation_ = activation;
   x_.emplace(x, tokens, format_.d_model, dtype_, pool_, level_);
   // Rows a power of two apart would share few lines of a cache: one line more.
@@ -21,13 +23,14 @@ float* DenseFfn::activations(const std::byte* rows, std::size_t count, const flo
   if (!x_.has_value()) throw CoreError(ErrorKind::usage, "a dense pass adds rows before it began");
   const std::size_t padded = x_->padded();
   const bool gated = format_.gated() || gate != nullptr;
-  count_ = count;
-  h_.resize(count * padded);
+  if (!norm_) h_.resize(count * padded);
+  float* values = h_.data() + kept_ * padded;
+  if (norm_) kept_ += count;
   const RowMatrix resident{
       gate,          count,   format_.d_model, vector_nbytes(format_.codec, format_.d_model),
       format_.codec, nullptr, nullptr};
-  product_rows(gate != nullptr ? resident : format_.matrix(rows, count, format_.driver()), *x_, h_.data(),
-               pool_, level_);
+  product_rows(gate != nullptr ? resident : format_.matrix(rows, count, format_.driver()), *x_, values, pool_,
+               level_);
   if (gated) {
     up_.resize(count * padded);
     product_rows(format_.matrix(rows, count, format_.up), *x_, up_.data(), pool_, level_);
@@ -35,26 +38,38 @@ float* DenseFfn::activations(const std::byte* rows, std::size_t count, const flo
   const auto of = [](const float* bias, std::size_t i) { return bias != nullptr ? bias[i] : 0.0F; };
   pool_.parallel_for(count, 16, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i) {
-      activate(activation_, of(gated ? gate_bias : up_bias, i), h_.data() + i * padded, padded);
+      activate(activation_, of(gated ? gate_bias : up_bias, i), values + i * padded, padded);
       if (!gated) continue;
-      float *h = h_.data() + i * padded, *up = up_.data() + i * padded;
+      float *h = values + i * padded, *up = up_.data() + i * padded;
       activate(activation_.of_up(), of(up_bias, i), up, padded);
       for (std::size_t m = 0; m < padded; ++m) h[m] *= up[m];
     }
   });
-  return h_.data();
+  return values;
 }
 
-void DenseFfn::add(const std::byte* rows) {
+void DenseFfn::keep_values(const NeuronNorm& norm) {
+  norm_ = norm;
+  h_.resize(norm.neurons * x_->padded());
+}
+
+void DenseFfn::apply() {
+  apply_to_columns(norm_, h_.data(), x_->padded(), x_->tokens(), pool_);
+  kept_ = 0;
+}
+
+void DenseFfn::add(const std::byte* rows, std::size_t count) {
   const std::size_t first = next_;
-  next_ += count_;
+  next_ += count;
+  const float* h = h_.data() + kept_ * x_->padded();
+  if (norm_) kept_ += count;
   if (plane_ != nullptr)
     return add_rows(PlaneRows(rows + format_.down, format_.stride, first, format_.d_model, format_.down_codec,
                               *plane_, level_),
-                    count_, format_.d_model, h_.data(), x_->padded(), x_->tokens(), y_.data(), y_stride_,
-                    pool_, level_);
-  add_rows(format_.matrix(rows, count_, format_.down), h_.data(), x_->padded(), x_->tokens(), y_.data(),
-           y_stride_, pool_, level_);
+                    count, format_.d_model, h, x_->padded(), x_->tokens(), y_.data(), y_stride_, pool_,
+                    level_);
+  add_rows(format_.matrix(rows, count, format_.down), h, x_->padded(), x_->tokens(), y_.data(), y_stride_,
+           pool_, level_);
 }
 
 void DenseFfn::finish(const float* down_bias, std::byte* y) {

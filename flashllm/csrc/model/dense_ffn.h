@@ -8,6 +8,7 @@
 
 #include "kernels/matmul.h"
 #include "kernels/rows.h"
+#include "model/neuron_norm.h"
 #include "planes/scale_planes.h"
 
 namespace flashllm {
@@ -30,8 +31,12 @@ class DenseFfn {
   // d_model] without gaps in the rows' codec, where rows of a gated FFN hold none.
   float* activations(const std::byte* rows, std::size_t count, const float* up_bias,
                      const float* gate_bias = nullptr, const std::byte* gate = nullptr);
-  // Adds what these neurons contribute. Blocks come in the order of ids.
-  void add(const std::byte* rows);
+  // Adds what these neurons contribute, `count` rows. Blocks come in the order of ids.
+  void add(const std::byte* rows, std::size_t count);
+  // Of a layer with a norm before its down columns: the activations of all its neurons, block after block,
+  // then `apply`, and then all are added.
+  void keep_values(const NeuronNorm& norm);
+  void apply();
   // y: [tokens, d_model]; down_bias: [d_model] or nullptr. Lets go of the buffers.
   void finish(const float* down_bias, std::byte* y);
   // The same as a part of a larger sum: y[at[m]] += factors[m] * (token m's + bias); y: rows of d_model;
@@ -49,7 +54,9 @@ class DenseFfn {
   const SimdLevel level_;
   std::optional<PackedTokens> x_;
   const ScalePlane* plane_ = nullptr;
-  std::size_t y_stride_ = 0, count_ = 0, next_ = 0;  // next_: the first neuron of the next block
+  std::size_t y_stride_ = 0, next_ = 0;  // next_: the first neuron of the next block
+  NeuronNorm norm_;
+  std::size_t kept_ = 0;  // neurons before the block, where the layer's values are kept
   std::vector<float> y_, h_, up_;
 };
 

@@ -49,7 +49,7 @@ void ExpertFfn::add(const RowBlock& block, const float* up_bias, const float* ga
   if (rows_ == 0) begin_run();
   dense_.activations(block.rows, block.count, part_of(up_bias, block.first_row),
                      part_of(gate_bias, block.first_row));
-  dense_.add(block.rows);
+  dense_.add(block.rows, block.count);
   rows_ += block.count;
   if (rows_ != runs_[run_].count) return;
   dense_.finish_into(tokens_[run_].data(), factors_[run_].data(), biases_[run_], y);

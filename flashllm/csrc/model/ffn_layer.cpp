@@ -145,6 +145,7 @@ void FfnLayer::begin(const FfnTokens& tokens) {
     counters_.active += member.active->size();
   }
   count_ = tokens.count;
+  share_out_values();
   watch.charge(counters_.memory_ns);
   part_end_ = 0;
   if (!wanted_->empty()) begin_part(0);
@@ -176,9 +177,17 @@ void FfnLayer::finish(float* y) {
   const std::uint32_t width = options_.format.d_model;
   std::fill(y, y + count_ * width, 0.0F);
   // What exceeds the rows is computed in parts; each token's sum runs on in the order of ids.
+  const bool waits = options_.norm && part_end_ < wanted_->size();  // the sum, for the values of all parts
   for (std::size_t done = 0; done < wanted_->size(); done = part_end_) {
     if (done != 0) begin_part(done);
-    finish_part(y);
+    multiply_part();
+    if (options_.norm && !waits) apply_norm();
+    if (!waits) sum_part(y);
+    end_part();
+  }
+  if (waits) {
+    apply_norm();
+    sum_all_parts(y);
   }
   Stopwatch watch;
   if (options_.down_bias != nullptr)
@@ -216,13 +225,13 @@ void FfnLayer::guarded(const Step& step) {
 }
 
 // Hits, misses, rows freed; the misses become reads into their rows, and start.
-void FfnLayer::begin_part(std::size_t first) {
+void FfnLayer::begin_part(std::size_t first, bool again) {
   Stopwatch watch;
   ++counters_.parts;
   part_end_ = std::min(first + cache_.part_size(), wanted_->size());
   guarded([&] {
     share_out(part_end_);
-    sort_positions();
+    sort_positions(again);
     cache_.admit(wanted_->data() + first, wanted_->data() + part_end_);
     admitted_ = true;
     batch_.jobs.clear();
@@ -236,63 +245,101 @@ void FfnLayer::begin_part(std::size_t first) {
   });
 }
 
-// The members' parts of the part that ends at `end`, and room for their values.
-void FfnLayer::share_out(std::size_t end) {
-  const bool last = end == wanted_->size();
+// Room for the values of every member's neurons.
+void FfnLayer::share_out_values() {
   std::size_t total = 0;
-  for (std::size_t t = 0; t < count_; ++t) {
-    Member& member = members_[t];
-    const std::int32_t* all = member.active->data() + member.active->size();
-    member.begin = member.end;
-    member.end = last ? all : std::lower_bound(member.begin, all, (*wanted_)[end]);
-    total += static_cast<std::size_t>(member.end - member.begin);
-  }
+  for (std::size_t t = 0; t < count_; ++t) total += members_[t].active->size();
   if (values_.size() < total) values_.resize(total);
   float* values = values_.data();
   for (std::size_t t = 0; t < count_; ++t) {
-    members_[t].values = values;
-    values += members_[t].end - members_[t].begin;
+    members_[t].all_values = values;
+    values += members_[t].active->size();
   }
 }
 
-void FfnLayer::finish_part(float* y) {
+// The members' parts of the part that ends at `end`.
+void FfnLayer::share_out(std::size_t end) {
+  const bool last = end == wanted_->size();
+  for (std::size_t t = 0; t < count_; ++t) {
+    Member& member = members_[t];
+    const std::int32_t *ids = member.active->data(), *all = ids + member.active->size();
+    member.begin = member.end;
+    member.end = last ? all : std::lower_bound(member.begin, all, (*wanted_)[end]);
+    member.values = member.all_values + (member.begin - ids);
+  }
+}
+
+void FfnLayer::multiply_part() {
   Stopwatch watch;
   const auto each = [this](const auto& body) {
-    for (std::size_t t = 0; t < count_; ++t) body(members_[t], t);
+    for (std::size_t t = 0; t < count_; ++t) body(members_[t]);
   };
   // 1. While reads fly the hits are multiplied, never summed: the sum has one order.
-  each([&](const Member& member, std::size_t) { up_products(member, member.positions.hits); });
+  each([&](const Member& member) { up_products(member, member.positions.hits); });
   watch.charge(counters_.compute_ns);
   // 2. What was prefetched has landed, and then the misses.
+  if (part_prefetched_ != 0) {
+    guarded([&] { prefetch_->finish(); });
+    watch.charge(counters_.io_ns);
+    counters_.prefetch_used += part_prefetched_;
+    each([&](const Member& member) { up_products(member, member.positions.prefetched); });
+    watch.charge(counters_.compute_ns);
+  }
+  await_missed();
+  watch.restart();
+  each([&](const Member& member) {
+    up_products(member, member.positions.missed);
+    if (member.factors.of_run != nullptr) apply_factors(member);
+    if (member.firing != nullptr) apply_trace(member);
+  });
+  watch.charge(counters_.compute_ns);
+}
+
+void FfnLayer::await_missed() {
+  Stopwatch watch;
   guarded([&] {
-    if (part_prefetched_ != 0) {
-      prefetch_->finish();
-      watch.charge(counters_.io_ns);
-      counters_.prefetch_used += part_prefetched_;
-      each([&](const Member& member, std::size_t) { up_products(member, member.positions.prefetched); });
-      watch.charge(counters_.compute_ns);
-    }
     if (batch_.in_flight()) reader_.wait(batch_);
   });
   watch.charge(counters_.io_ns);
   tally(batch_.stats());
   watch.charge(counters_.memory_ns);
-  each([&](const Member& member, std::size_t t) {
-    up_products(member, member.positions.missed);
-    // 3. The down sum over every neuron that really fired, in the order of ids.
-    if (member.factors.of_run != nullptr) apply_factors(member);
-    if (member.firing != nullptr) apply_trace(member);
-    down_sum(member, y + t * options_.format.d_model);
-  });
+}
+
+// The down sum over every neuron that really fired, in the order of ids.
+void FfnLayer::sum_part(float* y) {
+  Stopwatch watch;
+  for (std::size_t t = 0; t < count_; ++t) down_sum(members_[t], y + t * options_.format.d_model);
   watch.charge(counters_.compute_ns);
+}
+
+void FfnLayer::end_part() {
+  Stopwatch watch;
   if (part_prefetched_ != 0) copy_newcomers();
   cache_.end_part();
   admitted_ = false;
   watch.charge(counters_.memory_ns);
 }
 
+void FfnLayer::apply_norm() {
+  Stopwatch watch;
+  for (std::size_t t = 0; t < count_; ++t)
+    apply(options_.norm, members_[t].active->data(), members_[t].active->size(), members_[t].all_values);
+  watch.charge(counters_.compute_ns);
+}
+
+// The sum alone, over values that are known: the rows that had to leave are read once more.
+void FfnLayer::sum_all_parts(float* y) {
+  for (std::size_t t = 0; t < count_; ++t) members_[t].end = members_[t].active->data();
+  for (std::size_t done = 0; done < wanted_->size(); done = part_end_) {
+    begin_part(done, true);
+    await_missed();
+    sum_part(y);
+    end_part();
+  }
+}
+
 // A row that is missing counts as missed once, for the first token that wants it.
-void FfnLayer::sort_positions() {
+void FfnLayer::sort_positions(bool again) {
   part_prefetched_ = 0;
   for (std::size_t t = 0; t < count_; ++t) {
     Member& member = members_[t];
@@ -310,9 +357,10 @@ void FfnLayer::sort_positions() {
       part_prefetched_ += fetched && first ? 1 : 0;
     }
     const auto total = static_cast<std::size_t>(member.end - member.begin);
+    member.rows_read += total - found;
+    if (again) continue;  // a neuron counts once
     counters_.hits += found;
     counters_.misses += total - found;
-    member.rows_read += total - found;
   }
 }
 

@@ -4,6 +4,9 @@
 //   layer to prefetch) -> finish: up products of the hits, wait, up products of the misses, down sum over the
 //   active neurons in the order of their ids
 //
+// A norm over all neurons (neuron_norm.h) needs each token's values before the first down column: where a
+// token's neurons exceed the rows there are, the parts pass twice, for the values and for the sum.
+//
 // A few tokens may go through together: the rows that any of them wants are read once, and each is computed
 // as it would be alone. What is computed depends on x and the weights alone; the cache decides only what is
 // read.
@@ -24,6 +27,7 @@
 #include "kernels/rows.h"
 #include "model/counters.h"
 #include "model/experts.h"
+#include "model/neuron_norm.h"
 #include "model/predictor.h"
 #include "model/prefetch.h"
 #include "planes/scale_planes.h"
@@ -41,6 +45,7 @@ struct FfnLayerOptions {
   const std::byte* gate = nullptr;
   const float* down_bias = nullptr;  // [d_model] or nullptr
   ScalePlane plane;                  // of down columns whose scales lie apart
+  NeuronNorm norm;                   // before the down columns, of models that have one
   // The cache.
   std::int32_t capacity = 0;         // rows of the memory handed over
   std::int32_t bypass_capacity = 0;  // bypass rows, which layers may share
@@ -158,20 +163,28 @@ class FfnLayer {
     const std::uint64_t* firing = nullptr;  // of a trace
     RunFactors factors;                     // of the experts that the router chose
     const std::int32_t *begin = nullptr, *end = nullptr;
-    float* values = nullptr;  // of its part's neurons
+    float *all_values = nullptr, *values = nullptr;  // of its neurons, and of its part's
     Positions positions;
     std::size_t rows_read = 0;  // that no token before it wanted
   };
 
   void unite(const FfnTokens& tokens);
-  void begin_part(std::size_t first);
+  void share_out_values();
+  // A part: its reads start; its values are there; its columns are summed; its rows are let go of. `again`:
+  // its values are known.
+  void begin_part(std::size_t first, bool again = false);
+  void multiply_part();
+  void sum_part(float* y);
+  void end_part();
   void share_out(std::size_t end);
-  void finish_part(float* y);
+  void await_missed();
+  void apply_norm();
+  void sum_all_parts(float* y);
   template <typename Step>
   void guarded(const Step& step);
   [[noreturn]] void rethrow_with_place(const CoreError& error) const;
 
-  void sort_positions();
+  void sort_positions(bool again);
   void up_products(const Member& member, const std::vector<std::int32_t>& positions);
   template <typename VectorOf>
   void dots(const float* x, const VectorOf& vector_of, const float* bias, Activation activation);

@@ -63,6 +63,10 @@ void check_block(const BlockSpec& spec, const BlockWeights& weights) {
       "a block's projections do not fit the model");
   require(weights.ffn == nullptr || weights.ffn->width() == spec.d_model,
           "a block's FFN does not fit the model");
+  require(!spec.rounded_inputs || (spec.norms == NormPlace::input && !spec.parallel),
+          "inputs are rounded where a block's norms are, before attention and FFN");
+  require(weights.mixed_norm.width == 0 || weights.mixed_norm.width == attended,
+          "the norm before a block's output projection does not fit the model");
 }
 
 }  // namespace
@@ -107,6 +111,8 @@ Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat
     check_block(block, each);
     require(each.rotary < static_cast<int>(rotary_.size()),
             "a block wants a rotary embedding beyond those there are");
+    require(!each.neuron_norm || each.neuron_norm.neurons == spec_.d_ff,
+            "the norm before a block's down columns does not fit the model");
   }
 }
 
@@ -265,6 +271,7 @@ void Model::block(std::size_t layer, const Part& part) {
   projected_.resize(n);
   // 1. Attention.
   if (before) normalize(weights.attention_norm, count, hidden_.data(), normed_.data());
+  if (spec.rounded_inputs) round_inputs(count, spec.d_model, normed_.data());
   take_inputs(before ? normed_.data() : hidden_.data(), count, spec.d_model, part.pass);
   attend(layer, part);
   if (behind) normalize(weights.attention_output_norm, count, projected_.data(), projected_.data());
@@ -277,6 +284,7 @@ void Model::block(std::size_t layer, const Part& part) {
   }
   // 2. The FFN.
   if (before && !spec.shared_norm) normalize(weights.ffn_norm, count, hidden_.data(), normed_.data());
+  if (spec.rounded_inputs) round_inputs(count, spec.d_model, normed_.data());
   const float* input = before ? normed_.data() : hidden_.data();
   check_finite(layer, input, count);  // a predictor names no neurons for it, and nothing would show
   feed_forward(layer, part, input);
@@ -311,6 +319,8 @@ void Model::attend(std::size_t layer, const Part& part) {
                                     values_.data() + t * cached);
   attend_to_cache(weights, part);
   round(mixed_.data(), count * attended);
+  if (weights.mixed_norm.width != 0) normalize(weights.mixed_norm, count, mixed_.data(), mixed_.data());
+  if (spec.rounded_inputs) round_inputs(count, attended, mixed_.data());
   take_inputs(mixed_.data(), count, attended, part.pass);
   project(weights.out, count, projected_.data());
 }
@@ -460,20 +470,43 @@ void Model::feed_oracle(std::size_t layer, const Part& part, const float* x) {
   watch_.restart();
 }
 
-// Every neuron, block by block, token by token.
-void Model::feed_every(std::size_t layer, const Part& part, const float* x) {
-  const BlockWeights& weights = weights_.blocks[layer];
-  const std::size_t width = spec_.block.d_model, gate_nbytes = vector_nbytes(rows_.codec, width);
-  stream_.begin(static_cast<int>(layer), layer_after(layer, part));
-  few_.begin(x, part.count, activation(layer), projected_.data(), plane(weights));
+// Every row of a layer, block by block. `then`: as RowStream::begin.
+template <typename Body>
+void Model::each_block(std::size_t layer, int then, const Body& body) {
+  stream_.begin(static_cast<int>(layer), then);
   watch_.charge(counters_.compute_ns);
   RowBlock block;
   while (stream_.next(block)) {
     charge_stream();
-    few_.add(block.rows, std::min(block.count, spec_.d_ff - block.first_row),
-             part_of(weights.up_bias, block.first_row), part_of(weights.gate_bias, block.first_row),
-             weights.gate != nullptr ? weights.gate + block.first_row * gate_nbytes : nullptr);
+    body(block, std::min(block.count, spec_.d_ff - block.first_row));
     watch_.charge(counters_.compute_ns);
+  }
+}
+
+const std::byte* Model::gate_rows(const BlockWeights& weights, std::size_t first) const {
+  if (weights.gate == nullptr) return nullptr;
+  return weights.gate + first * vector_nbytes(rows_.codec, spec_.block.d_model);
+}
+
+// Every neuron, block by block, token by token. Where a norm lies before the down columns, these wait for all
+// values, and the rows pass a second time.
+void Model::feed_every(std::size_t layer, const Part& part, const float* x) {
+  const BlockWeights& weights = weights_.blocks[layer];
+  const std::size_t width = spec_.block.d_model;
+  const bool waits = static_cast<bool>(weights.neuron_norm);
+  few_.begin(x, part.count, activation(layer), projected_.data(), plane(weights));
+  if (waits) few_.keep_values(weights.neuron_norm);
+  each_block(layer, waits ? static_cast<int>(layer) : layer_after(layer, part),
+             [&](const RowBlock& block, std::size_t count) {
+               few_.multiply(block.rows, count, part_of(weights.up_bias, block.first_row),
+                             part_of(weights.gate_bias, block.first_row),
+                             gate_rows(weights, block.first_row));
+               if (!waits) few_.add(block.rows, count);
+             });
+  if (waits) {
+    few_.apply();
+    each_block(layer, layer_after(layer, part),
+               [&](const RowBlock& block, std::size_t count) { few_.add(block.rows, count); });
   }
   if (weights.down_bias == nullptr) return;
   for (std::size_t t = 0; t < part.count; ++t)
@@ -484,9 +517,8 @@ void Model::feed_every(std::size_t layer, const Part& part, const float* x) {
 void Model::feed_prompt(std::size_t layer, const Part& part, const float* x) {
   const std::size_t width = spec_.block.d_model;
   const BlockWeights& weights = weights_.blocks[layer];
-  const bool fills = part.fills && weights.ffn != nullptr;
+  const bool fills = part.fills && weights.ffn != nullptr, waits = static_cast<bool>(weights.neuron_norm);
   if (part.tap != nullptr) part.tap->input(layer, x, part.count);
-  stream_.begin(static_cast<int>(layer), layer_after(layer, part));
   watch_.charge(counters_.compute_ns);
   if (fills) {
     const std::size_t recent = std::min(part.count, spec_.fill_tokens);
@@ -496,11 +528,9 @@ void Model::feed_prompt(std::size_t layer, const Part& part, const float* x) {
   narrow_.resize(part.count * width * dtype_nbytes(spec_.block.dtype));
   narrow(x, part.count * width, narrow_.data());
   dense_.begin(narrow_.data(), part.count, activation(layer), plane(weights));
-  const std::size_t gate_nbytes = vector_nbytes(rows_.codec, width);
-  RowBlock block;
-  while (stream_.next(block)) {
-    charge_stream();
-    const std::size_t count = std::min(block.count, spec_.d_ff - block.first_row);
+  if (waits) dense_.keep_values(weights.neuron_norm);
+  const int then = waits ? static_cast<int>(layer) : layer_after(layer, part);
+  each_block(layer, then, [&](const RowBlock& block, std::size_t count) {
     if (fills) {
       weights.ffn->fill_from(block.rows, static_cast<std::int32_t>(block.first_row),
                              static_cast<std::int32_t>(count));
@@ -508,11 +538,14 @@ void Model::feed_prompt(std::size_t layer, const Part& part, const float* x) {
     }
     float* h =
         dense_.activations(block.rows, count, part_of(weights.up_bias, block.first_row),
-                           part_of(weights.gate_bias, block.first_row),
-                           weights.gate != nullptr ? weights.gate + block.first_row * gate_nbytes : nullptr);
+                           part_of(weights.gate_bias, block.first_row), gate_rows(weights, block.first_row));
     if (part.tap != nullptr) part.tap->activations(layer, block.first_row, count, h, dense_.padded());
-    dense_.add(block.rows);
-    watch_.charge(counters_.compute_ns);
+    if (!waits) dense_.add(block.rows, count);
+  });
+  if (waits) {
+    dense_.apply();
+    each_block(layer, layer_after(layer, part),
+               [&](const RowBlock& block, std::size_t count) { dense_.add(block.rows, count); });
   }
   dense_.finish(weights.down_bias, narrow_.data());
   widen(narrow_.data(), part.count * width, projected_.data());
@@ -605,7 +638,7 @@ void Model::head(const Part& part, const std::vector<std::size_t>& rows, float* 
 }
 
 void Model::normalize(const Norm& norm, std::size_t count, const float* x, float* y) {
-  const std::size_t width = spec_.block.d_model;
+  const std::size_t width = norm.width;
   const auto rows = [&](std::size_t begin, std::size_t end) {
     for (std::size_t t = begin; t < end; ++t) flashllm::normalize(norm, x + t * width, y + t * width);
   };
@@ -615,6 +648,12 @@ void Model::normalize(const Norm& norm, std::size_t count, const float* x, float
     pool_.parallel_for(count, kTokenGrain, rows);
   }
   round(y, count * width);
+}
+
+// To 8 bits, token by token.
+void Model::round_inputs(std::size_t count, std::size_t width, float* x) {
+  for (std::size_t t = 0; t < count; ++t) round_to_8_bits(x + t * width, width);
+  round(x, count * width);
 }
 
 // The inputs [count, width] of the products that follow: `x` must stay as it is until the last of them.

@@ -138,6 +138,7 @@ class Model {
   void feed_experts(std::size_t layer, const Part& part, const float* x);
   FfnTokens together(const Part& part, const float* x, std::size_t first, bool predicted) const;
   void normalize(const Norm& norm, std::size_t count, const float* x, float* y);
+  void round_inputs(std::size_t count, std::size_t width, float* x);
   void take_inputs(const float* x, std::size_t count, std::size_t width, Pass pass);
   void project(const RowMatrix& weights, std::size_t count, float* out);
   void add_projected(std::size_t count);
@@ -145,6 +146,9 @@ class Model {
   void widen(const std::byte* from, std::size_t n, float* to);
   void narrow(const float* from, std::size_t n, std::byte* to);
   void head(const Part& part, const std::vector<std::size_t>& rows, float* logits);
+  template <typename Body>
+  void each_block(std::size_t layer, int then, const Body& body);
+  const std::byte* gate_rows(const BlockWeights& weights, std::size_t first) const;
   template <typename Body>
   void each_share(std::size_t n, const Body& body);
   void charge_stream();

@@ -16,6 +16,8 @@ void TokenFfn::begin(const float* x, std::size_t tokens, Activation activation, 
                      const ScalePlane* plane) {
   plane_ = plane;
   next_ = 0;
+  norm_ = {};
+  first_ = 0;
   x_.set(x, tokens, format_.d_model, format_.inputs);
   y_ = y;
   tokens_ = tokens;
@@ -23,8 +25,20 @@ void TokenFfn::begin(const float* x, std::size_t tokens, Activation activation, 
   std::fill(y, y + tokens * format_.d_model, 0.0F);
 }
 
-void TokenFfn::add(const std::byte* rows, std::size_t count, const float* up_bias, const float* gate_bias,
-                   const std::byte* gate) {
+void TokenFfn::keep_values(const NeuronNorm& norm) {
+  norm_ = norm;
+  stride_ = norm.neurons;
+  h_.resize(tokens_ * stride_);
+}
+
+void TokenFfn::apply() {
+  for (std::size_t t = 0; t < tokens_; ++t)
+    flashllm::apply(norm_, nullptr, norm_.neurons, h_.data() + t * stride_);
+  first_ = 0;
+}
+
+void TokenFfn::multiply(const std::byte* rows, std::size_t count, const float* up_bias,
+                        const float* gate_bias, const std::byte* gate) {
   const bool gated = format_.gated() || gate != nullptr;
   RowMatrix up = format_.matrix(rows, count, format_.up);
   up.bias = up_bias;
@@ -37,17 +51,25 @@ void TokenFfn::add(const std::byte* rows, std::size_t count, const float* up_bia
                        format_.codec, nullptr, nullptr,         format_.inputs};
     driver.bias = gate_bias;
   }
-  // 1. What the neurons are worth to each token.
-  h_.resize(tokens_ * count);
+  if (!norm_) {
+    stride_ = count;
+    h_.resize(tokens_ * count);
+  }
   pool_.parallel_for(count, kTogether, [&](std::size_t begin, std::size_t end) {
     activations(driver, gated ? &up : nullptr, begin, end);
   });
-  // 2. Their columns, in the order of ids.
+  if (norm_) first_ += count;
+}
+
+// Columns in the order of ids.
+void TokenFfn::add(const std::byte* rows, std::size_t count) {
+  const float* h = h_.data() + first_;
+  if (norm_) first_ += count;
   columns_.resize(count);
   for (std::size_t i = 0; i < count; ++i) columns_[i] = rows + i * format_.stride + format_.down;
   if (plane_ == nullptr) {
-    sum_scattered({columns_.data(), count, format_.d_model, format_.down_codec}, h_.data(), count, tokens_,
-                  y_, pool_, level_);
+    sum_scattered({columns_.data(), count, format_.d_model, format_.down_codec}, h, stride_, tokens_, y_,
+                  pool_, level_);
     return;
   }
   ids_.resize(count);
@@ -58,7 +80,7 @@ void TokenFfn::add(const std::byte* rows, std::size_t count, const float* up_bia
     const PlaneColumns columns{columns_.data() + i, ids_.data() + i,    std::min(together, count - i),
                                format_.d_model,     format_.down_codec, plane_};
     for (std::size_t t = 0; t < tokens_; ++t)
-      sum_scattered(columns, h_.data() + t * count + i, y_ + t * format_.d_model, pool_, level_);
+      sum_scattered(columns, h + t * stride_ + i, y_ + t * format_.d_model, pool_, level_);
   }
 }
 
@@ -67,7 +89,7 @@ void TokenFfn::activations(const RowMatrix& driver, const RowMatrix* up, std::si
   for (std::size_t r = begin; r < end; r += kTogether) {
     const std::size_t n = std::min(kTogether, end - r);
     for (std::size_t t = 0; t < tokens_; ++t) {
-      float* h = h_.data() + t * driver.rows + r;
+      float* h = h_.data() + t * stride_ + first_ + r;
       dot_block(driver, r, n, x_, t, h, level_);
       activate(activation_, 0.0F, h, n);
       if (up == nullptr) continue;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/rows.h"
+#include "model/neuron_norm.h"
 #include "planes/scale_planes.h"
 
 namespace flashllm {
@@ -20,14 +21,20 @@ class TokenFfn {
   // `plane`: the layer's, of down columns whose scales lie apart.
   void begin(const float* x, std::size_t tokens, Activation activation, float* y,
              const ScalePlane* plane = nullptr);
-  // Adds what `count` neurons contribute. Blocks come in the order of ids. up_bias, gate_bias: the neurons',
-  // or nullptr; gate: their gate [count, d_model] without gaps in the rows' codec, where rows of a gated FFN
-  // hold none.
-  void add(const std::byte* rows, std::size_t count, const float* up_bias, const float* gate_bias,
-           const std::byte* gate);
+  // What `count` neurons are worth to each token. Blocks come in the order of ids. up_bias, gate_bias: the
+  // neurons', or nullptr; gate: their gate [count, d_model] without gaps in the rows' codec, where rows of a
+  // gated FFN hold none.
+  void multiply(const std::byte* rows, std::size_t count, const float* up_bias, const float* gate_bias,
+                const std::byte* gate);
+  // Adds what the neurons contribute that were multiplied last.
+  void add(const std::byte* rows, std::size_t count);
+  // Of a layer with a norm before its down columns: all its neurons are multiplied, block after block, then
+  // `apply`, and then all are added.
+  void keep_values(const NeuronNorm& norm);
+  void apply();
 
  private:
-  // h_[t][i] of neurons [begin, end) of `count`.
+  // h_[t][first_ + i] of neurons i in [begin, end) of a block.
   void activations(const RowMatrix& driver, const RowMatrix* up, std::size_t begin, std::size_t end);
 
   const RowFormat format_;
@@ -37,7 +44,9 @@ class TokenFfn {
   float* y_ = nullptr;
   std::size_t tokens_ = 0;
   Activation activation_;
-  std::vector<float> h_;  // [tokens, neurons of a block]
+  std::vector<float> h_;                // [tokens, stride_]: values of a block, or of the layer
+  std::size_t stride_ = 0, first_ = 0;  // first_: of the block, where the layer's are kept
+  NeuronNorm norm_;
   std::vector<const void*> columns_;
   const ScalePlane* plane_ = nullptr;
   std::vector<std::int32_t> ids_;  // of the block's neurons, where there is a plane

@@ -1,0 +1,30 @@
+// What some architectures (BitNet b1.58) put between a layer's neurons and its down projection: an RMS norm
+// over all of them, whose outputs may be rounded to 8 bits. Both need every neuron's value before the first
+// down column is summed. Neurons whose value is zero change neither, so that active ones are enough.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/thread_pool.h"
+
+namespace flashllm {
+
+struct NeuronNorm {
+  const float* weight = nullptr;  // [neurons]; nullptr: there is no norm, and nothing is rounded
+  std::size_t neurons = 0;        // of the layer
+  float epsilon = 0.0F;
+  bool rounds = false;
+
+  explicit operator bool() const { return weight != nullptr; }
+};
+
+// One token's values, in place. ids: their neurons, ascending; nullptr: they are the layer's. A token has the
+// same bits whether its zeros are among them or not.
+void apply(const NeuronNorm& norm, const std::int32_t* ids, std::size_t count, float* values);
+// The same of many tokens, a layer's values h [neurons, padded]: those of the first `tokens` of each row.
+void apply_to_columns(const NeuronNorm& norm, float* h, std::size_t padded, std::size_t tokens,
+                      ThreadPool& pool);
+
+}  // namespace flashllm
