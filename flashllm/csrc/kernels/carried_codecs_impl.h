@@ -1,23 +1,30 @@
 // Codes as quantised checkpoints have them (row_codecs.h); included by row_codecs_impl.h, as that file is.
 
-// Eight bytes of a unit's codes of 5 or 6 bits at a time: the lower four bits, then those above.
+// Sixteen bytes in one register: what is stored whole is loaded again without waiting for memory.
+typedef std::uint8_t Bytes16 __attribute__((vector_size(16)));
+typedef std::uint32_t Words4 __attribute__((vector_size(16)));
+typedef std::uint64_t Words2 __attribute__((vector_size(16)));
+
+// A unit's codes of 5 or 6 bits, a byte each: the lower four bits, and above them those that lie apart.
 template <std::size_t kBits>
 inline void spread_codes(const std::uint8_t* unit, std::int8_t* to) {
   static_assert(kBits == 5 || kBits == 6, "other codes are not split");
-  constexpr std::uint64_t kLower = 0x0F0F0F0F0F0F0F0F;
-  std::uint64_t lower[2], upper = 0;
-  __builtin_memcpy(lower, unit, sizeof lower);
-  __builtin_memcpy(&upper, unit + sizeof lower, kBits == 5 ? 4 : 8);
-  for (std::size_t q = 0; q < 4; ++q) {
-    std::uint64_t codes = (q < 2 ? lower[q] : lower[q - 2] >> 4) & kLower;
-    if constexpr (kBits == 5) {
-      constexpr std::uint64_t kFour = 0x01010101;
-      codes |= (upper >> 2 * q & kFour) << 4 | (upper >> (2 * q + 1) & kFour) << 36;
-    } else {
-      codes |= (upper >> 2 * q & 0x0303030303030303) << 4;
-    }
-    __builtin_memcpy(to + 8 * q, &codes, sizeof codes);
+  Bytes16 lower, upper[2];
+  __builtin_memcpy(&lower, unit, sizeof lower);
+  if constexpr (kBits == 5) {  // four codes a bit of four bytes
+    std::uint32_t bits;
+    __builtin_memcpy(&bits, unit + sizeof lower, sizeof bits);
+    const Words4 all = {bits, bits, bits, bits};
+    upper[0] = reinterpret_cast<Bytes16>(all >> Words4{0, 1, 2, 3}) & 1;
+    upper[1] = reinterpret_cast<Bytes16>(all >> Words4{4, 5, 6, 7}) & 1;
+  } else {  // eight codes two bits of eight bytes
+    std::uint64_t bits;
+    __builtin_memcpy(&bits, unit + sizeof lower, sizeof bits);
+    upper[0] = reinterpret_cast<Bytes16>(Words2{bits, bits >> 2}) & 3;
+    upper[1] = reinterpret_cast<Bytes16>(Words2{bits >> 4, bits >> 6}) & 3;
   }
+  const Bytes16 codes[2] = {(lower & 15) | upper[0] << 4, lower >> 4 | upper[1] << 4};
+  __builtin_memcpy(to, codes, sizeof codes);
 }
 
 // The code of weight 0, of weights without minimums.
