@@ -80,19 +80,19 @@ def _links(active: NDArray[np.bool_]) -> tuple[NDArray[np.float32], NDArray[np.i
     # A count and its neuron in one integer, which numpy partitions ten times as fast as it finds places.
     bits = num.bit_length()
     whole: np.dtype[Any] = np.dtype(np.uint32 if len(matrix) < 1 << (32 - bits) else np.uint64)
-    neurons = np.arange(num, dtype=whole)
+    backwards = np.arange(num - 1, -1, -1, dtype=whole)  # of equal counts the more popular neuron's is the larger
     shift, neuron_bits = np.array(bits, whole), np.array((1 << bits) - 1, whole)
     weights, ones, others = [], [], []
     for start in range(0, num, _BLOCK):
         together = matrix[:, start : start + _BLOCK].T @ matrix  # [block, num]
         rows = np.arange(len(together))
         together[rows, start + rows] = 0.0
-        keys = (together.astype(whole) << shift) | neurons
+        keys = (together.astype(whole) << shift) | backwards
         keys.partition(num - 1 - count, axis=1)
         friends = keys[:, num - count :]
         weights.append((friends >> shift).astype(np.float32).ravel())
         ones.append(np.repeat(start + rows, count))
-        others.append((friends & neuron_bits).astype(np.int64).ravel())
+        others.append(num - 1 - (friends & neuron_bits).astype(np.int64).ravel())
     one, other, weight = np.concatenate(ones), np.concatenate(others), np.concatenate(weights)
     pairs = np.unique(np.minimum(one, other) * num + np.maximum(one, other), return_index=True)[1]
     linked = pairs[weight[pairs] > 0]

@@ -160,7 +160,8 @@ DirectFile::~DirectFile() {
   if (fd_ >= 0) close(fd_);
 }
 
-int DirectRead::descriptor() const { return file_->fd_; }
+DirectRead::DirectRead(const DirectFile& file, struct iovec* iov, int iovcnt, std::uint64_t offset)
+    : file_(&file), fd_(file.fd_), iov_(iov), iovcnt_(iovcnt), offset_(offset) {}
 
 std::size_t DirectRead::nbytes_left() const {
   std::size_t nbytes = 0;

@@ -34,13 +34,13 @@ class DirectRead {
  public:
   DirectRead() = default;
   // Fills the iovecs from `offset` on; they must be aligned as DirectFile says. Changes `iov`.
-  DirectRead(const DirectFile& file, struct iovec* iov, int iovcnt, std::uint64_t offset)
-      : file_(&file), iov_(iov), iovcnt_(iovcnt), offset_(offset) {}
+  DirectRead(const DirectFile& file, struct iovec* iov, int iovcnt, std::uint64_t offset);
 
   bool finished() const { return iovcnt_ == 0; }
   // The next call: what `accept` takes. Backends that make it themselves need its parts.
+  // Touch only what lives as long as the read: a lost queue's file may be gone (read_queue.h).
   ssize_t call() const;
-  int descriptor() const;
+  int descriptor() const { return fd_; }
   const struct iovec* iov() const { return iov_; }
   int iovcnt() const { return iovcnt_; }
   std::uint64_t offset() const { return offset_ + done_; }
@@ -55,6 +55,7 @@ class DirectRead {
   std::size_t nbytes_left() const;
 
   const DirectFile* file_ = nullptr;
+  int fd_ = -1;
   struct iovec* iov_ = nullptr;
   int iovcnt_ = 0;
   std::uint64_t offset_ = 0;
