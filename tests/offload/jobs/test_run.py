@@ -13,6 +13,7 @@ import pytest
 from test_engine import CONTEXT, LENGTHS, POLICY, PROMPTS, expected, tiny  # noqa: F401 - fixtures
 
 from flashllm.cli import main
+from flashllm.offload.runtime.ops import PACKING
 
 LARGE = 200  # requests of a job that takes seconds
 
@@ -74,6 +75,19 @@ def test_a_batch_file_is_answered(tiny, tmp_path, policy, expected, capsys):  # 
     assert answers(out) == got
     assert main(arguments(tiny, source, out, policy, "--resume", "--seed", "3")) == 1
     assert "was asked otherwise" in capsys.readouterr().err
+
+
+def test_packed_by_other_rules_a_job_is_not_resumed(tiny, tmp_path, policy, capsys, monkeypatch):  # noqa: F811
+    """Answers of packed weights depend on how they are packed; those of plain ones do not."""
+    source = batch_file(tmp_path / "in.jsonl", 2)
+    for packed, status in ((["--compress", "weights"], 1), ([], 0)):
+        out = tmp_path / f"{len(packed)}.jsonl"
+        assert main(arguments(tiny, source, out, policy, *packed)) == 0
+        with monkeypatch.context() as patch:
+            patch.setattr("flashllm.offload.launch.PACKING", PACKING - 1)
+            capsys.readouterr()
+            assert main(arguments(tiny, source, out, policy, *packed, "--resume")) == status
+        assert ("was asked otherwise" in capsys.readouterr().err) == bool(packed)
 
 
 def test_the_table(tiny, tmp_path, policy, capsys):  # noqa: F811
