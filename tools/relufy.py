@@ -11,7 +11,9 @@ perplexity, agreement and zeros, which is printed and written beside the weights
 
 Files of --text are .txt or .jsonl with a "text" a line, gzipped or not, and give rows in turn. The run may be stopped
 and started again with the same arguments: it goes on from WORK/state.pt. With --minutes it stops of itself and writes
-OUT as far as it is. A CUDA device is used where there is one, or as --device says. Memory: the model once in fp32, its
+OUT as far as it is. A CUDA device is used where there is one, or as --device says. With --precision bfloat16 the
+products of training are bf16 ones and its weights stay fp32: worth it on a GPU, or where the processor has such
+products (AVX512-BF16), and slow elsewhere. Memory: the model once in fp32, its
 FFNs five times (their gradients, two moments, and the unmodified ones).
 """
 
@@ -61,6 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--test-windows", type=int, default=8, help="rows judged (8)")
     parser.add_argument("--every", type=int, default=25_000, help="tokens between two rows of the table (25000)")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="of OUT; by default MODEL's")
+    parser.add_argument(
+        "--precision", choices=("float32", "bfloat16"), default="float32", help="of the products of training (float32)"
+    )
     parser.add_argument("--device", help="cpu, cuda, cuda:1; by default cuda where there is one")
     parser.add_argument("--threads", type=int, default=num_cores())
     args = parser.parse_args(argv)
@@ -93,6 +98,7 @@ def relufy(args: argparse.Namespace) -> None:
         learning_rate=args.learning_rate,
         calibration=args.calibration,
         refit=args.refit,
+        precision=args.precision,
     )
     # A folder, checked above.
     teacher = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).eval()  # nosec B615

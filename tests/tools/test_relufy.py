@@ -11,6 +11,7 @@ from relufication.distill import Training
 from relufication.refit import fit, threshold_of
 from relufication.student import ffns, relufied_config, student_of
 from relufy import main
+from safetensors.torch import load_file
 from tiny_models import SENTENCES
 from transformers import AutoModelForCausalLM
 
@@ -113,6 +114,24 @@ def test_the_time_that_is_given_ends_a_run(tmp_path, texts):
     assert status == 0
     table = json.loads((out / "relufication.json").read_text())["table"]
     assert [row["stage"] for row in table] == ["unmodified", "thresholds", "refitted"]
+
+
+def test_bf16_products_train_fp32_weights(tmp_path, texts, capsys):
+    source = make_checkpoint(tmp_path / "hf", SILU)
+    weights = {}
+    for name, *precision in (("start", "0"), ("wide", "96"), ("narrow", "96", "--precision", "bfloat16")):
+        out, status = relufied(tmp_path, texts, source, name, "--tokens", *precision)
+        assert status == 0
+        weights[name] = load_file(out / "model.safetensors")
+    changed = [name for name, value in weights["wide"].items() if not torch.equal(value, weights["start"][name])]
+    assert changed
+    for name in changed:
+        wide, narrow = (weights[run][name] - weights["start"][name] for run in ("wide", "narrow"))
+        assert narrow.dtype == torch.float32
+        assert 0 < (wide - narrow).norm() < 0.5 * wide.norm(), name
+
+    _, status = relufied(tmp_path, texts, source, "other", "--tokens", "96", "--work", str(tmp_path / "narrow-work"))
+    assert (status, "another precision" in capsys.readouterr().err) == (1, True)
 
 
 @pytest.mark.parametrize("variant", [Variant("qwen2"), Variant("phi"), Variant("gpt_neox"), Variant("gemma")])

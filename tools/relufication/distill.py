@@ -8,7 +8,7 @@ to the same bytes on the same machine, with the same threads.
 import os
 import pickle  # nosec B403 - its error alone
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class Recipe:
     learning_rate: float
     calibration: int  # rows, the first of the text
     refit: bool
+    precision: str  # of the products of a step: float32, or bfloat16 under autocast; weights stay fp32
     seed: int = 0
 
     @property
@@ -74,9 +75,9 @@ class Training:
         ids = ids.to(self._weights[0].device)
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate()
-        with torch.no_grad():
+        with torch.no_grad(), self._products(ids.device):
             wanted = F.log_softmax(self._teacher(ids, use_cache=False).logits.float().flatten(0, 1), -1)
-        with watched(self._ffns):
+        with watched(self._ffns), self._products(ids.device):
             found = F.log_softmax(self._student(ids, use_cache=False).logits.float().flatten(0, 1), -1)
             seen = [ffn.activation.seen for ffn in self._ffns]
         loss = F.kl_div(found, wanted, reduction="batchmean", log_target=True)
@@ -92,6 +93,11 @@ class Training:
             ffn.activation.threshold += self.FOLLOW * (goal - ffn.activation.threshold)
         self.step += 1
         return value
+
+    def _products(self, device: torch.device) -> AbstractContextManager[Any]:
+        if self.recipe.precision == "float32":
+            return nullcontext()
+        return torch.autocast(device.type, dtype=getattr(torch, self.recipe.precision))
 
     def save(self, path: Path) -> None:
         """Writes the state whole, or leaves the one before."""
