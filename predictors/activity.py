@@ -11,7 +11,7 @@ import torch
 from fit import LayerPredictor
 from masked import MaskedModel, Variant
 from numpy.typing import NDArray
-from weights import LayerWeights
+from weights import Floats, LayerWeights
 
 BINS = np.linspace(-4.0, 4.0, 81)  # of pre-activations, in standard deviations of the layer's
 BLOCK_TOKENS = 512
@@ -69,8 +69,9 @@ def layer_activity(weights: LayerWeights, x: torch.Tensor, predictor: LayerPredi
     for start in range(0, len(x), BLOCK_TOKENS):
         part = slice(start, start + BLOCK_TOKENS)
         predicted[part] = predictor.logits(x[part]) > predictor.threshold
-    true = pre > 0
-    energy = (pre.clamp_min(0) * norms).square_()
+    values = activations(weights, x, pre)
+    true = values != 0
+    energy = values.mul_(norms).square_()
     scale = float(pre.std())
     groups = {
         "all": torch.ones_like(true),
@@ -92,12 +93,27 @@ def layer_activity(weights: LayerWeights, x: torch.Tensor, predictor: LayerPredi
 
 def pre_activations(weights: LayerWeights, x: torch.Tensor) -> torch.Tensor:
     """What decides whether a neuron fires, [tokens, d_ff] fp32: above 0 it does. x: [tokens, d_model] fp32."""
-    pre = torch.empty(len(x), weights.layout.d_ff)
+    return _products(x, weights.drivers(), weights.bias, weights.layout.d_ff)
+
+
+def activations(weights: LayerWeights, x: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+    """What each neuron's down column is multiplied by, [tokens, d_ff] fp32; `pre`: its pre-activations."""
+    values = torch.where(pre > 0, pre + float(weights.threshold), 0.0)
+    if weights.activation == "squared_relu":
+        values.square_()
+    if weights.gated:
+        up = _products(x, weights.ups(), weights.up_bias(), weights.layout.d_ff)
+        values.mul_(up.clamp_min_(0) if weights.activation == "drelu" else up)
+    return values
+
+
+def _products(x: torch.Tensor, blocks: Iterator[Floats], bias: Floats | None, d_ff: int) -> torch.Tensor:
+    found = torch.empty(len(x), d_ff)
     first = 0
-    for block in weights.drivers():
-        torch.mm(x, torch.from_numpy(block).T, out=pre[:, first : first + len(block)])
+    for block in blocks:
+        torch.mm(x, torch.from_numpy(block).T, out=found[:, first : first + len(block)])
         first += len(block)
-    return pre if weights.bias is None else pre.add_(torch.from_numpy(weights.bias))
+    return found if bias is None else found.add_(torch.from_numpy(bias))
 
 
 def aggregated_usage(predicted: NDArray[np.bool_], lengths: tuple[int, ...]) -> list[float]:

@@ -26,9 +26,14 @@ class LayerWeights:
     def __init__(self, model: Model, layer: int) -> None:
         self._model, self.layer = model, layer
         self.layout = model.manifest.rows
-        # Added to the products of the driver matrix; None: nothing is.
-        driver = "gate" if model.manifest.architecture.gated else "up"
-        self.bias = self._vector(f"ffn.{driver}_bias")
+        self.activation, self.gated = model.manifest.architecture.activation, model.manifest.architecture.gated
+        self.threshold = np.float32(model.directory.block.layer(layer).activation_threshold)
+        driver = "gate" if self.gated else "up"
+        bias = self._vector(f"ffn.{driver}_bias")
+        if self.threshold:
+            bias = (np.zeros(self.layout.d_ff, np.float32) if bias is None else bias) - self.threshold
+        # Added to the products of the driver matrix, so that a neuron fires above 0; None: nothing is.
+        self.bias = bias
 
     def blocks(self) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
         """(first neuron, {"up", "gate" if any, "down"}: [neurons, d_model] in fp32), each valid until the next."""
@@ -48,6 +53,15 @@ class LayerWeights:
             return
         for _, block in self.blocks():
             yield np.ascontiguousarray(block.get("gate", block["up"]))
+
+    def ups(self) -> Iterator[Floats]:
+        """The up matrix of a gated model, some rows at a time."""
+        for _, block in self.blocks():
+            yield np.ascontiguousarray(block["up"])
+
+    def up_bias(self) -> Floats | None:
+        """Of a gated model."""
+        return self._vector("ffn.up_bias")
 
     def down_norms(self) -> Floats:
         """[d_ff]: the norm of each neuron's down column."""

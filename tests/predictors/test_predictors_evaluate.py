@@ -6,12 +6,14 @@ import predictors_path  # noqa: F401
 import pytest
 import torch
 from activity import aggregated_usage, friends, layer_activity, new_rows_per_token
+from arch_models import LAYERS, VARIANTS, make_checkpoint
 from evaluate import main, read_time
 from masked import MaskedModel, Variant, load_predictors, untrained
 from scoring import score_items, score_text, windows
 from tasks import TASKS, Item, load_items
 from weights import LayerWeights
 
+from flashllm.convert.run import convert
 from flashllm.device.costs import DeviceCosts, ReaderCosts
 from flashllm.device.store import device_of, save_costs
 from flashllm.format.manifest import Manifest
@@ -161,6 +163,43 @@ def test_errors_by_layer_are_counted_from_the_weights(tiny, opened):
     assert errors["false_positive"] == pytest.approx(float((named & ~true).sum() / (~true).sum()))
     assert errors["false_positive_mean_deviations"] < 0 < errors["false_negative_mean_deviations"]
     assert 0 < errors["missed_energy"] < 1
+
+
+class Recorder:
+    """Observes a pass: FFN inputs [tokens, d_model] and activations [tokens, d_ff] of every layer."""
+
+    def __init__(self):
+        self.inputs, self.activity = {}, {}
+
+    def input(self, layer, x):
+        self.inputs[layer] = torch.from_numpy(x.copy())
+
+    def activations(self, layer, first, h):
+        before = self.activity.get(layer, torch.empty(0, h.shape[1]))
+        assert len(before) == first
+        self.activity[layer] = torch.cat([before, torch.from_numpy(h.copy())])
+
+
+@pytest.mark.parametrize("name", ["llama relu", "llama biases", "llama squared relu", "fatrelu by layer", "bamboo"])
+@pytest.mark.parametrize("gate", ["rows", "resident"])
+def test_errors_of_gated_layers_are_those_of_what_the_engine_computes(opened, tmp_path, name, gate):
+    """Gates, thresholds by layer and values of ups all count: who fires, and what misses cost."""
+    source = make_checkpoint(tmp_path / "hf", VARIANTS[name])
+    convert(source, tmp_path / "model", predictors=False, gate=gate)
+    model, seen = opened(tmp_path / "model", mode="dense"), Recorder()
+    with model.new_sequence() as sequence:
+        model.step([(sequence, token_ids(60)[0].tolist())], all_logits=True, observer=seen)
+    for layer, predictor in enumerate(untrained(model, [8] * LAYERS)):
+        weights, x = LayerWeights(model, layer), seen.inputs[layer]
+        errors = layer_activity(weights, x, predictor).errors()
+        h = seen.activity[layer].T
+        named = predictor.logits(x) > predictor.threshold
+        energy = (h * torch.from_numpy(weights.down_norms())) ** 2
+        assert errors["true_share"] == pytest.approx(float((h != 0).float().mean()), abs=1e-3)
+        assert errors["false_negative"] == pytest.approx(float((~named & (h != 0)).sum() / (h != 0).sum()), abs=1e-3)
+        assert errors["missed_energy"] == pytest.approx(float(energy[~named].sum() / energy.sum()), rel=1e-3, abs=1e-6)
+        assert errors["false_negative"] < 0.1  # the predictors aim at where a neuron begins to fire
+        assert errors["predicted_share"] < 1
 
 
 def test_usage_and_misses_of_a_known_pattern():
