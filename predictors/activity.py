@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from fit import LayerPredictor
-from masked import MaskedModel, Variant
+from masked import MaskedModel, Namer, Variant
 from numpy.typing import NDArray
 from weights import Floats, LayerWeights
+
+from flashllm.sparsify.gates import Gates
 
 BINS = np.linspace(-4.0, 4.0, 81)  # of pre-activations, in standard deviations of the layer's
 BLOCK_TOKENS = 512
@@ -60,7 +61,7 @@ def collect_inputs(model: MaskedModel, ids: torch.Tensor, max_tokens: int) -> li
     return [torch.cat(parts) for parts in inputs]
 
 
-def layer_activity(weights: LayerWeights, x: torch.Tensor, predictor: LayerPredictor) -> LayerActivity:
+def layer_activity(weights: LayerWeights, x: torch.Tensor, predictor: Namer) -> LayerActivity:
     """x: the FFN inputs [tokens, d_model] of the layer that `weights` are of."""
     x = x.float()
     pre = pre_activations(weights, x)
@@ -97,10 +98,10 @@ def pre_activations(weights: LayerWeights, x: torch.Tensor) -> torch.Tensor:
 
 
 def activations(weights: LayerWeights, x: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
-    """What each neuron's down column is multiplied by, [tokens, d_ff] fp32; `pre`: its pre-activations."""
-    values = torch.where(pre > 0, pre + float(weights.threshold), 0.0)
-    if weights.activation == "squared_relu":
-        values.square_()
+    """What each neuron's down column is multiplied by, less signs, [tokens, d_ff] fp32; `pre`: its pre-activations."""
+    gates = Gates(weights.model)
+    values = torch.from_numpy(gates.magnitudes(weights.layer, (pre + float(weights.threshold)).numpy()))
+    values[values < float(weights.cut)] = 0.0
     if weights.gated:
         up = _products(x, weights.ups(), weights.up_bias(), weights.layout.d_ff)
         values.mul_(up.clamp_min_(0) if weights.activation == "drelu" else up)
@@ -156,9 +157,7 @@ def friends(true: NDArray[np.bool_], ranks: tuple[int, ...] = FRIENDS) -> dict[i
     return {rank: [float(value) for value in ordered[:, rank - 1]] for rank in ranks}
 
 
-def every_layer(
-    model: MaskedModel, inputs: list[torch.Tensor], predictors: list[LayerPredictor]
-) -> Iterator[LayerActivity]:
+def every_layer(model: MaskedModel, inputs: list[torch.Tensor], predictors: list[Namer]) -> Iterator[LayerActivity]:
     """Layer by layer, so that only one layer's masks are held."""
     for layer, (x, predictor) in enumerate(zip(inputs, predictors, strict=True)):
         yield layer_activity(LayerWeights(model.model, layer), x, predictor)

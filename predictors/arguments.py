@@ -57,6 +57,14 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--items", type=int, default=200, help="of each task, at most")
     parser.add_argument("--curve", action="store_true", help="recall, density, bytes and perplexity by threshold")
     parser.add_argument("--recalls", type=float, nargs="+", default=[0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995])
+    parser.add_argument(
+        "--without",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="LAYERS",
+        help="also with so many layers left without predictors, those first whose misses weigh most",
+    )
     parser.add_argument("--window", type=int, default=DEFAULT_WINDOW, help="tokens, of the cache (flash bytes)")
     parser.add_argument(
         "--bandwidth", type=float, help="GB/s of flash, for expected I/O times; default: this drive's calibration"

@@ -5,6 +5,7 @@ Works offline on any converted model. Everything is computed in batched dense pa
 """
 
 import argparse
+import dataclasses
 import gzip
 import json
 import sys
@@ -18,7 +19,7 @@ import torch
 from activity import aggregated_usage, collect_inputs, every_layer, friends, new_rows_per_token
 from arguments import evaluate_arguments
 from fit import LayerPredictor
-from masked import MaskedModel, Variant, load_predictors, predictor_nbytes, untrained
+from masked import MaskedModel, Namer, Variant, coded_gates, load_predictors, predictor_nbytes, untrained
 from report import markdown, save_plots
 from scoring import TaskScore, TextScore, score_items, score_text, windows
 from tasks import TASKS, load_items
@@ -32,6 +33,7 @@ from flashllm.device.choice import find_costs
 from flashllm.device.store import device_store_path
 from flashllm.engine.model import Model
 from flashllm.errors import FlashError, UsageError
+from flashllm.format.manifest import predictor_ranks
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
 from flashllm.generate.sampling import SamplingOptions
@@ -106,7 +108,7 @@ def task_report(scores: dict[str, TaskScore]) -> dict[str, Any]:
 
 
 def layer_reports(
-    model: MaskedModel, ids: torch.Tensor, predictors: list[LayerPredictor], max_tokens: int, window: int
+    model: MaskedModel, ids: torch.Tensor, predictors: list[Namer], max_tokens: int, window: int
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """(the interface's `layers`, what the figures need)."""
     stride = model.manifest.rows.stride
@@ -117,7 +119,7 @@ def layer_reports(
         layers.append(
             {
                 **activity.errors(),
-                "rank": len(predictor.a),
+                "rank": predictor.rank,
                 "flash_bytes_per_token": misses * stride,
                 "flash_bytes_per_token_oracle": new_rows_per_token(activity.true, window, ids.shape[1]) * stride,
             }
@@ -148,7 +150,7 @@ def read_time(directory: Path, stride: int, bandwidth: float | None) -> tuple[Re
 def threshold_curve(
     model: MaskedModel,
     ids: torch.Tensor,
-    predictors: list[LayerPredictor],
+    predictors: list[Namer],
     *,
     recalls: list[float],
     max_tokens: int,
@@ -168,9 +170,9 @@ def threshold_curve(
     sets: dict[str, Any] = {Variant.DENSE: Variant.DENSE}
     for recall in recalls:
         sets[f"{recall:g}"] = [
-            LayerPredictor(p.a, p.b, p.bias, float(values[int((1 - recall) * len(values))]) - 1e-6)
-            if len(values)
-            else LayerPredictor(p.a, p.b, p.bias, float("inf"))
+            dataclasses.replace(
+                p, threshold=float(values[int((1 - recall) * len(values))]) - 1e-6 if len(values) else float("inf")
+            )
             for p, values in zip(predictors, firing, strict=True)
         ]
     scores = score_text(model, judged, sets)
@@ -193,6 +195,44 @@ def threshold_curve(
             }
         )
     return points
+
+
+def without_predictors(
+    model: MaskedModel,
+    ids: torch.Tensor,
+    predictors: list[Namer],
+    layers: list[dict[str, Any]],
+    *,
+    counts: list[int],
+    max_tokens: int,
+    window: int,
+) -> list[dict[str, Any]]:
+    """What it is worth to compute every neuron of so many layers (paper A, appendix C.4), for each of `counts`.
+
+    Those layers come first whose misses carry most: `layers` has what `layer_reports` says of each.
+    """
+    worst = sorted(range(len(layers)), key=lambda layer: -layers[layer]["missed_energy"])
+    rows, sets = model.manifest.rows, dict[str, Any]({Variant.DENSE: Variant.DENSE})
+    for count in counts:
+        left = set(worst[:count])
+        everything = LayerPredictor.everything(rows.d_model, rows.d_ff)
+        sets[str(count)] = [everything if layer in left else p for layer, p in enumerate(predictors)]
+    scores, found = score_text(model, ids, sets), []
+    for count in counts:
+        mine, _ = layer_reports(model, ids, sets[str(count)], max_tokens, window)
+        score = scores[str(count)]
+        found.append(
+            {
+                "layers": sorted(worst[:count]),
+                "predicted_share": float(np.mean([layer["predicted_share"] for layer in mine])),
+                "flash_bytes_per_token": sum(layer["flash_bytes_per_token"] for layer in mine),
+                "perplexity": score.perplexity,
+                "perplexity_dense": scores[Variant.DENSE].perplexity,
+                "kl": score.kl / score.tokens,
+                "same_top": score.same_top / score.tokens,
+            }
+        )
+    return found
 
 
 def texts_side_by_side(model: MaskedModel, tokenizer: Tokenizer, max_new_tokens: int) -> list[dict[str, str]]:
@@ -241,20 +281,26 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     manifest = model_dir.manifest
     with Model.open(directory, config) as model:
-        predictors = {}
+        predictors: dict[Variant, list[Namer]] = {}
+        ranks: list[int] | None = None
         if PREDICTORS in manifest.files:
-            predictors[Variant.TRAINED] = load_predictors(directory / PREDICTORS, manifest)
-        ranks = [len(p.a) for p in predictors[Variant.TRAINED]] if predictors else None
+            if set(predictor_ranks(directory / PREDICTORS, manifest)) == {0}:
+                predictors[Variant.GATES] = coded_gates(model)
+            else:
+                predictors[Variant.TRAINED] = list(load_predictors(directory / PREDICTORS, manifest))
+                ranks = [p.rank for p in predictors[Variant.TRAINED]]
         architecture = manifest.architecture
         same = [default_rank(architecture.d_model)] * architecture.num_layers
-        predictors[Variant.SVD] = untrained(model, ranks or same)
+        predictors[Variant.SVD] = list(untrained(model, ranks or same))
         return _measure(args, MaskedModel(model, predictors), tokenizer, tasks, length)
 
 
 def _measure(
     args: argparse.Namespace, model: MaskedModel, tokenizer: Tokenizer, tasks: list[str], length: int
 ) -> dict[str, Any]:
-    judged = model.predictors(Variant.TRAINED) or model.predictors(Variant.SVD)
+    own = next((variant for variant in (Variant.TRAINED, Variant.GATES) if model.predictors(variant)), Variant.SVD)
+    judged = model.predictors(own)
+    assert judged is not None
     texts = {str(path.name): text_windows(path, tokenizer, length, args.tokens) for path in args.text or [SAMPLE]}
     sets = {variant: variant for variant in model.variants}
     reports = {}
@@ -310,6 +356,10 @@ def _measure(
             max_tokens=args.layer_tokens,
             window=args.window,
             seconds=seconds,
+        )
+    if args.without:
+        report["without"] = without_predictors(
+            model, main, judged, layers, counts=args.without, max_tokens=args.layer_tokens, window=args.window
         )
     if args.samples:
         report["samples"] = texts_side_by_side(model, tokenizer, args.samples)

@@ -63,6 +63,10 @@ class LayerPredictor:
     bias: torch.Tensor
     threshold: float = 0.0
 
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, d_ff] for x [tokens, d_model]."""
         return torch.addmm(self.bias, x @ self.a.T, self.b.T)

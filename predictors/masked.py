@@ -7,9 +7,10 @@ scores.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,9 +25,11 @@ from flashllm.engine.meter import Meter
 from flashllm.engine.model import Model
 from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest, predictor_ranks
+from flashllm.format.model_files import PREDICTORS
 from flashllm.format.predictors import FACTOR_CODE, PREFETCH, relu_encodings
 from flashllm.format.safetensors import read_header
 from flashllm.plan.memory import KV_BLOCK_TOKENS
+from flashllm.sparsify.gates import Gates
 
 BLOCK_TOKENS = 512  # whose logits a predictor gives at once
 
@@ -37,17 +40,49 @@ class Variant(StrEnum):
     DENSE = "dense"  # all
     ORACLE = "oracle"  # those that fire
     TRAINED = "trained"  # the model directory's predictors
+    GATES = "gates"  # the model directory's gates in 4 bits
     SVD = "svd"  # those conversion makes without data
 
 
 Watcher = Callable[[int, torch.Tensor], None]  # (layer, FFN inputs [tokens, d_model])
 
 
+class Namer(Protocol):
+    """Names the neurons whose logit is above the threshold."""
+
+    threshold: float
+
+    @property
+    def rank(self) -> int: ...
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, d_ff] for x [tokens, d_model]."""
+
+
+@dataclass(slots=True)
+class CodedGate:
+    """A layer's gate in 4 bits: a logit is how far its product is from firing, below 0; the threshold its margin."""
+
+    gates: Gates
+    layer: int
+    d_model: int
+    threshold: float
+
+    @property
+    def rank(self) -> int:
+        """Of the matrix, whole."""
+        return self.d_model
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, d_ff] for x [tokens, d_model]."""
+        return torch.from_numpy(-self.gates.distances(self.layer, self.gates.coded_products(self.layer, x.numpy())))
+
+
 class _Mask:
     """Observes a pass: hands the inputs on, and zeroes the activations of neurons that the predictors do not name."""
 
     def __init__(self) -> None:
-        self.predictors: Sequence[LayerPredictor] | None = None  # None: every neuron counts
+        self.predictors: Sequence[Namer] | None = None  # None: every neuron counts
         self.oracle = False
         self.watcher: Watcher | None = None
         self._active: NDArray[np.bool_] | None = None  # [d_ff, tokens] of the layer that is computed
@@ -73,7 +108,7 @@ class _Mask:
 class MaskedModel:
     """A loaded model whose neurons count or not; `use` says by what. A session can run on it."""
 
-    def __init__(self, model: Model, predictors: dict[Variant, list[LayerPredictor]]) -> None:
+    def __init__(self, model: Model, predictors: dict[Variant, list[Namer]]) -> None:
         self.model, self._predictors = model, predictors
         self._mask = _Mask()
 
@@ -81,7 +116,7 @@ class MaskedModel:
     def variants(self) -> list[Variant]:
         return [Variant.DENSE, Variant.ORACLE, *self._predictors]
 
-    def predictors(self, variant: Variant) -> list[LayerPredictor] | None:
+    def predictors(self, variant: Variant) -> list[Namer] | None:
         """Of a variant that has some."""
         return self._predictors.get(variant)
 
@@ -90,7 +125,7 @@ class MaskedModel:
         self.use_predictors(self._predictors.get(variant), watcher, oracle=variant is Variant.ORACLE)
 
     def use_predictors(
-        self, predictors: list[LayerPredictor] | None, watcher: Watcher | None = None, *, oracle: bool = False
+        self, predictors: list[Namer] | None, watcher: Watcher | None = None, *, oracle: bool = False
     ) -> None:
         """As `use`, for any predictors; None: every neuron."""
         self._mask.predictors, self._mask.oracle, self._mask.watcher = predictors, oracle, watcher
@@ -152,6 +187,14 @@ def untrained(model: Model, ranks: list[int]) -> list[LayerPredictor]:
     return made
 
 
+def coded_gates(model: Model) -> list[Namer]:
+    """The gates in 4 bits of a loaded model that has them."""
+    gates, d_model = Gates(model), model.manifest.architecture.d_model
+    tensors = load_file(model.directory.path / PREDICTORS)
+    layers = range(model.manifest.architecture.num_layers)
+    return [CodedGate(gates, layer, d_model, -float(tensors[f"layers.{layer}.margin"])) for layer in layers]
+
+
 def predictor_nbytes(path: Path) -> tuple[int, int]:
     """Bytes of a file's predictors, and of those for prefetching."""
     infos = read_header(path).tensors.values()
@@ -163,7 +206,7 @@ def load_predictors(path: Path, manifest: Any) -> list[LayerPredictor]:
     """The predictors in a file, checked against the model's manifest. FormatError where they are another's."""
     ranks = predictor_ranks(path, manifest)
     if 0 in ranks:
-        raise UsageError(f"{path}: holds the gates in 4 bits, which the engine alone computes; train predictors first")
+        raise UsageError(f"{path}: holds the gates in 4 bits, which are no low-rank predictors; train some first")
     if relu_encodings(read_header(path)) is not None:
         raise UsageError(
             f"{path}: holds PowerInfer's predictors, which the engine alone computes; train predictors first"

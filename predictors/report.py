@@ -36,6 +36,16 @@ def markdown(report: dict[str, Any]) -> str:
                 f"| {p['recall']:.2%} | {p['predicted_share']:.2%} | {p['flash_bytes_per_token'] / 1e3:.1f} | "
                 f"{p['io_ms_per_token']:.3f} | {p['perplexity']:.3f} | {p['kl']:.5f} |"
             )
+    if "without" in report:
+        lines += ["", "## Layers left without predictors", ""]
+        lines += ["| layers | computed | flash kB/token | perplexity | KL | same top |", "| --- " * 6 + "|"]
+        for row in report["without"]:
+            change = row["perplexity"] / row["perplexity_dense"] - 1
+            lines.append(
+                f"| {', '.join(map(str, row['layers'])) or 'none'} | {row['predicted_share']:.2%} | "
+                f"{row['flash_bytes_per_token'] / 1e3:.1f} | {row['perplexity']:.3f} ({change:+.2%}) | "
+                f"{row['kl']:.5f} | {row['same_top']:.2%} |"
+            )
     for sample in report.get("samples", []):
         lines += ["", f"**{sample['prompt']}** ...", ""]
         lines += [f"- *{name}*: {text}" for name, text in sample.items() if name != "prompt"]

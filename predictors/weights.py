@@ -24,10 +24,11 @@ class LayerWeights:
     """One layer of a loaded model. Only one stream of rows of a model is read at a time."""
 
     def __init__(self, model: Model, layer: int) -> None:
-        self._model, self.layer = model, layer
+        self.model, self.layer = model, layer
         self.layout = model.manifest.rows
         self.activation, self.gated = model.manifest.architecture.activation, model.manifest.architecture.gated
-        self.threshold = np.float32(model.directory.block.layer(layer).activation_threshold)
+        spec = model.directory.block.layer(layer)
+        self.threshold, self.cut = np.float32(spec.activation_threshold), np.float32(spec.activation_cut)
         driver = "gate" if self.gated else "up"
         bias = self._vector(f"ffn.{driver}_bias")
         if self.threshold:
@@ -37,8 +38,8 @@ class LayerWeights:
 
     def blocks(self) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
         """(first neuron, {"up", "gate" if any, "down"}: [neurons, d_model] in fp32), each valid until the next."""
-        stream = self._model.parts.stream
-        plane = read_plane(self._model.directory.path, self._model.manifest, self.layer)
+        stream = self.model.parts.stream
+        plane = read_plane(self.model.directory.path, self.model.manifest, self.layer)
         stream.begin(self.layer)
         while (block := stream.next()) is not None:
             first, rows = block
@@ -46,7 +47,7 @@ class LayerWeights:
 
     def drivers(self) -> Iterator[Floats]:
         """The matrix whose products decide which neurons fire (the gate where there is one), some rows at a time."""
-        if self._model.manifest.resident_gate:
+        if self.model.manifest.resident_gate:
             gate = self._vector("gate.weight")
             assert gate is not None
             yield gate
@@ -69,12 +70,12 @@ class LayerWeights:
 
     def norm(self) -> tuple[Floats | None, Floats | None]:
         """(scale, shift) [d_model] of the norm before the FFN; None where it has none."""
-        block = self._model.directory.block
+        block = self.model.directory.block
         weight, bias = (self._vector(f"{block.ffn_input_norm}.{part}") for part in ("weight", "bias"))
         return weight if weight is None else weight + np.float32(block.norm_shift), bias
 
     def _vector(self, name: str) -> Floats | None:
-        return resident_vector(self._model.directory, f"layers.{self.layer}.{name}")
+        return resident_vector(self.model.directory, f"layers.{self.layer}.{name}")
 
 
 def resident_vector(directory: ModelDir, name: str) -> Floats | None:

@@ -51,9 +51,11 @@ class Gates:
         self._elementwise.activate(values, None, block.activation, block.layer(layer).activation_threshold)
         return np.abs(values, out=values)
 
-    def distances(self, layer: int, products: Floats, cut: float) -> Floats:
-        """How far each product is from the nearest one whose neuron fires under `cut`; 0 where it fires itself."""
+    def distances(self, layer: int, products: Floats, cut: float | None = None) -> Floats:
+        """How far each product is from the nearest one whose neuron fires under `cut`, by default the layer's own; 0
+        where it fires itself."""
         block = self._model.directory.block
+        cut = block.layer(layer).activation_cut if cut is None else cut
         above, low, high = _core.firing_range(block.activation, block.layer(layer).activation_threshold, cut)
         away: Floats = np.maximum(np.float32(above) - products, 0)
         if low < high:

@@ -1,3 +1,4 @@
+import dataclasses
 import gzip
 import json
 
@@ -8,7 +9,8 @@ import torch
 from activity import aggregated_usage, friends, layer_activity, new_rows_per_token
 from arch_models import LAYERS, VARIANTS, make_checkpoint
 from evaluate import main, read_time
-from masked import MaskedModel, Variant, load_predictors, untrained
+from masked import MaskedModel, Variant, coded_gates, load_predictors, untrained
+from safetensors.torch import load_file, save_file
 from scoring import score_items, score_text, windows
 from tasks import TASKS, Item, load_items
 from weights import LayerWeights
@@ -16,8 +18,8 @@ from weights import LayerWeights
 from flashllm.convert.run import convert
 from flashllm.device.costs import DeviceCosts, ReaderCosts
 from flashllm.device.store import device_of, save_costs
-from flashllm.format.manifest import Manifest
-from flashllm.format.model_files import PREDICTORS
+from flashllm.format.manifest import Manifest, install_predictors
+from flashllm.format.model_files import FFN, PREDICTOR_METADATA, PREDICTORS
 from flashllm.generate.tokenizer import Tokenizer
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -200,6 +202,48 @@ def test_errors_of_gated_layers_are_those_of_what_the_engine_computes(opened, tm
         assert errors["missed_energy"] == pytest.approx(float(energy[~named].sum() / energy.sum()), rel=1e-3, abs=1e-6)
         assert errors["false_negative"] < 0.1  # the predictors aim at where a neuron begins to fire
         assert errors["predicted_share"] < 1
+
+
+@pytest.mark.parametrize("name", ["llama biases", "fatrelu by layer"])
+def test_masked_passes_with_gates_in_4_bits_compute_what_the_engine_computes(opened, tmp_path, name):
+    convert(make_checkpoint(tmp_path / "hf", VARIANTS[name]), tmp_path / "model", gate="4bit")
+    dense = opened(tmp_path / "model", mode="dense")
+    # Narrower margins than conversion chooses, so that neurons are missed.
+    gates = [dataclasses.replace(gate, threshold=0.1 * gate.threshold) for gate in coded_gates(dense)]
+    tensors = load_file(tmp_path / "model" / PREDICTORS)
+    for layer, gate in enumerate(gates):
+        tensors[f"layers.{layer}.margin"] = torch.tensor([-gate.threshold]).half()
+        gate.threshold = -float(tensors[f"layers.{layer}.margin"])
+    metadata = {**PREDICTOR_METADATA, "model_sha256": dense.manifest.files[FFN].sha256}
+    save_file(tensors, tmp_path / "narrow.safetensors", metadata=metadata)
+    install_predictors(tmp_path / "model", tmp_path / "narrow.safetensors")
+    engine = opened(tmp_path / "model", mode="sparse")
+    model, ids = MaskedModel(dense, {Variant.GATES: gates}), token_ids(60)
+    model.use(Variant.GATES)
+    masked = model.logits(ids)
+    with engine.new_sequence() as sequence:
+        steps = [engine.step([(sequence, [token])]) for token in ids[0].tolist()]
+    torch.testing.assert_close(masked[0], torch.from_numpy(np.concatenate(steps)), rtol=0, atol=1e-4)
+    model.use(Variant.DENSE)
+    assert float((model.logits(ids) - masked).abs().max()) > 0.01
+
+
+def test_gates_in_4_bits_are_judged_and_layers_can_do_without_predictors(tmp_path, capsys):
+    convert(make_checkpoint(tmp_path / "hf", VARIANTS["fatrelu by layer"]), tmp_path / "model", gate="4bit")
+    arguments = ["--threads", "1", "--length", "32", "--tokens", "256", "--layer-tokens", "64"]
+    assert main([str(tmp_path / "model"), *arguments, "--without", "0", "1", str(LAYERS)]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert set(report["perplexity"]) == {"dense", "oracle", "gates", "svd"}
+    assert max(layer["false_negative"] for layer in report["layers"]) < 0.05
+    none, one, every = report["without"]
+    missed = [layer["missed_energy"] for layer in report["layers"]]
+    assert (none["layers"], one["layers"], every["layers"]) == ([], [missed.index(max(missed))], list(range(LAYERS)))
+    assert none["predicted_share"] < one["predicted_share"] < every["predicted_share"] == 1
+    assert none["kl"] == pytest.approx(report["kl"]["gates"])
+    assert (every["kl"], every["same_top"]) == (pytest.approx(0, abs=1e-6), 1)
+    assert every["perplexity"] == pytest.approx(every["perplexity_dense"], rel=1e-6)
+    assert "## Layers left without predictors" in captured.err
 
 
 def test_usage_and_misses_of_a_known_pattern():
