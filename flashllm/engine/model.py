@@ -25,7 +25,7 @@ from flashllm.engine.meter import Meter
 from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
-from flashllm.plan.memory import MAX_VERIFIED
+from flashllm.plan.memory import MAX_VERIFIED, TORCH_GROWTH
 from flashllm.plan.resolve import Plan, resolve
 
 Ids = Sequence[int]
@@ -73,7 +73,7 @@ class Model(OneProcess):
         """
         config = config if config is not None else RunConfig()
         directory = ModelDir.open(path)
-        now = process_nbytes()
+        now = process_nbytes() + (TORCH_GROWTH if "torch" in sys.modules else 0)
         process = now if process is None else max(process, now)
         plan = resolve(config, directory, available=max(0, available_nbytes() - (process - now)), process=process)
         return cls(directory, plan, config)

@@ -29,15 +29,19 @@ MAX_VERIFIED = 8  # tokens that go through an FFN together: FfnTokens::kMost (cs
 KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are allocated together
 MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for one streaming block
 _THROUGH_NBYTES = 64 << 10  # of a request that reads through gaps: kMaxThrough (csrc/io/request_plan.h)
-# What the process grows by at its first forward passes besides the planned buffers: lazily loaded library pages,
-# OpenMP and oneDNN workspaces, the allocator's slack, page tables. Measured as the peak RSS of a 2,000-token prefill
-# minus all other parts of the plan: 20 MB at d_model 64, 3 to 19 MB at 768, 22 to 38 MB at 2048; the rest is margin.
-LIBRARY_GROWTH = 64_000_000
+# What the process grows by beside the planned buffers: pages of libraries at their first use, the interpreter's own
+# objects, the allocator's slack. Measured as the peak RSS less all other parts of the plan: bench/LOG.md, "Forty
+# megabytes more for neurons". A process that has loaded torch grows by TORCH_GROWTH more.
+LIBRARY_GROWTH = 24_000_000
+TORCH_GROWTH = 40_000_000
+_PAGE_TABLES = 512  # bytes for each of the kernel's page tables: eight bytes a page of 4 KiB
+_MOST_PAGE_TABLES = 40_000_000  # planned: those of 20 GB
 READ_AHEAD = 6  # streaming blocks in flight while one is used: they last through a layer's attention (bench/LOG.md)
 STREAM_THREADS = 8  # at most, of reads in file order
 _MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, slowly
 _PREFETCH_SHARE = 32  # neurons of a layer for each row prefetched: about what a device reads while a layer computes
 _BYPASS_SHARE = 16  # neurons of a layer for each bypass row (of misses that are not kept); layers share the rows
+_COLUMN_PADS = 32  # floats: two kColumnPad (csrc/kernels/matmul.h)
 _LOGITS_ROWS = 4  # [vocab] rows held at a time: the head's result, the caller's copy, the sampler's two
 
 Rows = NDArray[np.int32]
@@ -50,6 +54,7 @@ class MemoryPlan:
     limit_nbytes: int
     limit_is_given: bool
     process: int  # interpreter and libraries
+    page_tables: int
     resident: int
     gates: int  # those that are resident
     planes: int  # scales of down columns that are resident
@@ -74,7 +79,7 @@ class MemoryPlan:
     def fixed_nbytes(self) -> int:
         """All but the KV cache and the neuron cache."""
         weights = self.resident + self.gates + self.planes + self.predictors
-        return self.process + weights + self.staging + self.workspace
+        return self.process + self.page_tables + weights + self.staging + self.workspace
 
     @property
     def context_blocks(self) -> int:
@@ -148,6 +153,7 @@ class MemoryPlan:
             ("predictors", self.predictors),
             ("staging for reads", self.staging),
             ("workspace", self.workspace),
+            ("page tables", self.page_tables),
         ]
         first, full = self.kv_block_nbytes, self.context_blocks * self.kv_block_nbytes
         return [
@@ -164,6 +170,7 @@ class MemoryPlan:
             "total_bytes": self.total_nbytes,
             "minimum_bytes": self.minimum_nbytes,
             "process_bytes": self.process,
+            "page_table_bytes": self.page_tables,
             "resident_bytes": self.resident,
             "gate_bytes": self.gates,
             "down_scale_bytes": self.planes,
@@ -317,6 +324,9 @@ def plan_memory(
         "window": window,
     }
     context_blocks = -(-context // KV_BLOCK_TOKENS)
+    weights = sum(parts[name] for name in ("process", "resident", "gates", "planes", "predictors"))
+    most = weights + sum(needs) * rows.stride + context_blocks * parts["kv_block_nbytes"]
+    parts["page_tables"] = min(most // _PAGE_TABLES, _MOST_PAGE_TABLES)
     least = MemoryPlan(
         **parts, bypass_rows=min_bypass, levels=np.array([minimum], np.int32), level_blocks=context_blocks
     )
@@ -374,7 +384,12 @@ def _workspace_nbytes(manifest: Manifest, block: BlockSpec, context: int, verifi
     """Activations of one pass of at most `prefill_block_tokens` tokens, in fp32, and of the block of rows they are
     multiplied by; attention scores of a token; logits."""
     tokens = min(context, manifest.prefill_block_tokens)
-    hidden = (9 if block.parallel else 8) * block.d_model + 2 * block.embed_dim + 3 * block.query_dim + 4 * block.kv_dim
+    # Of a token (csrc/model/model.h, "Scratch of a part"): states, their norm, and what is added to them; queries and
+    # mixed values, keys and values; the inputs of products, packed; conversions to the dtype and back.
+    hidden = (4 if block.parallel else 3) * block.d_model + 2 * (block.query_dim + block.kv_dim)
+    hidden += max(block.query_dim, block.embed_dim) + 2 * max(block.d_model, block.query_dim)
+    hidden += 2 * block.d_model + _COLUMN_PADS  # of the FFN: packed inputs, and sums (csrc/model/dense_ffn.cpp)
+    hidden += 2 * block.embed_dim if block.embed_dim != block.d_model else 0
     products = (len(manifest.architecture.matrices) - 1) * manifest.stream_block_rows
     if manifest.architecture.experts:
         hidden += 2 * block.d_model  # an expert's tokens, and their sums

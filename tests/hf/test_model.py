@@ -15,6 +15,7 @@ from flashllm.base.machine import num_cores
 from flashllm.config import Ablation, RunConfig
 from flashllm.errors import BudgetError, ChecksumError, FlashIOError, FormatError, UsageError
 from flashllm.format.model_dir import ModelDir
+from flashllm.plan.memory import TORCH_GROWTH
 from flashllm.plan.resolve import resolve
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -176,9 +177,10 @@ def test_same_bits_whatever_was_cached_before(tiny, load, undisturbed):
 
 
 def minimum(path: Path, monkeypatch) -> int:
-    """The least limit the model runs under, the process's own size held still."""
+    """The least limit the model runs under beside torch, the process's own size held still."""
     monkeypatch.setattr("flashllm.engine.model.process_nbytes", lambda: 400_000_000)
-    plan = resolve(RunConfig(io_threads=4), ModelDir.open(path), available=10**12, process=400_000_000)
+    process = 400_000_000 + TORCH_GROWTH
+    plan = resolve(RunConfig(io_threads=4), ModelDir.open(path), available=10**12, process=process)
     return plan.memory.minimum_nbytes
 
 
