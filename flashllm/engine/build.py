@@ -37,7 +37,7 @@ from flashllm.format.placed import read_places
 from flashllm.format.predictors import PREFETCH, relu_encodings
 from flashllm.format.rows import PAGE_NBYTES
 from flashllm.format.safetensors import read_header
-from flashllm.plan.memory import MAX_REQUEST, READ_AHEAD, STREAM_THREADS
+from flashllm.plan.memory import MAX_REQUEST, STREAM_THREADS
 from flashllm.plan.resolve import Plan
 
 
@@ -84,7 +84,7 @@ class _Builder:
             list(zip(offsets, checksums, strict=True)),
             stride=self._manifest.rows.stride,
             block_rows=self._manifest.stream_block_rows,
-            ahead=READ_AHEAD,
+            ahead=self._plan.memory.read_ahead,
         )
         dense = self._plan.mode == "dense" and not self._manifest.architecture.experts
         ffns = [] if dense else self._build_ffns(tensors, checksums, offsets)
@@ -112,7 +112,7 @@ class _Builder:
             ffns=ffns or [None] * self._manifest.architecture.num_layers,
             pool=self._pool,
             counters=self._counters,
-            block_tokens=self._manifest.prefill_block_tokens,
+            block_tokens=self._plan.memory.prompt_tokens,
             fill_tokens=self._plan.memory.window if self._sparse or self._model.block.experts else 0,
             prefetch=self._plan.prefetch,
             simd=self._simd,

@@ -124,7 +124,7 @@ class Model(OneProcess):
     @property
     def most_drafted(self) -> int:
         """Guessed tokens that a pass may verify: with the certain one before them they are few."""
-        return max(0, min(self.few_tokens, MAX_VERIFIED, self.manifest.prefill_block_tokens) - 1)
+        return max(0, min(self.few_tokens, MAX_VERIFIED, self.plan.memory.prompt_tokens) - 1)
 
     @property
     def vocab_size(self) -> int:

@@ -59,10 +59,10 @@ def latency_engine(
         return None
     neurons_nbytes = model.architecture.num_layers * model.manifest.rows.layer_nbytes
     params = (product_nbytes(model) + neurons_nbytes) / model.dtype.itemsize
-    rate = hardware.gemm.at(min(workload.prompt_len, model.manifest.prefill_block_tokens))
+    rate = hardware.gemm.at(min(workload.prompt_len, plan.memory.prompt_tokens))
     streamed_s = neurons_nbytes / plan.costs.sequential_bps
     # A prompt goes through the blocks in parts, each of which streams every neuron by while it computes.
-    parts = -(-workload.prompt_len // model.manifest.prefill_block_tokens)
+    parts = -(-workload.prompt_len // plan.memory.prompt_tokens)
     prompt_s = max(parts * streamed_s, 2 * params * workload.prompt_len / rate)
     token_s = _token_s(model, plan, streamed_s)
     return LatencyEngine(prompt_s=prompt_s, token_s=token_s, seconds=prompt_s + (workload.gen_len - 1) * token_s)

@@ -36,7 +36,11 @@ LIBRARY_GROWTH = 24_000_000
 TORCH_GROWTH = 40_000_000
 _PAGE_TABLES = 512  # bytes for each of the kernel's page tables: eight bytes a page of 4 KiB
 _MOST_PAGE_TABLES = 40_000_000  # planned: those of 20 GB
-READ_AHEAD = 6  # streaming blocks in flight while one is used: they last through a layer's attention (bench/LOG.md)
+_READ_AHEAD = 6  # streaming blocks in flight while one is used: they last through a layer's attention (bench/LOG.md)
+# Where memory is short for neurons: fewer blocks in flight, then prompts in shorter parts, which compute longer for
+# each token (by a tenth at 128: bench/LOG.md).
+_LEAST_AHEAD, _SHORT_PART = 3, 128
+_PROMPT_SHARE = 16  # the neurons' bytes for each byte that only prompts use, unless that is the least it can be
 STREAM_THREADS = 8  # at most, of reads in file order
 _MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, slowly
 _PREFETCH_SHARE = 32  # neurons of a layer for each row prefetched: about what a device reads while a layer computes
@@ -61,6 +65,9 @@ class MemoryPlan:
     predictors: int
     staging: int
     workspace: int
+    prompt_tokens: int  # of a prompt that go through the model together
+    read_ahead: int  # blocks of rows in flight while a prompt is computed
+    prompt_extra: int  # bytes of staging and workspace that a smaller limit would do without
     kv_block_nbytes: int  # keys and values of KV_BLOCK_TOKENS positions, over all layers
     context: int  # tokens a sequence may have
     row_nbytes: int
@@ -141,7 +148,8 @@ class MemoryPlan:
     def minimum_nbytes(self) -> int:
         """The smallest limit this configuration runs under, its context full."""
         rows = sum(self.min_cache_rows) + self.min_bypass_rows
-        return self.fixed_nbytes + self.context_blocks * self.kv_block_nbytes + rows * self.row_nbytes
+        fixed = self.fixed_nbytes - self.prompt_extra
+        return fixed + self.context_blocks * self.kv_block_nbytes + rows * self.row_nbytes
 
     def rows(self) -> list[tuple[str, int, int]]:
         """(purpose, bytes at the start, bytes with a full context), in the order of a printed table."""
@@ -310,10 +318,6 @@ def plan_memory(
         "gates": manifest.resident_gate_nbytes,
         "planes": manifest.planes_nbytes,
         "predictors": manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files and not dense else 0,
-        "staging": ((1 + READ_AHEAD) * manifest.stream_block_rows + 2 * prefetch_rows) * rows.stride
-        + _bounce_nbytes(rows.stride, io_threads + min(io_threads, STREAM_THREADS))
-        + (io_threads * _THROUGH_NBYTES if max_gap else 0),
-        "workspace": _workspace_nbytes(manifest, block, context, verified),
         "kv_block_nbytes": KV_BLOCK_TOKENS * block.kv_nbytes_per_token(architecture.num_layers, itemsize),
         "context": context,
         "row_nbytes": rows.stride,
@@ -327,9 +331,15 @@ def plan_memory(
     weights = sum(parts[name] for name in ("process", "resident", "gates", "planes", "predictors"))
     most = weights + sum(needs) * rows.stride + context_blocks * parts["kv_block_nbytes"]
     parts["page_tables"] = min(most // _PAGE_TABLES, _MOST_PAGE_TABLES)
-    least = MemoryPlan(
-        **parts, bypass_rows=min_bypass, levels=np.array([minimum], np.int32), level_blocks=context_blocks
+    parts["staging"] = (
+        2 * prefetch_rows * rows.stride
+        + _bounce_nbytes(rows.stride, io_threads + min(io_threads, STREAM_THREADS))
+        + (io_threads * _THROUGH_NBYTES if max_gap else 0)
     )
+    parts["workspace"] = _workspace_nbytes(block, context, verified)
+    levels_of_least = {"levels": np.array([minimum], np.int32), "level_blocks": context_blocks}
+    shapes = _prompt_shapes(manifest, block, context, dense=dense)
+    least = _with_prompts({**parts, "bypass_rows": min_bypass, **levels_of_least}, shapes)
     if least.limit_nbytes < least.minimum_nbytes:
         raise BudgetError(_refusal(least, available))
 
@@ -356,7 +366,7 @@ def plan_memory(
         return _levels_by_popularity(free, minimum, popularity), first
 
     table, level_blocks = levels(least.limit_nbytes)
-    plan = MemoryPlan(**parts, bypass_rows=bypass, levels=table, level_blocks=level_blocks)
+    plan = replace(least, bypass_rows=bypass, levels=table, level_blocks=level_blocks)
     if plan.total_nbytes - process > available:
         raise BudgetError(
             f"the plan of {format_size(plan.total_nbytes)} needs {format_size(plan.total_nbytes - process)} more, but "
@@ -380,24 +390,74 @@ def _bounce_nbytes(stride: int, io_threads: int) -> int:
     return MAX_REQUEST if stride % PAGE_NBYTES == 0 else io_threads * (MAX_REQUEST // 4)
 
 
-def _workspace_nbytes(manifest: Manifest, block: BlockSpec, context: int, verified: int) -> int:
-    """Activations of one pass of at most `prefill_block_tokens` tokens, in fp32, and of the block of rows they are
-    multiplied by; attention scores of a token; logits."""
-    tokens = min(context, manifest.prefill_block_tokens)
-    # Of a token (csrc/model/model.h, "Scratch of a part"): states, their norm, and what is added to them; queries and
-    # mixed values, keys and values; the inputs of products, packed; conversions to the dtype and back.
-    hidden = (4 if block.parallel else 3) * block.d_model + 2 * (block.query_dim + block.kv_dim)
-    hidden += max(block.query_dim, block.embed_dim) + 2 * max(block.d_model, block.query_dim)
-    hidden += 2 * block.d_model + _COLUMN_PADS  # of the FFN: packed inputs, and sums (csrc/model/dense_ffn.cpp)
-    hidden += 2 * block.embed_dim if block.embed_dim != block.d_model else 0
-    products = (len(manifest.architecture.matrices) - 1) * manifest.stream_block_rows
+@dataclass(frozen=True, slots=True)
+class _PromptShape:
+    """How a prompt goes through the model, and the bytes that takes and a few tokens do not."""
+
+    tokens: int  # of a part
+    ahead: int  # streaming blocks in flight
+    staging: int
+    workspace: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.staging + self.workspace
+
+
+def _prompt_shapes(manifest: Manifest, block: BlockSpec, context: int, *, dense: bool) -> list[_PromptShape]:
+    """What is possible, the fastest first. Where every token streams rows, reading ahead is worth its memory; a part
+    of a prompt reads every expert that one of its tokens goes to."""
+    longest = manifest.prefill_block_tokens
+    choices = [(longest, _READ_AHEAD)]
+    if not dense:
+        choices.append((longest, _LEAST_AHEAD))
+        if not manifest.architecture.experts and longest > _SHORT_PART:
+            choices.append((_SHORT_PART, _LEAST_AHEAD))
+    block_nbytes = manifest.stream_block_rows * manifest.rows.stride
+    return [
+        _PromptShape(
+            tokens, ahead, (1 + ahead) * block_nbytes, min(context, tokens) * _prompt_token_nbytes(manifest, block)
+        )
+        for tokens, ahead in choices
+    ]
+
+
+def _with_prompts(parts: dict[str, Any], shapes: list[_PromptShape]) -> MemoryPlan:
+    """The plan of `parts`, and of the fastest shape that leaves the neurons `_PROMPT_SHARE` times its bytes."""
+    for shape in shapes:
+        plan = MemoryPlan(
+            **{**parts, "staging": parts["staging"] + shape.staging, "workspace": parts["workspace"] + shape.workspace},
+            prompt_tokens=shape.tokens,
+            read_ahead=shape.ahead,
+            prompt_extra=shape.nbytes - shapes[-1].nbytes,
+        )
+        if plan.limit_nbytes - plan.minimum_nbytes >= shape.nbytes - shapes[-1].nbytes + _PROMPT_SHARE * shape.nbytes:
+            break
+    return plan
+
+
+def _prompt_token_nbytes(manifest: Manifest, block: BlockSpec) -> int:
+    """Activations of one token of a prompt, and its products with a block of rows (csrc/model/model.h, "Scratch of a
+    part"; csrc/model/dense_ffn.cpp)."""
+    # States, their norm, and what is added to them; queries and mixed values, keys and values; the inputs of
+    # products, packed; conversions to the dtype and back.
+    floats = (4 if block.parallel else 3) * block.d_model + 2 * (block.query_dim + block.kv_dim)
+    floats += max(block.query_dim, block.embed_dim) + 2 * max(block.d_model, block.query_dim)
+    floats += 2 * block.d_model + _COLUMN_PADS  # of the FFN: packed inputs, and sums
+    floats += 2 * block.embed_dim if block.embed_dim != block.d_model else 0
+    floats += (len(manifest.architecture.matrices) - 1) * manifest.stream_block_rows
     if manifest.architecture.experts:
-        hidden += 2 * block.d_model  # an expert's tokens, and their sums
+        floats += 2 * block.d_model  # an expert's tokens, and their sums
     if block.sub_norms:  # every neuron's value, in a prompt's pass and in one of few tokens a sequence
-        hidden += 2 * manifest.architecture.d_ff
+        floats += 2 * manifest.architecture.d_ff
+    return 4 * floats
+
+
+def _workspace_nbytes(block: BlockSpec, context: int, verified: int) -> int:
+    """Attention scores of a token; logits."""
     scores = block.heads * context
     logits = (_LOGITS_ROWS + 2 * (verified - 1)) * block.vocab_size  # the pass's, and those of the one before
-    return 4 * (tokens * (hidden + products) + scores + logits)
+    return 4 * (scores + logits)
 
 
 def _refusal(plan: MemoryPlan, available: int) -> str:

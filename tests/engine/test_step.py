@@ -124,10 +124,9 @@ def test_few_tokens_at_once_are_the_same_tokens_one_by_one(load, name):
 def test_a_prompt_in_blocks_has_the_bits_of_one_pass(load, block_tokens):
     prompt, model = ids_of(CONTEXT - 5), load()
     expected = alone(model, prompt, [9])
-    assert model.manifest.prefill_block_tokens > len(prompt)
-    manifest = dataclasses.replace(model.manifest, prefill_block_tokens=block_tokens)
-    directory = dataclasses.replace(model.directory, manifest=manifest)
-    with Model(directory, model.plan, model.config) as in_blocks:
+    assert model.plan.memory.prompt_tokens > len(prompt)
+    memory = dataclasses.replace(model.plan.memory, prompt_tokens=block_tokens)
+    with Model(model.directory, dataclasses.replace(model.plan, memory=memory), model.config) as in_blocks:
         assert np.array_equal(alone(in_blocks, prompt, [9]), expected)
 
 

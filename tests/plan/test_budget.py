@@ -195,6 +195,27 @@ def test_the_workspace_is_that_of_a_block_of_tokens(model):
     assert plan_of(model, manifest).workspace == plan_of(model, manifest, context=32).workspace + 64 * scores
 
 
+def test_prompts_take_less_where_memory_is_short(model):
+    """Shorter parts, fewer blocks ahead, and what that spares are the neurons'; the minimum is that of the least."""
+    manifest = resized(model.manifest, d_ff=200_000)
+    block = dataclasses.replace(model.block, context=512)
+    options = {"available": PLENTY, "process": PROCESS, "context": 300}
+    roomy = plan_memory(manifest, block, limit=None, **options)
+    tight = plan_memory(manifest, block, limit=roomy.minimum_nbytes + 10**6, **options)
+    assert (roomy.prompt_tokens, roomy.read_ahead) == (256, 6)
+    assert (tight.prompt_tokens, tight.read_ahead) == (128, 3)
+    assert tight.minimum_nbytes == roomy.minimum_nbytes
+    assert tight.fixed_nbytes + roomy.prompt_extra == roomy.fixed_nbytes
+    assert roomy.prompt_extra > 3 * manifest.stream_block_rows * manifest.rows.stride
+
+    dense = plan_memory(manifest, block, limit=tight.limit_nbytes, dense=True, **options)
+    assert (dense.prompt_tokens, dense.read_ahead, dense.prompt_extra) == (256, 6, 0)
+    experts = resized(manifest, experts=8, chosen_experts=2)
+    least = plan_memory(experts, block, limit=None, **options).minimum_nbytes
+    mixed = plan_memory(experts, block, limit=least, **options)
+    assert (mixed.prompt_tokens, mixed.read_ahead) == (256, 3)
+
+
 def test_more_conversations_than_the_machine_holds_are_not_planned(model):
     """A limit above what the machine has: one conversation fits, and others get what is really there."""
     plan = plan_of(model, limit=10**12, available=10**9)
