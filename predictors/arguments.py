@@ -65,6 +65,9 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LAYERS",
         help="also with so many layers left without predictors, those first whose misses weigh most",
     )
+    parser.add_argument(
+        "--no-svd", dest="svd", action="store_false", help="leave untrained predictors out: a third less work"
+    )
     parser.add_argument("--window", type=int, default=DEFAULT_WINDOW, help="tokens, of the cache (flash bytes)")
     parser.add_argument(
         "--bandwidth", type=float, help="GB/s of flash, for expected I/O times; default: this drive's calibration"

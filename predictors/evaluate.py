@@ -291,7 +291,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 ranks = [p.rank for p in predictors[Variant.TRAINED]]
         architecture = manifest.architecture
         same = [default_rank(architecture.d_model)] * architecture.num_layers
-        predictors[Variant.SVD] = list(untrained(model, ranks or same))
+        if not predictors or args.svd:
+            predictors[Variant.SVD] = list(untrained(model, ranks or same))
         return _measure(args, MaskedModel(model, predictors), tokenizer, tasks, length)
 
 
@@ -309,9 +310,8 @@ def _measure(
             reports[name] = text_report(score_text(model, ids, sets, bar))
     main = next(iter(texts.values()))
     layers, figures = layer_reports(model, main, judged, args.layer_tokens, args.window)
-    untrained_layers, _ = layer_reports(
-        model, main, model.predictors(Variant.SVD) or judged, args.layer_tokens, args.window
-    )
+    by_svd = model.predictors(Variant.SVD)
+    untrained_layers = by_svd and layer_reports(model, main, by_svd, args.layer_tokens, args.window)[0]
     scores, items = {}, {}
     for name in tasks:
         try:
@@ -333,7 +333,7 @@ def _measure(
     own_nbytes, prefetch_nbytes = predictor_nbytes(directory / PREDICTORS) if has_file else (0, 0)
     report: dict[str, Any] = {
         "layers": layers,
-        "layers_svd": untrained_layers,
+        **({"layers_svd": untrained_layers} if untrained_layers else {}),
         "kl": merged(reports, "kl"),
         "perplexity": merged(reports, "perplexity"),
         "tasks": scores,

@@ -10,7 +10,8 @@ from activity import BINS
 def markdown(report: dict[str, Any]) -> str:
     """Tables by layer, text and task, the threshold curve, and texts side by side."""
     lines = ["## Layers", "", *_layer_table(report["layers"])]
-    lines += ["", "## Layers, untrained SVD predictors of the same ranks", "", *_layer_table(report["layers_svd"])]
+    if "layers_svd" in report:
+        lines += ["", "## Layers, untrained SVD predictors of the same ranks", "", *_layer_table(report["layers_svd"])]
     lines += ["", "## Texts", "", "| text | tokens | variant | perplexity | KL | same top |"]
     lines.append("| --- " * 6 + "|")
     for name, text in report["texts"].items():
