@@ -19,6 +19,10 @@ from flashllm.plan.memory import MAX_REQUEST, MemoryPlan
 
 REPLAYED_TOKENS = 300  # at most
 _WARM_UP = 100  # of them not counted: the cache fills
+# Of the list of rows to prefetch, the likeliest first, as many are read as csrc/model/prefetch.h (PrefetchDepth) finds
+# worth it: up to the place where most is gained, if one that is not needed costs half of what a needed one gains.
+_PLACES, _WORTH = 16, 0.5
+_USEFUL_PREFETCHES = 0.7  # of them, where no trace tells: bench/LOG.md, "What a read costs beside products"
 # How unequal neurons are, where only their mean activity m is known: shares of tokens p ~ Beta(c m, c (1 - m)). With
 # c = 1.5, m = 0.1 gives the figures of paper A (24 % active in 5 tokens, 2.4 % new at a window of 4).
 _CONCENTRATION = 1.5
@@ -41,7 +45,8 @@ class LayerActivity:
     misses: float
     requests: float  # misses near each other are read together
     rows_read: float  # with those in the gaps
-    prefetchable: float  # misses that the predictor for prefetching names, where there is one
+    prefetched: float  # rows that are worth reading before the layer's turn, where there is a predictor for that
+    useful: float  # of them: misses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,22 +85,45 @@ def from_trace(
         )
         for layer, rows in enumerate(plan.cache_rows)
     ]
-    sums = np.zeros((info.num_layers, len(LayerActivity.__dataclass_fields__)))
+    sums = np.zeros((info.num_layers, 5))
+    lists = [_PrefetchLists(info.num_neurons) for _ in caches]
     for token in range(tokens):
         masks = unpack_bits(trace.token(token), info.num_neurons)
         for layer, cache in enumerate(caches):
             active = masks[layer, Stream.ACTIVE]
+            named = cache.missing(np.flatnonzero(masks[layer, Stream.PREFETCH]).astype(np.int32))
             misses = np.array(cache.token(np.flatnonzero(active).astype(np.int32)), np.int64)
             if token >= skipped:
                 firing = np.count_nonzero(active & masks[layer, Stream.FIRING])
                 rows = misses if places is None else np.sort(places[layer][misses]).astype(np.int64)
                 requests = count_requests(rows, plan.row_nbytes, gap)
-                prefetchable = np.count_nonzero(masks[layer, Stream.PREFETCH][misses])
-                sums[layer] += (np.count_nonzero(active), firing, len(misses), *requests, prefetchable)
-    means = (sums / (tokens - skipped)).tolist()
+                sums[layer] += (np.count_nonzero(active), firing, len(misses), *requests)
+                lists[layer].add(active[named])
+    counted = tokens - skipped
     names = tuple(LayerActivity.__dataclass_fields__)
+    means = [(*row, *one.worth_reading(counted)) for row, one in zip((sums / counted).tolist(), lists, strict=True)]
     layers = tuple(LayerActivity(**dict(zip(names, row, strict=True))) for row in means)
     return ExpectedActivity(layers=layers, source=f"trace: {info.description}")
+
+
+class _PrefetchLists:
+    """What became of a layer's lists of rows to prefetch, by place."""
+
+    def __init__(self, neurons: int) -> None:
+        self._listed, self._active = np.zeros((2, -(-neurons // _PLACES)))
+
+    def add(self, active: NDArray[np.bool_]) -> None:
+        """A list, the likeliest first: which of it turned out active."""
+        starts = np.arange(0, len(active), _PLACES)
+        if len(starts):
+            self._active[: len(starts)] += np.add.reduceat(active.astype(np.int64), starts)
+            self._listed[: len(starts)] += np.diff([*starts, len(active)])
+
+    def worth_reading(self, tokens: int) -> tuple[float, float]:
+        """(rows worth reading, those of them that are needed), a token."""
+        gains = np.cumsum(self._active - _WORTH * self._listed)
+        end = int(gains.argmax()) + 1 if gains.max() > 0 else 0
+        return float(self._listed[:end].sum()) / tokens, float(self._active[:end].sum()) / tokens
 
 
 def count_requests(misses: NDArray[np.int64], row_nbytes: int, gap: int) -> tuple[int, int]:
@@ -147,7 +175,8 @@ def from_shares(
                 misses=misses,
                 requests=requests,
                 rows_read=rows_read,
-                prefetchable=_ASSUMED_RECALL * misses,
+                prefetched=_ASSUMED_RECALL * misses / _USEFUL_PREFETCHES,
+                useful=_ASSUMED_RECALL * misses,
             )
         )
     return ExpectedActivity(layers=tuple(layers), source=source)

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from flashllm.device.costs import DeviceCosts, ReaderChoice
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import RESIDENT, resident_encoding
+from flashllm.format.model_files import PREDICTORS, RESIDENT, resident_encoding
 from flashllm.format.rows import RowLayout, measured_as
 from flashllm.format.safetensors import read_header
 from flashllm.plan.activity import ExpectedActivity, LayerActivity
 from flashllm.plan.memory import MemoryPlan
 
-_USEFUL_PREFETCHES = 0.75  # of the rows prefetched: bench/LOG.md, "Reading ahead on an early guess"
 _CLEARLY_FASTER = 1.03  # a ratio of two estimates; smaller ones are noise
+_FACTORS_AS = {"F16": "float16", "I8": "int8_32", "U8": "int4_32"}  # encodings as fast as predictors' factors
 TYPICAL_POSITION = 256  # tokens in the KV cache that attention reads, where the context allows as many
 
 
@@ -94,6 +94,17 @@ def _resident_s_a_byte(model: ModelDir, costs: DeviceCosts) -> float:
     return seconds / sum(parts.values())
 
 
+def _predictors_s(model: ModelDir, plan: MemoryPlan, costs: DeviceCosts) -> float:
+    """Seconds of a token's products with the predictors' factors."""
+    if not plan.predictors:
+        return 0.0
+    seconds = 0.0
+    for info in read_header(model.path / PREDICTORS).tensors.values():
+        encoding = _FACTORS_AS.get(info.dtype, "float32") if len(info.shape) > 1 else "float32"
+        seconds += info.nbytes / costs.resident_bps(encoding, model.manifest.dtype)
+    return seconds
+
+
 def _row_s_a_byte(rows: RowLayout, rate: Callable[[str], float]) -> float:
     """Seconds of products for each byte of a row; `rate`: bytes a second by encoding."""
     seconds = sum(
@@ -161,7 +172,7 @@ class _Rates:
         kv_nbytes = min(TYPICAL_POSITION, plan.context) * model.kv_nbytes_per_token
         self._resident_nbytes = resident_nbytes + plan.predictors + kv_nbytes
         resident_s = resident_nbytes * _resident_s_a_byte(model, costs)
-        resident_s += (plan.predictors + kv_nbytes) / costs.gemv_bps[manifest.dtype]
+        resident_s += _predictors_s(model, plan, costs) + kv_nbytes / costs.gemv_bps[manifest.dtype]
         self._resident_s = resident_s / self._num_layers
 
     def token(self, activity: ExpectedActivity, *, prefetch: bool) -> TokenEstimate:
@@ -198,10 +209,11 @@ class _Rates:
         prefetched, demand = 0.0, layer.requests
         if prefetch:
             # While a layer computes, the drive reads rows of the next one, some in vain.
-            most = min(self._plan.prefetch_rows, layer.prefetchable / _USEFUL_PREFETCHES) / per_request
+            most = min(self._plan.prefetch_rows, layer.prefetched) / per_request
             prefetched = min(most, self._reader.beside_products(products_s, nbytes))
-            demand -= prefetched * _USEFUL_PREFETCHES
-            rows_read += prefetched * (1 - _USEFUL_PREFETCHES) * per_request
+            needed = prefetched * layer.useful / layer.prefetched if prefetched else 0.0
+            demand -= needed
+            rows_read += (prefetched - needed) * per_request
         latency_s = parts * self._reader.batch(demand / parts, nbytes) - demand * request_s
         beside = min(demand, self._reader.beside_products(max(0.0, hidden_s - latency_s), nbytes))
         return _LayerEstimate(

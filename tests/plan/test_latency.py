@@ -11,7 +11,7 @@ from flashllm.convert.run import convert
 from flashllm.device.costs import ReaderChoice
 from flashllm.format.manifest import Calibration
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import RESIDENT
+from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.safetensors import read_header
 from flashllm.format.trace import Trace, TraceInfo, TraceWriter, pack_bits
 from flashllm.plan.activity import (
@@ -53,10 +53,9 @@ def estimate(model, activity, *, max_gap=0, **changes):
     return estimate_token(opened, plan, costs=costs, choice=choice, activity=activity, resident_nbytes=1_000_000)
 
 
-def activity(active, misses, requests=0.0, rows_read=0.0, prefetchable=0.0):
-    layer = LayerActivity(
-        active=active, firing=active, misses=misses, requests=requests, rows_read=rows_read, prefetchable=prefetchable
-    )
+def activity(active, misses, requests=0.0, rows_read=0.0, **prefetch):
+    reads = {"requests": requests, "rows_read": rows_read, "prefetched": 0.0, "useful": 0.0, **prefetch}
+    layer = LayerActivity(active=active, firing=active, misses=misses, **reads)
     return ExpectedActivity(layers=(layer,) * 3, source="")
 
 
@@ -71,7 +70,9 @@ def test_a_token_is_reads_bytes_and_overhead(model):
     heads = opened.kv_nbytes_per_token * min(plan.context, 256)
     resident = 1_000_000 + plan.predictors + heads
     assert token.bytes_touched == pytest.approx(3 * 40 * row + resident)
-    assert token.compute_s == pytest.approx(3 * 40 * row / 16e9 + resident / 20e9)
+    tensors = read_header(opened.path / PREDICTORS).tensors.values()  # their products read no header
+    products = resident - plan.predictors + sum(info.nbytes for info in tensors)
+    assert token.compute_s == pytest.approx(3 * 40 * row / 16e9 + products / 20e9)
     assert token.overhead_s == pytest.approx(3 * 5e-4)
     assert token.total_s == pytest.approx(token.compute_s + token.overhead_s)
 
@@ -125,7 +126,7 @@ def test_reads_beside_products_are_not_waited_for_but_slow_them(model):
 def test_what_is_prefetched_is_not_waited_for(model):
     opened, plan = model
     prefetching = opened, dataclasses.replace(plan, prefetch_rows=30)
-    some = activity(40.0, 10.0, 10.0, 10.0, 9.0)
+    some = activity(40.0, 10.0, 10.0, 10.0, prefetched=12.0, useful=9.0)
     slow = {"gemv_bps": {"float16": 1e9}}  # products that take longer than the reads
     plain, hidden = (estimate(one, some, **slow) for one in (model, prefetching))
     # In all layers but the first: 12 prefetched, 9 of them needed; one miss is left.
@@ -262,7 +263,21 @@ def test_a_replay_knows_places_and_what_can_be_prefetched(model, tmp_path):
     assert [layer.misses for layer in together] == [layer.misses for layer in apart] == [8, 8, 8]
     assert [layer.requests for layer in together] == [1, 1, 1]
     assert apart[0].requests > 6
-    assert [layer.prefetchable for layer in together] == [0, 6, 6]
+    assert [(layer.prefetched, layer.useful) for layer in together] == [(0, 0), (6, 6), (6, 6)]
+
+
+def test_a_replay_prefetches_what_is_worth_it(model, tmp_path):
+    """Of 56 rows named the 16 that are likely are needed: the others are not read."""
+    masks = np.zeros((20, 3, 3, 512), bool)
+    masks[:, :, 0, 100:124] = masks[:, :, 2, 100:164] = True
+    popularity = np.zeros((3, 512), np.float32)
+    popularity[:, 100:124] = 0.5
+    small = with_rows(model[1], (8, 8, 8), bypass_rows=16, cache_policy="frequency")
+    with write_trace(tmp_path / "t", masks) as trace:
+        layers = from_trace(trace, small, popularity, 0).layers
+    assert [layer.prefetched for layer in layers] == [layer.useful for layer in layers]
+    assert [layer.useful for layer in layers] == [layer.misses for layer in layers]
+    assert [layer.misses for layer in layers] == [16, 16, 16]
 
 
 def test_a_replay_refuses_ids_out_of_order():

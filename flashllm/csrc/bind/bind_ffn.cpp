@@ -465,7 +465,13 @@ void init_ffn(nb::module_& m) {
           [](CacheReplay& self, const IdArray& active) {
             return self.token(checked_ids(active, self.num_neurons()));
           },
-          nb::arg("active"));
+          nb::arg("active"))
+      .def(
+          "missing",
+          [](const CacheReplay& self, const IdArray& neurons) {
+            return self.missing(checked_ids(neurons, self.num_neurons()));
+          },
+          nb::arg("neurons"));
 
   nb::class_<PyFfnLayer>(m, "FfnLayer")
       .def("__init__",

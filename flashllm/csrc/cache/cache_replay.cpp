@@ -33,4 +33,12 @@ const std::vector<std::int32_t>& CacheReplay::token(const std::vector<std::int32
   return misses_;
 }
 
+std::vector<std::int32_t> CacheReplay::missing(std::vector<std::int32_t> neurons) const {
+  neurons.erase(std::remove_if(neurons.begin(), neurons.end(),
+                               [this](std::int32_t neuron) { return slots_.contains(neuron); }),
+                neurons.end());
+  policy_->sort_by_likelihood(neurons);
+  return neurons;
+}
+
 }  // namespace flashllm

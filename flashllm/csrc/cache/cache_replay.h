@@ -22,6 +22,8 @@ class CacheReplay {
 
   // The neurons of the next token (`active`: ascending) that have to be read; valid until the next call.
   const std::vector<std::int32_t>& token(const std::vector<std::int32_t>& active);
+  // Those of `neurons` that are not cached, the likeliest to be active first.
+  std::vector<std::int32_t> missing(std::vector<std::int32_t> neurons) const;
 
  private:
   SlotTable slots_;
