@@ -53,6 +53,7 @@ inline void load_codes(const std::uint8_t* unit, float zero, Vec* to) {
 // a factor, kSharedFactors weights to what it multiplies.
 template <std::size_t kBits, std::size_t kGroup, bool kMinimum, bool kFactors>
 struct Carried {
+  static constexpr bool kReorders = false;
   static constexpr std::size_t kShared = kFactors ? kSharedFactors : kGroup;
   static_assert(kCodeUnit % kGroup == 0 && kGroup % Vec::kWidth == 0, "a vector is of one group");
   static_assert(!kMinimum || kGroup == kCodeUnit, "minimums are of units");

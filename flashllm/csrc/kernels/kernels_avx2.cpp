@@ -42,6 +42,7 @@ struct Vec {
       to[N + i] = {_mm256_fmadd_ps(_mm256_cvtepi32_ps(high), scale.v, offset.v)};
     }
   }
+  static constexpr bool kReordersBf12 = false;
   // 32 weights of bf12; whether one of them is an escape
   static bool unpack_bf12(const std::uint8_t* low, const std::uint8_t* indexes, const std::uint8_t* table,
                           Vec* to) {

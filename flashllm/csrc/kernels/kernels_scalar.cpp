@@ -48,6 +48,7 @@ struct Vec {
       to[N + v].lane[lane] = static_cast<float>(p[i] >> 4) * scale.lane[lane] + offset.lane[lane];
     }
   }
+  static constexpr bool kReordersBf12 = false;
   // 32 weights of bf12; whether one of them is an escape
   static bool unpack_bf12(const std::uint8_t* low, const std::uint8_t* indexes, const std::uint8_t* table,
                           Vec* to) {

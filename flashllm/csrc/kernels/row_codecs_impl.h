@@ -1,12 +1,15 @@
 // The loops of row_codecs.h over a vector type; included after kernels_impl.h by each kernels_<level>.cpp, as
 // that file is. Of `Vec` it wants besides: half (an fp16 as a float), load_i8, unpack_nibbles (of some bytes
-// the lower and the upper halves as code * scale + offset), and unpack_bf12.
+// the lower and the upper halves as code * scale + offset), and unpack_bf12. Where kReordersBf12, it has
+// unpack_bf12_reordered, of as many weights as kUnroll vectors hold, and values in the order of these
+// weights.
 
 constexpr std::size_t kUnitVectors = kCodeUnit / Vec::kWidth;
 constexpr std::size_t kCodedAhead = 4096;  // bytes between a load and the prefetch beside it, as kAhead
 
 template <std::size_t kBits, std::size_t kGroup, bool kMinimum>
 struct Grouped {
+  static constexpr bool kReorders = false;
   static constexpr std::size_t kLineWeights = kCacheLine * 8 / kBits;
   static_assert(kGroup % kCodeUnit == 0, "groups must be whole units");
 
@@ -47,7 +50,8 @@ struct Grouped {
 
 // As row_codecs.h says of bf12.
 struct Lossless12 {
-  static constexpr std::size_t kTable = 16;
+  static constexpr bool kReorders = Vec::kReordersBf12;
+  static constexpr std::size_t kTable = 16, kNone = 0xFFFF;
   struct Row {
     const std::uint8_t *table, *low, *indexes;
     const std::uint16_t* positions;
@@ -65,7 +69,31 @@ struct Lossless12 {
   }
 
   static void decode(const Row& row, std::size_t j, Vec* to) {
-    if (Vec::unpack_bf12(row.low + j, row.indexes + j / 2, row.table, to)) patch(row, j, to);
+    if (!Vec::unpack_bf12(row.low + j, row.indexes + j / 2, row.table, to)) return;
+    Vec patched[kUnitVectors];  // what a call may see lies in memory, and `to` should not
+    for (std::size_t v = 0; v < kUnitVectors; ++v) patched[v] = to[v];
+    patch(row, j, patched);
+    for (std::size_t v = 0; v < kUnitVectors; ++v) to[v] = patched[v];
+  }
+  // The first escape from weight j on, or a position beyond every vector.
+  static std::size_t next_escape(const Row& row, std::size_t j) {
+    std::size_t i = 0;
+    while (i < row.escapes && row.positions[i] < j) ++i;
+    return i < row.escapes ? row.positions[i] : kNone;
+  }
+  // The kUnroll vectors from weight j on, in an order of V's own; there is no escape among them. Other values
+  // into that order, and back.
+  template <typename V>
+  static void decode_reordered(const Row& row, std::size_t j, V* to) {
+    V::unpack_bf12_reordered(row.low + j, row.indexes + j / 2, row.table, to);
+  }
+  template <typename V>
+  static void reorder(V* v) {
+    V::reorder_as_bf12(v);
+  }
+  template <typename V>
+  static void restore(V* v) {
+    V::restore_from_bf12(v);
   }
 
   static void prefetch_codes(const Row& row, std::size_t j) {
@@ -91,6 +119,84 @@ struct Lossless12 {
 
 #include "kernels/carried_codecs_impl.h"
 
+// A step of one vector in the reordered form, escapes and all; apart, because a call would put the sums of
+// the other steps into memory.
+template <typename G, typename V>
+__attribute__((noinline)) void dot_step_with_escapes(const typename G::Row& row, std::size_t j,
+                                                     const float* x, V* sum) {
+  V weights[kUnroll], inputs[kUnroll];
+  for (std::size_t v = 0; v < kUnroll; v += kUnitVectors) G::decode(row, j + v * V::kWidth, weights + v);
+  for (std::size_t u = 0; u < kUnroll; ++u) inputs[u] = V::load_f32(x + j + u * V::kWidth);
+  G::reorder(weights);
+  G::reorder(inputs);
+  for (std::size_t u = 0; u < kUnroll; ++u) sum[u] = fma(weights[u], inputs[u], sum[u]);
+}
+
+// The whole steps of R vectors: their sums, and where the steps end. Between escapes the sums stay in
+// registers, so no index of them may be anything but a constant.
+template <typename G, std::size_t R>
+inline std::size_t dot_steps_reordered(const typename G::Row* row, const typename G::Row* next,
+                                       const float* x, std::size_t k, Vec (*to)[kUnroll]) {
+  constexpr std::size_t kStep = kUnroll * Vec::kWidth;
+  static_assert(!G::kReorders || kStep % kCodeUnit == 0, "a step must be whole units");
+  const std::size_t last = k / kStep * kStep;
+  std::size_t j = 0;
+  while (j < last) {
+    std::size_t end = last;
+    for (std::size_t r = 0; r < R; ++r) {
+      const std::size_t escape = G::next_escape(row[r], j) / kStep * kStep;
+      end = escape < end ? escape : end;
+    }
+    Vec sum[R][kUnroll];
+    for (std::size_t r = 0; r < R; ++r)
+      for (std::size_t u = 0; u < kUnroll; ++u) sum[r][u] = to[r][u];
+    for (; j < end; j += kStep) {
+      if (next != nullptr)
+        for (std::size_t r = 0; r < R; ++r) G::prefetch_codes(next[r], j);
+      Vec inputs[kUnroll];
+      for (std::size_t u = 0; u < kUnroll; ++u) inputs[u] = Vec::load_f32(x + j + u * Vec::kWidth);
+      G::reorder(inputs);
+#pragma GCC unroll 4
+      for (std::size_t r = 0; r < R; ++r) {
+        Vec weights[kUnroll];
+        G::decode_reordered(row[r], j, weights);
+        for (std::size_t u = 0; u < kUnroll; ++u) sum[r][u] = fma(weights[u], inputs[u], sum[r][u]);
+      }
+    }
+    for (std::size_t r = 0; r < R; ++r)
+      for (std::size_t u = 0; u < kUnroll; ++u) to[r][u] = sum[r][u];
+    if (j == last) break;
+    for (std::size_t r = 0; r < R; ++r) dot_step_with_escapes<G>(row[r], j, x, to[r]);
+    j += kStep;
+  }
+  for (std::size_t r = 0; r < R; ++r) G::restore(to[r]);
+  return j;
+}
+
+// The same of vectors whose weights stay in order.
+template <typename G, std::size_t R>
+inline std::size_t dot_steps(const typename G::Row* row, const typename G::Row* next, const float* x,
+                             std::size_t k, Vec (*to)[kUnroll]) {
+  constexpr std::size_t kStep = kUnroll * Vec::kWidth;
+  constexpr std::size_t kUnits = kStep > kCodeUnit ? kStep / kCodeUnit : 1;
+  std::size_t j = 0;
+  for (; j + kUnits * kCodeUnit <= k; j += kUnits * kCodeUnit) {
+    if (next != nullptr)
+      for (std::size_t r = 0; r < R; ++r) G::prefetch_codes(next[r], j);
+    for (std::size_t unit = 0; unit < kUnits; ++unit) {
+      for (std::size_t r = 0; r < R; ++r) {
+        Vec weights[kUnitVectors];
+        G::decode(row[r], j + unit * kCodeUnit, weights);
+        for (std::size_t v = 0; v < kUnitVectors; ++v) {
+          const std::size_t at = unit * kUnitVectors + v;
+          to[r][at % kUnroll] = fma(weights[v], Vec::load_f32(x + j + at * Vec::kWidth), to[r][at % kUnroll]);
+        }
+      }
+    }
+  }
+  return j;
+}
+
 // R vectors at a time, as dot_block: each one's order of additions is the one there. next[r]: what to fetch
 // while row[r] is read.
 template <typename G, std::size_t R>
@@ -104,20 +210,10 @@ inline void dot_coded(const typename G::Row* row, const typename G::Row* next, c
   if (next != nullptr)
     for (std::size_t r = 0; r < R; ++r) G::prefetch_groups(next[r]);
   std::size_t j = 0;
-  for (; j + kTogether <= k; j += kTogether) {
-    if (next != nullptr)
-      for (std::size_t r = 0; r < R; ++r) G::prefetch_codes(next[r], j);
-    for (std::size_t unit = 0; unit < kTogether / kCodeUnit; ++unit) {
-      for (std::size_t r = 0; r < R; ++r) {
-        Vec weights[kUnitVectors];
-        G::decode(row[r], j + unit * kCodeUnit, weights);
-        for (std::size_t v = 0; v < kUnitVectors; ++v) {
-          const std::size_t at = unit * kUnitVectors + v;
-          sum[r][at % kUnroll] =
-              fma(weights[v], Vec::load_f32(x + j + at * Vec::kWidth), sum[r][at % kUnroll]);
-        }
-      }
-    }
+  if constexpr (G::kReorders) {
+    j = dot_steps_reordered<G, R>(row, next, x, k, sum);
+  } else {
+    j = dot_steps<G, R>(row, next, x, k, sum);
   }
   for (std::size_t r = 0; r < R; ++r) {
     float rest[kTogether];  // the weights from j on, widened
@@ -201,6 +297,32 @@ inline void add_rest(const typename G::Row* row, const float* scales, std::size_
   }
 }
 
+// y[j] += the terms of R vectors, in their order, from j on up to an escape; where it ends.
+template <typename G, std::size_t R>
+inline std::size_t add_steps_reordered(const typename G::Row* row, const typename G::Row* next,
+                                       const Vec* scale, std::size_t j, std::size_t end, float* y) {
+  constexpr std::size_t kStep = kUnroll * Vec::kWidth;
+  for (std::size_t r = 0; r < R; ++r) {
+    const std::size_t escape = G::next_escape(row[r], j);
+    end = escape < end ? escape : end;
+  }
+  for (; j + kStep <= end; j += kStep) {
+    if (next != nullptr)
+      for (std::size_t r = 0; r < R; ++r) G::prefetch_codes(next[r], j);
+    Vec sum[kUnroll];
+    for (std::size_t u = 0; u < kUnroll; ++u) sum[u] = Vec::load_f32(y + j + u * Vec::kWidth);
+    G::reorder(sum);
+    for (std::size_t r = 0; r < R; ++r) {
+      Vec weights[kUnroll];
+      G::decode_reordered(row[r], j, weights);
+      for (std::size_t u = 0; u < kUnroll; ++u) sum[u] = fma(weights[u], scale[r], sum[u]);
+    }
+    G::restore(sum);
+    for (std::size_t u = 0; u < kUnroll; ++u) sum[u].store(y + j + u * Vec::kWidth);
+  }
+  return j;
+}
+
 // y[j] += the terms of R vectors, in their order; j in [begin, end).
 template <typename G, std::size_t R>
 inline void add_coded(const typename G::Row* row, const typename G::Row* next, const float* scales,
@@ -211,6 +333,10 @@ inline void add_coded(const typename G::Row* row, const typename G::Row* next, c
   Vec scale[R];
   for (std::size_t r = 0; r < R; ++r) scale[r] = Vec::set(scales[r]);
   for (std::size_t j = begin; j < end; j += kCodeUnit) {
+    if constexpr (G::kReorders) {
+      j = add_steps_reordered<G, R>(row, next, scale, j, end, y);
+      if (j == end) return;
+    }
     if (next != nullptr)
       for (std::size_t r = 0; r < R; ++r) G::prefetch_codes(next[r], j);
     if (end - j < kCodeUnit) return add_rest<G, R>(row, scales, j, end, whole, y);

@@ -41,6 +41,7 @@ struct Vec {
       to[N + i] = scaled(vshr_n_u8(bytes, 4), scale, offset);
     }
   }
+  static constexpr bool kReordersBf12 = false;
   // 32 weights of bf12; whether one of them is an escape
   static bool unpack_bf12(const std::uint8_t* low, const std::uint8_t* indexes, const std::uint8_t* table,
                           Vec* to) {
