@@ -108,9 +108,9 @@ def task_report(scores: dict[str, TaskScore]) -> dict[str, Any]:
 
 
 def layer_reports(
-    model: MaskedModel, ids: torch.Tensor, predictors: list[Namer], max_tokens: int, window: int
+    model: MaskedModel, ids: torch.Tensor, predictors: list[Namer], max_tokens: int, window: int, *, drawn: bool = False
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(the interface's `layers`, what the figures need)."""
+    """(the interface's `layers`, what the figures need: nothing unless they are `drawn`, which takes long)."""
     stride = model.manifest.rows.stride
     inputs = collect_inputs(model, ids, max_tokens)
     layers, figures = [], {"usage": [], "friends": [], "histograms": []}
@@ -124,6 +124,8 @@ def layer_reports(
                 "flash_bytes_per_token_oracle": new_rows_per_token(activity.true, window, ids.shape[1]) * stride,
             }
         )
+        if not drawn:
+            continue
         lengths = tuple(length for length in RUNS if length <= ids.shape[1])
         figures["usage"].append({"lengths": lengths, "shares": aggregated_usage(activity.predicted, lengths)})
         figures["friends"].append(friends(activity.true))
@@ -309,7 +311,7 @@ def _measure(
         with ProgressBar(name, unit="tokens") as bar:
             reports[name] = text_report(score_text(model, ids, sets, bar))
     main = next(iter(texts.values()))
-    layers, figures = layer_reports(model, main, judged, args.layer_tokens, args.window)
+    layers, figures = layer_reports(model, main, judged, args.layer_tokens, args.window, drawn=args.plots is not None)
     by_svd = model.predictors(Variant.SVD)
     untrained_layers = by_svd and layer_reports(model, main, by_svd, args.layer_tokens, args.window)[0]
     scores, items = {}, {}
