@@ -33,10 +33,14 @@ class Inputs:
     """Observes a pass: the FFN inputs [tokens, d_model] of every layer."""
 
     def __init__(self) -> None:
-        self.layers: list[NDArray[np.float32]] = []
+        self._parts: dict[int, list[NDArray[np.float32]]] = {}
 
-    def input(self, _layer: int, x: NDArray[np.float32]) -> None:
-        self.layers.append(x.copy())
+    @property
+    def layers(self) -> list[NDArray[np.float32]]:
+        return [np.concatenate(parts) for _, parts in sorted(self._parts.items())]
+
+    def input(self, layer: int, x: NDArray[np.float32]) -> None:
+        self._parts.setdefault(layer, []).append(x.copy())  # a long prompt comes in parts
 
     def activations(self, _layer: int, _first: int, h: NDArray[np.float32]) -> None:
         """Of the engine's `Observer`."""

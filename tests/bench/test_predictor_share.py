@@ -3,6 +3,7 @@
 import json
 
 import bench_path  # noqa: F401 - first: it makes the scripts importable
+import numpy as np
 import predictor_share
 import pytest
 from arch_models import VARIANTS, make_checkpoint
@@ -35,6 +36,14 @@ def test_what_is_named_is_what_the_engine_names(tmp_path, capsys, gate):
             model.step([(sequence, [token])])
         active = model.meter.take().active / (12 * model.manifest.rows.d_ff * len(model.parts.ffns))
     assert row["named"] == pytest.approx(active, abs=0.01)  # rounding of other sums
+
+
+def test_inputs_of_a_prompt_in_parts_are_put_together():
+    inputs = predictor_share.Inputs()
+    for part in (0, 1):
+        for layer in (0, 1):
+            inputs.input(layer, np.full((2, 3), 10 * layer + part, np.float32))
+    assert [layer[:, 0].tolist() for layer in inputs.layers] == [[0, 0, 1, 1], [10, 10, 11, 11]]
 
 
 def test_a_text_that_is_too_short_is_said(tmp_path):
