@@ -85,11 +85,16 @@ def layer_activity(weights: LayerWeights, x: torch.Tensor, predictor: Namer) -> 
         true=true.numpy(),
         predicted=predicted.numpy(),
         scale=scale,
-        histograms={name: np.histogram(pre[mask].numpy() / scale, BINS)[0] for name, mask in groups.items()},
+        histograms={name: _histogram(pre[mask].numpy() / scale) for name, mask in groups.items()},
         false_positive_mean=means["false_positive"],
         false_negative_mean=means["false_negative"],
         missed_energy=float(energy[groups["false_negative"]].sum() / energy.sum().clamp_min(1e-30)),
     )
+
+
+def _histogram(values: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Over BINS, which are even: numpy then sorts nothing."""
+    return np.histogram(values, len(BINS) - 1, (float(BINS[0]), float(BINS[-1])))[0]
 
 
 def pre_activations(weights: LayerWeights, x: torch.Tensor) -> torch.Tensor:
