@@ -86,6 +86,9 @@ struct Vec {
       to[2 * i + 1] = {_mm512_castsi512_ps(_mm512_and_si512(pairs, odd))};
     }
   }
+  static constexpr std::size_t place_of_bf12(std::size_t weight) {
+    return (weight % 16 / 8 * 2 + weight % 2) * kWidth + weight / 16 * 4 + weight % 8 / 2;
+  }
   // 64 values into that order, and back.
   static void reorder_as_bf12(Vec* v) {
     transpose_lanes(v);

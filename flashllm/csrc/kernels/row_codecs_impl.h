@@ -81,11 +81,20 @@ struct Lossless12 {
     while (i < row.escapes && row.positions[i] < j) ++i;
     return i < row.escapes ? row.positions[i] : kNone;
   }
-  // The kUnroll vectors from weight j on, in an order of V's own; there is no escape among them. Other values
-  // into that order, and back.
+  // The kUnroll vectors from weight j on, in an order of V's own; there is no escape among them. The same
+  // where there may be. Other values into that order, and back.
   template <typename V>
   static void decode_reordered(const Row& row, std::size_t j, V* to) {
     V::unpack_bf12_reordered(row.low + j, row.indexes + j / 2, row.table, to);
+  }
+  template <typename V>
+  static void decode_reordered_with_escapes(const Row& row, std::size_t j, V* to) {
+    float weights[kUnroll * V::kWidth];
+    decode_reordered(row, j, to);
+    for (std::size_t u = 0; u < kUnroll; ++u) to[u].store(weights + u * V::kWidth);
+    for (std::size_t i = 0; i < row.escapes && row.positions[i] < j + kUnroll * V::kWidth; ++i)
+      if (row.positions[i] >= j) weights[V::place_of_bf12(row.positions[i] - j)] = escaped(row, i);
+    for (std::size_t u = 0; u < kUnroll; ++u) to[u] = V::load_f32(weights + u * V::kWidth);
   }
   template <typename V>
   static void reorder(V* v) {
@@ -103,15 +112,16 @@ struct Lossless12 {
   static void prefetch_groups(const Row& row) { __builtin_prefetch(row.table, 0, 2); }
 
  private:
+  static float escaped(const Row& row, std::size_t i) {
+    return bfloat_to_float(static_cast<std::uint16_t>(row.escaped[i] << 8 | row.low[row.positions[i]]));
+  }
   // The few units with escapes.
   __attribute__((noinline)) static void patch(const Row& row, std::size_t j, Vec* to) {
     float weights[kCodeUnit];
     for (std::size_t v = 0; v < kUnitVectors; ++v) to[v].store(weights + v * Vec::kWidth);
     for (std::size_t i = 0; i < row.escapes && row.positions[i] < j + kCodeUnit; ++i) {
       if (row.positions[i] < j) continue;
-      const std::size_t at = row.positions[i];
-      const auto bits = static_cast<std::uint16_t>(row.escaped[i] << 8 | row.low[at]);
-      weights[at - j] = bfloat_to_float(bits);
+      weights[row.positions[i] - j] = escaped(row, i);
     }
     for (std::size_t v = 0; v < kUnitVectors; ++v) to[v] = Vec::load_f32(weights + v * Vec::kWidth);
   }
@@ -119,17 +129,22 @@ struct Lossless12 {
 
 #include "kernels/carried_codecs_impl.h"
 
-// A step of one vector in the reordered form, escapes and all; apart, because a call would put the sums of
-// the other steps into memory.
-template <typename G, typename V>
-__attribute__((noinline)) void dot_step_with_escapes(const typename G::Row& row, std::size_t j,
-                                                     const float* x, V* sum) {
-  V weights[kUnroll], inputs[kUnroll];
-  for (std::size_t v = 0; v < kUnroll; v += kUnitVectors) G::decode(row, j + v * V::kWidth, weights + v);
+// A step of R vectors in the reordered form, escapes and all; apart, because a call would put the sums of the
+// other steps into memory.
+template <typename G, std::size_t R, typename V>
+__attribute__((noinline)) void dot_step_with_escapes(const typename G::Row* row, std::size_t j,
+                                                     const float* x, V (*sum)[kUnroll]) {
+  V inputs[kUnroll];
   for (std::size_t u = 0; u < kUnroll; ++u) inputs[u] = V::load_f32(x + j + u * V::kWidth);
-  G::reorder(weights);
   G::reorder(inputs);
-  for (std::size_t u = 0; u < kUnroll; ++u) sum[u] = fma(weights[u], inputs[u], sum[u]);
+  for (std::size_t r = 0; r < R; ++r) {
+    V weights[kUnroll];
+    if (G::next_escape(row[r], j) < j + kUnroll * V::kWidth)
+      G::decode_reordered_with_escapes(row[r], j, weights);
+    else
+      G::decode_reordered(row[r], j, weights);
+    for (std::size_t u = 0; u < kUnroll; ++u) sum[r][u] = fma(weights[u], inputs[u], sum[r][u]);
+  }
 }
 
 // The whole steps of R vectors: their sums, and where the steps end. Between escapes the sums stay in
@@ -166,7 +181,7 @@ inline std::size_t dot_steps_reordered(const typename G::Row* row, const typenam
     for (std::size_t r = 0; r < R; ++r)
       for (std::size_t u = 0; u < kUnroll; ++u) to[r][u] = sum[r][u];
     if (j == last) break;
-    for (std::size_t r = 0; r < R; ++r) dot_step_with_escapes<G>(row[r], j, x, to[r]);
+    dot_step_with_escapes<G, R>(row, j, x, to);
     j += kStep;
   }
   for (std::size_t r = 0; r < R; ++r) G::restore(to[r]);
