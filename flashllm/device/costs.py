@@ -160,12 +160,15 @@ class DeviceCosts:
         check_str("made", self.made, 80)
 
     def resident_bps(self, encoding: str, dtype: str) -> float:
-        """The rate of resident weights; that of the model's dtype in profiles from before encodings were measured."""
-        return self.gemv_bps.get(encoding, self.gemv_bps[dtype])
+        """The rate of resident weights; that of the model's dtype in profiles from before encodings were measured.
+
+        Never above that of reading memory: what seems faster was measured in a faster moment.
+        """
+        return min(self.gemv_bps.get(encoding, self.gemv_bps[dtype]), self.dram_bps)
 
     def gathered_bps(self, encoding: str, dtype: str) -> float:
         """The rate of rows from the neuron cache; otherwise as `resident_bps`."""
-        return self.sparse_bps.get(encoding, self.sparse_bps[dtype])
+        return min(self.sparse_bps.get(encoding, self.sparse_bps[dtype]), self.dram_bps)
 
     @property
     def steady(self) -> bool:

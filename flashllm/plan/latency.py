@@ -172,7 +172,7 @@ class _Rates:
         kv_nbytes = min(TYPICAL_POSITION, plan.context) * model.kv_nbytes_per_token
         self._resident_nbytes = resident_nbytes + plan.predictors + kv_nbytes
         resident_s = resident_nbytes * _resident_s_a_byte(model, costs)
-        resident_s += _predictors_s(model, plan, costs) + kv_nbytes / costs.gemv_bps[manifest.dtype]
+        resident_s += _predictors_s(model, plan, costs) + kv_nbytes / costs.resident_bps(manifest.dtype, manifest.dtype)
         self._resident_s = resident_s / self._num_layers
 
     def token(self, activity: ExpectedActivity, *, prefetch: bool) -> TokenEstimate:

@@ -196,3 +196,11 @@ def test_damaged_costs_are_refused(path, value, message):
 def test_costs_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         device().dram_bps = 0
+
+
+def test_no_product_reads_faster_than_memory():
+    """What was measured in a faster moment than memory was."""
+    costs = device(reader(), gemv_bps={"float16": 20e9, "bf12": 60e9}, sparse_bps={"float16": 50e9})
+    assert costs.dram_bps == 40e9
+    assert [costs.resident_bps(name, "float16") for name in ("float16", "bf12", "int8_32")] == [20e9, 40e9, 20e9]
+    assert costs.gathered_bps("bf12", "float16") == 40e9
