@@ -197,6 +197,8 @@ class MemoryPlan:
             "cache_rows_full": list(self.full_cache_rows),
             "bypass_rows": self.bypass_rows,
             "prefetch_rows": self.prefetch_rows,
+            "prompt_tokens": self.prompt_tokens,
+            "read_ahead": self.read_ahead,
             "context": self.context,
             "window": self.window,
         }
