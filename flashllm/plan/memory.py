@@ -37,10 +37,10 @@ TORCH_GROWTH = 40_000_000
 _PAGE_TABLES = 512  # bytes for each of the kernel's page tables: eight bytes a page of 4 KiB
 _MOST_PAGE_TABLES = 40_000_000  # planned: those of 20 GB
 _READ_AHEAD = 6  # streaming blocks in flight while one is used: they last through a layer's attention (bench/LOG.md)
-# Where memory is short for neurons: fewer blocks in flight, then prompts in shorter parts, which compute longer for
-# each token (by a tenth at 128: bench/LOG.md).
+# Where memory is short for neurons: fewer blocks in flight, then prompts in shorter parts, which take longer for each
+# token: their weights are decoded more often (bench/LOG.md, "Forty megabytes more for neurons").
 _LEAST_AHEAD, _SHORT_PART = 3, 128
-_PROMPT_SHARE = 16  # the neurons' bytes for each byte that only prompts use, unless that is the least it can be
+_PROMPT_SHARE = 16  # bytes for neurons, at least, for each that only prompts use; else these are as few as can be
 STREAM_THREADS = 8  # at most, of reads in file order
 _MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, slowly
 _PREFETCH_SHARE = 32  # neurons of a layer for each row prefetched: about what a device reads while a layer computes
