@@ -74,7 +74,7 @@ def _token_s(model: ModelDir, plan: Plan, streamed_s: float) -> float:
     assert costs is not None
     resident_nbytes = product_nbytes(model)
     if plan.mode != "sparse":
-        rate = costs.gemv_bps[model.manifest.dtype]
+        rate = costs.resident_bps(model.manifest.dtype, model.manifest.dtype)
         neurons_s = model.architecture.num_layers * model.manifest.rows.layer_nbytes / rate
         return max(streamed_s, neurons_s) + resident_nbytes / rate
     activity = from_shares(model.manifest, plan.memory, plan.popularity, plan.reader.max_gap)
