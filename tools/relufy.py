@@ -10,11 +10,11 @@ of the FFNs alone to the unmodified model's next-token distributions. Each leave
 perplexity, agreement and zeros, which is printed and written beside the weights (relufication.json, relufication.md).
 
 Files of --text are .txt or .jsonl with a "text" a line, gzipped or not, and give rows in turn. The run may be stopped
-and started again with the same arguments: it goes on from WORK/state.pt. With --minutes it stops of itself and writes
-OUT as far as it is. A CUDA device is used where there is one, or as --device says. With --precision bfloat16 the
-products of training are bf16 ones and its weights stay fp32: worth it on a GPU, or where the processor has such
-products (AVX512-BF16), and slow elsewhere. Memory: the model once in fp32, its
-FFNs five times (their gradients, two moments, and the unmodified ones).
+and started again with the same arguments: it goes on from WORK/state.pt. With more --tokens it goes on for longer, at
+the learning rate of the longer run. With --minutes it stops of itself and writes OUT as far as it is. A CUDA device is
+used where there is one, or as --device says. With --precision bfloat16 the products of training are bf16 ones and its
+weights stay fp32: worth it on a GPU, or where the processor has such products (AVX512-BF16), and slow elsewhere.
+Memory: the model once in fp32, its FFNs five times (their gradients, two moments, and the unmodified ones).
 """
 
 import argparse
@@ -53,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="to calibrate and train on")
     parser.add_argument("--test", type=Path, required=True, help="to judge by; nothing is chosen on it")
     parser.add_argument("--share", type=float, default=0.7, help="of zeros (0.7)")
-    parser.add_argument("--tokens", type=int, default=0, help="to train on (0: thresholds and refit alone)")
+    parser.add_argument(
+        "--tokens", type=int, default=0, help="to train on (0: thresholds and refit alone); may be raised later"
+    )
     parser.add_argument("--minutes", type=float, help="stop after them; the state stays, to go on from")
     parser.add_argument("--length", type=int, default=512, help="tokens of a row (512)")
     parser.add_argument("--batch", type=int, default=1, help="rows of a step (1)")
@@ -131,7 +133,7 @@ def relufy(args: argparse.Namespace) -> None:
         training.save(state)
     _train(args, training, rows, note, state, deadline=deadline)
     thresholds = [layer.activation.threshold for layer in layers]
-    _write(args, student, config, thresholds, recipe=recipe, table=training.table)
+    _write(args, student, config, thresholds, training=training)
 
 
 def _train(
@@ -206,8 +208,7 @@ def _write(
     config: dict[str, Any],
     thresholds: list[float],
     *,
-    recipe: Recipe,
-    table: list[dict[str, Any]],
+    training: Training,
 ) -> None:
     """OUT, by one rename."""
     partial = args.out.with_name(args.out.name + ".partial")
@@ -221,13 +222,19 @@ def _write(
     changed = {**relufied_config(config, thresholds), "dtype": dtype}
     changed.pop("torch_dtype", None)
     (partial / CONFIG).write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
-    facts = {"recipe": asdict(recipe), "thresholds": thresholds, "table": table}
+    facts = {
+        "recipe": asdict(training.recipe),
+        "lengthened": training.lengthened,
+        "thresholds": thresholds,
+        "table": training.table,
+    }
     (partial / "relufication.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|", *(f"| {_line(row)} |" for row in table)]
+    rows = [f"| {_line(row)} |" for row in training.table]
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|", *rows]
     (partial / "relufication.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     partial.rename(args.out)
     fsync_directory(args.out.parent)
-    print(json.dumps({"out": str(args.out), **table[-1]}))
+    print(json.dumps({"out": str(args.out), **training.table[-1]}))
 
 
 if __name__ == "__main__":

@@ -104,6 +104,18 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, texts, monkeypat
     assert (status, "another tokens" in capsys.readouterr().err) == (1, True)
 
 
+def test_a_run_goes_on_for_longer(tmp_path, texts):
+    source = make_checkpoint(tmp_path / "hf", SILU)
+    short, _ = relufied(tmp_path, texts, source, "short", "--tokens", "96")
+    long, status = relufied(tmp_path, texts, source, "long", "--tokens", "160", "--work", str(tmp_path / "short-work"))
+    assert status == 0
+    before, after = (json.loads((out / "relufication.json").read_text()) for out in (short, long))
+    assert (before["lengthened"], after["lengthened"]) == ([], [{"step": 6, "tokens": 96}])
+    assert after["table"][: len(before["table"])] == before["table"]
+    assert after["table"][-1]["tokens"] == 160
+    assert (short / "model.safetensors").read_bytes() != (long / "model.safetensors").read_bytes()
+
+
 def interrupt():
     raise KeyboardInterrupt
 

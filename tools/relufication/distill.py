@@ -55,6 +55,7 @@ class Training:
     def __init__(self, teacher: PreTrainedModel, student: PreTrainedModel, ffns: list[FFN], recipe: Recipe) -> None:
         self._teacher, self._student, self._ffns, self.recipe = teacher, student, ffns, recipe
         self.step, self.table = 0, list[dict[str, Any]]()
+        self.lengthened: list[dict[str, int]] = []  # the step at which it was, and the tokens planned before
         self._weights = [value for ffn in ffns for value in ffn.parameters()]
         self._optimizer = torch.optim.AdamW(self._weights, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
 
@@ -108,6 +109,7 @@ class Training:
                     "recipe": asdict(self.recipe),
                     "step": self.step,
                     "table": self.table,
+                    "lengthened": self.lengthened,
                     "thresholds": [ffn.activation.threshold for ffn in self._ffns],
                     "weights": [value.detach() for value in self._weights],
                     "optimizer": self._optimizer.state_dict(),
@@ -120,14 +122,16 @@ class Training:
         fsync_directory(path.parent)
 
     def load(self, path: Path) -> None:
-        """Goes on from a state. FormatError for a damaged one, UsageError for one of another recipe."""
+        """Goes on from a state. FormatError for a damaged one, UsageError for one of another recipe, unless it differs
+        by fewer tokens alone."""
         try:
             state = torch.load(path, map_location=self._weights[0].device, weights_only=True)
             made_with = state["recipe"]
         except (RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
             raise FormatError(f"{path}: is damaged; remove it to begin again") from error
-        if made_with != asdict(self.recipe):
-            other = [key for key, value in asdict(self.recipe).items() if made_with.get(key) != value]
+        other = [key for key, value in asdict(self.recipe).items() if made_with.get(key) != value]
+        longer = other == ["tokens"] and made_with["tokens"] < self.recipe.tokens
+        if other and not longer:
             raise UsageError(f"{path} is of a run with another {', '.join(other)}; choose another --work, or remove it")
         for mine, saved in zip(self._weights, state["weights"], strict=True):
             mine.data.copy_(saved)
@@ -135,6 +139,9 @@ class Training:
             ffn.activation.threshold = threshold
         self._optimizer.load_state_dict(state["optimizer"])
         self.step, self.table = state["step"], state["table"]
+        self.lengthened = state.get("lengthened", [])
+        if longer:
+            self.lengthened.append({"step": self.step, "tokens": made_with["tokens"]})
 
 
 @contextmanager
