@@ -1,6 +1,7 @@
 """Imports point one way: a package may use those below it, and nothing else of this repository."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +18,8 @@ ORDER = (
     *("generate", "sparsify", "parked", "api", "hf", "offload", "quantise", "chat", "serve", "commands"),
     *("cli", "__main__"),
 )
+# The same of the native core's folders; the kernels' levels hold those of planes.
+CORE_FLOORS = (("io",), ("kernels", "planes"), ("cache",), ("ffn",), ("model",), ("quantise",), ("offload",), ("bind",))
 OFFLOAD_SHARES = {"errors", "base", "api", "arch", "format", "convert", "device", "generate", "config", "plan", "_core"}
 MAX_MODULES = 12  # of one folder
 TORCH_ALLOWED = ("convert", "hf", "offload")
@@ -77,6 +80,16 @@ def upward():
 
 def test_imports_point_down():
     assert not list(upward())
+
+
+def test_the_core_includes_what_lies_below():
+    floor = {folder: number for number, folders in enumerate(CORE_FLOORS) for folder in folders}
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h")]
+    assert {path.relative_to(ROOT / "csrc").parts[0] for path in sources} == set(floor)
+    for path in sources:
+        mine = path.relative_to(ROOT / "csrc")
+        for other in re.findall(r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
+            assert floor[other.split("/")[0]] <= floor[mine.parts[0]], f"{mine} includes {other}"
 
 
 def test_packages_inside_have_no_cycle():

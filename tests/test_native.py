@@ -22,7 +22,8 @@ SANITIZERS = {
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 OF_ARITHMETIC = [
     *("kernels/**/*.cpp", "offload/*.cpp", "planes/*.cpp", "quantise/*.cpp", "io/memory.cpp", "io/xxh3.cpp"),
-    *(f"model/{name}.cpp" for name in ("dense_ffn", "expert_ffn", "experts", "kv_cache", "neuron_norm", "predictor")),
+    *(f"ffn/{name}.cpp" for name in ("dense_ffn", "expert_ffn", "experts", "neuron_norm", "predictor")),
+    "model/kv_cache.cpp",
 ]
 TESTS_OF_ARITHMETIC = ("attention", "compute", "experts", "kv_cache", "norm", "offload", "predictor", "quantise")
 

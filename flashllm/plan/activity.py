@@ -19,7 +19,7 @@ from flashllm.plan.memory import MAX_REQUEST, MemoryPlan
 
 REPLAYED_TOKENS = 300  # at most
 _WARM_UP = 100  # of them not counted: the cache fills
-# Of the list of rows to prefetch, the likeliest first, as many are read as csrc/model/prefetch.h (PrefetchDepth) finds
+# Of the list of rows to prefetch, the likeliest first, as many are read as csrc/ffn/prefetch.h (PrefetchDepth) finds
 # worth it: up to the place where most is gained, if one that is not needed costs half of what a needed one gains.
 _PLACES, _WORTH = 16, 0.5
 _USEFUL_PREFETCHES = 0.7  # of them, where no trace tells: bench/LOG.md, "What a read costs beside products"

@@ -25,7 +25,7 @@ from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.rows import PAGE_NBYTES
 
-MAX_VERIFIED = 8  # tokens that go through an FFN together: FfnTokens::kMost (csrc/model/ffn_layer.h)
+MAX_VERIFIED = 8  # tokens that go through an FFN together: FfnTokens::kMost (csrc/ffn/ffn_layer.h)
 KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are allocated together
 MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for one streaming block
 _THROUGH_NBYTES = 64 << 10  # of a request that reads through gaps: kMaxThrough (csrc/io/request_plan.h)
@@ -440,7 +440,7 @@ def _with_prompts(parts: dict[str, Any], shapes: list[_PromptShape]) -> MemoryPl
 
 def _prompt_token_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     """Activations of one token of a prompt, and its products with a block of rows (csrc/model/model.h, "Scratch of a
-    part"; csrc/model/dense_ffn.cpp)."""
+    part"; csrc/ffn/dense_ffn.cpp)."""
     # States, their norm, and what is added to them; queries and mixed values, keys and values; the inputs of
     # products, packed; conversions to the dtype and back.
     floats = (4 if block.parallel else 3) * block.d_model + 2 * (block.query_dim + block.kv_dim)

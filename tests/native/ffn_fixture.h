@@ -14,9 +14,9 @@
 
 #include "check.h"
 #include "fault.h"
+#include "ffn/ffn_layer.h"
 #include "io/memory.h"
 #include "io/xxh3.h"
-#include "model/ffn_layer.h"
 
 namespace ffn_tests {
 

@@ -6,11 +6,11 @@
 #include <thread>
 
 #include "check.h"
+#include "ffn/dense_ffn.h"
 #include "io/memory.h"
 #include "kernels/kernels.h"
 #include "kernels/rows.h"
 #include "kernels/thread_pool.h"
-#include "model/dense_ffn.h"
 
 namespace {
 

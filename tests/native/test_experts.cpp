@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "check.h"
-#include "model/expert_ffn.h"
-#include "model/experts.h"
+#include "ffn/expert_ffn.h"
+#include "ffn/experts.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // The FFN layer: the same bits whatever is cached, and a cache that is right after failures of every kind.
-#include "model/ffn_layer.h"
+#include "ffn/ffn_layer.h"
 
 #include <sys/mman.h>
 

@@ -1,9 +1,9 @@
 // RMS norms and rotary embeddings against fp64, and what they leave alone.
 #include "attention_fixture.h"
+#include "ffn/neuron_norm.h"
 #include "io/error.h"
 #include "kernels/norm.h"
 #include "kernels/rotary.h"
-#include "model/neuron_norm.h"
 
 namespace {
 

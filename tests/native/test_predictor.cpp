@@ -4,7 +4,7 @@
 #include <random>
 
 #include "check.h"
-#include "model/predictor.h"
+#include "ffn/predictor.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // Prefetching: what is wanted is there, what is not is dropped or ignored, and lists are cut where they are
 // wrong.
-#include "model/prefetch.h"
+#include "ffn/prefetch.h"
 
 #include <fcntl.h>
 #include <unistd.h>

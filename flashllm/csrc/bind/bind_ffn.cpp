@@ -13,8 +13,8 @@
 
 #include "bind/bindings.h"
 #include "cache/cache_replay.h"
+#include "ffn/ffn_layer.h"
 #include "io/xxh3.h"
-#include "model/ffn_layer.h"
 
 namespace flashllm {
 

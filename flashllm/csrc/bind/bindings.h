@@ -9,10 +9,10 @@
 #include <string>
 #include <utility>
 
+#include "ffn/ffn_layer.h"
 #include "io/direct_writer.h"
 #include "io/error.h"
 #include "kernels/kernels.h"
-#include "model/ffn_layer.h"
 
 namespace flashllm {
 

@@ -11,12 +11,12 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ffn/ffn_layer.h"
+#include "ffn/neuron_norm.h"
 #include "kernels/attention.h"
 #include "kernels/kernels.h"
 #include "kernels/norm.h"
 #include "kernels/rows.h"
-#include "model/ffn_layer.h"
-#include "model/neuron_norm.h"
 
 namespace flashllm {
 

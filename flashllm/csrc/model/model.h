@@ -14,16 +14,16 @@
 #include <memory>
 #include <vector>
 
+#include "ffn/dense_ffn.h"
+#include "ffn/expert_ffn.h"
+#include "ffn/token_ffn.h"
 #include "io/row_stream.h"
 #include "io/stopwatch.h"
 #include "kernels/attention.h"
 #include "kernels/matmul.h"
 #include "kernels/rotary.h"
 #include "model/block.h"
-#include "model/dense_ffn.h"
-#include "model/expert_ffn.h"
 #include "model/kv_cache.h"
-#include "model/token_ffn.h"
 
 namespace flashllm {
 

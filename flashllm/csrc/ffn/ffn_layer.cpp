@@ -1,4 +1,4 @@
-#include "model/ffn_layer.h"
+#include "ffn/ffn_layer.h"
 
 #include <algorithm>
 #include <cstring>

@@ -11,9 +11,9 @@
 #include <memory>
 #include <vector>
 
+#include "ffn/predictor.h"
 #include "kernels/rows.h"
 #include "kernels/thread_pool.h"
-#include "model/predictor.h"
 
 namespace flashllm {
 

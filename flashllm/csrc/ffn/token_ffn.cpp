@@ -1,4 +1,4 @@
-#include "model/token_ffn.h"
+#include "ffn/token_ffn.h"
 
 #include <algorithm>
 #include <numeric>

@@ -1,4 +1,4 @@
-#include "model/predictor.h"
+#include "ffn/predictor.h"
 
 #include <algorithm>
 #include <cmath>

@@ -21,15 +21,15 @@
 #include <vector>
 
 #include "cache/neuron_cache.h"
+#include "ffn/counters.h"
+#include "ffn/experts.h"
+#include "ffn/neuron_norm.h"
+#include "ffn/predictor.h"
+#include "ffn/prefetch.h"
 #include "io/error.h"
 #include "io/reader.h"
 #include "io/row_source.h"
 #include "kernels/rows.h"
-#include "model/counters.h"
-#include "model/experts.h"
-#include "model/neuron_norm.h"
-#include "model/predictor.h"
-#include "model/prefetch.h"
 #include "planes/scale_planes.h"
 
 namespace flashllm {

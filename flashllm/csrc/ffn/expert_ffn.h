@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "ffn/dense_ffn.h"
+#include "ffn/experts.h"
 #include "io/row_stream.h"
-#include "model/dense_ffn.h"
-#include "model/experts.h"
 
 namespace flashllm {
 

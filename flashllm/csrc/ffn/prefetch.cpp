@@ -1,4 +1,4 @@
-#include "model/prefetch.h"
+#include "ffn/prefetch.h"
 
 #include <exception>
 #include <utility>

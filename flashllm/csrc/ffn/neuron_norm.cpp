@@ -1,4 +1,4 @@
-#include "model/neuron_norm.h"
+#include "ffn/neuron_norm.h"
 
 #include <algorithm>
 #include <array>

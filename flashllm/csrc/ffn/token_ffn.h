@@ -6,8 +6,8 @@
 #include <cstddef>
 #include <vector>
 
+#include "ffn/neuron_norm.h"
 #include "kernels/rows.h"
-#include "model/neuron_norm.h"
 #include "planes/scale_planes.h"
 
 namespace flashllm {

@@ -6,9 +6,9 @@
 #include <optional>
 #include <vector>
 
+#include "ffn/neuron_norm.h"
 #include "kernels/matmul.h"
 #include "kernels/rows.h"
-#include "model/neuron_norm.h"
 #include "planes/scale_planes.h"
 
 namespace flashllm {

@@ -1,4 +1,4 @@
-#include "model/dense_ffn.h"
+#include "ffn/dense_ffn.h"
 
 #include <algorithm>
 

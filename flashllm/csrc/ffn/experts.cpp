@@ -1,4 +1,4 @@
-#include "model/experts.h"
+#include "ffn/experts.h"
 
 #include <algorithm>
 #include <cmath>

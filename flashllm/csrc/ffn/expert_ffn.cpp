@@ -1,4 +1,4 @@
-#include "model/expert_ffn.h"
+#include "ffn/expert_ffn.h"
 
 #include "io/error.h"
 
