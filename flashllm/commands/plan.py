@@ -17,7 +17,7 @@ from flashllm.commands.options import add_engine, add_json, add_memory, add_mode
 if TYPE_CHECKING:
     from flashllm.format.model_dir import ModelDir
     from flashllm.plan.activity import ExpectedActivity
-    from flashllm.plan.latency import TokenEstimate
+    from flashllm.plan.latency import DenseEstimate, TokenEstimate
     from flashllm.plan.resolve import Plan
 
 
@@ -61,18 +61,18 @@ def main(args: argparse.Namespace) -> int:
                 "threads": plan.threads,
                 "prefetch": plan.prefetch,
                 "reader": dataclasses.asdict(plan.reader),
-                "token": None if estimate is None else _document(*estimate),
+                "token": None if estimate is None else estimate.document,
             }
         )
         return 0
     print(inert(f"{path.absolute()}"))
     print("\n".join([*_table(model, plan), *_gates(model, plan), *_experts(model)]))
     if estimate is not None:
-        print(inert("\n".join(_lines(*estimate))))
-    elif plan.mode != "sparse":
-        print(f"token: no estimate in mode {plan.mode}, which reads every neuron")
-    else:
+        print(inert("\n".join(estimate.lines)))
+    elif plan.costs is None:
         print(inert(f"token: {device_of(path)} has no device profile; run `flashllm calibrate {path}`"))
+    else:
+        print(f"token: there is no estimate for mode {plan.mode} here")
     print(inert(f"many prompts at once: `flashllm offload plan {path} --prompt-len S --gen-len N --hardware here`"))
     return 0
 
@@ -149,50 +149,71 @@ def _gates(model: "ModelDir", plan: "Plan") -> list[str]:
     return [*lines, f"    here: {used}"]
 
 
-def _estimate(model: "ModelDir", plan: "Plan", trace: Path | None) -> "tuple[TokenEstimate, ExpectedActivity] | None":
-    """The expected token of a run in mode sparse; None where the drive has no device profile."""
+def _estimate(model: "ModelDir", plan: "Plan", trace: Path | None) -> "_Estimate | None":
+    """The expected token; None where the drive has no device profile, in mode oracle, and of a mixture's experts that
+    are computed whole."""
     from flashllm.format.model_files import TRACE
     from flashllm.format.placed import read_places
     from flashllm.format.trace import Trace
     from flashllm.plan.activity import from_shares, from_trace
-    from flashllm.plan.latency import estimate_token, product_nbytes
+    from flashllm.plan.latency import dense_token, estimate_token, product_nbytes
 
-    gap = plan.reader.max_gap
+    gap, resident = plan.reader.max_gap, product_nbytes(model)
     if trace is None and TRACE not in model.manifest.files:
         activity = from_shares(model.manifest, plan.memory, plan.popularity, gap)
     else:
         with Trace(trace if trace is not None else model.path / TRACE) as opened:
             opened.check_model(model.architecture.num_layers, model.architecture.d_ff)
             activity = from_trace(opened, plan.memory, plan.popularity, gap, read_places(model.path, model.manifest))
-    if plan.costs is None or plan.mode != "sparse":
+    if plan.costs is None:
         return None
-    token = estimate_token(
-        model,
-        plan.memory,
-        costs=plan.costs,
-        choice=plan.reader,
-        activity=activity,
-        resident_nbytes=product_nbytes(model),
-    )
-    return token, activity
+    if plan.mode == "dense" and not model.architecture.experts:
+        every = dense_token(model, plan.memory, costs=plan.costs, resident_nbytes=resident)
+        return None if every.total_s is None else _of_every_neuron(every, every.total_s)
+    if plan.mode != "sparse":
+        return None
+    costs, choice = plan.costs, plan.reader
+    token = estimate_token(model, plan.memory, costs=costs, choice=choice, activity=activity, resident_nbytes=resident)
+    return _of_active_neurons(token, activity)
 
 
-def _document(token: "TokenEstimate", activity: "ExpectedActivity") -> Mapping[str, Any]:
-    return {
-        **dataclasses.asdict(token),
-        "total_s": token.total_s,
-        "activity_source": activity.source,
-    }
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Estimate:
+    """As it is printed, and as a document."""
+
+    lines: list[str]
+    document: Mapping[str, Any]
 
 
-def _lines(token: "TokenEstimate", activity: "ExpectedActivity") -> list[str]:
+def _of_every_neuron(token: "DenseEstimate", total_s: float) -> _Estimate:
     from flashllm.base.units import format_size
 
-    return [
+    products_s = token.products_s or 0.0
+    read = f"{format_size(token.bytes_read)} of {format_size(token.ffn_nbytes)}, in sequence, beside the products"
+    lines = [
+        "a token (every neuron)",
+        f"  reads     {token.read_s * 1e3:8.1f} ms  {read}",
+        f"  products  {products_s * 1e3:8.1f} ms",
+        _total(total_s),
+    ]
+    seconds = {"read_s": token.read_s, "products_s": products_s, "total_s": total_s}
+    return _Estimate(lines, {**seconds, "bytes_read": token.bytes_read, "activity_source": "every neuron"})
+
+
+def _of_active_neurons(token: "TokenEstimate", activity: "ExpectedActivity") -> _Estimate:
+    from flashllm.base.units import format_size
+
+    lines = [
         f"a token ({activity.source})",
         f"  I/O       {token.io_s * 1e3:8.1f} ms  {token.misses:.0f} of {token.active:.0f} active neurons in "
         f"{token.requests:.0f} requests, {format_size(token.bytes_read)}",
         f"  compute   {token.compute_s * 1e3:8.1f} ms  {format_size(token.bytes_touched)} of memory",
         f"  overhead  {token.overhead_s * 1e3:8.1f} ms",
-        f"  total     {token.total_s * 1e3:8.1f} ms  {1 / token.total_s:.3g} tokens/s",
+        _total(token.total_s),
     ]
+    document = {**dataclasses.asdict(token), "total_s": token.total_s, "activity_source": activity.source}
+    return _Estimate(lines, document)
+
+
+def _total(seconds: float) -> str:
+    return f"  total     {seconds * 1e3:8.1f} ms  {1 / seconds:.3g} tokens/s"

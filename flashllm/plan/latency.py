@@ -49,7 +49,17 @@ class DenseEstimate:
     ffn_nbytes: int  # of all neurons
     bytes_read: int  # those of the neurons that are not kept, as often as a token reads them
     read_bps: float  # of the drive; 0 where it is not known
-    total_s: float | None  # the longer of reads and products, which go on together; None where it is not known
+    products_s: float | None  # None where it is not known
+
+    @property
+    def read_s(self) -> float:
+        """Of the reads; 0 where nothing is read."""
+        return self.bytes_read / self.read_bps if self.bytes_read else 0.0
+
+    @property
+    def total_s(self) -> float | None:
+        """The longer of reads and products, which go on together; None where it is not known."""
+        return None if self.products_s is None else max(self.read_s, self.products_s)
 
 
 def dense_token(model: ModelDir, plan: MemoryPlan, *, costs: DeviceCosts | None, resident_nbytes: int) -> DenseEstimate:
@@ -60,12 +70,13 @@ def dense_token(model: ModelDir, plan: MemoryPlan, *, costs: DeviceCosts | None,
     if model.block.sub_norms:  # for the values, and again for the down columns
         bytes_read *= 2
     if costs is None or not costs.direct:
-        return DenseEstimate(ffn_nbytes=ffn_nbytes, bytes_read=bytes_read, read_bps=0.0, total_s=None)
+        return DenseEstimate(ffn_nbytes=ffn_nbytes, bytes_read=bytes_read, read_bps=0.0, products_s=None)
     products_s = resident_nbytes * _resident_s_a_byte(model, costs)
     products_s += ffn_nbytes * _row_s_a_byte(rows, lambda encoding: costs.resident_bps(encoding, model.manifest.dtype))
     products_s += layers * costs.layer_overhead_s
-    total_s = max(bytes_read / costs.sequential_bps, products_s)
-    return DenseEstimate(ffn_nbytes=ffn_nbytes, bytes_read=bytes_read, read_bps=costs.sequential_bps, total_s=total_s)
+    return DenseEstimate(
+        ffn_nbytes=ffn_nbytes, bytes_read=bytes_read, read_bps=costs.sequential_bps, products_s=products_s
+    )
 
 
 def product_nbytes(model: ModelDir) -> int:

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 from arch_models import make_model
+from device_costs import device
 
 from flashllm.cli import main
+from flashllm.device.store import device_of, save_costs
 from flashllm.plan.memory import KV_BLOCK_TOKENS
 
 
@@ -48,6 +50,20 @@ def test_a_model_that_runs_densely_alone_is_planned_so(tmp_path, plan_json, caps
     assert plan_json(directory)["mode"] == "dense"
     assert main(["plan", str(directory), "--mode", "sparse"]) == 2
     assert "use --mode dense" in capsys.readouterr().err
+
+
+def test_a_dense_token_has_an_estimate(tmp_path, plan_json, capsys):
+    _, directory = make_model(tmp_path, "llama")
+    store = tmp_path / "devices.json"
+    assert plan_json(directory, "--store", store)["token"] is None
+    assert main(["plan", str(directory), "--store", str(store)]) == 0
+    assert "has no device profile" in capsys.readouterr().out
+    rates = {"gemv_bps": {"float32": 20e9}, "sparse_bps": {"float32": 16e9}}
+    save_costs(store, device_of(directory), device(**rates))
+    token = plan_json(directory, "--store", store)["token"]
+    assert token["total_s"] == max(token["read_s"], token["products_s"]) > 0
+    assert main(["plan", str(directory), "--store", str(store)]) == 0
+    assert "a token (every neuron)" in capsys.readouterr().out
 
 
 def test_it_loads_what_a_run_loads_and_no_more(tiny):

@@ -24,7 +24,7 @@ from flashllm.plan.activity import (
     merge,
     window_misses,
 )
-from flashllm.plan.latency import estimate_token, prefetch_pays, product_nbytes
+from flashllm.plan.latency import dense_token, estimate_token, prefetch_pays, product_nbytes
 from flashllm.plan.memory import plan_memory
 
 
@@ -165,6 +165,22 @@ def test_merging_agrees_with_a_count(max_gap_rows):
     expected = merge(200, 4000, 512, max_gap_rows * 512)
     assert expected[0] == pytest.approx(np.mean(requests), rel=0.02)
     assert expected[1] == pytest.approx(np.mean(rows_read), rel=0.02)
+
+
+def test_a_dense_token_takes_the_longer_of_reads_and_products(model):
+    opened, plan = model
+    rows = opened.manifest.rows
+
+    def token(kept, **changes):
+        costs = device(layer_overhead_s=0.0, **changes)
+        return dense_token(opened, with_rows(plan, [kept, 0, 0]), costs=costs, resident_nbytes=1_000_000)
+
+    slow = token(100, sequential_bps=1e6)
+    assert slow.bytes_read == slow.ffn_nbytes - 100 * rows.stride
+    assert slow.total_s == slow.read_s == slow.bytes_read / 1e6 > slow.products_s
+    fast = token(100, sequential_bps=1e15)
+    assert fast.total_s == fast.products_s == pytest.approx((1_000_000 + fast.ffn_nbytes) / 20e9)
+    assert token(100, direct=False).total_s is None  # the page cache tells nothing about the drive
 
 
 def test_merging_has_ends():
