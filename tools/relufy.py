@@ -10,10 +10,10 @@ of the FFNs alone to the unmodified model's next-token distributions. Each leave
 perplexity, agreement and zeros, which is printed and written beside the weights (relufication.json, relufication.md).
 
 Files of --text are .txt or .jsonl with a "text" a line, gzipped or not, and give rows in turn. The run may be stopped
-and started again with the same arguments: it goes on from WORK/state.pt. With more --tokens it goes on for longer, at
-the learning rate of the longer run. With --minutes it stops of itself and writes OUT as far as it is. A CUDA device is
-used where there is one, or as --device says. With --precision bfloat16 the products of training are bf16 ones and its
-weights stay fp32: worth it on a GPU, or where the processor has such products (AVX512-BF16), and slow elsewhere.
+and started again with the same arguments: it goes on from WORK/state.pt. With other --tokens it goes on to another end,
+at the learning rate of a run to there. With --minutes it stops of itself and writes OUT as far as it is. A CUDA device
+is used where there is one, or as --device says. With --precision bfloat16 the products of training are bf16 ones and
+its weights stay fp32: worth it on a GPU, or where the processor has such products (AVX512-BF16), and slow elsewhere.
 Memory: the model once in fp32, its FFNs five times (their gradients, two moments, and the unmodified ones).
 """
 
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--test", type=Path, required=True, help="to judge by; nothing is chosen on it")
     parser.add_argument("--share", type=float, default=0.7, help="of zeros (0.7)")
     parser.add_argument(
-        "--tokens", type=int, default=0, help="to train on (0: thresholds and refit alone); may be raised later"
+        "--tokens", type=int, default=0, help="to train on (0: thresholds and refit alone); may be changed later"
     )
     parser.add_argument("--minutes", type=float, help="stop after them; the state stays, to go on from")
     parser.add_argument("--length", type=int, default=512, help="tokens of a row (512)")
@@ -224,7 +224,7 @@ def _write(
     (partial / CONFIG).write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
     facts = {
         "recipe": asdict(training.recipe),
-        "lengthened": training.lengthened,
+        "replanned": training.replanned,
         "thresholds": thresholds,
         "table": training.table,
     }

@@ -101,19 +101,24 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, texts, monkeypat
     _, status = relufied(tmp_path, texts, source, "again", "--tokens", "160", "--work", str(tmp_path / "parts-work"))
     assert status == 0  # a finished run is written again
     _, status = relufied(tmp_path, texts, source, "other", "--tokens", "96", "--work", str(tmp_path / "parts-work"))
-    assert (status, "another tokens" in capsys.readouterr().err) == (1, True)
+    assert (status, "has seen 160 tokens" in capsys.readouterr().err) == (1, True)
 
 
-def test_a_run_goes_on_for_longer(tmp_path, texts):
+def test_a_run_goes_on_to_another_end(tmp_path, texts):
     source = make_checkpoint(tmp_path / "hf", SILU)
+    work = ("--work", str(tmp_path / "short-work"))
     short, _ = relufied(tmp_path, texts, source, "short", "--tokens", "96")
-    long, status = relufied(tmp_path, texts, source, "long", "--tokens", "160", "--work", str(tmp_path / "short-work"))
+    long, status = relufied(tmp_path, texts, source, "long", "--tokens", "192", *work, "--minutes", "0")
     assert status == 0
-    before, after = (json.loads((out / "relufication.json").read_text()) for out in (short, long))
-    assert (before["lengthened"], after["lengthened"]) == ([], [{"step": 6, "tokens": 96}])
-    assert after["table"][: len(before["table"])] == before["table"]
-    assert after["table"][-1]["tokens"] == 160
-    assert (short / "model.safetensors").read_bytes() != (long / "model.safetensors").read_bytes()
+    end, status = relufied(tmp_path, texts, source, "end", "--tokens", "128", *work)
+    assert status == 0
+    facts = [json.loads((out / "relufication.json").read_text()) for out in (short, long, end)]
+    first = {"step": 6, "tokens": 96}
+    assert [each["replanned"] for each in facts] == [[], [first], [first]]  # nothing was saved of the second plan
+    assert [each["table"][-1]["tokens"] for each in facts] == [96, 96, 128]
+    assert facts[2]["table"][: len(facts[0]["table"])] == facts[0]["table"]
+    same = [path.joinpath("model.safetensors").read_bytes() for path in (short, long, end)]
+    assert same[0] == same[1] != same[2]
 
 
 def interrupt():

@@ -55,7 +55,7 @@ class Training:
     def __init__(self, teacher: PreTrainedModel, student: PreTrainedModel, ffns: list[FFN], recipe: Recipe) -> None:
         self._teacher, self._student, self._ffns, self.recipe = teacher, student, ffns, recipe
         self.step, self.table = 0, list[dict[str, Any]]()
-        self.lengthened: list[dict[str, int]] = []  # the step at which it was, and the tokens planned before
+        self.replanned: list[dict[str, int]] = []  # the step at which its tokens were changed, and those before
         self._weights = [value for ffn in ffns for value in ffn.parameters()]
         self._optimizer = torch.optim.AdamW(self._weights, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
 
@@ -109,7 +109,7 @@ class Training:
                     "recipe": asdict(self.recipe),
                     "step": self.step,
                     "table": self.table,
-                    "lengthened": self.lengthened,
+                    "replanned": self.replanned,
                     "thresholds": [ffn.activation.threshold for ffn in self._ffns],
                     "weights": [value.detach() for value in self._weights],
                     "optimizer": self._optimizer.state_dict(),
@@ -122,16 +122,18 @@ class Training:
         fsync_directory(path.parent)
 
     def load(self, path: Path) -> None:
-        """Goes on from a state. FormatError for a damaged one, UsageError for one of another recipe, unless it differs
-        by fewer tokens alone."""
+        """Goes on from a state. FormatError for a damaged one, UsageError for one of another recipe. One of other
+        tokens alone is gone on from, where it has not seen more than are wanted now."""
         try:
             state = torch.load(path, map_location=self._weights[0].device, weights_only=True)
             made_with = state["recipe"]
         except (RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
             raise FormatError(f"{path}: is damaged; remove it to begin again") from error
         other = [key for key, value in asdict(self.recipe).items() if made_with.get(key) != value]
-        longer = other == ["tokens"] and made_with["tokens"] < self.recipe.tokens
-        if other and not longer:
+        seen = state["step"] * self.recipe.batch * self.recipe.length
+        if other == ["tokens"] and seen > self.recipe.tokens:
+            raise UsageError(f"{path} has seen {seen} tokens; --tokens must be at least as many")
+        if other and other != ["tokens"]:
             raise UsageError(f"{path} is of a run with another {', '.join(other)}; choose another --work, or remove it")
         for mine, saved in zip(self._weights, state["weights"], strict=True):
             mine.data.copy_(saved)
@@ -139,9 +141,9 @@ class Training:
             ffn.activation.threshold = threshold
         self._optimizer.load_state_dict(state["optimizer"])
         self.step, self.table = state["step"], state["table"]
-        self.lengthened = state.get("lengthened", [])
-        if longer:
-            self.lengthened.append({"step": self.step, "tokens": made_with["tokens"]})
+        self.replanned = state.get("replanned", [])
+        if other:
+            self.replanned.append({"step": self.step, "tokens": made_with["tokens"]})
 
 
 @contextmanager
