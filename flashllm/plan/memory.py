@@ -439,8 +439,8 @@ def _with_prompts(parts: dict[str, Any], shapes: list[_PromptShape]) -> MemoryPl
 
 
 def _prompt_token_nbytes(manifest: Manifest, block: BlockSpec) -> int:
-    """Activations of one token of a prompt, and its products with a block of rows (csrc/model/model.h, "Scratch of a
-    part"; csrc/ffn/dense_ffn.cpp)."""
+    """Activations of one token of a prompt, and its products with a block of rows ("Scratch of a part" in
+    csrc/model/model.h and block_attention.h; csrc/model/arithmetic.h; csrc/ffn/dense_ffn.cpp)."""
     # States, their norm, and what is added to them; queries and mixed values, keys and values; the inputs of
     # products, packed; conversions to the dtype and back.
     floats = (4 if block.parallel else 3) * block.d_model + 2 * (block.query_dim + block.kv_dim)

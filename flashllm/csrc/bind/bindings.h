@@ -35,10 +35,6 @@ using ChecksumArray = Exact<nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::de
 using FloatArray = Exact<nb::ndarray<const float, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
 using IdArray = Exact<nb::ndarray<const std::int32_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
 
-inline void require(bool condition, const std::string& message) {
-  if (!condition) throw CoreError(ErrorKind::usage, message);
-}
-
 // Hot calls take addresses (a tensor's data_ptr) checked by the one Python wrapper; everything else takes
 // arrays.
 template <typename T>

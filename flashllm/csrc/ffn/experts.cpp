@@ -10,10 +10,6 @@ namespace flashllm {
 
 namespace {
 
-void require(bool condition, const char* message) {
-  if (!condition) throw CoreError(ErrorKind::usage, message);
-}
-
 float sigmoid(float value) { return 1.0F / (1.0F + std::exp(-value)); }
 
 // values = e^(value - largest), and their sum

@@ -29,6 +29,12 @@ class CoreError : public std::runtime_error {
   std::uint64_t offset_;
 };
 
+// Of what a caller must see to.
+inline void require(bool condition, const char* message) {
+  if (!condition) throw CoreError(ErrorKind::usage, message);
+}
+inline void require(bool condition, const std::string& message) { require(condition, message.c_str()); }
+
 // What to do about a failed read, to end its message with.
 inline const char* read_advice(ErrorKind kind) {
   switch (kind) {

@@ -13,10 +13,6 @@ namespace flashllm {
 
 namespace {
 
-void require(bool condition, const std::string& message) {
-  if (!condition) throw CoreError(ErrorKind::usage, message);
-}
-
 constexpr std::size_t kRowGrain = 16;       // rows a thread takes at a time
 constexpr std::size_t kSummed = 64;         // vectors that many tokens use together
 constexpr std::size_t kExpanded = 1 << 21;  // weights of bf12 expanded together

@@ -21,10 +21,6 @@ constexpr std::size_t kHugePage = HugeBuffer::kAlignment;
 
 std::size_t blocks_of(std::size_t length) { return (length + kKvBlock - 1) / kKvBlock; }
 
-void require(bool condition, const std::string& message) {
-  if (!condition) throw CoreError(ErrorKind::usage, message);
-}
-
 KvShape checked(const KvShape& shape) {
   require(shape.layers != 0 && shape.kv_heads != 0 && shape.head_dim != 0 && shape.context != 0,
           "a KV cache's sizes must not be zero");

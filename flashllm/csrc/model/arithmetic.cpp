@@ -1,0 +1,94 @@
+#include "model/arithmetic.h"
+
+#include <algorithm>
+
+namespace flashllm {
+
+namespace {
+
+constexpr std::size_t kValueGrain = 1 << 15;  // values a thread takes, of what is done value by value
+
+}  // namespace
+
+Arithmetic::Arithmetic(Dtype dtype, ThreadPool& pool, SimdLevel level, SimdLevel level_of_many)
+    : dtype_(dtype),
+      pool_(pool),
+      level_(level),
+      level_of_many_(level_of_many),
+      kernels_(kernel_table(level, dtype)) {}
+
+void Arithmetic::normalize(const Norm& norm, std::size_t count, const float* x, float* y) {
+  const std::size_t width = norm.width;
+  const auto rows = [&](std::size_t begin, std::size_t end) {
+    for (std::size_t t = begin; t < end; ++t) flashllm::normalize(norm, x + t * width, y + t * width);
+  };
+  if (count == 1) {
+    rows(0, 1);
+  } else {
+    pool_.parallel_for(count, kTokenGrain, rows);
+  }
+  round(y, count * width);
+}
+
+void Arithmetic::round_inputs(std::size_t count, std::size_t width, float* x) {
+  for (std::size_t t = 0; t < count; ++t) round_to_8_bits(x + t * width, width);
+  round(x, count * width);
+}
+
+void Arithmetic::take_inputs(const float* x, std::size_t count, std::size_t width, bool many) {
+  inputs_ = x;
+  packed_.reset();
+  if (!many) return;
+  const std::byte* narrow = narrowed(x, count * width);
+  packed_ = std::make_unique<PackedTokens>(narrow, count, width, dtype_, pool_, level_of_many_);
+}
+
+void Arithmetic::project(const RowMatrix& weights, std::size_t count, float* out) {
+  const std::size_t n = count * weights.rows;
+  if (packed_ == nullptr) {
+    linear(weights, inputs_, count, out, pool_, level_);
+    round(out, n);
+    return;
+  }
+  products_.resize(n * dtype_nbytes(dtype_));
+  linear_many(weights, *packed_, dtype_, products_.data(), pool_, level_of_many_);
+  widen(products_.data(), n, out);
+}
+
+// A token's values are handled at once, a prompt's by all threads.
+template <typename Body>
+void Arithmetic::each_share(std::size_t n, const Body& body) {
+  if (n <= kValueGrain) {
+    body(0, n);
+  } else {
+    pool_.parallel_for(n, kValueGrain, body);
+  }
+}
+
+void Arithmetic::round(float* values, std::size_t n) {
+  if (dtype_ == Dtype::f32) return;
+  const std::size_t item = dtype_nbytes(dtype_);
+  rounded_.resize(std::max(rounded_.size(), n * item));
+  each_share(n, [&](std::size_t begin, std::size_t end) {
+    kernels_.from_f32(values + begin, end - begin, rounded_.data() + begin * item);
+    kernels_.to_f32(rounded_.data() + begin * item, end - begin, values + begin);
+  });
+}
+
+std::byte* Arithmetic::narrowed(const float* values, std::size_t n) {
+  const std::size_t item = dtype_nbytes(dtype_);
+  narrow_.resize(n * item);
+  each_share(n, [&](std::size_t begin, std::size_t end) {
+    kernels_.from_f32(values + begin, end - begin, narrow_.data() + begin * item);
+  });
+  return narrow_.data();
+}
+
+void Arithmetic::widen(const std::byte* from, std::size_t n, float* to) {
+  const std::size_t item = dtype_nbytes(dtype_);
+  each_share(n, [&](std::size_t begin, std::size_t end) {
+    kernels_.to_f32(from + begin * item, end - begin, to + begin);
+  });
+}
+
+}  // namespace flashllm

@@ -1,0 +1,103 @@
+#include "model/block_attention.h"
+
+#include <cstddef>
+
+#include "kernels/attention.h"
+#include "kernels/norm.h"
+
+namespace flashllm {
+
+void BlockAttention::set_positions(const Part& part) {
+  if (rotary_.empty()) return;
+  std::vector<std::size_t> positions;
+  for (std::size_t t = 0; t < part.count; ++t) positions.push_back(part.tokens[t].position);
+  for (RotaryTable& rotary : rotary_) rotary.set_positions(positions.data(), positions.size());
+}
+
+void BlockAttention::attend(const BlockWeights& weights, const Part& part, float* out) {
+  const std::size_t count = part.count, attended = spec_.heads * spec_.head_dim,
+                    cached = spec_.kv_heads * spec_.head_dim;
+  query_.resize(count * attended);
+  keys_.resize(count * cached);
+  values_.resize(count * cached);
+  mixed_.resize(count * attended);
+  arithmetic_.project(weights.query, count, query_.data());
+  arithmetic_.project(weights.key, count, keys_.data());
+  arithmetic_.project(weights.value, count, values_.data());
+  prepare_heads(weights, count);
+  for (std::size_t t = 0; t < count; ++t)
+    part.tokens[t].sequence->append(part.kv_layer, part.tokens[t].position, keys_.data() + t * cached,
+                                    values_.data() + t * cached);
+  attend_to_cache(weights, part);
+  arithmetic_.round(mixed_.data(), count * attended);
+  if (weights.mixed_norm.width != 0)
+    arithmetic_.normalize(weights.mixed_norm, count, mixed_.data(), mixed_.data());
+  if (spec_.rounded_inputs) arithmetic_.round_inputs(count, attended, mixed_.data());
+  arithmetic_.take_inputs(mixed_.data(), count, attended, part.is_prompt());
+  arithmetic_.project(weights.out, count, out);
+}
+
+// query_ and keys_: their norms, their rotation, the scale of the queries.
+void BlockAttention::prepare_heads(const BlockWeights& weights, std::size_t count) {
+  const std::size_t attended = spec_.heads * spec_.head_dim, cached = spec_.kv_heads * spec_.head_dim;
+  if (spec_.head_norm != HeadNorm::none) {
+    const bool together = spec_.head_norm == HeadNorm::projection, own = spec_.head_norm == HeadNorm::heads;
+    arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
+      for (std::size_t t = begin; t < end; ++t) {
+        normalize_heads(weights.query_norm, together ? 1 : spec_.heads, own, query_.data() + t * attended);
+        normalize_heads(weights.key_norm, together ? 1 : spec_.kv_heads, own, keys_.data() + t * cached);
+      }
+    });
+    arithmetic_.round(query_.data(), count * attended);
+    arithmetic_.round(keys_.data(), count * cached);
+  }
+  const RotaryTable* rotary =
+      weights.rotary >= 0 ? &rotary_[static_cast<std::size_t>(weights.rotary)] : nullptr;
+  if (rotary == nullptr && spec_.query_scale == 1.0F) return;
+  arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t t = begin; t < end; ++t) {
+      float* query = query_.data() + t * attended;
+      if (rotary != nullptr) {
+        rotary->apply(t, query, spec_.heads, spec_.head_dim);
+        rotary->apply(t, keys_.data() + t * cached, spec_.kv_heads, spec_.head_dim);
+      }
+      if (spec_.query_scale != 1.0F)
+        for (std::size_t i = 0; i < attended; ++i) query[i] *= spec_.query_scale;
+    }
+  });
+  if (rotary != nullptr) arithmetic_.round(keys_.data(), count * cached);
+  arithmetic_.round(query_.data(), count * attended);
+}
+
+// query_ -> mixed_, over the keys and values that each token's sequence has up to it.
+void BlockAttention::attend_to_cache(const BlockWeights& weights, const Part& part) {
+  const std::size_t attended = spec_.heads * spec_.head_dim;
+  AttentionShape shape;
+  shape.heads = spec_.heads;
+  shape.kv_heads = spec_.kv_heads;
+  shape.head_dim = spec_.head_dim;
+  shape.dtype = spec_.dtype;
+  shape.softcap = spec_.attention_softcap;
+  shape.window = weights.attention_window;
+  shape.sinks = weights.sinks;
+  shape.alibi = spec_.alibi;
+  if (part.pass != Pass::prompt) {
+    std::vector<AttendingToken> attending;
+    for (std::size_t t = 0; t < part.count; ++t)
+      attending.push_back({query_.data() + t * attended, part.tokens[t].sequence->view(part.kv_layer),
+                           part.tokens[t].position + 1, mixed_.data() + t * attended});
+    attend_each(shape, attending.data(), attending.size(), arithmetic_.pool(), arithmetic_.level());
+    return;
+  }
+  for (std::size_t begin = 0; begin < part.count;) {
+    KvSequence* sequence = part.tokens[begin].sequence;
+    std::size_t end = begin + 1;
+    while (end < part.count && part.tokens[end].sequence == sequence) ++end;
+    attend_many(shape, query_.data() + begin * attended, end - begin, part.tokens[begin].position,
+                sequence->view(part.kv_layer), mixed_.data() + begin * attended, arithmetic_.pool(),
+                arithmetic_.level());
+    begin = end;
+  }
+}
+
+}  // namespace flashllm

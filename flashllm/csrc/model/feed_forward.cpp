@@ -1,0 +1,282 @@
+#include "model/feed_forward.h"
+
+#include <algorithm>
+
+#include "io/error.h"
+
+namespace flashllm {
+
+namespace {
+
+const float* part_of(const float* bias, std::size_t first) {
+  return bias == nullptr ? nullptr : bias + first;
+}
+
+}  // namespace
+
+FeedForward::FeedForward(const ModelSpec& spec, const std::vector<BlockWeights>& blocks,
+                         const RowFormat& rows, Activation activation, RowStream& stream,
+                         FfnCounters& counters, Arithmetic& arithmetic)
+    : spec_(spec),
+      blocks_(blocks),
+      rows_(rows),
+      activation_(activation),
+      stream_(stream),
+      counters_(counters),
+      arithmetic_(arithmetic),
+      dense_(rows, spec.block.dtype, arithmetic.pool(), arithmetic.level()),
+      few_(rows, arithmetic.pool(), arithmetic.level()),
+      experts_(rows, spec.block.dtype, arithmetic.pool(), arithmetic.level()) {
+  require(blocks.size() == stream.num_layers(), "every block needs rows to stream");
+}
+
+void FeedForward::run(const FfnTurn& turn) {
+  watch_.restart();
+  const FfnLayer* ffn = blocks_[turn.layer].ffn;
+  const bool routed = ffn != nullptr && ffn->router() != nullptr;
+  switch (turn.part.pass) {
+    case Pass::sparse:
+      run_active(turn);
+      break;
+    case Pass::oracle:
+      run_firing(turn);
+      break;
+    case Pass::dense:
+      if (routed)
+        run_active(turn);
+      else
+        run_every(turn);
+      break;
+    case Pass::prompt:
+      if (routed)
+        run_experts(turn);
+      else
+        run_prompt(turn);
+      break;
+  }
+  watch_.charge(counters_.compute_ns);
+}
+
+void FeedForward::accept(std::size_t count) {
+  for (const BlockWeights& each : blocks_)
+    if (each.ffn != nullptr) each.ffn->accept(count);
+}
+
+void FeedForward::interrupt() noexcept {
+  stream_.interrupt();
+  for (const BlockWeights& each : blocks_)
+    if (each.ffn != nullptr) each.ffn->interrupt();
+}
+
+void FeedForward::give_up() noexcept {
+  stream_.drain();
+  for (const BlockWeights& each : blocks_) {
+    if (each.ffn == nullptr) continue;
+    each.ffn->abandon();
+    each.ffn->abandon_fill();
+  }
+}
+
+// Active neurons
+
+// Each token with its own active set. Only a lone token's next layer is known soon enough to prefetch for it.
+void FeedForward::run_active(const FfnTurn& turn) {
+  const std::size_t width = spec_.block.d_model, count = turn.part.count;
+  FfnLayer& ffn = *blocks_[turn.layer].ffn;
+  FfnLayer* next = turn.layer + 1 < blocks_.size() ? blocks_[turn.layer + 1].ffn : nullptr;
+  const bool prefetches = spec_.prefetch && count == 1 && next != nullptr && next->can_prefetch();
+  active_.resize(std::max(active_.size(), count));
+  for (std::size_t t = 0; t < count; ++t) active_[t] = ffn.predict(seen(turn) + t * width, t);
+  for (std::size_t t = 0; t < count; t += FfnTokens::kMost) {
+    ffn.begin(together(turn, t, true));
+    if (prefetches) next->prefetch(turn.x, t);
+    ffn.finish(turn.y + t * width);
+  }
+  watch_.restart();  // the layer has counted its own time
+}
+
+// The neurons that really fire, computed as the sparse pass does. A resident gate names them; without one
+// every row is read to find them.
+void FeedForward::run_firing(const FfnTurn& turn) {
+  if (blocks_[turn.layer].gate != nullptr) return run_active(turn);
+  find_firing(turn);
+  FfnLayer& ffn = *blocks_[turn.layer].ffn;
+  for (std::size_t t = 0; t < turn.part.count; t += FfnTokens::kMost) {
+    ffn.begin(together(turn, t, false));
+    ffn.finish(turn.y + t * spec_.block.d_model);
+  }
+  watch_.restart();
+}
+
+// Of every token: active_.
+void FeedForward::find_firing(const FfnTurn& turn) {
+  const BlockWeights& weights = blocks_[turn.layer];
+  const std::size_t width = spec_.block.d_model, tokens = turn.part.count;
+  const float* driver_bias = rows_.gated() ? weights.gate_bias : weights.up_bias;
+  active_.resize(std::max(active_.size(), tokens));
+  for (std::size_t t = 0; t < tokens; ++t) active_[t].clear();
+  std::vector<const void*> rows;
+  std::vector<std::int32_t> ids;
+  std::vector<float> values;
+  each_block(turn.layer, layer_after(turn), [&](const RowBlock& block, std::size_t count) {
+    rows.clear();
+    ids.clear();
+    values.resize(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      rows.push_back(block.rows + i * rows_.stride + rows_.driver());
+      ids.push_back(static_cast<std::int32_t>(block.first_row + i));
+    }
+    const ScatteredRows scattered{rows.data(), count, width, rows_.codec, rows_.inputs};
+    for (std::size_t t = 0; t < tokens; ++t) {
+      dot_scattered(scattered, turn.x + t * width, ids.data(), driver_bias, activation(weights),
+                    values.data(), arithmetic_.pool(), arithmetic_.level());
+      for (std::size_t i = 0; i < count; ++i)
+        if (values[i] != 0.0F) active_[t].push_back(ids[i]);
+    }
+  });
+}
+
+// Tokens of a part from the `first` on, over the neurons in active_; `predicted`: by the layer itself.
+FfnTokens FeedForward::together(const FfnTurn& turn, std::size_t first, bool predicted) const {
+  const std::size_t count = std::min(turn.part.count - first, FfnTokens::kMost);
+  const float* x = turn.x + first * spec_.block.d_model;
+  return {x, active_.data() + first, count, first, turn.part.drafted, predicted};
+}
+
+// Every neuron
+
+// Every row of a layer, block by block. `then`: as RowStream::begin.
+template <typename Body>
+void FeedForward::each_block(std::size_t layer, int then, const Body& body) {
+  stream_.begin(static_cast<int>(layer), then);
+  watch_.charge(counters_.compute_ns);
+  RowBlock block;
+  while (stream_.next(block)) {
+    charge_stream();
+    body(block, std::min(block.count, spec_.d_ff - block.first_row));
+    watch_.charge(counters_.compute_ns);
+  }
+}
+
+// Block by block, token by token. Where a norm lies before the down columns, these wait for all values, and
+// the rows pass a second time.
+void FeedForward::run_every(const FfnTurn& turn) {
+  const BlockWeights& weights = blocks_[turn.layer];
+  const std::size_t width = spec_.block.d_model, tokens = turn.part.count;
+  const bool waits = static_cast<bool>(weights.neuron_norm);
+  few_.begin(turn.x, tokens, activation(weights), turn.y, plane(weights));
+  if (waits) few_.keep_values(weights.neuron_norm);
+  each_block(turn.layer, waits ? static_cast<int>(turn.layer) : layer_after(turn),
+             [&](const RowBlock& block, std::size_t count) {
+               few_.multiply(block.rows, count, part_of(weights.up_bias, block.first_row),
+                             part_of(weights.gate_bias, block.first_row),
+                             gate_rows(weights, block.first_row));
+               if (!waits) few_.add(block.rows, count);
+             });
+  if (waits) {
+    few_.apply();
+    each_block(turn.layer, layer_after(turn),
+               [&](const RowBlock& block, std::size_t count) { few_.add(block.rows, count); });
+  }
+  if (weights.down_bias == nullptr) return;
+  for (std::size_t t = 0; t < tokens; ++t)
+    for (std::size_t j = 0; j < width; ++j) turn.y[t * width + j] += weights.down_bias[j];
+}
+
+// The same of a prompt, in products of many tokens; its last ones fill the neuron cache as the rows pass by.
+void FeedForward::run_prompt(const FfnTurn& turn) {
+  const BlockWeights& weights = blocks_[turn.layer];
+  const std::size_t n = turn.part.count * spec_.block.d_model;
+  Tap* tap = turn.part.tap;
+  const bool fills = turn.part.fills && weights.ffn != nullptr;
+  const bool waits = static_cast<bool>(weights.neuron_norm);
+  if (tap != nullptr) tap->input(turn.layer, turn.x, turn.part.count);
+  if (fills) begin_fill(turn);
+  std::byte* narrow = arithmetic_.narrowed(turn.x, n);
+  dense_.begin(narrow, turn.part.count, activation(weights), plane(weights));
+  if (waits) dense_.keep_values(weights.neuron_norm);
+  const int then = waits ? static_cast<int>(turn.layer) : layer_after(turn);
+  each_block(turn.layer, then, [&](const RowBlock& block, std::size_t count) {
+    if (fills) fill_from(*weights.ffn, block, count);
+    float* h =
+        dense_.activations(block.rows, count, part_of(weights.up_bias, block.first_row),
+                           part_of(weights.gate_bias, block.first_row), gate_rows(weights, block.first_row));
+    if (tap != nullptr) tap->activations(turn.layer, block.first_row, count, h, dense_.padded());
+    if (!waits) dense_.add(block.rows, count);
+  });
+  if (waits) {
+    dense_.apply();
+    each_block(turn.layer, layer_after(turn),
+               [&](const RowBlock& block, std::size_t count) { dense_.add(block.rows, count); });
+  }
+  dense_.finish(weights.down_bias, narrow);
+  arithmetic_.widen(narrow, n, turn.y);
+}
+
+// Every expert that a token of the part goes to, once.
+void FeedForward::run_experts(const FfnTurn& turn) {
+  const BlockWeights& weights = blocks_[turn.layer];
+  require(turn.part.tap == nullptr, "what the experts of a mixture see and compute cannot be observed");
+  stream_.begin(static_cast<int>(turn.layer),
+                experts_.begin(*weights.ffn->router(), turn.x, turn.part.count, activation(weights)));
+  if (turn.part.fills) begin_fill(turn);
+  watch_.charge(counters_.compute_ns);
+  std::fill_n(turn.y, turn.part.count * spec_.block.d_model, 0.0F);
+  RowBlock block;
+  while (stream_.next(block)) {
+    charge_stream();
+    if (turn.part.fills) fill_from(*weights.ffn, block, block.count);
+    experts_.add(block, weights.up_bias, weights.gate_bias, turn.y);
+    watch_.charge(counters_.compute_ns);
+  }
+}
+
+// The neuron cache learns which rows it wants for the part's last tokens; the layer counts its own time.
+void FeedForward::begin_fill(const FfnTurn& turn) {
+  const std::size_t recent = std::min(turn.part.count, spec_.fill_tokens);
+  watch_.charge(counters_.compute_ns);
+  blocks_[turn.layer].ffn->begin_fill(seen(turn) + (turn.part.count - recent) * spec_.block.d_model, recent);
+  watch_.restart();
+}
+
+void FeedForward::fill_from(FfnLayer& ffn, const RowBlock& block, std::size_t count) {
+  ffn.fill_from(block.rows, static_cast<std::int32_t>(block.first_row), static_cast<std::int32_t>(count));
+  watch_.restart();
+}
+
+void FeedForward::charge_stream() {
+  const StreamTimes times = stream_.take();
+  counters_.io_ns += times.wait_ns;
+  counters_.io_busy_ns += times.busy_ns;
+  counters_.bytes_read += times.bytes;
+  counters_.requests += times.requests;
+  counters_.retries += times.retries;
+  watch_.restart();
+}
+
+// What the layer's predictor is given.
+const float* FeedForward::seen(const FfnTurn& turn) const {
+  return blocks_[turn.layer].ffn->predicts_by_stream() ? turn.states : turn.x;
+}
+
+const std::byte* FeedForward::gate_rows(const BlockWeights& weights, std::size_t first) const {
+  if (weights.gate == nullptr) return nullptr;
+  return weights.gate + first * vector_nbytes(rows_.codec, spec_.block.d_model);
+}
+
+const ScalePlane* FeedForward::plane(const BlockWeights& weights) const {
+  return has_plane(rows_.down_codec) ? &weights.plane : nullptr;
+}
+
+Activation FeedForward::activation(const BlockWeights& weights) const {
+  return {activation_.kind, weights.activation_threshold, weights.activation_cut};
+}
+
+// The rows that a dense pass wants after this layer's; none where the next pass is not known.
+int FeedForward::layer_after(const FfnTurn& turn) const {
+  if (turn.part.is_one_block) return RowStream::kNoLayer;
+  if (turn.layer + 1 < blocks_.size()) return static_cast<int>(turn.layer) + 1;
+  return turn.part.is_last ? RowStream::kNoLayer : 0;
+}
+
+}  // namespace flashllm

@@ -1,0 +1,90 @@
+// A block's FFN in a pass of any kind: which neurons are computed for its tokens, and where their rows come
+// from.
+//
+//   sparse: what the predictor names, from each layer's neuron cache and flash (ffn/ffn_layer.h)
+//   oracle: what really fires, found by reading every row, then as in a sparse pass
+//   dense:  every neuron as the rows stream by, token by token (ffn/token_ffn.h); of experts, those chosen,
+//           as in a sparse pass
+//   prompt: the same in products of many tokens (ffn/dense_ffn.h, ffn/expert_ffn.h); its last tokens fill the
+//           neuron caches
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "ffn/counters.h"
+#include "ffn/dense_ffn.h"
+#include "ffn/expert_ffn.h"
+#include "ffn/ffn_layer.h"
+#include "ffn/token_ffn.h"
+#include "io/row_stream.h"
+#include "io/stopwatch.h"
+#include "model/arithmetic.h"
+#include "model/block.h"
+#include "model/pass.h"
+#include "model/spec.h"
+
+namespace flashllm {
+
+// A part of a pass at one layer's FFN; all [tokens, d_model].
+struct FfnTurn {
+  std::size_t layer;
+  const Part& part;
+  const float* x;       // what goes in
+  const float* states;  // what the norm before the FFN was applied to
+  float* y;             // what comes out
+};
+
+class FeedForward {
+ public:
+  // Keeps references to all but the format and the activation.
+  FeedForward(const ModelSpec& spec, const std::vector<BlockWeights>& blocks, const RowFormat& rows,
+              Activation activation, RowStream& stream, FfnCounters& counters, Arithmetic& arithmetic);
+
+  // Counts its own time. Throws CoreError.
+  void run(const FfnTurn& turn);
+
+  // As FfnLayer::accept, of every layer.
+  void accept(std::size_t count);
+  // A pass is to end: reads that never end do not hold up `give_up`.
+  void interrupt() noexcept;
+  // After a pass that did not finish: no read stays under way, and no row counts that did not come.
+  void give_up() noexcept;
+
+ private:
+  void run_active(const FfnTurn& turn);
+  void run_firing(const FfnTurn& turn);
+  void run_every(const FfnTurn& turn);
+  void run_prompt(const FfnTurn& turn);
+  void run_experts(const FfnTurn& turn);
+
+  FfnTokens together(const FfnTurn& turn, std::size_t first, bool predicted) const;
+  void find_firing(const FfnTurn& turn);
+  void begin_fill(const FfnTurn& turn);
+  void fill_from(FfnLayer& ffn, const RowBlock& block, std::size_t count);
+  template <typename Body>
+  void each_block(std::size_t layer, int then, const Body& body);
+  void charge_stream();
+
+  const float* seen(const FfnTurn& turn) const;
+  const std::byte* gate_rows(const BlockWeights& weights, std::size_t first) const;
+  const ScalePlane* plane(const BlockWeights& weights) const;  // nullptr: columns have their own scales
+  Activation activation(const BlockWeights& weights) const;
+  int layer_after(const FfnTurn& turn) const;
+
+  const ModelSpec& spec_;
+  const std::vector<BlockWeights>& blocks_;
+  const RowFormat rows_;
+  const Activation activation_;
+  RowStream& stream_;
+  FfnCounters& counters_;
+  Arithmetic& arithmetic_;
+  DenseFfn dense_;
+  TokenFfn few_;
+  ExpertFfn experts_;
+  Stopwatch watch_;
+  std::vector<std::vector<std::int32_t>> active_;  // of tokens that go through an FFN together
+};
+
+}  // namespace flashllm

@@ -1,0 +1,52 @@
+// A pass through the model: its kind, its tokens, and the part of them that goes through the blocks together.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "model/kv_cache.h"
+
+namespace flashllm {
+
+enum class Pass {
+  sparse,  // few tokens a sequence: the neurons that the predictor names
+  oracle,  // few: the neurons that fire, found by reading all of them
+  dense,   // few: every neuron, or every neuron of the experts that the router chooses
+  prompt,  // many: the same, and products of many tokens at once
+};
+
+// A new token. Those of a sequence follow each other, at positions that follow what the sequence holds.
+struct Token {
+  KvSequence* sequence = nullptr;
+  std::size_t position = 0;
+  std::int32_t id = 0;
+};
+
+// Sees what the FFNs of a prompt's pass see, and may change what their neurons contribute: predictors are
+// trained on the one, and judged by the other.
+struct Tap {
+  virtual ~Tap() = default;
+  // x: the FFN's input, [tokens, d_model] fp32
+  virtual void input(std::size_t layer, const float* x, std::size_t tokens) = 0;
+  // activations of the neurons from `first` on, of every token, before they are multiplied by the down
+  // columns: those of neuron first + i start at h + i * stride
+  virtual void activations(std::size_t layer, std::size_t first, std::size_t count, float* h,
+                           std::size_t stride) = 0;
+};
+
+// Tokens of a pass that go through the blocks together.
+struct Part {
+  const Token* tokens;
+  std::size_t count;
+  Pass pass;
+  bool fills;         // the neuron caches, from its last tokens
+  bool is_last;       // of its pass
+  bool is_one_block;  // not of a pass through all of them
+  Tap* tap;
+  std::size_t kv_layer;  // of its keys and values
+  std::size_t drafted;   // of its last tokens
+
+  bool is_prompt() const { return pass == Pass::prompt; }
+};
+
+}  // namespace flashllm

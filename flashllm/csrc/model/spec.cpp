@@ -1,0 +1,67 @@
+#include "model/spec.h"
+
+#include "io/error.h"
+
+namespace flashllm {
+
+namespace {
+
+bool fits(const RowMatrix& weights, const BlockSpec& spec, std::size_t rows, std::size_t columns) {
+  return weights.data != nullptr && (is_coded(weights.codec) || weights.codec == codec_of(spec.dtype)) &&
+         weights.rows == rows && weights.columns == columns;
+}
+
+void check_block(const BlockSpec& spec, const BlockWeights& weights) {
+  const std::size_t attended = spec.heads * spec.head_dim, cached = spec.kv_heads * spec.head_dim;
+  const auto wide = [&](const Norm& norm, bool wanted) { return !wanted || norm.width == spec.d_model; };
+  const bool input = spec.norms != NormPlace::output, output = norms_output(spec.norms);
+  require(wide(weights.attention_norm, input) && wide(weights.ffn_norm, input && !spec.shared_norm) &&
+              wide(weights.attention_output_norm, output) && wide(weights.ffn_output_norm, output),
+          "a block's norms do not fit the model");
+  const bool together = spec.head_norm == HeadNorm::projection;
+  require(spec.head_norm == HeadNorm::none ||
+              (weights.query_norm.width == (together ? attended : spec.head_dim) &&
+               weights.key_norm.width == (together ? cached : spec.head_dim)),
+          "a block's norms of queries and keys do not fit the model");
+  require(
+      fits(weights.query, spec, attended, spec.d_model) && fits(weights.key, spec, cached, spec.d_model) &&
+          fits(weights.value, spec, cached, spec.d_model) && fits(weights.out, spec, spec.d_model, attended),
+      "a block's projections do not fit the model");
+  require(weights.ffn == nullptr || weights.ffn->width() == spec.d_model,
+          "a block's FFN does not fit the model");
+  require(!spec.rounded_inputs || (spec.norms == NormPlace::input && !spec.parallel),
+          "inputs are rounded where a block's norms are, before attention and FFN");
+  require(weights.mixed_norm.width == 0 || weights.mixed_norm.width == attended,
+          "the norm before a block's output projection does not fit the model");
+}
+
+}  // namespace
+
+void check_fits(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows) {
+  const BlockSpec& block = spec.block;
+  require(block.d_model != 0 && block.head_dim != 0 && spec.vocab != 0 && spec.block_tokens != 0,
+          "a model's sizes must not be zero");
+  require(block.kv_heads != 0 && block.heads % block.kv_heads == 0, "heads must be a multiple of kv_heads");
+  require(fits(weights.embedding, block, spec.vocab, spec.embed_dim) &&
+              fits(weights.head, block, spec.vocab, spec.embed_dim),
+          "the embedding or the head does not fit the model");
+  const bool projected = spec.embed_dim != block.d_model;
+  require(!projected || (fits(weights.project_in, block, block.d_model, spec.embed_dim) &&
+                         fits(weights.project_out, block, spec.embed_dim, block.d_model)),
+          "the embedding's projections do not fit the model");
+  require(weights.positions.data == nullptr || weights.positions.columns == block.d_model,
+          "the position embedding does not fit the model");
+  for (const Norm* each : {&weights.embedding_norm, &weights.final_norm})
+    require(each->width == 0 || each->width == block.d_model,
+            "the norm of the embedding, or the final norm, does not fit the model");
+  require(spec.d_ff != 0 && rows.d_model == block.d_model, "the rows do not fit the model");
+  for (const BlockWeights& each : weights.blocks) {
+    check_block(block, each);
+    require(each.rotary < static_cast<int>(spec.rotary.size()),
+            "a block wants a rotary embedding beyond those there are");
+    require(!each.neuron_norm || each.neuron_norm.neurons == spec.d_ff,
+            "the norm before a block's down columns does not fit the model");
+  }
+}
+
+}  // namespace flashllm

@@ -1,0 +1,43 @@
+// What a model is made of: the options that an architecture chooses, and the resident weights.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "kernels/norm.h"
+#include "kernels/rotary.h"
+#include "kernels/rows.h"
+#include "model/block.h"
+
+namespace flashllm {
+
+struct ModelSpec {
+  BlockSpec block;
+  std::size_t vocab = 0;
+  std::size_t embed_dim = 0;        // of the embedding; d_model unless it is projected
+  std::size_t d_ff = 0;             // neurons of a layer
+  std::size_t position_offset = 0;  // of the first row of the position embedding that is used
+  float embedding_scale = 1.0F;
+  float logit_scale = 1.0F;
+  float logit_softcap = 0.0F;      // logits are cap * tanh(logit / cap); 0: as they are
+  std::vector<Rotary> rotary;      // that blocks choose from; none: positions are part of the embedding
+  std::size_t block_tokens = 256;  // of a prompt that go through the blocks together, at most
+  std::size_t fill_tokens =
+      0;                 // the last tokens of a prompt, from which the neuron caches are filled; 0: never
+  bool prefetch = true;  // the rows of the next layer are read before its turn
+};
+
+struct ModelWeights {
+  RowMatrix embedding;                // [vocab, embed_dim]
+  RowMatrix positions;                // [context + offset, d_model]; no data: there are none
+  RowMatrix project_in, project_out;  // no data: there are none
+  Norm embedding_norm;                // of width 0: there is none
+  Norm final_norm;                    // the same
+  RowMatrix head;                     // [vocab, embed_dim]
+  std::vector<BlockWeights> blocks;
+};
+
+// Throws CoreError (usage) where weights or rows do not fit the spec, or the spec itself makes no sense.
+void check_fits(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows);
+
+}  // namespace flashllm
