@@ -12,8 +12,6 @@ namespace {
 
 constexpr float kTracedValue = 1e-3F;  // of a neuron that fires by the trace and not by its dummy weights
 constexpr std::size_t kCopyGrain = 4;  // rows a thread copies at a time
-constexpr std::uint8_t kNobody = 0xff;
-static_assert(FfnTokens::kMost < kNobody);
 
 RowSource source_of(const FfnLayerOptions& options) {
   RowSource source{options.file_offset, options.format.stride, options.checksums, options.row_of, 0};
@@ -42,17 +40,15 @@ FfnLayer::FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectF
       file_(file),
       pool_(pool),
       counters_(counters),
-      cache_(cache_options(options), rows, bypass_rows) {
+      cache_(cache_options(options), rows, bypass_rows),
+      group_(options.num_neurons),
+      // Nothing is allocated between taking rows and filling them, so nothing can fail there but a read.
+      products_(options_, pool, cache_.part_size()) {
   const auto neurons = static_cast<std::size_t>(options.num_neurons);
-  const std::size_t part = cache_.part_size();
   active_.reserve(neurons);
   listed_.reserve(neurons);
-  gathered_.resize(part);
-  scales_.reserve(part);
-  vectors_.reserve(part);
-  batch_.jobs.reserve(part * source_.jobs_a_row());
-  // Nothing is allocated between taking rows and filling them, so nothing can fail there but a read.
-  ids_.reserve(part);
+  scales_.reserve(cache_.part_size());
+  batch_.jobs.reserve(cache_.part_size() * source_.jobs_a_row());
 }
 
 FfnLayer::~FfnLayer() {
@@ -130,55 +126,37 @@ void FfnLayer::begin(const FfnTokens& tokens) {
   }
   drafted_ = tokens.drafted;
   // 2. What they want together.
-  unite(tokens);
-  counters_.united += wanted_->size();
-  if (holds_prefetch()) prefetch_->keep(*wanted_);
+  group_.begin(tokens, options_.format.d_model);
+  counters_.united += group_.wanted().size();
+  if (holds_prefetch()) prefetch_->keep(group_.wanted());
   for (std::size_t t = 0; t < tokens.count; ++t) {
-    Member& member = members_[t];
-    member.x = tokens.x + t * options_.format.d_model;
-    member.active = &tokens.active[t];
+    FfnMember& member = group_[t];
     member.gate_values = tokens.predicted ? predictor_->gate_values(tokens.first + t) : nullptr;
     member.factors = tokens.predicted ? predictor_->factors(tokens.first + t) : RunFactors{};
     member.firing = has_predictor() ? predictor_->firing(tokens.first + t) : nullptr;
-    member.end = member.active->data();
-    member.rows_read = 0;
     counters_.active += member.active->size();
   }
-  count_ = tokens.count;
-  share_out_values();
   watch.charge(counters_.memory_ns);
   part_end_ = 0;
-  if (!wanted_->empty()) begin_part(0);
-}
-
-void FfnLayer::unite(const FfnTokens& tokens) {
-  wanted_ = tokens.active;
-  if (tokens.count == 1) return;
-  wanted_by_.assign(static_cast<std::size_t>(options_.num_neurons), kNobody);
-  for (std::size_t t = tokens.count; t-- > 0;)
-    for (const std::int32_t neuron : tokens.active[t])
-      wanted_by_[static_cast<std::size_t>(neuron)] = static_cast<std::uint8_t>(t);
-  union_.clear();
-  for (std::int32_t neuron = 0; neuron < options_.num_neurons; ++neuron)
-    if (wanted_by_[static_cast<std::size_t>(neuron)] != kNobody) union_.push_back(neuron);
-  wanted_ = &union_;
+  if (!group_.wanted().empty()) begin_part(0);
 }
 
 void FfnLayer::accept(std::size_t count) {
   if (count > drafted_) throw CoreError(ErrorKind::usage, "more tokens accepted than were drafted");
   for (std::size_t t = 0; t < count; ++t) cache_.observe(drafted_active_[drafted_from_ + t]);
   for (std::size_t t = count; t < drafted_; ++t)
-    counters_.rejected_bytes += members_[drafted_from_ + t].rows_read * options_.format.stride;
+    counters_.rejected_bytes += group_[drafted_from_ + t].rows_read * options_.format.stride;
   drafted_ = 0;
 }
 
 void FfnLayer::finish(float* y) {
-  if (count_ == 0) throw CoreError(ErrorKind::usage, "an FFN layer finishes tokens that did not begin");
+  if (group_.empty()) throw CoreError(ErrorKind::usage, "an FFN layer finishes tokens that did not begin");
+  const std::size_t tokens = group_.size(), wanted = group_.wanted().size();
   const std::uint32_t width = options_.format.d_model;
-  std::fill(y, y + count_ * width, 0.0F);
+  std::fill(y, y + tokens * width, 0.0F);
   // What exceeds the rows is computed in parts; each token's sum runs on in the order of ids.
-  const bool waits = options_.norm && part_end_ < wanted_->size();  // the sum, for the values of all parts
-  for (std::size_t done = 0; done < wanted_->size(); done = part_end_) {
+  const bool waits = options_.norm && part_end_ < wanted;  // the sum, for the values of all parts
+  for (std::size_t done = 0; done < wanted; done = part_end_) {
     if (done != 0) begin_part(done);
     multiply_part();
     if (options_.norm && !waits) apply_norm();
@@ -191,11 +169,11 @@ void FfnLayer::finish(float* y) {
   }
   Stopwatch watch;
   if (options_.down_bias != nullptr)
-    for (std::size_t t = 0; t < count_; ++t)
+    for (std::size_t t = 0; t < tokens; ++t)
       for (std::uint32_t j = 0; j < width; ++j) y[t * width + j] += options_.down_bias[j];
-  for (std::size_t t = 0; t < count_; ++t) add_expert_biases(members_[t], y + t * width);
+  for (std::size_t t = 0; t < tokens; ++t) add_expert_biases(group_[t], y + t * width);
   watch.charge(counters_.compute_ns);
-  count_ = 0;
+  group_.clear();
   if (holds_prefetch()) end_prefetch();
   counters_.moves += cache_.take_moves();
   counters_.io_busy_ns += reader_.take_busy_ns();
@@ -203,8 +181,9 @@ void FfnLayer::finish(float* y) {
 }
 
 void FfnLayer::abandon() noexcept {
-  if (count_ == 0) return;
-  count_ = drafted_ = 0;
+  if (group_.empty()) return;
+  group_.clear();
+  drafted_ = 0;
   reader_.settle(batch_);
   if (holds_prefetch()) end_prefetch();
   if (std::exchange(admitted_, false)) cache_.discard_part();
@@ -228,11 +207,12 @@ void FfnLayer::guarded(const Step& step) {
 void FfnLayer::begin_part(std::size_t first, bool again) {
   Stopwatch watch;
   ++counters_.parts;
-  part_end_ = std::min(first + cache_.part_size(), wanted_->size());
+  const std::vector<std::int32_t>& wanted = group_.wanted();
+  part_end_ = std::min(first + cache_.part_size(), wanted.size());
   guarded([&] {
-    share_out(part_end_);
-    sort_positions(again);
-    cache_.admit(wanted_->data() + first, wanted_->data() + part_end_);
+    group_.next_part(part_end_);
+    place_rows(again);
+    cache_.admit(wanted.data() + first, wanted.data() + part_end_);
     admitted_ = true;
     batch_.jobs.clear();
     for (const std::int32_t neuron : cache_.misses())
@@ -245,49 +225,35 @@ void FfnLayer::begin_part(std::size_t first, bool again) {
   });
 }
 
-// Room for the values of every member's neurons.
-void FfnLayer::share_out_values() {
-  std::size_t total = 0;
-  for (std::size_t t = 0; t < count_; ++t) total += members_[t].active->size();
-  if (values_.size() < total) values_.resize(total);
-  float* values = values_.data();
-  for (std::size_t t = 0; t < count_; ++t) {
-    members_[t].all_values = values;
-    values += members_[t].active->size();
-  }
-}
-
-// The members' parts of the part that ends at `end`.
-void FfnLayer::share_out(std::size_t end) {
-  const bool last = end == wanted_->size();
-  for (std::size_t t = 0; t < count_; ++t) {
-    Member& member = members_[t];
-    const std::int32_t *ids = member.active->data(), *all = ids + member.active->size();
-    member.begin = member.end;
-    member.end = last ? all : std::lower_bound(member.begin, all, (*wanted_)[end]);
-    member.values = member.all_values + (member.begin - ids);
-  }
+// Where the part's rows are before it has any. A row that is missing counts as missed once, for the first
+// token that wants it; a neuron counts once, though its part comes again.
+void FfnLayer::place_rows(bool again) {
+  const FfnGroup::Counts counts = group_.sort([this](std::int32_t neuron) {
+    if (cache_.contains(neuron)) return RowPlace::cached;
+    return prefetched(neuron) ? RowPlace::prefetched : RowPlace::missing;
+  });
+  part_prefetched_ = counts.prefetched;
+  if (again) return;
+  counters_.hits += counts.found;
+  counters_.misses += counts.missed;
 }
 
 void FfnLayer::multiply_part() {
   Stopwatch watch;
-  const auto each = [this](const auto& body) {
-    for (std::size_t t = 0; t < count_; ++t) body(members_[t]);
-  };
   // 1. While reads fly the hits are multiplied, never summed: the sum has one order.
-  each([&](const Member& member) { up_products(member, member.positions.hits); });
+  group_.each([&](const FfnMember& member) { up_products(member, member.positions.hits); });
   watch.charge(counters_.compute_ns);
   // 2. What was prefetched has landed, and then the misses.
   if (part_prefetched_ != 0) {
     guarded([&] { prefetch_->finish(); });
     watch.charge(counters_.io_ns);
     counters_.prefetch_used += part_prefetched_;
-    each([&](const Member& member) { up_products(member, member.positions.prefetched); });
+    group_.each([&](const FfnMember& member) { up_products(member, member.positions.prefetched); });
     watch.charge(counters_.compute_ns);
   }
   await_missed();
   watch.restart();
-  each([&](const Member& member) {
+  group_.each([&](const FfnMember& member) {
     up_products(member, member.positions.missed);
     if (member.factors.of_run != nullptr) apply_factors(member);
     if (member.firing != nullptr) apply_trace(member);
@@ -308,7 +274,7 @@ void FfnLayer::await_missed() {
 // The down sum over every neuron that really fired, in the order of ids.
 void FfnLayer::sum_part(float* y) {
   Stopwatch watch;
-  for (std::size_t t = 0; t < count_; ++t) down_sum(members_[t], y + t * options_.format.d_model);
+  for (std::size_t t = 0; t < group_.size(); ++t) down_sum(group_[t], y + t * options_.format.d_model);
   watch.charge(counters_.compute_ns);
 }
 
@@ -322,15 +288,16 @@ void FfnLayer::end_part() {
 
 void FfnLayer::apply_norm() {
   Stopwatch watch;
-  for (std::size_t t = 0; t < count_; ++t)
-    apply(options_.norm, members_[t].active->data(), members_[t].active->size(), members_[t].all_values);
+  group_.each([&](const FfnMember& member) {
+    apply(options_.norm, member.active->data(), member.active->size(), member.all_values);
+  });
   watch.charge(counters_.compute_ns);
 }
 
 // The sum alone, over values that are known: the rows that had to leave are read once more.
 void FfnLayer::sum_all_parts(float* y) {
-  for (std::size_t t = 0; t < count_; ++t) members_[t].end = members_[t].active->data();
-  for (std::size_t done = 0; done < wanted_->size(); done = part_end_) {
+  group_.rewind();
+  for (std::size_t done = 0; done < group_.wanted().size(); done = part_end_) {
     begin_part(done, true);
     await_missed();
     sum_part(y);
@@ -338,75 +305,17 @@ void FfnLayer::sum_all_parts(float* y) {
   }
 }
 
-// A row that is missing counts as missed once, for the first token that wants it.
-void FfnLayer::sort_positions(bool again) {
-  part_prefetched_ = 0;
-  for (std::size_t t = 0; t < count_; ++t) {
-    Member& member = members_[t];
-    auto& [hits, prefetched_ones, missed] = member.positions;
-    hits.clear();
-    prefetched_ones.clear();
-    missed.clear();
-    std::size_t found = 0;  // in the cache, or wanted by a token before
-    for (const std::int32_t* id = member.begin; id != member.end; ++id) {
-      const bool cached = cache_.contains(*id), fetched = !cached && prefetched(*id);
-      const bool first = count_ == 1 || wanted_by_[static_cast<std::size_t>(*id)] == t;
-      auto& kind = cached ? hits : fetched ? prefetched_ones : missed;
-      kind.push_back(static_cast<std::int32_t>(id - member.begin));
-      found += cached || !first ? 1 : 0;
-      part_prefetched_ += fetched && first ? 1 : 0;
-    }
-    const auto total = static_cast<std::size_t>(member.end - member.begin);
-    member.rows_read += total - found;
-    if (again) continue;  // a neuron counts once
-    counters_.hits += found;
-    counters_.misses += total - found;
-  }
-}
-
-// values[p] = activation(up . x + bias), or activation(gate . x) * (up . x), for the positions given.
-void FfnLayer::up_products(const Member& member, const std::vector<std::int32_t>& positions) {
+void FfnLayer::up_products(const FfnMember& member, const std::vector<std::int32_t>& positions) {
   if (positions.empty()) return;
-  const RowFormat& format = options_.format;
-  const auto in_row = [this](std::uint32_t at) {
-    return [this, at](std::int32_t neuron) { return row(neuron) + at; };
-  };
-  ids_.clear();
-  for (const std::int32_t p : positions) ids_.push_back(member.begin[p]);
-  if (member.gate_values != nullptr) {
-    for (std::size_t i = 0; i < ids_.size(); ++i) member.values[positions[i]] = member.gate_values[ids_[i]];
-  } else {
-    if (options_.gate != nullptr) {
-      const std::size_t nbytes = vector_nbytes(format.codec, format.d_model);
-      const auto in_gate = [&](std::int32_t neuron) {
-        return options_.gate + static_cast<std::size_t>(neuron) * nbytes;
-      };
-      dots(member.x, in_gate, options_.gate_bias, options_.activation);
-    } else {
-      dots(member.x, in_row(format.driver()), format.gated() ? options_.gate_bias : options_.up_bias,
-           options_.activation);
-    }
-    for (std::size_t i = 0; i < ids_.size(); ++i) member.values[positions[i]] = gathered_[i];
-    if (!format.gated() && options_.gate == nullptr) return;
-  }
-  dots(member.x, in_row(format.up), options_.up_bias, options_.activation.of_up());
-  for (std::size_t i = 0; i < ids_.size(); ++i) member.values[positions[i]] *= gathered_[i];
-}
-
-// gathered_[i] = activation(vector . x + bias) of neuron ids_[i]
-template <typename VectorOf>
-void FfnLayer::dots(const float* x, const VectorOf& vector_of, const float* bias, Activation activation) {
-  vectors_.clear();
-  for (const std::int32_t neuron : ids_) vectors_.push_back(vector_of(neuron));
-  const RowFormat& format = options_.format;
-  dot_scattered({vectors_.data(), vectors_.size(), format.d_model, format.codec, format.inputs}, x,
-                ids_.data(), bias, activation, gathered_.data(), pool_, options_.simd);
+  products_.clear();
+  for (const std::int32_t p : positions) products_.gather(member.begin[p], row(member.begin[p]));
+  products_.up(member.x, member.gate_values, positions, member.values);
 }
 
 // Of dummy weights about half of the values fire; by the trace fewer do. The arithmetic left is what a
 // trained model's would be.
-void FfnLayer::apply_trace(const Member& member) {
-  for (std::ptrdiff_t i = 0; i < member.end - member.begin; ++i) {
+void FfnLayer::apply_trace(const FfnMember& member) {
+  for (std::ptrdiff_t i = 0; i < member.part_size(); ++i) {
     if (!in_bit_set(member.firing, member.begin[i]))
       member.values[i] = 0.0F;
     else if (member.values[i] == 0.0F)
@@ -415,12 +324,12 @@ void FfnLayer::apply_trace(const Member& member) {
 }
 
 // An expert's weight scales its neurons' values.
-void FfnLayer::apply_factors(const Member& member) {
-  for (std::ptrdiff_t i = 0; i < member.end - member.begin; ++i)
+void FfnLayer::apply_factors(const FfnMember& member) {
+  for (std::ptrdiff_t i = 0; i < member.part_size(); ++i)
     member.values[i] *= member.factors.of_neuron(member.begin[i]);
 }
 
-void FfnLayer::add_expert_biases(const Member& member, float* y) const {
+void FfnLayer::add_expert_biases(const FfnMember& member, float* y) const {
   if (member.factors.of_run == nullptr || router_ == nullptr) return;
   for (std::size_t run = 0; run < router_->spec().runs(); ++run) {
     const float factor = member.factors.of_run[run];
@@ -430,23 +339,15 @@ void FfnLayer::add_expert_biases(const Member& member, float* y) const {
   }
 }
 
-void FfnLayer::down_sum(const Member& member, float* y) {
-  const RowFormat& format = options_.format;
-  vectors_.clear();
+void FfnLayer::down_sum(const FfnMember& member, float* y) {
+  products_.clear();
   scales_.clear();
-  ids_.clear();
-  for (std::ptrdiff_t i = 0; i < member.end - member.begin; ++i) {
+  for (std::ptrdiff_t i = 0; i < member.part_size(); ++i) {
     if (member.values[i] == 0.0F) continue;  // predicted, did not fire: its down column adds nothing
-    vectors_.push_back(row(member.begin[i]) + format.down);
+    products_.gather(member.begin[i], row(member.begin[i]));
     scales_.push_back(member.values[i]);
-    ids_.push_back(member.begin[i]);
   }
-  if (has_plane(format.down_codec))
-    return sum_scattered(PlaneColumns{vectors_.data(), ids_.data(), vectors_.size(), format.d_model,
-                                      format.down_codec, &options_.plane},
-                         scales_.data(), y, pool_, options_.simd);
-  sum_scattered({vectors_.data(), vectors_.size(), format.d_model, format.down_codec}, scales_.data(), y,
-                pool_, options_.simd);
+  products_.down(scales_.data(), y);
 }
 
 // Of what was prefetched, the rows that the policy wants in the cache are copied there.

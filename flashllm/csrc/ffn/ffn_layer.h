@@ -17,63 +17,22 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "cache/neuron_cache.h"
 #include "ffn/counters.h"
 #include "ffn/experts.h"
-#include "ffn/neuron_norm.h"
+#include "ffn/ffn_group.h"
+#include "ffn/ffn_options.h"
+#include "ffn/neuron_products.h"
 #include "ffn/predictor.h"
 #include "ffn/prefetch.h"
 #include "io/error.h"
 #include "io/reader.h"
 #include "io/row_source.h"
 #include "kernels/rows.h"
-#include "planes/scale_planes.h"
 
 namespace flashllm {
-
-struct FfnLayerOptions {
-  RowFormat format;
-  std::int32_t layer = 0;
-  std::int32_t num_neurons = 0;
-  Activation activation = Activation::relu;
-  const float* up_bias = nullptr;    // [num_neurons] or nullptr
-  const float* gate_bias = nullptr;  // the same; of a gated FFN
-  // [num_neurons, d_model] without gaps, in the rows' codec: the resident gate of rows that hold none.
-  const std::byte* gate = nullptr;
-  const float* down_bias = nullptr;  // [d_model] or nullptr
-  ScalePlane plane;                  // of down columns whose scales lie apart
-  NeuronNorm norm;                   // before the down columns, of models that have one
-  // The cache.
-  std::int32_t capacity = 0;         // rows of the memory handed over
-  std::int32_t bypass_capacity = 0;  // bypass rows, which layers may share
-  std::string cache_policy = "window";
-  std::int32_t window = 1;
-  const float* popularity = nullptr;  // [num_neurons] or nullptr, read by the constructor alone
-  // The rows on flash.
-  std::uint64_t file_offset = 0;  // of row 0
-  const std::uint64_t* checksums = nullptr;
-  const std::int32_t* row_of = nullptr;  // as in RowSource
-  SimdLevel simd = SimdLevel::scalar;
-  // Switched on only to see what the other way is worth (paper A, table 2).
-  bool wait_first = false;  // no product before the reads have landed
-  bool split_rows = false;  // a neuron's matrices are read one by one
-};
-
-// Tokens that go through a layer together. What it refers to stays as it is until `finish`.
-struct FfnTokens {
-  static constexpr std::size_t kMost = 8;
-
-  const float* x = nullptr;                           // [count, d_model]
-  const std::vector<std::int32_t>* active = nullptr;  // [count]: each token's neurons, ascending
-  std::size_t count = 1;                              // at most kMost
-  std::size_t first = 0;                              // number in its pass of the first token
-  std::size_t drafted =
-      0;                   // of the last tokens, fewer than all: guesses, which `accept` tells right or wrong
-  bool predicted = false;  // `active` is what `predict` said of these tokens, by their numbers in the pass
-};
 
 class FfnLayer {
  public:
@@ -151,32 +110,12 @@ class FfnLayer {
   const float* gate_bias() const { return options_.gate_bias; }
 
  private:
-  // Neurons of a token's part by where their rows are or will be: positions in the part.
-  struct Positions {
-    std::vector<std::int32_t> hits, prefetched, missed;
-  };
-  // A token between `begin` and `finish`, and those of its neurons that belong to the part at hand.
-  struct Member {
-    const float* x = nullptr;
-    const std::vector<std::int32_t>* active = nullptr;
-    const float* gate_values = nullptr;     // by neuron, where the predictor has them
-    const std::uint64_t* firing = nullptr;  // of a trace
-    RunFactors factors;                     // of the experts that the router chose
-    const std::int32_t *begin = nullptr, *end = nullptr;
-    float *all_values = nullptr, *values = nullptr;  // of its neurons, and of its part's
-    Positions positions;
-    std::size_t rows_read = 0;  // that no token before it wanted
-  };
-
-  void unite(const FfnTokens& tokens);
-  void share_out_values();
   // A part: its reads start; its values are there; its columns are summed; its rows are let go of. `again`:
   // its values are known.
   void begin_part(std::size_t first, bool again = false);
   void multiply_part();
   void sum_part(float* y);
   void end_part();
-  void share_out(std::size_t end);
   void await_missed();
   void apply_norm();
   void sum_all_parts(float* y);
@@ -184,14 +123,12 @@ class FfnLayer {
   void guarded(const Step& step);
   [[noreturn]] void rethrow_with_place(const CoreError& error) const;
 
-  void sort_positions(bool again);
-  void up_products(const Member& member, const std::vector<std::int32_t>& positions);
-  template <typename VectorOf>
-  void dots(const float* x, const VectorOf& vector_of, const float* bias, Activation activation);
-  void apply_trace(const Member& member);
-  void apply_factors(const Member& member);
-  void add_expert_biases(const Member& member, float* y) const;
-  void down_sum(const Member& member, float* y);
+  void place_rows(bool again);
+  void up_products(const FfnMember& member, const std::vector<std::int32_t>& positions);
+  void apply_trace(const FfnMember& member);
+  void apply_factors(const FfnMember& member);
+  void add_expert_biases(const FfnMember& member, float* y) const;
+  void down_sum(const FfnMember& member, float* y);
   void copy_newcomers();
 
   bool holds_prefetch() const { return prefetch_ != nullptr && prefetch_->layer() == options_.layer; }
@@ -215,10 +152,7 @@ class FfnLayer {
   Prefetch* prefetch_ = nullptr;  // nullptr: nothing is prefetched for this layer
   std::optional<PrefetchDepth> depth_;
 
-  // The tokens between `begin` and `finish`.
-  std::array<Member, FfnTokens::kMost> members_;
-  std::size_t count_ = 0;                              // 0: there are none
-  const std::vector<std::int32_t>* wanted_ = nullptr;  // what any of them wants, ascending
+  FfnGroup group_;  // the tokens between `begin` and `finish`
   std::size_t part_end_ = 0;
   std::size_t part_prefetched_ = 0;  // rows of the part that were prefetched
   bool admitted_ = false;            // the part has rows
@@ -226,14 +160,13 @@ class FfnLayer {
   // Drafted tokens that are neither accepted nor rejected.
   std::array<std::vector<std::int32_t>, FfnTokens::kMost> drafted_active_;
   std::size_t drafted_ = 0;
-  std::size_t drafted_from_ = 0;  // number of the first of them in `members_`
+  std::size_t drafted_from_ = 0;  // number of the first of them in the group
 
   // Scratch, sized before rows are taken.
+  NeuronProducts products_;
   ReadBatch batch_;
-  std::vector<float> values_, gathered_, scales_;
-  std::vector<std::int32_t> active_, listed_, ids_, union_;
-  std::vector<std::uint8_t> wanted_by_;  // [num_neurons]: the first member that wants it, or kNobody
-  std::vector<const void*> vectors_;
+  std::vector<float> scales_;
+  std::vector<std::int32_t> active_, listed_;
 };
 
 }  // namespace flashllm

@@ -1,0 +1,126 @@
+// Tokens that go through an FFN layer together: which neurons any of them wants, which of each token's a part
+// has, and where their rows are. Plain bookkeeping: no arithmetic, no reads.
+//
+// What the tokens want together exceeds the rows there are at times; then it is taken in parts, runs of the
+// wanted neurons in the order of their ids.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "ffn/predictor.h"
+
+namespace flashllm {
+
+// Tokens that go through a layer together. What it refers to stays as it is until `finish`.
+struct FfnTokens {
+  static constexpr std::size_t kMost = 8;
+
+  const float* x = nullptr;                           // [count, d_model]
+  const std::vector<std::int32_t>* active = nullptr;  // [count]: each token's neurons, ascending
+  std::size_t count = 1;                              // at most kMost
+  std::size_t first = 0;                              // number in its pass of the first token
+  std::size_t drafted =
+      0;                   // of the last tokens, fewer than all: guesses, which `accept` tells right or wrong
+  bool predicted = false;  // `active` is what `predict` said of these tokens, by their numbers in the pass
+};
+
+// A token between `begin` and the end, and those of its neurons that belong to the part at hand.
+struct FfnMember {
+  // Neurons of the part by where their rows are or will be: positions in the part.
+  struct Positions {
+    std::vector<std::int32_t> hits, prefetched, missed;
+  };
+
+  const float* x = nullptr;
+  const std::vector<std::int32_t>* active = nullptr;
+  const float* gate_values = nullptr;     // by neuron, where the predictor has them
+  const std::uint64_t* firing = nullptr;  // of a trace
+  RunFactors factors;                     // of the experts that the router chose
+  const std::int32_t *begin = nullptr, *end = nullptr;
+  float *all_values = nullptr, *values = nullptr;  // of its neurons, and of its part's
+  Positions positions;
+  std::size_t rows_read = 0;  // that no token before it wanted
+
+  std::ptrdiff_t part_size() const { return end - begin; }
+};
+
+enum class RowPlace { cached, prefetched, missing };
+
+class FfnGroup {
+ public:
+  // Of neurons of a part, each for the first token that wants it. Those that a token before wanted are found.
+  struct Counts {
+    std::size_t found = 0, missed = 0;
+    std::size_t prefetched = 0;  // of the missed
+  };
+
+  explicit FfnGroup(std::int32_t num_neurons) : num_neurons_(num_neurons) {}
+
+  // x of `width` values a token. What the predictor knows of each is for the caller to set.
+  void begin(const FfnTokens& tokens, std::size_t width);
+  void clear() { count_ = 0; }
+  bool empty() const { return count_ == 0; }
+  std::size_t size() const { return count_; }
+  FfnMember& operator[](std::size_t t) { return members_[t]; }
+  const FfnMember& operator[](std::size_t t) const { return members_[t]; }
+  template <typename Body>
+  void each(const Body& body) const {
+    for (std::size_t t = 0; t < count_; ++t) body(members_[t]);
+  }
+  // What any of them wants, ascending.
+  const std::vector<std::int32_t>& wanted() const { return *wanted_; }
+
+  // The part behind the last one, of the wanted neurons up to number `end`.
+  void next_part(std::size_t end);
+  // The next part is the first again.
+  void rewind();
+  // The positions of each member's neurons; `place_of(neuron)` is a RowPlace.
+  template <typename PlaceOf>
+  Counts sort(const PlaceOf& place_of);
+
+ private:
+  static constexpr std::uint8_t kNobody = 0xff;
+  static_assert(FfnTokens::kMost < kNobody);
+
+  void unite(const FfnTokens& tokens);
+  void share_out_values();
+
+  const std::int32_t num_neurons_;
+  std::array<FfnMember, FfnTokens::kMost> members_;
+  std::size_t count_ = 0;
+  const std::vector<std::int32_t>* wanted_ = nullptr;
+  std::vector<std::int32_t> union_;
+  std::vector<std::uint8_t> wanted_by_;  // [num_neurons]: the first member that wants it, or kNobody
+  std::vector<float> values_;
+};
+
+template <typename PlaceOf>
+FfnGroup::Counts FfnGroup::sort(const PlaceOf& place_of) {
+  Counts counts;
+  for (std::size_t t = 0; t < count_; ++t) {
+    FfnMember& member = members_[t];
+    auto& [hits, prefetched, missed] = member.positions;
+    hits.clear();
+    prefetched.clear();
+    missed.clear();
+    std::size_t found = 0;  // in the cache, or wanted by a token before
+    for (const std::int32_t* id = member.begin; id != member.end; ++id) {
+      const RowPlace place = place_of(*id);
+      const bool first = count_ == 1 || wanted_by_[static_cast<std::size_t>(*id)] == t;
+      auto& kind = place == RowPlace::cached ? hits : place == RowPlace::prefetched ? prefetched : missed;
+      kind.push_back(static_cast<std::int32_t>(id - member.begin));
+      found += place == RowPlace::cached || !first ? 1 : 0;
+      counts.prefetched += place == RowPlace::prefetched && first ? 1 : 0;
+    }
+    const std::size_t rest = static_cast<std::size_t>(member.part_size()) - found;
+    member.rows_read += rest;
+    counts.found += found;
+    counts.missed += rest;
+  }
+  return counts;
+}
+
+}  // namespace flashllm

@@ -1,0 +1,42 @@
+// What one FFN layer is made of, and how its neurons are kept and read.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "ffn/neuron_norm.h"
+#include "kernels/rows.h"
+#include "planes/scale_planes.h"
+
+namespace flashllm {
+
+struct FfnLayerOptions {
+  RowFormat format;
+  std::int32_t layer = 0;
+  std::int32_t num_neurons = 0;
+  Activation activation = Activation::relu;
+  const float* up_bias = nullptr;    // [num_neurons] or nullptr
+  const float* gate_bias = nullptr;  // the same; of a gated FFN
+  // [num_neurons, d_model] without gaps, in the rows' codec: the resident gate of rows that hold none.
+  const std::byte* gate = nullptr;
+  const float* down_bias = nullptr;  // [d_model] or nullptr
+  ScalePlane plane;                  // of down columns whose scales lie apart
+  NeuronNorm norm;                   // before the down columns, of models that have one
+  // The cache.
+  std::int32_t capacity = 0;         // rows of the memory handed over
+  std::int32_t bypass_capacity = 0;  // bypass rows, which layers may share
+  std::string cache_policy = "window";
+  std::int32_t window = 1;
+  const float* popularity = nullptr;  // [num_neurons] or nullptr, read by the constructor alone
+  // The rows on flash.
+  std::uint64_t file_offset = 0;  // of row 0
+  const std::uint64_t* checksums = nullptr;
+  const std::int32_t* row_of = nullptr;  // as in RowSource
+  SimdLevel simd = SimdLevel::scalar;
+  // Switched on only to see what the other way is worth (paper A, table 2).
+  bool wait_first = false;  // no product before the reads have landed
+  bool split_rows = false;  // a neuron's matrices are read one by one
+};
+
+}  // namespace flashllm
