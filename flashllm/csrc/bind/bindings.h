@@ -67,6 +67,7 @@ DirectWriter& direct_writer_of(nb::handle writer);
 void init_io(nb::module_& m);
 void init_compute(nb::module_& m);
 void init_ffn(nb::module_& m);
+void init_stream(nb::module_& m);
 void init_model(nb::module_& m);
 void init_attention(nb::module_& m);
 void init_offload(nb::module_& m);

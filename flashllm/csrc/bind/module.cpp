@@ -53,6 +53,7 @@ NB_MODULE(_core, m) {
   flashllm::init_io(m);
   flashllm::init_compute(m);
   flashllm::init_ffn(m);
+  flashllm::init_stream(m);
   flashllm::init_model(m);
   flashllm::init_attention(m);
   flashllm::init_offload(m);

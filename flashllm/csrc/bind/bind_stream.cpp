@@ -1,0 +1,88 @@
+// Streams of rows.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind/py_row_stream.h"
+#include "io/xxh3.h"
+
+namespace flashllm {
+
+namespace {
+
+using RowsView = nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<2>>;
+
+}  // namespace
+
+PyRowStream::PyRowStream(std::shared_ptr<Reader> reader, std::shared_ptr<DirectFile> file,
+                         const std::vector<std::tuple<std::uint64_t, ChecksumArray>>& layers,
+                         std::size_t stride, std::size_t block_rows, std::size_t ahead)
+    : reader_(std::move(reader)), file_(std::move(file)) {
+  std::vector<StreamedLayer> streamed;
+  for (const auto& [offset, checksums] : layers) {
+    streamed.push_back({offset, checksums.shape(0), checksums.data()});
+    checksums_.push_back(checksums);
+  }
+  stream_ = std::make_unique<RowStream>(*reader_, *file_, std::move(streamed), stride, block_rows, ahead);
+}
+
+void PyRowStream::begin(int layer, std::optional<int> then) {
+  const auto known = [this](int index) {
+    return index >= 0 && static_cast<std::size_t>(index) < stream_->num_layers();
+  };
+  require(known(layer) && (!then || known(*then)), "a layer beyond those there are");
+  stream_->begin(layer, then.value_or(RowStream::kNoLayer));
+}
+
+nb::object PyRowStream::next() {
+  RowBlock block;
+  bool more = false;
+  {
+    const nb::gil_scoped_release unlocked;
+    more = stream_->next(block);
+  }
+  if (!more) return nb::none();
+  const auto* rows = reinterpret_cast<const std::uint8_t*>(block.rows);
+  return nb::make_tuple(block.first_row, RowsView(rows, {block.count, stream_->stride()}, nb::find(this)));
+}
+
+void PyRowStream::keep(std::size_t layer, const ByteArray& memory) {
+  require(layer < stream_->num_layers(), "a layer beyond those there are");
+  require(reinterpret_cast<std::uintptr_t>(memory.data()) % kHashedMultiple == 0,
+          "memory that keeps rows must come from allocate()");
+  stream_->keep(layer, reinterpret_cast<std::byte*>(memory.data()), memory.nbytes() / stream_->stride());
+  kept_.push_back(memory);
+}
+
+void init_stream(nb::module_& m) {
+  nb::class_<PyRowStream>(m, "RowStream")
+      .def(nb::init<std::shared_ptr<Reader>, std::shared_ptr<DirectFile>,
+                    const std::vector<std::tuple<std::uint64_t, ChecksumArray>>&, std::size_t, std::size_t,
+                    std::size_t>(),
+           nb::arg("reader"), nb::arg("file"), nb::arg("layers"), nb::kw_only(), nb::arg("stride"),
+           nb::arg("block_rows"), nb::arg("ahead"))
+      .def("begin", &PyRowStream::begin, nb::arg("layer"), nb::arg("then").none() = nb::none())
+      .def("next", &PyRowStream::next)
+      .def("drain", [](PyRowStream& self) { self.stream().drain(); })
+      .def("keep", &PyRowStream::keep, nb::arg("layer"), nb::arg("memory"))
+      .def(
+          "set_kept",
+          [](PyRowStream& self, std::size_t layer, std::size_t rows) { self.stream().set_kept(layer, rows); },
+          nb::arg("layer"), nb::arg("rows"))
+      .def(
+          "kept", [](PyRowStream& self, std::size_t layer) { return self.stream().kept(layer); },
+          nb::arg("layer"))
+      .def("take", [](PyRowStream& self) {
+        const StreamTimes times = self.stream().take();
+        nb::dict result;
+        result["wait_ns"] = times.wait_ns;
+        result["busy_ns"] = times.busy_ns;
+        result["bytes"] = times.bytes;
+        result["requests"] = times.requests;
+        result["retries"] = times.retries;
+        return result;
+      });
+}
+
+}  // namespace flashllm
