@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bind/bindings.h"
+#include "bind/ffn_arguments.h"
 #include "cache/cache_replay.h"
 #include "ffn/ffn_layer.h"
 #include "io/xxh3.h"
@@ -29,17 +30,6 @@ std::vector<std::int32_t> checked_ids(const IdArray& active, std::int32_t num_ne
     require(ids[i] >= 0 && ids[i] < num_neurons && (i == 0 || ids[i] > ids[i - 1]),
             "active neurons must be ascending ids of this layer");
   return ids;
-}
-
-bool is_permutation(const IdArray& rows) {
-  std::vector<bool> taken(rows.shape(0), false);
-  for (std::size_t i = 0; i < rows.shape(0); ++i) {
-    const std::int32_t row = rows.data()[i];
-    if (row < 0 || static_cast<std::size_t>(row) >= rows.shape(0) || taken[static_cast<std::size_t>(row)])
-      return false;
-    taken[static_cast<std::size_t>(row)] = true;
-  }
-  return true;
 }
 
 std::byte* bytes_of(const ByteArray& array) { return reinterpret_cast<std::byte*>(array.data()); }
@@ -101,73 +91,24 @@ using Biases = Exact<nb::ndarray<const float, nb::ndim<2>, nb::device::cpu, nb::
 class PyFfnLayer {
  public:
   explicit PyFfnLayer(const nb::kwargs& arguments) : arguments_(arguments) {
-    FfnLayerOptions options;
-    const auto dtype = get<std::string>("dtype");  // of x and y
-    const auto encoding = get_or("encoding", dtype);
-    options.format = {parse_codec(encoding),        parse_codec(get_or("down_encoding", encoding)),
-                      get<std::uint32_t>("stride"), get<std::uint32_t>("d_model"),
-                      get<std::uint32_t>("up"),     get<std::uint32_t>("down"),
-                      get<std::int32_t>("gate")};
-    options.format.inputs = parse_inputs(get_or<std::string>("inputs", "float32"), options.format.codec);
-    options.format.check();
-    options.layer = get<std::int32_t>("layer");
-    options.num_neurons = get<std::int32_t>("num_neurons");
-    options.activation = parse_activation(
-        get<std::string>("activation"), get_or("activation_threshold", 0.0F), get_or("activation_cut", 0.0F));
-    options.cache_policy = get<std::string>("cache_policy");
-    options.window = get<std::int32_t>("window");
-    options.file_offset = get<std::uint64_t>("file_offset");
-    options.simd = parse_simd(get_or<std::string>("simd", "auto"));
-    options.wait_first = get_or("wait_first", false);
-    options.split_rows = get_or("split_rows", false);
-    require(options.num_neurons > 0, "an FFN layer needs neurons");
-    const auto neurons = static_cast<std::size_t>(options.num_neurons);
-    options.up_bias = get_floats("up_bias", neurons);
-    options.gate_bias = get_floats("gate_bias", neurons);
-    options.down_bias = get_floats("down_bias", options.format.d_model);
-    options.norm = {get_floats("sub_norm", neurons), neurons, get_or("norm_epsilon", 0.0F),
-                    get_or("rounded_inputs", false)};
-    options.popularity = get_floats("popularity", neurons);
-    if (const auto gate = get_or<std::optional<AnyArray>>("gate_matrix", std::nullopt)) {
-      const std::size_t row_nbytes = vector_nbytes(options.format.codec, options.format.d_model);
-      require(!options.format.gated() && gate->nbytes() == neurons * row_nbytes,
-              "a resident gate must be [num_neurons, d_model] in the rows' codec, of rows that hold none");
-      options.gate = static_cast<const std::byte*>(gate->data());
-    }
-    if (const auto scales = get_or<std::optional<AnyArray>>("down_scales", std::nullopt)) {
-      const auto part = [this](const char* name) {
-        return get_or<std::optional<AnyArray>>(name, std::nullopt);
-      };
-      options.plane = plane_of(*scales, part("down_minimums"), part("down_factors"),
-                               part("down_minimum_factors"), neurons, options.format.d_model);
-    }
-    require(has_plane(options.format.down_codec) == (options.plane.scales != nullptr),
-            "a layer has its scales apart where its down columns are codes alone, and nowhere else");
-    require(options.format.gated() || options.gate != nullptr || options.gate_bias == nullptr,
-            "an FFN without a gate has no gate bias");
-    const auto checksums = get<ChecksumArray>("checksums");
-    require(checksums.shape(0) >= neurons, "too few checksums");
-    options.checksums = checksums.data();
-    if (const auto row_of = get_or<std::optional<IdArray>>("row_of", std::nullopt)) {
-      require(row_of->shape(0) == neurons && is_permutation(*row_of),
-              "row_of must give every neuron a row of its own");
-      options.row_of = row_of->data();
-    }
+    const auto dtype = arguments_.get<std::string>("dtype");  // of x and y
+    FfnLayerOptions options = arguments_.options(dtype);
     const std::uint32_t stride = options.format.stride;
-    const auto rows = get<ByteArray>("rows");
+    const auto rows = arguments_.get<ByteArray>("rows");
     options.capacity = rows_in(rows, stride, options.num_neurons, "the neuron cache");
-    const auto bypass_rows = get<std::optional<ByteArray>>("bypass_rows");
+    const auto bypass_rows = arguments_.get<std::optional<ByteArray>>("bypass_rows");
     if (bypass_rows)
       options.bypass_capacity = rows_in(*bypass_rows, stride, options.num_neurons, "bypass rows");
     layer_ = std::make_unique<FfnLayer>(
-        options, get<Reader&>("reader"), get<const DirectFile&>("file"), get<ThreadPool&>("pool"),
-        bytes_of(rows), bypass_rows ? bytes_of(*bypass_rows) : nullptr, get<FfnCounters&>("counters"));
-    require(taken_ == arguments.size(), "an FFN layer got an argument it does not know");
-    nb::del(arguments_["popularity"]);  // the layer has what it wants of it
+        options, arguments_.get<Reader&>("reader"), arguments_.get<const DirectFile&>("file"),
+        arguments_.get<ThreadPool&>("pool"), bytes_of(rows), bypass_rows ? bytes_of(*bypass_rows) : nullptr,
+        arguments_.get<FfnCounters&>("counters"));
+    arguments_.require_all_taken();
+    arguments_.release("popularity");
     dtype_ = parse_dtype(dtype);
     level_ = options.simd;
     kernels_ = &kernel_table(options.simd, dtype_);
-    element_nbytes_ = dtype_nbytes(parse_dtype(dtype));
+    element_nbytes_ = dtype_nbytes(dtype_);
     x_.resize(options.format.d_model);
     y_.resize(options.format.d_model);
   }
@@ -316,35 +257,6 @@ class PyFfnLayer {
   FfnLayer& layer() { return *layer_; }
 
  private:
-  template <typename T>
-  T get(const char* name) {
-    if (!arguments_.contains(name))
-      throw CoreError(ErrorKind::usage, std::string("an FFN layer needs the argument ") + name);
-    ++taken_;
-    return cast<T>(name);
-  }
-  template <typename T>
-  T get_or(const char* name, T otherwise) {
-    return arguments_.contains(name) ? get<T>(name) : std::move(otherwise);
-  }
-  template <typename T>
-  T cast(const char* name) {
-    try {
-      return nb::cast<T>(arguments_[name]);
-    } catch (const nb::cast_error&) {
-      throw nb::type_error((std::string("an FFN layer cannot use its argument ") + name).c_str());
-    }
-  }
-  // [length], or None.
-  const float* get_floats(const char* name, std::size_t length) {
-    const auto values = get<std::optional<FloatArray>>(name);
-    if (!values) return nullptr;
-    std::string words = name;
-    std::replace(words.begin(), words.end(), '_', ' ');
-    require(values->shape(0) == length, words + " has the wrong length");
-    return values->data();
-  }
-
   void load(std::uintptr_t x, std::size_t token) {
     kernels_->to_f32(at_address<const std::byte>(x) + token * x_.size() * element_nbytes_, x_.size(),
                      x_.data());
@@ -408,8 +320,7 @@ class PyFfnLayer {
     std::optional<AnyArray> a_scale, b_scale;
   };
 
-  nb::dict arguments_;  // keeps what they refer to alive
-  std::size_t taken_ = 0;
+  FfnArguments arguments_;  // keeps what they refer to alive
   PredictorArrays predictor_arrays_, prefetch_arrays_;
   AnyArray coded_gate_;
   std::tuple<AnyArray, AnyArray> relu_arrays_;
