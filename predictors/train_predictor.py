@@ -34,7 +34,9 @@ from flashllm.config import RunConfig
 from flashllm.convert.locate import resolve_model
 from flashllm.engine.model import Model
 from flashllm.errors import FlashError, UsageError
-from flashllm.format.manifest import Calibration, Manifest, install_predictors
+from flashllm.format.install import install_predictors
+from flashllm.format.manifest import Manifest
+from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN
 from flashllm.format.predictors import StoredPredictor, encode_predictors

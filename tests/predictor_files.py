@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from flashllm.format.manifest import Manifest, install_predictors
+from flashllm.format.install import install_predictors
+from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import FFN, PREDICTOR_METADATA
 
 KINDS = ("exact", "random", "all", "none", "prefetch")  # "prefetch": "random", and predictors of the next layer

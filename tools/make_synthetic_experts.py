@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from flashllm.arch.spec import Architecture
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import iterate_chunks
-from flashllm.format.manifest import install_file
+from flashllm.format.install import install_file
 from flashllm.format.model_files import TRACE
 from flashllm.format.trace import Stream, TraceInfo, TraceWriter, pack_bits
 

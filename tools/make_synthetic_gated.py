@@ -23,7 +23,7 @@ from synthetic_trace import FIRING_SHARE, add_prefetch_arguments, write_syntheti
 
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import iterate_chunks
-from flashllm.format.manifest import install_file, install_predictors
+from flashllm.format.install import install_file, install_predictors
 from flashllm.format.model_files import TRACE
 from flashllm.format.popularity import install_popularity
 from flashllm.format.rows import CODED_ENCODINGS

@@ -33,7 +33,8 @@ from flashllm.base.progress import ProgressBar
 from flashllm.convert.checkpoint.source import Checkpoint, companion_files
 from flashllm.convert.choices import Choices
 from flashllm.convert.run import convert_checkpoint
-from flashllm.format.manifest import Manifest, install_file, install_predictors
+from flashllm.format.install import install_file, install_predictors
+from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import FFN, PREDICTOR_METADATA, TRACE
 from flashllm.format.popularity import install_popularity
 from flashllm.format.predictors import FACTOR_CODE, PREFETCH, predictor_entries

@@ -36,7 +36,7 @@ from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.run import convert_checkpoint
 from flashllm.engine.model import Model
-from flashllm.format.inspect import inspect
+from flashllm.format.report.inspect import inspect
 from flashllm.format.rows import CODED_ENCODINGS
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.quantise.run import convert_calibrated

@@ -123,8 +123,9 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.convert.run import convert
     from flashllm.convert.tokenizer import TOKENIZER
     from flashllm.errors import UsageError
-    from flashllm.format.inspect import sparsity_line
-    from flashllm.format.manifest import MANIFEST, change_manifest
+    from flashllm.format.install import change_manifest
+    from flashllm.format.manifest import MANIFEST
+    from flashllm.format.report.inspect import sparsity_line
     from flashllm.format.trace import Trace
     from flashllm.quantise.run import convert_calibrated
     from flashllm.sparsify.run import convert_sparsified
@@ -216,7 +217,7 @@ def _compared(source: Path, directory: Path, progress: Progress) -> str:
     """What the bits of a finished conversion cost, or why that is not known: the model is whole either way."""
     from flashllm.commands.predictors.scripts import sample_text
     from flashllm.errors import FlashError
-    from flashllm.format.inspect import quality_line
+    from flashllm.format.report.inspect import quality_line
     from flashllm.quantise.quality import measure_quality
 
     try:

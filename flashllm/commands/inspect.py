@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the facts."""
-    from flashllm.format.inspect import format_inspection, inspect
+    from flashllm.format.report.inspect import format_inspection, inspect
 
     facts = inspect(find_converted(args))
     if args.json:

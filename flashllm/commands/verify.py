@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Check; exit status 1 where anything is wrong, every finding an error line (with --json: in the document)."""
     from flashllm.base.progress import ProgressBar
-    from flashllm.format.verify import verify
+    from flashllm.format.report.verify import verify
 
     path = find_converted(args)
     with ProgressBar("verify") as bar:

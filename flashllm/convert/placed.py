@@ -13,7 +13,7 @@ from flashllm import _core
 from flashllm.base.files import HashingWriter, Progress
 from flashllm.convert.placement import place
 from flashllm.errors import FlashError, FlashIOError
-from flashllm.format.manifest import FileEntry, Permutation
+from flashllm.format.manifest_values import FileEntry, Permutation
 from flashllm.format.model_files import FFN, PLACED
 from flashllm.format.placed import Order, placed_header, placed_nbytes
 from flashllm.format.rows import RowLayout, row_checksums

@@ -15,7 +15,8 @@ from flashllm.base.files import HashingWriter, Progress, iterate_chunks
 from flashllm.convert.placed import Checksums, permutation_of, write_placed
 from flashllm.convert.run import new_model_directory
 from flashllm.errors import FormatError, UsageError
-from flashllm.format.manifest import MANIFEST, FileEntry, Manifest, open_model_dir
+from flashllm.format.manifest import MANIFEST, Manifest, open_model_dir
+from flashllm.format.manifest_values import FileEntry
 from flashllm.format.model_files import MODEL_CARD, PLACED, RESIDENT, checksums_tensor
 from flashllm.format.partial import PartialDirectory
 from flashllm.format.placed import placed_nbytes

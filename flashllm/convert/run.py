@@ -30,7 +30,8 @@ from flashllm.convert.storage import ResidentEntry
 from flashllm.convert.untrained.file import made_predictors
 from flashllm.convert.weights import Weights
 from flashllm.errors import FlashIOError, UsageError
-from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, FileEntry, Manifest, Source
+from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, Manifest
+from flashllm.format.manifest_values import FileEntry, Source
 from flashllm.format.model_files import FFN, PLACED, PREDICTORS, RESIDENT
 from flashllm.format.partial import PartialDirectory, check_space, open_partial
 from flashllm.format.rows import CODED_ENCODINGS, row_checksums

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from flashllm import _core
 from flashllm.errors import FlashIOError
-from flashllm.format.manifest import FileEntry
+from flashllm.format.manifest_values import FileEntry
 from flashllm.format.model_dir import check_hash
 from flashllm.format.safetensors import read_header
 

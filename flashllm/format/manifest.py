@@ -20,30 +20,38 @@ import hashlib
 import json
 import math
 import os
-import re
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from flashllm.arch.registry import resident_shapes, resolve
-from flashllm.arch.spec import Architecture, check_number
-from flashllm.base.checks import check_file_name, check_int, check_keys, check_list, check_str, is_number
+from flashllm.arch.spec import Architecture
+from flashllm.base.checks import check_file_name, check_int, check_list, check_str
 from flashllm.base.codes.carried import SCALE_FORMS
-from flashllm.base.dtypes import WEIGHT_DTYPES
-from flashllm.base.files import (
-    HashingWriter,
-    fsync_directory,
-    is_there,
-    iterate_chunks,
-    locked_directory,
-    read_json_object,
-    write_atomically,
-)
-from flashllm.config import MAX_WINDOW
+from flashllm.base.files import is_there, read_json_object, write_atomically
 from flashllm.errors import FormatError, UsageError
+from flashllm.format.manifest_values import (
+    EXPERT_KEYS,
+    ROW_KEYS,
+    Calibration,
+    FileEntry,
+    Permutation,
+    Quality,
+    Source,
+    Sparsity,
+    check_dtype,
+    fields_of,
+    read_architecture,
+    read_calibration,
+    read_files,
+    read_optional,
+    read_rows,
+    read_sparsity,
+    read_value,
+)
 from flashllm.format.model_files import (
     CONFIG,
     FFN,
@@ -66,114 +74,10 @@ FORMAT_VERSION = 2
 MANIFEST = "flashllm.json"
 PARTIAL_SUFFIX = ".partial"  # of a directory under conversion
 _MAX_FILES = 1000
-_EXPERT_KEYS = ("experts", "chosen_experts", "shared_neurons")  # of the architecture of a mixture of experts
 _MATRIX_ENCODINGS = (*CODED_ENCODINGS, *CARRIED_ENCODINGS)
 # Forms other than fp32 of what weights in groups are multiplied by. "int16": those of 8 bits; those of 4 bits by int8.
 ACTIVATIONS = ("int16", "int8")
 _OPTIONAL_KEYS = ("resident_encoding", "activations", "sparsity", "quality")
-_ROW_KEYS = ("encoding", "down_encoding", "matrices", "row_nbytes", "stride", "num_rows")
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileEntry:
-    """Size and SHA-256 (hexadecimal) of a file."""
-
-    nbytes: int
-    sha256: str
-
-    def __post_init__(self) -> None:
-        check_int("nbytes", self.nbytes, 0, 2**63 - 1)
-        if type(self.sha256) is not str or re.fullmatch(r"[0-9a-f]{64}", self.sha256) is None:
-            raise ValueError(f"sha256 must be 64 hexadecimal digits, not {str(self.sha256)[:80]!r}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
-    """Activity statistics of sample text: active neurons a token, and neurons needed for the window, by layer."""
-
-    window: int
-    mean_active: tuple[float, ...]
-    req: tuple[int, ...]
-    tokens: int
-    text: str  # what the sample was
-
-    def __post_init__(self) -> None:
-        check_int("window", self.window, 1, MAX_WINDOW)
-        check_int("tokens", self.tokens, 1, 2**63 - 1)
-        check_str("text", self.text, 10_000)
-        for value in self.mean_active:
-            if not is_number(value) or value < 0:
-                raise ValueError(f"mean_active must be numbers from 0, not {value!r}")
-        for value in self.req:
-            check_int("req", value, 0, 2**24)
-        if len(self.req) != len(self.mean_active):
-            raise ValueError(f"mean_active has {len(self.mean_active)} layers, req has {len(self.req)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Permutation:
-    """The neurons lie on flash a second time, in `placed.safetensors`, in an order learned from a trace."""
-
-    learned_on: str  # the trace's description
-    tokens: int
-
-    def __post_init__(self) -> None:
-        check_str("learned_on", self.learned_on, 10_000)
-        check_int("tokens", self.tokens, 1, 2**63 - 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sparsity:
-    """Neurons whose gate's activation is of a smaller magnitude than their layer's cut count as zero (Lee et al., 2024:
-    CATS), and what that cost on the text where it was measured."""
-
-    share: float  # of zeros that was asked for
-    cuts: tuple[float, ...]  # of each layer
-    zeros: float  # share of neurons that were zero
-    perplexity: float
-    dense_perplexity: float  # without the cuts
-    scored_tokens: int
-    text: str
-
-    def __post_init__(self) -> None:
-        check_str("text", self.text, 10_000)
-        check_int("scored_tokens", self.scored_tokens, 1, 2**63 - 1)
-        for name in ("share", "zeros", "perplexity", "dense_perplexity"):
-            check_number(name, getattr(self, name))
-        for cut in self.cuts:
-            if check_number("cuts", cut) < 0:
-                raise ValueError(f"cuts must be numbers from 0, not {cut}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quality:
-    """What fewer bits cost: perplexity on a text, of the model and of what it was converted from."""
-
-    perplexity: float
-    source_perplexity: float
-    scored_tokens: int
-    text: str
-
-    def __post_init__(self) -> None:
-        check_str("text", self.text, 10_000)
-        check_int("scored_tokens", self.scored_tokens, 1, 2**63 - 1)
-        for name in ("perplexity", "source_perplexity"):
-            if not check_number(name, getattr(self, name)) > 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where the weights came from: a folder's or hub repository's name, and their dtype there."""
-
-    name: str
-    dtype: str
-
-    def __post_init__(self) -> None:
-        check_str("name", self.name, 1000)
-        _check_dtype("dtype", self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +109,7 @@ class Manifest:
         if type(self.format_version) is not int or self.format_version != FORMAT_VERSION:
             raise ValueError(f"format_version must be {FORMAT_VERSION}, not {str(self.format_version)[:80]!r}")
         check_str("flashllm_version", self.flashllm_version, 100)
-        _check_dtype("dtype", self.dtype)
+        check_dtype("dtype", self.dtype)
         for encoding in (self.rows.encoding, self.rows.down):
             if encoding != self.dtype and encoding not in (*_MATRIX_ENCODINGS, *PLANE_ENCODINGS):
                 raise ValueError(f"rows.encoding must be {self.dtype} or coded, not {encoding}")
@@ -327,52 +231,19 @@ class Manifest:
         if isinstance(value, dict):
             # Written only where there is one:
             value = {**dict.fromkeys(_OPTIONAL_KEYS), "other_encodings": {}, "down_scales": [], **value}
-        fields = _fields(cls, value, "the manifest")
-        described = fields["architecture"]
-        if isinstance(described, dict):
-            described = {**dict.fromkeys(_EXPERT_KEYS, 0), **described}  # written only where there are experts
-        architecture = _build(Architecture, described, "architecture")
-        rows = fields["rows"]
-        if isinstance(rows, dict):
-            rows = {"down_encoding": None, **rows}
-        rows = check_keys(rows, _ROW_KEYS, "rows")
-        down = rows["down_encoding"]
-        layout = RowLayout(
-            encoding=check_str("rows.encoding", rows["encoding"], 64),
-            d_model=architecture.d_model,
-            d_ff=architecture.d_ff,
-            matrices=tuple(check_list(rows["matrices"], "rows.matrices")),
-            down_encoding=None if down is None else check_str("rows.down_encoding", down, 64),
-        )
-        for name in ("row_nbytes", "stride", "num_rows"):
-            if type(rows[name]) is not int or rows[name] != getattr(layout, name):
-                raise ValueError(f"rows.{name} must be {getattr(layout, name)}, not {str(rows[name])[:80]}")
-        calibration = fields["calibration"]
-        if calibration is not None:
-            parts = _fields(Calibration, calibration, "calibration")
-            lists = {name: tuple(check_list(parts[name], name)) for name in ("mean_active", "req")}
-            calibration = Calibration(**{**parts, **lists})
-        sparsity = fields["sparsity"]
-        if sparsity is not None:
-            parts = _fields(Sparsity, sparsity, "sparsity")
-            sparsity = Sparsity(**{**parts, "cuts": tuple(check_list(parts["cuts"], "cuts"))})
-        quality = fields["quality"]
-        if quality is not None:
-            quality = _build(Quality, quality, "quality")
-        permutation = fields["permutation"]
-        if permutation is not None:
-            permutation = _build(Permutation, permutation, "permutation")
+        fields = fields_of(cls, value, "the manifest")
+        fields["architecture"] = read_architecture(fields["architecture"])
+        fields["rows"] = read_rows(fields["rows"], fields["architecture"])
+        fields["calibration"] = read_calibration(fields["calibration"])
+        fields["sparsity"] = read_sparsity(fields["sparsity"])
+        fields["quality"] = read_optional(Quality, fields["quality"], "quality")
+        fields["permutation"] = read_optional(Permutation, fields["permutation"], "permutation")
         if not isinstance(fields["other_encodings"], dict):
             raise ValueError("other_encodings must be an object")
-        files = fields["files"]
-        if not isinstance(files, dict):
-            raise ValueError("files must be an object")
-        entries = {name: _build(FileEntry, entry, f"files {name[:80]!r}") for name, entry in files.items()}
-        source = _build(Source, fields["source"], "source")
-        parsed = {"architecture": architecture, "rows": layout, "calibration": calibration, "files": entries}
-        measured = {"sparsity": sparsity, "quality": quality}
-        parsed["down_scales"] = tuple(check_list(fields["down_scales"], "down_scales"))
-        return cls(**{**fields, **parsed, **measured, "permutation": permutation, "source": source})
+        fields["files"] = read_files(fields["files"])
+        fields["source"] = read_value(Source, fields["source"], "source")
+        fields["down_scales"] = tuple(check_list(fields["down_scales"], "down_scales"))
+        return cls(**fields)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object, in the order of the written file."""
@@ -382,7 +253,7 @@ class Manifest:
             "architecture": {
                 name: value
                 for name, value in dataclasses.asdict(self.architecture).items()
-                if name not in _EXPERT_KEYS or self.architecture.experts
+                if name not in EXPERT_KEYS or self.architecture.experts
             },
             "dtype": self.dtype,
             **({} if self.resident_encoding is None else {"resident_encoding": self.resident_encoding}),
@@ -391,7 +262,7 @@ class Manifest:
             **({} if self.activations is None else {"activations": self.activations}),
             "rows": {
                 name: list(self.rows.matrices) if name == "matrices" else getattr(self.rows, name)
-                for name in _ROW_KEYS
+                for name in ROW_KEYS
                 if name != "down_encoding" or self.rows.down_encoding is not None
             },
             "files": {name: dataclasses.asdict(self.files[name]) for name in sorted(self.files)},
@@ -486,76 +357,7 @@ def has_prefetch_predictors(directory: Path, manifest: Manifest) -> bool:
     return any(f".{PREFETCH}" in name for name in read_header(directory / PREDICTORS).tensors)
 
 
-def install_predictors(directory: Path, path: Path, calibration: Calibration | None = None) -> Manifest:
-    """Put a copy of the predictor file `path` into the model directory and its manifest; the new manifest.
-
-    `calibration`: activity statistics under these predictors; those under older ones are dropped with them.
-    FormatError where the predictors belong to another model.
-    """
-    path = Path(path)
-    predictor_ranks(path, Manifest.load(Path(directory)))
-    return install_file(directory, PREDICTORS, iterate_chunks(path), check=predictor_ranks, calibration=calibration)
-
-
-def change_manifest(directory: Path, **changes: Any) -> Manifest:
-    """Put `changes` into the manifest of a model directory; the new manifest."""
-    with locked_directory(directory, f"{directory}: another process is changing this model; try again later"):
-        manifest = dataclasses.replace(Manifest.load(directory), **changes)
-        manifest.save(directory)
-        return manifest
-
-
-def install_file(
-    directory: Path,
-    name: str,
-    chunks: Iterable[bytes],
-    *,
-    check: Callable[[Path, Manifest], object] | None = None,
-    **changes: Any,
-) -> Manifest:
-    """Put a file of these bytes into the model directory, its entry and `changes` into the manifest; the new manifest.
-
-    `check` is called with the finished file under a temporary name, and raises where it must not be installed. A crash
-    leaves the old file or none, never a directory that does not load: the manifest forgets the old file first.
-    """
-    directory = Path(directory)
-    with locked_directory(directory, f"{directory}: another process is changing this model; try again later"):
-        manifest = Manifest.load(directory)
-        # 1. The new file's bytes are safe under another name.
-        temporary = directory / f".{name}.tmp"
-        with HashingWriter(temporary) as writer:
-            for chunk in chunks:
-                writer.write(memoryview(chunk))
-            entry = FileEntry(sha256=writer.finish(), nbytes=writer.position)
-        if check is not None:
-            check(temporary, manifest)
-        # 2. The manifest forgets the old file, 3. the file is replaced, 4. the manifest lists the new one.
-        files = {other: old for other, old in manifest.files.items() if other != name}
-        dataclasses.replace(manifest, files=files).save(directory)
-        os.rename(temporary, directory / name)
-        fsync_directory(directory)
-        manifest = dataclasses.replace(manifest, files={**files, name: entry}, **changes)
-        manifest.save(directory)
-        return manifest
-
-
 def _own_hash(value: dict[str, Any]) -> str:
     """Of the manifest's JSON object, without its own `sha256`."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(canonical.encode(errors="surrogatepass")).hexdigest()
-
-
-def _build(kind: type[T], value: Any, where: str) -> T:
-    try:
-        return kind(**_fields(kind, value, where))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-
-
-def _fields(kind: type[Any], value: Any, where: str) -> dict[str, Any]:
-    return check_keys(value, tuple(field.name for field in dataclasses.fields(kind)), where)
-
-
-def _check_dtype(name: str, value: Any) -> None:
-    if type(value) is not str or value not in WEIGHT_DTYPES:
-        raise ValueError(f"{name} must be one of {', '.join(WEIGHT_DTYPES)}, not {str(value)[:80]!r}")

@@ -20,7 +20,8 @@ from flashllm.base.codes.carried import SCALE_FORMS, Plane
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype
 from flashllm.base.files import is_there, parse_json_object, read_bounded
 from flashllm.errors import ChecksumError
-from flashllm.format.manifest import MANIFEST, FileEntry, Manifest, Sparsity, open_model_dir
+from flashllm.format.manifest import MANIFEST, Manifest, open_model_dir
+from flashllm.format.manifest_values import FileEntry, Sparsity
 from flashllm.format.model_files import CONFIG, GENERATION_CONFIG, RESIDENT, plane_tensors
 from flashllm.format.safetensors import open_safetensors
 

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.errors import FormatError
-from flashllm.format.manifest import Manifest, install_file
+from flashllm.format.install import install_file
+from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import POPULARITY
 from flashllm.format.safetensors import encode_header, open_safetensors
 from flashllm.format.trace import Stream, Trace, unpack_bits

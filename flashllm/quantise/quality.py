@@ -13,7 +13,9 @@ from flashllm.base.files import Progress
 from flashllm.base.machine import num_cores
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
-from flashllm.format.manifest import Manifest, Quality, change_manifest
+from flashllm.format.install import change_manifest
+from flashllm.format.manifest import Manifest
+from flashllm.format.manifest_values import Quality
 from flashllm.format.model_dir import ModelDir
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.quantise.calibrate import Calibration

@@ -23,7 +23,9 @@ from flashllm.convert.choices import Choices
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import UsageError
-from flashllm.format.manifest import Manifest, Sparsity, change_manifest, install_file, open_model_dir, predictor_ranks
+from flashllm.format.install import change_manifest, install_file
+from flashllm.format.manifest import Manifest, open_model_dir, predictor_ranks
+from flashllm.format.manifest_values import Sparsity
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
 from flashllm.format.predictors import margin_above

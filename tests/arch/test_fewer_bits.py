@@ -14,10 +14,11 @@ from flashllm.config import Ablation, RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UsageError
-from flashllm.format.inspect import format_inspection, inspect
-from flashllm.format.manifest import MANIFEST, Manifest, change_manifest
+from flashllm.format.install import change_manifest
+from flashllm.format.manifest import MANIFEST, Manifest
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.verify import verify
+from flashllm.format.report.inspect import format_inspection, inspect
+from flashllm.format.report.verify import verify
 from flashllm.offload.runtime.tiers.source import open_weights
 
 TOLERANCE = 3e-4  # of fp32 logits, which are of the order of 1 to 10

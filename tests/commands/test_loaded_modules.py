@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from flashllm.format.manifest import install_file
+from flashllm.format.install import install_file
 
 ALONE = {"flashllm", "numpy", "psutil", "tokenizers"}
 OPTIONS = ["--threads", "1", "--io-threads", "4", "--max-new-tokens", "3"]

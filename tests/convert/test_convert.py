@@ -24,9 +24,9 @@ from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.convert.run import convert
 from flashllm.errors import FlashIOError, FormatError, UnsupportedModelError, UsageError
 from flashllm.format.manifest import Manifest
+from flashllm.format.report.verify import verify
 from flashllm.format.rows import RowLayout, row_checksums, unpack_rows
 from flashllm.format.safetensors import encode_header, read_header
-from flashllm.format.verify import verify
 
 ROOT = Path(__file__).resolve().parents[2]
 FFN_NAMES = ("fc1.weight", "fc2.weight")

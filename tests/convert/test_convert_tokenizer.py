@@ -18,7 +18,7 @@ from flashllm.convert.checkpoint.source import companion_files
 from flashllm.convert.run import convert
 from flashllm.convert.tokenizer import TEXTS, TOKENIZER, difference, make_tokenizer, read_tokenizer
 from flashllm.errors import FormatError, UnsupportedModelError
-from flashllm.format.verify import verify
+from flashllm.format.report.verify import verify
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,10 @@ from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UnsupportedModelError
-from flashllm.format.inspect import format_inspection, inspect
-from flashllm.format.manifest import MANIFEST, Manifest, change_manifest
-from flashllm.format.verify import verify
+from flashllm.format.install import change_manifest
+from flashllm.format.manifest import MANIFEST, Manifest
+from flashllm.format.report.inspect import format_inspection, inspect
+from flashllm.format.report.verify import verify
 from flashllm.hf.model import FlashModel
 from flashllm.offload.runtime.tiers.source import open_weights
 

@@ -18,8 +18,9 @@ from flashllm.convert.kept.predictors import THRESHOLD
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UnsupportedModelError
-from flashllm.format.manifest import Manifest, change_manifest
-from flashllm.format.verify import verify
+from flashllm.format.install import change_manifest
+from flashllm.format.manifest import Manifest
+from flashllm.format.report.verify import verify
 from flashllm.offload.runtime.tiers.source import open_weights
 
 RANK = 32

@@ -20,13 +20,14 @@ from flashllm.convert.placement import place
 from flashllm.convert.reorder import reorder
 from flashllm.convert.run import convert
 from flashllm.errors import ChecksumError, FlashIOError, FormatError, UsageError
-from flashllm.format.inspect import format_inspection, inspect
-from flashllm.format.manifest import Manifest, install_predictors
+from flashllm.format.install import install_predictors
+from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import FFN, PLACED, PREDICTORS, ffn_tensor, order_tensor
 from flashllm.format.placed import read_orders
+from flashllm.format.report.inspect import format_inspection, inspect
+from flashllm.format.report.verify import verify
 from flashllm.format.safetensors import read_header
 from flashllm.format.trace import Trace
-from flashllm.format.verify import verify
 
 LAYERS, NEURONS, TOKENS = 3, 512, 60
 

@@ -11,12 +11,12 @@ from flashllm.convert.run import convert
 from flashllm.convert.untrained.predictor import GATE_RECALL, coded_gate
 from flashllm.engine.model import Model
 from flashllm.errors import UsageError
-from flashllm.format.inspect import format_inspection, inspect
 from flashllm.format.manifest import Manifest, predictor_ranks
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
 from flashllm.format.predictors import GATE_CODE, margin_above
-from flashllm.format.verify import verify
+from flashllm.format.report.inspect import format_inspection, inspect
+from flashllm.format.report.verify import verify
 from flashllm.plan.memory import plan_memory
 from flashllm.sparsify.gates import Gates
 from flashllm.sparsify.score import Inputs

@@ -14,11 +14,11 @@ from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import Cancelled, FormatError, NonFiniteError, UnsupportedModelError, UsageError
-from flashllm.format.inspect import format_inspection, inspect
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, RESIDENT
-from flashllm.format.verify import verify
+from flashllm.format.report.inspect import format_inspection, inspect
+from flashllm.format.report.verify import verify
 from flashllm.hf.model import FlashModel
 from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.plan.resolve import resolve

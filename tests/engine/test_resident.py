@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from flashllm import _core
 from flashllm.engine.resident import read_tensors
 from flashllm.errors import ChecksumError, FlashIOError, FormatError
-from flashllm.format.manifest import FileEntry
+from flashllm.format.manifest_values import FileEntry
 
 TENSORS = {
     "f32": torch.randn(7, 5),

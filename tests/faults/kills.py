@@ -134,8 +134,9 @@ def make_operations(root: Path) -> dict[str, Operation]:
 
     from flashllm.cli import main
     from flashllm.convert.run import convert
-    from flashllm.format.manifest import install_predictors, open_model_dir
-    from flashllm.format.verify import verify
+    from flashllm.format.install import install_predictors
+    from flashllm.format.manifest import open_model_dir
+    from flashllm.format.report.verify import verify
 
     hf = make_tiny_opt(root / "hf", d_model=32, d_ff=64, num_layers=2)
     target, model, fresh = root / "converted", root / "model", root / "fresh"

@@ -120,7 +120,7 @@ class Operations:
             import flashllm.serve.opening
             import flashllm.serve.server
         import flashllm.engine.model
-        import flashllm.format.verify
+        import flashllm.format.report.verify
         import flashllm.generate.session  # noqa: F401
 
     def names(self) -> dict[str, Callable[[], str | Callable[[], str]]]:
@@ -139,7 +139,7 @@ class Operations:
 
     def problem(self, name: str) -> str | None:
         """What is wrong with the files that operation `name` made; None: nothing."""
-        from flashllm.format.verify import verify
+        from flashllm.format.report.verify import verify
 
         made = {"convert": self.root / "converted", "train": self.training}.get(name)
         if made is None:  # a batch job's lines were read already
@@ -169,7 +169,7 @@ class Operations:
             return json.dumps(list(session.tokens))
 
     def verify(self) -> str:
-        from flashllm.format.verify import verify
+        from flashllm.format.report.verify import verify
 
         report = verify(self.model)
         return "ok" if report.ok else "; ".join(problem.message for problem in report.problems)

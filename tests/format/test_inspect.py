@@ -10,8 +10,10 @@ from tiny_models import make_tiny_opt
 
 from flashllm.convert.run import convert
 from flashllm.errors import UsageError
-from flashllm.format.inspect import format_inspection, inspect
-from flashllm.format.manifest import Calibration, Manifest, install_predictors
+from flashllm.format.install import install_predictors
+from flashllm.format.manifest import Manifest
+from flashllm.format.manifest_values import Calibration
+from flashllm.format.report.inspect import format_inspection, inspect
 
 
 @pytest.fixture

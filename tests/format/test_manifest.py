@@ -12,9 +12,11 @@ from tiny_models import make_tiny_opt
 
 from flashllm.convert.run import convert
 from flashllm.errors import FlashError, FormatError, UsageError
-from flashllm.format.manifest import Calibration, Manifest, install_predictors, open_model_dir
+from flashllm.format.install import install_predictors
+from flashllm.format.manifest import Manifest, open_model_dir
+from flashllm.format.manifest_values import Calibration
+from flashllm.format.report.verify import verify
 from flashllm.format.safetensors import encode_header
-from flashllm.format.verify import verify
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from flashllm.errors import FormatError, UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import POPULARITY
 from flashllm.format.popularity import install_popularity, measure_popularity, read_popularity
+from flashllm.format.report.verify import verify
 from flashllm.format.trace import Trace
-from flashllm.format.verify import verify
 
 LAYERS, NEURONS = 3, 512
 

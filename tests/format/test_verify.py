@@ -10,8 +10,8 @@ from tiny_models import make_tiny_opt
 
 from flashllm.convert.run import convert
 from flashllm.errors import FormatError, UsageError
+from flashllm.format.report.verify import MAX_LISTED_ROWS, verify
 from flashllm.format.safetensors import read_header
-from flashllm.format.verify import MAX_LISTED_ROWS, verify
 
 D_FF, NUM_ROWS, STRIDE, START = 203, 208, 512, 4096  # float32 rows of 60: 480 bytes and 32 of padding
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashllm.errors import BudgetError, UsageError
-from flashllm.format.manifest import Calibration
+from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
 from flashllm.plan.memory import KV_BLOCK_TOKENS, LIBRARY_GROWTH, plan_memory, share_by_popularity, share_rows
 

@@ -9,7 +9,7 @@ from device_costs import device, reader
 from flashllm import _core
 from flashllm.convert.run import convert
 from flashllm.device.costs import ReaderChoice
-from flashllm.format.manifest import Calibration
+from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.safetensors import read_header

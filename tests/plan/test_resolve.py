@@ -14,7 +14,7 @@ from flashllm.config import Ablation, RunConfig
 from flashllm.device.costs import DeviceCosts, ReaderCosts
 from flashllm.device.store import device_of, save_costs
 from flashllm.errors import BudgetError, UsageError
-from flashllm.format.manifest import Calibration
+from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.popularity import install_popularity
 from flashllm.format.trace import Trace

@@ -10,7 +10,8 @@ from masked import load_predictors
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
-from flashllm.format.manifest import Manifest, install_predictors
+from flashllm.format.install import install_predictors
+from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import FFN, PREDICTORS
 from flashllm.format.predictors import StoredPredictor, encode_predictors
 

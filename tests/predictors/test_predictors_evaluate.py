@@ -18,7 +18,8 @@ from weights import LayerWeights
 from flashllm.convert.run import convert
 from flashllm.device.costs import DeviceCosts, ReaderCosts
 from flashllm.device.store import device_of, save_costs
-from flashllm.format.manifest import Manifest, install_predictors
+from flashllm.format.install import install_predictors
+from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import FFN, PREDICTOR_METADATA, PREDICTORS
 from flashllm.generate.tokenizer import Tokenizer
 

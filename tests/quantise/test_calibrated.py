@@ -10,7 +10,7 @@ from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import UsageError
 from flashllm.format.model_files import FFN
-from flashllm.format.verify import verify
+from flashllm.format.report.verify import verify
 from flashllm.quantise.run import calibration_tokens, convert_calibrated
 
 BITS = {"encoding": "int4_32", "resident_encoding": "int4_32_min", "table_encoding": "int8_32"}

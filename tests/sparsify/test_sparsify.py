@@ -14,10 +14,10 @@ from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
-from flashllm.format.inspect import format_inspection, inspect
 from flashllm.format.manifest import MANIFEST, Manifest
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.verify import verify
+from flashllm.format.report.inspect import format_inspection, inspect
+from flashllm.format.report.verify import verify
 from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.sparsify.run import convert_sparsified, sparsify
 from flashllm.sparsify.score import split_windows
