@@ -11,13 +11,14 @@ from pathlib import Path
 
 from flashllm.base.machine import available_nbytes, process_nbytes
 from flashllm.config import RunConfig
+from flashllm.device.costs import DeviceCosts
 from flashllm.errors import FlashError
 from flashllm.format.manifest import MANIFEST
 from flashllm.format.model_dir import ModelDir
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.policy import Workload
 from flashllm.plan.activity import from_shares
-from flashllm.plan.latency import estimate_token, product_nbytes
+from flashllm.plan.latency import dense_token, estimate_token, product_nbytes
 from flashllm.plan.resolve import Plan, resolve
 
 _MOST_PROMPTS = 1 << 20
@@ -64,19 +65,17 @@ def latency_engine(
     # A prompt goes through the blocks in parts, each of which streams every neuron by while it computes.
     parts = -(-workload.prompt_len // plan.memory.prompt_tokens)
     prompt_s = max(parts * streamed_s, 2 * params * workload.prompt_len / rate)
-    token_s = _token_s(model, plan, streamed_s)
+    token_s = _token_s(model, plan, plan.costs)
+    if token_s is None:
+        return None
     return LatencyEngine(prompt_s=prompt_s, token_s=token_s, seconds=prompt_s + (workload.gen_len - 1) * token_s)
 
 
-def _token_s(model: ModelDir, plan: Plan, streamed_s: float) -> float:
-    """A token in mode sparse; in mode dense, where no neuron is zero, all of them stream by."""
-    costs = plan.costs
-    assert costs is not None
+def _token_s(model: ModelDir, plan: Plan, costs: DeviceCosts) -> float | None:
+    """A token in the plan's mode; None where it is not known."""
     resident_nbytes = product_nbytes(model)
-    if plan.mode != "sparse":
-        rate = costs.resident_bps(model.manifest.dtype, model.manifest.dtype)
-        neurons_s = model.architecture.num_layers * model.manifest.rows.layer_nbytes / rate
-        return max(streamed_s, neurons_s) + resident_nbytes / rate
+    if plan.mode == "dense":
+        return dense_token(model, plan.memory, costs=costs, resident_nbytes=resident_nbytes).total_s
     activity = from_shares(model.manifest, plan.memory, plan.popularity, plan.reader.max_gap)
     token = estimate_token(
         model, plan.memory, costs=costs, choice=plan.reader, activity=activity, resident_nbytes=resident_nbytes
