@@ -19,7 +19,7 @@ from replay import ALL_POLICIES, Activity, misses_of
 
 from flashllm.base.units import parse_size
 from flashllm.format.trace import Stream, Trace, unpack_bits
-from flashllm.plan.memory import share_by_popularity
+from flashllm.plan.shares import share_by_popularity
 
 PLOTTED = ("window", "LRU", "S3-FIFO", "LFU", "hot set", "frequency", "MIN")
 WARM_UP = 20  # tokens that are not counted

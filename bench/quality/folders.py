@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from flashllm.arch.registry import claims
-from flashllm.arch.spec import Part
+from flashllm.arch.tensors import Part
 from flashllm.convert.checkpoint.source import companion_files
 from flashllm.format.manifest import MANIFEST
 from flashllm.format.safetensors import encode_header

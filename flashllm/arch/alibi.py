@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashllm.arch.family import always, decoder, decoder_block, fused, linear_tensors
-from flashllm.arch.spec import Alibi, BlockSpec, Config, Part, ResidentTensor, check_number, check_size
+from flashllm.arch.spec import Alibi, BlockSpec, Config, check_number, check_size
+from flashllm.arch.tensors import Part, ResidentTensor
 from flashllm.errors import UnsupportedModelError
 
 _FUSED = ("query", "key", "value")

@@ -9,7 +9,8 @@ from typing import Any
 
 from flashllm.arch.family import When, always, decoder, decoder_block, linear_tensors, never, says
 from flashllm.arch.mixture import ExpertsSpec
-from flashllm.arch.spec import MAX_LAYERS, ArchitectureSpec, BlockSpec, Config, ResidentTensor, check_size
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_size
+from flashllm.arch.tensors import ArchitectureSpec, ResidentTensor
 from flashllm.errors import UnsupportedModelError
 
 _MATRICES = {

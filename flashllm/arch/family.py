@@ -11,16 +11,14 @@ from flashllm.arch.rotary import DEFAULT_THETA, rotary, trained_context
 from flashllm.arch.spec import (
     MAX_CONTEXT,
     MAX_LAYERS,
-    ArchitectureSpec,
     BlockSpec,
     Config,
     LayerSpec,
-    Part,
-    ResidentTensor,
     check_number,
     check_size,
     known_activation,
 )
+from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor
 from flashllm.errors import UnsupportedModelError
 
 When = Callable[[Config], bool]

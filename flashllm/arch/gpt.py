@@ -17,7 +17,8 @@ from flashllm.arch.family import (
     linear_tensors,
     says,
 )
-from flashllm.arch.spec import BlockSpec, Config, Part, ResidentTensor, check_size
+from flashllm.arch.spec import BlockSpec, Config, check_size
+from flashllm.arch.tensors import Part, ResidentTensor
 from flashllm.errors import UnsupportedModelError
 
 _FUSED = ("query", "key", "value")

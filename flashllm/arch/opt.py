@@ -3,15 +3,8 @@
 Learned positions from row 2 on, layer norms, one key-value head a head, a plain FFN: ReLU, or Galactica's GELU.
 """
 
-from flashllm.arch.spec import (
-    MAX_CONTEXT,
-    ArchitectureSpec,
-    BlockSpec,
-    Config,
-    ResidentTensor,
-    check_size,
-    known_activation,
-)
+from flashllm.arch.spec import MAX_CONTEXT, BlockSpec, Config, check_size, known_activation
+from flashllm.arch.tensors import ArchitectureSpec, ResidentTensor
 
 _BASE = "model.decoder."
 _LAYER = _BASE + "layers.{i}."

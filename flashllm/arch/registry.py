@@ -16,16 +16,8 @@ from flashllm.arch.llama.dense import DENSE
 from flashllm.arch.llama.sparse import SPARSE
 from flashllm.arch.opt import OPT
 from flashllm.arch.refused import REFUSED
-from flashllm.arch.spec import (
-    MAX_LAYERS,
-    Architecture,
-    ArchitectureSpec,
-    BlockSpec,
-    Part,
-    Shape,
-    check_size,
-    tensor_shape,
-)
+from flashllm.arch.spec import MAX_LAYERS, Architecture, BlockSpec, check_size
+from flashllm.arch.tensors import ArchitectureSpec, Part, Shape, tensor_shape
 from flashllm.base.checks import check_int
 from flashllm.errors import FormatError, UnsupportedModelError
 

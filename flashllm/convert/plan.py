@@ -21,7 +21,8 @@ from flashllm.arch.registry import (
     source_shapes,
     spec_of,
 )
-from flashllm.arch.spec import Architecture, ArchitectureSpec, BlockSpec, Shape
+from flashllm.arch.spec import Architecture, BlockSpec
+from flashllm.arch.tensors import ArchitectureSpec, Shape
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype
 from flashllm.base.files import CHUNK_NBYTES
 from flashllm.base.group_codes import usual_activations

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashllm.arch.registry import Claim, bundle_names, resident_sources
-from flashllm.arch.spec import Architecture, Shape
+from flashllm.arch.spec import Architecture
+from flashllm.arch.tensors import Shape
 from flashllm.base.dtypes import WeightDtype
 from flashllm.convert.checkpoint.escapes import held_by_bf12
 from flashllm.convert.checkpoint.source import Checkpoint

@@ -9,7 +9,7 @@
  4. rows of a mixture of experts are those of its experts, in their order, then those of the shared neurons;
  5. rows of a gated FFN hold up, gate and down; or up and down, and then the gate matrices are resident tensors;
  6. another `format_version` is refused: a higher one asks for a newer flashllm, a lower one for a new conversion.
-    Version 2 named the resident tensors canonically (flashllm/arch/spec.py);
+    Version 2 named the resident tensors canonically (flashllm/arch/tensors.py);
  7. `sha256` is the hash of all that, as JSON with sorted keys and no spaces. Directories from before it have none.
 
 Checks are cheap: sizes and headers, never the hash of a file (that is `verify`). Knows no weights.

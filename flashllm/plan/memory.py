@@ -9,7 +9,6 @@ paper's window a layer's share is no larger than its calibrated need (paper A, s
 over the manifest and the `BlockSpec`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +23,8 @@ from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.rows import PAGE_NBYTES
+from flashllm.plan.prompts import PromptShape, prompt_shapes
+from flashllm.plan.shares import Rows, levels_by_blocks, levels_by_need, levels_by_popularity
 
 MAX_VERIFIED = 8  # tokens that go through an FFN together: FfnTokens::kMost (csrc/ffn/ffn_group.h)
 KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are allocated together
@@ -36,19 +37,12 @@ LIBRARY_GROWTH = 24_000_000
 TORCH_GROWTH = 40_000_000
 _PAGE_TABLES = 512  # bytes for each of the kernel's page tables: eight bytes a page of 4 KiB
 _MOST_PAGE_TABLES = 40_000_000  # planned: those of 20 GB
-_READ_AHEAD = 6  # streaming blocks in flight while one is used: they last through a layer's attention (bench/LOG.md)
-# Where memory is short for neurons: fewer blocks in flight, then prompts in shorter parts, which take longer for each
-# token: their weights are decoded more often (bench/LOG.md, "Forty megabytes more for neurons").
-_LEAST_AHEAD, _SHORT_PART = 3, 128
 _PROMPT_SHARE = 16  # bytes for neurons, at least, for each that only prompts use; else these are as few as can be
 STREAM_THREADS = 8  # at most, of reads in file order
 _MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, slowly
 _PREFETCH_SHARE = 32  # neurons of a layer for each row prefetched: about what a device reads while a layer computes
 _BYPASS_SHARE = 16  # neurons of a layer for each bypass row (of misses that are not kept); layers share the rows
-_COLUMN_PADS = 32  # floats: two kColumnPad (csrc/kernels/matmul.h)
 _LOGITS_ROWS = 4  # [vocab] rows held at a time: the head's result, the caller's copy, the sampler's two
-
-Rows = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,57 +198,6 @@ class MemoryPlan:
         }
 
 
-def share_rows(available: int, needs: Sequence[int]) -> tuple[int, ...]:
-    """Rows for each layer: at most its need, the rest shared evenly among the layers that can use more."""
-    return tuple(_levels_by_need([available], needs)[0].tolist())
-
-
-def _levels_by_need(available: Sequence[int], needs: Sequence[int]) -> Rows:
-    """`share_rows` for each of some numbers of rows, [levels, layers]."""
-    left = np.maximum(np.asarray(available, np.int64), 0)
-    rows = np.zeros((len(left), len(needs)), np.int32)
-    hungry = sorted(range(len(needs)), key=lambda layer: needs[layer])
-    for position, layer in enumerate(hungry):
-        rows[:, layer] = np.minimum(needs[layer], left // (len(hungry) - position))
-        left -= rows[:, layer]
-    return rows
-
-
-def _levels_by_blocks(available: Sequence[int], num_rows: int, block_rows: int, layers: int) -> Rows:
-    """For each of some numbers of rows, the first rows of each layer that a dense run keeps: whole blocks, one of every
-    layer after the other, [levels, layers]."""
-    sizes = [min(block_rows, num_rows - first) for first in range(0, num_rows, block_rows)]
-    ends = np.cumsum(np.repeat(sizes, layers))
-    counts = np.searchsorted(ends, np.maximum(np.asarray(available, np.int64), 0), side="right")
-    held = np.concatenate([[0], np.cumsum(sizes), [num_rows]])
-    rounds, more = np.divmod(counts, layers)
-    rows = np.where(np.arange(layers) < more[:, None], held[rounds + 1][:, None], held[rounds][:, None])
-    return np.ascontiguousarray(rows, np.int32)
-
-
-def share_by_popularity(available: int, minimum: Sequence[int], popularity: NDArray[np.float32]) -> tuple[int, ...]:
-    """Rows for each layer: its minimum, and the rest where they save most reads.
-
-    A layer's n-th row saves the n-th highest of its neurons' shares of tokens (`popularity`, [layers, d_ff]) in reads a
-    token, so all rows go to the highest shares of all layers. Equals, like neurons never seen, are shared out evenly.
-    """
-    return tuple(_levels_by_popularity([available], minimum, popularity)[0].tolist())
-
-
-def _levels_by_popularity(available: Sequence[int], minimum: Sequence[int], popularity: NDArray[np.float32]) -> Rows:
-    """`share_by_popularity` for each of some falling numbers of rows, [levels, layers], from one sort."""
-    least = np.asarray(minimum, np.int32)
-    gains = np.sort(popularity, axis=1)[:, ::-1].T  # [d_ff, layers]: by rank, so that a stable sort keeps equals even
-    free = np.arange(len(gains))[:, None] >= least
-    layers = np.broadcast_to(np.arange(len(least)), gains.shape)[free]
-    order = layers[np.argsort(-gains[free], kind="stable")]
-    ends = np.minimum(np.maximum(np.asarray(available) - int(least.sum()), 0), len(order))[::-1]
-    level = np.searchsorted(ends, np.arange(ends[-1]), side="right")  # the first level, from below, with this row
-    counts = np.bincount(level * len(least) + order[: ends[-1]], minlength=len(ends) * len(least))
-    rows = least + np.cumsum(counts.reshape(len(ends), len(least)), axis=0)[::-1]
-    return np.ascontiguousarray(rows, np.int32)
-
-
 def plan_memory(
     manifest: Manifest,
     block: BlockSpec,
@@ -340,7 +283,7 @@ def plan_memory(
     )
     parts["workspace"] = _workspace_nbytes(block, context, verified)
     levels_of_least = {"levels": np.array([minimum], np.int32), "level_blocks": context_blocks}
-    shapes = _prompt_shapes(manifest, block, context, dense=dense)
+    shapes = prompt_shapes(manifest, block, context, dense=dense)
     least = _with_prompts({**parts, "bypass_rows": min_bypass, **levels_of_least}, shapes)
     if least.limit_nbytes < least.minimum_nbytes:
         raise BudgetError(_refusal(least, available))
@@ -362,10 +305,10 @@ def plan_memory(
         free = [(left - blocks * least.kv_block_nbytes) // rows.stride for blocks in range(first, most + 1)]
         if dense:
             block_rows = manifest.stream_block_rows
-            return _levels_by_blocks(free, rows.num_rows, block_rows, architecture.num_layers), first
+            return levels_by_blocks(free, rows.num_rows, block_rows, architecture.num_layers), first
         if windowed or popularity is None:
-            return _levels_by_need(free, needs), first
-        return _levels_by_popularity(free, minimum, popularity), first
+            return levels_by_need(free, needs), first
+        return levels_by_popularity(free, minimum, popularity), first
 
     table, level_blocks = levels(least.limit_nbytes)
     plan = replace(least, bypass_rows=bypass, levels=table, level_blocks=level_blocks)
@@ -392,39 +335,7 @@ def _bounce_nbytes(stride: int, io_threads: int) -> int:
     return MAX_REQUEST if stride % PAGE_NBYTES == 0 else io_threads * (MAX_REQUEST // 4)
 
 
-@dataclass(frozen=True, slots=True)
-class _PromptShape:
-    """How a prompt goes through the model, and the bytes that takes and a few tokens do not."""
-
-    tokens: int  # of a part
-    ahead: int  # streaming blocks in flight
-    staging: int
-    workspace: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.staging + self.workspace
-
-
-def _prompt_shapes(manifest: Manifest, block: BlockSpec, context: int, *, dense: bool) -> list[_PromptShape]:
-    """What is possible, the fastest first. Where every token streams rows, reading ahead is worth its memory; a part
-    of a prompt reads every expert that one of its tokens goes to."""
-    longest = manifest.prefill_block_tokens
-    choices = [(longest, _READ_AHEAD)]
-    if not dense:
-        choices.append((longest, _LEAST_AHEAD))
-        if not manifest.architecture.experts and longest > _SHORT_PART:
-            choices.append((_SHORT_PART, _LEAST_AHEAD))
-    block_nbytes = manifest.stream_block_rows * manifest.rows.stride
-    return [
-        _PromptShape(
-            tokens, ahead, (1 + ahead) * block_nbytes, min(context, tokens) * _prompt_token_nbytes(manifest, block)
-        )
-        for tokens, ahead in choices
-    ]
-
-
-def _with_prompts(parts: dict[str, Any], shapes: list[_PromptShape]) -> MemoryPlan:
+def _with_prompts(parts: dict[str, Any], shapes: list[PromptShape]) -> MemoryPlan:
     """The plan of `parts`, and of the fastest shape that leaves the neurons `_PROMPT_SHARE` times its bytes."""
     for shape in shapes:
         plan = MemoryPlan(
@@ -436,23 +347,6 @@ def _with_prompts(parts: dict[str, Any], shapes: list[_PromptShape]) -> MemoryPl
         if plan.limit_nbytes - plan.minimum_nbytes >= shape.nbytes - shapes[-1].nbytes + _PROMPT_SHARE * shape.nbytes:
             break
     return plan
-
-
-def _prompt_token_nbytes(manifest: Manifest, block: BlockSpec) -> int:
-    """Activations of one token of a prompt, and its products with a block of rows ("Scratch of a part" in
-    csrc/model/model.h and block_attention.h; csrc/model/arithmetic.h; csrc/ffn/dense_ffn.cpp)."""
-    # States, their norm, and what is added to them; queries and mixed values, keys and values; the inputs of
-    # products, packed; conversions to the dtype and back.
-    floats = (4 if block.parallel else 3) * block.d_model + 2 * (block.query_dim + block.kv_dim)
-    floats += max(block.query_dim, block.embed_dim) + 2 * max(block.d_model, block.query_dim)
-    floats += 2 * block.d_model + _COLUMN_PADS  # of the FFN: packed inputs, and sums
-    floats += 2 * block.embed_dim if block.embed_dim != block.d_model else 0
-    floats += (len(manifest.architecture.matrices) - 1) * manifest.stream_block_rows
-    if manifest.architecture.experts:
-        floats += 2 * block.d_model  # an expert's tokens, and their sums
-    if block.sub_norms:  # every neuron's value, in a prompt's pass and in one of few tokens a sequence
-        floats += 2 * manifest.architecture.d_ff
-    return 4 * floats
 
 
 def _workspace_nbytes(block: BlockSpec, context: int, verified: int) -> int:

@@ -23,7 +23,8 @@ from flashllm.arch.registry import (
     source_shapes,
     spec_of,
 )
-from flashllm.arch.spec import Architecture, LayerSpec, ResidentTensor, Rotary
+from flashllm.arch.spec import Architecture, LayerSpec, Rotary
+from flashllm.arch.tensors import ResidentTensor
 from flashllm.errors import FormatError, UnsupportedModelError
 
 OPT = ARCHITECTURES["opt"]

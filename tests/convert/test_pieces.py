@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flashllm.arch.registry import Claim
-from flashllm.arch.spec import Part
+from flashllm.arch.tensors import Part
 from flashllm.convert.checkpoint import pieces
 
 

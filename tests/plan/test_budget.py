@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
-from flashllm.plan.memory import KV_BLOCK_TOKENS, LIBRARY_GROWTH, plan_memory, share_by_popularity, share_rows
+from flashllm.plan.memory import KV_BLOCK_TOKENS, LIBRARY_GROWTH, plan_memory
+from flashllm.plan.shares import share_by_popularity, share_rows
 
 PLENTY, PROCESS = 10**12, 300_000_000
 

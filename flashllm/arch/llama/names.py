@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashllm.arch.family import When, always, decoder, decoder_block, linear_tensors, never, says
-from flashllm.arch.spec import ArchitectureSpec, Part, ResidentTensor, check_size
+from flashllm.arch.spec import check_size
+from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor
 
 UNGATED = {"up": "mlp.up_proj", "down": "mlp.down_proj"}
 GATED = {"up": "mlp.up_proj", "gate": "mlp.gate_proj", "down": "mlp.down_proj"}

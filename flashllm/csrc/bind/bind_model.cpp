@@ -72,9 +72,9 @@ using PyRowFormat =
 
 class PyModel {
  public:
-  // tensors: the resident weights by canonical name (flashllm/arch/spec.py), of the dtype (bf16 as uint16),
-  // but matrices of `resident_encoding`, or by name of `other_encodings`. row_format: encoding of up and
-  // gate, stride, first byte of up, of gate or -1, of down, encoding of down.
+  // tensors: the resident weights by canonical name (flashllm/arch/tensors.py), of the dtype (bf16 as
+  // uint16), but matrices of `resident_encoding`, or by name of `other_encodings`. row_format: encoding of up
+  // and gate, stride, first byte of up, of gate or -1, of down, encoding of down.
   PyModel(nb::object block, const std::string& dtype, std::size_t num_layers, std::size_t d_ff,
           nb::dict tensors, const PyRowFormat& row_format, const std::string& resident_encoding,
           std::map<std::string, std::string> other_encodings, const std::string& inputs,

@@ -1,4 +1,4 @@
-// A model's resident weights by their canonical names (flashllm/arch/spec.py), as the core's kernels take
+// A model's resident weights by their canonical names (flashllm/arch/tensors.py), as the core's kernels take
 // them. Every array is checked against the sizes it is asked for; vectors are widened to fp32 and kept here.
 #pragma once
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.arch.registry import claims
-from flashllm.arch.spec import Part
+from flashllm.arch.tensors import Part
 from flashllm.base.files import fsync_directory, read_json_object, write_atomically
 from flashllm.convert.checkpoint.source import companion_files
 from flashllm.errors import UnsupportedModelError, UsageError

@@ -6,7 +6,7 @@ Before April 2024 llama.cpp wrote a tensor for each expert. Knows no metadata; t
 import dataclasses
 from collections.abc import Mapping
 
-from flashllm.arch.spec import ArchitectureSpec
+from flashllm.arch.tensors import ArchitectureSpec
 from flashllm.convert.checkpoint.gguf.file import StoredTensor
 from flashllm.errors import FormatError
 

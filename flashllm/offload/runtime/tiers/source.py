@@ -1,6 +1,6 @@
 """A model's tensors by canonical name, from a Hugging Face folder or from a converted model directory.
 
-Names are those of flashllm/arch/spec.py; the FFN's matrices besides: layers.{i}.up.weight and gate [d_ff, d_model],
+Names are those of flashllm/arch/tensors.py; the FFN's matrices besides: layers.{i}.up.weight and gate [d_ff, d_model],
 down [d_model, d_ff]. Says where a tensor's bytes lie in a file as they are, so that the disk tier can read them there,
 and fills arrays with those that have to be put together or rounded first. Never holds more than a layer.
 
@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.arch.registry import block_spec, claims, complete_config, resident_shapes, resolve
-from flashllm.arch.spec import Architecture, BlockSpec, Shape
+from flashllm.arch.spec import Architecture, BlockSpec
+from flashllm.arch.tensors import Shape
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import drop_page_cache
 from flashllm.convert.checkpoint.opened import open_checkpoint

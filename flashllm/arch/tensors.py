@@ -1,0 +1,219 @@
+"""Where a checkpoint's tensors are: their canonical names, which are the same for every architecture, and an
+`ArchitectureSpec`, which maps those of a Hugging Face model_type to them. Plain values: no tensors and no files.
+
+Canonical names, "{i}" for the layer; those a model has no use for are absent:
+
+    embedding.weight [vocab, embed]             positions.weight [context + offset, d_model]
+    project_in.weight [d_model, embed]          project_out.weight [embed, d_model]
+    embedding_norm.weight, .bias [d_model]
+    layers.{i}.attention_norm.weight, .bias     layers.{i}.ffn_norm.weight, .bias           [d_model]
+    layers.{i}.attention_output_norm, layers.{i}.ffn_output_norm: the same
+    layers.{i}.query.weight [heads * head_dim, d_model], .bias; key and value with kv_heads
+    layers.{i}.query_norm.weight, .bias; key_norm: of the width that `BlockSpec.query_key_norm` says
+    layers.{i}.out.weight [d_model, heads * head_dim], .bias
+    layers.{i}.attention_sub_norm.weight [heads * head_dim]  layers.{i}.ffn_sub_norm.weight [d_ff]: see `sub_norms`
+    layers.{i}.sinks [heads]: a score of each head that softmax counts and that belongs to no position
+    layers.{i}.ffn.up_bias, .gate_bias [d_ff]   layers.{i}.ffn.down_bias [d_model]
+    layers.{i}.ffn.expert_down_bias [experts, d_model]: what each expert adds, times its weight
+    layers.{i}.gate.weight [d_ff, d_model], where it is resident (format/manifest.py) and not in the neurons' rows
+    layers.{i}.router.weight [experts, d_model], .bias [experts]
+    layers.{i}.shared_gate.weight [1, d_model]: its sigmoid is the weight of the shared neurons
+    final_norm.weight, .bias [d_model]          head.weight [vocab, embed], absent where tied to the embedding
+    head.bias [vocab]
+"""
+
+import fnmatch
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashllm.arch.mixture import ExpertsSpec
+from flashllm.arch.spec import BlockSpec, Config
+from flashllm.errors import FormatError
+
+Shape = tuple[int, ...]
+
+
+def _always(config: Config) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Which rows of a checkpoint's tensor are a canonical one: `repeats` runs of `count` rows, `step` rows apart.
+
+    Several projections in one tensor are that: (query, key, value) of a head after a head, gate after up. Of a
+    `transposed` tensor, [inputs, outputs], the rows are its columns.
+    """
+
+    first: int = 0
+    count: int | None = None  # None: all there are
+    step: int = 0
+    repeats: int = 1
+    transposed: bool = False
+
+
+def _whole(config: Config) -> Part:
+    return Part()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentTensor:
+    """A tensor kept in DRAM: its canonical name, its state_dict name, the configs of models that have it, and which
+    part of the named tensor it is."""
+
+    name: str
+    source: str
+    when: Callable[[Config], bool] = _always
+    part: Callable[[Config], Part] = _whole
+
+
+def _nothing(config: Config) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchitectureSpec:
+    """One architecture. Source names are the causal-LM class's state_dict names, with "{i}" for the layer."""
+
+    model_type: str
+    base_prefix: str  # what checkpoints of the headless base model leave out: "model."
+    matrices: Mapping[str, str]  # FFN weights by their place in a row: up, gate (if any), down
+    resident: tuple[ResidentTensor, ...]  # in the order of a forward pass
+    num_layers_key: str
+    d_ff_key: str
+    defaults: Mapping[str, Any]  # values of keys a config.json may leave out
+    block: Callable[[Config], BlockSpec]  # of a complete config; raises as `registry.block_spec`
+    matrix_parts: Mapping[str, Callable[[Config], Part]] = field(default_factory=dict)  # of those that are not whole
+    # The same of the shared neurons of a mixture of experts, whose `matrices` have "{e}" for the expert.
+    shared_matrices: Mapping[str, str] = field(default_factory=dict)
+    # Other forms in which checkpoints have these: tensors that hold all experts of a layer, [experts, rows, columns],
+    # each with the names of the equal parts of an expert's rows; and names of tensors that have another here.
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    derived: Callable[[Config], Mapping[str, Any]] = _nothing  # the usual keys, for configs that have others
+    aliases: Mapping[str, str] = field(default_factory=dict)  # a name that checkpoints have: the state_dict's
+    ignored: tuple[str, ...] = ()  # names ("*": any text) that old checkpoints carry and nothing reads
+
+    def __post_init__(self) -> None:
+        if tuple(self.matrices) not in (("up", "down"), ("up", "gate", "down")):
+            raise ValueError(f"matrices must be up, down or up, gate, down, not {', '.join(self.matrices)}")
+        for tensor in self.resident:
+            if tensor.name not in _SHAPES:
+                raise ValueError(f"{tensor.name!r} is not a canonical name")
+
+    def source_of(self, name: str) -> str:
+        """State_dict name (pattern) of the tensor of this canonical name (pattern), of any variant. KeyError where it
+        has none."""
+        return {tensor.name: tensor.source for tensor in self.resident}[name]
+
+    @property
+    def embedding(self) -> str:
+        """State_dict name of the embedding."""
+        return self.source_of("embedding.weight")
+
+    @property
+    def _outer(self) -> tuple[str, ...]:
+        """State_dict names of what the base model lacks."""
+        return tuple(tensor.source for tensor in self.resident if tensor.name.startswith("head."))
+
+    @property
+    def head(self) -> str:
+        """State_dict name of the head."""
+        return self.source_of("head.weight")
+
+    def matrix_part(self, matrix: str, config: Config) -> Part:
+        """Which rows of its tensor an FFN matrix is."""
+        return self.matrix_parts.get(matrix, _whole)(config)
+
+    def present(self, config: Config) -> list[ResidentTensor]:
+        """The resident tensors a model of this complete config has."""
+        return [tensor for tensor in self.resident if tensor.when(config)]
+
+    def with_prefix(self, names: Collection[str]) -> dict[str, str]:
+        """State_dict name -> checkpoint name of a checkpoint's `names`; the ignored are left out.
+
+        FormatError where a checkpoint carries a tensor both with and without `base_prefix`.
+        """
+        bare = self.embedding.removeprefix(self.base_prefix)
+        prefix = self.base_prefix if bare in names and self.embedding not in names else ""
+        result: dict[str, str] = {}
+        for name in names:
+            full = self.aliases.get(name, name)
+            full = full if full.startswith((*self._outer, self.base_prefix)) else prefix + full
+            if full in result:
+                raise FormatError(f"the checkpoint has both {name} and {result[full]}")
+            if not any(fnmatch.fnmatchcase(full, pattern) for pattern in self.ignored):
+                result[full] = name
+        return result
+
+
+def tensor_shape(name: str, block: BlockSpec, d_ff: int) -> Shape:
+    """Shape of the tensor of a canonical name (pattern)."""
+    return _SHAPES[name](block, d_ff)
+
+
+def _projection(part: str, rows: Callable[[BlockSpec], int]) -> dict[str, Callable[[BlockSpec, int], Shape]]:
+    return {
+        f"layers.{{i}}.{part}.weight": lambda block, d_ff: (rows(block), block.d_model),
+        f"layers.{{i}}.{part}.bias": lambda block, d_ff: (rows(block),),
+    }
+
+
+_NORMS = (
+    "embedding_norm",
+    "layers.{i}.attention_norm",
+    "layers.{i}.attention_output_norm",
+    "layers.{i}.ffn_norm",
+    "layers.{i}.ffn_output_norm",
+    "final_norm",
+)
+
+
+def _head_norm(part: str, heads: Callable[[BlockSpec], int]) -> dict[str, Callable[[BlockSpec, int], Shape]]:
+    def shape(block: BlockSpec, d_ff: int) -> Shape:
+        if block.query_key_norm == "head":
+            return (block.head_dim,)
+        own = (heads(block), block.head_dim)
+        return own if block.query_key_norm == "heads" else (math.prod(own),)
+
+    return {f"layers.{{i}}.{part}_norm.{kind}": shape for kind in ("weight", "bias")}
+
+
+def _norm(name: str, shape: Callable[[BlockSpec, int], Shape]) -> dict[str, Callable[[BlockSpec, int], Shape]]:
+    return dict.fromkeys((f"{name}.weight", f"{name}.bias"), shape)
+
+
+def _experts(block: BlockSpec) -> ExpertsSpec:
+    if block.experts is None:
+        raise ValueError("a router belongs to a mixture of experts")
+    return block.experts
+
+
+_SHAPES: dict[str, Callable[[BlockSpec, int], Shape]] = {
+    "embedding.weight": lambda block, d_ff: (block.vocab_size, block.embed_dim),
+    "positions.weight": lambda block, d_ff: (block.context + block.position_offset, block.d_model),
+    "project_in.weight": lambda block, d_ff: (block.d_model, block.embed_dim),
+    "project_out.weight": lambda block, d_ff: (block.embed_dim, block.d_model),
+    **{f"{norm}.{part}": lambda block, d_ff: (block.d_model,) for norm in _NORMS for part in ("weight", "bias")},
+    **_projection("query", lambda block: block.query_dim),
+    **_projection("key", lambda block: block.kv_dim),
+    **_projection("value", lambda block: block.kv_dim),
+    **_head_norm("query", lambda block: block.heads),
+    **_head_norm("key", lambda block: block.kv_heads),
+    "layers.{i}.out.weight": lambda block, d_ff: (block.d_model, block.query_dim),
+    "layers.{i}.out.bias": lambda block, d_ff: (block.d_model,),
+    **_norm("layers.{i}.attention_sub_norm", lambda block, d_ff: (block.query_dim,)),
+    **_norm("layers.{i}.ffn_sub_norm", lambda block, d_ff: (d_ff,)),
+    "layers.{i}.sinks": lambda block, d_ff: (block.heads,),
+    "layers.{i}.ffn.expert_down_bias": lambda block, d_ff: (_experts(block).count, block.d_model),
+    "layers.{i}.ffn.up_bias": lambda block, d_ff: (d_ff,),
+    "layers.{i}.ffn.gate_bias": lambda block, d_ff: (d_ff,),
+    "layers.{i}.ffn.down_bias": lambda block, d_ff: (block.d_model,),
+    "layers.{i}.router.weight": lambda block, d_ff: (_experts(block).count, block.d_model),
+    "layers.{i}.router.bias": lambda block, d_ff: (_experts(block).count,),
+    "layers.{i}.shared_gate.weight": lambda block, d_ff: (1, block.d_model),
+    "head.weight": lambda block, d_ff: (block.vocab_size, block.embed_dim),
+    "head.bias": lambda block, d_ff: (block.vocab_size,),
+}

@@ -1,0 +1,62 @@
+"""How rows of memory are shared out among layers: evenly up to their needs, by popularity, or in whole blocks.
+
+Plain numbers; knows neither bytes nor models.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.int32]
+
+
+def share_rows(available: int, needs: Sequence[int]) -> tuple[int, ...]:
+    """Rows for each layer: at most its need, the rest shared evenly among the layers that can use more."""
+    return tuple(levels_by_need([available], needs)[0].tolist())
+
+
+def levels_by_need(available: Sequence[int], needs: Sequence[int]) -> Rows:
+    """`share_rows` for each of some numbers of rows, [levels, layers]."""
+    left = np.maximum(np.asarray(available, np.int64), 0)
+    rows = np.zeros((len(left), len(needs)), np.int32)
+    hungry = sorted(range(len(needs)), key=lambda layer: needs[layer])
+    for position, layer in enumerate(hungry):
+        rows[:, layer] = np.minimum(needs[layer], left // (len(hungry) - position))
+        left -= rows[:, layer]
+    return rows
+
+
+def levels_by_blocks(available: Sequence[int], num_rows: int, block_rows: int, layers: int) -> Rows:
+    """For each of some numbers of rows, the first rows of each layer that a dense run keeps: whole blocks, one of every
+    layer after the other, [levels, layers]."""
+    sizes = [min(block_rows, num_rows - first) for first in range(0, num_rows, block_rows)]
+    ends = np.cumsum(np.repeat(sizes, layers))
+    counts = np.searchsorted(ends, np.maximum(np.asarray(available, np.int64), 0), side="right")
+    held = np.concatenate([[0], np.cumsum(sizes), [num_rows]])
+    rounds, more = np.divmod(counts, layers)
+    rows = np.where(np.arange(layers) < more[:, None], held[rounds + 1][:, None], held[rounds][:, None])
+    return np.ascontiguousarray(rows, np.int32)
+
+
+def share_by_popularity(available: int, minimum: Sequence[int], popularity: NDArray[np.float32]) -> tuple[int, ...]:
+    """Rows for each layer: its minimum, and the rest where they save most reads.
+
+    A layer's n-th row saves the n-th highest of its neurons' shares of tokens (`popularity`, [layers, d_ff]) in reads a
+    token, so all rows go to the highest shares of all layers. Equals, like neurons never seen, are shared out evenly.
+    """
+    return tuple(levels_by_popularity([available], minimum, popularity)[0].tolist())
+
+
+def levels_by_popularity(available: Sequence[int], minimum: Sequence[int], popularity: NDArray[np.float32]) -> Rows:
+    """`share_by_popularity` for each of some falling numbers of rows, [levels, layers], from one sort."""
+    least = np.asarray(minimum, np.int32)
+    gains = np.sort(popularity, axis=1)[:, ::-1].T  # [d_ff, layers]: by rank, so that a stable sort keeps equals even
+    free = np.arange(len(gains))[:, None] >= least
+    layers = np.broadcast_to(np.arange(len(least)), gains.shape)[free]
+    order = layers[np.argsort(-gains[free], kind="stable")]
+    ends = np.minimum(np.maximum(np.asarray(available) - int(least.sum()), 0), len(order))[::-1]
+    level = np.searchsorted(ends, np.arange(ends[-1]), side="right")  # the first level, from below, with this row
+    counts = np.bincount(level * len(least) + order[: ends[-1]], minlength=len(ends) * len(least))
+    rows = least + np.cumsum(counts.reshape(len(ends), len(least)), axis=0)[::-1]
+    return np.ascontiguousarray(rows, np.int32)
