@@ -1,7 +1,8 @@
 // What lies between a layer's products, on arrays of the model's dtype: norms, rotary embedding, activation,
 // sums. Every step is computed in fp32 and its result rounded once, as the pass of a prompt rounds
-// (model/model.cpp), so that both engines find the same tokens. A value's bits depend neither on the threads
-// nor on what else is in the array. Arrays are dense; what is in place may be given as its own output.
+// (model/arithmetic.h), so that both engines find the same tokens. A value's bits depend neither on the
+// threads nor on what else is in the array. Arrays are dense; what is in place may be given as its own
+// output.
 #pragma once
 
 #include <cstddef>
