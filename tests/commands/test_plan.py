@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from arch_models import make_model
-from device_costs import device
+from device_costs import device, reader
 
 from flashllm.cli import main
 from flashllm.device.store import device_of, save_costs
@@ -64,6 +64,24 @@ def test_a_dense_token_has_an_estimate(tmp_path, plan_json, capsys):
     assert token["total_s"] == max(token["read_s"], token["products_s"]) > 0
     assert main(["plan", str(directory), "--store", str(store)]) == 0
     assert "a token (every neuron)" in capsys.readouterr().out
+
+
+def test_a_drive_that_is_slow_at_scattered_reads_is_better_read_in_sequence(
+    tiny, tmp_path, plan_json, capsys, monkeypatch
+):
+    monkeypatch.setattr("flashllm.base.machine.process_nbytes", lambda: 100_000_000)  # it would grow between the calls
+    path, store = tiny("float16").path("random"), tmp_path / "devices.json"
+    times = {}
+    for name, read_s in (("slow", 1e-2), ("fast", 1e-9)):
+        slow = {"latency_s": read_s, "request_s": (read_s, read_s), "beside_s": (read_s, read_s)}
+        save_costs(store, device_of(path), device(reader(**slow), sequential_bps=1e8, layer_overhead_s=1e-6))
+        limit = f"{plan_json(path, '--store', store)['minimum_bytes'] // 1000 + 100}kB"
+        common = (path, "--store", store, "--memory", limit)
+        times[name] = plan_json(*common)["token"]
+        assert main(["plan", *map(str, common)]) == 0
+        assert ("--mode dense" in capsys.readouterr().out) == (name == "slow")
+    assert times["slow"]["dense_total_s"] < 0.85 * times["slow"]["total_s"]
+    assert "dense_total_s" not in times["fast"]
 
 
 def test_it_loads_what_a_run_loads_and_no_more(tiny):
