@@ -4,10 +4,12 @@ Each converts to what the same weights give in the layout that the installed tra
 """
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from arch_models import Variant, make_checkpoint
+from arch_models import VARIANTS, Variant, make_checkpoint
 from safetensors.torch import load_file
 from tiny_models import make_tiny_opt
 
@@ -88,3 +90,19 @@ def test_opts_of_2022(tmp_path):
     state["decoder.version"] = torch.tensor([1.0])
     first, second = _converted(tmp_path, _old_folder(tmp_path / "old", OPT_CONFIG, state), new)
     assert first == second
+
+
+# Configs as transformers 5.9.0 wrote them, the lowest version allowed, where 5.23 writes other ones. Tensors have the
+# same names in both.
+LOWEST = json.loads(Path(__file__).with_name("configs_of_transformers_5_9.json").read_text())
+
+
+@pytest.mark.parametrize("name", LOWEST)
+def test_configs_of_the_lowest_transformers(tmp_path, name):
+    new = make_checkpoint(tmp_path / "new", VARIANTS[name])
+    old = shutil.copytree(new, tmp_path / "old")
+    written = json.loads((new / "config.json").read_text())
+    (old / "config.json").write_text(json.dumps(LOWEST[name]))
+    first, second = _converted(tmp_path, old, new)
+    assert first == second
+    assert block_spec(LOWEST[name]) == block_spec(written)
