@@ -117,6 +117,9 @@ def relufy(args: argparse.Namespace) -> None:
     state = args.work / "state.pt"
     if state.exists():
         training.load(state)
+        for change in training.replanned:
+            if change["step"] == training.step:
+                _say(f"going on to {recipe.tokens} tokens in place of {change['tokens']}")
         print("\n".join(map(_line, training.table)), flush=True)
     else:
         nothing = {"zeros": 0.0, "least_zeros": 0.0, "most_zeros": 0.0}

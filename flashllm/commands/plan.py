@@ -5,6 +5,7 @@ Imports what a run imports and loads its tokenizer, because their size is part o
 """
 
 import argparse
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,13 +51,14 @@ def main(args: argparse.Namespace) -> int:
 
     model = ModelDir.open(path)
     held = _libraries_of_a_run(path)
-    plan = resolve(config, model, available=available_nbytes(), process=process_nbytes())
+    room = {"available": available_nbytes(), "process": process_nbytes()}
     del held
+    plan = resolve(config, model, **room)
     for notice in plan.notices:
         say(notice)
     estimate = _estimate(model, plan, args.trace)
     if estimate is not None and plan.mode == "sparse" and not model.architecture.experts:
-        estimate = _beside_dense(estimate, model, config)
+        estimate = _beside_dense(estimate, model, dataclasses.replace(config, mode="dense", prompts="dense"), room)
     if args.json:
         print_json(
             {
@@ -174,7 +176,7 @@ def _estimate(model: "ModelDir", plan: "Plan", trace: Path | None) -> "_Estimate
         return None
     if plan.mode == "dense" and not model.architecture.experts:
         every = dense_token(model, plan.memory, costs=plan.costs, resident_nbytes=resident)
-        return None if every.total_s is None else _of_every_neuron(every, every.total_s)
+        return _of_every_neuron(every)
     if plan.mode != "sparse":
         return None
     costs, choice = plan.costs, plan.reader
@@ -190,18 +192,19 @@ class _Estimate:
     document: Mapping[str, Any]
 
 
-def _of_every_neuron(token: "DenseEstimate", total_s: float) -> _Estimate:
+def _of_every_neuron(token: "DenseEstimate") -> _Estimate | None:
     from flashllm.base.units import format_size
 
-    products_s = token.products_s or 0.0
+    if token.products_s is None or token.total_s is None:
+        return None
     read = f"{format_size(token.bytes_read)} of {format_size(token.ffn_nbytes)}, in sequence, beside the products"
     lines = [
         "a token (every neuron)",
         f"  reads     {token.read_s * 1e3:8.1f} ms  {read}",
-        f"  products  {products_s * 1e3:8.1f} ms",
-        _total(total_s),
+        f"  products  {token.products_s * 1e3:8.1f} ms",
+        _total(token.total_s),
     ]
-    seconds = {"read_s": token.read_s, "products_s": products_s, "total_s": total_s}
+    seconds = {"read_s": token.read_s, "products_s": token.products_s, "total_s": token.total_s}
     return _Estimate(lines, {**seconds, "bytes_read": token.bytes_read, "activity_source": "every neuron"})
 
 
@@ -220,23 +223,21 @@ def _of_active_neurons(token: "TokenEstimate", activity: "ExpectedActivity") -> 
     return _Estimate(lines, document)
 
 
-def _beside_dense(estimate: _Estimate, model: "ModelDir", config: "RunConfig") -> _Estimate:
-    """With a line where all neurons, read in sequence, take clearly less time than those that are active."""
-    from flashllm.base.machine import available_nbytes, process_nbytes
+def _beside_dense(estimate: _Estimate, model: "ModelDir", dense: "RunConfig", room: dict[str, int]) -> _Estimate:
+    """With the time of a token that reads all neurons in sequence, and a line where it is clearly shorter."""
     from flashllm.errors import BudgetError
     from flashllm.plan.latency import dense_token, product_nbytes
     from flashllm.plan.resolve import resolve
 
-    dense = dataclasses.replace(config, mode="dense", prompts="dense")
-    try:
-        plan = resolve(dense, model, available=available_nbytes(), process=process_nbytes())
-    except BudgetError:
-        return estimate
-    every = dense_token(model, plan.memory, costs=plan.costs, resident_nbytes=product_nbytes(model)).total_s
-    if every is None or every > _CLEARLY_LESS * estimate.document["total_s"]:
-        return estimate
-    line = f"  --mode dense, which reads every neuron in sequence, takes about {every * 1e3:.1f} ms here"
-    return _Estimate([*estimate.lines, line], {**estimate.document, "dense_total_s": every})
+    every = None
+    with contextlib.suppress(BudgetError):  # it reads further ahead, which may not fit
+        plan = resolve(dense, model, **room)
+        every = dense_token(model, plan.memory, costs=plan.costs, resident_nbytes=product_nbytes(model)).total_s
+    lines = estimate.lines
+    if every is not None and every < _CLEARLY_LESS * estimate.document["total_s"]:
+        time = f"{every * 1e3:.1f} ms"
+        lines = [*lines, f"  --mode dense, which reads every neuron in sequence, takes about {time} here"]
+    return _Estimate(lines, {**estimate.document, "dense_total_s": every})
 
 
 def _total(seconds: float) -> str:

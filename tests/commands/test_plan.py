@@ -81,7 +81,7 @@ def test_a_drive_that_is_slow_at_scattered_reads_is_better_read_in_sequence(
         assert main(["plan", *map(str, common)]) == 0
         assert ("--mode dense" in capsys.readouterr().out) == (name == "slow")
     assert times["slow"]["dense_total_s"] < 0.85 * times["slow"]["total_s"]
-    assert "dense_total_s" not in times["fast"]
+    assert times["fast"]["dense_total_s"] > times["fast"]["total_s"]
 
 
 def test_it_loads_what_a_run_loads_and_no_more(tiny):

@@ -104,14 +104,16 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, texts, monkeypat
     assert (status, "has seen 160 tokens" in capsys.readouterr().err) == (1, True)
 
 
-def test_a_run_goes_on_to_another_end(tmp_path, texts):
+def test_a_run_goes_on_to_another_end(tmp_path, texts, capsys):
     source = make_checkpoint(tmp_path / "hf", SILU)
     work = ("--work", str(tmp_path / "short-work"))
     short, _ = relufied(tmp_path, texts, source, "short", "--tokens", "96")
     long, status = relufied(tmp_path, texts, source, "long", "--tokens", "192", *work, "--minutes", "0")
     assert status == 0
+    capsys.readouterr()
     end, status = relufied(tmp_path, texts, source, "end", "--tokens", "128", *work)
     assert status == 0
+    assert "going on to 128 tokens in place of 96" in capsys.readouterr().err
     facts = [json.loads((out / "relufication.json").read_text()) for out in (short, long, end)]
     first = {"step": 6, "tokens": 96}
     assert [each["replanned"] for each in facts] == [[], [first], [first]]  # nothing was saved of the second plan
