@@ -15,7 +15,7 @@ from test_engine import CONTEXT, LENGTHS, POLICY, PROMPTS, expected, tiny  # noq
 from flashllm.cli import main
 from flashllm.offload.runtime.ops import PACKING
 
-LARGE = 200  # requests of a job that takes seconds
+LARGE = 1000  # requests of a job that takes seconds, and so outlasts the kills
 
 
 @pytest.fixture
@@ -146,15 +146,17 @@ def start(*given):
 def test_killed_at_any_moment_and_resumed(tiny, tmp_path, policy):  # noqa: F811
     source, whole, out = batch_file(tmp_path / "in.jsonl", LARGE), tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     assert main(arguments(tiny, source, whole, policy)) == 0
-    moments = random.Random(5)
+    moments, answered, half = random.Random(5), 0, whole.stat().st_size // 2
     for _ in range(6):
         killed = start(*arguments(tiny, source, out, policy, "--resume"))
-        answered = out.stat().st_size if out.exists() else 0
         while killed.poll() is None and (out.stat().st_size if out.exists() else 0) <= answered:
             time.sleep(0.005)
         time.sleep(moments.uniform(0, 0.1))
         killed.kill()
         killed.communicate()
+        answered = out.stat().st_size
+        if answered > half:  # a busy machine wakes this test late
+            break
     assert 0 < len(out.read_bytes().splitlines()) < LARGE, "killed too late to show anything"
     last = start(*arguments(tiny, source, out, policy, "--resume"))
     _, err = last.communicate()
