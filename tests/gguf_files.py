@@ -49,7 +49,7 @@ def coded(values: np.ndarray, kind: str) -> np.ndarray:
     for at in _HALVES[kind]:
         scales = values.std() * random.uniform(0.5, 1.5, len(blocks)) / (32 * 8 if kind != "Q6_K" else 64 * 16)
         blocks[:, at : at + 2] = scales.astype("<f2")[:, None].view(np.uint8)
-    return blocks.reshape(len(values), -1)
+    return blocks.reshape(*values.shape[:-1], -1)
 
 
 def write_gguf(

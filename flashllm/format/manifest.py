@@ -165,8 +165,6 @@ class Manifest:
         for form in self.down_scales:
             if type(form) is not str or form not in SCALE_FORMS:
                 raise ValueError(f"down_scales: {str(form)[:80]!r} is not one of {', '.join(SCALE_FORMS)}")
-        if self.rows.has_plane and self.architecture.experts:
-            raise ValueError("down_scales are not for a mixture of experts")
 
     @property
     def planes(self) -> dict[str, tuple[str, tuple[int, ...]]]:

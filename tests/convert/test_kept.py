@@ -44,6 +44,12 @@ WIDE = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
+MIXTURES = {
+    "olmoe": ("intermediate_size",),
+    "mixtral": ("intermediate_size",),
+    "qwen2_moe": ("moe_intermediate_size", "shared_expert_intermediate_size"),
+    "qwen3_moe": ("moe_intermediate_size",),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +66,16 @@ def mixed(name):
 
 def make(root, kind, model_type="llama"):
     """(GGUF file, Hugging Face folder of its dequantised weights)"""
-    config = {**WIDE, "hidden_act": "silu"} if model_type == "llama" else WIDE
+    config = {**WIDE, "hidden_act": "silu"} if model_type == "llama" else dict(WIDE)
+    if model_type in MIXTURES:
+        config |= dict.fromkeys(MIXTURES[model_type], 256)
+        config["norm_topk_prob"] = model_type == "qwen3_moe"  # llama.cpp's rule
     source = make_checkpoint(root / "hf", Variant(model_type, config))
-    path = write_gguf(source, root / "model.gguf", kind)
+
+    def of_tensor(name):  # llama.cpp leaves routers in fp32
+        return "F32" if "ffn_gate_inp" in name else kind if isinstance(kind, str) else kind(name)
+
+    path = write_gguf(source, root / "model.gguf", of_tensor)
     state = {}
     with open_checkpoint(path) as checkpoint:
         for name, info in checkpoint.tensors.items():
@@ -120,6 +133,30 @@ def test_sparse_passes_compute_the_same(tmp_path, kind):
         np.testing.assert_array_equal(logits_of(tmp_path / "kept", mode), expected, err_msg=mode)
     scalar = logits_of(tmp_path / "kept", "sparse", ablation=Ablation(kernels=False))
     np.testing.assert_allclose(scalar, logits_of(tmp_path / "wide", "sparse"), atol=3e-4, rtol=0)
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", mixed], ids=["Q4_0", "Q8_0", "mixed"])
+def test_experts_keep_their_bits(tmp_path, kind, model_type):
+    path, folder = make(tmp_path, kind, model_type)
+    kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
+    convert(folder, tmp_path / "wide")
+    assert kept.rows.encoding == (ENCODED_AS[kind] if isinstance(kind, str) else "q4_k")
+    assert kept.rows.has_plane
+    assert verify(tmp_path / "kept").ok
+    for mode in ("dense", "sparse"):
+        expected = logits_of(tmp_path / "wide", mode)
+        np.testing.assert_array_equal(logits_of(tmp_path / "kept", mode), expected, err_msg=mode)
+    small = logits_of(tmp_path / "kept", "sparse", cache_policy="window", window=1)
+    np.testing.assert_array_equal(small, expected)
+
+
+def test_shared_neurons_of_another_form_are_dequantised(tmp_path):
+    path, _ = make(tmp_path, lambda name: "Q4_1" if "ffn_down_shexp" in name else "Q4_0", "qwen2_moe")
+    lines = []
+    manifest = convert(path, tmp_path / "model", keep=True, say=lines.append)
+    assert (manifest.rows.encoding, manifest.rows.down) == ("int4_32", "float16")
+    assert "layers.0.experts.0.down.weight the first, dequantised to float16" in lines[0]
 
 
 def test_what_is_kept_is_told_and_counted(tmp_path, capsys):

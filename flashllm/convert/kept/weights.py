@@ -9,7 +9,7 @@ Knows kinds of codes by `blocks.KINDS`, no file format.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ class KeptWeights:
     _claims: Mapping[str, Claim]
     _tensors: Mapping[str, QuantisedTensor]  # by canonical name
     _where: Mapping[str, str]  # the same, for messages
+    _bundles: Sequence[Sequence[str]]  # of each layer, `bundle_names`
     _columns: dict[str, NDArray[np.uint8]] = field(default_factory=dict)  # of the layer at hand
 
     def fingerprint(self) -> Any:
@@ -69,20 +70,24 @@ class KeptWeights:
 
     def plane(self, layer: int) -> dict[str, NDArray[Any]]:
         """The arrays of a layer's plane by the names of its tensors."""
-        name = f"layers.{layer}.down.weight"
+        parts: dict[str, list[NDArray[Any]]] = {}
+        for bundle in self._bundles[layer]:
+            for part, values in self._scales(f"{bundle}down.weight").items():
+                parts.setdefault(part, []).append(values)
+        return {f"layers.{layer}.down.{part}": np.concatenate(values) for part, values in parts.items()}
+
+    def _scales(self, name: str) -> dict[str, NDArray[Any]]:
+        """The scales [groups of neurons, d_model] of a down projection by their names."""
         kind, claim = self._kind(name), self._claims[name]
         parts: dict[str, list[NDArray[Any]]] = {}
         for first in range(0, claim.rows, _ROWS_TOGETHER):
             quantised = self._quantised(name, kind, claim, first, min(_ROWS_TOGETHER, claim.rows - first))
             for part, values in quantised.scales.items():
                 parts.setdefault(part, []).append(values)
-        return {
-            f"layers.{layer}.down.{part}": np.ascontiguousarray(np.concatenate(values).T)
-            for part, values in parts.items()
-        }
+        return {part: np.concatenate(values).T for part, values in parts.items()}
 
     def _columns_of(self, name: str) -> NDArray[np.uint8]:
-        """Every column's codes, [d_ff, bytes]; of one layer at a time."""
+        """Every column's codes, [d_ff, bytes]; of one layer, or expert, at a time."""
         if name not in self._columns:
             self._columns.clear()
             kind, claim, code = self._kind(name), self._claims[name], self._down_code()
@@ -140,33 +145,38 @@ def keep_weights(
     usable = {
         name: tensor
         for name, tensor in found.items()
-        if tensor.kind in KINDS and not claimed[name].part.transposed and not architecture.experts
+        if tensor.kind in KINDS and not claimed[name].part.transposed
     }
     encodings = {name: _encoding(KINDS[tensor.kind]) for name, tensor in usable.items()}
     resident = {name: encodings[name] for name in residents if name in usable and is_coded_matrix(name)}
-    bundles = [name for layer in range(architecture.num_layers) for name in bundle_names(architecture, layer)]
-    above = [f"{bundle}{matrix}.weight" for bundle in bundles for matrix in architecture.matrices[:-1]]
-    below = [f"{bundle}down.weight" for bundle in bundles]
+    bundles = [bundle_names(architecture, layer) for layer in range(architecture.num_layers)]
+    every = [bundle for layer in bundles for bundle in layer]
+    above = [f"{bundle}{matrix}.weight" for bundle in every for matrix in architecture.matrices[:-1]]
+    below = [f"{bundle}down.weight" for bundle in every]
     of_rows = {encodings.get(name) for name in above}
     rows = next(iter(of_rows)) if len(of_rows) == 1 else None
-    kinds = [KINDS[usable[name].kind] for name in below if name in usable]
+    kinds = {name: KINDS[usable[name].kind] for name in below if name in usable}
     by_neurons = {encodings[name] if usable[name].transposed else None for name in below if name in usable}
     own_scales = next(iter(by_neurons)) if len(by_neurons) == 1 else None
     keeps_down = len(kinds) == len(below) and all(claimed[name].part.repeats == 1 for name in below)
-    if own_scales is None:
-        keeps_down = keeps_down and architecture.d_model % UNIT == 0 and by_neurons == {None}
+    forms: list[str] = []  # of each layer
+    if own_scales is None and keeps_down:
+        of_layers = [{kinds[f"{bundle}down.weight"].form.name for bundle in layer} for layer in bundles]
+        forms = [form for layer in of_layers for form in layer]
+        keeps_down = architecture.d_model % UNIT == 0 and by_neurons == {None} and len(forms) == len(bundles)
     kept = {*resident, *(above if rows is not None else ()), *(below if keeps_down else ())}
     if not kept:
         return None
     return KeptWeights(
         rows=rows,
-        down=(own_scales or f"codes{max(kind.bits for kind in kinds)}") if keeps_down else None,
-        down_scales=tuple(kind.form.name for kind in kinds) if keeps_down and own_scales is None else (),
+        down=(own_scales or f"codes{max(kind.bits for kind in kinds.values())}") if keeps_down else None,
+        down_scales=tuple(forms) if keeps_down else (),
         resident=resident,
         left=tuple(name for name in found if name not in kept),
         _claims={name: claimed[name] for name in kept},
         _tensors={name: usable[name] for name in kept},
         _where={name: checkpoint.where(names[claimed[name].source]) for name in kept},
+        _bundles=bundles,
     )
 
 

@@ -6,9 +6,10 @@
 
 namespace flashllm {
 
-void DenseFfn::begin(const std::byte* x, std::size_t tokens, Activation activation, const ScalePlane* plane) {
+void DenseFfn::begin(const std::byte* x, std::size_t tokens, Activation activation, const ScalePlane* plane,
+                     std::size_t first) {
   plane_ = plane;
-  next_ = 0;
+  next_ = first;
   norm_ = {};
   kept_ = 0;
   activation_ = activation;

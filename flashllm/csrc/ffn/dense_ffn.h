@@ -23,9 +23,9 @@ class DenseFfn {
         level_(level_of_many(format.down_codec, level_of_many(format.codec, level))) {}
 
   // x: [tokens, d_model]; `plane`: the layer's, of down columns whose scales lie apart, and then blocks are
-  // of neurons from 0 on.
-  void begin(const std::byte* x, std::size_t tokens, Activation activation,
-             const ScalePlane* plane = nullptr);
+  // of neurons from `first` on.
+  void begin(const std::byte* x, std::size_t tokens, Activation activation, const ScalePlane* plane = nullptr,
+             std::size_t first = 0);
   // The activations of `count` rows of neurons, h [count, padded()]; the first `tokens()` of each row may be
   // changed before they are added. up_bias, gate_bias: the neurons', or nullptr; gate: their gate [count,
   // d_model] without gaps in the rows' codec, where rows of a gated FFN hold none.

@@ -13,7 +13,7 @@ const float* part_of(const float* bias, std::size_t first) {
 }  // namespace
 
 const std::vector<RowRun>& ExpertFfn::begin(Router& router, const float* x, std::size_t tokens,
-                                            Activation activation) {
+                                            Activation activation, const ScalePlane* plane) {
   const ExpertsSpec& spec = router.spec();
   std::vector<std::vector<std::int32_t>> tokens_of(spec.runs());
   std::vector<std::vector<float>> factors_of(spec.runs());
@@ -38,6 +38,7 @@ const std::vector<RowRun>& ExpertFfn::begin(Router& router, const float* x, std:
   }
   activation_ = activation;
   x_ = x;
+  plane_ = plane;
   run_ = rows_ = 0;
   return runs_;
 }
@@ -64,7 +65,7 @@ void ExpertFfn::begin_run() {
   gathered_.resize(tokens.size() * nbytes);
   for (std::size_t m = 0; m < tokens.size(); ++m)
     kernels_.from_f32(x_ + static_cast<std::size_t>(tokens[m]) * width, width, gathered_.data() + m * nbytes);
-  dense_.begin(gathered_.data(), tokens.size(), activation_);
+  dense_.begin(gathered_.data(), tokens.size(), activation_, plane_, runs_[run_].first_row);
 }
 
 }  // namespace flashllm

@@ -23,8 +23,9 @@ class ExpertFfn {
         dense_(format, dtype, pool, level) {}
 
   // x: [tokens, d_model] fp32, of values that the dtype has; it stays as it is until the last block. Which
-  // rows are to be handed in, ascending.
-  const std::vector<RowRun>& begin(Router& router, const float* x, std::size_t tokens, Activation activation);
+  // rows are to be handed in, ascending. `plane`: the layer's, of down columns whose scales lie apart.
+  const std::vector<RowRun>& begin(Router& router, const float* x, std::size_t tokens, Activation activation,
+                                   const ScalePlane* plane = nullptr);
   // The next rows of those, none of two runs. Biases: [num_neurons] or nullptr. y [tokens, d_model]: gets
   // what an expert contributes when its last rows are there.
   void add(const RowBlock& block, const float* up_bias, const float* gate_bias, float* y);
@@ -39,6 +40,7 @@ class ExpertFfn {
   DenseFfn dense_;
   Activation activation_;
   const float* x_ = nullptr;
+  const ScalePlane* plane_ = nullptr;
   std::vector<RowRun> runs_;
   std::size_t run_ = 0, rows_ = 0;                 // the run at hand, and its rows that came
   std::vector<std::vector<std::int32_t>> tokens_;  // that go to each run
