@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 KINDS = gguf.GGMLQuantizationType
-ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"} | {
+ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"} | {
     "phi": "phi2",
     "gemma3_text": "gemma3",
     "gpt_neox": "gptneox",
@@ -93,7 +93,8 @@ def write_gguf(
             writer.add_uint16("split.count", split)
         for name in sorted(tensors)[number::split]:
             values = tensors[name]
-            of_kind = (kind if isinstance(kind, str) else kind(name)) if values.ndim > 1 else "F32"
+            is_matrix = values.ndim > 1 and not name.endswith(".bias")
+            of_kind = (kind if isinstance(kind, str) else kind(name)) if is_matrix else "F32"
             writer.add_tensor(name, coded(values, of_kind), raw_dtype=KINDS[of_kind])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -124,7 +125,7 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> dict[st
             values = values + 1
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
-        tensors[stored] = values.numpy()
+        tensors[stored + ".weight" if name.endswith(".sinks") else stored] = values.numpy()
     if config.get("rope_parameters", {}).get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = _rope_factors(config)
     return tensors
@@ -132,7 +133,15 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> dict[st
 
 def _merged(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Each expert's matrices together, as llama.cpp's converter has them before it looks at names."""
-    merged = {name: tensor for name, tensor in state.items() if ".experts." not in name}
+    for name in [name for name in state if ".experts." in name and "_proj" in name and not name.endswith(".weight")]:
+        owner, _, kind = name.rpartition(".")  # gpt-oss's: all together, inputs first, gate and up one in turn
+        tensor = state.pop(name)
+        ending = "bias" if kind.endswith("_bias") else "weight"
+        rows = tensor if ending == "bias" else tensor.transpose(1, 2)
+        parts = {"down_proj": rows} if "down" in kind else {"gate_proj": rows[:, ::2], "up_proj": rows[:, 1::2]}
+        state |= {f"{owner}.{part}.{ending}": values.contiguous() for part, values in parts.items()}
+    single = re.compile(r".*\.experts\.\d+\..*")
+    merged = {name: tensor for name, tensor in state.items() if single.fullmatch(name) is None}
     for name in state:
         match = re.fullmatch(r"(.*\.experts\.)0\.(\w+)\.weight", name)
         if match is not None:
@@ -175,6 +184,8 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if rope.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
+        if "original_max_position_embeddings" in rope:
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     for key, add in (
         ("sliding_window", writer.add_sliding_window),
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),

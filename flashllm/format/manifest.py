@@ -30,7 +30,7 @@ from typing import Any, Self
 from flashllm.arch.registry import resident_shapes, resolve
 from flashllm.arch.spec import Architecture
 from flashllm.base.checks import check_file_name, check_int, check_list, check_str
-from flashllm.base.codes.carried import SCALE_FORMS
+from flashllm.base.codes.carried import PLANE_CODES, SCALE_FORMS
 from flashllm.base.files import is_there, read_json_object, write_atomically
 from flashllm.errors import FormatError, UsageError
 from flashllm.format.manifest_values import (
@@ -165,6 +165,8 @@ class Manifest:
         for form in self.down_scales:
             if type(form) is not str or form not in SCALE_FORMS:
                 raise ValueError(f"down_scales: {str(form)[:80]!r} is not one of {', '.join(SCALE_FORMS)}")
+            if SCALE_FORMS[form].is_power != PLANE_CODES[self.rows.down].is_fp4:
+                raise ValueError(f"down_scales: {form} is not for columns of {self.rows.down}")
 
     @property
     def planes(self) -> dict[str, tuple[str, tuple[int, ...]]]:

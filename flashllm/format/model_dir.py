@@ -127,6 +127,9 @@ class ModelDir:
         return self.block.kv_nbytes_per_token(self.architecture.num_layers, self.dtype.itemsize)
 
 
+_PLANE_DTYPES = {"F16": np.float16, "I8": np.int8, "U8": np.uint8}
+
+
 def read_plane(directory: Path, manifest: Manifest, layer: int) -> Plane | None:
     """The scales of a layer's down columns; None where the rows hold them. FormatError, FlashIOError."""
     if not manifest.rows.has_plane:
@@ -136,7 +139,7 @@ def read_plane(directory: Path, manifest: Manifest, layer: int) -> Plane | None:
     with open_safetensors(directory / RESIDENT) as file:
         for name in plane_tensors(layer, form, manifest.rows):
             info = file.header.tensors[name]
-            values = np.empty(info.shape, np.float16 if info.dtype == "F16" else np.int8)
+            values = np.empty(info.shape, _PLANE_DTYPES[info.dtype])
             file.read_into(info, 0, values.reshape(-1).view(np.uint8).data)
             arrays[name.rpartition(".")[2]] = values
     return Plane(form=SCALE_FORMS[form], arrays=arrays)

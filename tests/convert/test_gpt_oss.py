@@ -9,12 +9,17 @@ from arch_models import VARIANTS, make_checkpoint, open_model
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import FP4_VALUES
 
-from flashllm.config import RunConfig
+from flashllm.config import Ablation, RunConfig
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UnsupportedModelError
-from flashllm.format.model_files import FFN, RESIDENT
+from flashllm.format.manifest import Manifest
+from flashllm.format.model_dir import read_plane
+from flashllm.format.model_files import FFN, RESIDENT, ffn_tensor
+from flashllm.format.report.verify import verify
+from flashllm.format.rows import widened_rows
+from flashllm.format.safetensors import open_safetensors
 
 LUT = torch.tensor(FP4_VALUES)
 EXPERTS = "model.layers.0.mlp.experts."
@@ -65,6 +70,62 @@ def test_mxfp4_converts_to_what_its_values_do(whole, tmp_path):
     expected = convert(whole, tmp_path / "expected")
     assert found.dtype == "bfloat16"
     assert (found.files[FFN], found.files[RESIDENT]) == (expected.files[FFN], expected.files[RESIDENT])
+
+
+def test_mxfp4_is_kept(whole, tmp_path):
+    """Rows of 17 bytes for 32 weights, scales of down columns in memory; every logit is that of the widened weights."""
+    mxfp4(whole)
+    wide = convert(whole, tmp_path / "wide", dtype="float32")
+    lines = []
+    kept = convert(whole, tmp_path / "kept", dtype="float32", keep=True, say=lines.append)
+    assert (kept.rows.encoding, kept.rows.down, set(kept.down_scales)) == ("mxfp4", "codes_fp4", {"power_32"})
+    assert kept.rows.row_nbytes == 64 // 32 * (17 + 17 + 16)
+    assert kept.planes_nbytes == wide.architecture.num_layers * wide.architecture.d_ff // 32 * 64
+    assert "are kept: neurons mxfp4, down codes_fp4; scales of the down columns in memory" in lines[0]
+    assert verify(tmp_path / "kept").ok
+    for mode in ("dense", "sparse"):
+        for kernels in (True, False):
+            logits = []
+            for name in ("wide", "kept"):
+                config = RunConfig(mode=mode, threads=2, io_threads=4, ablation=Ablation(kernels=kernels))
+                with Model.open(tmp_path / name, config) as model:
+                    sequence = model.new_sequence()
+                    (prompt,) = model.step([(sequence, list(range(4, 44)))], all_logits=True)
+                    logits.append(np.concatenate([prompt, *(model.step([(sequence, [9] * n)]) for n in (1, 3, 8))]))
+            np.testing.assert_array_equal(logits[0], logits[1], err_msg=mode)
+
+
+def test_weights_of_an_expert_read_again_are_the_files(whole, tmp_path):
+    """What another engine, or a quantiser, reads of kept weights."""
+    values = mxfp4(whole)
+    convert(whole, tmp_path / "kept", dtype="float32", keep=True)
+    down = values["model.layers.1.mlp.experts.down_proj"]  # [experts, size, d_model]
+    gate_up = values["model.layers.1.mlp.experts.gate_up_proj"]  # [experts, d_model, 2 * size]
+    manifest = Manifest.load(tmp_path / "kept")
+    layout = manifest.rows
+    with open_safetensors(tmp_path / "kept" / FFN) as file:
+        info = file.header.tensors[ffn_tensor(1)]
+        rows = np.empty((layout.num_rows, layout.stride), np.uint8)
+        file.read_into(info, 0, rows.reshape(-1).data)
+    found = widened_rows(layout, rows[: layout.d_ff], read_plane(tmp_path / "kept", manifest, 1))
+    np.testing.assert_array_equal(found["down"], down.flatten(0, 1).numpy())
+    np.testing.assert_array_equal(found["gate"], gate_up[..., ::2].transpose(1, 2).flatten(0, 1).numpy())
+    np.testing.assert_array_equal(found["up"], gate_up[..., 1::2].transpose(1, 2).flatten(0, 1).numpy())
+
+
+def test_scales_at_the_ends_of_their_range(whole, tmp_path):
+    """Groups of zeros may have any scale; other scales that fp32 cannot hold whole are refused."""
+    mxfp4(whole)
+    state = load_file(whole / "model.safetensors")
+    state[EXPERTS + "down_proj_blocks"][:, :, 0] = 0x80  # 0 and -0
+    state[EXPERTS + "down_proj_scales"][:, :, 0] = 0
+    save_file(state, whole / "model.safetensors", {"format": "pt"})
+    convert(whole, tmp_path / "kept", keep=True)
+    for scale in (1, 253):
+        state[EXPERTS + "down_proj_scales"][:, :, 1] = scale
+        save_file(state, whole / "model.safetensors", {"format": "pt"})
+        with pytest.raises(FormatError, match=r"experts.*a scale is no number, or as small or large"):
+            convert(whole, tmp_path / str(scale), keep=True)
 
 
 @torch.no_grad()

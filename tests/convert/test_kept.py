@@ -36,6 +36,7 @@ ENCODED_AS = {
     "Q4_K": "q4_k",
     "Q5_K": "q5_k",
     "Q6_K": "q6_k",
+    "MXFP4": "mxfp4",
 }
 WIDE = {
     "hidden_size": 256,
@@ -49,6 +50,7 @@ MIXTURES = {
     "mixtral": ("intermediate_size",),
     "qwen2_moe": ("moe_intermediate_size", "shared_expert_intermediate_size"),
     "qwen3_moe": ("moe_intermediate_size",),
+    "gpt_oss": ("intermediate_size",),
 }
 
 
@@ -62,6 +64,11 @@ def mixed(name):
     if "token_embd" in name:
         return "Q8_0"
     return "Q6_K" if "ffn_down" in name and "blk.0" in name else "Q4_K"
+
+
+def experts_alone(name):
+    """As gpt-oss's files."""
+    return "MXFP4" if "exp" in name else "Q8_0"
 
 
 def make(root, kind, model_type="llama"):
@@ -136,12 +143,12 @@ def test_sparse_passes_compute_the_same(tmp_path, kind):
 
 
 @pytest.mark.parametrize("model_type", MIXTURES)
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", mixed], ids=["Q4_0", "Q8_0", "mixed"])
+@pytest.mark.parametrize("kind", ["Q4_0", experts_alone, mixed], ids=["Q4_0", "MXFP4", "mixed"])
 def test_experts_keep_their_bits(tmp_path, kind, model_type):
     path, folder = make(tmp_path, kind, model_type)
     kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
-    convert(folder, tmp_path / "wide")
-    assert kept.rows.encoding == (ENCODED_AS[kind] if isinstance(kind, str) else "q4_k")
+    convert(folder, tmp_path / "wide", dtype="float32")
+    assert kept.rows.encoding == ENCODED_AS.get(kind, "q4_k" if kind is mixed else "mxfp4")
     assert kept.rows.has_plane
     assert verify(tmp_path / "kept").ok
     for mode in ("dense", "sparse"):

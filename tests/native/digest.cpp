@@ -44,12 +44,19 @@ void add_planes(SimdLevel level, std::mt19937& random, Digest& digest) {
   const std::vector<std::uint16_t> minimums = halves(kGroups * kWidth, random);
   std::vector<std::int8_t> factors(kGroups * kWidth);
   for (std::int8_t& factor : factors) factor = static_cast<std::int8_t>(random());
+  std::vector<std::uint8_t> powers(kGroups * kWidth);
+  for (std::uint8_t& power : powers) power = static_cast<std::uint8_t>(110 + random() % 20);
   for (std::size_t i = 0; i < kPlaneCodecs * kPlaneForms; ++i) {
     const auto codec = static_cast<RowCodec>(kFirstPlane + i / kPlaneForms);
     ScalePlane plane;
-    plane.scales = scales.data();
-    if (i % 2 != 0) plane.minimums = minimums.data();
-    if (i / 2 % 2 != 0) plane.factors = factors.data();
+    if (codec == RowCodec::codes_fp4) {
+      if (i % kPlaneForms != 0) continue;  // it has one form
+      plane.powers = powers.data();
+    } else {
+      plane.scales = scales.data();
+      if (i % 2 != 0) plane.minimums = minimums.data();
+      if (i / 2 % 2 != 0) plane.factors = factors.data();
+    }
     if (plane.minimums != nullptr && plane.factors != nullptr) plane.minimum_factors = factors.data();
     std::vector<std::byte> row(vector_nbytes(codec, kWidth));
     for (std::byte& byte : row) byte = static_cast<std::byte>(random());

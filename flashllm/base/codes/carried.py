@@ -5,13 +5,16 @@ minimums, the factors of both, where it has them, and then its codes in units of
 scale is shared by 256 weights, and a group's own is that times its int8 factor; minimums likewise. A weight is
 `code * scale`, or `code * scale + minimum`: exact in fp32 but for the last sum.
 
+MXFP4 (Open Compute Project, Microscaling Formats 1.0) has a byte for 32 weights, which stands for 2^(byte - 127), and
+codes that are numbers themselves (`FP4`).
+
 A down column's scales may lie apart, as a checkpoint's groups are along the neurons: a row then holds the column's
 codes alone (`PlaneCode`), and `Plane` the scales of a layer, [groups of neurons, d_model].
 
 Knows numpy arrays, no files and no models.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +25,8 @@ Bytes = NDArray[np.uint8]
 Codes = NDArray[np.int8]
 Halves = NDArray[np.float16]
 
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # by code
+_POWER_BIAS = 127  # of the byte of a scale that is a power of two
 UNIT = 32  # codes that lie together
 SHARED = 256  # weights that share a scale which groups have factors of
 CODE_BITS = (4, 5, 6, 8)
@@ -35,9 +40,17 @@ class ScaleForm:
     group: int = 32
     has_minimum: bool = False
     has_factors: bool = False
+    is_power: bool = False  # a byte: the scale is 2^(byte - 127), and codes are those of `FP4`
+
+    @property
+    def unsigned(self) -> bool:
+        """Whether codes begin at 0."""
+        return self.has_minimum or self.is_power
 
     def parts(self) -> Mapping[str, tuple[int, np.dtype[np.generic]]]:
         """Name -> (weights an item is for, its type) of each array, in the order of a vector's bytes."""
+        if self.is_power:
+            return {"scales": (self.group, np.dtype(np.uint8))}
         shared = SHARED if self.has_factors else self.group
         found: dict[str, tuple[int, np.dtype[np.generic]]] = {"scales": (shared, np.dtype("<f2"))}
         if self.has_minimum:
@@ -56,13 +69,14 @@ SCALE_FORMS = {
         ScaleForm(name="half_32_min", has_minimum=True),
         ScaleForm(name="shared_32_min", has_minimum=True, has_factors=True),
         ScaleForm(name="shared_16", group=16, has_factors=True),
+        ScaleForm(name="power_32", is_power=True),
     )
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantised:
-    """Vectors [n, length] as a checkpoint has them: signed codes (unsigned with minimums), and their scales' arrays."""
+    """Vectors [n, length] as a checkpoint has them: codes, signed unless the form says otherwise, and scales."""
 
     form: ScaleForm
     codes: Codes
@@ -75,6 +89,9 @@ class Quantised:
 
 def weights(form: ScaleForm, codes: Codes, scales: Mapping[str, NDArray[np.generic]]) -> Floats:
     """What codes [n, length] stand for with scales [n, items] of `form`."""
+    if form.is_power:
+        powers = np.repeat(scales["scales"], form.group, axis=1)[:, : codes.shape[1]]
+        return _fp4(codes, powers)
     found = codes.astype(np.float32) * _spread(form, scales, "scales", "factors", codes.shape[1])
     if form.has_minimum:
         found += _spread(form, scales, "minimums", "minimum_factors", codes.shape[1])
@@ -87,6 +104,12 @@ def _spread(form: ScaleForm, scales: Mapping[str, NDArray[np.generic]], half: st
     found: Floats = np.repeat(scales[half].astype(np.float32), parts[half][0], axis=1)[:, :length]
     if form.has_factors:
         found = found * np.repeat(scales[factor].astype(np.float32), parts[factor][0], axis=1)[:, :length]
+    return found
+
+
+def _fp4(codes: Codes, powers: NDArray[np.generic]) -> Floats:
+    """The weights of FP4 codes, and a scale's byte for each."""
+    found: Floats = np.ldexp(FP4[codes], powers.astype(np.int32) - _POWER_BIAS)
     return found
 
 
@@ -146,7 +169,7 @@ class CarriedCode:
         items = self._items(vectors.codes.shape[1])
         parts = [np.ascontiguousarray(vectors.scales[name]).view(np.uint8) for name in items]
         return np.concatenate(
-            [*parts, pack_codes(vectors.codes, self.bits, unsigned=self.form.has_minimum)], axis=1, dtype=np.uint8
+            [*parts, pack_codes(vectors.codes, self.bits, unsigned=self.form.unsigned)], axis=1, dtype=np.uint8
         )
 
     def decode(self, rows: Bytes, length: int) -> Floats:
@@ -157,7 +180,7 @@ class CarriedCode:
         for name, (items, dtype) in self._items(length).items():
             scales[name] = np.ascontiguousarray(rows[:, start : start + items * dtype.itemsize]).view(dtype)
             start += items * dtype.itemsize
-        codes = unpack_codes(rows[:, start:], self.bits, length, unsigned=self.form.has_minimum)
+        codes = unpack_codes(rows[:, start:], self.bits, length, unsigned=self.form.unsigned)
         return weights(self.form, codes, scales)
 
     def _items(self, length: int) -> dict[str, tuple[int, np.dtype[np.generic]]]:
@@ -172,6 +195,7 @@ class PlaneCode:
 
     name: str
     bits: int
+    is_fp4: bool = False  # of scales that are powers of two; other codes are integers
 
     def vector_nbytes(self, length: int) -> int:
         """Bytes of a column of `length` weights."""
@@ -187,9 +211,11 @@ class Plane:
 
     def widened(self, packed: Bytes, code: PlaneCode, first: int, length: int) -> Floats:
         """The weights [n, length] of the columns of neurons `first` on, uint8 [n, vector_nbytes(length)]."""
-        codes = unpack_codes(packed, code.bits, length, unsigned=self.form.has_minimum)
+        codes = unpack_codes(packed, code.bits, length, unsigned=self.form.unsigned)
         neurons = np.arange(first, first + len(packed))
         rows = {name: self.arrays[name][neurons // weights] for name, (weights, _) in self.form.parts().items()}
+        if self.form.is_power:
+            return _fp4(codes, rows["scales"])
         scale: Floats = rows["scales"].astype(np.float32)
         if self.form.has_factors:
             scale = scale * rows["factors"].astype(np.float32)
@@ -202,10 +228,13 @@ class Plane:
         return found
 
 
+_SAFETENSORS_DTYPES = {"float16": "F16", "int8": "I8", "uint8": "U8"}
+
+
 def plane_shapes(form: ScaleForm, neurons: int, length: int) -> dict[str, tuple[str, tuple[int, int]]]:
     """Name -> (safetensors' dtype, shape) of the arrays of a layer of `neurons` whose columns have `length` weights."""
     return {
-        name: ("F16" if dtype.itemsize == 2 else "I8", (-(-neurons // weights), length))
+        name: (_SAFETENSORS_DTYPES[dtype.name], (-(-neurons // weights), length))
         for name, (weights, dtype) in form.parts().items()
     }
 
@@ -218,6 +247,7 @@ CARRIED_CODES = {
         CarriedCode(name="q4_k", bits=4, form=SCALE_FORMS["shared_32_min"]),
         CarriedCode(name="q5_k", bits=5, form=SCALE_FORMS["shared_32_min"]),
         CarriedCode(name="q6_k", bits=6, form=SCALE_FORMS["shared_16"]),
+        CarriedCode(name="mxfp4", bits=4, form=SCALE_FORMS["power_32"]),
     )
 }
 # Group codes have the same bytes (flashllm/base/group_codes.py): these pack them without rounding.
@@ -229,4 +259,17 @@ PACKED_AS = CARRIED_CODES | {
         ("int8_32", 8, "half_32"),
     )
 }
-PLANE_CODES = {code.name: code for code in (PlaneCode(name=f"codes{bits}", bits=bits) for bits in CODE_BITS)}
+PLANE_CODES = {
+    code.name: code
+    for code in (
+        *(PlaneCode(name=f"codes{bits}", bits=bits) for bits in CODE_BITS),
+        PlaneCode(name="codes_fp4", bits=4, is_fp4=True),
+    )
+}
+
+
+def plane_code_of(codes: Sequence[tuple[int, ScaleForm]]) -> PlaneCode | None:
+    """The narrowest that holds the codes of all of these (bits, form); None where none does."""
+    bits = max(bits for bits, _ in codes)
+    kinds = {form.is_power for _, form in codes}
+    return next((code for code in PLANE_CODES.values() if code.bits >= bits and {code.is_fp4} == kinds), None)

@@ -1,7 +1,7 @@
 """Blocks of GGUF files taken apart: codes and scales of whole rows. Knows bytes and numpy, no files and no models.
 
-The layouts are ggml's (ggml-common.h, block_q4_0 to block_q6_K): 32 weights to an fp16 scale, or 256 to an fp16 scale
-(and minimum) with factors of 6 or 8 bits for their groups.
+The layouts are ggml's (ggml-common.h, block_q4_0 to block_q6_K, block_mxfp4): 32 weights to an fp16 scale, or to a
+power of two, or 256 to an fp16 scale (and minimum) with factors of 6 or 8 bits for their groups.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.base.codes.carried import SCALE_FORMS, Quantised, ScaleForm
+
+_ONE, _LEAST_POWER, _LARGEST_POWER = 127, 2, 252  # scales of MXFP4 whose weights are normal fp32 numbers
 
 Bytes = NDArray[np.uint8]
 Parts = tuple[NDArray[np.uint8], dict[str, NDArray[np.generic]]]
@@ -34,7 +36,7 @@ class Kind:
             if values.dtype == np.float16 and not bool(np.all(np.isfinite(values.astype(np.float32)))):
                 raise OverflowError("a scale is not finite")
         codes = stored.view(np.int8).reshape(n, -1)
-        if not self.form.has_minimum and self.bits != 8:
+        if not self.form.unsigned and self.bits != 8:
             codes = codes - np.int8(1 << (self.bits - 1))
         return Quantised(
             form=self.form, codes=codes, scales={name: values.reshape(n, -1) for name, values in scales.items()}
@@ -116,6 +118,14 @@ def _q6_k(blocks: Bytes) -> Parts:
     return codes.reshape(len(blocks), -1), scales
 
 
+def _mxfp4(blocks: Bytes) -> Parts:
+    codes, scales = _nibbles(blocks[:, 1:]), blocks[:, :1].copy()
+    scales[~(codes & 7).any(axis=1)] = _ONE  # all zero: the scale does not matter
+    if not bool(np.all((scales >= _LEAST_POWER) & (scales <= _LARGEST_POWER))):
+        raise OverflowError("a scale is no number, or as small or large as none of a model is")
+    return codes, {"scales": scales}
+
+
 KINDS: Mapping[str, Kind] = {
     "Q4_0": Kind(bits=4, form=SCALE_FORMS["half_32"], weights=32, nbytes=18, take=_q4_0),
     "Q4_1": Kind(bits=4, form=SCALE_FORMS["half_32_min"], weights=32, nbytes=20, take=_q4_1),
@@ -124,5 +134,6 @@ KINDS: Mapping[str, Kind] = {
     "Q8_0": Kind(bits=8, form=SCALE_FORMS["half_32"], weights=32, nbytes=34, take=_q8_0),
     "Q4_K": Kind(bits=4, form=SCALE_FORMS["shared_32_min"], weights=256, nbytes=144, take=_q4_k),
     "Q5_K": Kind(bits=5, form=SCALE_FORMS["shared_32_min"], weights=256, nbytes=176, take=_q5_k),
+    "MXFP4": Kind(bits=4, form=SCALE_FORMS["power_32"], weights=32, nbytes=17, take=_mxfp4),
     "Q6_K": Kind(bits=6, form=SCALE_FORMS["shared_16"], weights=256, nbytes=210, take=_q6_k),
 }

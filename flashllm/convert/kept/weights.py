@@ -11,14 +11,14 @@ Knows kinds of codes by `blocks.KINDS`, no file format.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.arch.registry import Claim, bundle_names
 from flashllm.arch.spec import Architecture
-from flashllm.base.codes.carried import PACKED_AS, PLANE_CODES, UNIT, CarriedCode, PlaneCode, pack_codes
+from flashllm.base.codes.carried import PACKED_AS, PLANE_CODES, UNIT, CarriedCode, PlaneCode, pack_codes, plane_code_of
 from flashllm.convert.checkpoint.coded import Vectors
 from flashllm.convert.checkpoint.pieces import runs
 from flashllm.convert.checkpoint.source import Checkpoint, QuantisedTensor
@@ -98,7 +98,7 @@ class KeptWeights:
                 count = min(_ROWS_TOGETHER, d_model - first)
                 codes = np.ascontiguousarray(self._quantised(name, kind, claim, first, count).codes.T)
                 at = first // UNIT * unit_nbytes
-                part = pack_codes(codes, code.bits, unsigned=kind.form.has_minimum)
+                part = pack_codes(codes, code.bits, unsigned=kind.form.unsigned)
                 packed[:, at : at + part.shape[1]] = part
             self._columns[name] = packed
         return self._columns[name]
@@ -143,9 +143,7 @@ def keep_weights(
         if names.get(claim.source) in checkpoint.quantised
     }
     usable = {
-        name: tensor
-        for name, tensor in found.items()
-        if tensor.kind in KINDS and not claimed[name].part.transposed
+        name: tensor for name, tensor in found.items() if tensor.kind in KINDS and not claimed[name].part.transposed
     }
     encodings = {name: _encoding(KINDS[tensor.kind]) for name, tensor in usable.items()}
     resident = {name: encodings[name] for name in residents if name in usable and is_coded_matrix(name)}
@@ -155,22 +153,14 @@ def keep_weights(
     below = [f"{bundle}down.weight" for bundle in every]
     of_rows = {encodings.get(name) for name in above}
     rows = next(iter(of_rows)) if len(of_rows) == 1 else None
-    kinds = {name: KINDS[usable[name].kind] for name in below if name in usable}
-    by_neurons = {encodings[name] if usable[name].transposed else None for name in below if name in usable}
-    own_scales = next(iter(by_neurons)) if len(by_neurons) == 1 else None
-    keeps_down = len(kinds) == len(below) and all(claimed[name].part.repeats == 1 for name in below)
-    forms: list[str] = []  # of each layer
-    if own_scales is None and keeps_down:
-        of_layers = [{kinds[f"{bundle}down.weight"].form.name for bundle in layer} for layer in bundles]
-        forms = [form for layer in of_layers for form in layer]
-        keeps_down = architecture.d_model % UNIT == 0 and by_neurons == {None} and len(forms) == len(bundles)
-    kept = {*resident, *(above if rows is not None else ()), *(below if keeps_down else ())}
+    down = _kept_down(usable, claimed, bundles, architecture.d_model)
+    kept = {*resident, *(above if rows is not None else ()), *(below if down.encoding is not None else ())}
     if not kept:
         return None
     return KeptWeights(
         rows=rows,
-        down=(own_scales or f"codes{max(kind.bits for kind in kinds.values())}") if keeps_down else None,
-        down_scales=tuple(forms) if keeps_down else (),
+        down=down.encoding,
+        down_scales=down.scales,
         resident=resident,
         left=tuple(name for name in found if name not in kept),
         _claims={name: claimed[name] for name in kept},
@@ -178,6 +168,35 @@ def keep_weights(
         _where={name: checkpoint.where(names[claimed[name].source]) for name in kept},
         _bundles=bundles,
     )
+
+
+class _Down(NamedTuple):
+    """How down columns are kept."""
+
+    encoding: str | None = None  # None: not at all
+    scales: tuple[str, ...] = ()  # forms of those that lie apart, of each layer
+
+
+def _kept_down(
+    usable: Mapping[str, QuantisedTensor],
+    claimed: Mapping[str, Claim],
+    bundles: Sequence[Sequence[str]],
+    d_model: int,
+) -> _Down:
+    """Down columns are kept where all are quantised, and those of a layer in one form."""
+    layers = [[f"{bundle}down.weight" for bundle in layer] for layer in bundles]
+    names = [name for layer in layers for name in layer]
+    if any(name not in usable or claimed[name].part.repeats != 1 for name in names):
+        return _Down()
+    kinds = {name: KINDS[usable[name].kind] for name in names}
+    if any(usable[name].transposed for name in names):  # the file has the columns as rows, with their own scales
+        own = {_encoding(kinds[name]) if usable[name].transposed else None for name in names}
+        return _Down(own.pop()) if len(own) == 1 else _Down()
+    forms = [{kinds[name].form.name for name in layer} for layer in layers]
+    code = plane_code_of([(kind.bits, kind.form) for kind in kinds.values()])
+    if code is None or d_model % UNIT or any(len(layer) > 1 for layer in forms):
+        return _Down()
+    return _Down(code.name, tuple(form for layer in forms for form in layer))
 
 
 def most_common(encodings: Iterable[str]) -> str | None:

@@ -36,10 +36,12 @@ RowCodec parse_codec(const std::string& name) {
   if (name == "q4_k") return RowCodec::q4_k;
   if (name == "q5_k") return RowCodec::q5_k;
   if (name == "q6_k") return RowCodec::q6_k;
+  if (name == "mxfp4") return RowCodec::mxfp4;
   if (name == "codes4") return RowCodec::codes4;
   if (name == "codes5") return RowCodec::codes5;
   if (name == "codes6") return RowCodec::codes6;
   if (name == "codes8") return RowCodec::codes8;
+  if (name == "codes_fp4") return RowCodec::codes_fp4;
   return codec_of(parse_dtype(name));
 }
 
@@ -49,12 +51,20 @@ ScalePlane plane_of(const AnyArray& scales, const std::optional<AnyArray>& minim
   constexpr std::size_t kUnit = 32;
   ScalePlane plane;
   plane.group = factors && factors->shape(0) * kUnit > neurons ? kUnit / 2 : kUnit;
-  const auto check = [&](const AnyArray& array, std::size_t group, bool half) {
-    require(array.ndim() == 2 && array.shape(0) * group == neurons && array.shape(1) == width &&
-                (half ? dtype_of(array) == Dtype::f16 : array.dtype() == nb::dtype<std::int8_t>()),
+  const auto check_shape = [&](const AnyArray& array, std::size_t group, bool fits) {
+    require(fits && array.ndim() == 2 && array.shape(0) * group == neurons && array.shape(1) == width,
             "a plane of scales does not fit the layer");
     return array.data();
   };
+  const auto check = [&](const AnyArray& array, std::size_t group, bool half) {
+    return check_shape(array, group,
+                       half ? dtype_of(array) == Dtype::f16 : array.dtype() == nb::dtype<std::int8_t>());
+  };
+  if (scales.dtype() == nb::dtype<std::uint8_t>()) {
+    plane.powers = static_cast<const std::uint8_t*>(
+        check_shape(scales, kUnit, !minimums && !factors && !minimum_factors));
+    return plane;
+  }
   const std::size_t shared = factors ? kSharedFactors : plane.group;
   plane.scales = static_cast<const std::uint16_t*>(check(scales, shared, true));
   if (minimums) plane.minimums = static_cast<const std::uint16_t*>(check(*minimums, shared, true));

@@ -52,8 +52,8 @@ SimdLevel parse_simd(const std::string& name);  // "auto", or a level's name
 Activation parse_activation(const std::string& name, float threshold = 0.0F, float cut = 0.0F);
 Dtype dtype_of(const AnyArray& array);
 
-// Of a layer whose down columns have their scales apart (planes/scale_planes.h); arrays [rows, width]. Throws
-// CoreError where they do not belong together.
+// Of a layer whose down columns have their scales apart (planes/scale_planes.h); arrays [rows, width],
+// `scales` of bytes for FP4. Throws CoreError where they do not belong together.
 ScalePlane plane_of(const AnyArray& scales, const std::optional<AnyArray>& minimums,
                     const std::optional<AnyArray>& factors, const std::optional<AnyArray>& minimum_factors,
                     std::size_t neurons, std::size_t width);

@@ -63,7 +63,7 @@ FfnLayerOptions FfnArguments::options(const std::string& dtype) {
     options.plane = plane_of(*scales, part("down_minimums"), part("down_factors"),
                              part("down_minimum_factors"), neurons, options.format.d_model);
   }
-  require(has_plane(options.format.down_codec) == (options.plane.scales != nullptr),
+  require(has_plane(options.format.down_codec) == options.plane.is_there(),
           "a layer has its scales apart where its down columns are codes alone, and nowhere else");
   require(options.format.gated() || options.gate != nullptr || options.gate_bias == nullptr,
           "an FFN without a gate has no gate bias");

@@ -75,8 +75,15 @@ struct Carried {
   }
 
   static void decode(const Row& row, std::size_t j, Vec* to) {
-    load_codes<kBits>(row.codes + j / 8 * kBits, kMinimum ? 0.0F : zero_code<kBits>(), to);
     const float shared = Vec::half(row.scales[j / kShared]);
+    if constexpr (kBits == 4 && kMinimum) {  // a group is the unit: its sixteen weights are looked up
+      const float minimum = Vec::half(row.minimums[j / kShared]);
+      const std::size_t group = j / kGroup;
+      const float scale = kFactors ? shared * static_cast<float>(row.factors[group]) : shared;
+      const float own = kFactors ? minimum * static_cast<float>(row.minimum_factors[group]) : minimum;
+      return Vec::unpack_nibbles<kUnitVectors / 2>(row.codes + j / 2, Vec::set(scale), Vec::set(own), to);
+    }
+    load_codes<kBits>(row.codes + j / 8 * kBits, kMinimum ? 0.0F : zero_code<kBits>(), to);
     for (std::size_t v = 0; v < kUnitVectors; ++v) {
       const std::size_t group = (j + v * Vec::kWidth) / kGroup;
       const Vec scale = Vec::set(kFactors ? shared * static_cast<float>(row.factors[group]) : shared);
@@ -91,11 +98,36 @@ struct Carried {
   }
 
   static void prefetch_codes(const Row& row, std::size_t j) {
-    __builtin_prefetch(row.codes + j / 8 * kBits, 0, 2);
+    if (kBits > 4 || j % (2 * kCacheLine) == 0) __builtin_prefetch(row.codes + j / 8 * kBits, 0, 2);
   }
   static void prefetch_groups(const Row& row) {
     const auto* first = reinterpret_cast<const std::uint8_t*>(row.scales);
     for (const std::uint8_t* line = first; line < row.codes; line += kCacheLine)
+      __builtin_prefetch(line, 0, 2);
+  }
+};
+
+// As row_codecs.h says of mxfp4.
+struct Mxfp4 {
+  static constexpr bool kReorders = false;
+  struct Row {
+    const std::uint8_t *powers, *codes;
+  };
+  static Row at(const void* vector, std::size_t k) {
+    const auto* powers = static_cast<const std::uint8_t*>(vector);
+    return {powers, powers + (k + kCodeUnit - 1) / kCodeUnit};
+  }
+
+  static void decode(const Row& row, std::size_t j, Vec* to) {
+    const float scale = float_from_bits(bits_of_half_power(row.powers[j / kCodeUnit]));
+    Vec::look_up_nibbles<kUnitVectors / 2>(row.codes + j / 2, kFp4, Vec::set(scale), to);
+  }
+
+  static void prefetch_codes(const Row& row, std::size_t j) {
+    if (j % (2 * kCacheLine) == 0) __builtin_prefetch(row.codes + j / 2, 0, 2);
+  }
+  static void prefetch_groups(const Row& row) {
+    for (const std::uint8_t* line = row.powers; line < row.codes; line += kCacheLine)
       __builtin_prefetch(line, 0, 2);
   }
 };

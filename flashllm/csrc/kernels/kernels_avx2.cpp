@@ -42,6 +42,24 @@ struct Vec {
       to[N + i] = {_mm256_fmadd_ps(_mm256_cvtepi32_ps(high), scale.v, offset.v)};
     }
   }
+  // The same of codes that a table of sixteen has, times a scale.
+  template <std::size_t N>
+  static void look_up_nibbles(const std::uint8_t* p, const std::int8_t* table, Vec scale, Vec* to) {
+    const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table)), mask = _mm_set1_epi8(15);
+    const auto widened = [scale](__m128i codes) {
+      return Vec{_mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)), scale.v)};
+    };
+    for (std::size_t i = 0; i < N; ++i) {
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + i * kWidth));
+      to[i] = widened(_mm_shuffle_epi8(values, _mm_and_si128(bytes, mask)));
+      to[N + i] = widened(_mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(bytes, 4), mask)));
+    }
+  }
+  // bits_of_half_power of kWidth scales
+  static Vec half_powers(const std::uint8_t* p) {
+    const __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23))};
+  }
   static constexpr bool kReordersBf12 = false;
   // 32 weights of bf12; whether one of them is an escape
   static bool unpack_bf12(const std::uint8_t* low, const std::uint8_t* indexes, const std::uint8_t* table,

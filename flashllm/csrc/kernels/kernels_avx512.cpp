@@ -48,6 +48,22 @@ struct Vec {
       to[N + i] = {_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), weights)};
     }
   }
+  // The same of codes that a table of sixteen has, times a scale.
+  template <std::size_t N>
+  static void look_up_nibbles(const std::uint8_t* p, const std::int8_t* table, Vec scale, Vec* to) {
+    const Vec weights = {_mm512_mul_ps(load_i8(table).v, scale.v)};
+    for (std::size_t i = 0; i < N; ++i) {
+      const __m512i bytes =
+          _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * kWidth)));
+      to[i] = {_mm512_permutexvar_ps(bytes, weights.v)};
+      to[N + i] = {_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), weights.v)};
+    }
+  }
+  // bits_of_half_power of kWidth scales
+  static Vec half_powers(const std::uint8_t* p) {
+    const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23))};
+  }
   // 32 weights of bf12; whether one of them is an escape
   static bool unpack_bf12(const std::uint8_t* low, const std::uint8_t* indexes, const std::uint8_t* table,
                           Vec* to) {

@@ -48,6 +48,21 @@ struct Vec {
       to[N + v].lane[lane] = static_cast<float>(p[i] >> 4) * scale.lane[lane] + offset.lane[lane];
     }
   }
+  // The same of codes that a table of sixteen has, times a scale.
+  template <std::size_t N>
+  static void look_up_nibbles(const std::uint8_t* p, const std::int8_t* table, const Vec& scale, Vec* to) {
+    for (std::size_t i = 0; i < N * kWidth; ++i) {
+      const std::size_t v = i / kWidth, lane = i % kWidth;
+      to[v].lane[lane] = static_cast<float>(table[p[i] & 15]) * scale.lane[lane];
+      to[N + v].lane[lane] = static_cast<float>(table[p[i] >> 4]) * scale.lane[lane];
+    }
+  }
+  // bits_of_half_power of kWidth scales
+  static Vec half_powers(const std::uint8_t* p) {
+    Vec v;
+    for (std::size_t i = 0; i < kWidth; ++i) v.lane[i] = float_from_bits(bits_of_half_power(p[i]));
+    return v;
+  }
   static constexpr bool kReordersBf12 = false;
   // 32 weights of bf12; whether one of them is an escape
   static bool unpack_bf12(const std::uint8_t* low, const std::uint8_t* indexes, const std::uint8_t* table,

@@ -18,6 +18,10 @@
 // then int8 factors of groups (32 weights; q6_k 16), those of minimums, and the codes. planes/scale_planes.h
 // says how codes of 5 and 6 bits lie in their units, and what the codecs without scales are.
 //
+// mxfp4 is MXFP4 (Open Compute Project, Microscaling Formats 1.0, 2023): 32 weights share a byte e, which
+// stands for 2^(e - 127), 2 <= e <= 252; a code is a number of one sign, two exponent bits and one of
+// mantissa (kFp4), and codes lie as other codes of 4 bits. First the bytes e, then the codes.
+//
 // Weights in groups of 8 and 4 bits are multiplied by inputs in fp32, or in 8 bits, those of 8 bits in 16
 // too: 32 inputs together are int8 (int16) codes and an fp32 scale, the largest of them 127 (32767) times the
 // scale. Such a product is the same bits at every level: the codes of a unit of 32 are multiplied exactly and
@@ -53,14 +57,16 @@ enum class RowCodec {
   q4_k,
   q5_k,
   q6_k,
+  mxfp4,
   // Down columns whose scales are in a plane (planes/scale_planes.h).
   codes4,
   codes5,
   codes6,
   codes8,
+  codes_fp4,
 };
-constexpr std::size_t kFirstCoded = static_cast<std::size_t>(RowCodec::int8_32), kCodedCodecs = 12;
-constexpr std::size_t kFirstPlane = static_cast<std::size_t>(RowCodec::codes4), kPlaneCodecs = 4,
+constexpr std::size_t kFirstCoded = static_cast<std::size_t>(RowCodec::int8_32), kCodedCodecs = 13;
+constexpr std::size_t kFirstPlane = static_cast<std::size_t>(RowCodec::codes4), kPlaneCodecs = 5,
                       kPlaneForms = 4;
 constexpr std::size_t kSharedFactors =
     256;  // weights, or neurons of a plane, whose groups have factors of one scale
@@ -68,6 +74,11 @@ constexpr std::size_t kCodeUnit = 32;  // weights decoded together; groups are w
 
 constexpr bool is_coded(RowCodec codec) { return static_cast<std::size_t>(codec) >= kFirstCoded; }
 constexpr bool has_plane(RowCodec codec) { return static_cast<std::size_t>(codec) >= kFirstPlane; }
+
+// Twice what a code of mxfp4 stands for.
+alignas(16) constexpr std::int8_t kFp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+// Half of what a scale of mxfp4 stands for, as the bits of a float.
+constexpr std::uint32_t bits_of_half_power(std::uint8_t e) { return (std::uint32_t{e} - 1) << 23; }
 
 // Places for escapes in a bf12 vector.
 constexpr std::size_t bf12_escapes(std::size_t k) { return k / 128 < 4 ? 4 : k / 128; }

@@ -1,8 +1,8 @@
 // The loops of row_codecs.h over a vector type; included after kernels_impl.h by each kernels_<level>.cpp, as
 // that file is. Of `Vec` it wants besides: half (an fp16 as a float), load_i8, unpack_nibbles (of some bytes
-// the lower and the upper halves as code * scale + offset), and unpack_bf12. Where kReordersBf12, it has
-// unpack_bf12_reordered, of as many weights as kUnroll vectors hold, and values in the order of these
-// weights.
+// the lower and the upper halves as code * scale + offset), look_up_nibbles, half_powers, and unpack_bf12.
+// Where kReordersBf12, it has unpack_bf12_reordered, of as many weights as kUnroll vectors hold, and values
+// in the order of these weights.
 
 constexpr std::size_t kUnitVectors = kCodeUnit / Vec::kWidth;
 constexpr std::size_t kCodedAhead = 4096;  // bytes between a load and the prefetch beside it, as kAhead
@@ -417,4 +417,5 @@ const CodecKernels kCodecs[kCodedCodecs] = {
     kernels_of<Carried<4, 32, true, true>>(),
     kernels_of<Carried<5, 32, true, true>>(),
     kernels_of<Carried<6, 16, false, true>>(),
+    kernels_of<Mxfp4>(),
 };

@@ -42,7 +42,10 @@ std::size_t carried_nbytes(RowCodec codec, std::size_t length) {
       return shared * (4 + 16) + units * 20;
     case RowCodec::q6_k:
       return shared * (2 + 16) + units * 24;
+    case RowCodec::mxfp4:
+      return units * (1 + 16);
     case RowCodec::codes4:
+    case RowCodec::codes_fp4:
       return units * 16;
     case RowCodec::codes5:
       return units * 20;

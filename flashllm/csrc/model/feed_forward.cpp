@@ -217,9 +217,8 @@ void FeedForward::run_prompt(const FfnTurn& turn) {
 void FeedForward::run_experts(const FfnTurn& turn) {
   const BlockWeights& weights = blocks_[turn.layer];
   require(turn.part.tap == nullptr, "what the experts of a mixture see and compute cannot be observed");
-  stream_.begin(static_cast<int>(turn.layer),
-                experts_.begin(*weights.ffn->router(), turn.x, turn.part.count, activation(weights),
-                               plane(weights)));
+  stream_.begin(static_cast<int>(turn.layer), experts_.begin(*weights.ffn->router(), turn.x, turn.part.count,
+                                                             activation(weights), plane(weights)));
   if (turn.part.fills) begin_fill(turn);
   watch_.charge(counters_.compute_ns);
   std::fill_n(turn.y, turn.part.count * spec_.block.d_model, 0.0F);

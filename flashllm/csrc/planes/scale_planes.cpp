@@ -7,6 +7,8 @@ namespace flashllm {
 
 const PlaneKernels& plane_kernels(SimdLevel level, RowCodec codec, const ScalePlane& plane) {
   if (!has_plane(codec)) throw CoreError(ErrorKind::usage, "these weights have scales of their own");
+  if ((codec == RowCodec::codes_fp4) != (plane.powers != nullptr))
+    throw CoreError(ErrorKind::usage, "these scales are of other codes");
   const std::size_t index = static_cast<std::size_t>(codec) - kFirstPlane;
   const std::size_t form = (plane.has_minimums() ? 1 : 0) + (plane.factors != nullptr ? 2 : 0);
   return level_kernels(level).planes[index][form];

@@ -9,7 +9,8 @@
 // 2 q + 1 of byte i are those of code 8 q + i. Of 8 bits: int8. A column is whole units of 32 codes.
 //
 // A weight is (code - zero) * scale, or code * scale + minimum; zero is half the number of codes, of int8 it
-// is 0. Every product is exact in fp32, so that all levels have the same weights, those of the checkpoint.
+// is 0. Of codes_fp4 it is what mxfp4 has (kernels/row_codecs.h), whose scales are bytes. Every product is
+// exact in fp32, so that all levels have the same weights, those of the checkpoint.
 #pragma once
 
 #include <cstddef>
@@ -27,9 +28,11 @@ struct ScalePlane {
   const std::uint16_t* minimums = nullptr;       // the same, or nullptr
   const std::int8_t* factors = nullptr;          // [neurons / group, k]: of the scales; or nullptr
   const std::int8_t* minimum_factors = nullptr;  // the same of the minimums
+  const std::uint8_t* powers = nullptr;          // [neurons / group, k]: of codes_fp4, which has no other
   std::size_t group = 32;                        // neurons
 
   bool has_minimums() const { return minimums != nullptr; }
+  bool is_there() const { return scales != nullptr || powers != nullptr; }
 };
 
 // The inner loops of one level, codec and form of plane.
@@ -43,7 +46,7 @@ struct PlaneKernels {
   void (*widen)(const void* row, std::size_t id, const ScalePlane& plane, std::size_t k, std::size_t first,
                 std::size_t n, float* to);
 };
-// Throws CoreError for a codec without a plane, and where the processor lacks the level.
+// Throws CoreError for a codec without a plane, one of other scales, and where the processor lacks the level.
 const PlaneKernels& plane_kernels(SimdLevel level, RowCodec codec, const ScalePlane& plane);
 
 // Columns of neurons, scattered in memory; k weights each.

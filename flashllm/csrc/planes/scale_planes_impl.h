@@ -18,8 +18,9 @@ struct PlaneScales {
   }
 };
 
-template <std::size_t kBits, bool kMinimum, bool kFactors>
+template <std::size_t kCodeBits, bool kMinimum, bool kFactors>
 struct PlaneColumn {
+  static constexpr std::size_t kBits = kCodeBits;
   const std::uint8_t* codes;
   PlaneScales<kMinimum, kFactors> scales;
   PlaneColumn(const void* row, const ScalePlane& plane, std::size_t id, std::size_t k)
@@ -35,11 +36,27 @@ struct PlaneColumn {
   }
 };
 
-template <std::size_t kBits, bool kMinimum, bool kFactors>
+// Of FP4, whose scales are powers of two.
+struct Fp4Column {
+  static constexpr std::size_t kBits = 4;
+  const std::uint8_t* codes;
+  std::size_t group_row;
+  Fp4Column(const void* row, const ScalePlane& plane, std::size_t id, std::size_t k)
+      : codes(static_cast<const std::uint8_t*>(row)), group_row(id / plane.group * k) {}
+
+  void decode(const ScalePlane& plane, std::size_t j, Vec* to) const {
+    Vec::look_up_nibbles<kUnitVectors / 2>(codes + j / 2, kFp4, Vec::set(1.0F), to);
+    for (std::size_t v = 0; v < kUnitVectors; ++v)
+      to[v] = to[v] * Vec::half_powers(plane.powers + group_row + j + v * Vec::kWidth);
+  }
+};
+
+template <typename Column>
 void add_plane_rows(const void* const* rows, const std::int32_t* ids, const float* values, std::size_t n,
                     const ScalePlane& plane, std::size_t k, std::size_t begin, std::size_t end, float* y) {
+  constexpr std::size_t kBits = Column::kBits;
   for (std::size_t i = 0; i < n; ++i) {
-    const PlaneColumn<kBits, kMinimum, kFactors> column(rows[i], plane, static_cast<std::size_t>(ids[i]), k);
+    const Column column(rows[i], plane, static_cast<std::size_t>(ids[i]), k);
     const Vec value = Vec::set(values[i]);
     const std::uint8_t* next =
         i + 1 < n ? static_cast<const std::uint8_t*>(rows[i + 1]) + begin / 8 * kBits : nullptr;
@@ -55,10 +72,10 @@ void add_plane_rows(const void* const* rows, const std::int32_t* ids, const floa
   }
 }
 
-template <std::size_t kBits, bool kMinimum, bool kFactors>
+template <typename Column>
 void widen_plane_row(const void* row, std::size_t id, const ScalePlane& plane, std::size_t k,
                      std::size_t first, std::size_t n, float* to) {
-  const PlaneColumn<kBits, kMinimum, kFactors> column(row, plane, id, k);
+  const Column column(row, plane, id, k);
   for (std::size_t j = 0; j < n; j += kCodeUnit) {
     float padded[kCodeUnit];
     float* at = n - j < kCodeUnit ? padded : to + j;
@@ -69,16 +86,20 @@ void widen_plane_row(const void* row, std::size_t id, const ScalePlane& plane, s
   }
 }
 
-template <std::size_t kBits, bool kMinimum, bool kFactors>
+template <typename Column>
 constexpr PlaneKernels plane_kernels_of() {
-  return {add_plane_rows<kBits, kMinimum, kFactors>, widen_plane_row<kBits, kMinimum, kFactors>};
+  return {add_plane_rows<Column>, widen_plane_row<Column>};
 }
 
 const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms] = {
 // in the order of RowCodec; scales, with minimums, with factors, with both
-#define FLASHLLM_PLANES(bits)                                                     \
-  {plane_kernels_of<bits, false, false>(), plane_kernels_of<bits, true, false>(), \
-   plane_kernels_of<bits, false, true>(), plane_kernels_of<bits, true, true>()}
-    FLASHLLM_PLANES(4), FLASHLLM_PLANES(5), FLASHLLM_PLANES(6), FLASHLLM_PLANES(8)
+#define FLASHLLM_PLANES(bits)                                                                               \
+  {plane_kernels_of<PlaneColumn<bits, false, false>>(), plane_kernels_of<PlaneColumn<bits, true, false>>(), \
+   plane_kernels_of<PlaneColumn<bits, false, true>>(), plane_kernels_of<PlaneColumn<bits, true, true>>()}
+    FLASHLLM_PLANES(4),
+    FLASHLLM_PLANES(5),
+    FLASHLLM_PLANES(6),
+    FLASHLLM_PLANES(8),
 #undef FLASHLLM_PLANES
+    {plane_kernels_of<Fp4Column>(), {}, {}, {}},
 };

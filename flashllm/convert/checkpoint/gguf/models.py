@@ -7,6 +7,7 @@ head with j + half: those rows are put back. Reads plain values; knows neither b
 
 import importlib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -56,6 +57,7 @@ class GgufModel:
     norm_shift: float = 0.0  # what was added to the norms' weights
     table: str | None = None  # architecture whose names the tensors have, where it is another
     dtype: str | None = None  # of a conversion of quantised weights, where the usual one would overflow
+    names: Mapping[str, str] = field(default_factory=dict)  # a layer's, that the gguf package's table lacks
     finish: Callable[[dict[str, Any], GgufContent], None] | None = None  # what the keys alone do not say
 
 
@@ -239,8 +241,15 @@ def _mixture(config: dict[str, Any], content: GgufContent) -> None:
             stored = content.tensors.get(f"blk.0.{name}.weight")
             if stored is not None and len(stored.shape) > 1:
                 config[key] = stored.shape[-2]
-    if config["model_type"] in ("olmoe", "mixtral"):
+    if config["model_type"] in ("olmoe", "mixtral", "gpt_oss"):
         config["intermediate_size"] = config.pop("moe_intermediate_size", config["intermediate_size"])
+
+
+def _gpt_oss(config: dict[str, Any], content: GgufContent) -> None:
+    _mixture(config, content)
+    if config["rope_parameters"]["rope_type"] == "yarn":
+        config["rope_parameters"] |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    config["attention_bias"] = _has(content, "attn_q.bias")
 
 
 _EXPERTS = _RMS | {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
@@ -276,6 +285,19 @@ MIXTURES: dict[str, GgufModel] = {
         optional=_NORMALIZED,
         constants=_WHOLE | {"norm_topk_prob": True},
         finish=_mixture,
+    ),
+    "gpt-oss": GgufModel(
+        model_type="gpt_oss",
+        keys=_EXPERTS | {"sliding_window": "attention.sliding_window"},
+        constants={"hidden_act": "silu"},
+        names={
+            "self_attn.sinks": "attn_sinks.weight",
+            "mlp.experts.up_bias": "ffn_up_exps.bias",
+            "mlp.experts.gate_bias": "ffn_gate_exps.bias",
+            "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
+        },
+        dtype="bfloat16",
+        finish=_gpt_oss,
     ),
 }
 
@@ -423,13 +445,21 @@ def named_tensors(content: GgufContent, names: Iterable[str], config: Mapping[st
     for name in names:
         if name in found:
             continue
-        key = table.get_name(name, try_suffixes=(".weight", ".bias"))
+        key = _own_name(name, model) or table.get_name(name, try_suffixes=(".weight", ".bias"))
         columns = key.replace(".ffn_down.", ".ffn_down_t.") if content.sparse and key is not None else key
         if columns != key and columns in left:  # a row a neuron; a bias is one as ever
             found[name] = GgufTensor(left.pop(columns), transposed=columns.endswith(".weight"))
         elif key in left:
             found[name] = _as_transformers(left.pop(key), key, model, config)
     return found | {name: GgufTensor(stored) for name, stored in left.items()}
+
+
+def _own_name(name: str, model: GgufModel) -> str | None:
+    """The file's name of a layer's tensor, by the model's row."""
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    if match is None or match[2] not in model.names:
+        return None
+    return f"blk.{match[1]}.{model.names[match[2]]}"
 
 
 def _as_transformers(stored: StoredTensor, key: str, model: GgufModel, config: Mapping[str, Any]) -> GgufTensor:

@@ -4,6 +4,7 @@ Before April 2024 llama.cpp wrote a tensor for each expert. Knows no metadata; t
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from flashllm.arch.tensors import ArchitectureSpec
@@ -30,6 +31,10 @@ def experts_apart(
             for expert, name in enumerate(names):
                 if (single := left.pop(f"blk.{layer}.ffn_{matrix}.{expert}.weight", None)) is not None:
                     found[name] = single
+        for matrix in ("up", "gate"):  # one vector of all neurons' biases
+            bias = left.get(name := f"blk.{layer}.ffn_{matrix}_exps.bias")
+            if bias is not None:
+                left[name] = dataclasses.replace(bias, shape=(math.prod(bias.shape),))
         gate = left.get(name := f"blk.{layer}.ffn_gate_inp_shexp.weight")
         if gate is not None and len(gate.shape) == 1:  # a row, of which the file drops the dimension
             left[name] = dataclasses.replace(gate, shape=(1, *gate.shape))

@@ -1,4 +1,4 @@
-"""gpt-oss's experts as a tensor for each matrix of each, whole or widened from MXFP4.
+"""gpt-oss's experts as a tensor for each matrix of each; those in MXFP4 also as blocks, which can be kept.
 
 Checkpoints hold all experts of a layer together, and in them a gate's row, its up row, the next gate's row, and so on:
 
@@ -8,7 +8,9 @@ Checkpoints hold all experts of a layer together, and in them a gate's row, its 
     in its low bits, and 2^(scale - 127) for 32 of them
     experts.gate_up_proj_bias [experts, 2 * size], .down_proj_bias [experts, d_model]
 
-An MXFP4 value has one bit of mantissa, so bfloat16 holds it exactly. An expert is read whole and kept until the next.
+Widened, an MXFP4 value has one bit of mantissa, so bfloat16 holds it exactly. Its blocks are given as GGUF files have
+them: a byte of scale, then value i in the low bits of byte i and value i + 16 in the high ones. An expert is read whole
+and held until the next.
 """
 
 import dataclasses
@@ -21,13 +23,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm.base.codes.carried import FP4
 from flashllm.base.dtypes import WEIGHT_DTYPES, cast
 from flashllm.convert.checkpoint.source import Checkpoint, TensorFile
 from flashllm.errors import FormatError
 from flashllm.format.safetensors import TensorInfo
 
 GPT_OSS = "gpt_oss"
-_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], np.float32)
 _GROUP = 32  # values of a scale
 _BIAS = 127  # of a scale's exponent
 _NO_NUMBER = 255  # a scale that makes its values NaN
@@ -52,6 +54,7 @@ class _Expert:
         else:
             self.shape = (info.shape[0], info.shape[2], info.shape[1])
         self._last: tuple[int, Matrix] | None = None
+        self._last_blocks: tuple[int, Matrix] | None = None
 
     @property
     def file(self) -> TensorFile:
@@ -62,6 +65,21 @@ class _Expert:
         if self._last is None or self._last[0] != expert:
             self._last = (expert, self._widened(expert) if self._coded else self._read(self._name, expert).T)
         return self._last[1]
+
+    @property
+    def is_coded(self) -> bool:
+        return self._coded
+
+    def blocks(self, expert: int) -> Matrix:
+        """[outputs, bytes of its blocks] of MXFP4, in the order of GGUF files."""
+        if self._last_blocks is None or self._last_blocks[0] != expert:
+            codes, scales = self._codes(expert)
+            low, high = codes & 15, codes >> 4
+            ordered = np.stack([low, high], axis=-1).reshape(*codes.shape[:-1], 2, _GROUP // 2)
+            packed = ordered[..., 0, :] | ordered[..., 1, :] << 4
+            whole = np.concatenate([scales[..., None], packed], axis=-1)
+            self._last_blocks = (expert, whole.reshape(len(codes), -1))
+        return self._last_blocks[1]
 
     def _check(self, info: TensorInfo) -> None:
         """FormatError for shapes that cannot be."""
@@ -80,13 +98,34 @@ class _Expert:
         return values
 
     def _widened(self, expert: int) -> Matrix:
+        codes, scales = self._codes(expert)
+        values = np.empty((*codes.shape[:-1], _GROUP), np.float32)
+        values[..., ::2], values[..., 1::2] = FP4[codes & 15], FP4[codes >> 4]
+        values = np.ldexp(values, scales[..., None].astype(np.int32) - _BIAS).reshape(len(codes), -1)
+        return cast(values, WEIGHT_DTYPES["float32"], WEIGHT_DTYPES["bfloat16"])
+
+    def _codes(self, expert: int) -> tuple[Matrix, Matrix]:
+        """(bytes of two values [outputs, groups, 16], scales [outputs, groups]). FormatError for what is no number."""
         codes, scales = self._read(f"{self._name}_blocks", expert), self._read(f"{self._name}_scales", expert)
         if (scales == _NO_NUMBER).any():
             raise FormatError(f"{self._checkpoint.where(self.part)}: expert {expert} has scales that are no numbers")
-        values = np.empty((*codes.shape[:-1], _GROUP), np.float32)
-        values[..., ::2], values[..., 1::2] = _VALUES[codes & 15], _VALUES[codes >> 4]
-        values = np.ldexp(values, scales[..., None].astype(np.int32) - _BIAS).reshape(len(codes), -1)
-        return cast(values, WEIGHT_DTYPES["float32"], WEIGHT_DTYPES["bfloat16"])
+        return codes, scales
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """A `QuantisedTensor`: every `step`-th row of an expert from the `first` on."""
+
+    whole: _Expert
+    expert: int
+    first: int
+    step: int
+    kind: str = "MXFP4"
+    transposed: bool = False
+
+    def raw(self, first: int, count: int) -> Matrix:
+        """As `QuantisedTensor.raw`."""
+        return self.whole.blocks(self.expert)[self.first :: self.step][first : first + count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +159,7 @@ def apart(checkpoint: Checkpoint) -> Checkpoint:
     if checkpoint.config.get("model_type") != GPT_OSS:
         return checkpoint
     tensors, files = dict(checkpoint.tensors), dict(checkpoint._files)
+    quantised = dict(checkpoint.quantised)
 
     def put(name: str, dtype: str, shape: tuple[int, ...], made: _Made) -> None:
         nbytes = int(np.prod(shape)) * (4 if dtype == "F32" else 2)
@@ -145,14 +185,22 @@ def apart(checkpoint: Checkpoint) -> Checkpoint:
             for part, (first, step) in parts.items():
                 for expert in range(count):
                     made = _Made(whole.file, _rows(whole, expert, first, step))
-                    put(f"{owner}.{expert}.{part}.weight", whole.dtype, (outputs // step, inputs), made)
+                    own = f"{owner}.{expert}.{part}.weight"
+                    put(own, whole.dtype, (outputs // step, inputs), made)
+                    if whole.is_coded:
+                        quantised[own] = _Blocks(whole, expert, first, step)
             taken = [found, f"{name}_scales"]
         else:
             continue
         for each in taken:
             tensors.pop(each, None)
             files.pop(each, None)
-    return dataclasses.replace(checkpoint, tensors=MappingProxyType(tensors), _files=MappingProxyType(files))
+    return dataclasses.replace(
+        checkpoint,
+        tensors=MappingProxyType(tensors),
+        quantised=MappingProxyType(quantised),
+        _files=MappingProxyType(files),
+    )
 
 
 def _rows(whole: _Expert, expert: int, first: int, step: int) -> Callable[[], Matrix]:

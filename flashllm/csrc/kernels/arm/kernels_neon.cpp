@@ -41,6 +41,27 @@ struct Vec {
       to[N + i] = scaled(vshr_n_u8(bytes, 4), scale, offset);
     }
   }
+  // The same of codes that a table of sixteen has, times a scale.
+  template <std::size_t N>
+  static void look_up_nibbles(const std::uint8_t* p, const std::int8_t* table, const Vec& scale, Vec* to) {
+    const int8x16_t values = vld1q_s8(table);
+    const auto widened = [&](uint8x8_t codes) {
+      const int16x8_t wide = vmovl_s8(vqtbl1_s8(values, codes));
+      return Vec{vmulq_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), scale.low),
+                 vmulq_f32(vcvtq_f32_s32(vmovl_s16(vget_high_s16(wide))), scale.high)};
+    };
+    for (std::size_t i = 0; i < N; ++i) {
+      const uint8x8_t bytes = vld1_u8(p + i * kWidth);
+      to[i] = widened(vand_u8(bytes, vdup_n_u8(15)));
+      to[N + i] = widened(vshr_n_u8(bytes, 4));
+    }
+  }
+  // bits_of_half_power of kWidth scales
+  static Vec half_powers(const std::uint8_t* p) {
+    const uint16x8_t less = vsubq_u16(vmovl_u8(vld1_u8(p)), vdupq_n_u16(1));
+    return {vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vget_low_u16(less)), 23)),
+            vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vget_high_u16(less)), 23))};
+  }
   static constexpr bool kReordersBf12 = false;
   // 32 weights of bf12; whether one of them is an escape
   static bool unpack_bf12(const std::uint8_t* low, const std::uint8_t* indexes, const std::uint8_t* table,
