@@ -1,4 +1,4 @@
-"""What a dense engine does on the same work: llama.cpp, a model of the Llama-2-7B shape in 16 bit, batch 1.
+"""What llama.cpp does on the same work, batch 1: dummy models of the Llama-2-7B shape and of mixtures of experts.
 
     pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36 gguf   # built for this CPU
     python bench/peer/peer_llama.py make llama-7b-f16.gguf
@@ -7,12 +7,13 @@
     python bench/peer/peer_llama.py quantise llama-7b-f16.gguf llama-7b-q4_0.gguf
     python bench/peer/peer_llama.py make olmoe-8.gguf --shape olmoe --layers 8
     python bench/peer/peer_llama.py run olmoe-8.gguf --memory 3.4GB --walk
+    python bench/peer/peer_llama.py quantise olmoe.gguf olmoe-q4_k_m.gguf --type q4_k_m
 
 The weights are dummies (13.5 GB; the text means nothing, so tokens go in and out as ids); sizes, reads and times are
-real. With --memory the whole process runs in a memory control group of that size from a cold page cache (needs root);
-without, the model is first read into memory whole. Either way the mapped file is llama.cpp's default; --no-mmap holds
-the weights in memory of the process's own. Prints each token's time and the bytes read from storage for it; the last
-line is one JSON document.
+real (`same_file.py` runs flashllm on the same file beside it). With --memory the whole process runs in a memory control
+group of that size from a cold page cache (needs root); without, the model is first read into memory whole. Either way
+the mapped file is llama.cpp's default; --no-mmap holds the weights in memory of the process's own. Prints each token's
+time and the bytes read from storage for it; the last line is one JSON document.
 """
 
 import argparse
@@ -104,12 +105,12 @@ def make(path: Path, layers: int = LAYERS) -> None:
     writer.close()
 
 
-def quantise(path: Path, out: Path) -> None:
-    """The model in Q4_0, by llama.cpp's own quantiser."""
+def quantise(path: Path, out: Path, kind: str) -> None:
+    """The model in fewer bits, by llama.cpp's own quantiser."""
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
     if llama_cpp.llama_model_quantize(os.fsencode(path), os.fsencode(out), ctypes.byref(params)):
         raise OSError(f"{path}: llama.cpp cannot quantise it")
 
@@ -141,6 +142,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     model_params = llama_cpp.llama_model_default_params()
     if args.no_mmap:
         model_params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+    model_params.use_extra_bufts = not args.no_repack
     model = llama_cpp.llama_model_load_from_file(os.fsencode(args.model), model_params)
     if model is None:
         raise OSError(f"{args.model}: llama.cpp cannot load it")
@@ -227,9 +229,10 @@ def main(argv: list[str] | None = None) -> int:
     maker.add_argument("--shape", choices=("llama-2-7b", *dummy_experts.SHAPES), default="llama-2-7b")
     maker.add_argument("--layers", type=int, help="fewer than the shape has")
     maker.add_argument("--vocab", type=int, help="of a mixture of experts: another than the shape has")
-    quantiser = verbs.add_parser("quantise", help="write a model in Q4_0")
+    quantiser = verbs.add_parser("quantise", help="write a model in fewer bits")
     quantiser.add_argument("model", type=Path)
     quantiser.add_argument("out", type=Path)
+    quantiser.add_argument("--type", choices=("q4_0", "q4_k_m", "q8_0"), default="q4_0", help="default: q4_0")
     for verb, summary in (("run", "measure, in a process of its own"), ("measure", "the process that `run` starts")):
         runner = verbs.add_parser(verb, help=summary)
         runner.add_argument("model", type=Path)
@@ -242,6 +245,7 @@ def main(argv: list[str] | None = None) -> int:
             runner.add_argument("--memory", type=parse_size, help="limit of everything, page cache included")
         else:
             runner.add_argument("--whole", action="store_true", help="read the file into the page cache first")
+            runner.add_argument("--no-repack", action="store_true", help="weights as the file has them: no copies")
     args = parser.parse_args(argv)
     try:
         if args.verb == "make":
@@ -253,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
             make_experts(args.model, dataclasses.replace(shape, **changed))
             return 0
         if args.verb == "quantise":
-            quantise(args.model, args.out)
+            quantise(args.model, args.out, args.type)
             return 0
         print(json.dumps(run(args) if args.verb == "run" else measure(args)))
         return 0

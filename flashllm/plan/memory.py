@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.arch.spec import BlockSpec
+from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.units import format_size
 from flashllm.config import CACHE_POLICIES, DEFAULT_WINDOW
@@ -31,9 +31,14 @@ KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are alloca
 MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for one streaming block
 _THROUGH_NBYTES = 64 << 10  # of a request that reads through gaps: kMaxThrough (csrc/io/request_plan.h)
 # What the process grows by beside the planned buffers: pages of libraries at their first use, the interpreter's own
-# objects, the allocator's slack. Measured as the peak RSS less all other parts of the plan: bench/LOG.md, "Forty
-# megabytes more for neurons". A process that has loaded torch grows by TORCH_GROWTH more.
-LIBRARY_GROWTH = 24_000_000
+# objects, the allocator's slack. Measured as the peak RSS less all other parts of the plan: bench/LOG.md, "What the
+# neurons' bookkeeping takes". A process that has loaded torch grows by TORCH_GROWTH more.
+LIBRARY_GROWTH = 16_000_000
+# Bytes of a layer's bookkeeping (csrc/cache/, csrc/ffn/): for each neuron slot, counts, last request, the token that
+# wants it; for each of a token's neurons values and places, of MAX_VERIFIED tokens; for each row its neuron, its
+# candidate, its hole, its value; for each row that few tokens want together lists, products and reads.
+_NEURON_NBYTES, _TOKEN_NBYTES, _ROW_NBYTES, _WANTED_NBYTES = 17, 80, 20, 120
+_TOKEN_SHARE, _WANTED_SHARE = 10, 4  # neurons of a layer for each that a token, and few together, want
 TORCH_GROWTH = 40_000_000
 _PAGE_TABLES = 512  # bytes for each of the kernel's page tables: eight bytes a page of 4 KiB
 _MOST_PAGE_TABLES = 40_000_000  # planned: those of 20 GB
@@ -59,6 +64,8 @@ class MemoryPlan:
     predictors: int
     staging: int
     workspace: int
+    bookkeeping: int  # of the neurons, and of their caches' rows
+    bookkeeping_extra: int  # of it, what a smaller limit would do without
     prompt_tokens: int  # of a prompt that go through the model together
     read_ahead: int  # blocks of rows in flight while a prompt is computed
     prompt_extra: int  # bytes of staging and workspace that a smaller limit would do without
@@ -80,7 +87,7 @@ class MemoryPlan:
     def fixed_nbytes(self) -> int:
         """All but the KV cache and the neuron cache."""
         weights = self.resident + self.gates + self.planes + self.predictors
-        return self.process + self.page_tables + weights + self.staging + self.workspace
+        return self.process + self.page_tables + weights + self.staging + self.workspace + self.bookkeeping
 
     @property
     def context_blocks(self) -> int:
@@ -142,7 +149,7 @@ class MemoryPlan:
     def minimum_nbytes(self) -> int:
         """The smallest limit this configuration runs under, its context full."""
         rows = sum(self.min_cache_rows) + self.min_bypass_rows
-        fixed = self.fixed_nbytes - self.prompt_extra
+        fixed = self.fixed_nbytes - self.prompt_extra - self.bookkeeping_extra
         return fixed + self.context_blocks * self.kv_block_nbytes + rows * self.row_nbytes
 
     def rows(self) -> list[tuple[str, int, int]]:
@@ -155,6 +162,7 @@ class MemoryPlan:
             ("predictors", self.predictors),
             ("staging for reads", self.staging),
             ("workspace", self.workspace),
+            ("bookkeeping", self.bookkeeping),
             ("page tables", self.page_tables),
         ]
         first, full = self.kv_block_nbytes, self.context_blocks * self.kv_block_nbytes
@@ -179,6 +187,7 @@ class MemoryPlan:
             "predictor_bytes": self.predictors,
             "staging_bytes": self.staging,
             "workspace_bytes": self.workspace,
+            "bookkeeping_bytes": self.bookkeeping,
             "kv_block_bytes": self.kv_block_nbytes,
             "kv_block_tokens": KV_BLOCK_TOKENS,
             "max_kv_blocks": self.max_kv_blocks,
@@ -282,11 +291,18 @@ def plan_memory(
         + (io_threads * _THROUGH_NBYTES if max_gap else 0)
     )
     parts["workspace"] = _workspace_nbytes(block, context, verified)
+    least_rows = sum(minimum) + min_bypass
+    parts["bookkeeping"] = 0 if dense else _bookkeeping_nbytes(architecture, least_rows)
+    parts["bookkeeping_extra"] = 0
     levels_of_least = {"levels": np.array([minimum], np.int32), "level_blocks": context_blocks}
     shapes = prompt_shapes(manifest, block, context, dense=dense)
     least = _with_prompts({**parts, "bypass_rows": min_bypass, **levels_of_least}, shapes)
     if least.limit_nbytes < least.minimum_nbytes:
         raise BudgetError(_refusal(least, available))
+    if not dense:
+        more = (least.limit_nbytes - least.minimum_nbytes) // (rows.stride + _ROW_NBYTES + _WANTED_NBYTES)
+        bookkeeping = _bookkeeping_nbytes(architecture, min(least_rows + more, sum(needs)))
+        least = replace(least, bookkeeping=bookkeeping, bookkeeping_extra=bookkeeping - least.bookkeeping)
 
     # 2. What is left: bypass rows, which stay, by what a full context leaves; then the levels.
     bypass = min_bypass
@@ -347,6 +363,19 @@ def _with_prompts(parts: dict[str, Any], shapes: list[PromptShape]) -> MemoryPla
         if plan.limit_nbytes - plan.minimum_nbytes >= shape.nbytes - shapes[-1].nbytes + _PROMPT_SHARE * shape.nbytes:
             break
     return plan
+
+
+def _bookkeeping_nbytes(architecture: Architecture, rows: int) -> int:
+    """What the layers know of their neurons and of `rows` rows in all caches, at most: of experts, all that few tokens
+    go to may be missing at once."""
+    neurons = architecture.d_ff
+    of_token = architecture.cycle or neurons // _TOKEN_SHARE
+    wanted = min(neurons, MAX_VERIFIED * architecture.cycle) or neurons // _WANTED_SHARE
+    bypass = architecture.cycle or neurons // _BYPASS_SHARE
+    layers = architecture.num_layers
+    own = rows + layers * bypass  # every layer may use the bypass rows
+    layer = _NEURON_NBYTES * neurons + _TOKEN_NBYTES * of_token
+    return layers * layer + _ROW_NBYTES * own + _WANTED_NBYTES * min(own, layers * wanted)
 
 
 def _workspace_nbytes(block: BlockSpec, context: int, verified: int) -> int:

@@ -46,6 +46,9 @@ _BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}  #
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # our names of special tokens -> the file's
 
 
+_NONE = "no_vocab"  # llama.cpp's word for none
+
+
 def special_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
     """ "bos_token_id", "eos_token_id", "pad_token_id" as far as the file names them."""
     ids = {f"{ours}_token_id": metadata.get(f"{_KEY}{theirs}_token_id") for ours, theirs in _NAMED.items()}
@@ -58,7 +61,7 @@ def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]
     Nothing where the file has no tokenizer. UnsupportedModelError for a kind or a rule that is not known, unless a
     tokenizer.json lies beside the file `path`; FormatError for a vocabulary that makes no sense.
     """
-    if f"{_KEY}model" not in metadata:
+    if metadata.get(f"{_KEY}model", _NONE) == _NONE:
         return {}
     vocabulary = _strings(metadata, "tokens", path)
     backend = _made(metadata, vocabulary, path)
