@@ -228,7 +228,7 @@ MIXTRAL = _row(
 
 
 # gpt-oss (OpenAI, 2025): sinks, every other layer with a window, biases everywhere. Checkpoints have the experts' gate
-# and up rows one in turn with the other; convert/checkpoint/gpt_oss.py takes them apart.
+# and up rows one in turn with the other; convert/checkpoint/mixtures/gpt_oss.py takes them apart.
 
 
 def _gpt_oss(config: Config) -> BlockSpec:
