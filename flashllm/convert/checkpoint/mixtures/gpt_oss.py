@@ -44,12 +44,12 @@ class _Expert:
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         self._checkpoint, self._name = checkpoint, name
-        self._coded = f"{name}_blocks" in checkpoint.tensors
-        self.part = f"{name}_blocks" if self._coded else name
+        self.is_coded = f"{name}_blocks" in checkpoint.tensors
+        self.part = f"{name}_blocks" if self.is_coded else name
         info = checkpoint.tensors[self.part]
-        self.dtype = "BF16" if self._coded else info.dtype
+        self.dtype = "BF16" if self.is_coded else info.dtype
         self._check(info)
-        if self._coded:
+        if self.is_coded:
             self.shape = (info.shape[0], info.shape[1], info.shape[2] * _GROUP)
         else:
             self.shape = (info.shape[0], info.shape[2], info.shape[1])
@@ -63,12 +63,8 @@ class _Expert:
     def matrix(self, expert: int) -> Matrix:
         """[outputs, inputs] of the storage of `dtype`."""
         if self._last is None or self._last[0] != expert:
-            self._last = (expert, self._widened(expert) if self._coded else self._read(self._name, expert).T)
+            self._last = (expert, self._widened(expert) if self.is_coded else self._read(self._name, expert).T)
         return self._last[1]
-
-    @property
-    def is_coded(self) -> bool:
-        return self._coded
 
     def blocks(self, expert: int) -> Matrix:
         """[outputs, bytes of its blocks] of MXFP4, in the order of GGUF files."""
@@ -83,8 +79,8 @@ class _Expert:
 
     def _check(self, info: TensorInfo) -> None:
         """FormatError for shapes that cannot be."""
-        wrong = len(info.shape) != (4 if self._coded else 3)
-        if self._coded and not wrong:
+        wrong = len(info.shape) != (4 if self.is_coded else 3)
+        if self.is_coded and not wrong:
             scales = self._checkpoint.tensors.get(f"{self._name}_scales")
             wrong = info.shape[3] * 2 != _GROUP or info.dtype != "U8"
             wrong = wrong or scales is None or scales.shape != info.shape[:3] or scales.dtype != "U8"
