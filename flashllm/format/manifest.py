@@ -188,6 +188,13 @@ class Manifest:
         return self.architecture.sparse or self.sparsity is not None or self.architecture.experts > 0
 
     @property
+    def active_share(self) -> float | None:
+        """Share of the neurons that a token names, where it was measured: by predictors, or by thresholds on gates."""
+        if self.calibration is not None:
+            return sum(self.calibration.mean_active) / (len(self.calibration.mean_active) * self.rows.d_ff)
+        return None if self.sparsity is None else 1 - self.sparsity.zeros
+
+    @property
     def resident_gate(self) -> bool:
         """Whether the gate of a gated FFN is resident, and its product names the active neurons exactly."""
         return self.architecture.gated and "gate" not in self.rows.matrices

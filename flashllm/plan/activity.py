@@ -15,7 +15,7 @@ from flashllm import _core
 from flashllm.arch.spec import Architecture
 from flashllm.format.manifest import Manifest
 from flashllm.format.trace import Stream, Trace, unpack_bits
-from flashllm.plan.memory import MAX_REQUEST, MemoryPlan
+from flashllm.plan.memory import ASSUMED_SHARE, MAX_REQUEST, MemoryPlan
 
 REPLAYED_TOKENS = 300  # at most
 _WARM_UP = 100  # of them not counted: the cache fills
@@ -30,7 +30,6 @@ _CONCENTRATION = 1.5
 # Qwen3-30B-A3B (8 of 128 experts: 38 %).
 _EXPERT_CONCENTRATION = 5.0
 _SAMPLED_RANKS = 512  # of them; the others lie between
-_ASSUMED_SHARE = 0.1  # of the neurons active where nothing is known (paper A, section 3.1)
 _ASSUMED_RECALL = 0.9  # of predictors for prefetching (the demo's; bench/cache/results/early_prediction.json)
 
 Shares = NDArray[np.float32]  # of tokens a neuron is active in
@@ -151,12 +150,16 @@ def from_shares(
     elif calibration is not None:
         shares = [assumed_shares(mean / neurons, neurons) for mean in calibration.mean_active]
         source = f"mean activity on {calibration.text}"
+    elif manifest.sparsity is not None:
+        mean = 1 - manifest.sparsity.zeros
+        shares = [assumed_shares(mean, neurons)] * manifest.architecture.num_layers
+        source = f"{mean:.0%} of the neurons above their layer's threshold on {manifest.sparsity.text}"
     elif experts:
         shares = [assumed_expert_shares(manifest.architecture)] * manifest.architecture.num_layers
         source = f"assumed: {manifest.architecture.chosen_experts} of {experts} experts a token, some more often"
     else:
-        shares = [assumed_shares(_ASSUMED_SHARE, neurons)] * manifest.architecture.num_layers
-        source = f"assumed: {_ASSUMED_SHARE:.0%} of the neurons a token"
+        shares = [assumed_shares(ASSUMED_SHARE, neurons)] * manifest.architecture.num_layers
+        source = f"assumed: {ASSUMED_SHARE:.0%} of the neurons a token"
     layers = []
     for share, rows in zip(shares, plan.cache_rows, strict=True):
         active = float(share.sum())

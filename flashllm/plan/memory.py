@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.arch.spec import Architecture, BlockSpec
+from flashllm.arch.spec import BlockSpec
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.units import format_size
 from flashllm.config import CACHE_POLICIES, DEFAULT_WINDOW
@@ -38,7 +38,8 @@ LIBRARY_GROWTH = 16_000_000
 # wants it; for each of a token's neurons values and places, of MAX_VERIFIED tokens; for each row its neuron, its
 # candidate, its hole, its value; for each row that few tokens want together lists, products and reads.
 _NEURON_NBYTES, _TOKEN_NBYTES, _ROW_NBYTES, _WANTED_NBYTES = 17, 80, 20, 120
-_TOKEN_SHARE, _WANTED_SHARE = 10, 4  # neurons of a layer for each that a token, and few together, want
+_WANTED_TOKENS = 2.5  # times a token's neurons: what few tokens want together (paper A: 24 % in five, of 10 % in one)
+ASSUMED_SHARE = 0.1  # of the neurons active where nothing is known (paper A, section 3.1)
 TORCH_GROWTH = 40_000_000
 _PAGE_TABLES = 512  # bytes for each of the kernel's page tables: eight bytes a page of 4 KiB
 _MOST_PAGE_TABLES = 40_000_000  # planned: those of 20 GB
@@ -292,7 +293,7 @@ def plan_memory(
     )
     parts["workspace"] = _workspace_nbytes(block, context, verified)
     least_rows = sum(minimum) + min_bypass
-    parts["bookkeeping"] = 0 if dense else _bookkeeping_nbytes(architecture, least_rows)
+    parts["bookkeeping"] = 0 if dense else _bookkeeping_nbytes(manifest, least_rows)
     parts["bookkeeping_extra"] = 0
     levels_of_least = {"levels": np.array([minimum], np.int32), "level_blocks": context_blocks}
     shapes = prompt_shapes(manifest, block, context, dense=dense)
@@ -301,7 +302,7 @@ def plan_memory(
         raise BudgetError(_refusal(least, available))
     if not dense:
         more = (least.limit_nbytes - least.minimum_nbytes) // (rows.stride + _ROW_NBYTES + _WANTED_NBYTES)
-        bookkeeping = _bookkeeping_nbytes(architecture, min(least_rows + more, sum(needs)))
+        bookkeeping = _bookkeeping_nbytes(manifest, min(least_rows + more, sum(needs)))
         least = replace(least, bookkeeping=bookkeeping, bookkeeping_extra=bookkeeping - least.bookkeeping)
 
     # 2. What is left: bypass rows, which stay, by what a full context leaves; then the levels.
@@ -365,12 +366,13 @@ def _with_prompts(parts: dict[str, Any], shapes: list[PromptShape]) -> MemoryPla
     return plan
 
 
-def _bookkeeping_nbytes(architecture: Architecture, rows: int) -> int:
+def _bookkeeping_nbytes(manifest: Manifest, rows: int) -> int:
     """What the layers know of their neurons and of `rows` rows in all caches, at most: of experts, all that few tokens
     go to may be missing at once."""
+    architecture, share = manifest.architecture, manifest.active_share or ASSUMED_SHARE
     neurons = architecture.d_ff
-    of_token = architecture.cycle or neurons // _TOKEN_SHARE
-    wanted = min(neurons, MAX_VERIFIED * architecture.cycle) or neurons // _WANTED_SHARE
+    of_token = architecture.cycle or int(share * neurons)
+    wanted = min(neurons, MAX_VERIFIED * architecture.cycle or int(_WANTED_TOKENS * of_token))
     bypass = architecture.cycle or neurons // _BYPASS_SHARE
     layers = architecture.num_layers
     own = rows + layers * bypass  # every layer may use the bypass rows

@@ -9,7 +9,7 @@ from device_costs import device, reader
 from flashllm import _core
 from flashllm.convert.run import convert
 from flashllm.device.costs import ReaderChoice
-from flashllm.format.manifest_values import Calibration
+from flashllm.format.manifest_values import Calibration, Sparsity
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.safetensors import read_header
@@ -234,6 +234,28 @@ def test_what_is_known_best_is_used(model):
     assumed = from_shares(manifest, plan, None, 0)
     assert assumed.layers[0].active == pytest.approx(51.2, rel=0.02)
     assert "assumed" in assumed.source
+
+
+def test_thresholds_say_how_many_neurons_are_above_them(model):
+    manifest, plan = model[0].manifest, with_rows(model[1], (512, 256, 64), cache_policy="frequency")
+    architecture = dataclasses.replace(manifest.architecture, gated=True)
+    rows = dataclasses.replace(manifest.rows, matrices=("up", "gate", "down"))
+    sparsity = Sparsity(
+        share=0.3,
+        cuts=(0.1, 0.2, 0.3),
+        zeros=0.28,
+        perplexity=2.0,
+        dense_perplexity=1.9,
+        scored_tokens=9,
+        text="a text",
+    )
+    cut = dataclasses.replace(manifest, architecture=architecture, rows=rows, sparsity=sparsity)
+    expected = from_shares(cut, plan, None, 0)
+    assert expected.source == "72% of the neurons above their layer's threshold on a text"
+    assert [layer.active for layer in expected.layers] == pytest.approx([0.72 * 512] * 3, rel=0.02)
+    assert (manifest.active_share, cut.active_share) == (None, pytest.approx(0.72))
+    calibration = Calibration(window=5, mean_active=(51.2, 25.6, 5.12), req=(200, 100, 50), tokens=9, text="a test")
+    assert dataclasses.replace(cut, calibration=calibration).active_share == pytest.approx(0.16 / 3)
 
 
 def write_trace(path, masks, **changes):
