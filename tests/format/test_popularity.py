@@ -72,7 +72,7 @@ def test_the_cache_goes_where_it_saves_most(model, active, tmp_path, load, monke
     rows = shared.engine.plan.memory.cache_rows
     assert sum(rows) == sum(even.engine.plan.memory.cache_rows)
     assert rows[0] < rows[1] < rows[2]
-    assert len(set(even.engine.plan.memory.cache_rows)) == 1
+    assert max(even.engine.plan.memory.cache_rows) - min(even.engine.plan.memory.cache_rows) <= 1
     tokens = [_greedy(one) for one in (plain, even, shared)]
     assert tokens[0] == tokens[1] == tokens[2]
 

@@ -98,7 +98,8 @@ struct Carried {
   }
 
   static void prefetch_codes(const Row& row, std::size_t j) {
-    if (kBits > 4 || j % (2 * kCacheLine) == 0) __builtin_prefetch(row.codes + j / 8 * kBits, 0, 2);
+    if (j % (kBits > 4 ? kCacheLine : 2 * kCacheLine) == 0)
+      __builtin_prefetch(row.codes + j / 8 * kBits, 0, 2);
   }
   static void prefetch_groups(const Row& row) {
     const auto* first = reinterpret_cast<const std::uint8_t*>(row.scales);

@@ -75,7 +75,7 @@ inline void add_plane_columns(const void* const* rows, const std::int32_t* ids, 
   }
   for (std::size_t j = begin; j < end; j += kCodeUnit) {
     const std::size_t at = j / 8 * Scales::kBits;
-    if (next != nullptr)
+    if (next != nullptr && j % kCacheLine == 0)
       for (std::size_t r = 0; r < R; ++r)
         __builtin_prefetch(static_cast<const std::uint8_t*>(next[r]) + at, 0, 2);
     UnitScales scales;
