@@ -195,6 +195,8 @@ def assumed_expert_shares(architecture: Architecture) -> Shares:
 
 def assumed_shares(mean: float, neurons: int, concentration: float = _CONCENTRATION) -> Shares:
     """Shares of tokens of as many neurons, ~ Beta(c m, c (1 - m)): by rank, from a sample that is always the same."""
+    if not 0 < mean < 1:  # none is ever active, or all always are
+        return np.full(neurons, mean, np.float32)
     ranks = min(neurons, _SAMPLED_RANKS)
     random = np.random.default_rng(0)
     sample = np.sort(random.beta(concentration * mean, concentration * (1 - mean), size=16 * ranks))

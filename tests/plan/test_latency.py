@@ -203,6 +203,15 @@ def test_products_leave_the_embeddings_out_and_the_tied_head_in(model):
 # Activity
 
 
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_a_layer_may_be_dead_or_dense(model, mean):
+    manifest, plan = model[0].manifest, with_rows(model[1], (512, 256, 64), cache_policy="frequency")
+    calibration = Calibration(window=5, mean_active=(512 * mean,) * 3, req=(200, 100, 50), tokens=9, text="a test")
+    layers = from_shares(dataclasses.replace(manifest, calibration=calibration), plan, None, 0).layers
+    assert [layer.active for layer in layers] == [512 * mean] * 3
+    assert [layer.misses for layer in layers] == [0, 256 * mean, 448 * mean]
+
+
 def test_the_assumed_popularity_gives_the_papers_figures():
     shares = assumed_shares(0.1, 2000)
     assert shares.mean() == pytest.approx(0.1, rel=0.01)

@@ -59,8 +59,8 @@ struct Fp4Scales {
   }
 };
 
-// y[j] += the terms of R columns, in their order. Neighbours have their scales in common. next[r]: what to
-// fetch while column r is read, or nullptr.
+// y[j] += the terms of R columns, in their order; neurons of one group have their scales in common. next[r]:
+// what to fetch while column r is read; or nullptr.
 template <typename Scales, std::size_t R>
 inline void add_plane_columns(const void* const* rows, const std::int32_t* ids, const float* values,
                               const void* const* next, const ScalePlane& plane, std::size_t k,
