@@ -5,6 +5,7 @@
 
 #include "kernels/rows.h"
 #include "planes/scale_planes.h"
+#include "random_rows.h"
 
 namespace flashllm {
 
@@ -100,12 +101,7 @@ std::uint64_t digest_of(SimdLevel level) {
   }
   for (std::size_t i = 0; i < kCodedCodecs; ++i) {
     const auto codec = static_cast<RowCodec>(kFirstCoded + i);
-    std::vector<std::byte> row(vector_nbytes(codec, kColumns));
-    for (std::size_t j = 0; j < row.size();
-         ++j)  // finite weights: small scales, or exponents of small numbers
-      row[j] = static_cast<std::byte>(codec == RowCodec::bf12 ? random() & 0x3F
-                                      : j % 2 == 0            ? random()
-                                                              : random() % 60);
+    const std::vector<std::byte> row = random_rows(codec, 1, kColumns, random);
     const CodecKernels& kernels = codec_kernels(level, codec);
     const void* rows[] = {row.data(), row.data(), row.data()};
     kernels.dot_rows(rows, 3, x.data(), kColumns, dots.data());

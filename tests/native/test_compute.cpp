@@ -11,6 +11,7 @@
 #include "kernels/kernels.h"
 #include "kernels/rows.h"
 #include "kernels/thread_pool.h"
+#include "random_rows.h"
 
 namespace {
 
@@ -214,15 +215,11 @@ void test_thread_pool(int scale) {
 void grouped_products(RowCodec codec, SimdLevel level, std::size_t rows, std::size_t columns) {
   std::mt19937 random(11);
   const std::size_t stride = vector_nbytes(codec, columns);
-  std::vector<std::byte> codes(rows * stride);
-  // Weights that are finite: small scales at every second byte, or exponents of numbers up to 1.
-  for (std::size_t i = 0; i < codes.size(); ++i)
-    codes[i] = static_cast<std::byte>(codec == RowCodec::bf12 ? random() & 0x3F
-                                      : i % 2 == 0            ? random()
-                                                              : random() % 60);
+  const std::vector<std::byte> codes = random_rows(codec, rows, columns, random);
   const RowMatrix matrix{codes.data(), rows, columns, stride, codec, nullptr, nullptr};
   std::vector<float> wide(rows * columns);
   for (std::size_t r = 0; r < rows; ++r) widen_row(matrix, r, wide.data() + r * columns, level);
+  for (const float weight : wide) CHECK(std::isfinite(weight));
   const std::vector<float> x = random_floats(2 * columns, random), scales = random_floats(rows, random);
   std::vector<const void*> vectors;
   std::vector<std::int32_t> ids;

@@ -1,0 +1,26 @@
+// Rows of coded weights for tests of kernels: random, and every weight finite, so that no sum hides another.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include "kernels/rows.h"
+
+namespace flashllm {
+
+inline std::vector<std::byte> random_rows(RowCodec codec, std::size_t rows, std::size_t columns,
+                                          std::mt19937& random) {
+  const std::size_t stride = vector_nbytes(codec, columns), units = (columns + kCodeUnit - 1) / kCodeUnit;
+  const auto byte = [&](std::size_t at) {
+    if (codec == RowCodec::bf12) return random() & 0x3F;  // exponents of numbers up to 1
+    if (codec == RowCodec::mxfp4) return at < units ? 110 + random() % 20 : random();
+    return at % 2 == 0 ? random() : random() % 60;  // small scales
+  };
+  std::vector<std::byte> found(rows * stride);
+  for (std::size_t i = 0; i < found.size(); ++i) found[i] = static_cast<std::byte>(byte(i % stride));
+  return found;
+}
+
+}  // namespace flashllm
