@@ -14,7 +14,8 @@ struct UnitScales {
 template <std::size_t kCodeBits, bool kMinimum, bool kFactors>
 struct PlaneScales {
   static constexpr std::size_t kBits = kCodeBits;
-  std::size_t group_row, shared_row;
+  std::size_t group_row = 0, shared_row = 0;
+  PlaneScales() = default;
   PlaneScales(const ScalePlane& plane, std::size_t id, std::size_t k)
       : group_row(id / plane.group * k), shared_row(kFactors ? id / kSharedFactors * k : group_row) {}
 
@@ -46,7 +47,8 @@ struct PlaneScales {
 // Of FP4, whose scales are powers of two.
 struct Fp4Scales {
   static constexpr std::size_t kBits = 4;
-  std::size_t group_row;
+  std::size_t group_row = 0;
+  Fp4Scales() = default;
   Fp4Scales(const ScalePlane& plane, std::size_t id, std::size_t k) : group_row(id / plane.group * k) {}
 
   void load(const ScalePlane& plane, std::size_t j, UnitScales& to) const {
@@ -65,13 +67,13 @@ template <typename Scales, std::size_t R>
 inline void add_plane_columns(const void* const* rows, const std::int32_t* ids, const float* values,
                               const void* const* next, const ScalePlane& plane, std::size_t k,
                               std::size_t begin, std::size_t end, float* y) {
-  const auto scales_of = [&](std::size_t r) { return Scales(plane, static_cast<std::size_t>(ids[r]), k); };
-  const Scales first = scales_of(0);
+  Scales of[R];
   bool common = true;
   Vec value[R];
   for (std::size_t r = 0; r < R; ++r) {
+    of[r] = Scales(plane, static_cast<std::size_t>(ids[r]), k);
     value[r] = Vec::set(values[r]);
-    common = common && scales_of(r).group_row == first.group_row;
+    common = common && of[r].group_row == of[0].group_row;
   }
   for (std::size_t j = begin; j < end; j += kCodeUnit) {
     const std::size_t at = j / 8 * Scales::kBits;
@@ -79,11 +81,11 @@ inline void add_plane_columns(const void* const* rows, const std::int32_t* ids, 
       for (std::size_t r = 0; r < R; ++r)
         __builtin_prefetch(static_cast<const std::uint8_t*>(next[r]) + at, 0, 2);
     UnitScales scales;
-    first.load(plane, j, scales);
+    of[0].load(plane, j, scales);
     Vec sum[kUnitVectors];
     for (std::size_t v = 0; v < kUnitVectors; ++v) sum[v] = Vec::load_f32(y + j + v * Vec::kWidth);
     for (std::size_t r = 0; r < R; ++r) {
-      if (!common) scales_of(r).load(plane, j, scales);
+      if (!common && r != 0) of[r].load(plane, j, scales);
       Vec weights[kUnitVectors];
       Scales::decode(static_cast<const std::uint8_t*>(rows[r]) + at, scales, weights);
       for (std::size_t v = 0; v < kUnitVectors; ++v) sum[v] = fma(weights[v], value[r], sum[v]);
