@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <filesystem>
 #include <system_error>
 #include <utility>
 
@@ -41,6 +42,7 @@ DirectWriter::DirectWriter(std::string path, std::uint64_t nbytes, int threads)
                                           std::to_string(kAlignment) + ", got " + std::to_string(nbytes));
   if (threads < 1 || threads > 1024)
     throw CoreError(ErrorKind::usage, "writer threads must be 1 to 1024, got " + std::to_string(threads));
+  require_room();
   create();
   try {
     allocate();
@@ -62,6 +64,16 @@ DirectWriter::~DirectWriter() {
   }
 }
 
+// Before the file exists: a drive that is too small would be filled to its last block before it says so, and
+// everyone else on it would be out of room until the file is gone again.
+void DirectWriter::require_room() const {
+  const std::string folder = std::filesystem::path(path_).parent_path().string();
+  struct statvfs system;
+  if (statvfs(folder.empty() ? "." : folder.c_str(), &system) != 0) return;  // create() says what is wrong
+  const std::uint64_t free = std::uint64_t{system.f_bavail} * system.f_frsize;
+  if (free < size_) throw_no_room(", of which " + std::to_string(free) + " bytes are free", ENOSPC);
+}
+
 void DirectWriter::create() {
   fd_ = open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, S_IRUSR | S_IWUSR);
   if (fd_ < 0) throw CoreError(ErrorKind::io, "cannot create " + path_ + ": " + described(errno));
@@ -76,17 +88,14 @@ void DirectWriter::allocate() {
     result = ENOTSUP;
 #endif
   } while (result == EINTR);
-  struct statvfs system;
-  const bool is_known = fstatvfs(fd_, &system) == 0;
-  const std::uint64_t free = is_known ? std::uint64_t{system.f_bavail} * system.f_frsize : 0;
-  if (result == EOPNOTSUPP || result == ENOTSUP) {  // a file with holes: room is checked now, and not kept
-    result = is_known && free < size_ ? ENOSPC : 0;
-    if (result == 0 && ftruncate(fd_, static_cast<off_t>(size_)) != 0) result = errno;
-  }
-  if (result == 0) return;
-  const std::string room = is_known ? ", of which " + std::to_string(free) + " bytes are free" : "";
+  if (result == EOPNOTSUPP || result == ENOTSUP)  // a file with holes: its room is not kept
+    result = ftruncate(fd_, static_cast<off_t>(size_)) == 0 ? 0 : errno;
+  if (result != 0) throw_no_room("", result);
+}
+
+void DirectWriter::throw_no_room(const std::string& free, int error) const {
   throw CoreError(ErrorKind::io, "cannot make room for " + std::to_string(size_) + " bytes on the drive of " +
-                                     path_ + room + ": " + described(result));
+                                     path_ + free + ": " + described(error));
 }
 
 std::string DirectWriter::make_direct() {

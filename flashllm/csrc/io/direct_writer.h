@@ -71,8 +71,10 @@ class DirectWriter {
     std::size_t nbytes;
   };
 
+  void require_room() const;
   void create();
   void allocate();
+  [[noreturn]] void throw_no_room(const std::string& free, int error) const;
   std::string make_direct();  // why not; empty: writes are direct from now on
   void serve();
   Piece claim();
