@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm.base.codes.carried import CARRIED_CODES
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -148,9 +149,10 @@ class GroupCode:
 
 
 def usual_activations(encodings: Iterable[str | None]) -> str | None:
-    """What a model of these encodings multiplies its groups by, a token at a time, unless it says otherwise: "int16"
-    where there are groups, which inputs of 32 bits would slow down two to three times; else fp32, None."""
-    return "int16" if any(encoding in GROUP_CODES for encoding in encodings) else None
+    """What a model of these encodings multiplies its codes by, a token at a time, unless it says otherwise: "int16"
+    (by 8 bits what is not multiplied by 16) where there are codes, which inputs of 32 bits would slow down two to four
+    times; else fp32, None."""
+    return "int16" if any(encoding in GROUP_CODES or encoding in CARRIED_CODES for encoding in encodings) else None
 
 
 def _rounded(values: Floats, scale: Floats, lowest: int, highest: int) -> Floats:

@@ -68,9 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--activations",
         choices=("float32", "int16", "int8"),
-        help="what weights of 8 and 4 bits are multiplied by, a token at a time, rounded in groups of 32. int16: those "
-        "of 8 bits by 16, those of 4 bits by 8 (default). int8: all by 8, which loses more and is as fast. float32: "
-        "exactly, at half the speed",
+        help="what weights of 8 and 4 bits, and a quantised file's, are multiplied by, a token at a time, rounded in "
+        "groups of 32. int16: those of 8 bits by 16, others by 8 (default). int8: all by 8, which loses more and is as "
+        "fast. float32: exactly, at half the speed or less",
     )
     parser.add_argument(
         "--no-quality",
@@ -123,7 +123,6 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.convert.run import convert
     from flashllm.convert.tokenizer import TOKENIZER
     from flashllm.errors import UsageError
-    from flashllm.format.install import change_manifest
     from flashllm.format.manifest import MANIFEST
     from flashllm.format.report.inspect import sparsity_line
     from flashllm.format.trace import Trace
@@ -136,18 +135,18 @@ def main(args: argparse.Namespace) -> int:
     embedding_bits = resident_bits if args.embedding_bits is None else args.embedding_bits
     bits = {row_bits, resident_bits, embedding_bits}
     fewer_bits = bits != {16} or args.calibrate is not None
-    of_conversion = args.dtype is not None or args.no_predictors or args.gate is not None or args.sparsify is not None
+    of_conversion = args.no_predictors or any(
+        choice is not None for choice in (args.dtype, args.gate, args.sparsify, args.activations)
+    )
     if args.text is not None and args.sparsify is None:
         raise UsageError("--text is the text by which --sparsify chooses thresholds; give both, or neither")
     if is_model and args.reorder is not None and (of_conversion or fewer_bits):
         raise UsageError(
             f"{args.src}: is a model directory, which --reorder copies as it is: --dtype, --bits and its like, "
-            "--gate, --sparsify and --no-predictors are for a Hugging Face folder"
+            "--activations, --gate, --sparsify and --no-predictors are for a Hugging Face folder"
         )
     if args.group_size is not None and not {8, 4} & bits:
         raise UsageError("--group-size is for weights of 8 or 4 bits: give --bits or --resident-bits")
-    if args.activations is not None and not {8, 4} & bits:
-        raise UsageError("--activations are for weights of 8 or 4 bits: give --bits or --resident-bits")
     if args.minimums and 4 not in bits:
         raise UsageError("--minimums are for weights of 4 bits: add --bits 4 or --resident-bits 4")
     if args.calibrate is not None and args.sparsify is not None:
@@ -166,6 +165,7 @@ def main(args: argparse.Namespace) -> int:
                     "encoding": _encoding(args, row_bits),
                     "resident_encoding": _encoding(args, resident_bits),
                     "table_encoding": _encoding(args, embedding_bits),
+                    "activations": args.activations,
                     "reorder": trace,
                     "gate": args.gate or ("rows" if args.sparsify is None else "resident"),
                 }
@@ -203,8 +203,6 @@ def main(args: argparse.Namespace) -> int:
                         say(_compared(source, args.dst, comparing))
                     if args.gate is not None and not manifest.sparse:
                         say("no neuron of this model is ever zero, so its gates leave none out; --sparsify would")
-                if args.activations is not None:
-                    change_manifest(args.dst, activations=None if args.activations == "float32" else args.activations)
                 if TOKENIZER not in manifest.files:
                     say(f"{source} has no tokenizer: the model takes token ids alone, no text to chat with")
     except KeyboardInterrupt as stop:

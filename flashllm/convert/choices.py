@@ -9,6 +9,8 @@ from flashllm.format.trace import Trace
 # With "4bit" they go into the rows, and in 4 bits into memory as predictors.
 GatePlace = Literal["rows", "resident", "4bit"]
 
+Activations = Literal["float32", "int16", "int8"]
+
 
 class Choices(TypedDict, total=False):
     """What a conversion may be asked for: the keyword arguments of `convert` and of all that is built on it."""
@@ -17,6 +19,7 @@ class Choices(TypedDict, total=False):
     encoding: str | None  # of the neurons' rows, of CODED_ENCODINGS; None: the dtype
     resident_encoding: str | None  # of the resident matrices, likewise. Resident gates are stored as the rows are
     table_encoding: str | None  # of the embedding and the head; None: as `resident_encoding`
+    activations: Activations | None  # what codes are multiplied by, a token at a time; None: as is usual for them
     predictors: bool  # make untrained ones, to use the model with before better ones are trained; none where no
     # activation is ever zero, and none where the gates name the neurons
     gate: GatePlace  # of a gated FFN; by default "rows"

@@ -29,9 +29,9 @@ from flashllm.base.group_codes import usual_activations
 from flashllm.base.units import format_size
 from flashllm.convert.checkpoint.coded import CodedWeights
 from flashllm.convert.checkpoint.source import Checkpoint, OwnPredictors
-from flashllm.convert.choices import Choices, GatePlace
+from flashllm.convert.choices import Activations, Choices, GatePlace
 from flashllm.convert.kept.weights import KeptWeights
-from flashllm.convert.storage import ResidentEntry, Sources, storage_of
+from flashllm.convert.storage import ResidentEntry, Sources, Storage, storage_of
 from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.convert.untrained.predictor import coded_gates_nbytes, default_rank, untrained_nbytes
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
@@ -57,6 +57,7 @@ class ConversionPlan:
     source_dtype: WeightDtype
     dtype: WeightDtype
     layout: RowLayout
+    activations: str | None  # what codes are multiplied by, a token at a time; None: fp32
     resident_encoding: str | None  # of the resident matrices, where they are coded
     other_encodings: Mapping[str, str]  # by name, of those that are stored otherwise
     resident: tuple[ResidentEntry, ...]  # in file order
@@ -70,12 +71,6 @@ class ConversionPlan:
     reorder: Trace | None = None  # from which the order of the neurons' second copy is learned
     coded: CodedWeights | None = None  # what is written as it is
     kept: KeptWeights | None = None  # `coded`, where it is the checkpoint's own
-
-    @property
-    def activations(self) -> str | None:
-        """What weights in groups are multiplied by."""
-        others = self.other_encodings.values()
-        return usual_activations((self.layout.encoding, self.layout.down, self.resident_encoding, *others))
 
     @property
     def ffn_nbytes(self) -> int:
@@ -106,8 +101,10 @@ class ConversionPlan:
         scales = f"; scales of the down columns in memory, {format_size(nbytes)}" if nbytes else ""
         left = self.kept.left if self.kept is not None else ()
         rest = f"; {len(left)} matrices, {left[0]} the first, dequantised to {self.dtype.name}" if left else ""
+        rounded = "" if self.activations is None else "; --activations float32 multiplies them exactly, more slowly"
         return (
-            f"the bits of {self.checkpoint.path.name} are kept: neurons {matrices}{scales}{rest}; --bits encodes anew"
+            f"the bits of {self.checkpoint.path.name} are kept: neurons {matrices}{scales}{rest}; --bits encodes "
+            f"anew{rounded}"
         )
 
     def identity(self) -> dict[str, Any]:
@@ -144,7 +141,7 @@ class ConversionPlan:
 
 
 def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> ConversionPlan:
-    """Decide and check everything. UsageError for a model without the gates that `gate` is about.
+    """Decide and check everything. UsageError for a model without the gates, or codes, that a choice is about.
 
     FormatError for missing tensors and wrong shapes; UnsupportedModelError for what the architecture's table entry
     does not know, for dtypes other than float32, float16 and bfloat16, and for mixed ones without a `dtype`. The
@@ -179,6 +176,7 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
         source_dtype=source_dtype,
         dtype=target,
         layout=layout,
+        activations=_activations(checkpoint, storage, choices.get("activations")),
         resident_encoding=storage.resident,
         other_encodings=storage.others,
         resident=entries,
@@ -193,6 +191,21 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
         coded=choices.get("coded") if kept is None else kept,
         kept=kept,
     )
+
+
+def _activations(checkpoint: Checkpoint, storage: Storage, asked: Activations | None) -> str | None:
+    """UsageError where there are no codes."""
+    usual = usual_activations(
+        (storage.layout.encoding, storage.layout.down, storage.resident, *storage.others.values())
+    )
+    if asked is None:
+        return usual
+    if usual is None:
+        raise UsageError(
+            f"{checkpoint.path}: --activations are for weights in codes, which it has none of; give --bits 8 or 4, or "
+            "--resident-bits"
+        )
+    return None if asked == "float32" else asked
 
 
 def _check_gate(checkpoint: Checkpoint, architecture: Architecture, gate: GatePlace, reorder: Trace | None) -> None:

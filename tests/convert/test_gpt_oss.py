@@ -73,11 +73,13 @@ def test_mxfp4_converts_to_what_its_values_do(whole, tmp_path):
 
 
 def test_mxfp4_is_kept(whole, tmp_path):
-    """Rows of 17 bytes for 32 weights, scales of down columns in memory; every logit is that of the widened weights."""
+    """Rows of 17 bytes for 32 weights, scales of down columns in memory; by activations in fp32 every logit is that of
+    the widened weights."""
     mxfp4(whole)
     wide = convert(whole, tmp_path / "wide", dtype="float32")
     lines = []
-    kept = convert(whole, tmp_path / "kept", dtype="float32", keep=True, say=lines.append)
+    exact = {"dtype": "float32", "activations": "float32"}
+    kept = convert(whole, tmp_path / "kept", **exact, keep=True, say=lines.append)
     assert (kept.rows.encoding, kept.rows.down, set(kept.down_scales)) == ("mxfp4", "codes_fp4", {"power_32"})
     assert kept.rows.row_nbytes == 64 // 32 * (17 + 17 + 16)
     assert kept.planes_nbytes == wide.architecture.num_layers * wide.architecture.d_ff // 32 * 64

@@ -19,7 +19,7 @@ from flashllm.convert.checkpoint.gguf import file as gguf_file
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
-from flashllm.errors import FormatError, UnsupportedModelError
+from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.install import change_manifest
 from flashllm.format.manifest import MANIFEST, Manifest
 from flashllm.format.report.inspect import format_inspection, inspect
@@ -123,11 +123,42 @@ def test_every_weight_and_every_logit_is_the_files(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["Q4_0", mixed], ids=["Q4_0", "mixed"])
 def test_tokens_are_those_of_the_dequantised_model(tmp_path, kind):
     path, folder = make(tmp_path, kind)
-    convert(path, tmp_path / "kept", dtype="float32", keep=True)
+    convert(path, tmp_path / "kept", dtype="float32", activations="float32", keep=True)
     ids = torch.randint(5, 290, (1, 12), generator=torch.Generator().manual_seed(1))
     expected = greedy(AutoModelForCausalLM.from_pretrained(folder).eval(), ids)
     with FlashModel.from_pretrained(tmp_path / "kept", threads=2, io_threads=4) as model:
         assert greedy(model, ids) == expected
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", "Q6_K", mixed], ids=["Q5_0", "Q6_K", "mixed"])
+def test_single_tokens_are_multiplied_in_8_bits_unless_asked_otherwise(tmp_path, kind):
+    path, folder = make(tmp_path, kind)
+    kept = convert(path, tmp_path / "kept", dtype="float32", keep=True)
+    assert kept.activations == "int16"
+    ids = torch.randint(4, 300, (12,), generator=torch.Generator().manual_seed(2)).tolist()
+    found = []
+    for together in (1, 4):
+        with Model.open(tmp_path / "kept", RunConfig(mode="dense", threads=together, io_threads=4)) as model:
+            sequence = model.new_sequence()
+            parts = [
+                model.step([(sequence, ids[i : i + together])], all_logits=True)[0] for i in range(0, 12, together)
+            ]
+            found.append(np.concatenate(parts))
+    np.testing.assert_array_equal(found[0], found[1])
+    convert(folder, tmp_path / "wide")
+    expected = ReferenceDecoder(tmp_path / "wide").logits(ids).numpy()
+    assert 1e-4 * expected.std() < np.abs(found[0] - expected).max() < 0.2 * expected.std()
+
+
+def test_activations_are_a_choice_for_codes_alone(tmp_path):
+    path, folder = make(tmp_path, "Q5_K")
+    for activations, recorded in (("float32", None), ("int8", "int8")):
+        target = tmp_path / activations
+        assert main(["convert", str(path), str(target), "--activations", activations]) == 0
+        assert Manifest.load(target).activations == recorded
+    with pytest.raises(UsageError, match="--activations are for weights in codes, which it has none of; give --bits"):
+        convert(folder, tmp_path / "wide", activations="int8")
+    assert not (tmp_path / "wide").exists()
 
 
 @pytest.mark.parametrize("kind", ["Q5_0", mixed], ids=["Q5_0", "mixed"])

@@ -1,17 +1,44 @@
-"""Products of weights in groups with inputs in 8 and 16 bits: the rule, the same bits at every level and place."""
+"""Products of coded weights with inputs in 8 and 16 bits: the rule, the same bits at every level and place."""
 
 import numpy as np
 import pytest
 
 from flashllm import _core
+from flashllm.base.codes.carried import CARRIED_CODES, SHARED, UNIT, Quantised
 from flashllm.base.group_codes import GROUP_CODES
 
-FORMS = [(name, "int8") for name in sorted(GROUP_CODES)] + [("int8_32", "int16"), ("int8_64", "int16")]
+CODES = {**GROUP_CODES, **CARRIED_CODES}
+FORMS = [(name, "int8") for name in sorted(CODES)] + [("int8_32", "int16"), ("int8_64", "int16")]
 LENGTHS = (32, 33, 64, 100, 256, 300, 1024)
 
 
 def random(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def encoded(name, n, length, seed=0):
+    """Vectors [n, length] of one in size; of codes that quantised checkpoints have, all codes of the first row are the
+    lowest and all of the second the highest."""
+    if name in GROUP_CODES:
+        return GROUP_CODES[name].encode(random(n, length, seed=seed))
+    code, source = CARRIED_CODES[name], np.random.default_rng(seed)
+    lowest = 0 if code.form.unsigned else -(1 << (code.bits - 1))
+    highest = lowest + (1 << code.bits) - 1
+    codes = source.integers(lowest, highest + 1, (n, length)).astype(np.int8)
+    codes[0], codes[1:2] = lowest, highest
+    whole = -(-length // SHARED) * SHARED if code.form.has_factors else -(-length // UNIT) * UNIT
+    scales = {}
+    for part, (weights, dtype) in code.form.parts().items():
+        shape = (n, whole // weights)
+        if dtype == np.uint8:
+            scales[part] = source.integers(122, 126, shape).astype(dtype)
+        elif dtype == np.int8:
+            scales[part] = source.integers(-64 if part == "factors" and name == "q6_k" else 0, 64, shape).astype(dtype)
+        else:
+            scales[part] = (source.uniform(-1, 1, shape) / (highest * (64 if code.form.has_factors else 1))).astype(
+                dtype
+            )
+    return code.pack(Quantised(form=code.form, codes=codes, scales=scales))
 
 
 def products(name, rows, x, *, level="auto", threads=1, inputs="int8"):
@@ -34,11 +61,10 @@ def rounded(x, inputs):
 
 @pytest.mark.parametrize(("name", "inputs"), FORMS)
 def test_products_are_those_of_the_codes(name, inputs):
-    code = GROUP_CODES[name]
     for length in LENGTHS:
-        rows = code.encode(random(21, length, seed=length))
+        rows = encoded(name, 21, length, seed=length)
         x = random(3, length, seed=1)
-        weights = code.decode(rows, length).astype(np.float64)
+        weights = CODES[name].decode(rows, length).astype(np.float64)
         found = products(name, rows, x, inputs=inputs)
         np.testing.assert_allclose(found, rounded(x, inputs) @ weights.T, rtol=0, atol=2e-5 * np.sqrt(length))
         exact = products(name, rows, x, inputs="float32")
@@ -49,7 +75,7 @@ def test_products_are_those_of_the_codes(name, inputs):
 @pytest.mark.parametrize(("name", "inputs"), FORMS)
 def test_every_level_has_the_same_bits(name, inputs):
     for length in LENGTHS:
-        rows = GROUP_CODES[name].encode(random(19, length, seed=length))
+        rows = encoded(name, 19, length, seed=length)
         x = random(2, length, seed=2) * np.float32(10) ** random(1, length, seed=3)
         first, *others = (products(name, rows, x, level=level, inputs=inputs) for level in _core.simd_levels())
         for other in others:
@@ -58,7 +84,7 @@ def test_every_level_has_the_same_bits(name, inputs):
 
 @pytest.mark.parametrize(("name", "inputs"), FORMS)
 def test_bits_depend_on_no_neighbour_and_no_thread(name, inputs):
-    rows = GROUP_CODES[name].encode(random(50, 96))
+    rows = encoded(name, 50, 96)
     x = random(4, 96, seed=4)
     whole = products(name, rows, x, inputs=inputs)
     np.testing.assert_array_equal(whole, products(name, rows, x, threads=3, inputs=inputs))
@@ -69,6 +95,12 @@ def test_bits_depend_on_no_neighbour_and_no_thread(name, inputs):
 
 def test_the_largest_codes_and_inputs_do_not_overflow():
     for name, inputs in FORMS:
+        if name in CARRIED_CODES:
+            rows = encoded(name, 2, 64)
+            for x in (np.full((1, 64), 127, np.float32), np.full((1, 64), -127, np.float32)):
+                exact = products(name, rows, x, inputs="float32")
+                np.testing.assert_allclose(products(name, rows, x), exact, rtol=1e-5)
+            continue
         code, most = GROUP_CODES[name], np.iinfo(inputs).max
         for sign in (1, -1):
             rows = code.encode(np.full((2, 64), -8 * sign, np.float32))
@@ -87,9 +119,9 @@ def test_zeros_tiny_and_broken_inputs():
         assert np.isnan(products("int4_32_min", rows, x)).all()
 
 
-@pytest.mark.parametrize("name", ["int4_32", "int4_64_min"])
-def test_weights_of_4_bits_take_8_where_a_model_says_16(name):
-    rows, x = GROUP_CODES[name].encode(random(7, 96)), random(2, 96, seed=1)
+@pytest.mark.parametrize("name", ["int4_32", "int4_64_min", "q6_k", "mxfp4"])
+def test_weights_of_other_bits_than_8_take_8_where_a_model_says_16(name):
+    rows, x = encoded(name, 7, 96), random(2, 96, seed=1)
     np.testing.assert_array_equal(products(name, rows, x, inputs="int16"), products(name, rows, x, inputs="int8"))
 
 

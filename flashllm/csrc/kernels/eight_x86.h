@@ -19,6 +19,20 @@ struct Eight {
     return {_mm256_cvtph_ps(_mm_unpacklo_epi16(four, four))};
   }
 
+  static Eight load_i8(const std::int8_t* p) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+  }
+  // bits_of_half_power of eight scales
+  static Eight half_powers(const std::uint8_t* p) {
+    const __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23))};
+  }
+  // Two floats, four lanes each.
+  static Eight set_halves(const float* p) {
+    const __m256 both = _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(p)));
+    return {_mm256_permutevar_ps(both, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1))};
+  }
+
   // The first n lanes, and zeros.
   Eight first(std::size_t n) const {
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -35,19 +49,27 @@ struct Eight {
   // The products of 32 codes with 32 bytes, summed by fours. A sum of two fits 16 bits: 2 * 128 * 127.
   template <std::size_t kBits>
   static Eight dot_unit(const std::uint8_t* codes, const std::int8_t* x) {
-    __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
-    __m256i magnitudes;
-    if constexpr (kBits == 8) {
-      const __m256i weights = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
-      magnitudes = _mm256_abs_epi8(weights);
-      bytes = _mm256_sign_epi8(bytes, weights);
-    } else {
-      const __m256i twice =
-          _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-      const __m256i both = _mm256_srlv_epi32(twice, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
-      magnitudes = _mm256_and_si256(both, _mm256_set1_epi8(15));
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+    if constexpr (kBits == 8)
+      return dot_signed(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)), bytes);
+    const __m256i low = nibbles(codes);
+    if constexpr (kBits == 4) return {_mm256_cvtepi32_ps(sum_by_fours(low, bytes))};
+    if constexpr (kBits == 5) {  // four codes a bit of four bytes
+      const __m256i all = _mm256_set1_epi32(load<std::int32_t>(codes + 16));
+      const __m256i bits = _mm256_srlv_epi32(all, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+      return {_mm256_cvtepi32_ps(sum_by_fours(_mm256_or_si256(low, above_nibbles<1>(bits)), bytes))};
     }
-    return {_mm256_cvtepi32_ps(sum_by_fours(magnitudes, bytes))};
+    // Eight codes two bits of eight bytes.
+    const __m256i all = _mm256_set1_epi64x(load<std::int64_t>(codes + 16));
+    const __m256i bits = _mm256_srlv_epi64(all, _mm256_setr_epi64x(0, 2, 4, 6));
+    const __m256i whole = _mm256_or_si256(low, above_nibbles<3>(bits));
+    return dot_signed(_mm256_sub_epi8(whole, _mm256_set1_epi8(32)), bytes);
+  }
+  static Eight dot_fp4_unit(const std::uint8_t* codes, const std::int8_t* x) {
+    const __m256i values =
+        _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kFp4FromZero)));
+    return {_mm256_cvtepi32_ps(sum_by_fours(_mm256_shuffle_epi8(values, nibbles(codes)),
+                                            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))))};
   }
   // The same with 32 words.
   template <std::size_t kBits>
@@ -62,6 +84,26 @@ struct Eight {
   }
 
  private:
+  template <typename T>
+  static T load(const std::uint8_t* p) {
+    T value;
+    __builtin_memcpy(&value, p, sizeof value);
+    return value;
+  }
+  // The lower halves of 16 bytes, then the upper ones.
+  static __m256i nibbles(const std::uint8_t* p) {
+    const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m256i both = _mm256_srlv_epi32(twice, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
+    return _mm256_and_si256(both, _mm256_set1_epi8(15));
+  }
+  // The lowest bits of each byte, where the upper half's lowest are.
+  template <int kMask>
+  static __m256i above_nibbles(__m256i bits) {
+    return _mm256_slli_epi16(_mm256_and_si256(bits, _mm256_set1_epi8(kMask)), 4);
+  }
+  static Eight dot_signed(__m256i weights, __m256i bytes) {
+    return {_mm256_cvtepi32_ps(sum_by_fours(_mm256_abs_epi8(weights), _mm256_sign_epi8(bytes, weights)))};
+  }
   static __m256i sum_by_fours(__m256i magnitudes, __m256i bytes) {
 #if defined(__AVX512VNNI__)
     return _mm256_dpbusd_epi32(_mm256_setzero_si256(), magnitudes, bytes);

@@ -115,6 +115,16 @@ Vec max(const Vec& a, const Vec& b) {  // b where either is NaN, as the processo
 }
 
 // Of row_codecs_inputs_impl.h, whose sums are those of the other levels.
+// Code i of a unit, as the products of 8-bit inputs take it.
+template <std::size_t kBits>
+int code_of_unit(const std::uint8_t* codes, std::size_t i) {
+  if constexpr (kBits == 8) return static_cast<std::int8_t>(codes[i]);
+  const int nibble = i < 16 ? codes[i % 16] & 15 : codes[i % 16] >> 4;
+  if constexpr (kBits == 4) return nibble;
+  if constexpr (kBits == 5) return nibble | (codes[16 + i % 4] >> i / 4 & 1) << 4;
+  return (nibble | (codes[16 + i % 8] >> 2 * (i / 8) & 3) << 4) - 32;
+}
+
 struct Eight : Vec {
   static Eight zero() { return {Vec::zero()}; }
   static Eight set(float value) { return {Vec::set(value)}; }
@@ -128,6 +138,15 @@ struct Eight : Vec {
     return v;
   }
 
+  static Eight load_i8(const std::int8_t* p) { return {Vec::load_i8(p)}; }
+  static Eight half_powers(const std::uint8_t* p) { return {Vec::half_powers(p)}; }
+  // Two floats, four lanes each.
+  static Eight set_halves(const float* p) {
+    Eight v;
+    for (std::size_t i = 0; i < kWidth; ++i) v.lane[i] = p[i / 4];
+    return v;
+  }
+
   // The first n lanes, and zeros.
   Eight first(std::size_t n) const {
     Eight v = zero();
@@ -138,16 +157,10 @@ struct Eight : Vec {
   // The products of 32 codes with 32 bytes, summed by fours.
   template <std::size_t kBits>
   static Eight dot_unit(const std::uint8_t* codes, const std::int8_t* x) {
-    Eight v;
-    for (std::size_t lane_of = 0; lane_of < kWidth; ++lane_of) {
-      int total = 0;
-      for (std::size_t i = 4 * lane_of; i < 4 * lane_of + 4; ++i) {
-        const int nibble = i < 16 ? codes[i % 16] & 15 : codes[i % 16] >> 4;
-        total += (kBits == 8 ? static_cast<std::int8_t>(codes[kBits == 8 ? i : 0]) : nibble) * x[i];
-      }
-      v.lane[lane_of] = static_cast<float>(total);
-    }
-    return v;
+    return sums_by_fours([&](std::size_t i) { return code_of_unit<kBits>(codes, i) * x[i]; });
+  }
+  static Eight dot_fp4_unit(const std::uint8_t* codes, const std::int8_t* x) {
+    return sums_by_fours([&](std::size_t i) { return kFp4FromZero[code_of_unit<4>(codes, i)] * x[i]; });
   }
   // The same with 32 words.
   template <std::size_t kBits>
@@ -158,6 +171,18 @@ struct Eight : Vec {
       int total = 0;
       for (const std::size_t i : {2 * lane_of, 2 * lane_of + 1, 2 * lane_of + 16, 2 * lane_of + 17})
         total += static_cast<std::int8_t>(codes[i]) * x[i];
+      v.lane[lane_of] = static_cast<float>(total);
+    }
+    return v;
+  }
+
+ private:
+  template <typename Term>
+  static Eight sums_by_fours(const Term& term) {
+    Eight v;
+    for (std::size_t lane_of = 0; lane_of < kWidth; ++lane_of) {
+      int total = 0;
+      for (std::size_t i = 4 * lane_of; i < 4 * lane_of + 4; ++i) total += term(i);
       v.lane[lane_of] = static_cast<float>(total);
     }
     return v;

@@ -15,7 +15,7 @@ struct LevelKernels {
   Softmax softmax;
   MultiplyAdd multiply_add;
   const CodecKernels* codecs;                 // [kCodedCodecs]
-  const CodedInputKernels* int8;              // [kInt8Codecs]
+  const CodedInputKernels* int8;              // [kCodedCodecs]
   const CodedInputKernels* int16;             // [kInt16Codecs]
   const PlaneKernels (*planes)[kPlaneForms];  // [kPlaneCodecs]
 };

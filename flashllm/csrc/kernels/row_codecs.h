@@ -22,13 +22,17 @@
 // stands for 2^(e - 127), 2 <= e <= 252; a code is a number of one sign, two exponent bits and one of
 // mantissa (kFp4), and codes lie as other codes of 4 bits. First the bytes e, then the codes.
 //
-// Weights in groups of 8 and 4 bits are multiplied by inputs in fp32, or in 8 bits, those of 8 bits in 16
-// too: 32 inputs together are int8 (int16) codes and an fp32 scale, the largest of them 127 (32767) times the
-// scale. Such a product is the same bits at every level: the codes of a unit of 32 are multiplied exactly and
-// summed exactly by fours, eight sums that are added in fp32, times both scales, to eight lanes for the even
-// units and to eight for the odd ones; what the codes are offset by (a minimum, or -8 scales) is multiplied
-// by the units' sums, unit u in lane u modulo 8. The four of lane i are 4i to 4i + 3 of int8 inputs; of int16
-// ones 2i, 2i + 1, 2i + 16 and 2i + 17, and their sum fits 24 bits: 4 * 128 * 32767.
+// Coded weights, but those of bf12 and those whose scales lie apart, are multiplied by inputs in fp32, or in
+// 8 bits, those of int8_32 and int8_64 in 16 too: 32 inputs together are int8 (int16) codes and an fp32
+// scale, the largest of them 127 (32767) times the scale. Such a product is the same bits at every level: the
+// codes of a unit of 32 are multiplied exactly and summed exactly by fours, eight sums that are added in
+// fp32, times both scales, to eight lanes for the even units and to eight for the odd ones. What the codes
+// are offset by (a minimum, -8 scales, of 5 bits -16) is multiplied by the units' sums, unit u in lane u
+// modulo 8. Codes of mxfp4 are kFp4FromZero there, offset by -12 scales, which are half of what they stand
+// for. Codes of 6 bits are less 32, without an offset, and of a unit's two scales the first multiplies the
+// first four of its sums and the second the others, before the inputs' scale does. The four of lane i are 4i
+// to 4i + 3 of int8 inputs; of int16 ones 2i, 2i + 1, 2i + 16 and 2i + 17, and their sum fits 24 bits: 4 *
+// 128 * 32767.
 #pragma once
 
 #include <cstddef>
@@ -77,6 +81,10 @@ constexpr bool has_plane(RowCodec codec) { return static_cast<std::size_t>(codec
 
 // Twice what a code of mxfp4 stands for.
 alignas(16) constexpr std::int8_t kFp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+// The same from 0 on, as products of 8-bit inputs take them.
+constexpr std::int8_t kFp4Zero = 12;
+alignas(16) constexpr std::int8_t kFp4FromZero[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                                      12, 11, 10, 9,  8,  6,  4,  0};
 // Half of what a scale of mxfp4 stands for, as the bits of a float.
 constexpr std::uint32_t bits_of_half_power(std::uint8_t e) { return (std::uint32_t{e} - 1) << 23; }
 
@@ -102,12 +110,11 @@ const CodecKernels& codec_kernels(SimdLevel level, RowCodec codec);
 
 // What vectors are multiplied by.
 enum class InputForm { f32, int8, int16 };
-constexpr std::size_t kInt8Codecs = 6;   // those in groups, the first of the coded ones
-constexpr std::size_t kInt16Codecs = 2;  // those of 8 bits, the first of these
+constexpr std::size_t kInt16Codecs = 2;  // those of 8 bits, the first of the coded ones
 constexpr bool takes_inputs(RowCodec codec, InputForm inputs) {
-  const std::size_t codecs = inputs == InputForm::int8 ? kInt8Codecs : kInt16Codecs;
-  return inputs == InputForm::f32 ||
-         (is_coded(codec) && static_cast<std::size_t>(codec) < kFirstCoded + codecs);
+  if (inputs == InputForm::f32) return true;
+  if (!is_coded(codec) || has_plane(codec) || codec == RowCodec::bf12) return false;
+  return inputs == InputForm::int8 || static_cast<std::size_t>(codec) < kFirstCoded + kInt16Codecs;
 }
 
 // k inputs in units of kCodeUnit, padded with zeros to a multiple of 8 units.

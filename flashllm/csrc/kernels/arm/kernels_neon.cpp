@@ -135,6 +135,11 @@ struct Eight : Vec {
                 vcvt_f32_f16(vreinterpret_f16_u16(vzip2_u16(four, four)))}};
   }
 
+  static Eight load_i8(const std::int8_t* p) { return {Vec::load_i8(p)}; }
+  static Eight half_powers(const std::uint8_t* p) { return {Vec::half_powers(p)}; }
+  // Two floats, four lanes each.
+  static Eight set_halves(const float* p) { return {Vec{vdupq_n_f32(p[0]), vdupq_n_f32(p[1])}}; }
+
   // The first n lanes, and zeros.
   Eight first(std::size_t n) const {
     static constexpr std::uint32_t kLanes[] = {0, 1, 2, 3, 4, 5, 6, 7};
@@ -149,16 +154,39 @@ struct Eight : Vec {
   // The products of 32 codes with 32 bytes, summed by fours.
   template <std::size_t kBits>
   static Eight dot_unit(const std::uint8_t* codes, const std::int8_t* x) {
-    int8x16_t weights[2];
-    if constexpr (kBits == 8) {
-      weights[0] = vreinterpretq_s8_u8(vld1q_u8(codes));
-      weights[1] = vreinterpretq_s8_u8(vld1q_u8(codes + 16));
-    } else {
-      const uint8x16_t bytes = vld1q_u8(codes);
-      weights[0] = vreinterpretq_s8_u8(vandq_u8(bytes, vdupq_n_u8(15)));
-      weights[1] = vreinterpretq_s8_u8(vshrq_n_u8(bytes, 4));
+    const uint8x16_t bytes = vld1q_u8(codes);
+    if constexpr (kBits == 8)
+      return dot_halves(vreinterpretq_s8_u8(bytes), vreinterpretq_s8_u8(vld1q_u8(codes + 16)), x);
+    uint8x16_t low = vandq_u8(bytes, vdupq_n_u8(15)), high = vshrq_n_u8(bytes, 4);
+    if constexpr (kBits == 5) {  // four codes a bit of four bytes
+      static constexpr std::int32_t kShifts[] = {0, -1, -2, -3, -4, -5, -6, -7};
+      std::uint32_t bits;
+      __builtin_memcpy(&bits, codes + 16, sizeof bits);
+      const auto above = [&](const std::int32_t* shifts) {
+        const uint32x4_t shifted = vshlq_u32(vdupq_n_u32(bits), vld1q_s32(shifts));
+        return vshlq_n_u8(vandq_u8(vreinterpretq_u8_u32(shifted), vdupq_n_u8(1)), 4);
+      };
+      low = vorrq_u8(low, above(kShifts));
+      high = vorrq_u8(high, above(kShifts + 4));
     }
-    return {Vec{by_fours(weights[0], vld1q_s8(x)), by_fours(weights[1], vld1q_s8(x + 16))}};
+    if constexpr (kBits == 6) {  // eight codes two bits of eight bytes
+      static constexpr std::int64_t kShifts[] = {0, -2, -4, -6};
+      std::uint64_t bits;
+      __builtin_memcpy(&bits, codes + 16, sizeof bits);
+      const auto above = [&](const std::int64_t* shifts) {
+        const uint64x2_t shifted = vshlq_u64(vdupq_n_u64(bits), vld1q_s64(shifts));
+        return vshlq_n_u8(vandq_u8(vreinterpretq_u8_u64(shifted), vdupq_n_u8(3)), 4);
+      };
+      low = vsubq_u8(vorrq_u8(low, above(kShifts)), vdupq_n_u8(32));
+      high = vsubq_u8(vorrq_u8(high, above(kShifts + 2)), vdupq_n_u8(32));
+    }
+    return dot_halves(vreinterpretq_s8_u8(low), vreinterpretq_s8_u8(high), x);
+  }
+  static Eight dot_fp4_unit(const std::uint8_t* codes, const std::int8_t* x) {
+    const int8x16_t values = vld1q_s8(kFp4FromZero);
+    const uint8x16_t bytes = vld1q_u8(codes);
+    return dot_halves(vqtbl1q_s8(values, vandq_u8(bytes, vdupq_n_u8(15))),
+                      vqtbl1q_s8(values, vshrq_n_u8(bytes, 4)), x);
   }
   // The same with 32 words.
   template <std::size_t kBits>
@@ -177,6 +205,9 @@ struct Eight : Vec {
   }
 
  private:
+  static Eight dot_halves(int8x16_t first, int8x16_t second, const std::int8_t* x) {
+    return {Vec{by_fours(first, vld1q_s8(x)), by_fours(second, vld1q_s8(x + 16))}};
+  }
   // A sum of two products fits 16 bits: 2 * 128 * 127.
   static float32x4_t by_fours(int8x16_t a, int8x16_t b) {
     const int16x8_t first = vmull_s8(vget_low_s8(a), vget_low_s8(b)), second = vmull_high_s8(a, b);
