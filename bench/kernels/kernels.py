@@ -36,7 +36,7 @@ CODED = [
     ("bf12", "float32"),
     *[(encoding, inputs) for encoding in ("int8_32", "int8_64") for inputs in ("float32", "int16", "int8")],
     *[(encoding, inputs) for encoding in ("int4_32", "int4_64", "int4_32_min") for inputs in ("float32", "int8")],
-    *[(encoding, "float32") for encoding in CARRIED_ENCODINGS],  # of quantised checkpoints
+    *[(encoding, inputs) for encoding in CARRIED_ENCODINGS for inputs in ("float32", "int8")],  # of quantised files
 ]
 CODED_SHAPE, TINY_CODED_SHAPE = (4096, 4096), (64, 256)
 SPARSE = (4096, 16384, 0.10, 4)  # d_model, d_ff, share active, layers cached
