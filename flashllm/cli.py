@@ -28,7 +28,7 @@ VERBS = {
     "list": ("flashllm.commands.models.list", "the models that were converted on first use"),
     "rm": ("flashllm.commands.models.rm", "delete such models"),
     "train": ("flashllm.commands.predictors.train", "train a model's activity predictors"),
-    "evaluate": ("flashllm.commands.predictors.evaluate", "what sparsity costs a model's quality"),
+    "evaluate": ("flashllm.commands.predictors.evaluate", "what predictors cost a model's quality"),
     "calibrate": ("flashllm.commands.calibrate", "measure this drive and machine, for the reader and the plan"),
     "plan": ("flashllm.commands.plan", "the memory plan, before anything is loaded"),
     "bench": ("flashllm.commands.machine.bench", "where each token's time goes on this machine"),

@@ -19,7 +19,16 @@ import torch
 from activity import aggregated_usage, collect_inputs, every_layer, friends, new_rows_per_token
 from arguments import evaluate_arguments
 from fit import LayerPredictor
-from masked import MaskedModel, Namer, Variant, coded_gates, load_predictors, predictor_nbytes, untrained
+from masked import (
+    MaskedModel,
+    Namer,
+    Variant,
+    coded_gates,
+    load_predictors,
+    predictor_nbytes,
+    resident_gates,
+    untrained,
+)
 from report import markdown, save_plots
 from scoring import TaskScore, TextScore, score_items, score_text, windows
 from tasks import TASKS, load_items
@@ -282,10 +291,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         context=min(max(length, 64), model_dir.block.context),
     )
     manifest = model_dir.manifest
+    if not manifest.sparse:
+        raise UsageError(
+            f"{directory}: no neuron of this model is ever zero, so all are computed and nothing is left to judge; "
+            "`flashllm convert --sparsify` makes a model with zeros, and prints what they cost"
+        )
     with Model.open(directory, config) as model:
         predictors: dict[Variant, list[Namer]] = {}
         ranks: list[int] | None = None
-        if PREDICTORS in manifest.files:
+        if manifest.resident_gate:
+            predictors[Variant.GATES] = resident_gates(model)
+        elif PREDICTORS in manifest.files:
             if set(predictor_ranks(directory / PREDICTORS, manifest)) == {0}:
                 predictors[Variant.GATES] = coded_gates(model)
             else:
@@ -349,6 +365,8 @@ def _measure(
         "early_predictor_bytes": prefetch_nbytes,
         "model_bytes": sum(entry.nbytes for entry in manifest.files.values()),
     }
+    if manifest.sparsity is not None:
+        report["sparsity"] = dataclasses.asdict(manifest.sparsity)
     if args.curve:
         report["curve"] = threshold_curve(
             model,

@@ -40,7 +40,7 @@ class Variant(StrEnum):
     DENSE = "dense"  # all
     ORACLE = "oracle"  # those that fire
     TRAINED = "trained"  # the model directory's predictors
-    GATES = "gates"  # the model directory's gates in 4 bits
+    GATES = "gates"  # the model directory's gates, in 4 bits, or whole in memory
     SVD = "svd"  # those conversion makes without data
 
 
@@ -60,10 +60,11 @@ class Namer(Protocol):
 
 
 @dataclass(slots=True)
-class CodedGate:
-    """A layer's gate in 4 bits: a logit is how far its product is from firing, below 0; the threshold its margin."""
+class GateNamer:
+    """A layer's gate: a logit is how far its product is from firing, below 0; the threshold is its margin."""
 
     gates: Gates
+    products: Callable[[int, Floats], Floats]
     layer: int
     d_model: int
     threshold: float
@@ -75,7 +76,7 @@ class CodedGate:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, d_ff] for x [tokens, d_model]."""
-        return torch.from_numpy(-self.gates.distances(self.layer, self.gates.coded_products(self.layer, x.numpy())))
+        return torch.from_numpy(-self.gates.distances(self.layer, self.products(self.layer, x.numpy())))
 
 
 class _Mask:
@@ -192,7 +193,20 @@ def coded_gates(model: Model) -> list[Namer]:
     gates, d_model = Gates(model), model.manifest.architecture.d_model
     tensors = load_file(model.directory.path / PREDICTORS)
     layers = range(model.manifest.architecture.num_layers)
-    return [CodedGate(gates, layer, d_model, -float(tensors[f"layers.{layer}.margin"])) for layer in layers]
+    return [
+        GateNamer(gates, gates.coded_products, layer, d_model, -float(tensors[f"layers.{layer}.margin"]))
+        for layer in layers
+    ]
+
+
+def resident_gates(model: Model) -> list[Namer]:
+    """The gates of a loaded model that has them in memory: they name what fires, and nothing else."""
+    gates, architecture = Gates(model), model.manifest.architecture
+    nothing = -float(np.finfo(np.float32).tiny)
+    return [
+        GateNamer(gates, gates.products, layer, architecture.d_model, nothing)
+        for layer in range(architecture.num_layers)
+    ]
 
 
 def predictor_nbytes(path: Path) -> tuple[int, int]:

@@ -6,13 +6,21 @@ from typing import Any
 import numpy as np
 from activity import BINS
 
+from flashllm.format.report.inspect import sparsity_line
+
 
 def markdown(report: dict[str, Any]) -> str:
     """Tables by layer, text and task, the threshold curve, and texts side by side."""
     lines = ["## Layers", "", *_layer_table(report["layers"])]
     if "layers_svd" in report:
         lines += ["", "## Layers, untrained SVD predictors of the same ranks", "", *_layer_table(report["layers_svd"])]
-    lines += ["", "## Texts", "", "| text | tokens | variant | perplexity | KL | same top |"]
+    lines += ["", "## Texts", ""]
+    if "sparsity" in report:
+        lines += [
+            f"The dense model is the one with thresholds. When it was converted: {sparsity_line(report['sparsity'])}.",
+            "",
+        ]
+    lines += ["| text | tokens | variant | perplexity | KL | same top |"]
     lines.append("| --- " * 6 + "|")
     for name, text in report["texts"].items():
         for variant, perplexity in text["perplexity"].items():

@@ -35,10 +35,10 @@ from flashllm.convert.locate import resolve_model
 from flashllm.engine.model import Model
 from flashllm.errors import FlashError, UsageError
 from flashllm.format.install import install_predictors
-from flashllm.format.manifest import Manifest
+from flashllm.format.manifest import Manifest, predictor_ranks
 from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import FFN
+from flashllm.format.model_files import FFN, PREDICTORS
 from flashllm.format.predictors import StoredPredictor, encode_predictors
 from flashllm.generate.tokenizer import Tokenizer
 
@@ -175,6 +175,7 @@ def run(args: argparse.Namespace) -> int:
     manifest = Manifest.load(directory)
     if args.threads:
         torch.set_num_threads(args.threads)
+    check_trainable(directory, manifest)
     args.scratch = args.scratch or directory.with_name(directory.name + ".predictors")
     with scratch_directory(args.scratch, resume=args.resume):
         summary = train(args, options, directory, manifest)
@@ -185,6 +186,24 @@ def run(args: argparse.Namespace) -> int:
         args.json.write_text(text + "\n", encoding="utf-8")
     print(text)
     return 0
+
+
+def check_trainable(directory: Path, manifest: Manifest) -> None:
+    """UsageError for a model that would not use predictors; a line where they replace other ones."""
+    if manifest.architecture.experts:
+        raise UsageError(f"{directory}: a mixture of experts, whose router names the neurons: nothing is to be trained")
+    if not manifest.sparse:
+        raise UsageError(
+            f"{directory}: no neuron of this model is ever zero, so predictors would be of no use; `flashllm convert "
+            "--sparsify` makes a model with zeros, tools/relufy.py trains one"
+        )
+    if manifest.resident_gate:
+        raise UsageError(
+            f"{directory}: its gates are in memory and name exactly the neurons that fire, so predictors would not be "
+            "used; `flashllm convert` without --gate makes a model for them"
+        )
+    if PREDICTORS in manifest.files and set(predictor_ranks(directory / PREDICTORS, manifest)) == {0}:
+        print("note: trained predictors take the place of this model's gates in 4 bits", file=sys.stderr)
 
 
 def train(args: argparse.Namespace, options: TrainOptions, directory: Path, manifest: Manifest) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from flashllm.format.install import install_predictors
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import FFN, PREDICTOR_METADATA, PREDICTORS
 from flashllm.generate.tokenizer import Tokenizer
+from flashllm.sparsify.run import convert_sparsified
 
 DTYPES = ("float32", "float16", "bfloat16")
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 0.15}  # of logits of a few units
@@ -247,6 +248,28 @@ def test_gates_in_4_bits_are_judged_and_layers_can_do_without_predictors(tmp_pat
     assert (every["kl"], every["same_top"]) == (pytest.approx(0, abs=1e-6), 1)
     assert every["perplexity"] == pytest.approx(every["perplexity_dense"], rel=1e-6)
     assert "## Layers left without predictors" in captured.err
+
+
+def test_gates_in_memory_miss_nothing_and_thresholds_are_told(tmp_path, capsys):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS["llama"])
+    (tmp_path / "text.txt").write_text("A boy had a red ball and a small dog. " * 300, encoding="utf-8")
+    convert_sparsified(source, tmp_path / "model", 0.5, tmp_path / "text.txt", source_name="tiny", gate="resident")
+    arguments = ["--threads", "1", "--length", "32", "--tokens", "256", "--layer-tokens", "64"]
+    assert main([str(tmp_path / "model"), *arguments, "--no-svd"]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert set(report["perplexity"]) == {"dense", "oracle", "gates"}
+    assert report["perplexity"]["gates"] == pytest.approx(report["perplexity"]["dense"], rel=1e-5)
+    assert max(layer["false_negative"] for layer in report["layers"]) < 1e-3
+    assert 0.2 < np.mean([layer["predicted_share"] for layer in report["layers"]]) < 0.8
+    assert "The dense model is the one with thresholds. When it was converted: " in captured.err
+    assert report["sparsity"]["perplexity"] == Manifest.load(tmp_path / "model").sparsity.perplexity
+
+
+def test_a_model_without_zeros_is_not_judged(tmp_path, capsys):
+    convert(make_checkpoint(tmp_path / "hf", VARIANTS["llama"]), tmp_path / "model")
+    assert main([str(tmp_path / "model")]) == 2
+    assert "no neuron of this model is ever zero" in capsys.readouterr().err
 
 
 def test_usage_and_misses_of_a_known_pattern():

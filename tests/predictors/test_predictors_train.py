@@ -16,6 +16,7 @@ import pytest
 import torch
 import train_predictor
 import trainer
+from arch_models import VARIANTS, make_checkpoint
 from fit import fires
 from masked import load_predictors
 from passes import BATCH_TOKENS, PassShape, kept_positions
@@ -26,6 +27,7 @@ from trainer import needed_rows
 from training_plan import pass_nbytes
 
 from flashllm.config import RunConfig
+from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
@@ -334,6 +336,19 @@ def test_recorded_codes_are_the_dense_models_activity(bare, data, tmp_path, monk
         clear = pre.abs() > 0.02  # inputs were kept in 16 bit
         assert torch.equal(fired[clear], (pre > 0)[clear])
         assert 0.05 < float(fired.float().mean()) < 0.6
+
+
+def test_models_that_use_no_predictors_are_refused_before_any_work(data, tmp_path, capsys):
+    for variant, gate, message in (
+        ("llama", "rows", "no neuron of this model is ever zero"),
+        ("llama relu", "resident", "its gates are in memory and name exactly the neurons that fire"),
+        ("mixtral", "rows", "a mixture of experts, whose router names the neurons"),
+    ):
+        convert(make_checkpoint(tmp_path / variant, VARIANTS[variant]), tmp_path / f"{variant}-flash", gate=gate)
+        before = sorted(tmp_path.iterdir())
+        assert train(tmp_path / f"{variant}-flash", data) == 2
+        assert message in capsys.readouterr().err
+        assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_hugging_face_folder_is_converted_first(tiny, data, tmp_path, monkeypatch):

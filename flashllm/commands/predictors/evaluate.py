@@ -1,4 +1,4 @@
-"""`flashllm evaluate [MODEL]`: what sparsity costs a model's quality (predictors/evaluate.py)."""
+"""`flashllm evaluate [MODEL]`: what predictors cost a model's quality (predictors/evaluate.py)."""
 
 import argparse
 

@@ -151,7 +151,10 @@ def format_inspection(facts: dict[str, Any]) -> str:
         ("row", f"{rows['row_nbytes']} bytes every {rows['stride']} ({padding:.1%} padding), {_row_encodings(rows)}"),
         *_activations(facts),
         ("modes", ", ".join(facts["modes"])),
-        ("predictors", "none; `flashllm train` makes them"),
+        (
+            "predictors",
+            "none; `flashllm train` makes them" if "sparse" in facts["modes"] else "none: no neuron is zero",
+        ),
         ("calibration", "none"),
         ("KV cache", f"{format_size(facts['kv_nbytes_per_token'])} a token, context {facts['context']} tokens"),
         ("needs at least", f"about {format_size(facts['minimum_nbytes'])}; `flashllm plan` says what a limit gives"),
