@@ -164,7 +164,8 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config.get("intermediate_size") or config["ffn_hidden_size"])
     writer.add_head_count(heads)
     kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
-    writer.add_head_count_kv(1 if config.get("multi_query") else kv_heads)
+    one = config.get("multi_query") and not config.get("new_decoder_architecture")
+    writer.add_head_count_kv(1 if one else kv_heads)
     experts = config.get("num_experts") or config.get("num_local_experts")
     if experts:
         writer.add_expert_count(experts)

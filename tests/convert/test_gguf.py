@@ -10,7 +10,9 @@ import torch
 from arch_models import Variant, make_checkpoint
 from gguf_files import KINDS, write_gguf
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from flashllm import FlashModel
 from flashllm.arch.registry import block_spec
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.cli import main
@@ -101,6 +103,7 @@ def test_every_architecture_converts_to_the_same_weights_and_block(tmp_path, arc
     assert _weights(found) == _weights(expected)
     blocks = [block_spec(json.loads((tmp_path / name / "config.json").read_text())) for name in ("found", "expected")]
     assert blocks[0] == blocks[1]
+    _check_config(tmp_path / "found")
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
@@ -128,6 +131,32 @@ def test_mixtures_convert_to_the_same_weights_and_block(tmp_path, architecture, 
         assert _weights(found) == _weights(expected)
     blocks = [block_spec(json.loads((tmp_path / name / "config.json").read_text())) for name in ("found", "expected")]
     assert blocks[0] == blocks[1]
+    _check_config(tmp_path / "found")
+
+
+def _check_config(path):
+    """transformers' config class takes every key as it is."""
+    taken = AutoConfig.from_pretrained(path)
+    for key, said in json.loads((path / "config.json").read_text()).items():
+        found = getattr(taken, key)
+        assert ({**found, **said} if isinstance(said, dict) else said) == found, key  # it may add to a dict
+
+
+def test_falcon_is_loaded_in_python(tmp_path):
+    source = make_checkpoint(tmp_path / "hf", Variant("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}))
+    convert(write_gguf(source, tmp_path / "model.gguf"), tmp_path / "model")
+    ids = torch.tensor([[5, 9, 23, 54, 12, 200]])
+    with FlashModel.from_pretrained(tmp_path / "model", threads=1) as model, torch.no_grad():
+        found = model(ids).logits
+        expected = AutoModelForCausalLM.from_pretrained(source)(ids).logits
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+
+
+def test_heads_that_falcon_cannot_have(tmp_path, monkeypatch):
+    path = write_gguf(make_checkpoint(tmp_path / "hf", Variant("falcon")), tmp_path / "model.gguf")
+    _patch_metadata(monkeypatch, {"falcon.attention.key_length": 8, "falcon.attention.value_length": 8})
+    with pytest.raises(UnsupportedModelError, match=r"heads of 8 dimensions; Falcon's share out the width, 16 each"):
+        _open(path)
 
 
 def test_experts_in_a_tensor_each_and_stacks_of_another_number(tmp_path, monkeypatch):

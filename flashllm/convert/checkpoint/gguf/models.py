@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm.arch.family import head_size
 from flashllm.arch.registry import ARCHITECTURES, spec_of
 from flashllm.convert.checkpoint.gguf.file import GgufContent, GgufTensor, StoredTensor
 from flashllm.convert.checkpoint.mixtures.gguf_experts import experts_apart
@@ -74,7 +75,7 @@ def grouped_rows(rows: int, config: Mapping[str, Any]) -> NDArray[np.int64]:
 
     transformers has them by group: a group's queries, its key, its value (Falcon; GPT-NeoX, whose groups are heads).
     """
-    heads, dim = config["num_attention_heads"], config["head_dim"]
+    heads, dim = config["num_attention_heads"], head_size(config)
     groups = rows // dim - heads >> 1
     queries = np.arange(heads).reshape(groups, -1)
     keys = heads + np.arange(groups)[:, None]
@@ -129,6 +130,11 @@ def _falcon(config: dict[str, Any], content: GgufContent) -> None:
     config["multi_query"] = config["num_kv_heads"] == 1
     config["parallel_attn"] = not _has(content, "ffn_norm.weight")
     config["bias"] = _has(content, "attn_qkv.bias")
+    given = config.pop("head_dim")  # which transformers' config computes, and takes from nobody
+    if given != head_size(config):
+        raise UnsupportedModelError(
+            f"{content.path}: heads of {given} dimensions; Falcon's share out the width, {head_size(config)} each"
+        )
 
 
 MODELS: dict[str, GgufModel] = {
