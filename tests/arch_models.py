@@ -66,6 +66,7 @@ VARIANTS = {
     "llama without grouped queries": Variant("llama", {"hidden_act": "relu", "num_key_value_heads": 4}),
     "llama one key-value head": Variant("llama", {"hidden_act": "relu", "num_key_value_heads": 1}),
     "llama biases": Variant("llama", {"hidden_act": "relu", "attention_bias": True, "mlp_bias": True}),
+    "llama with windows that it does not know": Variant("llama", {"hidden_act": "silu", "sliding_window": 20}),
     "llama tied": Variant("llama", {"hidden_act": "relu", "tie_word_embeddings": True}),
     "llama wide heads": Variant("llama", {"hidden_act": "relu", "head_dim": 24}),
     "llama linear rope": Variant(

@@ -40,9 +40,12 @@ def spec_of(model_type: object) -> ArchitectureSpec:
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` (a config.json) with the architecture's defaults for the keys it leaves out."""
+    """`config` (a config.json) with the architecture's defaults for the keys it leaves out, and without windows that
+    the architecture does not know: transformers passes over them, too."""
     spec = spec_of(config.get("model_type"))
     full = {**spec.defaults, **config}
+    if "sliding_window" not in spec.defaults:
+        full = {key: value for key, value in full.items() if key not in ("sliding_window", "layer_types")}
     return {**full, **spec.derived(full)}
 
 

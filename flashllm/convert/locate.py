@@ -18,9 +18,10 @@ from flashllm.convert.known import KNOWN, fetch
 from flashllm.convert.run import convert
 from flashllm.errors import FlashError, FlashIOError, UsageError
 from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX
-from flashllm.format.model_files import CONFIG
+from flashllm.format.model_files import CONFIG, FFN, RESIDENT
 
 _WEIGHT_SUFFIXES = (SUFFIX, ".safetensors", ".bin", ".index.json")
+ADAPTER = "adapter_config.json"  # of peft's, whose weights are no model's
 DEMO_NOTICE = "the demo model is so small that its memory saving proves nothing; it shows how the engine works"
 
 
@@ -62,6 +63,7 @@ def resolve_model(
         raise UsageError("MODEL is empty; give a directory or a hub id, or leave it out for the demo")
     source = _Named.of(model)
     if source.path is not None and source.path.is_dir() and not _is_checkpoint(source.path):
+        _require_model(source.path)
         return source.path
     cache = user_cache_dir() if cache is None else cache
     models = cache / "models"
@@ -152,7 +154,7 @@ class _Named:
 
 def _of_file(path: Path) -> Path:
     """The GGUF file `path`, or the folder of a file of weights."""
-    if path.suffix == SUFFIX:
+    if path.suffix.lower() == SUFFIX:
         return path
     if path.name.endswith(_WEIGHT_SUFFIXES) and (path.parent / CONFIG).exists():
         return path.parent
@@ -165,6 +167,19 @@ def _of_file(path: Path) -> Path:
 def _is_checkpoint(folder: Path) -> bool:
     """Whether a directory is a checkpoint to convert. What is wrong with others shows when they are opened."""
     return (folder / CONFIG).exists() and not (folder / MANIFEST).exists() and not folder.name.endswith(PARTIAL_SUFFIX)
+
+
+def _require_model(folder: Path) -> None:
+    """UsageError for a folder that holds nothing of a model directory, with what there is in place of it."""
+    if folder.name.endswith(PARTIAL_SUFFIX) or any((folder / name).exists() for name in (MANIFEST, FFN, RESIDENT)):
+        return
+    files = sorted(path.name for path in folder.iterdir() if path.suffix.lower() == SUFFIX)
+    hint = f"; of the GGUF files in it, name one: {folder / files[0]}" if files else ""
+    if (folder / ADAPTER).exists():
+        hint = (
+            f"; it holds an adapter ({ADAPTER}): merge it into its base model (peft's merge_and_unload) and name that"
+        )
+    raise UsageError(f"{folder}: is no model directory (no {MANIFEST}) and no Hugging Face folder (no {CONFIG}){hint}")
 
 
 def source_key(source: Path) -> str:

@@ -211,7 +211,7 @@ def _activations(checkpoint: Checkpoint, storage: Storage, asked: Activations | 
 def _check_gate(checkpoint: Checkpoint, architecture: Architecture, gate: GatePlace, reorder: Trace | None) -> None:
     """UsageError where the model has no gates, or experts, which need none named."""
     if gate != "rows" and not architecture.gated:
-        raise UsageError(f"{checkpoint.path}: the FFN of this model has no gate, which --gate {gate} needs")
+        raise UsageError(f"{checkpoint.path}: the FFN of this model has no gate, which --gate and --sparsify need")
     if architecture.experts and (gate != "rows" or reorder is not None):
         raise UsageError(
             f"{checkpoint.path}: a mixture of experts, whose router names the neurons and whose experts lie in one "
@@ -280,6 +280,9 @@ def _source_dtype(checkpoint: Checkpoint, names: list[str], *, mixed_allowed: bo
             known = ", ".join(WEIGHT_DTYPE_BY_CODE)
             raise UnsupportedModelError(f"{checkpoint.where(name)}: has dtype {code}; supported: {known}")
         if code != first and not mixed_allowed:
-            message = f"has dtype {code}, {names[0]} has {first}; say which one the result shall have (dtype)"
+            message = (
+                f"has dtype {code}, {names[0]} has {first}; say which one the result shall have: `flashllm convert "
+                "--dtype bfloat16`, float16 or float32"
+            )
             raise UnsupportedModelError(f"{checkpoint.where(name)}: {message}")
     return WEIGHT_DTYPE_BY_CODE[first]

@@ -4,8 +4,6 @@ First through the plain reading of its `BlockSpec` in tests/arch_reference.py, w
 then through the engine, which says whether the native core does what the file says.
 """
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
@@ -14,6 +12,7 @@ from arch_reference import ReferenceDecoder
 
 from flashllm.arch.registry import ARCHITECTURES
 from flashllm.config import RunConfig
+from flashllm.engine.model import Model
 from flashllm.errors import UsageError
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
@@ -21,12 +20,6 @@ from flashllm.plan.resolve import check_mode
 
 TOLERANCE = 2e-4  # of fp32 logits, which are of the order of 1 to 10
 LENGTHS = (1, 5, 8, 9, 70, 150)  # about the few-token limit (8), over a KV block (64) and two
-
-if importlib.util.find_spec("flashllm.engine.model") is not None:
-    from flashllm.engine.model import Model
-else:  # until the engine is one model
-    Model = None
-needs_engine = pytest.mark.skipif(Model is None, reason="flashllm.engine.model is not there yet")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +81,6 @@ def modes_of(directory):
     return ("dense", "oracle") if architecture.sparse else ("dense",)
 
 
-@needs_engine
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_engine_gives_the_logits_of_transformers(model_of, name):
     reference, directory = model_of(name)
@@ -102,7 +94,6 @@ def test_the_engine_gives_the_logits_of_transformers(model_of, name):
                 sequence.close()
 
 
-@needs_engine
 @pytest.mark.parametrize("name", VARIANTS)
 def test_decoding_goes_on_from_a_prompt(model_of, name):
     reference, directory = model_of(name)
@@ -118,7 +109,6 @@ def test_decoding_goes_on_from_a_prompt(model_of, name):
                 np.testing.assert_allclose(found[0], logits[at], atol=TOLERANCE, rtol=0)
 
 
-@needs_engine
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_conversation_of_greedy_tokens(model_of, name):
     """Turns: a prompt, its answer, a longer prompt after both, its answer; each token is transformers' best."""
@@ -140,7 +130,6 @@ def outliers(found, expected, tolerance):
     return int((np.abs(found - expected).max(-1) > tolerance).sum())
 
 
-@needs_engine
 @pytest.mark.parametrize("name", {variant.model_type: name for name, variant in VARIANTS.items()}.values())
 def test_bfloat16_is_as_close_as_transformers(tmp_path, name):
     """To what fp32 makes of the same rounded weights, in one prompt and token by token."""
@@ -163,7 +152,6 @@ def test_bfloat16_is_as_close_as_transformers(tmp_path, name):
     assert outliers(found, exact, 5 * tolerance) <= 8
 
 
-@needs_engine
 @pytest.mark.parametrize("name", VARIANTS)
 def test_sequences_of_one_pass_do_not_see_each_other(model_of, name):
     reference, directory = model_of(name)

