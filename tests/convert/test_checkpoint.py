@@ -6,13 +6,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny_opt
 
 from flashllm.convert.checkpoint.folder import INDEX, SINGLE
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.checkpoint.source import companion_files
-from flashllm.errors import FormatError, UsageError
+from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -177,3 +177,43 @@ def test_a_fingerprint_changes_with_any_weight_file(copy):
     with open_checkpoint(copy) as checkpoint:
         assert checkpoint.fingerprint() != before
         assert len(before) == len(_shards(copy)) + 1
+
+
+@pytest.mark.parametrize(
+    ("said", "tensor", "what"),
+    [
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, None, "awq"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, None, "compressed-tensors"),
+        ({}, ("layers.0.fc1.qweight", torch.int32), "layers.0.fc1.qweight"),
+        (
+            {"quantization_config": {"load_in_4bit": True}},
+            ("layers.0.fc1.weight.quant_map", torch.float32),
+            "quant_map",
+        ),
+        ({"quantization_config": {}}, ("layers.0.fc1.extra", torch.float8_e4m3fn), "F8_E4M3"),
+    ],
+)
+def test_codes_that_are_not_read_are_named_with_a_way_out(tmp_path, said, tensor, what):
+    source = make_tiny_opt(tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | said))
+    if tensor is not None:
+        state = load_file(source / SINGLE)
+        state[tensor[0]] = torch.zeros(4).to(tensor[1])
+        save_file(state, source / SINGLE, {"format": "pt"})
+    with (
+        pytest.raises(
+            UnsupportedModelError, match=rf"in codes \(.*{what}\), which are not read; give the model that it"
+        ),
+        open_checkpoint(source),
+    ):
+        pass
+
+
+def test_an_empty_word_about_codes_is_no_word(tmp_path):
+    source = make_tiny_opt(tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text())
+    for said in ({}, {"load_in_8bit": False}):
+        (source / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+        with open_checkpoint(source) as checkpoint:
+            assert checkpoint.tensors

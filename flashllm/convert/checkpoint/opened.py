@@ -20,6 +20,7 @@ from flashllm.convert.kept.predictors import own_predictors
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.model_files import CONFIG
 
+_OF_CODES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB", ".quant_map")
 QUANTISED_DTYPE = "float16"  # of a conversion of quantised weights
 
 
@@ -44,17 +45,23 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:
-    """UnsupportedModelError for a folder of codes: AWQ, GPTQ, bitsandbytes, FP8."""
-    said = checkpoint.config.get("quantization_config")
-    if said is None:
+    """UnsupportedModelError for a folder of codes: AWQ, GPTQ, bitsandbytes, FP8. What the config does not say, the
+    tensors do."""
+    model_type = checkpoint.config.get("model_type")
+    said = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
+    method = said.get("quant_method") if isinstance(said, dict) else said
+    if (method, model_type) in (("mxfp4", GPT_OSS), ("bitnet", BITNET)):
         return
-    method = said.get("quant_method") if isinstance(said, dict) else None
-    if (method, checkpoint.config.get("model_type")) in (("mxfp4", GPT_OSS), ("bitnet", BITNET)):
-        return
-    raise UnsupportedModelError(
-        f"{checkpoint.path}: its weights are in codes ({str(method)[:80]}), which are not read; give the model that it "
-        "was made from, or a GGUF file of it, whose bits are kept"
-    )
+    what = None if method is None else str(method)[:80]
+    if what is None and model_type != BITNET:
+        what = next((name for name in checkpoint.tensors if name.endswith(_OF_CODES)), None)
+    if what is None:
+        what = next((info.dtype for info in checkpoint.tensors.values() if info.dtype.startswith("F8")), None)
+    if what is not None:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: its weights are in codes ({what}), which are not read; give the model that it was made "
+            "from, or a GGUF file of it, whose bits are kept"
+        )
 
 
 def _gguf_checkpoint(content: GgufContent) -> Checkpoint:
