@@ -66,7 +66,7 @@ class HubModel:
         return cls(
             repo=parts["repo"],
             revision=None if revision in (None, "main") and address else revision,
-            file=file if file is not None and file.endswith(_GGUF) else None,
+            file=file if file is not None and _is_gguf(file) else None,
         )
 
     @property
@@ -138,7 +138,7 @@ class Hub:
         api = huggingface_hub.HfApi(endpoint=self._endpoint)
         info = api.model_info(model.repo, revision=model.revision, files_metadata=True, timeout=30)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        files = sorted(name for name in sizes if name.endswith(_GGUF))
+        files = sorted(name for name in sizes if _is_gguf(name))
         if model.file is not None:
             return self._download_files(model, sizes, say)
         if files and not any(name.endswith((".safetensors", ".bin")) for name in sizes):
@@ -172,7 +172,7 @@ class Hub:
 
         name = model.file or ""
         if name not in sizes:
-            known = ", ".join(sorted(other for other in sizes if other.endswith(_GGUF))) or "none"
+            known = ", ".join(sorted(other for other in sizes if _is_gguf(other))) or "none"
             raise UsageError(f"{model}: there is no such file; GGUF files there: {known}")
         names = split_files(name, sizes)
         say(f"downloading {model}: {len(names)} file(s), {format_size(sum(sizes[each] for each in names))}")
@@ -215,6 +215,10 @@ class Hub:
         return Path(folder)
 
 
+def _is_gguf(name: str) -> bool:
+    return name.lower().endswith(_GGUF)
+
+
 def _bring(model: HubModel) -> str:
     """What to do without a network."""
     if model.file is not None:
@@ -228,7 +232,8 @@ def _bring(model: HubModel) -> str:
 
 def split_files(name: str, names: Iterable[str]) -> list[str]:
     """The GGUF file `name`, and the others where it is the first of several ("-00001-of-00003")."""
-    match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", name)
+    match = re.fullmatch(r"(.*)-00001-of-(\d{5})(\.gguf)", name, re.IGNORECASE)
     if match is None:
         return [name]
-    return sorted(each for each in names if re.fullmatch(rf"{re.escape(match[1])}-\d{{5}}-of-{match[2]}\.gguf", each))
+    start, end = re.escape(match[1]), re.escape(match[3])
+    return sorted(each for each in names if re.fullmatch(rf"{start}-\d{{5}}-of-{match[2]}{end}", each))

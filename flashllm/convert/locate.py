@@ -135,9 +135,9 @@ class _Named:
                 raise UsageError(
                     f"{text}: there is no such directory, though {owner} is one; for the hub's model write hf.co/{text}"
                 )
-            if not text.endswith(_WEIGHT_SUFFIXES) or hub.file is not None:
+            if not text.lower().endswith(_WEIGHT_SUFFIXES) or hub.file is not None:
                 return cls(hub=hub)
-        if path.suffix in _WEIGHT_SUFFIXES:
+        if path.suffix.lower() in _WEIGHT_SUFFIXES:
             raise UsageError(f"{text}: there is no such file; for one of the hub's, write hf.co/owner/name/FILE.gguf")
         raise UsageError(
             f"{text}: there is no such directory; give a model directory, a Hugging Face folder, a GGUF file, a hub id "
@@ -189,12 +189,12 @@ def source_key(source: Path) -> str:
     for path in _files_of(source):
         status = path.stat()
         digest.update(b"\0" + os.fsencode(path.name) + f"\0{status.st_size}\0{status.st_mtime_ns}".encode())
-    return f"{source.name.removesuffix(SUFFIX)}-{digest.hexdigest()[:16]}"
+    return f"{source.stem if source.suffix.lower() == SUFFIX else source.name}-{digest.hexdigest()[:16]}"
 
 
 def _files_of(source: Path) -> list[Path]:
     if source.is_file():
-        names = split_files(source.name, [path.name for path in source.parent.glob(f"*{SUFFIX}")])
+        names = split_files(source.name, [path.name for path in source.parent.glob("*")])
         return [source.with_name(name) for name in names]
     weights = [path for pattern in ("*.safetensors", "*.bin", "*.index.json") for path in sorted(source.glob(pattern))]
     return [*companion_files(source), *weights]

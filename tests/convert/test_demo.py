@@ -160,6 +160,7 @@ def test_hub_ids(text, repo, revision):
         ("https://huggingface.co/a/b/blob/main/x.Q4_K_M.gguf?download=true", "a/b/x.Q4_K_M.gguf"),
         ("https://huggingface.co/a/b/resolve/dev/q4/x.gguf", "a/b@dev/q4/x.gguf"),
         ("hf.co/a/b/x.gguf", "a/b/x.gguf"),
+        ("hf.co/a/b/X.GGUF", "a/b/X.GGUF"),
         ("hf://a/b", "a/b"),
         ("hf://a/b@refs/pr/2/x.gguf", "a/b@refs/pr/2/x.gguf"),
         ("hf://a/b@main", "a/b"),
@@ -203,8 +204,11 @@ def test_a_file_of_weights_stands_for_its_folder(checkpoint, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(UsageError, match="is a file"):
         find_checkpoint(str(tmp_path / "model.safetensors"))
-    (tmp_path / "model.gguf").write_bytes(b"x")
-    assert find_checkpoint(str(tmp_path / "model.gguf")) == (tmp_path / "model.gguf", None)
+    for name in ("model.gguf", "OTHER.GGUF"):
+        (tmp_path / name).write_bytes(b"x")
+        assert find_checkpoint(str(tmp_path / name)) == (tmp_path / name, None)
+    with pytest.raises(UsageError, match=r"there is no such file; for one of the hub's"):
+        find_checkpoint("other/ABSENT.GGUF")
 
 
 @pytest.mark.parametrize(
@@ -314,7 +318,7 @@ def server(checkpoint, tmp_path):
     empty.mkdir()
     quantised = tmp_path / "gguf"
     quantised.mkdir()
-    for name in ("x-00001-of-00002.gguf", "x-00002-of-00002.gguf", "y.gguf"):
+    for name in ("x-00001-of-00002.gguf", "x-00002-of-00002.gguf", "y.gguf", "Z.GGUF"):
         (quantised / name).write_bytes(name.encode())
     (checkpoint / "README.md").write_text("not needed")
     server = HubServer(("127.0.0.1", 0), HubHandler)
@@ -360,9 +364,10 @@ def test_a_gguf_file_of_the_hubs_comes_alone_or_with_its_other_parts(server, tmp
     path = hub.download(HubModel.parse("hf.co/some/gguf/y.gguf"), said.append)
     assert path.read_bytes() == b"y.gguf"
     assert said == ["downloading some/gguf/y.gguf: 1 file(s), 6 B"]
+    assert hub.download(HubModel.parse("hf.co/some/gguf/Z.GGUF"), said.append).read_bytes() == b"Z.GGUF"
     path = hub.download(HubModel.parse("hf.co/some/gguf/x-00001-of-00002.gguf"), said.append)
     assert path.with_name("x-00002-of-00002.gguf").exists()
-    with pytest.raises(UsageError, match=r"no such file; GGUF files there: x-00001.*, y\.gguf"):
+    with pytest.raises(UsageError, match=r"no such file; GGUF files there: Z\.GGUF, x-00001.*, y\.gguf"):
         hub.download(HubModel.parse("hf.co/some/gguf/z.gguf"), said.append)
     with pytest.raises(UsageError, match=r"some/gguf: holds GGUF files; name one: .*hf\.co/some/gguf/y\.gguf"):
         hub.download(HubModel.parse("some/gguf"), said.append)

@@ -1,6 +1,7 @@
 """GGUF files: bit for bit what the same weights give as safetensors, by any kind of tensor; each fault is named."""
 
 import json
+import os
 import shutil
 
 import gguf
@@ -21,7 +22,7 @@ from flashllm.convert.checkpoint.gguf import file as gguf_file
 from flashllm.convert.checkpoint.gguf.file import GgufTensor, StoredTensor
 from flashllm.convert.checkpoint.gguf.models import MIXTURES, MODELS, paired_rows, supported
 from flashllm.convert.checkpoint.opened import open_checkpoint
-from flashllm.convert.locate import find_folder
+from flashllm.convert.locate import find_checkpoint, find_folder, source_key
 from flashllm.convert.run import convert
 from flashllm.errors import FlashError, FormatError, UnsupportedModelError, UsageError
 from flashllm.format.model_files import FFN, RESIDENT
@@ -266,6 +267,19 @@ def test_a_model_split_over_files(source, tmp_path):
         _open(second)
     second.unlink()
     with pytest.raises(FormatError, match=r"00002-of-00003\.gguf: is missing"):
+        _open(first)
+
+
+def test_names_in_capitals(source, tmp_path):
+    write_gguf(source, tmp_path / "model.gguf", split=2)
+    first, second = (path.rename(path.with_suffix(".GGUF")) for path in sorted(tmp_path.glob("model-*.gguf")))
+    assert find_checkpoint(str(first)) == (first, None)
+    assert _weights(convert(first, tmp_path / "found")) == _weights(convert(source, tmp_path / "expected"))
+    before = source_key(first)
+    os.utime(second, (0, 0))
+    assert source_key(first) != before
+    second.unlink()
+    with pytest.raises(FormatError, match=r"00002-of-00002\.GGUF: is missing"):
         _open(first)
 
 

@@ -23,7 +23,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED_SINGLE = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
-_OTHERS = ("*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
+_OTHERS = ("*.[gG][gG][uU][fF]", "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
 OpenFiles = Callable[[Sequence[Path], ExitStack], list[WeightFile]]
 
@@ -71,7 +71,7 @@ def _beside(directory: Path) -> str:
     others = sorted(path.name for pattern in _OTHERS for path in directory.glob(pattern))
     if not others:
         return ""
-    if others[0].endswith(".gguf"):
+    if others[0].lower().endswith(".gguf"):
         return f"; for the GGUF file in it, name the file: {directory / others[0]}"
     return f"; {others[0]} has another name or kind: load it with transformers and save it with save_pretrained()"
 

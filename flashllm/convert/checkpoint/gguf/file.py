@@ -30,7 +30,7 @@ SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _SPARSE_MAGIC = b"PWRI"  # PowerInfer's: ggml.h, GGUF_POWERINFER_MAGIC
 _PLAIN = {"F32": ("F32", 4), "F16": ("F16", 2), "BF16": ("BF16", 2)}  # kind -> safetensors' code, bytes an element
-_SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 _MAX_GAP = 64  # rows read and left out, rather than read around
 
 
@@ -197,7 +197,7 @@ def open_gguf(path: Path, stack: ExitStack) -> GgufContent:
                 f"{path}: is one of the {count} files of a model; give the first, named …-00001-of-{count:05}.gguf"
             )
         for number in range(2, count + 1):
-            other = path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf")
+            other = path.with_name(f"{match[1]}-{number:05}-of-{count:05}{match[4]}")
             if not other.exists():
                 raise FormatError(f"{other}: is missing; the model is split over {count} files")
             tensors |= _open_one(other, stack)[1]
