@@ -1,6 +1,7 @@
 """GGUF files as llama.cpp's converter would write them, of tiny Hugging Face folders."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -84,7 +85,7 @@ def write_gguf(
     for number, each in enumerate(paths):
         writer = gguf.GGUFWriter(each, architecture)
         if number == 0:
-            _write_config(writer, config)
+            _write_config(writer, architecture, config)
             if tokenizer:
                 write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
             for key, value in (metadata or {}).items():
@@ -128,6 +129,10 @@ def _tensors(folder: Path, config: dict[str, Any], architecture: str) -> dict[st
         tensors[stored + ".weight" if name.endswith(".sinks") else stored] = values.numpy()
     if config.get("rope_parameters", {}).get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = _rope_factors(config)
+    if config.get("rope_parameters", {}).get("rope_type") == "longrope":
+        for length in ("short", "long"):
+            factors = config["rope_parameters"][f"{length}_factor"]
+            tensors[f"rope_factors_{length}.weight"] = np.array(factors, np.float32)
     return tensors
 
 
@@ -155,7 +160,7 @@ def _merged(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any]) -> None:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_block_count(config["num_hidden_layers"])
@@ -187,6 +192,12 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         if "original_max_position_embeddings" in rope:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if architecture == "phi3":
+        trained = config["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(trained)
+        if rope.get("rope_type") == "longrope":
+            scale = config["max_position_embeddings"] / trained
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(trained)))
     for key, add in (
         ("sliding_window", writer.add_sliding_window),
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),

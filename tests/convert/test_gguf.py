@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from arch_models import VARIANTS as VARIANTS_OF_FOLDERS
 from arch_models import Variant, make_checkpoint
 from gguf_files import KINDS, write_gguf
 from safetensors.torch import load_file, save_file
@@ -151,6 +152,67 @@ def test_falcon_is_loaded_in_python(tmp_path):
         found = model(ids).logits
         expected = AutoModelForCausalLM.from_pretrained(source)(ids).logits
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+
+
+LONGROPE = VARIANTS_OF_FOLDERS["phi3 longrope"].config
+
+
+@pytest.mark.parametrize("share", [1.0, 0.75])
+@pytest.mark.parametrize("said", [None, "longrope"])
+def test_phi3s_long_contexts_answer_as_transformers(tmp_path, share, said):
+    """Factors in tensors of their own; Phi-4-mini turns a part of its heads' dimensions."""
+    rope = LONGROPE["rope_parameters"] | {"partial_rotary_factor": share}
+    rope |= {key: rope[key][: int(8 * share)] for key in ("short_factor", "long_factor")}
+    source = make_checkpoint(tmp_path / "hf", Variant("phi3", LONGROPE | {"rope_parameters": rope}))
+    metadata = {} if said is None else {"phi3.rope.scaling.type": said}
+    path = write_gguf(source, tmp_path / "model.gguf", metadata=metadata)
+    manifest = convert(path, tmp_path / "model")
+    assert _weights(manifest) == _weights(convert(source, tmp_path / "expected"))
+    _check_config(tmp_path / "model")
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "model", source))
+    assert ours["max_position_embeddings"] == theirs["max_position_embeddings"]
+    assert ours["original_max_position_embeddings"] == theirs["original_max_position_embeddings"]
+    for key in ("short_factor", "long_factor"):
+        assert ours["rope_parameters"][key] == rope[key]
+    assert block_spec(ours).context == block_spec(theirs).context == LONGROPE["original_max_position_embeddings"]
+    ids = torch.randint(4, 300, (1, 150), generator=torch.Generator().manual_seed(5))
+    with FlashModel.from_pretrained(tmp_path / "model", threads=1) as model, torch.no_grad():
+        found = model(ids).logits
+        expected = AutoModelForCausalLM.from_pretrained(source)(ids).logits
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("drop", "metadata", "message"),
+    [
+        ("rope_factors_short.weight", {}, r"tensor rope_factors_short\.weight is missing; .*8 pairs"),
+        ("", {"phi3.rope.dimension_count": 12}, r"has shape \[8\]; the model turns 6 pairs"),
+        ("", {"phi3.rope.scaling.attn_factor": None}, r"lacks phi3\.rope\.scaling\.attn_factor"),
+        ("", {"phi3.rope.scaling.original_context_length": None}, "lacks phi3.*original_context"),
+    ],
+)
+def test_long_contexts_that_make_no_sense(tmp_path, monkeypatch, drop, metadata, message):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS_OF_FOLDERS["phi3 longrope"])
+    path = write_gguf(source, tmp_path / "model.gguf", drop=drop)
+    _patch_metadata(monkeypatch, metadata)
+    with pytest.raises(FormatError, match=message):
+        _open(path)
+
+
+def test_long_contexts_of_other_rules_and_a_window_of_nothing(tmp_path, monkeypatch):
+    source = make_checkpoint(tmp_path / "hf", Variant("phi3"))
+    path = write_gguf(source, tmp_path / "model.gguf", metadata={"phi3.attention.sliding_window": 0})
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.config["sliding_window"] is None
+        assert checkpoint.config["rope_parameters"]["rope_type"] == "default"
+    rope = {"rope_parameters": LONGROPE["rope_parameters"] | {"original_max_position_embeddings": 40}}
+    llama = write_gguf(_source(tmp_path / "llama", rope), tmp_path / "llama.gguf")
+    with pytest.raises(UnsupportedModelError, match=r"known of Phi-3 alone.*convert the model's Hugging Face"):
+        _open(llama)
+    path = write_gguf(make_checkpoint(tmp_path / "long", VARIANTS_OF_FOLDERS["phi3 longrope"]), tmp_path / "long.gguf")
+    _patch_metadata(monkeypatch, {"phi3.rope.scaling.type": "yarn"})
+    with pytest.raises(UnsupportedModelError, match="without other scaling"):
+        _open(path)
 
 
 def test_heads_that_falcon_cannot_have(tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from flashllm.errors import FormatError, UnsupportedModelError
 
 _ARCHITECTURE = "general.architecture"
 _ROPE_FACTORS = "rope_freqs.weight"  # of Llama 3.1's rule: by how much each pair turns slower
+_LONGROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}  # Phi-3's
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 _SIZES = {  # config.json's key -> the metadata's, after the architecture's name
@@ -116,6 +117,12 @@ def _gemma3(config: dict[str, Any], content: GgufContent) -> None:
     }
 
 
+def _phi3(config: dict[str, Any], content: GgufContent) -> None:
+    """A window of 0 is none (Phi-4)."""
+    if config.get("sliding_window") == 0:
+        config["sliding_window"] = None
+
+
 def _cohere(config: dict[str, Any], content: GgufContent) -> None:
     config["use_qk_norm"] = _has(content, "attn_q_norm.weight")
 
@@ -167,8 +174,12 @@ MODELS: dict[str, GgufModel] = {
     "phi3": GgufModel(
         model_type="phi3",
         keys=_RMS,
-        optional={"sliding_window": "attention.sliding_window"},
+        optional={
+            "sliding_window": "attention.sliding_window",
+            "original_max_position_embeddings": "rope.scaling.original_context_length",
+        },
         constants={"hidden_act": "silu"},
+        finish=_phi3,
     ),
     "phi2": GgufModel(
         model_type="phi", keys=_GROUPED | {"layer_norm_eps": _LAYER_NORM}, constants={"hidden_act": "gelu_new"}
@@ -397,6 +408,8 @@ def _rope(content: GgufContent, prefix: str, head_dim: int) -> dict[str, Any]:
     if dims != head_dim:
         rope["partial_rotary_factor"] = dims / head_dim
     kind = metadata.get(f"{prefix}.rope.scaling.type", "none")
+    if any(name in content.tensors for name in _LONGROPE.values()):
+        return rope | _longrope(content, prefix, kind, dims)
     if kind not in ("none", "linear", "yarn"):
         raise UnsupportedModelError(f"{content.path}: rope scaling {str(kind)[:80]!r} is not supported")
     if kind != "none":
@@ -407,6 +420,32 @@ def _rope(content: GgufContent, prefix: str, head_dim: int) -> dict[str, Any]:
             rope["original_max_position_embeddings"] = trained
     if _ROPE_FACTORS in content.tensors:
         rope |= _llama3(content.tensors[_ROPE_FACTORS], theta, dims, content.path)
+    return rope
+
+
+def _longrope(content: GgufContent, prefix: str, kind: str, dims: int) -> dict[str, Any]:
+    """LongRoPE's parameters: Phi-3's files have a factor for each pair, for short texts and for long ones, as tensors.
+
+    UnsupportedModelError for other models, whose rule is not known.
+    """
+    path, metadata = content.path, content.metadata
+    if prefix != "phi3" or kind not in ("none", "longrope"):
+        raise UnsupportedModelError(
+            f"{path}: factors for long texts are known of Phi-3 alone, without other scaling; convert the model's "
+            "Hugging Face folder"
+        )
+    rope: dict[str, Any] = {"rope_type": "longrope"}
+    for key, name in _LONGROPE.items():
+        stored = content.tensors.get(name)
+        if stored is None or stored.shape != (dims // 2,):
+            found = "is missing" if stored is None else f"has shape {list(stored.shape)}"
+            raise FormatError(f"{path}: tensor {name} {found}; the model turns {dims // 2} pairs. Get the file again")
+        rope[key] = [_plain(float(factor), name, path) for factor in stored.rows(0, 1).reshape(-1)]
+    for key, name in (
+        ("attention_factor", f"{prefix}.rope.scaling.attn_factor"),
+        ("original_max_position_embeddings", f"{prefix}.rope.scaling.original_context_length"),
+    ):
+        rope[key] = _plain(metadata.get(name), name, path)
     return rope
 
 
@@ -440,7 +479,8 @@ def named_tensors(content: GgufContent, names: Iterable[str], config: Mapping[st
     like = model.table or content.metadata[_ARCHITECTURE]
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == like)
     table = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    left = {name: stored for name, stored in content.tensors.items() if name != _ROPE_FACTORS}
+    said = (_ROPE_FACTORS, *_LONGROPE.values())  # by the config
+    left = {name: stored for name, stored in content.tensors.items() if name not in said}
     if content.sparse:
         left = {name: stored for name, stored in left.items() if not any(part in name for part in _PREDICTORS)}
     found = {}
