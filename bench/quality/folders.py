@@ -1,5 +1,10 @@
-"""A model directory written back as the Hugging Face folder that it could have come from. Knows no kernels."""
+"""A model directory written back as the Hugging Face folder that it could have come from. Knows no kernels.
 
+flashllm convert smollm2 smol32 --bits 16 --dtype float32
+python bench/quality/folders.py smol32 SMOLLM2_FP32
+"""
+
+import argparse
 import shutil
 from pathlib import Path
 
@@ -34,3 +39,15 @@ def written_back(model: Path, out: Path) -> Path:
         if path.name != MANIFEST:
             shutil.copyfile(path, out / path.name)
     return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("model", type=Path, help="a model directory")
+    parser.add_argument("out", type=Path, help="the folder to make")
+    args = parser.parse_args()
+    print(written_back(args.model, args.out))
+
+
+if __name__ == "__main__":
+    main()
