@@ -59,8 +59,8 @@ def _check_whole(checkpoint: Checkpoint) -> None:
         what = next((info.dtype for info in checkpoint.tensors.values() if info.dtype.startswith("F8")), None)
     if what is not None:
         raise UnsupportedModelError(
-            f"{checkpoint.path}: its weights are in codes ({what}), which are not read; give the model that it was made "
-            "from, or a GGUF file of it, whose bits are kept"
+            f"{checkpoint.path}: its weights are in codes ({what}), which are not read; give the model that it was "
+            "made from, or a GGUF file of it, whose bits are kept"
         )
 
 
