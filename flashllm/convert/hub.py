@@ -27,7 +27,7 @@ _PICKLED_SHARD = re.compile(r"pytorch_model-\d+-of-\d+\.bin")
 
 _GGUF = ".gguf"
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
-_ADDRESS = re.compile(r"hf://|(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/")
+_ADDRESS = re.compile(r"hf://|(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/", re.IGNORECASE)
 _PLAIN = r"(?P<plain>[\w./ -]+)"
 _PAGE = r"(?:tree|blob|resolve|raw)/(?P<branch>refs/[\w.-]+/[\w.-]+|[\w.-]+)(?:/(?P<file>[\w./ -]+))?"
 _REPOSITORY = re.compile(
@@ -38,6 +38,11 @@ _REPOSITORY = re.compile(
 _NO_MODELS = ("datasets/", "spaces/", "docs/", "blog/", "papers/", "collections/")  # other pages of the hub
 
 Say = Callable[[str], None]  # shows the user a line
+
+
+def is_address(text: str) -> bool:
+    """Whether `text` begins as an address of the hub's does."""
+    return _ADDRESS.match(text) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from flashllm.base.files import Progress, is_there
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.convert.checkpoint.gguf.file import SUFFIX
 from flashllm.convert.checkpoint.source import companion_files
-from flashllm.convert.hub import Hub, HubModel, Say, split_files
+from flashllm.convert.hub import Hub, HubModel, Say, is_address, split_files
 from flashllm.convert.known import KNOWN, fetch
 from flashllm.convert.run import convert
 from flashllm.errors import FlashError, FlashIOError, UsageError
@@ -137,6 +137,11 @@ class _Named:
                 )
             if not text.lower().endswith(_WEIGHT_SUFFIXES) or hub.file is not None:
                 return cls(hub=hub)
+        if is_address(text) and not text.lower().endswith(_WEIGHT_SUFFIXES):
+            raise UsageError(
+                f"{text}: names no model of the hub's; write hf.co/owner/name, or hf.co/owner/name/FILE.gguf for one of "
+                "its files"
+            )
         if path.suffix.lower() in _WEIGHT_SUFFIXES:
             raise UsageError(f"{text}: there is no such file; for one of the hub's, write hf.co/owner/name/FILE.gguf")
         raise UsageError(

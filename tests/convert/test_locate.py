@@ -42,3 +42,9 @@ def test_a_gguf_file_in_capitals(tmp_path):
     path = write_gguf(make_checkpoint(tmp_path / "hf", VARIANTS["llama"]), tmp_path / "MODEL.GGUF")
     assert find_checkpoint(str(path)) == (path, None)
     assert main(["convert", str(path), str(tmp_path / "model")]) == 0
+
+
+@pytest.mark.parametrize("address", ["hf.co/foo/bar:Q4_K_M", "hf.co/foo", "https://huggingface.co/datasets/foo/bar"])
+def test_an_address_that_names_no_model(address):
+    with pytest.raises(UsageError, match="names no model of the hub.s; write hf.co/owner/name, or"):
+        find_checkpoint(address)
