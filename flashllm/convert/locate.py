@@ -139,8 +139,8 @@ class _Named:
                 return cls(hub=hub)
         if is_address(text) and not text.lower().endswith(_WEIGHT_SUFFIXES):
             raise UsageError(
-                f"{text}: names no model of the hub's; write hf.co/owner/name, or hf.co/owner/name/FILE.gguf for a file "
-                "of it"
+                f"{text}: names no model of the hub's; write hf.co/owner/name, or hf.co/owner/name/FILE.gguf for a "
+                "file of it"
             )
         if path.suffix.lower() in _WEIGHT_SUFFIXES:
             raise UsageError(f"{text}: there is no such file; for one of the hub's, write hf.co/owner/name/FILE.gguf")
