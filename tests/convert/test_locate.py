@@ -46,5 +46,5 @@ def test_a_gguf_file_in_capitals(tmp_path):
 
 @pytest.mark.parametrize("address", ["hf.co/foo/bar:Q4_K_M", "hf.co/foo", "https://huggingface.co/datasets/foo/bar"])
 def test_an_address_that_names_no_model(address):
-    with pytest.raises(UsageError, match="names no model of the hub.s; write hf.co/owner/name, or"):
+    with pytest.raises(UsageError, match=r"names no model of the hub's; write hf\.co/owner/name"):
         find_checkpoint(address)
