@@ -24,6 +24,7 @@ from flashllm.base.units import format_size
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.checkpoint.source import Checkpoint, OwnPredictors
 from flashllm.convert.choices import Choices
+from flashllm.convert.known import KNOWN
 from flashllm.convert.placed import permutation_of, write_placed
 from flashllm.convert.plan import ConversionPlan, plan_conversion
 from flashllm.convert.storage import ResidentEntry
@@ -52,8 +53,8 @@ def convert(
     """Convert the checkpoint `src` (a folder, or a GGUF file) into the new model directory `dst`; the manifest.
 
     What may be chosen is listed in `Choices` (flashllm/convert/choices.py). `source_name` is recorded (a hub id), by
-    default the folder's name. `say` gets a line where the checkpoint's own bits are kept. On one machine the same
-    choices give the same bytes.
+    default the folder's name. `say` gets a line where the checkpoint's own bits are kept, and where it leaves open what
+    is assumed. On one machine the same choices give the same bytes.
 
     Works in `dst`.partial, and resumes what it finds there.
     Raises UsageError (`dst` exists, `src` is no checkpoint, the trace is another model's), UnsupportedModelError,
@@ -80,6 +81,8 @@ def convert_checkpoint(
     plan = plan_conversion(checkpoint, **choices)
     if plan.kept is not None and say is not None:
         say(plan.kept_line)
+    if checkpoint.assumed is not None and say is not None and source_name not in KNOWN:
+        say(checkpoint.assumed)
     with new_model_directory(dst, plan.identity(), plan.total_nbytes) as partial:
         return _Conversion(plan, partial, progress).run(Path(os.path.abspath(dst)), source_name)
 

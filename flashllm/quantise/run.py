@@ -21,7 +21,7 @@ from flashllm.base.group_codes import GROUP_CODES, Floats, GroupCode
 from flashllm.base.machine import num_cores
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.choices import Choices
-from flashllm.convert.run import check_destination, convert
+from flashllm.convert.run import Say, check_destination, convert
 from flashllm.convert.tokenizer import MAX_NBYTES, TOKENIZER, make_tokenizer, parse_tokenizer
 from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest
@@ -46,6 +46,7 @@ def convert_calibrated(
     *,
     source_name: str | None = None,
     threads: int | None = None,
+    say: Say | None = None,
     progress: Progress | None = None,
     calibrating: Progress | None = None,
     **choices: Unpack[Choices],
@@ -84,7 +85,7 @@ def convert_calibrated(
                 calibrating(text.name, number + 1, source.num_layers)
         del calibration
     wanted: Choices = {**choices, "coded": folder}
-    manifest = convert(src, dst, source_name=source_name, progress=progress, **wanted)
+    manifest = convert(src, dst, source_name=source_name, say=say, progress=progress, **wanted)
     shutil.rmtree(folder.path)
     return manifest
 

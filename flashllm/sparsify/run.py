@@ -20,7 +20,7 @@ from flashllm.base.files import CHUNK_NBYTES, Progress, fsync_directory
 from flashllm.base.machine import available_nbytes, process_nbytes
 from flashllm.config import RunConfig
 from flashllm.convert.choices import Choices
-from flashllm.convert.run import convert
+from flashllm.convert.run import Say, convert
 from flashllm.engine.model import Model
 from flashllm.errors import UsageError
 from flashllm.format.install import change_manifest, install_file
@@ -115,6 +115,7 @@ def convert_sparsified(
     text: Path,
     *,
     source_name: str | None = None,
+    say: Say | None = None,
     progress: Progress | None = None,
     scoring: Progress | None = None,
     **choices: Unpack[Choices],
@@ -142,7 +143,7 @@ def convert_sparsified(
             raise UsageError(f"{work}: is left from another conversion; remove it, then try again")
     else:
         wanted: Choices = {**choices, "gate": gate, "predictors": True}
-        convert(src, work, source_name=source_name, progress=progress, **wanted)
+        convert(src, work, source_name=source_name, say=say, progress=progress, **wanted)
     manifest = sparsify(work, share, text, progress=scoring)
     os.rename(work, dst)
     fsync_directory(dst.parent)

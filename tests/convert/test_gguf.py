@@ -12,6 +12,7 @@ from arch_models import VARIANTS as VARIANTS_OF_FOLDERS
 from arch_models import Variant, make_checkpoint
 from gguf_files import KINDS, write_gguf
 from safetensors.torch import load_file, save_file
+from tiny_models import SENTENCES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flashllm import FlashModel
@@ -481,6 +482,37 @@ def test_commands_take_a_file(source, tmp_path, monkeypatch, capsys):
     folder = find_folder(str(path))
     assert folder.parent == tmp_path / "cache" / "models"
     assert find_folder(str(folder)) == folder
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        *(("llama", "SiLU"), ("mixtral", "SiLU"), ("olmoe", "SiLU"), ("falcon", "GELU")),
+        *(("qwen2", None), ("nemotron", None), ("qwen3_moe", None)),
+    ],
+)
+def test_an_activation_that_the_file_leaves_open_is_said_once(tmp_path, model_type, name):
+    """Where models of the kind have ReLU: such a file looks the same. The folder says what it has."""
+    source = make_checkpoint(tmp_path / "hf", Variant(model_type))
+    path = write_gguf(source, tmp_path / "model.gguf")
+    lines = []
+    convert(path, tmp_path / "model", say=lines.append)
+    line = f"model.gguf says no activation; {name} is assumed, as llama.cpp does. A model with ReLU:"
+    assert [each.startswith(line) for each in lines] == ([] if name is None else [True])
+    lines.clear()
+    convert(source, tmp_path / "expected", say=lines.append)
+    convert(path, tmp_path / "known", source_name="smollm2", say=lines.append)  # whose activation is known
+    assert lines == []
+
+
+@pytest.mark.parametrize("option", ["--sparsify", "--calibrate"])
+def test_every_way_of_converting_says_what_is_assumed(source, tmp_path, capsys, option):
+    path = write_gguf(source, tmp_path / "model.gguf", "F16")
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(SENTENCES * 40))
+    how = ["--sparsify", "0.5", "--text", str(text)] if option == "--sparsify" else ["--bits", "8", option, str(text)]
+    assert main(["convert", str(path), str(tmp_path / "model"), "--no-quality", *how]) == 0
+    assert capsys.readouterr().err.count("says no activation; SiLU is assumed") == 1
 
 
 def test_a_file_of_another_kind(tmp_path):

@@ -59,7 +59,9 @@ def named(factors, states, threshold):
 @pytest.mark.parametrize(("kind", "threshold"), [("Q4_0", None), ("F16", 1.5)])
 def test_predictors_answer_as_theirs(tmp_path, model_type, kind, threshold):
     path, exact = make(tmp_path, model_type, kind, threshold)
-    manifest = convert(path, tmp_path / "model", dtype="float32", keep=True, predictors=True)
+    lines = []
+    manifest = convert(path, tmp_path / "model", dtype="float32", keep=True, predictors=True, say=lines.append)
+    assert not any("assumed" in line for line in lines)  # they have ReLU
     assert manifest.architecture.sparse
     assert verify(tmp_path / "model").ok
     states = np.random.default_rng(1).standard_normal((8, manifest.architecture.d_model)).astype(np.float32)

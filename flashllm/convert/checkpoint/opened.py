@@ -10,7 +10,7 @@ from flashllm.arch.llama.bitnet import MODEL_TYPE as BITNET
 from flashllm.arch.registry import claims, resolve
 from flashllm.convert.checkpoint.folder import open_folder
 from flashllm.convert.checkpoint.gguf.file import SUFFIX, GgufContent, open_gguf
-from flashllm.convert.checkpoint.gguf.models import model_config, model_of, named_tensors
+from flashllm.convert.checkpoint.gguf.models import assumed_line, model_config, model_of, named_tensors
 from flashllm.convert.checkpoint.gguf.tokenizer import special_ids, tokenizer_files
 from flashllm.convert.checkpoint.mixtures.gpt_oss import GPT_OSS, apart
 from flashllm.convert.checkpoint.mixtures.stacked import unstacked
@@ -87,6 +87,7 @@ def _gguf_checkpoint(content: GgufContent) -> Checkpoint:
         preferred_dtype=_dtype(content),
         quantised=MappingProxyType({name: tensor for name, tensor in files.items() if tensor.is_quantised}),
         predictors=own_predictors(content, config["num_hidden_layers"]) if content.sparse else None,
+        assumed=assumed_line(content),
         _files=MappingProxyType(files),
     )
 

@@ -82,6 +82,7 @@ class Checkpoint:
     preferred_dtype: str | None = None  # of a conversion, where the source has none of its own; None: the tensors'
     quantised: Mapping[str, QuantisedTensor] = field(default_factory=lambda: MappingProxyType({}))  # by tensor name
     predictors: OwnPredictors | None = None
+    assumed: str | None = None  # what the source leaves open and its config settles, as a line for the user
     _files: Mapping[str, TensorFile]  # by tensor name
 
     def read(self, name: str, start: int, out: NDArray[Any]) -> None:

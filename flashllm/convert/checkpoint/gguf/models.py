@@ -61,6 +61,7 @@ class GgufModel:
     dtype: str | None = None  # of a conversion of quantised weights, where the usual one would overflow
     names: Mapping[str, str] = field(default_factory=dict)  # a layer's, that the gguf package's table lacks
     finish: Callable[[dict[str, Any], GgufContent], None] | None = None  # what the keys alone do not say
+    relu: bool = False  # whether models of this kind exist with ReLU, which their files do not say
 
 
 def paired_rows(rows: int, config: Mapping[str, Any]) -> NDArray[np.int64]:
@@ -146,7 +147,7 @@ def _falcon(config: dict[str, Any], content: GgufContent) -> None:
 
 MODELS: dict[str, GgufModel] = {
     "llama": GgufModel(
-        model_type="llama", keys=_RMS, constants={"hidden_act": "silu"}, orders=_INTERLEAVED, finish=_llama
+        model_type="llama", keys=_RMS, constants={"hidden_act": "silu"}, orders=_INTERLEAVED, finish=_llama, relu=True
     ),
     "qwen2": GgufModel(model_type="qwen2", keys=_RMS, constants={"hidden_act": "silu", "use_sliding_window": False}),
     "qwen3": GgufModel(model_type="qwen3", keys=_RMS, constants={"hidden_act": "silu", "use_sliding_window": False}),
@@ -202,6 +203,7 @@ MODELS: dict[str, GgufModel] = {
         constants={"activation": "gelu", "alibi": False},
         orders=_FUSED,
         finish=_falcon,
+        relu=True,
     ),
     "gptneox": GgufModel(
         model_type="gpt_neox",
@@ -281,6 +283,7 @@ MIXTURES: dict[str, GgufModel] = {
         constants={"hidden_act": "silu", "sliding_window": None},
         orders=_INTERLEAVED,
         finish=_mixture,
+        relu=True,
     ),
     "olmoe": GgufModel(
         model_type="olmoe",
@@ -288,6 +291,7 @@ MIXTURES: dict[str, GgufModel] = {
         optional=_NORMALIZED,
         constants={"hidden_act": "silu", "norm_topk_prob": False},
         finish=_mixture,
+        relu=True,
     ),
     "qwen2moe": GgufModel(
         model_type="qwen2_moe",
@@ -350,6 +354,18 @@ def model_of(content: GgufContent) -> GgufModel:
             f"supported; supported: {known}. A Hugging Face folder of the model may be"
         )
     return models[name]
+
+
+def assumed_line(content: GgufContent) -> str | None:
+    """What the user should know where ReLU models of this kind exist: GGUF has no key for an FFN's activation."""
+    model = model_of(content)
+    if content.sparse or not model.relu:
+        return None
+    name = {"silu": "SiLU", "gelu": "GELU"}[model.constants.get("hidden_act") or model.constants["activation"]]
+    return (
+        f"{content.path.name} says no activation; {name} is assumed, as llama.cpp does. A model with ReLU: convert its "
+        "Hugging Face folder"
+    )
 
 
 def model_config(content: GgufContent, vocabulary: Mapping[str, int]) -> dict[str, Any]:
