@@ -15,6 +15,7 @@ from urllib.parse import unquote
 from flashllm.arch.registry import resolve
 from flashllm.base.files import read_json_object
 from flashllm.base.units import format_size
+from flashllm.convert.checkpoint.source import ADAPTER, ADAPTER_HINT
 from flashllm.errors import FlashError, FlashIOError, FormatError, UnsupportedModelError, UsageError
 from flashllm.format.model_files import CONFIG
 
@@ -96,6 +97,8 @@ def needed_files(names: Iterable[str]) -> list[str]:
         or [name for name in top if name == _PICKLED_SINGLE]
         or [name for name in top if _PICKLED_SHARD.fullmatch(name)]
     )
+    if not weights and ADAPTER in top:
+        raise UnsupportedModelError(f"it has no weights of a model{ADAPTER_HINT}")
     if not weights:
         raise UnsupportedModelError(
             "it has neither safetensors nor pytorch_model.bin weights; where its community page offers a branch that "
@@ -151,7 +154,8 @@ class Hub:
                 f"{model}: holds GGUF files; name one: {', '.join(f'hf.co/{model}/{name}' for name in files)}"
             )
         if CONFIG not in sizes:
-            raise FormatError(f"{model}: has no {CONFIG}, so it is no model that transformers could load")
+            hint = ADAPTER_HINT if ADAPTER in sizes else ""
+            raise FormatError(f"{model}: has no {CONFIG}, so it is no model that transformers could load{hint}")
         config = huggingface_hub.hf_hub_download(
             model.repo, CONFIG, revision=model.revision, cache_dir=self._cache, endpoint=self._endpoint
         )

@@ -12,7 +12,7 @@ import flashllm
 from flashllm.base.files import Progress, is_there
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.convert.checkpoint.gguf.file import SUFFIX
-from flashllm.convert.checkpoint.source import companion_files
+from flashllm.convert.checkpoint.source import ADAPTER, ADAPTER_HINT, companion_files
 from flashllm.convert.hub import Hub, HubModel, Say, is_address, split_files
 from flashllm.convert.known import KNOWN, fetch
 from flashllm.convert.run import convert
@@ -21,7 +21,6 @@ from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX
 from flashllm.format.model_files import CONFIG, FFN, RESIDENT
 
 _WEIGHT_SUFFIXES = (SUFFIX, ".safetensors", ".bin", ".index.json")
-ADAPTER = "adapter_config.json"  # of peft's, whose weights are no model's
 DEMO_NOTICE = "the demo model is so small that its memory saving proves nothing; it shows how the engine works"
 
 
@@ -181,9 +180,7 @@ def _require_model(folder: Path) -> None:
     files = sorted(path.name for path in folder.iterdir() if path.suffix.lower() == SUFFIX)
     hint = f"; of the GGUF files in it, name one: {folder / files[0]}" if files else ""
     if (folder / ADAPTER).exists():
-        hint = (
-            f"; it holds an adapter ({ADAPTER}): merge it into its base model (peft's merge_and_unload) and name that"
-        )
+        hint = ADAPTER_HINT
     raise UsageError(f"{folder}: is no model directory (no {MANIFEST}) and no Hugging Face folder (no {CONFIG}){hint}")
 
 

@@ -29,6 +29,7 @@ from flashllm.base.group_codes import usual_activations
 from flashllm.base.units import format_size
 from flashllm.convert.checkpoint.coded import CodedWeights
 from flashllm.convert.checkpoint.source import Checkpoint, OwnPredictors
+from flashllm.convert.checkpoint.wrapped import what_wraps
 from flashllm.convert.choices import Activations, Choices, GatePlace
 from flashllm.convert.kept.weights import KeptWeights
 from flashllm.convert.storage import ResidentEntry, Sources, Storage, storage_of
@@ -240,7 +241,8 @@ def _check_tensors(
     """The checkpoint has the `expected` tensors (state_dict names), in these shapes, and no others that matter."""
     for name, shape in expected.items():
         if name not in names:
-            raise FormatError(f"{checkpoint.path}: tensor {name} is missing from the checkpoint")
+            hint = what_wraps(spec, names)
+            raise FormatError(f"{checkpoint.path}: tensor {name} is missing from the checkpoint{hint}")
         found = checkpoint.tensors[names[name]].shape
         if found != shape:
             raise FormatError(

@@ -137,6 +137,22 @@ def test_other_weights_are_named_with_a_way_out(tmp_path):
         _open(tmp_path)
 
 
+def test_an_adapter_is_merged_first(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "owner/base"}')
+    save_file({"base_model.model.lora_A.weight": torch.zeros(2, 2)}, tmp_path / "adapter_model.safetensors")
+    message = r"; it holds an adapter .*: merge it into its base model \(peft's merge_and_unload\), save that with"
+    with pytest.raises(UsageError, match=r"has no config\.json.*" + message):
+        _open(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match="holds no weights.*" + message):
+        _open(tmp_path)
+
+
+def test_a_whole_model_beside_an_adapter_is_read(copy):
+    (copy / "adapter_config.json").write_text("{}")
+    _open(copy)
+
+
 def test_what_is_no_checkpoint(tmp_path):
     with pytest.raises(UsageError, match="no such directory"):
         _open(tmp_path / "absent")

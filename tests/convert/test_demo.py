@@ -232,6 +232,8 @@ def test_only_needed_files_are_downloaded():
     assert set(needed_files([*names, *pickled, "training_args.bin"])) == {*small, *pickled}
     with pytest.raises(UnsupportedModelError, match="safetensors"):
         needed_files(names)
+    with pytest.raises(UnsupportedModelError, match=r"it holds an adapter .*merge_and_unload"):
+        needed_files(["adapter_config.json", "adapter_model.safetensors", "config.json"])
 
 
 # The real client, against a hub of our own.
@@ -316,6 +318,10 @@ def server(checkpoint, tmp_path):
     (tensorflow / "tf_model.h5").write_bytes(b"x")
     empty = tmp_path / "empty"
     empty.mkdir()
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (adapter / name).write_bytes(b"{}")
     quantised = tmp_path / "gguf"
     quantised.mkdir()
     for name in ("x-00001-of-00002.gguf", "x-00002-of-00002.gguf", "y.gguf", "Z.GGUF"):
@@ -328,6 +334,7 @@ def server(checkpoint, tmp_path):
         "some/gpt": other,
         "some/tensorflow": tensorflow,
         "some/empty": empty,
+        "some/adapter": adapter,
         "some/gguf": quantised,
     }
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -356,6 +363,10 @@ def test_an_unsupported_model_costs_no_download(server, tmp_path):
         hub.download(HubModel(repo="some/tensorflow"), lambda line: None)
     with pytest.raises(FormatError, match="config"):
         hub.download(HubModel(repo="some/empty"), lambda line: None)
+    with pytest.raises(
+        FormatError, match=r"some/adapter: has no config\.json, .*; it holds an adapter .*merge_and_unl"
+    ):
+        hub.download(HubModel(repo="some/adapter"), lambda line: None)
     assert not any("safetensors" in request or ".h5" in request for request in server.requests)
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from flashllm.base.checks import check_file_name
 from flashllm.base.files import drop_page_cache, read_json_object
 from flashllm.convert.checkpoint.pickled import open_pickled
-from flashllm.convert.checkpoint.source import Checkpoint, WeightFile, companion_files
+from flashllm.convert.checkpoint.source import ADAPTER, ADAPTER_HINT, Checkpoint, WeightFile, companion_files
 from flashllm.errors import FormatError, UsageError
 from flashllm.format.manifest import MANIFEST
 from flashllm.format.model_files import CONFIG
@@ -68,6 +68,8 @@ def open_folder(directory: Path) -> Iterator[Checkpoint]:
 
 def _beside(directory: Path) -> str:
     """What else lies there, and what to do with it: the rest of a message."""
+    if (directory / ADAPTER).exists():
+        return ADAPTER_HINT
     others = sorted(path.name for pattern in _OTHERS for path in directory.glob(pattern))
     if not others:
         return ""

@@ -15,6 +15,11 @@ from flashllm.format.model_files import CONFIG
 from flashllm.format.safetensors import TensorInfo
 
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # config, generation config, tokenizer, chat template
+ADAPTER = "adapter_config.json"  # of peft's, whose weights are no model's
+ADAPTER_HINT = (
+    f"; it holds an adapter ({ADAPTER}): merge it into its base model (peft's merge_and_unload), save that with "
+    "save_pretrained(), and name it"
+)
 _INDEX_SUFFIX = ".index.json"  # of weights that are not copied
 _LFS_START = b"version https://git-lfs"
 
