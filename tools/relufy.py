@@ -3,11 +3,15 @@
     python tools/relufy.py MODEL OUT --work WORK --text books.jsonl.gz web.jsonl.gz --test wiki.txt --tokens 2000000
     flashllm convert OUT model.flash --gate resident
 
-MODEL and OUT are Hugging Face folders; OUT's config names the activation as `hidden_act: fatrelu` and the thresholds,
-one a layer, as `hidden_act_param`. Three steps (Song et al., 2024: ProSparse; Mirzadeh et al., 2024): thresholds for
-the wanted share of zeros, from the first rows of the text; a closed-form refit of the down projections; and training
-of the FFNs alone to the unmodified model's next-token distributions. Each leaves a row in a table of tokens seen,
-perplexity, agreement and zeros, which is printed and written beside the weights (relufication.json, relufication.md).
+MODEL and OUT are Hugging Face folders of a model whose FFNs have up, gate (if any) and down projections in a matrix
+each and whose output is added as it is: Llama's kind, not Phi-3's or Gemma 2's. Of a GGUF file these make a folder:
+`flashllm convert FILE DIR --bits 16 --dtype float32`, then `python bench/quality/folders.py DIR MODEL`.
+
+OUT's config names the activation as `hidden_act: fatrelu` and the thresholds, one a layer, as `hidden_act_param`. Three
+steps (Song et al., 2024: ProSparse; Mirzadeh et al., 2024): thresholds for the wanted share of zeros, from the first
+rows of the text; a closed-form refit of the down projections; and training of the FFNs alone to the unmodified model's
+next-token distributions. Each leaves a row in a table of tokens seen, perplexity, agreement and zeros, which is printed
+and written beside the weights (relufication.json, relufication.md).
 
 Files of --text are .txt or .jsonl with a "text" a line, gzipped or not, and give rows in turn. The run may be stopped
 and started again with the same arguments: it goes on from WORK/state.pt. With other --tokens it goes on to another end,
@@ -37,17 +41,22 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from flashllm.arch.registry import resolve
 from flashllm.base.files import fsync_directory, read_json_object
 from flashllm.base.machine import num_cores
+from flashllm.convert.checkpoint.gguf.file import SUFFIX
 from flashllm.errors import FlashError, UsageError
+from flashllm.format.manifest import MANIFEST
 from flashllm.format.model_files import CONFIG
 from flashllm.generate.tokenizer import Tokenizer
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack")  # not copied
+WRITTEN_BACK = "`python bench/quality/folders.py {} FOLDER` writes it as a Hugging Face folder"
 COLUMNS = ("stage", "tokens", "perplexity", "agreement", "zeros", "least_zeros", "most_zeros")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
-    parser.add_argument("model", type=Path)
+    parser.add_argument(
+        "model", type=Path, help="Hugging Face folder, of FFNs with up, gate and down in a matrix each (Llama's kind)"
+    )
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
     parser.add_argument("--work", type=Path, required=True, help="folder for the run's state")
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="to calibrate and train on")
@@ -163,8 +172,13 @@ def _check(args: argparse.Namespace) -> None:
     """UsageError for arguments that cannot be."""
     if args.out.exists():
         raise UsageError(f"{args.out} exists; choose another name or remove it")
+    if args.model.is_file() and args.model.suffix.lower() == SUFFIX:
+        made = f"`flashllm convert {args.model} DIR --bits 16 --dtype float32`, then {WRITTEN_BACK.format('DIR')}"
+        raise UsageError(f"{args.model} is a GGUF file; take the model's Hugging Face folder, or make one: {made}")
     if not (args.model / CONFIG).is_file():
         raise UsageError(f"{args.model} is no Hugging Face folder: it has no {CONFIG}")
+    if (args.model / MANIFEST).is_file():
+        raise UsageError(f"{args.model} is a converted model; {WRITTEN_BACK.format(args.model)}")
     if not 0 < args.share < 1:
         raise UsageError(f"--share must be between 0 and 1, not {args.share}")
     for name in ("length", "batch", "calibration", "test_windows", "every", "threads"):

@@ -2,11 +2,14 @@
 
 import json
 
+import bench_path  # noqa: F401
 import numpy as np
 import pytest
 import tools_path  # noqa: F401
 import torch
-from arch_models import Variant, make_checkpoint
+from arch_models import VARIANTS, Variant, make_checkpoint
+from folders import written_back
+from gguf_files import write_gguf
 from relufication.distill import Training
 from relufication.refit import fit, threshold_of
 from relufication.student import ffns, relufied_config, student_of
@@ -15,6 +18,8 @@ from safetensors.torch import load_file
 from tiny_models import SENTENCES
 from transformers import AutoModelForCausalLM
 
+from flashllm.arch.registry import resolve
+from flashllm.cli import main as flashllm_main
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
@@ -188,16 +193,49 @@ def test_a_threshold_leaves_the_share_and_is_never_below_zero():
         (Variant("phi3"), "linear modules each"),
     ],
 )
-def test_models_that_cannot_be_had_with_fatrelu_are_refused(tmp_path, variant, message):
+def test_models_that_cannot_be_had_with_fatrelu_are_refused(tmp_path, texts, capsys, variant, message):
+    """From the config: nothing is loaded."""
     source = make_checkpoint(tmp_path / "hf", variant)
-    config = config_of(source)
+    (source / "model.safetensors").unlink()
+    out, status = relufied(tmp_path, texts, source, "out")
+    assert (status, out.exists()) == (1, False)
+    assert message in capsys.readouterr().err
 
-    def refuse():
-        relufied_config(config, [0.0] * config["num_hidden_layers"])
-        ffns(AutoModelForCausalLM.from_pretrained(source), config)
 
-    with pytest.raises(UnsupportedModelError, match=message):
-        refuse()
+def test_every_kind_that_its_config_lets_through_has_the_modules(tmp_path):
+    taken = set()
+    for number, variant in enumerate(VARIANTS.values()):
+        if variant.model_type in taken:
+            continue
+        source = make_checkpoint(tmp_path / str(number), variant)
+        config = config_of(source)
+        try:
+            relufied_config(config, [0.0] * resolve(config).num_layers)
+        except UnsupportedModelError:
+            continue
+        assert len(ffns(AutoModelForCausalLM.from_pretrained(source), config)) == resolve(config).num_layers
+        taken.add(variant.model_type)
+    assert {"llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3", "stablelm", "cohere", "phi"} < taken
+    assert not taken & {"phi3", "glm", "gemma2", "gemma3_text", "olmo2"}
+
+
+def test_a_gguf_file_becomes_a_folder_as_the_refusal_says(tmp_path, texts, capsys):
+    source = make_checkpoint(tmp_path / "hf", SILU)
+    file, model, folder = write_gguf(source, tmp_path / "model.gguf"), tmp_path / "model", tmp_path / "folder"
+    assert relufied(tmp_path, texts, file, "out")[1] == 1
+    said = capsys.readouterr().err
+    convert_command = f"flashllm convert {file} DIR --bits 16 --dtype float32"
+    assert f"`{convert_command}`, then `python bench/quality/folders.py DIR FOLDER`" in said
+    command = convert_command.replace("DIR", str(model)).split()
+    assert flashllm_main(command[1:]) == 0
+    assert relufied(tmp_path, texts, model, "out")[1] == 1
+    assert f"`python bench/quality/folders.py {model} FOLDER`" in capsys.readouterr().err
+    written_back(model, folder)
+    ids = torch.arange(4, 40)[None]
+    with torch.no_grad():
+        found, expected = (AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (folder, source))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert relufied(tmp_path, texts, folder, "out")[1] == 0
 
 
 def test_arguments_that_cannot_be_are_said(tmp_path, texts, capsys):

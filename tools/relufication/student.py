@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from flashllm.arch.registry import block_spec, complete_config, resolve, spec_of
 from flashllm.errors import UnsupportedModelError
 
+KINDS = "it takes FFNs of Llama's kind: llama, mistral, qwen2, qwen3, gemma, smollm3, stablelm, cohere, phi and others"
+
 
 class FATReLU(nn.Module):
     """x where x > threshold, else 0. `threshold` is a number, from 0; `seen` holds the last gate's values, detached,
@@ -67,7 +69,8 @@ def relufied_config(config: Mapping[str, Any], thresholds: list[float]) -> dict[
     """The config.json of a model with these thresholds, as `flashllm convert` reads it.
 
     UnsupportedModelError where the model cannot be had with FATReLU: a mixture of experts, one that is sparse already,
-    one whose FFN's output goes through a norm, or whose architecture file reads its thresholds from nowhere.
+    one whose FFN's output goes through a norm, whose FFN's matrices lie together in a tensor, or whose architecture
+    file reads its thresholds from nowhere.
     """
     model_type, before = config.get("model_type"), resolve(config)
     if before.experts:
@@ -77,16 +80,18 @@ def relufied_config(config: Mapping[str, Any], thresholds: list[float]) -> dict[
     block = block_spec(config)
     if block.norms != "input" or block.residual_scale != 1:
         raise UnsupportedModelError(
-            f"{model_type}: relufy fits FFNs whose output is added as it is, without norm or scale"
+            f"{model_type}: relufy fits FFNs whose output is added as it is, without norm or scale; {KINDS}"
         )
+    if spec_of(model_type).matrix_parts:
+        raise UnsupportedModelError(f"{model_type}: relufy needs up, gate and down as linear modules each; {KINDS}")
     changed = {**config, "hidden_act": "fatrelu", "hidden_act_param": thresholds}
     if "hidden_act" in complete_config(config) and resolve(changed).activation == "fatrelu":
         found = [layer.activation_threshold for layer in block_spec(changed).layers] or [0.0] * before.num_layers
         if found == thresholds:
             return changed
     raise UnsupportedModelError(
-        f"{model_type}: flashllm reads no thresholds from its config; relufy takes models whose config names the "
-        "activation as hidden_act, like llama, mistral and qwen2"
+        f"{model_type}: flashllm reads no thresholds from its config, which must name the activation as hidden_act; "
+        f"{KINDS}"
     )
 
 
