@@ -17,7 +17,7 @@ _ALIKE = {
         dots1 minimax minimax_m2 minimax_m3_vl_text minimax_text_01 flex_olmo llama4_text qwen3_next qwen3_5_moe
         qwen3_5_moe_text arctic grok-1 cohere2_moe exaone_moe afmoe aria_text beam flint inkling_text inkling2_text
         kolibri1 laguna mellum mimo_v2_flash solar_open step3p5 zaya deepseek deepseek_v4 bailing_moe
-        bailing_moe_v2 smallthinker
+        bailing_moe_v2 smallthinker minimax_m1 step3_text
         """,
     f"a mixture of experts with latent attention; {_FAMILY}": """
         deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 longcat_flash glm4_moe_lite glm_moe_dsa axk1 axk2
@@ -51,7 +51,8 @@ _ALIKE = {
         minicpmv4_7 minicpm_ocr nemotron_h_omni nemo_speechlm paddleocr_vl step3p7 deepseek_ocr2
         deepseek_vl_v2 unlimited_ocr muse_glimmer muse_spark inkling_mm_model inkling2 dots3_note cosmos3_edge aria blip
         chameleon emu3 evolla git idefics kosmos-2 kosmos-2.5 moshi musicgen musicgen_melody pi0 pixtral trocr
-        voxtral_realtime kyutai_speech_to_text bark csm higgs_audio_v2 phi3_v phi4mm internvl_chat
+        voxtral_realtime kyutai_speech_to_text bark csm higgs_audio_v2 phi3_v phi4mm internvl_chat h2ovl_chat dots_ocr
+        NVLM_D
         """,
     "a model that makes text by filling in masks, in no order, instead of continuing it; use another engine": """
         diffusion_gemma llada llada_moe Dream sdar
@@ -64,7 +65,7 @@ _ALIKE = {
     "another engine": """
         olmo hf_olmo olmo3 cohere2 cohere_compass_text exaone exaone4 glm4 ernie4_5 helium seed_oss ministral diffllama
         granite_swa hunyuan_v1_dense hyperclovax gpt_neox_japanese modernbert-decoder vaultgemma nanochat cwm orion
-        internlm2 minicpm baichuan qwen xverse ctrl openai-gpt plamo phi3small
+        internlm2 minicpm baichuan qwen ctrl openai-gpt plamo plamo3 phi3small mimo telechat
         """,
 }
 
@@ -88,12 +89,18 @@ _AROUND = {
     "Phi 3": "phi4_multimodal",
 }
 
+# A text model that runs: the text parts of models for pictures or sound that are like it but for their positions.
+_LIKE = {
+    "Qwen 2": "qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text",
+    "Qwen 3": "qwen3_vl_text",
+    "Qwen 3 MoE": "qwen3_vl_moe_text qwen3_omni_moe_text",
+}
+
 # A model_type that runs: those that are the same under another name.
 SAME = {"llama": "iquestcoder internlm3", "gpt2": "gpt-sw3"}
 
 # A model_type that runs: those that its models had before transformers knew them.
 _NEWER = {
-    "llama": "Yi",
     "falcon": "RefinedWeb RefinedWebModel",
     "phi": "phi-msft mixformer-sequential",
     "stablelm": "stablelm_epoch",
@@ -116,8 +123,12 @@ _OTHERS = {
     "ministral3": "Ministral 3, a Mistral whose queries are scaled up at late positions; Mistral and Llama run",
     "internlm": "the first InternLM, a Llama with biases in its attention: set model_type to llama and "
     "attention_bias to true in its config.json",
+    **dict.fromkeys(
+        ("xverse", "aquila"), "a Llama with files for code of its own: set model_type to llama in its config.json"
+    ),
     "nemotron-nas": "a Llama whose layers differ in width and some of which lack attention; Llama 3 runs",
     "openelm": "OpenELM, whose layers differ in heads and width; SmolLM2 and Qwen 2 and 3 have its sizes and run",
+    "Yi": "a Yi with files for code of its own; a newer copy has model_type llama, which runs",
     "solar": "Solar Pro, a Llama with connections that skip layers; SOLAR 10.7B has model_type llama and runs",
     "gemma3n_text": "the text model of Gemma 3n, with embeddings for every layer; Gemma 1 to 3 run",
     **dict.fromkeys(
@@ -138,6 +149,7 @@ def _each(table: dict[str, str], sentence: str) -> dict[str, str]:
 REFUSED = {
     **_each(_ALIKE, "{}"),
     **_each(_AROUND, f"{_PICTURES}; its text model, usually a {{}}, runs on its own, where it is published as such"),
+    **_each(_LIKE, "the text part of a model for pictures, whose positions have three axes; {} runs"),
     **_each(SAME, "{0} under another name: set model_type to {0} in its config.json"),
     **_each(
         _NEWER,
