@@ -11,8 +11,9 @@ from pathlib import Path
 import flashllm
 from flashllm.base.files import Progress, is_there
 from flashllm.base.user_dirs import user_cache_dir
+from flashllm.convert.checkpoint.folder import what_lies_there
 from flashllm.convert.checkpoint.gguf.file import SUFFIX
-from flashllm.convert.checkpoint.source import ADAPTER, ADAPTER_HINT, companion_files
+from flashllm.convert.checkpoint.source import companion_files
 from flashllm.convert.hub import Hub, HubModel, Say, is_address, split_files
 from flashllm.convert.known import KNOWN, fetch
 from flashllm.convert.run import convert
@@ -177,11 +178,10 @@ def _require_model(folder: Path) -> None:
     """UsageError for a folder that holds nothing of a model directory, with what there is in place of it."""
     if folder.name.endswith(PARTIAL_SUFFIX) or any((folder / name).exists() for name in (MANIFEST, FFN, RESIDENT)):
         return
-    files = sorted(path.name for path in folder.iterdir() if path.suffix.lower() == SUFFIX)
-    hint = f"; of the GGUF files in it, name one: {folder / files[0]}" if files else ""
-    if (folder / ADAPTER).exists():
-        hint = ADAPTER_HINT
-    raise UsageError(f"{folder}: is no model directory (no {MANIFEST}) and no Hugging Face folder (no {CONFIG}){hint}")
+    raise UsageError(
+        f"{folder}: is no model directory (no {MANIFEST}) and no Hugging Face folder (no {CONFIG})"
+        f"{what_lies_there(folder)}"
+    )
 
 
 def source_key(source: Path) -> str:

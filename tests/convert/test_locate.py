@@ -15,7 +15,7 @@ from flashllm.format.model_files import FFN
     ("file", "hint"),
     [
         ("notes.txt", r"no Hugging Face folder \(no config.json\)$"),
-        ("m.gguf", r"; of the GGUF files in it, name one: .*folder/m.gguf$"),
+        ("m.gguf", r"; for the GGUF file in it, name the file: .*folder/m.gguf$"),
         ("adapter_config.json", r"; it holds an adapter .*: merge it into its base model \(peft's merge_and_unload\)"),
     ],
 )

@@ -39,7 +39,9 @@ def open_folder(directory: Path) -> Iterator[Checkpoint]:
     if (directory / MANIFEST).exists():
         raise UsageError(f"{directory}: is a flashllm directory already; use it as it is")
     if not (directory / CONFIG).exists():
-        raise UsageError(f"{directory}: has no {CONFIG}, so it is not a Hugging Face model folder{_beside(directory)}")
+        raise UsageError(
+            f"{directory}: has no {CONFIG}, so it is not a Hugging Face model folder{what_lies_there(directory)}"
+        )
     config = read_json_object(directory / CONFIG)
     with ExitStack() as stack:
         for single, index, open_files in (
@@ -55,7 +57,8 @@ def open_folder(directory: Path) -> Iterator[Checkpoint]:
                 break
         else:
             raise UsageError(
-                f"{directory}: holds no weights ({SINGLE}, {PICKLED_SINGLE}, or an index of shards){_beside(directory)}"
+                f"{directory}: holds no weights ({SINGLE}, {PICKLED_SINGLE}, or an index of shards)"
+                f"{what_lies_there(directory)}"
             )
         yield Checkpoint(
             path=directory,
@@ -66,7 +69,7 @@ def open_folder(directory: Path) -> Iterator[Checkpoint]:
         )
 
 
-def _beside(directory: Path) -> str:
+def what_lies_there(directory: Path) -> str:
     """What else lies there, and what to do with it: the rest of a message."""
     if (directory / ADAPTER).exists():
         return ADAPTER_HINT
