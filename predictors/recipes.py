@@ -101,7 +101,7 @@ def auto_rank(d_model: int, waste: float, scale: float = 1.0) -> int:
     """Larger where prediction is harder. `waste`: share of all neurons that the SVD of `probe_rank` names in vain.
 
     The paper chose larger ranks for less sparse layers by hand (appendices B and C.4); activity alone misses sparse
-    layers that are hard (bench/LOG.md). Grows with the root of the width: for a waste of 1 % it is 28 at a width of
+    layers that are hard (bench/log). Grows with the root of the width: for a waste of 1 % it is 28 at a width of
     256 and 112 at 4096 (the paper: 128).
     """
     rank = scale * 16 * d_model**0.5 * (0.04 + 0.65 * min(max(waste, 0.0), 0.25) ** 0.5)

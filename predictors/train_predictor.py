@@ -233,7 +233,7 @@ def train(args: argparse.Namespace, options: TrainOptions, directory: Path, mani
     print(plan.table(), file=sys.stderr, flush=True)
     context = ModelDir.open(directory).block.context
     if rows.shape[1] < min(context, LONG_CONTEXT):
-        # Measured on the demo: trained on 128 tokens, layers missed up to 11 % instead of 2 % beyond (bench/LOG.md).
+        # Measured on the demo: trained on 128 tokens, layers missed up to 11 % instead of 2 % beyond (bench/log).
         print(
             f"note: the model's context is {context} tokens, and activity changes with position; predictors see only "
             f"the first {rows.shape[1]}: fewer but longer --samples (--tokens-per-sample) are better",

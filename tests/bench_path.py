@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 BENCH = Path(__file__).parents[1] / "bench"
-sys.path[:0] = [str(BENCH / room) for room in ("engine", "cache", "faults", "io", "offload", "peer", "quality")]
+sys.path[:0] = [str(BENCH / room) for room in ("", "engine", "cache", "faults", "io", "offload", "peer", "quality")]

@@ -1,16 +1,58 @@
-"""The README's own lines, copied as they stand, in a fresh clone and a fresh virtual environment."""
+"""The READMEs' commands: every one is understood; the two set-up lines run as they stand, in a fresh clone."""
 
+import importlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from flashllm.cli import make_parser
 
-pytestmark = [pytest.mark.readme, pytest.mark.timeout(3600)]
+REPOSITORY = Path(__file__).resolve().parents[1]
+FOLDERS = (".", "bench", "flashllm", "flashllm/*", "predictors")
+READMES = sorted(path for folder in FOLDERS for path in REPOSITORY.glob(f"{folder}/README.md"))
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of every command in a document's shell blocks."""
+    for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while "&&" in words:
+                yield words[: words.index("&&")]
+                words = words[words.index("&&") + 1 :]
+            if words:
+                yield words
+
+
+def problem(words: list[str], extras: set[str]) -> str | None:
+    """What of a command is not so: a verb, an option, a script, an extra. None where all is."""
+    program = words[0].split("/")[-1]
+    if "-m" in words:
+        program, words = words[words.index("-m") + 1], words[words.index("-m") + 1 :]
+    if program == "flashllm":
+        given = words[1:]
+        try:
+            make_parser(given[0]).parse_args(given)
+        except SystemExit as stop:
+            return None if stop.code == 0 else f"flashllm does not understand {given}"
+    elif program == "pip":
+        wanted = {name for word in words for found in re.findall(r"\[(.*)\]", word) for name in found.split(",")}
+        return f"no extras {wanted - extras}" if wanted - extras else None
+    elif program == "python":
+        script = REPOSITORY / words[1]
+        if not script.is_file():
+            return f"no script {words[1]}"
+        known = "".join(path.read_text(encoding="utf-8") for path in script.parent.glob("*.py"))
+        unknown = [word for word in words if word.startswith("--") and f'"{word}"' not in known]
+        return f"{words[1]} has no {unknown}" if unknown else None
+    return None
 
 
 def readme_line(marker: str) -> str:
@@ -32,6 +74,37 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+def test_every_document_with_commands_is_read() -> None:
+    assert len(READMES) >= 8
+    assert sum(len(list(commands(path.read_text(encoding="utf-8")))) for path in READMES) > 50
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.relative_to(REPOSITORY).as_posix())
+def test_commands_are_understood(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = set(project["optional-dependencies"])
+    found = [problem(words, extras) for words in commands(path.read_text(encoding="utf-8"))]
+    assert [each for each in found if each is not None] == [], capsys.readouterr().err
+
+
+def test_wrong_commands_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "flashllm chat --gone && flashllm gone\npython bench/gone.py\npip install '.[serve,gone]'  # why\n"
+    text += "python bench/tables.py \\\n  --gone\ntorchrun -m flashllm offload gone\nflashllm chat demo\n"
+    found = [problem(words, {"serve"}) for words in commands(f"```sh\n{text}```\n")]
+    assert len(found) == 7
+    assert [each is None for each in found] == [False] * 6 + [True]
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.relative_to(REPOSITORY).as_posix())
+def test_python_examples_compile_and_their_imports_exist(path: Path) -> None:
+    for example in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
+        compile(example, str(path), "exec")
+        for module, names in re.findall(r"^from (flashllm[\w.]*) import (.*)$", example, re.MULTILINE):
+            assert all(hasattr(importlib.import_module(module), name) for name in names.split(", "))
+
+
+@pytest.mark.readme
+@pytest.mark.timeout(3600)
 def test_the_chat_line_answers_through_a_pipe(clone: Path, tmp_path: Path) -> None:
     home = Path.home()
     pip = {"PIP_CACHE_DIR": str(home / ".cache" / "pip")}
@@ -63,6 +136,8 @@ def test_the_chat_line_answers_through_a_pipe(clone: Path, tmp_path: Path) -> No
     assert {"the", "and", "to", "she", "was"} & set(words)
 
 
+@pytest.mark.readme
+@pytest.mark.timeout(3600)
 def test_the_test_line_collects_in_a_fresh_environment(clone: Path) -> None:
     # The whole suite runs in CI through the same line; here, that it installs and finds every test.
     line = readme_line("test line").replace("-m pytest -q", "-m pytest -q --collect-only")

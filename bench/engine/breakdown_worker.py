@@ -190,7 +190,7 @@ def read_rate(
 
 
 def read_through(settings: dict[str, Any]) -> dict[str, Any]:
-    """Reads `files` of the model once in sequence: for a drive that forgets (bench/LOG.md). GB/s of each."""
+    """Reads `files` of the model once in sequence: for a drive that forgets (bench/log). GB/s of each."""
     reader = _core.Reader(READS_AT_A_TIME, max_request=MAX_REQUEST, verify=False)
     buffer = _core.allocate(READ_AHEAD * BLOCK_NBYTES)
     rates = {}

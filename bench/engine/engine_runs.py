@@ -33,7 +33,7 @@ def add_read_first(parser: argparse.ArgumentParser) -> None:
 class Workers:
     """Starts workers over one model directory; with `memory`, in a control group of that many bytes.
 
-    read_first: before an engine runs, its files are read once in sequence (bench/LOG.md, 2026-11-22).
+    read_first: before an engine runs, its files are read once in sequence (bench/log, 2026-11-22).
     """
 
     def __init__(self, directory: Path, *, memory: int | None, read_first: bool = False) -> None:

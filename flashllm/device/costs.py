@@ -18,7 +18,7 @@ from flashllm.base.checks import check_int, check_keys, check_list, check_str, i
 from flashllm.config import Backend
 
 _CURVES = ("request_s", "beside_s", "lost_s")  # of a reader, by size
-DEFAULT_DEPTHS: Mapping[Backend, int] = {"threads": 32, "io_uring": 48}  # paper A, section 4; bench/LOG.md
+DEFAULT_DEPTHS: Mapping[Backend, int] = {"threads": 32, "io_uring": 48}  # paper A, section 4; bench/log
 # A typical layer, for choosing a backend (OPT-6.7B's shape at half its size): rows read, the share of them that may be
 # read while it computes, seconds of products.
 _TYPICAL_READS, _TYPICAL_BESIDE, _TYPICAL_PRODUCTS_S = 400, 0.8, 6e-3

@@ -22,7 +22,7 @@ _WARM_UP = 100  # of them not counted: the cache fills
 # Of the list of rows to prefetch, the likeliest first, as many are read as csrc/ffn/prefetch.h (PrefetchDepth) finds
 # worth it: up to the place where most is gained, if one that is not needed costs half of what a needed one gains.
 _PLACES, _WORTH = 16, 0.5
-_USEFUL_PREFETCHES = 0.7  # of them, where no trace tells: bench/LOG.md, "What a read costs beside products"
+_USEFUL_PREFETCHES = 0.7  # of them, where no trace tells: bench/log, "What a read costs beside products"
 # How unequal neurons are, where only their mean activity m is known: shares of tokens p ~ Beta(c m, c (1 - m)). With
 # c = 1.5, m = 0.1 gives the figures of paper A (24 % active in 5 tokens, 2.4 % new at a window of 4).
 _CONCENTRATION = 1.5

@@ -31,7 +31,7 @@ KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are alloca
 MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for one streaming block
 _THROUGH_NBYTES = 64 << 10  # of a request that reads through gaps: kMaxThrough (csrc/io/request_plan.h)
 # What the process grows by beside the planned buffers: pages of libraries at their first use, the interpreter's own
-# objects, the allocator's slack. Measured as the peak RSS less all other parts of the plan: bench/LOG.md, "The limit
+# objects, the allocator's slack. Measured as the peak RSS less all other parts of the plan: bench/log, "The limit
 # did not hold". A process that has loaded torch grows by TORCH_GROWTH more.
 LIBRARY_GROWTH = 16_000_000
 # Bytes of a layer's bookkeeping (csrc/cache/, csrc/ffn/): for each neuron slot, counts, last request, the token that

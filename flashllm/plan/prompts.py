@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from flashllm.arch.spec import BlockSpec
 from flashllm.format.manifest import Manifest
 
-_READ_AHEAD = 6  # streaming blocks in flight while one is used: they last through a layer's attention (bench/LOG.md)
+_READ_AHEAD = 6  # streaming blocks in flight while one is used: they last through a layer's attention (bench/log)
 # Where memory is short for neurons: fewer blocks in flight, then prompts in shorter parts, which take longer for each
-# token: their weights are decoded more often (bench/LOG.md, "Forty megabytes more for neurons").
+# token: their weights are decoded more often (bench/log, "Forty megabytes more for neurons").
 _LEAST_AHEAD, _SHORT_PART = 3, 128
 _COLUMN_PADS = 32  # floats: two kColumnPad (csrc/kernels/matmul.h)
 

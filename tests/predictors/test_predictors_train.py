@@ -403,7 +403,7 @@ def test_prefetch_predictors_tell_the_next_layer_from_the_input_before(bare, dat
 def test_the_demo_is_retrained_by_the_readmes_line_with_equal_bits(tmp_path, capsys):
     """The line itself, on a copy and with few short samples; the options that decide what is trained stay."""
     root = SCRIPT.parents[1]
-    readme = (root / "README.md").read_text(encoding="utf-8")
+    readme = (root / "predictors" / "README.md").read_text(encoding="utf-8")
     line = re.search(r"<!-- predictors line -->\n```sh\n(.*?)\n```", readme, re.DOTALL)[1]
     interpreter, script, model, *options = line.split("#")[0].split()
     assert (interpreter, script, model) == ("python", "predictors/train_predictor.py", "flashllm/demo")

@@ -14,7 +14,7 @@ from flashllm.arch.spec import Architecture
 from flashllm.convert.untrained.svd import Blocks, LowRankPredictor, low_rank_predictor, missed_share, normed_inputs
 from flashllm.format.predictors import GATE_CODE, gates_header, predictors_header
 
-RECALL = 0.99  # expected under Gaussian inputs; text turned out a little below (bench/LOG.md)
+RECALL = 0.99  # expected under Gaussian inputs; text turned out a little below (bench/log)
 GATE_RECALL = 0.995  # of gates in 4 bits, expected in the same way; random models' own inputs gave 0.988 and more
 _JUDGED_NEURONS = 2048  # of a layer, evenly spaced, from which its margin is found
 _HALVINGS = 30

@@ -16,7 +16,7 @@ namespace flashllm {
 
 class FrequencyPolicy final : public CachePolicy {
  public:
-  // Chosen by replay of recorded and made-up traces (bench/LOG.md).
+  // Chosen by replay of recorded and made-up traces (bench/log).
   static constexpr double kHalfLife = 16.0;       // tokens, of the recent counts
   static constexpr float kLongRunTokens = 12.0F;  // that the long-run share counts like
   static constexpr float kKnownTokens = 256.0F;   // that `popularity` counts like, when new ones adjust it

@@ -27,7 +27,7 @@ namespace flashllm {
 class PrefetchDepth {
  public:
   static constexpr std::size_t kPlaces = 16;  // counted together
-  static constexpr float kWorth = 0.5F;       // share that must turn out active (bench/LOG.md)
+  static constexpr float kWorth = 0.5F;       // share that must turn out active (bench/log)
   static constexpr float kMemory = 0.95F;     // of the counts, from list to list
 
   // For lists of which no more than `most` are read.

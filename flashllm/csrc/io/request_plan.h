@@ -4,7 +4,7 @@
 // bytes or kMaxPieces pieces, and a longer job is split (between rows where it has rows). Those with a gap of
 // at most `max_gap` bytes between them merge, too, up to kMaxThrough bytes: such a request bounces, that is,
 // it is read in one piece and its jobs are copied out, as pieces that end within pages cost a drive more than
-// the copy does (bench/LOG.md). So does one of which any piece is unaligned.
+// the copy does (bench/log). So does one of which any piece is unaligned.
 #pragma once
 
 #include <cstddef>

@@ -3,7 +3,7 @@
 // No thread of its own: threads that wait for reads or compute beside them (`Reader::advance`) start them,
 // take them in and check them, a few at a time, so that one call of the kernel serves several. A thread of
 // its own took the processor from products in the middle of a share, and the queue ran dry until its turn
-// came (bench/LOG.md).
+// came (bench/log).
 #pragma once
 
 #include <atomic>

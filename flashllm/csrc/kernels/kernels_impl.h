@@ -10,7 +10,7 @@
 // depends on these three.
 //
 // Prefetching: at two cores, loads alone keep too few cache lines under way to reach the memory's bandwidth,
-// and the processor's own prefetchers start anew at each row (bench/LOG.md).
+// and the processor's own prefetchers start anew at each row (bench/log).
 
 constexpr std::size_t kCacheLine = 64;
 constexpr std::size_t kAhead = 8192;  // bytes between a load and the prefetch beside it, in consecutive rows
@@ -33,7 +33,7 @@ struct BF16 {
 };
 
 // The cache lines of `n` elements at `p`, into the second level: it takes more lines under way than the
-// first, from which the loads then miss only so far (bench/LOG.md).
+// first, from which the loads then miss only so far (bench/log).
 template <typename T, std::size_t n>
 inline void prefetch(const T* p) {
   constexpr std::size_t kStep = kCacheLine / sizeof(T);
@@ -352,7 +352,7 @@ inline void from_f32_bf16(const float* from, std::size_t n, void* to) {
   for (std::size_t j = 0; j < n; ++j) target[j] = float_to_bfloat(from[j]);
 }
 
-// Four streams and two sums each: what kept most cache lines under way (bench/LOG.md).
+// Four streams and two sums each: what kept most cache lines under way (bench/log).
 float sum_floats(const float* from, std::size_t n) {
   constexpr std::size_t kStreams = 4, kStep = 2 * Vec::kWidth;
   const std::size_t part = n / kStreams / kStep * kStep;
