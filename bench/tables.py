@@ -152,7 +152,7 @@ def own_engines() -> str:
 
 
 def widths() -> str:
-    names = {"int4_32": "4 bits", "int8_32": "8 bits", "bf12": "12 bits (bf16 without loss)", "plain": "16 bits"}
+    names = {"int4_32": "4 bits", "int8_32": "8 bits", "bf12": "12 bits (bf16 without loss)", "bfloat16": "16 bits"}
     rows = [
         [
             names.get(one["encoding"], one["encoding"]),
@@ -363,7 +363,7 @@ def relufied_naming() -> str:
             ]
         )
     head = ["what names the neurons", "bytes", "named", "firing, but missed; by weight", "perplexity: wiki; books"]
-    return table([*head, "same likeliest token", "KL"], rows)
+    return table([*head, "same likeliest token", "KL, wiki"], rows)
 
 
 def relufied_flash() -> str:
