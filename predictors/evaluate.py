@@ -226,8 +226,10 @@ def without_predictors(
     rows, sets = model.manifest.rows, dict[str, Any]({Variant.DENSE: Variant.DENSE})
     for count in counts:
         left = set(worst[:count])
-        everything = LayerPredictor.everything(rows.d_model, rows.d_ff)
-        sets[str(count)] = [everything if layer in left else p for layer, p in enumerate(predictors)]
+        sets[str(count)] = [
+            LayerPredictor.everything(rows.d_model, model.manifest.architecture.width(layer)) if layer in left else p
+            for layer, p in enumerate(predictors)
+        ]
     scores, found = score_text(model, ids, sets), []
     for count in counts:
         mine, _ = layer_reports(model, ids, sets[str(count)], max_tokens, window)

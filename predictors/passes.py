@@ -32,7 +32,7 @@ class PassShape:
     tokens: int
     kept: int
     d_model: int
-    d_ff: int
+    d_ff: int  # neurons of the widest layer: codes of the others are zeros behind their neurons
 
     @property
     def code_nbytes(self) -> int:
@@ -216,7 +216,7 @@ class _Contributions:
         self.count += int(np.count_nonzero(h))
 
 
-def code_edges(lp: LayerPass, weights: LayerWeights, states: Floats) -> Floats:
+def code_edges(lp: LayerPass, weights: LayerWeights, states: Floats, d_ff: int) -> Floats:
     """[2, d_ff] activations from which a neuron has code 2 and 3: CODE_EDGES times the mean contribution.
 
     A neuron contributes |h| times the norm of its down column; the mean is of a pass of `states`.
@@ -225,7 +225,9 @@ def code_edges(lp: LayerPass, weights: LayerWeights, states: Floats) -> Floats:
     seen = _Contributions(norms)
     lp.observe(weights.layer, states, seen)
     mean = seen.total / max(1, seen.count)
-    return np.stack([edge * mean / np.maximum(norms, 1e-20) for edge in CODE_EDGES]).astype(np.float32)
+    edges = np.full((len(CODE_EDGES), d_ff), np.inf, np.float32)
+    edges[:, : len(norms)] = [edge * mean / np.maximum(norms, 1e-20) for edge in CODE_EDGES]
+    return edges
 
 
 def _write_at(path: Path, offset: int, data: NDArray[np.uint8]) -> None:

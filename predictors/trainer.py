@@ -111,7 +111,7 @@ class Trainer:
         chunk = (x[many], torch.from_numpy(codes)[many])
         once = dataclasses.replace(fit_options, epochs=1)
         predictor = LayerPredictor.from_low_rank(start)
-        per_step = _seconds(lambda: fit(predictor, lambda: iter([chunk]), once, shape.d_ff))
+        per_step = _seconds(lambda: fit(predictor, lambda: iter([chunk]), once, self._architecture.width(0)))
         steps = shape.samples * shape.kept / fit_options.batch_tokens
         # Statistics, thresholds, losses and judging cost about as much as half an epoch.
         fitting = per_svd + (fit_options.epochs + 0.5) * steps * per_step
@@ -182,7 +182,7 @@ class Trainer:
 
     def _pass_samples(self, layer: int, progress: Any) -> None:
         first_batch = self._states.read(layer, 0, min(self._batch, self._shape.samples))
-        edges = code_edges(self._pass, LayerWeights(self._model, layer), first_batch)
+        edges = code_edges(self._pass, LayerWeights(self._model, layer), first_batch, self._shape.d_ff)
         for first, ids in self._batches():
             end = first + len(ids)
             before = self._states.read(layer, first, end)
@@ -200,6 +200,7 @@ class Trainer:
     def _fit_layer(self, layer: int) -> tuple[LayerPredictor, dict[str, Any]]:
         """A layer's predictor, thresholded and judged."""
         options, shape, split = self._options, self._shape, self.split
+        neurons = self._architecture.width(layer)
         weights = LayerWeights(self._model, layer)
         training = self._chunks(layer, 0, split.calibration)
         calibration = self._chunks(layer, split.calibration, split.validation)
@@ -209,14 +210,14 @@ class Trainer:
         def ready(predictor: LayerPredictor) -> LayerPredictor:
             """As it will be stored, with its threshold."""
             stored = predictor.stored(options.bits)
-            stored.threshold = count_logits(stored, calibration, shape.d_ff).threshold_for(options.recall)
+            stored.threshold = count_logits(stored, calibration, neurons).threshold_for(options.recall)
             return stored
 
         def low_rank(rank: int) -> LayerPredictor:
             return LayerPredictor.from_low_rank(low_rank_predictor(weights.drivers, weights.bias, statistics, rank))
 
         if isinstance(options.recipe, AutoRanks):
-            probe = judge(ready(low_rank(probe_rank(shape.d_model))), calibration, shape.d_ff)
+            probe = judge(ready(low_rank(probe_rank(shape.d_model))), calibration, neurons)
             waste = probe.predicted_share - probe.true_share * (1 - probe.false_negative)
             rank = options.recipe.rank(shape.d_model, waste, options.bits)
         else:
@@ -224,19 +225,19 @@ class Trainer:
         svd: LayerQuality | None = None
         losses: list[float] = []
         if rank == 0:
-            predictor = LayerPredictor.everything(shape.d_model, shape.d_ff)
-            quality = judge(predictor, validation, shape.d_ff)
+            predictor = LayerPredictor.everything(shape.d_model, neurons)
+            quality = judge(predictor, validation, neurons)
         else:
             untrained = low_rank(rank)
             predictor = start = ready(untrained)
-            quality = svd = judge(start, validation, shape.d_ff)
+            quality = svd = judge(start, validation, neurons)
             if options.fit.epochs:
-                trained, losses = fit(untrained, training, self._fit_options(layer), shape.d_ff, calibration)
+                trained, losses = fit(untrained, training, self._fit_options(layer), neurons, calibration)
                 predictor = ready(trained)
-                quality = judge(predictor, validation, shape.d_ff)
+                quality = judge(predictor, validation, neurons)
             if svd.predicted_share <= quality.predicted_share:
                 predictor, quality = start, svd  # training has not helped
-        counts = count_logits(predictor, validation, shape.d_ff)
+        counts = count_logits(predictor, validation, neurons)
         active, need = self._needs(layer, predictor)
         return predictor, {
             **dataclasses.asdict(quality),
@@ -250,7 +251,7 @@ class Trainer:
 
     def _fit_prefetch(self, layer: int, rank: int, precision: float) -> tuple[LayerPredictor, dict[str, Any]]:
         """A predictor of the layer's active neurons from the FFN input of the layer before."""
-        options, shape, split = self._options, self._shape, self.split
+        options, split, neurons = self._options, self.split, self._architecture.width(layer)
         weights = LayerWeights(self._model, layer)
         training = self._chunks(layer, 0, split.calibration, inputs_of=layer - 1)
         calibration = self._chunks(layer, split.calibration, split.validation, inputs_of=layer - 1)
@@ -262,10 +263,10 @@ class Trainer:
                 yield before, at
 
         start = linear_start(weights.drivers, weights.bias, pairs, rank)
-        trained, losses = fit(start, training, self._fit_options(layer), shape.d_ff, calibration)
+        trained, losses = fit(start, training, self._fit_options(layer), neurons, calibration)
         prefetch = trained.stored(options.bits)
-        prefetch.threshold = count_logits(prefetch, calibration, shape.d_ff).threshold_for_precision(precision)
-        quality = judge(prefetch, validation, shape.d_ff)
+        prefetch.threshold = count_logits(prefetch, calibration, neurons).threshold_for_precision(precision)
+        quality = judge(prefetch, validation, neurons)
         found = quality.true_share * (1 - quality.false_negative)
         return prefetch, {
             **dataclasses.asdict(quality),

@@ -76,7 +76,7 @@ def plan_training(
         tokens=tokens,
         kept=max(1, min(tokens, positions // samples)),
         d_model=architecture.d_model,
-        d_ff=architecture.d_ff,
+        d_ff=max(architecture.every_width),
     )
     # Asked as if the machine had no end: what matters is the least the model needs.
     loaded = plan_memory(manifest, block, limit=None, available=2**60, process=process_nbytes(), context=tokens)

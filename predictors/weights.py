@@ -25,9 +25,9 @@ class LayerWeights:
 
     def __init__(self, model: Model, layer: int) -> None:
         self.model, self.layer = model, layer
-        self.layout = model.manifest.rows
+        self.layout = model.manifest.layout(layer)
         self.activation, self.gated = model.manifest.architecture.activation, model.manifest.architecture.gated
-        spec = model.directory.block.layer(layer)
+        spec = model.directory.block.layers[layer]
         self.threshold, self.cut = np.float32(spec.activation_threshold), np.float32(spec.activation_cut)
         driver = "gate" if self.gated else "up"
         bias = self._vector(f"ffn.{driver}_bias")

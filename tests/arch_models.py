@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from tiny_models import make_tokenizer
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -37,6 +38,7 @@ _SIZES = {  # of model_types whose config has other keys
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": CONTEXT},
     "gpt2": {"n_embd": 64, "n_inner": 96, "n_head": 4, "n_positions": CONTEXT},
 }
+_WIDTHS = [96, 160, 40]  # neurons of layers that differ
 _TEACHERS = {"sparsellama": "llama", "bamboo": "mistral"}  # whose code computes them, but for the activation
 _ROPE = {"rope_theta": 500.0}
 _SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron")  # that keep their norms' weight - 1
@@ -62,6 +64,8 @@ VARIANTS = {
     "opt untied": Variant("opt", {"tie_word_embeddings": False}),
     "llama": Variant("llama", {"hidden_act": "silu"}),
     "llama relu": Variant("llama", {"hidden_act": "relu"}),
+    "llama widths": Variant("llama", {"hidden_act": "silu", "intermediate_size": _WIDTHS}),
+    "llama relu widths": Variant("llama", {"hidden_act": "relu", "mlp_bias": True, "intermediate_size": _WIDTHS}),
     "llama squared relu": Variant("llama", {"hidden_act": "relu2"}),
     "llama without grouped queries": Variant("llama", {"hidden_act": "relu", "num_key_value_heads": 4}),
     "llama one key-value head": Variant("llama", {"hidden_act": "relu", "num_key_value_heads": 1}),
@@ -198,6 +202,8 @@ VARIANTS = {
         "qwen2_moe", {"use_sliding_window": True, "sliding_window": 70, "max_window_layers": 2, "qkv_bias": False}
     ),
     "qwen3_moe": Variant("qwen3_moe", {"norm_topk_prob": True, "head_dim": 24}),
+    "qwen2_moe and a dense layer": Variant("qwen2_moe", {"mlp_only_layers": [1], "intermediate_size": 160}),
+    "qwen3_moe and dense layers": Variant("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": True}),
     "qwen3_moe window": Variant("qwen3_moe", {"use_sliding_window": True, "sliding_window": 50}),
     "gpt_oss": Variant("gpt_oss", {"sliding_window": 37, "head_dim": 16}),
     "gpt_oss plain rope": Variant(
@@ -230,6 +236,8 @@ def make_config(variant: Variant) -> PreTrainedConfig:
     given = {**_SIZES.get(variant.model_type, _GROUPED), **copy.deepcopy(variant.config)}  # which it completes
     if variant.model_type in _TEACHERS:
         given["hidden_act"] = "relu"
+    if isinstance(given.get("intermediate_size"), list):
+        given["intermediate_size"] = given["intermediate_size"][0]
     return CONFIG_MAPPING[_TEACHERS.get(variant.model_type, variant.model_type)](
         **{
             "vocab_size": VOCAB,
@@ -252,10 +260,25 @@ class _Fatrelu(torch.nn.Module):
         return x * (x > self.threshold)
 
 
+def give_widths(model: PreTrainedModel, widths: list[int]) -> None:
+    """Layers with as many neurons each: no config of transformers says so."""
+    for layer, width in zip(model.model.layers, widths, strict=True):
+        config = copy.deepcopy(model.config)
+        config.intermediate_size = width
+        layer.mlp = type(layer.mlp)(config)
+
+
 def open_model(path: Path) -> PreTrainedModel:
     """transformers' model of the checkpoint folder `path`. Model types that it lacks are computed by their teachers'
-    code with another activation."""
+    code with another activation, layers of other widths by its own modules."""
     config = json.loads((path / "config.json").read_text())
+    widths = config.get("intermediate_size")
+    if isinstance(widths, list):
+        known = CONFIG_MAPPING[config["model_type"]].from_dict({**config, "intermediate_size": widths[0]})
+        model = AutoModelForCausalLM.from_config(known).eval()
+        give_widths(model, widths)
+        model.load_state_dict(load_file(path / "model.safetensors"), strict=True)
+        return model
     teacher = _TEACHERS.get(config["model_type"])
     if teacher is None:
         return AutoModelForCausalLM.from_pretrained(path).eval()
@@ -276,6 +299,9 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
     Weights are large enough that tokens differ clearly, and about a third of the neurons of a ReLU fire.
     """
     model = AutoModelForCausalLM.from_config(make_config(variant)).eval()
+    widths = variant.config.get("intermediate_size")
+    if isinstance(widths, list):
+        give_widths(model, widths)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -295,7 +321,7 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
     transformers_logging.disable_progress_bar()
     model.save_pretrained(path)
     make_tokenizer(VOCAB).save_pretrained(path)
-    if variant.model_type in _TEACHERS:
+    if variant.model_type in _TEACHERS or isinstance(widths, list):
         config = json.loads((path / "config.json").read_text())
         config |= {"model_type": variant.model_type, **variant.config}
         (path / "config.json").write_text(json.dumps(config))

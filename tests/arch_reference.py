@@ -38,10 +38,9 @@ class ReferenceDecoder:
             self.model = self.model.with_sparsity(None)
         self.block: BlockSpec = self.model.block
         self.tensors = self._read(path / RESIDENT)
-        layout = self.model.manifest.rows
         self.ffn = []
         with open_safetensors(path / FFN) as file:
-            for layer in range(self.model.architecture.num_layers):
+            for layer, layout in enumerate(self.model.manifest.layouts):
                 rows = np.empty((layout.num_rows, layout.stride), np.uint8)
                 file.read_into(file.header.tensors[ffn_tensor(layer)], 0, rows.reshape(-1).data)
                 parts = widened_rows(layout, rows[: layout.d_ff], read_plane(path, self.model.manifest, layer))
@@ -143,7 +142,7 @@ class ReferenceDecoder:
         return self._norm(name + "_norm", made) if part != "value" and block.query_key_norm.startswith("h") else made
 
     def _attention(self, layer, x, positions):
-        block, rotary = self.block, self.block.layer(layer).rotary
+        block, rotary = self.block, self.block.layers[layer].rotary
         query = self._heads(layer, "query", x, block.heads)
         key, value = (self._heads(layer, part, x, block.kv_heads) for part in ("key", "value"))
         query, key = self._rotate(query, positions, rotary) * block.query_scale, self._rotate(key, positions, rotary)
@@ -151,7 +150,7 @@ class ReferenceDecoder:
         scores = self._capped(torch.einsum("qhd,khd->hqk", query, key), block.attention_softcap)
         scores = scores + self._alibi(positions)
         distance = positions[None, :, None] - positions[None, None, :]
-        window = block.layer(layer).window or len(x)
+        window = block.layers[layer].window or len(x)
         scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
         sinks = self.tensors.get(f"layers.{layer}.sinks")
         if sinks is not None:
@@ -194,7 +193,7 @@ class ReferenceDecoder:
         return torch.cat((turned, rest), -1)
 
     def _ffn(self, layer, x):
-        experts = self.block.experts
+        experts = self.block.layers[layer].experts
         if experts is None:
             return self._neurons(layer, x)
         routed = self._routed(layer, x)
@@ -235,6 +234,6 @@ class ReferenceDecoder:
 
     def _activation(self, layer, h):
         if self.block.activation == "fatrelu":
-            return h * (h > self.block.layer(layer).activation_threshold)
+            return h * (h > self.block.layers[layer].activation_threshold)
         h = ACTIVATIONS[self.block.activation](h)
-        return h * (h.abs() >= self.block.layer(layer).activation_cut)
+        return h * (h.abs() >= self.block.layers[layer].activation_cut)

@@ -237,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
     layers, activate = range(0, architecture.num_layers, args.every), ACTIVATIONS[architecture.activation]
     for layer in layers:
         print(f"layer {layer}", file=sys.stderr, flush=True)
-        x, gate, own = inputs.of(layer), gate_of(args.model, model_dir, layer), model_dir.block.layer(layer)
+        x, gate, own = inputs.of(layer), gate_of(args.model, model_dir, layer), model_dir.block.layers[layer]
         learned, exact = len(x) // 2, np.abs(activate(x @ gate.T))
         zero = own.activation_threshold if args.zeros is None else np.quantile(exact[:learned], args.zeros)
         every = [*predictors(gate, x, learned // 2, activate), *trained(tensors, layer, x)]

@@ -10,7 +10,7 @@ from typing import Any
 from flashllm.arch.family import When, always, decoder, decoder_block, linear_tensors, never, says
 from flashllm.arch.mixture import ExpertsSpec
 from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, check_size
-from flashllm.arch.tensors import ArchitectureSpec, ResidentTensor
+from flashllm.arch.tensors import ArchitectureSpec, ResidentTensor, mixtures
 from flashllm.errors import UnsupportedModelError
 
 _MATRICES = {
@@ -60,7 +60,10 @@ def _row(model_type: str, *, defaults: Mapping[str, Any], experts: int, router: 
         model_type,
         defaults={**_DEFAULTS, **defaults},
         derived=derived,
-        ffn_tensors=(*linear_tensors("layers.{i}.router", router), *values.pop("ffn_tensors", ())),
+        ffn_tensors=tuple(
+            replace(tensor, layers=mixtures)
+            for tensor in (*linear_tensors("layers.{i}.router", router), *values.pop("ffn_tensors", ()))
+        ),
         ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),
         **{
             "renamed": {} if old == current else {current: old},
@@ -114,17 +117,17 @@ OLMOE = _row(
 # Qwen 1.5 MoE, 2 and 3 (Qwen Team, 2024, 2025). The former have shared neurons, which a gate weighs.
 
 
-def _check_layers(config: Config) -> None:
-    """UnsupportedModelError where some layers are no mixtures."""
-    if config["mlp_only_layers"] or config["decoder_sparse_step"] != 1:
-        raise UnsupportedModelError(
-            f"{config['model_type']} with layers that are no mixtures of experts (mlp_only_layers, "
-            "decoder_sparse_step) is not supported; a model whose layers are all alike is"
-        )
+def _dense_layers(config: Config) -> frozenset[int]:
+    """The layers that are no mixtures: those that are named, and all but every `decoder_sparse_step`-th."""
+    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+    step = check_size("decoder_sparse_step", config["decoder_sparse_step"], 2**30)
+    named = config["mlp_only_layers"] or []
+    if not isinstance(named, list) or any(type(layer) is not int for layer in named):
+        raise ValueError(f"mlp_only_layers must be a list of layers, not {str(named)[:80]}")
+    return frozenset(layer for layer in range(count) if layer in named or (layer + 1) % step != 0)
 
 
 def _qwen2_moe(config: Config) -> BlockSpec:
-    _check_layers(config)
     types, windowed = config.get("layer_types"), config["use_sliding_window"]
     if types is None:
         slides = [
@@ -136,19 +139,21 @@ def _qwen2_moe(config: Config) -> BlockSpec:
     return decoder_block(
         {**config, "sliding_window": window, "layer_types": types},
         experts=_experts(config, "moe_intermediate_size", shared=check_size(key, config[key])),
+        dense_layers=_dense_layers(config),
     )
 
 
 def _qwen3_moe(config: Config) -> BlockSpec:
-    _check_layers(config)
     window = config["sliding_window"] if config["use_sliding_window"] else None
     return decoder_block(
         {**config, "sliding_window": window},
         query_key_norm="head",
         experts=_experts(config, "moe_intermediate_size"),
+        dense_layers=_dense_layers(config),
     )
 
 
+_QWEN_DENSE = {matrix: f"model.layers.{{i}}.mlp.{matrix}_proj.weight" for matrix in ("up", "gate", "down")}
 _QWEN: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 2048,
@@ -176,6 +181,7 @@ QWEN2_MOE = _row(
     router="mlp.gate",
     block=_qwen2_moe,
     attention=_projections(says("qkv_bias"), never),
+    dense_matrices=_QWEN_DENSE,
     shared_matrices={
         matrix: f"model.layers.{{i}}.mlp.shared_expert.{matrix}_proj.weight" for matrix in ("up", "gate", "down")
     },
@@ -193,6 +199,7 @@ QWEN3_MOE = _row(
     experts=128,
     router="mlp.gate",
     block=_qwen3_moe,
+    dense_matrices=_QWEN_DENSE,
     attention=_projections(says("attention_bias"), says("attention_bias")),
     head_norms=_HEAD_NORMS,
     head_norm=always,

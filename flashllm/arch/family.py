@@ -3,10 +3,11 @@
 A file says where its model_type differs. Plain values; knows no model_type.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from flashllm.arch.mixture import ExpertsSpec
 from flashllm.arch.rotary import DEFAULT_THETA, rotary, trained_context
 from flashllm.arch.spec import (
     MAX_CONTEXT,
@@ -180,8 +181,6 @@ def decoder(
             ResidentTensor(name="head.weight", source="lm_head.weight", when=is_untied),
             ResidentTensor(name="head.bias", source="lm_head.bias", when=head_bias),
         ),
-        num_layers_key="num_hidden_layers",
-        d_ff_key="intermediate_size",
         defaults=defaults,
         block=block,
         **others,
@@ -216,11 +215,15 @@ def decoder_block(
     activation: str = "hidden_act",
     theta: float = DEFAULT_THETA,
     rotary_share: float = 1.0,
+    layers: tuple[LayerSpec, ...] | None = None,
+    experts: ExpertsSpec | None = None,
+    dense_layers: Collection[int] = (),
     **traits: Any,
 ) -> BlockSpec:
     """The block of a complete config with Llama's keys, rotary positions and RMS norms; `traits` say otherwise.
 
     `epsilon` and `activation` are keys of the config, `theta` and `rotary_share` defaults of its rotary embedding.
+    `layers`: by default those of `layer_specs`; all but `dense_layers` are mixtures of `experts`, where it has any.
     """
     head_dim = head_size(config)
     values: dict[str, Any] = {
@@ -242,7 +245,15 @@ def decoder_block(
     }
     if traits.get("positions", "rotary") == "rotary" and "rotary" not in traits:
         values["rotary"] = (rotary(config, head_dim, theta=theta, share=rotary_share),)
-    return BlockSpec(**{"layers": layer_specs(config), **values, **traits})
+    layers = layer_specs(config) if layers is None else layers
+    if traits.get("positions", "rotary") != "rotary":
+        layers = tuple(replace(layer, rotary=None) for layer in layers)
+    if experts is not None:
+        layers = tuple(
+            layer if i in dense_layers else replace(layer, neurons=experts.neurons, experts=experts)
+            for i, layer in enumerate(layers)
+        )
+    return BlockSpec(**{**values, "layers": layers, **traits})
 
 
 def _context(config: Config, traits: Mapping[str, Any]) -> int:
@@ -252,8 +263,8 @@ def _context(config: Config, traits: Mapping[str, Any]) -> int:
 
 
 def layer_specs(config: Config, *, rotary_of: Mapping[str, int | None] | None = None) -> tuple[LayerSpec, ...]:
-    """What the layers differ in: sliding windows by `layer_types` (all layers where there are none), FATReLU's
-    thresholds, the rotary embedding by type; empty where they differ in nothing."""
+    """The layers: sliding windows by `layer_types` (all layers where there are none), FATReLU's thresholds, the rotary
+    embedding by type, the neurons (one number, or a list of each layer's)."""
     count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
     window = config.get("sliding_window")
     if window is not None and check_size("sliding_window", window, 2**30) >= config["max_position_embeddings"]:
@@ -266,15 +277,19 @@ def layer_specs(config: Config, *, rotary_of: Mapping[str, int | None] | None = 
     if unknown is not None:
         model_type = config.get("model_type")
         raise UnsupportedModelError(f"layers of type {str(unknown)[:80]!r} are not supported for {model_type}")
-    layers = tuple(
+    neurons = config["intermediate_size"]
+    widths = neurons if isinstance(neurons, list) else [neurons] * count
+    if len(widths) != count:
+        raise ValueError(f"intermediate_size must be a number or a list of {count}, not {len(widths)} numbers")
+    return tuple(
         LayerSpec(
             rotary=0 if rotary_of is None else rotary_of[kind],
             window=window if kind == "sliding_attention" else None,
+            neurons=check_size("intermediate_size", width),
             activation_threshold=threshold,
         )
-        for kind, threshold in zip(types, _thresholds(config, count), strict=True)
+        for kind, width, threshold in zip(types, widths, _thresholds(config, count), strict=True)
     )
-    return () if all(layer == LayerSpec() for layer in layers) else layers
 
 
 def _thresholds(config: Config, count: int) -> list[float]:

@@ -295,7 +295,7 @@ def _gpt2(config: Config) -> BlockSpec:
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if config[key]:
             raise UnsupportedModelError(f"gpt2 with {key} is not supported")
-    traits = {} if config["scale_attn_weights"] else {"query_scale": 1.0}
+    traits: dict[str, Any] = {} if config["scale_attn_weights"] else {"query_scale": 1.0}
     return decoder_block(
         config,
         epsilon="layer_norm_epsilon",

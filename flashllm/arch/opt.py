@@ -3,7 +3,7 @@
 Learned positions from row 2 on, layer norms, one key-value head a head, a plain FFN: ReLU, or Galactica's GELU.
 """
 
-from flashllm.arch.spec import MAX_CONTEXT, BlockSpec, Config, check_size, known_activation
+from flashllm.arch.spec import MAX_CONTEXT, MAX_LAYERS, BlockSpec, Config, LayerSpec, check_size, known_activation
 from flashllm.arch.tensors import ArchitectureSpec, ResidentTensor
 
 _BASE = "model.decoder."
@@ -56,6 +56,8 @@ def _block(config: Config) -> BlockSpec:
         activation=known_activation(config, "activation_function", {"relu": "relu", "gelu": "gelu"}),
         gated=False,
         tied_head=bool(config["tie_word_embeddings"]),
+        layers=(LayerSpec(rotary=None, neurons=check_size("ffn_dim", config["ffn_dim"])),)
+        * check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS),
     )
 
 
@@ -97,8 +99,6 @@ OPT = ArchitectureSpec(
         ResidentTensor(name="project_out.weight", source=_BASE + "project_out.weight", when=_is_projected),
         ResidentTensor(name="head.weight", source="lm_head.weight", when=_is_untied),
     ),
-    num_layers_key="num_hidden_layers",
-    d_ff_key="ffn_dim",
     defaults={  # of transformers' OPTConfig
         "vocab_size": 50272,
         "num_hidden_layers": 12,

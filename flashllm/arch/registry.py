@@ -16,7 +16,7 @@ from flashllm.arch.llama.dense import DENSE
 from flashllm.arch.llama.sparse import SPARSE
 from flashllm.arch.opt import OPT
 from flashllm.arch.refused import REFUSED
-from flashllm.arch.spec import MAX_LAYERS, Architecture, BlockSpec, check_size
+from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.arch.tensors import ArchitectureSpec, Part, Shape, tensor_shape
 from flashllm.base.checks import check_int
 from flashllm.errors import FormatError, UnsupportedModelError
@@ -78,17 +78,22 @@ def resolve(config: Mapping[str, Any]) -> Architecture:
     names = [tensor.name for tensor in spec.present(config)]
     experts = block.experts
     try:
+        widths = tuple(layer.neurons for layer in block.layers)
         return Architecture(
             model_type=spec.model_type,
-            num_layers=check_size(spec.num_layers_key, config[spec.num_layers_key], MAX_LAYERS),
+            num_layers=len(block.layers),
             d_model=block.d_model,
-            d_ff=check_size(spec.d_ff_key, config[spec.d_ff_key]) if experts is None else experts.neurons,
+            d_ff=max(widths) if experts is None else experts.neurons,
             activation=block.activation,
             gated=block.gated,
             ffn_bias=any(name.startswith("layers.{i}.ffn.") for name in names),
             experts=0 if experts is None else experts.count,
             chosen_experts=0 if experts is None else experts.chosen,
             shared_neurons=0 if experts is None else experts.shared,
+            widths=widths if len(set(widths)) > 1 else (),
+            dense_layers=tuple(
+                i for i, layer in enumerate(block.layers) if experts is not None and layer.experts is None
+            ),
         )
     except ValueError as error:
         raise FormatError(f"config.json: {error}") from error
@@ -96,24 +101,32 @@ def resolve(config: Mapping[str, Any]) -> Architecture:
 
 def resident_sources(config: Mapping[str, Any]) -> dict[str, str]:
     """Canonical name -> state_dict name of every tensor that stays in DRAM; layer tensors are grouped by layer."""
-    spec = spec_of(config.get("model_type"))
-    config = complete_config(config)
-    present = [(tensor.name, tensor.source) for tensor in spec.present(config)]
-    of_layer = [pair for pair in present if "{i}" in pair[0]]
-    first = present.index(of_layer[0]) if of_layer else len(present)
-    result = dict(present[:first])
-    for layer in range(config[spec.num_layers_key]):
-        result |= {name.format(i=layer): source.format(i=layer) for name, source in of_layer}
-    return result | {name: source for name, source in present[first:] if "{i}" not in name}
+    return {name: source for name, source, _ in _resident(config)}
 
 
 def resident_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     """Canonical name -> shape of every tensor that stays in DRAM."""
-    spec, block, architecture = spec_of(config.get("model_type")), block_spec(config), resolve(config)
-    patterns = [tensor.name for tensor in spec.present(complete_config(config))]
-    shapes = {name: tensor_shape(name, block, architecture.d_ff) for name in patterns}
-    layers = range(architecture.num_layers)
-    return {name.format(i=layer): shape for name, shape in shapes.items() for layer in layers}
+    return {name: shape for name, _, shape in _resident(config)}
+
+
+def _resident(config: Mapping[str, Any]) -> list[tuple[str, str, Shape]]:
+    """(canonical name, state_dict name, shape) of every tensor that stays in DRAM; those of a layer follow each
+    other."""
+    block, present = block_spec(config), spec_of(config.get("model_type")).present(complete_config(config))
+    first = next((at for at, tensor in enumerate(present) if "{i}" in tensor.name), len(present))
+    layered = [tensor for tensor in present if "{i}" in tensor.name]
+    around = [
+        (tensor.name, tensor.source, tensor_shape(tensor.name, block, block.layers[0]))
+        for tensor in present
+        if "{i}" not in tensor.name
+    ]
+    of_layers = [
+        (tensor.name.format(i=i), tensor.source.format(i=i), tensor_shape(tensor.name, block, layer))
+        for i, layer in enumerate(block.layers)
+        for tensor in layered
+        if tensor.layers(layer)
+    ]
+    return [*around[:first], *of_layers, *around[first:]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +150,15 @@ class Claim:
 
 
 def claims(config: Mapping[str, Any]) -> dict[str, Claim]:
-    """Every tensor of a checkpoint that a model needs, by canonical name; the FFN's matrices are the last."""
+    """Every tensor of a checkpoint that a model needs, by canonical name; the FFN's matrices are the last. Errors as
+    `block_spec`."""
     spec, architecture, full = spec_of(config.get("model_type")), resolve(config), complete_config(config)
-    shapes, parts = resident_shapes(config), {tensor.name: tensor.part(full) for tensor in spec.present(full)}
+    shapes = resident_shapes(config)
+    try:
+        parts = {tensor.name: tensor.part(full) for tensor in spec.present(full)}
+        matrix_parts = {matrix: spec.matrix_part(matrix, full) for matrix in spec.matrices}
+    except ValueError as error:
+        raise FormatError(f"config.json: {error}") from error
     result = {
         name: Claim(name=name, source=source, part=parts[_pattern(name)], shape=shapes[name])
         for name, source in resident_sources(config).items()
@@ -151,7 +170,7 @@ def claims(config: Mapping[str, Any]) -> dict[str, Claim]:
                 result[f"{name}{matrix}.weight"] = Claim(
                     name=f"{name}{matrix}.weight",
                     source=source,
-                    part=spec.matrix_part(matrix, full),
+                    part=matrix_parts[matrix],
                     shape=shape[::-1] if matrix == "down" else shape,
                 )
     return result
@@ -160,8 +179,10 @@ def claims(config: Mapping[str, Any]) -> dict[str, Claim]:
 def bundle_names(architecture: Architecture, layer: int) -> list[str]:
     """How the canonical names of a layer's FFN matrices begin, in the order of its neurons: one of all, or one of each
     expert and one of the shared neurons."""
+    if layer not in architecture.mixtures:
+        return [f"layers.{layer}."]
     experts = [f"layers.{layer}.experts.{expert}." for expert in range(architecture.experts)]
-    return [*experts, *([f"layers.{layer}.shared."] if architecture.shared_neurons else [])] or [f"layers.{layer}."]
+    return [*experts, *([f"layers.{layer}.shared."] if architecture.shared_neurons else [])]
 
 
 def _bundles(
@@ -169,8 +190,9 @@ def _bundles(
 ) -> list[tuple[str, int, Mapping[str, str]]]:
     """(name, neurons, state_dict names of its matrices) of each of `bundle_names`."""
     names = bundle_names(architecture, layer)
-    if not architecture.experts:
-        return [(names[0], architecture.d_ff, {key: text.format(i=layer) for key, text in spec.matrices.items()})]
+    if layer not in architecture.mixtures:
+        dense = spec.dense_matrices or spec.matrices
+        return [(names[0], architecture.width(layer), {key: text.format(i=layer) for key, text in dense.items()})]
     result: list[tuple[str, int, Mapping[str, str]]] = [
         (names[e], architecture.expert_size, {key: text.format(i=layer, e=e) for key, text in spec.matrices.items()})
         for e in range(architecture.experts)

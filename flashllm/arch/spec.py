@@ -56,16 +56,21 @@ class Alibi:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """What layers of one model may differ in."""
+    """What layers of one model may differ in: their attention's reach and rotation, and their feed-forward part."""
 
     rotary: int | None = 0  # of `BlockSpec.rotary`; None: this layer turns nothing
     window: int | None = None  # positions a query sees, its own included; None: all before it
+    neurons: int  # of the feed-forward part
+    experts: ExpertsSpec | None = None  # that the neurons belong to; None: the feed-forward part is dense
     activation_threshold: float = 0.0  # of fatrelu: what is not above it becomes zero
     activation_cut: float = 0.0  # of any: results of a smaller magnitude become zero (Lee et al., 2024: CATS)
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ValueError(f"a sliding window must be at least 1, not {self.window}")
+        check_size("a layer's neurons", self.neurons)
+        if self.experts is not None and self.neurons != self.experts.neurons:
+            raise ValueError(f"{self.experts.neurons} neurons of experts are not {self.neurons}")
         for name in ("activation_threshold", "activation_cut"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name} must be a number from 0, not {getattr(self, name)}")
@@ -112,10 +117,9 @@ class BlockSpec:
     rotary: tuple[Rotary, ...] = ()  # those that layers choose from
     rotary_style: Literal["half", "interleaved"] = "half"  # the partner of dimension j: j + dims / 2, or j + 1
     alibi: Alibi | None = None
-    layers: tuple[LayerSpec, ...] = ()  # of each layer; empty: all are as LayerSpec() says
+    layers: tuple[LayerSpec, ...]  # every layer
     activation: str  # one of ACTIVATIONS
     gated: bool
-    experts: ExpertsSpec | None = None  # the FFN is a mixture of them
     tied_head: bool  # the head is the embedding
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what a block adds to h
@@ -141,9 +145,13 @@ class BlockSpec:
         for rotary in self.rotary:
             if rotary.dims > self.head_dim:
                 raise ValueError(f"{rotary.dims} rotary dimensions do not fit heads of {self.head_dim}")
+        if not 0 < len(self.layers) <= MAX_LAYERS:
+            raise ValueError(f"a model has from 1 to {MAX_LAYERS} layers, not {len(self.layers)}")
         for layer in self.layers:
-            if layer.rotary is not None and self.rotary and not 0 <= layer.rotary < len(self.rotary):
+            if layer.rotary is not None and not 0 <= layer.rotary < len(self.rotary):
                 raise ValueError(f"a layer wants rotary embedding {layer.rotary} of {len(self.rotary)}")
+        if len({layer.experts for layer in self.layers} - {None}) > 1:
+            raise ValueError("layers that are mixtures of experts must be alike")
         for name in ("attention_softcap", "logit_softcap"):
             cap = getattr(self, name)
             if cap is not None and not (math.isfinite(cap) and cap > 0):
@@ -156,6 +164,11 @@ class BlockSpec:
             raise ValueError("inputs are rounded behind norms: those of a block's inputs, and sub_norms")
         if self.sub_norms and (self.norm != "rms" or self.experts is not None):
             raise ValueError("sub_norms are RMS norms, and not of a mixture of experts")
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """The experts of those layers that are mixtures of them; None where no layer is."""
+        return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
     @property
     def query_dim(self) -> int:
@@ -174,11 +187,6 @@ class BlockSpec:
             return None
         return "attention_norm" if self.norms == "sum" or self.shared_norm else "ffn_norm"
 
-    def layer(self, index: int) -> LayerSpec:
-        """What layer `index` is like."""
-        plain = LayerSpec(rotary=0 if self.rotary else None)
-        return self.layers[index] if self.layers else plain
-
     def kv_nbytes_per_token(self, num_layers: int, itemsize: int) -> int:
         """Bytes of keys and values of one token over all layers."""
         return 2 * num_layers * self.kv_dim * itemsize
@@ -191,7 +199,7 @@ class Architecture:
     model_type: str
     num_layers: int
     d_model: int
-    d_ff: int
+    d_ff: int  # neurons of a layer; where layers differ, of a mixture of experts, else of the widest
     activation: str
     gated: bool
     ffn_bias: bool
@@ -199,6 +207,8 @@ class Architecture:
     experts: int = 0
     chosen_experts: int = 0  # for a token
     shared_neurons: int = 0  # behind those of the experts
+    widths: tuple[int, ...] = ()  # neurons of each layer, where layers differ
+    dense_layers: tuple[int, ...] = ()  # of a mixture of experts: the layers that are none
 
     def __post_init__(self) -> None:
         if type(self.model_type) is not str or not 0 < len(self.model_type) <= 64:
@@ -214,8 +224,16 @@ class Architecture:
         for name in ("experts", "chosen_experts", "shared_neurons"):
             if type(getattr(self, name)) is not int or not 0 <= getattr(self, name) <= self.d_ff:
                 raise ValueError(f"{name} must be an integer from 0 to {self.d_ff}, not {getattr(self, name)!r}")
-        if not self.experts and (self.chosen_experts or self.shared_neurons):
-            raise ValueError("an FFN without experts chooses and shares none")
+        if not self.experts and (self.chosen_experts or self.shared_neurons or self.dense_layers):
+            raise ValueError("an FFN without experts chooses and shares none, and all its layers are dense")
+        if self.widths and len(self.widths) != self.num_layers:
+            raise ValueError(f"widths has {len(self.widths)} layers, not {self.num_layers}")
+        for width in self.widths:
+            check_size("widths", width)
+        if any(type(layer) is not int or not 0 <= layer < self.num_layers for layer in self.dense_layers):
+            raise ValueError(f"dense_layers must be layers of {self.num_layers}, not {self.dense_layers}")
+        if self.experts and any(self.width(i) != self.d_ff for i in self.mixtures):
+            raise ValueError(f"a mixture of experts must have {self.d_ff} neurons in each layer")
         if self.experts and (
             not 0 < self.chosen_experts <= self.experts or (self.d_ff - self.shared_neurons) % self.experts
         ):
@@ -227,6 +245,25 @@ class Architecture:
     def expert_size(self) -> int:
         """Neurons of an expert; 0 where there are none."""
         return (self.d_ff - self.shared_neurons) // self.experts if self.experts else 0
+
+    def width(self, layer: int) -> int:
+        """Neurons of a layer."""
+        return self.widths[layer] if self.widths else self.d_ff
+
+    @property
+    def every_width(self) -> tuple[int, ...]:
+        """`width` of every layer."""
+        return self.widths or (self.d_ff,) * self.num_layers
+
+    @property
+    def neurons(self) -> int:
+        """Neurons of all layers."""
+        return sum(self.every_width)
+
+    @property
+    def mixtures(self) -> tuple[int, ...]:
+        """The layers that are mixtures of experts."""
+        return tuple(i for i in range(self.num_layers) if i not in self.dense_layers) if self.experts else ()
 
     @property
     def cycle(self) -> int:

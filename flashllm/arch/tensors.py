@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashllm.arch.mixture import ExpertsSpec
-from flashllm.arch.spec import BlockSpec, Config
+from flashllm.arch.spec import BlockSpec, Config, LayerSpec
 from flashllm.errors import FormatError
 
 Shape = tuple[int, ...]
@@ -37,6 +37,16 @@ Shape = tuple[int, ...]
 
 def _always(config: Config) -> bool:
     return True
+
+
+def every_layer(layer: LayerSpec) -> bool:
+    """Every layer has it."""
+    return True
+
+
+def mixtures(layer: LayerSpec) -> bool:
+    """Layers that are mixtures of experts have it."""
+    return layer.experts is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +70,13 @@ def _whole(config: Config) -> Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentTensor:
-    """A tensor kept in DRAM: its canonical name, its state_dict name, the configs of models that have it, and which
-    part of the named tensor it is."""
+    """A tensor kept in DRAM: its canonical name, its state_dict name, the configs of models and the layers that have
+    it, and which part of the named tensor it is."""
 
     name: str
     source: str
     when: Callable[[Config], bool] = _always
+    layers: Callable[[LayerSpec], bool] = every_layer  # of a model that has it
     part: Callable[[Config], Part] = _whole
 
 
@@ -81,13 +92,13 @@ class ArchitectureSpec:
     base_prefix: str  # what checkpoints of the headless base model leave out: "model."
     matrices: Mapping[str, str]  # FFN weights by their place in a row: up, gate (if any), down
     resident: tuple[ResidentTensor, ...]  # in the order of a forward pass
-    num_layers_key: str
-    d_ff_key: str
     defaults: Mapping[str, Any]  # values of keys a config.json may leave out
     block: Callable[[Config], BlockSpec]  # of a complete config; raises as `registry.block_spec`
     matrix_parts: Mapping[str, Callable[[Config], Part]] = field(default_factory=dict)  # of those that are not whole
-    # The same of the shared neurons of a mixture of experts, whose `matrices` have "{e}" for the expert.
+    # The same of the shared neurons of a mixture of experts, whose `matrices` have "{e}" for the expert; and of those
+    # of its layers that are no mixtures.
     shared_matrices: Mapping[str, str] = field(default_factory=dict)
+    dense_matrices: Mapping[str, str] = field(default_factory=dict)
     # Other forms in which checkpoints have these: tensors that hold all experts of a layer, [experts, rows, columns],
     # each with the names of the equal parts of an expert's rows; and names of tensors that have another here.
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -149,15 +160,18 @@ class ArchitectureSpec:
         return result
 
 
-def tensor_shape(name: str, block: BlockSpec, d_ff: int) -> Shape:
-    """Shape of the tensor of a canonical name (pattern)."""
-    return _SHAPES[name](block, d_ff)
+def tensor_shape(name: str, block: BlockSpec, layer: LayerSpec) -> Shape:
+    """Shape of the tensor of a canonical name (pattern); `layer`: its own, or any where it belongs to none."""
+    return _SHAPES[name](block, layer)
 
 
-def _projection(part: str, rows: Callable[[BlockSpec], int]) -> dict[str, Callable[[BlockSpec, int], Shape]]:
+_ShapeOf = Callable[[BlockSpec, LayerSpec], Shape]
+
+
+def _projection(part: str, rows: Callable[[BlockSpec], int]) -> dict[str, _ShapeOf]:
     return {
-        f"layers.{{i}}.{part}.weight": lambda block, d_ff: (rows(block), block.d_model),
-        f"layers.{{i}}.{part}.bias": lambda block, d_ff: (rows(block),),
+        f"layers.{{i}}.{part}.weight": lambda block, layer: (rows(block), block.d_model),
+        f"layers.{{i}}.{part}.bias": lambda block, layer: (rows(block),),
     }
 
 
@@ -171,8 +185,8 @@ _NORMS = (
 )
 
 
-def _head_norm(part: str, heads: Callable[[BlockSpec], int]) -> dict[str, Callable[[BlockSpec, int], Shape]]:
-    def shape(block: BlockSpec, d_ff: int) -> Shape:
+def _head_norm(part: str, heads: Callable[[BlockSpec], int]) -> dict[str, _ShapeOf]:
+    def shape(block: BlockSpec, layer: LayerSpec) -> Shape:
         if block.query_key_norm == "head":
             return (block.head_dim,)
         own = (heads(block), block.head_dim)
@@ -181,39 +195,39 @@ def _head_norm(part: str, heads: Callable[[BlockSpec], int]) -> dict[str, Callab
     return {f"layers.{{i}}.{part}_norm.{kind}": shape for kind in ("weight", "bias")}
 
 
-def _norm(name: str, shape: Callable[[BlockSpec, int], Shape]) -> dict[str, Callable[[BlockSpec, int], Shape]]:
+def _norm(name: str, shape: _ShapeOf) -> dict[str, _ShapeOf]:
     return dict.fromkeys((f"{name}.weight", f"{name}.bias"), shape)
 
 
-def _experts(block: BlockSpec) -> ExpertsSpec:
-    if block.experts is None:
+def _experts(layer: LayerSpec) -> ExpertsSpec:
+    if layer.experts is None:
         raise ValueError("a router belongs to a mixture of experts")
-    return block.experts
+    return layer.experts
 
 
-_SHAPES: dict[str, Callable[[BlockSpec, int], Shape]] = {
-    "embedding.weight": lambda block, d_ff: (block.vocab_size, block.embed_dim),
-    "positions.weight": lambda block, d_ff: (block.context + block.position_offset, block.d_model),
-    "project_in.weight": lambda block, d_ff: (block.d_model, block.embed_dim),
-    "project_out.weight": lambda block, d_ff: (block.embed_dim, block.d_model),
-    **{f"{norm}.{part}": lambda block, d_ff: (block.d_model,) for norm in _NORMS for part in ("weight", "bias")},
+_SHAPES: dict[str, _ShapeOf] = {
+    "embedding.weight": lambda block, layer: (block.vocab_size, block.embed_dim),
+    "positions.weight": lambda block, layer: (block.context + block.position_offset, block.d_model),
+    "project_in.weight": lambda block, layer: (block.d_model, block.embed_dim),
+    "project_out.weight": lambda block, layer: (block.embed_dim, block.d_model),
+    **{f"{norm}.{part}": lambda block, layer: (block.d_model,) for norm in _NORMS for part in ("weight", "bias")},
     **_projection("query", lambda block: block.query_dim),
     **_projection("key", lambda block: block.kv_dim),
     **_projection("value", lambda block: block.kv_dim),
     **_head_norm("query", lambda block: block.heads),
     **_head_norm("key", lambda block: block.kv_heads),
-    "layers.{i}.out.weight": lambda block, d_ff: (block.d_model, block.query_dim),
-    "layers.{i}.out.bias": lambda block, d_ff: (block.d_model,),
-    **_norm("layers.{i}.attention_sub_norm", lambda block, d_ff: (block.query_dim,)),
-    **_norm("layers.{i}.ffn_sub_norm", lambda block, d_ff: (d_ff,)),
-    "layers.{i}.sinks": lambda block, d_ff: (block.heads,),
-    "layers.{i}.ffn.expert_down_bias": lambda block, d_ff: (_experts(block).count, block.d_model),
-    "layers.{i}.ffn.up_bias": lambda block, d_ff: (d_ff,),
-    "layers.{i}.ffn.gate_bias": lambda block, d_ff: (d_ff,),
-    "layers.{i}.ffn.down_bias": lambda block, d_ff: (block.d_model,),
-    "layers.{i}.router.weight": lambda block, d_ff: (_experts(block).count, block.d_model),
-    "layers.{i}.router.bias": lambda block, d_ff: (_experts(block).count,),
-    "layers.{i}.shared_gate.weight": lambda block, d_ff: (1, block.d_model),
-    "head.weight": lambda block, d_ff: (block.vocab_size, block.embed_dim),
-    "head.bias": lambda block, d_ff: (block.vocab_size,),
+    "layers.{i}.out.weight": lambda block, layer: (block.d_model, block.query_dim),
+    "layers.{i}.out.bias": lambda block, layer: (block.d_model,),
+    **_norm("layers.{i}.attention_sub_norm", lambda block, layer: (block.query_dim,)),
+    **_norm("layers.{i}.ffn_sub_norm", lambda block, layer: (layer.neurons,)),
+    "layers.{i}.sinks": lambda block, layer: (block.heads,),
+    "layers.{i}.ffn.expert_down_bias": lambda block, layer: (_experts(layer).count, block.d_model),
+    "layers.{i}.ffn.up_bias": lambda block, layer: (layer.neurons,),
+    "layers.{i}.ffn.gate_bias": lambda block, layer: (layer.neurons,),
+    "layers.{i}.ffn.down_bias": lambda block, layer: (block.d_model,),
+    "layers.{i}.router.weight": lambda block, layer: (_experts(layer).count, block.d_model),
+    "layers.{i}.router.bias": lambda block, layer: (_experts(layer).count,),
+    "layers.{i}.shared_gate.weight": lambda block, layer: (1, block.d_model),
+    "head.weight": lambda block, layer: (block.vocab_size, block.embed_dim),
+    "head.bias": lambda block, layer: (block.vocab_size,),
 }

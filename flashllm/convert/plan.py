@@ -76,7 +76,7 @@ class ConversionPlan:
     @property
     def ffn_nbytes(self) -> int:
         """Size of `ffn.safetensors`."""
-        return len(self.ffn_header) + self.architecture.num_layers * self.layout.layer_nbytes
+        return len(self.ffn_header) + sum(layout.layer_nbytes for layout in self.layouts)
 
     @property
     def resident_nbytes(self) -> int:
@@ -131,6 +131,11 @@ class ConversionPlan:
             **order,
         }
 
+    @property
+    def layouts(self) -> list[RowLayout]:
+        """The layout of every layer's rows."""
+        return [self.layout.of_width(width) for width in self.architecture.every_width]
+
     def bundles(self, layer: int) -> Iterator[dict[str, Claim]]:
         """Where a layer's neurons are, in their order: the FFN's matrices, or those of each expert."""
         for name in bundle_names(self.architecture, layer):
@@ -151,6 +156,8 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
     dtype = choices.get("dtype") or checkpoint.preferred_dtype
     gate, reorder = choices.get("gate", "rows"), choices.get("reorder")
     architecture, block = resolve(checkpoint.config), block_spec(checkpoint.config)
+    if reorder is not None and architecture.widths:
+        raise UsageError(f"{checkpoint.path}: --reorder is for models whose layers have as many neurons each")
     if reorder is not None:
         reorder.check_model(architecture.num_layers, architecture.d_ff)
     names, expected = checked_tensors(checkpoint)
@@ -166,7 +173,10 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
     companions, made = tuple(checkpoint.companions), dict(checkpoint.made)
     if companions and (tokenizer := make_tokenizer(checkpoint.path, companions)) is not None:
         made[TOKENIZER] = tokenizer
-    ffn = [(ffn_tensor(layer), layout.safetensors_dtype, layout.shape) for layer in range(architecture.num_layers)]
+    ffn = [
+        (ffn_tensor(layer), layout.safetensors_dtype, layout.of_width(width).shape)
+        for layer, width in enumerate(architecture.every_width)
+    ]
     return ConversionPlan(
         checkpoint=checkpoint,
         spec=spec_of(architecture.model_type),

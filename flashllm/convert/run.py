@@ -140,7 +140,7 @@ class _Conversion:
         self._done_nbytes = 0
         self._files: dict[str, FileEntry] = {}
         self._checksums: list[NDArray[np.uint64]] = []  # [num_rows] a layer
-        layout = plan.layout
+        layout, self._layouts = plan.layout, plan.layouts
         self._rows = np.empty((layout.stream_block_rows, layout.stride), np.uint8)
         self._weights = Weights(plan)
 
@@ -198,12 +198,11 @@ class _Conversion:
     def _step(self, layer: int) -> dict[str, Any]:
         """A finished layer's journal line. Its rows are represented by their checksums."""
         digest = hashlib.sha256(self._checksums[layer].data).hexdigest()
-        return {"layer": layer, "nbytes": self._plan.layout.layer_nbytes, "checksums_sha256": digest}
+        return {"layer": layer, "nbytes": self._layouts[layer].layer_nbytes, "checksums_sha256": digest}
 
     def _resume(self, writer: HashingWriter) -> None:
         """Reread the layers of earlier runs, as far as they are what the journal says."""
-        layout = self._plan.layout
-        for step in self._partial.steps[: self._plan.architecture.num_layers]:
+        for layout, step in zip(self._layouts, self._partial.steps, strict=False):
             mark, checksums = writer.mark(), []
             for first in range(0, layout.num_rows, len(self._rows)):
                 rows = self._rows[: layout.num_rows - first]
@@ -225,8 +224,9 @@ class _Conversion:
             for rows in self._weights.bundle(bundle, self._rows):
                 done += len(rows)
                 yield rows
-        for first in range(done, self._plan.layout.num_rows, len(self._rows)):
-            rows = self._rows[: self._plan.layout.num_rows - first]
+        num_rows = self._layouts[layer].num_rows
+        for first in range(done, num_rows, len(self._rows)):
+            rows = self._rows[: num_rows - first]
             rows[:] = 0
             yield rows
 

@@ -108,6 +108,7 @@ def _entries(
 ) -> tuple[ResidentEntry, ...]:
     """The tensors of the resident file, in its order."""
     layers, layout, kept = range(architecture.num_layers), storage.layout, storage.kept
+    layouts = [layout.of_width(width) for width in architecture.every_width]
     stored = [*resident_sources(sources.checkpoint.config)]
     if layout.matrices != architecture.matrices:
         stored += [gate_tensor(layer) for layer in layers]
@@ -116,15 +117,15 @@ def _entries(
         encoding = stored_as(claim.name, target.name, storage.resident, layout.encoding, storage.others)
         entries.append(_resident_entry(claim, sources.names[claim.source], encoding))
     entries += [
-        ResidentEntry(name=checksums_tensor(layer), code="U64", shape=(layout.num_rows,), itemsize=8, layer=layer)
-        for layer in layers
+        ResidentEntry(name=checksums_tensor(layer), code="U64", shape=(each.num_rows,), itemsize=8, layer=layer)
+        for layer, each in enumerate(layouts)
     ]
     for layer, form in enumerate(kept.down_scales if kept is not None else ()):
         entries += [
             ResidentEntry(
                 name=name, code=code, shape=shape, itemsize=2 if code == "F16" else 1, layer=layer, plane=True
             )
-            for name, (code, shape) in plane_tensors(layer, form, layout).items()
+            for name, (code, shape) in plane_tensors(layer, form, layouts[layer]).items()
         ]
     # Stable: whole cache lines first, so that they all start on one; then wide items, so that all are aligned.
     entries.sort(key=lambda entry: (entry.nbytes % _CACHE_LINE_NBYTES != 0, -entry.itemsize))

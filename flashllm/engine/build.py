@@ -46,7 +46,7 @@ class Parts:
     """What `build` makes."""
 
     pool: _core.ThreadPool
-    ffns: list[_core.FfnLayer]  # of each layer; none where every token computes every neuron
+    ffns: list[_core.FfnLayer]  # of the layers of which a token does not compute every neuron
     caches: Sequence[NeuronCache]  # of each layer
     stream: _core.RowStream  # every layer's rows, in the order of ids
     native: _core.Model
@@ -86,30 +86,28 @@ class _Builder:
             block_rows=self._manifest.stream_block_rows,
             ahead=self._plan.memory.read_ahead,
         )
-        dense = self._plan.mode == "dense" and not self._manifest.architecture.experts
-        ffns = [] if dense else self._build_ffns(tensors, checksums, offsets)
+        ffns = self._build_ffns(tensors, checksums, offsets)
+        cached = [ffn for ffn in ffns if ffn is not None]
         trace = None
         if self._manifest.resident_gate:
-            for ffn in ffns:
+            for ffn in cached:
                 ffn.predict_by_gate()
         if self._sparse and PREDICTORS in self._manifest.files:
-            self._load_predictors(ffns)
+            self._load_predictors(cached)
         self._set_routers(ffns, tensors)
         if self._sparse and TRACE in self._manifest.files:
-            trace = TraceFeed(self._path / TRACE, self._manifest, ffns, window=self._plan.memory.window)
+            trace = TraceFeed(self._path / TRACE, self._manifest, cached, window=self._plan.memory.window)
             self._notices.append(trace.notice)
         native = _core.Model(
             block=self._model.block,
             dtype=self._manifest.dtype,
-            num_layers=self._manifest.architecture.num_layers,
-            d_ff=self._manifest.architecture.d_ff,
             tensors=tensors,
             row_format=(self._manifest.rows.encoding, *_row_format(self._manifest), self._manifest.rows.down),
             resident_encoding=self._manifest.resident_encoding or self._manifest.dtype,
             other_encodings=dict(self._manifest.other_encodings),
             inputs=self._manifest.activations or "float32",
             stream=stream,
-            ffns=ffns or [None] * self._manifest.architecture.num_layers,
+            ffns=ffns,
             pool=self._pool,
             counters=self._counters,
             block_tokens=self._plan.memory.prompt_tokens,
@@ -119,8 +117,8 @@ class _Builder:
         )
         return Parts(
             pool=self._pool,
-            ffns=ffns,
-            caches=ffns or self._keep_rows(stream),
+            ffns=cached,
+            caches=[ffn or self._keep_rows(stream, layer) for layer, ffn in enumerate(ffns)],
             stream=stream,
             native=native,
             trace=trace,
@@ -180,10 +178,9 @@ class _Builder:
 
     def _build_ffns(
         self, tensors: Tensors, checksums: list[NDArray[np.uint64]], offsets: list[int]
-    ) -> list[_core.FfnLayer]:
-        """One a layer. Single neurons are read from the reordered copy where there is one."""
+    ) -> list[_core.FfnLayer | None]:
+        """One a layer that has a neuron cache. Single neurons are read from the reordered copy where there is one."""
         manifest, memory, ablation = self._manifest, self._plan.memory, self._config.ablation
-        layers = range(manifest.architecture.num_layers)
         planes = {part for form in manifest.down_scales for part in SCALE_FORMS[form].parts()}
         self._neurons_file = self._file
         places = read_places(self._path, manifest) if ablation.placed else None
@@ -193,14 +190,13 @@ class _Builder:
         bypass = _core.allocate(memory.bypass_rows * manifest.rows.stride) if memory.bypass_rows else None
         popularity = self._plan.popularity
         stride, up, gate, down = _row_format(manifest)
-        starts = np.concatenate([[0], np.cumsum(memory.cache_rows)]).astype(np.int64) * stride
 
         def floats(layer: int, name: str) -> NDArray[np.float32] | None:
             tensor = tensors.get(f"layers.{layer}.{name}")
             return None if tensor is None else _widened(tensor, self._model)
 
-        return [
-            _core.FfnLayer(
+        def cached(layer: int) -> _core.FfnLayer:
+            return _core.FfnLayer(
                 layer=layer,
                 dtype=cast(Any, manifest.dtype),  # the core checks the names
                 encoding=manifest.rows.encoding,
@@ -208,13 +204,13 @@ class _Builder:
                 inputs=manifest.activations or "float32",
                 stride=stride,
                 d_model=manifest.rows.d_model,
-                num_neurons=manifest.rows.d_ff,
+                num_neurons=self._model.block.layers[layer].neurons,
                 up=up,
                 gate=gate,
                 down=down,
                 activation=cast(Any, manifest.architecture.activation),
-                activation_threshold=self._model.block.layer(layer).activation_threshold,
-                activation_cut=self._model.block.layer(layer).activation_cut,
+                activation_threshold=self._model.block.layers[layer].activation_threshold,
+                activation_cut=self._model.block.layers[layer].activation_cut,
                 cache_policy=cast(Any, memory.cache_policy if ablation.cached else "none"),
                 window=memory.window,
                 popularity=None if popularity is None else popularity[layer],
@@ -229,7 +225,7 @@ class _Builder:
                 rounded_inputs=self._model.block.rounded_inputs,
                 **{f"down_{part}": tensors.get(f"layers.{layer}.down.{part}") for part in planes},
                 checksums=checksums[layer],
-                rows=self._cache[int(starts[layer]) : int(starts[layer + 1])],
+                rows=self._rows_of(layer),
                 bypass_rows=bypass,
                 reader=self._reader,
                 file=self._neurons_file,
@@ -239,15 +235,23 @@ class _Builder:
                 split_rows=not ablation.bundled,
                 simd=self._simd,
             )
-            for layer in layers
-        ]
 
-    def _set_routers(self, ffns: list[_core.FfnLayer], tensors: Tensors) -> None:
+        layers = range(manifest.architecture.num_layers)
+        return [None if layer in memory.dense_layers else cached(layer) for layer in layers]
+
+    def _rows_of(self, layer: int) -> NDArray[np.uint8]:
+        """A layer's part of the neuron caches' memory."""
+        rows, stride = self._plan.memory.cache_rows, self._manifest.rows.stride
+        return self._cache[sum(rows[:layer]) * stride : sum(rows[: layer + 1]) * stride]
+
+    def _set_routers(self, ffns: list[_core.FfnLayer | None], tensors: Tensors) -> None:
         """Of a mixture of experts: what names the experts, besides predictors of neurons within them."""
         experts = self._model.block.experts
         if experts is None:
             return
         for layer, ffn in enumerate(ffns):
+            if ffn is None:
+                continue
             bias = tensors.get(f"layers.{layer}.router.bias")
             down_bias = tensors.get(f"layers.{layer}.ffn.expert_down_bias")
             ffn.set_router(
@@ -262,14 +266,12 @@ class _Builder:
                 down_bias=None if down_bias is None else _widened(down_bias, self._model),
             )
 
-    def _keep_rows(self, stream: _core.RowStream) -> list["_KeptRows"]:
-        """The neuron caches' memory holds each layer's first rows, once they have been read."""
-        rows, stride = self._plan.memory.cache_rows, self._manifest.rows.stride
-        starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64) * stride
-        for layer, count in enumerate(rows):
-            if count:
-                stream.keep(layer, self._cache[int(starts[layer]) : int(starts[layer + 1])])
-        return [_KeptRows(stream, layer) for layer in range(len(rows))]
+    def _keep_rows(self, stream: _core.RowStream, layer: int) -> "_KeptRows":
+        """The layer's part of the neuron caches' memory holds its first rows, once they have been read."""
+        rows = self._rows_of(layer)
+        if len(rows):
+            stream.keep(layer, rows)
+        return _KeptRows(stream, layer)
 
     def _load_predictors(self, ffns: list[_core.FfnLayer]) -> None:
         tensors = self._read(PREDICTORS)
@@ -307,7 +309,7 @@ class _Builder:
             _core.Prefetch(
                 rows=_core.allocate(self._plan.memory.prefetch_rows * rows.stride),
                 stride=rows.stride,
-                num_neurons=rows.d_ff,
+                num_neurons=max(self._manifest.architecture.every_width),
                 reader=self._reader,
                 file=self._neurons_file,
             )

@@ -35,6 +35,7 @@ from flashllm.base.files import is_there, read_json_object, write_atomically
 from flashllm.errors import FormatError, UsageError
 from flashllm.format.manifest_values import (
     EXPERT_KEYS,
+    LAYER_KEYS,
     ROW_KEYS,
     Calibration,
     FileEntry,
@@ -134,6 +135,8 @@ class Manifest:
         for name in (CONFIG, FFN, RESIDENT):
             if name not in self.files:
                 raise ValueError(f"files does not list {name}")
+        if self.permutation is not None and self.architecture.widths:
+            raise ValueError("neurons are placed only where all layers have as many")
         if (self.permutation is not None) != (PLACED in self.files):
             raise ValueError(f"permutation and {PLACED} belong together; one of them is missing")
         if self.calibration is not None and len(self.calibration.req) != self.architecture.num_layers:
@@ -168,12 +171,21 @@ class Manifest:
             if SCALE_FORMS[form].is_power != PLANE_CODES[self.rows.down].is_fp4:
                 raise ValueError(f"down_scales: {form} is not for columns of {self.rows.down}")
 
+    def layout(self, layer: int) -> RowLayout:
+        """The layout of a layer's rows."""
+        return self.rows.of_width(self.architecture.width(layer))
+
+    @property
+    def layouts(self) -> list[RowLayout]:
+        """`layout` of every layer."""
+        return [self.layout(layer) for layer in range(self.architecture.num_layers)]
+
     @property
     def planes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of the resident tensors of scales of down columns; none where those have their own."""
         found: dict[str, tuple[str, tuple[int, ...]]] = {}
         for layer, form in enumerate(self.down_scales):
-            found |= plane_tensors(layer, form, self.rows)
+            found |= plane_tensors(layer, form, self.layout(layer))
         return found
 
     @property
@@ -191,7 +203,7 @@ class Manifest:
     def active_share(self) -> float | None:
         """Share of the neurons that a token names, where it was measured: by predictors, or by thresholds on gates."""
         if self.calibration is not None:
-            return sum(self.calibration.mean_active) / (len(self.calibration.mean_active) * self.rows.d_ff)
+            return sum(self.calibration.mean_active) / self.architecture.neurons
         return None if self.sparsity is None else 1 - self.sparsity.zeros
 
     @property
@@ -204,7 +216,7 @@ class Manifest:
         """Bytes of the resident gates of all layers; 0 where the rows hold them."""
         if not self.resident_gate:
             return 0
-        return self.architecture.num_layers * self.rows.d_ff * self.rows.vector_nbytes("up")
+        return self.architecture.neurons * self.rows.vector_nbytes("up")
 
     @classmethod
     def load(cls, directory: Path, *, check_files: bool = True) -> Self:
@@ -260,7 +272,7 @@ class Manifest:
             "architecture": {
                 name: value
                 for name, value in dataclasses.asdict(self.architecture).items()
-                if name not in EXPERT_KEYS or self.architecture.experts
+                if (name not in EXPERT_KEYS or self.architecture.experts) and (name not in LAYER_KEYS or value)
             },
             "dtype": self.dtype,
             **({} if self.resident_encoding is None else {"resident_encoding": self.resident_encoding}),
@@ -316,13 +328,13 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
     config = read_json_object(directory / CONFIG)
     if resolve(config) != manifest.architecture:
         raise FormatError(f"{directory / CONFIG}: describes {resolve(config)}, {MANIFEST} {manifest.architecture}")
-    num_layers = manifest.architecture.num_layers
-    check_ffn_header(read_header(directory / FFN), manifest.rows, num_layers)
+    layouts = manifest.layouts
+    check_ffn_header(read_header(directory / FFN), layouts)
     resident = read_header(directory / RESIDENT)
-    check_resident_header(resident, manifest.rows, num_layers)
+    check_resident_header(resident, layouts)
     shapes = resident_shapes(config)
     if manifest.resident_gate:
-        shapes |= {gate_tensor(layer): (manifest.rows.d_ff, manifest.rows.d_model) for layer in range(num_layers)}
+        shapes |= {gate_tensor(layer): (each.d_ff, each.d_model) for layer, each in enumerate(layouts)}
     check_resident_tensors(
         resident,
         shapes,
@@ -333,7 +345,7 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
         planes=manifest.planes,
     )
     if PLACED in manifest.files:
-        check_placed_header(read_header(directory / PLACED), manifest.rows, num_layers)
+        check_placed_header(read_header(directory / PLACED), manifest.rows, len(layouts))
     if PREDICTORS in manifest.files:
         predictor_ranks(directory / PREDICTORS, manifest)
 
@@ -354,7 +366,7 @@ def size_problem(path: Path, entry: FileEntry) -> str | None:
 def predictor_ranks(path: Path, manifest: Manifest) -> list[int]:
     """The rank by layer of the predictor file `path`. FormatError unless it belongs to this very model."""
     header = read_header(path)
-    return check_predictors_header(header, manifest.rows, manifest.architecture.num_layers, manifest.files[FFN].sha256)
+    return check_predictors_header(header, manifest.layouts, manifest.files[FFN].sha256)
 
 
 def has_prefetch_predictors(directory: Path, manifest: Manifest) -> bool:

@@ -14,6 +14,7 @@ from flashllm.config import MAX_WINDOW
 from flashllm.format.rows import RowLayout
 
 EXPERT_KEYS = ("experts", "chosen_experts", "shared_neurons")  # of the architecture of a mixture of experts
+LAYER_KEYS = ("widths", "dense_layers")  # of the architecture of a model whose layers differ
 ROW_KEYS = ("encoding", "down_encoding", "matrices", "row_nbytes", "stride", "num_rows")
 
 T = TypeVar("T")
@@ -144,9 +145,10 @@ def read_optional(kind: type[T], value: Any, where: str) -> T | None:
 
 
 def read_architecture(value: Any) -> Architecture:
-    """What is said of experts may be left out where there are none."""
+    """What is said of experts, and of layers that differ, may be left out where there are none."""
     if isinstance(value, dict):
-        value = {**dict.fromkeys(EXPERT_KEYS, 0), **value}
+        of_layers = {name: tuple(check_list(value.get(name, []), name)) for name in LAYER_KEYS}
+        value = {**dict.fromkeys(EXPERT_KEYS, 0), **value, **of_layers}
     return read_value(Architecture, value, "architecture")
 
 

@@ -137,7 +137,7 @@ def read_plane(directory: Path, manifest: Manifest, layer: int) -> Plane | None:
     form = manifest.down_scales[layer]
     arrays = {}
     with open_safetensors(directory / RESIDENT) as file:
-        for name in plane_tensors(layer, form, manifest.rows):
+        for name in plane_tensors(layer, form, manifest.layout(layer)):
             info = file.header.tensors[name]
             values = np.empty(info.shape, _PLANE_DTYPES[info.dtype])
             file.read_into(info, 0, values.reshape(-1).view(np.uint8).data)
@@ -149,6 +149,7 @@ def _with_cuts(block: BlockSpec, manifest: Manifest) -> BlockSpec:
     if manifest.sparsity is None:
         return block
     layers = [
-        dataclasses.replace(block.layer(index), activation_cut=cut) for index, cut in enumerate(manifest.sparsity.cuts)
+        dataclasses.replace(layer, activation_cut=cut)
+        for layer, cut in zip(block.layers, manifest.sparsity.cuts, strict=True)
     ]
     return dataclasses.replace(block, layers=tuple(layers))

@@ -3,7 +3,7 @@
 Reads no data. Whether the bytes are right is for `verify` and for the row checksums.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from flashllm.base.codes.carried import SCALE_FORMS, plane_shapes
@@ -75,12 +75,12 @@ def resident_encoding(
     return ROW_ENCODINGS[matrices if matrices is not None and is_coded_matrix(name) else dtype]
 
 
-def check_ffn_header(header: SafetensorsHeader, layout: RowLayout, num_layers: int) -> None:
+def check_ffn_header(header: SafetensorsHeader, layouts: Sequence[RowLayout]) -> None:
     """`ffn.safetensors` holds exactly the layers' rows, in order, at aligned offsets. FormatError otherwise."""
-    names = [ffn_tensor(layer) for layer in range(num_layers)]
+    names = [ffn_tensor(layer) for layer in range(len(layouts))]
     if list(header.tensors) != names:
         raise FormatError(f"{header.path}: must hold {names[0]} to {names[-1]} in this order and nothing else")
-    for name in names:
+    for name, layout in zip(names, layouts, strict=True):
         _expect(header, name, layout.safetensors_dtype, layout.shape)
     _check_alignment(header)
 
@@ -98,9 +98,9 @@ def check_placed_header(header: SafetensorsHeader, layout: RowLayout, num_layers
     _check_alignment(header)
 
 
-def check_resident_header(header: SafetensorsHeader, layout: RowLayout, num_layers: int) -> None:
+def check_resident_header(header: SafetensorsHeader, layouts: Sequence[RowLayout]) -> None:
     """`resident.safetensors` holds the row checksums of every layer. FormatError otherwise."""
-    for layer in range(num_layers):
+    for layer, layout in enumerate(layouts):
         _expect(header, checksums_tensor(layer), "U64", (layout.num_rows,))
     _check_alignment(header)
 

@@ -80,9 +80,9 @@ def gate_entries(layer: int, d_model: int, d_ff: int) -> list[tuple[str, str, tu
     return [(f"{start}margin", "F16", (1,)), (f"{start}gate", "U8", (d_ff, GATE_CODE.vector_nbytes(d_model)))]
 
 
-def gates_header(num_layers: int, d_model: int, d_ff: int, model_sha256: str, metadata: Mapping[str, str]) -> bytes:
-    """Header of a file of gates in 4 bits; its length does not depend on `model_sha256`."""
-    tensors = [entry for layer in range(num_layers) for entry in gate_entries(layer, d_model, d_ff)]
+def gates_header(widths: Sequence[int], d_model: int, model_sha256: str, metadata: Mapping[str, str]) -> bytes:
+    """Header of a file of gates in 4 bits of layers of these widths; its length does not depend on `model_sha256`."""
+    tensors = [entry for layer, d_ff in enumerate(widths) for entry in gate_entries(layer, d_model, d_ff)]
     return encode_header(tensors, {**PREDICTOR_METADATA, "model_sha256": model_sha256, **metadata})
 
 
@@ -108,12 +108,10 @@ def relu_encodings(header: SafetensorsHeader) -> dict[str, str] | None:
     return value
 
 
-def _check_relu(
-    header: SafetensorsHeader, layout: RowLayout, num_layers: int, encodings: Mapping[str, str]
-) -> list[int]:
+def _check_relu(header: SafetensorsHeader, layouts: Sequence[RowLayout], encodings: Mapping[str, str]) -> list[int]:
     """As `check_predictors_header`, of rule 6."""
     ranks, known = [], set()
-    for layer in range(num_layers):
+    for layer, layout in enumerate(layouts):
         start = f"layers.{layer}."
         first = header.tensors.get(f"{start}a")
         rank = first.shape[0] if first is not None and len(first.shape) == 2 else 0
@@ -130,7 +128,7 @@ def _check_relu(
         known |= {f"{start}{part}" for part in ("a", "b", "threshold")}
         ranks.append(rank)
     if set(header.tensors) != known:
-        raise FormatError(f"{header.path}: holds tensors that belong to no predictor of {num_layers} layers")
+        raise FormatError(f"{header.path}: holds tensors that belong to no predictor of {len(layouts)} layers")
     return ranks
 
 
@@ -151,15 +149,15 @@ def stored_values(matrix: NDArray[np.float32], bits: int) -> NDArray[np.float32]
 
 
 def predictors_header(
-    ranks: Sequence[int], d_model: int, d_ff: int, model_sha256: str, metadata: Mapping[str, str]
+    rank: int, widths: Sequence[int], d_model: int, model_sha256: str, metadata: Mapping[str, str]
 ) -> bytes:
-    """Header of a 16-bit file with one predictor a layer, in our own writer's fixed order (the library's is not).
+    """Header of a 16-bit file with one predictor of this rank a layer, in our own writer's fixed order.
 
     Its length does not depend on `model_sha256`.
     """
     tensors = [
         entry
-        for layer, rank in enumerate(ranks)
+        for layer, d_ff in enumerate(widths)
         for entry in predictor_entries(f"layers.{layer}.", rank, d_model, d_ff, 16)
     ]
     return encode_header(tensors, {**PREDICTOR_METADATA, "model_sha256": model_sha256, **metadata})
@@ -202,9 +200,7 @@ def encode_predictors(
         yield array.reshape(-1).view(np.uint8)
 
 
-def check_predictors_header(
-    header: SafetensorsHeader, layout: RowLayout, num_layers: int, model_sha256: str
-) -> list[int]:
+def check_predictors_header(header: SafetensorsHeader, layouts: Sequence[RowLayout], model_sha256: str) -> list[int]:
     """The ranks by layer, 0 where it is the gate in 4 bits. FormatError for predictors of another model, or other
     tensors or shapes than theirs."""
     metadata = header.metadata
@@ -214,10 +210,10 @@ def check_predictors_header(
         raise FormatError(f"{header.path}: these predictors were trained for another model; train them for this one")
     encodings = relu_encodings(header)
     if encodings is not None:
-        return _check_relu(header, layout, num_layers, encodings)
+        return _check_relu(header, layouts, encodings)
     ranks = []
     known: set[str] = set()
-    for layer in range(num_layers):
+    for layer, layout in enumerate(layouts):
         for kind in ("", PREFETCH):
             if not kind and f"layers.{layer}.gate" in header.tensors and "gate" in layout.matrices:
                 for entry in gate_entries(layer, layout.d_model, layout.d_ff):
@@ -239,7 +235,7 @@ def check_predictors_header(
             if not kind:
                 ranks.append(rank)
     if set(header.tensors) != known:
-        raise FormatError(f"{header.path}: holds tensors that belong to no predictor of {num_layers} layers")
+        raise FormatError(f"{header.path}: holds tensors that belong to no predictor of {len(layouts)} layers")
     return ranks
 
 

@@ -8,7 +8,7 @@ codes/carried.py). Down columns may be codes alone, whose scales are resident (`
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,10 @@ class RowLayout:
             raise ValueError(f"columns of {self.down} must be multiples of {SCALED_TOGETHER} weights")
         if self.matrices not in MATRICES:
             raise ValueError(f"matrices must be up, down or up, gate, down, not {self.matrices!r}")
+
+    def of_width(self, neurons: int) -> "RowLayout":
+        """The layout of a layer of so many neurons, whose rows are alike."""
+        return replace(self, d_ff=neurons)
 
     @property
     def down(self) -> str:

@@ -131,6 +131,8 @@ def not_computed(block: BlockSpec) -> str | None:
     """What of a model this engine does not compute, as a message's end; None where it computes all."""
     if block.experts is not None:
         return f"a mixture of experts, {_NO_ENGINE}"
+    if len({layer.neurons for layer in block.layers}) > 1:
+        return f"a model whose layers have different numbers of neurons, {_NO_ENGINE}"
     if block.alibi is not None:
         return f"a model that adds distances to its attention scores (ALiBi), {_NO_ENGINE}"
     if block.sub_norms:

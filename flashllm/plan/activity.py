@@ -144,25 +144,30 @@ def from_shares(
 ) -> ExpectedActivity:
     """By each neuron's share of tokens; where unknown, by the manifest's activity statistics and an assumption about
     how unequal neurons are; without those, by paper A's mean."""
-    neurons, calibration, experts = manifest.architecture.d_ff, manifest.calibration, manifest.architecture.experts
+    widths, calibration, experts = (
+        manifest.architecture.every_width,
+        manifest.calibration,
+        manifest.architecture.experts,
+    )
     if popularity is not None:
         shares, source = list(popularity), "popularity of neurons"
     elif calibration is not None:
-        shares = [assumed_shares(mean / neurons, neurons) for mean in calibration.mean_active]
+        means = zip(calibration.mean_active, widths, strict=True)
+        shares = [assumed_shares(mean / neurons, neurons) for mean, neurons in means]
         source = f"mean activity on {calibration.text}"
     elif manifest.sparsity is not None:
         mean = 1 - manifest.sparsity.zeros
-        shares = [assumed_shares(mean, neurons)] * manifest.architecture.num_layers
+        shares = [assumed_shares(mean, neurons) for neurons in widths]
         source = f"{mean:.0%} of the neurons above their layer's threshold on {manifest.sparsity.text}"
     elif experts:
         shares = [assumed_expert_shares(manifest.architecture)] * manifest.architecture.num_layers
         source = f"assumed: {manifest.architecture.chosen_experts} of {experts} experts a token, some more often"
     else:
-        shares = [assumed_shares(ASSUMED_SHARE, neurons)] * manifest.architecture.num_layers
+        shares = [assumed_shares(ASSUMED_SHARE, neurons) for neurons in widths]
         source = f"assumed: {ASSUMED_SHARE:.0%} of the neurons a token"
     layers = []
     for share, rows in zip(shares, plan.cache_rows, strict=True):
-        active = float(share.sum())
+        active, neurons = float(share.sum()), len(share)
         if plan.cache_policy == "window":
             misses = window_misses(share, rows, plan.window)
         else:

@@ -24,7 +24,7 @@ from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.rows import PAGE_NBYTES
 from flashllm.plan.prompts import PromptShape, prompt_shapes
-from flashllm.plan.shares import Rows, levels_by_blocks, levels_by_need, levels_by_popularity
+from flashllm.plan.shares import Rows, levels_beside, levels_by_need, levels_by_popularity
 
 MAX_VERIFIED = 8  # tokens that go through an FFN together: FfnTokens::kMost (csrc/ffn/ffn_group.h)
 KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are allocated together
@@ -79,6 +79,7 @@ class MemoryPlan:
     min_bypass_rows: int
     prefetch_rows: int  # of each of the two buffers for prefetched rows
     window: int
+    dense_layers: tuple[int, ...]  # of which every token reads every neuron: they hold their first rows
     # [levels, layers]: rows of each layer's cache; level 0 is for `level_blocks` KV blocks and fewer, each one more is
     # for one block more. Never rising from level to level, so that a layer only ever gives rows up.
     levels: Rows = field(repr=False, compare=False)
@@ -251,17 +252,20 @@ def plan_memory(
             raise UsageError(f"{name} must be at least 1, not {value}")
     if cache_policy not in CACHE_POLICIES:
         raise UsageError(f"--cache-policy must be one of {', '.join(CACHE_POLICIES)}, not {cache_policy!r}")
-    dense = dense and not architecture.experts  # whose caches hold experts in every mode
+    # Layers of which every token reads every neuron; caches of mixtures hold experts in every mode.
+    dense = dense and not architecture.experts
+    dense_layers = tuple(range(architecture.num_layers)) if dense else architecture.dense_layers
     windowed = cache_policy == "window" and not dense
     itemsize = WEIGHT_DTYPES[manifest.dtype].itemsize
 
     # 1. What does not depend on the limit.
-    needs = [rows.num_rows if dense else architecture.d_ff] * architecture.num_layers
+    widths = architecture.every_width
+    needs = [layout.num_rows if layer in dense_layers else layout.d_ff for layer, layout in enumerate(manifest.layouts)]
     if windowed and manifest.calibration is not None and manifest.calibration.window >= window:
-        needs = [min(max(need, 1), architecture.d_ff) for need in manifest.calibration.req]
-    minimum = tuple(0 if dense else min(need, _MIN_CACHE_ROWS) for need in needs)
-    min_bypass = 0 if windowed or dense else min(architecture.d_ff, _MIN_CACHE_ROWS)
-    prefetch_rows = max(1, architecture.d_ff // _PREFETCH_SHARE) if prefetch else 0
+        needs = [min(max(need, 1), width) for need, width in zip(manifest.calibration.req, widths, strict=True)]
+    minimum = tuple(0 if layer in dense_layers else min(need, _MIN_CACHE_ROWS) for layer, need in enumerate(needs))
+    min_bypass = 0 if windowed or dense else min(max(widths), _MIN_CACHE_ROWS)
+    prefetch_rows = max(1, max(widths) // _PREFETCH_SHARE) if prefetch else 0
     parts: dict[str, Any] = {
         "limit_nbytes": limit if limit is not None else (process + available) * 4 // 5,
         "limit_is_given": limit is not None,
@@ -281,6 +285,7 @@ def plan_memory(
         "min_bypass_rows": min_bypass,
         "prefetch_rows": prefetch_rows,
         "window": window,
+        "dense_layers": dense_layers,
     }
     context_blocks = -(-context // KV_BLOCK_TOKENS)
     weights = sum(parts[name] for name in ("process", "resident", "gates", "planes", "predictors"))
@@ -310,7 +315,7 @@ def plan_memory(
     if not windowed and not dense:
         spare = (least.limit_nbytes - least.fixed_nbytes - context_blocks * least.kv_block_nbytes) // rows.stride
         # A token's experts may all be missing at once; of other models' neurons a few are.
-        wanted = architecture.cycle or architecture.d_ff // _BYPASS_SHARE
+        wanted = architecture.cycle or max(widths) // _BYPASS_SHARE
         bypass = max(min_bypass, min(wanted, spare // 10, spare - sum(minimum)))
 
     def levels(limit_nbytes: int) -> tuple[Rows, int]:
@@ -320,9 +325,8 @@ def plan_memory(
         first = (left - sum(needs) * rows.stride) // least.kv_block_nbytes  # up to here every useful row fits
         first = min(max(first, 1), most)
         free = [(left - blocks * least.kv_block_nbytes) // rows.stride for blocks in range(first, most + 1)]
-        if dense:
-            block_rows = manifest.stream_block_rows
-            return levels_by_blocks(free, rows.num_rows, block_rows, architecture.num_layers), first
+        if dense_layers:
+            return levels_beside(free, needs, minimum, dense_layers, manifest.stream_block_rows), first
         if windowed or popularity is None:
             return levels_by_need(free, needs), first
         return levels_by_popularity(free, minimum, popularity), first

@@ -55,5 +55,5 @@ def _token_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     if manifest.architecture.experts:
         floats += 2 * block.d_model  # an expert's tokens, and their sums
     if block.sub_norms:  # every neuron's value, in a prompt's pass and in one of few tokens a sequence
-        floats += 2 * manifest.architecture.d_ff
+        floats += 2 * max(manifest.architecture.every_width)
     return 4 * floats

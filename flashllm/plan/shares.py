@@ -27,16 +27,33 @@ def levels_by_need(available: Sequence[int], needs: Sequence[int]) -> Rows:
     return rows
 
 
-def levels_by_blocks(available: Sequence[int], num_rows: int, block_rows: int, layers: int) -> Rows:
+def levels_by_blocks(available: Sequence[int], num_rows: Sequence[int], block_rows: int) -> Rows:
     """For each of some numbers of rows, the first rows of each layer that a dense run keeps: whole blocks, one of every
-    layer after the other, [levels, layers]."""
-    sizes = [min(block_rows, num_rows - first) for first in range(0, num_rows, block_rows)]
-    ends = np.cumsum(np.repeat(sizes, layers))
-    counts = np.searchsorted(ends, np.maximum(np.asarray(available, np.int64), 0), side="right")
-    held = np.concatenate([[0], np.cumsum(sizes), [num_rows]])
-    rounds, more = np.divmod(counts, layers)
-    rows = np.where(np.arange(layers) < more[:, None], held[rounds + 1][:, None], held[rounds][:, None])
+    layer (of `num_rows` rows) after the other, [levels, layers]."""
+    firsts = np.arange(0, max(num_rows), block_rows)[:, None]
+    sizes = np.clip(np.asarray(num_rows) - firsts, 0, block_rows)  # [rounds, layers]
+    counts = np.searchsorted(np.cumsum(sizes), np.maximum(np.asarray(available, np.int64), 0), side="right")
+    nothing = np.zeros((1, len(num_rows)), np.int64)
+    held = np.cumsum(np.concatenate([nothing, sizes, nothing]), axis=0)  # after each round; the last twice
+    rounds, more = np.divmod(counts, len(num_rows))
+    rows = np.where(np.arange(len(num_rows)) < more[:, None], held[rounds + 1], held[rounds])
     return np.ascontiguousarray(rows, np.int32)
+
+
+def levels_beside(
+    available: Sequence[int], needs: Sequence[int], minimum: Sequence[int], dense: Sequence[int], block_rows: int
+) -> Rows:
+    """For each of some falling numbers of rows, those of each layer, [levels, layers]: the `dense` layers' first, in
+    whole blocks, as every token uses them; of the rest at most their needs for the others, which have their minimum."""
+    free, others = np.asarray(available, np.int64), [layer for layer in range(len(needs)) if layer not in dense]
+    least = [minimum[layer] for layer in others]
+    wanted = [needs[layer] for layer in dense]
+    rows = np.zeros((len(free), len(needs)), np.int32)
+    rows[:, dense] = levels_by_blocks((free - sum(least)).tolist(), wanted, block_rows)
+    if others:
+        left = np.where(rows.sum(axis=1) == sum(wanted), free - sum(wanted), sum(least))
+        rows[:, others] = levels_by_need(left.tolist(), [needs[layer] for layer in others])
+    return rows
 
 
 def share_by_popularity(available: int, minimum: Sequence[int], popularity: NDArray[np.float32]) -> tuple[int, ...]:

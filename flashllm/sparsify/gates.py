@@ -48,15 +48,15 @@ class Gates:
         """|activation(products)|, nothing cut."""
         values = np.ascontiguousarray(products).copy()
         block = self._model.directory.block
-        self._elementwise.activate(values, None, block.activation, block.layer(layer).activation_threshold)
+        self._elementwise.activate(values, None, block.activation, block.layers[layer].activation_threshold)
         return np.abs(values, out=values)
 
     def distances(self, layer: int, products: Floats, cut: float | None = None) -> Floats:
         """How far each product is from the nearest one whose neuron fires under `cut`, by default the layer's own; 0
         where it fires itself."""
         block = self._model.directory.block
-        cut = block.layer(layer).activation_cut if cut is None else cut
-        above, low, high = _core.firing_range(block.activation, block.layer(layer).activation_threshold, cut)
+        cut = block.layers[layer].activation_cut if cut is None else cut
+        above, low, high = _core.firing_range(block.activation, block.layers[layer].activation_threshold, cut)
         away: Floats = np.maximum(np.float32(above) - products, 0)
         if low < high:
             beside = np.maximum(np.maximum(np.float32(low) - products, products - np.float32(high)), 0)
@@ -65,7 +65,7 @@ class Gates:
 
     def _blocks(self, layer: int) -> Iterator[Floats]:
         """The gate, some rows at a time."""
-        rows, together = self._manifest.rows, self._manifest.stream_block_rows
+        rows, together = self._manifest.layout(layer), self._manifest.stream_block_rows
         encoding = ROW_ENCODINGS[rows.encoding]
         if self._manifest.resident_gate:
             with open_safetensors(self._model.directory.path / RESIDENT) as file:

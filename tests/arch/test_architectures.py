@@ -6,12 +6,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from arch_models import LAYERS, VARIANTS, make_config
+from arch_models import LAYERS, VARIANTS, give_widths, make_config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, OPTConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto import modeling_auto
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from flashllm.arch.mixture import ExpertsSpec
 from flashllm.arch.refused import REFUSED, SAME
 from flashllm.arch.registry import (
     ARCHITECTURES,
@@ -51,11 +52,13 @@ def test_a_llama_config_is_understood():
     assert resolve({**LLAMA, "hidden_act": "relu"}).matrices == ("up", "gate", "down")
 
 
-@pytest.mark.parametrize(("model_type", "theirs"), [("opt", OPTConfig()), ("llama", LlamaConfig())])
-def test_missing_keys_have_transformers_defaults(model_type, theirs):
+@pytest.mark.parametrize(
+    ("model_type", "theirs", "width"), [("opt", OPTConfig(), "ffn_dim"), ("llama", LlamaConfig(), "intermediate_size")]
+)
+def test_missing_keys_have_transformers_defaults(model_type, theirs, width):
     ours, block, spec = resolve({"model_type": model_type}), block_spec({"model_type": model_type}), spec_of(model_type)
     assert (ours.num_layers, ours.d_model) == (theirs.num_hidden_layers, theirs.hidden_size)
-    assert ours.d_ff == getattr(theirs, spec.d_ff_key)
+    assert ours.d_ff == getattr(theirs, width)
     assert (block.context, block.vocab_size) == (theirs.max_position_embeddings, theirs.vocab_size)
     assert block.heads == block.kv_heads == theirs.num_attention_heads
     assert block.tied_head == theirs.tie_word_embeddings
@@ -229,7 +232,8 @@ def in_checkpoints(shapes, spec, layers):
     shapes = dict(shapes)
     for layer in range(layers):
         for new, old in spec.renamed.items():
-            shapes[old.format(i=layer)] = shapes.pop(new.format(i=layer))
+            if new.format(i=layer) in shapes:
+                shapes[old.format(i=layer)] = shapes.pop(new.format(i=layer))
         if spec.model_type == "gpt_oss":  # convert/checkpoint/mixtures/gpt_oss.py
             at = f"model.layers.{layer}.mlp.experts."
             experts, size, width = shapes.pop(at + "down_proj")
@@ -239,6 +243,8 @@ def in_checkpoints(shapes, spec, layers):
                 shapes |= {f"{at}{expert}.{part}_proj.weight": (size, width) for part in ("gate", "up")}
                 shapes[f"{at}{expert}.down_proj.weight"] = (width, size)
         for stack, parts in spec.stacked.items():
+            if stack.format(i=layer) not in shapes:  # a dense layer
+                continue
             experts, rows, columns = shapes.pop(stack.format(i=layer))
             for expert in range(experts):
                 for part in parts:
@@ -249,12 +255,15 @@ def in_checkpoints(shapes, spec, layers):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_tensors_are_those_of_the_hugging_face_model(name):
     config = make_config(VARIANTS[name])
+    widths = VARIANTS[name].config.get("intermediate_size")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+        if isinstance(widths, list):
+            give_widths(model, widths)
     expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
         del expected["lm_head.weight"]
-    config = config.to_dict()
+    config = config.to_dict() | ({"intermediate_size": widths} if isinstance(widths, list) else {})
     expected = in_checkpoints(expected, spec_of(config["model_type"]), LAYERS)
     assert set(resident_sources(config)) == set(resident_shapes(config))
     assert source_shapes(config) == expected
@@ -319,16 +328,49 @@ def test_a_spec_that_cannot_be_is_refused():
         ({"rotary": ()}, "rotary embeddings belong to rotary positions"),
         ({"rotary": (wide,)}, "18 rotary dimensions do not fit heads of 16"),
         ({"norm_epsilon": -1.0}, "norm_epsilon must be"),
-        ({"layers": (LayerSpec(rotary=1),)}, "a layer wants rotary embedding 1 of 1"),
+        ({"layers": (LayerSpec(rotary=1, neurons=9),)}, "a layer wants rotary embedding 1 of 1"),
+        ({"layers": ()}, "a model has from 1 to"),
+        ({"layers": (_mixture(8), _mixture(4))}, "mixtures of experts must be alike"),
         ({"attention_softcap": 0.0}, "attention_softcap must be a number above 0"),
         ({"parallel": True, "norms": "both"}, "a parallel block has its norms before"),
         ({"shared_norm": True}, "only a parallel block shares"),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(block, **change)
-    for change, message in (({"window": 0}, "sliding window must be"), ({"activation_threshold": -1.0}, "threshold")):
+    for change, message in (
+        ({"window": 0}, "sliding window must be"),
+        ({"activation_threshold": -1.0}, "threshold"),
+        ({"neurons": 0}, "neurons must be an integer from 1"),
+        ({"experts": ExpertsSpec(count=8, chosen=2, size=3)}, "24 neurons of experts are not 9"),
+    ):
         with pytest.raises(ValueError, match=message):
-            LayerSpec(**change)
+            LayerSpec(**{"neurons": 9, **change})
+
+
+def _mixture(count):
+    return LayerSpec(neurons=3 * count, experts=ExpertsSpec(count=count, chosen=2, size=3))
+
+
+def test_layers_may_differ():
+    """Some are mixtures of experts and others not; dense ones may have other widths."""
+    qwen = {"model_type": "qwen3_moe", "num_hidden_layers": 5, "hidden_size": 64, "moe_intermediate_size": 24}
+    mixed = resolve(
+        {**qwen, "num_experts": 8, "intermediate_size": 96, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    )
+    assert (mixed.dense_layers, mixed.mixtures, mixed.d_ff) == ((0, 2, 3, 4), (1,), 192)
+    assert mixed.widths == (96, 192, 96, 96, 96)
+    tensors = resident_shapes({**qwen, "num_experts": 8, "decoder_sparse_step": 2})
+    assert [name for name in tensors if "router" in name] == ["layers.1.router.weight", "layers.3.router.weight"]
+    alone = resolve({**qwen, "num_experts": 8, "intermediate_size": 96, "mlp_only_layers": [0, 1, 2, 3, 4]})
+    assert (alone.experts, alone.widths, alone.d_ff, alone.dense_layers) == (0, (), 96, ())
+    widths = resolve({**LLAMA, "num_hidden_layers": 2, "intermediate_size": [96, 32]})
+    assert (widths.widths, widths.d_ff, widths.neurons) == ((96, 32), 96, 128)
+    for wrong in ([96], [96, 0], [96, 1.5], "wide"):
+        with pytest.raises(FormatError, match="intermediate_size"):
+            resolve({**LLAMA, "num_hidden_layers": 2, "intermediate_size": wrong})
+    for wrong in ({"decoder_sparse_step": 0}, {"mlp_only_layers": "0"}, {"mlp_only_layers": ["0"]}):
+        with pytest.raises(FormatError, match=next(iter(wrong))):
+            resolve({**qwen, **wrong})
 
 
 # Rotary frequencies

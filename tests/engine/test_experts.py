@@ -5,10 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from arch_models import LAYERS, VARIANTS, make_checkpoint, make_config, make_model, open_model
+from arch_models import LAYERS, VARIANTS, make_checkpoint, make_model, open_model
 from safetensors.torch import load_file, save_file
 
-from flashllm.arch.registry import block_spec
 from flashllm.cli import main
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
@@ -253,13 +252,6 @@ def test_shared_neurons_are_always_active(tmp_path):
         assert all(set(range(COUNT * SIZE, COUNT * SIZE + 80)) <= set(rows.tolist()) for rows in model.cached_neurons())
     text = format_inspection(inspect(directory))
     assert "8 experts of 48 neurons and 80 shared neurons, 3 experts a token" in text
-
-
-def test_layers_that_are_no_mixtures_are_refused():
-    for key, value in (("mlp_only_layers", [1]), ("decoder_sparse_step", 2)):
-        config = {**make_config(VARIANTS["qwen3_moe"]).to_dict(), key: value}
-        with pytest.raises(UnsupportedModelError, match="a model whose layers are all alike is"):
-            block_spec(config)
 
 
 def changed(source, target, change):

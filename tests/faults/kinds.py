@@ -80,7 +80,7 @@ def make_kinds(root: Path) -> dict[str, Kind]:
         opened = ModelDir.open(directory)
         Tokenizer.load(directory).encode("The little dog")
         header = read_header(directory / "predictors.safetensors")
-        check_predictors_header(header, opened.manifest.rows, opened.manifest.architecture.num_layers, header_sha)
+        check_predictors_header(header, opened.manifest.layouts, header_sha)
 
     header_sha = manifest.files["ffn.safetensors"].sha256
     # 1. The manifest, without its own hash: else that is all that would be looked at.

@@ -77,7 +77,7 @@ def test_a_file_holds_what_was_stored_and_any_reader_reads_it(tmp_path, bits):
     predictors = [stored(0, 3), stored(1, 5), stored(1, 7, prefetch=True)]  # odd ranks: alignment is not for free
     path = write(tmp_path / "p", predictors, bits)
     assert path.read_bytes() == write(tmp_path / "q", predictors, bits).read_bytes()
-    assert check_predictors_header(read_header(path), LAYOUT, 2, "s") == [3, 5]
+    assert check_predictors_header(read_header(path), [LAYOUT] * 2, "s") == [3, 5]
     tensors = load_file(path)
     for p in predictors:
         name = f"layers.{p.layer}.{'early_' if p.prefetch else ''}"
@@ -127,10 +127,10 @@ def entries(kind="", layer=0, dtype="I8", rank=4):
 def test_headers_that_are_not_predictors_are_refused(tmp_path, tensors, message):
     layers = 1 if "layers.1.a" not in [name for name, _, _ in tensors] and "layers.1.a must" not in message else 2
     with pytest.raises(FormatError, match=message):
-        check_predictors_header(header(tmp_path / "p", tensors), LAYOUT, layers, "s")
+        check_predictors_header(header(tmp_path / "p", tensors), [LAYOUT] * layers, "s")
 
 
 def test_prefetch_predictors_may_be_of_another_rank_and_width(tmp_path):
     tensors = [*entries(), *entries(layer=1, dtype="F16", rank=2), *entries(kind="early_", layer=1, rank=9)]
     tensors.sort(key=lambda t: {"F32": 0, "F16": 1, "I8": 2}[t[1]])
-    assert check_predictors_header(header(tmp_path / "p", tensors), LAYOUT, 2, "s") == [4, 2]
+    assert check_predictors_header(header(tmp_path / "p", tensors), [LAYOUT] * 2, "s") == [4, 2]

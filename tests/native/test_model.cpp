@@ -104,7 +104,6 @@ struct Whole {
     spec.block.query_scale = 0.25F;
     spec.vocab = kVocab;
     spec.embed_dim = kWidth;
-    spec.d_ff = static_cast<std::size_t>(kNeurons);
     spec.block_tokens = settings.block_tokens;
     spec.fill_tokens = 3;
     ModelWeights weights;

@@ -1,6 +1,7 @@
 """Models under Llama's names whose neurons are never zero, unless their config names an activation of the ReLU kind."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from flashllm.arch.family import (
@@ -27,7 +28,7 @@ from flashllm.arch.llama.names import (
     row,
 )
 from flashllm.arch.rotary import rope_parameters, rotary_of
-from flashllm.arch.spec import BlockSpec, Config, LayerSpec, check_number, check_size
+from flashllm.arch.spec import BlockSpec, Config, check_number, check_size
 from flashllm.errors import UnsupportedModelError
 
 LLAMA = row("llama", defaults=LLAMA_DEFAULTS, attention=BIASED, ffn_bias=says("mlp_bias"))
@@ -243,10 +244,9 @@ def _smollm3(config: Config) -> BlockSpec:
     if len(turns) != count:
         raise ValueError(f"no_rope_layers must be a list of {count} numbers")
     window = config["sliding_window"] if config["use_sliding_window"] else None
-    windows = layer_specs({**config, "sliding_window": window}) or (LayerSpec(),) * count
     layers = tuple(
-        LayerSpec(rotary=0 if turned else None, window=layer.window)
-        for turned, layer in zip(turns, windows, strict=True)
+        replace(layer, rotary=0 if turned else None)
+        for turned, layer in zip(turns, layer_specs({**config, "sliding_window": window}), strict=True)
     )
     return decoder_block({**config, "sliding_window": None}, theta=2_000_000.0, layers=layers)
 

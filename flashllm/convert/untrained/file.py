@@ -61,10 +61,11 @@ class _Driver:
     def bias(self) -> _Vector:
         """The bias with which a neuron fires above 0: its own, less FATReLU's threshold."""
         bias = self._weights.vector(f"layers.{self._layer}.ffn.{self._matrix}_bias")
-        threshold = np.float32(self._plan.block.layer(self._layer).activation_threshold)
+        layer = self._plan.block.layers[self._layer]
+        threshold = np.float32(layer.activation_threshold)
         if not threshold:
             return bias
-        return (np.zeros(self._plan.layout.d_ff, np.float32) if bias is None else bias) - threshold
+        return (np.zeros(layer.neurons, np.float32) if bias is None else bias) - threshold
 
     def norm(self) -> tuple[_Vector, _Vector]:
         """Weight and bias of the norm before the FFN, as they are used; of no norm, as of one that has none."""

@@ -27,15 +27,13 @@ def default_rank(d_model: int) -> int:
 
 def untrained_header(architecture: Architecture, rank: int, model_sha256: str) -> bytes:
     """Header of the file that conversion writes."""
-    ranks = [rank] * architecture.num_layers
-    return predictors_header(ranks, architecture.d_model, architecture.d_ff, model_sha256, {"made_by": "svd"})
+    return predictors_header(rank, architecture.every_width, architecture.d_model, model_sha256, {"made_by": "svd"})
 
 
 def untrained_nbytes(architecture: Architecture, rank: int) -> int:
     """Size of the predictor file."""
-    d_model, d_ff = architecture.d_model, architecture.d_ff
-    per_layer = 2 * rank * (d_model + d_ff) + 4 * (d_ff + 1)
-    return len(untrained_header(architecture, rank, "0" * 64)) + architecture.num_layers * per_layer
+    layers = [2 * rank * (architecture.d_model + d_ff) + 4 * (d_ff + 1) for d_ff in architecture.every_width]
+    return len(untrained_header(architecture, rank, "0" * 64)) + sum(layers)
 
 
 def untrained_predictor(
@@ -55,13 +53,13 @@ def untrained_predictor(
 def coded_gates_header(architecture: Architecture, model_sha256: str) -> bytes:
     """Header of the file of gates in 4 bits that conversion writes."""
     metadata = {"made_by": "gate in 4 bits"}
-    return gates_header(architecture.num_layers, architecture.d_model, architecture.d_ff, model_sha256, metadata)
+    return gates_header(architecture.every_width, architecture.d_model, model_sha256, metadata)
 
 
 def coded_gates_nbytes(architecture: Architecture) -> int:
     """Size of that file."""
-    layer = 2 + architecture.d_ff * GATE_CODE.vector_nbytes(architecture.d_model)
-    return len(coded_gates_header(architecture, "0" * 64)) + architecture.num_layers * layer
+    codes = architecture.neurons * GATE_CODE.vector_nbytes(architecture.d_model)
+    return len(coded_gates_header(architecture, "0" * 64)) + 2 * architecture.num_layers + codes
 
 
 def coded_gate(

@@ -75,12 +75,11 @@ class PyModel {
   // tensors: the resident weights by canonical name (flashllm/arch/tensors.py), of the dtype (bf16 as
   // uint16), but matrices of `resident_encoding`, or by name of `other_encodings`. row_format: encoding of up
   // and gate, stride, first byte of up, of gate or -1, of down, encoding of down.
-  PyModel(nb::object block, const std::string& dtype, std::size_t num_layers, std::size_t d_ff,
-          nb::dict tensors, const PyRowFormat& row_format, const std::string& resident_encoding,
-          std::map<std::string, std::string> other_encodings, const std::string& inputs,
-          std::shared_ptr<PyRowStream> stream, nb::list ffns, std::shared_ptr<ThreadPool> pool,
-          std::shared_ptr<FfnCounters> counters, std::size_t block_tokens, std::size_t fill_tokens,
-          bool prefetch, const std::string& simd)
+  PyModel(nb::object block, const std::string& dtype, nb::dict tensors, const PyRowFormat& row_format,
+          const std::string& resident_encoding, std::map<std::string, std::string> other_encodings,
+          const std::string& inputs, std::shared_ptr<PyRowStream> stream, nb::list ffns,
+          std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters, std::size_t block_tokens,
+          std::size_t fill_tokens, bool prefetch, const std::string& simd)
       : stream_(std::move(stream)),
         ffns_(std::move(ffns)),
         pool_(std::move(pool)),
@@ -89,7 +88,6 @@ class PyModel {
     const SimdLevel level = parse_simd(simd);
     read_ = read_spec(reader, parse_dtype(dtype), level);
     ModelSpec& spec = read_.spec;
-    spec.d_ff = d_ff;
     spec.block_tokens = block_tokens;
     spec.fill_tokens = fill_tokens;
     spec.prefetch = prefetch;
@@ -98,6 +96,7 @@ class PyModel {
         std::move(tensors), Encodings{resident_encoding, std::move(other_encodings), inputs},
         spec.block.dtype, level);
     const RowFormat rows = rows_of(row_format, inputs);
+    const std::size_t num_layers = nb::len(reader.get<nb::tuple>("layers"));
     require(nb::len(ffns_) == num_layers, "every layer needs an FFN, or None");
     ModelWeights weights = weights_around(reader);
     for (std::size_t i = 0; i < num_layers; ++i) weights.blocks.push_back(block_weights(i, reader, rows));
@@ -230,7 +229,8 @@ class PyModel {
   BlockWeights block_weights(std::size_t index, const SpecReader& reader, const RowFormat& rows) {
     const BlockSpec& spec = read_.spec.block;
     const NormStyle& style = read_.norms;
-    const std::size_t d_ff = read_.spec.d_ff, attended = spec.heads * spec.head_dim,
+    const SpecReader of_layer(reader.get<nb::tuple>("layers")[index]);
+    const std::size_t d_ff = of_layer.get<std::size_t>("neurons"), attended = spec.heads * spec.head_dim,
                       cached = spec.kv_heads * spec.head_dim;
     const std::string layer = "layers." + std::to_string(index) + ".";
     BlockWeights weights;
@@ -257,7 +257,7 @@ class PyModel {
                              spec.rounded_inputs};
       require(static_cast<bool>(weights.neuron_norm), layer + "ffn_sub_norm.weight is missing");
     }
-    const SpecReader of_layer(reader.call("layer", index));
+    weights.neurons = d_ff;
     weights.rotary = of_layer.get_or("rotary", -1);
     weights.activation_threshold = of_layer.get<float>("activation_threshold");
     weights.activation_cut = of_layer.get<float>("activation_cut");
@@ -312,15 +312,14 @@ void init_model(nb::module_& m) {
       .def("copy_from", &KvSequence::copy_from, nb::arg("other"));
 
   nb::class_<PyModel>(m, "Model")
-      .def(nb::init<nb::object, const std::string&, std::size_t, std::size_t, nb::dict, const PyRowFormat&,
-                    const std::string&, std::map<std::string, std::string>, const std::string&,
-                    std::shared_ptr<PyRowStream>, nb::list, std::shared_ptr<ThreadPool>,
-                    std::shared_ptr<FfnCounters>, std::size_t, std::size_t, bool, const std::string&>(),
-           nb::kw_only(), nb::arg("block"), nb::arg("dtype"), nb::arg("num_layers"), nb::arg("d_ff"),
-           nb::arg("tensors"), nb::arg("row_format"), nb::arg("resident_encoding"),
-           nb::arg("other_encodings"), nb::arg("inputs"), nb::arg("stream"), nb::arg("ffns"), nb::arg("pool"),
-           nb::arg("counters"), nb::arg("block_tokens"), nb::arg("fill_tokens"), nb::arg("prefetch"),
-           nb::arg("simd") = "auto")
+      .def(nb::init<nb::object, const std::string&, nb::dict, const PyRowFormat&, const std::string&,
+                    std::map<std::string, std::string>, const std::string&, std::shared_ptr<PyRowStream>,
+                    nb::list, std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>, std::size_t,
+                    std::size_t, bool, const std::string&>(),
+           nb::kw_only(), nb::arg("block"), nb::arg("dtype"), nb::arg("tensors"), nb::arg("row_format"),
+           nb::arg("resident_encoding"), nb::arg("other_encodings"), nb::arg("inputs"), nb::arg("stream"),
+           nb::arg("ffns"), nb::arg("pool"), nb::arg("counters"), nb::arg("block_tokens"),
+           nb::arg("fill_tokens"), nb::arg("prefetch"), nb::arg("simd") = "auto")
       .def("new_sequence", &PyModel::new_sequence, nb::arg("context").none() = nb::none(),
            nb::arg("layers").none() = nb::none(), nb::rv_policy::take_ownership)
       .def("step", &PyModel::step, nb::arg("entries"), nb::arg("pass_"), nb::arg("all_logits") = false,

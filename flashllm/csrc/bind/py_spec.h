@@ -26,7 +26,6 @@ class SpecReader {
   }
   // 0 for None
   float number(const char* name) const { return get_or(name, 0.0F); }
-  nb::object call(const char* method, std::size_t argument) const { return spec_.attr(method)(argument); }
 
  private:
   nb::object spec_;

@@ -58,12 +58,13 @@ struct BlockWeights {
   NeuronNorm neuron_norm;  // before the down columns
   RowMatrix query, key, value, out;
   const float* sinks = nullptr;       // [heads] or nullptr: see AttentionShape
-  const float* up_bias = nullptr;     // [d_ff] or nullptr
-  const float* gate_bias = nullptr;   // [d_ff] or nullptr
+  const float* up_bias = nullptr;     // [neurons] or nullptr
+  const float* gate_bias = nullptr;   // [neurons] or nullptr
   const float* down_bias = nullptr;   // [d_model] or nullptr
-  const std::byte* gate = nullptr;    // [d_ff, d_model] in the rows' codec, where rows hold no gate
+  const std::byte* gate = nullptr;    // [neurons, d_model] in the rows' codec, where rows hold no gate
   ScalePlane plane;                   // of down columns whose scales lie apart
-  FfnLayer* ffn = nullptr;            // nullptr: the model has no neuron caches and runs dense
+  std::size_t neurons = 0;            // of the FFN
+  FfnLayer* ffn = nullptr;            // nullptr: this layer has no neuron cache and runs dense
   float activation_threshold = 0.0F;  // of fatrelu
   float activation_cut = 0.0F;        // of any activation
   int rotary = -1;                    // of the model's rotary embeddings; -1: none

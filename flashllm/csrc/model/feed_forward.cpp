@@ -34,26 +34,15 @@ void FeedForward::run(const FfnTurn& turn) {
   watch_.restart();
   const FfnLayer* ffn = blocks_[turn.layer].ffn;
   const bool routed = ffn != nullptr && ffn->router() != nullptr;
-  switch (turn.part.pass) {
-    case Pass::sparse:
-      run_active(turn);
-      break;
-    case Pass::oracle:
-      run_firing(turn);
-      break;
-    case Pass::dense:
-      if (routed)
-        run_active(turn);
-      else
-        run_every(turn);
-      break;
-    case Pass::prompt:
-      if (routed)
-        run_experts(turn);
-      else
-        run_prompt(turn);
-      break;
-  }
+  const Pass pass = turn.part.pass;
+  if (pass == Pass::prompt)
+    routed ? run_experts(turn) : run_prompt(turn);
+  else if (ffn == nullptr || (pass == Pass::dense && !routed))
+    run_every(turn);
+  else if (pass == Pass::oracle)
+    run_firing(turn);
+  else
+    run_active(turn);
   watch_.charge(counters_.compute_ns);
 }
 
@@ -153,7 +142,7 @@ void FeedForward::each_block(std::size_t layer, int then, const Body& body) {
   RowBlock block;
   while (stream_.next(block)) {
     charge_stream();
-    body(block, std::min(block.count, spec_.d_ff - block.first_row));
+    body(block, std::min(block.count, blocks_[layer].neurons - block.first_row));
     watch_.charge(counters_.compute_ns);
   }
 }

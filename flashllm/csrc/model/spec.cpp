@@ -54,12 +54,13 @@ void check_fits(const ModelSpec& spec, const ModelWeights& weights, const RowFor
   for (const Norm* each : {&weights.embedding_norm, &weights.final_norm})
     require(each->width == 0 || each->width == block.d_model,
             "the norm of the embedding, or the final norm, does not fit the model");
-  require(spec.d_ff != 0 && rows.d_model == block.d_model, "the rows do not fit the model");
+  require(rows.d_model == block.d_model, "the rows do not fit the model");
   for (const BlockWeights& each : weights.blocks) {
     check_block(block, each);
     require(each.rotary < static_cast<int>(spec.rotary.size()),
             "a block wants a rotary embedding beyond those there are");
-    require(!each.neuron_norm || each.neuron_norm.neurons == spec.d_ff,
+    require(each.neurons != 0, "a block's FFN must have neurons");
+    require(!each.neuron_norm || each.neuron_norm.neurons == each.neurons,
             "the norm before a block's down columns does not fit the model");
   }
 }

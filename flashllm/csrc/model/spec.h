@@ -15,7 +15,6 @@ struct ModelSpec {
   BlockSpec block;
   std::size_t vocab = 0;
   std::size_t embed_dim = 0;        // of the embedding; d_model unless it is projected
-  std::size_t d_ff = 0;             // neurons of a layer
   std::size_t position_offset = 0;  // of the first row of the position embedding that is used
   float embedding_scale = 1.0F;
   float logit_scale = 1.0F;

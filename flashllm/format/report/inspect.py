@@ -27,8 +27,8 @@ def inspect(path: Path) -> dict[str, Any]:
     tensors = read_header(path / RESIDENT).tensors
     checksums = sum(tensors[checksums_tensor(layer)].nbytes for layer in range(architecture.num_layers))
     resident = sum(info.nbytes for info in tensors.values())
-    ffn = architecture.num_layers * layout.d_ff * layout.row_nbytes
-    ffn_values = architecture.num_layers * layout.d_ff * len(layout.matrices) * layout.d_model
+    ffn = architecture.neurons * layout.row_nbytes
+    ffn_values = architecture.neurons * len(layout.matrices) * layout.d_model
     resident_values = sum(math.prod(shape) for shape in resident_shapes(model.config).values())
     predictors = _predictors(path, manifest)
     predictors_nbytes = 0 if predictors is None else predictors["nbytes"]

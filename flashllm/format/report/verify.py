@@ -133,9 +133,10 @@ class _Verification:
     def _row_chunks(self, name: str, bad_rows: list[_BadRow]) -> Iterator[memoryview]:
         """The bytes of a file of neurons, checking every row on the way. Offsets come from the manifest: the header
         may be damaged."""
-        path, layout, num_layers = self._path / name, self._manifest.rows, self._manifest.architecture.num_layers
-        orders_nbytes = 4 * num_layers * layout.d_ff if name == PLACED else 0
-        data_start = self._manifest.files[name].nbytes - num_layers * layout.layer_nbytes - orders_nbytes
+        path, layout, layouts = self._path / name, self._manifest.rows, self._manifest.layouts
+        orders_nbytes = 4 * self._manifest.architecture.neurons if name == PLACED else 0
+        rows_nbytes = sum(each.layer_nbytes for each in layouts)
+        data_start = self._manifest.files[name].nbytes - rows_nbytes - orders_nbytes
         if not 0 < data_start <= MAX_HEADER_NBYTES + DATA_ALIGNMENT or data_start % DATA_ALIGNMENT:
             yield from (memoryview(chunk) for chunk in iterate_chunks(path))
             return
@@ -145,12 +146,11 @@ class _Verification:
             drop_page_cache(fd)
             yield memoryview(pread_bytes(fd, data_start, 0, path))
             offset = data_start
-            orders_at = data_start + num_layers * layout.layer_nbytes
-            orders = memoryview(pread_bytes(fd, orders_nbytes, orders_at, path))
-            for layer in range(num_layers):
+            orders = memoryview(pread_bytes(fd, orders_nbytes, data_start + rows_nbytes, path))
+            for layer, layout in enumerate(layouts):
                 expected, ids = self._recorded_checksums(layer), np.arange(layout.num_rows)
                 if name == PLACED:
-                    order = np.frombuffer(orders, "<i4").reshape(num_layers, layout.d_ff)[layer]
+                    order = np.frombuffer(orders, "<i4").reshape(len(layouts), layout.d_ff)[layer]
                     ids[: layout.d_ff] = np.clip(order, 0, layout.d_ff - 1)  # a damaged order names wrong rows
                 for first in range(0, layout.num_rows, len(rows)):
                     block = rows[: layout.num_rows - first]
@@ -173,7 +173,7 @@ class _Verification:
         try:
             with open_safetensors(self._path / RESIDENT) as file:
                 info = file.header.tensors.get(checksums_tensor(layer))
-                if info is None or (info.dtype, info.shape) != ("U64", (self._manifest.rows.num_rows,)):
+                if info is None or (info.dtype, info.shape) != ("U64", (self._manifest.layout(layer).num_rows,)):
                     return None
                 checksums = np.empty(info.shape, "<u8")
                 file.read_into(info, 0, checksums.view(np.uint8).data)
@@ -192,7 +192,7 @@ class _Verification:
             else:
                 continue  # a wrong checksum is found with the rows of the FFN file
             for bad in of_file[:MAX_LISTED_ROWS]:
-                neuron = bad.row if bad.row < self._manifest.rows.d_ff else None
+                neuron = bad.row if bad.row < self._manifest.architecture.width(bad.layer) else None
                 if blamed == RESIDENT:
                     tensor = checksums_tensor(bad.layer)
                     where = f"tensor {tensor}, item {bad.row} is wrong"
@@ -211,14 +211,13 @@ class _Verification:
     def _report_damage(self, name: str, *, located: bool) -> None:
         """Report a wrong hash, with what the header says about it."""
         where = f"{self._path / name}"
-        layout, num_layers = self._manifest.rows, self._manifest.architecture.num_layers
         try:
             if name == FFN:
-                check_ffn_header(read_header(self._path / FFN), layout, num_layers)
+                check_ffn_header(read_header(self._path / FFN), self._manifest.layouts)
             elif name == RESIDENT:
-                check_resident_header(read_header(self._path / RESIDENT), layout, num_layers)
+                check_resident_header(read_header(self._path / RESIDENT), self._manifest.layouts)
             elif name == PLACED:
-                read_orders(self._path / PLACED, layout, num_layers)
+                read_orders(self._path / PLACED, self._manifest.rows, self._manifest.architecture.num_layers)
         except FlashError as error:
             self._report(name, f"{error}; {_ADVICE}")
             return

@@ -122,7 +122,9 @@ class NativeProbe:
         def attend(made: Projected, out: Array) -> None:
             out[:] = made.queries
 
-        return self._seconds(lambda: run_layer(ops, block, LayerSpec(), weights, x, positions=positions, attend=attend))
+        return self._seconds(
+            lambda: run_layer(ops, block, block.layers[0], weights, x, positions=positions, attend=attend)
+        )
 
     def beside_reads(
         self, disk: DiskProbe, *, size: int, seconds: float, inner: int, rounds: int = 1
@@ -258,4 +260,5 @@ def _tiny_block(width: int = _TINY) -> BlockSpec:
         activation="silu",
         gated=True,
         tied_head=True,
+        layers=(LayerSpec(neurons=width),),
     )

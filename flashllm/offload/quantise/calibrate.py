@@ -122,7 +122,7 @@ class Calibration:
         source.read({matrix_name(layer, name): array for name, array in matrices.items()})
         biases = {name: source.vector(bias_name(layer, name)) for name in source.matrices}
         norms = {name: self._norm(f"layers.{layer}.{name}") for name in NORMS}
-        return Layer(self._block.layer(layer), matrices, biases, norms)
+        return Layer(self._block.layers[layer], matrices, biases, norms)
 
     def _norm(self, name: str) -> Norm:
         weight, shift = self._source.vector(f"{name}.weight"), np.float32(self._block.norm_shift)

@@ -355,7 +355,7 @@ class _Run:
             self._choose(task, batch, x)
             return
 
-        layer = runner.block.layer(runner.stage.first + step.layer)
+        layer = runner.block.layers[runner.stage.first + step.layer]
         keep = self._kv.prompt if step.token == 0 else self._kv.decode
 
         def attend(made: Projected, out: DeviceArray) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offload_runs import CPU, DEVICE, DISK, LENGTHS, MIXED, NEW, answers, policy, sequences
 
 from flashllm import _core
-from flashllm.arch.spec import BlockSpec
+from flashllm.arch.spec import BlockSpec, LayerSpec
 from flashllm.convert.run import convert
 from flashllm.errors import BudgetError
 from flashllm.generate.sampling import SamplingOptions
@@ -102,7 +102,7 @@ def test_an_answer_does_not_depend_on_its_batch(tmp_path, dtype, bits):
 _BLOCK = BlockSpec(
     d_model=64, embed_dim=64, vocab_size=70, context=8, heads=4, kv_heads=4, head_dim=16, query_scale=1.0, norm="rms",
     norm_epsilon=1e-5, final_norm=True, positions="none", activation="relu", gated=False,
-    tied_head=False,
+    tied_head=False, layers=(LayerSpec(rotary=None, neurons=64),),
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from flashllm.arch.registry import spec_of
+from flashllm.arch.registry import block_spec, spec_of
 from flashllm.convert.checkpoint.source import Checkpoint, TensorFile
 from flashllm.errors import FormatError
 from flashllm.format.safetensors import TensorInfo
@@ -48,7 +48,7 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
     if not (spec.stacked or spec.renamed):
         return checkpoint
     tensors, files = dict(checkpoint.tensors), dict(checkpoint._files)
-    layers = range(checkpoint.config.get(spec.num_layers_key, spec.defaults.get(spec.num_layers_key, 0)))
+    layers = range(len(block_spec(checkpoint.config).layers))
     prefixes = ("", spec.base_prefix) if spec.base_prefix else ("",)
 
     def taken(pattern: str, layer: int) -> tuple[str, TensorInfo, TensorFile] | None:
