@@ -84,7 +84,7 @@ def flash(settings: dict[str, Any]) -> dict[str, Any]:
         shape = {
             "row_nbytes": layout.stride,
             "matrix_nbytes": layout.vector_nbytes("down"),
-            "num_neurons": model.manifest.architecture.num_layers * layout.d_ff,
+            "num_neurons": model.manifest.architecture.neurons,
             "cached_neurons": sum(plan.cache_rows),
             "resident_touched_nbytes": resident_touched(model.directory) + plan.predictors,
             "kv_nbytes_per_token": model.directory.kv_nbytes_per_token,

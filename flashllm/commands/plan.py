@@ -99,7 +99,7 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
     from flashllm.plan.memory import KV_BLOCK_TOKENS
 
     memory = plan.memory
-    neurons = model.architecture.num_layers * model.architecture.d_ff
+    neurons = model.architecture.neurons
     shares = [f"{min(1.0, sum(rows) / neurons):.0%}" for rows in (memory.cache_rows, memory.full_cache_rows)]
     share = shares[0] if shares[0] == shares[1] else f"{shares[0]} to {shares[1]}"
     lines = [
@@ -126,7 +126,7 @@ def _experts(model: "ModelDir") -> list[str]:
     if not architecture.experts:
         return []
     nbytes, all_nbytes = (
-        architecture.num_layers * count * rows.stride for count in (architecture.cycle, architecture.d_ff)
+        len(architecture.mixtures) * count * rows.stride for count in (architecture.cycle, architecture.d_ff)
     )
     return [
         f"  experts: a token goes to {architecture.chosen_experts} of {architecture.experts} a layer, "
@@ -142,11 +142,11 @@ def _gates(model: "ModelDir", plan: "Plan") -> list[str]:
     manifest, memory = model.manifest, plan.memory
     if not (manifest.architecture.gated and manifest.sparse) or manifest.architecture.experts:
         return []
-    rows, layers = manifest.rows, manifest.architecture.num_layers
+    rows, layers, neurons = manifest.rows, manifest.architecture.num_layers, manifest.architecture.neurons
     others = memory.minimum_nbytes - memory.gates - memory.predictors
     choices = {
-        "resident": (layers * rows.d_ff * rows.vector_nbytes("up"), "exact"),
-        "4bit": (layers * (rows.d_ff * GATE_CODE.vector_nbytes(rows.d_model) + 2), "nearly all, some in vain"),
+        "resident": (neurons * rows.vector_nbytes("up"), "exact"),
+        "4bit": (neurons * GATE_CODE.vector_nbytes(rows.d_model) + 2 * layers, "nearly all, some in vain"),
     }
     lines = ["  what names the active neurons (chosen by `flashllm convert --gate`)"]
     for name, (nbytes, what) in choices.items():
@@ -170,7 +170,7 @@ def _estimate(model: "ModelDir", plan: "Plan", trace: Path | None) -> "_Estimate
         activity = from_shares(model.manifest, plan.memory, plan.popularity, gap)
     else:
         with Trace(trace if trace is not None else model.path / TRACE) as opened:
-            opened.check_model(model.architecture.num_layers, model.architecture.d_ff)
+            opened.check_model(model.architecture)
             activity = from_trace(opened, plan.memory, plan.popularity, gap, read_places(model.path, model.manifest))
     if plan.costs is None:
         return None

@@ -156,10 +156,8 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
     dtype = choices.get("dtype") or checkpoint.preferred_dtype
     gate, reorder = choices.get("gate", "rows"), choices.get("reorder")
     architecture, block = resolve(checkpoint.config), block_spec(checkpoint.config)
-    if reorder is not None and architecture.widths:
-        raise UsageError(f"{checkpoint.path}: --reorder is for models whose layers have as many neurons each")
     if reorder is not None:
-        reorder.check_model(architecture.num_layers, architecture.d_ff)
+        reorder.check_model(architecture)
     names, expected = checked_tensors(checkpoint)
     claimed = claims(checkpoint.config)
     source_dtype = _source_dtype(checkpoint, [names[name] for name in expected], mixed_allowed=dtype is not None)

@@ -38,7 +38,7 @@ def reorder(src: Path, dst: Path, trace: Trace, progress: Progress | None = None
     manifest = open_model_dir(src)
     if manifest.architecture.experts:
         raise UsageError(f"{src}: a mixture of experts, whose neurons lie in the order in which they are read already")
-    trace.check_model(manifest.architecture.num_layers, manifest.rows.d_ff)
+    trace.check_model(manifest.architecture)
     files = _copied_files(manifest)
     identity = {"reorder": trace.fingerprint(), "files": {name: entry.sha256 for name, entry in files.items()}}
     with new_model_directory(dst, identity, _total_nbytes(src, manifest)) as partial:

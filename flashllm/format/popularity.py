@@ -34,7 +34,7 @@ def measure_popularity(trace: Trace) -> Popularity:
 def install_popularity(directory: Path, trace: Trace) -> Manifest:
     """Measure `trace` and put the result into a model directory; the new manifest. UsageError for a foreign trace."""
     manifest = Manifest.load(Path(directory))
-    trace.check_model(manifest.architecture.num_layers, manifest.rows.d_ff)
+    trace.check_model(manifest.architecture)
     shares = measure_popularity(trace)
     metadata = {"tokens": str(trace.info.num_tokens), "measured_on": trace.info.description}
     header = encode_header([(_TENSOR, "F32", shares.shape)], metadata)

@@ -17,6 +17,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm.arch.spec import Architecture
 from flashllm.base.files import HashingWriter, open_for_reading, pread_into
 from flashllm.errors import FormatError, UsageError
 from flashllm.format.safetensors import SafetensorsHeader, encode_header, read_header
@@ -150,8 +151,11 @@ class Trace:
         status = os.fstat(self._fd)
         return [status.st_size, status.st_mtime_ns, self.info.description]
 
-    def check_model(self, num_layers: int, num_neurons: int) -> None:
+    def check_model(self, architecture: Architecture) -> None:
         """UsageError unless the trace is of a model of this shape."""
+        num_layers, num_neurons = architecture.num_layers, architecture.d_ff
+        if architecture.widths:
+            raise UsageError(f"{self.path}: a trace, and the model's layers have different numbers of neurons")
         if (self.info.num_layers, self.info.num_neurons) != (num_layers, num_neurons):
             raise UsageError(
                 f"{self.path}: a trace of {self.info.num_layers} layers of {self.info.num_neurons} neurons; the model "

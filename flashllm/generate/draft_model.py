@@ -90,7 +90,10 @@ def opened_draft(path: Path, config: RunConfig) -> Iterator[OpenedDraft]:
     own = replace(config, speculate=SPECULATIONS[0], mode=mode, context=context, window=None)
     with Model.open(config.speculate, own) as model:
         memory = model.plan.memory
-        if min(memory.full_cache_rows) < model.manifest.architecture.d_ff:
+        if any(
+            held < width
+            for held, width in zip(memory.full_cache_rows, model.manifest.architecture.every_width, strict=True)
+        ):
             raise UsageError(
                 f"the draft model {config.speculate} does not fit whole in {format_size(memory.limit_nbytes)}; take a "
                 "smaller one, give --memory more, or --speculate lookup"

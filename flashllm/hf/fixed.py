@@ -57,7 +57,7 @@ class FixedModel(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-c
                 name: count for name, count in counts.items() if name.split(".")[0] not in ("embedding", "positions")
             }
         rows = manifest.rows
-        return sum(counts.values()) + manifest.architecture.num_layers * rows.d_ff * len(rows.matrices) * rows.d_model
+        return sum(counts.values()) + manifest.architecture.neurons * len(rows.matrices) * rows.d_model
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes the process holds at most, by the memory plan."""

@@ -160,7 +160,8 @@ def from_shares(
         shares = [assumed_shares(mean, neurons) for neurons in widths]
         source = f"{mean:.0%} of the neurons above their layer's threshold on {manifest.sparsity.text}"
     elif experts:
-        shares = [assumed_expert_shares(manifest.architecture)] * manifest.architecture.num_layers
+        of_mixture, mixtures = assumed_expert_shares(manifest.architecture), manifest.architecture.mixtures
+        shares = [of_mixture if i in mixtures else np.ones(width, np.float32) for i, width in enumerate(widths)]
         source = f"assumed: {manifest.architecture.chosen_experts} of {experts} experts a token, some more often"
     else:
         shares = [assumed_shares(ASSUMED_SHARE, neurons) for neurons in widths]

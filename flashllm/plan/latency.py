@@ -65,7 +65,7 @@ class DenseEstimate:
 def dense_token(model: ModelDir, plan: MemoryPlan, *, costs: DeviceCosts | None, resident_nbytes: int) -> DenseEstimate:
     """The expected token of a dense run at the start of a conversation. `resident_nbytes`: `product_nbytes`."""
     rows, layers = model.manifest.rows, model.architecture.num_layers
-    ffn_nbytes = rows.layer_nbytes * layers
+    ffn_nbytes = sum(layout.layer_nbytes for layout in model.manifest.layouts)
     bytes_read = ffn_nbytes - sum(plan.cache_rows) * rows.stride
     if model.block.sub_norms:  # for the values, and again for the down columns
         bytes_read *= 2

@@ -141,7 +141,7 @@ def _streaming(model: ModelDir, memory: MemoryPlan, costs: DeviceCosts | None) -
 
 def _small_cache(model: ModelDir, memory: MemoryPlan) -> list[str]:
     """That the neuron caches hold less than a token of a mixture of experts reads; nothing where they hold more."""
-    cycle, rows = model.architecture.cycle, memory.cache_rows
+    cycle, rows = model.architecture.cycle, [memory.cache_rows[layer] for layer in model.architecture.mixtures]
     if not cycle or min(rows) >= cycle:
         return []
     held, needed = (format_size(count * model.manifest.rows.stride) for count in (sum(rows), cycle * len(rows)))

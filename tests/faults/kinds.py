@@ -129,7 +129,7 @@ def make_kinds(root: Path) -> dict[str, Kind]:
 
     def read_trace(path: Path) -> None:
         with Trace(path) as opened:
-            opened.check_model(2, 256)
+            opened.check_model(manifest.architecture)
 
     kinds["trace"] = Kind(trace.read_bytes(), at_file(root / "t.trace", read_trace), "t.trace", False)
     store, key = root / "devices.json", device_of(root)

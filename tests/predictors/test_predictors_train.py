@@ -16,7 +16,7 @@ import pytest
 import torch
 import train_predictor
 import trainer
-from arch_models import VARIANTS, make_checkpoint
+from arch_models import VARIANTS, make_checkpoint, make_model
 from fit import fires
 from masked import load_predictors
 from passes import BATCH_TOKENS, PassShape, kept_positions
@@ -429,3 +429,19 @@ def test_the_umbrella_command_s_own_arguments_do_not_make_another_run(bare):
     assert train_predictor.identity(args, manifest, rows) == mine
     args.ranks = "9"
     assert train_predictor.identity(args, manifest, rows) != mine
+
+
+def test_layers_may_have_other_widths(data, tmp_path):
+    """Each layer's predictors are of its own neurons; the scratch files hold codes of the widest."""
+    _, model = make_model(tmp_path, "llama relu widths")
+    widths = Manifest.load(model).architecture.every_width
+    assert len(set(widths)) == 3
+    assert train(model, data) == 0
+    tensors = load_file(model / PREDICTORS)
+    assert [tensors[f"layers.{layer}.bias"].shape[0] for layer in range(3)] == [*widths]
+    calibration = Manifest.load(model).calibration
+    assert all(0 < need <= width for need, width in zip(calibration.req, widths, strict=True))
+    with Model.open(model, RunConfig(threads=1, io_threads=4)) as loaded:
+        sequence = loaded.new_sequence()
+        loaded.step([(sequence, [5, 6, 7])])
+        assert 0 < loaded.meter.take().active < 3 * sum(widths)

@@ -50,6 +50,7 @@ def inspect(path: Path) -> dict[str, Any]:
         "source": manifest.to_json()["source"],
         "parameters": ffn_values + resident_values,
         "files": {name: entry.nbytes for name, entry in manifest.files.items()},
+        "neurons": architecture.neurons,
         "total_nbytes": sum(entry.nbytes for entry in manifest.files.values()),
         "ffn_nbytes": ffn,
         "ffn_file_nbytes": manifest.files[FFN].nbytes,
@@ -96,12 +97,14 @@ def sparsity_line(sparsity: Mapping[str, Any]) -> str:
 
 def _ffn_shape(architecture: Mapping[str, Any]) -> str:
     experts = architecture.get("experts", 0)
+    widths, dense = architecture.get("widths"), architecture.get("dense_layers", [])
     if not experts:
-        return f"d_ff {architecture['d_ff']}"
+        return f"d_ff {min(widths)} to {max(widths)}" if widths else f"d_ff {architecture['d_ff']}"
     shared = architecture["shared_neurons"]
     size = (architecture["d_ff"] - shared) // experts
     behind = f" and {shared} shared neurons" if shared else ""
-    return f"{experts} experts of {size} neurons{behind}, {architecture['chosen_experts']} experts a token"
+    others = f" in all but {len(dense)} layers, which are dense" if dense else ""
+    return f"{experts} experts of {size} neurons{behind}, {architecture['chosen_experts']} experts a token{others}"
 
 
 def _others(facts: Mapping[str, Any]) -> str:
@@ -177,7 +180,7 @@ def format_inspection(facts: dict[str, Any]) -> str:
         text["sparsity"] = sparsity_line(facts["sparsity"])
     if facts["calibration"] is not None:
         calibration = facts["calibration"]
-        active = sum(calibration["mean_active"]) / len(calibration["mean_active"]) / architecture["d_ff"]
+        active = sum(calibration["mean_active"]) / facts["neurons"]
         sample = f"{calibration['tokens']} tokens of {calibration['text']}"
         text["calibration"] = f"window {calibration['window']}, {active:.1%} of the neurons active, on {sample}"
     if facts["permutation"] is not None:
