@@ -2,8 +2,8 @@
 
  1. a JSON object with exactly the keys of `Manifest` (and of the values in it), but that `resident_encoding`,
     `other_encodings`, `activations`, `sparsity`, `quality`, a row's `down_encoding` and what the architecture says of
-    experts are there only where the model has them (`down_scales` with down columns whose scales are resident);
-    unknown keys are errors;
+    experts and of layers that differ are there only where the model has them (`down_scales` with down columns whose
+    scales are resident); unknown keys are errors;
  2. `files` lists every file but the manifest, each directly in the directory, no symbolic link, with size and SHA-256;
  3. it is written last and replaced atomically: a directory without it is not a model;
  4. rows of a mixture of experts are those of its experts, in their order, then those of the shared neurons;
