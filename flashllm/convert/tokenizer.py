@@ -20,6 +20,7 @@ from flashllm.errors import FormatError, UnsupportedModelError
 
 TOKENIZER = "tokenizer.json"
 MAX_NBYTES = 256 * 2**20  # of tokenizer.json; the largest published ones have 35 MB
+MAX_TEMPLATE_NBYTES = 4 * 2**20  # of a chat template
 _VOCABULARIES = ("vocab.json", "vocab.txt", "tekken.json")  # or anything that ends in .model
 # Where tokenizers differ: spaces, line ends, case, digits, code, scripts, marks that combine, emoji of several parts.
 TEXTS = (

@@ -11,7 +11,7 @@ from typing import Any, Self
 import tokenizers
 
 from flashllm.base.text import valid_unicode
-from flashllm.convert.tokenizer import MAX_NBYTES, TOKENIZER, parse_tokenizer
+from flashllm.convert.tokenizer import MAX_NBYTES, MAX_TEMPLATE_NBYTES, TOKENIZER, parse_tokenizer
 from flashllm.errors import FormatError
 from flashllm.format.model_dir import Companions
 from flashllm.format.model_files import CONFIG, GENERATION_CONFIG
@@ -19,7 +19,6 @@ from flashllm.format.model_files import CONFIG, GENERATION_CONFIG
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"  # beside an older tokenizer_config.json
 CHAT_TEMPLATE = "chat_template.jinja"
-_MAX_TEMPLATE_NBYTES = 4 * 2**20
 
 
 class Tokenizer:
@@ -111,7 +110,7 @@ def _special_tokens(files: Companions, config: Mapping[str, Any]) -> dict[str, s
 
 def _chat_templates(files: Companions, config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> template. The file of its own goes first; a config has one, or a list of named ones."""
-    own = files.read(CHAT_TEMPLATE, _MAX_TEMPLATE_NBYTES)
+    own = files.read(CHAT_TEMPLATE, MAX_TEMPLATE_NBYTES)
     if own is not None:
         try:
             return {"default": own.decode("utf-8")}

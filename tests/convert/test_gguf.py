@@ -1,8 +1,10 @@
 """GGUF files: bit for bit what the same weights give as safetensors, by any kind of tensor; each fault is named."""
 
 import json
+import math
 import os
 import shutil
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -22,6 +24,7 @@ from flashllm.cli import main
 from flashllm.convert import locate
 from flashllm.convert.checkpoint.gguf import file as gguf_file
 from flashllm.convert.checkpoint.gguf.file import GgufTensor, StoredTensor
+from flashllm.convert.checkpoint.gguf.header import read_header
 from flashllm.convert.checkpoint.gguf.models import MIXTURES, MODELS, paired_rows, supported
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.locate import find_checkpoint, find_folder, source_key
@@ -50,18 +53,6 @@ VARIANTS = {
         },
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def _in_this_process(request, monkeypatch):
-    """Without the child process, but in the test that asks for it."""
-    if "real_child" not in request.fixturenames:
-        monkeypatch.setattr(gguf_file, "ask_child", lambda function, *arguments: function(*arguments))
-
-
-@pytest.fixture
-def real_child():
-    """The child process is started."""
 
 
 def _source(path, config=None, dtype="float32"):
@@ -228,30 +219,34 @@ def test_experts_in_a_tensor_each_and_stacks_of_another_number(tmp_path, monkeyp
     path = write_gguf(source, tmp_path / "model.gguf")
     expected = convert(path, tmp_path / "expected")
 
-    def apart(function, *arguments):
-        header = function(*arguments)
+    def apart(*arguments):
+        header = read_header(*arguments)
         tensors = []
-        for name, kind, shape, offset, nbytes in header["tensors"]:
-            if "_exps." not in name:
-                tensors.append((name, kind, shape, offset, nbytes))
+        for entry in header.tensors:
+            if "_exps." not in entry.name:
+                tensors.append(entry)
                 continue
-            each = nbytes // shape[0]
+            each = math.prod(entry.shape[1:]) * 4
             tensors += [
-                (name.replace("_exps", f".{expert}"), kind, shape[1:], offset + expert * each, each)
-                for expert in range(shape[0])
+                replace(
+                    entry,
+                    name=entry.name.replace("_exps", f".{expert}"),
+                    shape=entry.shape[1:],
+                    offset=entry.offset + expert * each,
+                )
+                for expert in range(entry.shape[0])
             ]
-        return {**header, "tensors": tensors}
+        return replace(header, tensors=tensors)
 
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_file, "ask_child", apart)
+        patch.setattr(gguf_file, "read_header", apart)
         assert _weights(convert(path, tmp_path / "found")) == _weights(expected)
     _patch_metadata(monkeypatch, {"olmoe.expert_count": 4})
     with pytest.raises(FormatError, match=r"a tensor of experts is .*though there are 4"):
         _open(path)
 
 
-@pytest.mark.usefixtures("real_child")
-def test_the_child_reads_the_header_and_the_tokenizer_is_the_folders(source, tmp_path):
+def test_a_directory_of_a_file_has_its_tokenizer(source, tmp_path):
     path = write_gguf(source, tmp_path / "model.gguf")
     manifest = convert(path, tmp_path / "model")
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"} <= set(
@@ -378,7 +373,7 @@ def test_what_cannot_be_run_is_said(source, tmp_path, metadata, message, monkeyp
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama.block_count": "three"}, "must be a number"),
+        ({"llama.block_count": "three"}, "must be an integer from 1 to"),
         ({"llama.expert_count": 8}, "lacks llama.expert_used_count"),
         ({"llama.attention.key_length": 15, "llama.rope.dimension_count": 15}, "do not fit its heads|even"),
         ({"tokenizer.ggml.tokens": ["x"] * 301}, "301 tokens, but an embedding of 300"),
@@ -400,12 +395,12 @@ def test_what_the_metadata_lacks_is_said(source, tmp_path, name, monkeypatch):
 
 
 def _patch_metadata(monkeypatch, changes):
-    def patched(function, *arguments):
-        header = function(*arguments)
-        metadata = {**header["metadata"], **changes}
-        return {**header, "metadata": {name: value for name, value in metadata.items() if value is not None}}
+    def patched(*arguments):
+        header = read_header(*arguments)
+        metadata = {**header.metadata, **changes}
+        return replace(header, metadata={name: value for name, value in metadata.items() if value is not None})
 
-    monkeypatch.setattr(gguf_file, "ask_child", patched)
+    monkeypatch.setattr(gguf_file, "read_header", patched)
 
 
 def test_other_rope_factors_than_llama_3s(tmp_path):

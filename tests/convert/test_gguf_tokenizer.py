@@ -7,7 +7,8 @@ from tiny_models import SENTENCES, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import GemmaTokenizer, GPT2Tokenizer, LlamaTokenizer, Qwen2Tokenizer
 
-from flashllm.convert.checkpoint.gguf.tokenizer import WORDS, special_ids, tokenizer_files
+from flashllm.convert.checkpoint.gguf.metadata import Metadata
+from flashllm.convert.checkpoint.gguf.tokenizer import WORDS, read_vocabulary, special_ids, tokenizer_files
 from flashllm.convert.tokenizer import TEXTS, difference
 from flashllm.errors import FormatError, UnsupportedModelError
 
@@ -77,7 +78,9 @@ def _pieces_metadata(parts, **changes):
 
 
 def _files(metadata, tmp_path):
-    return tokenizer_files(metadata, tmp_path / "model.gguf")
+    path = tmp_path / "model.gguf"
+    metadata = Metadata({key: value for key, value in metadata.items() if value is not None}, path)
+    return tokenizer_files(metadata, read_vocabulary(metadata), path)
 
 
 def _made(metadata, tmp_path):
@@ -170,7 +173,7 @@ def test_the_files_beside_say_what_the_metadata_says(byte_level, tmp_path):
     assert (config["bos_token"], config["eos_token"]) == ("<|im_end|>", "<|endoftext|>")
     assert json.loads(files["generation_config.json"]) == {"bos_token_id": 1, "eos_token_id": [0, 1]}
     assert files["chat_template.jinja"] == b"{{ x }}"
-    assert special_ids(metadata) == {"bos_token_id": 1, "eos_token_id": 0}
+    assert special_ids(Metadata(metadata, tmp_path), 700) == {"bos_token_id": 1, "eos_token_id": 0}
     assert _files({}, tmp_path) == {}
 
 
@@ -197,11 +200,11 @@ def test_an_unknown_rule_or_kind_needs_a_tokenizer_beside(byte_level, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens": []}, "has no tokens"),
-        ({"tokens": [1, 2]}, "has no tokens"),
-        ({"merges": None}, "has no merges"),
+        ({"tokens": []}, "tokens must be a list of texts"),
+        ({"tokens": [1, 2]}, "tokens must be a list of texts"),
+        ({"merges": None}, r"lacks tokenizer\.ggml\.merges"),
         ({"merges": ["a b c d"]}, "damaged vocabulary"),
-        ({"token_type": [1]}, "damaged vocabulary"),
+        ({"token_type": [1]}, r"token_type must have \d+ integers, not 1"),
     ],
 )
 def test_vocabularies_that_make_no_sense(byte_level, tmp_path, changes, message):

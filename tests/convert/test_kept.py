@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from flashllm.base.codes.carried import PACKED_AS
 from flashllm.cli import main
 from flashllm.config import Ablation, RunConfig
-from flashllm.convert.checkpoint.gguf import file as gguf_file
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
@@ -52,11 +51,6 @@ MIXTURES = {
     "qwen3_moe": ("moe_intermediate_size",),
     "gpt_oss": ("intermediate_size",),
 }
-
-
-@pytest.fixture(autouse=True)
-def _in_this_process(monkeypatch):
-    monkeypatch.setattr(gguf_file, "ask_child", lambda function, *arguments: function(*arguments))
 
 
 def mixed(name):

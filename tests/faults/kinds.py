@@ -17,7 +17,6 @@ from device_costs import device, reader
 from tiny_models import make_tiny_opt
 from traces import write_trace
 
-from flashllm.convert.checkpoint.gguf import file as gguf_file
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.plan import plan_conversion
 from flashllm.convert.run import convert
@@ -34,8 +33,6 @@ from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.machines import MACHINES
 from flashllm.offload.policy import Policy
 from flashllm.serve.bodies import parse
-
-ASK_CHILD = gguf_file.ask_child
 
 
 @dataclass(frozen=True)
@@ -117,8 +114,7 @@ def make_kinds(root: Path) -> dict[str, Kind]:
             name.endswith(".json"),
             folder,
         )
-    # 4. A GGUF file, its header read here and not in a child.
-    gguf_file.ask_child = lambda function, *args: function(*args)
+    # 4. A GGUF file.
     llama = make_checkpoint(root / "llama", Variant("llama", {"hidden_act": "silu"}))
     source = gguf_files.write_gguf(llama, root / "tiny.gguf")
     mutant = root / "mutant.gguf"

@@ -27,14 +27,14 @@ from types import FrameType
 from typing import Any
 
 from handmade import CASES, Case
-from kinds import ASK_CHILD, Kind
+from kinds import Kind
 from operations import BUG
 from written import every_kind
 
 from flashllm.api.fields import BadRequest
 from flashllm.cli import main as main_of_flashllm
 from flashllm.convert.checkpoint import pickled
-from flashllm.convert.checkpoint.gguf import file as gguf_file
+from flashllm.convert.checkpoint.child import ask_child
 from flashllm.errors import FlashError
 from flashllm.format.manifest import MANIFEST
 
@@ -199,7 +199,7 @@ def flashllm(*words: object) -> tuple[int, str]:
                 for fd, into in ((0, null), (1, null), (2, said.fileno())):
                     os.dup2(into, fd)
                 signal.alarm(int(STUCK_S))
-                gguf_file.ask_child = pickled.ask_child = ASK_CHILD
+                pickled.ask_child = ask_child
                 status = main_of_flashllm([str(word) for word in words])
                 sys.stdout.flush()
                 sys.stderr.flush()

@@ -11,7 +11,6 @@ from mutations import GOOD, HEADER, judged
 from written import every_kind
 
 from flashllm.convert.checkpoint import pickled
-from flashllm.convert.checkpoint.gguf import file as gguf_file
 
 NAMES = (
     "manifest", "manifest with planes", "model directory: config.json", "model directory: tokenizer.json",
@@ -106,8 +105,7 @@ def changed(data, kind):
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        for module in (gguf_file, pickled):  # what they put in its place shall not stay
-            patch.setattr(module, "ask_child", module.ask_child)
+        patch.setattr(pickled, "ask_child", pickled.ask_child)  # what they put in its place shall not stay
         yield every_kind(tmp_path_factory.mktemp("kinds"))
 
 

@@ -9,9 +9,10 @@ from types import MappingProxyType
 from flashllm.arch.llama.bitnet import MODEL_TYPE as BITNET
 from flashllm.arch.registry import claims, resolve
 from flashllm.convert.checkpoint.folder import open_folder
+from flashllm.convert.checkpoint.gguf.config import model_config
 from flashllm.convert.checkpoint.gguf.file import SUFFIX, GgufContent, open_gguf
-from flashllm.convert.checkpoint.gguf.models import assumed_line, model_config, model_of, named_tensors
-from flashllm.convert.checkpoint.gguf.tokenizer import special_ids, tokenizer_files
+from flashllm.convert.checkpoint.gguf.models import assumed_line, model_of, named_tensors
+from flashllm.convert.checkpoint.gguf.tokenizer import read_vocabulary, special_ids, tokenizer_files
 from flashllm.convert.checkpoint.mixtures.gpt_oss import GPT_OSS, apart
 from flashllm.convert.checkpoint.mixtures.stacked import unstacked
 from flashllm.convert.checkpoint.source import Checkpoint
@@ -65,20 +66,21 @@ def _check_whole(checkpoint: Checkpoint) -> None:
 
 
 def _gguf_checkpoint(content: GgufContent) -> Checkpoint:
-    config = model_config(content, special_ids(content.metadata))
+    config = model_config(content)
+    tokens = read_vocabulary(content.metadata)
+    config |= special_ids(content.metadata, len(tokens) or config["vocab_size"])
     try:
         resolve(config)
     except (FormatError, UnsupportedModelError) as error:
         said = str(error).removeprefix("config.json: ")
         raise type(error)(f"{content.path}: what its metadata says makes no model: {said}") from error
-    tokens = content.metadata.get("tokenizer.ggml.tokens", ())
     if len(tokens) > config["vocab_size"]:
         raise FormatError(
             f"{content.path}: damaged: {len(tokens)} tokens, but an embedding of {config['vocab_size']}; get it again"
         )
     names = {claim.source for claim in claims(config).values()}
     files = named_tensors(content, names, config)
-    text = {CONFIG: json.dumps(config, indent=1).encode(), **tokenizer_files(content.metadata, content.path)}
+    text = {CONFIG: json.dumps(config, indent=1).encode(), **tokenizer_files(content.metadata, tokens, content.path)}
     return Checkpoint(
         path=content.path,
         config=MappingProxyType(config),

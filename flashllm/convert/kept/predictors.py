@@ -59,10 +59,9 @@ class _Factor:
                     raise FormatError(
                         f"{self.stored.path}: {self.name}: {error}: damaged; get the file again"
                     ) from error
-            elif self.stored.kind == "BF16":
-                part = (self.stored.rows(first, count).astype("<u4") << 16).view(np.uint8)
             else:
-                part = np.ascontiguousarray(self.stored.rows(first, count)).view(np.uint8)
+                read = self.stored.rows if self.stored.kind == "F16" else self.stored.numbers
+                part = np.ascontiguousarray(read(first, count)).view(np.uint8)
             yield part.reshape(-1)
 
 
@@ -102,7 +101,5 @@ def own_predictors(content: GgufContent, layers: int) -> GgufPredictors:
             raise FormatError(f"{content.path}: blk.{layer}.fc1 {first.shape} and fc2 {second.shape} do not fit")
         factors += [_Factor(f"layers.{layer}.a", first), _Factor(f"layers.{layer}.b", second)]
     factors.sort(key=lambda factor: ("F32", "F16", "U8").index(factor.entry[1]))
-    threshold = content.metadata.get(THRESHOLD, _DEFAULT_THRESHOLD)
-    if not isinstance(threshold, (int, float)) or not np.isfinite(threshold):
-        raise FormatError(f"{content.path}: {THRESHOLD} must be a number, not {str(threshold)[:80]!r}")
-    return GgufPredictors(float(threshold), layers, tuple(factors))
+    threshold = content.metadata.number(THRESHOLD, _DEFAULT_THRESHOLD)
+    return GgufPredictors(threshold, layers, tuple(factors))

@@ -1,7 +1,6 @@
 """GGUF files: metadata, and tensors dequantised in ranges as they are read. Knows no architecture and no tokenizer.
 
-The gguf package reads the header, once our own check (header.py) finds it whole, in a process of its own since a large
-vocabulary costs it hundreds of megabytes, and dequantises. A model split over several files
+The gguf package dequantises; the header is our own to read (header.py, layout.py). A model split over several files
 (`-00001-of-00003.gguf`) is opened by its first.
 """
 
@@ -9,8 +8,8 @@ import importlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,17 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.base.files import CHUNK_NBYTES, drop_page_cache, file_status, open_for_reading, pread_bytes
-from flashllm.convert.checkpoint.child import ChildFailed, ask_child
-from flashllm.convert.checkpoint.gguf.header import check_header
+from flashllm.convert.checkpoint.gguf.header import read_header
+from flashllm.convert.checkpoint.gguf.layout import PLAIN, dequantized, placed_tensors
+from flashllm.convert.checkpoint.gguf.metadata import Metadata
 from flashllm.convert.checkpoint.source import check_start
-from flashllm.errors import FlashError, FormatError, UnsupportedModelError
+from flashllm.errors import FlashError, FormatError
 from flashllm.format.safetensors import TensorInfo
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _SPARSE_MAGIC = b"PWRI"  # PowerInfer's: ggml.h, GGUF_POWERINFER_MAGIC
-_PLAIN = {"F32": ("F32", 4), "F16": ("F16", 2), "BF16": ("BF16", 2)}  # kind -> safetensors' code, bytes an element
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
+_MAX_FILES = 99_999  # of a split model, as its names count
 _MAX_GAP = 64  # rows read and left out, rather than read around
 
 
@@ -48,17 +48,17 @@ class StoredTensor:
     @property
     def code(self) -> str:
         """safetensors' dtype code of what reading gives: fp32 for a quantised tensor."""
-        return _PLAIN[self.kind][0] if self.kind in _PLAIN else "F32"
+        return PLAIN[self.kind][0] if self.kind in PLAIN else "F32"
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element of what reading gives."""
-        return _PLAIN[self.kind][1] if self.kind in _PLAIN else 4
+        return PLAIN[self.kind][1] if self.kind in PLAIN else 4
 
     @property
     def is_quantised(self) -> bool:
         """Whether the file has codes and not numbers."""
-        return self.kind not in _PLAIN
+        return self.kind not in PLAIN
 
     def raw(self, first: int, count: int) -> NDArray[np.uint8]:
         """The bytes of rows (of the tensor with all dimensions but the last made one): [count, bytes]."""
@@ -71,9 +71,14 @@ class StoredTensor:
     def rows(self, first: int, count: int) -> NDArray[Any]:
         """The same as `code` says: [count, length]."""
         raw = self.raw(first, count)
-        if self.kind in _PLAIN:
+        if self.kind in PLAIN:
             return raw.view(f"<u{self.itemsize}" if self.kind == "BF16" else f"<f{self.itemsize}")
         return dequantized(raw, self.kind)
+
+    def numbers(self, first: int, count: int) -> NDArray[np.float32]:
+        """The same as fp32, whatever the kind."""
+        rows = self.rows(first, count)
+        return (rows.astype("<u4") << 16).view("<f4") if self.kind == "BF16" else rows.astype("<f4", copy=False)
 
 
 class GgufTensor:
@@ -117,8 +122,9 @@ class GgufTensor:
     def info(self, name: str) -> TensorInfo:
         """What the tensor is, under this name."""
         stored = self._stored
-        nbytes = math.prod(stored.shape) * stored.itemsize
-        return TensorInfo(name=name, dtype=stored.code, shape=self.shape, offset=stored.offset, nbytes=nbytes)
+        code, itemsize = ("F32", 4) if self._shift else (stored.code, stored.itemsize)
+        nbytes = math.prod(stored.shape) * itemsize
+        return TensorInfo(name=name, dtype=code, shape=self.shape, offset=stored.offset, nbytes=nbytes)
 
     def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
         """As `TensorFile.read_into`."""
@@ -137,22 +143,23 @@ class GgufTensor:
 
     def extent(self, info: TensorInfo) -> int | None:
         """As `TensorFile.extent`."""
-        plain = self._stored.kind in _PLAIN and self._order is None and not self._shift and not self.transposed
+        plain = self._stored.kind in PLAIN and self._order is None and not self._shift and not self.transposed
         return info.offset if plain else None
 
     def _rows(self, first: int, count: int) -> NDArray[Any]:
+        read = self._stored.numbers if self._shift else self._stored.rows
         if self.transposed:
             if self._whole is None:
-                self._whole = self._stored.rows(0, self._stored.shape[0])
+                self._whole = read(0, self._stored.shape[0])
             rows = np.ascontiguousarray(self._whole[:, first : first + count].T)
             if first + count == self.shape[0]:
                 self._whole = None
         elif self._order is None:
-            rows = self._stored.rows(first, count)
+            rows = read(first, count)
         elif self._length == 1:
-            rows = self._stored.rows(0, 1).reshape(-1)[self._order[first : first + count]]
+            rows = read(0, 1).reshape(-1)[self._order[first : first + count]]
         else:
-            rows = self._gathered(self._order[first : first + count], self._stored.rows)
+            rows = self._gathered(self._order[first : first + count], read)
         return rows - np.float32(self._shift) if self._shift else rows
 
     def _gathered(self, wanted: NDArray[np.int64], read: Callable[[int, int], NDArray[Any]]) -> NDArray[Any]:
@@ -177,7 +184,7 @@ class GgufContent:
     """What a model's GGUF files hold."""
 
     path: Path  # the first file
-    metadata: Mapping[str, Any]
+    metadata: Metadata
     tensors: Mapping[str, StoredTensor]  # by the file's own names
     sparse: bool = False  # PowerInfer's, with predictors
 
@@ -189,7 +196,7 @@ def open_gguf(path: Path, stack: ExitStack) -> GgufContent:
     UnsupportedModelError for a kind of tensor that cannot be dequantised; FlashError where gguf is not installed.
     """
     metadata, tensors, sparse = _open_one(path, stack)
-    count = metadata.get("split.count", 1)
+    count = metadata.integer("split.count", 1, least=0, most=_MAX_FILES)  # 0: of files that were merged again
     if count > 1:
         match = _SPLIT.fullmatch(path.name)
         if match is None or int(match[3]) != count or int(match[2]) != 1:
@@ -200,78 +207,26 @@ def open_gguf(path: Path, stack: ExitStack) -> GgufContent:
             other = path.with_name(f"{match[1]}-{number:05}-of-{count:05}{match[4]}")
             if not other.exists():
                 raise FormatError(f"{other}: is missing; the model is split over {count} files")
-            tensors |= _open_one(other, stack)[1]
+            more = _open_one(other, stack)[1]
+            if twice := min(more.keys() & tensors.keys(), default=None):
+                raise FormatError(f"{other}: tensor {twice[:80]} is in {tensors[twice].path.name} too; get both again")
+            tensors |= more
     return GgufContent(path=path, metadata=metadata, tensors=tensors, sparse=sparse)
 
 
-def _open_one(path: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, StoredTensor], bool]:
+def _open_one(path: Path, stack: ExitStack) -> tuple[Metadata, dict[str, StoredTensor], bool]:
     fd = open_for_reading(path)
     stack.callback(os.close, fd)
     file_nbytes = file_status(fd, path).st_size
     sparse = file_nbytes >= 4 and pread_bytes(fd, 4, 0, path) == _SPARSE_MAGIC
     check_start(fd, file_nbytes, _SPARSE_MAGIC if sparse else _MAGIC, "a GGUF file", path)
     gguf_package(path)
-    check_header(fd, file_nbytes, path)
-    try:
-        header = ask_child(read_header, str(path))
-    except ChildFailed as error:
-        raise FormatError(f"{path}: cannot be read: {error}; get the file again") from error
-    tensors = {}
-    for name, kind, shape, offset, nbytes in header["tensors"]:
-        if offset + nbytes > file_nbytes:
-            raise FormatError(f"{path}: truncated: tensor {name} ends after the file; get the file again")
-        tensors[name] = StoredTensor(path=path, fd=fd, kind=kind, shape=tuple(shape), offset=offset, nbytes=nbytes)
-    for kind in sorted({tensor.kind for tensor in tensors.values()} - set(_PLAIN)):
-        _check_kind(kind, path)
-    return header["metadata"], tensors, sparse
-
-
-def read_header(path: str) -> dict[str, Any]:
-    """The file's metadata, and its tensors as (name, kind, shape, offset, bytes). Runs in a child process."""
-    gguf = gguf_package(Path(path))
-    try:
-        with _magic_of(path, importlib.import_module("gguf.gguf_reader")):
-            reader = gguf.GGUFReader(path)
-        swapped = reader.byte_order != "I"
-        metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-        tensors = [
-            (tensor.name, tensor.tensor_type.name, tensor.shape.tolist()[::-1], tensor.data_offset, tensor.n_bytes)
-            for tensor in reader.tensors
-        ]
-    except Exception as error:  # the reader checks nothing itself: numpy finds what does not fit
-        raise FormatError(f"{path}: truncated or damaged ({error}); get the file again") from error
-    if swapped:
-        raise UnsupportedModelError(f"{path}: is a big-endian GGUF file; get the little-endian one")
-    return {"metadata": metadata, "tensors": tensors}
-
-
-@contextmanager
-def _magic_of(path: str, module: Any) -> Iterator[None]:
-    """The package's reader takes PowerInfer's magic number, where the file begins with it, for its own."""
-    usual = module.GGUF_MAGIC
-    with open(path, "rb") as file:
-        start = file.read(4)
-    module.GGUF_MAGIC = int.from_bytes(start, "little") if start == _SPARSE_MAGIC else usual
-    try:
-        yield
-    finally:
-        module.GGUF_MAGIC = usual
-
-
-def dequantized(raw: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
-    """Rows of quantised blocks, [rows, bytes], as fp32."""
-    gguf = importlib.import_module("gguf")
-    values: NDArray[np.float32] = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
-    return values
-
-
-def _check_kind(kind: str, path: Path) -> None:
-    gguf = importlib.import_module("gguf")
-    _, type_nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    try:
-        dequantized(np.zeros((1, type_nbytes), np.uint8), kind)
-    except NotImplementedError as error:
-        raise UnsupportedModelError(f"{path}: has tensors of kind {kind}, which cannot be dequantised") from error
+    header = read_header(fd, file_nbytes, path)
+    tensors = {
+        name: StoredTensor(path=path, fd=fd, **placed._asdict())
+        for name, placed in placed_tensors(header, file_nbytes, path).items()
+    }
+    return Metadata(header.metadata, path), tensors, sparse
 
 
 def gguf_package(path: Path) -> ModuleType:

@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata means: a config.json, and where its tensors differ from those of transformers.
+"""The table of GGUF architectures: where config.json's values are, and where tensors differ from those of transformers.
 
 One row an architecture, `MODELS`. Tensors are found by the gguf package's own table of names. llama.cpp stores the rows
 of Llama's queries and keys in the order of interleaved rotary pairs; transformers, and so we, pair dimension j of a
@@ -6,11 +6,9 @@ head with j + half: those rows are put back. Reads plain values; knows neither b
 """
 
 import importlib
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +20,10 @@ from flashllm.convert.checkpoint.gguf.file import GgufContent, GgufTensor, Store
 from flashllm.convert.checkpoint.mixtures.gguf_experts import experts_apart
 from flashllm.errors import FormatError, UnsupportedModelError
 
-_ARCHITECTURE = "general.architecture"
-_ROPE_FACTORS = "rope_freqs.weight"  # of Llama 3.1's rule: by how much each pair turns slower
-_LONGROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}  # Phi-3's
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+ARCHITECTURE = "general.architecture"
+ROPE_FACTORS = "rope_freqs.weight"  # of Llama 3.1's rule: by how much each pair turns slower
+LONGROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}  # Phi-3's
+FACTOR_TENSORS = (ROPE_FACTORS, *LONGROPE.values())  # which the config says
 
 _SIZES = {  # config.json's key -> the metadata's, after the architecture's name
     "hidden_size": "embedding_length",
@@ -36,7 +34,6 @@ _SIZES = {  # config.json's key -> the metadata's, after the architecture's name
 }
 _GROUPED = _SIZES | {"num_key_value_heads": "attention.head_count_kv"}
 _RMS = _GROUPED | {"rms_norm_eps": "attention.layer_norm_rms_epsilon"}
-_OPTIONAL = {"num_key_value_heads": "num_attention_heads"}  # what a key is where the metadata lacks it
 _LAYER_NORM = "attention.layer_norm_epsilon"
 _FALCON = {key if key != "intermediate_size" else "ffn_hidden_size": name for key, name in _SIZES.items()} | {
     "layer_norm_epsilon": _LAYER_NORM,
@@ -111,7 +108,7 @@ def _gemma3(config: dict[str, Any], content: GgufContent) -> None:
     """As Gemma 2's, in the largest of this family; layers that slide turn by another base."""
     of_width = config["hidden_size"] // config["num_attention_heads"]
     config["query_pre_attn_scalar"] = of_width if config["num_hidden_layers"] == 62 else config["head_dim"]
-    local = content.metadata.get("gemma3.rope.freq_base_swa", 10000.0)
+    local = content.metadata.number("gemma3.rope.freq_base_swa", 10000.0, positive=True)
     config["rope_parameters"] = {
         "full_attention": config["rope_parameters"],
         "sliding_attention": {"rope_type": "default", "rope_theta": local},
@@ -342,15 +339,16 @@ def supported() -> list[str]:
 
 def model_of(content: GgufContent) -> GgufModel:
     """The row of the file's architecture. UnsupportedModelError where there is none."""
-    name = content.metadata.get(_ARCHITECTURE)
-    mixture = bool(content.metadata.get(f"{name}.expert_count")) or name in MIXTURES.keys() - MODELS.keys()
+    name = content.metadata.text(ARCHITECTURE)
+    experts = content.metadata.integer(f"{name}.expert_count", 0, least=0)
+    mixture = experts > 0 or name in MIXTURES.keys() - MODELS.keys()
     models, all_of_them = (SPARSE_MODELS, sorted(SPARSE_MODELS)) if content.sparse else (MODELS, supported())
     if mixture and not content.sparse:
         models, all_of_them = MIXTURES, sorted(MIXTURES)
     if name not in all_of_them or (mixture and content.sparse):
         known = ", ".join(all_of_them)
         raise UnsupportedModelError(
-            f"{content.path}: GGUF architecture {str(name)[:80]!r}{' with experts' if mixture else ''} is not "
+            f"{content.path}: GGUF architecture {name[:80]!r}{' with experts' if mixture else ''} is not "
             f"supported; supported: {known}. A Hugging Face folder of the model may be"
         )
     return models[name]
@@ -368,123 +366,6 @@ def assumed_line(content: GgufContent) -> str | None:
     )
 
 
-def model_config(content: GgufContent, vocabulary: Mapping[str, int]) -> dict[str, Any]:
-    """The config.json that the file's metadata and tensors describe.
-
-    `vocabulary` has the ids of special tokens by config.json's key ("eos_token_id").
-    FormatError where the metadata lacks something or makes no sense, UnsupportedModelError for what we cannot run.
-    """
-    model, metadata = model_of(content), content.metadata
-    prefix = metadata[_ARCHITECTURE]
-    embedding = content.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise FormatError(f"{content.path}: has no token_embd.weight, so it holds no language model")
-    config: dict[str, Any] = {"model_type": model.model_type, **model.constants}
-    for key, name in model.keys.items():
-        value = metadata.get(f"{prefix}.{name}")
-        if value is None and key in _OPTIONAL:
-            value = config[_OPTIONAL[key]]
-        config[key] = _plain(value, f"{prefix}.{name}", content.path)
-    for key, name in model.optional.items():
-        if (value := metadata.get(f"{prefix}.{name}")) is not None:
-            config[key] = _plain(value, f"{prefix}.{name}", content.path)
-    config["vocab_size"] = embedding.shape[0]
-    config["tie_word_embeddings"] = "output.weight" not in content.tensors
-    heads = config["num_attention_heads"]
-    key_length = f"{prefix}.attention.key_length"
-    head_dim = _plain(metadata.get(key_length, config["hidden_size"] // max(heads, 1)), key_length, content.path)
-    if metadata.get(f"{prefix}.attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModelError(f"{content.path}: values of another size than keys are not supported")
-    config["head_dim"] = head_dim
-    config["rope_parameters"] = _rope(content, prefix, head_dim)
-    if model.finish is not None:
-        model.finish(config, content)
-    return {**config, **vocabulary}
-
-
-def _plain(value: Any, name: str, path: Path) -> Any:
-    """A number of the metadata: of a list, its one value; a float as short as fp32 allows."""
-    if value is None:
-        raise FormatError(f"{path}: the metadata lacks {name}")
-    if isinstance(value, list):
-        if not value or any(one != value[0] for one in value):
-            raise UnsupportedModelError(f"{path}: layers that differ ({name}) are not supported")
-        value = value[0]
-    if not isinstance(value, (bool, int, float)):
-        raise FormatError(f"{path}: {name} must be a number, not {str(value)[:80]!r}")
-    return float(str(np.float32(value))) if isinstance(value, float) else value
-
-
-def _rope(content: GgufContent, prefix: str, head_dim: int) -> dict[str, Any]:
-    """transformers' `rope_parameters`."""
-    metadata = content.metadata
-    theta = _plain(metadata.get(f"{prefix}.rope.freq_base", 10000.0), "rope.freq_base", content.path)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    dims = _plain(metadata.get(f"{prefix}.rope.dimension_count", head_dim), "rope.dimension_count", content.path)
-    if dims != head_dim:
-        rope["partial_rotary_factor"] = dims / head_dim
-    kind = metadata.get(f"{prefix}.rope.scaling.type", "none")
-    if any(name in content.tensors for name in _LONGROPE.values()):
-        return rope | _longrope(content, prefix, kind, dims)
-    if kind not in ("none", "linear", "yarn"):
-        raise UnsupportedModelError(f"{content.path}: rope scaling {str(kind)[:80]!r} is not supported")
-    if kind != "none":
-        name = f"{prefix}.rope.scaling.factor"
-        rope |= {"rope_type": kind, "factor": _plain(metadata.get(name), name, content.path)}
-        trained = metadata.get(f"{prefix}.rope.scaling.original_context_length")
-        if kind == "yarn" and trained is not None:
-            rope["original_max_position_embeddings"] = trained
-    if _ROPE_FACTORS in content.tensors:
-        rope |= _llama3(content.tensors[_ROPE_FACTORS], theta, dims, content.path)
-    return rope
-
-
-def _longrope(content: GgufContent, prefix: str, kind: str, dims: int) -> dict[str, Any]:
-    """LongRoPE's parameters: Phi-3's files have a factor for each pair, for short texts and for long ones, as tensors.
-
-    UnsupportedModelError for other models, whose rule is not known.
-    """
-    path, metadata = content.path, content.metadata
-    if prefix != "phi3" or kind not in ("none", "longrope"):
-        raise UnsupportedModelError(
-            f"{path}: factors for long texts are known of Phi-3 alone, without other scaling; convert the model's "
-            "Hugging Face folder"
-        )
-    rope: dict[str, Any] = {"rope_type": "longrope"}
-    for key, name in _LONGROPE.items():
-        stored = content.tensors.get(name)
-        if stored is None or stored.shape != (dims // 2,):
-            found = "is missing" if stored is None else f"has shape {list(stored.shape)}"
-            raise FormatError(f"{path}: tensor {name} {found}; the model turns {dims // 2} pairs. Get the file again")
-        rope[key] = [_plain(float(factor), name, path) for factor in stored.rows(0, 1).reshape(-1)]
-    for key, name in (
-        ("attention_factor", f"{prefix}.rope.scaling.attn_factor"),
-        ("original_max_position_embeddings", f"{prefix}.rope.scaling.original_context_length"),
-    ):
-        rope[key] = _plain(metadata.get(name), name, path)
-    return rope
-
-
-def _llama3(stored: StoredTensor, theta: float, dims: int, path: Path) -> dict[str, Any]:
-    """Llama 3.1's parameters, from what they make of each pair's frequency. UnsupportedModelError for other factors."""
-    factors = stored.rows(0, 1).reshape(-1).astype(np.float64)
-    low, high, trained = (
-        _LLAMA3["low_freq_factor"],
-        _LLAMA3["high_freq_factor"],
-        _LLAMA3["original_max_position_embeddings"],
-    )
-    factor = float(factors.max())
-    frequencies = theta ** (-np.arange(0, dims, 2) / dims)
-    waves = trained * frequencies / (2 * math.pi)  # within the trained context
-    blend = np.clip((waves - low) / (high - low), 0, 1)
-    expected = 1 / ((1 - blend) / factor + blend)
-    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
-        raise UnsupportedModelError(
-            f"{path}: {_ROPE_FACTORS} follows another rule than Llama 3.1's, the only one known"
-        )
-    return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-
-
 def named_tensors(content: GgufContent, names: Iterable[str], config: Mapping[str, Any]) -> dict[str, GgufTensor]:
     """The file's tensors by state_dict name; those that no name claims keep the file's. Experts are cut apart.
 
@@ -492,11 +373,10 @@ def named_tensors(content: GgufContent, names: Iterable[str], config: Mapping[st
     """
     model = model_of(content)
     gguf = importlib.import_module("gguf")
-    like = model.table or content.metadata[_ARCHITECTURE]
+    like = model.table or content.metadata.text(ARCHITECTURE)
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == like)
     table = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    said = (_ROPE_FACTORS, *_LONGROPE.values())  # by the config
-    left = {name: stored for name, stored in content.tensors.items() if name not in said}
+    left = {name: stored for name, stored in content.tensors.items() if name not in FACTOR_TENSORS}
     if content.sparse:
         left = {name: stored for name, stored in left.items() if not any(part in name for part in _PREDICTORS)}
     found = {}

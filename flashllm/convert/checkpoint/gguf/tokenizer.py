@@ -12,7 +12,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from flashllm.base.files import read_bounded
+from flashllm.convert.checkpoint.gguf.metadata import Metadata
+from flashllm.convert.tokenizer import MAX_NBYTES, MAX_TEMPLATE_NBYTES, TOKENIZER, parse_tokenizer
 from flashllm.errors import FormatError, UnsupportedModelError
+from flashllm.format.model_files import GENERATION_CONFIG
 
 _KEY = "tokenizer.ggml."
 _SPACE = "▁"  # SentencePiece's
@@ -47,36 +51,67 @@ _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # our
 
 
 _NONE = "no_vocab"  # llama.cpp's word for none
+_NO_ID = (-1, 2**32 - 1)  # what writers put where there is no such token
+_MAX_TOKEN_LENGTH, _MAX_CHARACTERS = 1 << 10, 1 << 24  # of a token; of all. The longest known token has 256
 
 
-def special_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
-    """ "bos_token_id", "eos_token_id", "pad_token_id" as far as the file names them."""
-    ids = {f"{ours}_token_id": metadata.get(f"{_KEY}{theirs}_token_id") for ours, theirs in _NAMED.items()}
+def read_vocabulary(metadata: Metadata) -> list[str]:
+    """The tokens in the order of their ids; none where the file has no tokenizer."""
+    if metadata.text(f"{_KEY}model", _NONE) == _NONE:
+        return []
+    return metadata.texts(f"{_KEY}tokens")
+
+
+def special_ids(metadata: Metadata, size: int) -> dict[str, int]:
+    """ "bos_token_id", "eos_token_id", "pad_token_id" as far as the file names them, of a vocabulary of `size`."""
+    ids = {f"{ours}_token_id": _special(metadata, theirs, size) for ours, theirs in _NAMED.items()}
     return {name: value for name, value in ids.items() if value is not None and name != "unk_token_id"}
 
 
-def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> dict[str, bytes]:
+def _special(metadata: Metadata, name: str, size: int) -> int | None:
+    """The id of a special token; None where the file names none.
+
+    Padding is nothing that we need, and in files of other programs often none of the tokens: it is passed over.
+    """
+    key = f"{_KEY}{name}_token_id"
+    if key not in metadata:
+        return None
+    if (value := metadata.integer(key, least=-1, most=_NO_ID[1])) in _NO_ID:
+        return None
+    if name == "padding" and value >= size:
+        return None
+    return metadata.integer(key, least=0, most=size - 1)
+
+
+def tokenizer_files(metadata: Metadata, vocabulary: Sequence[str], path: Path) -> dict[str, bytes]:
     """tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja, as far as there are any.
 
-    Nothing where the file has no tokenizer. UnsupportedModelError for a kind or a rule that is not known, unless a
+    Nothing where the vocabulary is empty. UnsupportedModelError for a kind or a rule that is not known, unless a
     tokenizer.json lies beside the file `path`; FormatError for a vocabulary that makes no sense.
     """
-    if metadata.get(f"{_KEY}model", _NONE) == _NONE:
+    if not vocabulary:
         return {}
-    vocabulary = _strings(metadata, "tokens", path)
-    backend = _made(metadata, vocabulary, path)
-    files = {"tokenizer.json": backend}
     special = {
         f"{ours}_token": vocabulary[index]
         for ours, theirs in _NAMED.items()
-        if type(index := metadata.get(f"{_KEY}{theirs}_token_id")) is int and 0 <= index < len(vocabulary)
+        if (index := _special(metadata, theirs, len(vocabulary))) is not None
     }
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
-    files["tokenizer_config.json"] = _json(config)
-    files["generation_config.json"] = _json(_generation(metadata))
-    template = metadata.get("tokenizer.chat_template")
-    if isinstance(template, str) and template:
-        files["chat_template.jinja"] = template.encode()
+    files = {
+        TOKENIZER: _made(metadata, vocabulary, path),
+        "tokenizer_config.json": _json(config),
+        GENERATION_CONFIG: _json(_generation(metadata, len(vocabulary))),
+    }
+    parse_tokenizer(files[TOKENIZER], path)
+    if len(files[TOKENIZER]) > MAX_NBYTES:
+        raise FormatError(
+            f"{path}: makes a {TOKENIZER} of {len(files[TOKENIZER])} bytes; at most {MAX_NBYTES} are read"
+        )
+    template = metadata.text("tokenizer.chat_template", "").encode()
+    if len(template) > MAX_TEMPLATE_NBYTES:
+        raise FormatError(f"{path}: a chat template of {len(template)} bytes; at most {MAX_TEMPLATE_NBYTES} are read")
+    if template:
+        files["chat_template.jinja"] = template
     return files
 
 
@@ -84,50 +119,53 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, indent=1, ensure_ascii=False).encode()
 
 
-def _generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _generation(metadata: Metadata, size: int) -> dict[str, Any]:
     """generation_config.json: every token that ends an answer."""
-    result: dict[str, Any] = {name: value for name, value in special_ids(metadata).items() if name != "eos_token_id"}
-    ends = [metadata.get(f"{_KEY}{name}_token_id") for name in ("eos", "eot", "eom")]
-    ids = sorted({index for index in ends if type(index) is int})
+    result: dict[str, Any] = {
+        name: each for name, each in special_ids(metadata, size).items() if name != "eos_token_id"
+    }
+    ends = [_special(metadata, name, size) for name in ("eos", "eot", "eom")]
+    ids = sorted({index for index in ends if index is not None})
     if ids:
         result["eos_token_id"] = ids if len(ids) > 1 else ids[0]
     return result
 
 
-def _made(metadata: Mapping[str, Any], vocabulary: Sequence[str], path: Path) -> bytes:
+def _made(metadata: Metadata, vocabulary: Sequence[str], path: Path) -> bytes:
     """tokenizer.json: the one in the file, the one it describes, or the one beside it."""
-    whole = metadata.get("tokenizer.huggingface.json")
-    if isinstance(whole, str):
+    if whole := metadata.text("tokenizer.huggingface.json", ""):
         return whole.encode()
     try:
         backend = _backend(metadata, vocabulary, path)
     except UnsupportedModelError:
-        beside = path.with_name("tokenizer.json")
+        beside = path.with_name(TOKENIZER)
         if not beside.exists():
             raise
         return _beside(beside, vocabulary)
-    except FormatError:
+    except (FormatError, KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except Exception as error:  # of the tokenizers library, for merges and types that do not fit
+    except BaseException as error:  # of the tokenizers library, for merges that do not fit; panics are no Exceptions
         raise FormatError(f"{path}: damaged vocabulary: {error}; get the file again") from error
     return backend.to_str().encode()
 
 
 def _beside(path: Path, vocabulary: Sequence[str]) -> bytes:
     """The file `path`, where it is this vocabulary's."""
-    raw = path.read_bytes()
-    try:
-        backend = Tokenizer.from_buffer(raw)
-    except Exception as error:
-        raise FormatError(f"{path}: is damaged: {error}; get the file again") from error
+    raw = read_bounded(path, MAX_NBYTES)
+    backend = parse_tokenizer(raw, path)
     wrong = [index for index, token in enumerate(vocabulary) if backend.token_to_id(token) != index]
     if len(wrong) > len(vocabulary) // 100:  # padding of the vocabulary has other names
         raise FormatError(f"{path}: is another model's: token {wrong[0]} is not {vocabulary[wrong[0]]!r}")
     return raw
 
 
-def _backend(metadata: Mapping[str, Any], vocabulary: Sequence[str], path: Path) -> Tokenizer:
-    kind = metadata[f"{_KEY}model"]
+def _backend(metadata: Metadata, vocabulary: Sequence[str], path: Path) -> Tokenizer:
+    kind = metadata.text(f"{_KEY}model")
+    if max(map(len, vocabulary)) > _MAX_TOKEN_LENGTH or sum(map(len, vocabulary)) > _MAX_CHARACTERS:
+        raise FormatError(
+            f"{path}: damaged vocabulary: a token has {_MAX_TOKEN_LENGTH} characters at most, all together "
+            f"{_MAX_CHARACTERS}; get the file again"
+        )
     if len(set(vocabulary)) < len(vocabulary):
         raise UnsupportedModelError(
             f"{path}: {len(vocabulary) - len(set(vocabulary))} tokens of its vocabulary are there twice; "
@@ -139,28 +177,28 @@ def _backend(metadata: Mapping[str, Any], vocabulary: Sequence[str], path: Path)
         backend = _sentencepiece(metadata, vocabulary, path)
     else:
         raise UnsupportedModelError(
-            f"{path}: its tokenizer is of kind {str(kind)[:80]!r}, which is not known; put the model's tokenizer.json "
+            f"{path}: its tokenizer is of kind {kind[:80]!r}, which is not known; put the model's tokenizer.json "
             "beside the file"
         )
-    types = metadata.get(f"{_KEY}token_type") or [1] * len(vocabulary)
-    for token, kind_of in zip(vocabulary, types, strict=True):
-        if kind_of == _CONTROL:
-            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif kind_of == _USER_DEFINED and _SPACE not in token:
-            backend.add_tokens([AddedToken(token, special=False, normalized=False)])
+    types = _types(metadata, vocabulary)
+    # The library goes over all added tokens at each call.
+    control = [token for token, kind_of in zip(vocabulary, types, strict=True) if kind_of == _CONTROL]
+    own = [token for token, kind_of in zip(vocabulary, types, strict=True) if kind_of == _USER_DEFINED]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in own if _SPACE not in token])
     _add_ends(backend, metadata, vocabulary, path)
     return backend
 
 
-def _byte_level(metadata: Mapping[str, Any], vocabulary: Sequence[str], path: Path) -> Tokenizer:
-    rule = metadata.get(f"{_KEY}pre")
+def _byte_level(metadata: Metadata, vocabulary: Sequence[str], path: Path) -> Tokenizer:
+    rule = metadata.text(f"{_KEY}pre", "None")
     if rule not in WORDS:
         raise UnsupportedModelError(
-            f"{path}: its tokenizer cuts words by the rule {str(rule)[:80]!r}, which is not known; put the model's "
+            f"{path}: its tokenizer cuts words by the rule {rule[:80]!r}, which is not known; put the model's "
             "tokenizer.json beside the file"
         )
     merges = []
-    for merge in _strings(metadata, "merges", path):
+    for merge in metadata.texts(f"{_KEY}merges"):
         left, _, right = merge.partition(" ")
         merges.append((left, right))
     backend = Tokenizer(models.BPE(_ids(vocabulary), merges, ignore_merges=rule in _WHOLE_WORDS))
@@ -174,24 +212,22 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: Sequence[str], path: Pa
     return backend
 
 
-def _sentencepiece(metadata: Mapping[str, Any], vocabulary: Sequence[str], path: Path) -> Tokenizer:
-    scores = metadata.get(f"{_KEY}scores")
-    if not isinstance(scores, list) or len(scores) != len(vocabulary):
-        raise FormatError(f"{path}: its tokenizer has no score for each token")
-    types = metadata.get(f"{_KEY}token_type") or [1] * len(vocabulary)
-    unknown = metadata.get(f"{_KEY}unknown_token_id", 0)
+def _sentencepiece(metadata: Metadata, vocabulary: Sequence[str], path: Path) -> Tokenizer:
+    scores = metadata.numbers(f"{_KEY}scores", len(vocabulary))
+    types = _types(metadata, vocabulary)
+    unknown = _special(metadata, "unknown", len(vocabulary))
     ids = _ids(vocabulary)
     pieces = {token: scores[index] for token, index in ids.items() if types[index] in (1, _USER_DEFINED)}
     backend = Tokenizer(
         models.BPE(
             ids,
             _merges(pieces),
-            unk_token=vocabulary[unknown],
+            unk_token=vocabulary[0 if unknown is None else unknown],
             fuse_unk=True,
             byte_fallback=_BYTE in types,
         )
     )
-    prefix = metadata.get(f"{_KEY}add_space_prefix", True)
+    prefix = metadata.flag(f"{_KEY}add_space_prefix", True)
     replace = normalizers.Replace(" ", _SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if prefix else replace
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []
@@ -213,16 +249,16 @@ def _merges(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
     return [(left, right) for _, _, left, right in found]
 
 
-def _add_ends(backend: Tokenizer, metadata: Mapping[str, Any], vocabulary: Sequence[str], path: Path) -> None:
+def _add_ends(backend: Tokenizer, metadata: Metadata, vocabulary: Sequence[str], path: Path) -> None:
     """Let every text begin with bos, or end with eos, where the file says so."""
-    begins = metadata[f"{_KEY}model"] == "llama" or metadata.get(f"{_KEY}pre") in _BEGINS
+    begins = metadata.text(f"{_KEY}model") == "llama" or metadata.text(f"{_KEY}pre", "None") in _BEGINS
     wanted = [
-        name for name, default in (("bos", begins), ("eos", False)) if metadata.get(f"{_KEY}add_{name}_token", default)
+        name for name, default in (("bos", begins), ("eos", False)) if metadata.flag(f"{_KEY}add_{name}_token", default)
     ]
     ids: dict[str, int] = {}
     for name in wanted:
-        index = metadata.get(f"{_KEY}{name}_token_id")
-        if type(index) is not int or not 0 <= index < len(vocabulary):
+        index = _special(metadata, name, len(vocabulary))
+        if index is None:
             raise FormatError(f"{path}: texts get a {name} token, but the metadata names none")
         ids[name] = index
     if wanted:
@@ -238,8 +274,7 @@ def _ids(vocabulary: Sequence[str]) -> dict[str, int]:
     return {token: index for index, token in enumerate(vocabulary)}
 
 
-def _strings(metadata: Mapping[str, Any], name: str, path: Path) -> list[str]:
-    value = metadata.get(f"{_KEY}{name}")
-    if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
-        raise FormatError(f"{path}: its tokenizer has no {name}")
-    return value
+def _types(metadata: Metadata, vocabulary: Sequence[str]) -> list[int]:
+    """Of each token; 1 where the file says none."""
+    key = f"{_KEY}token_type"
+    return metadata.integers(key, len(vocabulary)) if key in metadata else [1] * len(vocabulary)

@@ -1,0 +1,97 @@
+"""A GGUF file's metadata, each value read as what it must be: a writer may have put anything there.
+
+FormatError names the file and the key where one is missing or is something else. Knows no key.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashllm.errors import FormatError, UnsupportedModelError
+
+_MAX_INTEGER = 2**31 - 1
+
+
+class Metadata:
+    """The values by key. `default` is what a missing one is; without it a value must be there."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
+        self._values, self._path = values, path
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = _MAX_INTEGER) -> int:
+        """An integer from `least` to `most`, for all layers."""
+        value = self._for_all_layers(key, default)
+        if type(value) is not int or not least <= value <= most:
+            raise self._wrong(key, f"an integer from {least} to {most}", value)
+        return value
+
+    def number(self, key: str, default: float | None = None, *, positive: bool = False) -> float:
+        """A number that fp32 has, as short as it allows, for all layers."""
+        value = self._for_all_layers(key, default)
+        short = _shortest(value) if type(value) in (int, float) else math.nan
+        if not math.isfinite(short) or (positive and short <= 0):
+            raise self._wrong(key, "a finite number" + (" above 0" if positive else ""), value)
+        return short
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """True or false."""
+        value = self._for_all_layers(key, default)
+        if type(value) is not bool:
+            raise self._wrong(key, "true or false", value)
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A text."""
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, "a text", value)
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """Texts, one or more."""
+        return self._list(key, "texts", None, lambda each: isinstance(each, str))
+
+    def integers(self, key: str, count: int) -> list[int]:
+        """So many integers."""
+        return self._list(key, "integers", count, lambda each: type(each) is int)
+
+    def numbers(self, key: str, count: int) -> list[float]:
+        """So many finite numbers."""
+        return self._list(key, "finite numbers", count, lambda each: type(each) in (int, float) and math.isfinite(each))
+
+    def _value(self, key: str, default: Any = None) -> Any:
+        value = self._values.get(key, default)
+        if value is None:
+            raise FormatError(f"{self._path}: the metadata lacks {key}")
+        return value
+
+    def _for_all_layers(self, key: str, default: Any) -> Any:
+        """The value; of a list, which has one for each layer, that of all."""
+        value = self._value(key, default)
+        if not isinstance(value, list):
+            return value
+        if not value or any(each != value[0] for each in value):
+            raise UnsupportedModelError(f"{self._path}: layers that differ ({key}) are not supported")
+        return value[0]
+
+    def _list(self, key: str, what: str, count: int | None, fits: Any) -> list[Any]:
+        value = self._value(key)
+        if not isinstance(value, list) or not value or not all(map(fits, value)):
+            raise self._wrong(key, f"a list of {what}", value)
+        if count is not None and len(value) != count:
+            raise FormatError(f"{self._path}: {key} must have {count} {what}, not {len(value)}; get the file again")
+        return value
+
+    def _wrong(self, key: str, what: str, value: Any) -> FormatError:
+        return FormatError(f"{self._path}: {key} must be {what}, not {str(value)[:80]!r}")
+
+
+def _shortest(value: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(value)))
