@@ -63,12 +63,14 @@ def write_gguf(
     split: int = 1,
     tokenizer: bool = True,
     predictors: Mapping[str, np.ndarray] | None = None,
+    vectors: str = "F32",
+    alignment: int = 32,
 ) -> Path:
     """The model in the Hugging Face folder `folder` as the GGUF file `path`, which is returned.
 
-    Matrices are of `kind`, or of what it says of their name in the file; everything else is fp32. `metadata` adds to
-    what the config says; `predictors` (fc1, fc2) make it a file of PowerInfer's; `drop` leaves out a tensor; `split`
-    makes so many files, of which `path` is given the first's name.
+    Matrices are of `kind`, or of what it says of their name in the file; everything else is of `vectors`. `metadata`
+    adds to what the config says, and `alignment` is the data's; `predictors` (fc1, fc2) make it a file of PowerInfer's;
+    `drop` leaves out a tensor; `split` makes so many files, of which `path` is given the first's name.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
@@ -84,6 +86,7 @@ def write_gguf(
         paths = [path.with_name(f"{path.stem}-{number:05}-of-{split:05}.gguf") for number in range(1, split + 1)]
     for number, each in enumerate(paths):
         writer = gguf.GGUFWriter(each, architecture)
+        writer.data_alignment = alignment
         if number == 0:
             _write_config(writer, architecture, config)
             if tokenizer:
@@ -95,7 +98,7 @@ def write_gguf(
         for name in sorted(tensors)[number::split]:
             values = tensors[name]
             is_matrix = values.ndim > 1 and not name.endswith(".bias")
-            of_kind = (kind if isinstance(kind, str) else kind(name)) if is_matrix else "F32"
+            of_kind = (kind if isinstance(kind, str) else kind(name)) if is_matrix else vectors
             writer.add_tensor(name, coded(values, of_kind), raw_dtype=KINDS[of_kind])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -228,7 +231,7 @@ def _write_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         case bool():
             writer.add_bool(key, value)
         case int():
-            writer.add_uint32(key, value)
+            (writer.add_uint32 if value >= 0 else writer.add_int32)(key, value)
         case float():
             writer.add_float32(key, value)
         case str():

@@ -126,6 +126,8 @@ def _yarn(plain: list[float], rope: dict[str, Any], config: Config, theta: float
         _positive(rope, "factor") if rope.get("factor") is not None else config["max_position_embeddings"] / trained
     )
     dims = 2 * len(plain)
+    if theta == 1:
+        raise ValueError("rope_theta 1 turns all pairs alike; yarn needs another")
 
     def pair_that_turns(times: float) -> float:
         """The pair that turns so many times within the trained context."""
@@ -167,6 +169,8 @@ def _longrope(plain: list[float], rope: dict[str, Any], config: Config) -> Rotar
     if rope.get("attention_factor") is not None:
         scaling = _positive(rope, "attention_factor")
     else:
+        if factor > 1 >= trained:
+            raise ValueError(f"original_max_position_embeddings must be above 1, not {trained}")
         scaling = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
     frequencies = (
         frequency / _positive({"short_factor": by}, "short_factor")

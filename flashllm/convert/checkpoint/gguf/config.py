@@ -60,7 +60,10 @@ def model_config(content: GgufContent) -> dict[str, Any]:
     config["head_dim"] = head_dim = _head_size(content, prefix, config)
     config["rope_parameters"] = _rope(content, prefix, head_dim)
     if model.finish is not None:
-        model.finish(config, content)
+        try:
+            model.finish(config, content)
+        except ValueError as error:  # sizes that do not fit each other
+            raise FormatError(f"{content.path}: what its metadata says makes no model: {error}") from error
     return config
 
 

@@ -6,7 +6,7 @@
 - The data begins at the aligned end of the header, and each tensor at the aligned end of the one before it: no overlap,
   no hole. So write the gguf package, llama.cpp, Ollama and candle, and llama.cpp reads nothing else. The table may name
   tensors in another order than the data has.
-- The last one ends inside the file.
+- The file ends where the last one does, or at its aligned end: so another alignment than the writer's is noticed.
 """
 
 import importlib
@@ -58,7 +58,7 @@ def placed_tensors(header: Header, file_nbytes: int, path: Path) -> dict[str, Pl
                 f"{where} is truncated: it ends at byte {tensor.offset + tensor.nbytes}, the file at {file_nbytes}; "
                 "get the file again"
             )
-    end = start
+    end = last = start
     for name, tensor in sorted(placed.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != end:
             what = "a hole of" if tensor.offset > end else "an overlap of"
@@ -66,7 +66,13 @@ def placed_tensors(header: Header, file_nbytes: int, path: Path) -> dict[str, Pl
                 f"{path}: tensor {name[:80]}: {what} {abs(tensor.offset - end)} bytes before it: it lies at byte "
                 f"{tensor.offset} instead of {end}; the file is damaged, get it again"
             )
-        end = _aligned(tensor.offset + tensor.nbytes, alignment)
+        last = tensor.offset + tensor.nbytes
+        end = _aligned(last, alignment)
+    if placed and file_nbytes not in (last, end):
+        raise FormatError(
+            f"{path}: {file_nbytes - last} bytes behind tensor {name[:80]}, the last, belong to nothing; the file, or "
+            f"its {_ALIGNMENT} of {alignment}, is damaged; get it again"
+        )
     return placed
 
 

@@ -57,9 +57,9 @@ _MAX_TOKEN_LENGTH, _MAX_CHARACTERS = 1 << 10, 1 << 24  # of a token; of all. The
 
 def read_vocabulary(metadata: Metadata) -> list[str]:
     """The tokens in the order of their ids; none where the file has no tokenizer."""
-    if metadata.text(f"{_KEY}model", _NONE) == _NONE:
-        return []
-    return metadata.texts(f"{_KEY}tokens")
+    tokens = f"{_KEY}tokens"
+    kind = metadata.text(f"{_KEY}model", None if tokens in metadata else _NONE)
+    return [] if kind == _NONE else metadata.texts(tokens)
 
 
 def special_ids(metadata: Metadata, size: int) -> dict[str, int]:
