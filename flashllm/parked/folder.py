@@ -1,13 +1,14 @@
 """Parked conversations of a server: a folder with a limit of bytes, and one of bytes written a day (drives wear out).
 
 A file's name is a hash of the model and its tokens, so the same conversation is written once. What was used longest ago
-goes first; files of other models count. Whatever is torn, damaged or cannot be written is passed over: everything here
-can be computed again.
+goes first; files of other models count, and so do those that are being written. Whatever is torn, damaged or cannot be
+written is passed over: everything here can be computed again.
 """
 
 import contextlib
 import hashlib
 import os
+import re
 import time
 from array import array
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from flashllm.parked.file import Parked, read_header, read_parked, write_parked
 
 MIN_TOKENS = 64  # of a conversation that is worth a file
 _SUFFIX = ".kv"
+_BEGUN = re.compile(r"\..+\.kv\.(\d+)\.tmp")  # of a file that is being written, by which process
 _WRITTEN = "written.json"  # bytes written today
 
 
@@ -56,6 +58,11 @@ class ParkingFolder:
             raise FlashIOError(f"{folder}: cannot be made: {error.strerror}; choose another place") from error
         self.entries: list[Entry] = []
         for path in self._files():
+            if (begun := _BEGUN.fullmatch(path.name)) is not None:
+                if _left_behind(int(begun[1])):
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+                continue
             with contextlib.suppress(FlashError, ValueError):
                 parked = read_header(path)
                 if parked.model == model:
@@ -115,11 +122,12 @@ class ParkingFolder:
                 entry.path.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
-        """The files of all models. None where the drive does not say."""
+        """The files of all models, whole and begun. None where the drive does not say."""
         try:
-            return sorted(self._folder.glob(f"*{_SUFFIX}"))
+            paths = sorted(self._folder.iterdir())
         except OSError:
             return []
+        return [path for path in paths if path.suffix == _SUFFIX or _BEGUN.fullmatch(path.name)]
 
     def _make_room(self, nbytes: int) -> None:
         """Delete what was used longest ago until `nbytes` more fit."""
@@ -167,6 +175,19 @@ def _entry(parked: Parked) -> Entry:
         pure=pure,
         after=None if after is None else bytes.fromhex(after),
     )
+
+
+def _left_behind(process: int) -> bool:
+    """Whether the files that a process has begun are nobody's. This one has begun none yet: in a container, all that
+    ever were have its id. What another container's is still writing may be taken for such a file: then it parks one
+    conversation less."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):  # another user's process; no process's number
+        return False
+    return process == os.getpid()
 
 
 def _goes_on(new: Entry, old: Entry) -> bool:

@@ -2,9 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 from tiny_models import SENTENCES, make_tokenizer
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import GemmaTokenizer, GPT2Tokenizer, LlamaTokenizer, Qwen2Tokenizer
 
 from flashllm.convert.checkpoint.gguf.metadata import Metadata
@@ -216,3 +217,68 @@ def test_a_token_that_is_there_twice_needs_a_tokenizer_beside(byte_level, tmp_pa
     vocabulary = [*byte_level[0][:-1], byte_level[0][-2]]
     with pytest.raises(UnsupportedModelError, match="1 tokens of its vocabulary are there twice"):
         _files(_byte_level_metadata(byte_level, "gpt-2", tokens=vocabulary), tmp_path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("types", [[3], [4], [3, 4]], ids=["control", "user-defined", "both"])
+def test_large_vocabularies_of_any_type(byte_level, tmp_path, types):
+    """Added one at a time they take many minutes."""
+    count = 49_152
+    vocabulary = [*byte_level[0], *(f"<{index}>" for index in range(count - len(byte_level[0])))]
+    parts = vocabulary, byte_level[1]
+    made = _made(_byte_level_metadata(parts, "gpt-2", token_type=types * (count // len(types))), tmp_path)
+    assert made.encode("<48000><17>").ids == [vocabulary.index("<48000>"), vocabulary.index("<17>")]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_types_in_any_order_mean_what_they_mean_one_at_a_time(byte_level, pieces, tmp_path, seed):
+    for parts, metadata in (
+        (byte_level, _byte_level_metadata(byte_level, "gpt-2")),
+        (pieces, _pieces_metadata(pieces)),
+    ):
+        vocabulary = parts[0]
+        types = np.random.default_rng(seed).choice([1, 3, 4, 5, 6], len(vocabulary), p=[0.6, 0.15, 0.15, 0.05, 0.05])
+        plain = {"tokenizer.ggml.token_type": [1 if each in (3, 4) else int(each) for each in types]}
+        made = _made(metadata | {"tokenizer.ggml.token_type": types.tolist()}, tmp_path)
+        expected = _made(metadata | plain, tmp_path)
+        for token, kind in zip(vocabulary, types.tolist(), strict=True):
+            if kind == 3:
+                expected.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+            elif kind == 4 and "▁" not in token:
+                expected.add_tokens([AddedToken(token, special=False, normalized=False)])
+        found = json.loads(made.to_str())
+        assert found["added_tokens"] == json.loads(expected.to_str())["added_tokens"]
+        if metadata["tokenizer.ggml.model"] == "gpt2":  # the pieces' merges are of what is normal
+            for text in SAMPLES:
+                assert made.encode(text).ids == expected.encode(text).ids
+
+
+def test_tokens_longer_than_any(pieces, tmp_path):
+    """SentencePiece's merges come of every cut of every piece."""
+    vocabulary = [*pieces[0][:-1], "a" * 1025]
+    with pytest.raises(FormatError, match="a token has 1024 characters at most"):
+        _files(_pieces_metadata(pieces, tokens=vocabulary), tmp_path)
+
+
+@pytest.mark.parametrize("value", [-1, 2**32 - 1])
+def test_ids_that_name_no_token(byte_level, tmp_path, value):
+    """As writers say that there is none; padding that is no token is passed over, too."""
+    metadata = _byte_level_metadata(byte_level, "gpt-2", bos_token_id=value, padding_token_id=10**6)
+    assert special_ids(Metadata(metadata, tmp_path), 700) == {"eos_token_id": 0}
+    assert "bos_token" not in json.loads(_files(metadata, tmp_path)["tokenizer_config.json"])
+    with pytest.raises(FormatError, match=r"eos_token_id must be an integer from 0 to 699, not 700"):
+        special_ids(Metadata(metadata | {"tokenizer.ggml.eos_token_id": 700}, tmp_path), 700)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenizer.huggingface.json": "{"}, "is damaged"),
+        ({"tokenizer.huggingface.json": ["{}"]}, "must be a text"),
+        ({"tokenizer.chat_template": "x" * (4 * 2**20 + 1)}, "a chat template of 4194305 bytes"),
+        ({"tokenizer.chat_template": 7}, "must be a text"),
+    ],
+)
+def test_what_a_model_directory_could_not_load(byte_level, tmp_path, changes, message):
+    with pytest.raises(FormatError, match=message):
+        _files(_byte_level_metadata(byte_level, "gpt-2") | changes, tmp_path)

@@ -1,6 +1,8 @@
 """Parked conversations: taken up again, also by another process, they go on with the tokens they would have had."""
 
 import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -207,6 +209,42 @@ def test_the_folder_keeps_to_its_limits(opened, directory, tmp_path):
     (tmp_path / "torn.kv").write_bytes(path.read_bytes()[:100])
     os.truncate(path, path.stat().st_size - 1)
     assert folder().entries == []
+
+
+def test_what_a_killed_server_was_writing(tmp_path):
+    """Removed at the next start, counted where its process may still be there."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as alive:
+        left = [f".{'a' * 64}.kv.{process}.tmp" for process in (gone.pid, os.getpid(), 2**31 - 1)]
+        kept = [f".{'b' * 64}.kv.{process}.tmp" for process in (alive.pid, 2**70)]
+        for name in (*left, *kept, ".own.tmp", ".kv.tmp"):
+            (tmp_path / name).write_bytes(bytes(1000))
+        ParkingFolder(tmp_path, "model", max_nbytes=2000, daily_nbytes=BIG)
+        assert {path.name for path in tmp_path.iterdir()} == {*kept, ".own.tmp", ".kv.tmp"}
+        os.utime(tmp_path / kept[1], (0, 0))
+        ParkingFolder(tmp_path, "model", max_nbytes=1999, daily_nbytes=BIG)  # what was touched longest ago goes first
+        assert {path.name for path in tmp_path.iterdir()} == {kept[0], ".own.tmp", ".kv.tmp"}
+        alive.communicate(b"\n")
+
+
+def test_the_name_of_what_is_being_written(opened, directory, tmp_path, monkeypatch):
+    """By which a start knows it: the writer ends in the middle."""
+
+    def ends(*arguments):
+        raise KeyboardInterrupt
+
+    model = opened()
+    name = identity(directory, model.plan.mode)
+    with session_of(model) as session:
+        run(session.stream_ids(ids_of(70)))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(os, "rename", ends)
+            write_parked(tmp_path / f"{'c' * 64}.kv", session, name, {})
+    (path,) = tmp_path.iterdir()
+    assert path.suffix == ".tmp"
+    folder = ParkingFolder(tmp_path, name, max_nbytes=BIG, daily_nbytes=BIG)
+    assert (folder.entries, list(tmp_path.iterdir())) == ([], [])
 
 
 def test_a_damaged_file_is_dropped_and_its_prompt_computed(opened, directory, tmp_path):

@@ -1,7 +1,7 @@
 """The output file: a JSON object a line, appended and synced a block at a time, and continued after any interruption.
 
-What a line answers is in its "id": `batch_req_` and the identity of the input line. So a file of other requests, or of
-another model or seed, is found out. The rules:
+What a line answers is in its "id": `batch_req_`, the identity of the input line, and a checksum of the answer. So a
+file of other requests, or of another model or seed, is found out, and a line that was changed. The rules:
 
  1. a line is written whole, line end last, and blocks are synced before the next one begins;
  2. the last line may be torn (a kill, a full disk, a power cut): `--resume` cuts it off, if it can be the beginning of
@@ -13,6 +13,7 @@ another model or seed, is found out. The rules:
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 from array import array
@@ -30,6 +31,7 @@ from flashllm.offload.jobs.lines import Line
 _LINE_NBYTES = 400  # of an answer, its text left out
 _TOKEN_NBYTES = 5  # of an answer's text, a token
 _MAX_NBYTES = 256 * 2**20  # of an output line that is read again
+_CHECKSUM_CHARS = 16  # of a SHA-256 in hexadecimal: 64 bits
 _HEAD = f'{{"id": "{ID_PREFIX}'.encode()  # how every line of ours begins
 
 
@@ -85,7 +87,8 @@ class Results:
 
         FlashIOError where the disk is full or fails: what was written before stays, and `--resume` continues from it.
         """
-        data = b"".join(json.dumps(each, ensure_ascii=False, allow_nan=False).encode() + b"\n" for each in answers)
+        lines = ({**each, "id": f"{each['id']}_{_checksum(each)}"} for each in answers)
+        data = b"".join(json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n" for line in lines)
         done = 0
         try:
             while done < len(data):
@@ -157,9 +160,15 @@ class Results:
         return dict(value)
 
     def _place(self, value: Mapping[str, Any], number: int, places: Mapping[str, int], custom_ids: set[str]) -> int:
-        index = places.get(value["id"].removeprefix(ID_PREFIX))
-        if index is not None:
+        identity, _, checksum = value["id"].removeprefix(ID_PREFIX).partition("_")
+        index = places.get(identity)
+        if index is not None and checksum == _checksum(value):
             return index
+        if index is not None:  # nothing is lost: the line may be of use to somebody, and its request is still there
+            raise FormatError(
+                f"{self.path}: line {number} is not as it was written: it was changed or is damaged, or is of another "
+                "version of flashllm; take it out to have it answered again, or name another output file"
+            )
         custom_id = str(value.get("custom_id"))
         reason = (
             "which was asked otherwise: the line has changed, or the model, --max-new, --temperature, --seed, "
@@ -199,6 +208,15 @@ def _is_failure(value: Mapping[str, Any]) -> bool:
     return value.get("error") is not None
 
 
+def _checksum(answer: Mapping[str, Any]) -> str:
+    """Of what an answer says, but for its id and the second it was made in: equal ones have equal ids."""
+    content = {name: value for name, value in answer.items() if name != "id"}
+    response = content.get("response")
+    if isinstance(response, dict) and isinstance(response.get("body"), dict):
+        content["response"] = {**response, "body": {**response["body"], "created": None}}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:_CHECKSUM_CHARS]
+
+
 def _may_be_torn(torn: bytes, lines: Sequence[Line], seen: set[int]) -> bool:
     """Whether `torn` can be the beginning of a line that this job was writing.
 
@@ -209,5 +227,5 @@ def _may_be_torn(torn: bytes, lines: Sequence[Line], seen: set[int]) -> bool:
         return _HEAD.startswith(torn)
     if not torn.startswith(_HEAD):
         return False
-    begun = torn[len(_HEAD) :].split(b'"')[0].decode("ascii", "replace")
+    begun = torn[len(_HEAD) :].split(b'"')[0].split(b"_")[0].decode("ascii", "replace")
     return any(line.identity.startswith(begun) for index, line in enumerate(lines) if index not in seen)

@@ -266,6 +266,46 @@ def test_a_foreign_file_is_refused_and_left_alone(source, tmp_path, content, mes
     assert out.read_bytes() == content
 
 
+def _without(value, *keys):
+    return {key: each for key, each in value.items() if key not in keys}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda value: {"dustom_id": value["custom_id"], **_without(value, "custom_id")},
+        lambda value: {**value, "custom_id": "c1"},  # another line's
+        lambda value: {**value, "text": value["text"] + "."},
+        lambda value: {**value, "completion_tokens": value["completion_tokens"] + 1},
+        lambda value: {**value, "error": None},
+        lambda value: _without(value, "text"),
+        lambda value: {"id": value["id"]},
+        lambda value: {**value, "id": value["id"].partition("_req_")[0] + "_req_" + value["id"][10:34]},
+    ],
+)
+def test_a_line_that_was_changed_is_no_answer(source, tmp_path, expected, change):
+    """It is named and left alone; taken out, its request is answered again and no other."""
+    out = tmp_path / "whole.jsonl"
+    lines = out.read_text().split("\n")[:-1]
+    number = next(index for index, line in enumerate(lines) if json.loads(line)["custom_id"] == "line-1")
+    changed = [*lines[:number], json.dumps(change(json.loads(lines[number]))), *lines[number + 1 :]]
+    out.write_text("".join(line + "\n" for line in changed))
+    with pytest.raises(FormatError, match=rf"line {number + 1} is not as it was written.*take it out"):
+        run(source, out, resume=True)
+    assert out.read_text().split("\n")[:-1] == changed
+    out.write_text("".join(line + "\n" for line in lines[:number] + lines[number + 1 :]))
+    assert run(source, out, resume=True).requests == 1
+    assert answers(out) == expected
+
+
+def test_a_line_may_be_written_otherwise(source, tmp_path, expected):
+    """Its values are what counts: other programs write JSON in other ways."""
+    out = tmp_path / "whole.jsonl"
+    lines = [json.dumps(json.loads(line), separators=(",", ":")) for line in out.read_text().split("\n")[:-1]]
+    out.write_text("".join(line + "\n" for line in lines))
+    assert run(source, out, resume=True).requests == 0
+
+
 def test_other_settings_are_another_job(source, tmp_path):
     out = tmp_path / "out.jsonl"
     run(source, out)

@@ -89,7 +89,7 @@ class Metadata:
         return value
 
     def _wrong(self, key: str, what: str, value: Any) -> FormatError:
-        return FormatError(f"{self._path}: {key} must be {what}, not {str(value)[:80]!r}")
+        return FormatError(f"{self._path}: {key} must be {what}, not {value!r:.80}")
 
 
 def _shortest(value: float) -> float:
