@@ -1,12 +1,13 @@
-"""The table of faults: what was tried, what survived, and by which command; the eleven defects at its head.
+"""The table of faults: what was tried, what survived, and by which command; the defects at its head.
 
     python bench/faults/table.py                     runs everything, for hours, into results/faults.json and faults.md
     python bench/faults/table.py --only defects      one part; the others' rows stay as they were
     python bench/faults/table.py --from reads=F.json takes a part's document instead of running it
 
 Parts: defects (their tests), calls (every system call fails in turn), sampled (500 calls of longer work), reads,
-completions (of io_uring), deaths, mutations, commands, handmade, limits, lowered, flat; and large, the limits of models
-that must be made first (tools/make_synthetic_model.py), so its document is always given. Limits want root.
+completions (of io_uring), deaths, mutations, commands, handmade, metadata (of GGUF files), limits, lowered, flat; and
+large, the limits of models that must be made first (tools/make_synthetic_model.py), so its document is always given.
+Limits want root.
 """
 
 import argparse
@@ -29,6 +30,7 @@ COMMANDS = {
     "mutations": ["tests/faults/mutations.py", "--each", "3300"],
     "commands": ["tests/faults/mutations.py", "--command", "500"],
     "handmade": ["tests/faults/mutations.py", "--handmade"],
+    "metadata": ["tests/faults/metadata.py"],
     "limits": ["bench/faults/limits.py", "need", DEMO],
     "large": ["bench/faults/limits.py", "need", "OPT-1.3B", "OPT-6.7B", "--load", "8"],
     "lowered": ["bench/faults/limits.py", "lower", DEMO],
@@ -43,10 +45,13 @@ Row = dict[str, Any]
 def run_defects() -> list[Row]:
     """A row for each defect: its tests, all of which must pass."""
     sys.path.insert(0, str(ROOT / "tests" / "faults"))
-    from defects import DEFECTS
+    from defects import DEFECTS, THIRD
 
     rows = []
-    for number, defect in DEFECTS.items():
+    named = {str(number): defect for number, defect in DEFECTS.items()}
+    for number, defect in (
+        named | {f"{number} of the third attack": defect for number, defect in THIRD.items()}
+    ).items():
         tests = [f"tests/{test}" for test in defect.tests]
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],

@@ -1,4 +1,5 @@
-"""The eleven defects that an attack found (commit 334b180), and the tests that fail on what was then.
+"""The defects that attacks found, and the tests that fail on what was then: eleven at commit 334b180 (`DEFECTS`), and
+those of a later attack at commit 65fd844 (`THIRD`).
 
 A test is "file::function", below tests/. `tests/faults/test_defects.py` holds that each exists; the table of faults
 (bench/faults/table.py) runs them.
@@ -102,5 +103,43 @@ DEFECTS = {
             "hf/test_fixed.py::test_generate_gives_out_no_states",
             "format/test_manifest.py::test_any_other_change_is_noticed",
         ),
+    ),
+}
+
+THIRD = {
+    "5": Defect(
+        "a killed server's half written conversations stayed in the folder, uncounted",
+        (
+            "parked/test_parked.py::test_what_a_killed_server_was_writing",
+            "parked/test_parked.py::test_the_name_of_what_is_being_written",
+        ),
+    ),
+    "6": Defect(
+        "GGUF metadata that ended in 'a bug in flashllm', or in a model that could not be loaded",
+        (
+            "convert/test_gguf.py::test_values_that_no_writer_means",
+            "convert/test_gguf_layout.py::test_numbers_of_parts_that_are_none",
+            "convert/test_gguf_tokenizer.py::test_what_a_model_directory_could_not_load",
+            "faults/test_metadata.py::test_any_value_of_any_key_ends_in_a_sentence_or_an_answer",
+        ),
+    ),
+    "7": Defect(
+        "a large vocabulary of control or user-defined tokens did not convert in a minute",
+        ("convert/test_gguf_tokenizer.py::test_large_vocabularies_of_any_type",),
+    ),
+    "8": Defect(
+        "GGUF tensors that overlap, or are of a kind that they cannot have: other tokens without a word",
+        (
+            "convert/test_gguf_layout.py::test_a_tensor_that_lies_or_is_as_none_may",
+            "convert/test_gguf_layout.py::test_all_at_one_place",
+            "convert/test_gguf_layout.py::test_quantised_norms_of_heads_and_biases_of_experts",
+            "convert/test_gguf_layout.py::test_every_part_of_a_split_model",
+            "convert/test_gguf_layout.py::test_an_alignment_that_is_none",
+            "convert/test_gguf_layout.py::test_bytes_behind_the_last_tensor",
+        ),
+    ),
+    "11": Defect(
+        "offload run --resume believed the lines' ids alone",
+        ("offload/jobs/test_results.py::test_a_line_that_was_changed_is_no_answer",),
     ),
 }

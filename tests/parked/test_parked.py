@@ -238,8 +238,8 @@ def test_the_name_of_what_is_being_written(opened, directory, tmp_path, monkeypa
     name = identity(directory, model.plan.mode)
     with session_of(model) as session:
         run(session.stream_ids(ids_of(70)))
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(os, "rename", ends)
+        monkeypatch.setattr(os, "rename", ends)
+        with pytest.raises(KeyboardInterrupt):
             write_parked(tmp_path / f"{'c' * 64}.kv", session, name, {})
     (path,) = tmp_path.iterdir()
     assert path.suffix == ".tmp"

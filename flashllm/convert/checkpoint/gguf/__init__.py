@@ -1,1 +1,1 @@
-"""GGUF files: a check of the header, the file and its tensors, what the metadata means, the tokenizer in it."""
+"""GGUF files: the header, where tensors lie, the file and its tensors, what the metadata means, the tokenizer in it."""
