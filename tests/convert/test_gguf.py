@@ -375,6 +375,7 @@ def test_what_cannot_be_run_is_said(source, tmp_path, metadata, message, monkeyp
     [
         ({"llama.block_count": "three"}, "must be an integer from 1 to"),
         ({"llama.expert_count": 8}, "lacks llama.expert_used_count"),
+        ({"llama.attention.key_length": None, "llama.embedding_length": 1}, "4 heads do not share out the width, 1"),
         ({"llama.attention.key_length": 15, "llama.rope.dimension_count": 15}, "do not fit its heads|even"),
         ({"tokenizer.ggml.tokens": ["x"] * 301}, "301 tokens, but an embedding of 300"),
     ],
