@@ -178,9 +178,11 @@ def _entry(parked: Parked) -> Entry:
 
 
 def _left_behind(process: int) -> bool:
-    """Whether the files that a process has begun are nobody's. This one has begun none yet: in a container, all that
-    ever were have its id. What another container's is still writing may be taken for such a file: then it parks one
-    conversation less."""
+    """Tell whether the files that a process began are nobody's.
+
+    This process has begun none yet, and in a container all that ever were have its id. What another container's is
+    still writing may be taken for such a file: then it parks one conversation less.
+    """
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -209,7 +209,7 @@ def _is_failure(value: Mapping[str, Any]) -> bool:
 
 
 def _checksum(answer: Mapping[str, Any]) -> str:
-    """Of what an answer says, but for its id and the second it was made in: equal ones have equal ids."""
+    """Checksum of an answer without its id and the second it was made in, so that equal answers have equal ids."""
     content = {name: value for name, value in answer.items() if name != "id"}
     response = content.get("response")
     if isinstance(response, dict) and isinstance(response.get("body"), dict):

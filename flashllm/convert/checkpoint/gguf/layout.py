@@ -1,11 +1,11 @@
 """Where the tensors of a GGUF file lie: what its table says is checked whole, so that nothing else can be read.
 
 - A tensor has one to four dimensions, none of them 0, and its rows are whole blocks of its kind.
-- Vectors, norms and biases are numbers (F32, F16, BF16), as every writer has them; matrices, routers among them, are of
-  any kind that can be dequantised.
+- Vectors, norms and biases are numbers (F32, F16, BF16), as every writer has them; matrices are of any kind that can be
+  dequantised, routers too: ik_llama.cpp can make them Q8_0.
 - The data begins at the aligned end of the header, and each tensor at the aligned end of the one before it: no overlap,
-  no hole. So write the gguf package, llama.cpp, Ollama and candle, and llama.cpp reads nothing else. The table may name
-  tensors in another order than the data has.
+  no hole. So write llama.cpp and the gguf package, and llama.cpp reads nothing else. The table may name tensors in
+  another order than the data has.
 - The file ends where the last one does, or at its aligned end: so another alignment than the writer's is noticed.
 """
 

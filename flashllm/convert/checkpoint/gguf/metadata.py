@@ -4,7 +4,7 @@ FormatError names the file and the key where one is missing or is something else
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class Metadata:
             raise UnsupportedModelError(f"{self._path}: layers that differ ({key}) are not supported")
         return value[0]
 
-    def _list(self, key: str, what: str, count: int | None, fits: Any) -> list[Any]:
+    def _list(self, key: str, what: str, count: int | None, fits: Callable[[Any], bool]) -> list[Any]:
         value = self._value(key)
         if not isinstance(value, list) or not value or not all(map(fits, value)):
             raise self._wrong(key, f"a list of {what}", value)
