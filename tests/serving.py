@@ -4,7 +4,7 @@ import threading
 import time
 from contextlib import contextmanager
 
-from flashllm.generate.chat_template import ChatTemplate
+from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.serve.opening import ServerOptions, app_of
 from flashllm.serve.server import Server, listen, url

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
-from flashllm.generate.chat_template import ChatTemplate
+from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 
 QUESTIONS = (

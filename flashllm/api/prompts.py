@@ -22,7 +22,7 @@ class TextTokenizer(Protocol):
 
 
 class Template(Protocol):
-    """What renders a conversation: `flashllm.generate.chat_template.ChatTemplate`."""
+    """What renders a conversation: `flashllm.generate.templates.chat_template.ChatTemplate`."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str: ...
 

@@ -1,4 +1,6 @@
-"""What a forked child must not use: it has none of the native threads, and none of the memory that holds weights.
+"""Objects of one process: what they hold beside it, and that a forked child must not use them.
+
+That child has none of the native threads, and none of the memory that holds weights.
 
 That memory is left out of children on purpose (direct reads into memory that a fork shares may be lost, open(2)).
 """
@@ -14,6 +16,8 @@ class OneProcess:
     """Base of an object that works in the process alone that made it. In a forked child it is never destroyed: its
     threads cannot be joined there."""
 
+    beside_nbytes = 0  # of memory that another process holds for it, which counts against the limit as its own does
+
     def __init__(self) -> None:
         self._process = os.getpid()
         _objects.add(self)
@@ -22,6 +26,9 @@ class OneProcess:
     def in_child(self) -> bool:
         """Whether this process was forked from the one that made the object."""
         return os.getpid() != self._process
+
+    def forked(self) -> None:
+        """Called in every forked child: lets go there of what only this process may hold."""
 
     def check_process(self) -> None:
         """UsageError in a forked child."""
@@ -32,12 +39,18 @@ class OneProcess:
             )
 
 
+def beside_nbytes() -> int:
+    """Memory that other processes hold, at most, for what this one has open."""
+    return sum(each.beside_nbytes for each in _objects)
+
+
 _objects: "weakref.WeakSet[OneProcess]" = weakref.WeakSet()
 
 
-def _keep_for_ever() -> None:
+def _after_fork() -> None:
     for each in list(_objects):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+        each.forked()
 
 
-os.register_at_fork(after_in_child=_keep_for_ever)
+os.register_at_fork(after_in_child=_after_fork)

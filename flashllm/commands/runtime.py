@@ -1,9 +1,11 @@
 """Loads the model that the arguments describe, as a session, for the verbs that run one.
 
-The tokenizer and the chat template are loaded before the model, so that the memory plan counts them with the libraries.
+The tokenizer is loaded before the model, so that the memory plan counts it with the libraries; so begins the process of
+the chat template, which imports what it needs while weights are read.
 """
 
 import argparse
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +15,9 @@ from flashllm.commands.options import run_config
 from flashllm.engine.model import Model
 from flashllm.generate.draft_model import opened_draft
 from flashllm.generate.sampling import SamplingOptions
-from flashllm.generate.session import Session, Template
+from flashllm.generate.session import Session
 from flashllm.generate.speculation import speculation_of
+from flashllm.generate.templates.chat_template import opened_template
 from flashllm.generate.tokenizer import Tokenizer
 
 
@@ -27,20 +30,15 @@ def open_session(
     With `chat` turns go through the model's chat template, where it has one.
     """
     tokenizer = Tokenizer.load(path)
-    template = load_template(tokenizer) if chat else None
     config = run_config(args)
-    with opened_draft(path, config) as draft, Model.open(path, config, process=draft.process_nbytes) as model:
+    with contextlib.ExitStack() as stack:
+        template = stack.enter_context(opened_template(tokenizer)) if chat else None
+        draft = stack.enter_context(opened_draft(path, config))
+        model = stack.enter_context(Model.open(path, config, process=draft.process_nbytes))
         for notice in model.notices:
             say(notice)
+        if template is not None:
+            template.check()
         speculation = speculation_of(config, model, draft.drafter)
         with Session(model, tokenizer, options, template=template, speculation=speculation) as session:
             yield session, model
-
-
-def load_template(tokenizer: Tokenizer) -> Template | None:
-    """The tokenizer's chat template. Where there is none, Jinja is not even imported: its memory holds neurons."""
-    if not tokenizer.chat_templates:
-        return None
-    from flashllm.generate.chat_template import ChatTemplate
-
-    return ChatTemplate.of(tokenizer)

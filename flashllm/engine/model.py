@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.base.machine import available_nbytes, process_nbytes
-from flashllm.base.processes import OneProcess
+from flashllm.base.processes import OneProcess, beside_nbytes
 from flashllm.config import RunConfig
 from flashllm.engine.build import Parts, build
 from flashllm.engine.group_limit import GroupLimit
@@ -74,7 +74,7 @@ class Model(OneProcess):
         config = config if config is not None else RunConfig()
         directory = ModelDir.open(path)
         now = process_nbytes() + (TORCH_GROWTH if "torch" in sys.modules else 0)
-        process = now if process is None else max(process, now)
+        process = max(process or 0, now) + beside_nbytes()
         plan = resolve(config, directory, available=max(0, available_nbytes() - (process - now)), process=process)
         return cls(directory, plan, config)
 

@@ -27,7 +27,7 @@ _SCORED_NBYTES = 32 << 20  # of the logits that a scored prompt has in memory at
 
 
 class Template(Protocol):
-    """What renders a conversation: `flashllm.generate.chat_template.ChatTemplate`."""
+    """What renders a conversation: `flashllm.generate.templates.chat_template.ChatTemplate`."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str: ...
 

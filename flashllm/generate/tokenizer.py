@@ -1,7 +1,7 @@
 """A model directory's tokenizer: text to ids and back, and the ids that end an answer. Knows no model.
 
 Made of `tokenizer.json` by the tokenizers library, and of the facts beside it: named special tokens, chat templates
-(which flashllm/generate/chat_template.py runs), end tokens. Loads neither torch nor transformers.
+(which flashllm/generate/templates/ runs), end tokens. Loads neither torch nor transformers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

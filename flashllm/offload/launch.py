@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flashllm.base.machine import available_nbytes, num_cores, process_nbytes
+from flashllm.base.processes import beside_nbytes
 from flashllm.base.units import format_size
 from flashllm.base.user_dirs import user_cache_dir
 from flashllm.errors import BudgetError, UsageError
@@ -120,7 +121,7 @@ class Launch:
 
 def memory_limits(options: LaunchOptions) -> tuple[int, int]:
     """Bytes that this process may hold, and of them those for the model. BudgetError where nothing is left for it."""
-    process = process_nbytes()
+    process = process_nbytes() + beside_nbytes()
     share = int(_MEMORY_SHARE * available_nbytes()) // options.processes
     limit = options.memory if options.memory is not None else process + share
     memory = limit - process - _MARGIN_NBYTES

@@ -13,6 +13,7 @@ from flashllm.convert.locate import find_folder
 from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.errors import UsageError
 from flashllm.format.model_files import CONFIG
+from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.jobs.prompts import PromptEncoder
 from flashllm.offload.shape import ModelShape, shape_from_config
@@ -47,11 +48,9 @@ class ModelText:
         block = block_spec(config)
         name = path.resolve().name
         tokenizer = _tokenizer(path)
-        template = None
-        if tokenizer is not None and tokenizer.chat_templates:  # else Jinja is not even imported
-            from flashllm.generate.chat_template import ChatTemplate
-
-            template = ChatTemplate.of(tokenizer)
+        template = None if tokenizer is None else ChatTemplate.of(tokenizer)
+        if template is not None:
+            template.check()
         ends = config.get("eos_token_id")
         end_ids = frozenset(each for each in (ends if isinstance(ends, list) else [ends]) if isinstance(each, int))
         return cls(

@@ -14,11 +14,11 @@ from flashllm.base.command_line import say
 from flashllm.base.machine import process_nbytes
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
-from flashllm.generate.chat_template import ChatTemplate
 from flashllm.generate.draft_model import opened_draft
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Template
 from flashllm.generate.speculation import Speculation, speculation_of
+from flashllm.generate.templates.chat_template import opened_template
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.parked.file import identity
 from flashllm.parked.folder import ParkingFolder
@@ -48,11 +48,16 @@ class ServerOptions:
 def open_app(path: Path, config: RunConfig, options: ServerOptions) -> Iterator[tuple[Starlette, Worker]]:
     """The application over the model directory `path`, and its worker. Raises what `Model.open` raises."""
     tokenizer = Tokenizer.load(path)
-    template = ChatTemplate.of(tokenizer)  # before the model, so that the plan counts it
-    with opened_draft(path, config) as draft, Model.open(path, config, process=draft.process_nbytes) as model:
+    with (
+        opened_template(tokenizer) as template,
+        opened_draft(path, config) as draft,
+        Model.open(path, config, process=draft.process_nbytes) as model,
+    ):
         for notice in model.notices:
             say(notice)
-        if template is None:
+        if template is not None:
+            template.check()
+        else:
             say("no chat template: the model continues a conversation as one text")
         if options.name is None:
             options = dataclasses.replace(options, name=_name(path, model))

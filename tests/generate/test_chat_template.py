@@ -8,7 +8,7 @@ from tiny_models import make_tokenizer
 
 from flashllm.errors import FormatError, UsageError
 from flashllm.generate import chat_template
-from flashllm.generate.chat_template import ChatTemplate
+from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 
 CHATML = """{% for message in messages %}

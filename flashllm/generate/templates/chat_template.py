@@ -1,0 +1,96 @@
+"""A model's chat template: a conversation rendered as the text it was trained on. Knows no token ids.
+
+Templates are Jinja programs that come with the weights, so they run as untrusted code: in Jinja's sandbox
+(`environment.py`), in a process of their own with limits (`renderer.py`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from flashllm.errors import FormatError, UsageError
+from flashllm.generate.templates.frames import Kind
+from flashllm.generate.templates.renderer import Exceeded, Renderer
+from flashllm.generate.tokenizer import Tokenizer
+
+MAX_TEMPLATE_CHARS = 1_000_000
+
+
+class ChatTemplate:
+    """One template. Used from any thread; closed it ends its process."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Self | None:
+        """A tokenizer's template; None where it has none. FormatError where it has several and none is "default"."""
+        templates = tokenizer.chat_templates
+        if not templates:
+            return None
+        if "default" not in templates:
+            raise FormatError(
+                f"{tokenizer.where}: has chat templates for {', '.join(sorted(templates))}, and no default one; "
+                'rename one of them to "default" in tokenizer_config.json'
+            )
+        return cls(templates["default"], tokenizer.where, tokenizer.special)
+
+    def __init__(
+        self, source: str, where: str, tokens: Mapping[str, str] | None = None, *, renderer: Renderer | None = None
+    ) -> None:
+        """`where` names the template's file in messages; `tokens` are named special tokens, like "bos_token".
+
+        The process of the `renderer` begins here, and what it imports it imports meanwhile.
+        """
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise FormatError(f"{where}: the chat template has {len(source)} characters; {MAX_TEMPLATE_CHARS} at most")
+        self._source, self._where, self._tokens = source, where, dict(tokens or {})
+        self._renderer = Renderer() if renderer is None else renderer
+        self._renderer.start()
+
+    def check(self) -> None:
+        """FormatError where the template is not one, or takes too long to compile."""
+        self._ask(None)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The text of `messages` ({"role": …, "content": …} each), by default up to where the answer begins.
+
+        UsageError where the template refuses the conversation, FormatError where it fails or takes too much,
+        FlashError where its process does not answer.
+        """
+        return self._ask([dict(message) for message in messages], add_generation_prompt)
+
+    def _ask(self, messages: list[dict[str, Any]] | None, add_generation_prompt: bool = True) -> str:
+        values = {**self._tokens, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        try:
+            kind, text = self._renderer.ask({"source": self._source, "values": values, "messages": messages})
+        except Exceeded as error:
+            kind, text = Kind.FAILED, str(error)
+        if kind == Kind.REFUSED:
+            raise UsageError(f"the model's chat template refuses this conversation: {text}")
+        if kind == Kind.FAILED:
+            raise FormatError(f"{self._where}: the chat template failed: {text}")
+        if kind == Kind.INVALID:
+            raise FormatError(f"{self._where}: the chat template is not valid: {text}")
+        return text
+
+    def close(self) -> None:
+        """End the process."""
+        self._renderer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@contextmanager
+def opened_template(tokenizer: Tokenizer) -> Iterator[ChatTemplate | None]:
+    """A tokenizer's template, closed at the end; None where it has none."""
+    template = ChatTemplate.of(tokenizer)
+    try:
+        yield template
+    finally:
+        if template is not None:
+            template.close()

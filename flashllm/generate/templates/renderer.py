@@ -1,0 +1,173 @@
+"""A process apart that renders chat templates, with limits on its time and memory. Knows nothing of Jinja.
+
+Whatever a template computes, it computes there: it can end that process and no other. The next request has a
+new one.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import flashllm
+from flashllm.base.processes import OneProcess
+from flashllm.base.units import format_size
+from flashllm.errors import FlashError
+from flashllm.generate.templates.frames import LENGTH_NBYTES, MEMORY_STATUS, Kind
+
+LIMIT_S = 1.5  # for one conversation: a long one takes a twentieth of a second
+GROWTH_NBYTES = 32_000_000  # of the process's address space: a text of a million characters, several times over
+MAX_NBYTES = 8_000_000  # of a conversation's text
+_OWN_NBYTES = 13_000_000  # of memory that the process holds alone, when it has begun
+_START_S, _ANSWER_S = 20.0, 0.4  # beyond the time in which it must be there, or have answered, it is taken for dead
+# It has the paths of this process, and of these none for files that only lie about; and this package's own.
+_CODE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from flashllm.generate.templates.environment import main; main(int(sys.argv[2]))"
+)
+
+
+class Exceeded(Exception):
+    """Rendering takes more time or memory than it may; the message says which."""
+
+
+class Renderer(OneProcess):
+    """The warm process, begun by the first request or by `start`. `ask` from any thread, one at a time goes through."""
+
+    beside_nbytes = _OWN_NBYTES + GROWTH_NBYTES
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin the process where there is none, without waiting for it. FlashError where it cannot be started."""
+        with self._lock:
+            self._begin()
+
+    def ask(self, request: Mapping[str, Any]) -> tuple[Kind, str]:
+        """What the process answers. Exceeded where the limits end it, FlashError where anything else does."""
+        self.check_process()
+        limits = {"limit_s": LIMIT_S, "max_nbytes": MAX_NBYTES}
+        data = json.dumps({**request, **limits}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        with self._lock:
+            child = self._begin()
+            try:
+                return child.ask(data)
+            except OSError as error:  # a time limit, or a connection that has ended
+                self._child = None
+                status = child.end()
+                with contextlib.suppress(FlashError):  # the next request says it
+                    self._begin()
+                if status == -signal.SIGALRM:
+                    raise Exceeded(f"it takes longer than {LIMIT_S} s") from None
+                if status == MEMORY_STATUS:
+                    raise Exceeded(f"it takes more than {format_size(GROWTH_NBYTES)} of memory") from None
+                raise FlashError(
+                    f"the process that renders chat templates gave no answer ({error}; status {status}); the next "
+                    "request has a new one"
+                ) from None
+
+    def close(self) -> None:
+        """End the process. Nothing is rendered any more; what is under way fails."""
+        if self.in_child:
+            return
+        self._closed, self.beside_nbytes = True, 0
+        if (child := self._child) is not None:
+            child.process.kill()  # also where a thread waits for its answer, and holds the lock
+        with self._lock:
+            if self._child is not None:
+                self._child.end()
+            self._child = None
+
+    def forked(self) -> None:
+        """In a forked process: let go of the connection, whose end is what ends the process."""
+        if self._child is not None:
+            self._child.channel.close()
+
+    def _begin(self) -> "_Child":
+        """The process: the one there is, if it lives, else a new one."""
+        if self._closed:
+            raise FlashError("the chat template is closed")
+        if self._child is not None and self._child.process.poll() is not None:
+            self._child.end()
+            self._child = None
+        if self._child is None:
+            try:
+                self._child = _Child()
+            except OSError as error:
+                raise FlashError(f"the process that renders chat templates cannot be started: {error}") from error
+            weakref.finalize(self, self._child.end)
+        return self._child
+
+
+class _Child:
+    """One process, and the connection to it."""
+
+    def __init__(self) -> None:
+        """OSError where it cannot be started."""
+        self._owner, self._ready = os.getpid(), False
+        paths = [*sys.path, str(Path(flashllm.__file__).parent.parent)]
+        command = [sys.executable, "-I", "-S", "-c", _CODE, json.dumps(paths), str(GROWTH_NBYTES)]
+        self.channel, theirs = socket.socketpair()
+        with theirs:
+            try:
+                # In a group of its own: ctrl-C at a terminal is not for it.
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    process_group=0,
+                )
+            except BaseException:
+                self.channel.close()
+                raise
+
+    def ask(self, data: bytes) -> tuple[Kind, str]:
+        """Its answer to a request. OSError where there is none in time, or never will be."""
+        if not self._ready:
+            self._receive(_START_S)
+            self._ready = True
+        self.channel.settimeout(LIMIT_S)
+        self.channel.sendall(len(data).to_bytes(LENGTH_NBYTES, "little"))
+        self.channel.sendall(data)
+        del data
+        return self._receive(LIMIT_S + _ANSWER_S)
+
+    def end(self) -> int:
+        """End the process, and return its status. In a forked process, do nothing."""
+        if os.getpid() != self._owner:
+            return 0
+        self.channel.close()
+        self.process.kill()
+        return self.process.wait()
+
+    def _receive(self, limit_s: float) -> tuple[Kind, str]:
+        deadline = time.monotonic() + limit_s
+        length = int.from_bytes(self._bytes(LENGTH_NBYTES, deadline), "little")
+        if not 1 <= length <= MAX_NBYTES + 1:
+            raise ConnectionError(f"an answer of {length} bytes")
+        data = self._bytes(length, deadline)
+        return Kind(chr(data[0])), data[1:].decode("utf-8", "surrogatepass")
+
+    def _bytes(self, count: int, deadline: float) -> bytearray:
+        data, at = bytearray(count), 0
+        while at < count:
+            self.channel.settimeout(max(deadline - time.monotonic(), 0.001))
+            got = self.channel.recv_into(memoryview(data)[at:])
+            if got == 0:
+                raise ConnectionError("no answer")
+            at += got
+        return data
