@@ -172,6 +172,7 @@ class OffloadEngine:
         runner, self._runner = self._runner, None
         if runner is not None:
             runner.close()
+        self._model.close()
 
     def __enter__(self) -> Self:
         return self

@@ -31,6 +31,7 @@ class ModelText:
     shape: ModelShape
     encoder: PromptEncoder
     tokenizer: Tokenizer | None
+    template: ChatTemplate | None
 
     @classmethod
     def load(cls, model: str | Path) -> Self:
@@ -62,7 +63,13 @@ class ModelText:
                 tokenizer=tokenizer, template=template, context=block.context, vocab=block.vocab_size, end_ids=end_ids
             ),
             tokenizer=tokenizer,
+            template=template,
         )
+
+    def close(self) -> None:
+        """End the process of the chat template; conversations are no prompts any more."""
+        if self.template is not None:
+            self.template.close()
 
     def token_text(self, token_id: int) -> str:
         """A token's own text, special tokens too. U+FFFD for a part of a character, "" for an unknown id."""

@@ -11,9 +11,9 @@ import torch
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.errors import ChecksumError, ContextFull, FlashIOError, UsageError
-from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import PrefillRecord, Session, TokenRecord
+from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.hf.model import FlashModel
 

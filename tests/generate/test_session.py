@@ -10,9 +10,9 @@ from tiny_models import make_tokenizer
 
 from flashllm.engine.meter import Meter
 from flashllm.errors import ContextFull, FlashIOError, UsageError
-from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Session, TokenRecord
+from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 
 VOCAB = 300

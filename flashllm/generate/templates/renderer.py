@@ -49,6 +49,7 @@ class Renderer(OneProcess):
         super().__init__()
         self._lock = threading.Lock()
         self._child: _Child | None = None
+        self._finalizer: weakref.finalize[[], Renderer] | None = None  # ends it, once
         self._closed = False
 
     def start(self) -> None:
@@ -66,8 +67,7 @@ class Renderer(OneProcess):
             try:
                 return child.ask(data)
             except OSError as error:  # a time limit, or a connection that has ended
-                self._child = None
-                status = child.end()
+                status = self._end()
                 with contextlib.suppress(FlashError):  # the next request says it
                     self._begin()
                 if status == -signal.SIGALRM:
@@ -87,9 +87,7 @@ class Renderer(OneProcess):
         if (child := self._child) is not None:
             child.process.kill()  # also where a thread waits for its answer, and holds the lock
         with self._lock:
-            if self._child is not None:
-                self._child.end()
-            self._child = None
+            self._end()
 
     def forked(self) -> None:
         """In a forked process: let go of the connection, whose end is what ends the process."""
@@ -101,15 +99,19 @@ class Renderer(OneProcess):
         if self._closed:
             raise FlashError("the chat template is closed")
         if self._child is not None and self._child.process.poll() is not None:
-            self._child.end()
-            self._child = None
+            self._end()
         if self._child is None:
             try:
                 self._child = _Child()
             except OSError as error:
                 raise FlashError(f"the process that renders chat templates cannot be started: {error}") from error
-            weakref.finalize(self, self._child.end)
+            self._finalizer = weakref.finalize(self, self._child.end)  # where it is never closed
         return self._child
+
+    def _end(self) -> int | None:
+        """End the process where there is one, and return its status."""
+        self._child = None
+        return self._finalizer() if self._finalizer is not None else None
 
 
 class _Child:
