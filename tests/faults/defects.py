@@ -107,6 +107,14 @@ DEFECTS = {
 }
 
 THIRD = {
+    "3": Defect(
+        "a chat template froze or killed the process: texts that double, wide integers, huge widths, blocks",
+        (
+            "generate/test_templates_apart.py::test_a_bomb_renders_small_or_is_an_error",
+            "generate/test_templates_apart.py::test_the_limits_as_they_are",
+            "serve/test_server.py::test_a_template_that_is_a_bomb_stops_nothing",
+        ),
+    ),
     "5": Defect(
         "a killed server's half written conversations stayed in the folder, uncounted",
         (

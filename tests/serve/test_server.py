@@ -2,18 +2,22 @@
 
 import asyncio
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import psutil
 import pytest
 from serving import running
 
 from flashllm.cli import main
 from flashllm.commands.serve import read_key
 from flashllm.errors import UsageError
+from flashllm.format.install import install_file
 from flashllm.serve.server import listen
 
 KEY = b"0123456789abcdef"
@@ -143,6 +147,40 @@ def test_sigterm_ends_it_too(tiny):
     with Process(tiny().path()) as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert server.end(signal.SIGTERM)[0] == 0
+
+
+BOMB = (
+    "{% if messages[0].content == 'bomb' %}{% set n = namespace(x=99999999999999999999) %}{% for i in range(40) %}"
+    "{% set n.x = n.x * n.x %}{% endfor %}{{ n.x }}{% endif %}{{ messages[0].content }}"
+)
+
+
+def test_a_template_that_is_a_bomb_stops_nothing(tiny, tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(tiny().path(), path)
+    install_file(path, "chat_template.jinja", [BOMB.encode()])
+
+    def chat(text):
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
+        return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+
+    with Process(path) as server, ThreadPoolExecutor(1) as pool:
+        expected = chat("hello").json()["choices"]
+        answering = pool.submit(chat, "bomb")
+        time.sleep(0.3)
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert not answering.done()
+        assert answering.result().status_code == 400
+        assert "the chat template failed: it takes longer than 1.5 s" in answering.result().json()["error"]["message"]
+        assert chat("hello").json()["choices"] == expected
+        (renderer,) = psutil.Process(server.process.pid).children()
+        answering = pool.submit(chat, "bomb")
+        time.sleep(0.3)
+        status, _, seconds = server.end(signal.SIGTERM)
+        assert answering.exception() is not None or answering.result().status_code >= 400
+    assert status == 0
+    assert seconds < 10
+    assert not renderer.is_running()
 
 
 def test_the_sockets_options_are_bounded():
