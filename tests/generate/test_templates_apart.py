@@ -99,11 +99,16 @@ def test_the_limits_as_they_are():
             template.render([USER])
 
 
-def test_a_bomb_that_goes_off_while_it_is_compiled(monkeypatch):
-    monkeypatch.setattr(apart, "LIMIT_S", 0.3)
+def test_nothing_goes_off_while_a_template_is_compiled(monkeypatch):
+    with ChatTemplate("{{ 3 ** (3 ** 16) % 10 }}" * 50, "dir") as template:
+        template.check()
+        monkeypatch.setattr(apart, "LIMIT_S", 0.3)
+        with pytest.raises(FormatError, match=r"failed: it takes longer than 0\.3 s"):
+            template.render([USER])
+    monkeypatch.setattr(apart, "COMPILE_S", 0.01)
     with (
-        ChatTemplate("{{ 3 ** (3 ** 15) % 10 }}" * 50, "dir") as template,
-        pytest.raises(FormatError, match="dir: the chat template failed: it takes"),
+        ChatTemplate(FAMILIES["gpt-oss"] * 50, "dir") as template,
+        pytest.raises(FormatError, match=r"longer than 0\.3 s, or than 0\.01 s to compile"),
     ):
         template.check()
 
@@ -118,6 +123,16 @@ def test_a_text_without_measure(template):
 def test_text_that_is_no_text_comes_back_as_it_was(template):
     odd = "\ud800 \ud83d\ude00 \x00 \u2028 é"
     assert template.render([{"content": odd}]) == odd + ";"
+
+
+def test_a_large_template_has_more_time_to_be_compiled():
+    large = "{% if messages | length > 99 %}" + FAMILIES["gpt-oss"] * 12 + "{% endif %}ok"  # of any real one's size
+    assert len(large) > 25_000
+    with ChatTemplate(large, "dir") as template:
+        assert template.render([USER]) == "ok"
+        os.kill(pid_of(template), signal.SIGKILL)
+        template._renderer._child.process.wait()
+        assert template.render([USER]) == "ok"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])

@@ -38,13 +38,13 @@ class ChatTemplate:
     ) -> None:
         """`where` names the template's file in messages; `tokens` are named special tokens, like "bos_token".
 
-        The process of the `renderer` begins here, and what it imports it imports meanwhile.
+        The process of the `renderer` begins here, and compiles the template meanwhile.
         """
         if len(source) > MAX_TEMPLATE_CHARS:
             raise FormatError(f"{where}: the chat template has {len(source)} characters; {MAX_TEMPLATE_CHARS} at most")
         self._source, self._where, self._tokens = source, where, dict(tokens or {})
         self._renderer = Renderer() if renderer is None else renderer
-        self._renderer.start()
+        self._renderer.start(self._request(None))
 
     def check(self) -> None:
         """FormatError where the template is not one, or takes too long to compile."""
@@ -59,9 +59,8 @@ class ChatTemplate:
         return self._ask([dict(message) for message in messages], add_generation_prompt)
 
     def _ask(self, messages: list[dict[str, Any]] | None, add_generation_prompt: bool = True) -> str:
-        values = {**self._tokens, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
-            kind, text = self._renderer.ask({"source": self._source, "values": values, "messages": messages})
+            kind, text = self._renderer.ask(self._request(messages, add_generation_prompt))
         except Exceeded as error:
             kind, text = Kind.FAILED, str(error)
         if kind == Kind.REFUSED:
@@ -71,6 +70,10 @@ class ChatTemplate:
         if kind == Kind.INVALID:
             raise FormatError(f"{self._where}: the chat template is not valid: {text}")
         return text
+
+    def _request(self, messages: list[dict[str, Any]] | None, add_generation_prompt: bool = True) -> dict[str, Any]:
+        values = {**self._tokens, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        return {"source": self._source, "values": values, "messages": messages}
 
     def close(self) -> None:
         """End the process."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -33,11 +34,22 @@ class Refused(jinja2.TemplateError):
     """The template itself says that it cannot render this conversation (`raise_exception`)."""
 
 
+class _Compiler(CodeGenerator):
+    """Jinja's, without computing what does not change: a template computes when it renders, or compiling had no end."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
 class Environment(ImmutableSandboxedEnvironment):
     """The sandbox with transformers' names, without text of no use in a conversation."""
 
+    code_generator_class = _Compiler
+
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, loopcontrols])
         self.filters["tojson"] = _to_json
         self.filters |= {name: _sized(self.filters[name]) for name in _WIDE_FILTERS}
         del self.globals["lipsum"]
@@ -149,7 +161,6 @@ def _answer(compiled: Callable[[str], jinja2.Template]) -> bool:
         return False
     request = json.loads(raw)
     del raw
-    signal.setitimer(signal.ITIMER_REAL, request["limit_s"])
     kind, text = _render(compiled, request)
     data = text.encode("utf-8", "surrogatepass")
     if len(data) > request["max_nbytes"]:
@@ -161,6 +172,7 @@ def _answer(compiled: Callable[[str], jinja2.Template]) -> bool:
 
 def _render(compiled: Callable[[str], jinja2.Template], request: Mapping[str, Any]) -> tuple[Kind, str]:
     """The conversation's text, or why there is none. Without messages nothing is rendered."""
+    signal.setitimer(signal.ITIMER_REAL, request["compile_s"])
     try:
         template = compiled(request["source"])
     except MemoryError:
@@ -169,6 +181,7 @@ def _render(compiled: Callable[[str], jinja2.Template], request: Mapping[str, An
         return Kind.INVALID, _message(error)
     if request["messages"] is None:
         return Kind.TEXT, ""
+    signal.setitimer(signal.ITIMER_REAL, request["limit_s"])
     try:
         return Kind.TEXT, template.render(request["values"], messages=request["messages"])
     except MemoryError:

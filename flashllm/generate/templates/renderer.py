@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from flashllm.errors import FlashError
 from flashllm.generate.templates.frames import LENGTH_NBYTES, MEMORY_STATUS, Kind
 
 LIMIT_S = 1.5  # for one conversation: a long one takes a twentieth of a second
+COMPILE_S = 5.0  # for the template, when the process begins: one of 20,000 characters takes a tenth of a second
 GROWTH_NBYTES = 32_000_000  # of the process's address space: a text of a million characters, several times over
 MAX_NBYTES = 8_000_000  # of a conversation's text
 _OWN_NBYTES = 13_000_000  # of memory that the process holds alone, when it has begun
@@ -41,7 +43,7 @@ class Exceeded(Exception):
 
 
 class Renderer(OneProcess):
-    """The warm process, begun by the first request or by `start`. `ask` from any thread, one at a time goes through."""
+    """The warm process, begun by `start` or by a request. `ask` from any thread, one at a time goes through."""
 
     beside_nbytes = _OWN_NBYTES + GROWTH_NBYTES
 
@@ -52,32 +54,35 @@ class Renderer(OneProcess):
         self._finalizer: weakref.finalize[[], Renderer] | None = None  # ends it, once
         self._closed = False
 
-    def start(self) -> None:
-        """Begin the process where there is none, without waiting for it. FlashError where it cannot be started."""
-        with self._lock:
-            self._begin()
+    def start(self, request: Mapping[str, Any]) -> None:
+        """Begin the process where there is none; it compiles the request's template, for which nobody waits.
+
+        FlashError where it cannot be started.
+        """
+        with self._lock, contextlib.suppress(OSError):  # that it has ended, the next request notices
+            self._begin(request)
 
     def ask(self, request: Mapping[str, Any]) -> tuple[Kind, str]:
         """What the process answers. Exceeded where the limits end it, FlashError where anything else does."""
         self.check_process()
-        limits = {"limit_s": LIMIT_S, "max_nbytes": MAX_NBYTES}
-        data = json.dumps({**request, **limits}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        data = _frame(request)
         with self._lock:
-            child = self._begin()
             try:
-                return child.ask(data)
+                child = self._begin(request)
+                child.send(data, LIMIT_S)
+                return child.answer()
             except OSError as error:  # a time limit, or a connection that has ended
-                status = self._end()
-                with contextlib.suppress(FlashError):  # the next request says it
-                    self._begin()
-                if status == -signal.SIGALRM:
-                    raise Exceeded(f"it takes longer than {LIMIT_S} s") from None
-                if status == MEMORY_STATUS:
-                    raise Exceeded(f"it takes more than {format_size(GROWTH_NBYTES)} of memory") from None
-                raise FlashError(
-                    f"the process that renders chat templates gave no answer ({error}; status {status}); the next "
-                    "request has a new one"
-                ) from None
+                reason, status = str(error), self._end()
+        with contextlib.suppress(FlashError):  # the next request says it
+            self.start(request)
+        if status == -signal.SIGALRM:
+            raise Exceeded(f"it takes longer than {LIMIT_S} s, or than {COMPILE_S} s to compile")
+        if status == MEMORY_STATUS:
+            raise Exceeded(f"it takes more than {format_size(GROWTH_NBYTES)} of memory")
+        raise FlashError(
+            f"the process that renders chat templates gave no answer ({reason}; status {status}); the next request has "
+            "a new one"
+        )
 
     def close(self) -> None:
         """End the process. Nothing is rendered any more; what is under way fails."""
@@ -94,8 +99,8 @@ class Renderer(OneProcess):
         if self._child is not None:
             self._child.channel.close()
 
-    def _begin(self) -> "_Child":
-        """The process: the one there is, if it lives, else a new one."""
+    def _begin(self, request: Mapping[str, Any]) -> "_Child":
+        """The process: the one there is, if it lives, else a new one. OSError where that ends at once."""
         if self._closed:
             raise FlashError("the chat template is closed")
         if self._child is not None and self._child.process.poll() is not None:
@@ -106,6 +111,7 @@ class Renderer(OneProcess):
             except OSError as error:
                 raise FlashError(f"the process that renders chat templates cannot be started: {error}") from error
             self._finalizer = weakref.finalize(self, self._child.end)  # where it is never closed
+            self._child.send(_frame({**request, "messages": None}), COMPILE_S)
         return self._child
 
     def _end(self) -> int | None:
@@ -114,12 +120,19 @@ class Renderer(OneProcess):
         return self._finalizer() if self._finalizer is not None else None
 
 
+def _frame(request: Mapping[str, Any]) -> bytes:
+    limits = {"limit_s": LIMIT_S, "compile_s": COMPILE_S, "max_nbytes": MAX_NBYTES}
+    data = json.dumps({**request, **limits}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return len(data).to_bytes(LENGTH_NBYTES, "little") + data
+
+
 class _Child:
     """One process, and the connection to it."""
 
     def __init__(self) -> None:
         """OSError where it cannot be started."""
-        self._owner, self._ready = os.getpid(), False
+        self._owner = os.getpid()
+        self._owed = deque([_START_S])  # seconds for each answer that is to come, first that it is ready
         paths = [*sys.path, str(Path(flashllm.__file__).parent.parent)]
         command = [sys.executable, "-I", "-S", "-c", _CODE, json.dumps(paths), str(GROWTH_NBYTES)]
         self.channel, theirs = socket.socketpair()
@@ -137,16 +150,18 @@ class _Child:
                 self.channel.close()
                 raise
 
-    def ask(self, data: bytes) -> tuple[Kind, str]:
-        """Its answer to a request. OSError where there is none in time, or never will be."""
-        if not self._ready:
-            self._receive(_START_S)
-            self._ready = True
-        self.channel.settimeout(LIMIT_S)
-        self.channel.sendall(len(data).to_bytes(LENGTH_NBYTES, "little"))
+    def send(self, data: bytes, limit_s: float) -> None:
+        """Send a request, whose answer is to come within `limit_s` of the one before. OSError where it ended."""
+        self.channel.settimeout(_START_S if self._owed else LIMIT_S)
         self.channel.sendall(data)
-        del data
-        return self._receive(LIMIT_S + _ANSWER_S)
+        self._owed.append(limit_s + _ANSWER_S)
+
+    def answer(self) -> tuple[Kind, str]:
+        """The answer to the last request. OSError where one does not come in time, or never will."""
+        while True:
+            answer = self._receive(self._owed.popleft())
+            if not self._owed:
+                return answer
 
     def end(self) -> int:
         """End the process, and return its status. In a forked process, do nothing."""
