@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from weights import Floats, LayerWeights
 
 from flashllm.convert.untrained.predictor import untrained_predictor
-from flashllm.engine.kv import KvSequence
 from flashllm.engine.meter import Meter
 from flashllm.engine.model import Model
+from flashllm.engine.state import SequenceState
 from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest, predictor_ranks
 from flashllm.format.model_files import PREDICTORS
@@ -166,11 +166,11 @@ class MaskedModel:
     def manifest(self) -> Manifest:
         return self.model.manifest
 
-    def new_sequence(self) -> KvSequence:
+    def new_sequence(self) -> SequenceState:
         """An empty sequence."""
         return self.model.new_sequence()
 
-    def step(self, entries: Sequence[tuple[KvSequence, Sequence[int]]]) -> Floats:
+    def step(self, entries: Sequence[tuple[SequenceState, Sequence[int]]]) -> Floats:
         """Logits [entries, vocab] after each entry's last token, of the variant in use."""
         return self.model.step(entries, observer=self._mask)
 

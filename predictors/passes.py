@@ -5,7 +5,7 @@ and which neurons fire (2 bits each). Memory holds a batch of samples and a chun
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from fit import CODE_EDGES, CODES_PER_BYTE, Chunk, pack_codes
 from numpy.typing import NDArray
 from weights import Floats, LayerWeights
 
+from flashllm import _core
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.base.files import drop_page_cache, naming
@@ -150,10 +151,11 @@ class LayerPass:
     """Sends hidden states through single decoder layers of a loaded model."""
 
     def __init__(self, model: Model, shape: PassShape) -> None:
-        native = model.parts.native
-        self._native, self._shape = native, shape
+        self._native, self._shape = model.parts.native, shape
         # Room for the keys and values of one layer, which every layer uses in turn.
-        self._sequences = [native.new_sequence(shape.tokens, 1) for _ in range(shape.batch_samples)]
+        block = replace(model.directory.block, layers=model.directory.block.layers[:1])
+        pool = _core.StatePool(_core.StateShape(block, shape.tokens, shape.tokens, model.manifest.dtype))
+        self._sequences = [_core.SequenceState(pool) for _ in range(shape.batch_samples)]
 
     def embed(self, ids: NDArray[np.int64]) -> Floats:
         """The states [samples, tokens, d_model] that enter layer 0, for ids [samples, tokens]."""

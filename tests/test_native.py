@@ -23,9 +23,9 @@ ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 OF_ARITHMETIC = [
     *("kernels/**/*.cpp", "offload/*.cpp", "planes/*.cpp", "quantise/*.cpp", "io/memory.cpp", "io/xxh3.cpp"),
     *(f"ffn/{name}.cpp" for name in ("dense_ffn", "expert_ffn", "experts", "neuron_norm", "predictor")),
-    "model/kv_cache.cpp",
+    *("model/page_pool.cpp", "model/sequence_state.cpp"),
 ]
-TESTS_OF_ARITHMETIC = ("attention", "compute", "experts", "kv_cache", "norm", "offload", "predictor", "quantise")
+TESTS_OF_ARITHMETIC = ("attention", "compute", "experts", "sequence_state", "norm", "offload", "predictor", "quantise")
 
 
 def _core_flags() -> dict[str, list[str]]:

@@ -66,7 +66,7 @@ class Flash:
         return self._model.manifest.architecture.num_layers
 
     def start(self) -> None:
-        self._sequence.truncate(0)
+        self._sequence.keep(0)
 
     def feed(self, ids: Sequence[int], *, last: bool = False) -> Floats:
         entries = [(self._sequence, list(ids))]
@@ -76,7 +76,7 @@ class Flash:
         return logits
 
     def back_to(self, length: int) -> None:
-        self._sequence.truncate(length)
+        self._sequence.keep(length)
 
     def endings(self, asked: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> list[list[Floats]]:
         """Logits [ids, vocab] before each id of each ending of each prefix: all prefixes in a pass, then all endings.

@@ -107,6 +107,9 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
         *((name, format_size(start), format_size(full), "") for name, start, full in memory.rows()),
     ]
     lines[-1] = (*lines[-1][:3], f"{share} of {neurons} neurons")
+    windowed = sum(layer.window is not None for layer in model.block.layers)
+    if windowed:
+        lines[-2] = (*lines[-2][:3], f"{windowed} of {len(model.block.layers)} layers keep a window's")
     first = sum(start for _, start, _ in memory.rows())
     full = sum(end for *_, end in memory.rows())
     lines.append(("total", format_size(first), format_size(full), ""))

@@ -18,8 +18,8 @@ from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.config import Backend, RunConfig
 from flashllm.device.choice import open_reader
 from flashllm.device.costs import ReaderChoice
-from flashllm.engine.kv import NeuronCache
 from flashllm.engine.resident import Tensors, read_tensors
+from flashllm.engine.state import NeuronCache
 from flashllm.engine.trace_feed import TraceFeed
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir

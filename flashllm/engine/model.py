@@ -15,21 +15,22 @@ from typing import Literal, Protocol, Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm import _core
 from flashllm.base.machine import available_nbytes, process_nbytes
 from flashllm.base.processes import OneProcess, beside_nbytes
 from flashllm.config import RunConfig
 from flashllm.engine.build import Parts, build
 from flashllm.engine.group_limit import GroupLimit
-from flashllm.engine.kv import KvMemory, KvSequence
 from flashllm.engine.meter import Meter
+from flashllm.engine.state import SequenceState, StateMemory
 from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
-from flashllm.plan.memory import MAX_VERIFIED, TORCH_GROWTH
+from flashllm.plan.memory import MAX_VERIFIED, TORCH_GROWTH, state_shape
 from flashllm.plan.resolve import Plan, resolve
 
 Ids = Sequence[int]
-Entry = tuple[KvSequence, Ids]
+Entry = tuple[SequenceState, Ids]
 Logits = NDArray[np.float32]
 PassKind = Literal["sparse", "oracle", "dense", "prompt"]
 
@@ -59,10 +60,11 @@ class Model(OneProcess):
         self.notices = self._parts.notices
         self.reader, self.direct_io = self._parts.reader, self._parts.direct_io
         self.activity_source = "predictors" if self._parts.trace is None else self._parts.trace.source
-        self._memory = KvMemory(plan.memory, self._parts.caches)
+        shape = state_shape(directory.manifest, directory.block, plan.memory.context)
+        self._memory = StateMemory(plan.memory, self._parts.caches, _core.StatePool(shape))
         self._memory_limit = self._asked_limit = plan.memory.limit_nbytes
         self._group = GroupLimit()
-        self._drafting: KvSequence | None = None  # whose drafted tokens are neither accepted nor rejected
+        self._drafting: SequenceState | None = None  # whose drafted tokens are neither accepted nor rejected
 
     @classmethod
     def open(cls, path: Path, config: RunConfig | None = None, *, process: int | None = None) -> Self:
@@ -143,9 +145,10 @@ class Model(OneProcess):
             raise UsageError("the model is closed; load it again")
         return self._parts
 
-    def new_sequence(self) -> KvSequence:
+    def new_sequence(self) -> SequenceState:
         """An empty sequence. Its memory is taken as its tokens come."""
-        return KvSequence(self.parts.native.new_sequence(self.context), self._memory)
+        self._memory.check_open()
+        return SequenceState(self._memory)
 
     @overload
     def step(
@@ -201,7 +204,7 @@ class Model(OneProcess):
         with self._memory.lock:
             self._set_limit(min(self._asked_limit, self._group.lowered() or self._asked_limit))
             lengths = [sequence.length for sequence, _ in entries]
-            self._memory.claim({sequence.number: sequence.blocks_with(len(ids)) for sequence, ids in entries})
+            self._memory.claim(sum(sequence.nbytes_to_add(len(ids)) for sequence, ids in entries))
             self._drafting = entries[0][0] if drafted else None
             try:
                 as_prompt = as_prompt and self.config.prompts == "dense"
@@ -209,10 +212,10 @@ class Model(OneProcess):
                 return self._run(parts, entries, few_tokens, all_logits=all_logits, observer=observer, drafted=drafted)
             except BaseException:
                 for (sequence, _), length in zip(entries, lengths, strict=True):
-                    sequence.truncate(length)
+                    sequence.keep(length)
                 raise
 
-    def accept(self, sequence: KvSequence, count: int) -> None:
+    def accept(self, sequence: SequenceState, count: int) -> None:
         """Of the tokens drafted in the last step, which was of `sequence`, the first `count` were right.
 
         After another step it is too late, and nothing happens. The caller cuts the sequence.

@@ -44,7 +44,7 @@ class DraftModel:
         # 1. What the last draft has in common with the tokens stays; the rest, wrong guesses, is cut off.
         longest = min(len(self._held), len(tokens) - 1)
         shared = next((at for at in range(longest) if self._held[at] != tokens[at]), longest)
-        self._sequence.truncate(shared)
+        shared = self._sequence.keep(shared)
         self._held = tokens[:shared]
         began = self._clock()
         logits = self._model.step([(self._sequence, tokens[shared:])])[0]

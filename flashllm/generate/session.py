@@ -63,6 +63,11 @@ class TokenRecord:
     pass_tokens: int = 0  # of the pass in its time: 1, and those drafted; 0: an earlier pass foresaw it
 
 
+def common_prefix(tokens: Sequence[int], ids: Sequence[int], most: int) -> int:
+    """How many of the first `most` tokens are those of `ids`."""
+    return next((at for at in range(most) if tokens[at] != ids[at]), most)
+
+
 class Session:
     """One conversation with a loaded model: its tokens, its KV cache, and the streams that extend them.
 
@@ -119,31 +124,42 @@ class Session:
         self.options, self.logprobs = options, logprobs
         self._sampler = Sampler(options.seed)
 
-    def copy_prefix(self, other: "Session", length: int) -> None:
-        """Become a copy of the first `length` computed tokens of `other`, a session of the same model.
+    def shared_with(self, ids: Sequence[int], most: int) -> int:
+        """How many of the first `most` computed tokens are those of `ids` and could be kept."""
+        return self._open_sequence().can_keep(common_prefix(self._tokens, ids, min(most, self._computed)))
 
-        Raises ContextFull, and then this session is empty.
+    def copy_prefix(self, other: "Session", length: int) -> None:
+        """Become a copy of the first `length` computed tokens of `other`, a session of the same model, or of fewer.
+
+        It takes no memory until one of the two goes on.
         """
         self.reset()
         sequence = self._open_sequence()
         sequence.copy_from(other._open_sequence())
-        sequence.truncate(length)
-        self._tokens, self._computed = other._tokens[:length], length
+        self._computed = sequence.keep(length)
+        self._tokens = other._tokens[: self._computed]
 
-    def memory(self) -> NDArray[np.uint8]:
-        """The bytes of the `computed` tokens' keys and values, to be kept elsewhere; valid until the next call."""
+    def save(self) -> list[list[NDArray[np.uint8]]]:
+        """The bytes that the `computed` tokens left behind, to be kept elsewhere; valid until the next call."""
         sequence = self._open_sequence()
         if sequence.length > self._computed:
-            sequence.truncate(self._computed)
-        return sequence.memory()
+            self._computed = sequence.keep(self._computed)
+        return sequence.save()
 
-    def restore(self, tokens: Sequence[int], computed: int, fill: Callable[[NDArray[np.uint8]], None]) -> None:
+    def restore(
+        self,
+        tokens: Sequence[int],
+        computed: int,
+        pages: Sequence[int],
+        fill: Callable[[list[list[NDArray[np.uint8]]]], None],
+    ) -> None:
         """Become a session that had these `tokens`, the first `computed` of them with the bytes that `fill` writes.
 
-        Raises ContextFull, and what `fill` raises; this session is then empty.
+        `pages`: how many arrays each list of `save` had. Raises ContextFull, UsageError where this model's sequences
+        have no such pages, and what `fill` raises; this session is then empty.
         """
         self.reset()
-        self._open_sequence().restore(computed, fill)
+        self._open_sequence().restore(computed, pages, fill)
         self._tokens, self._computed = array("q", tokens), computed
 
     def reset(self) -> None:
@@ -151,7 +167,7 @@ class Session:
         self._tokens, self._computed, self.messages, self.stopped = array("q"), 0, [], None
         self._turn += 1
         if self._sequence is not None:
-            self._sequence.truncate(0)
+            self._sequence.keep(0)
 
     def close(self) -> None:
         """Free the KV cache. The tokens and messages stay readable."""
@@ -177,16 +193,17 @@ class Session:
         yield from self._extend(list(ids))
 
     def stream_prompt(
-        self, ids: Sequence[int], *, keep: int = 0, as_prompt: bool = False, scored: bool = False
+        self, ids: Sequence[int], *, keep: int = 0, as_prompt: bool = False, pause: int = 0, scored: bool = False
     ) -> Generator[PrefillRecord | TokenRecord, None, None]:
         """Generate after the prompt `ids`, whose first `keep` tokens are the first of this session.
 
-        What follows those is forgotten. With `as_prompt` the others are computed as a prompt's, however few they are.
-        With `scored` the prefill's record has the log probabilities of the prompt; nothing may be kept then.
+        What follows those is forgotten. With `as_prompt` the others are computed as a prompt's, however few they are,
+        and up to `pause` in a pass of their own: what sliding windows then hold can be gone back to. With `scored` the
+        prefill's record has the log probabilities of the prompt; nothing may be kept then.
         """
         if self._tokens[:keep].tolist() != list(ids[:keep]) or (scored and keep):
             raise UsageError("the prompt does not begin with the tokens that are to be kept, or is scored")
-        yield from self._extend(list(ids[keep:]), keep=keep, as_prompt=as_prompt, scored=scored)
+        yield from self._extend(list(ids[keep:]), keep=keep, as_prompt=as_prompt, pause=pause, scored=scored)
 
     def stream_chat(self, user_text: str) -> Iterator[PrefillRecord | TokenRecord]:
         """One user turn: through the chat template where there is one, else as a continuation of the text so far."""
@@ -215,39 +232,46 @@ class Session:
         # The template writes the special tokens itself.
         ids = self.tokenizer.encode(template.render(system + self.messages), add_special=False)
         # What the rendered conversation shares with the context is kept; the rest is computed again.
-        shared = 0
-        while shared < min(len(ids) - 1, len(self._tokens)) and ids[shared] == self._tokens[shared]:
-            shared += 1
+        shared = common_prefix(self._tokens, ids, min(len(ids) - 1, len(self._tokens)))
         yield from self._extend(ids[shared:], keep=shared)
 
     def _extend(
-        self, new_ids: list[int], *, keep: int | None = None, as_prompt: bool = False, scored: bool = False
+        self,
+        new_ids: list[int],
+        *,
+        keep: int | None = None,
+        as_prompt: bool = False,
+        pause: int = 0,
+        scored: bool = False,
     ) -> Iterator[PrefillRecord | TokenRecord]:
         """Generate after the first `keep` tokens of the context (None: all of it) and `new_ids`."""
         sequence = self._open_sequence()
         meter, limit = self.model.meter, self.context_limit
         context = self._tokens[:keep]
         reused = min(self._computed, len(context))
-        pending = [*context[reused:], *new_ids]
-        if not pending:
+        total = len(context) + len(new_ids)
+        if total == reused:
             raise UsageError("there is nothing to continue: the prompt has no tokens")
-        if reused + len(pending) > limit:
+        if total > limit:
             raise ContextFull(
                 f"the context limit of {limit} tokens is reached: {reused} are in use and this turn "
-                f"adds {len(pending)}; start a new conversation (/reset) or shorten the text"
+                f"adds {total - reused}; start a new conversation (/reset) or shorten the text"
             )
         # 1. The prompt. The sequence first drops what the new context does not share; nothing is said before the pass.
         self.stopped = None
         self._turn = turn = self._turn + 1
         meter.restart()
-        self._computed = reused
-        sequence.truncate(reused)
+        self._computed = reused = sequence.keep(reused)
+        pending = [*context[reused:], *new_ids]
         dense = as_prompt or len(pending) > self.model.few_tokens
+        if as_prompt and reused < pause < total:
+            self.model.step([(sequence, pending[: pause - reused])], as_prompt=True)
+            pending = pending[pause - reused :]
         logits, scores = self._compute_prompt(sequence, pending, as_prompt=as_prompt, scored=scored, dense=dense)
         self._tokens = context + array("q", new_ids)
         self._computed = len(self._tokens)  # last: after an interrupt in between it is too small, which costs only time
         yield PrefillRecord(
-            tokens=len(pending),
+            tokens=total - reused,
             reused_tokens=reused,
             dense=dense,
             times=meter.take(),

@@ -155,7 +155,7 @@ class Decoding:
         self._drafted = self._accepted = 0
         self._model.accept(self._sequence, accepted)
         if wrong:
-            self._sequence.truncate(self._sequence.length - wrong)
+            self._sequence.keep(self._sequence.length - wrong)
         if self._speculation is not None:
             self._speculation.judged(self._kind, accepted, rejected)
 

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import Cache
 
-from flashllm.engine.kv import KvSequence
 from flashllm.engine.model import Logits, Model
+from flashllm.engine.state import SequenceState
 from flashllm.errors import UsageError
 
 Columns = NDArray[np.bool_]  # [rows, columns]: which are tokens, not padding
@@ -26,7 +26,8 @@ class FlashCache(Cache):
         """Empty; the first pass decides how many rows there are."""
         super().__init__(layers=[])  # Hugging Face's layers of tensors: there are none
         self.engine = engine
-        self._sequences: list[KvSequence] = []  # of each row; rows may share one
+        self._sequences: list[SequenceState] = []  # of each row; rows may share one
+        self._tokens: list[list[int]] = []  # of each row
         self._columns: Columns = np.zeros((0, 0), np.bool_)
 
     @property
@@ -78,6 +79,8 @@ class FlashCache(Cache):
         # 3. Only now is anything changed.
         by_sequence = {sequences[row].number: logits for row, logits in zip(leaders, results, strict=True)}
         columns = self._columns if self._sequences else np.zeros((len(ids), 0), np.bool_)
+        tokens = self._tokens if self._sequences else [[] for _ in rows]
+        self._tokens = [said + more for said, more in zip(tokens, ids, strict=True)]
         self._sequences, self._columns = sequences, np.concatenate([columns, new], axis=1)
         return [by_sequence.get(sequences[row].number, none) if ids[row] else none for row in rows]
 
@@ -100,6 +103,7 @@ class FlashCache(Cache):
         if keep == columns:
             return
         self._columns = self._columns[:, :keep]
+        self._tokens = [said[:length] for said, length in zip(self._tokens, self.lengths, strict=True)]
         self._forget_unrecorded()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -134,15 +138,19 @@ class FlashCache(Cache):
         return bool(self._sequences)
 
     def _forget_unrecorded(self) -> None:
-        """Cut the sequences to their columns; they are longer where an interruption came right after a pass."""
-        for sequence, length in zip(self._sequences, self.lengths, strict=True):
-            if sequence.length != length:  # the same for all rows that share it
-                sequence.truncate(length)
+        """Cut the sequences to their tokens; they are longer where an interruption came right after a pass. Where a
+        sliding window's keys and values are gone, they are computed again."""
+        for sequence, said in zip(self._sequences, self._tokens, strict=True):
+            if sequence.length > len(said):  # the same for all rows that share it
+                sequence.keep(len(said))
+            if sequence.length < len(said):
+                self.engine.step([(sequence, said[sequence.length :])], as_prompt=True)
 
     def _select(self, rows: NDArray[np.intp]) -> None:
         self._sequences, self._columns = [self._sequences[row] for row in rows], self._columns[rows]
+        self._tokens = [self._tokens[row] for row in rows]
 
-    def _copy(self, sequence: KvSequence) -> KvSequence:
+    def _copy(self, sequence: SequenceState) -> SequenceState:
         copy = self.engine.new_sequence()
         if sequence.length:
             copy.copy_from(sequence)
@@ -153,7 +161,7 @@ class FlashCache(Cache):
         copies = {sequence.number: sequence for sequence in self._sequences}
         copies = {number: self._copy(sequence) for number, sequence in copies.items()}
         copy._sequences = [copies[sequence.number] for sequence in self._sequences]
-        copy._columns = self._columns.copy()
+        copy._tokens, copy._columns = list(self._tokens), self._columns.copy()
         memo[id(self)] = copy
         return copy
 

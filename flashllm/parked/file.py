@@ -1,9 +1,9 @@
 """The file of a parked conversation. What is read back has the bits that were written, or is an error.
 
-- Eight bytes `flashkv1`; four, little-endian, the header's length; the header, JSON.
-- The header: `model` (`identity`), `tokens` and `computed` (counts), `nbytes` of keys and values, `note` (whatever the
-  writer wants back).
-- The token ids, 64-bit little-endian. The keys and values of the first `computed` of them, as they lie in memory.
+- Eight bytes `flashkv2`; four, little-endian, the header's length; the header, JSON.
+- The header: `model` (`identity`), `tokens` and `computed` (counts), `nbytes` of keys and values and their `pages` (of
+  each kind of layer), `note` (whatever the writer wants back).
+- The token ids, 64-bit little-endian. The last pages of keys and values of the first `computed` of them.
 - The SHA-256 of all before it, 32 bytes. Nothing behind it.
 - A file is written under another name, synced and renamed, so a torn one does not get a valid name.
 - The same model run in another mode, or by a processor with other instructions, has another identity: its bits differ.
@@ -11,10 +11,12 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import struct
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +35,12 @@ from flashllm.base.files import (
     pread_into,
     read_bounded,
 )
-from flashllm.errors import FlashIOError, FormatError
+from flashllm.errors import FlashIOError, FormatError, UsageError
 from flashllm.format.manifest import MANIFEST
 from flashllm.format.model_files import CONFIG
 from flashllm.generate.session import Session
 
-_MAGIC = b"flashkv1"
+_MAGIC, _OLD_MAGIC = b"flashkv2", b"flashkv1"
 _MAX_HEADER_NBYTES = 64 << 20  # the note has a conversation's text
 _MAX_NAMED_NBYTES = 64 << 20  # of the manifest and the config
 _CHUNK_NBYTES = 16 << 20
@@ -54,6 +56,7 @@ class Parked:
     model: str
     tokens: "array[int]"
     computed: int  # of them, from the first, with keys and values
+    pages: tuple[int, ...]  # of keys and values, of each kind of layer
     note: dict[str, Any]
     nbytes: int  # of the file
     kv_nbytes: int  # of its keys and values
@@ -71,13 +74,14 @@ def identity(directory: Path, mode: str) -> str:
 
 def write_parked(path: Path, session: Session, model: str, note: dict[str, Any]) -> int:
     """Write `session` as the file `path`, which is replaced; the bytes written. FlashIOError."""
-    memory = session.memory()
+    kinds = session.save()
     tokens = session.tokens
     header = {
         "model": model,
         "tokens": len(tokens),
         "computed": session.computed,
-        "nbytes": int(memory.nbytes),
+        "nbytes": sum(page.nbytes for pages in kinds for page in pages),
+        "pages": [len(pages) for pages in kinds],
         "note": note,
     }
     raw = json.dumps(header).encode()
@@ -87,8 +91,8 @@ def write_parked(path: Path, session: Session, model: str, note: dict[str, Any])
             os.chmod(temporary, 0o600)  # what was said is the user's own
             writer.write(memoryview(_START.pack(_MAGIC, len(raw)) + raw))
             writer.write(memoryview(np.asarray(tokens, "<i8").tobytes()))
-            for first in range(0, memory.nbytes, _CHUNK_NBYTES):
-                writer.write(memory[first : first + _CHUNK_NBYTES].data)
+            for piece in _pieces(kinds):
+                writer.write(piece)
             _, digest = writer.mark()
             writer.write(memoryview(digest.digest()))
             writer.finish()
@@ -121,22 +125,32 @@ def read_parked(path: Path, session: Session, model: str) -> Parked:
         if parked.computed > session.context_limit:
             raise FormatError(f"{path}: has {parked.computed} tokens, more than the context; use a larger --context")
 
-        def fill(memory: NDArray[np.uint8]) -> None:
-            if memory.nbytes != parked.kv_nbytes:
+        def fill(kinds: list[list[NDArray[np.uint8]]]) -> None:
+            if sum(page.nbytes for pages in kinds for page in pages) != parked.kv_nbytes:
                 raise FormatError(f"{path}: its keys and values are of another size than this model's")
-            digest = hashlib.sha256(pread_bytes(fd, parked.kv_offset, 0, path))
-            for first in range(0, memory.nbytes, _CHUNK_NBYTES):
-                piece = memory[first : first + _CHUNK_NBYTES].data
-                pread_into(fd, piece, parked.kv_offset + first, path)
+            digest, at = hashlib.sha256(pread_bytes(fd, parked.kv_offset, 0, path)), parked.kv_offset
+            for piece in _pieces(kinds):
+                pread_into(fd, piece, at, path)
                 digest.update(piece)
+                at += piece.nbytes
             if pread_bytes(fd, _DIGEST_NBYTES, parked.nbytes - _DIGEST_NBYTES, path) != digest.digest():
                 raise FormatError(f"{path}: is damaged: its checksum is another; delete it")
 
-        session.restore(parked.tokens, parked.computed, fill)
+        try:
+            session.restore(parked.tokens, parked.computed, parked.pages, fill)
+        except UsageError as error:
+            raise FormatError(f"{path}: {error}; delete it") from error
         drop_page_cache(fd)
         return parked
     finally:
         os.close(fd)
+
+
+def _pieces(kinds: list[list[NDArray[np.uint8]]]) -> Iterator[memoryview]:
+    """All bytes of the pages, some at a time."""
+    for page in itertools.chain(*kinds):
+        for first in range(0, page.nbytes, _CHUNK_NBYTES):
+            yield page[first : first + _CHUNK_NBYTES].data
 
 
 def _header(fd: int, path: Path) -> Parked:
@@ -145,6 +159,8 @@ def _header(fd: int, path: Path) -> Parked:
     if nbytes < _START.size + _DIGEST_NBYTES:
         raise torn
     magic, length = _START.unpack(pread_bytes(fd, _START.size, 0, path))
+    if magic == _OLD_MAGIC:
+        raise FormatError(f"{path}: was saved by an earlier version, which kept all keys and values; delete it")
     if magic != _MAGIC or not 0 < length <= min(_MAX_HEADER_NBYTES, nbytes - _START.size):
         raise torn
     header = parse_json_object(pread_bytes(fd, length, _START.size, path), str(path))
@@ -153,9 +169,11 @@ def _header(fd: int, path: Path) -> Parked:
         raise torn
     count, computed, kv_nbytes = (int(each or 0) for each in counts)
     kv_offset = _START.size + length + 8 * count
-    model, note = header.get("model"), header.get("note")
+    model, note, pages = header.get("model"), header.get("note"), header.get("pages")
     if (
         not isinstance(model, str)
+        or not isinstance(pages, list)
+        or not all(type(each) is int and 0 <= each <= computed for each in pages)
         or not isinstance(note, dict)
         or not 0 < computed <= count
         or kv_offset + kv_nbytes + _DIGEST_NBYTES != nbytes
@@ -167,6 +185,7 @@ def _header(fd: int, path: Path) -> Parked:
         model=model,
         tokens=tokens,
         computed=computed,
+        pages=tuple(pages),
         note=note,
         nbytes=nbytes,
         kv_nbytes=kv_nbytes,

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from flashllm.base.files import read_json_object, write_atomically
 from flashllm.errors import ContextFull, FlashError, FlashIOError, FormatError
 from flashllm.generate.session import Session
 from flashllm.parked.file import Parked, read_header, read_parked, write_parked
+from flashllm.plan.memory import KV_BLOCK_TOKENS
 
 MIN_TOKENS = 64  # of a conversation that is worth a file
 _SUFFIX = ".kv"
@@ -33,6 +34,7 @@ class Entry:
     path: Path
     tokens: "array[int]"
     computed: int
+    in_parts: bool  # its beginning can be taken up too: no sliding window has given up what is behind it
     pure: int  # as in flashllm/serve/conversations.py
     after: bytes | None  # the same
 
@@ -79,7 +81,8 @@ class ParkingFolder:
         if known is not None and (known.pure, known.after) == (pure, after):
             _touch(path, self._clock())
             return True
-        nbytes = session.memory().nbytes + 8 * len(tokens)
+        kinds = session.save()
+        nbytes = sum(page.nbytes for pages in kinds for page in pages) + 8 * len(tokens)
         if nbytes > self._max_nbytes or self._written() + nbytes > self._daily_nbytes:
             return False
         note = {"pure": pure, "after": None if after is None else after.hex()}
@@ -90,7 +93,8 @@ class ParkingFolder:
             self._count(written)
         except (FlashError, OSError):
             return False
-        entry = Entry(path=path, tokens=tokens, computed=session.computed, pure=pure, after=after)
+        in_parts = _in_parts([len(pages) for pages in kinds], session.computed)
+        entry = Entry(path=path, tokens=tokens, computed=session.computed, in_parts=in_parts, pure=pure, after=after)
         # What the new one continues is of no more use.
         for old in [each for each in self.entries if each.path == path or _goes_on(entry, each)]:
             self._drop(old, keep_file=old.path == path)
@@ -172,6 +176,7 @@ def _entry(parked: Parked) -> Entry:
         path=parked.path,
         tokens=parked.tokens,
         computed=parked.computed,
+        in_parts=_in_parts(parked.pages, parked.computed),
         pure=pure,
         after=None if after is None else bytes.fromhex(after),
     )
@@ -190,6 +195,10 @@ def _left_behind(process: int) -> bool:
     except (OSError, OverflowError):  # another user's process; no process's number
         return False
     return process == os.getpid()
+
+
+def _in_parts(pages: Sequence[int], computed: int) -> bool:
+    return all(count == -(-computed // KV_BLOCK_TOKENS) for count in pages)
 
 
 def _goes_on(new: Entry, old: Entry) -> bool:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm import _core
 from flashllm.arch.spec import BlockSpec
-from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.units import format_size
 from flashllm.config import CACHE_POLICIES, DEFAULT_WINDOW
 from flashllm.errors import BudgetError, UsageError
@@ -72,6 +72,7 @@ class MemoryPlan:
     prompt_extra: int  # bytes of staging and workspace that a smaller limit would do without
     kv_block_nbytes: int  # keys and values of KV_BLOCK_TOKENS positions, over all layers
     context: int  # tokens a sequence may have
+    context_blocks: int  # KV blocks' memory of a sequence that fills its context, or is about to
     row_nbytes: int
     cache_policy: str
     min_cache_rows: tuple[int, ...]  # per layer
@@ -90,11 +91,6 @@ class MemoryPlan:
         """All but the KV cache and the neuron cache."""
         weights = self.resident + self.gates + self.planes + self.predictors
         return self.process + self.page_tables + weights + self.staging + self.workspace + self.bookkeeping
-
-    @property
-    def context_blocks(self) -> int:
-        """KV blocks of a sequence that fills its context."""
-        return -(-self.context // KV_BLOCK_TOKENS)
 
     @property
     def max_kv_blocks(self) -> int:
@@ -256,9 +252,10 @@ def plan_memory(
     dense = dense and not architecture.experts
     dense_layers = tuple(range(architecture.num_layers)) if dense else architecture.dense_layers
     windowed = cache_policy == "window" and not dense
-    itemsize = WEIGHT_DTYPES[manifest.dtype].itemsize
 
     # 1. What does not depend on the limit.
+    state = state_shape(manifest, block, context)
+    context_blocks = -(-state.nbytes(context) // state.block_nbytes)
     widths = architecture.every_width
     needs = [layout.num_rows if layer in dense_layers else layout.d_ff for layer, layout in enumerate(manifest.layouts)]
     if windowed and manifest.calibration is not None and manifest.calibration.window >= window:
@@ -277,8 +274,9 @@ def plan_memory(
         "gates": manifest.resident_gate_nbytes,
         "planes": manifest.planes_nbytes,
         "predictors": manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files and not dense else 0,
-        "kv_block_nbytes": KV_BLOCK_TOKENS * block.kv_nbytes_per_token(architecture.num_layers, itemsize),
+        "kv_block_nbytes": state.block_nbytes,
         "context": context,
+        "context_blocks": context_blocks,
         "row_nbytes": rows.stride,
         "cache_policy": cache_policy,
         "min_cache_rows": minimum,
@@ -287,7 +285,6 @@ def plan_memory(
         "window": window,
         "dense_layers": dense_layers,
     }
-    context_blocks = -(-context // KV_BLOCK_TOKENS)
     weights = sum(parts[name] for name in ("process", "resident", "gates", "planes", "predictors"))
     most = weights + sum(needs) * rows.stride + context_blocks * parts["kv_block_nbytes"]
     parts["page_tables"] = min(most // _PAGE_TABLES, _MOST_PAGE_TABLES)
@@ -343,6 +340,11 @@ def plan_memory(
         table, level_blocks = levels(process + available)
         plan = replace(plan, levels=table, level_blocks=level_blocks)
     return plan
+
+
+def state_shape(manifest: Manifest, block: BlockSpec, context: int) -> _core.StateShape:
+    """What a sequence of at most `context` tokens leaves behind, and its pages."""
+    return _core.StateShape(block, context, manifest.prefill_block_tokens, manifest.dtype)
 
 
 def _places_nbytes(manifest: Manifest) -> int:

@@ -17,9 +17,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashllm.errors import ContextFull
-from flashllm.generate.session import Session
-from flashllm.parked.folder import ParkingFolder
+from flashllm.generate.session import Session, common_prefix
+from flashllm.parked.folder import Entry, ParkingFolder
 
 MIN_SHARED_TOKENS = 8  # fewer are not worth a copy
 MIN_PARKED_TOKENS = 32  # that a parked conversation spares, beside those in memory: fewer are not worth reading it
@@ -32,6 +31,7 @@ class Place:
     session: Session
     keep: int  # tokens of the prompt that the session holds
     as_prompt: bool  # the others are computed as a prompt's, however few they are
+    pause: int = 0  # of them, those that other prompts begin with too
     pure: int  # tokens, from the first, computed densely after nothing but such tokens, once the prompt is
 
 
@@ -71,7 +71,9 @@ class Conversations:
         # 1. The same conversation, going on.
         goes_on = [one for one in self._kept if one.after in turns or _begins_with(ids, one.session.tokens)]
         if goes_on:
-            shared, one = max(((_shared(one.session, ids, longest), one) for one in goes_on), key=lambda pair: pair[0])
+            shared, one = max(
+                ((one.session.shared_with(ids, longest), one) for one in goes_on), key=lambda pair: pair[0]
+            )
             self._kept.remove(one)
             pure = min(one.pure, shared)
             if pure < shared:  # with tokens of an answer: as in a chat, the number of new tokens decides
@@ -79,15 +81,18 @@ class Conversations:
             return Place(
                 session=one.session, keep=shared if dense else 0, as_prompt=dense, pure=len(ids) if dense else 0
             )
-        # 2. Another one that begins alike.
-        shared, best = max(
-            ((min(one.pure, _shared(one.session, ids, longest)), at) for at, one in enumerate(self._kept)),
-            default=(0, 0),
-        )
-        pure = len(ids) if dense else 0
-        if not dense or shared < MIN_SHARED_TOKENS:
-            return Place(session=self._new_session(), keep=0, as_prompt=False, pure=pure)
-        return Place(session=self._copy(best, shared), keep=shared, as_prompt=True, pure=pure)
+        # 2. Another one that begins alike. Where its sliding windows have left more behind than can be copied, they
+        # are left a state to go back to.
+        pure, session = len(ids) if dense else 0, self._new_session()
+        alike = [(one.session.shared_with(ids, min(one.pure, longest)), at) for at, one in enumerate(self._kept)]
+        shared, best = max(alike, default=(0, 0))
+        begun = max((common_prefix(one.session.tokens, ids, min(one.pure, longest)) for one in self._kept), default=0)
+        if not dense or begun < MIN_SHARED_TOKENS:
+            return Place(session=session, keep=0, as_prompt=False, pure=pure)
+        if shared >= MIN_SHARED_TOKENS:
+            self._kept.append(self._kept.pop(best))
+            session.copy_prefix(self._kept[-1].session, shared)
+        return Place(session=session, keep=session.computed, as_prompt=True, pause=begun, pure=pure)
 
     def give_back(self, place: Place, after: bytes | None = None) -> None:
         """Keep the session of a request that ended, however it ended. `after`: digest of its conversation, if any."""
@@ -115,21 +120,26 @@ class Conversations:
         if self._parking is None or self._limit == 0:
             return
 
-        def spared(tokens: Sequence[int], computed: int, pure: int, after: bytes | None) -> int:
-            shared = _equal(tokens, ids, min(computed, longest))
+        def spared(tokens: Sequence[int], shared: int, pure: int, after: bytes | None) -> int:
             if after in turns or _begins_with(ids, tokens):
                 return shared if dense or pure < shared else 0
             return min(pure, shared) if dense else 0
 
         best = max(
-            (spared(one.session.tokens, one.session.computed, one.pure, one.after) for one in self._kept), default=0
+            (
+                spared(one.session.tokens, one.session.shared_with(ids, longest), one.pure, one.after)
+                for one in self._kept
+            ),
+            default=0,
         )
-        found = max(
-            self._parking.entries,
-            key=lambda entry: spared(entry.tokens, entry.computed, entry.pure, entry.after),
-            default=None,
-        )
-        if found is None or spared(found.tokens, found.computed, found.pure, found.after) < best + MIN_PARKED_TOKENS:
+
+        def parked(entry: Entry) -> int:
+            shared = common_prefix(entry.tokens, ids, min(entry.computed, longest))
+            whole = entry.in_parts or shared == entry.computed
+            return spared(entry.tokens, shared if whole else 0, entry.pure, entry.after)
+
+        found = max(self._parking.entries, key=parked, default=None)
+        if found is None or parked(found) < best + MIN_PARKED_TOKENS:
             return
         session = self._new_session()
         if self._parking.load(found, session):
@@ -145,34 +155,9 @@ class Conversations:
     def _held(self) -> int:
         return sum(one.session.computed for one in self._kept)
 
-    def _copy(self, at: int, shared: int) -> Session:
-        """A session with the first `shared` tokens of a kept one. Without memory for both, the kept one itself."""
-        one = self._kept.pop(at)
-        session = self._new_session()
-        while True:
-            try:
-                session.copy_prefix(one.session, shared)
-            except ContextFull:
-                if self.forget_oldest():
-                    continue
-                session.close()
-                return one.session
-            self._kept.append(one)
-            return session
-
 
 def _begins_with(ids: Sequence[int], tokens: Sequence[int]) -> bool:
     return 0 < len(tokens) < len(ids) and list(ids[: len(tokens)]) == list(tokens)
-
-
-def _shared(session: Session, ids: Sequence[int], longest: int) -> int:
-    """How many computed tokens of `session`, from the first, are those of `ids`."""
-    return _equal(session.tokens, ids, min(session.computed, longest))
-
-
-def _equal(tokens: Sequence[int], ids: Sequence[int], limit: int) -> int:
-    """How many of the first `limit` tokens are those of `ids`."""
-    return next((at for at in range(limit) if tokens[at] != ids[at]), limit)
 
 
 def digest(messages: Sequence[Mapping[str, str]]) -> bytes:

@@ -243,7 +243,9 @@ class Worker:
         """Choice `index` of `job`, at `place`. The answer's text goes to `said` as it comes."""
         session, (request, ids) = place.session, job.prompts[index]
         session.choose_by(request.options, logprobs=request.logprobs)
-        stream = session.stream_prompt(ids, keep=place.keep, as_prompt=place.as_prompt, scored=job.scored)
+        stream = session.stream_prompt(
+            ids, keep=place.keep, as_prompt=place.as_prompt, pause=place.pause, scored=job.scored
+        )
         with contextlib.closing(stream):
             for record in stream:
                 if job.cancelled.is_set():

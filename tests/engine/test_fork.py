@@ -34,7 +34,7 @@ used = {
     "step": lambda: model.step([(sequence, [8])]),
     "prompt": lambda: model.step([(sequence, list(range(5, 25)))]),
     "new": model.new_sequence,
-    "cut": lambda: sequence.truncate(1),
+    "cut": lambda: sequence.keep(1),
     "cached": model.cached_neurons,
 }
 for name, use in used.items():

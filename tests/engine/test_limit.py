@@ -56,7 +56,7 @@ def test_a_lowered_limit_takes_rows_from_the_caches_and_changes_no_token(model):
 
 def test_a_limit_that_is_too_low_is_refused_and_changes_nothing(model):
     start, all_rows = model.memory_limit, rows(model)
-    with pytest.raises(BudgetError, match=r"cannot hold this model and the 64 tokens .* at least \d+ MB"):
+    with pytest.raises(BudgetError, match=r"cannot hold this model and the 98.3 kB of context .* at least \d+ MB"):
         model.keep_to(model.plan.memory.fixed_nbytes)
     assert (model.memory_limit, rows(model)) == (start, all_rows)
 
@@ -71,7 +71,7 @@ def test_what_is_in_use_stays_and_more_is_refused(model):
             model.step([(other, PROMPT)])
         model.keep_to(model.plan.memory.limit_nbytes)
         model.step([(other, PROMPT)])
-        with pytest.raises(BudgetError, match="the 128 tokens"):
+        with pytest.raises(BudgetError, match="the 197 kB of context"):
             model.keep_to(plan.least_limit_nbytes(1))
 
 

@@ -145,25 +145,29 @@ def test_a_sequence_may_go_back(load):
     with model.new_sequence() as sequence:
         model.step([(sequence, prompt)])
         for length in (66, 40):
-            sequence.truncate(length)
+            sequence.keep(length)
             assert sequence.length == length
         got = [model.step([(sequence, [token])]) for token in then]
     # The prompt's own tokens were computed as a prompt both times; what follows decodes.
     assert np.array_equal(np.concatenate(got), expected[1:])
     with model.new_sequence() as sequence, pytest.raises(UsageError, match="cannot be cut to 1"):
-        sequence.truncate(1)
+        sequence.keep(1)
 
 
-def test_a_copy_goes_its_own_way(load):
+def test_a_copy_goes_its_own_way_and_shares_what_is_the_same(load):
     model, prompt = load(), ids_of(70)
+    page, pool = model.plan.memory.kv_block_nbytes, model._memory.pool
     expected = [alone(model, prompt, [token, 11]) for token in (5, 6)]
     with model.new_sequence() as first, model.new_sequence() as second:
         model.step([(first, prompt)])
         second.copy_from(first)
+        assert pool.nbytes == 2 * page
         got = [
             np.concatenate([model.step([(seq, [token])]), model.step([(seq, [11])])])
             for seq, token in ((first, 5), (second, 6))
         ]
+        assert pool.nbytes == 3 * page  # the first 64 tokens are in one page
+    assert pool.nbytes == 0
     for mine, logits in zip(got, expected, strict=True):
         assert np.array_equal(mine, logits[1:])
 
@@ -234,7 +238,7 @@ def test_the_neuron_caches_give_way_to_the_context_and_get_it_back(load, directo
         with model.new_sequence() as sequence:
             model.step([(sequence, [5])])
             assert tuple(cache.capacity for cache in caches) == plan.cache_rows
-            sequence.truncate(0)
+            sequence.keep(0)
             got = [model.step([(sequence, prompt)])]
             assert tuple(cache.capacity for cache in caches) == plan.full_cache_rows
             got += [model.step([(sequence, [token])]) for token in ids_of(4, 1)]
@@ -337,7 +341,7 @@ def test_a_prompt_can_be_interrupted(load):
     with pytest.raises(KeyboardInterrupt):
         step_until_interrupted(model, sequence, ids_of(100))
     if sequence.length:  # it came between two passes
-        sequence.truncate(0)
+        sequence.keep(0)
     got = np.concatenate([model.step([(sequence, ids_of(100))]), model.step([(sequence, [7])])])
     assert np.array_equal(got, expected)
 
@@ -348,7 +352,7 @@ def step_until_interrupted(model, sequence, ids):
     try:
         for _ in range(2000):
             model.step([(sequence, ids)])
-            sequence.truncate(0)
+            sequence.keep(0)
     finally:
         timer.join()
 

@@ -28,10 +28,14 @@ class Sequence:
     def length(self):
         return len(self.ids)
 
-    def truncate(self, length):
+    def can_keep(self, length):
+        return length
+
+    def keep(self, length):
         assert not self.closed
         assert length >= 0
         del self.ids[length:]
+        return self.length
 
     def close(self):
         self.closed = True

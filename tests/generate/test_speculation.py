@@ -146,7 +146,7 @@ def test_the_cache_learns_from_accepted_tokens_alone(directory_of):
                 else:
                     model.step([(sequence, [ids[0], *drafted])], all_logits=True, drafted=len(drafted))
                     model.accept(sequence, 3)
-                    sequence.truncate(20 + 4)
+                    sequence.keep(20 + 4)
                 model.step([(sequence, ids[4:5])])
             return [set(each.tolist()) for each in model.cached_neurons()], model.meter.take()
 

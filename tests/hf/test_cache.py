@@ -6,10 +6,12 @@ import gc
 import numpy as np
 import pytest
 import torch
+from arch_models import VARIANTS, Variant, make_checkpoint
 from generating import greedy, ids_of
 from transformers import DynamicCache
 
 from flashllm.errors import ChecksumError, UsageError
+from flashllm.hf.model import FlashModel
 
 
 @pytest.fixture
@@ -171,3 +173,18 @@ def test_columns_say_which_are_tokens(flash):
     assert np.array_equal(cache.columns, [[True] * 6, [False] * 2 + [True] * 4])
     assert cache.get_mask_sizes(3) == (9, 0)
     assert cache.get_max_length() == flash.engine.context
+
+
+def test_columns_that_a_window_no_longer_holds_are_computed_again(tmp_path):
+    config = {**VARIANTS["mistral window"].config, "max_position_embeddings": 400}
+    source = make_checkpoint(tmp_path / "hf", Variant("mistral", config))
+    with FlashModel.from_pretrained(source, mode="dense", store=tmp_path / "store") as flash:
+        ids = ids_of(300)
+        cache = flash.new_cache()
+        flash(ids, past_key_values=cache)
+        for token in ids_of(3)[0]:
+            flash(token.reshape(1, 1), past_key_values=cache)
+        cache.crop(100)
+        assert cache.lengths == [100]
+        again = flash(ids[:, 100:110], past_key_values=cache).logits[:, -1]
+        assert torch.equal(again, flash(ids[:, :110]).logits[:, -1])

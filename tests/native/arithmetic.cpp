@@ -7,7 +7,7 @@ void test_arithmetic(int scale) {
   test_kernels(scale);
   test_norm(scale);
   test_rotary(scale);
-  test_kv_cache(scale);
+  test_sequence_state(scale);
   test_attention(scale);
   test_predictor(scale);
   test_experts(scale);

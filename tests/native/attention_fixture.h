@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "check.h"
-#include "model/kv_cache.h"
+#include "model/sequence_state.h"
 
 namespace attention_tests {
 
@@ -35,23 +35,22 @@ inline std::vector<float> rounded(const std::vector<float>& values, Dtype dtype)
   return result;
 }
 
-// A sequence of two layers, of which the second is used. Everything else in its blocks is NaN.
+// A sequence of two layers, of which the second is used. Everything else in its pages is NaN.
 struct Cached {
   Cached(std::size_t kv_heads, std::size_t head_dim, std::size_t length, Dtype dtype)
       : row(kv_heads * head_dim),
-        sequence({2, kv_heads, head_dim, length, dtype}),
+        sequence(std::make_shared<StatePool>(
+            StateShape({{kv_heads, head_dim, 0}, {kv_heads, head_dim, 0}}, length, length, dtype))),
         keys(rounded(random_floats(length * row, 1), dtype)),
         values(rounded(random_floats(length * row, 2), dtype)) {
-    sequence.reserve(length);
-    auto* first = const_cast<std::byte*>(sequence.view(0).base);
-    std::memset(first, 0xFF, sequence.nbytes());
+    const SequenceState::Spans spans = sequence.restore(length, {(length + kKvBlock - 1) / kKvBlock});
+    for (const SequenceState::Span& page : spans[0]) std::memset(page.data, 0xFF, page.nbytes);
     for (std::size_t i = 0; i < length; ++i) append(i);
-    sequence.commit(length);
   }
   void append(std::size_t i) { sequence.append(1, i, keys.data() + i * row, values.data() + i * row); }
 
   std::size_t row;
-  KvSequence sequence;
+  SequenceState sequence;
   std::vector<float> keys, values;  // [length, kv_heads, head_dim], rounded
 };
 

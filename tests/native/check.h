@@ -29,7 +29,7 @@ void test_model(const std::string& directory, int scale);
 void test_norm(int scale);
 void test_rotary(int scale);
 void test_attention(int scale);
-void test_kv_cache(int scale);
+void test_sequence_state(int scale);
 void test_direct_writer(const std::string& directory, int scale);
 void test_offload(int scale);
 void test_quantise(int scale);

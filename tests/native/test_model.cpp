@@ -129,11 +129,9 @@ struct Whole {
     return std::vector<StreamedLayer>(kLayers,
                                       {kOffset, static_cast<std::size_t>(kNeurons), flash.sums.data()});
   }
-  std::unique_ptr<KvSequence> sequence() const {
-    return std::make_unique<KvSequence>(KvShape{kLayers, kKvHeads, kHeadDim, kContext, Dtype::f32});
-  }
+  std::unique_ptr<SequenceState> sequence() const { return std::make_unique<SequenceState>(states); }
   // Logits after the last of the ids.
-  std::vector<float> step(KvSequence& sequence, const std::vector<std::int32_t>& ids, Pass pass) {
+  std::vector<float> step(SequenceState& sequence, const std::vector<std::int32_t>& ids, Pass pass) {
     std::vector<Token> tokens;
     for (std::size_t i = 0; i < ids.size(); ++i) tokens.push_back({&sequence, sequence.length() + i, ids[i]});
     std::vector<float> logits(kVocab);
@@ -150,6 +148,8 @@ struct Whole {
   Affine final_norm{random};
   Matrix embedding{kVocab, kWidth, random}, positions{kContext + 2, kWidth, random};
   std::vector<float> frequencies{1.0F, 0.3F, 0.1F, 0.03F, 0.01F};
+  std::shared_ptr<StatePool> states = std::make_shared<StatePool>(
+      StateShape(std::vector<LayerKv>(kLayers, {kKvHeads, kHeadDim, 0}), kContext, kContext, Dtype::f32));
   std::unique_ptr<Model> model;
   int checks_left = -1;
 };
@@ -190,7 +190,7 @@ void company_changes_nothing(const Flash& flash) {
   Whole whole(flash, {2, 12, 256, true});
   for (const Pass pass : {Pass::sparse, Pass::oracle, Pass::dense, Pass::prompt}) {
     std::vector<std::vector<float>> alone;
-    std::vector<std::unique_ptr<KvSequence>> sequences;
+    std::vector<std::unique_ptr<SequenceState>> sequences;
     std::vector<Token> tokens;
     std::vector<std::size_t> wanted;
     for (unsigned i = 0; i < 11; ++i) {
@@ -220,7 +220,7 @@ void interrupted_passes_leave_no_trace(const Flash& flash) {
       threw = true;
     }
     whole.checks_left = -1;
-    CHECK(threw && sequence->length() == 0 && sequence->blocks() == 0);
+    CHECK(threw && sequence->length() == 0 && whole.states->nbytes() == 0);
     if (checks % 3 == 0) CHECK(conversation(whole, 5) == expected);
   }
   CHECK(conversation(whole, 5) == expected);

@@ -103,6 +103,10 @@ def test_torn_and_damaged_files_are_errors(opened, directory, tmp_path):
         with pytest.raises(FormatError):
             read_parked(path, session, name)
         path.write_bytes(whole)
+        path.write_bytes(b"flashkv1" + whole[8:])
+        with pytest.raises(FormatError, match="saved by an earlier version"):
+            read_parked(path, session, name)
+        path.write_bytes(whole)
         with pytest.raises(FormatError, match="another model"):
             read_parked(path, session, identity(directory, "oracle"))
         assert read_parked(path, session, name).computed == session.computed == 25
@@ -123,10 +127,10 @@ def test_a_fill_that_fails_leaves_an_empty_sequence(opened):
     with model.new_sequence() as sequence:
         model.step([(sequence, ids_of(70))])
         with pytest.raises(FormatError):
-            sequence.restore(80, fail)
-        assert (sequence.length, sequence.native.blocks) == (0, 0)
+            sequence.restore(80, [2], fail)
+        assert (sequence.length, model._memory.pool.nbytes) == (0, 0)
         with pytest.raises(ContextFull):
-            sequence.restore(CONTEXT + 1, fail)
+            sequence.restore(CONTEXT + 1, [3], fail)
 
 
 def chat_of(model, directory, shelf, **options):

@@ -1,4 +1,4 @@
-// Sequences, and the model that runs tokens.
+// The model that runs tokens.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -65,7 +65,7 @@ class PyTap final : public Tap {
 };
 
 // New ids of a sequence.
-using Entry = std::tuple<KvSequence*, std::vector<std::int32_t>>;
+using Entry = std::tuple<SequenceState*, std::vector<std::int32_t>>;
 
 using PyRowFormat =
     std::tuple<std::string, std::uint32_t, std::uint32_t, std::int32_t, std::uint32_t, std::string>;
@@ -100,18 +100,9 @@ class PyModel {
     require(nb::len(ffns_) == num_layers, "every layer needs an FFN, or None");
     ModelWeights weights = weights_around(reader);
     for (std::size_t i = 0; i < num_layers; ++i) weights.blocks.push_back(block_weights(i, reader, rows));
-    shape_ = {num_layers, spec.block.kv_heads, spec.block.head_dim, read_.context, spec.block.dtype};
     const Activation activation = parse_activation(reader.get<std::string>("activation"));
     model_ = std::make_unique<Model>(spec, weights, rows, activation, stream_->stream(), *pool_, *counters_,
                                      level, [this] { check(); });
-  }
-
-  // Room for a sequence of `context` tokens in `layers` layers; None: the model's.
-  KvSequence* new_sequence(std::optional<std::size_t> context, std::optional<std::size_t> layers) const {
-    KvShape shape = shape_;
-    shape.context = context.value_or(shape.context);
-    shape.layers = layers.value_or(shape.layers);
-    return new KvSequence(shape);
   }
 
   // Logits [entries, vocab] after each entry's last token, or [tokens, vocab] after every token.
@@ -147,7 +138,7 @@ class PyModel {
 
   // The states after block `layer`, in the place of those before; the sequences hold one layer's keys and
   // values.
-  void run_block(std::size_t layer, const std::vector<std::tuple<KvSequence*, std::size_t>>& entries,
+  void run_block(std::size_t layer, const std::vector<std::tuple<SequenceState*, std::size_t>>& entries,
                  const States& states, nb::object observer) {
     std::vector<Token> tokens;
     for (const auto& [sequence, count] : entries)
@@ -285,7 +276,6 @@ class PyModel {
   PySpec read_;
   std::unique_ptr<ResidentTensors> tensors_;
   std::size_t d_model_ = 0;
-  KvShape shape_;
   std::atomic<bool> cancelled_{false};
   std::unique_ptr<Model> model_;
 };
@@ -293,24 +283,6 @@ class PyModel {
 }  // namespace
 
 void init_model(nb::module_& m) {
-  nb::class_<KvSequence>(m, "KvSequence")
-      .def_prop_ro("length", &KvSequence::length)
-      .def_prop_ro("blocks", &KvSequence::blocks)
-      .def_prop_ro("nbytes", &KvSequence::nbytes)
-      .def_prop_ro("context", [](const KvSequence& self) { return self.shape().context; })
-      .def("blocks_to_add", &KvSequence::blocks_to_add, nb::arg("length"))
-      .def("truncate", &KvSequence::truncate, nb::arg("length"))
-      .def("reserve", &KvSequence::reserve, nb::arg("length"))
-      .def("commit", &KvSequence::commit, nb::arg("length"))
-      .def(
-          "memory",
-          [](KvSequence& self) {
-            using Bytes = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
-            return Bytes(reinterpret_cast<std::uint8_t*>(self.memory()), {self.nbytes()}, nb::handle());
-          },
-          nb::rv_policy::reference_internal)
-      .def("copy_from", &KvSequence::copy_from, nb::arg("other"));
-
   nb::class_<PyModel>(m, "Model")
       .def(nb::init<nb::object, const std::string&, nb::dict, const PyRowFormat&, const std::string&,
                     std::map<std::string, std::string>, const std::string&, std::shared_ptr<PyRowStream>,
@@ -320,8 +292,6 @@ void init_model(nb::module_& m) {
            nb::arg("resident_encoding"), nb::arg("other_encodings"), nb::arg("inputs"), nb::arg("stream"),
            nb::arg("ffns"), nb::arg("pool"), nb::arg("counters"), nb::arg("block_tokens"),
            nb::arg("fill_tokens"), nb::arg("prefetch"), nb::arg("simd") = "auto")
-      .def("new_sequence", &PyModel::new_sequence, nb::arg("context").none() = nb::none(),
-           nb::arg("layers").none() = nb::none(), nb::rv_policy::take_ownership)
       .def("step", &PyModel::step, nb::arg("entries"), nb::arg("pass_"), nb::arg("all_logits") = false,
            nb::arg("observer").none() = nb::none(), nb::arg("drafted") = 0)
       .def("accept", &PyModel::accept, nb::arg("count"), nb::call_guard<nb::gil_scoped_release>())

@@ -69,7 +69,7 @@ void init_compute(nb::module_& m);
 void init_ffn(nb::module_& m);
 void init_stream(nb::module_& m);
 void init_model(nb::module_& m);
-void init_attention(nb::module_& m);
+void init_state(nb::module_& m);
 void init_offload(nb::module_& m);
 
 }  // namespace flashllm

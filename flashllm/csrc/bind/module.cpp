@@ -55,7 +55,7 @@ NB_MODULE(_core, m) {
   flashllm::init_ffn(m);
   flashllm::init_stream(m);
   flashllm::init_model(m);
-  flashllm::init_attention(m);
+  flashllm::init_state(m);
   flashllm::init_offload(m);
 #ifdef FLASHLLM_TESTING
   flashllm::init_testing(m);

@@ -11,19 +11,20 @@ namespace flashllm {
 
 constexpr std::size_t kKvBlock = 64;  // positions that lie together
 
-// Keys and values of one layer of a sequence. A block of kKvBlock positions of a head is one run of rows,
-// head_dim elements each; the values' run is `value_offset` after the keys'. Strides are in bytes.
+// Keys and values of one layer of a sequence, in pages of kKvBlock positions that lie anywhere. A head's keys
+// in a page are one run of rows, head_dim elements each; the values' run is `value_offset` after the keys'.
+// Offsets and strides are in bytes.
 struct KvView {
-  const std::byte* base = nullptr;
-  std::size_t block_stride = 0;
+  const std::byte* const* pages = nullptr;  // by the number of the page
+  std::size_t offset = 0;                   // of the layer in each page
   std::size_t head_stride = 0;
   std::size_t value_offset = 0;
 
-  const std::byte* key_rows(std::size_t kv_head, std::size_t block) const {
-    return base + block * block_stride + kv_head * head_stride;
+  const std::byte* key_rows(std::size_t kv_head, std::size_t page) const {
+    return pages[page] + offset + kv_head * head_stride;
   }
-  const std::byte* value_rows(std::size_t kv_head, std::size_t block) const {
-    return key_rows(kv_head, block) + value_offset;
+  const std::byte* value_rows(std::size_t kv_head, std::size_t page) const {
+    return key_rows(kv_head, page) + value_offset;
   }
 };
 

@@ -89,15 +89,12 @@ void BlockAttention::attend_to_cache(const BlockWeights& weights, const Part& pa
     attend_each(shape, attending.data(), attending.size(), arithmetic_.pool(), arithmetic_.level());
     return;
   }
-  for (std::size_t begin = 0; begin < part.count;) {
-    KvSequence* sequence = part.tokens[begin].sequence;
-    std::size_t end = begin + 1;
-    while (end < part.count && part.tokens[end].sequence == sequence) ++end;
-    attend_many(shape, query_.data() + begin * attended, end - begin, part.tokens[begin].position,
-                sequence->view(part.kv_layer), mixed_.data() + begin * attended, arithmetic_.pool(),
+  for_each_sequence(part.tokens, part.count, [&](const Token& first, const Token& last) {
+    const std::size_t at = static_cast<std::size_t>(&first - part.tokens) * attended;
+    attend_many(shape, query_.data() + at, last.position + 1 - first.position, first.position,
+                first.sequence->view(part.kv_layer), mixed_.data() + at, arithmetic_.pool(),
                 arithmetic_.level());
-    begin = end;
-  }
+  });
 }
 
 }  // namespace flashllm

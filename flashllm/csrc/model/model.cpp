@@ -59,11 +59,13 @@ void Model::step(const std::vector<Token>& tokens, Pass pass, const std::vector<
   std::size_t begin = 0;
   auto next_wanted = wanted.begin();
   try {
-    for (const Token& token : tokens) token.sequence->reserve(token.position + 1);
     for (std::size_t i = 0; i < parts; ++i) {
       const std::size_t end = tokens.size() * (i + 1) / parts;
       Part part{tokens.data() + begin, end - begin, pass, false, i + 1 == parts, false, tap, 0, drafted};
       part.fills = is_prompt && spec_.fill_tokens != 0 && part.is_last;
+      for_each_sequence(part.tokens, part.count, [](const Token& first, const Token& last) {
+        first.sequence->reserve(last.position + 1, first.position);
+      });
       hidden_.resize(part.count * spec_.block.d_model);
       embed(part.tokens, part.count, hidden_.data());
       run_part(part);
@@ -77,11 +79,12 @@ void Model::step(const std::vector<Token>& tokens, Pass pass, const std::vector<
     }
   } catch (...) {
     interrupt();
-    for (const Token& token : tokens) token.sequence->truncate(token.sequence->length());
+    for (const Token& token : tokens) token.sequence->keep(token.sequence->length());
     throw;
   }
   // 3. Nothing can fail any more: the sequences get their tokens.
-  for (const Token& token : tokens) token.sequence->commit(token.position + 1);
+  for_each_sequence(tokens.data(), tokens.size(),
+                    [](const Token&, const Token& last) { last.sequence->commit(last.position + 1); });
   watch_.charge(counters_.compute_ns);
 }
 

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "model/kv_cache.h"
+#include "model/sequence_state.h"
 
 namespace flashllm {
 
@@ -17,10 +17,19 @@ enum class Pass {
 
 // A new token. Those of a sequence follow each other, at positions that follow what the sequence holds.
 struct Token {
-  KvSequence* sequence = nullptr;
+  SequenceState* sequence = nullptr;
   std::size_t position = 0;
   std::int32_t id = 0;
 };
+
+// Calls with the first and the last of each sequence's tokens, which lie together.
+template <typename Call>
+void for_each_sequence(const Token* tokens, std::size_t count, const Call& call) {
+  for (std::size_t begin = 0, end = 0; begin < count; begin = end) {
+    while (end < count && tokens[end].sequence == tokens[begin].sequence) ++end;
+    call(tokens[begin], tokens[end - 1]);
+  }
+}
 
 // Sees what the FFNs of a prompt's pass see, and may change what their neurons contribute: predictors are
 // trained on the one, and judged by the other.

@@ -87,7 +87,7 @@ class GroupAttention {
   void multiply_keys(const Block& block, std::size_t kv_head, std::size_t p, std::size_t n,
                      std::size_t length) {
     if (!block.is_packed)
-      return multiply_keys(format_.view(block.data).key_rows(kv_head, 0), format_.row_nbytes(), kernels_, p,
+      return multiply_keys(format_.view(&block.data).key_rows(kv_head, 0), format_.row_nbytes(), kernels_, p,
                            n, length);
     for (std::size_t i = 0; i < n; i += kUnpacked) {
       const std::size_t few = std::min(kUnpacked, n - i);
@@ -167,7 +167,7 @@ class GroupAttention {
   // Value i of a plain block, or row `unpacked` of those unpacked.
   const void* value_at(const Block& block, std::size_t kv_head, std::size_t i, std::size_t unpacked) const {
     if (block.is_packed) return unpacked_.get() + unpacked * format_.unpacked_row();
-    return format_.view(block.data).value_rows(kv_head, 0) + i * format_.row_nbytes();
+    return format_.view(&block.data).value_rows(kv_head, 0) + i * format_.row_nbytes();
   }
   void add_rows(const Block& block, const void* const* rows, const float* weights, std::size_t n,
                 std::size_t h) {
@@ -216,7 +216,10 @@ void BatchAttention::prompt(const std::byte* q, std::size_t n, const std::byte* 
   pool_.parallel_for(n, kGrain, [&](std::size_t begin, std::size_t end) {
     kernels.to_f32(q + begin * row_nbytes, (end - begin) * row, wide_q.get() + begin * row);
   });
-  attend_many(shape, wide_q.get(), n, first_position, format_.view(blocks), wide_out.get(), pool_, level_);
+  std::vector<const std::byte*> pages((first_position + n + kKvBlock - 1) / kKvBlock);
+  for (std::size_t i = 0; i < pages.size(); ++i) pages[i] = blocks + i * format_.block_nbytes();
+  attend_many(shape, wide_q.get(), n, first_position, format_.view(pages.data()), wide_out.get(), pool_,
+              level_);
   pool_.parallel_for(n, kGrain, [&](std::size_t begin, std::size_t end) {
     kernels.from_f32(wide_out.get() + begin * row, (end - begin) * row, out + begin * row_nbytes);
   });

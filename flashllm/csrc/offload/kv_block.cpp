@@ -39,8 +39,8 @@ KvBlockFormat::Groups KvBlockFormat::groups(bool by_channel) const {
   return {by_channel, scales, 2 * scales * sizeof(std::uint16_t) + kKvBlock * codes_nbytes(head_dim_, bits_)};
 }
 
-KvView KvBlockFormat::view(const std::byte* blocks) const {
-  return {blocks, block_nbytes_, 2 * kKvBlock * row_nbytes(), kKvBlock * row_nbytes()};
+KvView KvBlockFormat::view(const std::byte* const* blocks) const {
+  return {blocks, 0, 2 * kKvBlock * row_nbytes(), kKvBlock * row_nbytes()};
 }
 
 void KvBlockFormat::write(const std::byte* key, const std::byte* value, std::size_t position,
@@ -61,7 +61,7 @@ bool KvBlockFormat::seal(const std::byte* block, std::byte* sealed, SimdLevel le
   const KernelTable& kernels = kernel_table(level, dtype_);
   const AttentionKernels& attention = attention_kernels(level);
   const GroupKernels& pack = group_kernels(level);
-  const KvView plain = view(block);
+  const KvView plain = view(&block);
   const Scratch<float> rows(kKvBlock * unpacked_row());
   const std::size_t code_stride = codes_nbytes(head_dim_, bits_);
   std::byte* to = sealed;

@@ -40,8 +40,8 @@ class KvBlockFormat {
   std::size_t block_nbytes() const { return block_nbytes_; }    // plain
   std::size_t sealed_nbytes() const { return sealed_nbytes_; }  // in this layout
 
-  // Consecutive plain blocks as one sequence's cache.
-  KvView view(const std::byte* blocks) const;
+  // Plain blocks as one sequence's cache.
+  KvView view(const std::byte* const* blocks) const;
 
   // The key and the value [kv_heads, head_dim] of one position go to their place in a plain block.
   void write(const std::byte* key, const std::byte* value, std::size_t position, std::byte* block) const;

@@ -1,13 +1,15 @@
-// Attention over a KV cache of its own, for tests and benchmarks; a model's is inside it.
+// What sequences leave behind, and attention over it for tests and benchmarks: a model's is inside it.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "bind/bindings.h"
-#include "model/kv_cache.h"
+#include "bind/py_spec.h"
+#include "model/sequence_state.h"
 
 namespace flashllm {
 
@@ -15,6 +17,31 @@ namespace {
 
 using Rows = Exact<nb::ndarray<const float, nb::ndim<3>, nb::device::cpu, nb::c_contig>>;
 using Output = Exact<nb::ndarray<float, nb::ndim<3>, nb::device::cpu, nb::c_contig>>;
+
+using Bytes = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
+
+// Of the layers of `block`, a BlockSpec.
+StateShape read_shape(nb::object block, std::size_t context, std::size_t part_tokens,
+                      const std::string& dtype) {
+  const SpecReader reader(std::move(block));
+  std::vector<LayerKv> layers;
+  for (const nb::handle each : reader.get<nb::tuple>("layers"))
+    layers.push_back({reader.get<std::size_t>("kv_heads"), reader.get<std::size_t>("head_dim"),
+                      SpecReader(nb::borrow(each)).get_or<std::size_t>("window", 0)});
+  return StateShape(layers, context, part_tokens, parse_dtype(dtype));
+}
+
+// The pages of `owner`, which lives as long as the arrays.
+std::vector<std::vector<Bytes>> arrays_of(nb::handle owner, const SequenceState::Spans& spans) {
+  std::vector<std::vector<Bytes>> arrays;
+  for (const auto& of_kind : spans) {
+    arrays.emplace_back();
+    for (const SequenceState::Span& span : of_kind)
+      arrays.back().emplace_back(reinterpret_cast<std::uint8_t*>(span.data),
+                                 std::initializer_list{span.nbytes}, owner);
+  }
+  return arrays;
+}
 
 // One sequence of one layer.
 class PyKvAttention {
@@ -24,12 +51,13 @@ class PyKvAttention {
                 const std::string& simd)
       : pool_(std::move(pool)),
         simd_(parse_simd(simd)),
-        sequence_({1, kv_heads, head_dim, context, parse_dtype(dtype)}) {
+        sequence_(std::make_shared<StatePool>(
+            StateShape({{kv_heads, head_dim, 0}}, context, context, parse_dtype(dtype)))) {
     require(heads != 0 && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
     shape_.heads = heads;
     shape_.kv_heads = kv_heads;
     shape_.head_dim = head_dim;
-    shape_.dtype = sequence_.shape().dtype;
+    shape_.dtype = sequence_.shape().dtype();
     shape_.scale = scale;
   }
 
@@ -62,7 +90,7 @@ class PyKvAttention {
                           simd_);
   }
 
-  void truncate(std::size_t length) { sequence_.truncate(length); }
+  std::size_t keep(std::size_t length) { return sequence_.keep(length); }
   std::size_t length() const { return sequence_.length(); }
 
  private:
@@ -76,13 +104,49 @@ class PyKvAttention {
 
   std::shared_ptr<ThreadPool> pool_;
   SimdLevel simd_;
-  KvSequence sequence_;
+  SequenceState sequence_;
   AttentionShape shape_;
 };
 
 }  // namespace
 
-void init_attention(nb::module_& m) {
+void init_state(nb::module_& m) {
+  nb::class_<StateShape>(m, "StateShape")
+      .def(
+          "__init__",
+          [](StateShape* self, nb::object block, std::size_t context,
+             std::size_t part_tokens, const std::string& dtype) {
+            new (self) StateShape(read_shape(std::move(block), context, part_tokens, dtype));
+          },
+          nb::arg("block"), nb::arg("context"), nb::arg("part_tokens"),
+          nb::arg("dtype"))
+      .def_prop_ro("block_nbytes", &StateShape::block_nbytes)
+      .def("nbytes", &StateShape::nbytes, nb::arg("length"));
+
+  nb::class_<StatePool>(m, "StatePool")
+      .def(nb::init<const StateShape&>(), nb::arg("shape"))
+      .def_prop_ro("nbytes", &StatePool::nbytes);
+
+  nb::class_<SequenceState>(m, "SequenceState")
+      .def(nb::init<std::shared_ptr<StatePool>>(), nb::arg("pool"))
+      .def_prop_ro("length", &SequenceState::length)
+      .def_prop_ro("context", [](const SequenceState& self) { return self.shape().context(); })
+      .def("nbytes_to_add", &SequenceState::nbytes_to_add, nb::arg("length"))
+      .def("commit", &SequenceState::commit, nb::arg("length"))
+      .def("can_keep", &SequenceState::can_keep, nb::arg("length"))
+      .def("keep", &SequenceState::keep, nb::arg("length"))
+      .def("copy_from", &SequenceState::copy_from, nb::arg("other"))
+      .def("save",
+           [](nb::handle_t<SequenceState> self) {
+             return arrays_of(self, nb::cast<SequenceState&>(self).save());
+           })
+      .def(
+          "restore",
+          [](nb::handle_t<SequenceState> self, std::size_t length, const std::vector<std::size_t>& pages) {
+            return arrays_of(self, nb::cast<SequenceState&>(self).restore(length, pages));
+          },
+          nb::arg("length"), nb::arg("pages"));
+
   nb::class_<PyKvAttention>(m, "KvAttention")
       .def(nb::init<std::size_t, std::size_t, std::size_t, std::size_t, const std::string&, float,
                     std::shared_ptr<ThreadPool>, const std::string&>(),
@@ -92,7 +156,7 @@ void init_attention(nb::module_& m) {
       .def("append", &PyKvAttention::append, nb::arg("keys"), nb::arg("values"))
       .def("attend_each", &PyKvAttention::attend_each, nb::arg("q"), nb::arg("out"))
       .def("attend_many", &PyKvAttention::attend_many, nb::arg("q"), nb::arg("out"))
-      .def("truncate", &PyKvAttention::truncate, nb::arg("length"));
+      .def("keep", &PyKvAttention::keep, nb::arg("length"));
 }
 
 }  // namespace flashllm

@@ -1,13 +1,14 @@
-"""The KV cache's memory: sequences take blocks of it, and the neuron caches give way (paper A, appendix C.3).
+"""Sequences of a loaded model, and their memory: they take pages of it, and the neuron caches give way (paper A,
+appendix C.3).
 
-Every block in use comes out of the neuron caches by the plan's table, so that the process keeps to its limit however
-many sequences there are and however long they get. Bookkeeping alone; the bytes are the native core's.
+Every page in use comes out of the neuron caches by the plan's table, so that the process keeps to its limit however
+many sequences there are and however long they get; a page that sequences share counts once. Bookkeeping alone; the
+bytes are the native core's.
 """
 
 import itertools
 import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -18,7 +19,9 @@ from flashllm import _core
 from flashllm.base.processes import OneProcess
 from flashllm.base.units import format_size
 from flashllm.errors import BudgetError, ContextFull, UsageError
-from flashllm.plan.memory import KV_BLOCK_TOKENS, MemoryPlan
+from flashllm.plan.memory import MemoryPlan
+
+Spans = list[list[NDArray[np.uint8]]]  # pages of each kind of layer
 
 _numbers = itertools.count()
 
@@ -32,43 +35,50 @@ class NeuronCache(Protocol):
     def set_capacity(self, rows: int) -> None: ...
 
 
-class KvMemory(OneProcess):
-    """Which sequence holds how many KV blocks, and the rows that this leaves the neuron caches.
+class StateMemory(OneProcess):
+    """How much memory sequences hold, and the rows that this leaves the neuron caches.
 
     `lock` is held by whoever computes, or changes what the caches hold.
     """
 
-    def __init__(self, plan: MemoryPlan, caches: Sequence[NeuronCache]) -> None:
+    def __init__(self, plan: MemoryPlan, caches: Sequence[NeuronCache], pool: _core.StatePool) -> None:
         super().__init__()
         self.lock = threading.RLock()
+        self.pool = pool
         self._plan, self._caches = plan, caches
-        self._blocks: dict[int, int] = {}  # by sequence number
         self._withheld = 0  # blocks whose memory a lowered limit leaves unused
         self._total: int | None = None  # blocks that the caches' rows allow for, those withheld included
         self._closed = False
 
     @property
     def blocks(self) -> int:
-        """Blocks in use, over all sequences."""
-        return sum(self._blocks.values())
+        """KV blocks in use, over all sequences."""
+        return self._blocks_with(0)
 
-    def claim(self, wanted: Mapping[int, int]) -> None:
-        """Before memory is touched: the sequences (by number) that will hold so many blocks each.
+    def _blocks_with(self, nbytes: int) -> int:
+        return -(-(self.pool.nbytes + nbytes) // self._plan.kv_block_nbytes)
+
+    def check_open(self) -> None:
+        """UsageError where the model is closed, or this is a forked child."""
+        self.check_process()
+        if self._closed:
+            raise UsageError("the model is closed; load it again")
+
+    def claim(self, nbytes: int) -> None:
+        """Before memory is touched: sequences will take so much more of the pool.
 
         Raises ContextFull where the neuron caches cannot give so much; nothing has changed then.
         """
         with self.lock:
-            if self._closed:
-                raise UsageError("the model is closed; load it again")
-            total = sum({**self._blocks, **wanted}.values())
+            self.check_open()
+            total = self._blocks_with(nbytes)
             most = self._plan.max_kv_blocks - self._withheld
             if total > most:
                 raise ContextFull(
-                    f"the memory is full: {total * KV_BLOCK_TOKENS} tokens of context over all sequences are more than "
-                    f"the {most * KV_BLOCK_TOKENS} that fit; use fewer or shorter sequences, or "
-                    "give --memory more"
+                    f"the memory is full: {format_size(total * self._plan.kv_block_nbytes)} of context over all "
+                    f"sequences are more than the {format_size(most * self._plan.kv_block_nbytes)} that fit; use fewer "
+                    "or shorter sequences, or give --memory more"
                 )
-            self._blocks.update(wanted)
             if total + self._withheld != self._total:
                 self._share_out(total + self._withheld)
 
@@ -78,15 +88,15 @@ class KvMemory(OneProcess):
         Raises BudgetError where that cannot hold the model and the sequences as they are; nothing has changed then.
         """
         with self.lock:
-            if self._closed:
-                raise UsageError("the model is closed; load it again")
+            self.check_open()
             blocks, withheld = max(1, self.blocks), self._plan.blocks_withheld(limit_nbytes)
             if blocks + withheld > self._plan.max_kv_blocks:
                 least = self._plan.least_limit_nbytes(blocks)
                 raise BudgetError(
-                    f"{format_size(limit_nbytes)} cannot hold this model and the {blocks * KV_BLOCK_TOKENS} tokens of "
-                    f"context that are in use: that needs at least {-(-least // 10**6)} MB; begin a new conversation, "
-                    "or load the model again with a shorter --context"
+                    f"{format_size(limit_nbytes)} cannot hold this model and the "
+                    f"{format_size(blocks * self._plan.kv_block_nbytes)} of context that are in use: that needs at "
+                    f"least {-(-least // 10**6)} MB; begin a new conversation, or load the model again with a shorter "
+                    "--context"
                 )
             self._withheld = withheld
             self._share_out(blocks + withheld)
@@ -101,35 +111,27 @@ class KvMemory(OneProcess):
                 cache.set_capacity(count)
         self._total = total
 
-    def release(self, number: int, blocks: int = 0) -> None:
-        """The sequence holds `blocks` only. The caches grow at the next claim: this may come from any thread."""
-        if blocks:
-            self._blocks[number] = blocks
-        else:
-            self._blocks.pop(number, None)
-
     def close(self) -> None:
         """Let go of the caches: the model is closed."""
         with self.lock:
             self._closed, self._caches = True, ()
 
 
-class KvSequence:
-    """Keys and values of one sequence; a context manager. Its memory goes back when it is closed or forgotten."""
+class SequenceState:
+    """What a sequence's tokens left behind; a context manager. Its memory goes back when it is closed or forgotten."""
 
-    def __init__(self, native: _core.KvSequence, memory: KvMemory) -> None:
-        self.native, self._memory = native, memory
+    def __init__(self, memory: StateMemory) -> None:
+        self.native, self._memory = _core.SequenceState(memory.pool), memory
         self.number = next(_numbers)
         self.closed = False
-        self._forget = weakref.finalize(self, memory.release, self.number)
 
     @property
     def length(self) -> int:
-        """Tokens whose keys and values are held."""
+        """Tokens that are held."""
         return 0 if self.closed else self.native.length
 
-    def blocks_with(self, new: int) -> int:
-        """KV blocks once `new` more tokens are held. UsageError where it is closed, ContextFull beyond its context."""
+    def nbytes_to_add(self, new: int) -> int:
+        """Bytes that `new` more tokens take. UsageError where it is closed, ContextFull beyond its context."""
         self._check_open()
         if self.length + new > self.native.context:
             raise ContextFull(
@@ -137,46 +139,54 @@ class KvSequence:
                 f"{self.native.context}; start a new conversation, shorten the prompt, or load with a larger --context "
                 "if the model allows it"
             )
-        return self.native.blocks + self.native.blocks_to_add(self.length + new)
+        return self.native.nbytes_to_add(self.length + new)
 
-    def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens. UsageError where there are fewer, or it is closed."""
+    def can_keep(self, length: int) -> int:
+        """How many of the first `length` tokens `keep` would keep: all, or fewer where a sliding window's are gone.
+
+        UsageError where there are fewer, or it is closed.
+        """
         self._check_open()
         if not 0 <= length <= self.length:
             raise UsageError(f"a sequence of {self.length} tokens cannot be cut to {length}")
-        with self._memory.lock:
-            self.native.truncate(length)
-            self._memory.release(self.number, self.native.blocks)
+        return self.native.can_keep(length)
 
-    def copy_from(self, other: "KvSequence") -> None:
-        """Become a copy of `other`, a sequence of the same model. Raises ContextFull."""
+    def keep(self, length: int) -> int:
+        """Keep the first `can_keep(length)` tokens, and say how many they are."""
+        with self._memory.lock:
+            return self.native.keep(self.can_keep(length))
+
+    def copy_from(self, other: "SequenceState") -> None:
+        """Become a copy of `other`, a sequence of the same model. It takes no memory until one of the two goes on."""
         self._check_open()
         other._check_open()
         with self._memory.lock:
-            self.truncate(0)
-            self._memory.claim({self.number: other.native.blocks})
             self.native.copy_from(other.native)
 
-    def memory(self) -> NDArray[np.uint8]:
-        """The bytes of keys and values as they lie, to be kept elsewhere; valid until the sequence changes."""
+    def save(self) -> Spans:
+        """The bytes that are held, to be kept elsewhere; valid until the sequence changes."""
         self._check_open()
-        return self.native.memory()
+        return self.native.save()
 
-    def restore(self, length: int, fill: Callable[[NDArray[np.uint8]], None]) -> None:
-        """Hold `length` tokens whose bytes, as `memory` gave them, `fill` writes into the array it gets.
+    def restore(self, length: int, pages: Sequence[int], fill: Callable[[Spans], None]) -> None:
+        """Hold `length` tokens whose bytes, as `save` gave them, `fill` writes into the spans it gets.
 
-        Raises ContextFull, and what `fill` raises; the sequence is then empty.
+        `pages`: how many spans of each list there were. Raises ContextFull, UsageError where this model's sequences
+        have no such pages, and what `fill` raises; the sequence is then empty.
         """
         self._check_open()
         with self._memory.lock:
-            self.truncate(0)
-            self._memory.claim({self.number: self.blocks_with(length)})
+            self.keep(0)
+            self._memory.claim(self.nbytes_to_add(length))
             try:
-                self.native.reserve(length)
-                fill(self.native.memory())
+                try:
+                    spans = self.native.restore(length, pages)
+                except ValueError as error:
+                    raise UsageError(str(error)) from error
+                fill(spans)
                 self.native.commit(length)
             except BaseException:
-                self.truncate(0)
+                self.keep(0)
                 raise
 
     def close(self) -> None:
@@ -185,8 +195,7 @@ class KvSequence:
             return
         with self._memory.lock:
             self.closed = True
-            self.native.truncate(0)
-            self._forget()
+            self.native.keep(0)
 
     def _check_open(self) -> None:
         self._memory.check_process()

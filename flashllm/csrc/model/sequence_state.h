@@ -1,0 +1,167 @@
+// What a sequence leaves behind: the keys and values of every layer, in pages of kKvBlock positions by kind
+// of layer. Pages come from a pool that sequences share, and are shared by those that hold the same tokens
+// until one writes. Knows neither models nor the memory plan.
+//
+// A page: [layer of the kind][key, value][kv_head][position in page][head_dim] of the model's dtype.
+//
+// A pass: for each part of its tokens reserve(...), append(...) each layer's new rows, read through
+// view(layer); then commit(length). A pass that fails ends with keep(length()).
+//
+// A layer with a window gives up the pages behind it, but for one, while a pass goes on; those that were
+// there before the pass stay until the next one begins, so that the last pass can always be undone. A
+// checkpoint keeps a window's pages as they were behind a prompt: keep(n) goes back to one where n's own are
+// gone.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "kernels/attention.h"
+#include "model/page_pool.h"
+
+namespace flashllm {
+
+// What a layer keeps of each position.
+struct LayerKv {
+  std::size_t kv_heads = 0;
+  std::size_t head_dim = 0;
+  std::size_t window = 0;  // positions that a query sees, its own included; 0: all before it
+
+  bool operator==(const LayerKv& other) const {
+    return kv_heads == other.kv_heads && head_dim == other.head_dim && window == other.window;
+  }
+};
+
+class StateShape {
+ public:
+  struct Kind {
+    LayerKv layer;
+    std::size_t layers = 0;      // that are alike
+    std::size_t row_nbytes = 0;  // of a key or a value of one head
+    std::size_t head_nbytes() const { return kKvBlock * row_nbytes; }
+    std::size_t layer_nbytes() const { return 2 * layer.kv_heads * head_nbytes(); }
+    std::size_t page_nbytes() const;  // in whole pages of the system
+    // The first page that a query at `position` sees.
+    std::size_t first_page(std::size_t position) const;
+  };
+  struct Place {
+    std::size_t kind;
+    std::size_t index;  // among the layers of the kind
+  };
+
+  // `context`: positions at most; `part_tokens`: of a part of a pass, at most. Throws CoreError (usage) for a
+  // size of zero or beyond all memory.
+  StateShape(const std::vector<LayerKv>& layers, std::size_t context, std::size_t part_tokens, Dtype dtype);
+
+  const std::vector<Kind>& kinds() const { return kinds_; }
+  const std::vector<Place>& layers() const { return layers_; }
+  std::size_t context() const { return context_; }
+  Dtype dtype() const { return dtype_; }
+  std::size_t max_pages() const { return (context_ + kKvBlock - 1) / kKvBlock; }  // of a kind
+  std::size_t block_nbytes() const;                                               // of a page of each kind
+  std::size_t nbytes(std::size_t length) const;  // that a sequence holds at most on its way to `length`
+  // New pages of a kind that a pass of so many tokens holds at once, at most.
+  std::size_t pass_pages(const Kind& kind, std::size_t tokens) const;
+
+ private:
+  std::vector<Kind> kinds_;
+  std::vector<Place> layers_;
+  std::size_t context_, part_tokens_;
+  Dtype dtype_;
+};
+
+// Where sequences of one shape take their pages.
+class StatePool {
+ public:
+  explicit StatePool(const StateShape& shape);
+
+  const StateShape& shape() const { return shape_; }
+  std::size_t nbytes() const;  // of all pages in use, each once
+  PagePool& of_kind(std::size_t kind) const { return *pools_[kind]; }
+
+ private:
+  StateShape shape_;
+  std::vector<std::shared_ptr<PagePool>> pools_;
+};
+
+class SequenceState {
+ public:
+  explicit SequenceState(std::shared_ptr<const StatePool> pool);
+  SequenceState(const SequenceState&) = delete;
+  SequenceState& operator=(const SequenceState&) = delete;
+
+  const StateShape& shape() const { return pool_->shape(); }
+  std::size_t length() const { return length_; }  // committed positions
+  // Bytes that a pass up to `length` takes from the pool at most, less what it gives up when it begins.
+  std::ptrdiff_t nbytes_to_add(std::size_t length) const;
+
+  // Makes the positions from `from` to `length` writable, those before being written; queries that follow are
+  // at `from` or behind it. Throws CoreError (usage) beyond the context.
+  void reserve(std::size_t length, std::size_t from);
+  void reserve(std::size_t length) { reserve(length, length_); }
+
+  // Writes the key and the value [kv_heads, head_dim] of one reserved position, rounded to the dtype. Threads
+  // may write different positions, layers or both.
+  void append(std::size_t layer, std::size_t position, const float* key, const float* value);
+
+  // Keys and values of a layer; valid until the next call that is not append or view.
+  KvView view(std::size_t layer) const;
+
+  // The positions below `length`, all reserved and written, belong to the sequence from now on.
+  void commit(std::size_t length);
+
+  // How many of the first `length` committed positions can be kept: all where every window's pages are there,
+  // else those before the last pass or those of the last checkpoint, or none.
+  std::size_t can_keep(std::size_t length) const;
+  // Keeps those, and gives up all pages beyond them, reserved ones included. Returns can_keep(length).
+  std::size_t keep(std::size_t length);
+
+  // Becomes a copy of the committed positions of `other`, of the same pool. It takes no memory until one of
+  // the two writes.
+  void copy_from(const SequenceState& other);
+
+  // The last pages of each kind up to the committed positions, for whoever keeps their bytes elsewhere; what
+  // lies in them behind those positions means nothing.
+  struct Span {
+    std::byte* data;
+    std::size_t nbytes;
+  };
+  using Spans = std::vector<std::vector<Span>>;  // [kind][page]
+  Spans save() const;
+
+  // Empty, it gets so many last pages of each kind for `length` positions, whose bytes, as save() gave them,
+  // are the caller's to write before commit(length). Throws CoreError (usage) where that cannot be.
+  Spans restore(std::size_t length, const std::vector<std::size_t>& pages);
+
+ private:
+  struct Table {              // pages of a kind, by number
+    std::vector<Page> pages;  // nullptr: given up
+    std::vector<const std::byte*> addresses;
+
+    void set(std::size_t index, Page page);
+    void resize(std::size_t count);
+  };
+  struct Checkpoint {
+    std::size_t length;  // whole pages
+    std::vector<std::vector<Page>>
+        pages;  // [kind]: those that a query at `length` sees, of kinds with a window
+  };
+  const StateShape::Kind& kind(std::size_t index) const { return shape().kinds()[index]; }
+  std::size_t first_kept(std::size_t kind, std::size_t position) const;
+  bool must_copy(const Table& table, std::size_t length) const;
+  bool holds(std::size_t length) const;
+  const Checkpoint* last_checkpoint(std::size_t length) const;
+  void give_up(std::size_t from);
+  void take_checkpoint();
+
+  std::shared_ptr<const StatePool> pool_;
+  const KernelTable& kernels_;
+  std::vector<Table> tables_;            // by kind
+  std::vector<Checkpoint> checkpoints_;  // by length
+  std::size_t length_ = 0;
+  std::size_t start_ = 0;  // committed positions when the last pass began
+  bool in_pass_ = false;
+};
+
+}  // namespace flashllm

@@ -1,0 +1,223 @@
+"""Sequences of models with sliding windows: their layers give up what lies behind, and no bit changes by it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from arch_models import VARIANTS, make_checkpoint, open_model
+
+from flashllm.config import RunConfig
+from flashllm.convert.run import convert
+from flashllm.engine.model import Model
+from flashllm.errors import UsageError
+from flashllm.generate.sampling import SamplingOptions
+from flashllm.generate.session import Session, TokenRecord
+from flashllm.serve.conversations import Conversations
+
+NAMES = ("mistral window", "gemma3", "gpt_oss")
+CONTEXT, PAGE = 1400, 64
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(Hugging Face folder, model directory) of a variant with a long context, made once."""
+    folders = {}
+
+    def get(name):
+        if name not in folders:
+            root, variant = tmp_path_factory.mktemp("state"), VARIANTS[name]
+            config = {**variant.config, "max_position_embeddings": CONTEXT}
+            source = make_checkpoint(root / "hf", dataclasses.replace(variant, config=config))
+            convert(source, root / "model")
+            folders[name] = source, root / "model"
+        return folders[name]
+
+    return get
+
+
+@pytest.fixture(params=NAMES)
+def model(made, request):
+    with Model.open(made(request.param)[1], RunConfig(mode="dense", threads=1, io_threads=4, direct=False)) as model:
+        yield model
+
+
+def ids_of(count, seed=0):
+    return np.random.default_rng(seed).integers(5, 290, count).tolist()
+
+
+def logits_of(model, *passes):
+    """After each pass of a sequence that has the model to itself."""
+    with model.new_sequence() as sequence:
+        return [model.step([(sequence, ids)], as_prompt=True)[0] for ids in passes]
+
+
+def held(model):
+    return model._memory.pool.nbytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_long_contexts_have_transformers_logits(made, name):
+    source, directory = made(name)
+    ids = ids_of(CONTEXT)
+    with torch.no_grad():
+        expected = open_model(source)(torch.tensor([ids])).logits[0].numpy()
+    with Model.open(directory, RunConfig(mode="dense", threads=1, io_threads=4)) as model:
+        sequence = model.new_sequence()
+        found = [model.step([(sequence, ids[:1000])], all_logits=True)[0]]
+        found += [model.step([(sequence, [token])]) for token in ids[1000:1070]]
+        found += model.step([(sequence, ids[1070:])], all_logits=True)
+    np.testing.assert_allclose(np.concatenate(found), expected, atol=4e-4, rtol=0)
+
+
+def test_what_lies_behind_a_window_is_given_up(model):
+    plan = model.plan.memory
+    all_pages = -(-CONTEXT // PAGE) * plan.kv_block_nbytes
+    assert plan.context_blocks * plan.kv_block_nbytes < all_pages
+    assert plan.rows()[-2][2] == plan.context_blocks * plan.kv_block_nbytes
+    ids = ids_of(CONTEXT)
+    with model.new_sequence() as sequence:
+        for first in range(0, CONTEXT, 350):
+            model.step([(sequence, ids[first : first + 350])])
+            assert held(model) <= plan.context_blocks * plan.kv_block_nbytes
+        sequence.keep(sequence.length - 1)
+        model.step([(sequence, [7])])
+        assert held(model) < 0.7 * all_pages
+    assert held(model) == 0
+
+
+def test_going_back(model):
+    """Within a window exactly; behind it to the last checkpoint; where there is none, to nothing."""
+    ids = ids_of(900)
+    expected = logits_of(model, ids[:300], ids[300:700], ids[700:800], [9, 8, 7])
+    with model.new_sequence() as sequence:
+        found = [model.step([(sequence, ids[:300])], as_prompt=True)[0]]
+        found += [model.step([(sequence, ids[300:700])], as_prompt=True)[0]]
+        for token in ids_of(5):
+            model.step([(sequence, [token])])
+        assert (sequence.can_keep(700), sequence.keep(700)) == (700, 700)
+        found += [model.step([(sequence, ids[700:800])], as_prompt=True)[0]]
+        found += [model.step([(sequence, [9, 8, 7])], as_prompt=True)[0]]
+        assert np.array_equal(found, expected)
+        assert sequence.can_keep(600) == sequence.keep(600) == 300 // PAGE * PAGE
+        assert np.array_equal(model.step([(sequence, ids[256:300])], as_prompt=True)[0], expected[0])
+        for token in ids_of(200):
+            model.step([(sequence, [token])])
+        assert sequence.keep(40) == sequence.length == 0
+        assert np.array_equal(model.step([(sequence, ids[:300])], as_prompt=True)[0], expected[0])
+
+
+def test_the_last_pass_can_be_undone(model):
+    ids = ids_of(900)
+    expected = logits_of(model, ids[:300], [9])[1]
+    with model.new_sequence() as sequence:
+        model.step([(sequence, ids[:300])], as_prompt=True)
+        for _ in range(2):
+            model.step([(sequence, ids[300:])])
+            assert sequence.keep(300) == 300
+        assert np.array_equal(model.step([(sequence, [9])], as_prompt=True)[0], expected)
+
+
+def test_a_copy_of_a_beginning(model):
+    ids = ids_of(700)
+    expected = logits_of(model, ids[:300], ids[256:320])[1]
+    with model.new_sequence() as sequence, model.new_sequence() as copy:
+        model.step([(sequence, ids[:300])], as_prompt=True)
+        model.step([(sequence, ids[300:])], as_prompt=True)
+        before = held(model)
+        copy.copy_from(sequence)
+        assert copy.keep(300) == 256
+        assert held(model) == before
+        assert np.array_equal(model.step([(copy, [*ids[256:300], *ids[256:320]])], as_prompt=True)[0], expected)
+
+
+class Fails:
+    """An observer that ends a pass in a layer of one of its parts."""
+
+    def __init__(self, part, layer):
+        self.part, self.layer, self.seen = part, layer, 0
+
+    def input(self, layer, x):
+        self.seen += layer == 0
+        if (self.seen, layer) == (self.part, self.layer):
+            raise ZeroDivisionError
+
+    def activations(self, layer, first, h):
+        pass
+
+
+@pytest.mark.parametrize("name", ["mistral window", "gemma3"])
+@pytest.mark.parametrize("begun", [0, 100, 400])
+def test_a_long_prompt_that_fails_in_its_middle_changes_nothing(made, name, begun):
+    """The first parts have given up pages of the pass itself, and would give up those that were there before."""
+    ids = ids_of(1300)
+    with Model.open(made(name)[1], RunConfig(mode="dense", threads=1, io_threads=4)) as model:
+        expected = logits_of(model, *([ids[:begun]] if begun else []), ids[begun:1000], [9, 10])
+        sequence, other = model.new_sequence(), model.new_sequence()
+        if begun:
+            model.step([(sequence, ids[:begun])], as_prompt=True)
+        before = held(model)
+        for part, layer in ((1, 0), (2, 1), (3, 2)):
+            with pytest.raises(ZeroDivisionError):
+                model.step([(sequence, ids[begun:]), (other, [5])], observer=Fails(part, layer))
+            assert (sequence.length, other.length) == (begun, 0)
+            assert held(model) <= before
+        found = [model.step([(sequence, ids[begun:1000])], as_prompt=True)[0]]
+        found += [model.step([(sequence, [9, 10])], as_prompt=True)[0]]
+        assert np.array_equal(found, expected[-2:])
+
+
+def test_what_is_kept_elsewhere_comes_back(model):
+    """The pages that its windows see alone."""
+    ids = ids_of(900)
+    expected = logits_of(model, ids, [9, 8])[1]
+    with model.new_sequence() as sequence, model.new_sequence() as other:
+        model.step([(sequence, ids)], as_prompt=True)
+        saved = [[page.copy() for page in pages] for pages in sequence.save()]
+        assert min(len(pages) for pages in saved) < -(-900 // PAGE)
+
+        def fill(kinds):
+            for pages, theirs in zip(kinds, saved, strict=True):
+                for page, bytes_of in zip(pages, theirs, strict=True):
+                    page[:] = bytes_of
+
+        for wrong in ([1] * len(saved), [99] * len(saved), []):
+            with pytest.raises(UsageError, match="KV cache"):
+                other.restore(900, wrong, fill)
+        other.restore(900, [len(pages) for pages in saved], fill)
+        assert np.array_equal(model.step([(other, [9, 8])], as_prompt=True)[0], expected)
+        assert other.keep(300) == 0
+
+
+class Letters:
+    end_ids = frozenset()
+
+    def decode(self, ids):
+        return "".join(chr(65 + each % 26) for each in ids)
+
+
+def test_prompts_that_begin_alike_share_what_the_windows_left(model):
+    """The first leaves no state where they part; the second does, and the third goes on from it."""
+    beginning = ids_of(500)
+    conversations = Conversations(
+        lambda: Session(model, Letters(), SamplingOptions(max_new_tokens=4)),
+        limit=4,
+        max_tokens=10**6,
+        few_tokens=model.few_tokens,
+    )
+    reused = []
+    for seed in (1, 2, 3):
+        ids = [*beginning, *ids_of(300, seed)]
+        expected = [
+            each.token_id
+            for each in Session(model, Letters(), SamplingOptions(max_new_tokens=4)).stream_ids(ids)
+            if isinstance(each, TokenRecord)
+        ]
+        place = conversations.take(ids)
+        records = list(place.session.stream_prompt(ids, keep=place.keep, as_prompt=place.as_prompt, pause=place.pause))
+        reused.append(records[0].reused_tokens)
+        assert records[0].tokens + records[0].reused_tokens == 800
+        assert [each.token_id for each in records[1:]] == expected
+        conversations.give_back(place)
+    assert reused == [0, 0, 500 // PAGE * PAGE]
+    conversations.close()
