@@ -12,6 +12,7 @@ from typing import Any
 from recipes import RECIPES
 from tasks import TASKS
 
+from flashllm.base.text import inert
 from flashllm.config import DEFAULT_WINDOW
 from flashllm.errors import UsageError
 from flashllm.format.predictors import BITS
@@ -118,4 +119,4 @@ def hand_over(report: Mapping[str, Any], text: str, path: Path | None) -> None:
         return
     if path is not None:
         path.write_text(json.dumps(report) + "\n", encoding="utf-8")
-    print(text)
+    print(inert(text))

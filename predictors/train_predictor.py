@@ -30,7 +30,6 @@ from training_plan import plan_training
 
 from flashllm.base.files import is_there, locked_directory, read_bounded, write_atomically
 from flashllm.base.progress import ProgressBar
-from flashllm.base.text import inert
 from flashllm.base.units import format_size, parse_size
 from flashllm.config import RunConfig
 from flashllm.convert.locate import resolve_model
@@ -184,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
         summary = train(args, options, directory, manifest)
         clear_scratch(args.scratch)
     summary["seconds"] = time.monotonic() - started
-    hand_over(summary, inert("\n".join(closing_lines(directory, summary))), args.json)
+    hand_over(summary, "\n".join(closing_lines(directory, summary)), args.json)
     return 0
 
 
