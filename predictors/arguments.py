@@ -1,13 +1,23 @@
-"""The arguments of the scripts that train and judge predictors. Imports nothing heavy, so that help answers at once."""
+"""The arguments of the scripts that train and judge predictors, and where their reports go.
+
+Imports nothing heavy, so that help answers at once.
+"""
 
 import argparse
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from recipes import RECIPES
 from tasks import TASKS
 
+from flashllm.base.text import inert
 from flashllm.config import DEFAULT_WINDOW
+from flashllm.errors import UsageError
 from flashllm.format.predictors import BITS
+
+STDOUT = Path("-")  # of --json without FILE
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +52,7 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="compute threads; the result depends on their number")
     parser.add_argument("--resume", action="store_true", help="go on with the scratch directory of a killed run")
     parser.add_argument("--strict", action="store_true", help="stop at the first bad document")
-    parser.add_argument("--json", type=Path, help="write the report here")
+    _add_json(parser)
 
 
 def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +86,37 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", help="limit for the model, e.g. 7GB")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the report here")
+    _add_json(parser)
     parser.add_argument("--markdown", type=Path, help="write tables and texts here")
     parser.add_argument("--plots", type=Path, help="write PNG figures into this folder")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=STDOUT,
+        metavar="FILE",
+        help="the whole report as one JSON document, in this file (.json), or in place of the text",
+    )
+
+
+def check_json(path: Path | None) -> None:
+    """UsageError for a file that `hand_over` could not write, or that was meant to be the model."""
+    if path is None or path == STDOUT:
+        return
+    if path.suffix != ".json":
+        raise UsageError(f"--json {path}: the name of a report ends in .json; for standard output put --json last")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--json: {path.parent} is no folder")
+
+
+def hand_over(report: Mapping[str, Any], text: str, path: Path | None) -> None:
+    """The text on standard output; the report where `--json` wants it."""
+    if path == STDOUT:
+        print(json.dumps(report))
+        return
+    if path is not None:
+        path.write_text(json.dumps(report) + "\n", encoding="utf-8")
+    print(inert(text))

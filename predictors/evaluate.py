@@ -1,7 +1,7 @@
 """How well predictors do, and what the model loses by them: errors by layer, KL, perplexity, tasks, texts, figures.
 
 Works offline on any converted model. Everything is computed in batched dense passes with the predictors as masks
-(`masked`), which is the function the engine computes. The last line of stdout is one JSON document.
+(`masked`), which is the function the engine computes.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from activity import aggregated_usage, collect_inputs, every_layer, friends, new_rows_per_token
-from arguments import evaluate_arguments
+from arguments import check_json, evaluate_arguments, hand_over
 from fit import LayerPredictor
 from masked import (
     MaskedModel,
@@ -45,6 +45,7 @@ from flashllm.errors import FlashError, UsageError
 from flashllm.format.manifest import predictor_ranks
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
+from flashllm.format.popularity import describe_popularity
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Session, TokenRecord
 from flashllm.generate.tokenizer import Tokenizer
@@ -276,10 +277,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     unknown = sorted(set(tasks) - set(TASKS))
     if unknown:
         raise UsageError(f"--tasks: {unknown[0]!r} is not one of {', '.join(TASKS)}")
-    for name in ("json", "markdown"):
-        path = getattr(args, name)
-        if path and not path.absolute().parent.is_dir():
-            raise UsageError(f"--{name}: {path.parent} is no folder")
+    check_json(args.json)
+    if args.markdown and not args.markdown.absolute().parent.is_dir():
+        raise UsageError(f"--markdown: {args.markdown.parent} is no folder")
     directory = resolve_model(args.model, say=lambda line: print(line, file=sys.stderr))
     model_dir = ModelDir.open(directory)
     length = min(args.length or 512, model_dir.block.context)
@@ -366,6 +366,7 @@ def _measure(
         "predictor_bytes": own_nbytes,
         "early_predictor_bytes": prefetch_nbytes,
         "model_bytes": sum(entry.nbytes for entry in manifest.files.values()),
+        "popularity": describe_popularity(directory, manifest),
     }
     if manifest.sparsity is not None:
         report["sparsity"] = dataclasses.asdict(manifest.sparsity)
@@ -404,14 +405,10 @@ def show(args: argparse.Namespace) -> int:
     began = time.monotonic()
     report = run(args)
     report["seconds"] = time.monotonic() - began
-    text = json.dumps(report)
-    if args.json:
-        args.json.write_text(text + "\n", encoding="utf-8")
     page = markdown(report)
     if args.markdown:
         args.markdown.write_text(page, encoding="utf-8")
-    print(page, file=sys.stderr)
-    print(text)
+    hand_over(report, page, args.json)
     return 0
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from activity import BINS
 
+from flashllm.format.popularity import popularity_line
 from flashllm.format.report.inspect import sparsity_line
 
 
@@ -60,6 +61,8 @@ def markdown(report: dict[str, Any]) -> str:
         lines += [f"- *{name}*: {text}" for name, text in sample.items() if name != "prompt"]
     share = report["predictor_bytes"] / report["model_bytes"]
     lines += ["", f"Predictors: {report['predictor_bytes'] / 1e6:.2f} MB, {share:.1%} of the model directory."]
+    if report["popularity"] is not None:
+        lines += ["", f"Popularity: {popularity_line(report['popularity'])}."]
     return "\n".join(lines) + "\n"
 
 

@@ -3,7 +3,8 @@
 The hidden states of all samples lie in scratch files and pass one layer at a time: its neurons stream from flash once a
 batch, its FFN inputs and active sets are recorded, its predictor is fitted and calibrated, and the states go on to the
 next layer. Finished steps are kept in the scratch directory, so a killed run resumes at the step it was in, with the
-results it would have had. Installs the predictors and the calibrated cache need into the model directory.
+results it would have had. Installs the predictors, the calibrated cache need and how often each neuron is named into
+the model directory.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from arguments import train_arguments
+from arguments import check_json, hand_over, train_arguments
 from fit import FitOptions
 from masked import predictor_nbytes
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ from training_plan import plan_training
 
 from flashllm.base.files import is_there, locked_directory, read_bounded, write_atomically
 from flashllm.base.progress import ProgressBar
-from flashllm.base.units import parse_size
+from flashllm.base.units import format_size, parse_size
 from flashllm.config import RunConfig
 from flashllm.convert.locate import resolve_model
 from flashllm.engine.model import Model
@@ -39,10 +40,12 @@ from flashllm.format.manifest import Manifest, predictor_ranks
 from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, PREDICTORS
+from flashllm.format.popularity import encode_popularity
 from flashllm.format.predictors import StoredPredictor, encode_predictors
 from flashllm.generate.tokenizer import Tokenizer
 
 LONG_CONTEXT = 512  # tokens: shorter samples than this and the model's context get a note
+JUDGED_ON = "validation share of the predictors' training samples"
 IDENTITY = "identity.json"  # in the scratch directory: of which run its files are
 TRAINED = "trained.safetensors"  # there too: the predictors, before they are installed
 RESUMABLE = "what is done is kept; the same command with --resume goes on"
@@ -169,8 +172,7 @@ def clear_scratch(path: Path) -> None:
 def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     options = train_options(args)
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise UsageError(f"--json: {args.json.parent} is no folder")
+    check_json(args.json)
     directory = resolve_model(args.model, say=lambda line: print(line, file=sys.stderr))
     manifest = Manifest.load(directory)
     if args.threads:
@@ -181,11 +183,39 @@ def run(args: argparse.Namespace) -> int:
         summary = train(args, options, directory, manifest)
         clear_scratch(args.scratch)
     summary["seconds"] = time.monotonic() - started
-    text = json.dumps(summary)
-    if args.json:
-        args.json.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    hand_over(summary, "\n".join(closing_lines(directory, summary)), args.json)
     return 0
+
+
+def closing_lines(directory: Path, summary: dict[str, Any]) -> list[str]:
+    """The report of `train` for a person."""
+    layers, size = summary["layers"], summary["model_bytes"]
+    ranks = sorted({layer["rank"] for layer in layers})
+    found = [1 - layer["false_negative"] for layer in layers]
+    worst = min(range(len(layers)), key=found.__getitem__)
+
+    def mean(key: str) -> str:
+        return f"{np.mean([layer[key] for layer in layers]):.2%}"
+
+    nbytes = summary["predictor_bytes"] + summary["early_predictor_bytes"]
+    lines = [
+        f"predictors  of {len(layers)} layers, rank {' to '.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}, "
+        f"{format_size(nbytes)}: {nbytes / size:.1%} of the model",
+        f"recall      {np.mean(found):.2%} of the firing neurons are named, the fewest in layer {worst}: "
+        f"{found[worst]:.2%}",
+        f"named       {mean('predicted_share')} of the neurons a token; {mean('true_share')} fire",
+    ]
+    early = [layer["early"] for layer in layers if "early" in layer]
+    if early:
+        recall, precision = (np.mean([layer[key] for layer in early]) for key in ("recall", "precision"))
+        lines.append(
+            f"next layer  {recall:.2%} of its firing neurons are told ahead, {precision:.2%} of those told fire"
+        )
+    return [
+        *lines,
+        f"popularity  of every neuron, on {summary['judged_tokens']} tokens that nothing was trained on",
+        f"installed   in {directory}, after {_duration(summary['seconds'])}",
+    ]
 
 
 def check_trainable(directory: Path, manifest: Manifest) -> None:
@@ -244,23 +274,26 @@ def train(args: argparse.Namespace, options: TrainOptions, directory: Path, mani
         trainer = Trainer(options, model, rows, plan.shape, args.scratch)
         seconds = trainer.seconds(plan.ranks)
         print(f"about {_duration(seconds)}, by a slice of the work measured here", file=sys.stderr, flush=True)
-        reports = trainer.run(bar)
+        reports, popularity = trainer.run(bar)
     path, results = args.scratch / TRAINED, map(trainer.result, range(len(reports)))
     save_predictors(path, results, manifest, args.bits, {"samples": str(len(rows)), "recall": str(args.recall)})
+    judged = (trainer.split.end - trainer.split.validation) * plan.shape.kept
     calibration = Calibration(
         window=args.window,
         mean_active=tuple(report["mean_active"] for report in reports),
         req=tuple(report["req"] for report in reports),
-        tokens=(trainer.split.end - trainer.split.validation) * plan.shape.kept,
-        text="validation share of the predictors' training samples",
+        tokens=judged,
+        text=JUDGED_ON,
     )
-    installed = install_predictors(directory, path, calibration)
+    named = encode_popularity(popularity, tokens=judged, measured_on=JUDGED_ON)
+    installed = install_predictors(directory, path, calibration, named)
     own_nbytes, prefetch_nbytes = predictor_nbytes(path)
     return {
         "layers": reports,
         "samples": len(rows),
         "data": str(data),
         "bits": args.bits,
+        "judged_tokens": judged,
         "predictor_bytes": own_nbytes,
         "early_predictor_bytes": prefetch_nbytes,
         "model_bytes": sum(entry.nbytes for entry in installed.files.values()),

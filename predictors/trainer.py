@@ -74,6 +74,7 @@ class LayerResult:
 
     predictor: LayerPredictor
     prefetch: LayerPredictor | None
+    popularity: torch.Tensor  # [neurons], fp32: the share of the judged tokens in which each is named
     report: dict[str, Any]
 
 
@@ -120,9 +121,9 @@ class Trainer:
         per_layer = len(self._rows) / self._batch * per_batch + heads * fitting + probing
         return per_layer * sum(not self._path(layer).exists() for layer in range(layers))
 
-    def run(self, progress: ProgressBar) -> list[dict[str, Any]]:
-        """Every layer's report, those of earlier runs included. Predictors wait on disk: see `result`."""
-        layers, reports = self._architecture.num_layers, []
+    def run(self, progress: ProgressBar) -> tuple[list[dict[str, Any]], list[NDArray[np.float32]]]:
+        """(report, popularity) by layer, those of earlier runs included. Predictors wait on disk: see `result`."""
+        layers, reports, popularity = self._architecture.num_layers, [], []
         units = self._shape.samples * self._shape.tokens  # tokens through a layer: the measure of progress
         self._embed()
         for layer in range(layers):
@@ -135,9 +136,11 @@ class Trainer:
                 self._save(layer, made)
                 print(describe(layer, made.report, (layers - layer - 1) * seconds), file=sys.stderr, flush=True)
                 del made
-            reports.append(self.result(layer).report)
+            result = self.result(layer)
+            reports.append(result.report)
+            popularity.append(result.popularity.numpy())
             progress(f"layer {layer}", (layer + 1) * units, layers * units)
-        return reports
+        return reports, popularity
 
     def result(self, layer: int) -> LayerResult:
         """Of a finished layer, from its file: all of them together would take more memory than the largest step.
@@ -151,6 +154,7 @@ class Trainer:
             return LayerResult(
                 LayerPredictor(**saved["predictor"]),
                 None if prefetch is None else LayerPredictor(**prefetch),
+                saved["popularity"],
                 saved["report"],
             )
         except (OSError, pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError) as error:
@@ -173,12 +177,12 @@ class Trainer:
         if not self._done(f"passed.{layer:03d}"):
             self._pass_samples(layer, progress)
             self._mark(f"passed.{layer:03d}")
-        predictor, report = self._fit_layer(layer)
+        predictor, popularity, report = self._fit_layer(layer)
         prefetch = None
         if self._options.prefetch_precision is not None and layer > 0:
             rank = max(1, len(predictor.a) // PREFETCH_RANK_DIVISOR)
             prefetch, report["early"] = self._fit_prefetch(layer, rank, self._options.prefetch_precision)
-        return LayerResult(predictor, prefetch, report)
+        return LayerResult(predictor, prefetch, popularity, report)
 
     def _pass_samples(self, layer: int, progress: Any) -> None:
         first_batch = self._states.read(layer, 0, min(self._batch, self._shape.samples))
@@ -197,8 +201,8 @@ class Trainer:
 
         return chunks
 
-    def _fit_layer(self, layer: int) -> tuple[LayerPredictor, dict[str, Any]]:
-        """A layer's predictor, thresholded and judged."""
+    def _fit_layer(self, layer: int) -> tuple[LayerPredictor, torch.Tensor, dict[str, Any]]:
+        """A layer's predictor, thresholded and judged; the popularity of its neurons."""
         options, shape, split = self._options, self._shape, self.split
         neurons = self._architecture.width(layer)
         weights = LayerWeights(self._model, layer)
@@ -238,16 +242,20 @@ class Trainer:
             if svd.predicted_share <= quality.predicted_share:
                 predictor, quality = start, svd  # training has not helped
         counts = count_logits(predictor, validation, neurons)
-        active, need = self._needs(layer, predictor)
-        return predictor, {
-            **dataclasses.asdict(quality),
-            "mean_active": active,
-            "req": need,
-            "threshold": predictor.threshold,
-            "losses": losses,
-            "svd": None if svd is None else dataclasses.asdict(svd),
-            "curve": curve(counts),
-        }
+        named, tokens, need = self._needs(layer, predictor)
+        return (
+            predictor,
+            (named / tokens).float(),
+            {
+                **dataclasses.asdict(quality),
+                "mean_active": int(named.sum()) / tokens,
+                "req": need,
+                "threshold": predictor.threshold,
+                "losses": losses,
+                "svd": None if svd is None else dataclasses.asdict(svd),
+                "curve": curve(counts),
+            },
+        )
 
     def _fit_prefetch(self, layer: int, rank: int, precision: float) -> tuple[LayerPredictor, dict[str, Any]]:
         """A predictor of the layer's active neurons from the FFN input of the layer before."""
@@ -279,15 +287,18 @@ class Trainer:
     def _fit_options(self, layer: int) -> FitOptions:
         return dataclasses.replace(self._options.fit, seed=self._options.fit.seed + layer)
 
-    def _needs(self, layer: int, predictor: LayerPredictor) -> tuple[float, int]:
-        """Mean predicted neurons a token, and the most of any window, over the validation samples (paper A, Req_i)."""
-        total = tokens = most = 0
+    def _needs(self, layer: int, predictor: LayerPredictor) -> tuple[torch.Tensor, int, int]:
+        """(how often each neuron is named, tokens, the most neurons of any window), over the validation samples (paper
+        A, Req_i)."""
+        counts = torch.zeros(self._architecture.width(layer), dtype=torch.int64)
+        tokens = most = 0
         for x, _ in self._record.chunks(layer, self.split.validation, self.split.end):
             for sample in x.split(self._shape.kept):
-                named = (predictor.logits(sample) > predictor.threshold).numpy()
-                total, tokens = total + int(named.sum()), tokens + len(named)
-                most = max(most, needed_rows(named, self._options.window))
-        return total / tokens, most
+                named = predictor.logits(sample) > predictor.threshold
+                counts += named.sum(0)
+                tokens += len(named)
+                most = max(most, needed_rows(named.numpy(), self._options.window))
+        return counts, tokens, most
 
     def _batches(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
         for first in range(0, len(self._rows), self._batch):

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from flashllm.arch.spec import Architecture
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import iterate_chunks
-from flashllm.format.install import install_file
+from flashllm.format.install import install_files
 from flashllm.format.model_files import TRACE
 from flashllm.format.trace import Stream, TraceInfo, TraceWriter, pack_bits
 
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         manifest = convert_dummy(folder, config, args.out, seed=args.seed, tokenizer=args.tokenizer)
         trace = folder / "trace"
         said = write_routing_trace(trace, manifest.architecture, tokens=args.tokens, stay=args.stay, seed=args.seed)
-        install_file(args.out, TRACE, iterate_chunks(trace))
+        install_files(args.out, {TRACE: iterate_chunks(trace)})
     print(f"{args.out}: {said}", file=sys.stderr)
     return 0
 

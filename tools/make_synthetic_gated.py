@@ -18,14 +18,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from install_popularity import install_popularity
 from make_synthetic_model import convert_dummy, write_predictors
 from synthetic_trace import FIRING_SHARE, add_prefetch_arguments, write_synthetic_trace
 
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.files import iterate_chunks
-from flashllm.format.install import install_file, install_predictors
+from flashllm.format.install import install_files, install_predictors
 from flashllm.format.model_files import TRACE
-from flashllm.format.popularity import install_popularity
 from flashllm.format.rows import CODED_ENCODINGS
 from flashllm.format.trace import Trace
 
@@ -51,7 +51,7 @@ def install_traces(out: Path, config: dict[str, Any], args: argparse.Namespace) 
                 tokens=tokens, part=part, recall=args.early_recall, precision=args.early_precision, seed=args.seed,
                 firing=firing,
             )  # fmt: skip
-        install_file(out, TRACE, iterate_chunks(Path(name) / "judge"))
+        install_files(out, {TRACE: iterate_chunks(Path(name) / "judge")})
         with Trace(Path(name) / "learn") as learn:
             install_popularity(out, learn)
 

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, Unpack
 
 import numpy as np
+from install_popularity import install_popularity
 from numpy.typing import NDArray
 from opt_shapes import CONTEXT, SHAPES, VOCAB, opt_config
 from synthetic_trace import add_prefetch_arguments, write_synthetic_trace
@@ -33,10 +34,9 @@ from flashllm.base.progress import ProgressBar
 from flashllm.convert.checkpoint.source import Checkpoint, companion_files
 from flashllm.convert.choices import Choices
 from flashllm.convert.run import convert_checkpoint
-from flashllm.format.install import install_file, install_predictors
+from flashllm.format.install import install_files, install_predictors
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import FFN, PREDICTOR_METADATA, TRACE
-from flashllm.format.popularity import install_popularity
 from flashllm.format.predictors import FACTOR_CODE, PREFETCH, predictor_entries
 from flashllm.format.rows import CODED_ENCODINGS
 from flashllm.format.safetensors import ITEMSIZES, TensorInfo, encode_header
@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
                 path, layers=layers, neurons=4 * hidden, tokens=tokens, part=part,
                 recall=args.early_recall, precision=args.early_precision, seed=args.seed,
             )  # fmt: skip
-        install_file(args.out, TRACE, iterate_chunks(paths["judge"][0]))
+        install_files(args.out, {TRACE: iterate_chunks(paths["judge"][0])})
         with Trace(paths["learn"][0]) as learn:
             install_popularity(args.out, learn)
     return 0

@@ -54,7 +54,7 @@ def split_rows(share: float, known: NDArray[np.float64], how: str) -> tuple[int,
     layers, neurons = known.shape
     if how == "even":
         return (int(share * neurons),) * layers
-    return share_by_popularity(int(share * neurons * layers), (64,) * layers, known.astype(np.float32))
+    return share_by_popularity(int(share * neurons * layers), (64,) * layers, list(known.astype(np.float32)))
 
 
 def measure(layers: list[Activity], rows: tuple[int, ...], policy: str) -> dict[str, Any]:

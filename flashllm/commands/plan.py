@@ -47,6 +47,7 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.base.machine import available_nbytes, process_nbytes
     from flashllm.device.store import device_of
     from flashllm.format.model_dir import ModelDir
+    from flashllm.format.popularity import describe_popularity
     from flashllm.plan.resolve import resolve
 
     model = ModelDir.open(path)
@@ -68,6 +69,7 @@ def main(args: argparse.Namespace) -> int:
                 "threads": plan.threads,
                 "prefetch": plan.prefetch,
                 "reader": dataclasses.asdict(plan.reader),
+                "popularity": describe_popularity(path, model.manifest),
                 "token": None if estimate is None else estimate.document,
             }
         )
@@ -106,10 +108,12 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
         ("", f"{min(KV_BLOCK_TOKENS, memory.context)} tokens", f"{memory.context} tokens", ""),
         *((name, format_size(start), format_size(full), "") for name, start, full in memory.rows()),
     ]
-    lines[-1] = (*lines[-1][:3], f"{share} of {neurons} neurons")
     windowed = sum(layer.window is not None for layer in model.block.layers)
     if windowed:
         lines[-2] = (*lines[-2][:3], f"{windowed} of {len(model.block.layers)} layers keep a window's")
+    by_popularity = plan.popularity is not None and memory.cache_policy != "window" and not memory.dense_layers
+    shared_out = ", shared out by popularity" if by_popularity else ""
+    lines[-1] = (*lines[-1][:3], f"{share} of {neurons} neurons{shared_out}")
     first = sum(start for _, start, _ in memory.rows())
     full = sum(end for *_, end in memory.rows())
     lines.append(("total", format_size(first), format_size(full), ""))

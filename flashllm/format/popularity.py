@@ -1,59 +1,69 @@
-"""How often each neuron is active, learned from a trace: a small file of a model directory, `popularity.safetensors`.
+"""How often each neuron is named: a small file of a model directory, `popularity.safetensors`.
 
-One tensor, `popularity`, float32 [layers, d_ff]: the share of tokens for which a neuron was named, by original id. The
-memory plan shares the cache out between layers by it, and the frequency policy starts from it. It decides what is
-read and never what is computed, so a model directory works without it.
+A tensor a layer, `layers.N.popularity`, float32 [neurons of the layer]: the share of tokens in which each neuron was
+named, by original id. `flashllm train` measures it with the predictors, `convert --sparsify` with the thresholds. The
+memory plan shares the cache out between layers by it, and the frequency policy starts from it. It decides what is read
+and never what is computed, so a model directory works without it.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.errors import FormatError
-from flashllm.format.install import install_file
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import POPULARITY
-from flashllm.format.safetensors import encode_header, open_safetensors
-from flashllm.format.trace import Stream, Trace, unpack_bits
+from flashllm.format.safetensors import encode_header, open_safetensors, read_header
 
-Popularity = NDArray[np.float32]  # [layers, d_ff]
+Popularity = tuple[NDArray[np.float32], ...]  # [neurons] by layer
 
-_TENSOR = "popularity"
-
-
-def measure_popularity(trace: Trace) -> Popularity:
-    """The shares of `trace`, in one pass over it."""
-    info = trace.info
-    counts = np.zeros((info.num_layers, info.num_neurons), np.int64)
-    for token in range(info.num_tokens):
-        counts += unpack_bits(trace.token(token)[:, Stream.ACTIVE], info.num_neurons)
-    return (counts / info.num_tokens).astype(np.float32)
+_OF_ALL = "popularity"  # [layers, d_ff]: the one tensor of files from before layers could differ in width
 
 
-def install_popularity(directory: Path, trace: Trace) -> Manifest:
-    """Measure `trace` and put the result into a model directory; the new manifest. UsageError for a foreign trace."""
-    manifest = Manifest.load(Path(directory))
-    trace.check_model(manifest.architecture)
-    shares = measure_popularity(trace)
-    metadata = {"tokens": str(trace.info.num_tokens), "measured_on": trace.info.description}
-    header = encode_header([(_TENSOR, "F32", shares.shape)], metadata)
-    return install_file(Path(directory), POPULARITY, [header, shares.tobytes()])
+def encode_popularity(shares: Sequence[NDArray[np.float32]], *, tokens: int, measured_on: str) -> Iterator[bytes]:
+    """The file's bytes, for `format.install`; `measured_on` names the text."""
+    tensors = [(_of_layer(layer), "F32", values.shape) for layer, values in enumerate(shares)]
+    yield encode_header(tensors, {"tokens": str(tokens), "measured_on": measured_on})
+    for values in shares:
+        yield values.astype(np.float32).tobytes()
+
+
+def describe_popularity(directory: Path, manifest: Manifest) -> dict[str, str] | None:
+    """On how many `tokens` the shares were `measured_on` which text; None where a model directory has none."""
+    if POPULARITY not in manifest.files:
+        return None
+    return dict(read_header(Path(directory) / POPULARITY).metadata)
+
+
+def popularity_line(facts: Mapping[str, str]) -> str:
+    """The facts of `describe_popularity` for a person."""
+    return f"of every neuron, on {facts.get('tokens', '?')} tokens: {facts.get('measured_on', 'of an unknown text')}"
 
 
 def read_popularity(directory: Path, manifest: Manifest) -> Popularity | None:
     """The shares of a model directory; None where it has none. FormatError where they are damaged."""
     if POPULARITY not in manifest.files:
         return None
-    path = Path(directory) / POPULARITY
-    shape = (manifest.architecture.num_layers, manifest.rows.d_ff)
-    shares = np.empty(shape, np.float32)
+    path, widths = Path(directory) / POPULARITY, manifest.architecture.every_width
+    shares = np.empty(sum(widths), np.float32)
     with open_safetensors(path) as file:
-        tensor = file.header.tensors.get(_TENSOR)
-        if tensor is None or tensor.dtype != "F32" or tensor.shape != shape:
-            message = f"{path}: must hold {_TENSOR}, F32 {list(shape)}; remove the file from the model directory"
-            raise FormatError(message)
-        file.read_into(tensor, 0, shares.reshape(-1).view(np.uint8).data)
+        shapes: dict[str, tuple[int, ...]] = {_of_layer(layer): (width,) for layer, width in enumerate(widths)}
+        if _OF_ALL in file.header.tensors and len(set(widths)) == 1:
+            shapes = {_OF_ALL: (len(widths), widths[0])}
+        first = 0
+        for name, shape in shapes.items():
+            tensor, end = file.header.tensors.get(name), first + int(np.prod(shape))
+            if tensor is None or tensor.dtype != "F32" or tensor.shape != shape:
+                message = f"{path}: must hold {name}, F32 {list(shape)}; remove the file from the model directory"
+                raise FormatError(message)
+            file.read_into(tensor, 0, shares[first:end].view(np.uint8).data)
+            first = end
     if not ((shares >= 0) & (shares <= 1)).all():
         raise FormatError(f"{path}: holds shares outside 0 to 1; the model directory is damaged")
-    return shares
+    return tuple(np.split(shares, np.cumsum(widths)[:-1]))
+
+
+def _of_layer(layer: int) -> str:
+    return f"layers.{layer}.popularity"

@@ -16,6 +16,7 @@ from flashllm.arch.spec import Architecture
 from flashllm.format.manifest import Manifest
 from flashllm.format.trace import Stream, Trace, unpack_bits
 from flashllm.plan.memory import ASSUMED_SHARE, MAX_REQUEST, MemoryPlan
+from flashllm.plan.shares import Shares
 
 REPLAYED_TOKENS = 300  # at most
 _WARM_UP = 100  # of them not counted: the cache fills
@@ -31,8 +32,6 @@ _CONCENTRATION = 1.5
 _EXPERT_CONCENTRATION = 5.0
 _SAMPLED_RANKS = 512  # of them; the others lie between
 _ASSUMED_RECALL = 0.9  # of predictors for prefetching (the demo's; bench/cache/results/early_prediction.json)
-
-Shares = NDArray[np.float32]  # of tokens a neuron is active in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +58,14 @@ class ExpectedActivity:
 def from_trace(
     trace: Trace,
     plan: MemoryPlan,
-    popularity: NDArray[np.float32] | None,
+    popularity: Sequence[Shares] | None,
     gap: int,
     places: Sequence[NDArray[np.int32]] | None = None,
 ) -> ExpectedActivity:
     """Means over the last of the trace's first tokens, replayed through caches of the plan's size.
 
     Args:
-        popularity: [layers, d_ff], what the policy starts from in this model; None where it starts from nothing.
+        popularity: what the policy starts from in this model, by layer; None where it starts from nothing.
         gap: bytes between two rows that are read through.
         places: each neuron's row on flash, by layer; None where they lie in the order of ids.
     """
@@ -140,7 +139,7 @@ def count_requests(misses: NDArray[np.int64], row_nbytes: int, gap: int) -> tupl
 
 
 def from_shares(
-    manifest: Manifest, plan: MemoryPlan, popularity: NDArray[np.float32] | None, gap: int
+    manifest: Manifest, plan: MemoryPlan, popularity: Sequence[Shares] | None, gap: int
 ) -> ExpectedActivity:
     """By each neuron's share of tokens; where unknown, by the manifest's activity statistics and an assumption about
     how unequal neurons are; without those, by paper A's mean."""

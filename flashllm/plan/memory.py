@@ -9,11 +9,11 @@ paper's window a layer's share is no larger than its calibrated need (paper A, s
 over the manifest and the `BlockSpec`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flashllm import _core
 from flashllm.arch.spec import BlockSpec
@@ -24,7 +24,7 @@ from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.rows import PAGE_NBYTES
 from flashllm.plan.prompts import PromptShape, prompt_shapes
-from flashllm.plan.shares import Rows, levels_beside, levels_by_need, levels_by_popularity
+from flashllm.plan.shares import Rows, Shares, levels_beside, levels_by_need, levels_by_popularity
 
 MAX_VERIFIED = 8  # tokens that go through an FFN together: FfnTokens::kMost (csrc/ffn/ffn_group.h)
 KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are allocated together
@@ -215,7 +215,7 @@ def plan_memory(
     context: int | None = None,
     window: int = DEFAULT_WINDOW,
     cache_policy: str = CACHE_POLICIES[0],
-    popularity: NDArray[np.float32] | None = None,
+    popularity: Sequence[Shares] | None = None,
     io_threads: int = 32,
     max_gap: int = 0,
     prefetch: bool = False,
@@ -229,7 +229,7 @@ def plan_memory(
         available: bytes the process could still take.
         process: bytes it holds with its libraries loaded and no model.
         context: tokens a sequence may have; None: the model's own limit.
-        popularity: as in flashllm/format/popularity.py, where it is known.
+        popularity: as in flashllm/format/popularity.py, by layer, where it is known.
         max_gap: bytes between rows that are read through: such requests are read into memory of their own.
         prefetch: rows of the next layer are read before its turn.
         verified: tokens of a pass that gives logits after each.

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[np.int32]
+Shares = NDArray[np.float32]  # of tokens, by neuron of a layer
 
 
 def share_rows(available: int, needs: Sequence[int]) -> tuple[int, ...]:
@@ -56,20 +57,23 @@ def levels_beside(
     return rows
 
 
-def share_by_popularity(available: int, minimum: Sequence[int], popularity: NDArray[np.float32]) -> tuple[int, ...]:
+def share_by_popularity(available: int, minimum: Sequence[int], popularity: Sequence[Shares]) -> tuple[int, ...]:
     """Rows for each layer: its minimum, and the rest where they save most reads.
 
-    A layer's n-th row saves the n-th highest of its neurons' shares of tokens (`popularity`, [layers, d_ff]) in reads a
+    A layer's n-th row saves the n-th highest of its neurons' shares of tokens (`popularity`, by layer) in reads a
     token, so all rows go to the highest shares of all layers. Equals, like neurons never seen, are shared out evenly.
     """
     return tuple(levels_by_popularity([available], minimum, popularity)[0].tolist())
 
 
-def levels_by_popularity(available: Sequence[int], minimum: Sequence[int], popularity: NDArray[np.float32]) -> Rows:
+def levels_by_popularity(available: Sequence[int], minimum: Sequence[int], popularity: Sequence[Shares]) -> Rows:
     """`share_by_popularity` for each of some falling numbers of rows, [levels, layers], from one sort."""
     least = np.asarray(minimum, np.int32)
-    gains = np.sort(popularity, axis=1)[:, ::-1].T  # [d_ff, layers]: by rank, so that a stable sort keeps equals even
-    free = np.arange(len(gains))[:, None] >= least
+    # [neurons, layers]: by rank, so that a stable sort keeps equals even; narrower layers end in -1.
+    gains = np.full((max(map(len, popularity)), len(popularity)), -1, np.float32)
+    for layer, shares in enumerate(popularity):
+        gains[: len(shares), layer] = np.sort(shares)[::-1]
+    free = (np.arange(len(gains))[:, None] >= least) & (gains >= 0)
     layers = np.broadcast_to(np.arange(len(least)), gains.shape)[free]
     order = layers[np.argsort(-gains[free], kind="stable")]
     ends = np.minimum(np.maximum(np.asarray(available) - int(least.sum()), 0), len(order))[::-1]

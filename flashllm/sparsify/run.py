@@ -2,7 +2,7 @@
 
 A neuron whose |activation(gate(x))| is below its layer's cut counts as zero, in every pass. The cuts are the quantiles
 of the wanted share on one half of a text's windows; perplexity with and without them is that of the other half.
-Writes the manifest, and the margins of gates in 4 bits; the weights stay as they are.
+Writes the manifest, the margins of gates in 4 bits, and how often each neuron is named; the weights stay as they are.
 """
 
 import dataclasses
@@ -23,11 +23,12 @@ from flashllm.convert.choices import Choices
 from flashllm.convert.run import Say, convert
 from flashllm.engine.model import Model
 from flashllm.errors import UsageError
-from flashllm.format.install import change_manifest, install_file
+from flashllm.format.install import install_files
 from flashllm.format.manifest import Manifest, open_model_dir, predictor_ranks
 from flashllm.format.manifest_values import Sparsity
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import PREDICTORS
+from flashllm.format.model_files import POPULARITY, PREDICTORS
+from flashllm.format.popularity import Popularity, encode_popularity
 from flashllm.format.predictors import margin_above
 from flashllm.format.safetensors import read_header
 from flashllm.generate.tokenizer import Tokenizer
@@ -77,7 +78,8 @@ def sparsify(path: Path, share: float, text: Path, *, progress: Progress | None 
     with _loaded(directory, RunConfig(mode="dense")) as model:
         perplexity(model, calibrating, observer=inputs, done=done)
         dense = perplexity(model, scored, done=done)
-        cuts, margins = _chosen(Gates(model), inputs, layers, share, coded=coded)
+        cuts, margins, popularity = _chosen(Gates(model), inputs, layers, share, coded=coded)
+        tokens = len(inputs.of(0))
     del inputs
     sparsity = Sparsity(
         share=share,
@@ -95,7 +97,7 @@ def sparsify(path: Path, share: float, text: Path, *, progress: Progress | None 
             header.tensors[f"layers.{layer}.margin"].offset: margin_above(margin).tobytes()
             for layer, margin in enumerate(margins)
         }
-        install_file(path, PREDICTORS, _patched(path / PREDICTORS, changes), check=predictor_ranks)
+        install_files(path, {PREDICTORS: _patched(path / PREDICTORS, changes)})
     # 3. The model with its cuts: how many neurons are zero, and its perplexity as it will run.
     directory = ModelDir.open(path).with_sparsity(sparsity)
     zeros = Zeros()
@@ -105,7 +107,8 @@ def sparsify(path: Path, share: float, text: Path, *, progress: Progress | None 
         with _loaded(directory, RunConfig(mode="sparse", prompts="sparse")) as model:
             found = perplexity(model, scored, done=done)
     sparsity = dataclasses.replace(sparsity, zeros=zeros.zeros / zeros.values, perplexity=found)
-    return change_manifest(path, sparsity=sparsity)
+    named = encode_popularity(popularity, tokens=tokens, measured_on=text.name)
+    return install_files(path, {POPULARITY: named}, sparsity=sparsity)
 
 
 def convert_sparsified(
@@ -157,21 +160,22 @@ def _loaded(directory: ModelDir, config: RunConfig) -> Model:
 
 def _chosen(
     gates: Gates, inputs: Inputs, layers: int, share: float, *, coded: bool
-) -> tuple[tuple[float, ...], list[float]]:
-    """(cuts, margins) by layer; margins of gates in 4 bits alone."""
-    cuts, margins = [], []
+) -> tuple[tuple[float, ...], list[float], Popularity]:
+    """(cuts, margins, shares of tokens in which each neuron is named) by layer; margins of gates in 4 bits alone."""
+    cuts, margins, popularity = [], [], []
     for layer in range(layers):
         x = inputs.of(layer)
         products = gates.products(layer, x)
         magnitudes = gates.magnitudes(layer, products)
         cut = float(np.quantile(magnitudes, share, method="higher"))
         cuts.append(cut)
-        if not coded:
-            continue
-        firing = (magnitudes >= np.float32(cut)) & (magnitudes > 0)
-        distances = gates.distances(layer, gates.coded_products(layer, x), cut)[firing]
-        margins.append(float(np.quantile(distances, GATE_RECALL, method="higher")) if distances.size else 0.0)
-    return tuple(cuts), margins
+        named = firing = (magnitudes >= np.float32(cut)) & (magnitudes > 0)
+        if coded:
+            distances = gates.distances(layer, gates.coded_products(layer, x), cut)
+            margins.append(float(np.quantile(distances[firing], GATE_RECALL, method="higher")) if firing.any() else 0.0)
+            named = distances <= np.float32(margins[-1])
+        popularity.append(named.mean(axis=0, dtype=np.float32))
+    return tuple(cuts), margins, tuple(popularity)
 
 
 def _patched(path: Path, changes: Mapping[int, bytes]) -> Iterator[bytes]:

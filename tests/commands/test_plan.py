@@ -1,15 +1,21 @@
 """`flashllm plan`: both ends of a conversation, and a process as small as the run it plans."""
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 from arch_models import make_model
 from device_costs import device, reader
 
 from flashllm.cli import main
 from flashllm.device.store import device_of, save_costs
+from flashllm.format.install import install_files
+from flashllm.format.model_files import POPULARITY
+from flashllm.format.popularity import encode_popularity
 from flashllm.plan.memory import KV_BLOCK_TOKENS
 
 
@@ -41,6 +47,18 @@ def test_the_table_shows_both_ends(tiny, capsys, plan_json):
     table = table_of(capsys, path, "--memory", f"{limit}MB")
     assert table[""] == ["64", "tokens", "96", "tokens"]
     assert {"interpreter and libraries", "KV cache", "neuron cache", "total", "limit", "minimum"} <= set(table)
+
+
+def test_the_plan_says_by_what_rows_are_shared_out(tiny, tmp_path, capsys, plan_json):
+    model = Path(shutil.copytree(tiny().path("random"), tmp_path / "model"))
+    assert plan_json(model)["popularity"] is None
+    assert "popularity" not in " ".join(table_of(capsys, model)["neuron cache"])
+    shares = encode_popularity([np.linspace(0, 1, 512, dtype=np.float32)] * 3, tokens=70, measured_on="stories")
+    install_files(model, {POPULARITY: shares})
+    assert plan_json(model)["popularity"] == {"tokens": "70", "measured_on": "stories"}
+    assert " ".join(table_of(capsys, model)["neuron cache"]).endswith("neurons, shared out by popularity")
+    for option in (["--cache-policy", "window"], ["--mode", "dense"]):
+        assert "popularity" not in " ".join(table_of(capsys, model, *option)["neuron cache"])
 
 
 def test_a_model_that_runs_densely_alone_is_planned_so(tmp_path, plan_json, capsys):

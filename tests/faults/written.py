@@ -8,8 +8,10 @@ from typing import Any
 
 import gguf_files
 import numpy as np
+import tools_path  # noqa: F401
 import torch
 from arch_models import Variant, make_checkpoint
+from install_popularity import install_popularity
 from kinds import Kind, at_file, make_kinds, rehash
 from safetensors.torch import load_file
 from traces import write_trace
@@ -27,7 +29,7 @@ from flashllm.format.manifest import MANIFEST, Manifest
 from flashllm.format.model_dir import ModelDir, read_plane
 from flashllm.format.model_files import POPULARITY, RESIDENT
 from flashllm.format.partial import open_partial
-from flashllm.format.popularity import install_popularity, read_popularity
+from flashllm.format.popularity import read_popularity
 from flashllm.format.trace import Trace
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Session

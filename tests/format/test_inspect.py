@@ -10,9 +10,11 @@ from tiny_models import make_tiny_opt
 
 from flashllm.convert.run import convert
 from flashllm.errors import UsageError
-from flashllm.format.install import install_predictors
+from flashllm.format.install import install_files, install_predictors
 from flashllm.format.manifest import Manifest
 from flashllm.format.manifest_values import Calibration
+from flashllm.format.model_files import POPULARITY
+from flashllm.format.popularity import encode_popularity
 from flashllm.format.report.inspect import format_inspection, inspect
 
 
@@ -70,6 +72,10 @@ def test_the_text_of_a_bare_and_of_a_complete_model(model, tmp_path):
     assert facts["minimum_parts"]["predictors"] == facts["predictors"]["nbytes"]
     text = format_inspection(facts)
     assert "ranks 3 to 5" in text
+    assert facts["popularity"] is None
+    shares = encode_popularity([np.zeros(256, np.float32)] * 2, tokens=70, measured_on="stories")
+    install_files(model, {POPULARITY: shares})
+    assert "of every neuron, on 70 tokens: stories" in format_inspection(inspect(model))
     assert "window 4, 15.0% of the neurons active, on 1000 tokens of stories" in text
 
 

@@ -15,6 +15,7 @@ from flashllm.errors import FlashError, FormatError, UsageError
 from flashllm.format.install import install_predictors
 from flashllm.format.manifest import Manifest, open_model_dir
 from flashllm.format.manifest_values import Calibration
+from flashllm.format.popularity import encode_popularity
 from flashllm.format.report.verify import verify
 from flashllm.format.safetensors import encode_header
 
@@ -346,7 +347,8 @@ def test_an_installation_that_stops_anywhere_leaves_a_loadable_model(model, tmp_
     while True:
         stop, calls = stop + 1, 0
         try:
-            install_predictors(model, path)
+            shares = encode_popularity([np.zeros(256, np.float32)] * 2, tokens=1, measured_on="a text")
+            install_predictors(model, path, None, shares)
             break
         except OSError:
             open_model_dir(model)

@@ -4,13 +4,18 @@ import shutil
 
 import numpy as np
 import pytest
+import tools_path  # noqa: F401
+from arch_models import make_model
+from install_popularity import install_popularity, measure_popularity
 from traces import write_trace
 
 from flashllm.errors import FormatError, UsageError
+from flashllm.format.install import install_files, install_predictors
 from flashllm.format.manifest import Manifest
-from flashllm.format.model_files import POPULARITY
-from flashllm.format.popularity import install_popularity, measure_popularity, read_popularity
+from flashllm.format.model_files import POPULARITY, PREDICTORS
+from flashllm.format.popularity import describe_popularity, encode_popularity, read_popularity
 from flashllm.format.report.verify import verify
+from flashllm.format.safetensors import encode_header
 from flashllm.format.trace import Trace
 
 LAYERS, NEURONS = 3, 512
@@ -47,6 +52,41 @@ def test_a_foreign_trace_is_refused(model, tmp_path):
     ):
         install_popularity(model, trace)
     assert not (model / POPULARITY).exists()
+
+
+def test_each_layer_has_as_many_shares_as_neurons(tmp_path):
+    _, model = make_model(tmp_path, "llama relu widths")
+    manifest = Manifest.load(model)
+    widths = manifest.architecture.every_width
+    assert len(set(widths)) == LAYERS
+    shares = [np.linspace(0, layer / LAYERS, width, dtype=np.float32) for layer, width in enumerate(widths)]
+    written = encode_popularity(shares, tokens=9, measured_on="a text")
+    manifest = install_files(model, {POPULARITY: written})
+    for found, expected in zip(read_popularity(model, manifest), shares, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert describe_popularity(model, manifest) == {"tokens": "9", "measured_on": "a text"}
+    written = encode_popularity([shares[1], shares[0], shares[2]], tokens=9, measured_on="a text")
+    manifest = install_files(model, {POPULARITY: written})
+    with pytest.raises(FormatError, match=r"must hold layers\.0\.popularity, F32 \["):
+        read_popularity(model, manifest)
+
+
+def test_files_of_one_tensor_still_open(model):
+    shares = np.random.default_rng(0).random((LAYERS, NEURONS), np.float32)
+    old = [encode_header([("popularity", "F32", shares.shape)], {"tokens": "9"}), shares.tobytes()]
+    manifest = install_files(model, {POPULARITY: old})
+    np.testing.assert_array_equal(np.stack(read_popularity(model, manifest)), shares)
+
+
+def test_other_predictors_take_the_popularity_of_the_old_ones_with_them(model, tiny):
+    predictors = tiny("bfloat16").path("exact") / PREDICTORS
+    shares = [np.full(NEURONS, 0.5, np.float32)] * LAYERS
+    manifest = install_predictors(model, predictors, None, encode_popularity(shares, tokens=1, measured_on="a text"))
+    assert {PREDICTORS, POPULARITY} < set(manifest.files)
+    np.testing.assert_array_equal(read_popularity(model, manifest), shares)
+    assert POPULARITY not in install_predictors(model, predictors).files
+    assert not (model / POPULARITY).exists()
+    assert verify(model).ok
 
 
 @pytest.mark.parametrize("wrong", [-0.5, 1.5, float("nan")])

@@ -73,19 +73,19 @@ def test_rows_go_to_the_highest_shares_of_all_layers():
     assert share_by_popularity(1000, (10, 10, 10), nothing) == (100, 100, 100)
 
 
-@given(st.integers(0, 200), st.integers(0, 2**32 - 1))
-def test_no_other_shares_save_more(available, seed):
+@given(st.integers(0, 200), st.lists(st.integers(5, 30), min_size=3, max_size=3), st.integers(0, 2**32 - 1))
+def test_no_other_shares_save_more(available, widths, seed):
     random = np.random.default_rng(seed)
-    popularity = random.random((3, 20)).astype(np.float32) ** 3
+    popularity = [random.random(width).astype(np.float32) ** 3 for width in widths]
     minimum = tuple(int(n) for n in random.integers(0, 5, 3))
     rows = share_by_popularity(available, minimum, popularity)
-    assert all(low <= row <= 20 for low, row in zip(minimum, rows, strict=True))
-    assert sum(rows) == min(60, max(available, sum(minimum)))
-    best = np.sort(popularity, axis=1)[:, ::-1]
+    assert all(low <= row <= width for low, row, width in zip(minimum, rows, widths, strict=True))
+    assert sum(rows) == min(sum(widths), max(available, sum(minimum)))
+    best = [np.sort(shares)[::-1] for shares in popularity]
     for giver in range(3):  # moving one row elsewhere saves nothing
         for taker in range(3):
-            if rows[giver] > minimum[giver] and rows[taker] < 20:
-                assert best[giver, rows[giver] - 1] >= best[taker, rows[taker]]
+            if rows[giver] > minimum[giver] and rows[taker] < widths[taker]:
+                assert best[giver][rows[giver] - 1] >= best[taker][rows[taker]]
 
 
 # Plans

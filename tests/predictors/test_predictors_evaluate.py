@@ -15,6 +15,7 @@ from scoring import score_items, score_text, windows
 from tasks import TASKS, Item, load_items
 from weights import LayerWeights
 
+from flashllm.base.text import inert
 from flashllm.convert.run import convert
 from flashllm.device.costs import DeviceCosts, ReaderCosts
 from flashllm.device.store import device_of, save_costs
@@ -233,12 +234,13 @@ def test_masked_passes_with_gates_in_4_bits_compute_what_the_engine_computes(ope
 def test_gates_in_4_bits_are_judged_and_layers_can_do_without_predictors(tmp_path, capsys):
     convert(make_checkpoint(tmp_path / "hf", VARIANTS["fatrelu by layer"]), tmp_path / "model", gate="4bit")
     arguments = ["--threads", "1", "--length", "32", "--tokens", "256", "--layer-tokens", "64"]
+    arguments += ["--json", str(tmp_path / "report.json")]
     assert main([str(tmp_path / "model"), *arguments, "--without", "0", "1", str(LAYERS), "--no-svd"]) == 0
     captured = capsys.readouterr()
-    report = json.loads(captured.out)
+    report = json.loads((tmp_path / "report.json").read_text())
     assert set(report["perplexity"]) == {"dense", "oracle", "gates"}
     assert "layers_svd" not in report
-    assert "untrained" not in captured.err
+    assert "untrained" not in captured.out
     assert max(layer["false_negative"] for layer in report["layers"]) < 0.05
     none, one, every = report["without"]
     missed = [layer["missed_energy"] for layer in report["layers"]]
@@ -247,7 +249,9 @@ def test_gates_in_4_bits_are_judged_and_layers_can_do_without_predictors(tmp_pat
     assert none["kl"] == pytest.approx(report["kl"]["gates"])
     assert (every["kl"], every["same_top"]) == (pytest.approx(0, abs=1e-6), 1)
     assert every["perplexity"] == pytest.approx(every["perplexity_dense"], rel=1e-6)
-    assert "## Layers left without predictors" in captured.err
+    assert "## Layers left without predictors" in captured.out
+    assert report["popularity"] is None
+    assert "Popularity:" not in captured.out
 
 
 def test_gates_in_memory_miss_nothing_and_thresholds_are_told(tmp_path, capsys):
@@ -255,14 +259,16 @@ def test_gates_in_memory_miss_nothing_and_thresholds_are_told(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("A boy had a red ball and a small dog. " * 300, encoding="utf-8")
     convert_sparsified(source, tmp_path / "model", 0.5, tmp_path / "text.txt", source_name="tiny", gate="resident")
     arguments = ["--threads", "1", "--length", "32", "--tokens", "256", "--layer-tokens", "64"]
-    assert main([str(tmp_path / "model"), *arguments, "--no-svd"]) == 0
+    assert main([str(tmp_path / "model"), *arguments, "--no-svd", "--json", str(tmp_path / "report.json")]) == 0
     captured = capsys.readouterr()
-    report = json.loads(captured.out)
+    report = json.loads((tmp_path / "report.json").read_text())
     assert set(report["perplexity"]) == {"dense", "oracle", "gates"}
     assert report["perplexity"]["gates"] == pytest.approx(report["perplexity"]["dense"], rel=1e-5)
     assert max(layer["false_negative"] for layer in report["layers"]) < 1e-3
     assert 0.2 < np.mean([layer["predicted_share"] for layer in report["layers"]]) < 0.8
-    assert "The dense model is the one with thresholds. When it was converted: " in captured.err
+    assert "The dense model is the one with thresholds. When it was converted: " in captured.out
+    assert "Popularity: of every neuron, on " in captured.out
+    assert report["popularity"]["measured_on"] == "text.txt"
     assert report["sparsity"]["perplexity"] == Manifest.load(tmp_path / "model").sparsity.perplexity
 
 
@@ -317,8 +323,8 @@ def test_the_report_has_the_fields_others_build_on(tiny, tmp_path, capsys):
     arguments += ["--samples", "3", "--bandwidth", "2"]
     arguments += ["--json", str(out), "--markdown", str(page), "--plots", str(plots)]
     assert main([model, *arguments]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert json.loads(out.read_text()) == report
+    assert capsys.readouterr().out == inert(page.read_text()) + "\n"
+    report = json.loads(out.read_text())
     assert len(report["layers"]) == 3
     assert {"true_share", "predicted_share", "false_negative", "false_positive"} <= set(report["layers"][0])
     assert set(report["perplexity"]) == {"dense", "oracle", "trained", "svd"}

@@ -31,7 +31,9 @@ from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import PREDICTORS
+from flashllm.format.model_files import POPULARITY, PREDICTORS
+from flashllm.format.popularity import describe_popularity, read_popularity
+from flashllm.format.report.verify import verify
 
 SCRIPT = Path(train_predictor.__file__)
 QUICK = ["--samples", "40", "--tokens-per-sample", "24", "--epochs", "1", "--threads", "1", "--ranks", "8"]
@@ -65,8 +67,13 @@ def test_trains_installs_and_reports(bare, data, tmp_path, capsys, opened):
     model, report_path = bare(), tmp_path / "report.json"
     assert train(model, data, "--json", str(report_path)) == 0
     captured = capsys.readouterr()
-    report = json.loads(captured.out)
-    assert json.loads(report_path.read_text()) == report
+    report = json.loads(report_path.read_text())
+    lines = {line.split()[0]: line for line in captured.out.splitlines()}
+    assert list(lines) == ["predictors", "recall", "named", "popularity", "installed"]
+    assert "of 3 layers, rank 8, " in lines["predictors"]
+    shares = [layer["predicted_share"] for layer in report["layers"]]
+    assert f" {np.mean(shares):.2%} of the neurons a token; " in lines["named"]
+    assert str(model) in lines["installed"]
     assert "memory:" in captured.err.split("layer 0")[0]  # the plan comes before the work
     assert "scratch:" in captured.err.split("layer 0")[0]
     assert re.search(r"about \d+ minutes", captured.err.split("layer 0")[0])
@@ -80,8 +87,34 @@ def test_trains_installs_and_reports(bare, data, tmp_path, capsys, opened):
     assert [len(p.a) for p in load_predictors(model / PREDICTORS, manifest)] == [8] * 3
 
 
+def test_how_often_each_neuron_is_named_is_installed_with_the_predictors(bare, data, monkeypatch):
+    """Against the stored predictors, asked about the same inputs."""
+    inputs, model, split = [], bare(), trainer.Split.of(40)
+    real = trainer.Trainer._fit_layer
+
+    def keep_inputs(self, layer):
+        judged = self._record.chunks(layer, self.split.validation, self.split.end)
+        inputs.append(torch.cat([x.clone() for x, _ in judged]))
+        return real(self, layer)
+
+    monkeypatch.setattr(trainer.Trainer, "_fit_layer", keep_inputs)
+    assert train(model, data) == 0
+    manifest = Manifest.load(model)
+    assert len(inputs[0]) == manifest.calibration.tokens == 24 * (split.end - split.validation)
+    popularity = read_popularity(model, manifest)
+    for x, predictor, shares in zip(inputs, load_predictors(model / PREDICTORS, manifest), popularity, strict=True):
+        named = (predictor.logits(x) > predictor.threshold).double().mean(0)
+        np.testing.assert_allclose(shares, named.numpy(), atol=1.01 / len(x))  # a logit at the threshold may flip
+        assert shares.min() < shares.max()
+    sums = [float(shares.sum(dtype=np.float64)) for shares in popularity]
+    assert sums == pytest.approx(manifest.calibration.mean_active, rel=1e-6)
+    facts = {"tokens": str(len(inputs[0])), "measured_on": manifest.calibration.text}
+    assert describe_popularity(model, manifest) == facts
+    assert verify(model).ok
+
+
 def test_the_report_holds_on_the_samples_judged(bare, data, capsys):
-    assert train(bare(), data, "--recall", "0.9") == 0
+    assert train(bare(), data, "--recall", "0.9", "--json") == 0
     for layer in json.loads(capsys.readouterr().out)["layers"]:
         assert 0.0 < layer["true_share"] < layer["predicted_share"] < 1.0
         assert layer["false_negative"] < 0.3
@@ -166,7 +199,8 @@ def test_a_killed_run_resumes_with_the_same_results(bare, data, undisturbed_run,
     assert (scratch / kill_at).exists()
     assert PREDICTORS not in Manifest.load(killed).files
     assert train(killed, data, *EARLY, "--scratch", str(scratch), "--resume") == 0
-    assert (killed / PREDICTORS).read_bytes() == (whole / PREDICTORS).read_bytes()
+    for name in (PREDICTORS, POPULARITY):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
     assert Manifest.load(killed).calibration == Manifest.load(whole).calibration
     assert not scratch.exists()
 
@@ -183,10 +217,13 @@ def test_scratch_of_another_run_is_not_resumed(bare, data, tmp_path, capsys):
 
 def test_what_fails_before_the_work_leaves_nothing_to_remove(bare, data, tmp_path, capsys):
     model, scratch = bare(), tmp_path / "scratch"
-    for options in (["--data-files", str(tmp_path / "absent")], ["--memory", "100MB"], ["--json", "no/folder.json"]):
+    wrong = (["--data-files", str(tmp_path / "absent")], ["--memory", "100MB"], ["--json", "no/folder.json"])
+    for options in (*wrong, ["--json", str(model)]):
         assert train(model, data, "--scratch", str(scratch), *options) in (1, 2)
         assert not scratch.exists()
-    assert "no is no folder" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no is no folder" in said
+    assert "the name of a report ends in .json" in said
     assert train(model, data, "--scratch", str(scratch)) == 0
 
 
@@ -256,7 +293,7 @@ def test_a_recipe_needs_its_number_of_layers_and_no_more_than_the_width(bare, da
     model = bare()
     assert train(model, data, "--ranks", "opt-6.7b") == 2
     assert "written for 32 layers, this model has 3" in capsys.readouterr().err
-    assert train(model, data, "--ranks", "8:9999x1") == 0
+    assert train(model, data, "--ranks", "8:9999x1", "--json") == 0
     widths = {layer["rank"] for layer in json.loads(capsys.readouterr().out)["layers"]}
     assert widths == {8, Manifest.load(model).architecture.d_model}
 
@@ -292,7 +329,7 @@ def test_a_layer_without_a_predictor_computes_everything(bare, data, monkeypatch
 
 
 def test_epochs_0_calibrates_the_truncated_svd(bare, data, capsys):
-    assert train(bare(), data, "--epochs", "0") == 0
+    assert train(bare(), data, "--epochs", "0", "--json") == 0
     for layer in json.loads(capsys.readouterr().out)["layers"]:
         assert layer["false_negative"] == layer["svd"]["false_negative"]
 
@@ -364,7 +401,7 @@ def test_8_bits_take_half_the_bytes_and_the_engine_names_what_was_judged(bare, d
     sizes = {}
     for bits in ("8", "16"):
         model = bare(bits)
-        assert train(model, data, "--bits", bits, "--ranks", "32") == 0
+        assert train(model, data, "--bits", bits, "--ranks", "32", "--json") == 0
         sizes[bits] = json.loads(capsys.readouterr().out)["predictor_bytes"]
         tensors = load_file(model / PREDICTORS)
         assert tensors["layers.0.a"].dtype == {"8": torch.int8, "16": torch.float16}[bits]
@@ -382,7 +419,7 @@ def test_8_bits_take_half_the_bytes_and_the_engine_names_what_was_judged(bare, d
 
 def test_prefetch_predictors_tell_the_next_layer_from_the_input_before(bare, data, opened, capsys):
     model = bare()
-    assert train(model, data, "--early", "0.5", "--ranks", "32", "--epochs", "4") == 0
+    assert train(model, data, "--early", "0.5", "--ranks", "32", "--epochs", "4", "--json") == 0
     layers = json.loads(capsys.readouterr().out)["layers"]
     assert "early" not in layers[0]
     for layer in layers[1:]:
@@ -441,6 +478,8 @@ def test_layers_may_have_other_widths(data, tmp_path):
     assert [tensors[f"layers.{layer}.bias"].shape[0] for layer in range(3)] == [*widths]
     calibration = Manifest.load(model).calibration
     assert all(0 < need <= width for need, width in zip(calibration.req, widths, strict=True))
+    popularity = read_popularity(model, Manifest.load(model))
+    assert [len(shares) for shares in popularity] == [*widths]
     with Model.open(model, RunConfig(threads=1, io_threads=4)) as loaded:
         sequence = loaded.new_sequence()
         loaded.step([(sequence, [5, 6, 7])])

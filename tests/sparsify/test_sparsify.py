@@ -16,8 +16,10 @@ from flashllm.engine.model import Model
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.manifest import MANIFEST, Manifest
 from flashllm.format.model_dir import ModelDir
+from flashllm.format.popularity import read_popularity
 from flashllm.format.report.inspect import format_inspection, inspect
 from flashllm.format.report.verify import verify
+from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.sparsify.run import convert_sparsified, sparsify
 from flashllm.sparsify.score import split_windows
@@ -93,6 +95,24 @@ def test_gates_in_4_bits_find_what_is_left(models):
     found, named = run(models["4bit"], "sparse", prompts="sparse")
     assert firing.active < named.active < 1.5 * firing.active
     assert np.abs(found - exact).mean() < 0.05 * exact.std()
+
+
+def test_how_often_each_neuron_is_named_is_kept(models, text):
+    """By what the cuts leave of the text that chose them; gates in 4 bits name some more."""
+    sums = {}
+    for gate, directory in models.items():
+        manifest = Manifest.load(directory)
+        popularity = read_popularity(directory, manifest)
+        assert [len(shares) for shares in popularity] == [96] * LAYERS
+        assert all(len(np.unique(shares)) > 10 for shares in popularity)
+        sums[gate] = sum(float(shares.sum()) for shares in popularity)
+        assert f"tokens: {text.name}" in format_inspection(inspect(directory))
+    assert sums["resident"] == pytest.approx(0.5 * 96 * LAYERS, rel=0.01)
+    assert sums["resident"] < sums["4bit"] < 1.5 * sums["resident"]
+    ids = Tokenizer.load(models["4bit"]).encode(text.read_text(), add_special=False)[:150]
+    for gate, directory in models.items():  # another pass over such text names about as many
+        _, times = run(directory, "sparse", ids, prompts="sparse")
+        assert times.active / len(ids) == pytest.approx(sums[gate], rel=0.15)
 
 
 def test_the_command_prints_the_cost(source, text, tmp_path, capsys):

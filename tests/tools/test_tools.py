@@ -8,14 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tools_path  # noqa: F401
 import torch
+from install_popularity import measure_popularity
 from predictor_files import MARGIN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.format.manifest import Manifest
-from flashllm.format.popularity import measure_popularity, read_popularity
+from flashllm.format.popularity import read_popularity
 from flashllm.format.trace import Stream, Trace
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -12,5 +12,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Evaluate; tables on standard error, one JSON document on standard output."""
+    """Evaluate; tables, or with --json one JSON document, on standard output."""
     return int(scripts.load("evaluate").show(args))

@@ -11,6 +11,7 @@ from flashllm.config import MODES
 from flashllm.format.manifest import Manifest, predictor_ranks
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, PREDICTORS, RESIDENT, checksums_tensor
+from flashllm.format.popularity import describe_popularity, popularity_line
 from flashllm.format.safetensors import read_header
 
 PROCESS_NBYTES = 60_000_000  # interpreter and libraries before any weight; the plan measures it
@@ -64,6 +65,7 @@ def inspect(path: Path) -> dict[str, Any]:
         "resident_gate_nbytes": manifest.resident_gate_nbytes,
         "down_scales_nbytes": manifest.planes_nbytes,
         "calibration": calibration,
+        "popularity": describe_popularity(path, manifest),
         "permutation": manifest.to_json()["permutation"],
         "modes": [mode for mode in MODES if mode == "dense" or _runs_in(manifest, mode)],
         "context": model.block.context,
@@ -183,6 +185,8 @@ def format_inspection(facts: dict[str, Any]) -> str:
         active = sum(calibration["mean_active"]) / facts["neurons"]
         sample = f"{calibration['tokens']} tokens of {calibration['text']}"
         text["calibration"] = f"window {calibration['window']}, {active:.1%} of the neurons active, on {sample}"
+    if facts["popularity"] is not None:
+        text["popularity"] = popularity_line(facts["popularity"])
     if facts["permutation"] is not None:
         learned = facts["permutation"]
         text["placement"] = (
