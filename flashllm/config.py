@@ -1,7 +1,7 @@
 """How a model is run, in one frozen value: what the command line, the Python interface and the benchmarks hand over.
 
 Standard library only, and no environment variable: a caller passes every value. Fields left at None are
-decided by `flashllm.plan.resolve` from the machine, the device profile and the model; none of them changes a token,
+decided by `flashllm.plan.resolve` from the machine, the profile and the model; none of them changes a token,
 except `mode` and `prompts`, which say what is computed.
 """
 
@@ -55,9 +55,9 @@ class RunConfig:
     # so that scores are those of the model that generates.
     prompts: Prompts = PROMPTS[0]
     threads: int | None = None  # of compute; None: the cores this process may use
-    io_threads: int | None = None  # reads at a time; None: as the device profile says, else 32
-    io_backend: Backend | None = None  # None: as the device profile says, else threads
-    store: Path | None = None  # device profiles; None: devices.json in the user's cache directory
+    io_threads: int | None = None  # reads at a time; None: as the profile says, else 32
+    io_backend: Backend | None = None  # None: as the profile says, else threads
+    store: Path | None = None  # profiles; None: profiles.json in the user's cache directory
     # Who drafts tokens that are verified together: nobody, prompt lookup, or the model in this directory.
     speculate: Speculate | Path = SPECULATIONS[0]
     direct: bool = True  # read past the page cache

@@ -38,8 +38,6 @@ from flashllm.base.units import parse_size
 from flashllm.config import RunConfig
 from flashllm.convert.locate import resolve_model
 from flashllm.convert.untrained.predictor import default_rank
-from flashllm.device.choice import find_costs
-from flashllm.device.store import device_store_path
 from flashllm.engine.model import Model
 from flashllm.errors import FlashError, UsageError
 from flashllm.format.manifest import predictor_ranks
@@ -49,6 +47,7 @@ from flashllm.format.popularity import describe_popularity
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Session, TokenRecord
 from flashllm.generate.tokenizer import Tokenizer
+from flashllm.profile.store import find_profile
 
 SAMPLE = Path(__file__).with_name("text_sample.txt")
 DEFAULT_BANDWIDTH = 1.0  # GB/s, of a drive that was never calibrated
@@ -151,7 +150,7 @@ def read_time(directory: Path, stride: int, bandwidth: float | None) -> tuple[Re
 
     By the calibration a layer's rows are a batch of requests of `stride` bytes and a barrier.
     """
-    costs = find_costs(directory, device_store_path())[0] if bandwidth is None else None
+    costs = find_profile(directory)[0] if bandwidth is None else None
     if costs is not None and costs.direct:
         reader = costs.best(stride)
         return lambda layers: sum(reader.batch(nbytes / stride, stride) for nbytes in layers), "the drive's calibration"

@@ -1,7 +1,7 @@
 """A machine whose device is its CPU, of round numbers."""
 
 from flashllm.offload.machine.hardware import Hardware
-from flashllm.offload.machine.rates import RateCurve
+from flashllm.profile.rates import RateCurve
 
 GB, RATE = 10**9, RateCurve.flat
 HOST = Hardware(

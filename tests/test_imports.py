@@ -14,13 +14,25 @@ import flashllm
 ROOT = Path(flashllm.__file__).parent
 # From the ground up: a name is a package, or a module that stands alone.
 ORDER = (
-    *("_core", "errors", "config", "base", "arch", "format", "device", "convert", "plan", "engine"),
+    *("_core", "errors", "config", "base", "arch", "format", "profile", "convert", "plan", "engine"),
     *("generate", "sparsify", "parked", "api", "hf", "offload", "quantise", "chat", "serve", "commands"),
     *("cli", "__main__"),
 )
 # The same of the native core's folders; the kernels' levels hold those of planes.
 CORE_FLOORS = (("io",), ("kernels", "planes"), ("cache",), ("ffn",), ("model",), ("quantise",), ("offload",), ("bind",))
-OFFLOAD_SHARES = {"errors", "base", "api", "arch", "format", "convert", "device", "generate", "config", "plan", "_core"}
+OFFLOAD_SHARES = {
+    "errors",
+    "base",
+    "api",
+    "arch",
+    "format",
+    "convert",
+    "profile",
+    "generate",
+    "config",
+    "plan",
+    "_core",
+}
 MAX_MODULES = 12  # of one folder
 TORCH_ALLOWED = ("convert", "hf", "offload")
 

@@ -20,11 +20,11 @@ from scipy.optimize import least_squares
 
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.machines import T4
-from flashllm.offload.machine.rates import RateCurve
 from flashllm.offload.planner.costs import CostModel, Method
 from flashllm.offload.planner.predict import predict
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.shape import BUILTIN
+from flashllm.profile.rates import RateCurve
 
 GEN_LEN = 32
 

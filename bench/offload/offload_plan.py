@@ -19,13 +19,13 @@ from offload_fit import GEN_LEN, POLICY_6B7, POLICY_30B, POLICY_175B, compare, p
 from flashllm.errors import BudgetError
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.machines import T4
-from flashllm.offload.machine.rates import RateCurve
 from flashllm.offload.planner.clusters import Network, decentralised, pipeline, tokens_per_dollar
 from flashllm.offload.planner.predict import predict
 from flashllm.offload.planner.program import Constraints
 from flashllm.offload.planner.search import GPU_BATCHES, NUM_BATCHES, SearchSpace, search
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.shape import BUILTIN
+from flashllm.profile.rates import RateCurve
 
 USED, HELD_OUT, REPORTED = "used", "held out", "predicted"
 # Section 6.1 keeps 6.7B on the GPU alone and 30B off the disk; figures compare with searches under the same rule.

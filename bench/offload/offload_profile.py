@@ -1,85 +1,85 @@
-"""Does a profile predict this machine? Transfers and products at sizes the fit has not seen, against measured times.
+"""Does a profile predict this machine? Transfers and products at sizes it has not seen, against measured times.
 
-Sizes of the profile and sizes held out are sampled in the same rounds, so that a drifting machine drifts for both; the
-fit takes the first, and the second are predicted. The aim is 15 %.
+Of products, sizes of the profile and sizes held out are sampled in the same rounds, so that a drifting machine drifts
+for both. Reads are predicted by the costs of requests that all of a profile's reads come from. The aim is 15 %.
 
     python bench/offload/offload_profile.py --dir /tmp --json bench/offload/results/offload_profile.json
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flashllm import _core
 from flashllm.base.machine import num_cores
-from flashllm.offload.machine.curves import Probe, Sample, fit_curve, medians, sample_rounds
-from flashllm.offload.machine.measure_disk import open_probe
+from flashllm.offload.machine.here import read_curve
+from flashllm.offload.machine.measure import KIB, MIB, BatchSizes, reading
 from flashllm.offload.machine.measure_native import NativeProbe
-from flashllm.offload.machine.rates import RateCurve
-from flashllm.offload.machine.sampling import KIB, MIB, ProfileSizes
+from flashllm.profile.calibrate import QUICK, CalibrationOptions, measure
+from flashllm.profile.rates import RateCurve, Sample, curve_of, sample_rounds, seconds_of
+from flashllm.profile.reads import file_to_read, write_curve
 
 LIMIT = 0.15
 # Between the profile's sizes, a factor of two from either neighbour and not a multiple of one only.
 HELD_OUT = {
-    "bytes": (128 * KIB, 512 * KIB, 1536 * KIB, 3 * MIB, 8 * MIB, 24 * MIB, 48 * MIB),
+    "bytes": (128 * KIB, 512 * KIB, 1536 * KIB, 3 * MIB, 8 * MIB),
     "gemm": (2, 6, 12, 24, 48, 80, 112, 192, 384, 768),
 }
-GEMM_SHAPES = ((4096, 11008), (5120, 5120), (2048, 8192))  # the profile's own matrix is 4096 x 4096
+GEMM_SHAPES = ((4096, 11008), (5120, 5120), (2048, 8192))  # the profile's own matrix is 2048 x 8192
 
-TINY = ProfileSizes(
-    disk=(64 * KIB, 256 * KIB), copy=(64 * KIB, 256 * KIB), memory=(256 * KIB, 1 * MIB), gemm_rows=(1, 4, 16),
-    gemm_inner=128, gemm_outer=128, disk_file=2 * MIB, rounds=1, at_least_s=0.0, rotation=1 * MIB,
+TINY = BatchSizes(
+    gemm_rows=(1, 4, 16), gemm_inner=128, gemm_outer=128, rounds=1, at_least_s=0.0, rotation=1 * MIB,
 )  # fmt: skip
 
 
-def compared(name: str, curve: RateCurve, samples: list[Sample]) -> list[dict[str, Any]]:
-    """Predicted and measured seconds of the median sample at each size."""
+def compared(name: str, curve: RateCurve, found: RateCurve, units: float = 1.0) -> list[dict[str, Any]]:
+    """Predicted and measured seconds of `units` for each of a size, at the sizes of `found`."""
     rows = []
-    for sample in medians(samples):
-        seconds = sample.units / curve.at(sample.size)
-        rows.append(
-            {
-                "what": name,
-                "size": sample.size,
-                "predicted_s": seconds,
-                "measured_s": sample.seconds,
-                "error": seconds / sample.seconds - 1,
-            }
-        )
+    for size, rate in found.knots:
+        predicted, measured = units * size / curve.at(size), units * size / rate
+        row = {"what": name, "size": size, "predicted_s": predicted, "measured_s": measured}
+        rows.append({**row, "error": predicted / measured - 1})
     return rows
 
 
-def link(
-    name: str, probe: Probe, fit_sizes: tuple[int, ...], held_out: tuple[int, ...], rounds: int
-) -> list[dict[str, Any]]:
-    samples = sample_rounds(probe, (*fit_sizes, *held_out), rounds=rounds)
-    seen = [sample for sample in samples if sample.size in fit_sizes]
-    curve = fit_curve(medians(seen), knots=fit_sizes)
-    return compared(name, curve, [sample for sample in samples if sample.size not in fit_sizes])
+def transfers(folder: Path, sizes: BatchSizes, held_out: tuple[int, ...], *, tiny: bool) -> list[dict[str, Any]]:
+    """Reads and writes of the drive, by a profile of it."""
+    options = dataclasses.replace(QUICK, gemv_nbytes=MIB) if tiny else CalibrationOptions()
+    with file_to_read(folder, 2 * MIB if tiny else 2048 * MIB) as file:
+        profile = measure(file, threads=num_cores(), encodings=(), options=options, writes_in=folder)
+
+        def read(size: int) -> Sample:
+            return Sample(size=size, units=size, seconds=seconds_of(reading(file, size), at_least_s=sizes.at_least_s))
+
+        reads = curve_of(sample_rounds({"reads": (read, held_out)}, rounds=sizes.rounds)["reads"])
+    rows = compared("disk to CPU", read_curve(profile), reads)
+    writes = write_curve(folder, options.write_nbytes, held_out)
+    if profile.writes is None or writes is None:
+        print("the file system refuses direct writes", file=sys.stderr)
+        return rows
+    return rows + compared("CPU to disk", profile.writes, writes)
 
 
-def gemms(probe: NativeProbe, sizes: ProfileSizes, *, tiny: bool) -> list[dict[str, Any]]:
+def gemms(probe: NativeProbe, sizes: BatchSizes, *, tiny: bool) -> list[dict[str, Any]]:
     """The profile's matrix at its rows, others at rows held out, in the same rounds."""
     shapes = ((128, 256),) if tiny else GEMM_SHAPES
     held_out = (2, 8) if tiny else HELD_OUT["gemm"]
-    seen: list[Sample] = []
-    others: dict[tuple[int, int], list[Sample]] = {shape: [] for shape in shapes}
-    for _ in range(sizes.rounds):
-        seen += sample_rounds(
-            lambda rows: probe.products(rows, inner=sizes.gemm_inner, outer=sizes.gemm_outer), sizes.gemm_rows, rounds=1
-        )
-        for inner, outer in shapes:
-            others[inner, outer] += sample_rounds(
-                lambda rows, inner=inner, outer=outer: probe.products(rows, inner=inner, outer=outer),
-                held_out,
-                rounds=1,
-            )
-    curve = fit_curve(medians(seen), knots=sizes.gemm_rows)
-    return [row for shape in shapes for row in compared(f"gemm {shape[0]}x{shape[1]}", curve, others[shape])]
+    probes = {
+        f"{inner}x{outer}": (partial(probe.products, inner=inner, outer=outer), held_out) for inner, outer in shapes
+    }
+    seen = partial(probe.products, inner=sizes.gemm_inner, outer=sizes.gemm_outer)
+    samples = sample_rounds({"": (seen, sizes.gemm_rows), **probes}, rounds=sizes.rounds)
+    curve = curve_of(samples.pop(""))
+    rows = []
+    for (inner, outer), (name, found) in zip(shapes, samples.items(), strict=True):
+        rows += compared(f"gemm {name}", curve, curve_of(found), units=4 * inner * outer)
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,16 +92,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--note", default="", help="conditions to keep with the result")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    sizes = TINY if args.quick else ProfileSizes(rounds=args.rounds, at_least_s=args.seconds)
+    sizes = TINY if args.quick else BatchSizes(rounds=args.rounds, at_least_s=args.seconds)
     held_out = (128 * KIB,) if args.quick else HELD_OUT["bytes"]
     probe = NativeProbe(args.dtype, _core.ThreadPool(num_cores()), sizes.at_least_s, sizes.rotation)
     start = time.perf_counter()
-    with open_probe(args.dir, nbytes=sizes.disk_file, largest=max(sizes.disk)) as disk:
-        direct = disk.direct
-        print(f"direct I/O {'on' if direct else 'off'}", file=sys.stderr)
-        least = sizes.at_least_s
-        rows = link("disk to CPU", lambda n: disk.read(n, at_least_s=least), sizes.disk, held_out, sizes.rounds)
-        rows += link("CPU to disk", lambda n: disk.write(n, at_least_s=least), sizes.disk, held_out, sizes.rounds)
+    rows = transfers(args.dir, sizes, held_out, tiny=args.quick)
     rows += gemms(probe, sizes, tiny=args.quick)
     for row in rows:
         flag = "" if abs(row["error"]) <= LIMIT else "  over 15 %"
@@ -113,7 +108,6 @@ def main(argv: list[str] | None = None) -> int:
     summary: dict[str, Any] = {
         "command": f"python bench/offload/offload_profile.py --rounds {sizes.rounds} --seconds {sizes.at_least_s}",
         "note": args.note,
-        "direct_io": direct,
         "dtype": args.dtype,
         "threads": num_cores(),
         "load_average": os.getloadavg()[0],

@@ -19,13 +19,13 @@ import numpy as np
 
 from flashllm.errors import BudgetError
 from flashllm.offload.machine.hardware import COMBINE, Hardware
-from flashllm.offload.machine.rates import RateCurve
 from flashllm.offload.planner.costs import Method
 from flashllm.offload.planner.predict import price
 from flashllm.offload.planner.program import TIERS, Constraints, PlacementProgram
 from flashllm.offload.planner.search import SearchSpace, search
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.shape import BUILTIN, ModelShape
+from flashllm.profile.rates import RateCurve
 
 GPU_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 NUM_BATCHES = (1, 2, 4, 8, 16)

@@ -3,7 +3,7 @@
     python tools/make_dummy_checkpoint.py opt67-4 --shape opt-6.7b --layers 4 --tokenizer DIR
     python bench/offload/run_accuracy.py opt67-4 --rounds 2
 
-First this machine's profile is measured, as `flashllm offload plan --profile` does. Then each policy runs in a process
+First this machine's profile is measured, as `flashllm calibrate` does. Then each policy runs in a process
 of its own, one after the other, in each round; the profile is measured again at the end, which says how far the machine
 moved meanwhile. Policies differ in batch, blocks, tiers, widths and overlap. The aim is 15 %. Weights are dummies
 (synthetic), which changes no time. The last line is one JSON document.
@@ -21,13 +21,16 @@ from typing import Any
 
 from offload_run import command_line
 
+from flashllm.base.machine import num_cores
 from flashllm.offload.machine.hardware import Hardware
-from flashllm.offload.machine.profile_cpu import profile_cpu
-from flashllm.offload.machine.sampling import ProfileSizes
+from flashllm.offload.machine.here import hardware_of
+from flashllm.offload.machine.measure import BatchSizes, measure_batches
 from flashllm.offload.model_text import ModelText
 from flashllm.offload.planner.predict import predict
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.shape import ModelShape
+from flashllm.profile.calibrate import CalibrationOptions, measure
+from flashllm.profile.reads import file_to_read
 
 WORKER = Path(__file__).with_name("run_worker.py")
 LIMIT = 0.15
@@ -89,10 +92,18 @@ def measured(model: Path, scratch: Path, name: str) -> dict[str, Any]:
 
 
 def profile(model: Path, dtype: str | None, rounds: int) -> Hardware:
-    return profile_cpu(
-        model, report=lambda line: print(line, file=sys.stderr), sizes=ProfileSizes(rounds=rounds),
-        dtype=dtype or "float16", threads=None,
-    )  # fmt: skip
+    """What a calibration says of the drive and of batches."""
+    dtype, threads = dtype or "float16", num_cores()
+    with file_to_read(model, 2 << 30) as file:
+        found = measure(
+            file,
+            threads=threads,
+            encodings=(),
+            options=CalibrationOptions(read_s=10.0),
+            writes_in=model,
+            batches=lambda: measure_batches((dtype,), file, threads=threads, sizes=BatchSizes(rounds=rounds)),
+        )
+    return hardware_of(found, model, dtype)
 
 
 def errors(predictions: dict[str, float], runs: list[dict[str, Any]]) -> dict[str, float]:

@@ -15,6 +15,7 @@ import os
 import queue
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ CHUNK_NBYTES = 8 * 2**20  # one read or write; large enough for full sequential 
 _SYNC_NBYTES = 64 * 2**20  # dirty pages cannot be dropped, so they are forced out this often
 _STEP_NBYTES = 4 * 2**20  # one system call; a drive that works ends it long before PATIENCE_S
 _PARTS = 60  # of patience
+_LOCK_POLL_S = 0.05
 PATIENCE_S = 60.0  # for one system call, as for the native reader's (csrc/io/reader.h)
 _JSON_DEPTH_ERROR = "is nested too deeply"
 _MAX_JSON_VALUES = 2_000_000  # a value takes up to 100 bytes of memory, and as little as 3 of the file
@@ -211,19 +213,25 @@ def iterate_chunks(path: Path) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def locked_directory(path: Path, busy: str) -> Iterator[None]:
-    """Hold an exclusive `flock` on the directory itself; FlashIOError(`busy`) where another process holds it.
+def locked_directory(path: Path, busy: str, *, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold an exclusive `flock` on the directory itself; FlashIOError(`busy`) where another process holds it, and has
+    not let go of it after `wait_s`.
 
     The directory is its own lock file: nothing is left behind by a kill, and the lock follows a rename.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise FlashIOError(busy) from error
-            raise FlashIOError(f"{path}: this file system cannot lock: {error.strerror}") from error
+        end = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise FlashIOError(f"{path}: this file system cannot lock: {error.strerror}") from error
+                if time.monotonic() >= end:
+                    raise FlashIOError(busy) from error
+            time.sleep(_LOCK_POLL_S)
         if not path.exists() or not os.path.samestat(os.stat(path), os.fstat(fd)):
             raise FlashIOError(busy)  # renamed between open and lock: the other process has just finished
         yield

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import platform
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,15 @@ _NO_LIMIT = 2**60  # version 1 control groups report "no limit" as a huge number
 def num_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def system_name() -> str:
+    """The processor's model and the kernel's release: what rates measured here hold for."""
+    processor = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), processor)
+    return f"{processor}, {platform.system()} {platform.release()}"
 
 
 def process_nbytes() -> int:

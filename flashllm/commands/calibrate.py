@@ -1,21 +1,23 @@
-"""`flashllm calibrate [PATH]`: measures a drive and this machine once, and keeps that as a device profile."""
+"""`flashllm calibrate [PATH]`: measures a drive and this machine for both engines, and keeps that as its profile."""
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashllm.base.command_line import number, print_json, say, size, whole
+from flashllm.base.command_line import print_json, say
 from flashllm.base.text import inert
 from flashllm.base.units import format_size
 from flashllm.commands.options import add_json, add_store
-from flashllm.config import MAX_THREADS
 
 if TYPE_CHECKING:
-    from flashllm.device.costs import DeviceCosts, ReaderCosts
+    from flashllm.profile.costs import ReaderCosts
+    from flashllm.profile.machine import Profile
 
 _ROWS = (4 << 10, 16 << 10, 64 << 10)  # bytes of a neuron: of small, middling and large models
+_BATCHES = (1, 16, 256)
 _PROMPT = "Once upon a time there was a little dog who lived in a house by the sea."
 _DEMO_TOKENS = 100
+_SCRATCH_NBYTES = 2 << 30  # of the file written and removed again where PATH is no large model
 _EVICTING_NBYTES = 64 << 20  # about what a large model's layer touches
 _MOVED = 2.0  # ratio of a read's cost now to before that a drive hardly reaches by itself
 
@@ -31,21 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_json(parser)
     add_store(parser)
-    parser.add_argument("--threads", metavar="T", type=whole(1, MAX_THREADS), help="compute threads (default: cores)")
-    parser.add_argument(
-        "--seconds",
-        metavar="S",
-        type=number(0, 3600, low_allowed=False),
-        default=40.0,
-        help="for the reads; the rest takes about half a minute (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--scratch",
-        metavar="SIZE",
-        type=size,
-        default=4 << 30,
-        help="of the file written and removed again where PATH is no large model (default: 4GiB)",
-    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -53,10 +40,13 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.base.machine import num_cores
     from flashllm.base.progress import ProgressBar
     from flashllm.base.user_dirs import user_cache_dir
-    from flashllm.device.calibrate import CalibrationOptions, measure_device
-    from flashllm.device.choice import find_costs
-    from flashllm.device.store import device_of, device_store_path, save_costs
     from flashllm.errors import UsageError
+    from flashllm.format.rows import MEASURED_ENCODINGS
+    from flashllm.offload.machine.measure import DTYPES, measure_batches, measure_gpu
+    from flashllm.profile.calibrate import CalibrationOptions, measure
+    from flashllm.profile.reads import file_to_read
+    from flashllm.profile.store import device_of, find_profile, save_profile, store_path
+    from flashllm.profile.stored import to_json
 
     if args.path is None:
         path = user_cache_dir()
@@ -65,44 +55,49 @@ def main(args: argparse.Namespace) -> int:
         path = args.path
     if not path.exists():
         raise UsageError(f"{path}: there is no such file or directory; name a model or a folder on the drive")
-    store = args.store if args.store is not None else device_store_path()
+    store = args.store if args.store is not None else store_path()
     key = device_of(path)
-    options = CalibrationOptions(read_s=args.seconds, memory_s=min(2.0, args.seconds / 30), scratch_nbytes=args.scratch)
-    threads = args.threads if args.threads is not None else num_cores()
+    threads = num_cores()
     with ProgressBar("calibrate", unit="steps") as bar:
-        costs = measure_device(
-            path,
-            threads=threads,
-            options=options,
-            layer_overhead=lambda: _layer_overhead_s(threads),
-            progress=bar,
-        )
-    if not costs.direct:
+        bar("preparing a file to read", 0, 1)
+        with file_to_read(path, _SCRATCH_NBYTES) as file:
+            profile = measure(
+                file,
+                threads=threads,
+                encodings=MEASURED_ENCODINGS,
+                options=CalibrationOptions(),
+                layer_overhead=lambda: _layer_overhead_s(threads),
+                writes_in=path if path.is_dir() else path.parent,
+                batches=lambda: measure_batches(DTYPES, file, threads=threads),
+                gpu=measure_gpu,
+                progress=bar,
+            )
+    if not profile.direct:
         say(f"direct I/O is not available on {key}: reads went through the page cache, and say little of it")
-    if not costs.steady:
+    if not profile.steady:
         say(
-            f"{key} did not keep its rate: the upper quartile of a batch's times is {costs.scatter:.1f} times the "
+            f"{key} did not keep its rate: the upper quartile of a batch's times is {profile.scatter:.1f} times the "
             "lower one; calibrate again when nothing else uses the drive"
         )
-    if costs.remembers:
+    if profile.remembers:
         say(
-            f"{key}: a second read of the same places was {costs.again:.2g} times as fast, so a cache outside this "
+            f"{key}: a second read of the same places was {profile.again:.2g} times as fast, so a cache outside this "
             "machine (a host's or a controller's) keeps them, and direct I/O cannot bypass it; bytes that were not "
             "read for long take longer than measured here"
         )
-    change = _change(costs, find_costs(path, store)[0])
+    change = _change(profile, find_profile(path, store)[0])
     if not 1 / _MOVED < change < _MOVED:
         say(
             f"a read of {format_size(_ROWS[1])} took {change:.2g} times what it took in the last calibration of "
             f"{key}; if other work slows the drive now, calibrate again later"
         )
-    problem = save_costs(store, key, costs)
+    problem = save_profile(store, key, profile)
     if problem is not None:
         say(problem)
     if args.json:
-        print_json({"key": str(key), "store": str(store), **costs.to_json()})
+        print_json({"key": str(key), "store": str(store), **to_json(profile)})
     else:
-        print(inert("\n".join([str(key), *_lines(costs), f"stored in {store}"])))
+        print(inert("\n".join([str(key), *_lines(profile), f"stored in {store}"])))
     return 0
 
 
@@ -136,35 +131,40 @@ def _layer_overhead_s(threads: int) -> float:
         return max(0.0, statistics.median(rest_s[1:])) / model.manifest.architecture.num_layers
 
 
-def _change(costs: "DeviceCosts", before: "DeviceCosts | None") -> float:
+def _change(profile: "Profile", before: "Profile | None") -> float:
     """Time of a read in the new profile ÷ its time in the one `before`; 1 without that."""
     if before is None:
         return 1.0
-    return costs.best(_ROWS[1]).request(_ROWS[1]) / before.best(_ROWS[1]).request(_ROWS[1])
+    return profile.best(_ROWS[1]).request(_ROWS[1]) / before.best(_ROWS[1]).request(_ROWS[1])
 
 
-def _lines(costs: "DeviceCosts") -> list[str]:
+def _lines(profile: "Profile") -> list[str]:
     def name(reader: "ReaderCosts") -> str:
         return f"{reader.depth} threads" if reader.backend == "threads" else f"io_uring {reader.depth}"
 
-    header = "  request " + "".join(f"{name(reader):>13}" for reader in costs.readers)
+    header = "  request " + "".join(f"{name(reader):>13}" for reader in profile.readers)
     lines = [header]
-    for nbytes in costs.readers[0].sizes:
-        rates = "".join(f"{nbytes / reader.request(nbytes) / 1e6:>8.0f} MB/s" for reader in costs.readers)
+    for nbytes in profile.readers[0].sizes:
+        rates = "".join(f"{nbytes / reader.request(nbytes) / 1e6:>8.0f} MB/s" for reader in profile.readers)
         lines.append(f"  {format_size(nbytes):>7} {rates}")
-    latencies = "".join(f"{reader.latency_s * 1e6:>10.0f} us" for reader in costs.readers)
+    latencies = "".join(f"{reader.latency_s * 1e6:>10.0f} us" for reader in profile.readers)
     lines.append(f"  {'batch':>7} {latencies}")
     lines.append("  beside products on all cores; what a read takes from them")
     for nbytes in _ROWS:
-        rates = "".join(f"{nbytes / reader.beside(nbytes) / 1e6:>8.0f} MB/s" for reader in costs.readers)
-        lost = "".join(f"{reader.lost(nbytes) * 1e6:>10.1f} us" for reader in costs.readers)
+        rates = "".join(f"{nbytes / reader.beside(nbytes) / 1e6:>8.0f} MB/s" for reader in profile.readers)
+        lost = "".join(f"{reader.lost(nbytes) * 1e6:>10.1f} us" for reader in profile.readers)
         lines += [f"  {format_size(nbytes):>7} {rates}", f"  {'':>7} {lost}"]
-    lines.append(f"sequential reads {costs.sequential_bps / 1e9:.2f} GB/s, memory {costs.dram_bps / 1e9:.1f} GB/s")
-    for what, by_dtype in (("resident products", costs.gemv_bps), ("products of cached neurons", costs.sparse_bps)):
+    lines.append(f"sequential reads {profile.sequential_bps / 1e9:.2f} GB/s, memory {profile.dram_bps / 1e9:.1f} GB/s")
+    if profile.writes is not None:
+        lines.append(f"writes up to {max(rate for _, rate in profile.writes.knots) / 1e9:.2f} GB/s")
+    for what, by_dtype in (("resident products", profile.gemv_bps), ("products of cached neurons", profile.sparse_bps)):
         lines.append(f"{what}: " + ", ".join(f"{dtype} {rate / 1e9:.1f} GB/s" for dtype, rate in by_dtype.items()))
-    lines.append(f"besides, {costs.layer_overhead_s * 1e3:.2f} ms a layer")
+    for dtype, batch in profile.batches.items():
+        products = ", ".join(f"{batch.gemm.at(rows) / 1e9:.0f} with {rows}" for rows in _BATCHES)
+        lines.append(f"products of batches in {dtype}, Gflop/s: {products} rows")
+    lines.append(f"besides, {profile.layer_overhead_s * 1e3:.2f} ms a layer")
     for row in _ROWS:
-        best = costs.best(row)
+        best = profile.best(row)
         gap = best.gap(row)
         through = f"gaps up to {format_size(gap)} are read through" if gap else "no gap is worth reading through"
         lines.append(f"neurons of {format_size(row)}: {name(best)}, {through}")

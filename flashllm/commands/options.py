@@ -46,7 +46,7 @@ def add_store(parser: argparse._ActionsContainer) -> None:
         "--store",
         metavar="FILE",
         type=Path,
-        help="device profiles, made by `flashllm calibrate` (default: devices.json in the user's cache)",
+        help="profiles, made by `flashllm calibrate` (default: profiles.json in the user's cache)",
     )
 
 
@@ -66,10 +66,10 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         "--io-threads",
         metavar="T",
         type=whole(1, MAX_THREADS),
-        help=f"reads from flash at a time (default: by the device profile, else {DEFAULT_IO_THREADS})",
+        help=f"reads from flash at a time (default: by the profile, else {DEFAULT_IO_THREADS})",
     )
     group.add_argument(
-        "--io-backend", choices=BACKENDS, help="how they are made (default: by the device profile, else threads)"
+        "--io-backend", choices=BACKENDS, help="how they are made (default: by the profile, else threads)"
     )
     add_store(group)
 
@@ -93,6 +93,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", metavar="T", type=whole(1, MAX_THREADS), help="compute threads (default: cores)")
     group.add_argument("--buffered", action="store_true", help="read through the page cache instead of directly")
     group.add_argument("--no-checksums", action="store_true", help="do not check the bytes of weights and rows")
+
+
+def add_no_profile(parser: argparse.ArgumentParser) -> None:
+    """--no-profile."""
+    parser.add_argument(
+        "--no-profile", action="store_true", help="do not measure the drive before a run that reads from it"
+    )
 
 
 def add_speculation(parser: argparse.ArgumentParser) -> None:

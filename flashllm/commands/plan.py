@@ -1,5 +1,5 @@
 """`flashllm plan [MODEL] --memory SIZE`: where every byte goes at a conversation's start and with a full context, the
-least that works, and a token's time where the drive has a device profile.
+least that works, and a token's time where the drive has a profile.
 
 Imports what a run imports and loads its tokenizer, because their size is part of the plan; loads no weights.
 """
@@ -45,10 +45,10 @@ def main(args: argparse.Namespace) -> int:
     config = run_config(args)
 
     from flashllm.base.machine import available_nbytes, process_nbytes
-    from flashllm.device.store import device_of
     from flashllm.format.model_dir import ModelDir
     from flashllm.format.popularity import describe_popularity
     from flashllm.plan.resolve import resolve
+    from flashllm.profile.store import device_of
 
     model = ModelDir.open(path)
     held = _libraries_of_a_run(path)
@@ -78,8 +78,8 @@ def main(args: argparse.Namespace) -> int:
     print("\n".join([*_table(model, plan), *_gates(model, plan), *_experts(model)]))
     if estimate is not None:
         print(inert("\n".join(estimate.lines)))
-    elif plan.costs is None:
-        print(inert(f"token: {device_of(path)} has no device profile; run `flashllm calibrate {path}`"))
+    elif plan.profile is None:
+        print(inert(f"token: {device_of(path)} has no profile; run `flashllm calibrate {path}`"))
     else:
         print(f"token: there is no estimate for mode {plan.mode} here")
     print(inert(f"many prompts at once: `flashllm offload plan {path} --prompt-len S --gen-len N --hardware here`"))
@@ -164,7 +164,7 @@ def _gates(model: "ModelDir", plan: "Plan") -> list[str]:
 
 
 def _estimate(model: "ModelDir", plan: "Plan", trace: Path | None) -> "_Estimate | None":
-    """The expected token; None where the drive has no device profile, in mode oracle, and of a mixture's experts that
+    """The expected token; None where the drive has no profile, in mode oracle, and of a mixture's experts that
     are computed whole."""
     from flashllm.format.model_files import TRACE
     from flashllm.format.placed import read_places
@@ -179,14 +179,14 @@ def _estimate(model: "ModelDir", plan: "Plan", trace: Path | None) -> "_Estimate
         with Trace(trace if trace is not None else model.path / TRACE) as opened:
             opened.check_model(model.architecture)
             activity = from_trace(opened, plan.memory, plan.popularity, gap, read_places(model.path, model.manifest))
-    if plan.costs is None:
+    if plan.profile is None:
         return None
     if plan.mode == "dense" and not model.architecture.experts:
-        every = dense_token(model, plan.memory, costs=plan.costs, resident_nbytes=resident)
+        every = dense_token(model, plan.memory, costs=plan.profile, resident_nbytes=resident)
         return _of_every_neuron(every)
     if plan.mode != "sparse":
         return None
-    costs, choice = plan.costs, plan.reader
+    costs, choice = plan.profile, plan.reader
     token = estimate_token(model, plan.memory, costs=costs, choice=choice, activity=activity, resident_nbytes=resident)
     return _of_active_neurons(token, activity)
 
@@ -239,7 +239,7 @@ def _beside_dense(estimate: _Estimate, model: "ModelDir", dense: "RunConfig", ro
     every = None
     with contextlib.suppress(BudgetError):  # it reads further ahead, which may not fit
         plan = resolve(dense, model, **room)
-        every = dense_token(model, plan.memory, costs=plan.costs, resident_nbytes=product_nbytes(model)).total_s
+        every = dense_token(model, plan.memory, costs=plan.profile, resident_nbytes=product_nbytes(model)).total_s
     lines = estimate.lines
     if every is not None and every < _CLEARLY_LESS * estimate.document["total_s"]:
         time = f"{every * 1e3:.1f} ms"

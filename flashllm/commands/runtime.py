@@ -11,14 +11,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flashllm.base.command_line import say
+from flashllm.base.machine import available_nbytes, process_nbytes
 from flashllm.commands.options import run_config
+from flashllm.config import RunConfig
 from flashllm.engine.model import Model
+from flashllm.errors import FlashError
+from flashllm.format.model_dir import ModelDir
+from flashllm.format.model_files import FFN
+from flashllm.format.rows import measured_as
 from flashllm.generate.draft_model import opened_draft
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Session
 from flashllm.generate.speculation import speculation_of
 from flashllm.generate.templates.chat_template import opened_template
 from flashllm.generate.tokenizer import Tokenizer
+from flashllm.plan.latency import dense_token
+from flashllm.plan.resolve import resolve
+from flashllm.profile.quick import WORTH_NBYTES, take_quick_profile
 
 
 @contextmanager
@@ -31,6 +40,7 @@ def open_session(
     """
     tokenizer = Tokenizer.load(path)
     config = run_config(args)
+    profile_drive(args, path, config)
     with contextlib.ExitStack() as stack:
         template = stack.enter_context(opened_template(tokenizer)) if chat else None
         draft = stack.enter_context(opened_draft(path, config))
@@ -42,3 +52,22 @@ def open_session(
         speculation = speculation_of(config, model, draft.drafter)
         with Session(model, tokenizer, options, template=template, speculation=speculation) as session:
             yield session, model
+
+
+def profile_drive(args: argparse.Namespace, path: Path, config: RunConfig) -> None:
+    """Take a quick profile, unless --no-profile says not, where the run will read neurons from flash and has no fresh
+    one. What is wrong with the model or the limit is said where it is loaded."""
+    file = path / FFN
+    if args.no_profile or not config.direct or not file.exists() or file.stat().st_size < WORTH_NBYTES:
+        return
+    try:
+        model = ModelDir.open(path)
+        rows = model.manifest.rows
+        encodings = {rows.encoding_of(matrix).name for matrix in rows.matrices} | {model.manifest.dtype}
+        process, available = process_nbytes(), available_nbytes()
+        plan = resolve(config, model, available=available, process=process)
+    except (FlashError, OSError):
+        return
+    if dense_token(model, plan.memory, costs=None, resident_nbytes=0).bytes_read:
+        room = min(plan.memory.limit_nbytes - process, available)
+        take_quick_profile(file, room=room, say=say, encodings=sorted(map(measured_as, encodings)), store=config.store)

@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     options.add_memory(parser)
     options.add_engine(parser)
+    options.add_no_profile(parser)
     options.add_speculation(parser)
     options.add_sampling(parser, defaults="of requests that do not say; by default the model's generation_config.json")
 
@@ -90,13 +91,16 @@ def main(args: argparse.Namespace) -> int:
         sock = stack.enter_context(contextlib.closing(listen(args.host, args.port)))
         with loading(path):
             from flashllm.commands.chat import sampling_defaults
+            from flashllm.commands.runtime import profile_drive
             from flashllm.generate.sampling import SamplingOptions
             from flashllm.serve.opening import ServerOptions, open_app
 
+            config = options.run_config(args)
+            profile_drive(args, path, config)
             app, worker = stack.enter_context(
                 open_app(
                     path,
-                    options.run_config(args),
+                    config,
                     ServerOptions(
                         name=args.name,
                         max_waiting=args.queue,

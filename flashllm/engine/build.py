@@ -16,8 +16,6 @@ from flashllm.base.codes.carried import SCALE_FORMS
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.config import Backend, RunConfig
-from flashllm.device.choice import open_reader
-from flashllm.device.costs import ReaderChoice
 from flashllm.engine.resident import Tensors, read_tensors
 from flashllm.engine.state import NeuronCache
 from flashllm.engine.trace_feed import TraceFeed
@@ -39,6 +37,8 @@ from flashllm.format.rows import PAGE_NBYTES
 from flashllm.format.safetensors import read_header
 from flashllm.plan.memory import MAX_REQUEST, STREAM_THREADS
 from flashllm.plan.resolve import Plan
+from flashllm.profile.choice import open_reader
+from flashllm.profile.costs import ReaderChoice
 
 
 @dataclass(slots=True, kw_only=True)

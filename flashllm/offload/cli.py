@@ -33,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("model", metavar="MODEL_OR_CONFIG", help="a model folder, a config.json, or opt-1.3b … opt-175b")
     plan.add_argument("--prompt-len", type=int, required=True, metavar="S", help="tokens of every (padded) prompt")
     plan.add_argument("--gen-len", type=int, required=True, metavar="N", help="new tokens for each prompt")
-    machine = plan.add_mutually_exclusive_group()
-    machine.add_argument(
-        "--hardware", default="t4", metavar="FILE|t4|here", help="the machine: a file, or here by its stored profile"
+    plan.add_argument(
+        "--hardware",
+        default="t4",
+        metavar="FILE|t4|here",
+        help="the machine: a file, or here by its profile, which `flashllm calibrate` makes (default: %(default)s)",
     )
-    machine.add_argument("--profile", action="store_true", help="measure this machine first, and store the profile")
     plan.add_argument("--save-hardware", type=Path, metavar="FILE", help="write the constants used, for --hardware")
-    plan.add_argument("--profile-dir", type=Path, default=Path(), metavar="DIR", help="where --profile tests the disk")
     plan.add_argument("--device-memory", metavar="SIZE", help="limit of the device tier, e.g. 16GB")
     plan.add_argument("--cpu-memory", metavar="SIZE", help="limit of the CPU tier")
     plan.add_argument("--disk", metavar="SIZE", help="limit of the disk tier; 0 forbids it")
@@ -134,22 +134,17 @@ def _hardware(args: argparse.Namespace, dtype: str | None) -> "Hardware":
             ("disk_capacity", args.disk),
         )
     }
-    if args.profile:
-        from flashllm.offload.machine.profiler import profile_machine
-        from flashllm.offload.machine.store import save_profile
+    if args.hardware == "here":
+        from flashllm.offload.machine.here import this_machine
 
-        hardware = profile_machine(
-            args.profile_dir, report=lambda line: print(line, file=sys.stderr), dtype=dtype or "bfloat16"
-        )
-        save_profile(args.profile_dir, hardware)
-    elif args.hardware == "here":
-        from flashllm.offload.machine.profiler import as_now
-        from flashllm.offload.machine.store import find_profile
-
-        stored = find_profile(args.profile_dir, dtype or "")
-        if stored is None:
-            raise UsageError(f"{args.profile_dir}: there is no profile of this machine for its drive; use --profile")
-        hardware = as_now(stored, args.profile_dir)
+        folder = Path(args.model) if Path(args.model).is_dir() else Path()
+        here = this_machine(folder, dtype)
+        if here is None:
+            raise UsageError(
+                f"the drive of {folder.absolute()} has no profile with what batches take; run `flashllm calibrate "
+                f"{folder}` first, which takes two minutes"
+            )
+        hardware = here
     elif args.hardware in MACHINES:
         hardware = MACHINES[args.hardware]
     elif Path(args.hardware).is_file():

@@ -35,7 +35,7 @@ def add_arguments(verbs: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Measure, a row at a time."""
     from flashllm.errors import UsageError
-    from flashllm.offload.launch import open_runner, prepare
+    from flashllm.offload.launch import open_runner, prepare, profile_drive
     from flashllm.offload.model_text import ModelText
     from flashllm.offload.policy import Workload
 
@@ -45,6 +45,8 @@ def main(args: argparse.Namespace) -> int:
     if longest.full_context > model.encoder.context:
         raise UsageError(f"{longest.full_context} positions are more than the model's {model.encoder.context}")
     size = longest.prompt_len, longest.full_context - 1
+    if not args.no_profile:
+        profile_drive(model.path, model.shape, options, say=say)
     launch = prepare(model.path, model.shape, [size] * max(args.batch), options, report=say)
     rows = []
     with open_runner(model.path, launch, options) as runner:

@@ -96,6 +96,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--scratch", type=Path, metavar="DIR", help="scratch files (default: the user's cache)")
     group.add_argument("--threads", type=whole(1, 1024), metavar="T", help="compute threads (default: cores)")
+    group.add_argument("--no-profile", action="store_true", help="do not measure the drive before a job that reads it")
     group.add_argument("--no-overlap", action="store_true", help="one activity at a time")
 
 
@@ -243,13 +244,15 @@ class _Task:
         from flashllm.base.machine import peak_process_nbytes
         from flashllm.offload.jobs.job import Job
         from flashllm.offload.jobs.lines import ranked
-        from flashllm.offload.launch import open_runner, prepare
+        from flashllm.offload.launch import open_runner, prepare, profile_drive
 
         ring, stages = self._ring, 1 if self._ring is None else self._ring.place.world
         lines, done = self._batch.lines, set(self._results.done)
         todo = ranked(lines, [index for index, line in enumerate(lines) if index not in done and line.problem is None])
         if todo:
             sizes = [lines[index].size for index in todo]
+            if not self._args.no_profile and ring is None:
+                profile_drive(self._model.path, self._model.shape, self._options, say=say)
             self._launch = prepare(self._model.path, self._model.shape, sizes, self._options, stages=stages, report=say)
         job = Job(
             self._batch,

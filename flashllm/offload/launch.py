@@ -13,6 +13,7 @@ from flashllm.base.user_dirs import user_cache_dir
 from flashllm.errors import BudgetError, UsageError
 from flashllm.offload.accelerators import DEVICES, Device, choose_accelerator, free_nbytes
 from flashllm.offload.jobs.blocks import Size, cut, equal
+from flashllm.offload.planner.costs import COMPRESSED
 from flashllm.offload.planner.local import LocalPlan, Methods, check_fits, load_search, plan_policy, predict_job
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.runtime.opened import OpenModel
@@ -20,6 +21,8 @@ from flashllm.offload.runtime.ops import PACKING, WeightGroups
 from flashllm.offload.runtime.options import CacheLayout, RunOptions
 from flashllm.offload.runtime.run import Runner
 from flashllm.offload.shape import ModelShape
+from flashllm.profile.quick import WORTH_NBYTES, take_quick_profile
+from flashllm.profile.store import device_of
 
 COMPRESSIBLE = ("weights", "cache")
 CACHE_LAYOUTS: tuple[CacheLayout, ...] = ("kivi", "hidden")  # the first is the default
@@ -29,6 +32,7 @@ _MEMORY_SHARE = 0.8  # of what is free, where no limit is given
 _MARGIN_NBYTES = 48 * 2**20  # for the interpreter's own growth: prompts, texts, answers of a block
 
 
+_LEAST_TO_MEASURE = 256 << 20  # bytes of memory for the operands of products and attention
 _STEP_NBYTES = 1 << 20  # by which a plan that was too large is made smaller, besides what was short
 _PLANS = 3  # tried for a size of prompts
 _ANY = Policy(gpu_batch=1, wg=1, wc=0, wd=0, cg=1, cc=0, cd=0, hg=1, hc=0, hd=0)
@@ -131,6 +135,25 @@ def memory_limits(options: LaunchOptions) -> tuple[int, int]:
             f"{format_size(_MARGIN_NBYTES)} for their growth): nothing is left for the model"
         )
     return limit, memory
+
+
+def profile_drive(model: Path, shape: ModelShape, options: LaunchOptions, *, say: Callable[[str], None]) -> None:
+    """Take a quick profile of the drive, where the weights do not fit memory, so that the job will read them, and its
+    policy is to be planned for a CPU. Not of a drive other than the model's: its files are what is read."""
+    weights = shape.model_bytes * (COMPRESSED if options.compress_weights else 1)
+    folder = options.scratch_folder
+    files = sorted(model.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    if options.policy is not None or not files or find_accelerator(options) is not None or shape.dtype is None:
+        return
+    memory, dtype, file = memory_limits(options)[1], shape.dtype, files[-1]
+    if (
+        not _LEAST_TO_MEASURE <= memory < weights
+        or file.stat().st_size < WORTH_NBYTES
+        or device_of(folder) != device_of(file)
+    ):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    take_quick_profile(file, room=memory, say=say, dtype=dtype, writes_in=folder)
 
 
 def prepare(

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from flashllm.base.machine import available_nbytes, process_nbytes
 from flashllm.config import RunConfig
-from flashllm.device.costs import DeviceCosts
 from flashllm.errors import FlashError
 from flashllm.format.manifest import MANIFEST
 from flashllm.format.model_dir import ModelDir
@@ -20,6 +19,7 @@ from flashllm.offload.policy import Workload
 from flashllm.plan.activity import from_shares
 from flashllm.plan.latency import dense_token, estimate_token, product_nbytes
 from flashllm.plan.resolve import Plan, resolve
+from flashllm.profile.machine import Profile
 
 _MOST_PROMPTS = 1 << 20
 
@@ -43,7 +43,7 @@ def latency_engine(
 ) -> LatencyEngine | None:
     """The latency engine's expected times for a model directory under `memory` bytes.
 
-    None where they cannot be known: the folder is not converted, its drive has no device profile (`flashllm
+    None where they cannot be known: the folder is not converted, its drive has no profile (`flashllm
     calibrate`), or the engine cannot run the model there.
     """
     if not (path / MANIFEST).exists():
@@ -56,22 +56,22 @@ def latency_engine(
         plan = resolve(config, model, available=available_nbytes(), process=process_nbytes())
     except FlashError:
         return None
-    if plan.costs is None:
+    if plan.profile is None:
         return None
     neurons_nbytes = model.architecture.num_layers * model.manifest.rows.layer_nbytes
     params = (product_nbytes(model) + neurons_nbytes) / model.dtype.itemsize
     rate = hardware.gemm.at(min(workload.prompt_len, plan.memory.prompt_tokens))
-    streamed_s = neurons_nbytes / plan.costs.sequential_bps
+    streamed_s = neurons_nbytes / plan.profile.sequential_bps
     # A prompt goes through the blocks in parts, each of which streams every neuron by while it computes.
     parts = -(-workload.prompt_len // plan.memory.prompt_tokens)
     prompt_s = max(parts * streamed_s, 2 * params * workload.prompt_len / rate)
-    token_s = _token_s(model, plan, plan.costs)
+    token_s = _token_s(model, plan, plan.profile)
     if token_s is None:
         return None
     return LatencyEngine(prompt_s=prompt_s, token_s=token_s, seconds=prompt_s + (workload.gen_len - 1) * token_s)
 
 
-def _token_s(model: ModelDir, plan: Plan, costs: DeviceCosts) -> float | None:
+def _token_s(model: ModelDir, plan: Plan, costs: Profile) -> float | None:
     """A token in the plan's mode; None where it is not known."""
     resident_nbytes = product_nbytes(model)
     if plan.mode == "dense":

@@ -1,4 +1,4 @@
-"""The expected time of a token, from a memory plan and a device profile: reads, products, and what is left.
+"""The expected time of a token, from a memory plan and a profile: reads, products, and what is left.
 
 Per layer: the reader gets one batch for the misses (neighbours merged), while the hits' up products run; behind it, the
 rows prefetched for the next layer while this one computes. Everything touched in memory is touched once, resident
@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flashllm.device.costs import DeviceCosts, ReaderChoice
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS, RESIDENT, resident_encoding
 from flashllm.format.rows import RowLayout, measured_as
 from flashllm.format.safetensors import read_header
 from flashllm.plan.activity import ExpectedActivity, LayerActivity
 from flashllm.plan.memory import MemoryPlan
+from flashllm.profile.costs import ReaderChoice
+from flashllm.profile.machine import Profile
 
 _CLEARLY_FASTER = 1.03  # a ratio of two estimates; smaller ones are noise
 _FACTORS_AS = {"F16": "float16", "I8": "int8_32", "U8": "int4_32"}  # encodings as fast as predictors' factors
@@ -62,7 +63,7 @@ class DenseEstimate:
         return None if self.products_s is None else max(self.read_s, self.products_s)
 
 
-def dense_token(model: ModelDir, plan: MemoryPlan, *, costs: DeviceCosts | None, resident_nbytes: int) -> DenseEstimate:
+def dense_token(model: ModelDir, plan: MemoryPlan, *, costs: Profile | None, resident_nbytes: int) -> DenseEstimate:
     """The expected token of a dense run at the start of a conversation. `resident_nbytes`: `product_nbytes`."""
     rows, layers = model.manifest.rows, model.architecture.num_layers
     ffn_nbytes = sum(layout.layer_nbytes for layout in model.manifest.layouts)
@@ -93,7 +94,7 @@ def _product_parts(model: ModelDir) -> dict[str, int]:
     return {name: tensors[name].nbytes for name in (*names, head)}
 
 
-def _resident_s_a_byte(model: ModelDir, costs: DeviceCosts) -> float:
+def _resident_s_a_byte(model: ModelDir, costs: Profile) -> float:
     """Seconds of a token's products for each byte of the resident weights they read."""
     manifest, parts = model.manifest, _product_parts(model)
     seconds = 0.0
@@ -105,7 +106,7 @@ def _resident_s_a_byte(model: ModelDir, costs: DeviceCosts) -> float:
     return seconds / sum(parts.values())
 
 
-def _predictors_s(model: ModelDir, plan: MemoryPlan, costs: DeviceCosts) -> float:
+def _predictors_s(model: ModelDir, plan: MemoryPlan, costs: Profile) -> float:
     """Seconds of a token's products with the predictors' factors."""
     if not plan.predictors:
         return 0.0
@@ -128,7 +129,7 @@ def estimate_token(
     model: ModelDir,
     plan: MemoryPlan,
     *,
-    costs: DeviceCosts,
+    costs: Profile,
     choice: ReaderChoice,
     activity: ExpectedActivity,
     resident_nbytes: int,
@@ -145,7 +146,7 @@ def prefetch_pays(
     model: ModelDir,
     plan: MemoryPlan,
     *,
-    costs: DeviceCosts,
+    costs: Profile,
     choice: ReaderChoice,
     activity: ExpectedActivity,
     resident_nbytes: int,
@@ -168,7 +169,7 @@ class _Rates:
         model: ModelDir,
         plan: MemoryPlan,
         *,
-        costs: DeviceCosts,
+        costs: Profile,
         choice: ReaderChoice,
         resident_nbytes: int,
     ) -> None:

@@ -1,6 +1,6 @@
 """`resolve` decides everything about a run before anything is loaded.
 
-The one place where a `RunConfig`, a model and the device profile of its drive become a `Plan`. Loads no weights.
+The one place where a `RunConfig`, a model and the profile of its drive become a `Plan`. Loads no weights.
 """
 
 from dataclasses import dataclass
@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from flashllm.base.machine import num_cores
 from flashllm.base.units import format_size
 from flashllm.config import DEFAULT_WINDOW, Mode, RunConfig
-from flashllm.device.choice import choose_reader, find_costs
-from flashllm.device.costs import DeviceCosts, ReaderChoice
-from flashllm.device.store import device_store_path
-from flashllm.errors import UsageError
+from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest import has_prefetch_predictors
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS, TRACE
@@ -19,6 +16,10 @@ from flashllm.format.popularity import Popularity, read_popularity
 from flashllm.plan.activity import from_shares
 from flashllm.plan.latency import dense_token, prefetch_pays, product_nbytes
 from flashllm.plan.memory import MAX_VERIFIED, MemoryPlan, plan_memory
+from flashllm.profile.choice import choose_reader
+from flashllm.profile.costs import ReaderChoice
+from flashllm.profile.machine import Profile
+from flashllm.profile.store import find_profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class Plan:
     threads: int  # of compute
     mode: Mode
     prefetch: bool  # the next layer's rows are read before its turn
-    costs: DeviceCosts | None  # the drive's device profile; None where it has none
+    profile: Profile | None  # the drive's profile; None where it has none
     popularity: Popularity | None  # by which the neuron caches were shared out
     notices: tuple[str, ...]  # what the user should know, a line each
 
@@ -58,12 +59,11 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
             f"no neuron of this model is ever exactly zero ({model.architecture.activation}), so none can be left out: "
             "mode dense, without predictors"
         )
-    store = config.store if config.store is not None else device_store_path()
-    costs, problem = find_costs(model.path, store)
+    profile, problem = find_profile(model.path, config.store)
     if problem is not None:
         notices.append(problem)
     reader = choose_reader(
-        costs,
+        profile,
         model.manifest.rows.stride,
         io_threads=config.io_threads,
         direct=config.direct,
@@ -93,14 +93,21 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
 
     wanted = mode == "sparse" and config.ablation.prefetch
     prefetch = wanted and has_prefetch_predictors(model.path, model.manifest)
-    memory = memory_plan(prefetch=prefetch)
-    if prefetch and costs is not None and costs.direct and config.direct:
+    try:
+        memory = memory_plan(prefetch=prefetch)
+    except BudgetError:
+        if reader.source != "calibration":
+            raise
+        # What the profile chose takes more room than the default; no run fails for its profile.
+        reader = choose_reader(None, model.manifest.rows.stride, io_threads=None, direct=config.direct)
+        memory = memory_plan(prefetch=prefetch)
+    if prefetch and profile is not None and profile.direct and config.direct:
         activity = from_shares(model.manifest, memory, popularity, reader.max_gap)
         resident = product_nbytes(model)
-        if not prefetch_pays(model, memory, costs=costs, choice=reader, activity=activity, resident_nbytes=resident):
+        if not prefetch_pays(model, memory, costs=profile, choice=reader, activity=activity, resident_nbytes=resident):
             prefetch, memory = False, memory_plan(prefetch=False)
     if mode == "dense" and not model.architecture.experts:
-        notices += _streaming(model, memory, costs)
+        notices += _streaming(model, memory, profile)
     notices += _small_cache(model, memory)
     return Plan(
         memory=memory,
@@ -108,7 +115,7 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         threads=config.threads if config.threads is not None else num_cores(),
         mode=mode,
         prefetch=prefetch,
-        costs=costs,
+        profile=profile,
         popularity=popularity,
         notices=tuple(notices),
     )
@@ -123,9 +130,9 @@ def _check_sparse_prompts(mode: Mode, model: ModelDir) -> None:
         raise UsageError(f"{model.path}: a trace says which neurons are active, so --prompts sparse has no meaning")
 
 
-def _streaming(model: ModelDir, memory: MemoryPlan, costs: DeviceCosts | None) -> list[str]:
+def _streaming(model: ModelDir, memory: MemoryPlan, profile: Profile | None) -> list[str]:
     """What a dense run whose neurons do not fit should expect of every token; nothing where they all fit."""
-    token = dense_token(model, memory, costs=costs, resident_nbytes=product_nbytes(model))
+    token = dense_token(model, memory, costs=profile, resident_nbytes=product_nbytes(model))
     if not token.bytes_read:
         return []
     read, all_nbytes = format_size(token.bytes_read), format_size(token.ffn_nbytes)

@@ -17,8 +17,8 @@ from flashllm.cli import VERBS, main, make_parser
 from flashllm.commands import options
 from flashllm.commands.chat import sampling_defaults
 from flashllm.config import CACHE_POLICIES
-from flashllm.device.costs import ReaderChoice
 from flashllm.errors import BudgetError, FormatError
+from flashllm.profile.costs import ReaderChoice
 
 PIECE = ["--threads", "1", "--io-threads", "4"]
 

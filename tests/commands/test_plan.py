@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from arch_models import make_model
-from device_costs import device, reader
+from profiles import profile_of, reader
 
 from flashllm.cli import main
-from flashllm.device.store import device_of, save_costs
 from flashllm.format.install import install_files
 from flashllm.format.model_files import POPULARITY
 from flashllm.format.popularity import encode_popularity
 from flashllm.plan.memory import KV_BLOCK_TOKENS
+from flashllm.profile.store import device_of, save_profile
 
 
 @pytest.fixture
@@ -72,12 +72,12 @@ def test_a_model_that_runs_densely_alone_is_planned_so(tmp_path, plan_json, caps
 
 def test_a_dense_token_has_an_estimate(tmp_path, plan_json, capsys):
     _, directory = make_model(tmp_path, "llama")
-    store = tmp_path / "devices.json"
+    store = tmp_path / "profiles.json"
     assert plan_json(directory, "--store", store)["token"] is None
     assert main(["plan", str(directory), "--store", str(store)]) == 0
-    assert "has no device profile" in capsys.readouterr().out
+    assert "has no profile" in capsys.readouterr().out
     rates = {"gemv_bps": {"float32": 20e9}, "sparse_bps": {"float32": 16e9}}
-    save_costs(store, device_of(directory), device(**rates))
+    save_profile(store, device_of(directory), profile_of(**rates))
     token = plan_json(directory, "--store", store)["token"]
     assert token["total_s"] == max(token["read_s"], token["products_s"]) > 0
     assert main(["plan", str(directory), "--store", str(store)]) == 0
@@ -88,11 +88,11 @@ def test_a_drive_that_is_slow_at_scattered_reads_is_better_read_in_sequence(
     tiny, tmp_path, plan_json, capsys, monkeypatch
 ):
     monkeypatch.setattr("flashllm.base.machine.process_nbytes", lambda: 100_000_000)  # it would grow between the calls
-    path, store = tiny("float16").path("random"), tmp_path / "devices.json"
+    path, store = tiny("float16").path("random"), tmp_path / "profiles.json"
     times = {}
     for name, read_s in (("slow", 1e-2), ("fast", 1e-9)):
         slow = {"latency_s": read_s, "request_s": (read_s, read_s), "beside_s": (read_s, read_s)}
-        save_costs(store, device_of(path), device(reader(**slow), sequential_bps=1e8, layer_overhead_s=1e-6))
+        save_profile(store, device_of(path), profile_of(reader(**slow), sequential_bps=1e8, layer_overhead_s=1e-6))
         limit = f"{plan_json(path, '--store', store)['minimum_bytes'] // 1000 + 100}kB"
         common = (path, "--store", store, "--memory", limit)
         times[name] = plan_json(*common)["token"]

@@ -140,7 +140,7 @@ def test_doctor(run, tmp_path):
     status, out, err = run("doctor", tmp_path, "--store", tmp_path / "none.json")
     assert (status in (0, 1), err) == (True, "")
     lines = [line for line in out.splitlines() if line[:1] != " "]
-    for what in ("flashllm", "processor", "memory", "drive", "direct I/O", "io_uring", "device profile", "packages"):
+    for what in ("flashllm", "processor", "memory", "drive", "direct I/O", "io_uring", "profile", "packages"):
         assert any(line[6:].startswith(what) for line in lines), what
     assert f"flashllm calibrate {tmp_path}" in out
     findings = json.loads(run("doctor", tmp_path, "--json")[1])["findings"]
@@ -152,8 +152,8 @@ def test_doctor(run, tmp_path):
 def test_doctor_says_what_is_bad(tmp_path):
     (tmp_path / "store.json").write_text("{")
     found = {each.what: each for each in examine(tmp_path, tmp_path / "store.json")}
-    assert found["device profile"].state == "bad"
-    assert "flashllm calibrate" in found["device profile"].advice
+    assert found["profile"].state == "bad"
+    assert "flashllm calibrate" in found["profile"].advice
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,8 @@ def header(change: Change) -> Change:
 
 HUGE = 2**62
 MANIFEST, CHECKPOINT, GGUF = "manifest", "checkpoint: config.json", "GGUF"
-SHARD, TRACE, DEVICES = "checkpoint: model.safetensors", "trace", "device profile"
-MACHINE, POLICY, LINE = "machine profile", "policy", "batch line"
+SHARD, TRACE, DEVICES = "checkpoint: model.safetensors", "trace", "profile"
+MACHINE, POLICY, LINE = "hardware file", "policy", "batch line"
 CHAT, COMPLETION = "chat request", "completion request"
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
@@ -253,27 +253,27 @@ CASES = {
     "trace that is another file": Case(
         TRACE, header(first(b"flashllm-trace", b"flashllm-tracf")), "is not an activity trace of version 1"
     ),
-    "device profile of another version": Case(
-        DEVICES, put("format_version", 1), "format_version must be 3, not '1'; run `flashllm calibrate`"
+    "profile of another version": Case(
+        DEVICES, put("format_version", 1), "format_version must be 4, not '1'; run `flashllm calibrate`"
     ),
-    "device profile with a rate of -1": Case(
+    "profile with a rate of -1": Case(
         DEVICES,
         put("devices/0/costs/sequential_bps", -1),
         "sequential_bps must be a number from 0, not '-1'; run `flashllm",
     ),
-    "device profile without readers": Case(
+    "profile without readers": Case(
         DEVICES, put("devices/0/costs/readers", []), "readers must not be empty; run `flashllm calibrate` again"
     ),
-    "machine profile with a negative memory": Case(
+    "hardware file with a negative memory": Case(
         MACHINE, put("cpu_memory", -1), "cpu_memory must be a number of bytes, not -1"
     ),
-    "machine profile with a rate of 0": Case(
+    "hardware file with a rate of 0": Case(
         MACHINE, put("gemm", 0), "gemm: knot (1.0, 0.0): size and rate must be positive and finite"
     ),
-    "machine profile with sizes that fall": Case(
+    "hardware file with sizes that fall": Case(
         MACHINE, put("dtoc", [[10, 1e9], [5, 1e9]]), "dtoc: knot sizes must rise strictly: [10.0, 5.0]"
     ),
-    "machine profile that says a key twice": Case(
+    "hardware file that says a key twice": Case(
         MACHINE, first(b"{", b'{"cpu_memory": 1, '), "the key 'cpu_memory' occurs twice"
     ),
     "policy whose shares are 1.5": Case(POLICY, put("wg", 0.7), "wg + wc + wd must be 1 (weights), not 1.5"),

@@ -13,14 +13,13 @@ import gguf_files
 import numpy as np
 import predictor_files
 from arch_models import Variant, make_checkpoint
-from device_costs import device, reader
+from profiles import profile_of, reader
 from tiny_models import make_tiny_opt
 from traces import write_trace
 
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.plan import plan_conversion
 from flashllm.convert.run import convert
-from flashllm.device.store import device_of, load_costs, save_costs
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.predictors import check_predictors_header
@@ -32,6 +31,7 @@ from flashllm.offload.jobs.requests import Defaults, parse_request
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.machines import MACHINES
 from flashllm.offload.policy import Policy
+from flashllm.profile.store import device_of, load_profile, save_profile
 from flashllm.serve.bodies import parse
 
 
@@ -128,13 +128,13 @@ def make_kinds(root: Path) -> dict[str, Kind]:
             opened.check_model(manifest.architecture)
 
     kinds["trace"] = Kind(trace.read_bytes(), at_file(root / "t.trace", read_trace), "t.trace", False)
-    store, key = root / "devices.json", device_of(root)
-    save_costs(store, key, device(reader()))
-    kinds["device profile"] = Kind(
-        store.read_bytes(), at_file(root / "d.json", lambda path: load_costs(path, key)), "d.json"
+    store, key = root / "profiles.json", device_of(root)
+    save_profile(store, key, profile_of(reader()))
+    kinds["profile"] = Kind(
+        store.read_bytes(), at_file(root / "d.json", lambda path: load_profile(path, key)), "d.json"
     )
     hardware = json.dumps(next(iter(MACHINES.values())).to_json()).encode()
-    kinds["machine profile"] = Kind(hardware, at_file(root / "m.json", Hardware.load), "m.json")
+    kinds["hardware file"] = Kind(hardware, at_file(root / "m.json", Hardware.load), "m.json")
     policy = Policy(gpu_batch=4, num_batches=2, wg=0.2, wc=0.3, wd=0.5, cg=0.0, cc=1.0, cd=0.0, hg=0.0, hc=1.0, hd=0.0)
     kinds["policy"] = Kind(json.dumps(policy.to_json()).encode(), at_file(root / "p.json", Policy.load), "p.json")
     # 6. Lines of batch files, bodies of requests.

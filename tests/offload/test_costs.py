@@ -6,13 +6,13 @@ import pytest
 
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.machines import T4
-from flashllm.offload.machine.rates import RateCurve
 from flashllm.offload.planner.costs import COMPRESSED, CostModel, Method
 from flashllm.offload.planner.linear import SIZE, WG
 from flashllm.offload.planner.peaks import cpu_peaks, device_peaks, disk_peak, memory_limits
 from flashllm.offload.planner.predict import predict
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.shape import ModelShape
+from flashllm.profile.rates import RateCurve
 
 # Small enough to check by hand; no embeddings to speak of, rates of 1, memory too fast to matter.
 L, H1, H2, NH, S, N, GBS, NB = 3, 8, 32, 2, 6, 4, 2, 5

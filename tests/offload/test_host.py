@@ -12,16 +12,14 @@ from tiny_models import make_tiny_opt
 
 from flashllm import _core
 from flashllm.errors import BudgetError
-from flashllm.offload.planner import host_costs, host_peaks
+from flashllm.offload.planner import host_peaks
 from flashllm.offload.planner.costs import Method
-from flashllm.offload.planner.host_costs import KV_BLOCK, ROWS_TOGETHER, HostCostModel, cost_model, packed_bytes
+from flashllm.offload.planner.host_costs import HostCostModel, cost_model, packed_bytes
 from flashllm.offload.planner.local import Methods, check_fits, plan_policy, predict_job
 from flashllm.offload.planner.predict import predict
 from flashllm.offload.planner.search import SearchSpace, search
 from flashllm.offload.policy import Policy, Workload
-from flashllm.offload.runtime import layer, ops, tasks
 from flashllm.offload.runtime.ops import Packing
-from flashllm.offload.runtime.tiers import arrangement
 from flashllm.offload.runtime.tiers.activations import Activations
 from flashllm.offload.runtime.tiers.arrangement import arrange
 from flashllm.offload.runtime.tiers.kv import KvCache
@@ -56,14 +54,6 @@ def host(shape, policy, work=WORK, hardware=HOST):
     model = cost_model(shape, hardware, work, Method.of(policy))
     assert isinstance(model, HostCostModel)
     return dataclasses.replace(model, policy=policy)
-
-
-def test_constants_are_the_runtimes():
-    assert KV_BLOCK == arrangement.KV_BLOCK
-    assert ROWS_TOGETHER == layer.ROWS_TOGETHER
-    assert host_costs.WIDE_BITS == ops.WIDE_BITS
-    assert [host_costs.late_layers(n) for n in range(1, 80)] == [ops.late_layers(n) for n in range(1, 80)]
-    assert host_peaks.BUFFERS == tasks.BUFFERS
 
 
 @pytest.mark.parametrize("along", ["inputs", "outputs"])

@@ -4,13 +4,13 @@ import json
 
 import pytest
 from arch_models import make_model
-from device_costs import device
 from offload_host import HOST
+from profiles import profile_of
 
 from flashllm.cli import main
-from flashllm.device.store import device_of, device_store_path, save_costs
 from flashllm.offload.other_engine import LatencyEngine, better_below, latency_engine
 from flashllm.offload.policy import Workload
+from flashllm.profile.store import device_of, save_profile, store_path
 
 WORK = Workload(prompt_len=32, gen_len=16)
 
@@ -22,9 +22,9 @@ def folders(request, tmp_path_factory):
 
 def test_both_kinds_of_model_have_an_estimate(folders, tmp_path):
     source, directory = folders
-    store = tmp_path / "devices.json"
-    assert latency_engine(directory, HOST, WORK, store=store) is None  # no device profile
-    save_costs(store, device_of(directory), device())
+    store = tmp_path / "profiles.json"
+    assert latency_engine(directory, HOST, WORK, store=store) is None  # no profile
+    save_profile(store, device_of(directory), profile_of())
     found = latency_engine(directory, HOST, WORK, store=store)
     assert found.seconds == pytest.approx(found.prompt_s + 15 * found.token_s)
     assert 0 < found.token_s < 1
@@ -50,7 +50,7 @@ def test_the_number_of_prompts_from_which_blocks_pay(block_s, size, expected):
 def test_offload_plan_says_so(folders, tmp_path, capsys, monkeypatch):
     _, directory = folders
     monkeypatch.setenv("HOME", str(tmp_path))  # the profile is this test's alone
-    save_costs(device_store_path(), device_of(directory), device())
+    save_profile(store_path(), device_of(directory), profile_of())
     hardware = tmp_path / "host.json"
     hardware.write_text(json.dumps(HOST.to_json()))
     arguments = ["offload", "plan", str(directory), "--prompt-len", "32", "--gen-len", "16", "--no-what-if"]

@@ -10,7 +10,6 @@ import pytest
 
 from flashllm.errors import BudgetError
 from flashllm.offload.machine.machines import T4
-from flashllm.offload.machine.rates import RateCurve
 from flashllm.offload.planner.costs import CostModel, Method
 from flashllm.offload.planner.predict import price
 from flashllm.offload.planner.program import Constraints, PlacementProgram
@@ -18,6 +17,7 @@ from flashllm.offload.planner.search import SearchSpace, search
 from flashllm.offload.planner.whatif import what_if
 from flashllm.offload.policy import Workload
 from flashllm.offload.shape import BUILTIN, ModelShape
+from flashllm.profile.rates import RateCurve
 
 WORK = Workload(prompt_len=512, gen_len=32)
 COARSE = SearchSpace(gpu_batches=(1, 4, 16, 64), num_batches=(1, 4, 8))

@@ -4,11 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from device_costs import device, reader
+from profiles import profile_of, reader
 
 from flashllm import _core
 from flashllm.convert.run import convert
-from flashllm.device.costs import ReaderChoice
 from flashllm.format.manifest_values import Calibration, Sparsity
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS, RESIDENT
@@ -26,6 +25,7 @@ from flashllm.plan.activity import (
 )
 from flashllm.plan.latency import dense_token, estimate_token, prefetch_pays, product_nbytes
 from flashllm.plan.memory import plan_memory
+from flashllm.profile.costs import ReaderChoice
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def one_cost(lost=5e-6):
 
 def estimate(model, activity, *, max_gap=0, **changes):
     opened, plan = model
-    costs = device(one_cost(), **changes)
+    costs = profile_of(one_cost(), **changes)
     choice = ReaderChoice(backend="threads", depth=32, max_gap=max_gap, source="default")
     return estimate_token(opened, plan, costs=costs, choice=choice, activity=activity, resident_nbytes=1_000_000)
 
@@ -138,7 +138,7 @@ def test_what_is_prefetched_is_not_waited_for(model):
     # A run prefetches where that is not clearly slower.
     choice = ReaderChoice(backend="threads", depth=32, max_gap=0, source="default")
     for lost, reads, pays in ((5e-6, some, True), (1e-3, some, False), (1e-3, activity(40.0, 0.0), True)):
-        costs = device(one_cost(lost=lost), **slow)
+        costs = profile_of(one_cost(lost=lost), **slow)
         options = {"costs": costs, "choice": choice, "activity": reads, "resident_nbytes": 1_000_000}
         assert prefetch_pays(*prefetching, **options) is pays
 
@@ -172,7 +172,7 @@ def test_a_dense_token_takes_the_longer_of_reads_and_products(model):
     rows = opened.manifest.rows
 
     def token(kept, **changes):
-        costs = device(layer_overhead_s=0.0, **changes)
+        costs = profile_of(layer_overhead_s=0.0, **changes)
         return dense_token(opened, with_rows(plan, [kept, 0, 0]), costs=costs, resident_nbytes=1_000_000)
 
     slow = token(100, sequential_bps=1e6)

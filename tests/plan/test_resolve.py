@@ -1,4 +1,4 @@
-"""`resolve`: the one place where arguments, model and device profile become a plan."""
+"""`resolve`: the one place where arguments, model and profile become a plan."""
 
 import dataclasses
 import json
@@ -13,13 +13,14 @@ from traces import write_trace
 
 from flashllm.base.machine import num_cores
 from flashllm.config import Ablation, RunConfig
-from flashllm.device.costs import DeviceCosts, ReaderCosts
-from flashllm.device.store import device_of, save_costs
 from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.trace import Trace
 from flashllm.plan.resolve import resolve
+from flashllm.profile.costs import ReaderCosts
+from flashllm.profile.machine import Profile
+from flashllm.profile.store import device_of, save_profile
 
 MACHINE = {"available": 10**12, "process": 100_000_000}
 PIECES = {"threads": 1, "io_threads": 4}
@@ -49,7 +50,7 @@ def profile(*, direct=True, request_s=1e-5, lost_s=1e-6, depth=24, gap_nbytes=0.
         gap_nbytes=gap_nbytes,
     )
     rates = {"float32": 1e9, "float16": 1e9, "bfloat16": 1e9}
-    return DeviceCosts(
+    return Profile(
         readers=(reader,),
         sequential_bps=1e9,
         direct=direct,
@@ -66,11 +67,11 @@ def profile(*, direct=True, request_s=1e-5, lost_s=1e-6, depth=24, gap_nbytes=0.
 
 @pytest.fixture
 def store_with(tmp_path):
-    """Writes a device profile of the drive a model is on; the store's path."""
+    """Writes a profile of the drive a model is on; the store's path."""
 
     def write(model, costs):
-        save_costs(tmp_path / "devices.json", device_of(model.path), costs)
-        return tmp_path / "devices.json"
+        save_profile(tmp_path / "profiles.json", device_of(model.path), costs)
+        return tmp_path / "profiles.json"
 
     return write
 
@@ -92,10 +93,10 @@ def test_a_model_whose_neurons_are_never_zero_runs_densely_and_says_so(tmp_path)
         resolve(RunConfig(mode="sparse"), ModelDir.open(directory), **MACHINE)
 
 
-def test_without_a_device_profile_the_defaults_hold(model):
+def test_without_a_profile_the_defaults_hold(model):
     plan = resolve(RunConfig(), model, **MACHINE)
     assert (plan.reader.backend, plan.reader.depth, plan.reader.max_gap) == ("threads", 32, 0)
-    assert (plan.threads, plan.mode, plan.costs, plan.notices) == (num_cores(), "sparse", None, ())
+    assert (plan.threads, plan.mode, plan.profile, plan.notices) == (num_cores(), "sparse", None, ())
     assert (plan.memory.context, plan.memory.window, plan.memory.cache_policy) == (96, 5, "frequency")
     assert plan.memory.limit_nbytes == (MACHINE["available"] + MACHINE["process"]) * 4 // 5
 
@@ -108,20 +109,32 @@ def test_what_was_asked_for_is_done(model):
     assert (plan.reader.depth, plan.reader.source, plan.threads) == (4, "argument", 1)
 
 
-def test_the_device_profile_chooses_the_reader(model, store_with):
+def test_the_profile_chooses_the_reader(model, store_with):
     store = store_with(model, profile(gap_nbytes=3000.0))
     plan = resolve(RunConfig(store=store), model, **MACHINE)
     assert (plan.reader.depth, plan.reader.source, plan.reader.max_gap) == (24, "calibration", 2560)
-    assert plan.costs is not None
+    assert plan.profile is not None
     assert plan.memory.staging > resolve(RunConfig(io_threads=24), model, **MACHINE).memory.staging  # the gaps' memory
     buffered = resolve(RunConfig(store=store, direct=False), model, **MACHINE)
     assert buffered.reader.source == "default"
 
 
+def test_a_profile_lets_no_run_fail_that_fits_without_it(model, store_with):
+    store = store_with(model, profile(depth=300, gap_nbytes=1e6))  # whose reader takes memory
+    least = resolve(RunConfig(), model, **MACHINE).memory.minimum_nbytes
+    assert resolve(RunConfig(store=store), model, **MACHINE).memory.minimum_nbytes > least
+    plan = resolve(RunConfig(store=store, memory=least), model, **MACHINE)
+    assert (plan.reader.depth, plan.reader.source) == (32, "default")
+    with pytest.raises(BudgetError):
+        resolve(RunConfig(store=store, memory=least - 1), model, **MACHINE)
+    with pytest.raises(BudgetError):  # what was asked for is not changed
+        resolve(RunConfig(io_threads=300, memory=least), model, **MACHINE)
+
+
 def test_a_damaged_store_is_said_and_survived(model, tmp_path):
-    (tmp_path / "devices.json").write_text("{}")
-    plan = resolve(RunConfig(store=tmp_path / "devices.json"), model, **MACHINE)
-    assert plan.costs is None
+    (tmp_path / "profiles.json").write_text("{}")
+    plan = resolve(RunConfig(store=tmp_path / "profiles.json"), model, **MACHINE)
+    assert plan.profile is None
     (notice,) = plan.notices
     assert "calibrate" in notice
 
@@ -159,7 +172,7 @@ def test_mode_sparse_needs_predictors(tiny):
 # Prefetch
 
 
-def test_without_a_device_profile_what_can_be_prefetched_is(prefetching, model):
+def test_without_a_profile_what_can_be_prefetched_is(prefetching, model):
     plan = resolve(RunConfig(), prefetching, **MACHINE)
     assert plan.prefetch
     assert plan.memory.prefetch_rows == 512 // 32

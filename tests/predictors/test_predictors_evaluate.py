@@ -17,12 +17,13 @@ from weights import LayerWeights
 
 from flashllm.base.text import inert
 from flashllm.convert.run import convert
-from flashllm.device.costs import DeviceCosts, ReaderCosts
-from flashllm.device.store import device_of, save_costs
 from flashllm.format.install import install_predictors
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import FFN, PREDICTOR_METADATA, PREDICTORS
 from flashllm.generate.tokenizer import Tokenizer
+from flashllm.profile.costs import ReaderCosts
+from flashllm.profile.machine import Profile
+from flashllm.profile.store import device_of, save_profile, store_path
 from flashllm.sparsify.run import convert_sparsified
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -343,15 +344,15 @@ def test_read_times_come_from_the_drives_calibration(tmp_path, monkeypatch):
         backend="threads", depth=32, latency_s=1e-3, sizes=(4096,), request_s=(1e-5,), beside_s=(1e-5,), lost_s=(1e-6,),
         gap_nbytes=0.0,
     )  # fmt: skip
-    costs = DeviceCosts(
+    costs = Profile(
         readers=(reader,), sequential_bps=1e9, direct=True, dram_bps=1e10, gemv_bps={}, sparse_bps={},
         layer_overhead_s=0.0, scatter=1.0, again=1.0, threads=1,
         made="2026-11-21T00:00:00",
     )  # fmt: skip
-    monkeypatch.setattr("evaluate.device_store_path", lambda: tmp_path / "devices.json")
+    monkeypatch.setenv("HOME", str(tmp_path))
     seconds, known_by = read_time(tmp_path, 4096, None)
     assert (seconds([2e9, 1e9]), known_by) == (pytest.approx(3.0), "1 GB/s")
-    save_costs(tmp_path / "devices.json", device_of(tmp_path), costs)
+    save_profile(store_path(), device_of(tmp_path), costs)
     seconds, known_by = read_time(tmp_path, 4096, None)
     assert seconds([4096 * 100, 4096 * 50]) == pytest.approx(2e-3 + 150e-5)  # a barrier a layer
     assert known_by == "the drive's calibration"

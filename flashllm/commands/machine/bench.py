@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_json(parser)
     options.add_memory(parser)
     options.add_engine(parser)
+    options.add_no_profile(parser)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ Reads and probes only: nothing is changed, but for one small file that is writte
 """
 
 import argparse
-import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ State = Literal["good", "note", "bad"]
 
 _SMALL_MEMORY = 2 * 10**9
 _SMALL_DISK = 20 * 10**9
-_OLD_DAYS = 90
 _URING_MEMLOCK = 8 << 20  # what registered buffers of a run may need
 _EXTRAS = {  # package -> its extra, and what that is for
     "starlette": ("serve", "flashllm serve"),
@@ -56,13 +54,13 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.base.command_line import print_json
     from flashllm.base.text import one_line
     from flashllm.base.user_dirs import user_cache_dir
-    from flashllm.device.store import device_store_path
     from flashllm.errors import UsageError
+    from flashllm.profile.store import store_path
 
     if args.folder is not None and not args.folder.is_dir():
         raise UsageError(f"{args.folder}: there is no such folder")
     folder = user_cache_dir() if args.folder is None else args.folder
-    store = device_store_path() if args.store is None else args.store
+    store = store_path() if args.store is None else args.store
     findings = list(examine(folder, store))
     if args.json:
         print_json({"findings": [asdict(each) for each in findings]})
@@ -133,7 +131,7 @@ def _drive(folder: Path) -> Iterator[Finding]:
     import shutil
 
     from flashllm.base.units import format_size
-    from flashllm.device.store import device_of
+    from flashllm.profile.store import device_of
 
     place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     key = device_of(place)
@@ -184,25 +182,23 @@ def _io_uring() -> Finding:
 
 
 def _profile(folder: Path, store: Path) -> Finding:
-    import time
+    from flashllm.base.machine import system_name
+    from flashllm.profile.machine import LEAST_FILE
+    from flashllm.profile.store import find_profile
 
-    from flashllm.device.choice import find_costs
-
-    costs, problem = find_costs(folder, store)
+    profile, problem = find_profile(folder, store)
+    again = f"`flashllm calibrate {folder}` takes two minutes; readers and plans then fit the drive"
     if problem is not None:
-        return Finding("device profile", "bad", problem, f"run `flashllm calibrate {folder}`")
-    if costs is None:
-        advice = f"`flashllm calibrate {folder}` takes two minutes; readers and plans then fit the drive"
-        return Finding("device profile", "note", "none for this drive: it is read with 32 threads", advice)
-    with contextlib.suppress(OSError):
-        days = (time.time() - store.stat().st_mtime) / 86400
-        if days > _OLD_DAYS:
-            advice = f"run `flashllm calibrate {folder}` again where the machine has changed since"
-            return Finding("device profile", "note", f"its file is {days:.0f} days old", advice)
-    if not costs.steady or costs.remembers:
-        why = "the drive did not keep its rate" if not costs.steady else "a cache outside this machine answered"
-        return Finding("device profile", "note", f"there is one, but {why}", "times may differ from those planned")
-    return Finding("device profile", "good", f"sequential reads {costs.sequential_bps / 1e9:.2f} GB/s")
+        return Finding("profile", "bad", problem, f"run `flashllm calibrate {folder}`")
+    if profile is None:
+        return Finding("profile", "note", "none for this drive; a run that reads takes a quick one", again)
+    if not profile.is_fresh(system_name(), LEAST_FILE):
+        found = f"of {profile.made[:10]}: older than a month, or of another system, or of a small file"
+        return Finding("profile", "note", found, again)
+    if not profile.steady or profile.remembers:
+        why = "the drive did not keep its rate" if not profile.steady else "a cache outside this machine answered"
+        return Finding("profile", "note", f"there is one, but {why}", "times may differ from those planned")
+    return Finding("profile", "good", f"sequential reads {profile.sequential_bps / 1e9:.2f} GB/s")
 
 
 def _packages() -> Iterator[Finding]:

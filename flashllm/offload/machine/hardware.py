@@ -4,13 +4,14 @@ It knows no model. `source` says where the constants come from: a profile, a fit
 """
 
 import dataclasses
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from flashllm.base.files import read_json_object
 from flashllm.errors import FormatError
-from flashllm.offload.machine.rates import RateCurve
+from flashllm.profile.rates import RateCurve
+from flashllm.profile.stored import from_json, to_json
 
 # How streams share the machine while they overlap (`costs.py` gives the two formulas).
 COMBINE = ("a3", "serial-load")
@@ -83,8 +84,7 @@ class Hardware:
         )
 
     def to_json(self) -> dict[str, Any]:
-        pairs = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {name: value.to_json() if isinstance(value, RateCurve) else value for name, value in pairs}
+        return dict(to_json(self))
 
     @classmethod
     def from_json(cls, data: Any, *, where: str) -> "Hardware":
@@ -92,22 +92,9 @@ class Hardware:
 
         Raises FormatError that names the constant; unknown ones are errors.
         """
-        if not isinstance(data, dict):
-            raise FormatError(f"{where}: expected a JSON object of hardware constants")
-        known = {field.name: field for field in fields(cls)}
-        for name in data:
-            if name not in known:
-                raise FormatError(f"{where}: unknown hardware constant {name!r}")
-        values = dict(data)
-        for name, field in known.items():
-            if field.type in (RateCurve, RateCurve | None) and values.get(name) is not None:
-                try:
-                    values[name] = RateCurve.from_json(values[name])
-                except ValueError as error:
-                    raise FormatError(f"{where}: {name}: {error}") from None
         try:
-            return cls(**values)
-        except (TypeError, ValueError) as error:
+            return cast(Hardware, from_json(cls, data, "the hardware"))
+        except ValueError as error:
             raise FormatError(f"{where}: {error}") from None
 
     @classmethod

@@ -5,7 +5,7 @@ figures do not identify is said at the constant.
 """
 
 from flashllm.offload.machine.hardware import Hardware
-from flashllm.offload.machine.rates import RateCurve
+from flashllm.profile.rates import RateCurve
 
 _CTOG = RateCurve.flat(9.18e9)
 _GEMM = RateCurve.flat(2.12e13)

@@ -9,7 +9,7 @@ from itertools import cycle
 
 import torch
 
-from flashllm.offload.machine.curves import Sample, seconds_of
+from flashllm.profile.rates import Sample, seconds_of
 
 
 @dataclass(slots=True)

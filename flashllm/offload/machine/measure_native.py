@@ -17,13 +17,12 @@ from flashllm import _core
 from flashllm.arch.spec import BlockSpec, LayerSpec, Rotary
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
-from flashllm.offload.machine.curves import Sample, seconds_of
-from flashllm.offload.machine.measure_disk import DiskProbe
 from flashllm.offload.runtime.layer import LayerTensors, Projected, run_layer
 from flashllm.offload.runtime.native_ops import NativeOps
 from flashllm.offload.runtime.ops import GroupsAlong, Matrix, Norm, Packing
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.runtime.tiers.weight_plan import packed_nbytes
+from flashllm.profile.rates import Sample, seconds_of
 
 Array = NDArray[Any]
 _DECODED_ROWS = 16  # of products beside reads
@@ -127,26 +126,23 @@ class NativeProbe:
         )
 
     def beside_reads(
-        self, disk: DiskProbe, *, size: int, seconds: float, inner: int, rounds: int = 1
+        self, read: Callable[[], None], *, seconds: float, inner: int, rounds: int = 1
     ) -> tuple[float, float]:
         """(share of the products' rate lost to reads, share of the reads' rate lost to products), while both run.
 
         Of few rows, as decoding has them, whose products and reads want the same memory. Medians of the rounds.
         """
-        found = [self._beside_reads(disk, size=size, seconds=seconds, inner=inner) for _ in range(rounds)]
+        found = [self._beside_reads(read, seconds=seconds, inner=inner) for _ in range(rounds)]
         takes, loses = (sorted(shares)[rounds // 2] for shares in zip(*found, strict=True))
         return takes, loses
 
-    def _beside_reads(self, disk: DiskProbe, *, size: int, seconds: float, inner: int) -> tuple[float, float]:
+    def _beside_reads(self, read: Callable[[], None], *, seconds: float, inner: int) -> tuple[float, float]:
         ops = self._ops(inner)
         turn = self._rotating(("beside", inner), lambda: (self._matrix(inner, inner, None, "inputs"),))
         x = self._random(_DECODED_ROWS, inner)
 
         def compute() -> None:
             ops.linear(turn()[0], x)
-
-        def read() -> None:
-            disk.read_once(size)
 
         compute()
         alone = _rate(compute, seconds), _rate(read, seconds)
@@ -191,7 +187,7 @@ class NativeProbe:
         return np.ascontiguousarray(cast_dtype(values, WEIGHT_DTYPES["float32"], WEIGHT_DTYPES[self.dtype]))
 
     def _matrix(self, rows: int, columns: int, bits: int | None, along: GroupsAlong) -> Matrix:
-        array = self._random(rows, columns)
+        array = np.repeat(self._random(1, columns), rows, axis=0)  # alike: making them takes longer than timing
         packing = None if bits is None else Packing(bits, along)
         if packing is not None:
             packed = _core.allocate(packed_nbytes(rows, columns, packing))

@@ -15,13 +15,11 @@ from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.planner.costs import CostModel, Method
 from flashllm.offload.planner.linear import CD, HC, HD, WC, WD, Linear, constant
 from flashllm.offload.policy import Policy, Workload
+from flashllm.offload.runtime.layer import ROWS_TOGETHER
+from flashllm.offload.runtime.ops import WIDE_BITS, late_layers
+from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.shape import ModelShape
 
-# What the runtime does, in flashllm/offload/runtime; a test compares.
-KV_BLOCK = 64  # positions
-ROWS_TOGETHER = 1024  # rows of one product
-WIDE_BITS = 8  # of some packed weights, at least: see `late_layers`
-_LATE_SHARE = 10
 _GROUP = 64  # values that share a scale and a minimum of 16 bits each
 _SEALED_MULTIPLE = 4096  # bytes that a packed block is padded to
 
@@ -29,11 +27,6 @@ _SEALED_MULTIPLE = 4096  # bytes that a packed block is padded to
 def packed_bytes(rows: int, columns: int, bits: int) -> int:
     """Bytes of a packed matrix: its codes, and a scale and a minimum for each 64 outputs of an input."""
     return rows * columns * bits // 8 + 4 * -(-rows // _GROUP) * columns
-
-
-def late_layers(layers: int) -> int:
-    """Layers at the end whose packed down projections have WIDE_BITS."""
-    return -(-layers // _LATE_SHARE)
 
 
 @dataclass(frozen=True, kw_only=True)

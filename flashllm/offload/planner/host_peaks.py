@@ -4,11 +4,14 @@ It counts what flashllm/offload/runtime allocates: weights and their two staging
 buffers they pass, states, and the working memory of a layer's worst moment. A test compares with the runtime's plans.
 """
 
-from flashllm.offload.planner.host_costs import KV_BLOCK, ROWS_TOGETHER, HostCostModel, late_layers
+from flashllm.offload.planner.host_costs import HostCostModel
 from flashllm.offload.planner.linear import CC, CD, CG, HC, HD, HG, WC, WD, WG, Linear, constant
+from flashllm.offload.runtime.layer import ROWS_TOGETHER
+from flashllm.offload.runtime.ops import late_layers
+from flashllm.offload.runtime.tasks import BUFFERS
+from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.shape import ModelShape
 
-BUFFERS = 2  # of each kind: what is computed with, and what arrives
 _GATHERED_ROWS = 1024  # rows of an embedding on disk that are read together
 _PAGE = 4096
 SPARE = 24 << 20  # stacks, readers' bounce buffers, what an allocator holds back

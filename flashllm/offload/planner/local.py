@@ -1,6 +1,6 @@
 """The policy for a job on the machine that will run it, and what the cost model says of a job. Plans; runs nothing.
 
-Rates are those that `flashllm offload plan --profile` measured and stored here; without them, a typical machine's.
+Rates are those of this machine's profile (`flashllm calibrate`, or a quick one); without one, a typical machine's.
 """
 
 from collections.abc import Iterable
@@ -12,12 +12,12 @@ from flashllm.base.machine import num_cores
 from flashllm.base.units import format_size
 from flashllm.errors import BudgetError, UsageError
 from flashllm.offload.machine.hardware import Hardware
+from flashllm.offload.machine.here import this_machine
 from flashllm.offload.machine.machines import T4
-from flashllm.offload.machine.rates import RateCurve
-from flashllm.offload.machine.store import find_profile
 from flashllm.offload.planner.predict import Prediction, predict
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.shape import ModelShape
+from flashllm.profile.rates import RateCurve
 
 _CORE_FLOPS = 4e10  # of products, a core; the typical figures are orders of magnitude, which the order of sizes needs
 _MEMORY_RATE = 1.5e10  # bytes/s
@@ -57,13 +57,13 @@ class Methods:
 def local_hardware(shape: ModelShape, methods: Methods) -> Hardware:
     """This machine under the limits of a job, by its stored profile where there is one."""
     if methods.accelerated:
-        hardware = find_profile(methods.folder, shape.dtype or "", device="cuda") or _typical_gpu()
+        hardware = this_machine(methods.folder, shape.dtype, device="cuda") or _typical_gpu()
         return hardware.limited(
             device_memory=(methods.gpu_memory or 0) + hardware.device_reserved,
             cpu_memory=methods.memory + hardware.cpu_reserved,
             disk_capacity=methods.disk,
         )
-    hardware = find_profile(methods.folder, shape.dtype or "", device="cpu") or _typical()
+    hardware = this_machine(methods.folder, shape.dtype, device="cpu") or _typical()
     device = methods.memory if methods.gpu_memory is None else min(methods.gpu_memory, methods.memory)
     return hardware.limited(
         device_memory=device + hardware.device_reserved,
@@ -166,7 +166,7 @@ def of_size(policy: Policy, sequences: int) -> Policy:
 
 
 def _typical_gpu() -> Hardware:
-    source = "a T4's figures: this machine has no profile, which `flashllm offload plan --profile` makes"
+    source = "a T4's figures: this machine has no profile, which `flashllm calibrate` makes"
     return replace(T4, name="this machine", source=source)
 
 
@@ -177,7 +177,7 @@ def _typical() -> Hardware:
     return Hardware(
         name="this machine",
         device="cpu",
-        source="typical figures: this machine has no profile, which `flashllm offload plan --profile` makes",
+        source="typical figures: this machine has no profile, which `flashllm calibrate` makes",
         device_memory=0,
         cpu_memory=0,
         disk_capacity=0,

@@ -1,6 +1,14 @@
-"""Device costs for tests: made up, whole, and easy to change."""
+"""Profiles for tests: made up, whole, and easy to change."""
 
-from flashllm.device.costs import DeviceCosts, ReaderCosts
+from flashllm.profile.costs import ReaderCosts
+from flashllm.profile.machine import BatchRates, Profile
+from flashllm.profile.rates import RateCurve
+
+BATCHES = BatchRates(
+    gemm=RateCurve(((1, 1e10), (64, 1e11))), packed_gemm=RateCurve.flat(0.9e11), bmm=RateCurve.flat(2e10),
+    cpu_attention=RateCurve.flat(1e10), packed_attention=RateCurve.flat(0.8e10), seal=RateCurve.flat(2e9),
+    elementwise=RateCurve.flat(5e9), read_takes=0.1, read_loses=0.2, square_s=2e-4,
+)  # fmt: skip
 
 
 def reader(backend="threads", depth=32, **changes):
@@ -15,7 +23,7 @@ def reader(backend="threads", depth=32, **changes):
     return ReaderCosts(backend=backend, depth=depth, **{**values, **changes})
 
 
-def device(*readers, **changes):
+def profile_of(*readers, **changes):
     values = {
         "sequential_bps": 3e9,
         "direct": True,
@@ -28,4 +36,4 @@ def device(*readers, **changes):
         "threads": 2,
         "made": "2026-11-21T00:00:00+00:00",
     }
-    return DeviceCosts(readers=readers or (reader(),), **{**values, **changes})
+    return Profile(readers=readers or (reader(),), **{**values, **changes})

@@ -3,9 +3,6 @@ neuron cache.
 """
 
 import itertools
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,10 +14,12 @@ from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.base.group_codes import usual_activations
 from flashllm.format.rows import ROW_ENCODINGS, RowLayout, pack_rows
+from flashllm.profile.rates import seconds_of
 
 _D_MODEL = 4096  # a row of two 16-bit vectors is 16 KiB
 _ACTIVE_SHARE = 0.1  # of the rows cached (paper A, section 3.1)
 _INPUT = 0.01
+_CALLS = 3  # at least, of a timed product
 
 
 class ResidentProducts:
@@ -58,7 +57,7 @@ class ResidentProducts:
 def resident_bps(encoding: str, *, nbytes: int, pool: _core.ThreadPool, seconds: float) -> float:
     """Bytes of resident weights a second, of one of ROW_ENCODINGS."""
     products = ResidentProducts(encoding, nbytes, pool)
-    return products.nbytes / _median_s(products.all, seconds)
+    return products.nbytes / seconds_of(products.all, at_least_s=seconds, calls=_CALLS)
 
 
 def gathered_bps(encoding: str, *, nbytes: int, pool: _core.ThreadPool, file: Path, seconds: float) -> float:
@@ -112,7 +111,13 @@ def gathered_bps(encoding: str, *, nbytes: int, pool: _core.ThreadPool, file: Pa
     random, count = np.random.default_rng(0), max(1, int(_ACTIVE_SHARE * neurons))
     active = [np.sort(random.choice(neurons, count, replace=False)).astype(np.int32) for _ in range(10)]
     turn = itertools.cycle(active)
-    return count * stride / _median_s(lambda: layer.forward_active(x.ctypes.data, next(turn), y.ctypes.data), seconds)
+    return (
+        count
+        * stride
+        / seconds_of(
+            lambda: layer.forward_active(x.ctypes.data, next(turn), y.ctypes.data), at_least_s=seconds, calls=_CALLS
+        )
+    )
 
 
 def _dtype_beside(encoding: str) -> str:
@@ -143,13 +148,3 @@ def _filled(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
 
 def _stored(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
     return cast_dtype(values, WEIGHT_DTYPES["float32"], WEIGHT_DTYPES[dtype])
-
-
-def _median_s(run: Callable[[], object], seconds: float) -> float:
-    """Median time of `run`, called three times at least and until `seconds` are over."""
-    times: list[float] = []
-    while len(times) < 3 or sum(times) < seconds:
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)

@@ -1,5 +1,5 @@
 """Times direct random reads as the engine issues them: a batch of scattered requests of one size, then a barrier;
-alone, and beside products on all cores. Also pairs of reads with a gap between them, and reads in sequence.
+alone, and beside products on all cores. Also pairs of reads with a gap between them, reads in sequence, and writes.
 """
 
 import contextlib
@@ -7,7 +7,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,8 +18,11 @@ from flashllm import _core
 from flashllm.base.files import drop_page_cache
 from flashllm.base.units import format_size
 from flashllm.config import Backend
-from flashllm.device.choice import backends, open_reader
-from flashllm.device.costs import (
+from flashllm.errors import FlashIOError
+from flashllm.format.manifest import MANIFEST
+from flashllm.format.model_files import FFN
+from flashllm.profile.choice import backends, open_reader
+from flashllm.profile.costs import (
     BatchSample,
     BesideSample,
     GapSample,
@@ -28,13 +31,13 @@ from flashllm.device.costs import (
     fit_reader,
     scatter_of,
 )
-from flashllm.device.products import ResidentProducts
-from flashllm.errors import FlashIOError
-from flashllm.format.manifest import MANIFEST
-from flashllm.format.model_files import FFN
+from flashllm.profile.machine import LEAST_FILE
+from flashllm.profile.products import ResidentProducts
+from flashllm.profile.rates import RateCurve, Sample, curve_of, sample_rounds, seconds_of
 
-_LEAST_FILE = 1 << 30  # bytes: too much of a smaller one lies in caches we cannot see (the drive's, a host's)
-_SAMPLES_AGAIN = 5
+_WRITES = tuple((64 << 10) << 2 * i for i in range(5))  # bytes of a write: 64 KiB to 16 MiB
+_WRITE_ROUNDS, _WRITE_S = 3, 0.05
+_BLOCK = 4096  # of direct writes
 _DISK_MARGIN = 1 << 30  # bytes that stay free
 
 
@@ -48,6 +51,7 @@ class ReadOptions:
     batch_nbytes: int = 64 << 20  # at most
     gaps: tuple[int, ...] = (4096, 8192, 16384, 32768)  # bytes between two rows
     pairs: int = 128  # of rows, with a gap between them: as many requests as a layer's, several times a queue's depth
+    again: int = 5  # batches that are read a second time
 
     def __post_init__(self) -> None:
         for name in ("sizes", "requests", "gaps"):
@@ -64,7 +68,7 @@ def file_to_read(path: Path, nbytes: int) -> Iterator[Path]:
     FlashIOError where there is no room, or the file cannot be written.
     """
     own = path / FFN
-    if (path / MANIFEST).exists() and own.exists() and own.stat().st_size >= _LEAST_FILE:
+    if (path / MANIFEST).exists() and own.exists() and own.stat().st_size >= LEAST_FILE:
         yield own
         return
     folder = path if path.is_dir() else path.parent
@@ -82,6 +86,42 @@ def file_to_read(path: Path, nbytes: int) -> Iterator[Path]:
         raise FlashIOError(f"{scratch}: {error.strerror}; nothing was kept") from error
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def write_curve(folder: Path, nbytes: int, among: Sequence[int] = _WRITES) -> RateCurve | None:
+    """Direct writes to a file of `nbytes` in `folder`, at random places, bytes a second over bytes of one, `among` as
+    many as fit; None where there is no room for the file, or it cannot be written directly. It is written whole before,
+    and gone at the end."""
+    path = folder / f".flashllm-writes-{os.getpid()}"
+    sizes = [size for size in among if size <= nbytes]
+    buffer = _core.allocate(sizes[-1])
+    buffer[:] = np.random.default_rng(0).integers(0, 256, len(buffer), np.uint8)  # no drive compresses it away
+    random = np.random.default_rng(0)
+    try:
+        if shutil.disk_usage(folder).free < nbytes + _DISK_MARGIN:
+            return None
+        writer = _core.DirectWriter(str(path), nbytes)
+    except (OSError, FlashIOError):
+        return None
+    path.unlink(missing_ok=True)  # its bytes go with the process, however that ends
+
+    def write(size: int) -> Sample:
+        def once() -> None:
+            place = int(random.integers(0, nbytes - size + 1)) // _BLOCK * _BLOCK
+            writer.wait(writer.write(place, buffer[:size]))
+
+        return Sample(size=size, units=size, seconds=seconds_of(once, at_least_s=_WRITE_S))
+
+    try:
+        if not writer.direct:
+            return None  # the page cache's rates say nothing of the drive
+        for start in range(0, nbytes, len(buffer)):
+            writer.wait(writer.write(start, buffer[: nbytes - start]))
+        return curve_of(sample_rounds({"writes": (write, sizes)}, rounds=_WRITE_ROUNDS)["writes"])
+    except FlashIOError:
+        return None
+    finally:
+        writer.close()
 
 
 def _write_scratch(path: Path, nbytes: int) -> None:
@@ -120,7 +160,7 @@ class ReadTimer:
             _Measured(backend, depth, self._open(backend, depth, 0), self._open(backend, depth, options.gaps[-1]))
             for backend, depth in backends()
         ]
-        self.sequential_bps: list[float] = []
+        self._sequential: list[float] = []  # bytes a second
 
     def _open(self, backend: Backend, depth: int, max_gap: int) -> _core.Reader:
         choice = ReaderChoice(backend=backend, depth=depth, max_gap=max_gap, source="argument")
@@ -131,7 +171,7 @@ class ReadTimer:
         has not been read for long."""
         size = self._options.sizes[0]
         gains = []
-        for _ in range(_SAMPLES_AGAIN):
+        for _ in range(self._options.again):
             offsets = self._scattered(min(self._options.beside, self._most(size)), size)
             first, second = (self._timed(self._measured[-1].reader, offsets, size).wall_s for _ in range(2))
             gains.append(first / second)
@@ -190,7 +230,15 @@ class ReadTimer:
         first = int(self._random.integers(0, self._file.size // size - count + 1))
         offsets = np.arange(first, first + count) * size
         timed = [self._timed(one.reader, offsets, size) for one in self._measured]
-        self.sequential_bps.append(count * size / min(sample.wall_s for sample in timed))
+        self._sequential.append(count * size / min(sample.wall_s for sample in timed))
+
+    @property
+    def sequential_bps(self) -> float:
+        """The median rate of reads in sequence; of the best batch where there was no time for them."""
+        batches = (sample for one in self._measured for sample in one.batches)
+        return statistics.median(
+            self._sequential or [max(sample.requests * sample.nbytes / sample.wall_s for sample in batches)]
+        )
 
     def _most(self, size: int) -> int:
         """Requests of `size` that a batch can hold."""

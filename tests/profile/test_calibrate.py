@@ -5,29 +5,35 @@ import json
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from device_costs import device, reader
+from profiles import BATCHES, profile_of, reader
 
 from flashllm import _core
+from flashllm.base.machine import system_name
 from flashllm.cli import main
-from flashllm.device.calibrate import CalibrationOptions, measure_device
-from flashllm.device.choice import backends
-from flashllm.device.costs import BatchSample
-from flashllm.device.products import ResidentProducts
-from flashllm.device.reads import ReadOptions, ReadTimer, file_to_read
-from flashllm.device.store import device_of, load_costs, save_costs
 from flashllm.errors import FlashIOError
 from flashllm.format.model_files import FFN
 from flashllm.format.rows import MEASURED_ENCODINGS
+from flashllm.profile.calibrate import CalibrationOptions, measure
+from flashllm.profile.choice import backends
+from flashllm.profile.costs import BatchSample
+from flashllm.profile.machine import Profile
+from flashllm.profile.products import ResidentProducts
+from flashllm.profile.reads import ReadOptions, ReadTimer, file_to_read
+from flashllm.profile.store import device_of, load_profile, save_profile
+from flashllm.profile.stored import from_json, to_json
 
 TINY = CalibrationOptions(
-    reads=ReadOptions(sizes=(4096, 8192), requests=(2, 4), beside=8, batch_nbytes=1 << 16, gaps=(4096,), pairs=2),
-    scratch_nbytes=1 << 20,
+    reads=ReadOptions(
+        sizes=(4096, 8192), requests=(2, 4), beside=8, batch_nbytes=1 << 16, gaps=(4096,), pairs=2, again=1
+    ),
     dram_nbytes=1 << 20,
     gemv_nbytes=1 << 16,
-    read_s=0.0,
+    write_nbytes=1 << 20,
+    read_s=60.0,
     memory_s=0.0,
     rounds=2,
 )
@@ -36,16 +42,28 @@ TINY = CalibrationOptions(
 @pytest.fixture
 def room(monkeypatch):
     """A drive with enough space left, whatever this one has."""
-    monkeypatch.setattr("flashllm.device.reads._DISK_MARGIN", 0)
+    monkeypatch.setattr("flashllm.profile.reads._DISK_MARGIN", 0)
+    monkeypatch.setattr("flashllm.commands.calibrate._SCRATCH_NBYTES", 1 << 20)
 
 
-def test_every_figure_is_measured(tmp_path, room):
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A file of 1 MiB to read."""
+    path = tmp_path_factory.mktemp("drive") / "file"
+    path.write_bytes(bytes(1 << 20))
+    return path
+
+
+def test_every_figure_is_measured(tmp_path, file, room):
     steps = []
-    costs = measure_device(
-        tmp_path,
+    costs = measure(
+        file,
         threads=1,
+        encodings=MEASURED_ENCODINGS,
         options=TINY,
         layer_overhead=lambda: 1e-4,
+        writes_in=tmp_path,
+        batches=lambda: {"float16": BATCHES},
         progress=lambda *step: steps.append(step),
     )
     assert [(reader.backend, reader.depth) for reader in costs.readers] == backends()
@@ -53,9 +71,37 @@ def test_every_figure_is_measured(tmp_path, room):
     assert min(costs.sequential_bps, costs.dram_bps, costs.again) > 0
     assert costs.layer_overhead_s == 1e-4
     assert set(costs.gemv_bps) == set(costs.sparse_bps) == set(MEASURED_ENCODINGS)
+    assert costs.writes is None or min(rate for _, rate in costs.writes.knots) > 0  # None without direct I/O
+    assert (costs.batches, costs.gpu) == ({"float16": BATCHES}, None)
+    assert costs.is_fresh(system_name(), 1 << 20)
+    assert not costs.is_fresh(system_name(), 2 << 20)
+    assert from_json(Profile, json.loads(json.dumps(to_json(costs))), "the entry") == costs
     assert [done for _, done, _ in steps] == sorted(done for _, done, _ in steps)
     assert steps[-1][1] == steps[-1][2]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_fresh_is_not_measured_again(file):
+    stale = profile_of(made="2020-01-01T00:00:00", gemv_bps={"float16": 1.0}, sparse_bps={"float16": 1.0})
+    found = [
+        measure(file, threads=1, encodings=("float16",), options=TINY, known=known)
+        for known in (
+            dataclasses.replace(stale, system=system_name(), made=datetime.now(UTC).isoformat()),
+            dataclasses.replace(stale, system=system_name(), batches={"float32": BATCHES}),
+            dataclasses.replace(stale, batches={"float32": BATCHES}),  # of another processor
+        )
+    ]
+    assert [one.readers == stale.readers for one in found] == [True, False, False]
+    assert [one.gemv_bps["float16"] == 1.0 for one in found] == [True, False, False]
+    assert [set(one.batches) for one in found] == [set(), {"float32"}, set()]
+
+
+def test_a_slow_drive_is_measured_at_one_size(file, monkeypatch):
+    """No round is waited for that would take minutes."""
+    options = dataclasses.replace(TINY, read_s=-1.0)
+    profile = measure(file, threads=1, encodings=(), options=options)
+    assert {reader.sizes for reader in profile.readers} == {(4096,)}
+    assert profile.sequential_bps > 0
 
 
 def test_places_read_again_are_held_against_their_first_reading(tmp_path, monkeypatch):
@@ -93,7 +139,7 @@ def test_a_models_own_file_is_read_where_it_is_large_enough(tmp_path, tiny, room
     model = tiny().path()
     with file_to_read(model, 1 << 16) as path:
         assert path.name != FFN
-    monkeypatch.setattr("flashllm.device.reads._LEAST_FILE", 1)
+    monkeypatch.setattr("flashllm.profile.reads.LEAST_FILE", 1)
     with file_to_read(model, 1 << 16) as path:
         assert path == model / FFN
 
@@ -105,9 +151,12 @@ def test_wrong_options_are_refused(changes):
 
 
 def test_the_command_stores_and_runs_and_plans_use_it(tmp_path, tiny, room, monkeypatch, capsys):
-    monkeypatch.setattr("flashllm.device.calibrate.CalibrationOptions", lambda **given: TINY)
+    monkeypatch.setattr("flashllm.profile.calibrate.CalibrationOptions", lambda **given: TINY)
+    monkeypatch.setattr(
+        "flashllm.offload.machine.measure.measure_batches", lambda *given, **named: {"float16": BATCHES}
+    )
     monkeypatch.setattr("flashllm.commands.calibrate._DEMO_TOKENS", 3)
-    store, model = tmp_path / "devices.json", shutil.copytree(tiny().path("random"), tmp_path / "model")
+    store, model = tmp_path / "profiles.json", shutil.copytree(tiny().path("random"), tmp_path / "model")
     common = [str(model), "--store", str(store), "--json"]
     plan = ["plan", *common, "--memory", "6GB"]
     generate = ["generate", *common, "--prompt", "The fox ran", "--max-new-tokens", "4", "--threads", "1"]
@@ -122,10 +171,10 @@ def test_the_command_stores_and_runs_and_plans_use_it(tmp_path, tiny, room, monk
 
     assert main(["calibrate", str(model), "--store", str(store)]) == 0
     assert "stored in" in capsys.readouterr().out
-    costs = load_costs(store, device_of(model))
+    costs = load_profile(store, device_of(model))
     assert main(["calibrate", *common]) == 0
     assert json.loads(capsys.readouterr().out)["store"] == str(store)
-    costs = load_costs(store, device_of(model))
+    costs = load_profile(store, device_of(model))
     assert 0 < costs.layer_overhead_s < 1
 
     assert main(plan) == 0
@@ -141,9 +190,9 @@ def test_the_command_stores_and_runs_and_plans_use_it(tmp_path, tiny, room, monk
     assert after["token_ids"] == before["token_ids"]
 
 
-def test_a_drive_in_a_bad_minute_is_noticed(tmp_path, monkeypatch, capsys):
-    store = tmp_path / "devices.json"
-    usual = device(gemv_bps={"float32": 1e10}, sparse_bps={"float32": 1e10})
+def test_a_drive_in_a_bad_minute_is_noticed(tmp_path, room, monkeypatch, capsys):
+    store = tmp_path / "profiles.json"
+    usual = profile_of(gemv_bps={"float32": 1e10}, sparse_bps={"float32": 1e10})
     slow = reader(request_s=(30e-6, 120e-6))
     for costs, heard in (
         (usual, ()),
@@ -151,7 +200,7 @@ def test_a_drive_in_a_bad_minute_is_noticed(tmp_path, monkeypatch, capsys):
         (dataclasses.replace(usual, again=3.0), ("3 times as fast", "outside this machine")),
         (dataclasses.replace(usual, readers=(slow,)), ("took 3 times what it took in the last calibration",)),
     ):
-        monkeypatch.setattr("flashllm.device.calibrate.measure_device", lambda *given, costs=costs, **named: costs)
+        monkeypatch.setattr("flashllm.profile.calibrate.measure", lambda *given, costs=costs, **named: costs)
         assert main(["calibrate", str(tmp_path), "--store", str(store)]) == 0
         told = capsys.readouterr().err
         assert all(part in told for part in heard)
@@ -159,7 +208,7 @@ def test_a_drive_in_a_bad_minute_is_noticed(tmp_path, monkeypatch, capsys):
 
 
 def test_a_damaged_store_does_not_stop_a_run(tmp_path, tiny, capsys):
-    store = tmp_path / "devices.json"
+    store = tmp_path / "profiles.json"
     store.write_text("{")
     arguments = ["--prompt", "The fox", "--max-new-tokens", "2", "--threads", "1", "--json"]
     assert main(["generate", str(tiny().path("random")), "--store", str(store), *arguments]) == 0
@@ -174,8 +223,8 @@ def test_a_path_that_is_not_there_is_wrong_use(tmp_path, capsys):
 
 
 def test_the_plan_is_compared_with_a_run(tmp_path, tiny):
-    model, store = tiny().path("random"), tmp_path / "devices.json"
-    save_costs(store, device_of(model), device(gemv_bps={"float32": 1e10}, sparse_bps={"float32": 1e10}))
+    model, store = tiny().path("random"), tmp_path / "profiles.json"
+    save_profile(store, device_of(model), profile_of(gemv_bps={"float32": 1e10}, sparse_bps={"float32": 1e10}))
     script = Path(__file__).parents[2] / "bench" / "io" / "plan_accuracy.py"
     arguments = [str(model), "--memory", "2GB", "--context", "64", "--store", str(store), "--tokens", "14"]
     done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, check=False)

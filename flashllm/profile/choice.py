@@ -1,16 +1,13 @@
 """Chooses a reader for a model, and opens it.
 
-An option of the run wins; else what the drive's device profile says is fastest for rows of this size; else the default.
+An option of the run wins; else what the drive's profile says is fastest for rows of this size; else the default.
 The choice decides speed alone: none changes a token.
 """
 
-from pathlib import Path
-
 from flashllm import _core
 from flashllm.config import Backend
-from flashllm.device.costs import DEFAULT_DEPTHS, DeviceCosts, ReaderChoice
-from flashllm.device.store import device_of, load_costs
-from flashllm.errors import FlashError
+from flashllm.profile.costs import DEFAULT_DEPTHS, ReaderChoice
+from flashllm.profile.machine import Profile
 
 
 def open_reader(choice: ReaderChoice, *, max_request: int, verify: bool = True) -> _core.Reader:
@@ -34,16 +31,8 @@ def backends() -> list[tuple[Backend, int]]:
     return found
 
 
-def find_costs(path: Path, store: Path) -> tuple[DeviceCosts | None, str | None]:
-    """The device profile of the drive on which `path` lies (None without one), and what is wrong with the store."""
-    try:
-        return load_costs(store, device_of(path)), None
-    except FlashError as error:
-        return None, f"the device profiles cannot be used: {error}"
-
-
 def choose_reader(
-    costs: DeviceCosts | None,
+    profile: Profile | None,
     row_nbytes: int,
     *,
     io_threads: int | None,
@@ -53,11 +42,11 @@ def choose_reader(
     """How to read rows of `row_nbytes`.
 
     Args:
-        costs: the drive's device profile. Not used where it, or this run, goes without direct I/O.
+        profile: the drive's. Not used where it, or this run, goes without direct I/O.
         io_threads, io_backend: the run's options: reads at a time, and how they are made (by threads where only the
             former is given).
     """
-    known = costs if costs is not None and costs.direct and direct else None
+    known = profile if profile is not None and profile.direct and direct else None
     if io_threads is None and io_backend is None:
         if known is None:
             return ReaderChoice(backend="threads", depth=DEFAULT_DEPTHS["threads"], max_gap=0, source="default")

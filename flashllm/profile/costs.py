@@ -1,4 +1,4 @@
-"""What reading and computing cost on one machine and drive: fitted values, and what follows from them.
+"""What reads cost on one machine and drive: timed batches, the values fitted to them, and what follows from those.
 
 A batch of n requests of s bytes, followed by a barrier, takes `latency + n * request(s)`: the latency is the drive's
 own and that of waking threads; `request` is what one request more costs while many are under way. While all cores
@@ -6,25 +6,18 @@ compute, requests land every `beside(s)` instead, and each takes `lost(s)` from 
 the size between the measured ones. Knows no model and measures nothing.
 """
 
-import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from flashllm.base.checks import check_int, check_keys, check_list, check_str, is_number
+from flashllm.base.checks import check_int, is_number
 from flashllm.config import Backend
 
 _CURVES = ("request_s", "beside_s", "lost_s")  # of a reader, by size
 DEFAULT_DEPTHS: Mapping[Backend, int] = {"threads": 32, "io_uring": 48}  # paper A, section 4; bench/log
-# A typical layer, for choosing a backend (OPT-6.7B's shape at half its size): rows read, the share of them that may be
-# read while it computes, seconds of products.
-_TYPICAL_READS, _TYPICAL_BESIDE, _TYPICAL_PRODUCTS_S = 400, 0.8, 6e-3
 _MOST_LOST = 0.9  # of the time beside products: something is left to them
-_UNSTEADY = 2.0  # a quiet drive's quartiles lie within a fifth of each other
-_REMEMBERS = 1.5  # ratio of a first read's time to a second one's
 _GAP_PAYS = 0.95  # of the time without: a gap must save so much: its bytes also wear the drive
 
 
@@ -73,8 +66,8 @@ class ReaderCosts:
         if self.backend not in ("threads", "io_uring"):
             raise ValueError(f"backend must be threads or io_uring, not {str(self.backend)[:80]!r}")
         check_int("depth", self.depth, 1, 2**16)
-        _check_cost("latency_s", self.latency_s)
-        _check_cost("gap_nbytes", self.gap_nbytes)
+        check_cost("latency_s", self.latency_s)
+        check_cost("gap_nbytes", self.gap_nbytes)
         for size in self.sizes:
             check_int("sizes", size, 1, 2**40)
         if not self.sizes or list(self.sizes) != sorted(set(self.sizes)):
@@ -84,7 +77,7 @@ class ReaderCosts:
             if len(values) != len(self.sizes):
                 raise ValueError(f"{name} must have as many values as sizes, not {len(values)}")
             for value in values:
-                _check_cost(name, value)
+                check_cost(name, value)
         if min(self.beside_s) == 0:
             raise ValueError("beside_s must be above 0: no read is free")
 
@@ -127,93 +120,6 @@ class ReaderChoice:
     depth: int
     max_gap: int  # bytes
     source: str  # "default", "argument", or "calibration"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceCosts:
-    """The device profile: a drive as this machine sees it, and the machine's own rates."""
-
-    readers: tuple[ReaderCosts, ...]
-    sequential_bps: float  # bytes per second, all backends' best
-    direct: bool  # False: the reads went through the page cache, and tell nothing about the drive
-    dram_bps: float  # reading memory, all cores
-    gemv_bps: Mapping[str, float]  # bytes of weights a second in a resident product of one token, by encoding
-    sparse_bps: Mapping[str, float]  # the same of rows gathered from the neuron cache
-    layer_overhead_s: float  # of a token, a layer: interpreter, waking threads, norms
-    scatter: float  # of the times of one batch of reads, as `scatter_of`
-    again: float  # first read of some places ÷ a second one right after it, in time
-    threads: int  # compute threads measured with
-    made: str  # ISO 8601
-
-    def __post_init__(self) -> None:
-        if not self.readers:
-            raise ValueError("readers must not be empty")
-        for name in ("sequential_bps", "dram_bps", "layer_overhead_s", "scatter", "again"):
-            _check_cost(name, getattr(self, name))
-        for name in ("gemv_bps", "sparse_bps"):
-            for dtype, rate in getattr(self, name).items():
-                check_str(name, dtype, 80)
-                _check_cost(name, rate)
-        if type(self.direct) is not bool:
-            raise ValueError(f"direct must be true or false, not {str(self.direct)[:80]!r}")
-        check_int("threads", self.threads, 1, 2**16)
-        check_str("made", self.made, 80)
-
-    def resident_bps(self, encoding: str, dtype: str) -> float:
-        """The rate of resident weights; that of the model's dtype in profiles from before encodings were measured.
-
-        Never above that of reading memory: what seems faster was measured in a faster moment.
-        """
-        return min(self.gemv_bps.get(encoding, self.gemv_bps[dtype]), self.dram_bps)
-
-    def gathered_bps(self, encoding: str, dtype: str) -> float:
-        """The rate of rows from the neuron cache; otherwise as `resident_bps`."""
-        return min(self.sparse_bps.get(encoding, self.sparse_bps[dtype]), self.dram_bps)
-
-    @property
-    def steady(self) -> bool:
-        """Whether the drive kept its rate while it was measured."""
-        return self.scatter <= _UNSTEADY
-
-    @property
-    def remembers(self) -> bool:
-        """Whether a cache between this machine and the drive keeps what was read: a host's, or a controller's."""
-        return self.again >= _REMEMBERS
-
-    def best(self, row_nbytes: int, backend: Backend | None = None) -> ReaderCosts:
-        """The reader under which a typical layer with rows of `row_nbytes` takes least time: some reads beside its
-        products, the others after them. With `backend`: its best depth, where it was measured."""
-        readers = [reader for reader in self.readers if reader.backend == backend] or list(self.readers)
-
-        def layer(reader: ReaderCosts) -> float:
-            landed = reader.beside_products(_TYPICAL_PRODUCTS_S, row_nbytes)
-            beside = min(_TYPICAL_BESIDE * _TYPICAL_READS, landed)
-            return beside * reader.lost(row_nbytes) + reader.batch(_TYPICAL_READS - beside, row_nbytes)
-
-        return min(readers, key=layer)
-
-    def of(self, backend: str, depth: int) -> ReaderCosts:
-        """The measured backend nearest to the one asked for."""
-        same = [reader for reader in self.readers if reader.backend == backend] or list(self.readers)
-        return min(same, key=lambda reader: abs(math.log(reader.depth / depth)))
-
-    def to_json(self) -> dict[str, Any]:
-        """The JSON object."""
-        return {**dataclasses.asdict(self), "readers": [dataclasses.asdict(reader) for reader in self.readers]}
-
-    @classmethod
-    def from_json(cls, value: Any) -> Self:
-        """The inverse of `to_json`. ValueError names what is wrong."""
-        fields = check_keys(value, tuple(field.name for field in dataclasses.fields(cls)), "the device's entry")
-        readers = []
-        for reader in check_list(fields["readers"], "readers"):
-            parts = check_keys(reader, tuple(field.name for field in dataclasses.fields(ReaderCosts)), "readers")
-            lists = {name: tuple(check_list(parts[name], name)) for name in ("sizes", *_CURVES)}
-            readers.append(ReaderCosts(**{**parts, **lists}))
-        for name in ("gemv_bps", "sparse_bps"):
-            if not isinstance(fields[name], dict):
-                raise ValueError(f"{name} must be an object")
-        return cls(**{**fields, "readers": tuple(readers)})
 
 
 def scatter_of(samples: Sequence[BatchSample]) -> float:
@@ -295,6 +201,7 @@ def _median(values: Sequence[float]) -> float:
     return float(np.median(values))
 
 
-def _check_cost(name: str, value: Any) -> None:
+def check_cost(name: str, value: Any) -> None:
+    """A number from 0. ValueError names it otherwise."""
     if not is_number(value) or value < 0:
         raise ValueError(f"{name} must be a number from 0, not {str(value)[:80]!r}")

@@ -1,17 +1,19 @@
-"""The device profiles: one JSON file for all drives, in the user's cache directory unless a run names another.
+"""The profiles: one JSON file for all drives, in the user's cache directory unless a run names another.
 
 An entry belongs to a file system on a drive as one machine sees it, so that a model on another disk, or a home
 directory shared between machines, never borrows numbers that are not its own. The format:
 
- 1. a JSON object with `format_version` 3 and `devices`, a list of entries;
- 2. an entry has exactly the keys of `DeviceKey` and `costs`, the object of `DeviceCosts.to_json`;
- 3. at most one entry a key; the file is replaced atomically.
+ 1. a JSON object with `format_version` 4 and `devices`, a list of entries;
+ 2. an entry has exactly the keys of `DeviceKey` and `costs`, the object of a `Profile`;
+ 3. at most one entry a key; the file is replaced atomically;
+ 4. files of version 3 are read: their entries lack what was not measured then, and are not fresh.
 """
 
 import dataclasses
 import json
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,12 @@ from flashllm.base.checks import check_keys, check_list, check_str
 from flashllm.base.files import locked_directory, read_json_object, write_atomically
 from flashllm.base.machine import num_cores
 from flashllm.base.user_dirs import user_cache_dir
-from flashllm.device.costs import DeviceCosts
-from flashllm.errors import FormatError
+from flashllm.errors import FlashError, FormatError
+from flashllm.profile.machine import Profile
+from flashllm.profile.stored import from_json, to_json
 
-_VERSION = 3
+_VERSION, _READ = 4, (3, 4)
+_WAIT_S = 10.0  # for another process that measures, or writes
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
@@ -61,47 +65,67 @@ def device_of(path: Path) -> DeviceKey:
     return DeviceKey(machine=machine, device=f"{os.major(number)}:{os.minor(number)}", filesystem="unknown")
 
 
-def load_costs(store: Path, key: DeviceKey) -> DeviceCosts | None:
-    """The device profile of `key`; None without one. FormatError where the file is damaged, FlashIOError where it
-    cannot be read."""
+def find_profile(path: Path, store: Path | None = None) -> tuple[Profile | None, str | None]:
+    """The profile of the drive on which `path` lies (None without one), and what is wrong with the store."""
+    try:
+        return load_profile(store or store_path(), device_of(path)), None
+    except FlashError as error:
+        return None, f"the profiles cannot be used: {error}"
+
+
+def load_profile(store: Path, key: DeviceKey) -> Profile | None:
+    """The profile of `key`; None without one. FormatError where the file is damaged, FlashIOError where it cannot be
+    read."""
     return _load(store).get(key)
 
 
-def save_costs(store: Path, key: DeviceKey, costs: DeviceCosts) -> str | None:
-    """Store the device profile of `key` beside those of other drives. Returns a line for the user where a damaged file
-    was replaced, else None. OSError and FlashIOError pass through."""
+def save_profile(store: Path, key: DeviceKey, profile: Profile) -> str | None:
+    """Store the profile of `key` with those of other drives. Returns a line for the user where a damaged file was
+    replaced, else None. OSError and FlashIOError pass through."""
+    return update_profile(store, key, lambda known: profile, wait_s=_WAIT_S)
+
+
+def update_profile(
+    store: Path, key: DeviceKey, make: Callable[[Profile | None], Profile], *, wait_s: float = 0.0
+) -> str | None:
+    """As `save_profile` of what `make` makes of the profile that is there. No other process is in here meanwhile;
+    FlashIOError where one is for longer than `wait_s`."""
     store.parent.mkdir(parents=True, exist_ok=True)
-    with locked_directory(store.parent, f"{store}: another process is writing it; try again"):
+    with locked_directory(store.parent, f"{store}: another process is writing it; try again", wait_s=wait_s):
         problem = None
         try:
             entries = _load(store)
         except FormatError as error:
             entries, problem = {}, f"{error}; it was replaced"
-        entries[key] = costs
-        devices = [{**dataclasses.asdict(one), "costs": entries[one].to_json()} for one in sorted(entries)]
+        entries[key] = make(entries.get(key))
+        devices = [{**dataclasses.asdict(one), "costs": to_json(entries[one])} for one in sorted(entries)]
         document = {"format_version": _VERSION, "devices": devices}
         write_atomically(store, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
         return problem
 
 
-def _load(store: Path) -> dict[DeviceKey, DeviceCosts]:
+def _load(store: Path) -> dict[DeviceKey, Profile]:
     if not store.exists():
         return {}
     try:
         document = check_keys(read_json_object(store), ("format_version", "devices"), "the store")
-        if document["format_version"] != _VERSION:
+        if document["format_version"] not in _READ:
             raise ValueError(f"format_version must be {_VERSION}, not {str(document['format_version'])[:80]!r}")
         return dict(_entry(value) for value in check_list(document["devices"], "devices"))
     except ValueError as error:
         raise FormatError(f"{store}: {error}; run `flashllm calibrate` again") from error
 
 
-def _entry(value: Any) -> tuple[DeviceKey, DeviceCosts]:
+def _entry(value: Any) -> tuple[DeviceKey, Profile]:
     names = tuple(field.name for field in dataclasses.fields(DeviceKey))
     fields = check_keys(value, (*names, "costs"), "devices")
-    return DeviceKey(**{name: fields[name] for name in names}), DeviceCosts.from_json(fields["costs"])
+    return DeviceKey(**{name: fields[name] for name in names}), from_json(
+        Profile, fields["costs"], "the device's entry"
+    )
 
 
-def device_store_path() -> Path:
-    """Where device profiles are kept, unless a run names another file."""
-    return user_cache_dir() / "devices.json"
+def store_path() -> Path:
+    """Where profiles are kept, unless a run names another file: `profiles.json`, or the `devices.json` of before."""
+    folder = user_cache_dir()
+    before = folder / "devices.json"
+    return before if before.exists() else folder / "profiles.json"

@@ -4,17 +4,18 @@ import dataclasses
 import json
 
 import pytest
-from device_costs import device, reader
+from profiles import profile_of, reader
 
-from flashllm.device.costs import (
+from flashllm.profile.costs import (
     BatchSample,
     BesideSample,
-    DeviceCosts,
     GapSample,
     fit_reader,
     scatter_of,
     worthwhile_gap,
 )
+from flashllm.profile.machine import Profile
+from flashllm.profile.stored import from_json, to_json
 
 LATENCY = 90e-6
 
@@ -47,13 +48,13 @@ def fit(batches, beside_=None, depth=32):
 def test_scatter_is_that_of_batches_alike():
     assert scatter_of(samples(noise=(1.0, 1.0, 1.0))) == pytest.approx(1.0)
     assert scatter_of(samples(noise=(1.0, 2.0, 3.0))) == pytest.approx(2.5 / 1.5)
-    assert device(scatter=1.9).steady
-    assert not device(scatter=2.1).steady
+    assert profile_of(scatter=1.9).steady
+    assert not profile_of(scatter=2.1).steady
 
 
 def test_a_drive_that_remembers_is_told_from_one_that_does_not():
-    assert not device(again=1.2).remembers
-    assert device(again=3.0).remembers
+    assert not profile_of(again=1.2).remembers
+    assert profile_of(again=3.0).remembers
 
 
 def test_the_fit_gives_back_what_made_the_samples():
@@ -141,22 +142,22 @@ def test_the_backend_that_makes_a_layer_shortest_is_chosen():
     threads = reader(depth=32)
     slow = reader(depth=8, request_s=(20e-6, 60e-6))
     lean = reader("io_uring", 64, lost_s=(4e-6, 30e-6))
-    costs = device(slow, threads, lean)
+    costs = profile_of(slow, threads, lean)
     assert costs.best(4096) == lean  # as fast, and takes less from products
     assert costs.best(65536) == threads
     # What does not land beside products is waited for.
     late = reader("io_uring", 64, beside_s=(40e-6, 120e-6), lost_s=(5e-6, 9e-6))
-    assert device(late, threads).best(4096) == threads
-    assert device(slow, lean).best(4096, "threads") == slow
+    assert profile_of(late, threads).best(4096) == threads
+    assert profile_of(slow, lean).best(4096, "threads") == slow
     assert costs.of("threads", 6) == slow
     assert costs.of("threads", 64) == threads
     assert costs.of("io_uring", 500) == lean
-    assert device(slow, threads).of("io_uring", 32) == threads
+    assert profile_of(slow, threads).of("io_uring", 32) == threads
 
 
 def test_json_gives_the_same_costs_back():
-    costs = device(reader(), reader("io_uring", 64))
-    assert DeviceCosts.from_json(json.loads(json.dumps(costs.to_json()))) == costs
+    costs = profile_of(reader(), reader("io_uring", 64))
+    assert from_json(Profile, json.loads(json.dumps(to_json(costs))), "the entry") == costs
 
 
 @pytest.mark.parametrize(
@@ -184,23 +185,23 @@ def test_json_gives_the_same_costs_back():
     ],
 )
 def test_damaged_costs_are_refused(path, value, message):
-    document = json.loads(json.dumps(device().to_json()))
+    document = json.loads(json.dumps(to_json(profile_of())))
     inner = document
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
     with pytest.raises(ValueError, match=message):
-        DeviceCosts.from_json(document)
+        from_json(Profile, document, "the entry")
 
 
 def test_costs_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        device().dram_bps = 0
+        profile_of().dram_bps = 0
 
 
 def test_no_product_reads_faster_than_memory():
     """What was measured in a faster moment than memory was."""
-    costs = device(reader(), gemv_bps={"float16": 20e9, "bf12": 60e9}, sparse_bps={"float16": 50e9})
+    costs = profile_of(reader(), gemv_bps={"float16": 20e9, "bf12": 60e9}, sparse_bps={"float16": 50e9})
     assert costs.dram_bps == 40e9
     assert [costs.resident_bps(name, "float16") for name in ("float16", "bf12", "int8_32")] == [20e9, 40e9, 20e9]
     assert costs.gathered_bps("bf12", "float16") == 40e9

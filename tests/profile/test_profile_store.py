@@ -1,0 +1,143 @@
+"""The file of calibrations: entries of several drives live together, and damage is told, never guessed over."""
+
+import dataclasses
+import json
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from profiles import profile_of, reader
+
+from flashllm.base.machine import system_name
+from flashllm.errors import FlashIOError, FormatError
+from flashllm.profile.choice import choose_reader
+from flashllm.profile.store import (
+    DeviceKey,
+    device_of,
+    find_profile,
+    load_profile,
+    save_profile,
+    store_path,
+    update_profile,
+)
+from flashllm.profile.stored import to_json
+
+ONE = DeviceKey(machine="m, 2 cores", device="/dev/one", filesystem="ext4")
+OTHER = DeviceKey(machine="m, 2 cores", device="/dev/other", filesystem="ext4")
+
+
+def test_entries_are_kept_apart_and_replaced(tmp_path):
+    store = tmp_path / "made" / "profiles.json"
+    assert load_profile(store, ONE) is None
+    first, second, third = profile_of(), profile_of(dram_bps=1e9), profile_of(dram_bps=2e9)
+    assert save_profile(store, ONE, first) is None
+    assert save_profile(store, OTHER, second) is None
+    assert (load_profile(store, ONE), load_profile(store, OTHER)) == (first, second)
+    save_profile(store, ONE, third)
+    assert (load_profile(store, ONE), load_profile(store, OTHER)) == (third, second)
+    assert len(json.loads(store.read_text())["devices"]) == 2
+    assert load_profile(store, DeviceKey(machine="n", device="/dev/one", filesystem="ext4")) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"format_version": 1, "devices": []}', '{"format_version": 4, "devices": [{}]}'],
+)
+def test_a_damaged_store_is_told_and_replaced_by_the_next_calibration(tmp_path, text):
+    store = tmp_path / "profiles.json"
+    store.write_text(text)
+    with pytest.raises(FormatError, match=r"profiles\.json"):
+        load_profile(store, ONE)
+    costs, problem = find_profile(tmp_path, store)
+    assert costs is None
+    assert "profiles.json" in problem
+    assert "was replaced" in save_profile(store, ONE, profile_of())
+    assert load_profile(store, ONE) == profile_of()
+
+
+def test_a_path_and_what_lies_below_it_are_on_one_drive(tmp_path):
+    assert device_of(tmp_path) == device_of(tmp_path / "not" / "there")
+    assert device_of(tmp_path).device
+
+
+def test_the_calibration_of_the_drive_is_found(tmp_path):
+    store = tmp_path / "profiles.json"
+    save_profile(store, device_of(tmp_path), profile_of())
+    assert find_profile(tmp_path, store) == (profile_of(), None)
+
+
+def test_what_was_asked_for_wins_then_the_calibration_then_the_default():
+    costs = profile_of(reader(depth=8), reader("io_uring", 64, request_s=(5e-6, 20e-6)))
+    chosen = choose_reader(costs, 4096, io_threads=None, direct=True)
+    assert (chosen.backend, chosen.depth, chosen.max_gap, chosen.source) == ("io_uring", 64, 8192, "calibration")
+    asked = choose_reader(costs, 4096, io_threads=5, direct=True)
+    assert (asked.backend, asked.depth, asked.max_gap, asked.source) == ("threads", 5, 8192, "argument")
+    for without in (None, profile_of(direct=False)):
+        default = choose_reader(without, 4096, io_threads=None, direct=True)
+        assert (default.backend, default.depth, default.max_gap, default.source) == ("threads", 32, 0, "default")
+    assert choose_reader(costs, 4096, io_threads=None, direct=False).source == "default"
+    for known, backend, number, expected in [
+        (costs, "threads", None, ("threads", 8, 8192)),
+        (costs, "io_uring", 100, ("io_uring", 100, 8192)),
+        (None, "io_uring", None, ("io_uring", 48, 0)),
+        (None, "io_uring", 16, ("io_uring", 16, 0)),
+    ]:
+        asked = choose_reader(known, 4096, io_threads=number, direct=True, io_backend=backend)
+        assert (asked.backend, asked.depth, asked.max_gap) == expected
+        assert asked.source == "argument"
+    assert choose_reader(None, 4096, io_threads=7, direct=True).source == "argument"
+
+
+def test_a_store_of_before_is_read_and_its_profiles_are_not_fresh(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert store_path().name == "profiles.json"
+    before = store_path().with_name("devices.json")
+    new, old = to_json(profile_of()), dataclasses.asdict(ONE)
+    for name in ("system", "file_nbytes", "writes", "batches", "gpu"):
+        del new[name]
+    before.parent.mkdir(parents=True)
+    before.write_text(json.dumps({"format_version": 3, "devices": [{**old, "costs": new}]}))
+    assert store_path() == before
+    assert load_profile(store_path(), ONE) == profile_of()
+    assert not profile_of(made=datetime.now(UTC).isoformat()).is_fresh(system_name(), 0)
+
+
+NOW = datetime.now(UTC)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fresh"),
+    [
+        ({}, True),
+        ({"made": (NOW - timedelta(days=29)).isoformat()}, True),
+        ({"made": (NOW - timedelta(days=31)).isoformat()}, False),
+        ({"made": (NOW + timedelta(days=1)).isoformat()}, False),  # a clock that was wrong
+        ({"made": NOW.replace(tzinfo=None).isoformat()}, True),
+        ({"system": "another kernel"}, False),
+        ({"file_nbytes": 99}, False),
+        ({"file_nbytes": 1 << 30}, True),
+    ],
+)
+def test_fresh_is_recent_of_this_system_and_of_a_file_as_large(changes, fresh):
+    profile = profile_of(**{"made": NOW.isoformat(), "system": "this", "file_nbytes": 100, **changes})
+    assert profile.is_fresh("this", 100) is fresh
+    assert profile_of(made=NOW.isoformat(), system="this").is_fresh("this", 1 << 40)
+
+
+def test_one_process_at_a_time_measures_and_another_waits_to_write(tmp_path):
+    store, inside = tmp_path / "profiles.json", []
+
+    def make(known):
+        with pytest.raises(FlashIOError, match="another process"):
+            update_profile(store, ONE, inside.append)
+        writing.start()
+        time.sleep(0.2)
+        assert load_profile(store, OTHER) is None  # it waits
+        return profile_of()
+
+    writing = threading.Thread(target=save_profile, args=(store, OTHER, profile_of()))
+    update_profile(store, ONE, make)
+    writing.join()
+    assert inside == []
+    assert load_profile(store, ONE) == load_profile(store, OTHER) == profile_of()
