@@ -60,6 +60,7 @@ class RunConfig:
     store: Path | None = None  # profiles; None: profiles.json in the user's cache directory
     # Who drafts tokens that are verified together: nobody, prompt lookup, or the model in this directory.
     speculate: Speculate | Path = SPECULATIONS[0]
+    serves: bool = False  # others send requests: memory is planned for what they may send at once
     direct: bool = True  # read past the page cache
     verify_checksums: bool = True  # of weights and predictors as they are loaded, and of every row read from flash
     ablation: Ablation = Ablation()
@@ -80,7 +81,7 @@ class RunConfig:
             raise UsageError(f"--store must be a path, not {self.store!r}")
         if not isinstance(self.speculate, Path):
             _check_choice("--speculate", self.speculate, SPECULATIONS)
-        for name in ("direct", "verify_checksums"):
+        for name in ("serves", "direct", "verify_checksums"):
             if type(getattr(self, name)) is not bool:
                 raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if not isinstance(self.ablation, Ablation):

@@ -3,11 +3,12 @@
 Knows the model's tokenizer and sizes, not its weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flashllm.api.fields import BadRequest
+from flashllm.api.pieces import Pieces, TooLong
 from flashllm.api.requests import Request
 from flashllm.errors import FlashError
 
@@ -41,6 +42,7 @@ class PromptEncoder:
 
     tokenizer: TextTokenizer | None
     template: Template | None
+    pieces: Pieces | None = None  # of the tokenizer; None: it takes every text whole
     context: int  # positions the model knows
     vocab: int
     end_ids: frozenset[int] = frozenset()  # where there is no tokenizer to say them
@@ -52,47 +54,72 @@ class PromptEncoder:
         BadRequest where it cannot be tokens of this model at all, Unanswerable where the template refuses it or the
         context cannot hold it with its new tokens.
         """
-        ids = self._ids(request)
+        steps = self.steps(request)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                ids: list[int] = end.value
+                return ids
+
+    def steps(self, request: Request) -> Generator[None, None, list[int]]:
+        """As `encode`, in steps: a text longer than the context is given up in the midst of it."""
+        ids = yield from self._ids(request)
         new = request.options.max_new_tokens if request.max_new_given else 1
         if len(ids) + new > self.context:
             wanted = f"{new} new tokens" if request.max_new_given else "a new token"
-            limit = f"the model's {self.context} positions"
-            message = f"the prompt has {len(ids)} tokens; with {wanted} that is more than {limit}"
-            raise Unanswerable(message, code="context_length_exceeded")
+            count = str(len(ids)) if len(ids) <= self.context else f"more than {self.context}"
+            raise self._too_long(f"has {count} tokens; with {wanted} that is more than")
         return ids
+
+    def _too_long(self, what: str) -> Unanswerable:
+        message = f"the prompt {what} the model's {self.context} positions"
+        return Unanswerable(message, code="context_length_exceeded")
 
     def max_new_tokens(self, request: Request, prompt_tokens: int) -> int:
         """The new tokens allowed: as many as it says, or the default as far as the context has room."""
         wanted = request.options.max_new_tokens
         return wanted if request.max_new_given else min(wanted, self.context - prompt_tokens)
 
-    def _ids(self, request: Request) -> list[int]:
+    def _ids(self, request: Request) -> Generator[None, None, list[int]]:
         prompt = request.prompt
         if request.options.stop and self.tokenizer is None:
             raise BadRequest("stop needs the model's tokenizer, which is missing", request.custom_id, param="stop")
         if request.kind == "chat":
             messages = [message for message in prompt if isinstance(message, dict)]
             if self.template is None and self.plain_chat:
-                return self._encode(plain_text(messages), add_special=True, custom_id=request.custom_id)
+                text = plain_text(messages)
+                return (yield from self._encode(text, add_special=True, custom_id=request.custom_id))
             if self.template is None or self.tokenizer is None:
                 raise BadRequest("the model has no chat template; use /v1/completions", request.custom_id)
             try:
                 text = self.template.render(messages)
             except FlashError as error:  # it refuses this conversation, or fails over it
                 raise Unanswerable(str(error)) from error
-            return self._encode(text, add_special=False, custom_id=request.custom_id)  # the template writes those
+            # The template writes the special tokens.
+            return (yield from self._encode(text, add_special=False, custom_id=request.custom_id))
         if isinstance(prompt, str):
-            return self._encode(prompt, add_special=True, custom_id=request.custom_id)
+            return (yield from self._encode(prompt, add_special=True, custom_id=request.custom_id))
         ids = [each for each in prompt if isinstance(each, int)]
         if max(ids) >= self.vocab:
             message = f"prompt: token id {max(ids)} is not below the model's vocabulary of {self.vocab}"
             raise BadRequest(message, request.custom_id, param="prompt")
         return ids
 
-    def _encode(self, text: str, *, add_special: bool, custom_id: str) -> list[int]:
+    def _encode(self, text: str, *, add_special: bool, custom_id: str) -> Generator[None, None, list[int]]:
         if self.tokenizer is None:
             raise BadRequest("the model has no tokenizer; give the prompt as token ids", custom_id, param="prompt")
-        ids = self.tokenizer.encode(text, add_special=add_special)
+        if self.pieces is None:
+            ids = self.tokenizer.encode(text, add_special=add_special)
+        else:
+            yield
+            least = self.pieces.least(text)
+            if least >= self.context:
+                raise self._too_long(f"has {least} tokens or more; with a new token that is more than")
+            try:
+                ids = yield from self.pieces.encode(text, add_special=add_special, most=self.context)
+            except TooLong as error:
+                raise Unanswerable(str(error), code="context_length_exceeded") from None
         if not ids:
             raise Unanswerable("the prompt has no tokens")
         if max(ids) >= self.vocab:

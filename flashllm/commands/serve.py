@@ -5,6 +5,7 @@ The port is taken before the model is loaded, so that a wrong one is an error at
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import ipaddress
 from pathlib import Path
@@ -95,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
             from flashllm.generate.sampling import SamplingOptions
             from flashllm.serve.opening import ServerOptions, open_app
 
-            config = options.run_config(args)
+            config = dataclasses.replace(options.run_config(args), serves=True)
             profile_drive(args, path, config)
             app, worker = stack.enter_context(
                 open_app(
@@ -119,7 +120,7 @@ def main(args: argparse.Namespace) -> int:
             say("whoever reaches this address can use the server; --api-key-file makes it ask for a key")
         sock.listen()  # before the next line is read: a client that connects at once is let in
         say(f"serving at {url(sock)} (base URL of OpenAI clients: {url(sock)}/v1); ctrl-C stops")
-        Server(app, stopping=worker.cancel_all).run(sockets=[sock])
+        Server(app, stopping=worker.cancel_all, waiting=args.queue).run(sockets=[sock])
     return 0
 
 
@@ -136,7 +137,7 @@ def read_key(path: Path) -> bytes:
     from flashllm.errors import UsageError
 
     key = read_bounded(path, 4096).strip()
-    if len(key) < _MIN_KEY_CHARS or not key.isascii() or len(key.split()) != 1:
+    if len(key) < _MIN_KEY_CHARS or not all(0x20 < byte < 0x7F for byte in key):
         raise UsageError(
             f"{path}: must hold one line of at least {_MIN_KEY_CHARS} printable ASCII characters without spaces, such "
             "as `openssl rand -hex 32` writes"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from flashllm.api.pieces import Pieces
 from flashllm.arch.registry import block_spec, complete_config
 from flashllm.base.files import parse_json_object, read_bounded
 from flashllm.convert.checkpoint.source import companion_files
@@ -60,7 +61,12 @@ class ModelText:
             fingerprint=hashlib.sha256(raw).hexdigest()[:16],
             shape=shape_from_config(config, name=name),
             encoder=PromptEncoder(
-                tokenizer=tokenizer, template=template, context=block.context, vocab=block.vocab_size, end_ids=end_ids
+                tokenizer=tokenizer,
+                template=template,
+                pieces=None if tokenizer is None else Pieces(tokenizer.backend),
+                context=block.context,
+                vocab=block.vocab_size,
+                end_ids=end_ids,
             ),
             tokenizer=tokenizer,
             template=template,

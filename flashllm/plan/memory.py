@@ -28,6 +28,14 @@ from flashllm.plan.shares import Rows, Shares, levels_beside, levels_by_need, le
 
 MAX_VERIFIED = 8  # tokens that go through an FFN together: FfnTokens::kMost (csrc/ffn/ffn_group.h)
 KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are allocated together
+# What a text of any length takes while it becomes tokens: two pieces of api/pieces.py, of characters of 4 bytes.
+PROMPT_NBYTES = 6_000_000
+CONNECTIONS = 256  # to a server at once
+_CONNECTION_NBYTES = 50_000  # of one: its objects, and what is read from it before a request is begun
+_BODY_SHARE = 128  # bytes of a request's body for each position of the context, as far as the bounds allow
+_BODY_BOUNDS = 1 << 20, 8 << 20
+_BODY_VALUES, _VALUE_NBYTES = 1 << 16, 120  # of JSON, besides the prompt's tokens; memory of one
+BODIES = 3  # times the largest body: what all under way may take; two times the largest come and go while it is read
 MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for one streaming block
 _THROUGH_NBYTES = 64 << 10  # of a request that reads through gaps: kMaxThrough (csrc/io/request_plan.h)
 # What the process grows by beside the planned buffers: pages of libraries at their first use, the interpreter's own
@@ -63,6 +71,7 @@ class MemoryPlan:
     gates: int  # those that are resident
     planes: int  # scales of down columns that are resident
     predictors: int
+    requests: int  # texts that become tokens; of a server, all that clients may send at once
     staging: int
     workspace: int
     bookkeeping: int  # of the neurons, and of their caches' rows
@@ -90,7 +99,8 @@ class MemoryPlan:
     def fixed_nbytes(self) -> int:
         """All but the KV cache and the neuron cache."""
         weights = self.resident + self.gates + self.planes + self.predictors
-        return self.process + self.page_tables + weights + self.staging + self.workspace + self.bookkeeping
+        work = self.requests + self.staging + self.workspace + self.bookkeeping
+        return self.process + self.page_tables + weights + work
 
     @property
     def max_kv_blocks(self) -> int:
@@ -158,6 +168,7 @@ class MemoryPlan:
             *([("gates", self.gates)] if self.gates else []),
             *([("scales of down columns", self.planes)] if self.planes else []),
             ("predictors", self.predictors),
+            ("requests", self.requests),
             ("staging for reads", self.staging),
             ("workspace", self.workspace),
             ("bookkeeping", self.bookkeeping),
@@ -183,6 +194,7 @@ class MemoryPlan:
             "gate_bytes": self.gates,
             "down_scale_bytes": self.planes,
             "predictor_bytes": self.predictors,
+            "request_bytes": self.requests,
             "staging_bytes": self.staging,
             "workspace_bytes": self.workspace,
             "bookkeeping_bytes": self.bookkeeping,
@@ -221,6 +233,7 @@ def plan_memory(
     prefetch: bool = False,
     dense: bool = False,
     verified: int = 1,
+    serves: bool = False,
 ) -> MemoryPlan:
     """The plan for one loaded model.
 
@@ -234,6 +247,7 @@ def plan_memory(
         prefetch: rows of the next layer are read before its turn.
         verified: tokens of a pass that gives logits after each.
         dense: every token reads every neuron: the caches hold each layer's first rows, and there are no predictors.
+        serves: clients send requests.
 
     Raises:
         BudgetError: the limit is below the minimum, or above what the machine has left.
@@ -275,6 +289,7 @@ def plan_memory(
         "planes": manifest.planes_nbytes,
         "predictors": manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files and not dense else 0,
         "kv_block_nbytes": state.block_nbytes,
+        "requests": PROMPT_NBYTES + (requests_nbytes(context) if serves else 0),
         "context": context,
         "context_blocks": context_blocks,
         "row_nbytes": rows.stride,
@@ -345,6 +360,23 @@ def plan_memory(
 def state_shape(manifest: Manifest, block: BlockSpec, context: int) -> _core.StateShape:
     """What a sequence of at most `context` tokens leaves behind, and its pages."""
     return _core.StateShape(block, context, manifest.prefill_block_tokens, manifest.dtype)
+
+
+def body_nbytes(context: int) -> int:
+    """The largest body of a request to a model of this context."""
+    least, most = _BODY_BOUNDS
+    return min(max(_BODY_SHARE * context, least), most)
+
+
+def body_values(context: int) -> int:
+    """JSON values that a body may hold."""
+    return _BODY_VALUES + context
+
+
+def requests_nbytes(context: int) -> int:
+    """What a server's requests take at most, before their tokens are computed."""
+    bodies = (BODIES + 2) * body_nbytes(context) + _VALUE_NBYTES * body_values(context)
+    return bodies + CONNECTIONS * _CONNECTION_NBYTES
 
 
 def _places_nbytes(manifest: Manifest) -> int:

@@ -86,6 +86,7 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
             max_gap=reader.max_gap,
             prefetch=prefetch,
             dense=mode == "dense",
+            serves=config.serves,
             verified=1
             if config.speculate == "off"
             else max(1, min(model.manifest.sparse_prefill_tokens, MAX_VERIFIED)),

@@ -8,14 +8,14 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -26,11 +26,10 @@ from flashllm.generate.sampling import SamplingOptions
 from flashllm.serve import http, page
 from flashllm.serve.bodies import Asked, parse
 from flashllm.serve.forms import Form, Memory
-from flashllm.serve.http import ApiError, EventStream
+from flashllm.serve.http import RETRY_AFTER_S, ApiError, EventStream
 from flashllm.serve.metrics import Metrics
 from flashllm.serve.worker import Began, Chosen, Ended, Event, Finished, Job, QueueFull, Worker
 
-RETRY_AFTER_S = 10
 Kind = Literal["chat", "completion"]
 Document = Mapping[str, Any]
 COMPLETION_TOKENS = 16  # of a completion that does not say; a chat's answer may fill the context
@@ -61,7 +60,9 @@ class Api:
 
     def __init__(self, served: Served, worker: Worker, metrics: Metrics) -> None:
         self.served, self._worker, self._metrics = served, worker, metrics
-        self._encoding = ThreadPoolExecutor(1, "flashllm-encode")  # one at a time: a chat template is not shared
+        self.bodies = http.Bodies(served.encoder.context)
+        # A step at a time, of each request in turn: a template is not shared, and no text is long in a step.
+        self._encoding = ThreadPoolExecutor(1, "flashllm-encode")
 
     def routes(self) -> list[Route]:
         """What answers where."""
@@ -141,47 +142,73 @@ class Api:
 
         Raises ApiError.
         """
-        raw = await http.read_body(request)
         loop = asyncio.get_running_loop()
-        try:
-            asked, prompts = await loop.run_in_executor(self._encoding, self._understand, raw, kind, understand)
-        except BadRequest as error:
-            raise ApiError(400, str(error), param=error.param) from None
-        except Unanswerable as error:
-            param = "messages" if kind == "chat" else "prompt"
-            raise ApiError(400, str(error), code=error.code, param=param) from None
-        events: asyncio.Queue[Event] = asyncio.Queue()
+        async with self.bodies.read(request) as body:
+            steps = self._understand(body, kind, understand)
+            left = asyncio.Event()
+            try:
+                async with http.on_disconnect(request.receive, left.set):
+                    while (understood := await loop.run_in_executor(self._encoding, _step, steps)) is None:
+                        if left.is_set():
+                            raise ClientDisconnect
+            except BadRequest as error:
+                raise ApiError(400, str(error), param=error.param) from None
+            except Unanswerable as error:
+                param = "messages" if kind == "chat" else "prompt"
+                raise ApiError(400, str(error), code=error.code, param=param) from None
+            asked, prompts = understood
+            events: asyncio.Queue[Event] = asyncio.Queue()
 
-        def deliver(event: Event) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            def deliver(event: Event) -> None:
+                loop.call_soon_threadsafe(events.put_nowait, event)
 
-        job = Job(
-            prompts=prompts,
-            deliver=deliver,
-            scored=asked.echo and asked.requests[0].logprobs is not None,
-            generate=asked.generate,
-        )
-        try:
-            self._worker.submit(job)
-        except QueueFull as error:
-            code = "queue_full"
-            raise ApiError(429, str(error), code=code, headers={"Retry-After": str(RETRY_AFTER_S)}) from None
-        return Answering(asked=asked, prompts=prompts, events=events, cancel=lambda: self._worker.cancel(job))
+            job = Job(
+                prompts=prompts,
+                deliver=deliver,
+                scored=asked.echo and asked.requests[0].logprobs is not None,
+                generate=asked.generate,
+            )
+            try:
+                self._worker.submit(job)
+            except QueueFull as error:
+                code = "queue_full"
+                raise ApiError(429, str(error), code=code, headers={"Retry-After": str(RETRY_AFTER_S)}) from None
+
+        def cancel() -> None:
+            self._worker.cancel(job)
+            self.bodies.let_go(body)
+
+        return Answering(asked=asked, prompts=prompts, events=events, cancel=cancel)
 
     def _understand(
-        self, raw: bytes, kind: Kind, understand: Callable[[bytes, SamplingOptions], Asked]
-    ) -> tuple[Asked, list[tuple[Wanted, list[int]]]]:
-        """The body checked, and each prompt's request with its token ids."""
+        self, body: http.Body, kind: Kind, understand: Callable[[bytes, SamplingOptions], Asked]
+    ) -> Generator[None, None, "_Understood"]:
+        """The body checked, and each prompt's request with its token ids, in steps."""
         encoder = self.served.encoder
         tokens = encoder.context if kind == "chat" else COMPLETION_TOKENS
-        asked = understand(raw, dataclasses.replace(self.served.defaults, max_new_tokens=tokens))
+        asked = understand(body.raw, dataclasses.replace(self.served.defaults, max_new_tokens=tokens))
+        body.raw = b""
         self.check_name(asked.model)
         prompts = []
         for wanted in asked.requests:
-            ids = encoder.encode(wanted)
+            yield
+            ids = yield from encoder.steps(wanted)
             options = dataclasses.replace(wanted.options, max_new_tokens=encoder.max_new_tokens(wanted, len(ids)))
             prompts.append((dataclasses.replace(wanted, options=options), ids))
         return asked, prompts
+
+
+_Understood = tuple[Asked, list[tuple[Wanted, list[int]]]]
+
+
+def _step(steps: Generator[None, None, _Understood]) -> _Understood | None:
+    """What the next step ends with; None where there are more."""
+    try:
+        next(steps)
+    except StopIteration as end:
+        understood: _Understood = end.value
+        return understood
+    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ import contextlib
 import hmac
 import ipaddress
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,9 +15,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from flashllm.base.text import valid_unicode
+from flashllm.plan.memory import BODIES, body_nbytes, body_values
 from flashllm.serve.forms import error_object
 
-MAX_BODY_NBYTES = 8 << 20
+RETRY_AFTER_S = 10
 BODY_TIMEOUT_S = 30.0  # a body that has not come by then is given up
 KEEP_ALIVE_S = 5.0  # a stream without an event sends a comment so often, or proxies and clients end it
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
@@ -34,8 +37,9 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param, self.headers = status, code or _CODES.get(status), param, headers
+        super().__init__(valid_unicode(message))
+        self.status, self.code, self.headers = status, code or _CODES.get(status), headers
+        self.param = None if param is None else valid_unicode(param)
 
     @property
     def document(self) -> dict[str, Any]:
@@ -63,25 +67,124 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     return ApiError(error.status_code, message, headers=error.headers).response()
 
 
-async def read_body(request: Request) -> bytes:
-    """The JSON body, still as bytes. ApiError where it is too large, too slow, or says that it is something else."""
-    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, "the body must be JSON, with the header `Content-Type: application/json`")
-    too_large = ApiError(413, f"the body is larger than {MAX_BODY_NBYTES} bytes", headers={"Connection": "close"})
-    declared = request.headers.get("content-length", "0")
-    if not declared.isdecimal() or int(declared[:20]) > MAX_BODY_NBYTES:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY_NBYTES:
-                    raise too_large
-    except TimeoutError:
-        raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from None
-    return bytes(body)
+class Body:
+    """A request's body, and what it takes of the memory for all of them until it is let go."""
+
+    def __init__(self, refuse: Callable[[], None]) -> None:
+        """`refuse` ends the wait for the rest."""
+        self.raw = b""
+        self.nbytes = 0
+        self.refused = False
+        self.refuse = refuse
+
+
+class Bodies:
+    """The bodies under way: each has a bound, and so have all. Where they exceed it, the largest is refused."""
+
+    def __init__(self, context: int) -> None:
+        """For prompts of a model of this context."""
+        self._each, self._values = body_nbytes(context), body_values(context)
+        self._most, self._held = BODIES * self._each, 0
+        self._arriving: set[Body] = set()
+
+    @contextlib.asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[Body]:
+        """The whole JSON body, which is let go where the block raises; otherwise by `let_go`.
+
+        ApiError where it is too large, too slow, says that it is something else, or there is no room.
+        """
+        self._check_headers(request.headers)
+        timeout = asyncio.timeout(BODY_TIMEOUT_S)
+        body, come = Body(lambda: timeout.reschedule(asyncio.get_running_loop().time())), bytearray()
+        self._arriving.add(body)
+        try:
+            try:
+                async with timeout:
+                    async for part in request.stream():
+                        if body.refused:
+                            come.clear()
+                            continue
+                        come += part
+                        if len(come) > self._each:
+                            raise self._too_large()
+                        self._grow(body, len(part))
+                if body.refused:
+                    raise TimeoutError
+                text_nbytes = self._check_text(come)
+                # As values and as a prompt, when nothing is left of the body.
+                self._grow(body, max(0, 2 * text_nbytes - len(come)))
+                body.raw = bytes(come)
+            except TimeoutError:
+                if body.refused:
+                    raise self._no_room() from None
+                raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from None
+            finally:
+                self._arriving.discard(body)
+                come.clear()
+            yield body
+        except BaseException:
+            self.let_go(body)
+            raise
+
+    def let_go(self, body: Body) -> None:
+        """Nothing of the body is held any more. Harmless where that was said before."""
+        self._held -= body.nbytes
+        body.nbytes, body.raw = 0, b""
+
+    def _check_headers(self, headers: Headers) -> None:
+        kind, *options = (part.strip().lower() for part in headers.get("content-type", "").split(";"))
+        if kind != "application/json":
+            raise ApiError(415, "the body must be JSON, with the header `Content-Type: application/json`")
+        for option in options:
+            name, _, value = option.partition("=")
+            if name.strip() == "charset" and value.strip().strip('"') not in ("utf-8", "utf8", "us-ascii"):
+                raise ApiError(415, "the body must be UTF-8, without another charset in its Content-Type")
+        if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+            raise ApiError(415, "the body must be sent as it is, without a Content-Encoding")
+        declared = headers.get("content-length", "0")
+        if not declared.isdecimal() or int(declared[:20]) > self._each:
+            raise self._too_large()
+
+    def _check_text(self, raw: bytearray) -> int:
+        """Bytes that the body's text takes in memory, at most."""
+        if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > self._values:  # more than there are
+            raise ApiError(400, f"the body holds more than {self._values} values; send fewer prompts at once")
+        nbytes = _text_nbytes(raw)
+        if nbytes > self._each:
+            raise ApiError(413, f"the body's text takes more than {self._each} bytes, for its wide characters")
+        return nbytes
+
+    def _grow(self, body: Body, nbytes: int) -> None:
+        """Let `body` hold so many bytes more; where there is no room, the largest that arrives is refused."""
+        body.nbytes += nbytes
+        self._held += nbytes
+        while self._held > self._most:
+            largest = max(self._arriving, key=lambda each: each.nbytes)
+            self._arriving.discard(largest)
+            self.let_go(largest)
+            if largest is body:
+                raise self._no_room()
+            largest.refused = True
+            largest.refuse()
+
+    def _too_large(self) -> ApiError:
+        # The connection stays open: what still comes is read and dropped, so that the client hears this.
+        return ApiError(413, f"the body is larger than {self._each} bytes")
+
+    def _no_room(self) -> ApiError:
+        message = "there is no room for this body beside those of other requests; try again later"
+        return ApiError(503, message, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+_WIDEST, _WIDE = re.compile(rb"[\xf0-\xff]|\\u[dD][89abAB]"), re.compile(rb"[\xc4-\xff]|\\u")
+_LATER_BYTES = bytes(range(0x80, 0xC0))  # of a character
+
+
+def _text_nbytes(raw: bytearray) -> int:
+    """Bytes that Python takes for the text in the JSON `raw`, at most: as many a character as the widest needs."""
+    width = 4 if _WIDEST.search(raw) else 2 if _WIDE.search(raw) else 1
+    escapes = max(0, raw.count(b"\\u") - raw.count(b"\\\\"))  # of six bytes; an escaped backslash begins none
+    return width * (len(raw.translate(None, _LATER_BYTES)) - 5 * escapes)
 
 
 @contextlib.asynccontextmanager

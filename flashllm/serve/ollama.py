@@ -18,7 +18,6 @@ from flashllm.base.files import parse_json
 from flashllm.errors import FormatError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import PrefillRecord
-from flashllm.serve import http
 from flashllm.serve.app import Api
 from flashllm.serve.bodies import Asked
 from flashllm.serve.http import ApiError, DocumentStream
@@ -68,7 +67,9 @@ class Ollama:
     async def show(self, request: Request) -> Response:
         """The one model."""
         try:
-            body = _parse(await http.read_body(request))
+            async with self._api.bodies.read(request) as sent:
+                body = _parse(sent.raw)
+                self._api.bodies.let_go(sent)
             self._api.check_name(_model(body))
         except BadRequest as error:
             raise ApiError(400, str(error), param=error.param) from None

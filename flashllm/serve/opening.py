@@ -9,6 +9,7 @@ from pathlib import Path
 
 from starlette.applications import Starlette
 
+from flashllm.api.pieces import Pieces
 from flashllm.api.prompts import PromptEncoder
 from flashllm.base.command_line import say
 from flashllm.base.machine import process_nbytes
@@ -92,7 +93,12 @@ def app_of(
     served = Served(
         name=options.name or "model",
         encoder=PromptEncoder(
-            tokenizer=tokenizer, template=template, context=model.context, vocab=model.vocab_size, plain_chat=True
+            tokenizer=tokenizer,
+            template=template,
+            pieces=Pieces(tokenizer.backend),
+            context=model.context,
+            vocab=model.vocab_size,
+            plain_chat=True,
         ),
         tokenizer=tokenizer,
         nbytes=sum(entry.nbytes for entry in model.manifest.files.values()),

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flashllm.serve.http import MAX_BODY_NBYTES
+from flashllm.plan.memory import body_nbytes
 
+MAX_BODY_NBYTES = body_nbytes(96)  # of the tiny model
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HELLO = {"role": "user", "content": "hello"}
 DEEP = json.loads("[" * 40 + "]" * 40)

@@ -1,0 +1,264 @@
+"""A long text as token ids, a piece at a time: the ids of the whole, in the memory of a piece, and no more than wanted.
+
+Tokenising takes more than a hundred bytes for each of the text's, so a text is cut into pieces. Each begins inside the
+one before; where both have the same two tokens one after the other, the ids of the second follow those of the first.
+That they are the whole's has two reasons:
+
+- A pre-tokenizer reads from left to right, and no further ahead than the next word. Words well before a piece's end are
+  the whole's, and a piece that begins with such a word goes on like the whole.
+- A word longer than a piece (to SentencePiece's BPE a whole text is one) is cut where two tokens meet. A merge sees two
+  neighbours and nothing else, so ids are BPE's exactly if each two neighbours are what BPE makes of their own text; and
+  those of both pieces are.
+
+Knows no model and no request.
+"""
+
+import json
+import re
+import unicodedata
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+
+PIECE_CHARS = 4096
+_MOST_CHARS = 16 * PIECE_CHARS  # of a piece, where a shorter one cannot be cut
+_MARGIN = 512  # characters at a piece's end that the next one has too
+_END = 64  # of those, whose ids may depend on what follows
+_WORDS_AHEAD = 3  # words at a piece's end that may: two, and one that is cut
+_SHIFTS = 128  # places tried in a long word: repeated tokens meet again after their length
+_COMPOSED = 4  # bytes for each that Unicode's composed form leaves: three, of Korean
+# A word may reach over a run of these or not, as the run ends: spaces before a line's end, capitals before others.
+_RUN = re.compile(r"\s+|[A-Z]+")
+_LOOKS_BACK = re.compile(r"\(\?<|\(\?=|\\[bBAGZz]|(?<![\[\\])\^|(?<!\\)\$$")
+_WIDE = (*range(0x800, 0xD800, 0x800), 0xE000, 0xF000, *range(0x10000, 0x110000, 0x10000))
+_EVERY_BYTE = "".join(map(chr, (*range(0x800), *_WIDE)))  # that UTF-8 has
+_KEEPING = ("ByteLevel", "Metaspace", "Digits", "Punctuation", "Split", "UnicodeScripts")  # they may leave all text
+
+
+class TooLong(Exception):
+    """A text that this tokenizer must be given whole, and that is too long for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Ids of `text[start:end]`, and some of what was glued to it; spans are places in the text."""
+
+    start: int
+    end: int
+    lead: str  # glued before it
+    ids: Sequence[int]
+    spans: Sequence[tuple[int, int]]
+    words: Sequence[int]
+    last_word: int  # the one that reaches `end`
+
+    def meet(self, index: int) -> bool:
+        """Whether token `index` and the one before it meet between two characters."""
+        return index > 0 and self.spans[index][0] >= self.spans[index - 1][1]
+
+
+class Pieces:
+    """Tokenises texts of any length by a loaded tokenizer. Used by one thread at a time."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._whole = backend
+        self._added = backend.get_added_tokens_decoder()
+        self._normalizers, self._splitters = _parts(backend.normalizer), _parts(backend.pre_tokenizer)
+        self._is_bpe = isinstance(backend.model, tokenizers.models.BPE)
+        # The same tokenizer but for its post-processor, which adds tokens and moves places.
+        self._bare = tokenizers.Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            self._bare.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            self._bare.pre_tokenizer = backend.pre_tokenizer
+        for _, token in sorted(self._added.items()):
+            (self._bare.add_special_tokens if token.special else self._bare.add_tokens)([token])
+        plain, whole = self._bare.encode("a").ids, backend.encode("a").ids
+        at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
+        self._before, self._after = whole[:at], whole[at + len(plain) :]
+        self._strips = any(token.lstrip for token in self._added.values())
+        self._margin = _MARGIN + max((len(token.content) for token in self._added.values()), default=0)
+        self._can_cut = (
+            [*self._before, *plain, *self._after] == whole
+            and str(self._bare.get_added_tokens_decoder()) == str(self._added)
+            and not any(token.single_word for token in self._added.values())
+            and not any(part["type"] in ("Strip", "BertNormalizer") for part in self._normalizers)
+            and not any(_LOOKS_BACK.search(_regex(part)) for part in self._splitters)
+        )
+
+    @cached_property
+    def _sizes(self) -> tuple[int, bytes] | None:
+        """The most bytes of a text that a token stands for, and the bytes that none does; None where texts may shrink
+        without a bound."""
+        strips = any(token.lstrip or token.rstrip for token in self._added.values())
+        kept = all(part["type"] in _KEEPING and part.get("behavior") != "Removed" for part in self._splitters)
+        shrinking = [part for part in self._normalizers if not _grows(part)]
+        if strips or not kept or not self._is_bpe or any(part["type"] != "NFC" for part in shrinking):
+            return None
+        model, by_bytes = self._whole.model, any(part["type"] == "ByteLevel" for part in self._splitters)
+        dropped = b""
+        if by_bytes:
+            level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            ((letters, _),) = level.pre_tokenize_str(_EVERY_BYTE)
+            pairs = zip(_EVERY_BYTE.encode(), letters, strict=True)
+            dropped = bytes({byte for byte, letter in pairs if model.token_to_id(letter) is None})
+        elif not model.byte_fallback or any(model.token_to_id(f"<0x{n:02X}>") is None for n in range(256)):
+            return None
+        if dropped and model.unk_token is not None:
+            return None  # one unknown token may stand for many
+        longest = 4  # of a character
+        for index in range(self._whole.get_vocab_size()):
+            token = self._whole.id_to_token(index) or ""
+            longest = max(longest, len(token) if by_bytes and index not in self._added else len(token.encode()))
+        return longest * (_COMPOSED if shrinking else 1), dropped
+
+    def least(self, text: str) -> int:
+        """As many tokens as `text` has at least; 0 where that cannot be told."""
+        if len(text) <= PIECE_CHARS or self._sizes is None:
+            return 0
+        longest, dropped = self._sizes
+        parts = (text[start : start + _MOST_CHARS] for start in range(0, len(text), _MOST_CHARS))
+        return -(-sum(len(part.encode().translate(None, dropped)) for part in parts) // longest)
+
+    def encode(
+        self, text: str, *, add_special: bool = True, most: int | None = None
+    ) -> Generator[None, None, list[int]]:
+        """Ids of `text`, in steps that take the time and the memory of a piece.
+
+        Of more than `most` ids some may be missing, but there are more than `most`. TooLong where it cannot be cut.
+        """
+        size = PIECE_CHARS if self._can_cut else _MOST_CHARS
+        if len(text) <= size:
+            return list(self._whole.encode(text, add_special_tokens=add_special).ids)
+        while self._can_cut and size <= _MOST_CHARS:
+            ids = yield from self._cut(text, size, most)
+            if ids is not None:
+                return [*self._before, *ids, *self._after] if add_special else ids
+            size *= 2
+        raise TooLong(f"this tokenizer cannot take words or texts of more than {_MOST_CHARS} characters")
+
+    def _cut(self, text: str, size: int, most: int | None) -> Generator[None, None, list[int] | None]:
+        """Ids of `text` by pieces of `size` characters; None where one does not go on in the next."""
+        ids: list[int] = []
+        piece, first = self._piece(text, 0, size), 0
+        while piece.end < len(text):
+            yield
+            for start, lead in self._starts(text, piece, first):
+                # A short one tells whether the two meet.
+                probe = self._piece(text, start, piece.end - start, lead)
+                if self._meeting(piece, first, probe) is not None:
+                    break
+            else:
+                return None
+            following = self._piece(text, start, size, lead)
+            found = self._meeting(piece, first, following)
+            if found is None:
+                return None
+            ids += piece.ids[first : found[0]]
+            piece, first = following, found[1]
+            if most is not None and len(ids) > most:
+                return ids
+        return [*ids, *piece.ids[first:]]
+
+    def _piece(self, text: str, start: int, size: int, lead: str = "") -> _Piece:
+        end = min(len(text), start + size)
+        made = self._bare.encode(f"{lead}{text[start:end]}{_closing(text, end)}", add_special_tokens=False)
+        back = start - len(lead)
+        spans = [(left + back, right + back) for left, right in made.offsets]
+        words = [word or 0 for word in made.word_ids]  # every token is of a word: nothing is added to the text's own
+        within = [word for word, (left, _) in zip(words, spans, strict=True) if left < end]
+        return _Piece(start, end, lead, made.ids, spans, words, within[-1] if within else 0)
+
+    def _starts(self, text: str, piece: _Piece, first: int) -> Iterator[tuple[int, str]]:
+        """Where the piece after `piece`, of which tokens from `first` on are used, may begin, and what is glued to it:
+        with a word, or where the piece's end is one word, within that."""
+        spans, words = piece.spans, piece.words
+        if first >= len(spans):
+            return
+        least = spans[first][0] + (piece.end - spans[first][0]) // 4
+        places = [
+            index
+            for index in range(first + 1, len(spans))
+            if least < spans[index][0] <= piece.end - self._margin
+            and piece.meet(index)
+            and self._begins(text[spans[index][0]])
+        ]
+        for index in reversed(places):
+            if words[index] != words[index - 1] and piece.last_word - words[index] > _WORDS_AHEAD:
+                yield spans[index][0], ""
+                break
+        if not places or not self._is_bpe:
+            return
+        # What the word began with, and a small letter in it: they say how it may go on.
+        lead, start = "", spans[places[-1]][0]
+        if self._splitters:
+            word = words[places[-1]]
+            begin = spans[words.index(word)][0]
+            small = piece.lead[2:] if word == words[0] else ""
+            small = next((each for each in reversed(text[max(begin, piece.start) : start]) if each.islower()), small)
+            lead = (piece.lead[:2] if word == words[0] and piece.lead else text[begin : begin + 2]) + small
+        for place in range(start, min(start + _SHIFTS, piece.end - 2 * _END)):
+            if self._begins(text[place]):
+                yield place, lead
+
+    def _begins(self, char: str) -> bool:
+        """Whether a text may be cut before `char`: it is composed with nothing before it, and no token takes it."""
+        marks = unicodedata.category(char).startswith("M") or "\u1100" <= char <= "\u11ff"
+        return not marks and not (self._strips and char.isspace())
+
+    def _meeting(self, piece: _Piece, first: int, following: _Piece) -> tuple[int, int] | None:
+        """(tokens of `piece`, of `following`) before the first two that both have; None without such."""
+        places = {}
+        for index in range(first + 1, len(piece.ids)):
+            ahead = piece.last_word - piece.words[index]
+            sure = ahead >= _WORDS_AHEAD or (self._is_bpe and ahead == 0)
+            if sure and piece.meet(index) and piece.spans[index][1] <= piece.end - _END:
+                places[piece.spans[index]] = index
+        for index in range(1, len(following.ids)):
+            at = places.get(following.spans[index])
+            if following.spans[index - 1][0] >= following.start and following.meet(index) and at is not None:
+                same = slice(index - 1, index + 1), slice(at - 1, at + 1)
+                if (following.ids[same[0]], following.spans[same[0]]) == (piece.ids[same[1]], piece.spans[same[1]]):
+                    return at, index
+        return None
+
+
+def _parts(component: Any) -> list[Mapping[str, Any]]:
+    """The parts of a normalizer or pre-tokenizer, as tokenizer.json describes them."""
+    if component is None:
+        return []
+    described = json.loads(component.__getstate__())
+    parts: list[Mapping[str, Any]] = []
+    pending = [described]
+    while pending:
+        part = pending.pop()
+        inner = part.get("normalizers", part.get("pretokenizers"))
+        if inner is None:
+            parts.append(part)
+        else:
+            pending += inner
+    return parts
+
+
+def _regex(part: Mapping[str, Any]) -> str:
+    pattern = part.get("pattern")
+    return str(pattern.get("Regex", "")) if isinstance(pattern, dict) else ""
+
+
+def _grows(part: Mapping[str, Any]) -> bool:
+    """Whether a normalizer takes no byte away."""
+    if part["type"] == "Replace":
+        pattern = part["pattern"].get("String")
+        return pattern is not None and len(part["content"].encode()) >= len(pattern.encode())
+    return bool(part["type"] == "Prepend")
+
+
+def _closing(text: str, end: int) -> str:
+    """How the run that is cut at `end` goes on, without its middle."""
+    run = _RUN.match(text, end - 1)
+    if run is None or run.end() <= end:
+        return ""
+    line = next((mark for mark in "\n\r" if text.find(mark, end, run.end()) >= 0), "")
+    return line + text[run.end() - 1 : run.end() + _END // 4]
