@@ -25,8 +25,10 @@ def text(name: str, value: Any) -> str:
     param = name.replace(": ", ".")
     if not isinstance(value, str):
         raise BadRequest(f"{name} must be a text, not {short(value)}", param=param)
-    if any(0xD800 <= ord(character) <= 0xDFFF for character in value):
-        raise BadRequest(f"{name} holds half a character (a lone surrogate)", param=param)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadRequest(f"{name} holds half a character (a lone surrogate)", param=param) from None
     return value
 
 

@@ -23,9 +23,9 @@ from typing import Any
 
 import tokenizers
 
-PIECE_CHARS = 4096
-_MOST_CHARS = 16 * PIECE_CHARS  # of a piece, where a shorter one cannot be cut
-_MARGIN = 512  # characters at a piece's end that the next one has too
+PIECE_CHARS = 2048  # some milliseconds, in which Python does nothing else
+_MOST_CHARS = 32 * PIECE_CHARS  # of a piece, where a shorter one cannot be cut
+_MARGIN = 256  # characters at a piece's end that the next one has too
 _END = 64  # of those, whose ids may depend on what follows
 _WORDS_AHEAD = 3  # words at a piece's end that may: two, and one that is cut
 _SHIFTS = 128  # places tried in a long word: repeated tokens meet again after their length
@@ -142,13 +142,14 @@ class Pieces:
     def _cut(self, text: str, size: int, most: int | None) -> Generator[None, None, list[int] | None]:
         """Ids of `text` by pieces of `size` characters; None where one does not go on in the next."""
         ids: list[int] = []
-        piece, first = self._piece(text, 0, size), 0
+        piece, first, shift = self._piece(text, 0, size), 0, 0
         while piece.end < len(text):
             yield
-            for start, lead in self._starts(text, piece, first):
+            for start, lead, moved in self._starts(text, piece, first, shift):
                 # A short one tells whether the two meet.
                 probe = self._piece(text, start, piece.end - start, lead)
                 if self._meeting(piece, first, probe) is not None:
+                    shift = moved
                     break
             else:
                 return None
@@ -171,9 +172,9 @@ class Pieces:
         within = [word for word, (left, _) in zip(words, spans, strict=True) if left < end]
         return _Piece(start, end, lead, made.ids, spans, words, within[-1] if within else 0)
 
-    def _starts(self, text: str, piece: _Piece, first: int) -> Iterator[tuple[int, str]]:
+    def _starts(self, text: str, piece: _Piece, first: int, shift: int) -> Iterator[tuple[int, str, int]]:
         """Where the piece after `piece`, of which tokens from `first` on are used, may begin, and what is glued to it:
-        with a word, or where the piece's end is one word, within that."""
+        with a word, or where the piece's end is one word, within that, by a shift that is told. `shift` goes first."""
         spans, words = piece.spans, piece.words
         if first >= len(spans):
             return
@@ -187,7 +188,7 @@ class Pieces:
         ]
         for index in reversed(places):
             if words[index] != words[index - 1] and piece.last_word - words[index] > _WORDS_AHEAD:
-                yield spans[index][0], ""
+                yield spans[index][0], "", shift
                 break
         if not places or not self._is_bpe:
             return
@@ -199,9 +200,9 @@ class Pieces:
             small = piece.lead[2:] if word == words[0] else ""
             small = next((each for each in reversed(text[max(begin, piece.start) : start]) if each.islower()), small)
             lead = (piece.lead[:2] if word == words[0] and piece.lead else text[begin : begin + 2]) + small
-        for place in range(start, min(start + _SHIFTS, piece.end - 2 * _END)):
-            if self._begins(text[place]):
-                yield place, lead
+        for moved in (shift, *range(min(_SHIFTS, piece.end - 2 * _END - start))):
+            if self._begins(text[start + moved]):
+                yield start + moved, lead, moved
 
     def _begins(self, char: str) -> bool:
         """Whether a text may be cut before `char`: it is composed with nothing before it, and no token takes it."""

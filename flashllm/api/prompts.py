@@ -112,7 +112,6 @@ class PromptEncoder:
         if self.pieces is None:
             ids = self.tokenizer.encode(text, add_special=add_special)
         else:
-            yield
             least = self.pieces.least(text)
             if least >= self.context:
                 raise self._too_long(f"has {least} tokens or more; with a new token that is more than")

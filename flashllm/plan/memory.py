@@ -31,10 +31,10 @@ KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are alloca
 # What a text of any length takes while it becomes tokens: two pieces of api/pieces.py, of characters of 4 bytes.
 PROMPT_NBYTES = 6_000_000
 CONNECTIONS = 256  # to a server at once
-_CONNECTION_NBYTES = 50_000  # of one: its objects, and what is read from it before a request is begun
+_CONNECTION_NBYTES = 24_000  # of one: its objects, and what is read from it before a request is begun
 _BODY_SHARE = 128  # bytes of a request's body for each position of the context, as far as the bounds allow
 _BODY_BOUNDS = 1 << 20, 8 << 20
-_BODY_VALUES, _VALUE_NBYTES = 1 << 16, 120  # of JSON, besides the prompt's tokens; memory of one
+_BODY_VALUES, _VALUE_NBYTES = 1 << 15, 120  # of JSON, besides the prompt's tokens; memory of one
 BODIES = 3  # times the largest body: what all under way may take; two times the largest come and go while it is read
 MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for one streaming block
 _THROUGH_NBYTES = 64 << 10  # of a request that reads through gaps: kMaxThrough (csrc/io/request_plan.h)

@@ -61,8 +61,9 @@ class Api:
     def __init__(self, served: Served, worker: Worker, metrics: Metrics) -> None:
         self.served, self._worker, self._metrics = served, worker, metrics
         self.bodies = http.Bodies(served.encoder.context)
-        # A step at a time, of each request in turn: a template is not shared, and no text is long in a step.
+        # A step at a time: a template is not shared. A long prompt takes many, which wait for each other, and pause.
         self._encoding = ThreadPoolExecutor(1, "flashllm-encode")
+        self._long = asyncio.Lock()
 
     def routes(self) -> list[Route]:
         """What answers where."""
@@ -148,9 +149,14 @@ class Api:
             left = asyncio.Event()
             try:
                 async with http.on_disconnect(request.receive, left.set):
-                    while (understood := await loop.run_in_executor(self._encoding, _step, steps)) is None:
-                        if left.is_set():
-                            raise ClientDisconnect
+                    understood = await loop.run_in_executor(self._encoding, _step, steps)
+                    while understood is None:
+                        async with self._long:
+                            if left.is_set():
+                                raise ClientDisconnect
+                            began = loop.time()
+                            understood = await loop.run_in_executor(self._encoding, _step, steps)
+                            await asyncio.sleep(loop.time() - began)  # half the time is for what is computed
             except BadRequest as error:
                 raise ApiError(400, str(error), param=error.param) from None
             except Unanswerable as error:
@@ -189,9 +195,10 @@ class Api:
         asked = understand(body.raw, dataclasses.replace(self.served.defaults, max_new_tokens=tokens))
         body.raw = b""
         self.check_name(asked.model)
-        prompts = []
+        prompts: list[tuple[Wanted, list[int]]] = []
         for wanted in asked.requests:
-            yield
+            if prompts:
+                yield
             ids = yield from encoder.steps(wanted)
             options = dataclasses.replace(wanted.options, max_new_tokens=encoder.max_new_tokens(wanted, len(ids)))
             prompts.append((dataclasses.replace(wanted, options=options), ids))

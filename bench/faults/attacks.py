@@ -1,0 +1,262 @@
+"""A server in a memory control group of its --memory, attacked; a chat goes on beside it, and must be answered in time
+with the same text as before.
+
+    python bench/faults/attacks.py hold MODEL=MEMORY[@CONTEXT]...   each attack in turn; MEMORY: "least", or like 300MB
+    python bench/faults/attacks.py soak MODEL=MEMORY[@CONTEXT]      2,000 requests in the middle of all of them
+
+Attacks: prompts of megabytes; bodies that stop in the middle; connections that never send their headers, more than
+there are descriptors. Needs root and a memory control group (bench/engine/memory_group.py). The last line is one JSON
+document.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import random
+import resource
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "engine")]
+from limits import FLASHLLM, TOO_LITTLE, growth, said_need, served
+from memory_group import MemoryGroup, drop_page_cache
+
+from flashllm.base.units import format_size, parse_size
+from flashllm.plan.memory import body_nbytes
+
+DESCRIPTORS = 1024  # of the server
+ANSWER_S = 2.0
+ATTACK_S = 12.0
+CHAT = {"messages": [{"role": "user", "content": "Say something about the sea."}], "max_tokens": 4, "temperature": 0}
+
+Row = dict[str, Any]
+Attack = Callable[[int, int, threading.Event], None]  # port, largest body, when to stop
+
+
+def ask(port: int, path: str, document: Any, timeout: float = 60) -> tuple[int, Any]:
+    """Status and answer."""
+    with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=timeout)) as connection:
+        body = document if isinstance(document, bytes) else json.dumps(document).encode()
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+
+
+def chat_text(answer: Any) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def long_prompts(port: int, body: int, stop: threading.Event) -> None:
+    """Four clients send texts that are refused by their size, and such that must be tokenised to be refused."""
+    texts = ["a" * 3_000_000, "dog " * 2_000_000, "a" * (body - 1000), "dog " * (body // 4 - 250), " " * (body - 1000),
+             "\U0001f600" * (body // 16 - 250), "x " * (body // 2 - 500), "ab1 \n!" * (body // 7 - 200)]  # fmt: skip
+
+    bodies = [json.dumps({"prompt": text, "max_tokens": 4}, ensure_ascii=False).encode() for text in texts]
+
+    def client(first: int) -> None:
+        for sent in itertools.islice(itertools.cycle(bodies), first, None):
+            if stop.is_set():
+                return
+            with contextlib.suppress(OSError, HTTPException):  # a client may be cut off; the chat may not
+                ask(port, "/v1/completions", sent)
+
+    with ThreadPoolExecutor(4) as clients:
+        list(clients.map(client, range(4)))
+
+
+def stuck_bodies(port: int, body: int, stop: threading.Event) -> None:
+    """60 connections that each send nearly a whole body and wait, half of them in chunks."""
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with contextlib.ExitStack() as stack:
+        for number in range(60):
+            with contextlib.suppress(OSError):
+                sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=1))
+                if number % 2:
+                    sock.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n{body:x}\r\n".encode())
+                else:
+                    sock.sendall(f"{head}Content-Length: {body}\r\n\r\n".encode())
+                sock.sendall(b" " * (body - 10))
+        stop.wait()
+
+
+def silent_connections(port: int, body: int, stop: threading.Event) -> None:
+    """1,100 connections that begin a request, or send nothing, and are opened again when they are closed."""
+    with contextlib.ExitStack() as stack:
+        for number in range(1100):
+            if stop.is_set():
+                return
+            with contextlib.suppress(OSError):
+                sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=1))
+                if number % 4:
+                    sock.sendall(b"GET / HTTP/1.1\r\n")
+        stop.wait(11)
+    if not stop.is_set():
+        silent_connections(port, body, stop)
+
+
+ATTACKS: dict[str, Attack] = {
+    "prompts of megabytes": long_prompts,
+    "bodies that stop": stuck_bodies,
+    "connections without headers": silent_connections,
+}
+
+
+@contextlib.contextmanager
+def attacked(attacks: list[Attack], port: int, body: int) -> Iterator[None]:
+    stop = threading.Event()
+    threads = [threading.Thread(target=attack, args=(port, body, stop)) for attack in attacks]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def command(model: str, limit: int, context: int | None) -> list[str]:
+    options = [] if context is None else ["--context", str(context)]
+    return [*FLASHLLM, "serve", model, "--port", "0", "--memory", str(limit), *options]
+
+
+class Target:
+    """MODEL=MEMORY[@CONTEXT]."""
+
+    def __init__(self, text: str) -> None:
+        self.model, _, rest = text.partition("=")
+        memory, _, context = rest.partition("@")
+        self.context = int(context) if context else None
+        base = command(self.model, TOO_LITTLE, self.context)
+        options = base[: base.index("--memory")] + base[base.index("--memory") + 2 :]
+        self.limit = said_need(options) if memory == "least" else parse_size(memory)
+        manifest_context = json.loads((Path(self.model) / "config.json").read_text())["max_position_embeddings"]
+        self.body = body_nbytes(self.context or manifest_context)
+        self.name = f"{Path(self.model).name}, {format_size(self.limit)}"
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[tuple[MemoryGroup, psutil.Process, int, Path]]:
+        """The group, the process, its port, and what it says."""
+        with MemoryGroup(self.limit) as group, tempfile.NamedTemporaryFile() as said:
+            drop_page_cache()
+            limited = ["sh", "-c", f'ulimit -n {DESCRIPTORS}; exec "$@"', "sh"]
+            line = group.entering([*limited, *command(self.model, self.limit, self.context)])
+            with served(line, said) as (process, port):
+                yield group, psutil.Process(process.pid), port, Path(said.name)
+
+
+def hold(target: Target) -> Iterator[tuple[Row, str]]:
+    """A row an attack: a chat is answered in time, and the group holds."""
+    with target.serving() as (group, process, port, said):
+        expected = chat_text(ask(port, "/v1/chat/completions", CHAT)[1])
+        for name, attack in ATTACKS.items():
+            times, wrong = list[float](), list[str]()
+            with attacked([attack], port, target.body):
+                end = time.monotonic() + ATTACK_S
+                while time.monotonic() < end:
+                    began = time.monotonic()
+                    try:
+                        status, answer = ask(port, "/v1/chat/completions", CHAT)
+                        if status != 200 or chat_text(answer) != expected:
+                            wrong.append(f"{status} {str(answer)[:200]}")
+                    except (OSError, HTTPException, ValueError) as error:
+                        wrong.append(f"{type(error).__name__}: {error}")
+                    times.append(time.monotonic() - began)
+                    time.sleep(0.1)
+            late = sum(each > ANSWER_S for each in times)
+            good = not wrong and not late and group.kills == 0 and process.is_running()
+            yield (
+                {"fault": f"{target.name}: {name}, a chat beside them", "tried": len(times),
+                 "survived": len(times) - len(wrong) - late if group.kills == 0 else 0, "limit": target.limit,
+                 "peak": group.peak_nbytes, "kills": group.kills, "slowest_s": round(max(times), 3),
+                 "median_s": round(sorted(times)[len(times) // 2], 3), "said_bytes": said.stat().st_size},
+                "" if good else f"{wrong[:3]} late {late} {said.read_text()[-500:]}",
+            )  # fmt: skip
+
+
+def soak(target: Target, requests: int) -> Iterator[tuple[Row, str]]:
+    """Mixed requests, each of which has one right answer, while all attacks go on."""
+    rng = random.Random(0)
+    kinds: list[tuple[str, Any]] = [
+        *(("/v1/completions", {"prompt": f"The {word} went", "max_tokens": 3, "temperature": 0})
+          for word in ("dog", "cat", "old man", "river")),
+        *(("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": text}]})
+          for text in ("Hello!", "What is rain?", "Count to three. " * 20)),
+        ("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 2, "temperature": 1.0, "seed": 5}),
+        ("/v1/completions", {"prompt": ["One", "Two"], "max_tokens": 2, "temperature": 0}),
+        ("/v1/completions", {"prompt": "x", "max_tokens": "many"}),
+        ("/v1/completions", {"prompt": "x", "\ud800": 1}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "Hi"}], "stream": False,
+                       "options": {"num_predict": 2, "temperature": 0}}),
+    ]  # fmt: skip
+
+    def sense(answer: Any) -> str:
+        """What must be the same each time."""
+        told = answer.get("choices", answer.get("message", answer.get("error")))
+        return json.dumps(told)
+
+    with target.serving() as (group, process, port, said):
+        expected = [(status, sense(answer)) for status, answer in (ask(port, *kind) for kind in kinds)]
+        memory, wrong = list[int](), list[str]()
+        with attacked([*ATTACKS.values()], port, target.body):
+            for _ in range(requests):
+                index = rng.randrange(len(kinds))
+                for _ in range(20):  # a server that has no room for one says so
+                    try:
+                        status, answer = ask(port, *kinds[index])
+                    except (OSError, HTTPException, ValueError) as error:
+                        status, answer = 0, {"error": str(error)}
+                    if status not in (429, 503):
+                        break
+                    time.sleep(0.2)
+                if (status, sense(answer)) != expected[index]:
+                    wrong.append(f"{kinds[index]}: {status} {sense(answer)[:200]}")
+                memory.append(process.memory_info().rss)
+        grown = growth(memory)
+        yield (
+            {"fault": f"{target.name}: {requests} mixed requests in the middle of the attacks, "
+                      f"{format_size(max(0, grown))} more in 100", "tried": requests,
+             "survived": requests - len(wrong) if group.kills == 0 else 0, "limit": target.limit,
+             "peak": group.peak_nbytes, "kills": group.kills, "first": memory[0], "last": memory[-1],
+             "largest": max(memory), "growth_100": round(grown), "said_bytes": said.stat().st_size},
+            "; ".join(wrong[:5]),
+        )  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("what", choices=("hold", "soak"))
+    parser.add_argument("targets", nargs="+", metavar="MODEL=MEMORY[@CONTEXT]")
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--out", type=Path, help="the document, in this file too")
+    args = parser.parse_args(argv)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192) if hard > 0 else 8192, hard))
+    table, problems = [], []
+    for text in args.targets:
+        target = Target(text)
+        for row, problem in hold(target) if args.what == "hold" else soak(target, args.requests):
+            table.append(row)
+            problems += [problem] if problem else []
+            print(json.dumps(row), problem, file=sys.stderr, flush=True)
+    bad = sum(row["tried"] - row["survived"] for row in table)
+    document = json.dumps({"bad": bad, "table": table, "problems": problems})
+    if args.out is not None:
+        args.out.write_text(document + "\n")
+    print(document)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
