@@ -13,22 +13,23 @@ import argparse
 import contextlib
 import itertools
 import json
+import multiprocessing
 import random
 import resource
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
 import psutil
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "engine")]
 from limits import FLASHLLM, TOO_LITTLE, growth, said_need, served
 from memory_group import MemoryGroup, drop_page_cache
 
@@ -38,10 +39,11 @@ from flashllm.plan.memory import body_nbytes
 DESCRIPTORS = 1024  # of the server
 ANSWER_S = 2.0
 ATTACK_S = 12.0
+CLIENTS = 3  # of a soak
 CHAT = {"messages": [{"role": "user", "content": "Say something about the sea."}], "max_tokens": 4, "temperature": 0}
 
 Row = dict[str, Any]
-Attack = Callable[[int, int, threading.Event], None]  # port, largest body, when to stop
+Attack = Callable[[int, int, Event], None]  # port, largest body, when to stop
 
 
 def ask(port: int, path: str, document: Any, timeout: float = 60) -> tuple[int, Any]:
@@ -57,7 +59,7 @@ def chat_text(answer: Any) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
-def long_prompts(port: int, body: int, stop: threading.Event) -> None:
+def long_prompts(port: int, body: int, stop: Event) -> None:
     """Four clients send texts that are refused by their size, and such that must be tokenised to be refused."""
     texts = ["a" * 3_000_000, "dog " * 2_000_000, "a" * (body - 1000), "dog " * (body // 4 - 250), " " * (body - 1000),
              "\U0001f600" * (body // 16 - 250), "x " * (body // 2 - 500), "ab1 \n!" * (body // 7 - 200)]  # fmt: skip
@@ -75,7 +77,13 @@ def long_prompts(port: int, body: int, stop: threading.Event) -> None:
         list(clients.map(client, range(4)))
 
 
-def stuck_bodies(port: int, body: int, stop: threading.Event) -> None:
+def many_files() -> None:
+    """Let this process have as many connections as the attacks want."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192) if hard > 0 else 8192, hard))
+
+
+def stuck_bodies(port: int, body: int, stop: Event) -> None:
     """60 connections that each send nearly a whole body and wait, half of them in chunks."""
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with contextlib.ExitStack() as stack:
@@ -90,8 +98,9 @@ def stuck_bodies(port: int, body: int, stop: threading.Event) -> None:
         stop.wait()
 
 
-def silent_connections(port: int, body: int, stop: threading.Event) -> None:
+def silent_connections(port: int, body: int, stop: Event) -> None:
     """1,100 connections that begin a request, or send nothing, and are opened again when they are closed."""
+    many_files()
     with contextlib.ExitStack() as stack:
         for number in range(1100):
             if stop.is_set():
@@ -114,16 +123,17 @@ ATTACKS: dict[str, Attack] = {
 
 @contextlib.contextmanager
 def attacked(attacks: list[Attack], port: int, body: int) -> Iterator[None]:
-    stop = threading.Event()
-    threads = [threading.Thread(target=attack, args=(port, body, stop)) for attack in attacks]
-    for thread in threads:
-        thread.start()
+    spawned = multiprocessing.get_context("spawn")
+    stop = spawned.Event()
+    processes = [spawned.Process(target=attack, args=(port, body, stop)) for attack in attacks]
+    for process in processes:
+        process.start()
     try:
         yield
     finally:
         stop.set()
-        for thread in threads:
-            thread.join()
+        for process in processes:
+            process.join()
 
 
 def command(model: str, limit: int, context: int | None) -> list[str]:
@@ -209,20 +219,22 @@ def soak(target: Target, requests: int) -> Iterator[tuple[Row, str]]:
     with target.serving() as (group, process, port, said):
         expected = [(status, sense(answer)) for status, answer in (ask(port, *kind) for kind in kinds)]
         memory, wrong = list[int](), list[str]()
-        with attacked([*ATTACKS.values()], port, target.body):
-            for _ in range(requests):
-                index = rng.randrange(len(kinds))
-                for _ in range(20):  # a server that has no room for one says so
-                    try:
-                        status, answer = ask(port, *kinds[index])
-                    except (OSError, HTTPException, ValueError) as error:
-                        status, answer = 0, {"error": str(error)}
-                    if status not in (429, 503):
-                        break
-                    time.sleep(0.2)
-                if (status, sense(answer)) != expected[index]:
-                    wrong.append(f"{kinds[index]}: {status} {sense(answer)[:200]}")
-                memory.append(process.memory_info().rss)
+
+        def request(index: int) -> None:
+            for _ in range(50):  # a server that has no room for one says so
+                try:
+                    status, answer = ask(port, *kinds[index])
+                except (OSError, HTTPException, ValueError) as error:
+                    status, answer = 0, {"error": str(error)}
+                if status not in (429, 503):
+                    break
+                time.sleep(0.2)
+            if (status, sense(answer)) != expected[index]:
+                wrong.append(f"{kinds[index]}: {status} {sense(answer)[:200]}")
+            memory.append(process.memory_info().rss)
+
+        with attacked([*ATTACKS.values()], port, target.body), ThreadPoolExecutor(CLIENTS) as clients:
+            list(clients.map(request, (rng.randrange(len(kinds)) for _ in range(requests))))
         grown = growth(memory)
         yield (
             {"fault": f"{target.name}: {requests} mixed requests in the middle of the attacks, "
@@ -241,8 +253,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--out", type=Path, help="the document, in this file too")
     args = parser.parse_args(argv)
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192) if hard > 0 else 8192, hard))
     table, problems = [], []
     for text in args.targets:
         target = Target(text)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flashllm.api.fields import BadRequest
-from flashllm.api.pieces import Pieces, TooLong
+from flashllm.api.pieces import PIECE_CHARS, Pieces, TooLong
 from flashllm.api.requests import Request
 from flashllm.errors import FlashError
 
@@ -68,8 +68,7 @@ class PromptEncoder:
         new = request.options.max_new_tokens if request.max_new_given else 1
         if len(ids) + new > self.context:
             wanted = f"{new} new tokens" if request.max_new_given else "a new token"
-            count = str(len(ids)) if len(ids) <= self.context else f"more than {self.context}"
-            raise self._too_long(f"has {count} tokens; with {wanted} that is more than")
+            raise self._too_long(f"has {len(ids)} tokens; with {wanted} that is more than")
         return ids
 
     def _too_long(self, what: str) -> Unanswerable:
@@ -119,6 +118,8 @@ class PromptEncoder:
                 ids = yield from self.pieces.encode(text, add_special=add_special, most=self.context)
             except TooLong as error:
                 raise Unanswerable(str(error), code="context_length_exceeded") from None
+            if len(ids) > self.context and len(text) > PIECE_CHARS:  # not all of them, perhaps
+                raise self._too_long("has more tokens than")
         if not ids:
             raise Unanswerable("the prompt has no tokens")
         if max(ids) >= self.vocab:

@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Generator
 from typing import Any
@@ -30,6 +31,7 @@ _READ_NBYTES = 64 << 10  # of a connection at once
 _SPARE_DESCRIPTORS = 64  # for files of the model, conversations, and connections that are being closed
 _ACCEPTED = 16  # connections at once
 _RETRY_S = 1.0  # after a connection that could not be accepted
+_SWITCH_S = 5e-4  # until a thread lets others use Python: the one that computes wants it briefly, and often
 _QUIET_S = 60.0  # between two lines of a kind
 
 
@@ -173,9 +175,12 @@ class Server(uvicorn.Server):
         loggers = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio")]
         for logger in loggers:
             logger.addHandler(self._lines)
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
         try:
             await super().serve(sockets)
         finally:
+            sys.setswitchinterval(before)
             for logger in loggers:
                 logger.removeHandler(self._lines)
 
