@@ -1,0 +1,162 @@
+"""A text in pieces has the ids of the whole: byte-level BPE by every rule for words, SentencePiece's, by any text."""
+
+import functools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+from flashllm.api import pieces
+from flashllm.api.pieces import Pieces, TooLong
+from flashllm.convert.checkpoint.gguf.tokenizer import WORDS
+
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog, and it's we'll don't 12345 times. " * 20,
+    "日本語のテキスト。中文字符，한국어 Привет ЖЖЖ e\u0301 😀🙂 " * 30,
+    "aaaa AAAA bbbb CCcc    \n\n\n   \n !!!\n\n//// .... \t\t\n" * 60,
+    *("a" * 3000, " " * 3000, "\n" * 500, "!" * 1000, "漢" * 500),
+)
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+
+
+def by_bytes(rule, *, composed=False, whole_words=False):
+    """A tokenizer like those of GGUF files with this rule for words."""
+    made = Tokenizer(models.BPE(ignore_merges=whole_words))
+    made.normalizer = normalizers.NFC() if composed else None
+    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in WORDS[rule]]
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    made.train_from_iterator(TEXTS, trainers.BpeTrainer(
+        vocab_size=1200, special_tokens=SPECIAL, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    ))  # fmt: skip
+    begins = processors.TemplateProcessing(single=f"{SPECIAL[0]} $A", special_tokens=[(SPECIAL[0], 0)])
+    made.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), begins])
+    return made
+
+
+def of_pieces(normalizer=None, splitter=None):
+    """A tokenizer like SentencePiece's."""
+    made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if splitter is not None:
+        made.pre_tokenizer = splitter
+    fallback = [f"<0x{value:02X}>" for value in range(256)]
+    made.train_from_iterator((text[:1500] for text in TEXTS), trainers.BpeTrainer(
+        vocab_size=900, special_tokens=["<unk>", "<s>", *fallback], max_token_length=16, show_progress=False,
+    ))  # fmt: skip
+    return made
+
+
+def unigram():
+    made = Tokenizer(models.Unigram())
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.train_from_iterator((text[:1500] for text in TEXTS), trainers.UnigramTrainer(
+        vocab_size=300, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False,
+    ))  # fmt: skip
+    return made
+
+
+SPACE = normalizers.Replace(" ", "▁")
+MAKERS = {
+    **{rule: (lambda rule=rule: by_bytes(rule)) for rule in ("smollm", "gpt-2", "falcon", "gpt-4o", "default")},
+    "qwen2": lambda: by_bytes("qwen2", composed=True),
+    "llama3": lambda: by_bytes("llama3", whole_words=True),
+    "tekken": lambda: by_bytes("tekken", whole_words=True),
+    "llama": lambda: of_pieces(normalizers.Sequence([normalizers.Prepend("▁"), SPACE])),
+    "metaspace": lambda: of_pieces(splitter=pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
+    "metaspace words": lambda: of_pieces(splitter=pre_tokenizers.Metaspace(prepend_scheme="always", split=True)),
+    "gemma": lambda: of_pieces(SPACE, pre_tokenizers.Split(" ", "merged_with_previous")),
+    "unigram": unigram,
+}
+KINDS = pytest.mark.parametrize("kind", MAKERS)
+
+
+@functools.cache
+def tokenizer(kind):
+    backend = MAKERS[kind]()
+    return backend, Pieces(backend)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_pieces():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"PIECE_CHARS": 500, "_MOST_CHARS": 16000, "_MARGIN": 100, "_END": 32}.items():
+            patch.setattr(pieces, name, value)
+        yield
+
+
+def ended(steps):
+    """(steps, what they end with)."""
+    count = 0
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return count, end.value
+        count += 1
+
+
+LETTERS = ("a", "b", "A", "x", "漢", "字", "é", "e\u0301", "Ж", "ж", "の", "한", "\u1112\u1161", "ª", "😀")
+OTHERS = (" ", "  ", "\n", "\r\n", "\t", "1", "9", "!", "/", ".", "'s", "'", "\u00a0", "\x04")
+PARTS = (*LETTERS, *OTHERS, "<|im_end|>", "<|im_", "The quick ", "dog dog ")
+runs = st.tuples(st.sampled_from(PARTS), st.sampled_from([1, 2, 3, 40, 300, 700])).map(lambda run: run[0] * run[1])
+texts = st.lists(runs | st.lists(st.sampled_from(PARTS), max_size=60).map("".join), max_size=25).map("".join)
+
+
+@KINDS
+@settings(max_examples=15, deadline=None)
+@given(text=texts, add_special=st.booleans())
+def test_the_ids_are_the_wholes(kind, text, add_special):
+    backend, cut = tokenizer(kind)
+    expected = backend.encode(text, add_special_tokens=add_special).ids
+    try:
+        steps, ids = ended(cut.encode(text, add_special=add_special))
+    except TooLong:
+        assert kind == "unigram" or "\x04" in text  # a word of its own; what no token stands for
+        return
+    assert ids == expected
+    assert steps > 0 or len(text) <= pieces.PIECE_CHARS
+    assert cut.least(text) <= len(expected)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "text",
+    ["a" * 5000, " " * 5000, "\n" * 5000 + "x", "!" * 5000, "x" + "A" * 5000 + "ab c", "\n" + " " * 5000 + "\n x",
+     "!" + "\n" * 5000 + " \nx", "漢" * 5000, "1" * 5000, "😀" * 2000, "aB" * 2500, "<|im_end|>" * 600],
+    ids=lambda text: repr(text[:4]),
+)  # fmt: skip
+def test_words_longer_than_pieces(kind, text):
+    backend, cut = tokenizer(kind)
+    if kind != "unigram":
+        assert ended(cut.encode(text))[1] == backend.encode(text).ids
+
+
+@KINDS
+def test_it_stops_past_what_is_wanted(kind):
+    backend, cut = tokenizer(kind)
+    text = "The dog ran to the river. " * 4000
+    all_steps, ids = ended(cut.encode(text))
+    assert ids == backend.encode(text).ids
+    steps, some = ended(cut.encode(text, most=300))
+    assert 300 < len(some) < 1000
+    assert steps < all_steps / 10
+    assert cut.least(text) <= len(ids)
+    assert (cut.least(text) > 0) == (kind != "unigram")
+
+
+def test_what_may_shrink_has_no_bound():
+    backend = by_bytes("gpt-2")
+    text = "the dog " * 1000
+    assert Pieces(backend).least(text) > 0
+    backend.add_special_tokens([AddedToken("<|end|>", rstrip=True)])  # it takes any number of spaces
+    assert Pieces(backend).least(text) == 0
+    backend = by_bytes("gpt-2")
+    backend.normalizer = normalizers.Strip()
+    assert Pieces(backend).least(text) == 0
+    with pytest.raises(TooLong):
+        ended(Pieces(backend).encode(text * 10))
