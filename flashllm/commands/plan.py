@@ -98,15 +98,16 @@ def _libraries_of_a_run(path: Path) -> object:
 def _table(model: "ModelDir", plan: "Plan") -> list[str]:
     """Purposes and bytes, at the start of a conversation and with a full context."""
     from flashllm.base.units import format_size
-    from flashllm.plan.memory import KV_BLOCK_TOKENS
+    from flashllm.plan.memory import KV_BLOCK_TOKENS, requests_nbytes
 
     memory = plan.memory
     neurons = model.architecture.neurons
     shares = [f"{min(1.0, sum(rows) / neurons):.0%}" for rows in (memory.cache_rows, memory.full_cache_rows)]
     share = shares[0] if shares[0] == shares[1] else f"{shares[0]} to {shares[1]}"
+    remarks = {"requests": f"a server's: {format_size(requests_nbytes(memory.context))} more"}
     lines = [
         ("", f"{min(KV_BLOCK_TOKENS, memory.context)} tokens", f"{memory.context} tokens", ""),
-        *((name, format_size(start), format_size(full), "") for name, start, full in memory.rows()),
+        *((name, format_size(start), format_size(full), remarks.get(name, "")) for name, start, full in memory.rows()),
     ]
     windowed = sum(layer.window is not None for layer in model.block.layers)
     if windowed:

@@ -107,12 +107,42 @@ DEFECTS = {
 }
 
 THIRD = {
+    "1": Defect(
+        "tokenising took a hundred times a prompt's bytes, planned nowhere: one request, or one line of a batch, and "
+        "the process was killed; others waited for it",
+        (
+            "api/test_pieces.py::test_the_ids_are_the_wholes",
+            "api/test_pieces.py::test_words_longer_than_pieces",
+            "api/test_pieces.py::test_it_stops_past_what_is_wanted",
+            "serve/test_bounds.py::test_a_prompt_that_cannot_fit_is_not_tokenised",
+            "serve/test_bounds.py::test_others_are_answered_while_a_prompt_is_tokenised_and_it_ends_with_its_client",
+            "serve/test_bounds.py::test_a_text_that_is_wide_in_memory_is_too_much",
+            "plan/test_budget.py::test_a_servers_requests_are_in_the_plan",
+            f"{FILE}::test_third_1_a_long_line_of_a_batch_costs_little",
+        ),
+    ),
+    "2": Defect(
+        "bodies under way were not bounded together",
+        (
+            "serve/test_bounds.py::test_bodies_have_one_bound_together",
+            "serve/test_bounds.py::test_many_small_bodies_at_once_have_room",
+        ),
+    ),
     "3": Defect(
         "a chat template froze or killed the process: texts that double, wide integers, huge widths, blocks",
         (
             "generate/test_templates_apart.py::test_a_bomb_renders_small_or_is_an_error",
             "generate/test_templates_apart.py::test_the_limits_as_they_are",
             "serve/test_server.py::test_a_template_that_is_a_bomb_stops_nothing",
+        ),
+    ),
+    "4": Defect(
+        "connections without headers stayed, and took every descriptor; the log filled",
+        (
+            "serve/test_bounds.py::test_connections_that_send_no_request_end",
+            "serve/test_bounds.py::test_a_new_connection_takes_the_place_of_one_that_waits",
+            "serve/test_bounds.py::test_more_connections_than_descriptors",
+            "serve/test_bounds.py::test_what_cannot_be_accepted_is_said_once_and_tried_later",
         ),
     ),
     "5": Defect(
@@ -146,8 +176,24 @@ THIRD = {
             "convert/test_gguf_layout.py::test_bytes_behind_the_last_tensor",
         ),
     ),
+    "8b": Defect("half a character as the name of a field: 500", ("serve/test_requests.py::test_bad_fields",)),
+    "9": Defect(
+        "a key of NUL bytes was taken",
+        ("serve/test_server.py::test_keys_that_could_be_guessed_are_refused",),
+    ),
+    "10": Defect(
+        "the web server's lines came without a limit, and advised to install packages",
+        ("serve/test_bounds.py::test_the_web_servers_lines_are_few_and_ours",),
+    ),
     "11": Defect(
         "offload run --resume believed the lines' ids alone",
         ("offload/jobs/test_results.py::test_a_line_that_was_changed_is_no_answer",),
+    ),
+    "12": Defect(
+        "413 that a client could not read; encodings that were ignored",
+        (
+            "serve/test_bounds.py::test_a_client_that_still_sends_hears_that_it_is_too_much",
+            "serve/test_bounds.py::test_encodings_that_are_not_understood",
+        ),
     ),
 }

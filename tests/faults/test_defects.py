@@ -410,5 +410,27 @@ def test_11_a_full_stderr(tiny):
         assert done.returncode == expected
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
+def test_third_1_a_long_line_of_a_batch_costs_little(tiny, tmp_path):
+    lines = [
+        {"custom_id": "long", "prompt": "dog " * 1_500_000},
+        {"custom_id": "short", "prompt": "dog", "max_tokens": 2},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [sys.executable, "-c", PEAK, "offload", "run", tiny().path("random"), "--threads", "1", "-i"]
+    done = subprocess.run(
+        [*command, tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = {each["custom_id"]: each for each in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    assert "tokens or more" in answers["long"]["error"]["message"]
+    assert answers["short"]["completion_tokens"] == 2
+    assert int(done.stderr.split()[-1]) * 1024 < 300e6  # it had been a gigabyte
+
+
 def test_11_checksum_errors_are_format_errors():
     assert issubclass(ChecksumError, FormatError)

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
-from flashllm.plan.memory import KV_BLOCK_TOKENS, LIBRARY_GROWTH, plan_memory
+from flashllm.plan.memory import (
+    KV_BLOCK_TOKENS,
+    LIBRARY_GROWTH,
+    PROMPT_NBYTES,
+    body_nbytes,
+    plan_memory,
+    requests_nbytes,
+)
 from flashllm.plan.shares import share_by_popularity, share_rows
 
 PLENTY, PROCESS = 10**12, 300_000_000
@@ -104,6 +111,15 @@ def test_the_parts_make_the_total(model):
     assert plan.process == PROCESS + LIBRARY_GROWTH
     assert plan.limit_nbytes == (PROCESS + PLENTY) * 4 // 5
     assert not plan.limit_is_given
+
+
+def test_a_servers_requests_are_in_the_plan(model):
+    """The largest bodies, the values in one, the text that becomes tokens, connections."""
+    alone, served = plan_of(model), plan_of(model, serves=True)
+    assert alone.requests == PROMPT_NBYTES
+    assert served.requests - alone.requests == requests_nbytes(alone.context) > 5 * body_nbytes(alone.context)
+    assert served.minimum_nbytes - alone.minimum_nbytes == served.requests - alone.requests
+    assert 1 << 20 == body_nbytes(1) < body_nbytes(20_000) < body_nbytes(10**7) == 8 << 20
 
 
 def test_with_plenty_every_neuron_fits(model):

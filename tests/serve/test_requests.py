@@ -87,6 +87,8 @@ BAD_FIELDS = [
     (CHAT, {"echo": True}, "echo: "),
     (CHAT, {"prompt": "x"}, "the field 'prompt' is unknown"),
     (CHAT, {"wisdom": 1}, "the field 'wisdom' is unknown"),
+    (CHAT, {"\ud800": 1}, "the field '\\ud800' is unknown"),
+    (CHAT, {"stream": True, "stream_options": {"\udfff": 1}}, "the field '\\udfff' is unknown"),
     (CHAT, {"metadata": DEEP}, "nested more than 32 deep"),
     # Completions.
     (COMPLETION, {"prompt": None}, "prompt must be"),

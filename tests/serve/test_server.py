@@ -76,7 +76,7 @@ def test_only_named_origins_may_read(guarded):
 
 def test_keys_that_could_be_guessed_are_refused(tmp_path):
     path = tmp_path / "key"
-    for text in ("", "short", "two words of some length", "é" * 20):
+    for text in ("", "short", "two words of some length", "é" * 20, "\0" * 20, "a" * 20 + "\x7f", "a\tb" * 9):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(UsageError, match="openssl rand"):
             read_key(path)
