@@ -59,6 +59,25 @@ class _Piece:
         return index > 0 and self.spans[index][0] >= self.spans[index - 1][1]
 
 
+class _Runs:
+    """A text, and the run of characters that a piece of it ended in."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._run = 0, 0  # looked through once, not for each of its pieces
+
+    def closing(self, end: int) -> str:
+        """How the run that is cut at `end` goes on, without its middle."""
+        if not self._run[0] < end <= self._run[1]:
+            run = _RUN.match(self.text, end - 1)
+            self._run = (end - 1, end) if run is None else run.span()
+        stop = self._run[1]
+        if stop <= end:
+            return ""
+        line = next((mark for mark in "\n\r" if self.text.find(mark, end, stop) >= 0), "")
+        return line + self.text[stop - 1 : stop + _END // 4]
+
+
 class Pieces:
     """Tokenises texts of any length by a loaded tokenizer. Used by one thread at a time."""
 
@@ -142,18 +161,19 @@ class Pieces:
     def _cut(self, text: str, size: int, most: int | None) -> Generator[None, None, list[int] | None]:
         """Ids of `text` by pieces of `size` characters; None where one does not go on in the next."""
         ids: list[int] = []
-        piece, first, shift = self._piece(text, 0, size), 0, 0
+        runs = _Runs(text)
+        piece, first, shift = self._piece(runs, 0, size), 0, 0
         while piece.end < len(text):
             yield
             for start, lead, moved in self._starts(text, piece, first, shift):
                 # A short one tells whether the two meet.
-                probe = self._piece(text, start, piece.end - start, lead)
+                probe = self._piece(runs, start, piece.end - start, lead)
                 if self._meeting(piece, first, probe) is not None:
                     shift = moved
                     break
             else:
                 return None
-            following = self._piece(text, start, size, lead)
+            following = self._piece(runs, start, size, lead)
             found = self._meeting(piece, first, following)
             if found is None:
                 return None
@@ -163,9 +183,9 @@ class Pieces:
                 return ids
         return [*ids, *piece.ids[first:]]
 
-    def _piece(self, text: str, start: int, size: int, lead: str = "") -> _Piece:
-        end = min(len(text), start + size)
-        made = self._bare.encode(f"{lead}{text[start:end]}{_closing(text, end)}", add_special_tokens=False)
+    def _piece(self, runs: "_Runs", start: int, size: int, lead: str = "") -> _Piece:
+        end = min(len(runs.text), start + size)
+        made = self._bare.encode(f"{lead}{runs.text[start:end]}{runs.closing(end)}", add_special_tokens=False)
         back = start - len(lead)
         spans = [(left + back, right + back) for left, right in made.offsets]
         words = [word or 0 for word in made.word_ids]  # every token is of a word: nothing is added to the text's own
@@ -254,12 +274,3 @@ def _grows(part: Mapping[str, Any]) -> bool:
         pattern = part["pattern"].get("String")
         return pattern is not None and len(part["content"].encode()) >= len(pattern.encode())
     return bool(part["type"] == "Prepend")
-
-
-def _closing(text: str, end: int) -> str:
-    """How the run that is cut at `end` goes on, without its middle."""
-    run = _RUN.match(text, end - 1)
-    if run is None or run.end() <= end:
-        return ""
-    line = next((mark for mark in "\n\r" if text.find(mark, end, run.end()) >= 0), "")
-    return line + text[run.end() - 1 : run.end() + _END // 4]

@@ -6,6 +6,7 @@ import hmac
 import ipaddress
 import json
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
@@ -74,12 +75,14 @@ class Body:
         """`refuse` ends the wait for the rest."""
         self.raw = b""
         self.nbytes = 0
+        self.began = time.monotonic()
         self.refused = False
         self.refuse = refuse
 
 
 class Bodies:
-    """The bodies under way: each has a bound, and so have all. Where they exceed it, the largest is refused."""
+    """The bodies under way: each has a bound, and so have all. Where they exceed it, one that arrives is refused: of
+    the large ones, one that has taken long."""
 
     def __init__(self, context: int) -> None:
         """For prompts of a model of this context."""
@@ -155,17 +158,18 @@ class Bodies:
         return nbytes
 
     def _grow(self, body: Body, nbytes: int) -> None:
-        """Let `body` hold so many bytes more; where there is no room, the largest that arrives is refused."""
+        """Let `body`, which arrives, hold so many bytes more."""
         body.nbytes += nbytes
         self._held += nbytes
         while self._held > self._most:
-            largest = max(self._arriving, key=lambda each: each.nbytes)
-            self._arriving.discard(largest)
-            self.let_go(largest)
-            if largest is body:
+            now = time.monotonic()
+            refused = max(self._arriving, key=lambda each: each.nbytes * (now - each.began))
+            self._arriving.discard(refused)
+            self.let_go(refused)
+            if refused is body:
                 raise self._no_room()
-            largest.refused = True
-            largest.refuse()
+            refused.refused = True
+            refused.refuse()
 
     def _too_large(self) -> ApiError:
         # The connection stays open: what still comes is read and dropped, so that the client hears this.
