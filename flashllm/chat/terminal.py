@@ -50,8 +50,7 @@ class TerminalChat:
 
     def run(self) -> int:
         """Talk until ctrl-D or /quit; 0."""
-        for line in [*self._chat.greeting(), KEYS]:
-            self._note(line)
+        self._note("; ".join([*self._chat.greeting(), KEYS]))
         while True:
             try:
                 text = self._prompt.prompt("> ")

@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_memory(parser)
     options.add_engine(parser)
     options.add_no_profile(parser)
+    options.add_verbose(parser)
     options.add_speculation(parser)
     options.add_sampling(parser, defaults="by default as in the model's generation_config.json")
 

@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_memory(parser)
     options.add_engine(parser)
     options.add_no_profile(parser)
+    options.add_verbose(parser)
     options.add_speculation(parser)
     options.add_sampling(parser, defaults="by default always the likeliest token")
 
@@ -100,7 +101,7 @@ def _document(
             "mode": plan.mode,
             "prompts": model.config.prompts,
         },
-        "notices": list(model.notices),
+        "notices": [*model.plan.reasons, *model.notices],
     }
 
 

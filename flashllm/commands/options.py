@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -164,13 +164,25 @@ def _speculate(given: str | None) -> Speculate | Path:
         return resolve_model(given, progress=bar, say=say)
 
 
+def add_verbose(parser: argparse.ArgumentParser) -> None:
+    """--verbose."""
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="also say how the model is converted and why it is run as it is"
+    )
+
+
+def explained(args: argparse.Namespace) -> Callable[[str], None]:
+    """What takes lines that need no attention: they are said with --verbose alone."""
+    return say if args.verbose else lambda line: None
+
+
 def find_model(args: argparse.Namespace) -> Path:
     """The model directory to run, converted now if this is its first use."""
     from flashllm.base.progress import ProgressBar
     from flashllm.convert.locate import DEMO_NOTICE, is_demo, resolve_model
 
     with ProgressBar("convert") as bar:
-        path = resolve_model(args.model, progress=bar, say=say)
+        path = resolve_model(args.model, progress=bar, say=say, explain=explained(args))
     if is_demo(path):
         say(DEMO_NOTICE)
     return path

@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
     room = {"available": available_nbytes(), "process": process_nbytes()}
     del held
     plan = resolve(config, model, **room)
-    for notice in plan.notices:
+    for notice in (*plan.reasons, *plan.notices):
         say(notice)
     estimate = _estimate(model, plan, args.trace)
     if estimate is not None and plan.mode == "sparse" and not model.architecture.experts:

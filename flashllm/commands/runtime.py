@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flashllm.base.command_line import say
 from flashllm.base.machine import available_nbytes, process_nbytes
-from flashllm.commands.options import run_config
+from flashllm.commands.options import explained, run_config
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.errors import FlashError
@@ -45,6 +45,8 @@ def open_session(
         template = stack.enter_context(opened_template(tokenizer)) if chat else None
         draft = stack.enter_context(opened_draft(path, config))
         model = stack.enter_context(Model.open(path, config, process=draft.process_nbytes))
+        for reason in model.plan.reasons:
+            explained(args)(reason)
         for notice in model.notices:
             say(notice)
         if template is not None:

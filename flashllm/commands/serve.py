@@ -72,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_memory(parser)
     options.add_engine(parser)
     options.add_no_profile(parser)
+    options.add_verbose(parser)
     options.add_speculation(parser)
     options.add_sampling(parser, defaults="of requests that do not say; by default the model's generation_config.json")
 

@@ -47,13 +47,15 @@ def resolve_model(
     convert_on_first_use: bool = True,
     progress: Progress | None = None,
     say: Say = lambda line: None,
+    explain: Say = lambda line: None,
     cache: Path | None = None,
     hub: Hub | None = None,
 ) -> Path:
     """The model directory that `model` means; None means the demo.
 
     A directory with a manifest is returned as it is, whole or not: the caller opens it. `progress` follows a
-    conversion, `say` gets a line for what takes long. `cache` and `hub` are by default the user's and Hugging Face's.
+    conversion, `say` gets a line for a download, `explain` those on how the model is converted.
+    `cache` and `hub` are by default the user's and Hugging Face's.
     UsageError where `model` is nothing we know, or would have to be converted and may not; the errors of `convert` and
     `Hub.download` pass through.
     """
@@ -78,8 +80,8 @@ def resolve_model(
     except OSError as error:
         message = f"{models}: cannot be made: {error.strerror}; run `flashllm convert {model} DST`, then use DST"
         raise FlashIOError(message) from error
-    say(f"converting {model} once, into {target}")
-    convert(checkpoint, target, source_name=source_name, predictors=True, keep=True, say=say, progress=progress)
+    explain(f"converting {model} once, into {target}")
+    convert(checkpoint, target, source_name=source_name, predictors=True, keep=True, say=explain, progress=progress)
     return target
 
 
@@ -107,7 +109,7 @@ def find_folder(model: str, *, say: Say = lambda line: None) -> Path:
     if Path(model).is_dir():
         return Path(model)
     path, _ = find_checkpoint(model, say=say)
-    return path if path.is_dir() else resolve_model(model, say=say)
+    return path if path.is_dir() else resolve_model(model, say=say, explain=say)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

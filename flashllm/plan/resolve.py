@@ -34,6 +34,7 @@ class Plan:
     profile: Profile | None  # the drive's profile; None where it has none
     popularity: Popularity | None  # by which the neuron caches were shared out
     notices: tuple[str, ...]  # what the user should know, a line each
+    reasons: tuple[str, ...]  # why the model is run as it is, where there is nothing to do about it
 
 
 def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int) -> Plan:
@@ -49,13 +50,14 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         FormatError, FlashIOError: the popularity file is damaged or cannot be read.
     """
     notices: list[str] = []
+    reasons: list[str] = []
     mode: Mode = config.mode if config.mode is not None else "sparse" if model.manifest.sparse else "dense"
     check_mode(mode, model)
     if config.prompts == "sparse":
         _check_sparse_prompts(mode, model)
         notices.append(f"prompts are computed as mode {mode} computes single tokens, not densely")
     if config.mode is None and mode == "dense":
-        notices.append(
+        reasons.append(
             f"no neuron of this model is ever exactly zero ({model.architecture.activation}), so none can be left out: "
             "mode dense, without predictors"
         )
@@ -119,6 +121,7 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         profile=profile,
         popularity=popularity,
         notices=tuple(notices),
+        reasons=tuple(reasons),
     )
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from flashllm.format.install import install_file
+from flashllm.format.install import install_files
 
 ALONE = {"flashllm", "numpy", "psutil", "tokenizers"}
 OPTIONS = ["--threads", "1", "--io-threads", "4", "--max-new-tokens", "3"]
@@ -46,7 +46,7 @@ def test_a_chat_through_a_pipe_needs_no_terminal(tiny):
 def test_a_chat_template_is_no_matter_of_this_process(tiny, tmp_path):
     path = tmp_path / "model"
     shutil.copytree(tiny().path(), path)
-    install_file(path, "chat_template.jinja", [b"{% for m in messages %}{{ m.content }}{% endfor %}"])
+    install_files(path, {"chat_template.jinja": [b"{% for m in messages %}{{ m.content }}{% endfor %}"]})
     status, names = loaded("chat", path, *OPTIONS)
     assert status == 0
     assert names == ALONE

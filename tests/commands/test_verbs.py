@@ -84,12 +84,12 @@ def test_train_and_evaluate(tiny, tmp_path, run):
     text = tmp_path / "words.txt"
     text.write_text(" ".join(random.Random(0).choices(" ".join(SENTENCES).split(), k=1500)))
     small = ["--samples", "12", "--tokens-per-sample", "32", "--epochs", "1", "--ranks", "8", "--threads", "1"]
-    status, out, err = run("train", model, "--data-files", text, *small)
+    status, out, err = run("train", model, "--data-files", text, *small, "--json")
     assert status == 0, err
     assert len(json.loads(out)["layers"]) == 3
     assert (model / "predictors.safetensors").exists()
     status, out, err = run(
-        "evaluate", model, "--text", text, "--tokens", "200", "--layer-tokens", "64", "--threads", "1"
+        "evaluate", model, "--text", text, "--tokens", "200", "--layer-tokens", "64", "--threads", "1", "--json"
     )
     assert status == 0, err
     assert json.loads(out)["texts"]

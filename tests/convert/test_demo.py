@@ -61,19 +61,19 @@ def test_a_model_directory_is_used_where_it_is(checkpoint, tmp_path):
 
 def test_a_folder_is_converted_once_and_again_when_it_changed(checkpoint, tmp_path):
     said, reports = [], []
-    first = resolve_model(str(checkpoint), cache=tmp_path, say=said.append, progress=lambda *r: reports.append(r))
+    first = resolve_model(str(checkpoint), cache=tmp_path, explain=said.append, progress=lambda *r: reports.append(r))
     assert first.parent == tmp_path / "models"
     assert Manifest.load(first).source.name == "opt-tiny"
     assert len(said) == 1
     assert str(first) in said[0]
     assert reports[-1][1] == reports[-1][2] > 0
     said.clear()
-    assert resolve_model(str(checkpoint) + "/.", cache=tmp_path, say=said.append) == first
+    assert resolve_model(str(checkpoint) + "/.", cache=tmp_path, explain=said.append) == first
     assert said == []
     status = (checkpoint / "config.json").stat()
     try:
         os.utime(checkpoint / "config.json", ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
-        assert resolve_model(str(checkpoint), cache=tmp_path, say=said.append) != first
+        assert resolve_model(str(checkpoint), cache=tmp_path, explain=said.append) != first
         assert len(said) == 1
     finally:
         os.utime(checkpoint / "config.json", ns=(status.st_atime_ns, status.st_mtime_ns))

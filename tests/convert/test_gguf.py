@@ -497,8 +497,15 @@ def test_commands_take_a_file(source, tmp_path, monkeypatch, capsys):
     expected = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert expected["model"]["mode"] == "dense"
     assert any("is ever exactly zero" in notice for notice in expected["notices"])
-    assert main(["generate", str(path), "--prompt", "The cat", "--max-new-tokens", "8", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["token_ids"] == expected["token_ids"]
+    said = []
+    for verbose in ([], ["-v"]):  # first converted, with a closing line; then run, with what is asked for
+        assert main(["generate", str(path), "--prompt", "The cat", "--max-new-tokens", "8", "--json", *verbose]) == 0
+        output = capsys.readouterr()
+        assert json.loads(output.out.splitlines()[-1])["token_ids"] == expected["token_ids"]
+        said.append(output.err.splitlines())
+    assert [line.split(":")[0] for line in said[0]] == ["convert"]
+    assert len(said[1]) == 1
+    assert "is ever exactly zero" in said[1][0]
     folder = find_folder(str(path))
     assert folder.parent == tmp_path / "cache" / "models"
     assert find_folder(str(folder)) == folder

@@ -84,7 +84,7 @@ def test_without_a_network_the_error_says_what_to_bring_and_that_serves(tiny, pa
 
 def test_a_known_name_is_converted_once_and_a_directory_of_that_name_goes_first(tiny, tmp_path, monkeypatch):
     said = []
-    path = resolve_model("tiny", cache=tmp_path, say=said.append)
+    path = resolve_model("tiny", cache=tmp_path, say=said.append, explain=said.append)
     assert path == tmp_path / "models" / "tiny"
     assert Manifest.load(path).source.name == "tiny"
     assert len(said) == 2

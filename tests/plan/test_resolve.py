@@ -80,9 +80,9 @@ def test_a_model_whose_neurons_are_never_zero_runs_densely_and_says_so(tmp_path)
     _, directory = make_model(tmp_path, "llama")
     plan = resolve(RunConfig(), ModelDir.open(directory), **MACHINE)
     assert plan.mode == "dense"
-    (notice,) = plan.notices
-    assert "is ever exactly zero (silu)" in notice
-    assert resolve(RunConfig(mode="dense"), ModelDir.open(directory), **MACHINE).notices == ()
+    (reason,) = plan.reasons
+    assert "is ever exactly zero (silu)" in reason
+    assert resolve(RunConfig(mode="dense"), ModelDir.open(directory), **MACHINE).reasons == plan.notices == ()
     # The mode that is chosen is planned as the one that is asked for: what fits of each layer stays.
     for limit in (None, 172_000_000):
         chosen, asked = (

@@ -17,7 +17,7 @@ from serving import running
 from flashllm.cli import main
 from flashllm.commands.serve import read_key
 from flashllm.errors import UsageError
-from flashllm.format.install import install_file
+from flashllm.format.install import install_files
 from flashllm.serve.server import listen
 
 KEY = b"0123456789abcdef"
@@ -158,7 +158,7 @@ BOMB = (
 def test_a_template_that_is_a_bomb_stops_nothing(tiny, tmp_path):
     path = tmp_path / "model"
     shutil.copytree(tiny().path(), path)
-    install_file(path, "chat_template.jinja", [BOMB.encode()])
+    install_files(path, {"chat_template.jinja": [BOMB.encode()]})
 
     def chat(text):
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2}

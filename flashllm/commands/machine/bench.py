@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_memory(parser)
     options.add_engine(parser)
     options.add_no_profile(parser)
+    options.add_verbose(parser)
 
 
 def main(args: argparse.Namespace) -> int:
