@@ -111,9 +111,9 @@ THIRD = {
         "tokenising took a hundred times a prompt's bytes, planned nowhere: one request, or one line of a batch, and "
         "the process was killed; others waited for it",
         (
-            "api/test_pieces.py::test_the_ids_are_the_wholes",
-            "api/test_pieces.py::test_words_longer_than_pieces",
-            "api/test_pieces.py::test_it_stops_past_what_is_wanted",
+            "api/test_text_pieces.py::test_the_ids_are_the_wholes",
+            "api/test_text_pieces.py::test_words_longer_than_pieces",
+            "api/test_text_pieces.py::test_it_stops_past_what_is_wanted",
             "serve/test_bounds.py::test_a_prompt_that_cannot_fit_is_not_tokenised",
             "serve/test_bounds.py::test_others_are_answered_while_a_prompt_is_tokenised_and_it_ends_with_its_client",
             "serve/test_bounds.py::test_a_text_that_is_wide_in_memory_is_too_much",
