@@ -24,7 +24,8 @@ from typing import Any
 import tokenizers
 
 PIECE_CHARS = 2048  # some milliseconds, in which Python does nothing else
-_MOST_CHARS = 32 * PIECE_CHARS  # of a piece, where a shorter one cannot be cut
+_MOST_CHARS = 4 * PIECE_CHARS  # of a piece, where a shorter one cannot be cut
+_WHOLE_CHARS = 32 * PIECE_CHARS  # of a text, where the tokenizer is one whose texts cannot be
 _MARGIN = 256  # characters at a piece's end that the next one has too
 _END = 64  # of those, whose ids may depend on what follows
 _WORDS_AHEAD = 3  # words at a piece's end that may: two, and one that is cut
@@ -148,7 +149,7 @@ class Pieces:
 
         Of more than `most` ids some may be missing, but there are more than `most`. TooLong where it cannot be cut.
         """
-        size = PIECE_CHARS if self._can_cut else _MOST_CHARS
+        size = PIECE_CHARS if self._can_cut else _WHOLE_CHARS
         if len(text) <= size:
             return list(self._whole.encode(text, add_special_tokens=add_special).ids)
         while self._can_cut and size <= _MOST_CHARS:
@@ -156,7 +157,8 @@ class Pieces:
             if ids is not None:
                 return [*self._before, *ids, *self._after] if add_special else ids
             size *= 2
-        raise TooLong(f"this tokenizer cannot take words or texts of more than {_MOST_CHARS} characters")
+        what, most = ("a word", _MOST_CHARS) if self._can_cut else ("a text", _WHOLE_CHARS)
+        raise TooLong(f"this model's tokenizer cannot take {what} of more than {most} characters")
 
     def _cut(self, text: str, size: int, most: int | None) -> Generator[None, None, list[int] | None]:
         """Ids of `text` by pieces of `size` characters; None where one does not go on in the next."""

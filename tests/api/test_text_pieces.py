@@ -84,7 +84,13 @@ def tokenizer(kind):
 @pytest.fixture(scope="module", autouse=True)
 def _small_pieces():
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"PIECE_CHARS": 500, "_MOST_CHARS": 16000, "_MARGIN": 100, "_END": 32}.items():
+        for name, value in {
+            "PIECE_CHARS": 500,
+            "_MOST_CHARS": 4000,
+            "_WHOLE_CHARS": 16000,
+            "_MARGIN": 100,
+            "_END": 32,
+        }.items():
             patch.setattr(pieces, name, value)
         yield
 
