@@ -201,10 +201,11 @@ class Pieces:
         if first >= len(spans):
             return
         least = spans[first][0] + (piece.end - spans[first][0]) // 4
+        margin = max(self._margin, (piece.end - piece.start) // 8)  # for longer tokens, in longer pieces
         places = [
             index
             for index in range(first + 1, len(spans))
-            if least < spans[index][0] <= piece.end - self._margin
+            if least < spans[index][0] <= piece.end - margin
             and piece.meet(index)
             and self._begins(text[spans[index][0]])
         ]

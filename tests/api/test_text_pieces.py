@@ -29,7 +29,7 @@ def by_bytes(rule, *, composed=False, whole_words=False):
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     made.train_from_iterator(TEXTS, trainers.BpeTrainer(
-        vocab_size=1200, special_tokens=SPECIAL, show_progress=False,
+        vocab_size=1200, special_tokens=SPECIAL, show_progress=False, max_token_length=48,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     ))  # fmt: skip
     begins = processors.TemplateProcessing(single=f"{SPECIAL[0]} $A", special_tokens=[(SPECIAL[0], 0)])
