@@ -33,6 +33,7 @@ _ACCEPTED = 16  # connections at once
 _RETRY_S = 1.0  # after a connection that could not be accepted
 _SWITCH_S = 5e-4  # until a thread lets others use Python: the one that computes wants it briefly, and often
 _QUIET_S = 60.0  # between two lines of a kind
+_WORDS = {"Invalid HTTP request received.": "a connection sent what is no HTTP request; it was answered 400"}
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -60,8 +61,6 @@ def url(sock: socket.socket) -> str:
 class _Lines(logging.Handler):
     """What uvicorn and asyncio log, in our words: a line of a kind a minute."""
 
-    _WORDS = {"Invalid HTTP request received.": "a connection sent what is no HTTP request; it was answered 400"}  # noqa: RUF012
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._said: dict[str, float] = {}
@@ -69,7 +68,7 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = f" ({record.exc_info[0].__name__})" if record.exc_info and record.exc_info[0] else ""
-        self.say(self._WORDS.get(record.msg, f"the web server: {record.getMessage().splitlines()[0][:200]}{error}"))
+        self.say(_WORDS.get(record.msg, f"the web server: {record.getMessage().splitlines()[0][:200]}{error}"))
 
     def say(self, line: str) -> None:
         """Say `line`, unless it was said a moment ago."""
