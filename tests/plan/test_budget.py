@@ -103,7 +103,10 @@ def test_the_parts_make_the_total(model):
     starts, ends = ([row[end] for row in plan.rows()] for end in (1, 2))
     assert sum(starts) < sum(ends) == plan.total_nbytes <= plan.limit_nbytes
     document = plan.as_dict()
-    parts = ("process", "resident", "predictor", "request", "staging", "workspace", "bookkeeping", "page_table")
+    parts = (
+        *("process", "resident", "checksum", "predictor", "request"),
+        *("staging", "workspace", "bookkeeping", "page_table"),
+    )
     fixed = sum(document[f"{part}_bytes"] for part in parts)
     assert fixed + document["kv_cache_bytes_full"] + document["neuron_cache_bytes_full"] == document["total_bytes"]
     assert fixed + document["kv_cache_bytes"] + document["neuron_cache_bytes"] == sum(starts)
