@@ -104,7 +104,9 @@ def test_rows_are_given_by_whole_units(available, units, unit):
     popularity = np.random.default_rng(available).random((len(units), 40)).astype(np.float32).repeat(unit, axis=1)
     nothing = [0] * len(units)
     (rows,) = levels_by_popularity([available], nothing, popularity, unit).tolist()
-    assert rows == [unit * each for each in share_by_popularity(available // unit, nothing, popularity[:, ::unit])]
+    assert rows == [
+        unit * each for each in share_by_popularity(available // unit, nothing, [each[::unit] for each in popularity])
+    ]
 
 
 # Plans

@@ -83,7 +83,7 @@ void NeuronCache::fill_from(const std::byte* rows, std::int32_t first_row, std::
                             ThreadPool& pool) {
   const std::int32_t end_row = first_row + count;
   const auto begin = std::lower_bound(pending_fill_.begin(), pending_fill_.end(), first_row / units_.size);
-  auto end = std::lower_bound(begin, pending_fill_.end(), units_.holding(end_row));
+  auto end = std::lower_bound(begin, pending_fill_.end(), units_.from(end_row));
   const auto size = static_cast<std::size_t>(units_.size);
   pool.parallel_for(static_cast<std::size_t>(end - begin) * size, kCopyGrain,
                     [&](std::size_t from, std::size_t to) {

@@ -66,7 +66,7 @@ class FfnGroup {
   // Gives the values' memory back, so that one layer has some at a time.
   void clear() noexcept {
     count_ = 0;
-    values_ = {};
+    std::vector<float>().swap(values_);
   }
   bool empty() const { return count_ == 0; }
   std::size_t size() const { return count_; }

@@ -328,29 +328,29 @@ void FfnLayer::up_products(const FfnMember& member, const std::vector<std::int32
   products_.up(member.x, member.gate_values);
 }
 
-// body(neuron, its value) for the part's neurons.
-template <typename Body>
-void FfnLayer::each_value(const FfnMember& member, const Body& body) const {
-  const RowUnits units = options_.units();
-  for (std::ptrdiff_t p = 0; p < member.part_size(); ++p)
-    for (std::int32_t row = 0; row < units.rows(member.begin[p]); ++row)
-      body(units.first(member.begin[p]) + row, values(member, p)[row]);
-}
-
 // Of dummy weights about half of the values fire; by the trace fewer do. The arithmetic left is what a
 // trained model's would be.
 void FfnLayer::apply_trace(const FfnMember& member) {
-  each_value(member, [&](std::int32_t neuron, float& value) {
-    if (!in_bit_set(member.firing, neuron))
-      value = 0.0F;
-    else if (value == 0.0F)
-      value = kTracedValue;
-  });
+  const RowUnits units = options_.units();
+  for (std::ptrdiff_t p = 0; p < member.part_size(); ++p) {
+    const std::int32_t unit = member.begin[p];
+    for (std::int32_t row = 0; row < units.rows(unit); ++row) {
+      float& value = values(member, p)[row];
+      if (!in_bit_set(member.firing, units.first(unit) + row))
+        value = 0.0F;
+      else if (value == 0.0F)
+        value = kTracedValue;
+    }
+  }
 }
 
 // An expert's weight scales its neurons' values.
 void FfnLayer::apply_factors(const FfnMember& member) {
-  each_value(member, [&](std::int32_t neuron, float& value) { value *= member.factors.of_neuron(neuron); });
+  const RowUnits units = options_.units();
+  for (std::ptrdiff_t p = 0; p < member.part_size(); ++p) {
+    const float factor = member.factors.of_neuron(units.first(member.begin[p]));
+    for (std::int32_t row = 0; row < units.rows(member.begin[p]); ++row) values(member, p)[row] *= factor;
+  }
 }
 
 void FfnLayer::add_expert_biases(const FfnMember& member, float* y) const {

@@ -129,8 +129,6 @@ class FfnLayer {
 
   void place_rows(bool again);
   void up_products(const FfnMember& member, const std::vector<std::int32_t>& positions);
-  template <typename Body>
-  void each_value(const FfnMember& member, const Body& body) const;
   void apply_trace(const FfnMember& member);
   void apply_factors(const FfnMember& member);
   void add_expert_biases(const FfnMember& member, float* y) const;

@@ -17,8 +17,8 @@ struct RowUnits {
   std::int32_t count() const { return (num_rows + size - 1) / size; }
   std::int32_t first(std::int32_t unit) const { return unit * size; }
   std::int32_t rows(std::int32_t unit) const { return std::min(size, num_rows - first(unit)); }
-  // The first unit behind all those with a row before `end`.
-  std::int32_t holding(std::int32_t end) const { return (end + size - 1) / size; }
+  // The first unit that begins at this row or behind it.
+  std::int32_t from(std::int32_t row) const { return (row + size - 1) / size; }
   // Rows of `ids`, distinct units.
   template <typename Ids>
   std::size_t rows_of(const Ids& ids) const {
