@@ -271,6 +271,13 @@ class Architecture:
         return self.chosen_experts * self.expert_size + self.shared_neurons
 
     @property
+    def unit_rows(self) -> int:
+        """Neurons of a unit, which is what a neuron cache admits and evicts: those of an expert, or one where the
+        neurons of experts, most of them zero, may be read apart. Shared neurons are units of as many, the last may be
+        shorter."""
+        return self.expert_size if self.experts and not self.sparse else 1
+
+    @property
     def matrices(self) -> tuple[str, ...]:
         """The matrices of a row, in its order."""
         return ("up", "gate", "down") if self.gated else ("up", "down")

@@ -35,7 +35,7 @@ from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, Manifest
 from flashllm.format.manifest_values import FileEntry, Source
 from flashllm.format.model_files import FFN, PLACED, PREDICTORS, RESIDENT
 from flashllm.format.partial import PartialDirectory, check_space, open_partial
-from flashllm.format.rows import CODED_ENCODINGS, row_checksums
+from flashllm.format.rows import CODED_ENCODINGS, checksum_rows, row_checksums
 from flashllm.format.trace import Trace
 
 Say = Callable[[str], None]
@@ -139,8 +139,9 @@ class _Conversion:
         self._progress = progress
         self._done_nbytes = 0
         self._files: dict[str, FileEntry] = {}
-        self._checksums: list[NDArray[np.uint64]] = []  # [num_rows] a layer
+        self._checksums: list[NDArray[np.uint64]] = []  # of every `checksum_rows` rows, by layer
         layout, self._layouts = plan.layout, plan.layouts
+        self._together = checksum_rows(layout, plan.architecture)
         self._rows = np.empty((layout.stream_block_rows, layout.stride), np.uint8)
         self._weights = Weights(plan)
 
@@ -169,6 +170,7 @@ class _Conversion:
             other_encodings=self._plan.other_encodings,
             down_scales=self._plan.kept.down_scales if self._plan.kept is not None else (),
             activations=self._plan.activations,
+            checksum_rows=max(self._together),
             files=self._files,
             permutation=None if self._plan.reorder is None else permutation_of(self._plan.reorder),
             stream_block_rows=self._plan.layout.stream_block_rows,
@@ -187,7 +189,7 @@ class _Conversion:
                 checksums = []
                 for rows in self._blocks(layer):
                     self._write(writer, FFN, rows.data)
-                    checksums.append(row_checksums(rows))
+                    checksums.append(row_checksums(rows, self._together[layer]))
                 writer.sync()  # before the journal says so
                 self._checksums.append(np.concatenate(checksums))
                 self._partial.record(self._step(layer))
@@ -202,12 +204,13 @@ class _Conversion:
 
     def _resume(self, writer: HashingWriter) -> None:
         """Reread the layers of earlier runs, as far as they are what the journal says."""
-        for layout, step in zip(self._layouts, self._partial.steps, strict=False):
+        for layout, together, step in zip(self._layouts, self._together, self._partial.steps, strict=False):
             mark, checksums = writer.mark(), []
-            for first in range(0, layout.num_rows, len(self._rows)):
-                rows = self._rows[: layout.num_rows - first]
+            block = self._rows[: len(self._rows) // together * together]
+            for first in range(0, layout.num_rows, len(block)):
+                rows = block[: layout.num_rows - first]
                 writer.reread(rows.reshape(-1).data)
-                checksums.append(row_checksums(rows))
+                checksums.append(row_checksums(rows, together))
             self._checksums.append(np.concatenate(checksums))
             if step != self._step(len(self._checksums) - 1):
                 writer.rewind(mark)

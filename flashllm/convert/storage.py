@@ -18,7 +18,7 @@ from flashllm.convert.kept.weights import KeptWeights, keep_weights, most_common
 from flashllm.errors import UsageError
 from flashllm.format.model_files import checksums_tensor, gate_tensor, is_coded_matrix, plane_tensors
 from flashllm.format.model_files import resident_encoding as stored_as
-from flashllm.format.rows import RowEncoding, RowLayout
+from flashllm.format.rows import RowEncoding, RowLayout, checksum_rows
 
 _CACHE_LINE_NBYTES = 64
 TABLES = ("embedding.weight", "head.weight")  # resident matrices of the vocabulary
@@ -116,9 +116,11 @@ def _entries(
     for claim in (sources.claims[name] for name in stored):
         encoding = stored_as(claim.name, target.name, storage.resident, layout.encoding, storage.others)
         entries.append(_resident_entry(claim, sources.names[claim.source], encoding))
+    together = checksum_rows(layout, architecture)
+    checksums = [-(-each.num_rows // rows) for each, rows in zip(layouts, together, strict=True)]
     entries += [
-        ResidentEntry(name=checksums_tensor(layer), code="U64", shape=(each.num_rows,), itemsize=8, layer=layer)
-        for layer, each in enumerate(layouts)
+        ResidentEntry(name=checksums_tensor(layer), code="U64", shape=(count,), itemsize=8, layer=layer)
+        for layer, count in enumerate(checksums)
     ]
     for layer, form in enumerate(kept.down_scales if kept is not None else ()):
         entries += [

@@ -81,7 +81,10 @@ class _Builder:
         stream = _core.RowStream(
             self._stream_reader,
             self._file,
-            list(zip(offsets, checksums, strict=True)),
+            [
+                (offsets[layer], layout.num_rows, checksums[layer], self._manifest.checksum_rows_of(layer))
+                for layer, layout in enumerate(self._manifest.layouts)
+            ],
             stride=self._manifest.rows.stride,
             block_rows=self._manifest.stream_block_rows,
             ahead=self._plan.memory.read_ahead,
@@ -188,7 +191,7 @@ class _Builder:
             self._neurons_file = _core.DirectFile(str(self._path / PLACED), direct=self._config.direct)
             offsets = _row_offsets(self._path / PLACED, manifest)
         bypass = _core.allocate(memory.bypass_rows * manifest.rows.stride) if memory.bypass_rows else None
-        popularity = self._plan.popularity
+        popularity, unit = self._plan.popularity, manifest.architecture.unit_rows
         stride, up, gate, down = _row_format(manifest)
 
         def floats(layer: int, name: str) -> NDArray[np.float32] | None:
@@ -205,6 +208,8 @@ class _Builder:
                 stride=stride,
                 d_model=manifest.rows.d_model,
                 num_neurons=self._model.block.layers[layer].neurons,
+                unit_rows=unit,
+                checksum_rows=manifest.checksum_rows_of(layer),
                 up=up,
                 gate=gate,
                 down=down,
@@ -213,7 +218,7 @@ class _Builder:
                 activation_cut=self._model.block.layers[layer].activation_cut,
                 cache_policy=cast(Any, memory.cache_policy if ablation.cached else "none"),
                 window=memory.window,
-                popularity=None if popularity is None else popularity[layer],
+                popularity=None if popularity is None else np.ascontiguousarray(popularity[layer][::unit]),
                 file_offset=offsets[layer],
                 row_of=None if places is None else places[layer],
                 up_bias=floats(layer, "ffn.up_bias"),

@@ -1,12 +1,13 @@
 """`flashllm.json`: what a model directory holds, in one checked value. The format:
 
  1. a JSON object with exactly the keys of `Manifest` (and of the values in it), but that `resident_encoding`,
-    `other_encodings`, `activations`, `sparsity`, `quality`, a row's `down_encoding` and what the architecture says of
-    experts and of layers that differ are there only where the model has them (`down_scales` with down columns whose
-    scales are resident); unknown keys are errors;
+    `other_encodings`, `activations`, `checksum_rows`, `sparsity`, `quality`, a row's `down_encoding` and what the
+    architecture says of experts and of layers that differ are there only where the model has them (`down_scales` with
+    down columns whose scales are resident); unknown keys are errors;
  2. `files` lists every file but the manifest, each directly in the directory, no symbolic link, with size and SHA-256;
  3. it is written last and replaced atomically: a directory without it is not a model;
- 4. rows of a mixture of experts are those of its experts, in their order, then those of the shared neurons;
+ 4. rows of a mixture of experts are those of its experts, in their order, then those of the shared neurons; as many
+    rows share a checksum as `checksum_rows` says: the last of a layer may be fewer;
  5. rows of a gated FFN hold up, gate and down; or up and down, and then the gate matrices are resident tensors;
  6. another `format_version` is refused: a higher one asks for a newer flashllm, a lower one for a new conversion.
     Version 2 named the resident tensors canonically (flashllm/arch/tensors.py);
@@ -97,6 +98,7 @@ class Manifest:
     )  # by name, of resident matrices that differ from that
     down_scales: tuple[str, ...] = ()  # of each layer, where down columns have theirs in memory: of `SCALE_FORMS`
     activations: str | None = None  # one of ACTIVATIONS, a token at a time; else fp32
+    checksum_rows: int = 1  # rows of mixtures that share a checksum; more than one only where experts are read whole
     permutation: Permutation | None = None
     calibration: Calibration | None = None
     sparsity: Sparsity | None = None
@@ -149,6 +151,7 @@ class Manifest:
         check_int("sparse_prefill_tokens", self.sparse_prefill_tokens, 0, 2**20)
         check_int("prefill_block_tokens", self.prefill_block_tokens, 1, 2**20)
         check_int("stream_block_rows", self.stream_block_rows, 1, self.rows.num_rows)
+        self._check_checksum_rows()
         object.__setattr__(self, "files", MappingProxyType(dict(self.files)))
         object.__setattr__(self, "other_encodings", MappingProxyType(dict(self.other_encodings)))
 
@@ -171,6 +174,15 @@ class Manifest:
             if SCALE_FORMS[form].is_power != PLANE_CODES[self.rows.down].is_fp4:
                 raise ValueError(f"down_scales: {form} is not for columns of {self.rows.down}")
 
+    def _check_checksum_rows(self) -> None:
+        """Whatever is read begins and ends between checksums: units, and the stream's blocks of experts."""
+        rows = self.checksum_rows
+        check_int("checksum_rows", rows, 1, self.rows.d_ff)
+        runs = [self.architecture.unit_rows, self.architecture.shared_neurons]
+        blocks = [self.stream_block_rows] if max(runs) > self.stream_block_rows else []
+        if rows != 1 and (self.permutation is not None or any(run % rows for run in (*runs, *blocks))):
+            raise ValueError(f"checksum_rows must divide what is read together, {[*runs, *blocks]} rows, not be {rows}")
+
     def layout(self, layer: int) -> RowLayout:
         """The layout of a layer's rows."""
         return self.rows.of_width(self.architecture.width(layer))
@@ -179,6 +191,15 @@ class Manifest:
     def layouts(self) -> list[RowLayout]:
         """`layout` of every layer."""
         return [self.layout(layer) for layer in range(self.architecture.num_layers)]
+
+    def checksum_rows_of(self, layer: int) -> int:
+        """Rows of a layer that share a checksum: `checksum_rows` of a mixture of experts, of others one."""
+        return self.checksum_rows if layer in self.architecture.mixtures else 1
+
+    @property
+    def checksums(self) -> list[int]:
+        """Checksums of each layer."""
+        return [-(-each.num_rows // self.checksum_rows_of(layer)) for layer, each in enumerate(self.layouts)]
 
     @property
     def planes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -249,7 +270,13 @@ class Manifest:
     def _from_json(cls, value: Any) -> Self:
         if isinstance(value, dict):
             # Written only where there is one:
-            value = {**dict.fromkeys(_OPTIONAL_KEYS), "other_encodings": {}, "down_scales": [], **value}
+            value = {
+                **dict.fromkeys(_OPTIONAL_KEYS),
+                "other_encodings": {},
+                "down_scales": [],
+                "checksum_rows": 1,
+                **value,
+            }
         fields = fields_of(cls, value, "the manifest")
         fields["architecture"] = read_architecture(fields["architecture"])
         fields["rows"] = read_rows(fields["rows"], fields["architecture"])
@@ -279,6 +306,7 @@ class Manifest:
             **({"other_encodings": dict(self.other_encodings)} if self.other_encodings else {}),
             **({"down_scales": list(self.down_scales)} if self.down_scales else {}),
             **({} if self.activations is None else {"activations": self.activations}),
+            **({} if self.checksum_rows == 1 else {"checksum_rows": self.checksum_rows}),
             "rows": {
                 name: list(self.rows.matrices) if name == "matrices" else getattr(self.rows, name)
                 for name in ROW_KEYS
@@ -331,7 +359,7 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
     layouts = manifest.layouts
     check_ffn_header(read_header(directory / FFN), layouts)
     resident = read_header(directory / RESIDENT)
-    check_resident_header(resident, layouts)
+    check_resident_header(resident, manifest.checksums)
     shapes = resident_shapes(config)
     if manifest.resident_gate:
         shapes |= {gate_tensor(layer): (each.d_ff, each.d_model) for layer, each in enumerate(layouts)}

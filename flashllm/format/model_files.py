@@ -37,7 +37,7 @@ def order_tensor(layer: int) -> str:
 
 
 def checksums_tensor(layer: int) -> str:
-    """Name of a layer's row checksums in `resident.safetensors`."""
+    """Name of the checksums of a layer's rows in `resident.safetensors`."""
     return f"{_OWN_PREFIX}layers.{layer}.checksums"
 
 
@@ -98,10 +98,10 @@ def check_placed_header(header: SafetensorsHeader, layout: RowLayout, num_layers
     _check_alignment(header)
 
 
-def check_resident_header(header: SafetensorsHeader, layouts: Sequence[RowLayout]) -> None:
-    """`resident.safetensors` holds the row checksums of every layer. FormatError otherwise."""
-    for layer, layout in enumerate(layouts):
-        _expect(header, checksums_tensor(layer), "U64", (layout.num_rows,))
+def check_resident_header(header: SafetensorsHeader, checksums: Sequence[int]) -> None:
+    """`resident.safetensors` holds as many checksums of rows for each layer. FormatError otherwise."""
+    for layer, count in enumerate(checksums):
+        _expect(header, checksums_tensor(layer), "U64", (count,))
     _check_alignment(header)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm._core import xxh3_64_rows
+from flashllm.arch.spec import Architecture
 from flashllm.base.bf12 import BF12, Bf12
 from flashllm.base.codes.carried import CARRIED_CODES, PLANE_CODES, UNIT, CarriedCode, Plane, PlaneCode
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
@@ -268,6 +269,20 @@ def _check_rows(layout: RowLayout, rows: NDArray[np.uint8]) -> None:
         raise ValueError(f"rows must be contiguous uint8 [n, {layout.stride}], not {rows.dtype} {rows.shape}")
 
 
-def row_checksums(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """xxh3-64 (seed 0) of every whole row of uint8 [n, stride], padding included."""
-    return np.asarray(xxh3_64_rows(rows), dtype=np.uint64)
+def row_checksums(rows: NDArray[np.uint8], together: int = 1) -> NDArray[np.uint64]:
+    """xxh3-64 (seed 0) of every `together` rows of uint8 [n, stride], padding included; the last may be of fewer."""
+    whole = len(rows) // together * together
+    sums = [xxh3_64_rows(rows[:whole].reshape(whole // together, together * rows.shape[1]))]
+    sums += [xxh3_64_rows(rows[whole:].reshape(1, -1))] if whole < len(rows) else []
+    return np.concatenate(sums, dtype=np.uint64)
+
+
+def checksum_rows(layout: RowLayout, architecture: Architecture) -> list[int]:
+    """Rows of each layer that share a checksum in a new model: those of a unit, where a block of the stream holds whole
+    units, else as many as divide both; one in layers whose neurons are read apart."""
+    runs = [run for run in (architecture.expert_size, architecture.shared_neurons) if run]
+    if architecture.unit_rows == 1:
+        return [1] * architecture.num_layers
+    blocks = [layout.stream_block_rows] if max(runs) > layout.stream_block_rows else []
+    together = math.gcd(*runs, *blocks)
+    return [together if layer in architecture.mixtures else 1 for layer in range(architecture.num_layers)]

@@ -71,15 +71,15 @@ def from_trace(
     """
     info = trace.info
     tokens = min(info.num_tokens, REPLAYED_TOKENS)
-    skipped = min(_WARM_UP, tokens // 2)
+    skipped, unit = min(_WARM_UP, tokens // 2), plan.unit_rows
     caches = [
         _core.CacheReplay(
             cache_policy=cast(Any, plan.cache_policy),  # the core checks the name
-            num_neurons=info.num_neurons,
-            capacity=rows,
-            bypass=plan.bypass_rows,
+            num_units=-(-info.num_neurons // unit),
+            capacity=rows // unit,
+            bypass=plan.bypass_rows // unit,
             window=plan.window,
-            popularity=None if popularity is None else popularity[layer],
+            popularity=None if popularity is None else np.ascontiguousarray(popularity[layer][::unit]),
         )
         for layer, rows in enumerate(plan.cache_rows)
     ]
@@ -89,14 +89,16 @@ def from_trace(
         masks = unpack_bits(trace.token(token), info.num_neurons)
         for layer, cache in enumerate(caches):
             active = masks[layer, Stream.ACTIVE]
-            named = cache.missing(np.flatnonzero(masks[layer, Stream.PREFETCH]).astype(np.int32))
-            misses = np.array(cache.token(np.flatnonzero(active).astype(np.int32)), np.int64)
+            named = cache.missing(np.flatnonzero(masks[layer, Stream.PREFETCH, ::unit]).astype(np.int32))
+            missed = np.array(cache.token(np.flatnonzero(active[::unit]).astype(np.int32)), np.int64)
+            misses = (missed[:, None] * unit + np.arange(unit)).reshape(-1)
+            misses = misses[misses < info.num_neurons]
             if token >= skipped:
                 firing = np.count_nonzero(active & masks[layer, Stream.FIRING])
                 rows = misses if places is None else np.sort(places[layer][misses]).astype(np.int64)
                 requests = count_requests(rows, plan.row_nbytes, gap)
                 sums[layer] += (np.count_nonzero(active), firing, len(misses), *requests)
-                lists[layer].add(active[named])
+                lists[layer].add(active[::unit][named])
     counted = tokens - skipped
     names = tuple(LayerActivity.__dataclass_fields__)
     means = [(*row, *one.worth_reading(counted)) for row, one in zip((sums / counted).tolist(), lists, strict=True)]
@@ -173,7 +175,7 @@ def from_shares(
         else:
             misses = float(np.sort(share)[: max(0, neurons - rows)].sum())  # the rarest are not cached
         if experts:
-            requests, rows_read = merge_experts(misses, manifest.architecture.expert_size, plan.row_nbytes), misses
+            requests, rows_read = merge_experts(misses, manifest, plan.row_nbytes), misses
         else:
             requests, rows_read = merge(misses, neurons, plan.row_nbytes, gap)
         layers.append(
@@ -224,9 +226,10 @@ def window_misses(shares: Shares, rows: int, window: int) -> float:
     return float(new.sum())
 
 
-def merge_experts(misses: float, expert_size: int, row_nbytes: int) -> float:
-    """Requests of `misses` rows that are whole experts, neighbours on flash."""
-    return misses / min(expert_size, max(1, MAX_REQUEST // row_nbytes))
+def merge_experts(misses: float, manifest: Manifest, row_nbytes: int) -> float:
+    """Requests of `misses` rows that are whole experts, neighbours on flash: each of whole checksums."""
+    longest = max(manifest.checksum_rows, MAX_REQUEST // row_nbytes)
+    return misses / min(manifest.architecture.expert_size, longest)
 
 
 def merge(misses: float, neurons: int, row_nbytes: int, gap: int) -> tuple[float, float]:

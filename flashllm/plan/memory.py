@@ -42,10 +42,11 @@ _THROUGH_NBYTES = 64 << 10  # of a request that reads through gaps: kMaxThrough 
 # objects, the allocator's slack. Measured as the peak RSS less all other parts of the plan: bench/log, "The limit
 # did not hold". A process that has loaded torch grows by TORCH_GROWTH more.
 LIBRARY_GROWTH = 16_000_000
-# Bytes of a layer's bookkeeping (csrc/cache/, csrc/ffn/): for each neuron slot, counts, last request, the token that
-# wants it; for each of a token's neurons values and places, of MAX_VERIFIED tokens; for each row its neuron, its
-# candidate, its hole, its value; for each row that few tokens want together lists, products and reads.
-_NEURON_NBYTES, _TOKEN_NBYTES, _ROW_NBYTES, _WANTED_NBYTES = 17, 80, 20, 120
+# Bytes of a layer's bookkeeping (csrc/cache/, csrc/ffn/): for each unit, a neuron or an expert, slot, counts, last
+# request, the token that wants it; for each of a token's units places, of MAX_VERIFIED tokens; for each slot its unit,
+# its candidate, its hole; for each unit that few tokens want together lists and reads. Of one layer at a time: for each
+# of a token's neurons values, of MAX_VERIFIED tokens.
+_UNIT_NBYTES, _TOKEN_NBYTES, _SLOT_NBYTES, _WANTED_NBYTES, _VALUES_NBYTES = 17, 48, 20, 120, 32
 _WANTED_TOKENS = 2.5  # times a token's neurons: what few tokens want together (paper A: 24 % in five, of 10 % in one)
 ASSUMED_SHARE = 0.1  # of the neurons active where nothing is known (paper A, section 3.1)
 TORCH_GROWTH = 40_000_000
@@ -53,7 +54,7 @@ _PAGE_TABLES = 512  # bytes for each of the kernel's page tables: eight bytes a 
 _MOST_PAGE_TABLES = 40_000_000  # planned: those of 20 GB
 _PROMPT_SHARE = 16  # bytes for neurons, at least, for each that only prompts use; else these are as few as can be
 STREAM_THREADS = 8  # at most, of reads in file order
-_MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, slowly
+_MIN_CACHE_ROWS = 64  # a layer computes any active set in parts of this many rows, or of an expert's, slowly
 _PREFETCH_SHARE = 32  # neurons of a layer for each row prefetched: about what a device reads while a layer computes
 _BYPASS_SHARE = 16  # neurons of a layer for each bypass row (of misses that are not kept); layers share the rows
 _LOGITS_ROWS = 4  # [vocab] rows held at a time: the head's result, the caller's copy, the sampler's two
@@ -68,13 +69,14 @@ class MemoryPlan:
     process: int  # interpreter and libraries
     page_tables: int
     resident: int
+    checksums: int  # of the rows
     gates: int  # those that are resident
     planes: int  # scales of down columns that are resident
     predictors: int
     requests: int  # texts that become tokens; of a server, all that clients may send at once
     staging: int
     workspace: int
-    bookkeeping: int  # of the neurons, and of their caches' rows
+    bookkeeping: int  # of the units, and of their caches' slots
     bookkeeping_extra: int  # of it, what a smaller limit would do without
     prompt_tokens: int  # of a prompt that go through the model together
     read_ahead: int  # blocks of rows in flight while a prompt is computed
@@ -83,6 +85,7 @@ class MemoryPlan:
     context: int  # tokens a sequence may have
     context_blocks: int  # KV blocks' memory of a sequence that fills its context, or is about to
     row_nbytes: int
+    unit_rows: int  # what the caches hold comes in whole units of so many rows, those of an expert, or one
     cache_policy: str
     min_cache_rows: tuple[int, ...]  # per layer
     bypass_rows: int
@@ -98,7 +101,7 @@ class MemoryPlan:
     @property
     def fixed_nbytes(self) -> int:
         """All but the KV cache and the neuron cache."""
-        weights = self.resident + self.gates + self.planes + self.predictors
+        weights = self.resident + self.checksums + self.gates + self.planes + self.predictors
         work = self.requests + self.staging + self.workspace + self.bookkeeping
         return self.process + self.page_tables + weights + work
 
@@ -165,6 +168,7 @@ class MemoryPlan:
         fixed = [
             ("interpreter and libraries", self.process),
             ("resident weights", self.resident),
+            ("checksums of rows", self.checksums),
             *([("gates", self.gates)] if self.gates else []),
             *([("scales of down columns", self.planes)] if self.planes else []),
             ("predictors", self.predictors),
@@ -191,6 +195,7 @@ class MemoryPlan:
             "process_bytes": self.process,
             "page_table_bytes": self.page_tables,
             "resident_bytes": self.resident,
+            "checksum_bytes": self.checksums,
             "gate_bytes": self.gates,
             "down_scale_bytes": self.planes,
             "predictor_bytes": self.predictors,
@@ -270,13 +275,24 @@ def plan_memory(
     # 1. What does not depend on the limit.
     state = state_shape(manifest, block, context)
     context_blocks = -(-state.nbytes(context) // state.block_nbytes)
-    widths = architecture.every_width
-    needs = [layout.num_rows if layer in dense_layers else layout.d_ff for layer, layout in enumerate(manifest.layouts)]
+    unit, widths = architecture.unit_rows, architecture.every_width
+
+    def whole(neurons: int) -> int:
+        """Rows of the units that hold so many."""
+        return -(-neurons // unit) * unit
+
+    needs = [
+        layout.num_rows if layer in dense_layers else whole(layout.d_ff)
+        for layer, layout in enumerate(manifest.layouts)
+    ]
     if windowed and manifest.calibration is not None and manifest.calibration.window >= window:
         needs = [min(max(need, 1), width) for need, width in zip(manifest.calibration.req, widths, strict=True)]
-    minimum = tuple(0 if layer in dense_layers else min(need, _MIN_CACHE_ROWS) for layer, need in enumerate(needs))
-    min_bypass = 0 if windowed or dense else min(max(widths), _MIN_CACHE_ROWS)
+    # An expert may pass by in bypass rows; under the paper's window every one is kept for its token.
+    least_rows = max(_MIN_CACHE_ROWS // unit * unit, unit if windowed else 0)
+    minimum = tuple(0 if layer in dense_layers else min(need, least_rows) for layer, need in enumerate(needs))
+    min_bypass = 0 if windowed or dense else min(whole(max(widths)), max(least_rows, unit))
     prefetch_rows = max(1, max(widths) // _PREFETCH_SHARE) if prefetch else 0
+    checksums = 8 * sum(manifest.checksums)
     parts: dict[str, Any] = {
         "limit_nbytes": limit if limit is not None else (process + available) * 4 // 5,
         "limit_is_given": limit is not None,
@@ -284,7 +300,9 @@ def plan_memory(
         "resident": manifest.files[RESIDENT].nbytes
         - manifest.resident_gate_nbytes
         - manifest.planes_nbytes
+        - checksums
         + _places_nbytes(manifest),
+        "checksums": checksums,
         "gates": manifest.resident_gate_nbytes,
         "planes": manifest.planes_nbytes,
         "predictors": manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files and not dense else 0,
@@ -293,6 +311,7 @@ def plan_memory(
         "context": context,
         "context_blocks": context_blocks,
         "row_nbytes": rows.stride,
+        "unit_rows": unit,
         "cache_policy": cache_policy,
         "min_cache_rows": minimum,
         "min_bypass_rows": min_bypass,
@@ -300,7 +319,7 @@ def plan_memory(
         "window": window,
         "dense_layers": dense_layers,
     }
-    weights = sum(parts[name] for name in ("process", "resident", "gates", "planes", "predictors"))
+    weights = sum(parts[name] for name in ("process", "resident", "checksums", "gates", "planes", "predictors"))
     most = weights + sum(needs) * rows.stride + context_blocks * parts["kv_block_nbytes"]
     parts["page_tables"] = min(most // _PAGE_TABLES, _MOST_PAGE_TABLES)
     parts["staging"] = (
@@ -309,8 +328,8 @@ def plan_memory(
         + (io_threads * _THROUGH_NBYTES if max_gap else 0)
     )
     parts["workspace"] = _workspace_nbytes(block, context, verified)
-    least_rows = sum(minimum) + min_bypass
-    parts["bookkeeping"] = 0 if dense else _bookkeeping_nbytes(manifest, least_rows)
+    least_slots = (sum(minimum) + min_bypass) // unit
+    parts["bookkeeping"] = 0 if dense else _bookkeeping_nbytes(manifest, least_slots)
     parts["bookkeeping_extra"] = 0
     levels_of_least = {"levels": np.array([minimum], np.int32), "level_blocks": context_blocks}
     shapes = prompt_shapes(manifest, block, context, dense=dense)
@@ -318,8 +337,8 @@ def plan_memory(
     if least.limit_nbytes < least.minimum_nbytes:
         raise BudgetError(_refusal(least, available))
     if not dense:
-        more = (least.limit_nbytes - least.minimum_nbytes) // (rows.stride + _ROW_NBYTES + _WANTED_NBYTES)
-        bookkeeping = _bookkeeping_nbytes(manifest, min(least_rows + more, sum(needs)))
+        more = (least.limit_nbytes - least.minimum_nbytes) // (unit * rows.stride + _SLOT_NBYTES + _WANTED_NBYTES)
+        bookkeeping = _bookkeeping_nbytes(manifest, min(least_slots + more, sum(needs) // unit))
         least = replace(least, bookkeeping=bookkeeping, bookkeeping_extra=bookkeeping - least.bookkeeping)
 
     # 2. What is left: bypass rows, which stay, by what a full context leaves; then the levels.
@@ -327,8 +346,8 @@ def plan_memory(
     if not windowed and not dense:
         spare = (least.limit_nbytes - least.fixed_nbytes - context_blocks * least.kv_block_nbytes) // rows.stride
         # A token's experts may all be missing at once; of other models' neurons a few are.
-        wanted = architecture.cycle or max(widths) // _BYPASS_SHARE
-        bypass = max(min_bypass, min(wanted, spare // 10, spare - sum(minimum)))
+        wanted = whole(architecture.cycle) or max(widths) // _BYPASS_SHARE
+        bypass = max(min_bypass, min(wanted, spare // 10, spare - sum(minimum)) // unit * unit)
 
     def levels(limit_nbytes: int) -> tuple[Rows, int]:
         """(levels, level_blocks) of the plan under this limit."""
@@ -338,10 +357,11 @@ def plan_memory(
         first = min(max(first, 1), most)
         free = [(left - blocks * least.kv_block_nbytes) // rows.stride for blocks in range(first, most + 1)]
         if dense_layers:
-            return levels_beside(free, needs, minimum, dense_layers, manifest.stream_block_rows), first
+            block_rows = manifest.stream_block_rows
+            return levels_beside(free, needs, minimum, dense_layers, block_rows=block_rows, unit=unit), first
         if windowed or popularity is None:
-            return levels_by_need(free, needs), first
-        return levels_by_popularity(free, minimum, popularity), first
+            return levels_by_need(free, needs, unit), first
+        return levels_by_popularity(free, minimum, popularity, unit), first
 
     table, level_blocks = levels(least.limit_nbytes)
     plan = replace(least, bypass_rows=bypass, levels=table, level_blocks=level_blocks)
@@ -404,18 +424,19 @@ def _with_prompts(parts: dict[str, Any], shapes: list[PromptShape]) -> MemoryPla
     return plan
 
 
-def _bookkeeping_nbytes(manifest: Manifest, rows: int) -> int:
-    """What the layers know of their neurons and of `rows` rows in all caches, at most: of experts, all that few tokens
+def _bookkeeping_nbytes(manifest: Manifest, slots: int) -> int:
+    """What the layers know of their units and of `slots` slots in all caches, at most: of experts, all that few tokens
     go to may be missing at once."""
     architecture, share = manifest.architecture, manifest.active_share or ASSUMED_SHARE
-    neurons = architecture.d_ff
-    of_token = architecture.cycle or int(share * neurons)
-    wanted = min(neurons, MAX_VERIFIED * architecture.cycle or int(_WANTED_TOKENS * of_token))
-    bypass = architecture.cycle or neurons // _BYPASS_SHARE
-    layers = architecture.num_layers
-    own = rows + layers * bypass  # every layer may use the bypass rows
-    layer = _NEURON_NBYTES * neurons + _TOKEN_NBYTES * of_token
-    return layers * layer + _ROW_NBYTES * own + _WANTED_NBYTES * min(own, layers * wanted)
+    unit, layers = architecture.unit_rows, len(architecture.mixtures) or architecture.num_layers
+    units = -(-architecture.d_ff // unit)  # of the widest layer that has a cache
+    cycle = -(-architecture.cycle // unit)
+    of_token = cycle or int(share * units)
+    wanted = min(units, MAX_VERIFIED * cycle or int(_WANTED_TOKENS * of_token))
+    own = slots + layers * (cycle or units // _BYPASS_SHARE)  # every layer may use the bypass slots
+    layer = _UNIT_NBYTES * units + _TOKEN_NBYTES * of_token
+    values = _VALUES_NBYTES * of_token * unit
+    return layers * layer + values + _SLOT_NBYTES * own + _WANTED_NBYTES * min(own, layers * wanted)
 
 
 def _workspace_nbytes(block: BlockSpec, context: int, verified: int) -> int:

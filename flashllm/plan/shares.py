@@ -1,5 +1,6 @@
 """How rows of memory are shared out among layers: evenly up to their needs, by popularity, or in whole blocks.
 
+Rows come in units, which a cache holds whole: `unit` of them, those of an expert; needs and minima are so many times.
 Plain numbers; knows neither bytes nor models.
 """
 
@@ -17,15 +18,15 @@ def share_rows(available: int, needs: Sequence[int]) -> tuple[int, ...]:
     return tuple(levels_by_need([available], needs)[0].tolist())
 
 
-def levels_by_need(available: Sequence[int], needs: Sequence[int]) -> Rows:
+def levels_by_need(available: Sequence[int], needs: Sequence[int], unit: int = 1) -> Rows:
     """`share_rows` for each of some numbers of rows, [levels, layers]."""
-    left = np.maximum(np.asarray(available, np.int64), 0)
-    rows = np.zeros((len(left), len(needs)), np.int32)
+    left = np.maximum(np.asarray(available, np.int64), 0) // unit
+    units = np.zeros((len(left), len(needs)), np.int32)
     hungry = sorted(range(len(needs)), key=lambda layer: needs[layer])
     for position, layer in enumerate(hungry):
-        rows[:, layer] = np.minimum(needs[layer], left // (len(hungry) - position))
-        left -= rows[:, layer]
-    return rows
+        units[:, layer] = np.minimum(needs[layer] // unit, left // (len(hungry) - position))
+        left -= units[:, layer]
+    return unit * units
 
 
 def levels_by_blocks(available: Sequence[int], num_rows: Sequence[int], block_rows: int) -> Rows:
@@ -42,7 +43,13 @@ def levels_by_blocks(available: Sequence[int], num_rows: Sequence[int], block_ro
 
 
 def levels_beside(
-    available: Sequence[int], needs: Sequence[int], minimum: Sequence[int], dense: Sequence[int], block_rows: int
+    available: Sequence[int],
+    needs: Sequence[int],
+    minimum: Sequence[int],
+    dense: Sequence[int],
+    *,
+    block_rows: int,
+    unit: int = 1,
 ) -> Rows:
     """For each of some falling numbers of rows, those of each layer, [levels, layers]: the `dense` layers' first, in
     whole blocks, as every token uses them; of the rest at most their needs for the others, which have their minimum."""
@@ -53,7 +60,7 @@ def levels_beside(
     rows[:, dense] = levels_by_blocks((free - sum(least)).tolist(), wanted, block_rows)
     if others:
         left = np.where(rows.sum(axis=1) == sum(wanted), free - sum(wanted), sum(least))
-        rows[:, others] = levels_by_need(left.tolist(), [needs[layer] for layer in others])
+        rows[:, others] = levels_by_need(left.tolist(), [needs[layer] for layer in others], unit)
     return rows
 
 
@@ -66,18 +73,22 @@ def share_by_popularity(available: int, minimum: Sequence[int], popularity: Sequ
     return tuple(levels_by_popularity([available], minimum, popularity)[0].tolist())
 
 
-def levels_by_popularity(available: Sequence[int], minimum: Sequence[int], popularity: Sequence[Shares]) -> Rows:
-    """`share_by_popularity` for each of some falling numbers of rows, [levels, layers], from one sort."""
-    least = np.asarray(minimum, np.int32)
-    # [neurons, layers]: by rank, so that a stable sort keeps equals even; narrower layers end in -1.
-    gains = np.full((max(map(len, popularity)), len(popularity)), -1, np.float32)
+def levels_by_popularity(
+    available: Sequence[int], minimum: Sequence[int], popularity: Sequence[Shares], unit: int = 1
+) -> Rows:
+    """`share_by_popularity` for each of some falling numbers of rows, [levels, layers], from one sort. A unit's neurons
+    are as popular as its first."""
+    least = np.asarray(minimum, np.int32) // unit
+    # [units, layers]: by rank, so that a stable sort keeps equals even; narrower layers end in -1.
+    gains = np.full((-(-max(map(len, popularity)) // unit), len(popularity)), -1, np.float32)
     for layer, shares in enumerate(popularity):
-        gains[: len(shares), layer] = np.sort(shares)[::-1]
+        of_units = shares[::unit]
+        gains[: len(of_units), layer] = np.sort(of_units)[::-1]
     free = (np.arange(len(gains))[:, None] >= least) & (gains >= 0)
     layers = np.broadcast_to(np.arange(len(least)), gains.shape)[free]
     order = layers[np.argsort(-gains[free], kind="stable")]
-    ends = np.minimum(np.maximum(np.asarray(available) - int(least.sum()), 0), len(order))[::-1]
-    level = np.searchsorted(ends, np.arange(ends[-1]), side="right")  # the first level, from below, with this row
+    ends = np.minimum(np.maximum(np.asarray(available) // unit - int(least.sum()), 0), len(order))[::-1]
+    level = np.searchsorted(ends, np.arange(ends[-1]), side="right")  # the first level, from below, with this unit
     counts = np.bincount(level * len(least) + order[: ends[-1]], minlength=len(ends) * len(least))
-    rows = least + np.cumsum(counts.reshape(len(ends), len(least)), axis=0)[::-1]
-    return np.ascontiguousarray(rows, np.int32)
+    units = least + np.cumsum(counts.reshape(len(ends), len(least)), axis=0)[::-1]
+    return np.ascontiguousarray(unit * units, np.int32)

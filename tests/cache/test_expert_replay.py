@@ -33,7 +33,7 @@ def tokens():
 
 def hit_rate(policy, tokens, capacity, bypass):
     cache = _core.CacheReplay(
-        cache_policy=policy, num_neurons=NEURONS, capacity=capacity, bypass=bypass, window=4, popularity=None
+        cache_policy=policy, num_units=NEURONS, capacity=capacity, bypass=bypass, window=4, popularity=None
     )
     missed = [len(cache.token(active)) for active in tokens]
     return 1 - sum(missed[100:]) / (CYCLE * len(missed[100:]))

@@ -52,7 +52,7 @@ def test_the_last_row_moves_into_a_hole():
 
 @pytest.mark.parametrize(
     ("leaving", "coming", "message"),
-    [([], [2, 3], "cannot hold"), ([2], [], "not cached"), ([], [10], "no such neuron"), ([-1], [], "no such neuron")],
+    [([], [2, 3], "cannot hold"), ([2], [], "not cached"), ([], [10], "no such unit"), ([-1], [], "no such unit")],
 )
 def test_impossible_exchanges_are_refused(leaving, coming, message):
     table = SlotTable(10, 2)

@@ -12,7 +12,7 @@ from flashllm.cli import main
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
-from flashllm.errors import Cancelled, FormatError, NonFiniteError, UnsupportedModelError, UsageError
+from flashllm.errors import Cancelled, ChecksumError, FormatError, NonFiniteError, UnsupportedModelError, UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, RESIDENT
@@ -64,12 +64,83 @@ def generated(model, prompt, count=12):
 
 
 @pytest.mark.parametrize("policy", ["frequency", "window"])
-@pytest.mark.parametrize("cache_rows", [64, 200, COUNT * SIZE])
+@pytest.mark.parametrize("cache_rows", [SIZE, 200, COUNT * SIZE])
 def test_what_the_cache_holds_changes_no_bit(directory, policy, cache_rows):
     with opened(directory) as model:
         expected = generated(model, ids(20))
     with opened(directory, cache_rows=cache_rows, cache_policy=policy) as model:
         np.testing.assert_array_equal(generated(model, ids(20)), expected)
+
+
+def test_experts_may_all_pass_by(directory):
+    with opened(directory) as model:
+        expected = generated(model, ids(20))
+    with opened(directory, cache_rows=0) as model:
+        np.testing.assert_array_equal(generated(model, ids(20)), expected)
+        assert model.meter.take().hits == 0
+
+
+def without_shared_checksums(monkeypatch, source, target):
+    """The model as versions before units converted it: with a checksum for each row."""
+    for module in ("run", "storage"):
+        monkeypatch.setattr(f"flashllm.convert.{module}.checksum_rows", lambda _, architecture: [1] * LAYERS)
+    convert(source, target)
+    monkeypatch.undo()
+    return target
+
+
+def test_directories_with_a_checksum_a_row_open_as_they_are(tiny, directory, tmp_path, monkeypatch):
+    old = without_shared_checksums(monkeypatch, tiny[0], tmp_path / "old")
+    assert "checksum_rows" not in Manifest.load(old).to_json()
+    assert Manifest.load(directory).to_json()["checksum_rows"] == SIZE
+    assert (old / FFN).read_bytes() == (directory / FFN).read_bytes()
+    assert verify(old).ok
+    with opened(directory) as model:
+        expected = generated(model, ids(20))
+        shared = model.plan.memory.checksums
+    with opened(old, cache_rows=SIZE) as model:
+        np.testing.assert_array_equal(generated(model, ids(20)), expected)
+        assert model.plan.memory.checksums == SIZE * shared == 8 * LAYERS * COUNT * SIZE
+
+
+@pytest.mark.parametrize("form", ["a checksum an expert", "a checksum a row"])
+def test_a_wrong_byte_of_an_expert_is_found(tiny, tmp_path, monkeypatch, form):
+    if form == "a checksum a row":
+        model_dir = without_shared_checksums(monkeypatch, tiny[0], tmp_path / "model")
+        first, said = 5 * SIZE + 7, "layer 1, neuron 247: wrong checksum"
+    else:
+        convert(tiny[0], model_dir := tmp_path / "model")
+        first, said = 5 * SIZE, "layer 1, neurons 240 to 287: wrong checksum"
+    layout = Manifest.load(model_dir).rows
+    with (model_dir / FFN).open("r+b") as file:
+        file.seek(-2 * layout.layer_nbytes + (5 * SIZE + 7) * layout.stride + 100, 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    problems = verify(model_dir).problems
+    assert [problem.neuron for problem in problems] == [first]
+    assert said in problems[0].message
+    for count in (120, 1):  # as a prompt streams by, and token by token
+        wrong = pytest.raises(ChecksumError, match=f"layer 1, neuron {first}: ")
+        with opened(model_dir) as model, model.new_sequence() as sequence, wrong:
+            for step in range(140 // count):
+                model.step([(sequence, ids(count, seed=step))])
+
+
+def test_memory_is_given_by_whole_experts(directory):
+    model = ModelDir.open(directory)
+    config = {"available": 10**12, "process": 10**8}
+    least = resolve(RunConfig(**RUN), model, **config).memory.minimum_nbytes
+    for policy in ("frequency", "window"):
+        for more in (0, 10**5, 3 * 10**5, 10**6, 10**8):
+            memory = resolve(RunConfig(**RUN, cache_policy=policy, memory=least + 10**6 + more), model, **config).memory
+            held = [*memory.levels.reshape(-1).tolist(), *memory.min_cache_rows, memory.bypass_rows]
+            assert all(rows % SIZE == 0 for rows in held)
+            assert memory.total_nbytes <= memory.limit_nbytes
+            assert all(rows + memory.bypass_rows >= SIZE for rows in memory.levels.reshape(-1))
+            with opened(directory, cache_policy=policy, memory=least + 10**6 + more) as opened_model:
+                generated(opened_model, ids(20), count=3)
+                assert [cache.capacity for cache in opened_model.parts.caches] == list(memory.cache_rows)
 
 
 def test_a_token_computes_its_experts_and_no_others(directory):

@@ -227,7 +227,7 @@ def test_another_capacity_changes_what_is_read_and_nothing_else(tmp_path, bypass
 @pytest.mark.parametrize("capacity", [0, -1, 25])
 def test_a_cache_cannot_outgrow_its_memory(tmp_path, capacity):
     layer = Ffn(write_ffn(tmp_path / "f"))
-    with pytest.raises(ValueError, match=f"at most 24 rows cannot have {capacity}"):
+    with pytest.raises(ValueError, match=f"at most 24 slots cannot have {capacity}"):
         layer.layer.set_capacity(capacity)
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from flashllm.format.rows import RowLayout, pack_rows, row_checksums, unpack_rows
+from flashllm.arch.spec import Architecture
+from flashllm.format.rows import RowLayout, checksum_rows, pack_rows, row_checksums, unpack_rows
 
 
 def _layout(encoding="float16", d_model=64, d_ff=256, matrices=("up", "down")):
@@ -122,3 +123,32 @@ def test_checksums_are_xxh3_of_whole_rows(stride):
     assert row_checksums(rows[:0]).tolist() == []
     rows[2, -1] ^= 1
     assert (row_checksums(rows) != np.array(expected, np.uint64)).tolist() == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 5, 8])
+def test_rows_may_share_a_checksum(together):
+    rows = np.random.default_rng(1).integers(0, 256, (5, 512), np.uint8)
+    expected = [xxhash.xxh3_64_intdigest(rows[first : first + together].tobytes()) for first in range(0, 5, together)]
+    assert row_checksums(rows, together).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("encoding", "d_model", "mixture", "together"),  # mixture: neurons of an expert, experts, shared neurons
+    [
+        ("int4_32", 2048, (768, 128, 0), 768),  # Qwen3-30B-A3B: an expert
+        ("bfloat16", 2048, (768, 128, 0), 64),  # in 16 bits it is two blocks of the stream and a part of one
+        ("int4_32", 2048, (512, 512, 512), 512),  # Qwen3-Next
+        ("bfloat16", 64, (48, 8, 80), 16),  # shared neurons that are no whole experts
+        ("bfloat16", 64, (48, 8, 0), 48),
+    ],
+)
+def test_experts_have_as_few_checksums_as_reads_allow(encoding, d_model, mixture, together):
+    size, experts, shared = mixture
+    d_ff = size * experts + shared
+    layout = _layout(encoding, d_model, d_ff, ("up", "gate", "down"))
+    sizes = {"num_layers": 3, "d_model": d_model, "d_ff": d_ff, "gated": True, "ffn_bias": False}
+    parts = {"experts": experts, "chosen_experts": 2, "shared_neurons": shared, "dense_layers": (1,)}
+    architecture = Architecture(model_type="a_moe", activation="silu", **sizes, **parts)
+    assert checksum_rows(layout, architecture) == [together, 1, together]
+    relu = Architecture(model_type="a_moe", activation="relu", **sizes, **parts)
+    assert checksum_rows(layout, relu) == [1, 1, 1]

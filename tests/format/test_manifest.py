@@ -171,6 +171,8 @@ BAD = {
     "block of zero": (_set("prefill_block_tokens", 0), "prefill_block_tokens must be"),
     "stream block over the rows": (_set("stream_block_rows", 257), "stream_block_rows must be"),
     "source dtype": (_set("source", "dtype", "int8"), "source: dtype must be one of"),
+    "checksums of rows that are read apart": (_set("checksum_rows", 2), "checksum_rows must divide"),
+    "checksum of no rows": (_set("checksum_rows", 0), "checksum_rows must be an integer from 1"),
     "version of flashllm a number": (_set("flashllm_version", 1), "flashllm_version must be a text"),
     "file missing": (_set("files", "more.txt", {"nbytes": 0, "sha256": "0" * 64}), "more.txt: listed in flashllm.json"),
     "file of another size": (_set("files", "config.json", "nbytes", 3), r"config.json: has \d+ bytes, .* says 3"),

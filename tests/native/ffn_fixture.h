@@ -35,6 +35,9 @@ struct Flash {
     for (float& value : rows) value = normal(random);
     for (std::int32_t n = 0; n < kNeurons; ++n)
       sums.push_back(xxh3_64(rows.data() + kOffset / 4 + static_cast<std::size_t>(n) * kStride / 4, kStride));
+    for (std::int32_t n = 0; n < kNeurons; n += 2)
+      sums_of_two.push_back(
+          xxh3_64(rows.data() + kOffset / 4 + static_cast<std::size_t>(n) * kStride / 4, 2 * kStride));
     file = written(path, rows);
     contents = rows;
     x.resize(kWidth);
@@ -73,6 +76,17 @@ struct Flash {
     result.norm = norm;
     return result;
   }
+  // Units of `rows` neurons, of which `checksum_rows`, one or two, share a checksum.
+  FfnLayerOptions units(std::int32_t rows, std::int32_t checksum_rows, std::int32_t capacity,
+                        std::int32_t bypass, const std::string& policy) const {
+    FfnLayerOptions result = options(capacity, 2);
+    result.unit_rows = rows;
+    result.checksum_rows = checksum_rows;
+    result.checksums = checksum_rows == 1 ? sums.data() : sums_of_two.data();
+    result.bypass_capacity = bypass;
+    result.cache_policy = policy;
+    return result;
+  }
   // From now on layers have a norm before their down columns.
   void put_norm(bool rounds) {
     weights.resize(kNeurons);
@@ -81,7 +95,7 @@ struct Flash {
   }
 
   std::unique_ptr<DirectFile> file, placed_file;
-  std::vector<std::uint64_t> sums;
+  std::vector<std::uint64_t> sums, sums_of_two;
   std::vector<std::int32_t> row_of;         // in the placed file
   std::vector<float> contents, x, weights;  // of the file; inputs; of the norm
   NeuronNorm norm;
@@ -95,8 +109,8 @@ struct Layer {
   Layer(const Flash& flash, const FfnLayerOptions& options, int threads, int io_threads)
       : pool(threads),
         reader(reader_options(io_threads)),
-        memory(static_cast<std::size_t>(options.capacity) * kStride),
-        bypass_memory(static_cast<std::size_t>(std::max(1, options.bypass_capacity)) * kStride),
+        memory(nbytes(options, std::max(1, options.capacity))),
+        bypass_memory(nbytes(options, std::max(1, options.bypass_capacity))),
         layer(options, reader, options.row_of != nullptr ? *flash.placed_file : *flash.file, pool,
               memory.data(), bypass_memory.data(), counters) {}
   // With bypass rows by frequency, without by the window.
@@ -107,6 +121,9 @@ struct Layer {
     if (bypass > 0) result.cache_policy = "frequency";
     result.bypass_capacity = bypass;
     return result;
+  }
+  static std::size_t nbytes(const FfnLayerOptions& options, std::int32_t units) {
+    return static_cast<std::size_t>(units * options.unit_rows) * kStride;
   }
   static ReaderOptions reader_options(int threads) {
     ReaderOptions result;

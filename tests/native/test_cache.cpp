@@ -40,7 +40,7 @@ struct Rows {
       const std::int32_t neuron = table.pointers()[slot];
       CHECK(expected.count(neuron) == 1 && table.slot_of(neuron) == slot && content[slot] == neuron);
     }
-    for (std::int32_t neuron = 0; neuron < table.num_neurons(); ++neuron)
+    for (std::int32_t neuron = 0; neuron < table.num_units(); ++neuron)
       CHECK(table.contains(neuron) == (expected.count(neuron) == 1));
   }
 };

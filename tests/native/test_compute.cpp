@@ -70,8 +70,8 @@ std::vector<float> products(int threads, SimdLevel level, Dtype dtype, std::size
     ids.push_back(static_cast<std::int32_t>(r));
   }
   std::vector<float> values(rows), y(columns, 0.5F);
-  gathered_dots(pointers.data(), ids.data(), rows, dtype, x.data(), columns, bias.data(), Activation::relu,
-                values.data(), pool, level);
+  dot_scattered({pointers.data(), rows, columns, codec_of(dtype)}, x.data(), ids.data(), bias.data(),
+                Activation::relu, values.data(), pool, level);
   for (std::size_t r = 0; r < rows; ++r) CHECK(values[r] == std::fmax(out[rows - 1 - r], 0.0F));
   sum_scattered({pointers.data(), rows, columns, codec_of(dtype)}, values.data(), y.data(), pool, level);
   out.insert(out.end(), values.begin(), values.end());

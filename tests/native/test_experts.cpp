@@ -1,5 +1,6 @@
 // Routers choose what a plain sort would and weigh it as a plain softmax; experts over many tokens are the
 // sum over each token's own.
+#include <algorithm>
 #include <cmath>
 #include <random>
 #include <vector>
@@ -70,11 +71,20 @@ void check_weights(const ExpertsSpec& spec, std::mt19937& random) {
   if (spec.shared != 0)
     CHECK(is_close(found[spec.count], 1.0 / (1.0 + std::exp(-dot(shared.data(), x.data())))));
 
-  RouterPredictor predictor(router, nullptr);
-  std::vector<std::int32_t> active;
+  const auto neurons = static_cast<std::int32_t>(spec.first(spec.count) + spec.shared);
+  RouterPredictor predictor(router, {neurons, 1}, nullptr);
+  std::vector<std::int32_t> active, units;
   predictor.predict(x.data(), 3, pool, best_simd_level(), active);
   CHECK(active.size() == spec.chosen * spec.size + spec.shared);
   for (const std::int32_t neuron : active) CHECK(predictor.factors(3).of_neuron(neuron) != 0.0F);
+  // The same experts as units.
+  const RowUnits by_experts{neurons, static_cast<std::int32_t>(spec.size)};
+  RouterPredictor whole(router, by_experts, nullptr);
+  whole.predict(x.data(), 0, pool, best_simd_level(), units);
+  CHECK(units.size() == spec.chosen + (spec.shared != 0 ? 1 : 0) &&
+        by_experts.rows_of(units) == active.size());
+  for (const std::int32_t unit : units)
+    CHECK(std::binary_search(active.begin(), active.end(), by_experts.first(unit)));
 }
 
 void check_many_tokens(const ExpertsSpec& spec, std::mt19937& random) {

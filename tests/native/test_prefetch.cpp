@@ -39,7 +39,7 @@ struct Rows {
   const unsigned char* row(std::int32_t neuron) const {
     return bytes.data() + kOffset + static_cast<std::size_t>(neuron) * kStride;
   }
-  RowSource source() const { return {kOffset, kStride, sums.data(), nullptr, 0}; }
+  RowSource source() const { return {{kNeurons, 1}, kOffset, kStride, sums.data()}; }
 
   std::vector<unsigned char> bytes;
   std::vector<std::uint64_t> sums;
@@ -102,7 +102,8 @@ void test_neighbours(const Rows& rows) {
   std::vector<std::int32_t> row_of(kNeurons);
   for (std::int32_t n = 0; n < kNeurons; ++n) row_of[static_cast<std::size_t>(n)] = kNeurons - 1 - n;
   std::swap(row_of[40], row_of[19]);
-  prefetch.start(5, {20, 19, 60, 50, 40, 30}, {kOffset, kStride, nullptr, row_of.data(), 0}, depth);
+  prefetch.start(5, {20, 19, 60, 50, 40, 30}, {{kNeurons, 1}, kOffset, kStride, nullptr, 1, row_of.data()},
+                 depth);
   for (const std::int32_t neuron : {20, 40, 19, 60, 50}) CHECK(prefetch.has(neuron));
   prefetch.keep({20, 40});
   prefetch.finish();

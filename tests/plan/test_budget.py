@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
+from flashllm.format.rows import RowLayout, checksum_rows
 from flashllm.plan.memory import (
     KV_BLOCK_TOKENS,
     LIBRARY_GROWTH,
@@ -21,7 +22,7 @@ from flashllm.plan.memory import (
     plan_memory,
     requests_nbytes,
 )
-from flashllm.plan.shares import share_by_popularity, share_rows
+from flashllm.plan.shares import levels_by_need, levels_by_popularity, share_by_popularity, share_rows
 
 PLENTY, PROCESS = 10**12, 300_000_000
 
@@ -95,7 +96,41 @@ def test_no_other_shares_save_more(available, widths, seed):
                 assert best[giver][rows[giver] - 1] >= best[taker][rows[taker]]
 
 
+@given(st.integers(0, 5000), st.lists(st.integers(0, 40), min_size=1, max_size=6), st.sampled_from([1, 7, 64]))
+def test_rows_are_given_by_whole_units(available, units, unit):
+    needs = [unit * each for each in units]
+    (rows,) = levels_by_need([available], needs, unit).tolist()
+    assert rows == [unit * each for each in share_rows(available // unit, units)]
+    popularity = np.random.default_rng(available).random((len(units), 40)).astype(np.float32).repeat(unit, axis=1)
+    nothing = [0] * len(units)
+    (rows,) = levels_by_popularity([available], nothing, popularity, unit).tolist()
+    assert rows == [
+        unit * each for each in share_by_popularity(available // unit, nothing, [each[::unit] for each in popularity])
+    ]
+
+
 # Plans
+
+
+def test_an_expert_is_kept_track_of_as_one(model):
+    """Qwen3-Next's shape: 262,656 neurons in each of 48 layers, with slot, counts and checksum 315 MB one by one."""
+    sizes = {"num_layers": 48, "d_model": 2048, "d_ff": 513 * 512, "activation": "silu", "gated": True}
+    mixture = {"experts": 512, "chosen_experts": 10, "shared_neurons": 512}
+    architecture = dataclasses.replace(model.architecture, **sizes, **mixture)
+    rows = RowLayout(encoding="int4_32", d_model=2048, d_ff=513 * 512, matrices=("up", "gate", "down"))
+    together = max(checksum_rows(rows, architecture))
+    changes = {"architecture": architecture, "rows": rows, "calibration": None, "stream_block_rows": 1152}
+    manifest = dataclasses.replace(model.manifest, **changes, checksum_rows=together)
+    least = plan_of(model, manifest, limit=plan_of(model, manifest).minimum_nbytes)
+    assert least.checksums == 8 * 48 * 513
+    assert least.bookkeeping + least.checksums < 10**6
+    all_kept = plan_of(model, manifest)
+    assert all_kept.cache_rows == (513 * 512,) * 48
+    assert all_kept.bookkeeping < 2 * 10**6
+    one_by_one = plan_of(model, dataclasses.replace(manifest, checksum_rows=1))
+    assert one_by_one.checksums == 8 * 48 * 513 * 512
+    relu = dataclasses.replace(architecture, activation="relu")
+    assert plan_of(model, dataclasses.replace(manifest, architecture=relu, checksum_rows=1)).bookkeeping > 214 * 10**6
 
 
 def test_the_parts_make_the_total(model):
@@ -103,7 +138,10 @@ def test_the_parts_make_the_total(model):
     starts, ends = ([row[end] for row in plan.rows()] for end in (1, 2))
     assert sum(starts) < sum(ends) == plan.total_nbytes <= plan.limit_nbytes
     document = plan.as_dict()
-    parts = ("process", "resident", "predictor", "request", "staging", "workspace", "bookkeeping", "page_table")
+    parts = (
+        *("process", "resident", "checksum", "predictor", "request"),
+        *("staging", "workspace", "bookkeeping", "page_table"),
+    )
     fixed = sum(document[f"{part}_bytes"] for part in parts)
     assert fixed + document["kv_cache_bytes_full"] + document["neuron_cache_bytes_full"] == document["total_bytes"]
     assert fixed + document["kv_cache_bytes"] + document["neuron_cache_bytes"] == sum(starts)

@@ -328,7 +328,7 @@ def test_a_replay_prefetches_what_is_worth_it(model, tmp_path):
 
 
 def test_a_replay_refuses_ids_out_of_order():
-    replay = _core.CacheReplay(cache_policy="window", num_neurons=8, capacity=4, bypass=0, window=2, popularity=None)
+    replay = _core.CacheReplay(cache_policy="window", num_units=8, capacity=4, bypass=0, window=2, popularity=None)
     assert replay.token(np.array([1, 5], np.int32)) == [1, 5]
     assert replay.token(np.array([1, 6], np.int32)) == [6]
     for wrong in ([5, 1], [1, 1], [8], [-1]):

@@ -24,24 +24,24 @@ namespace {
 constexpr std::size_t kTraceStreams = 3;  // the order of flashllm/format/trace.py
 using TraceArray = Exact<nb::ndarray<const std::uint8_t, nb::ndim<4>, nb::device::cpu, nb::c_contig>>;
 
-std::vector<std::int32_t> checked_ids(const IdArray& active, std::int32_t num_neurons) {
+std::vector<std::int32_t> checked_ids(const IdArray& active, std::int32_t units) {
   std::vector<std::int32_t> ids(active.data(), active.data() + active.shape(0));
   for (std::size_t i = 0; i < ids.size(); ++i)
-    require(ids[i] >= 0 && ids[i] < num_neurons && (i == 0 || ids[i] > ids[i - 1]),
+    require(ids[i] >= 0 && ids[i] < units && (i == 0 || ids[i] > ids[i - 1]),
             "active neurons must be ascending ids of this layer");
   return ids;
 }
 
 std::byte* bytes_of(const ByteArray& array) { return reinterpret_cast<std::byte*>(array.data()); }
 
-// How many rows of `stride` bytes memory holds, at most one a neuron.
-std::int32_t rows_in(const ByteArray& memory, std::uint32_t stride, std::int32_t num_neurons,
-                     const std::string& what) {
-  require(stride != 0 && memory.nbytes() >= stride, what + " needs room for at least one row");
+// How many units of `nbytes` memory holds, at most `most`.
+std::int32_t units_in(const ByteArray& memory, std::size_t nbytes, std::int32_t most,
+                      const std::string& what) {
+  require(nbytes != 0, what + " needs units that have bytes");
   require(reinterpret_cast<std::uintptr_t>(memory.data()) % kHashedMultiple == 0,
           what + " must start at a multiple of 64 bytes; take the memory from allocate()");
   return static_cast<std::int32_t>(
-      std::min<std::size_t>(memory.nbytes() / stride, static_cast<std::size_t>(num_neurons)));
+      std::min<std::size_t>(memory.nbytes() / nbytes, static_cast<std::size_t>(most)));
 }
 
 nb::dict take(FfnCounters& counters) {
@@ -73,7 +73,8 @@ class PyPrefetch {
              std::shared_ptr<DirectFile> file)
       : rows_(std::move(rows)), reader_(std::move(reader)), file_(std::move(file)) {
     require(num_neurons > 0, "a prefetch buffer needs neurons");
-    const std::int32_t capacity = rows_in(rows_, stride, num_neurons, "a prefetch buffer");
+    const std::int32_t capacity = units_in(rows_, stride, num_neurons, "a prefetch buffer");
+    require(capacity > 0, "a prefetch buffer needs room for at least one row");
     buffer_ = std::make_unique<Prefetch>(bytes_of(rows_), capacity, stride, num_neurons, *reader_, *file_);
   }
   Prefetch& buffer() { return *buffer_; }
@@ -93,12 +94,14 @@ class PyFfnLayer {
   explicit PyFfnLayer(const nb::kwargs& arguments) : arguments_(arguments) {
     const auto dtype = arguments_.get<std::string>("dtype");  // of x and y
     FfnLayerOptions options = arguments_.options(dtype);
-    const std::uint32_t stride = options.format.stride;
+    const RowUnits units = options.units();
+    const std::size_t nbytes = static_cast<std::size_t>(units.size) * options.format.stride;
     const auto rows = arguments_.get<ByteArray>("rows");
-    options.capacity = rows_in(rows, stride, options.num_neurons, "the neuron cache");
+    options.capacity = units_in(rows, nbytes, units.count(), "the neuron cache");
     const auto bypass_rows = arguments_.get<std::optional<ByteArray>>("bypass_rows");
-    if (bypass_rows)
-      options.bypass_capacity = rows_in(*bypass_rows, stride, options.num_neurons, "bypass rows");
+    if (bypass_rows) options.bypass_capacity = units_in(*bypass_rows, nbytes, units.count(), "bypass rows");
+    require(options.capacity + options.bypass_capacity > 0,
+            "the neuron cache needs room for at least one row");
     layer_ = std::make_unique<FfnLayer>(
         options, arguments_.get<Reader&>("reader"), arguments_.get<const DirectFile&>("file"),
         arguments_.get<ThreadPool&>("pool"), bytes_of(rows), bypass_rows ? bytes_of(*bypass_rows) : nullptr,
@@ -210,7 +213,7 @@ class PyFfnLayer {
     active.firing = active.active + set_words;
     active.token_words = trace_array_.shape(1) * kTraceStreams * set_words;
     active.tokens = trace_array_.shape(0);
-    active.num_neurons = layer_->num_neurons();
+    active.units = layer_->units();
     ActivityTrace prefetched = active;
     prefetched.active = active.firing + set_words;
     prefetched.firing = nullptr;
@@ -226,9 +229,9 @@ class PyFfnLayer {
     }
   }
 
-  // One token over a given active set (ascending).
+  // One token over a given active set (ascending units).
   void forward_active(std::uintptr_t x, const IdArray& active, std::uintptr_t y) {
-    const std::vector<std::int32_t> ids = checked_ids(active, layer_->num_neurons());
+    const std::vector<std::int32_t> ids = checked_ids(active, layer_->units().count());
     const nb::gil_scoped_release unlocked;
     load(x, 0);
     layer_->forward(x_.data(), 0, ids, y_.data());
@@ -362,27 +365,27 @@ void init_ffn(nb::module_& m) {
   nb::class_<CacheReplay>(m, "CacheReplay")
       .def(
           "__init__",
-          [](CacheReplay* self, const std::string& policy, std::int32_t num_neurons, std::int32_t capacity,
+          [](CacheReplay* self, const std::string& policy, std::int32_t num_units, std::int32_t capacity,
              std::int32_t bypass, std::int32_t window, std::optional<FloatArray> popularity) {
-            require(!popularity || popularity->shape(0) == static_cast<std::size_t>(num_neurons),
+            require(!popularity || popularity->shape(0) == static_cast<std::size_t>(num_units),
                     "popularity has the wrong length");
-            new (self) CacheReplay(policy, num_neurons, capacity, bypass, window,
+            new (self) CacheReplay(policy, num_units, capacity, bypass, window,
                                    popularity ? popularity->data() : nullptr);
           },
-          nb::kw_only(), nb::arg("cache_policy"), nb::arg("num_neurons"), nb::arg("capacity"),
+          nb::kw_only(), nb::arg("cache_policy"), nb::arg("num_units"), nb::arg("capacity"),
           nb::arg("bypass"), nb::arg("window"), nb::arg("popularity").none())
       .def(
           "token",
           [](CacheReplay& self, const IdArray& active) {
-            return self.token(checked_ids(active, self.num_neurons()));
+            return self.token(checked_ids(active, self.num_units()));
           },
           nb::arg("active"))
       .def(
           "missing",
-          [](const CacheReplay& self, const IdArray& neurons) {
-            return self.missing(checked_ids(neurons, self.num_neurons()));
+          [](const CacheReplay& self, const IdArray& units) {
+            return self.missing(checked_ids(units, self.num_units()));
           },
-          nb::arg("neurons"));
+          nb::arg("units"));
 
   nb::class_<PyFfnLayer>(m, "FfnLayer")
       .def("__init__",

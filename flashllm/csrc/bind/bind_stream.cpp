@@ -16,12 +16,14 @@ using RowsView = nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<2>>;
 }  // namespace
 
 PyRowStream::PyRowStream(std::shared_ptr<Reader> reader, std::shared_ptr<DirectFile> file,
-                         const std::vector<std::tuple<std::uint64_t, ChecksumArray>>& layers,
-                         std::size_t stride, std::size_t block_rows, std::size_t ahead)
+                         const std::vector<StreamedRows>& layers, std::size_t stride, std::size_t block_rows,
+                         std::size_t ahead)
     : reader_(std::move(reader)), file_(std::move(file)) {
   std::vector<StreamedLayer> streamed;
-  for (const auto& [offset, checksums] : layers) {
-    streamed.push_back({offset, checksums.shape(0), checksums.data()});
+  for (const auto& [offset, rows, checksums, checksum_rows] : layers) {
+    require(checksum_rows > 0 && checksums.shape(0) == (rows + checksum_rows - 1) / checksum_rows,
+            "a streamed layer has one checksum for every `checksum_rows` rows");
+    streamed.push_back({offset, rows, checksums.data(), checksum_rows});
     checksums_.push_back(checksums);
   }
   stream_ = std::make_unique<RowStream>(*reader_, *file_, std::move(streamed), stride, block_rows, ahead);
@@ -57,9 +59,8 @@ void PyRowStream::keep(std::size_t layer, const ByteArray& memory) {
 
 void init_stream(nb::module_& m) {
   nb::class_<PyRowStream>(m, "RowStream")
-      .def(nb::init<std::shared_ptr<Reader>, std::shared_ptr<DirectFile>,
-                    const std::vector<std::tuple<std::uint64_t, ChecksumArray>>&, std::size_t, std::size_t,
-                    std::size_t>(),
+      .def(nb::init<std::shared_ptr<Reader>, std::shared_ptr<DirectFile>, const std::vector<StreamedRows>&,
+                    std::size_t, std::size_t, std::size_t>(),
            nb::arg("reader"), nb::arg("file"), nb::arg("layers"), nb::kw_only(), nb::arg("stride"),
            nb::arg("block_rows"), nb::arg("ahead"))
       .def("begin", &PyRowStream::begin, nb::arg("layer"), nb::arg("then").none() = nb::none())

@@ -34,6 +34,8 @@ FfnLayerOptions FfnArguments::options(const std::string& dtype) {
   options.format.check();
   options.layer = get<std::int32_t>("layer");
   options.num_neurons = get<std::int32_t>("num_neurons");
+  options.unit_rows = get_or<std::int32_t>("unit_rows", 1);
+  options.checksum_rows = get_or<std::int32_t>("checksum_rows", 1);
   options.activation = parse_activation(get<std::string>("activation"), get_or("activation_threshold", 0.0F),
                                         get_or("activation_cut", 0.0F));
   options.cache_policy = get<std::string>("cache_policy");
@@ -42,14 +44,15 @@ FfnLayerOptions FfnArguments::options(const std::string& dtype) {
   options.simd = parse_simd(get_or<std::string>("simd", "auto"));
   options.wait_first = get_or("wait_first", false);
   options.split_rows = get_or("split_rows", false);
-  require(options.num_neurons > 0, "an FFN layer needs neurons");
+  require(options.num_neurons > 0 && options.unit_rows > 0 && options.checksum_rows > 0,
+          "an FFN layer needs neurons, in units that have some");
   const auto neurons = static_cast<std::size_t>(options.num_neurons);
   options.up_bias = get_floats("up_bias", neurons);
   options.gate_bias = get_floats("gate_bias", neurons);
   options.down_bias = get_floats("down_bias", options.format.d_model);
   options.norm = {get_floats("sub_norm", neurons), neurons, get_or("norm_epsilon", 0.0F),
                   get_or("rounded_inputs", false)};
-  options.popularity = get_floats("popularity", neurons);
+  options.popularity = get_floats("popularity", static_cast<std::size_t>(options.units().count()));
   if (const auto gate = get_or<std::optional<AnyArray>>("gate_matrix", std::nullopt)) {
     const std::size_t row_nbytes = vector_nbytes(options.format.codec, options.format.d_model);
     require(!options.format.gated() && gate->nbytes() == neurons * row_nbytes,
@@ -68,7 +71,8 @@ FfnLayerOptions FfnArguments::options(const std::string& dtype) {
   require(options.format.gated() || options.gate != nullptr || options.gate_bias == nullptr,
           "an FFN without a gate has no gate bias");
   const auto checksums = get<ChecksumArray>("checksums");
-  require(checksums.shape(0) >= neurons, "too few checksums");
+  require(checksums.shape(0) * static_cast<std::size_t>(options.checksum_rows) >= neurons,
+          "too few checksums");
   options.checksums = checksums.data();
   if (const auto row_of = get_or<std::optional<IdArray>>("row_of", std::nullopt)) {
     require(row_of->shape(0) == neurons && is_permutation(*row_of),

@@ -14,12 +14,14 @@
 
 namespace flashllm {
 
+// A layer: offset of row 0, rows, checksums, and how many rows share one.
+using StreamedRows = std::tuple<std::uint64_t, std::size_t, ChecksumArray, std::size_t>;
+
 class PyRowStream {
  public:
-  // layers: (offset of row 0, checksums [rows]) of each
   PyRowStream(std::shared_ptr<Reader> reader, std::shared_ptr<DirectFile> file,
-              const std::vector<std::tuple<std::uint64_t, ChecksumArray>>& layers, std::size_t stride,
-              std::size_t block_rows, std::size_t ahead);
+              const std::vector<StreamedRows>& layers, std::size_t stride, std::size_t block_rows,
+              std::size_t ahead);
 
   void begin(int layer, std::optional<int> then);
   // (first row, rows [count, stride], valid until the next call), or None after the last block

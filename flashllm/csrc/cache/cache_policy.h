@@ -1,8 +1,8 @@
-// Decides which neurons leave a layer's cache, and which of those read for a token stay in it. Sees ids and
-// the slot table, never weights.
+// Decides which units leave a layer's cache, and which of those read for a token stay in it. A unit is what
+// the cache admits and evicts: a neuron, or an expert. Sees ids and the slot table, never weights.
 //
 // For each token the layer calls `observe` once with the whole active set, then `choose` for each part of it
-// (one part, unless the set exceeds the rows there are).
+// (one part, unless the set exceeds the slots there are).
 #pragma once
 
 #include <cstdint>
@@ -12,43 +12,43 @@
 
 namespace flashllm {
 
-// Neurons wanted at once: ascending ids, at most as many as the cache has rows of both kinds.
+// Units wanted at once: ascending ids, at most as many as the cache has slots of both kinds.
 struct CacheRequest {
   const std::int32_t* begin;
   const std::int32_t* end;
   const std::vector<std::int32_t>& misses;  // those of them that are not cached
 };
 
-// Changes to the cache. Each miss is in exactly one of `coming` and `bypassing`, and the rows suffice.
+// Changes to the cache. Each miss is in exactly one of `coming` and `bypassing`, and the slots suffice.
 struct CacheChoice {
   std::vector<std::int32_t> leaving;    // cached, none of the request's
-  std::vector<std::int32_t> coming;     // read into rows of the cache
-  std::vector<std::int32_t> bypassing;  // read into bypass rows, forgotten after the token
+  std::vector<std::int32_t> coming;     // read into slots of the cache
+  std::vector<std::int32_t> bypassing;  // read into bypass slots, forgotten after the token
 };
 
 class CachePolicy {
  public:
   virtual ~CachePolicy() = default;
 
-  // `active`: the token's active neurons, ascending.
+  // `active`: the token's active units, ascending.
   virtual void observe(const std::vector<std::int32_t>& active) = 0;
 
   virtual void choose(const SlotTable& slots, const CacheRequest& request, CacheChoice& choice) = 0;
 
-  // Sorts the neurons most likely to be active first; a policy that does not know leaves the order.
-  virtual void sort_by_likelihood(std::vector<std::int32_t>& /*neurons*/) {}
+  // Sorts the units most likely to be active first; a policy that does not know leaves the order.
+  virtual void sort_by_likelihood(std::vector<std::int32_t>& /*units*/) {}
 
-  // Whether rows are worth keeping after the part of a token that read them.
-  virtual bool keeps_rows() const { return true; }
+  // Whether units are worth keeping after the part of a token that read them.
+  virtual bool keeps_units() const { return true; }
 
-  // `count` of the cached neurons, the first that the policy would evict: they leave when the cache shrinks.
+  // `count` of the cached units, the first that the policy would evict: they leave when the cache shrinks.
   virtual void choose_evicted(const SlotTable& slots, std::int32_t count,
                               std::vector<std::int32_t>& evicted) = 0;
 
   // Tokens in the window now, for a policy that has one; otherwise 0.
   virtual std::int32_t current_window() const { return 0; }
 
-  // The neurons worth holding after the tokens observed so far, ascending, at most `capacity` (used after a
+  // The units worth holding after the tokens observed so far, ascending, at most `capacity` (used after a
   // prefill).
   virtual void choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const = 0;
 };

@@ -15,15 +15,15 @@ namespace flashllm {
 class CacheReplay {
  public:
   // Arguments as those of NeuronCache and `make_cache_policy`.
-  CacheReplay(const std::string& policy, std::int32_t num_neurons, std::int32_t capacity,
+  CacheReplay(const std::string& policy, std::int32_t num_units, std::int32_t capacity,
               std::int32_t bypass_capacity, std::int32_t window, const float* popularity);
 
-  std::int32_t num_neurons() const { return slots_.num_neurons(); }
+  std::int32_t num_units() const { return slots_.num_units(); }
 
-  // The neurons of the next token (`active`: ascending) that have to be read; valid until the next call.
+  // The units of the next token (`active`: ascending) that have to be read; valid until the next call.
   const std::vector<std::int32_t>& token(const std::vector<std::int32_t>& active);
-  // Those of `neurons` that are not cached, the likeliest to be active first.
-  std::vector<std::int32_t> missing(std::vector<std::int32_t> neurons) const;
+  // Those of `units` that are not cached, the likeliest to be active first.
+  std::vector<std::int32_t> missing(std::vector<std::int32_t> units) const;
 
  private:
   SlotTable slots_;

@@ -11,17 +11,17 @@ constexpr float kMaxIncrement = 1e20F;
 
 }  // namespace
 
-FrequencyPolicy::FrequencyPolicy(std::int32_t num_neurons, const float* popularity) {
-  const auto neurons = static_cast<std::size_t>(num_neurons);
-  counts_.assign(neurons, {0.0F, 0.0F});
-  requested_by_.assign(neurons, 0);
-  candidates_.reserve(neurons);
-  bypassing_.reserve(neurons);
+FrequencyPolicy::FrequencyPolicy(std::int32_t num_units, const float* popularity) {
+  const auto units = static_cast<std::size_t>(num_units);
+  counts_.assign(units, {0.0F, 0.0F});
+  requested_by_.assign(units, 0);
+  candidates_.reserve(units);
+  bypassing_.reserve(units);
   if (popularity == nullptr) return;
   // As if it had been so always: recent counts tend to share * (1 + 1/2^(1/H) + 1/4^(1/H) + ...).
   const auto recent_tokens = static_cast<float>(1.0 / (1.0 - std::exp2(-1.0 / kHalfLife)));
-  for (std::size_t neuron = 0; neuron < neurons; ++neuron)
-    counts_[neuron] = {popularity[neuron] * recent_tokens, popularity[neuron] * kKnownTokens};
+  for (std::size_t unit = 0; unit < units; ++unit)
+    counts_[unit] = {popularity[unit] * recent_tokens, popularity[unit] * kKnownTokens};
   tokens_ = kKnownTokens;
   weigh();
 }
@@ -30,8 +30,8 @@ void FrequencyPolicy::observe(const std::vector<std::int32_t>& active) {
   static const auto growth = static_cast<float>(std::exp2(1.0 / kHalfLife));
   increment_ *= growth;
   tokens_ += 1.0F;
-  for (const std::int32_t neuron : active) {
-    Counts& counts = counts_[static_cast<std::size_t>(neuron)];
+  for (const std::int32_t unit : active) {
+    Counts& counts = counts_[static_cast<std::size_t>(unit)];
     counts.recent += increment_;
     counts.total += 1.0F;
   }
@@ -48,17 +48,17 @@ void FrequencyPolicy::choose(const SlotTable& slots, const CacheRequest& request
   choice.bypassing.clear();
   if (request.misses.empty()) return;
 
-  // 1. Candidates for a slot: the cached neurons that are not wanted now, and the misses.
+  // 1. Candidates for a slot: the cached units that are not wanted now, and the misses.
   ++request_;
-  for (const std::int32_t* neuron = request.begin; neuron != request.end; ++neuron)
-    requested_by_[static_cast<std::size_t>(*neuron)] = request_;
+  for (const std::int32_t* unit = request.begin; unit != request.end; ++unit)
+    requested_by_[static_cast<std::size_t>(*unit)] = request_;
   candidates_.clear();
   for (std::int32_t slot = 0; slot < slots.num_used(); ++slot) {
-    const std::int32_t neuron = slots.pointers()[slot];
-    if (requested_by_[static_cast<std::size_t>(neuron)] != request_) candidates_.push_back(candidate(neuron));
+    const std::int32_t unit = slots.pointers()[slot];
+    if (requested_by_[static_cast<std::size_t>(unit)] != request_) candidates_.push_back(candidate(unit));
   }
   const std::int32_t hits = slots.num_used() - static_cast<std::int32_t>(candidates_.size());
-  for (const std::int32_t neuron : request.misses) candidates_.push_back(candidate(neuron, kNewcomer));
+  for (const std::int32_t unit : request.misses) candidates_.push_back(candidate(unit, kNewcomer));
 
   // 2. The most frequent of them get one; misses among the others are bypassed.
   const auto room =
@@ -67,31 +67,31 @@ void FrequencyPolicy::choose(const SlotTable& slots, const CacheRequest& request
   std::nth_element(candidates_.begin(), room, candidates_.end());
   bypassing_.clear();
   for (auto one = candidates_.begin(); one != candidates_.end(); ++one) {
-    const std::int32_t neuron = neuron_of(*one);
-    const bool cached = slots.contains(neuron);
+    const std::int32_t unit = unit_of(*one);
+    const bool cached = slots.contains(unit);
     if (one < room) {
-      if (!cached) choice.coming.push_back(neuron);
+      if (!cached) choice.coming.push_back(unit);
     } else if (cached) {
-      choice.leaving.push_back(neuron);
+      choice.leaving.push_back(unit);
     } else {
       bypassing_.push_back(*one);
     }
   }
 
-  // 3. Too few bypass rows: a neuron wanted now takes the row of a cached one after all.
-  const auto rows = static_cast<std::size_t>(slots.bypass_capacity());
-  if (bypassing_.size() > rows) {
-    const auto excess = static_cast<std::ptrdiff_t>(bypassing_.size() - rows);
+  // 3. Too few bypass slots: a unit wanted now takes the slot of a cached one after all.
+  const auto room_aside = static_cast<std::size_t>(slots.bypass_capacity());
+  if (bypassing_.size() > room_aside) {
+    const auto excess = static_cast<std::ptrdiff_t>(bypassing_.size() - room_aside);
     const auto kept = std::remove_if(candidates_.begin(), room,
-                                     [&](Candidate one) { return !slots.contains(neuron_of(one)); });
+                                     [&](Candidate one) { return !slots.contains(unit_of(one)); });
     std::nth_element(candidates_.begin(), kept - excess, kept);
-    for (auto one = kept - excess; one != kept; ++one) choice.leaving.push_back(neuron_of(*one));
+    for (auto one = kept - excess; one != kept; ++one) choice.leaving.push_back(unit_of(*one));
     std::nth_element(bypassing_.begin(), bypassing_.begin() + excess, bypassing_.end());
     for (std::ptrdiff_t i = 0; i < excess; ++i)
-      choice.coming.push_back(neuron_of(bypassing_[static_cast<std::size_t>(i)]));
+      choice.coming.push_back(unit_of(bypassing_[static_cast<std::size_t>(i)]));
     bypassing_.erase(bypassing_.begin(), bypassing_.begin() + excess);
   }
-  for (const Candidate one : bypassing_) choice.bypassing.push_back(neuron_of(one));
+  for (const Candidate one : bypassing_) choice.bypassing.push_back(unit_of(one));
 }
 
 void FrequencyPolicy::choose_evicted(const SlotTable& slots, std::int32_t count,
@@ -102,26 +102,26 @@ void FrequencyPolicy::choose_evicted(const SlotTable& slots, std::int32_t count,
   std::nth_element(candidates_.begin(), candidates_.end() - count, candidates_.end());
   evicted.clear();
   for (auto one = candidates_.end() - count; one != candidates_.end(); ++one)
-    evicted.push_back(neuron_of(*one));
+    evicted.push_back(unit_of(*one));
 }
 
-void FrequencyPolicy::sort_by_likelihood(std::vector<std::int32_t>& neurons) {
+void FrequencyPolicy::sort_by_likelihood(std::vector<std::int32_t>& units) {
   candidates_.clear();
-  for (const std::int32_t neuron : neurons) candidates_.push_back(candidate(neuron));
+  for (const std::int32_t unit : units) candidates_.push_back(candidate(unit));
   std::sort(candidates_.begin(), candidates_.end());
-  for (std::size_t i = 0; i < neurons.size(); ++i) neurons[i] = neuron_of(candidates_[i]);
+  for (std::size_t i = 0; i < units.size(); ++i) units[i] = unit_of(candidates_[i]);
 }
 
 void FrequencyPolicy::choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const {
   std::vector<Candidate> seen;
-  for (std::int32_t neuron = 0; neuron < static_cast<std::int32_t>(counts_.size()); ++neuron)
-    if (counts_[static_cast<std::size_t>(neuron)].total > 0.0F) seen.push_back(candidate(neuron));
+  for (std::int32_t unit = 0; unit < static_cast<std::int32_t>(counts_.size()); ++unit)
+    if (counts_[static_cast<std::size_t>(unit)].total > 0.0F) seen.push_back(candidate(unit));
   if (seen.size() > static_cast<std::size_t>(capacity)) {
     std::nth_element(seen.begin(), seen.begin() + capacity, seen.end());
     seen.resize(static_cast<std::size_t>(capacity));
   }
   kept.clear();
-  for (const Candidate one : seen) kept.push_back(neuron_of(one));
+  for (const Candidate one : seen) kept.push_back(unit_of(one));
   std::sort(kept.begin(), kept.end());
 }
 

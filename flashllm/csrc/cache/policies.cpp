@@ -10,7 +10,7 @@ namespace flashllm {
 
 namespace {
 
-// No cache at all: every active neuron is read for every token (paper A, table 2, before windowing).
+// No cache at all: every active unit is read for every token (paper A, table 2, before windowing).
 class NoPolicy final : public CachePolicy {
  public:
   void observe(const std::vector<std::int32_t>& /*active*/) override {}
@@ -21,7 +21,7 @@ class NoPolicy final : public CachePolicy {
     choice.coming.assign(request.misses.begin(), middle);
     choice.bypassing.assign(middle, request.misses.end());
   }
-  bool keeps_rows() const override { return false; }
+  bool keeps_units() const override { return false; }
   void choose_kept(std::int32_t /*capacity*/, std::vector<std::int32_t>& kept) const override {
     kept.clear();
   }
@@ -33,10 +33,10 @@ class NoPolicy final : public CachePolicy {
 
 }  // namespace
 
-std::unique_ptr<CachePolicy> make_cache_policy(const std::string& name, std::int32_t num_neurons,
+std::unique_ptr<CachePolicy> make_cache_policy(const std::string& name, std::int32_t num_units,
                                                std::int32_t window, const float* popularity) {
-  if (name == "window") return std::make_unique<WindowPolicy>(num_neurons, window);
-  if (name == "frequency") return std::make_unique<FrequencyPolicy>(num_neurons, popularity);
+  if (name == "window") return std::make_unique<WindowPolicy>(num_units, window);
+  if (name == "frequency") return std::make_unique<FrequencyPolicy>(num_units, popularity);
   if (name == "none") return std::make_unique<NoPolicy>();
   throw CoreError(ErrorKind::usage, "the cache policy must be window, frequency or none, got " + name);
 }

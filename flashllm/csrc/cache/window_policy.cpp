@@ -7,14 +7,14 @@
 
 namespace flashllm {
 
-WindowPolicy::WindowPolicy(std::int32_t num_neurons, std::int32_t window) : window_(window) {
+WindowPolicy::WindowPolicy(std::int32_t num_units, std::int32_t window) : window_(window) {
   if (window < 1)
     throw CoreError(ErrorKind::usage, "the window must be at least 1 token, got " + std::to_string(window));
-  uses_.assign(static_cast<std::size_t>(num_neurons), 0);
+  uses_.assign(static_cast<std::size_t>(num_units), 0);
 }
 
 void WindowPolicy::forget_oldest() {
-  for (const std::int32_t neuron : last_k_active_.front()) --uses_[static_cast<std::size_t>(neuron)];
+  for (const std::int32_t unit : last_k_active_.front()) --uses_[static_cast<std::size_t>(unit)];
   spare_ = std::move(last_k_active_.front());
   last_k_active_.pop_front();
 }
@@ -23,7 +23,7 @@ void WindowPolicy::observe(const std::vector<std::int32_t>& active) {
   spare_.assign(active.begin(), active.end());
   last_k_active_.push_back(std::move(spare_));
   spare_ = {};
-  for (const std::int32_t neuron : active) ++uses_[static_cast<std::size_t>(neuron)];
+  for (const std::int32_t unit : active) ++uses_[static_cast<std::size_t>(unit)];
   if (current_window() > window_) forget_oldest();
 }
 
@@ -34,30 +34,30 @@ void WindowPolicy::choose(const SlotTable& slots, const CacheRequest& request, C
   make_room(slots, request, choice.leaving);
 }
 
-// Cached neurons of no token in the window, and not in [except_begin, except_end), which ascends: tokens that
-// were drafted want neurons that the policy has not heard of. A walk over the cached rows takes a few
-// microseconds, and needs no state of its own that failed reads, fills after a prompt or returning neurons
+// Cached units of no token in the window, and not in [except_begin, except_end), which ascends: tokens that
+// were drafted want units that the policy has not heard of. A walk over the cached slots takes a few
+// microseconds, and needs no state of its own that failed reads, fills after a prompt or returning units
 // could put out of step.
 void WindowPolicy::take_unused(const SlotTable& slots, const std::int32_t* except_begin,
                                const std::int32_t* except_end, std::vector<std::int32_t>& leaving) const {
   leaving.clear();
   for (std::int32_t slot = 0; slot < slots.num_used(); ++slot) {
-    const std::int32_t neuron = slots.pointers()[slot];
-    if (uses_[static_cast<std::size_t>(neuron)] == 0 && !std::binary_search(except_begin, except_end, neuron))
-      leaving.push_back(neuron);
+    const std::int32_t unit = slots.pointers()[slot];
+    if (uses_[static_cast<std::size_t>(unit)] == 0 && !std::binary_search(except_begin, except_end, unit))
+      leaving.push_back(unit);
   }
 }
 
-// Adds `count` of the cached neurons in the window, but none of [except_begin, except_end), which ascends.
-// The choice depends on ids, not on where rows happen to lie.
+// Adds `count` of the cached units in the window, but none of [except_begin, except_end), which ascends.
+// The choice depends on ids, not on where slots happen to lie.
 void WindowPolicy::take_lowest_used(const SlotTable& slots, const std::int32_t* except_begin,
                                     const std::int32_t* except_end, std::size_t count,
                                     std::vector<std::int32_t>& leaving) const {
   std::vector<std::int32_t> others;
   for (std::int32_t slot = 0; slot < slots.num_used(); ++slot) {
-    const std::int32_t neuron = slots.pointers()[slot];
-    if (uses_[static_cast<std::size_t>(neuron)] != 0 && !std::binary_search(except_begin, except_end, neuron))
-      others.push_back(neuron);
+    const std::int32_t unit = slots.pointers()[slot];
+    if (uses_[static_cast<std::size_t>(unit)] != 0 && !std::binary_search(except_begin, except_end, unit))
+      others.push_back(unit);
   }
   std::sort(others.begin(), others.end());
   others.resize(std::min(others.size(), count));

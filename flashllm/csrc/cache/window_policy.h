@@ -1,7 +1,7 @@
-// The paper's sliding window (paper A, sections 3.1 and 3.3): a neuron stays while it was active in the last
+// The paper's sliding window (paper A, sections 3.1 and 3.3): a unit stays while it was active in the last
 // k tokens.
 //
-// When the neurons of k tokens do not fit, the oldest tokens are forgotten until they do: the window shrinks,
+// When the units of k tokens do not fit, the oldest tokens are forgotten until they do: the window shrinks,
 // the limit does not move (contract 3). It grows again by itself as tokens come.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace flashllm {
 
 class WindowPolicy final : public CachePolicy {
  public:
-  WindowPolicy(std::int32_t num_neurons, std::int32_t window);
+  WindowPolicy(std::int32_t num_units, std::int32_t window);
 
   void observe(const std::vector<std::int32_t>& active) override;
   // Every miss comes into the cache.
@@ -36,7 +36,7 @@ class WindowPolicy final : public CachePolicy {
 
   std::int32_t window_;
   std::deque<std::vector<std::int32_t>> last_k_active_;  // the newest token last
-  std::vector<std::int32_t> uses_;                       // [num_neurons]: in how many of those sets
+  std::vector<std::int32_t> uses_;                       // [num_units]: in how many of those sets
   std::vector<std::int32_t> spare_;                      // a set's memory, used again
 };
 

@@ -90,6 +90,14 @@ void Router::round(std::vector<float>& values) const {
   kernels_.to_f32(rounded_.data(), values.size(), values.data());
 }
 
+RouterPredictor::RouterPredictor(Router& router, RowUnits units, std::unique_ptr<Predictor> inside)
+    : router_(router), units_(units), inside_(std::move(inside)) {
+  require(units.size == 1 || static_cast<std::size_t>(units.size) == router.spec().size,
+          "the units of a mixture's layer are its experts, or neurons");
+  require(units.size == 1 || inside_ == nullptr,
+          "a predictor cannot name neurons of experts that are read as one");
+}
+
 void RouterPredictor::predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
                               std::vector<std::int32_t>& active) {
   if (weights_.size() <= token) weights_.resize(token + 1);
@@ -98,10 +106,12 @@ void RouterPredictor::predict(const float* x, std::size_t token, ThreadPool& poo
   const ExpertsSpec& spec = router_.spec();
   active.clear();
   if (inside_ == nullptr) {
+    const auto size = static_cast<std::size_t>(units_.size);
     for (std::size_t run = 0; run < spec.runs(); ++run) {
       if (weights[run] == 0.0F) continue;
-      for (std::size_t i = 0; i < spec.neurons(run); ++i)
-        active.push_back(static_cast<std::int32_t>(spec.first(run) + i));
+      const std::size_t end = spec.first(run) + spec.neurons(run);
+      for (std::size_t first = spec.first(run); first < end; first += size)
+        active.push_back(static_cast<std::int32_t>(first / size));
     }
     return;
   }

@@ -2,8 +2,9 @@
 // the other, and behind them those that every token uses. A small resident matrix, the router, says for a
 // token which experts it goes to and by what weights their neurons' values count.
 //
-// The router is exact: as a predictor it names whole experts, which are runs of rows on flash, and misses
-// nothing. Where experts are of the ReLU family, another predictor may name neurons within them.
+// The router is exact: as a predictor it names whole experts, each a unit that is read and kept as one, and
+// misses nothing. Shared neurons are units too, as long as experts are. Where experts are of the ReLU family
+// units are neurons, and another predictor may name some within the experts.
 #pragma once
 
 #include <cstddef>
@@ -68,12 +69,12 @@ class Router {
   mutable std::vector<std::byte> rounded_;
 };
 
-// The neurons of the experts that the router chooses; of these, where there is a predictor `inside`, those it
-// names.
+// The units of the experts that the router chooses, and of the shared neurons; of these, where there is a
+// predictor `inside`, those it names. `units`: the layer's, neurons or as long as an expert.
 class RouterPredictor final : public Predictor {
  public:
-  RouterPredictor(Router& router, std::unique_ptr<Predictor> inside)
-      : router_(router), inside_(std::move(inside)) {}
+  // Throws CoreError for other units, and where neurons are to be named within them.
+  RouterPredictor(Router& router, RowUnits units, std::unique_ptr<Predictor> inside);
 
   void predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
                std::vector<std::int32_t>& active) override;
@@ -81,6 +82,7 @@ class RouterPredictor final : public Predictor {
 
  private:
   Router& router_;
+  const RowUnits units_;
   std::unique_ptr<Predictor> inside_;
   std::vector<std::int32_t> named_;
   std::vector<std::vector<float>> weights_;  // of each token of the pass, by run

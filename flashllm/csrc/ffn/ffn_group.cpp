@@ -20,25 +20,26 @@ void FfnGroup::begin(const FfnTokens& tokens, std::size_t width) {
 void FfnGroup::unite(const FfnTokens& tokens) {
   wanted_ = tokens.active;
   if (tokens.count == 1) return;
-  wanted_by_.assign(static_cast<std::size_t>(num_neurons_), kNobody);
+  wanted_by_.assign(static_cast<std::size_t>(units_.count()), kNobody);
   for (std::size_t t = tokens.count; t-- > 0;)
-    for (const std::int32_t neuron : tokens.active[t])
-      wanted_by_[static_cast<std::size_t>(neuron)] = static_cast<std::uint8_t>(t);
+    for (const std::int32_t unit : tokens.active[t])
+      wanted_by_[static_cast<std::size_t>(unit)] = static_cast<std::uint8_t>(t);
   union_.clear();
-  for (std::int32_t neuron = 0; neuron < num_neurons_; ++neuron)
-    if (wanted_by_[static_cast<std::size_t>(neuron)] != kNobody) union_.push_back(neuron);
+  for (std::int32_t unit = 0; unit < units_.count(); ++unit)
+    if (wanted_by_[static_cast<std::size_t>(unit)] != kNobody) union_.push_back(unit);
   wanted_ = &union_;
 }
 
 // Room for the values of every member's neurons.
 void FfnGroup::share_out_values() {
+  const auto size = static_cast<std::size_t>(units_.size);
   std::size_t total = 0;
-  for (std::size_t t = 0; t < count_; ++t) total += members_[t].active->size();
+  for (std::size_t t = 0; t < count_; ++t) total += members_[t].active->size() * size;
   if (values_.size() < total) values_.resize(total);
   float* values = values_.data();
   for (std::size_t t = 0; t < count_; ++t) {
     members_[t].all_values = values;
-    values += members_[t].active->size();
+    values += members_[t].active->size() * size;
   }
 }
 
@@ -53,7 +54,7 @@ void FfnGroup::next_part(std::size_t end) {
     const std::int32_t *ids = member.active->data(), *all = ids + member.active->size();
     member.begin = member.end;
     member.end = last ? all : std::lower_bound(member.begin, all, (*wanted_)[end]);
-    member.values = member.all_values + (member.begin - ids);
+    member.values = member.all_values + (member.begin - ids) * units_.size;
   }
 }
 

@@ -1,8 +1,8 @@
-// Tokens that go through an FFN layer together: which neurons any of them wants, which of each token's a part
-// has, and where their rows are. Plain bookkeeping: no arithmetic, no reads.
+// Tokens that go through an FFN layer together: which units any of them wants (neurons, or experts), which of
+// each token's a part has, and where their rows are. Plain bookkeeping: no arithmetic, no reads.
 //
-// What the tokens want together exceeds the rows there are at times; then it is taken in parts, runs of the
-// wanted neurons in the order of their ids.
+// What the tokens want together exceeds the room there is at times; then it is taken in parts, runs of the
+// wanted units in the order of their ids.
 #pragma once
 
 #include <array>
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "ffn/predictor.h"
+#include "io/row_source.h"
 
 namespace flashllm {
 
@@ -19,7 +20,7 @@ struct FfnTokens {
   static constexpr std::size_t kMost = 8;
 
   const float* x = nullptr;                           // [count, d_model]
-  const std::vector<std::int32_t>* active = nullptr;  // [count]: each token's neurons, ascending
+  const std::vector<std::int32_t>* active = nullptr;  // [count]: each token's units, ascending
   std::size_t count = 1;                              // at most kMost
   std::size_t first = 0;                              // number in its pass of the first token
   std::size_t drafted =
@@ -27,9 +28,9 @@ struct FfnTokens {
   bool predicted = false;  // `active` is what `predict` said of these tokens, by their numbers in the pass
 };
 
-// A token between `begin` and the end, and those of its neurons that belong to the part at hand.
+// A token between `begin` and the end, and those of its units that belong to the part at hand.
 struct FfnMember {
-  // Neurons of the part by where their rows are or will be: positions in the part.
+  // Units of the part by where their rows are or will be: positions in the part.
   struct Positions {
     std::vector<std::int32_t> hits, prefetched, missed;
   };
@@ -40,7 +41,7 @@ struct FfnMember {
   const std::uint64_t* firing = nullptr;  // of a trace
   RunFactors factors;                     // of the experts that the router chose
   const std::int32_t *begin = nullptr, *end = nullptr;
-  float *all_values = nullptr, *values = nullptr;  // of its neurons, and of its part's
+  float *all_values = nullptr, *values = nullptr;  // of its neurons, and of its part's: unit after unit
   Positions positions;
   std::size_t rows_read = 0;  // that no token before it wanted
 
@@ -51,17 +52,22 @@ enum class RowPlace { cached, prefetched, missing };
 
 class FfnGroup {
  public:
-  // Of neurons of a part, each for the first token that wants it. Those that a token before wanted are found.
+  // Neurons of a part's units, each for the first token that wants it. Those that a token before wanted are
+  // found.
   struct Counts {
     std::size_t found = 0, missed = 0;
     std::size_t prefetched = 0;  // of the missed
   };
 
-  explicit FfnGroup(std::int32_t num_neurons) : num_neurons_(num_neurons) {}
+  explicit FfnGroup(RowUnits units) : units_(units) {}
 
   // x of `width` values a token. What the predictor knows of each is for the caller to set.
   void begin(const FfnTokens& tokens, std::size_t width);
-  void clear() { count_ = 0; }
+  // Gives the values' memory back, so that one layer has some at a time.
+  void clear() noexcept {
+    count_ = 0;
+    std::vector<float>().swap(values_);
+  }
   bool empty() const { return count_ == 0; }
   std::size_t size() const { return count_; }
   FfnMember& operator[](std::size_t t) { return members_[t]; }
@@ -73,11 +79,11 @@ class FfnGroup {
   // What any of them wants, ascending.
   const std::vector<std::int32_t>& wanted() const { return *wanted_; }
 
-  // The part behind the last one, of the wanted neurons up to number `end`.
+  // The part behind the last one, of the wanted units up to number `end`.
   void next_part(std::size_t end);
   // The next part is the first again.
   void rewind();
-  // The positions of each member's neurons; `place_of(neuron)` is a RowPlace.
+  // The positions of each member's units; `place_of(unit)` is a RowPlace.
   template <typename PlaceOf>
   Counts sort(const PlaceOf& place_of);
 
@@ -88,12 +94,12 @@ class FfnGroup {
   void unite(const FfnTokens& tokens);
   void share_out_values();
 
-  const std::int32_t num_neurons_;
+  const RowUnits units_;
   std::array<FfnMember, FfnTokens::kMost> members_;
   std::size_t count_ = 0;
   const std::vector<std::int32_t>* wanted_ = nullptr;
   std::vector<std::int32_t> union_;
-  std::vector<std::uint8_t> wanted_by_;  // [num_neurons]: the first member that wants it, or kNobody
+  std::vector<std::uint8_t> wanted_by_;  // of each unit: the first member that wants it, or kNobody
   std::vector<float> values_;
 };
 
@@ -106,16 +112,16 @@ FfnGroup::Counts FfnGroup::sort(const PlaceOf& place_of) {
     hits.clear();
     prefetched.clear();
     missed.clear();
-    std::size_t found = 0;  // in the cache, or wanted by a token before
+    std::size_t found = 0, rest = 0;  // in the cache, or wanted by a token before; others
     for (const std::int32_t* id = member.begin; id != member.end; ++id) {
       const RowPlace place = place_of(*id);
+      const auto neurons = static_cast<std::size_t>(units_.rows(*id));
       const bool first = count_ == 1 || wanted_by_[static_cast<std::size_t>(*id)] == t;
       auto& kind = place == RowPlace::cached ? hits : place == RowPlace::prefetched ? prefetched : missed;
       kind.push_back(static_cast<std::int32_t>(id - member.begin));
-      found += place == RowPlace::cached || !first ? 1 : 0;
-      counts.prefetched += place == RowPlace::prefetched && first ? 1 : 0;
+      (place == RowPlace::cached || !first ? found : rest) += neurons;
+      counts.prefetched += place == RowPlace::prefetched && first ? neurons : 0;
     }
-    const std::size_t rest = static_cast<std::size_t>(member.part_size()) - found;
     member.rows_read += rest;
     counts.found += found;
     counts.missed += rest;

@@ -14,7 +14,21 @@ constexpr float kTracedValue = 1e-3F;  // of a neuron that fires by the trace an
 constexpr std::size_t kCopyGrain = 4;  // rows a thread copies at a time
 
 RowSource source_of(const FfnLayerOptions& options) {
-  RowSource source{options.file_offset, options.format.stride, options.checksums, options.row_of, 0};
+  const RowUnits units = options.units();
+  const auto whole = [&](std::int32_t rows) {
+    return rows >= 1 && (units.size == 1 ? rows == 1 : units.size % rows == 0);
+  };
+  if (units.size < 1 || !whole(options.checksum_rows) || units.num_rows % options.checksum_rows != 0)
+    throw CoreError(ErrorKind::usage, "a layer's units must have rows, and whole checksums");
+  if (units.size != 1 && (options.row_of != nullptr || options.norm))
+    throw CoreError(ErrorKind::usage, "rows in another order, and a norm over neurons, are not for experts");
+  RowSource source{units,
+                   options.file_offset,
+                   options.format.stride,
+                   options.checksums,
+                   options.checksum_rows,
+                   options.row_of,
+                   0};
   if (options.split_rows) {
     if (options.format.codec != options.format.down_codec)
       throw CoreError(ErrorKind::usage,
@@ -26,29 +40,28 @@ RowSource source_of(const FfnLayerOptions& options) {
 }
 
 NeuronCacheOptions cache_options(const FfnLayerOptions& options) {
-  return {options.num_neurons,  options.capacity, options.bypass_capacity, options.format.stride,
+  return {options.units(),      options.capacity, options.bypass_capacity, options.format.stride,
           options.cache_policy, options.window,   options.popularity};
 }
 
 }  // namespace
 
 FfnLayer::FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectFile& file, ThreadPool& pool,
-                   std::byte* rows, std::byte* bypass_rows, FfnCounters& counters)
+                   std::byte* memory, std::byte* bypass_memory, FfnCounters& counters)
     : options_(options),
       source_(source_of(options)),
       reader_(reader),
       file_(file),
       pool_(pool),
       counters_(counters),
-      cache_(cache_options(options), rows, bypass_rows),
-      group_(options.num_neurons),
-      // Nothing is allocated between taking rows and filling them, so nothing can fail there but a read.
+      cache_(cache_options(options), memory, bypass_memory),
+      group_(options.units()),
+      // Nothing is allocated between taking slots and filling them, so nothing can fail there but a read.
       products_(options_, pool, cache_.part_size()) {
-  const auto neurons = static_cast<std::size_t>(options.num_neurons);
-  active_.reserve(neurons);
-  listed_.reserve(neurons);
-  scales_.reserve(cache_.part_size());
-  batch_.jobs.reserve(cache_.part_size() * source_.jobs_a_row());
+  const auto units = static_cast<std::size_t>(options.units().count());
+  active_.reserve(units);
+  listed_.reserve(units);
+  batch_.jobs.reserve(cache_.part_size() * source_.jobs_a_unit());
 }
 
 FfnLayer::~FfnLayer() {
@@ -57,6 +70,8 @@ FfnLayer::~FfnLayer() {
 }
 
 void FfnLayer::set_prefetch(std::unique_ptr<Predictor> predictor, Prefetch& buffer) {
+  if (options_.unit_rows != 1)
+    throw CoreError(ErrorKind::usage, "experts are not prefetched: their own layer's router names them");
   prefetch_predictor_ = std::move(predictor);
   prefetch_ = &buffer;
   depth_.emplace(static_cast<std::size_t>(buffer.capacity()));
@@ -84,7 +99,7 @@ void FfnLayer::set_router(std::unique_ptr<Router> router) {
       spec.count * spec.size + spec.shared != static_cast<std::size_t>(options_.num_neurons))
     throw CoreError(ErrorKind::usage, "the experts of a router are not the layer's");
   router_ = std::move(router);
-  predictor_ = std::make_unique<RouterPredictor>(*router_, std::move(predictor_));
+  predictor_ = std::make_unique<RouterPredictor>(*router_, options_.units(), std::move(predictor_));
 }
 
 const std::vector<std::int32_t>& FfnLayer::predict(const float* x, std::size_t token) {
@@ -127,14 +142,14 @@ void FfnLayer::begin(const FfnTokens& tokens) {
   drafted_ = tokens.drafted;
   // 2. What they want together.
   group_.begin(tokens, options_.format.d_model);
-  counters_.united += group_.wanted().size();
+  counters_.united += options_.units().rows_of(group_.wanted());
   if (holds_prefetch()) prefetch_->keep(group_.wanted());
   for (std::size_t t = 0; t < tokens.count; ++t) {
     FfnMember& member = group_[t];
     member.gate_values = tokens.predicted ? predictor_->gate_values(tokens.first + t) : nullptr;
     member.factors = tokens.predicted ? predictor_->factors(tokens.first + t) : RunFactors{};
     member.firing = has_predictor() ? predictor_->firing(tokens.first + t) : nullptr;
-    counters_.active += member.active->size();
+    counters_.active += options_.units().rows_of(*member.active);
   }
   watch.charge(counters_.memory_ns);
   part_end_ = 0;
@@ -175,7 +190,7 @@ void FfnLayer::finish(float* y) {
   watch.charge(counters_.compute_ns);
   group_.clear();
   if (holds_prefetch()) end_prefetch();
-  counters_.moves += cache_.take_moves();
+  counters_.moves += cache_.take_moves() * static_cast<std::uint64_t>(options_.unit_rows);
   counters_.io_busy_ns += reader_.take_busy_ns();
   watch.charge(counters_.memory_ns);
 }
@@ -203,7 +218,7 @@ void FfnLayer::guarded(const Step& step) {
   }
 }
 
-// Hits, misses, rows freed; the misses become reads into their rows, and start.
+// Hits, misses, slots freed; the misses become reads into their slots, and start.
 void FfnLayer::begin_part(std::size_t first, bool again) {
   Stopwatch watch;
   ++counters_.parts;
@@ -215,8 +230,8 @@ void FfnLayer::begin_part(std::size_t first, bool again) {
     cache_.admit(wanted.data() + first, wanted.data() + part_end_);
     admitted_ = true;
     batch_.jobs.clear();
-    for (const std::int32_t neuron : cache_.misses())
-      if (!prefetched(neuron)) source_.add_jobs(neuron, cache_.row(neuron), batch_.jobs);
+    for (const std::int32_t unit : cache_.misses())
+      if (!prefetched(unit)) source_.add_jobs(unit, cache_.rows(unit), batch_.jobs);
     reader_.submit(batch_, file_);
     watch.charge(counters_.memory_ns);
     reader_.start();
@@ -228,9 +243,9 @@ void FfnLayer::begin_part(std::size_t first, bool again) {
 // Where the part's rows are before it has any. A row that is missing counts as missed once, for the first
 // token that wants it; a neuron counts once, though its part comes again.
 void FfnLayer::place_rows(bool again) {
-  const FfnGroup::Counts counts = group_.sort([this](std::int32_t neuron) {
-    if (cache_.contains(neuron)) return RowPlace::cached;
-    return prefetched(neuron) ? RowPlace::prefetched : RowPlace::missing;
+  const FfnGroup::Counts counts = group_.sort([this](std::int32_t unit) {
+    if (cache_.contains(unit)) return RowPlace::cached;
+    return prefetched(unit) ? RowPlace::prefetched : RowPlace::missing;
   });
   part_prefetched_ = counts.prefetched;
   if (again) return;
@@ -308,25 +323,34 @@ void FfnLayer::sum_all_parts(float* y) {
 void FfnLayer::up_products(const FfnMember& member, const std::vector<std::int32_t>& positions) {
   if (positions.empty()) return;
   products_.clear();
-  for (const std::int32_t p : positions) products_.gather(member.begin[p], row(member.begin[p]));
-  products_.up(member.x, member.gate_values, positions, member.values);
+  for (const std::int32_t p : positions)
+    products_.gather(member.begin[p], rows(member.begin[p]), values(member, p));
+  products_.up(member.x, member.gate_values);
 }
 
 // Of dummy weights about half of the values fire; by the trace fewer do. The arithmetic left is what a
 // trained model's would be.
 void FfnLayer::apply_trace(const FfnMember& member) {
-  for (std::ptrdiff_t i = 0; i < member.part_size(); ++i) {
-    if (!in_bit_set(member.firing, member.begin[i]))
-      member.values[i] = 0.0F;
-    else if (member.values[i] == 0.0F)
-      member.values[i] = kTracedValue;
+  const RowUnits units = options_.units();
+  for (std::ptrdiff_t p = 0; p < member.part_size(); ++p) {
+    const std::int32_t unit = member.begin[p];
+    for (std::int32_t row = 0; row < units.rows(unit); ++row) {
+      float& value = values(member, p)[row];
+      if (!in_bit_set(member.firing, units.first(unit) + row))
+        value = 0.0F;
+      else if (value == 0.0F)
+        value = kTracedValue;
+    }
   }
 }
 
 // An expert's weight scales its neurons' values.
 void FfnLayer::apply_factors(const FfnMember& member) {
-  for (std::ptrdiff_t i = 0; i < member.part_size(); ++i)
-    member.values[i] *= member.factors.of_neuron(member.begin[i]);
+  const RowUnits units = options_.units();
+  for (std::ptrdiff_t p = 0; p < member.part_size(); ++p) {
+    const float factor = member.factors.of_neuron(units.first(member.begin[p]));
+    for (std::int32_t row = 0; row < units.rows(member.begin[p]); ++row) values(member, p)[row] *= factor;
+  }
 }
 
 void FfnLayer::add_expert_biases(const FfnMember& member, float* y) const {
@@ -341,13 +365,12 @@ void FfnLayer::add_expert_biases(const FfnMember& member, float* y) const {
 
 void FfnLayer::down_sum(const FfnMember& member, float* y) {
   products_.clear();
-  scales_.clear();
-  for (std::ptrdiff_t i = 0; i < member.part_size(); ++i) {
-    if (member.values[i] == 0.0F) continue;  // predicted, did not fire: its down column adds nothing
-    products_.gather(member.begin[i], row(member.begin[i]));
-    scales_.push_back(member.values[i]);
+  for (std::ptrdiff_t p = 0; p < member.part_size(); ++p) {
+    // A neuron that was predicted and did not fire: its row is not looked for.
+    if (options_.unit_rows == 1 && member.values[p] == 0.0F) continue;
+    products_.gather(member.begin[p], rows(member.begin[p]), values(member, p));
   }
-  products_.down(scales_.data(), y);
+  products_.down(y);
 }
 
 // Of what was prefetched, the rows that the policy wants in the cache are copied there.
@@ -356,7 +379,7 @@ void FfnLayer::copy_newcomers() {
   pool_.parallel_for(newcomers.size(), kCopyGrain, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i)
       if (prefetch_->has(newcomers[i]))
-        std::memcpy(cache_.row(newcomers[i]), prefetch_->row(newcomers[i]), options_.format.stride);
+        std::memcpy(cache_.rows(newcomers[i]), prefetch_->row(newcomers[i]), options_.format.stride);
   });
 }
 
@@ -376,7 +399,7 @@ void FfnLayer::tally(const ReadStats& stats) {
 void FfnLayer::rethrow_with_place(const CoreError& error) const {
   std::string message = "layer " + std::to_string(options_.layer);
   if (error.offset() != CoreError::kNoOffset && error.offset() >= options_.file_offset)
-    message += ", neuron " + std::to_string(source_.neuron_at(error.offset(), options_.num_neurons));
+    message += ", neuron " + std::to_string(source_.neuron_at(error.offset()));
   message += std::string(": ") + error.what();
   if (error.kind() == ErrorKind::checksum || error.kind() == ErrorKind::format)
     message +=
@@ -414,13 +437,18 @@ void FfnLayer::fill_from(const std::byte* rows, std::int32_t first_neuron, std::
 void FfnLayer::set_capacity(std::int32_t rows) {
   Stopwatch watch;
   abandon();
-  cache_.set_capacity(rows);
+  cache_.set_capacity(rows / options_.unit_rows);
   watch.charge(counters_.memory_ns);
 }
 
 std::vector<std::int32_t> FfnLayer::cached() const {
   const SlotTable& slots = cache_.slots();
-  return {slots.pointers(), slots.pointers() + slots.num_used()};
+  const RowUnits units = options_.units();
+  std::vector<std::int32_t> neurons;
+  for (std::int32_t slot = 0; slot < slots.num_used(); ++slot)
+    for (std::int32_t row = 0; row < units.rows(slots.pointers()[slot]); ++row)
+      neurons.push_back(units.first(slots.pointers()[slot]) + row);
+  return neurons;
 }
 
 }  // namespace flashllm

@@ -1,4 +1,5 @@
-// One FFN layer whose neurons lie on flash: the order of a token's way through it, and its arithmetic.
+// One FFN layer whose neurons lie on flash: the order of a token's way through it, and its arithmetic. What
+// is read and kept as one is a unit (io/row_source.h), a neuron or an expert; active ones are told by units.
 //
 //   predict: active ids -> begin: cache admits them, reads of the misses fly -> (the caller asks the next
 //   layer to prefetch) -> finish: up products of the hits, wait, up products of the misses, down sum over the
@@ -36,9 +37,10 @@ namespace flashllm {
 
 class FfnLayer {
  public:
-  // Keeps references to all of them; `rows` holds capacity * stride bytes, `bypass_rows` in the same way.
+  // Keeps references to all of them; `memory` has room for as many units as the capacity says,
+  // `bypass_memory` in the same way. Throws CoreError for units that cannot be.
   FfnLayer(const FfnLayerOptions& options, Reader& reader, const DirectFile& file, ThreadPool& pool,
-           std::byte* rows, std::byte* bypass_rows, FfnCounters& counters);
+           std::byte* memory, std::byte* bypass_memory, FfnCounters& counters);
   ~FfnLayer();
   FfnLayer(const FfnLayer&) = delete;
   FfnLayer& operator=(const FfnLayer&) = delete;
@@ -50,23 +52,24 @@ class FfnLayer {
   bool predicts_by_stream() const { return by_stream_; }
   // The resident gate, of a layer that has one, names the active neurons.
   void predict_by_gate();
-  // The neurons are those of experts: the router names them, and the predictor there is, neurons within them.
-  // Comes after the predictor and before a trace. Throws CoreError where it does not fit the layer.
+  // The neurons are those of experts: the router names them; the predictor there is, neurons within them,
+  // where units are neurons. Comes after the predictor and before a trace. Throws CoreError where it does not
+  // fit the layer.
   void set_router(std::unique_ptr<Router> router);
   Router* router() const { return router_.get(); }  // nullptr: there are no experts
   // `predictor` tells this layer's active neurons from the input of the layer before; `buffer`, which layers
-  // may share where two that follow each other do not, holds what is read on its word.
+  // may share where two that follow each other do not, holds what is read on its word. Units are neurons.
   void set_prefetch(std::unique_ptr<Predictor> predictor, Prefetch& buffer);
   bool can_prefetch() const { return prefetch_ != nullptr; }
   // From now on the trace says what is active, in the predictors' place.
   void set_trace(const ActivityTrace& active, const ActivityTrace& prefetched);
 
-  // The neurons predicted active for x [d_model], what the predictor wants of the pass's token number
+  // The units predicted active for x [d_model], what the predictor wants of the pass's token number
   // `token`; ascending, valid until the next call. Throws CoreError where there is no predictor.
   const std::vector<std::int32_t>& predict(const float* x, std::size_t token);
 
-  // Begins to read the rows that are probably active, those not cached, the likeliest first. x is the input
-  // of the layer before, which has begun. Wants can_prefetch(). Rows of a token that never comes are
+  // Begins to read the neurons that are probably active, those not cached, the likeliest first. x is the
+  // input of the layer before, which has begun. Wants can_prefetch(). Rows of a token that never comes are
   // forgotten.
   void prefetch(const float* x, std::size_t token);
 
@@ -84,7 +87,7 @@ class FfnLayer {
   // A pass was interrupted: reads that never end do not hold up what gives it up (reader.h).
   void interrupt() noexcept { reader_.interrupt(); }
 
-  // A token: x and y [d_model]; `active`: ascending ids.
+  // A token: x and y [d_model]; `active`: ascending units.
   void forward(const float* x, std::size_t token, const std::vector<std::int32_t>& active, float* y) {
     begin({x, &active, 1, token, 0});
     finish(y);
@@ -97,14 +100,15 @@ class FfnLayer {
   void fill_from(const std::byte* rows, std::int32_t first_neuron, std::int32_t count);
   void abandon_fill() { cache_.abandon_fill(); }
 
-  // As NeuronCache::set_capacity.
+  // As NeuronCache::set_capacity, in rows: as many units as fit.
   void set_capacity(std::int32_t rows);
-  std::int32_t capacity() const { return cache_.capacity(); }
-  std::vector<std::int32_t> cached() const;  // ids, in the order of their rows
+  std::int32_t capacity() const { return cache_.capacity() * options_.unit_rows; }  // rows
+  std::vector<std::int32_t> cached() const;  // neurons, in the order of their rows in memory
   const NeuronCache& cache() const { return cache_; }
 
   std::uint32_t width() const { return options_.format.d_model; }
   std::int32_t num_neurons() const { return options_.num_neurons; }
+  RowUnits units() const { return options_.units(); }
   const RowFormat& layout() const { return options_.format; }
   Activation activation() const { return options_.activation; }
   const float* gate_bias() const { return options_.gate_bias; }
@@ -132,11 +136,15 @@ class FfnLayer {
   void copy_newcomers();
 
   bool holds_prefetch() const { return prefetch_ != nullptr && prefetch_->layer() == options_.layer; }
-  bool prefetched(std::int32_t neuron) const { return holds_prefetch() && prefetch_->has(neuron); }
+  bool prefetched(std::int32_t unit) const { return holds_prefetch() && prefetch_->has(unit); }
   void end_prefetch();
   void tally(const ReadStats& stats);
-  const std::byte* row(std::int32_t neuron) const {
-    return prefetched(neuron) ? prefetch_->row(neuron) : cache_.row(neuron);
+  const std::byte* rows(std::int32_t unit) const {
+    return prefetched(unit) ? prefetch_->row(unit) : cache_.rows(unit);
+  }
+  // The values of the unit at position p of the part.
+  float* values(const FfnMember& member, std::ptrdiff_t p) const {
+    return member.values + p * options_.unit_rows;
   }
 
   const FfnLayerOptions options_;
@@ -154,18 +162,17 @@ class FfnLayer {
 
   FfnGroup group_;  // the tokens between `begin` and `finish`
   std::size_t part_end_ = 0;
-  std::size_t part_prefetched_ = 0;  // rows of the part that were prefetched
-  bool admitted_ = false;            // the part has rows
+  std::size_t part_prefetched_ = 0;  // neurons of the part that were prefetched
+  bool admitted_ = false;            // the part has slots
 
   // Drafted tokens that are neither accepted nor rejected.
   std::array<std::vector<std::int32_t>, FfnTokens::kMost> drafted_active_;
   std::size_t drafted_ = 0;
   std::size_t drafted_from_ = 0;  // number of the first of them in the group
 
-  // Scratch, sized before rows are taken.
+  // Scratch, sized before slots are taken.
   NeuronProducts products_;
   ReadBatch batch_;
-  std::vector<float> scales_;
   std::vector<std::int32_t> active_, listed_;
 };
 

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "ffn/neuron_norm.h"
+#include "io/row_source.h"
 #include "kernels/rows.h"
 #include "planes/scale_planes.h"
 
@@ -15,6 +16,7 @@ struct FfnLayerOptions {
   RowFormat format;
   std::int32_t layer = 0;
   std::int32_t num_neurons = 0;
+  std::int32_t unit_rows = 1;  // neurons that are read and kept together: those of an expert, or one
   Activation activation = Activation::relu;
   const float* up_bias = nullptr;    // [num_neurons] or nullptr
   const float* gate_bias = nullptr;  // the same; of a gated FFN
@@ -24,19 +26,22 @@ struct FfnLayerOptions {
   ScalePlane plane;                  // of down columns whose scales lie apart
   NeuronNorm norm;                   // before the down columns, of models that have one
   // The cache.
-  std::int32_t capacity = 0;         // rows of the memory handed over
-  std::int32_t bypass_capacity = 0;  // bypass rows, which layers may share
+  std::int32_t capacity = 0;         // units that the memory handed over holds
+  std::int32_t bypass_capacity = 0;  // of those read for one token alone, which layers may share
   std::string cache_policy = "window";
   std::int32_t window = 1;
-  const float* popularity = nullptr;  // [num_neurons] or nullptr, read by the constructor alone
+  const float* popularity = nullptr;  // of each unit, or nullptr; read by the constructor alone
   // The rows on flash.
-  std::uint64_t file_offset = 0;  // of row 0
-  const std::uint64_t* checksums = nullptr;
+  std::uint64_t file_offset = 0;             // of row 0
+  const std::uint64_t* checksums = nullptr;  // as in RowSource
+  std::int32_t checksum_rows = 1;
   const std::int32_t* row_of = nullptr;  // as in RowSource
   SimdLevel simd = SimdLevel::scalar;
   // Switched on only to see what the other way is worth (paper A, table 2).
   bool wait_first = false;  // no product before the reads have landed
   bool split_rows = false;  // a neuron's matrices are read one by one
+
+  RowUnits units() const { return {num_neurons, unit_rows}; }
 };
 
 }  // namespace flashllm

@@ -1,67 +1,129 @@
 #include "ffn/neuron_products.h"
 
+#include <algorithm>
+
+#include "kernels/levels.h"
+
 namespace flashllm {
 
+namespace {
+
+constexpr std::size_t kRowGrain = 16;   // rows a thread takes at a time
+constexpr std::size_t kTogether = 512;  // handed to a kernel at a time, at most
+
+}  // namespace
+
 NeuronProducts::NeuronProducts(const FfnLayerOptions& options, ThreadPool& pool, std::size_t most)
-    : options_(options), pool_(pool), products_(most) {
-  ids_.reserve(most);
-  rows_.reserve(most);
-  vectors_.reserve(most);
+    : options_(options), units_(options.units()), pool_(pool) {
+  level_kernels(options.simd);
+  if (has_plane(options.format.down_codec))
+    plane_kernels(options.simd, options.format.down_codec, options.plane);
+  runs_.reserve(most);
 }
 
-void NeuronProducts::clear() {
-  ids_.clear();
-  rows_.clear();
+// Only the layer's last unit may be shorter, and it is gathered last.
+std::size_t NeuronProducts::num_rows() const {
+  if (runs_.empty()) return 0;
+  const std::int32_t last = units_.rows(runs_.back().first / units_.size);
+  return (runs_.size() - 1) * static_cast<std::size_t>(units_.size) + static_cast<std::size_t>(last);
 }
 
-void NeuronProducts::up(const float* x, const float* gate_values, const std::vector<std::int32_t>& at,
-                        float* values) {
-  const RowFormat& format = options_.format;
-  const std::size_t count = ids_.size();
-  const auto in_row = [this](std::uint32_t first) {
-    return [this, first](std::size_t i) { return rows_[i] + first; };
-  };
-  if (gate_values != nullptr) {
-    for (std::size_t i = 0; i < count; ++i) values[at[i]] = gate_values[ids_[i]];
-  } else {
-    if (options_.gate != nullptr) {
-      const std::size_t nbytes = vector_nbytes(format.codec, format.d_model);
-      const auto in_gate = [&](std::size_t i) {
-        return options_.gate + static_cast<std::size_t>(ids_[i]) * nbytes;
-      };
-      dots(x, in_gate, options_.gate_bias, options_.activation);
-    } else {
-      dots(x, in_row(format.driver()), format.gated() ? options_.gate_bias : options_.up_bias,
-           options_.activation);
-    }
-    for (std::size_t i = 0; i < count; ++i) values[at[i]] = products_[i];
-    if (!format.gated() && options_.gate == nullptr) return;
+// visit(neuron, its row, its value) of those gathered, from number `begin` to `end`.
+template <typename Visit>
+void NeuronProducts::each(std::size_t begin, std::size_t end, const Visit& visit) const {
+  if (units_.size == 1) {
+    for (std::size_t i = begin; i < end; ++i) visit(runs_[i].first, runs_[i].rows, runs_[i].values);
+    return;
   }
-  dots(x, in_row(format.up), options_.up_bias, options_.activation.of_up());
-  for (std::size_t i = 0; i < count; ++i) values[at[i]] *= products_[i];
+  const auto size = static_cast<std::size_t>(units_.size);
+  const std::size_t stride = options_.format.stride;
+  std::size_t run = begin / size, row = begin % size;
+  for (std::size_t left = end - begin; left > 0; ++run, row = 0) {
+    const Run& one = runs_[run];
+    const std::size_t to = std::min(size, row + left);
+    for (left -= to - row; row < to; ++row)
+      visit(one.first + static_cast<std::int32_t>(row), one.rows + row * stride, one.values + row);
+  }
 }
 
-// products_[i] = activation(vector . x + bias) of the i-th neuron gathered
-template <typename VectorOf>
-void NeuronProducts::dots(const float* x, const VectorOf& vector_of, const float* bias,
-                          Activation activation) {
-  vectors_.clear();
-  for (std::size_t i = 0; i < ids_.size(); ++i) vectors_.push_back(vector_of(i));
+void NeuronProducts::up(const float* x, const float* gate_values) {
   const RowFormat& format = options_.format;
-  dot_scattered({vectors_.data(), vectors_.size(), format.d_model, format.codec, format.inputs}, x,
-                ids_.data(), bias, activation, products_.data(), pool_, options_.simd);
+  const RowInputs inputs(x, 1, format.d_model, format.inputs);
+  const bool gated = format.gated() || options_.gate != nullptr;
+  if (gate_values != nullptr) {
+    each(0, num_rows(),
+         [&](std::int32_t neuron, const std::byte*, float* value) { *value = gate_values[neuron]; });
+  } else {
+    const std::size_t nbytes = vector_nbytes(format.codec, format.d_model);
+    dots(
+        inputs,
+        [&](std::int32_t neuron, const std::byte* row) {
+          return options_.gate == nullptr ? row + format.driver()
+                                          : options_.gate + static_cast<std::size_t>(neuron) * nbytes;
+        },
+        gated ? options_.gate_bias : options_.up_bias, options_.activation,
+        [](float& value, float product) { value = product; });
+    if (!gated) return;
+  }
+  dots(
+      inputs, [&](std::int32_t, const std::byte* row) { return row + format.up; }, options_.up_bias,
+      options_.activation.of_up(), [](float& value, float product) { value *= product; });
 }
 
-void NeuronProducts::down(const float* scales, float* y) {
+// put(value, activation(vector . x + bias)) of every neuron gathered; `vector_of(neuron, its row)`.
+template <typename VectorOf, typename Put>
+void NeuronProducts::dots(const RowInputs& inputs, const VectorOf& vector_of, const float* bias,
+                          Activation activation, const Put& put) {
   const RowFormat& format = options_.format;
-  vectors_.clear();
-  for (const std::byte* row : rows_) vectors_.push_back(row + format.down);
-  if (has_plane(format.down_codec))
-    return sum_scattered(PlaneColumns{vectors_.data(), ids_.data(), vectors_.size(), format.d_model,
-                                      format.down_codec, &options_.plane},
-                         scales, y, pool_, options_.simd);
-  sum_scattered({vectors_.data(), vectors_.size(), format.d_model, format.down_codec}, scales, y, pool_,
-                options_.simd);
+  pool_.parallel_for(num_rows(), kRowGrain, [&](std::size_t begin, std::size_t end) {
+    std::int32_t ids[kTogether];
+    const void* vectors[kTogether];
+    float* values[kTogether];
+    float products[kTogether];
+    std::size_t count = 0;
+    const auto multiply = [&] {
+      dot_block({vectors, count, format.d_model, format.codec, format.inputs}, inputs, ids, bias, activation,
+                products, options_.simd);
+      for (std::size_t i = 0; i < count; ++i) put(*values[i], products[i]);
+      count = 0;
+    };
+    each(begin, end, [&](std::int32_t neuron, const std::byte* row, float* value) {
+      ids[count] = neuron;
+      vectors[count] = vector_of(neuron, row);
+      values[count] = value;
+      if (++count == kTogether) multiply();
+    });
+    if (count != 0) multiply();
+  });
+}
+
+void NeuronProducts::down(float* y) {
+  const RowFormat& format = options_.format;
+  const std::size_t all = num_rows();
+  pool_.parallel_for(
+      format.d_model, column_share(format.d_model, pool_), [&](std::size_t begin, std::size_t end) {
+        std::int32_t ids[kTogether];
+        const void* vectors[kTogether];
+        float scales[kTogether];
+        std::size_t count = 0;
+        const auto sum = [&] {
+          if (has_plane(format.down_codec))
+            sum_block({vectors, ids, count, format.d_model, format.down_codec, &options_.plane}, scales,
+                      begin, end, y, options_.simd);
+          else
+            sum_block({vectors, count, format.d_model, format.down_codec}, scales, begin, end, y,
+                      options_.simd);
+          count = 0;
+        };
+        each(0, all, [&](std::int32_t neuron, const std::byte* row, const float* value) {
+          if (*value == 0.0F) return;
+          ids[count] = neuron;
+          vectors[count] = row + format.down;
+          scales[count] = *value;
+          if (++count == kTogether) sum();
+        });
+        if (count != 0) sum();
+      });
 }
 
 }  // namespace flashllm

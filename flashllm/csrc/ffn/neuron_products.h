@@ -1,5 +1,6 @@
-// The arithmetic of an FFN's neurons whose rows lie scattered in memory: their values, and the sum of their
-// down columns. Does not know why these neurons, nor how their rows came there.
+// The arithmetic of an FFN's neurons, whose rows lie in memory by units, runs of rows wherever they are: the
+// neurons' values, and the sum of their down columns. Does not know why these neurons, nor how their rows
+// came there.
 #pragma once
 
 #include <cstddef>
@@ -13,32 +14,42 @@ namespace flashllm {
 
 class NeuronProducts {
  public:
-  // Keeps references. At most `most` neurons are gathered at a time; nothing is allocated later.
+  // Keeps references. At most `most` units are gathered at a time; nothing is allocated later. Throws
+  // CoreError where the processor lacks the level.
   NeuronProducts(const FfnLayerOptions& options, ThreadPool& pool, std::size_t most);
 
-  // The neurons of the next call, in its order.
-  void clear();
-  void gather(std::int32_t neuron, const std::byte* row) {
-    ids_.push_back(neuron);
-    rows_.push_back(row);
+  // The units of the next call, ascending: where a unit's rows are, and its neurons' values.
+  void clear() { runs_.clear(); }
+  void gather(std::int32_t unit, const std::byte* rows, float* values) {
+    runs_.emplace_back(units_.first(unit), rows, values);
   }
 
-  // values[at[i]] = activation(up . x + bias), or activation(gate . x) * (up . x), of the i-th neuron
-  // gathered. gate_values: the gate's activations by neuron, where they are known; else nullptr.
-  void up(const float* x, const float* gate_values, const std::vector<std::int32_t>& at, float* values);
-  // y += the sum of the down columns, the i-th times scales[i], in the order in which they were gathered.
-  void down(const float* scales, float* y);
+  // values = activation(up . x + bias), or activation(gate . x) * (up . x), of every neuron gathered.
+  // gate_values: the gate's activations by neuron, where they are known; else nullptr.
+  void up(const float* x, const float* gate_values);
+  // y += the sum of the down columns times the values, in the order of neurons; a value of zero adds nothing.
+  void down(float* y);
 
  private:
-  template <typename VectorOf>
-  void dots(const float* x, const VectorOf& vector_of, const float* bias, Activation activation);
+  struct Run {
+    // Built in place: copied from the stack, the wide load waits for the narrow stores before it.
+    Run(std::int32_t neuron, const std::byte* at, float* of) : first(neuron), rows(at), values(of) {}
+
+    std::int32_t first;  // neuron
+    const std::byte* rows;
+    float* values;
+  };
+  std::size_t num_rows() const;
+  template <typename Visit>
+  void each(std::size_t begin, std::size_t end, const Visit& visit) const;
+  template <typename VectorOf, typename Put>
+  void dots(const RowInputs& inputs, const VectorOf& vector_of, const float* bias, Activation activation,
+            const Put& put);
 
   const FfnLayerOptions& options_;
+  const RowUnits units_;
   ThreadPool& pool_;
-  std::vector<std::int32_t> ids_;
-  std::vector<const std::byte*> rows_;
-  std::vector<const void*> vectors_;
-  std::vector<float> products_;
+  std::vector<Run> runs_;
 };
 
 }  // namespace flashllm

@@ -115,8 +115,8 @@ void TracePredictor::predict(const float* x, std::size_t token, ThreadPool& pool
   if (real_) real_->predict(x, token, pool, level, active);
   const std::uint64_t* set = trace_.active + token * trace_.token_words;
   active.clear();
-  for (std::int32_t neuron = 0; neuron < trace_.num_neurons; ++neuron)
-    if (in_bit_set(set, neuron)) active.push_back(neuron);
+  for (std::int32_t unit = 0; unit < trace_.units.count(); ++unit)
+    if (in_bit_set(set, trace_.units.first(unit))) active.push_back(unit);
 }
 
 const std::uint64_t* TracePredictor::firing(std::size_t token) const {

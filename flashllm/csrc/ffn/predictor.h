@@ -1,4 +1,5 @@
-// Predictors: which neurons of a layer will fire, from the input of its FFN or of the FFN before.
+// Predictors: which neurons of a layer will fire, from the input of its FFN or of the FFN before. They name
+// units (io/row_source.h): neurons, or of a mixture's router experts.
 //
 // A trained map of low rank, the gate itself, or a recorded trace: one interface. What a predictor names is
 // computed exactly; what it does not name is left out.
@@ -11,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "io/row_source.h"
 #include "kernels/rows.h"
 #include "kernels/thread_pool.h"
 
@@ -29,7 +31,7 @@ class Predictor {
  public:
   virtual ~Predictor() = default;
 
-  // The active neurons for x [d_model], token number `token` of its pass; ascending. The same for any number
+  // The active units for x [d_model], token number `token` of its pass; ascending. The same for any number
   // of threads.
   virtual void predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
                        std::vector<std::int32_t>& active) = 0;
@@ -102,13 +104,14 @@ class CodedGatePredictor final : public Predictor {
 };
 
 // Activity recorded or made up, for models whose weights are dummies: a bit set over the neurons for each
-// token of a pass. Where there is a real predictor it runs as well, for the time it takes.
+// token of a pass. Of experts a neuron's bit is that of all. Where there is a real predictor it runs as well,
+// for the time it takes.
 struct ActivityTrace {
   const std::uint64_t* active = nullptr;
   const std::uint64_t* firing = nullptr;  // the neurons of `active` whose value counts; nullptr: not known
   std::size_t token_words = 0;            // from a token's set to the next one's
   std::size_t tokens = 0;                 // at hand
-  std::int32_t num_neurons = 0;
+  RowUnits units;
 };
 
 class TracePredictor final : public Predictor {

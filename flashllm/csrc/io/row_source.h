@@ -1,4 +1,4 @@
-// Where a layer's rows lie in a file, and what they must hash to. Makes read jobs; reads nothing.
+// Where a layer's units lie in a file, and what their rows must hash to. Makes read jobs; reads nothing.
 #pragma once
 
 #include <algorithm>
@@ -9,56 +9,75 @@
 
 namespace flashllm {
 
+// A layer's rows in units, runs of `size` rows that are read and kept together; the last may be shorter.
+struct RowUnits {
+  std::int32_t num_rows = 0;
+  std::int32_t size = 1;
+
+  std::int32_t count() const { return (num_rows + size - 1) / size; }
+  std::int32_t first(std::int32_t unit) const { return unit * size; }
+  std::int32_t rows(std::int32_t unit) const { return std::min(size, num_rows - first(unit)); }
+  // The first unit that begins at this row or behind it.
+  std::int32_t from(std::int32_t row) const { return (row + size - 1) / size; }
+  // Rows of `ids`, distinct units.
+  template <typename Ids>
+  std::size_t rows_of(const Ids& ids) const {
+    if (size == 1) return ids.size();
+    std::size_t total = 0;
+    for (const std::int32_t unit : ids) total += static_cast<std::size_t>(rows(unit));
+    return total;
+  }
+};
+
 struct RowSource {
+  RowUnits units;
   std::uint64_t file_offset = 0;             // of row 0
-  std::uint32_t stride = 0;                  // bytes
-  const std::uint64_t* checksums = nullptr;  // [num_neurons], of whole rows, by neuron; nullptr: not checked
-  const std::int32_t* row_of = nullptr;      // [num_neurons]: a neuron's row; nullptr: in the order of ids
-  // 0: a row is one read. Otherwise pieces of so many bytes, unchecked, as if a neuron's matrices lay apart
+  std::uint32_t stride = 0;                  // bytes of a row
+  const std::uint64_t* checksums = nullptr;  // of every `checksum_rows` rows, by neuron; nullptr: not checked
+  std::int32_t checksum_rows = 1;            // of which units are whole multiples
+  const std::int32_t* row_of = nullptr;  // where units are neurons, a neuron's row; nullptr: in their order
+  // 0: a unit is one read. Otherwise pieces of so many bytes, unchecked, as if a neuron's matrices lay apart
   // (what bundling is worth: paper A, section 3.2).
   std::uint32_t piece_nbytes = 0;
 
-  std::int32_t row(std::int32_t neuron) const { return row_of != nullptr ? row_of[neuron] : neuron; }
+  std::int32_t row(std::int32_t unit) const { return row_of != nullptr ? row_of[unit] : units.first(unit); }
 
-  // The neuron whose row holds the byte at `offset` of the file, which lies in one of `num_neurons` rows.
-  std::int32_t neuron_at(std::uint64_t offset, std::int32_t num_neurons) const {
+  // The neuron whose row holds the byte at `offset` of the file, which lies in one of the layer's rows.
+  std::int32_t neuron_at(std::uint64_t offset) const {
     const auto at = static_cast<std::int32_t>((offset - file_offset) / stride);
     return row_of == nullptr
                ? at
-               : static_cast<std::int32_t>(std::find(row_of, row_of + num_neurons, at) - row_of);
+               : static_cast<std::int32_t>(std::find(row_of, row_of + units.num_rows, at) - row_of);
   }
 
-  // The read of a whole row.
-  ReadJob job(std::int32_t neuron, std::byte* destination) const {
+  // The read of a whole unit.
+  ReadJob job(std::int32_t unit, std::byte* destination) const {
     ReadJob result;
-    result.offset = file_offset + static_cast<std::uint64_t>(row(neuron)) * stride;
-    result.nbytes = stride;
+    result.offset = file_offset + static_cast<std::uint64_t>(row(unit)) * stride;
+    result.nbytes = static_cast<std::uint64_t>(units.rows(unit)) * stride;
     result.destination = destination;
     if (checksums != nullptr) {
-      result.checksums = checksums + neuron;
-      result.row_nbytes = stride;
+      result.checksums = checksums + units.first(unit) / checksum_rows;
+      result.row_nbytes = static_cast<std::uint32_t>(checksum_rows) * stride;
     }
     return result;
   }
 
-  void add_jobs(std::int32_t neuron, std::byte* destination, std::vector<ReadJob>& jobs) const {
-    jobs.push_back(job(neuron, destination));
+  void add_jobs(std::int32_t unit, std::byte* destination, std::vector<ReadJob>& jobs) const {
+    jobs.push_back(job(unit, destination));
     if (piece_nbytes != 0) split(jobs);
   }
-  std::size_t jobs_a_row() const { return piece_nbytes == 0 ? 1 : stride / piece_nbytes; }
+  std::size_t jobs_a_unit() const {
+    return piece_nbytes == 0 ? 1 : static_cast<std::size_t>(units.size) * (stride / piece_nbytes);
+  }
 
  private:
   void split(std::vector<ReadJob>& jobs) const {
-    ReadJob piece = jobs.back();
+    const ReadJob whole = jobs.back();
     jobs.pop_back();
-    piece.checksums = nullptr;
-    piece.row_nbytes = 0;
-    piece.nbytes = piece_nbytes;
-    for (std::size_t left = jobs_a_row(); left > 0; --left) {
-      jobs.push_back(piece);
-      piece.offset += piece_nbytes;
-      piece.destination += piece_nbytes;
-    }
+    for (std::uint64_t row = 0; row < whole.nbytes; row += stride)
+      for (std::uint64_t at = row; at + piece_nbytes <= row + stride; at += piece_nbytes)
+        jobs.push_back({whole.offset + at, piece_nbytes, whole.destination + at});
   }
 };
 

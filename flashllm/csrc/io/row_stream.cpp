@@ -127,8 +127,11 @@ void RowStream::submit(const Place& place) {
   job.offset = layer.offset + place.first_row * stride_;
   job.nbytes = count * stride_;
   job.destination = rows;
-  job.checksums = layer.checksums + place.first_row;
-  job.row_nbytes = static_cast<std::uint32_t>(stride_);
+  if (place.first_row % layer.checksum_rows != 0 || count % layer.checksum_rows != 0)
+    throw CoreError(ErrorKind::usage, "blocks of rows must be whole runs of " +
+                                          std::to_string(layer.checksum_rows) + ", which share a checksum");
+  job.checksums = layer.checksums + place.first_row / layer.checksum_rows;
+  job.row_nbytes = static_cast<std::uint32_t>(layer.checksum_rows * stride_);
   ReadBatch& batch = *batches_[buffer];
   batch.jobs.assign(1, job);
   reader_.submit(batch, file_);

@@ -19,11 +19,12 @@
 
 namespace flashllm {
 
-// Where a layer's rows lie in the file, and one checksum each.
+// Where a layer's rows lie in the file, and their checksums.
 struct StreamedLayer {
   std::uint64_t offset = 0;  // bytes, of row 0
   std::size_t num_rows = 0;
-  const std::uint64_t* checksums = nullptr;  // [num_rows]
+  const std::uint64_t* checksums = nullptr;  // of every `checksum_rows` rows
+  std::size_t checksum_rows = 1;             // what is read begins and ends between them
 };
 
 // Rows that follow each other.

@@ -216,17 +216,4 @@ void linear(const LinearWeights& weights, const float* x, std::size_t tokens, fl
   });
 }
 
-void gathered_dots(const void* const* rows, const std::int32_t* ids, std::size_t n, Dtype dtype,
-                   const float* x, std::size_t k, const float* bias, Activation activation, float* values,
-                   ThreadPool& pool, SimdLevel level) {
-  const KernelTable& kernels = kernel_table(level, dtype);
-  pool.parallel_for(n, kRowGrain, [&](std::size_t begin, std::size_t end) {
-    kernels.dot_rows(rows + begin, end - begin, x, k, values + begin);
-    for (std::size_t i = begin; i < end; ++i) {
-      const float product = bias != nullptr ? values[i] + bias[ids[i]] : values[i];
-      values[i] = apply_activation(activation, product);
-    }
-  });
-}
-
 }  // namespace flashllm

@@ -140,11 +140,6 @@ struct LinearWeights {
 void linear(const LinearWeights& weights, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
             SimdLevel level);
 
-// values[i] = activation(dot(rows[i], x) + bias[ids[i]])
-void gathered_dots(const void* const* rows, const std::int32_t* ids, std::size_t n, Dtype dtype,
-                   const float* x, std::size_t k, const float* bias, Activation activation, float* values,
-                   ThreadPool& pool, SimdLevel level);
-
 float apply_activation(Activation activation, float value);
 // values[i] = activation(values[i] + bias)
 void activate(Activation activation, float bias, float* values, std::size_t n);

@@ -274,23 +274,44 @@ RowMatrix RowFormat::matrix(const std::byte* rows, std::size_t count, std::uint3
   return {rows + offset, count, d_model, stride, stored, nullptr, nullptr, inputs};
 }
 
+void dot_block(const ScatteredRows& rows, const RowInputs& x, const std::int32_t* ids, const float* bias,
+               Activation activation, float* values, SimdLevel level) {
+  if (x.has_codes()) {
+    coded_input_kernels(level, rows.codec, x.form())
+        .dot_rows(rows.vectors, rows.count, x.codes(0), rows.length, values);
+  } else {
+    const auto dot = is_coded(rows.codec) ? codec_kernels(level, rows.codec).dot_rows
+                                          : kernel_table(level, dtype_of(rows.codec)).dot_rows;
+    dot(rows.vectors, rows.count, x.floats(0), rows.length, values);
+  }
+  for (std::size_t i = 0; i < rows.count; ++i)
+    values[i] = apply_activation(activation, bias != nullptr ? values[i] + bias[ids[i]] : values[i]);
+}
+
 void dot_scattered(const ScatteredRows& rows, const float* x, const std::int32_t* ids, const float* bias,
                    Activation activation, float* values, ThreadPool& pool, SimdLevel level) {
-  if (!is_coded(rows.codec))
-    return gathered_dots(rows.vectors, ids, rows.count, dtype_of(rows.codec), x, rows.length, bias,
-                         activation, values, pool, level);
+  level_kernels(level);  // throws here, not in a thread
   const RowInputs inputs(x, 1, rows.length, rows.inputs);
-  const CodecKernels& kernels = codec_kernels(level, rows.codec);
   pool.parallel_for(rows.count, kRowGrain, [&](std::size_t begin, std::size_t end) {
-    const void* const* vectors = rows.vectors + begin;
-    if (inputs.has_codes())
-      coded_input_kernels(level, rows.codec, inputs.form())
-          .dot_rows(vectors, end - begin, inputs.codes(0), rows.length, values + begin);
-    else
-      kernels.dot_rows(vectors, end - begin, x, rows.length, values + begin);
-    for (std::size_t i = begin; i < end; ++i)
-      values[i] = apply_activation(activation, bias != nullptr ? values[i] + bias[ids[i]] : values[i]);
+    const ScatteredRows part{rows.vectors + begin, end - begin, rows.length, rows.codec, rows.inputs};
+    dot_block(part, inputs, ids + begin, bias, activation, values + begin, level);
   });
+}
+
+void sum_block(const ScatteredRows& rows, const float* scales, std::size_t begin, std::size_t end, float* y,
+               SimdLevel level) {
+  if (is_coded(rows.codec))
+    codec_kernels(level, rows.codec)
+        .add_scaled_rows(rows.vectors, scales, rows.count, rows.length, begin, end, y);
+  else
+    kernel_table(level, dtype_of(rows.codec))
+        .add_scaled_rows(rows.vectors, scales, rows.count, begin, end, y);
+}
+
+std::size_t column_share(std::size_t columns, const ThreadPool& pool) {
+  constexpr std::size_t kGrain = 64;
+  const auto threads = static_cast<std::size_t>(pool.threads());
+  return ((columns + threads - 1) / threads + kGrain - 1) / kGrain * kGrain;
 }
 
 void sum_scattered(const ScatteredRows& rows, const float* scales, float* y, ThreadPool& pool,
@@ -300,26 +321,14 @@ void sum_scattered(const ScatteredRows& rows, const float* scales, float* y, Thr
 
 void sum_scattered(const ScatteredRows& rows, const float* scales, std::size_t scales_stride,
                    std::size_t tokens, float* y, ThreadPool& pool, SimdLevel level) {
-  const auto add = [&](std::size_t first, std::size_t count, const float* by, std::size_t begin,
-                       std::size_t end, float* to) {
-    const void* const* vectors = rows.vectors + first;
-    if (is_coded(rows.codec))
-      codec_kernels(level, rows.codec).add_scaled_rows(vectors, by, count, rows.length, begin, end, to);
-    else
-      kernel_table(level, dtype_of(rows.codec)).add_scaled_rows(vectors, by, count, begin, end, to);
-  };
-  constexpr std::size_t kGrain = 64;  // columns: whole groups, cache lines of fp16, vectors of every level
-  // One share a thread: a piece of a row is read from memory in one go, the longer the better.
-  const auto threads = static_cast<std::size_t>(pool.threads());
-  const std::size_t share = (rows.length + threads - 1) / threads;
   const std::size_t together = tokens == 1 ? rows.count : kSummed;
-  pool.parallel_for(rows.length, (share + kGrain - 1) / kGrain * kGrain,
-                    [&](std::size_t begin, std::size_t end) {
-                      for (std::size_t i = 0; i < rows.count; i += together)
-                        for (std::size_t m = 0; m < tokens; ++m)
-                          add(i, std::min(together, rows.count - i), scales + m * scales_stride + i, begin,
-                              end, y + m * rows.length);
-                    });
+  pool.parallel_for(rows.length, column_share(rows.length, pool), [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = 0; i < rows.count; i += together) {
+      const ScatteredRows part{rows.vectors + i, std::min(together, rows.count - i), rows.length, rows.codec};
+      for (std::size_t m = 0; m < tokens; ++m)
+        sum_block(part, scales + m * scales_stride + i, begin, end, y + m * rows.length, level);
+    }
+  });
 }
 
 }  // namespace flashllm

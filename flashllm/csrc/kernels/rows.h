@@ -88,11 +88,21 @@ struct ScatteredRows {
   InputForm inputs = InputForm::f32;
 };
 
-// values[i] = activation(vectors[i] . x + bias[ids[i]]); bias: nullptr for none
+// values[i] = activation(vectors[i] . x + bias[ids[i]]), bias: nullptr for none; by the calling thread, of
+// the first token of x
+void dot_block(const ScatteredRows& rows, const RowInputs& x, const std::int32_t* ids, const float* bias,
+               Activation activation, float* values, SimdLevel level);
+// The same by all threads.
 void dot_scattered(const ScatteredRows& rows, const float* x, const std::int32_t* ids, const float* bias,
                    Activation activation, float* values, ThreadPool& pool, SimdLevel level);
 
-// y[j] += sum_i scales[i] * vectors[i][j], in the order of i
+// y[j] += sum_i scales[i] * vectors[i][j], in the order of i; j in [begin, end), by the calling thread
+void sum_block(const ScatteredRows& rows, const float* scales, std::size_t begin, std::size_t end, float* y,
+               SimdLevel level);
+// The columns a thread takes at a time: a piece of a row is read from memory in one go, the longer the
+// better. Whole groups, cache lines of fp16, vectors of every level.
+std::size_t column_share(std::size_t columns, const ThreadPool& pool);
+// All columns, by all threads.
 void sum_scattered(const ScatteredRows& rows, const float* scales, float* y, ThreadPool& pool,
                    SimdLevel level);
 // The same of many tokens: y[m][j] += sum_i scales[m * scales_stride + i] * vectors[i][j]. Each token has the

@@ -33,7 +33,7 @@ FeedForward::FeedForward(const ModelSpec& spec, const std::vector<BlockWeights>&
 void FeedForward::run(const FfnTurn& turn) {
   watch_.restart();
   const FfnLayer* ffn = blocks_[turn.layer].ffn;
-  const bool routed = ffn != nullptr && ffn->router() != nullptr;
+  const bool routed = is_routed(turn.layer);
   const Pass pass = turn.part.pass;
   if (pass == Pass::prompt)
     routed ? run_experts(turn) : run_prompt(turn);
@@ -44,6 +44,12 @@ void FeedForward::run(const FfnTurn& turn) {
   else
     run_active(turn);
   watch_.charge(counters_.compute_ns);
+}
+
+// The layer is a mixture of experts: which rows it wants depends on its input.
+bool FeedForward::is_routed(std::size_t layer) const {
+  const FfnLayer* ffn = blocks_[layer].ffn;
+  return ffn != nullptr && ffn->router() != nullptr;
 }
 
 void FeedForward::accept(std::size_t count) {
@@ -90,6 +96,7 @@ void FeedForward::run_firing(const FfnTurn& turn) {
   if (blocks_[turn.layer].gate != nullptr) return run_active(turn);
   find_firing(turn);
   FfnLayer& ffn = *blocks_[turn.layer].ffn;
+  require(ffn.units().size == 1, "the router says which experts are active, not what fires");
   for (std::size_t t = 0; t < turn.part.count; t += FfnTokens::kMost) {
     ffn.begin(together(turn, t, false));
     ffn.finish(turn.y + t * spec_.block.d_model);
@@ -264,8 +271,10 @@ Activation FeedForward::activation(const BlockWeights& weights) const {
 // The rows that a dense pass wants after this layer's; none where the next pass is not known.
 int FeedForward::layer_after(const FfnTurn& turn) const {
   if (turn.part.is_one_block) return RowStream::kNoLayer;
-  if (turn.layer + 1 < blocks_.size()) return static_cast<int>(turn.layer) + 1;
-  return turn.part.is_last ? RowStream::kNoLayer : 0;
+  const bool ends = turn.layer + 1 == blocks_.size();
+  if (ends && turn.part.is_last) return RowStream::kNoLayer;
+  const std::size_t next = ends ? 0 : turn.layer + 1;
+  return is_routed(next) ? RowStream::kNoLayer : static_cast<int>(next);
 }
 
 }  // namespace flashllm

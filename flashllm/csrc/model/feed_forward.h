@@ -71,6 +71,7 @@ class FeedForward {
   const std::byte* gate_rows(const BlockWeights& weights, std::size_t first) const;
   const ScalePlane* plane(const BlockWeights& weights) const;  // nullptr: columns have their own scales
   Activation activation(const BlockWeights& weights) const;
+  bool is_routed(std::size_t layer) const;
   int layer_after(const FfnTurn& turn) const;
 
   const ModelSpec& spec_;

@@ -2,6 +2,7 @@
 
 #include "io/error.h"
 #include "kernels/levels.h"
+#include "kernels/rows.h"
 
 namespace flashllm {
 
@@ -14,17 +15,19 @@ const PlaneKernels& plane_kernels(SimdLevel level, RowCodec codec, const ScalePl
   return level_kernels(level).planes[index][form];
 }
 
+void sum_block(const PlaneColumns& columns, const float* values, std::size_t begin, std::size_t end, float* y,
+               SimdLevel level) {
+  plane_kernels(level, columns.codec, *columns.plane)
+      .add_scaled_rows(columns.vectors, columns.ids, values, columns.count, *columns.plane, columns.k, begin,
+                       end, y);
+}
+
 void sum_scattered(const PlaneColumns& columns, const float* values, float* y, ThreadPool& pool,
                    SimdLevel level) {
-  const PlaneKernels& kernels = plane_kernels(level, columns.codec, *columns.plane);
-  constexpr std::size_t kGrain = 64;  // weights
-  const auto threads = static_cast<std::size_t>(pool.threads());
-  const std::size_t share = (columns.k + threads - 1) / threads;
-  pool.parallel_for(columns.k, (share + kGrain - 1) / kGrain * kGrain,
-                    [&](std::size_t begin, std::size_t end) {
-                      kernels.add_scaled_rows(columns.vectors, columns.ids, values, columns.count,
-                                              *columns.plane, columns.k, begin, end, y);
-                    });
+  plane_kernels(level, columns.codec, *columns.plane);  // throws here, not in a thread
+  pool.parallel_for(columns.k, column_share(columns.k, pool), [&](std::size_t begin, std::size_t end) {
+    sum_block(columns, values, begin, end, y, level);
+  });
 }
 
 }  // namespace flashllm

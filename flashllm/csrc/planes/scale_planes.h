@@ -58,7 +58,10 @@ struct PlaneColumns {
   RowCodec codec;
   const ScalePlane* plane;
 };
-// y[j] += sum_i values[i] * columns[i][j], in the order of i
+// y[j] += sum_i values[i] * columns[i][j], in the order of i; j in [begin, end), by the calling thread
+void sum_block(const PlaneColumns& columns, const float* values, std::size_t begin, std::size_t end, float* y,
+               SimdLevel level);
+// All columns, by all threads.
 void sum_scattered(const PlaneColumns& columns, const float* values, float* y, ThreadPool& pool,
                    SimdLevel level);
 

@@ -140,7 +140,7 @@ class _Verification:
         if not 0 < data_start <= MAX_HEADER_NBYTES + DATA_ALIGNMENT or data_start % DATA_ALIGNMENT:
             yield from (memoryview(chunk) for chunk in iterate_chunks(path))
             return
-        rows = np.empty((layout.stream_block_rows, layout.stride), np.uint8)
+        rows = np.empty((max(layout.stream_block_rows, self._manifest.checksum_rows), layout.stride), np.uint8)
         fd = open_for_reading(path)
         try:
             drop_page_cache(fd)
@@ -148,19 +148,21 @@ class _Verification:
             offset = data_start
             orders = memoryview(pread_bytes(fd, orders_nbytes, data_start + rows_nbytes, path))
             for layer, layout in enumerate(layouts):
-                expected, ids = self._recorded_checksums(layer), np.arange(layout.num_rows)
+                together = self._manifest.checksum_rows_of(layer)
+                expected, ids = self._recorded_checksums(layer), np.arange(0, layout.num_rows, together)
                 if name == PLACED:
                     order = np.frombuffer(orders, "<i4").reshape(len(layouts), layout.d_ff)[layer]
                     ids[: layout.d_ff] = np.clip(order, 0, layout.d_ff - 1)  # a damaged order names wrong rows
-                for first in range(0, layout.num_rows, len(rows)):
-                    block = rows[: layout.num_rows - first]
+                at_once = len(rows) // together * together
+                for first in range(0, layout.num_rows, at_once):
+                    block = rows[: min(at_once, layout.num_rows - first)]
                     data = block.reshape(-1).data
                     pread_into(fd, data, offset, path)
                     drop_page_cache(fd, offset, len(data))
                     offset += len(data)
                     if expected is not None:
-                        block_ids = ids[first : first + len(block)]
-                        wrong = block_ids[row_checksums(block) != expected[block_ids]]
+                        block_ids = ids[first // together :][: -(-len(block) // together)]
+                        wrong = block_ids[row_checksums(block, together) != expected[block_ids // together]]
                         bad_rows.extend(_BadRow(name, layer, int(row)) for row in wrong)
                     yield data
             yield orders
@@ -169,11 +171,11 @@ class _Verification:
             os.close(fd)
 
     def _recorded_checksums(self, layer: int) -> NDArray[np.uint64] | None:
-        """A layer's checksums, uint64 [num_rows]; None where the resident file cannot say (reported with that file)."""
+        """A layer's checksums, uint64; None where the resident file cannot say (reported with that file)."""
         try:
             with open_safetensors(self._path / RESIDENT) as file:
                 info = file.header.tensors.get(checksums_tensor(layer))
-                if info is None or (info.dtype, info.shape) != ("U64", (self._manifest.layout(layer).num_rows,)):
+                if info is None or (info.dtype, info.shape) != ("U64", (self._manifest.checksums[layer],)):
                     return None
                 checksums = np.empty(info.shape, "<u8")
                 file.read_into(info, 0, checksums.view(np.uint8).data)
@@ -195,11 +197,14 @@ class _Verification:
                 neuron = bad.row if bad.row < self._manifest.architecture.width(bad.layer) else None
                 if blamed == RESIDENT:
                     tensor = checksums_tensor(bad.layer)
-                    where = f"tensor {tensor}, item {bad.row} is wrong"
+                    where = f"tensor {tensor}, item {bad.row // self._manifest.checksum_rows_of(bad.layer)} is wrong"
                     self._problems.append(self._problem(RESIDENT, where, bad.layer, neuron, tensor))
                 else:
                     what = "padding row" if neuron is None else "neuron"
-                    where = f"layer {bad.layer}, {what} {bad.row}: wrong checksum"
+                    num_rows = self._manifest.layout(bad.layer).num_rows
+                    last = min(bad.row + self._manifest.checksum_rows_of(bad.layer), num_rows) - 1
+                    rows = f"{what} {bad.row}" if last == bad.row else f"{what}s {bad.row} to {last}"
+                    where = f"layer {bad.layer}, {rows}: wrong checksum"
                     self._problems.append(self._problem(name, where, bad.layer, neuron))
             if len(of_file) > MAX_LISTED_ROWS:
                 self._report(blamed, f"{self._path / blamed}: and {len(of_file) - MAX_LISTED_ROWS} more rows")
@@ -215,7 +220,7 @@ class _Verification:
             if name == FFN:
                 check_ffn_header(read_header(self._path / FFN), self._manifest.layouts)
             elif name == RESIDENT:
-                check_resident_header(read_header(self._path / RESIDENT), self._manifest.layouts)
+                check_resident_header(read_header(self._path / RESIDENT), self._manifest.checksums)
             elif name == PLACED:
                 read_orders(self._path / PLACED, self._manifest.rows, self._manifest.architecture.num_layers)
         except FlashError as error:

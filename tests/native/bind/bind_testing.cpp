@@ -50,8 +50,8 @@ WrongCompletions::Kind parse_wrong(const std::string& kind) {
 std::vector<std::tuple<int, int>> exchange(SlotTable& table, const std::vector<std::int32_t>& leaving,
                                            const std::vector<std::int32_t>& coming) {
   for (const auto* ids : {&leaving, &coming})
-    for (const std::int32_t neuron : *ids)
-      require(neuron >= 0 && neuron < table.num_neurons(), "no such neuron");
+    for (const std::int32_t unit : *ids)
+      require(unit >= 0 && unit < table.num_units(), "no such unit");
   std::vector<SlotTable::Move> moves;
   table.exchange(leaving, coming, moves);
   std::vector<std::tuple<int, int>> result;
@@ -91,13 +91,13 @@ void init_testing(nb::module_& m) {
       nb::arg("writer"), nb::arg("kind"), nb::arg("first"), nb::arg("count") = 1, nb::arg("argument") = 0);
 
   nb::class_<SlotTable>(m, "SlotTable")
-      .def(nb::init<std::int32_t, std::int32_t>(), nb::arg("num_neurons"), nb::arg("capacity"))
+      .def(nb::init<std::int32_t, std::int32_t>(), nb::arg("num_units"), nb::arg("capacity"))
       .def_prop_ro("num_used", &SlotTable::num_used)
       .def_prop_ro("capacity", &SlotTable::capacity)
       .def("slot_of",
-           [](const SlotTable& self, std::int32_t neuron) {
-             require(neuron >= 0 && neuron < self.num_neurons(), "no such neuron");
-             return self.slot_of(neuron);
+           [](const SlotTable& self, std::int32_t unit) {
+             require(unit >= 0 && unit < self.num_units(), "no such unit");
+             return self.slot_of(unit);
            })
       .def("pointers",
            [](const SlotTable& self) {
