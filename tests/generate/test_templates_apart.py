@@ -165,6 +165,22 @@ def test_a_process_that_dies_or_stands_still_over_a_request(monkeypatch, templat
     assert template.render([USER]) == "Hello;"
 
 
+def test_an_interrupted_request_leaves_no_answer_behind():
+    slow = "{% if messages[0].content == 'slow' %}{% for i in range(60000) %}{% endfor %}{% endif %}" + PLAIN
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)  # ctrl-C, at a time of its own
+    try:
+        with ChatTemplate(slow, "dir") as template:
+            for delay_s in (0.0005, 0.001, 0.003, 0.01):
+                template.check()
+                with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+                    signal.setitimer(signal.ITIMER_REAL, delay_s)
+                    while True:
+                        template.render([{"content": "slow"}])
+                assert template.render([USER]) == "Hello;"
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_one_that_cannot_be_started(monkeypatch, template):
     template.close()
     with pytest.raises(FlashError, match="the chat template is closed"):

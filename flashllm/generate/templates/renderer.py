@@ -1,7 +1,7 @@
 """A process apart that renders chat templates, with limits on its time and memory. Knows nothing of Jinja.
 
-Whatever a template computes, it computes there: it can end that process and no other. The next request has a
-new one.
+Whatever a template computes, it computes there: it can end that process and no other. The next request then
+has a new one.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ GROWTH_NBYTES = 32_000_000  # of the process's address space: a text of a millio
 MAX_NBYTES = 8_000_000  # of a conversation's text
 _OWN_NBYTES = 13_000_000  # of memory that the process holds alone, when it has begun
 _START_S, _ANSWER_S = 20.0, 0.4  # beyond the time in which it must be there, or have answered, it is taken for dead
-# It has the paths of this process, and of these none for files that only lie about; and this package's own.
+# The process has the paths of this one, and this package's own.
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from flashllm.generate.templates.environment import main; main(int(sys.argv[2]))"
@@ -71,8 +71,11 @@ class Renderer(OneProcess):
                 child = self._begin(request)
                 child.send(data, LIMIT_S)
                 return child.answer()
-            except OSError as error:  # a time limit, or a connection that has ended
+            except (OSError, ValueError) as error:  # a time limit, a connection that has ended, no answer's form
                 reason, status = str(error), self._end()
+            except BaseException:  # ctrl-C: the next request is not to have this one's answer
+                self._end()
+                raise
         with contextlib.suppress(FlashError):  # the next request says it
             self.start(request)
         if status == -signal.SIGALRM:
