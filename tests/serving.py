@@ -55,3 +55,5 @@ def running(model, path, *, template=TEMPLATE, **options):
             server.stop()
             thread.join()
             sock.close()
+            if turns is not None:
+                turns.close()

@@ -20,6 +20,12 @@ TOKENIZER = Tokenizer(make_tokenizer(VOCAB).backend_tokenizer, end_ids=())
 TURNS = ChatTemplate("{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:", "here")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _turns():
+    yield
+    TURNS.close()
+
+
 class Sequence:
     def __init__(self):
         self.ids, self.closed = [], False

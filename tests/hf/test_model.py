@@ -12,6 +12,7 @@ from generating import greedy, ids_of
 from predictor_files import make_predictors
 
 from flashllm.base.machine import num_cores
+from flashllm.base.processes import beside_nbytes
 from flashllm.config import Ablation, RunConfig
 from flashllm.errors import BudgetError, ChecksumError, FlashIOError, FormatError, UsageError
 from flashllm.format.model_dir import ModelDir
@@ -179,7 +180,7 @@ def test_same_bits_whatever_was_cached_before(tiny, load, undisturbed):
 def minimum(path: Path, monkeypatch) -> int:
     """The least limit the model runs under beside torch, the process's own size held still."""
     monkeypatch.setattr("flashllm.engine.model.process_nbytes", lambda: 400_000_000)
-    process = 400_000_000 + TORCH_GROWTH
+    process = 400_000_000 + TORCH_GROWTH + beside_nbytes()  # of what other tests have left open
     plan = resolve(RunConfig(io_threads=4), ModelDir.open(path), available=10**12, process=process)
     return plan.memory.minimum_nbytes
 
