@@ -112,7 +112,6 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         weight_bits=settings["weight_bits"] or 4,
         cache_bits=settings["cache_bits"] or 4,
         cache_layout=settings["layout"],
-        schedule=settings.get("schedule", "zigzag"),
     )
     with (
         tempfile.TemporaryDirectory(dir=settings["scratch"]) as scratch,

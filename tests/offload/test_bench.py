@@ -54,8 +54,7 @@ def test_plan_writes_its_results(bench_path, tmp_path, capsys):
     assert offload_plan.main(["--quick", "--out", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["held_out"]
     names = {path.name for path in tmp_path.iterdir()}
-    pictures = {"offload_frontier.png", "offload_scaling.png", "offload_network.png"}
-    assert names == {"offload_plan.json", "offload_plan.md"} | pictures
+    assert names == {"offload_plan.json", "offload_plan.md", "offload_frontier.png"}
     assert "| 6.7b @ 512 | held out |" in (tmp_path / "offload_plan.md").read_text()
     frontier = json.loads((tmp_path / "offload_plan.json").read_text())["frontier"]["opt-175b"]
     ours = max(throughput for _, throughput in frontier["flashllm"])
@@ -99,7 +98,7 @@ def test_tables_are_measured(bench_path, tmp_path, capsys, monkeypatch):
     assert all(0 < row["compute"] <= row["total"] for row in rows if row["stage"] == "prefill")
     limit = process_nbytes() + 300_000_000  # the runs are in this process, which other tests have made larger
     rows = table("ablation", "--sequences", "12", "--memory", str(limit))
-    assert len(rows) == 6
+    assert len(rows) == 5
     assert all("throughput" in row or "does not fit" in row for row in rows)
     assert (rows[0]["of_all"], rows[-1]["blocks"]) == (1.0, 2)
     rows = table("frontier", "--batches", "1", "4")

@@ -8,7 +8,6 @@ from flashllm.offload.runtime.ops import WeightGroups
 from flashllm.offload.runtime.tasks import Task
 
 CacheLayout = Literal["hidden", "kivi"]
-Schedule = Literal["zigzag", "row", "diagonal"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +19,6 @@ class RunOptions:
     weight_groups: WeightGroups = "mixed"
     cache_bits: int = 4  # where it compresses the cache
     cache_layout: CacheLayout = "kivi"
-    schedule: Schedule = "zigzag"
     simd: str = "auto"
     accelerator: str | None = None  # torch's name of the device; None: the CPU, by the native core
     accelerator_memory: int | None = None  # bytes of it; None: what is free
