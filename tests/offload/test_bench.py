@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from flashllm.base.machine import process_nbytes
@@ -71,6 +72,23 @@ def test_profile_check_runs(bench_path, tmp_path, capsys):
     assert {row["what"] for row in rows} >= {"disk to CPU", "CPU to disk", "gemm 128x256"}
     assert summary["within"] <= len(rows)
     assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
+
+
+def test_a_copy_in_the_papers_groups_has_rounded_layers_and_nothing_else(bench_path, tmp_path):
+    import group_codec
+    import rounded_copies
+    from safetensors.numpy import load_file
+    from tiny_models import make_tiny_opt
+
+    folder = make_tiny_opt(tmp_path / "hf", d_ff=200)
+    copy = rounded_copies.copy_in_the_papers_groups(folder, tmp_path / "copy", 4)
+    before, after = (load_file(path / "model.safetensors") for path in (folder, copy))
+    assert before.keys() == after.keys()
+    for name, values in before.items():
+        is_matrix = values.ndim == 2 and ".layers." in name
+        panels = [values[r : r + 64] for r in range(0, len(values), 64)]
+        expected = [group_codec.pack_columns(panel, 4)[1] if is_matrix else panel for panel in panels]
+        np.testing.assert_array_equal(after[name], np.concatenate(expected))
 
 
 def test_tables_are_measured(bench_path, tmp_path, capsys, monkeypatch):

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from flashllm.offload.runtime.ops import WeightGroups
 from flashllm.offload.runtime.tasks import Task
 
 CacheLayout = Literal["hidden", "kivi"]
@@ -16,7 +15,6 @@ class RunOptions:
 
     threads: int | None = None  # of the products; None: one a core
     weight_bits: int = 4  # where the policy compresses weights
-    weight_groups: WeightGroups = "mixed"
     cache_bits: int = 4  # where it compresses the cache
     cache_layout: CacheLayout = "kivi"
     simd: str = "auto"

@@ -354,7 +354,9 @@ class _Run:
 
         weights = runner._weights.layer(step.layer, task.weights)
         where = self._positions(batch, step.token)
-        x = run_layer(runner._ops, runner.block, layer, weights, x, positions=where, attend=attend)
+        x = run_layer(
+            runner._ops, runner.block, layer, weights, x, positions=where, attend=attend, decoding=step.token > 0
+        )
         self._activations.put(step.batch, x)
 
     def _positions(self, batch: _Batch, token: int) -> NDArray[np.int64]:
