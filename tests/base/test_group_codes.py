@@ -88,7 +88,7 @@ def test_a_group_keeps_its_largest_weights_where_it_has_a_minimum():
     back = GROUP_CODES["int4_64_min"].decode(GROUP_CODES["int4_64_min"].encode(values), 64)
     step = np.ptp(values, axis=1) / 15
     largest = np.abs(back.max(axis=1) - values.max(axis=1)) / step
-    assert largest.mean() < 0.4
+    assert largest.mean() < 0.25  # 0.35 with narrower ones
 
 
 @pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)
