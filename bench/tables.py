@@ -207,7 +207,7 @@ def planner() -> str:
 
 def offload_quality() -> str:
     rows = []
-    for path in ("offload_quality", "offload_quality_paper"):
+    for path in ("offload_quality", "offload_quality_paper", "offload_quality_encodings"):
         for one in load(f"offload/results/{path}.json")["rows"]:
             words = one["lambada_accuracy"]
             rows.append(

@@ -12,7 +12,7 @@ from masked import MaskedModel, Namer, Variant
 from numpy.typing import NDArray
 from weights import Floats, LayerWeights
 
-from flashllm.sparsify.gates import Gates
+from flashllm.pack.gates import Gates
 
 BINS = np.linspace(-4.0, 4.0, 81)  # of pre-activations, in standard deviations of the layer's
 BLOCK_TOKENS = 512

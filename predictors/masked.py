@@ -28,8 +28,8 @@ from flashllm.format.manifest import Manifest, predictor_ranks
 from flashllm.format.model_files import PREDICTORS
 from flashllm.format.predictors import FACTOR_CODE, PREFETCH, relu_encodings
 from flashllm.format.safetensors import read_header
+from flashllm.pack.gates import Gates
 from flashllm.plan.memory import KV_BLOCK_TOKENS
-from flashllm.sparsify.gates import Gates
 
 BLOCK_TOKENS = 512  # whose logits a predictor gives at once
 

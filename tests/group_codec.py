@@ -58,10 +58,3 @@ def pack_rows(values, bits):
     codes, scales, minimums = (np.concatenate([piece[i] for piece in pieces], axis=1) for i in range(3))
     parts = [scales.ravel().view(np.uint8), minimums.ravel().view(np.uint8), pack_codes(codes, bits).ravel()]
     return np.concatenate(parts), back[:, :columns]
-
-
-def pack_weights(values, bits, along="outputs"):
-    """A matrix in panels of GROUP rows: (bytes, float32 values they stand for)."""
-    pack = pack_columns if along == "outputs" else pack_rows
-    panels = [pack(values[r : r + GROUP], bits) for r in range(0, len(values), GROUP)]
-    return np.concatenate([panel[0] for panel in panels]), np.concatenate([panel[1] for panel in panels])

@@ -5,7 +5,8 @@ from flashllm.profile.machine import BatchRates, Profile
 from flashllm.profile.rates import RateCurve
 
 BATCHES = BatchRates(
-    gemm=RateCurve(((1, 1e10), (64, 1e11))), packed_gemm=RateCurve.flat(0.9e11), bmm=RateCurve.flat(2e10),
+    gemm=RateCurve(((1, 1e10), (64, 1e11))), packed_gemm=RateCurve.flat(0.9e11),
+    decoded_gemm=RateCurve.flat(1.2e11), bmm=RateCurve.flat(2e10),
     cpu_attention=RateCurve.flat(1e10), packed_attention=RateCurve.flat(0.8e10), seal=RateCurve.flat(2e9),
     elementwise=RateCurve.flat(5e9), read_takes=0.1, read_loses=0.2, square_s=2e-4,
 )  # fmt: skip

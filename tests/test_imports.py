@@ -15,11 +15,11 @@ ROOT = Path(flashllm.__file__).parent
 # From the ground up: a name is a package, or a module that stands alone.
 ORDER = (
     *("_core", "errors", "config", "base", "arch", "format", "profile", "convert", "plan", "engine"),
-    *("generate", "sparsify", "parked", "api", "hf", "offload", "quantise", "chat", "serve", "commands"),
+    *("generate", "parked", "api", "hf", "offload", "pack", "chat", "serve", "commands"),
     *("cli", "__main__"),
 )
 # The same of the native core's folders; the kernels' levels hold those of planes.
-CORE_FLOORS = (("io",), ("kernels", "planes"), ("cache",), ("ffn",), ("model",), ("quantise",), ("offload",), ("bind",))
+CORE_FLOORS = (("io",), ("kernels", "planes"), ("cache",), ("ffn",), ("model",), ("pack",), ("offload",), ("bind",))
 OFFLOAD_SHARES = {
     "errors",
     "base",

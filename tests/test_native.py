@@ -21,11 +21,11 @@ SANITIZERS = {
 }
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 OF_ARITHMETIC = [
-    *("kernels/**/*.cpp", "offload/*.cpp", "planes/*.cpp", "quantise/*.cpp", "io/memory.cpp", "io/xxh3.cpp"),
+    *("kernels/**/*.cpp", "offload/*.cpp", "planes/*.cpp", "pack/*.cpp", "io/memory.cpp", "io/xxh3.cpp"),
     *(f"ffn/{name}.cpp" for name in ("dense_ffn", "expert_ffn", "experts", "neuron_norm", "predictor")),
     *("model/page_pool.cpp", "model/sequence_state.cpp"),
 ]
-TESTS_OF_ARITHMETIC = ("attention", "compute", "experts", "sequence_state", "norm", "offload", "predictor", "quantise")
+TESTS_OF_ARITHMETIC = ("attention", "compute", "experts", "sequence_state", "norm", "offload", "pack", "predictor")
 
 
 def _core_flags() -> dict[str, list[str]]:

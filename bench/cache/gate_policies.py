@@ -44,7 +44,7 @@ from flashllm.format.model_files import FFN, PREDICTORS, ffn_tensor
 from flashllm.format.rows import widened_rows
 from flashllm.format.safetensors import open_safetensors
 from flashllm.generate.tokenizer import Tokenizer
-from flashllm.sparsify.score import Inputs
+from flashllm.pack.score import Inputs
 
 Floats = NDArray[np.float32]
 Masks = NDArray[np.bool_]

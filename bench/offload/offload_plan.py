@@ -1,7 +1,7 @@
-"""The planner against paper B: held-out cells of table 2, 4-bit rows, ablations, four GPUs, and the paper's pictures.
+"""The planner against paper B: held-out cells of table 2, 4-bit rows, ablations, and figure 1.
 
 Constants are those of `t4`, fitted by bench/offload/offload_fit.py; every row says whether its figure was used there.
-Policies the paper does not print (prompt 1024, 4 bit, four GPUs) are those of its authors' published commands.
+Policies the paper does not print (prompt 1024, 4 bit) are those of its authors' published commands.
 
     python bench/offload/offload_plan.py --out bench/offload/results          (about two minutes)
 """
@@ -19,7 +19,6 @@ from offload_fit import GEN_LEN, POLICY_6B7, POLICY_30B, POLICY_175B, compare, p
 from flashllm.errors import BudgetError
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.machines import T4
-from flashllm.offload.planner.clusters import Network, decentralised, pipeline, tokens_per_dollar
 from flashllm.offload.planner.predict import predict
 from flashllm.offload.planner.program import Constraints
 from flashllm.offload.planner.search import GPU_BATCHES, NUM_BATCHES, SearchSpace, search
@@ -61,14 +60,6 @@ TABLE_5: tuple[tuple[str, str, float, Policy], ...] = (
     ("DeepSpeed policy", "opt-30b", 1.57, paper_policy(8, 1, (0, 100, 100, 0, 100, 0))),
     ("DeepSpeed policy", "opt-175b", 0.01, paper_policy(2, 1, (0, 0, 100, 0, 100, 0))),
 )
-
-# Table 3, four machines: generation and decoding tokens/s.
-TABLE_3 = (
-    ("opt-6.7b", 201.12, 764.65, paper_policy(24, 1, ALL_GPU)),
-    ("opt-30b", 23.61, 48.94, paper_policy(64, 3, (20, 80, 0, 100, 0, 100), cpu_attention=True)),
-    ("opt-175b", 2.33, 3.86, paper_policy(40, 1, CPU_CACHE, cpu_attention=True)),
-)
-GCP = Network(bandwidth=16e9 / 8, delay_s=0.5e-3)  # between instances of one zone; no figure depends on it
 
 
 def literal() -> Hardware:
@@ -116,7 +107,6 @@ def table_2(rows: Sequence[tuple[str, int, float, Policy, dict[str, bool], str]]
             record[name] = plan.prediction.throughput
             record[f"{name}_policy"] = plan.policy.to_json()
             record[f"{name}_latency_s"] = plan.prediction.latency_s
-        record["tokens_per_usd"] = tokens_per_dollar(record["at_paper_policy"])
         records.append(record)
     return records
 
@@ -126,28 +116,6 @@ def table_5() -> list[dict[str, Any]]:
     for what, model, paper, policy in TABLE_5:
         ours = predict(BUILTIN[model], T4, _workload(512), policy)
         records.append({"what": what, "model": model, "paper": paper, "predicted": ours.throughput})
-    return records
-
-
-def table_3(machines: Sequence[int], grid: Grid) -> list[dict[str, Any]]:
-    """Four machines at the authors' policies, and scaling at searched ones."""
-    records = []
-    for model, generation, decoding, policy in TABLE_3:
-        shape = BUILTIN[model]
-        ours = pipeline(shape, T4, _workload(512), machines=4, network=GCP, policy=policy)
-        scaling = []
-        for count in machines:
-            space = _space(grid, {}, forbid=PAPER_TIERS[model] if count > 1 else frozenset())
-            plan = pipeline(shape, T4, _workload(512), machines=count, network=GCP, space=space)
-            scaling.append([count, plan.throughput, plan.decode_throughput])
-        records.append(
-            {
-                "model": model,
-                "paper": [generation, decoding],
-                "predicted": [ours.throughput, ours.decode_throughput],
-                "scaling": scaling,
-            }
-        )
     return records
 
 
@@ -172,25 +140,6 @@ def frontier(model: str, latencies: Sequence[float], grid: Grid) -> dict[str, li
                 curves["row by row"].append([got.latency_s, got.throughput])
                 break
     return curves
-
-
-def networked(batches: Sequence[int]) -> list[dict[str, Any]]:
-    """Figure 5: 30B on one T4 by offloading, and on twelve T4 that keep whole layers, over four networks."""
-    shape, work = BUILTIN["opt-30b"], _workload(512)
-    records = []
-    for clients in (1, 6):
-        for delay_s in (0.01, 0.1):
-            for gigabits in (1.0, 0.1):
-                network = Network(bandwidth=gigabits * 1e9 / 8, delay_s=delay_s)
-                points = []
-                for batch in batches:
-                    try:
-                        got = decentralised(shape, T4, work, machines=12, network=network, batch=batch, clients=clients)
-                    except BudgetError:
-                        continue
-                    points.append([batch, got.latency_s, got.throughput])
-                records.append({"clients": clients, "delay_s": delay_s, "gigabits": gigabits, "points": points})
-    return records
 
 
 def _describe(policy: dict[str, Any]) -> str:
@@ -237,16 +186,6 @@ def report(results: dict[str, Any]) -> str:
     ]
     lines += ["", "## Table 4 and what else was fitted", "", "| figure | paper | model |", "|---|---|---|"]
     lines += [f"| {name} | {paper:.4g} | {miss(ours, paper)} |" for name, ours, paper in results["fitted"]]
-    lines += ["", "## Table 3, four machines (predicted)", ""]
-    lines += ["| model | generation, paper | predicted | decoding, paper | predicted |", "|---|---|---|---|---|"]
-    for r in results["table_3"]:
-        (gen, dec), (our_gen, our_dec) = r["paper"], r["predicted"]
-        lines.append(f"| {r['model'][4:]} | {gen} | {miss(our_gen, gen)} | {dec} | {miss(our_dec, dec)} |")
-    lines += ["", "## Tokens per dollar of electricity (section 6.3: 250 W, 0.2 $/kWh; the paper: 49680 for 175B)", ""]
-    lines += ["| cell | tokens/$ |", "|---|---|"]
-    for r in results["table_2"]:
-        mark = " (c)" if r["compressed"] else ""
-        lines.append(f"| {r['model'][4:]} @ {r['prompt_len']}{mark} | {r['tokens_per_usd']:.0f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -265,54 +204,25 @@ def draw(results: dict[str, Any], out: Path) -> None:
         axis.legend()
     figure.tight_layout()
     figure.savefig(out / "offload_frontier.png", dpi=110)
-
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4))
-    for axis, record in zip(axes, results["table_3"], strict=True):
-        counts = [p[0] for p in record["scaling"]]
-        for column, name in ((1, "generation"), (2, "decoding")):
-            values = [p[column] for p in record["scaling"]]
-            axis.plot(counts, values, marker="o", label=name)
-            axis.plot(counts, [values[0] * count for count in counts], linestyle=":", label=f"{name}, linear")
-        axis.plot([4, 4], record["paper"], "kx", label="paper, 4 GPUs")
-        axis.set(title=record["model"], xlabel="T4 machines", ylabel="tokens/s", yscale="log")
-        axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(out / "offload_scaling.png", dpi=110)
-
-    figure, axis = plt.subplots(figsize=(9, 5))
-    offloading = sorted(results["frontier"]["opt-30b"]["flashllm"])
-    axis.plot([p[0] for p in offloading], [p[1] for p in offloading], "k-o", label="offloading, one T4")
-    for record in results["networked"]:
-        style = "--" if record["clients"] == 1 else "-"
-        label = f"12 T4, {record['delay_s'] * 1e3:.0f} ms, {record['gigabits']:g} Gb/s, {record['clients']} client(s)"
-        axis.plot([p[1] for p in record["points"]], [p[2] / 12 for p in record["points"]], style, label=label)
-    axis.set(title="opt-30b, prompt 512, 32 new", xlabel="latency of a batch, s", ylabel="tokens/s a GPU")
-    axis.set(xscale="log", yscale="log")
-    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.tight_layout()
-    figure.savefig(out / "offload_network.png", dpi=110)
     plt.close("all")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, help="folder for offload_plan.json, offload_plan.md and the pictures")
+    parser.add_argument("--out", type=Path, help="folder for offload_plan.json, offload_plan.md and the picture")
     parser.add_argument("--quick", action="store_true", help="two cells and a few points, for a test")
     args = parser.parse_args(argv)
     latencies = (12000,) if args.quick else (3000, 3500, 4000, 5000, 6000, 8000, 10000, 12000, 16000, 24000, 40000)
     small = (300,) if args.quick else (20, 30, 40, 60, 100, 150, 200, 300, 450, 700, 1000, 2000)
-    batches = (1, 8) if args.quick else (1, 2, 4, 8, 16, 32, 64)
     results: dict[str, Any] = {"command": "python bench/offload/offload_plan.py --out bench/offload/results"}
     grid = COARSE if args.quick else Grid()
     results["table_2"] = table_2(TABLE_2[:2] if args.quick else TABLE_2, grid)
     results["table_5"] = table_5()
     results["fitted"] = compare(T4)
-    results["table_3"] = table_3((1, 4) if args.quick else (1, 2, 4, 8), grid)
     results["frontier"] = {
         "opt-175b": frontier("opt-175b", latencies, grid),
         "opt-30b": frontier("opt-30b", small, grid),
     }
-    results["networked"] = networked(batches)
     page = report(results)
     print(page, file=sys.stderr)
     if args.out is not None:

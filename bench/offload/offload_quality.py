@@ -2,7 +2,8 @@
 
     python bench/offload/offload_quality.py MODEL --text wiki.test.raw [--lambada lambada.jsonl] [--windows 16]
 
-MODEL is a Hugging Face folder or a flashllm directory. Each window of the text is a prompt of one KV block, and every
+MODEL is a Hugging Face folder; but for rows with a copy of it (the paper's layout of weights; error feedback, by
+--calibrate FILE) also a flashllm directory. Each window of the text is a prompt of one KV block, and every
 token after it is forced through decoding, so that the cache that is read is the one a user's run would have: its last
 up to 63 tokens in 16 bit, the others as the row says. LAMBADA's texts start after 8 tokens, and a word counts where
 every one of its tokens is the likeliest. `change` is the perplexity over that of the first row, less one; the standard
@@ -24,12 +25,12 @@ from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from rounded_copies import copy_in_the_papers_groups, copy_with_feedback
 
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.jobs.sequences import Sequence
 from flashllm.offload.policy import Policy
-from flashllm.offload.runtime.ops import WeightGroups
 from flashllm.offload.runtime.run import Runner, RunOptions
 
 PROMPT = 64  # tokens of a window that go in at once
@@ -44,7 +45,7 @@ class Row:
     weight_bits: int | None = None
     cache_bits: int | None = None
     layout: Literal["hidden", "kivi"] = "kivi"
-    groups: WeightGroups = "mixed"
+    copy: Literal["the paper's", "feedback"] | None = None  # of the model, whose weights run as they are
     share: float = 1.0
 
     @property
@@ -52,7 +53,7 @@ class Row:
         return Policy(
             gpu_batch=64,
             wg=1.0, wc=0.0, wd=0.0, cg=1.0, cc=0.0, cd=0.0, hg=1.0, hc=0.0, hd=0.0,
-            compress_weights=self.weight_bits is not None,
+            compress_weights=self.weight_bits is not None and self.copy is None,
             compress_cache=self.cache_bits is not None,
             attention_sparsity=self.share,
         )  # fmt: skip
@@ -61,7 +62,6 @@ class Row:
     def options(self) -> RunOptions:
         return RunOptions(
             weight_bits=self.weight_bits or 4,
-            weight_groups=self.groups,
             cache_bits=self.cache_bits or 4,
             cache_layout=self.layout,
         )
@@ -71,7 +71,7 @@ ROWS = (
     Row(name="16 bit"),
     Row(name="4 bit", weight_bits=4, cache_bits=4),
     Row(name="4 bit, 10 % sparse", weight_bits=4, cache_bits=4, share=0.1),
-    Row(name="4 bit, the paper's", weight_bits=4, cache_bits=4, layout="hidden", groups="outputs"),
+    Row(name="4 bit, the paper's", weight_bits=4, cache_bits=4, layout="hidden", copy="the paper's"),
     Row(name="10 % sparse", share=0.1),
     Row(name="cache 8 bit", cache_bits=8),
     Row(name="cache 8 bit, the paper's", cache_bits=8, layout="hidden"),
@@ -81,9 +81,8 @@ ROWS = (
     Row(name="cache 2 bit", cache_bits=2),
     Row(name="weights 8 bit", weight_bits=8),
     Row(name="weights 4 bit", weight_bits=4),
-    Row(name="weights 4 bit, the paper's", weight_bits=4, groups="outputs"),
-    Row(name="weights 3 bit", weight_bits=3),
-    Row(name="weights 2 bit", weight_bits=2),
+    Row(name="weights 4 bit, the paper's", weight_bits=4, copy="the paper's"),
+    Row(name="weights 4 bit, feedback", weight_bits=4, copy="feedback"),
 )
 
 
@@ -138,14 +137,32 @@ def last_words(tokenizer: Tokenizer, path: Path, count: int) -> list[tuple[list[
     return found
 
 
-def measure(model: Path, row: Row, windows: list[list[int]], words: list[tuple[list[int], int]]) -> dict[str, Any]:
+def copied(model: Path, out: Path, row: Row, calibrate: Path | None) -> Path:
+    """The folder that the row runs."""
+    if row.copy is None or row.weight_bits is None:
+        return model
+    if row.copy == "feedback":
+        if calibrate is None:
+            raise SystemExit(f"the row {row.name} needs --calibrate")
+        return copy_with_feedback(model, out, row.weight_bits, calibrate)
+    return copy_in_the_papers_groups(model, out, row.weight_bits)
+
+
+def measure(
+    model: Path, row: Row, windows: list[list[int]], words: list[tuple[list[int], int]], *, calibrate: Path | None
+) -> dict[str, Any]:
     """Each window's mean loss, and the share of last words found."""
     started = time.perf_counter()
     forced = [Forced(window, PROMPT) for window in windows]
     texts = [Forced(ids, LAMBADA_PROMPT) for ids, _ in words]
     with (
         tempfile.TemporaryDirectory() as scratch,
-        Runner(model, row.policy, scratch=Path(scratch), options=row.options) as runner,
+        Runner(
+            copied(model, Path(scratch) / "copy", row, calibrate),
+            row.policy,
+            scratch=Path(scratch),
+            options=row.options,
+        ) as runner,
     ):
         runner.run(forced)
         if texts:
@@ -173,6 +190,10 @@ def compared(result: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _runs(row: Row, calibrate: Path | None) -> bool:
+    return row.copy != "feedback" or calibrate is not None
+
+
 def main(argv: Ids[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("model", type=Path)
@@ -182,16 +203,17 @@ def main(argv: Ids[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
     parser.add_argument("--words", type=int, default=200, help="texts of LAMBADA")
     parser.add_argument("--rows", type=int, nargs="*", help="numbers of the rows to run (default: all)")
+    parser.add_argument("--calibrate", type=Path, help="plain text for the row with error feedback")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     tokenizer = Tokenizer.load(args.model)
     windows = windows_of(tokenizer, args.text, args.windows, args.length)
     words = last_words(tokenizer, args.lambada, args.words) if args.lambada else []
-    rows = [ROWS[number] for number in args.rows] if args.rows else list(ROWS)
+    rows = [ROWS[number] for number in args.rows] if args.rows else [row for row in ROWS if _runs(row, args.calibrate)]
     results: list[dict[str, Any]] = []
     first: dict[str, Any] | None = None
     for row in rows:
-        result = measure(args.model, row, windows, words)
+        result = measure(args.model, row, windows, words, calibrate=args.calibrate)
         first = first or result
         results.append(compared(result, first))
         one = results[-1]

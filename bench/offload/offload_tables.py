@@ -95,34 +95,27 @@ def ablation(args: argparse.Namespace) -> list[dict[str, Any]]:
     policy = prepare(args.model, shape, sizes, options, report=lambda line: print(line, file=sys.stderr)).policy
     all_in_memory = replace(policy, wg=1.0, wc=0.0, wd=0.0, cg=1.0, cc=0.0, cd=0.0, hg=1.0, hc=0.0, hd=0.0)
     alone = {"num_batches": 1, **ON_DISK}
-    variants: list[tuple[str, Policy, dict[str, Any]]] = [
-        ("all", policy, {}),
-        ("no policy search: one batch at a time, all weights on disk", replace(policy, **alone), {}),
-        ("no overlap", replace(policy, overlap=False), {}),
-        ("row by row", policy, {"schedule": "row"}),
-        ("no disk", all_in_memory, {}),
-        ("the policy of DeepSpeed: batches of 8, row by row", replace(policy, gpu_batch=8, **alone), {}),
+    variants = [
+        ("all", policy),
+        ("no policy search: one batch at a time, all weights on disk", replace(policy, **alone)),
+        ("no overlap", replace(policy, overlap=False)),
+        ("no disk", all_in_memory),
+        ("the policy of DeepSpeed: batches of 8, row by row", replace(policy, gpu_batch=8, **alone)),
     ]
     rows: list[dict[str, Any]] = []
-    for name, variant, _ in variants:
+    for name, variant in variants:
         row: dict[str, Any] = {"run": name, "policy": variant.to_json(), "rounds": []}
         try:
             prepare(args.model, shape, sizes, replace(options, policy=variant), report=lambda _: None)
         except BudgetError as error:
             row["does not fit"] = str(error)
         rows.append(row)
-    if policy.num_batches == 1:  # a block of one batch has one order of steps
-        rows[[name for name, *_ in variants].index("row by row")]["same_as"] = "all"
-    fits = [
-        (row, variant, changes)
-        for row, (_, variant, changes) in zip(rows, variants, strict=True)
-        if "does not fit" not in row
-    ]
+    fits = [(row, variant) for row, (_, variant) in zip(rows, variants, strict=True) if "does not fit" not in row]
     run(args, fits[0][1], new=2)  # the machine's first read of the model is of no variant
     for _ in range(args.rounds):
-        for row, variant, changes in fits:
-            row["rounds"].append(run(args, variant, **changes))
-    for row, *_ in fits:
+        for row, variant in fits:
+            row["rounds"].append(run(args, variant))
+    for row, _ in fits:
         rates = sorted(one["throughput"] for one in row["rounds"] if "throughput" in one)
         if rates:
             middle = rates[(len(rates) - 1) // 2]

@@ -16,14 +16,16 @@ from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.machine import num_cores
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs.sequences import Sequence
+from flashllm.offload.planner.packing import Packing
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.layer import ROWS_TOGETHER
 from flashllm.offload.runtime.native_ops import NativeOps
-from flashllm.offload.runtime.ops import Matrix, Packing
+from flashllm.offload.runtime.ops import Matrix
 from flashllm.offload.runtime.run import Runner, RunOptions
 from flashllm.offload.runtime.tiers.scratch import open_reader
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, open_weights
-from flashllm.offload.runtime.tiers.weight_plan import packed_nbytes, weight_packing
+from flashllm.offload.runtime.tiers.weight_plan import weight_packing
+from flashllm.offload.runtime.tiers.weights import pack
 
 _ROUNDS = 3
 
@@ -39,7 +41,7 @@ def median_s(work: Callable[[], object]) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def products_s(source: WeightSource, bits: int | None, rows: int) -> tuple[float, float]:
+def products_s(source: WeightSource, bits: int | None, rows: int, *, decoding: bool) -> tuple[float, float]:
     """Seconds of one layer's products, and of the head's, over `rows` rows; by our own products, weights in memory."""
     pool = _core.ThreadPool(num_cores())
     ops = NativeOps(source.block, source.dtype.name, pool)
@@ -52,9 +54,8 @@ def products_s(source: WeightSource, bits: int | None, rows: int) -> tuple[float
         source.read({name: array})
         if packing is None:
             return Matrix(array, outputs, inputs, None, None)
-        packed = np.empty(packed_nbytes(outputs, inputs, packing), np.uint8)
-        how = {"along": packing.along, "scales": packing.scales}
-        _core.pack_weights(array, source.dtype.name, packing.bits, packed, pool, **how)
+        packed = _core.allocate(packing.nbytes(outputs, inputs))
+        pack(array, source.dtype.name, packing, packed, pool)
         return Matrix(packed, outputs, inputs, packing, None)
 
     def seconds(one: Matrix) -> float:
@@ -62,12 +63,11 @@ def products_s(source: WeightSource, bits: int | None, rows: int) -> tuple[float
         values = random.standard_normal((part, one.columns), np.float32)
         x = np.empty(values.shape, storage)
         _core.Elementwise(source.dtype.name, pool).narrow(values, x)
-        return median_s(lambda: ops.linear(one, x)) * rows / part
+        return median_s(lambda: ops.linear(one, x, decoding=decoding)) * rows / part
 
-    groups = RunOptions().weight_groups
     packings: dict[str, Packing | None] = dict.fromkeys(source.matrices)
     if bits is not None:  # of the first layer, as most are
-        packings = {name: weight_packing(source, bits, groups).of(name, 0) for name in source.matrices}
+        packings = {name: weight_packing(source, bits).of(name, 0) for name in source.matrices}
     layer = sum(seconds(matrix(matrix_name(0, name), packing)) for name, packing in packings.items())
     head = "head.weight" if "head.weight" in source.shapes else "embedding.weight"
     return layer, seconds(matrix(head, None))
@@ -91,9 +91,9 @@ def roofs(settings: dict[str, Any]) -> dict[str, Any]:
     with open_weights(Path(settings["model"])) as source:
         count, prompt, new, batch = (settings[key] for key in ("sequences", "prompt", "new", "batch"))
         layers, bits = source.num_layers, settings["weight_bits"]
-        prefill, _ = products_s(source, bits, min(batch * prompt, 4 * ROWS_TOGETHER))
+        prefill, _ = products_s(source, bits, min(batch * prompt, 4 * ROWS_TOGETHER), decoding=False)
         prefill *= batch * prompt / min(batch * prompt, 4 * ROWS_TOGETHER)
-        decode, head = products_s(source, bits, batch)
+        decode, head = products_s(source, bits, batch, decoding=True)
         batches = count / batch
     largest = max(Path(settings["model"]).glob("*.safetensors"), key=lambda path: path.stat().st_size)
     return {
@@ -112,7 +112,6 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         weight_bits=settings["weight_bits"] or 4,
         cache_bits=settings["cache_bits"] or 4,
         cache_layout=settings["layout"],
-        schedule=settings.get("schedule", "zigzag"),
     )
     with (
         tempfile.TemporaryDirectory(dir=settings["scratch"]) as scratch,

@@ -39,7 +39,7 @@ from flashllm.engine.model import Model
 from flashllm.format.report.inspect import inspect
 from flashllm.format.rows import CODED_ENCODINGS
 from flashllm.generate.tokenizer import Tokenizer
-from flashllm.quantise.run import convert_calibrated
+from flashllm.pack.calibrated import convert_calibrated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

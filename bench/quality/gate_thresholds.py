@@ -21,8 +21,8 @@ from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.format.manifest import Manifest
 from flashllm.generate.tokenizer import Tokenizer
-from flashllm.sparsify.run import convert_sparsified
-from flashllm.sparsify.score import Zeros, perplexity
+from flashllm.pack.score import Zeros, perplexity
+from flashllm.pack.sparsified import convert_sparsified
 
 
 def text_windows(directory: Path, text: Path, length: int, count: int) -> list[list[int]]:

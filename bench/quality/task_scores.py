@@ -46,7 +46,7 @@ from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.format.manifest import MANIFEST
 from flashllm.generate.tokenizer import Tokenizer
-from flashllm.sparsify.run import convert_sparsified
+from flashllm.pack.sparsified import convert_sparsified
 
 NAMES = ("lambada", "arc_easy", "piqa", "hellaswag", "arc_challenge")
 ROWS = ("transformers", "dense", "30%", "30% sparse", "50%", "70%")

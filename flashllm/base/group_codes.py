@@ -5,12 +5,11 @@ has them), then the codes of whole groups. Of 4 bits, 32 codes take 16 bytes: co
 i + 16 its upper half. A weight is `code * scale` (8 bits), `(code - 8) * scale` or `code * scale + minimum` (4 bits),
 exact in fp32 but for the last sum.
 
-Scales are chosen by least squares (csrc/quantise/group_fit.h): of a few roundings, each with the scale (and minimum)
-that fits its codes best, the one with the least squared error; what it is rounded to in fp16 is what the final codes
-are rounded by.
+Scales are chosen by least squares (csrc/pack/group_fit.h): of a few roundings, each with the scale (and minimum) that
+fits its codes best, the one with the least squared error. What they are in fp16 is what the codes are rounded by.
 
-Choosing scales, rounding and packing are apart: error feedback (flashllm/quantise/feedback.py) rounds a weight at a
-time by a rule of its own and uses the same groups.
+Choosing scales, rounding and packing are apart: error feedback (flashllm/pack/feedback.py) rounds a weight at a time by
+a rule of its own and uses the same groups.
 
 Knows numpy arrays, no files and no models.
 """
@@ -28,7 +27,6 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 _UNIT = 32  # codes of 4 bits that share 16 bytes
-_ROWS_TOGETHER = 1 << 17  # values encoded at a time: they stay in the processor's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +78,7 @@ class GroupCode:
         """
         n, length = values.shape
         rows = np.empty((n, self.vector_nbytes(length)), np.uint8)
-        together = max(1, _ROWS_TOGETHER // max(1, length))
-        for first in range(0, n, together):
-            grouped = self.grouped(np.asarray(values[first : first + together], np.float32))
-            grid = self.fit(grouped)
-            rows[first : first + together] = self.pack(grid.codes(grouped), grid)
+        _core.encode_rows(np.ascontiguousarray(values, np.float32), "float32", self.name, rows, _core.ThreadPool(1))
         return rows
 
     def decode(self, rows: Bytes, length: int) -> Floats:
@@ -119,11 +113,10 @@ class GroupCode:
         if not bool(np.all(np.isfinite(grouped))):
             raise OverflowError("a weight is not finite")
         weights = np.ascontiguousarray(grouped.reshape(-1, self.group))
-        scales = np.empty(len(weights), np.float32)
+        scales = np.empty((*grouped.shape[:-1], 1), np.float16)
         minimums = np.empty_like(scales) if self.has_minimum else None
-        _core.fit_groups(weights, self.bits, minimums, scales)
-        shape = (*grouped.shape[:-1], 1)
-        return self._grid(_half(scales).reshape(shape), None if minimums is None else _half(minimums).reshape(shape))
+        _core.fit_groups(weights, self.name, _bits(scales), None if minimums is None else _bits(minimums))
+        return self._grid(scales, minimums)
 
     def pack(self, codes: Floats, grid: Grid) -> Bytes:
         """uint8 [n, vector_nbytes] of codes [n, groups, group] on a grid of [n, groups, 1]."""
@@ -155,20 +148,16 @@ def usual_activations(encodings: Iterable[str | None]) -> str | None:
     return "int16" if any(encoding in GROUP_CODES or encoding in CARRIED_CODES for encoding in encodings) else None
 
 
+def _bits(halves: NDArray[np.float16]) -> NDArray[np.uint16]:
+    return halves.reshape(-1).view(np.uint16)
+
+
 def _rounded(values: Floats, scale: Floats, lowest: int, highest: int) -> Floats:
     """values / scale to the nearest code; 0 where the scale is 0."""
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
     with np.errstate(over="ignore", invalid="ignore"):  # of scales next to zero
         codes = np.rint(values * inverse)
     return np.nan_to_num(np.clip(codes, lowest, highest, out=codes), copy=False)
-
-
-def _half(values: Floats) -> NDArray[np.float16]:
-    with np.errstate(over="ignore"):
-        halves = values.astype(np.float16)
-    if not bool(np.all(np.isfinite(halves))):
-        raise OverflowError(f"the scale {float(np.max(np.abs(values))):g} is outside the range of float16")
-    return halves
 
 
 DEFAULT_GROUP = 32

@@ -126,8 +126,8 @@ def main(args: argparse.Namespace) -> int:
     from flashllm.format.manifest import MANIFEST
     from flashllm.format.report.inspect import sparsity_line
     from flashllm.format.trace import Trace
-    from flashllm.quantise.run import convert_calibrated
-    from flashllm.sparsify.run import convert_sparsified
+    from flashllm.pack.calibrated import convert_calibrated
+    from flashllm.pack.sparsified import convert_sparsified
 
     is_model = (Path(args.src) / MANIFEST).exists()
     keep = args.bits is None and args.resident_bits is None and args.embedding_bits is None
@@ -218,7 +218,7 @@ def _compared(source: Path, directory: Path, progress: Progress) -> str:
     from flashllm.commands.predictors.scripts import sample_text
     from flashllm.errors import FlashError
     from flashllm.format.report.inspect import quality_line
-    from flashllm.quantise.quality import measure_quality
+    from flashllm.pack.quality import measure_quality
 
     try:
         manifest = measure_quality(source, directory, sample_text(), progress=progress)

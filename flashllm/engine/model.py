@@ -282,10 +282,6 @@ class Model(OneProcess):
         if self._parts is not None and not self.in_child:
             self._parts.native.cancel(on)
 
-    def cached_neurons(self) -> list[NDArray[np.int32]]:
-        """Ids in each layer's cache, in the order of its rows."""
-        return [np.asarray(ffn.cached(), dtype=np.int32) for ffn in self.parts.ffns]
-
     def close(self) -> None:
         """Wait for reads under way and release threads, files and memory. The model cannot be used afterwards."""
         if self.in_child:

@@ -48,8 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--latency", type=float, metavar="SECONDS", help="bound on the time of a whole block")
     plan.add_argument("--forbid", action="append", default=[], choices=("device", "cpu", "disk"), help="bar a tier")
     plan.add_argument("--policy", type=Path, metavar="FILE", help="price this policy instead of searching")
-    plan.add_argument("--watts", type=float, default=250.0, help="power, for tokens per dollar (default 250)")
-    plan.add_argument("--usd-per-kwh", type=float, default=0.2, help="price of electricity (default 0.2)")
     plan.add_argument("--no-what-if", action="store_true", help="skip what more hardware would buy")
     plan.add_argument("--json", action="store_true", help="one JSON document on stdout")
     plan.set_defaults(offload_main=_plan)
@@ -64,7 +62,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from flashllm.offload.planner.clusters import tokens_per_dollar
     from flashllm.offload.planner.predict import predict
     from flashllm.offload.planner.search import search
     from flashllm.offload.planner.whatif import what_if
@@ -92,9 +89,8 @@ def _plan(args: argparse.Namespace) -> int:
             "relaxed_throughput": plan.relaxed_throughput,
         }
         gains = [] if args.no_what_if else what_if(shape, hardware, workload, space)
-    per_dollar = tokens_per_dollar(prediction.throughput, watts=args.watts, usd_per_kwh=args.usd_per_kwh)
     document["policy"] = policy.to_json()
-    document["predicted"] = _predicted(prediction) | {"tokens_per_usd": per_dollar}
+    document["predicted"] = _predicted(prediction)
     document["latency_engine"] = _other_engine(args, shape, hardware, workload, policy)
     document["what_if"] = [
         {"change": gain.change, "throughput": gain.throughput, "ratio": gain.ratio} for gain in gains
@@ -239,8 +235,7 @@ def _text(document: dict[str, Any], policy: "Policy", prediction: "Prediction", 
     ):
         lines.append(f"  peak {name:8s}{format_size(peak)} of {format_size(has)}")
     rate = f"{prediction.throughput:.3g} tokens/s ({prediction.decode_throughput:.3g} decoding)"
-    dollar = f"{document['predicted']['tokens_per_usd']:.0f} tokens per dollar of electricity"
-    lines.append(f"predicted   {rate}, {prediction.latency_s:.4g} s a block, {dollar}")
+    lines.append(f"predicted   {rate}, {prediction.latency_s:.4g} s a block")
     if other := document["latency_engine"]:
         few = other["better_below_prompts"]
         rate = f"{1 / other['token_s']:.3g} tokens/s, one prompt at a time"

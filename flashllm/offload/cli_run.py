@@ -87,13 +87,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--cache-layout", choices=("kivi", "hidden"), default="kivi", help="of a compressed cache")
     group.add_argument("--cache-bits", type=whole(2, 8), default=4, metavar="B", help="2, 3, 4 or 8 (default: 4)")
-    group.add_argument("--weight-bits", type=whole(2, 8), default=4, metavar="B", help="2, 3, 4 or 8 (default: 4)")
-    group.add_argument(
-        "--weight-groups",
-        choices=("mixed", "inputs", "outputs"),
-        default="mixed",
-        help="along what 64 compressed weights share a scale: mixed loses least, outputs is FlexGen's (default: mixed)",
-    )
+    group.add_argument("--weight-bits", type=int, choices=(4, 8), default=4, help="of compressed weights (default: 4)")
     group.add_argument("--scratch", type=Path, metavar="DIR", help="scratch files (default: the user's cache)")
     group.add_argument("--threads", type=whole(1, 1024), metavar="T", help="compute threads (default: cores)")
     group.add_argument("--no-profile", action="store_true", help="do not measure the drive before a job that reads it")
@@ -118,7 +112,6 @@ def launch_options(args: argparse.Namespace) -> "LaunchOptions":
         cache_layout=args.cache_layout,
         cache_bits=args.cache_bits,
         weight_bits=args.weight_bits,
-        weight_groups=args.weight_groups,
         overlap=False if args.no_overlap else None,
         threads=args.threads,
         scratch=args.scratch,

@@ -24,10 +24,10 @@ from flashllm.offload.jobs.lines import rank
 from flashllm.offload.jobs.requests import own_seed
 from flashllm.offload.jobs.sequences import FinishReason
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence
-from flashllm.offload.launch import CACHE_LAYOUTS, WEIGHT_GROUPS, WIDTHS, LaunchOptions, open_runner, prepare
+from flashllm.offload.launch import CACHE_BITS, CACHE_LAYOUTS, LaunchOptions, open_runner, prepare
 from flashllm.offload.model_text import ModelText
+from flashllm.offload.planner.packing import PACKED_BITS
 from flashllm.offload.policy import Policy
-from flashllm.offload.runtime.ops import WeightGroups
 from flashllm.offload.runtime.run import CacheLayout, Runner, sizes_of
 
 _WINDOW = 1024  # prompts that `run` looks at together, at least: among them it finds those of like length
@@ -68,9 +68,8 @@ class OffloadEngine:
         compress: Iterable[str] | None = None,
         sparse_attention: float | None = None,
         cache_layout: CacheLayout = CACHE_LAYOUTS[0],
-        cache_bits: int = WIDTHS[0],
-        weight_bits: int = WIDTHS[0],
-        weight_groups: WeightGroups = WEIGHT_GROUPS[0],
+        cache_bits: int = CACHE_BITS[0],
+        weight_bits: int = PACKED_BITS[0],
         overlap: bool | None = None,
         threads: int | None = None,
         scratch: str | Path | None = None,
@@ -96,7 +95,6 @@ class OffloadEngine:
             cache_layout=cache_layout,
             cache_bits=cache_bits,
             weight_bits=weight_bits,
-            weight_groups=weight_groups,
             overlap=overlap,
             threads=threads,
             scratch=None if scratch is None else Path(scratch),

@@ -15,9 +15,9 @@ from flashllm.offload.accelerators import DEVICES, Device, choose_accelerator, f
 from flashllm.offload.jobs.blocks import Size, cut, equal
 from flashllm.offload.planner.costs import COMPRESSED
 from flashllm.offload.planner.local import LocalPlan, Methods, check_fits, load_search, plan_policy, predict_job
+from flashllm.offload.planner.packing import PACKED_BITS, PACKING
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.runtime.opened import OpenModel
-from flashllm.offload.runtime.ops import PACKING, WeightGroups
 from flashllm.offload.runtime.options import CacheLayout, RunOptions
 from flashllm.offload.runtime.run import Runner
 from flashllm.offload.shape import ModelShape
@@ -26,8 +26,7 @@ from flashllm.profile.store import device_of
 
 COMPRESSIBLE = ("weights", "cache")
 CACHE_LAYOUTS: tuple[CacheLayout, ...] = ("kivi", "hidden")  # the first is the default
-WEIGHT_GROUPS: tuple[WeightGroups, ...] = ("mixed", "inputs", "outputs")  # likewise
-WIDTHS = (4, 8, 3, 2)  # bits of a compressed number; the first is the default
+CACHE_BITS = (4, 8, 3, 2)  # of a compressed number; the first is the default
 _MEMORY_SHARE = 0.8  # of what is free, where no limit is given
 _MARGIN_NBYTES = 48 * 2**20  # for the interpreter's own growth: prompts, texts, answers of a block
 
@@ -49,9 +48,8 @@ class LaunchOptions:
     compress: frozenset[str] | None = None  # of COMPRESSIBLE
     sparse_attention: float | None = None  # share of the value cache that is read
     cache_layout: CacheLayout = CACHE_LAYOUTS[0]
-    cache_bits: int = WIDTHS[0]
-    weight_bits: int = WIDTHS[0]
-    weight_groups: WeightGroups = WEIGHT_GROUPS[0]
+    cache_bits: int = CACHE_BITS[0]
+    weight_bits: int = PACKED_BITS[0]
     overlap: bool | None = None
     threads: int | None = None  # None: one a core
     scratch: Path | None = None  # None: in the user's cache directory
@@ -71,11 +69,10 @@ class LaunchOptions:
             raise UsageError(f"--sparse-attention must be above 0 and at most 1, not {self.sparse_attention!r}")
         if self.cache_layout not in CACHE_LAYOUTS:
             raise UsageError(f"--cache-layout must be one of {', '.join(CACHE_LAYOUTS)}, not {self.cache_layout!r}")
-        if self.weight_groups not in WEIGHT_GROUPS:
-            raise UsageError(f"--weight-groups must be one of {', '.join(WEIGHT_GROUPS)}, not {self.weight_groups!r}")
-        for name in ("cache_bits", "weight_bits"):
-            if getattr(self, name) not in WIDTHS:
-                raise UsageError(f"--{name.replace('_', '-')} must be one of 2, 3, 4, 8, not {getattr(self, name)!r}")
+        for name, widths in (("cache_bits", CACHE_BITS), ("weight_bits", PACKED_BITS)):
+            if getattr(self, name) not in widths:
+                among = ", ".join(map(str, sorted(widths)))
+                raise UsageError(f"--{name.replace('_', '-')} must be one of {among}, not {getattr(self, name)!r}")
 
     @property
     def compress_weights(self) -> bool:
@@ -102,7 +99,7 @@ class LaunchOptions:
     def answers_depend_on(self) -> dict[str, Any]:
         """What changes answers: memory, tiers, batches and threads do not."""
         return {
-            "weights": [self.weight_groups, self.weight_bits, PACKING] if self.compress_weights else None,
+            "weights": [self.weight_bits, PACKING] if self.compress_weights else None,
             "cache": [self.cache_layout, self.cache_bits] if self.compress_cache else None,
             "sparse_attention": self.attention_sparsity,
         }
@@ -379,7 +376,6 @@ def run_options(options: LaunchOptions, launch: Launch | None = None) -> RunOpti
         accelerator_memory=None if launch is None or accelerator is None else launch.methods.gpu_memory,
         threads=options.threads or max(1, num_cores() // options.processes),
         weight_bits=options.weight_bits,
-        weight_groups=options.weight_groups,
         cache_bits=options.cache_bits,
         cache_layout=options.cache_layout,
     )

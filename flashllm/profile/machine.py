@@ -26,7 +26,8 @@ class BatchRates:
     """What the throughput engine computes with on the CPU, with weights and cache of one dtype."""
 
     gemm: RateCurve  # flop/s of products over rows
-    packed_gemm: RateCurve  # the same of packed weights
+    packed_gemm: RateCurve  # the same of packed weights, of a prompt
+    decoded_gemm: RateCurve  # the same in decoding
     bmm: RateCurve  # flop/s of a prompt's attention over its tokens
     cpu_attention: RateCurve  # bytes/s of the cache that decode attention reads, over bytes of a call
     packed_attention: RateCurve  # the same of a packed cache, in bytes that it takes unpacked

@@ -13,7 +13,7 @@ from arch_models import VARIANTS, make_checkpoint
 from tiny_models import SENTENCES
 
 from flashllm.convert.run import convert
-from flashllm.sparsify.run import convert_sparsified
+from flashllm.pack.sparsified import convert_sparsified
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'lm_eval[api]'")
 SCRIPT = Path(__file__).parents[2] / "bench/serve/lm_eval_likelihoods.py"

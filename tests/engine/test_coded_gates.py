@@ -17,9 +17,9 @@ from flashllm.format.model_files import PREDICTORS
 from flashllm.format.predictors import GATE_CODE, margin_above
 from flashllm.format.report.inspect import format_inspection, inspect
 from flashllm.format.report.verify import verify
+from flashllm.pack.gates import Gates
+from flashllm.pack.score import Inputs
 from flashllm.plan.memory import plan_memory
-from flashllm.sparsify.gates import Gates
-from flashllm.sparsify.score import Inputs
 
 SIMD = _core.simd_levels()
 

@@ -84,13 +84,14 @@ def test_every_level_has_the_same_bits(name, inputs):
 
 @pytest.mark.parametrize(("name", "inputs"), FORMS)
 def test_bits_depend_on_no_neighbour_and_no_thread(name, inputs):
-    rows = encoded(name, 50, 96)
-    x = random(4, 96, seed=4)
-    whole = products(name, rows, x, inputs=inputs)
-    np.testing.assert_array_equal(whole, products(name, rows, x, threads=3, inputs=inputs))
-    for i in range(0, 50, 7):
-        alone = products(name, rows[i : i + 1], x[1:2], inputs=inputs)
-        np.testing.assert_array_equal(whole[1:2, i : i + 1], alone)
+    for length in LENGTHS:
+        rows = encoded(name, 21, length)
+        x = random(7, length, seed=4)
+        whole = products(name, rows, x, inputs=inputs)
+        np.testing.assert_array_equal(whole, products(name, rows, x, threads=3, inputs=inputs))
+        for i, token in ((0, 1), (7, 3), (20, 6)):
+            alone = products(name, rows[i : i + 1], x[token : token + 1], inputs=inputs)
+            np.testing.assert_array_equal(whole[token : token + 1, i : i + 1], alone)
 
 
 def test_the_largest_codes_and_inputs_do_not_overflow():

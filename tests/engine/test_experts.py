@@ -177,7 +177,7 @@ def test_a_prompt_reads_each_expert_it_touches_once(directory):
 def test_a_prompt_fills_the_caches_with_its_last_experts(directory):
     with opened(directory) as model, model.new_sequence() as sequence:
         model.step([(sequence, ids(40))])
-        cached = model.cached_neurons()
+        cached = [np.asarray(ffn.cached()) for ffn in model.parts.ffns]
         model.meter.take()
         model.step([(sequence, ids(1, seed=9))])
         assert model.meter.take().hits > 0
@@ -320,7 +320,7 @@ def test_shared_neurons_are_always_active(tmp_path):
         model.step([(sequence, ids(1))])
         assert model.meter.take().active == LAYERS * (CHOSEN * SIZE + 80)
         model.step([(sequence, ids(1, seed=1))])
-        assert all(set(range(COUNT * SIZE, COUNT * SIZE + 80)) <= set(rows.tolist()) for rows in model.cached_neurons())
+        assert all(set(range(COUNT * SIZE, COUNT * SIZE + 80)) <= set(ffn.cached()) for ffn in model.parts.ffns)
     text = format_inspection(inspect(directory))
     assert "8 experts of 48 neurons and 80 shared neurons, 3 experts a token" in text
 

@@ -35,7 +35,7 @@ used = {
     "prompt": lambda: model.step([(sequence, list(range(5, 25)))]),
     "new": model.new_sequence,
     "cut": lambda: sequence.keep(1),
-    "cached": model.cached_neurons,
+    "parts": lambda: model.parts,
 }
 for name, use in used.items():
     print(name, in_child(use), flush=True)
@@ -73,7 +73,7 @@ def run(script, *arguments):
 def test_the_latency_engine():
     out = run(MODEL, demo_path())
     assert out.count(ERROR) == 5 + 5, out
-    for name in ("step", "prompt", "new", "cut", "cached"):
+    for name in ("step", "prompt", "new", "cut", "parts"):
         assert f"{name} 7" in out
     assert "closed 8" in out
     assert "beside [7, 7, 7, 7, 7]" in out

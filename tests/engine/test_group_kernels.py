@@ -39,6 +39,35 @@ def test_products_are_those_of_the_widened_weights(encoding, simd, many):
             np.testing.assert_array_equal(other, found)
 
 
+@pytest.mark.parametrize("simd", SIMD)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_products_by_inputs_are_one_sum_whatever_the_tokens(simd, dtype):
+    """Vectors along the outputs: few tokens and many have the same bits, those of a chain in the order of inputs."""
+    for encoding, width in ((one, width) for one in ENCODINGS for width in (17, 64, 100)):
+        code = GROUP_CODES[encoding]
+        rows, bias = code.encode(random(300, width, seed=width)), random(width, seed=2)
+        x = random(20, 300, seed=1).astype(dtype)
+        one, several = (
+            _core.Linear(rows, bias, dtype, _core.ThreadPool(threads), simd, encoding, width, "int16", True)
+            for threads in (1, 3)
+        )
+        found = np.empty((20, width), np.float32)
+        one.forward_many(x, found)
+        expected = x.astype(np.float64) @ code.decode(rows, width) + bias
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+        for first, last in ((0, 20), (0, 1), (3, 10), (12, 20)):
+            out = np.empty((last - first, width), np.float32)
+            several.forward_many(x[first:last], out)
+            np.testing.assert_array_equal(out, found[first:last])
+            few = np.empty(out.shape, dtype)
+            several.forward(x[first:last], few)
+            np.testing.assert_array_equal(few, out.astype(dtype))
+    with pytest.raises(ValueError, match="one value an output"):
+        _core.Linear(rows, random(300), dtype, _core.ThreadPool(1), simd, encoding, width, "int16", True)
+    with pytest.raises(ValueError, match="encoding must be"):
+        _core.Linear(random(4, 4), None, "float32", _core.ThreadPool(1), simd, None, None, "float32", True)
+
+
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_no_rows_no_tokens_and_wrong_shapes(encoding):
     rows = GROUP_CODES[encoding].encode(random(3, 40))

@@ -148,7 +148,7 @@ def test_the_cache_learns_from_accepted_tokens_alone(directory_of):
                     model.accept(sequence, 3)
                     sequence.keep(20 + 4)
                 model.step([(sequence, ids[4:5])])
-            return [set(each.tolist()) for each in model.cached_neurons()], model.meter.take()
+            return [set(ffn.cached()) for ffn in model.parts.ffns], model.meter.take()
 
     alone, _ = cached_after(None)
     right, times = cached_after(False)

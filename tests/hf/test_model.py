@@ -375,7 +375,7 @@ def test_rows_kept_by_a_prefill_are_those_of_the_last_tokens(tiny, load):
     cache = flash.new_cache()
     ids = ids_of(30)
     flash(ids, past_key_values=cache, use_cache=True)
-    assert all(len(neurons) > 0 for neurons in flash.engine.cached_neurons())
+    assert all(len(ffn.cached()) > 0 for ffn in flash.engine.parts.ffns)
     flash.engine.meter.restart()
     flash(ids[:, -1:], past_key_values=cache, use_cache=True)
     after = flash.engine.meter.take()

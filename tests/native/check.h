@@ -32,4 +32,4 @@ void test_attention(int scale);
 void test_sequence_state(int scale);
 void test_direct_writer(const std::string& directory, int scale);
 void test_offload(int scale);
-void test_quantise(int scale);
+void test_pack(int scale);

@@ -1,5 +1,5 @@
-// Packed weights and a batch's attention over packed blocks, in exactly as much memory as they may touch: the
-// same bits at every level and for any number of threads.
+// A batch's attention over packed blocks, in exactly as much memory as it may touch: the same bits at every
+// level and for any number of threads.
 #include <cstring>
 #include <random>
 #include <vector>
@@ -9,7 +9,6 @@
 #include "io/error.h"
 #include "offload/batch_attention.h"
 #include "offload/elementwise.h"
-#include "offload/packed_weights.h"
 
 namespace {
 
@@ -19,40 +18,6 @@ std::vector<std::byte> narrowed(const std::vector<float>& values, Dtype dtype) {
   std::vector<std::byte> narrow(values.size() * dtype_nbytes(dtype));
   kernel_table(SimdLevel::scalar, dtype).from_f32(values.data(), values.size(), narrow.data());
   return narrow;
-}
-
-void test_weights(std::size_t rows, std::size_t columns, int bits, Dtype dtype, GroupsAlong along,
-                  GroupScales scales) {
-  constexpr std::size_t kTokens = 19;  // a wide strip of sums, and a narrow one
-  const std::vector<std::byte> weights = narrowed(random_floats(rows * columns, 1), dtype);
-  const std::vector<float> bias = random_floats(rows, 2);
-  const std::vector<std::byte> x = narrowed(random_floats(kTokens * columns, 3), dtype);
-  PackedWeights shape;
-  shape.rows = rows;
-  shape.columns = columns;
-  shape.bits = bits;
-  shape.along = along;
-  std::vector<std::uint8_t> first;
-  for (const SimdLevel level : simd_levels()) {
-    std::vector<std::byte> products;
-    for (const int threads : {1, 3}) {
-      ThreadPool pool(threads);
-      std::vector<std::uint8_t> packed(shape.nbytes());
-      pack_weights(weights.data(), dtype, shape, scales, packed.data(), pool, level);
-      if (first.empty()) first = packed;
-      CHECK(packed == first);
-      PackedWeights matrix = shape;
-      matrix.data = packed.data();
-      std::vector<float> wide(rows * columns);
-      unpack_weights(matrix, wide.data(), pool, level);
-      std::vector<std::byte> out(kTokens * rows * dtype_nbytes(dtype)), alone(rows * dtype_nbytes(dtype));
-      packed_linear_many(matrix, bias.data(), x.data(), kTokens, dtype, out.data(), pool, level);
-      if (products.empty()) products = out;
-      CHECK(out == products);
-      packed_linear_many(matrix, bias.data(), x.data(), 1, dtype, alone.data(), pool, level);
-      CHECK(std::memcmp(alone.data(), out.data(), alone.size()) == 0);
-    }
-  }
 }
 
 void test_blocks(KvLayout layout, int bits, Dtype dtype) {
@@ -122,15 +87,9 @@ void test_elementwise(Dtype dtype) {
 
 }  // namespace
 
-void test_offload(int scale) {
+void test_offload(int) {
   for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
     for (const int bits : {2, 3, 4, 8}) {
-      for (const std::size_t columns :
-           {std::size_t{1}, std::size_t{33}, 270 * static_cast<std::size_t>(scale)})
-        for (const std::size_t rows : {1, 65, 140})
-          for (const GroupsAlong along : {GroupsAlong::outputs, GroupsAlong::inputs})
-            for (const GroupScales scales : {GroupScales::range, GroupScales::squares})
-              test_weights(rows, columns, bits, dtype, along, scales);
       for (const KvLayout layout : {KvLayout::plain, KvLayout::hidden, KvLayout::kivi})
         test_blocks(layout, bits, dtype);
     }

@@ -14,17 +14,16 @@ from flashllm import _core
 from flashllm.errors import BudgetError
 from flashllm.offload.planner import host_peaks
 from flashllm.offload.planner.costs import Method
-from flashllm.offload.planner.host_costs import HostCostModel, cost_model, packed_bytes
+from flashllm.offload.planner.host_costs import HostCostModel, cost_model
 from flashllm.offload.planner.local import Methods, check_fits, plan_policy, predict_job
 from flashllm.offload.planner.predict import predict
 from flashllm.offload.planner.search import SearchSpace, search
 from flashllm.offload.policy import Policy, Workload
-from flashllm.offload.runtime.ops import Packing
 from flashllm.offload.runtime.tiers.activations import Activations
 from flashllm.offload.runtime.tiers.arrangement import arrange
 from flashllm.offload.runtime.tiers.kv import KvCache
 from flashllm.offload.runtime.tiers.source import open_weights
-from flashllm.offload.runtime.tiers.weight_plan import packed_nbytes, plan_weights
+from flashllm.offload.runtime.tiers.weight_plan import plan_weights
 from flashllm.offload.shape import load_shape
 
 WORK = Workload(prompt_len=200, gen_len=32)
@@ -54,14 +53,6 @@ def host(shape, policy, work=WORK, hardware=HOST):
     model = cost_model(shape, hardware, work, Method.of(policy))
     assert isinstance(model, HostCostModel)
     return dataclasses.replace(model, policy=policy)
-
-
-@pytest.mark.parametrize("along", ["inputs", "outputs"])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (512, 2048), (4096, 4096), (11008, 4096)])
-def test_packed_bytes_are_the_packers(rows, columns, bits, along):
-    found = packed_nbytes(rows, columns, Packing(bits, along))
-    assert found == pytest.approx(packed_bytes(rows, columns, bits), rel=0.01)
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -163,6 +154,18 @@ def test_a_step_is_the_runtimes_work(model):
     assert prediction.prefill_s == pytest.approx(prompt + head)
     with_square = predict(shape, dataclasses.replace(quick, square_s=1.0), WORK, policy_of("device"))
     assert with_square.decode_s == pytest.approx(prediction.decode_s + steps * 3 * shape.layers)
+
+
+def test_packed_weights_have_rates_of_their_own_in_decoding(model):
+    _, shape = model
+    hardware = dataclasses.replace(HOST, packed_gemm=RATE(1e11), decoded_gemm=RATE(2e11))
+    chosen = policy_of("device", compress_weights=True)
+    one, both = (
+        predict(shape, each, WORK, chosen) for each in (hardware, dataclasses.replace(hardware, decoded_gemm=None))
+    )
+    assert one.prefill_s == both.prefill_s
+    products = (WORK.gen_len - 1) * 12 * 2 * shape.layers * shape.layer_params
+    assert both.decode_s - one.decode_s == pytest.approx(products / 1e11 - products / 2e11)
 
 
 def test_disk_reads_are_the_full_blocks_and_the_weights(model):

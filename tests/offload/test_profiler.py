@@ -5,13 +5,11 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from profiles import BATCHES, profile_of, reader
 
 from flashllm import _core
 from flashllm.offload.machine.here import hardware_of, read_curve, this_machine
 from flashllm.offload.machine.measure import KIB, MIB, BatchSizes, measure_batches, measure_gpu
-from flashllm.offload.machine.measure_compute import ComputeProbe
 from flashllm.offload.machine.measure_native import NativeProbe
 from flashllm.profile.machine import BatchRates, fields_of
 from flashllm.profile.rates import RateCurve
@@ -36,7 +34,7 @@ def test_batches_have_a_positive_curve_for_every_rate(measured):
     assert set(measured) == {"float16", "float32"}
     for rates in measured.values():
         curves = {name: value for name, value in fields_of(rates).items() if isinstance(value, RateCurve)}
-        assert len(curves) == 7
+        assert len(curves) == 8
         assert all(curve.at(100_000) > 0 for curve in curves.values())
         assert [size for size, _ in rates.gemm.knots] == [size for size, _ in rates.packed_gemm.knots] == [1, 4]
         assert rates.square_s > 0
@@ -115,7 +113,9 @@ def test_impossible_shares_are_refused(changes):
 def test_native_samples_count_their_work():
     probe = NativeProbe("bfloat16", _core.ThreadPool(1), 0.0, 1 * MIB)
     assert probe.products(3, inner=64, outer=128).units == 4 * 3 * 64 * 128
-    assert probe.products(3, inner=64, outer=128, bits=4).units == 4 * 3 * 64 * 128
+    for decoding in (False, True):
+        sample = probe.products(3, inner=64, outer=128, bits=4, decoding=decoding)
+        assert sample.units == 4 * 3 * 64 * 128
     assert probe.prompt_attention(8, heads=2, head_dim=16).units == 4 * 2 * 8 * 8 * 16
     plain = 2 * 2 * 64 * 16 * 2  # keys and values, heads, positions, head_dim, bytes
     for packed in ({}, {"layout": "kivi", "bits": 4}, {"layout": "hidden", "bits": 8}):
@@ -124,13 +124,3 @@ def test_native_samples_count_their_work():
     assert probe.seal(3 * plain, heads=2, head_dim=16, layout="kivi", bits=4).units == 3 * plain
     assert probe.elementwise(64 * KIB, width=64).units == 5 * 64 * KIB
     assert probe.square_s() > 0
-
-
-def test_compute_samples_count_their_work():
-    probe = ComputeProbe(torch.device("cpu"), torch.float32, 0.0, 1 * MIB)
-    assert probe.gemm(3, inner=8, outer=16).units == 2 * 3 * 8 * 16
-    assert probe.batched_gemm(8, heads=2, head_dim=4).units == 4 * 2 * 8 * 8 * 4
-    assert probe.copy(4096, to_device=True).units == 4096
-    assert probe.copy(4096, to_device=False).units == 4096
-    assert probe.memory_read(64 * KIB).units == 64 * KIB
-    assert probe.cpu_attention(64 * KIB, context=32, head_dim=16).units == 64 * KIB

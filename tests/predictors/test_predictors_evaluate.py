@@ -21,10 +21,10 @@ from flashllm.format.install import install_predictors
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import FFN, PREDICTOR_METADATA, PREDICTORS
 from flashllm.generate.tokenizer import Tokenizer
+from flashllm.pack.sparsified import convert_sparsified
 from flashllm.profile.costs import ReaderCosts
 from flashllm.profile.machine import Profile
 from flashllm.profile.store import device_of, save_profile, store_path
-from flashllm.sparsify.run import convert_sparsified
 
 DTYPES = ("float32", "float16", "bfloat16")
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 0.15}  # of logits of a few units

@@ -6,13 +6,15 @@
 
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <vector>
 
 #include "bind/bindings.h"
 #include "kernels/kernels.h"
 #include "kernels/matmul.h"
 #include "kernels/rows.h"
-#include "quantise/group_fit.h"
+#include "pack/group_fit.h"
+#include "pack/row_encode.h"
 
 namespace flashllm {
 
@@ -136,17 +138,30 @@ namespace {
 
 using Rows = Exact<nb::ndarray<nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
 using Groups = Exact<nb::ndarray<const float, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
-using Fits = Exact<nb::ndarray<float, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
+using Halves = Exact<nb::ndarray<std::uint16_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
+using WrittenRows = Exact<nb::ndarray<std::uint8_t, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
 
-// A resident linear, for measurements and tests; a model's are inside it. Weights, inputs and outputs are of
-// one dtype (bf16 also as uint16), but for weights of a grouped encoding, whose rows are bytes.
+// OverflowError in Python.
+void throw_unless_whole(Encoded result) {
+  if (result == Encoded::not_finite) throw std::overflow_error("a weight is not finite");
+  if (result == Encoded::too_large)
+    throw std::overflow_error("a group's scale is outside the range of float16");
+}
+
+// A linear over memory that is not its own: of the throughput engine, for measurements and tests; a model's
+// are inside it. Weights, inputs and outputs are of one dtype (bf16 also as uint16), but for weights of a
+// grouped encoding, whose rows are bytes. Rows are outputs, or inputs (`by_inputs`, encoded weights alone).
 class PyLinear {
  public:
   PyLinear(Rows weight, std::optional<FloatArray> bias, const std::string& dtype,
            std::shared_ptr<ThreadPool> pool, const std::string& simd,
            const std::optional<std::string>& encoding, std::optional<std::size_t> columns,
-           const std::string& inputs)
-      : weight_(std::move(weight)), bias_(std::move(bias)), pool_(std::move(pool)), simd_(parse_simd(simd)) {
+           const std::string& inputs, bool by_inputs)
+      : weight_(std::move(weight)),
+        bias_(std::move(bias)),
+        pool_(std::move(pool)),
+        simd_(parse_simd(simd)),
+        by_inputs_(by_inputs) {
     dtype_ = parse_dtype(dtype);
     weights_.codec = encoding.has_value() ? parse_codec(*encoding) : codec_of(dtype_);
     weights_.data = static_cast<const std::byte*>(weight_.data());
@@ -154,56 +169,73 @@ class PyLinear {
     weights_.inputs = parse_inputs(inputs, weights_.codec);
     weights_.columns = columns.value_or(weight_.shape(1));
     weights_.stride = vector_nbytes(weights_.codec, weights_.columns);
-    require(is_coded(weights_.codec) || weights_.codec == codec_of(dtype_),
+    require(by_inputs ? weights_.codec != RowCodec::bf12 && is_coded(weights_.codec)
+                      : is_coded(weights_.codec) || weights_.codec == codec_of(dtype_),
             "a linear's encoding must be its dtype or one in groups");
     require(weight_.shape(1) * weight_.itemsize() == weights_.stride &&
                 weight_.itemsize() == (is_coded(weights_.codec) ? 1 : dtype_nbytes(dtype_)),
             "a linear's weight is not of its dtype or encoding");
     if (bias_.has_value()) {
-      require(bias_->shape(0) == weights_.rows, "a linear's bias must have one value a row");
+      require(bias_->shape(0) == width(), "a linear's bias must have one value an output");
       weights_.bias = bias_->data();
     }
   }
 
-  // x: [tokens, columns], out: [tokens, rows]; as for few tokens, where memory is the limit.
+  // x: [tokens, inputs], out: [tokens, outputs]; as for few tokens, where memory is the limit.
   void forward(const Rows& x, const Rows& out) {
     check(x, out, dtype_);
     const nb::gil_scoped_release unlocked;
-    const KernelTable& kernels = kernel_table(simd_, dtype_);
-    x_.resize(x.size());
-    out_.resize(out.size());
-    kernels.to_f32(x.data(), x_.size(), x_.data());
-    linear(weights_, x_.data(), x.shape(0), out_.data(), *pool_, simd_);
-    kernels.from_f32(out_.data(), out_.size(), out.data());
+    few(x, out, dtype_);
   }
 
   // The same for a prompt, where arithmetic is the limit. Outputs in fp32 are not rounded.
   void forward_many(const Rows& x, const Rows& out) {
-    const bool is_wide = out.dtype() == nb::dtype<float>();
-    check(x, out, is_wide ? Dtype::f32 : dtype_);
+    const Dtype to = out.dtype() == nb::dtype<float>() ? Dtype::f32 : dtype_;
+    check(x, out, to);
     const nb::gil_scoped_release unlocked;
+    if (by_inputs_) return few(x, out, to);
     const SimdLevel level = level_of_many(weights_.codec, simd_);
     const PackedTokens packed(static_cast<const std::byte*>(x.data()), x.shape(0), weights_.columns, dtype_,
                               *pool_, level);
-    linear_many(weights_, packed, is_wide ? Dtype::f32 : dtype_, static_cast<std::byte*>(out.data()), *pool_,
-                level);
+    linear_many(weights_, packed, to, static_cast<std::byte*>(out.data()), *pool_, level);
   }
 
  private:
+  std::size_t inputs() const { return by_inputs_ ? weights_.rows : weights_.columns; }
+  std::size_t width() const { return by_inputs_ ? weights_.columns : weights_.rows; }
+
+  void few(const Rows& x, const Rows& out, Dtype to) const {
+    const std::size_t tokens = x.shape(0);
+    const auto* from = static_cast<const std::byte*>(x.data());
+    auto* last = static_cast<std::byte*>(out.data());
+    if (by_inputs_) return linear_by_columns(weights_, from, tokens, dtype_, to, last, *pool_, simd_);
+    std::vector<float> wide(tokens * inputs()), made(tokens * width());
+    const KernelTable &widen = kernel_table(simd_, dtype_), &narrow = kernel_table(simd_, to);
+    pool_->parallel_for(tokens, 1, [&](std::size_t begin, std::size_t end) {
+      widen.to_f32(from + begin * inputs() * dtype_nbytes(dtype_), (end - begin) * inputs(),
+                   wide.data() + begin * inputs());
+    });
+    linear(weights_, wide.data(), tokens, made.data(), *pool_, simd_);
+    pool_->parallel_for(tokens, 1, [&](std::size_t begin, std::size_t end) {
+      narrow.from_f32(made.data() + begin * width(), (end - begin) * width(),
+                      last + begin * width() * dtype_nbytes(to));
+    });
+  }
+
   void check(const Rows& x, const Rows& out, Dtype out_dtype) const {
     require(x.itemsize() == dtype_nbytes(dtype_) && out.itemsize() == dtype_nbytes(out_dtype),
             "inputs and outputs must be of the weights' dtype");
-    require(x.shape(1) == weights_.columns && out.shape(0) == x.shape(0) && out.shape(1) == weights_.rows,
-            "inputs must be [tokens, columns], outputs [tokens, rows]");
+    require(x.shape(1) == inputs() && out.shape(0) == x.shape(0) && out.shape(1) == width(),
+            "inputs must be [tokens, inputs], outputs [tokens, outputs]");
   }
 
   Rows weight_;
   std::optional<FloatArray> bias_;
   std::shared_ptr<ThreadPool> pool_;
   SimdLevel simd_;
+  bool by_inputs_;
   Dtype dtype_ = Dtype::f32;
   RowMatrix weights_;
-  std::vector<float> x_, out_;
 };
 
 const char* simd_name(SimdLevel level) {
@@ -250,26 +282,45 @@ void init_compute(nb::module_& m) {
 
   m.def(
       "fit_groups",
-      [](const Groups& weights, std::size_t bits, std::optional<Fits> minimums, const Fits& scales) {
-        const GroupFit fit{bits, weights.shape(1), minimums.has_value()};
-        require((bits == 8 || bits == 4) && !(bits == 8 && fit.has_minimum),
-                "groups have codes of 8 or 4 bits, and minimums with 4 alone");
-        require(fit.group % 8 == 0 && scales.shape(0) == weights.shape(0) &&
-                    (!fit.has_minimum || minimums->shape(0) == weights.shape(0)),
-                "groups are a multiple of 8 weights, with a scale and a minimum each");
+      [](const Groups& weights, const std::string& encoding, const Halves& scales,
+         const std::optional<Halves>& minimums) {
+        const GroupShape shape = group_shape(parse_codec(encoding));
+        require(weights.shape(1) == shape.group && shape.has_minimum == minimums.has_value() &&
+                    scales.shape(0) == weights.shape(0) &&
+                    (!shape.has_minimum || minimums->shape(0) == weights.shape(0)),
+                "groups are of the encoding's size, with a scale and, where it has them, a minimum each");
         const nb::gil_scoped_release unlocked;
-        fit_groups(fit, weights.data(), weights.shape(0), scales.data(),
-                   fit.has_minimum ? minimums->data() : nullptr);
+        if (!fit_groups(shape, weights.data(), weights.shape(0), scales.data(),
+                        shape.has_minimum ? minimums->data() : nullptr))
+          throw_unless_whole(Encoded::too_large);
       },
-      nb::arg("weights"), nb::arg("bits"), nb::arg("minimums").none(), nb::arg("scales"));
+      nb::arg("weights"), nb::arg("encoding"), nb::arg("scales"), nb::arg("minimums").none());
+  m.def(
+      "encode_rows",
+      [](const Rows& weights, const std::string& dtype, const std::string& encoding, const WrittenRows& out,
+         ThreadPool& pool) {
+        const RowCodec codec = parse_codec(encoding);
+        const Dtype parsed = parse_dtype(dtype);
+        group_shape(codec);
+        require(weights.itemsize() == dtype_nbytes(parsed), "weights must be of the dtype that is said");
+        require(weights.shape(1) != 0 && out.shape(0) == weights.shape(0) &&
+                    out.shape(1) == vector_nbytes(codec, weights.shape(1)),
+                "out must have a vector of the encoding for every row of weights");
+        const nb::gil_scoped_release unlocked;
+        throw_unless_whole(encode_rows(codec, static_cast<const std::byte*>(weights.data()), parsed,
+                                       weights.shape(0), weights.shape(1), out.data(), pool,
+                                       best_simd_level()));
+      },
+      nb::arg("weights"), nb::arg("dtype"), nb::arg("encoding"), nb::arg("out"), nb::arg("pool"));
 
   nb::class_<PyLinear>(m, "Linear")
       .def(nb::init<Rows, std::optional<FloatArray>, const std::string&, std::shared_ptr<ThreadPool>,
                     const std::string&, const std::optional<std::string>&, std::optional<std::size_t>,
-                    const std::string&>(),
+                    const std::string&, bool>(),
            nb::arg("weight"), nb::arg("bias").none(), nb::arg("dtype"), nb::arg("pool"),
            nb::arg("simd") = "auto", nb::arg("encoding").none() = nb::none(),
-           nb::arg("columns").none() = nb::none(), nb::arg("inputs") = "float32")
+           nb::arg("columns").none() = nb::none(), nb::arg("inputs") = "float32",
+           nb::arg("by_inputs") = false)
       .def("forward", &PyLinear::forward, nb::arg("x"), nb::arg("out"))
       .def("forward_many", &PyLinear::forward_many, nb::arg("x"), nb::arg("out"));
 }

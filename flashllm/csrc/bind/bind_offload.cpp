@@ -13,7 +13,6 @@
 #include "bind/bindings.h"
 #include "offload/batch_attention.h"
 #include "offload/elementwise.h"
-#include "offload/packed_weights.h"
 
 namespace flashllm {
 
@@ -63,91 +62,6 @@ void require_rows(const Array& array, std::size_t rows, std::size_t width, const
   require(array.ndim() == 2 && array.shape(0) == rows && array.shape(1) == width,
           std::string(what) + " must be [" + std::to_string(rows) + ", " + std::to_string(width) + "]");
 }
-
-using Packed = Exact<nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
-using WrittenPacked = Exact<nb::ndarray<std::uint8_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
-
-// The shape of a packed matrix; `data` comes later.
-PackedWeights packed_weights(std::size_t rows, std::size_t columns, int bits, const std::string& along) {
-  check_bits(bits);
-  require(rows != 0 && columns != 0, "packed weights need at least one row and one column");
-  PackedWeights packed;
-  packed.rows = rows;
-  packed.columns = columns;
-  packed.bits = bits;
-  packed.along = parse_groups_along(along);
-  return packed;
-}
-
-template <typename Array>
-void require_packed(const Array& array, const PackedWeights& packed) {
-  require_aligned(array, "packed weights");
-  require(array.shape(0) == packed.nbytes(), "packed weights must be of " + std::to_string(packed.nbytes()) +
-                                                 " bytes, got " + std::to_string(array.shape(0)));
-}
-
-void py_pack_weights(const Values& weights, const std::string& dtype, int bits, const WrittenPacked& out,
-                     ThreadPool& pool, const std::string& simd, const std::string& along,
-                     const std::string& scales) {
-  const Dtype parsed = parse_dtype(dtype);
-  const SimdLevel level = parse_simd(simd);
-  const GroupScales chosen = parse_group_scales(scales);
-  require_dtype(weights, parsed, "weights");
-  require(weights.ndim() == 2, "weights must be [rows, columns]");
-  const PackedWeights packed = packed_weights(weights.shape(0), weights.shape(1), bits, along);
-  require_packed(out, packed);
-  const nb::gil_scoped_release unlocked;
-  pack_weights(bytes_of(weights), parsed, packed, chosen, out.data(), pool, level);
-}
-
-void py_unpack_weights(const Packed& packed, std::size_t rows, std::size_t columns, int bits,
-                       const Floats& out, ThreadPool& pool, const std::string& simd,
-                       const std::string& along) {
-  const SimdLevel level = parse_simd(simd);
-  PackedWeights weights = packed_weights(rows, columns, bits, along);
-  require_packed(packed, weights);
-  require_rows(out, rows, columns, "out");
-  weights.data = packed.data();
-  const nb::gil_scoped_release unlocked;
-  unpack_weights(weights, out.data(), pool, level);
-}
-
-// A linear whose weights stay packed.
-class PyPackedLinear {
- public:
-  PyPackedLinear(Packed packed, std::size_t rows, std::size_t columns, int bits,
-                 std::optional<FloatArray> bias, const std::string& dtype, std::shared_ptr<ThreadPool> pool,
-                 const std::string& simd, const std::string& along)
-      : packed_(std::move(packed)),
-        bias_(std::move(bias)),
-        dtype_(parse_dtype(dtype)),
-        pool_(std::move(pool)),
-        simd_(parse_simd(simd)),
-        weights_(packed_weights(rows, columns, bits, along)) {
-    require_packed(packed_, weights_);
-    require(!bias_.has_value() || bias_->shape(0) == rows, "a linear's bias must have one value a row");
-    weights_.data = packed_.data();
-  }
-
-  void forward_many(const Values& x, const Written& out) const {
-    require_dtype(x, dtype_, "x");
-    require_dtype(out, dtype_, "out");
-    require(x.ndim() == 2 && x.shape(1) == weights_.columns,
-            "x must be [tokens, " + std::to_string(weights_.columns) + "]");
-    require_rows(out, x.shape(0), weights_.rows, "out");
-    const nb::gil_scoped_release unlocked;
-    packed_linear_many(weights_, bias_.has_value() ? bias_->data() : nullptr, bytes_of(x), x.shape(0), dtype_,
-                       bytes_of(out), *pool_, simd_);
-  }
-
- private:
-  Packed packed_;
-  std::optional<FloatArray> bias_;
-  Dtype dtype_;
-  std::shared_ptr<ThreadPool> pool_;
-  SimdLevel simd_;
-  PackedWeights weights_;
-};
 
 class PyElementwise {
  public:
@@ -396,26 +310,6 @@ class PyBatchAttention {
 }  // namespace
 
 void init_offload(nb::module_& m) {
-  m.def(
-      "packed_weight_nbytes",
-      [](std::size_t rows, std::size_t columns, int bits, const std::string& along) {
-        return packed_weights(rows, columns, bits, along).nbytes();
-      },
-      nb::arg("rows"), nb::arg("columns"), nb::arg("bits"), nb::arg("along") = "outputs");
-  m.def("pack_weights", &py_pack_weights, nb::arg("weights"), nb::arg("dtype"), nb::arg("bits"),
-        nb::arg("out"), nb::arg("pool"), nb::arg("simd") = "auto", nb::arg("along") = "outputs",
-        nb::arg("scales") = "range");
-  m.def("unpack_weights", &py_unpack_weights, nb::arg("packed"), nb::arg("rows"), nb::arg("columns"),
-        nb::arg("bits"), nb::arg("out"), nb::arg("pool"), nb::arg("simd") = "auto",
-        nb::arg("along") = "outputs");
-
-  nb::class_<PyPackedLinear>(m, "PackedLinear")
-      .def(nb::init<Packed, std::size_t, std::size_t, int, std::optional<FloatArray>, const std::string&,
-                    std::shared_ptr<ThreadPool>, const std::string&, const std::string&>(),
-           nb::arg("packed"), nb::arg("rows"), nb::arg("columns"), nb::arg("bits"), nb::arg("bias").none(),
-           nb::arg("dtype"), nb::arg("pool"), nb::arg("simd") = "auto", nb::arg("along") = "outputs")
-      .def("forward_many", &PyPackedLinear::forward_many, nb::arg("x"), nb::arg("out"));
-
   nb::class_<PyElementwise>(m, "Elementwise")
       .def(nb::init<const std::string&, std::shared_ptr<ThreadPool>, const std::string&>(), nb::arg("dtype"),
            nb::arg("pool"), nb::arg("simd") = "auto")

@@ -410,12 +410,6 @@ void attend_each(const AttentionShape& shape, const AttendingToken* tokens, std:
   });
 }
 
-void attend_one(const AttentionShape& shape, const float* q, const KvView& kv, std::size_t length, float* out,
-                ThreadPool& pool, SimdLevel level) {
-  const AttendingToken token{q, kv, length, out};
-  attend_each(shape, &token, 1, pool, level);
-}
-
 void attend_many(const AttentionShape& shape, const float* q, std::size_t n, std::size_t first_position,
                  const KvView& kv, float* out, ThreadPool& pool, SimdLevel level) {
   if (n == 0) return;

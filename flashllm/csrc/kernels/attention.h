@@ -77,10 +77,6 @@ struct AttendingToken {
 void attend_each(const AttentionShape& shape, const AttendingToken* tokens, std::size_t n, ThreadPool& pool,
                  SimdLevel level);
 
-// The same for one token.
-void attend_one(const AttentionShape& shape, const float* q, const KvView& kv, std::size_t length, float* out,
-                ThreadPool& pool, SimdLevel level);
-
 // Causal attention of n consecutive tokens of a sequence: q and out [n, heads, head_dim]; token i attends to
 // positions 0 to first_position + i, the last of them that its window holds. Online softmax over blocks of
 // keys (Dao et al. 2022), so that memory does not grow with the context. On levels with pair kernels, weights

@@ -79,6 +79,15 @@ constexpr std::size_t kCodeUnit = 32;  // weights decoded together; groups are w
 constexpr bool is_coded(RowCodec codec) { return static_cast<std::size_t>(codec) >= kFirstCoded; }
 constexpr bool has_plane(RowCodec codec) { return static_cast<std::size_t>(codec) >= kFirstPlane; }
 
+// What a vector in groups is made of.
+struct GroupShape {
+  std::size_t bits;   // of a code
+  std::size_t group;  // weights that share a scale
+  bool has_minimum;
+};
+// Throws CoreError (usage) for a codec that is none of int8_32 to int4_64_min.
+GroupShape group_shape(RowCodec codec);
+
 // Twice what a code of mxfp4 stands for.
 alignas(16) constexpr std::int8_t kFp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 // The same from 0 on, as products of 8-bit inputs take them.
@@ -128,6 +137,9 @@ struct CodedInputKernels {
   void (*dot_rows)(const void* const* rows, std::size_t n, const CodedInputs& x, std::size_t k, float* out);
   void (*dot_matrix)(const void* data, std::size_t stride, std::size_t n, const CodedInputs& x, std::size_t k,
                      float* out);
+  // The same of many tokens, out[t * out_stride + r], each with the bits it has alone.
+  void (*dot_tokens)(const void* data, std::size_t stride, std::size_t n, const CodedInputs* x,
+                     std::size_t tokens, std::size_t k, float* out, std::size_t out_stride);
 };
 // Throws CoreError (usage) for a codec that is not multiplied by such inputs, and for inputs in fp32.
 const CodedInputKernels& coded_input_kernels(SimdLevel level, RowCodec codec, InputForm inputs);

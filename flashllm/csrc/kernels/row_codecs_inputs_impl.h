@@ -137,6 +137,36 @@ struct CodedDot {
     }
     for (std::size_t r = 0; r < R; ++r) out[r] = ((sum[r][0] + sum[r][1]) + offset[r]).sum();
   }
+
+  // out[t * out_stride] of one row and T tokens, which use its codes while they are unpacked; each sum is
+  // that of `dot`.
+  template <std::size_t T>
+  static void dot_row(const Row& row, const CodedInputs* x, std::size_t k, float* out,
+                      std::size_t out_stride) {
+    const std::size_t units = (k + kCodeUnit - 1) / kCodeUnit;
+    const Input* inputs[T];
+    Eight sum[T][2], offset[T];
+    float scales[T][Units::kScales * kScaled];
+    for (std::size_t t = 0; t < T; ++t) {
+      inputs[t] = static_cast<const Input*>(x[t].codes);
+      sum[t][0] = sum[t][1] = offset[t] = Eight::zero();
+    }
+    std::size_t u = 0;
+    for (; u + kScaled <= units; u += kScaled) {
+      for (std::size_t t = 0; t < T; ++t) scale_units(row, x[t], u, kScaled, scales[t], offset[t]);
+#pragma GCC unroll 8
+      for (std::size_t i = 0; i < kScaled; ++i)
+        for (std::size_t t = 0; t < T; ++t) add_unit(row, inputs[t], x[t], scales[t], u, i, sum[t][i % 2]);
+    }
+    if (u < units) {
+      for (std::size_t t = 0; t < T; ++t) {
+        scale_units(row, x[t], u, units - u, scales[t], offset[t]);
+        for (std::size_t i = 0; u + i < units; ++i)
+          add_unit(row, inputs[t], x[t], scales[t], u, i, i % 2 == 0 ? sum[t][0] : sum[t][1]);
+      }
+    }
+    for (std::size_t t = 0; t < T; ++t) out[t * out_stride] = ((sum[t][0] + sum[t][1]) + offset[t]).sum();
+  }
 };
 
 // Rows [0, n) of at(r), kRows at a time; while they are read, those `ahead` on are fetched.
@@ -173,10 +203,22 @@ void dot_matrix_coded_inputs(const void* data, std::size_t stride, std::size_t n
   dot_each_row<D>([=](std::size_t r) { return first + r * stride; }, n, ahead, x, k, out);
 }
 
+template <typename D>
+void dot_tokens_coded_inputs(const void* data, std::size_t stride, std::size_t n, const CodedInputs* x,
+                             std::size_t tokens, std::size_t k, float* out, std::size_t out_stride) {
+  constexpr std::size_t kTokens = 4;
+  std::size_t t = 0;
+  for (; t + kTokens <= tokens; t += kTokens)
+    for (std::size_t r = 0; r < n; ++r)
+      D::template dot_row<kTokens>(D::G::at(static_cast<const std::byte*>(data) + r * stride, k), x + t, k,
+                                   out + t * out_stride + r, out_stride);
+  for (; t < tokens; ++t) dot_matrix_coded_inputs<D>(data, stride, n, x[t], k, out + t * out_stride);
+}
+
 template <typename Input, typename Units>
 constexpr CodedInputKernels input_kernels_of() {
   using D = CodedDot<Input, Units>;
-  return {dot_rows_coded_inputs<D>, dot_matrix_coded_inputs<D>};
+  return {dot_rows_coded_inputs<D>, dot_matrix_coded_inputs<D>, dot_tokens_coded_inputs<D>};
 }
 
 // In the order of RowCodec.
@@ -187,7 +229,7 @@ const CodedInputKernels kInt8[kCodedCodecs] = {
     input_kernels_of<std::int8_t, GroupedUnits<4, 64, false>>(),
     input_kernels_of<std::int8_t, GroupedUnits<4, 32, true>>(),
     input_kernels_of<std::int8_t, GroupedUnits<4, 64, true>>(),
-    {nullptr, nullptr},  // bf12
+    {nullptr, nullptr, nullptr},  // bf12
     input_kernels_of<std::int8_t, CarriedUnits<5, 32, false, false>>(),
     input_kernels_of<std::int8_t, CarriedUnits<5, 32, true, false>>(),
     input_kernels_of<std::int8_t, CarriedUnits<4, 32, true, true>>(),

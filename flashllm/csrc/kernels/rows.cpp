@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "io/error.h"
 #include "io/xxh3.h"
@@ -15,17 +16,8 @@ namespace {
 
 constexpr std::size_t kRowGrain = 16;       // rows a thread takes at a time
 constexpr std::size_t kSummed = 64;         // vectors that many tokens use together
+constexpr std::size_t kFewTokens = 7;       // that sum vectors one by one
 constexpr std::size_t kExpanded = 1 << 21;  // weights of bf12 expanded together
-
-// What a codec's vectors are made of.
-struct GroupShape {
-  std::size_t bits, group, halves;  // halves: fp16 numbers a group
-};
-GroupShape shape_of(RowCodec codec) {
-  static constexpr GroupShape kShapes[] = {{8, 32, 1}, {8, 64, 1}, {4, 32, 1},
-                                           {4, 64, 1}, {4, 32, 2}, {4, 64, 2}};
-  return kShapes[static_cast<std::size_t>(codec) - kFirstCoded];
-}
 
 // Of codecs that quantised checkpoints have.
 std::size_t carried_nbytes(RowCodec codec, std::size_t length) {
@@ -91,6 +83,13 @@ const CodedInputKernels& coded_input_kernels(SimdLevel level, RowCodec codec, In
                                     : kernels.int16)[static_cast<std::size_t>(codec) - kFirstCoded];
 }
 
+GroupShape group_shape(RowCodec codec) {
+  static constexpr GroupShape kShapes[] = {{8, 32, false}, {8, 64, false}, {4, 32, false},
+                                           {4, 64, false}, {4, 32, true},  {4, 64, true}};
+  require(is_coded(codec) && codec < RowCodec::bf12, "weights of this codec are not in groups of their own");
+  return kShapes[static_cast<std::size_t>(codec) - kFirstCoded];
+}
+
 RowCodec codec_of(Dtype dtype) {
   switch (dtype) {
     case Dtype::f16:
@@ -125,15 +124,38 @@ std::size_t vector_nbytes(RowCodec codec, std::size_t length) {
     return (16 + padded + padded / 2 + 3 * escapes + 1) / 2 * 2;
   }
   if (codec > RowCodec::bf12) return carried_nbytes(codec, length);
-  const GroupShape shape = shape_of(codec);
+  const GroupShape shape = group_shape(codec);
   const std::size_t groups = (length + shape.group - 1) / shape.group;
-  return groups * (shape.halves * sizeof(std::uint16_t) + shape.group * shape.bits / 8);
+  return groups * ((shape.has_minimum ? 2 : 1) * sizeof(std::uint16_t) + shape.group * shape.bits / 8);
 }
+
+namespace {
+
+void linear_coded(const RowMatrix& matrix, const RowInputs& x, std::size_t tokens, float* out,
+                  ThreadPool& pool, SimdLevel level) {
+  const auto dot = coded_input_kernels(level, matrix.codec, x.form()).dot_tokens;
+  std::vector<CodedInputs> inputs(tokens);
+  for (std::size_t m = 0; m < tokens; ++m) inputs[m] = x.codes(m);
+  pool.parallel_for(matrix.rows, kRowGrain, [&](std::size_t begin, std::size_t end) {
+    // All tokens use a small block of rows while it is in the processor's cache.
+    for (std::size_t r = begin; r < end; r += kRowGrain) {
+      const std::size_t count = std::min(kRowGrain, end - r);
+      dot(matrix.data + r * matrix.stride, matrix.stride, count, inputs.data(), tokens, matrix.columns,
+          out + r, matrix.rows);
+      if (matrix.bias == nullptr) continue;
+      for (std::size_t m = 0; m < tokens; ++m)
+        for (std::size_t i = r; i < r + count; ++i) out[m * matrix.rows + i] += matrix.bias[i];
+    }
+  });
+}
+
+}  // namespace
 
 void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
             SimdLevel level) {
   if (is_coded(matrix.codec)) {
     const RowInputs inputs(x, tokens, matrix.columns, matrix.inputs);
+    if (tokens > 1 && inputs.has_codes()) return linear_coded(matrix, inputs, tokens, out, pool, level);
     return pool.parallel_for(matrix.rows, kRowGrain, [&](std::size_t begin, std::size_t end) {
       // All tokens use a small block of rows while it is in the processor's cache.
       const std::size_t block = tokens == 1 ? end - begin : kRowGrain;
@@ -253,6 +275,43 @@ void add_rows(const RowMatrix& matrix, const float* scales, std::size_t padded, 
                     y_stride, pool, level);
   add_rows(CodedRows(matrix, level), matrix.rows, matrix.columns, scales, padded, tokens, y, y_stride, pool,
            level);
+}
+
+void linear_by_columns(const RowMatrix& matrix, const std::byte* x, std::size_t tokens, Dtype dtype,
+                       Dtype out_dtype, std::byte* out, ThreadPool& pool, SimdLevel level) {
+  const std::size_t width = matrix.columns, inputs = matrix.rows, row = inputs * dtype_nbytes(dtype);
+  const KernelTable &wide = kernel_table(level, dtype), &narrow = kernel_table(level, out_dtype);
+  // A cache line apart from a power of two, of whose multiples few fit a cache together.
+  const bool few = tokens <= kFewTokens && level != SimdLevel::scalar;  // which rounds a vector's end once
+  const std::size_t stride = few ? width : (width + kColumnPad - 1) / kColumnPad * kColumnPad + kColumnPad;
+  std::vector<float> scales(inputs * tokens), sums(tokens * stride);
+  if (few) {
+    std::vector<const void*> vectors(inputs);
+    for (std::size_t i = 0; i < inputs; ++i) vectors[i] = matrix.data + i * matrix.stride;
+    wide.to_f32(x, scales.size(), scales.data());
+    sum_scattered({vectors.data(), inputs, width, matrix.codec}, scales.data(), inputs, tokens, sums.data(),
+                  pool, level);
+  } else {
+    pool.parallel_for(inputs, kSummed, [&](std::size_t begin, std::size_t end) {
+      float values[kSummed];
+      for (std::size_t first = begin; first < end; first += kSummed) {
+        const std::size_t n = std::min(kSummed, end - first);
+        for (std::size_t m = 0; m < tokens; ++m) {
+          wide.to_f32(x + m * row + first * dtype_nbytes(dtype), n, values);
+          for (std::size_t i = 0; i < n; ++i) scales[(first + i) * tokens + m] = values[i];
+        }
+      }
+    });
+    add_rows(matrix, scales.data(), tokens, tokens, sums.data(), stride, pool, level);
+  }
+  pool.parallel_for(tokens, 1, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t m = begin; m < end; ++m) {
+      float* sum = sums.data() + m * stride;
+      if (matrix.bias != nullptr)
+        for (std::size_t j = 0; j < width; ++j) sum[j] += matrix.bias[j];
+      narrow.from_f32(sum, width, out + m * width * dtype_nbytes(out_dtype));
+    }
+  });
 }
 
 void RowFormat::check() const {

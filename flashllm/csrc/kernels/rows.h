@@ -58,6 +58,13 @@ void product_rows(const RowMatrix& matrix, const PackedTokens& x, float* product
 void add_rows(const RowMatrix& matrix, const float* scales, std::size_t padded, std::size_t tokens, float* y,
               std::size_t y_stride, ThreadPool& pool, SimdLevel level);
 
+// out[m][j] = sum_i x[m][i] * rows[i][j] (+ bias[j]), in the order of i whatever the tokens, rounded to
+// `out_dtype`: products with a matrix that lies by its inputs, as down columns do. x: [tokens, rows], of
+// `dtype`; out: [tokens, columns]; bias: [columns]. Never in pairs. Not of int8, and not of bf12, whose
+// products of few tokens and of many may differ.
+void linear_by_columns(const RowMatrix& matrix, const std::byte* x, std::size_t tokens, Dtype dtype,
+                       Dtype out_dtype, std::byte* out, ThreadPool& pool, SimdLevel level);
+
 // Where a neuron's vectors lie in its row (paper A, section 3.2: bundling); flashllm/format/rows.py has the
 // same numbers.
 struct RowFormat {

@@ -1,6 +1,6 @@
-// Group-wise quantisation (FlexGen, section 5): 2, 3, 4 or 8 bits a value, asymmetric min-max over groups of
-// kGroup values that share a scale and a minimum in fp16, or with scales and minimums chosen otherwise. Every
-// result has the same bits at every SIMD level, those of this arithmetic in fp32, each step rounded apart:
+// Group-wise quantisation of keys and values (FlexGen, section 5): 2, 3, 4 or 8 bits a value, asymmetric
+// min-max over groups of kGroup values that share a scale and a minimum in fp16. Every result has the same
+// bits at every SIMD level, those of this arithmetic in fp32, each step rounded apart:
 //
 //   scale   = fp16(min((largest - smallest) / (2^bits - 1), 65504))
 //   minimum = fp16(clamp(smallest, -65504, 65504) + 0)
@@ -52,17 +52,12 @@ struct GroupKernels {
   // A group is one column of all rows (at most kGroup): scales and minimums [columns].
   void (*pack_columns)(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
                        int bits, const GroupedRows& to);
-  // The same by the scales and minimums that `to` already has.
-  void (*encode_columns)(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
-                         int bits, const GroupedRows& to);
   void (*unpack_columns)(const ConstGroupedRows& from, std::size_t rows, std::size_t columns, int bits,
                          float* values, std::size_t stride);
   // Groups are kGroup consecutive columns of a row, the last one what is left: scales and minimums [rows,
   // groups_of(columns)].
   void (*pack_rows)(const float* values, std::size_t stride, std::size_t rows, std::size_t columns, int bits,
                     const GroupedRows& to);
-  void (*encode_rows)(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
-                      int bits, const GroupedRows& to);
   void (*unpack_rows)(const ConstGroupedRows& from, std::size_t rows, std::size_t columns, int bits,
                       float* values, std::size_t stride);
 };

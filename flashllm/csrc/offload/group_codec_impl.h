@@ -53,7 +53,6 @@ inline std::uint16_t scale_of(float smallest, float largest, int steps) {
   return half_scale((largest - smallest) / static_cast<float>(steps));
 }
 
-// Codes by the scales and minimums that `to` has.
 template <int bits>
 void encode_columns(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
                     const GroupedRows& to) {
@@ -97,7 +96,6 @@ void unpack_columns(const ConstGroupedRows& from, std::size_t rows, std::size_t 
   }
 }
 
-// Codes by the scales and minimums that `to` has.
 template <int bits>
 void encode_rows(const float* values, std::size_t stride, std::size_t rows, std::size_t columns,
                  const GroupedRows& to) {
@@ -181,10 +179,6 @@ const GroupKernels kLoops = {
        const GroupedRows& to) {
       with_bits(bits, [&](auto width) { pack_columns<width>(values, stride, rows, columns, to); });
     },
-    [](const float* values, std::size_t stride, std::size_t rows, std::size_t columns, int bits,
-       const GroupedRows& to) {
-      with_bits(bits, [&](auto width) { encode_columns<width>(values, stride, rows, columns, to); });
-    },
     [](const ConstGroupedRows& from, std::size_t rows, std::size_t columns, int bits, float* values,
        std::size_t stride) {
       with_bits(bits, [&](auto width) { unpack_columns<width>(from, rows, columns, values, stride); });
@@ -192,10 +186,6 @@ const GroupKernels kLoops = {
     [](const float* values, std::size_t stride, std::size_t rows, std::size_t columns, int bits,
        const GroupedRows& to) {
       with_bits(bits, [&](auto width) { pack_rows<width>(values, stride, rows, columns, to); });
-    },
-    [](const float* values, std::size_t stride, std::size_t rows, std::size_t columns, int bits,
-       const GroupedRows& to) {
-      with_bits(bits, [&](auto width) { encode_rows<width>(values, stride, rows, columns, to); });
     },
     [](const ConstGroupedRows& from, std::size_t rows, std::size_t columns, int bits, float* values,
        std::size_t stride) {

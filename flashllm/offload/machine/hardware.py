@@ -43,6 +43,7 @@ class Hardware:
     # What this engine measured of itself on a CPU; a file written by hand may leave it out.
     dtype: str | None = None  # of the weights and the cache that were measured with
     packed_gemm: RateCurve | None = None  # as gemm, of packed weights, which are unpacked on the way
+    decoded_gemm: RateCurve | None = None  # as packed_gemm, in decoding, by inputs in codes
     packed_attention: RateCurve | None = None  # as cpu_attention, of a packed cache, in bytes that it takes unpacked
     seal: RateCurve | None = None  # cache bytes/s that are packed
     elementwise: RateCurve | None = None  # bytes/s that norms, sums and activations read and write

@@ -79,7 +79,11 @@ def _batches(probe: NativeProbe, file: Path, sizes: BatchSizes, beside: tuple[fl
     decode = partial(probe.decode_attention, context=sizes.context)
     # Products in turn: policies are compared by both, so a machine that drifts must drift for both.
     groups: tuple[Mapping[str, tuple[Probe, tuple[int, ...]]], ...] = (
-        {"gemm": (products, sizes.gemm_rows), "packed_gemm": (partial(products, bits=_PACKED_BITS), sizes.gemm_rows)},
+        {
+            "gemm": (products, sizes.gemm_rows),
+            "packed_gemm": (partial(products, bits=_PACKED_BITS), sizes.gemm_rows),
+            "decoded_gemm": (partial(products, bits=_PACKED_BITS, decoding=True), sizes.gemm_rows),
+        },
         {
             "bmm": (partial(probe.prompt_attention, **shape), sizes.bmm_tokens),
             "cpu_attention": (partial(decode, **shape), sizes.attention),

@@ -17,11 +17,12 @@ from flashllm import _core
 from flashllm.arch.spec import BlockSpec, LayerSpec, Rotary
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
+from flashllm.offload.planner.packing import WeightPacking
 from flashllm.offload.runtime.layer import LayerTensors, Projected, run_layer
 from flashllm.offload.runtime.native_ops import NativeOps
-from flashllm.offload.runtime.ops import GroupsAlong, Matrix, Norm, Packing
+from flashllm.offload.runtime.ops import Matrix, Norm
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
-from flashllm.offload.runtime.tiers.weight_plan import packed_nbytes
+from flashllm.offload.runtime.tiers.weights import pack
 from flashllm.profile.rates import Sample, seconds_of
 
 Array = NDArray[Any]
@@ -39,19 +40,19 @@ class NativeProbe:
     rotation_bytes: int  # operands of one probe together take at least this: more than the caches
     _operands: dict[tuple[object, ...], list[Any]] = field(default_factory=dict)
 
-    def products(self, rows: int, *, inner: int, outer: int, bits: int | None = None) -> Sample:
+    def products(self, rows: int, *, inner: int, outer: int, bits: int | None = None, decoding: bool = False) -> Sample:
         """[rows, inner] by the transpose of [outer, inner], and back as a layer's products do; flop over rows."""
         ops = self._ops(inner)
         turn = self._rotating(
             ("products", inner, outer, bits),
-            lambda: (self._matrix(outer, inner, bits, "inputs"), self._matrix(inner, outer, bits, "outputs")),
+            lambda: (self._matrix(outer, inner, bits, "up"), self._matrix(inner, outer, bits, "down")),
         )
         x, y = self._random(rows, inner), self._random(rows, outer)
 
         def work() -> None:
             up, down = turn()
-            ops.linear(up, x)
-            ops.linear(down, y)
+            ops.linear(up, x, decoding=decoding)
+            ops.linear(down, y, decoding=decoding)
 
         return Sample(size=rows, units=4 * rows * inner * outer, seconds=self._seconds(work))
 
@@ -138,7 +139,7 @@ class NativeProbe:
 
     def _beside_reads(self, read: Callable[[], None], *, seconds: float, inner: int) -> tuple[float, float]:
         ops = self._ops(inner)
-        turn = self._rotating(("beside", inner), lambda: (self._matrix(inner, inner, None, "inputs"),))
+        turn = self._rotating(("beside", inner), lambda: (self._matrix(inner, inner, None, "up"),))
         x = self._random(_DECODED_ROWS, inner)
 
         def compute() -> None:
@@ -186,14 +187,14 @@ class NativeProbe:
         values = np.random.default_rng(rows).standard_normal((rows, columns), np.float32)
         return np.ascontiguousarray(cast_dtype(values, WEIGHT_DTYPES["float32"], WEIGHT_DTYPES[self.dtype]))
 
-    def _matrix(self, rows: int, columns: int, bits: int | None, along: GroupsAlong) -> Matrix:
+    def _matrix(self, rows: int, columns: int, bits: int | None, name: str) -> Matrix:
         array = np.repeat(self._random(1, columns), rows, axis=0)  # alike: making them takes longer than timing
-        packing = None if bits is None else Packing(bits, along)
-        if packing is not None:
-            packed = _core.allocate(packed_nbytes(rows, columns, packing))
-            _core.pack_weights(array, self.dtype, packing.bits, packed, self.pool, along=packing.along)
-            array = packed
-        return Matrix(array, rows, columns, packing, None)
+        if bits is None:
+            return Matrix(array, rows, columns, None, None)
+        packing = WeightPacking(bits=bits, layers=1, shares_keys=False).of(name, -1)
+        packed = _core.allocate(packing.nbytes(rows, columns))
+        pack(array, self.dtype, packing, packed, self.pool)
+        return Matrix(packed, rows, columns, packing, None)
 
     def _arena(self, slots: int, nbytes: int) -> Array:
         """Plain blocks with values that packing has to look at."""

@@ -22,7 +22,6 @@ from flashllm.offload.stages import Stage
 
 _SHARED = (
     "weight_bits",
-    "weight_groups",
     "cache_bits",
     "cache_layout",
     "simd",

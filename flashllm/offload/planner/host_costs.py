@@ -14,19 +14,14 @@ from functools import cached_property
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.planner.costs import CostModel, Method
 from flashllm.offload.planner.linear import CD, HC, HD, WC, WD, Linear, constant
+from flashllm.offload.planner.packing import WeightPacking, late_layers
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.runtime.layer import ROWS_TOGETHER
-from flashllm.offload.runtime.ops import WIDE_BITS, late_layers
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.shape import ModelShape
 
 _GROUP = 64  # values that share a scale and a minimum of 16 bits each
 _SEALED_MULTIPLE = 4096  # bytes that a packed block is padded to
-
-
-def packed_bytes(rows: int, columns: int, bits: int) -> int:
-    """Bytes of a packed matrix: its codes, and a scale and a minimum for each 64 outputs of an input."""
-    return rows * columns * bits // 8 + 4 * -(-rows // _GROUP) * columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +50,17 @@ class HostCostModel(CostModel):
         return self._layer_bytes(late=True) - self._layer_bytes(late=False)
 
     def _layer_bytes(self, *, late: bool) -> float:
-        """A layer as it is kept. Packed ones as in mixed groups, the default; those of equal bits are a little less."""
+        """A layer as it is kept."""
         if not self.method.compress_weights:
             return self.shape.layer_bytes
-        shape, bits, wide = self.shape, self.weight_bits, max(self.weight_bits, WIDE_BITS)
-        keys = wide if shape.kv_heads < shape.heads else bits
-        heads = ((shape.query_dim, bits), (shape.kv_dim, keys), (shape.kv_dim, wide))
-        from_states = (*heads, *[(shape.ffn, bits)] * (1 + shape.gated))
-        to_states = ((shape.query_dim, bits), (shape.ffn, wide if late else bits))
-        return sum(packed_bytes(outputs, shape.hidden, width) for outputs, width in from_states) + sum(
-            packed_bytes(shape.hidden, inputs, width) for inputs, width in to_states
-        )
+        shape = self.shape
+        packing = WeightPacking(bits=self.weight_bits, layers=shape.layers, shares_keys=shape.kv_heads < shape.heads)
+        outputs = {"query": shape.query_dim, "key": shape.kv_dim, "value": shape.kv_dim, "up": shape.ffn}
+        sizes = {name: (rows, shape.hidden) for name, rows in outputs.items()}
+        sizes |= {"gate": (shape.ffn, shape.hidden)} if shape.gated else {}
+        sizes |= {"out": (shape.hidden, shape.query_dim), "down": (shape.hidden, shape.ffn)}
+        layer = shape.layers - 1 if late else -1  # before the first, none is late
+        return sum(packing.of(name, layer).nbytes(*size) for name, size in sizes.items())
 
     @property
     def head_bytes(self) -> float:
@@ -93,11 +88,13 @@ class HostCostModel(CostModel):
 
     # Compute ---------------------------------------------------------------------------------------------------
 
-    def _products_s(self, params: int, rows: int, *, packed: bool) -> float:
+    def _products_s(self, params: int, rows: int, *, packed: bool, decoding: bool = False) -> float:
         """`rows` token rows through `params` weights, in parts."""
         rate = self.hardware.gemm
         if packed and self.hardware.packed_gemm is not None:
             rate = self.hardware.packed_gemm
+        if packed and decoding and self.hardware.decoded_gemm is not None:
+            rate = self.hardware.decoded_gemm
         full, rest = divmod(rows, ROWS_TOGETHER)
         seconds = full * 2 * params * ROWS_TOGETHER / rate.at(ROWS_TOGETHER)
         return seconds + (2 * params * rest / rate.at(rest) if rest else 0.0)
@@ -108,11 +105,11 @@ class HostCostModel(CostModel):
         rate = self.hardware.elementwise or self.hardware.device_bandwidth
         return nbytes / rate.at(max(nbytes, 1.0))
 
-    def _layer_s(self, rows: int) -> float:
+    def _layer_s(self, rows: int, *, decoding: bool = False) -> float:
         """What a batch's rows take in a layer, but for attention."""
         shape = self.shape
         values = 10 * shape.hidden + 6 * shape.query_dim + 10 * shape.kv_dim + (2 + shape.gated) * shape.ffn
-        seconds = self._products_s(shape.layer_params, rows, packed=self.method.compress_weights)
+        seconds = self._products_s(shape.layer_params, rows, packed=self.method.compress_weights, decoding=decoding)
         return seconds + self._touched_s(rows * values) + self.hardware.square_s
 
     def _seal_s(self, tokens: float) -> Linear:
@@ -158,7 +155,9 @@ class HostCostModel(CostModel):
         # On the average half of the last block is filled; it is in memory.
         blocks = max(0.0, context / KV_BLOCK - 0.5)
         read = block * blocks * self.sealed_bytes
-        comp = constant(self.method.num_batches * self._layer_s(self.method.gpu_batch) + self._attention_s(context))
+        comp = constant(
+            self.method.num_batches * self._layer_s(self.method.gpu_batch, decoding=True) + self._attention_s(context)
+        )
         comp += self._seal_s(block) + WC * self._copied_s(self.weight_bytes) + (HC + HD) * (2 * self._copied_s(hidden))
         return self._stages(
             read=WD * self._read_s(self.weight_bytes)

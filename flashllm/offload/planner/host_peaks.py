@@ -6,8 +6,8 @@ buffers they pass, states, and the working memory of a layer's worst moment. A t
 
 from flashllm.offload.planner.host_costs import HostCostModel
 from flashllm.offload.planner.linear import CC, CD, CG, HC, HD, HG, WC, WD, WG, Linear, constant
+from flashllm.offload.planner.packing import late_layers
 from flashllm.offload.runtime.layer import ROWS_TOGETHER
-from flashllm.offload.runtime.ops import late_layers
 from flashllm.offload.runtime.tasks import BUFFERS
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.shape import ModelShape

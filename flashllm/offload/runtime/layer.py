@@ -47,20 +47,25 @@ def run_layer(
     *,
     positions: Positions,
     attend: Attend,
+    decoding: bool = False,
 ) -> Array:
-    """x [rows, d_model], changed, through one layer. `positions` [rows]."""
+    """x [rows, d_model], changed, through one layer. `positions` [rows]; `decoding`: of `Ops.linear`."""
+
+    def linear(name: str, inputs: Array) -> Array:
+        return ops.linear(weights.matrices[name], inputs, decoding=decoding)
+
     mixed = ops.empty(len(x), block.query_dim)
-    attend(_project(ops, block, layer, weights, x, positions=positions), mixed)
+    attend(_project(ops, block, layer, weights, x, linear=linear, positions=positions), mixed)
 
     def attention(rows: slice) -> Array:
-        return _behind(ops, block, weights, "attention_output_norm", ops.linear(weights.matrices["out"], mixed[rows]))
+        return _behind(ops, block, weights, "attention_output_norm", linear("out", mixed[rows]))
 
     def ffn(rows: slice) -> Array:
         inputs = _before(ops, block, weights, "attention_norm" if block.shared_norm else "ffn_norm", x[rows])
-        hidden = ops.linear(weights.matrices["up"], inputs)
-        gate = ops.linear(weights.matrices["gate"], inputs) if block.gated else None
+        hidden = linear("up", inputs)
+        gate = linear("gate", inputs) if block.gated else None
         ops.activate(hidden, gate, layer.activation_threshold)
-        return _behind(ops, block, weights, "ffn_output_norm", ops.linear(weights.matrices["down"], hidden))
+        return _behind(ops, block, weights, "ffn_output_norm", linear("down", hidden))
 
     if block.parallel:
         for rows in _parts(len(x)):
@@ -94,13 +99,20 @@ def _add(ops: Ops, block: BlockSpec, x: Array, y: Array) -> None:
 
 
 def _project(
-    ops: Ops, block: BlockSpec, layer: LayerSpec, weights: LayerTensors, x: Array, *, positions: Positions
+    ops: Ops,
+    block: BlockSpec,
+    layer: LayerSpec,
+    weights: LayerTensors,
+    x: Array,
+    *,
+    linear: Callable[[str, Array], Array],
+    positions: Positions,
 ) -> Projected:
     made = Projected(*(ops.empty(len(x), width) for width in (block.query_dim, block.kv_dim, block.kv_dim)))
     for rows in _parts(len(x)):
         inputs = _before(ops, block, weights, "attention_norm", x[rows])
         for name, out in zip(("query", "key", "value"), made, strict=True):
-            out[rows] = ops.linear(weights.matrices[name], inputs)
+            out[rows] = linear(name, inputs)
     if block.query_key_norm != "none":
         ops.norm_heads(weights.norms["query_norm"], made.queries, block.heads)
         ops.norm_heads(weights.norms["key_norm"], made.keys, block.kv_heads)

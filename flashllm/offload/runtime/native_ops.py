@@ -1,7 +1,8 @@
 """What a decoder layer is made of, by the native core: arrays of the model's dtype in, arrays of it out.
 
-Sums are fp32 and every result is rounded to the model's dtype. No result depends on the rows computed beside it or on
-the number of threads, so a sequence gets the same answer in every batch. bfloat16 is held as its bits (uint16).
+Sums are fp32 and every result is rounded to the model's dtype. Packed weights are widened for prompts; in decoding
+they are multiplied by inputs in codes (csrc/kernels/row_codecs.h). No result depends on the rows computed beside it or
+on the number of threads, so a sequence gets the same answer in every batch. bfloat16 is held as its bits (uint16).
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.offload.runtime.ops import Matrix, Norm
 
 Array = NDArray[Any]
+_DECODING_INPUTS = "int16"  # of packed weights of 8 bits; those of 4 then take 8
 
 
 class NativeOps:
@@ -35,24 +37,27 @@ class NativeOps:
     def empty(self, rows: int, width: int) -> Array:
         return np.empty((rows, width), self.storage)
 
-    def linear(self, matrix: Matrix, x: Array) -> Array:
-        out = self.empty(len(x), matrix.rows)
-        native: _core.Linear | _core.PackedLinear
-        if matrix.packing is None:
-            native = _core.Linear(matrix.array, matrix.bias, self.dtype, self._pool, self._simd)
+    def linear(self, matrix: Matrix, x: Array, *, decoding: bool = False) -> Array:
+        out, packing = self.empty(len(x), matrix.rows), matrix.packing
+        if packing is None:
+            _core.Linear(matrix.array, matrix.bias, self.dtype, self._pool, self._simd).forward_many(x, out)
+            return out
+        count, length = packing.vectors(matrix.rows, matrix.columns)
+        native = _core.Linear(
+            matrix.array.reshape(count, -1),
+            matrix.bias,
+            self.dtype,
+            self._pool,
+            self._simd,
+            packing.encoding,
+            length,
+            _DECODING_INPUTS,
+            packing.by_inputs,
+        )
+        if decoding:
+            native.forward(x, out)
         else:
-            native = _core.PackedLinear(
-                matrix.array,
-                matrix.rows,
-                matrix.columns,
-                matrix.packing.bits,
-                matrix.bias,
-                self.dtype,
-                self._pool,
-                self._simd,
-                matrix.packing.along,
-            )
-        native.forward_many(x, out)
+            native.forward_many(x, out)
         return out
 
     def logits(self, matrix: Matrix, x: Array) -> NDArray[np.float32]:

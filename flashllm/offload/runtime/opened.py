@@ -51,7 +51,7 @@ class OpenModel:
                 simd=options.simd,
             )
             bits = options.weight_bits if policy.compress_weights else None
-            self.plan = plan_weights(self.source, policy, bits=bits, groups=options.weight_groups)
+            self.plan = plan_weights(self.source, policy, bits=bits)
             self.weights, self._starting = self.tier.weights_need(self.plan)
             self._parts = parts.pop_all()
 

@@ -8,63 +8,15 @@ bits (uint16).
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm.offload.planner.packing import Packing
+
 Array = Any  # of the implementation
 HostArray = NDArray[Any]
-GroupsAlong = Literal["inputs", "outputs"]
-GroupScales = Literal["range", "squares"]  # min-max, or those of least squares
-WeightGroups = Literal["mixed", "inputs", "outputs"]
-
-# Packed weights in `mixed` groups have at least WIDE_BITS where fewer lose most. A sequence's first token takes most of
-# the attention of all others, so an error of its value goes into every token; keys that several heads share go into
-# the scores of each; what the last layers add to the states goes into the logits as it is.
-PACKING = 2  # changes with these rules: a job's answers do
-WIDE_BITS = 8
-LATE_SHARE = 10  # layers to a late one, whose down projection is wide
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """How a packed matrix lies: csrc/offload/packed_weights.h."""
-
-    bits: int
-    along: GroupsAlong  # where the 64 weights lie that share a scale and a minimum
-    scales: GroupScales = "range"  # how these are chosen
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightPacking:
-    """How the matrices of a model's layers are packed.
-
-    `outputs` is the paper's (FlexGen, section 5): all in groups along the outputs, scales of the smallest and the
-    largest weight. Else scales lose least squares. In `mixed` groups a down projection has them along the outputs, as
-    a few of its inputs are a hundred times the others, and the rest along the inputs.
-    """
-
-    bits: int
-    groups: WeightGroups
-    layers: int  # of the whole model
-    shares_keys: bool  # whether several heads read the same keys
-
-    def of(self, matrix: str, layer: int) -> Packing:
-        """Of a matrix, by name, of a layer, counted in the whole model."""
-        if self.groups == "outputs":
-            return Packing(self.bits, "outputs")
-        if self.groups == "inputs":
-            return Packing(self.bits, "inputs", "squares")
-        wide = matrix == "value" or (matrix == "key" and self.shares_keys)
-        wide |= matrix == "down" and layer >= self.layers - late_layers(self.layers)
-        bits = max(self.bits, WIDE_BITS) if wide else self.bits
-        return Packing(bits, "outputs" if matrix == "down" else "inputs", "squares")
-
-
-def late_layers(layers: int) -> int:
-    """Layers whose down projections are wide in `mixed` groups."""
-    return -(-layers // LATE_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +50,11 @@ class Ops(Protocol):
 
     def empty(self, rows: int, width: int) -> Array: ...
 
-    def linear(self, matrix: Matrix, x: Array) -> Array:
-        """x [rows, columns] times the transpose of `matrix`, plus its bias."""
+    def linear(self, matrix: Matrix, x: Array, *, decoding: bool = False) -> Array:
+        """x [rows, columns] times the transpose of `matrix`, plus its bias.
+
+        `decoding`: of one token a sequence, where packed weights may be multiplied by x rounded to 8 or 16 bits.
+        """
 
     def logits(self, matrix: Matrix, x: Array) -> NDArray[np.float32]:
         """As `linear`, beside the device, and not rounded to the model's dtype."""

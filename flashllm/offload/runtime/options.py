@@ -4,11 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from flashllm.offload.runtime.ops import WeightGroups
 from flashllm.offload.runtime.tasks import Task
 
 CacheLayout = Literal["hidden", "kivi"]
-Schedule = Literal["zigzag", "row", "diagonal"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,10 +15,8 @@ class RunOptions:
 
     threads: int | None = None  # of the products; None: one a core
     weight_bits: int = 4  # where the policy compresses weights
-    weight_groups: WeightGroups = "mixed"
     cache_bits: int = 4  # where it compresses the cache
     cache_layout: CacheLayout = "kivi"
-    schedule: Schedule = "zigzag"
     simd: str = "auto"
     accelerator: str | None = None  # torch's name of the device; None: the CPU, by the native core
     accelerator_memory: int | None = None  # bytes of it; None: what is free

@@ -25,9 +25,7 @@ from flashllm.offload.planner.schedules import (
     Action,
     Graph,
     Step,
-    diagonal_block,
     pipeline_stage,
-    row_by_row,
     zigzag_block,
 )
 from flashllm.offload.policy import Policy
@@ -270,16 +268,9 @@ class _Run:
             yield step
 
     def _schedule(self, graph: Graph) -> Iterable[Step]:
-        group = self.r.policy.num_batches
         if self._neighbours is not None:
-            return pipeline_stage(graph, group=group)
-        match self.r.options.schedule:
-            case "zigzag":
-                return zigzag_block(graph, block=graph.batches)
-            case "row":
-                return row_by_row(graph)
-            case "diagonal":
-                return diagonal_block(graph, group=group)
+            return pipeline_stage(graph, group=self.r.policy.num_batches)
+        return zigzag_block(graph, block=graph.batches)
 
     def _work(self, task: Task) -> None:
         if self.r.options.before_task is not None:
@@ -363,7 +354,9 @@ class _Run:
 
         weights = runner._weights.layer(step.layer, task.weights)
         where = self._positions(batch, step.token)
-        x = run_layer(runner._ops, runner.block, layer, weights, x, positions=where, attend=attend)
+        x = run_layer(
+            runner._ops, runner.block, layer, weights, x, positions=where, attend=attend, decoding=step.token > 0
+        )
         self._activations.put(step.batch, x)
 
     def _positions(self, batch: _Batch, token: int) -> NDArray[np.int64]:

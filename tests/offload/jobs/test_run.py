@@ -13,7 +13,7 @@ import pytest
 from test_engine import CONTEXT, LENGTHS, POLICY, PROMPTS, expected, tiny  # noqa: F401 - fixtures
 
 from flashllm.cli import main
-from flashllm.offload.runtime.ops import PACKING
+from flashllm.offload.planner.packing import PACKING
 
 LARGE = 1000  # requests of a job that takes seconds, and so outlasts the kills
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashllm.errors import FlashError
-from flashllm.offload.planner.schedules import Action, Graph, Step, diagonal_block, row_by_row, zigzag_block
+from flashllm.offload.planner.schedules import Action, Graph, Step, pipeline_stage, zigzag_block
 from flashllm.offload.runtime.executor import Executor, Stopped
 from flashllm.offload.runtime.tasks import Task, tasks
 
@@ -20,11 +20,8 @@ BUFFERS = st.integers(1, 3)
 @st.composite
 def schedules(draw):
     graph = draw(GRAPHS)
-    kind = draw(st.sampled_from(("row", "zigzag", "diagonal")))
-    if kind == "row":
-        return list(row_by_row(graph))
     size = draw(st.integers(1, graph.batches))
-    return list(zigzag_block(graph, block=size) if kind == "zigzag" else diagonal_block(graph, group=size))
+    return list(zigzag_block(graph, block=size) if draw(st.booleans()) else pipeline_stage(graph, group=size))
 
 
 class Machine:

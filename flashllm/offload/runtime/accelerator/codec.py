@@ -1,17 +1,19 @@
-"""Group-wise quantisation (paper B, section 5) by torch: the arithmetic and the layout of csrc/offload/group_codec.h.
+"""Packed keys and values (csrc/offload/group_codec.h) and packed weights (base/group_codes.py) by torch.
 
-Values have the bits of the native codec's: a code times a scale, rounded to fp32, plus a minimum, rounded again.
+Values have the bits of the native codecs': a code times a scale, rounded to fp32, plus a minimum, rounded again.
 """
 
 import torch
 
+from flashllm.base.group_codes import GROUP_CODES
+from flashllm.offload.planner.packing import Packing
 from flashllm.offload.runtime.accelerator.device import Tensor
-from flashllm.offload.runtime.ops import Packing
 
 GROUP = 64  # values that share a scale and a minimum
 UNIT = 16  # codes that lie together, in 2 * bits bytes
 _LARGEST = 65504.0  # of fp16
-_PANELS = 64  # unpacked at a time: 4096 rows
+_TOGETHER = 4096  # vectors unpacked at a time
+_UNIT_NBYTES = 16  # of 32 weights in 4 bits: their lower halves are the first 16
 
 
 def in_units(columns: int) -> int:
@@ -69,47 +71,29 @@ def restore(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
 
 
 class PackedMatrix:
-    """A matrix [rows, columns] as csrc/offload/packed_weights.h packs it, where it lies."""
+    """A matrix of `rows` outputs and `columns` inputs, packed, where it lies."""
 
     def __init__(self, packed: Tensor, rows: int, columns: int, packing: Packing) -> None:
-        self._packed, self.rows, self.columns, self._packing = packed, rows, columns, packing
-        self._row = codes_nbytes(columns, packing.bits)
-
-    def _scales_nbytes(self, rows: int) -> int:
-        """Bytes of the scales of a panel of some rows, and of its minimums."""
-        return 2 * (in_units(self.columns) if self._packing.along == "outputs" else rows * -(-self.columns // GROUP))
+        self._count, self._length = packing.vectors(rows, columns)
+        self._vectors, self._code = packed.view(self._count, -1), GROUP_CODES[packing.encoding]
 
     def parts(self) -> list[slice]:
-        """Rows that are unpacked together."""
-        step = _PANELS * GROUP
-        return [slice(first, min(first + step, self.rows)) for first in range(0, self.rows, step)]
+        """Vectors that are unpacked together."""
+        return [slice(first, min(first + _TOGETHER, self._count)) for first in range(0, self._count, _TOGETHER)]
 
     def unpack(self, part: slice) -> Tensor:
-        """fp32 [rows of a part, columns]."""
-        panel = 2 * self._scales_nbytes(GROUP) + GROUP * self._row
-        whole, rest = divmod(part.stop - part.start, GROUP)
-        begin = part.start // GROUP * panel
-        out = []
-        if whole:
-            out.append(self._panels(self._packed[begin : begin + whole * panel].view(whole, panel), GROUP))
-        if rest:
-            begin += whole * panel
-            out.append(
-                self._panels(self._packed[begin : begin + 2 * self._scales_nbytes(rest) + rest * self._row][None], rest)
-            )
-        return out[0] if len(out) == 1 else torch.cat(out)
-
-    def _panels(self, panels: Tensor, rows: int) -> Tensor:
-        nbytes = self._scales_nbytes(rows)
-        scales = panels[:, :nbytes].contiguous().view(torch.float16)
-        minimums = panels[:, nbytes : 2 * nbytes].contiguous().view(torch.float16)
-        codes = unpack_codes(panels[:, 2 * nbytes :].reshape(-1, rows, self._row), self._packing.bits)
-        if self._packing.along == "inputs":
-            scales, minimums = (
-                each.view(-1, rows, nbytes // 2 // rows).repeat_interleave(GROUP, dim=2)[..., : codes.shape[-1]]
-                for each in (scales, minimums)
-            )
+        """fp32 [vectors of a part, weights of each]."""
+        code, vectors = self._code, self._vectors[part]
+        groups = code.groups(self._length)
+        halves = vectors[:, : groups * (4 if code.has_minimum else 2)].contiguous().view(torch.float16).float()
+        packed = vectors[:, 2 * halves.shape[1] :]
+        if code.bits == 8:
+            codes = packed.contiguous().view(torch.int8).float()
         else:
-            scales, minimums = scales[:, None], minimums[:, None]
-        values = restore(codes, scales, minimums)
-        return values.reshape(-1, values.shape[-1])[:, : self.columns]
+            units = packed.reshape(len(vectors), -1, _UNIT_NBYTES)
+            codes = torch.cat([units & 15, units >> 4], -1).float()
+            codes -= 0.0 if code.has_minimum else 8.0
+        values = codes.view(len(vectors), groups, code.group).mul_(halves[:, :groups, None])
+        if code.has_minimum:
+            values.add_(halves[:, groups:, None])
+        return values.view(len(vectors), -1)[:, : self._length]

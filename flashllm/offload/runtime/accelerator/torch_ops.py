@@ -66,12 +66,15 @@ class TorchOps:
     def empty(self, rows: int, width: int) -> Tensor:
         return torch.empty((rows, width), dtype=self._device.dtype, device=self._device.device)
 
-    def linear(self, matrix: Matrix, x: Tensor) -> Tensor:
+    def linear(self, matrix: Matrix, x: Tensor, *, decoding: bool = False) -> Tensor:
         bias = None if matrix.bias is None else matrix.bias.to(x.dtype)
         if matrix.packing is None:
             return functional.linear(x, matrix.array, bias)
-        out = self.empty(len(x), matrix.rows)
         packed = PackedMatrix(matrix.array, matrix.rows, matrix.columns, matrix.packing)
+        if matrix.packing.by_inputs:
+            weights = torch.cat([packed.unpack(part).to(x.dtype) for part in packed.parts()])
+            return functional.linear(x, weights.T, bias)
+        out = self.empty(len(x), matrix.rows)
         for part in packed.parts():
             weights = packed.unpack(part).to(x.dtype)
             out[:, part] = functional.linear(x, weights, None if bias is None else bias[part])

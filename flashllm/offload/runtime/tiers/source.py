@@ -24,6 +24,7 @@ from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.arch.tensors import Shape
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype, cast
 from flashllm.base.files import drop_page_cache
+from flashllm.base.group_codes import GROUP_CODES
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.checkpoint.pieces import read_rows
 from flashllm.convert.checkpoint.source import Checkpoint
@@ -32,7 +33,7 @@ from flashllm.errors import ChecksumError, UnsupportedModelError
 from flashllm.format.manifest import MANIFEST
 from flashllm.format.model_dir import ModelDir, read_plane
 from flashllm.format.model_files import FFN, RESIDENT, checksums_tensor, ffn_tensor, resident_encoding
-from flashllm.format.rows import row_checksums, unpack_rows, widened
+from flashllm.format.rows import RowEncoding, row_checksums, unpack_rows, widened
 from flashllm.format.safetensors import SafetensorsFile, TensorInfo, open_safetensors
 from flashllm.offload.shape import ModelShape, not_computed
 from flashllm.offload.stages import Stage, whole
@@ -115,8 +116,13 @@ class WeightSource(ABC):
         """Where the tensor lies as it is; None where it must be read with `read`."""
         return self._extent(self._model_names[name])
 
+    def encoding(self, name: str) -> str | None:
+        """The codes in groups (base/group_codes.py) that a layer's matrix is stored in; None for another."""
+        return self._encoding(self._model_names[name])
+
     def read(self, targets: Mapping[str, Array]) -> None:
-        """Fill contiguous arrays of `dtype.storage` with the tensors of these names, which are of one layer or of none.
+        """Fill contiguous arrays of `dtype.storage` with the tensors of these names, which are of one layer or of none;
+        and arrays of bytes with the vectors of matrices as they are stored in codes, one an output, of `down` an input.
 
         UnsupportedModelError for a value outside the dtype's range, ChecksumError for a damaged row, FlashIOError and
         FormatError for failed reads.
@@ -126,6 +132,10 @@ class WeightSource(ABC):
     @abstractmethod
     def _extent(self, name: str) -> Extent | None:
         """`extent`, by the name in the whole model."""
+
+    def _encoding(self, _name: str) -> str | None:
+        """`encoding`, by the name in the whole model."""
+        return None
 
     @abstractmethod
     def _read(self, targets: Mapping[str, Array]) -> None:
@@ -248,6 +258,21 @@ class _ModelDirWeights(WeightSource):
             return None
         return Extent(self.path / RESIDENT, info.offset, info.nbytes)
 
+    def _encoding(self, name: str) -> str | None:
+        info = self._resident.header.tensors.get(name)
+        stored = self._manifest.rows.encoding_of(name.split(".")[2]) if info is None else self._of_resident(info)
+        return stored.name if stored.name in GROUP_CODES else None
+
+    def _of_resident(self, info: TensorInfo) -> RowEncoding:
+        manifest = self._manifest
+        return resident_encoding(
+            info.name,
+            self.dtype.name,
+            manifest.resident_encoding,
+            manifest.rows.encoding,
+            manifest.other_encodings,
+        )
+
     def _read(self, targets: Mapping[str, Array]) -> None:
         bundled: dict[int, dict[str, Array]] = {}
         for name, target in targets.items():
@@ -261,17 +286,10 @@ class _ModelDirWeights(WeightSource):
             self._read_rows(layer, matrices)
 
     def _read_resident(self, info: TensorInfo, target: Array) -> None:
-        if info.dtype == self.dtype.code:
+        if info.dtype == self.dtype.code or target.dtype == np.uint8:
             _read(self._resident, info, 0, target)
             return
-        manifest = self._manifest
-        encoding = resident_encoding(
-            info.name,
-            self.dtype.name,
-            manifest.resident_encoding,
-            manifest.rows.encoding,
-            manifest.other_encodings,
-        )
+        encoding = self._of_resident(info)
         together = max(1, _CODED_NBYTES // info.shape[1])
         for first in range(0, info.shape[0], together):
             part = target[first : first + together]
@@ -297,18 +315,21 @@ class _ModelDirWeights(WeightSource):
             for matrix, stored in unpack_rows(layout, rows).items():
                 if matrix not in targets:
                     continue
+                if targets[matrix].dtype == np.uint8:
+                    targets[matrix][first : first + len(rows)] = stored
+                    continue
                 encoding = layout.encoding_of(matrix)
                 vectors = stored
                 if encoding.name != self.dtype.name:  # coded: in the model's dtype
                     values = widened(encoding, stored, self.block.d_model, plane, first)
                     vectors = cast(values, WEIGHT_DTYPES["float32"], self.dtype)
                 if matrix == "down":
-                    _transpose(vectors, targets[matrix][:, first : first + len(rows)])
+                    transpose(vectors, targets[matrix][:, first : first + len(rows)])
                 else:
                     targets[matrix][first : first + len(rows)] = vectors
 
 
-def _transpose(vectors: Array, out: Array) -> None:
+def transpose(vectors: Array, out: Array) -> None:
     """out = vectors.T in tiles, so that the rows written are in the cache together."""
     for first in range(0, len(out), _TILE):
         out[first : first + _TILE] = vectors[:, first : first + _TILE].T

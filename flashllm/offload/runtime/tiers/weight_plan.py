@@ -10,16 +10,15 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
-from flashllm import _core
+from flashllm.base.group_codes import GROUP_CODES
 from flashllm.errors import UsageError
+from flashllm.offload.planner.packing import PACKED_BITS, Packing, WeightPacking
 from flashllm.offload.policy import Policy
-from flashllm.offload.runtime.ops import Packing, WeightGroups, WeightPacking
 from flashllm.offload.runtime.tiers.scratch import ALIGNMENT, round_up
 from flashllm.offload.runtime.tiers.source import Extent, WeightSource, matrix_name
 
 DEVICE, CPU, DISK = "g", "c", "d"  # tiers, as policy.py names them
 STAGING_BUFFERS = 2  # the layer computed with, and the one that arrives
-PACKED_BITS = (2, 3, 4, 8)
 GATHERED_ROWS = 1024  # rows of the embedding read at a time
 
 
@@ -124,7 +123,6 @@ def plan_weights(
     policy: Policy,
     *,
     bits: int | None = None,
-    groups: WeightGroups = "mixed",
     staging_buffers: int = STAGING_BUFFERS,
 ) -> WeightPlan:
     """Where each tensor of the model goes under `policy`, its layers' matrices in `bits` bits (None: as they are).
@@ -137,7 +135,7 @@ def plan_weights(
     homes = assign(sizes, (policy.wg, policy.wc, policy.wd))
     tied = source.block.tied_head
     head, table = policy.head_tier, policy.embedding_tier(tied=tied and source.stage.is_last)
-    layout = _Layout(source, bits, groups)
+    layout = _Layout(source, bits)
     for layer in range(source.num_layers):
         layout.add({name: (matrix_name(layer, name), home) for name, home in homes.items()}, layer=layer)
     outer: dict[str, tuple[str, str]] = {}
@@ -167,27 +165,35 @@ def plan_weights(
     )
 
 
-def weight_packing(source: WeightSource, bits: int, groups: WeightGroups) -> WeightPacking:
+def weight_packing(source: WeightSource, bits: int) -> WeightPacking:
     """How the model's matrices are packed."""
     shared = source.block.kv_heads < source.block.heads
-    return WeightPacking(bits=bits, groups=groups, layers=source.stage.layers, shares_keys=shared)
+    return WeightPacking(bits=bits, layers=source.stage.layers, shares_keys=shared)
 
 
 class _Layout:
     """Places tensors one behind the other, bundle by bundle."""
 
-    def __init__(self, source: WeightSource, bits: int | None, groups: WeightGroups) -> None:
+    def __init__(self, source: WeightSource, bits: int | None) -> None:
         self._source = source
-        self._packing = None if bits is None else weight_packing(source, bits, groups)
+        self._packing = None if bits is None else weight_packing(source, bits)
         self.held = {DEVICE: 0, CPU: 0}
         self.buffer_nbytes = self.read_nbytes = self.arriving_nbytes = self.scratch_nbytes = 0
         self.bundles: list[Bundle] = []
+
+    def _packing_of(self, short: str, name: str, layer: int) -> Packing:
+        """What a matrix of a layer is packed as; one that is stored in codes of as few bits stays as it is."""
+        assert self._packing is not None
+        packing, stored = self._packing.of(short, self._source.stage.first + layer), self._source.encoding(name)
+        if stored is None or GROUP_CODES[stored].bits > GROUP_CODES[packing.encoding].bits:
+            return packing
+        return Packing(stored, packing.by_inputs)
 
     def add(self, wanted: Mapping[str, tuple[str, str]], *, layer: int | None = None) -> None:
         """Tensors by short name: (canonical name, tier). Those of a layer of the stage are packed as the plan says."""
         packings: dict[str, Packing] = {}
         if self._packing is not None and layer is not None:
-            packings = {short: self._packing.of(short, self._source.stage.first + layer) for short in wanted}
+            packings = {short: self._packing_of(short, name, layer) for short, (name, _) in wanted.items()}
         extents = {short: None if packings else self._source.extent(name) for short, (name, _) in wanted.items()}
         tensors: dict[str, TieredTensor] = {}
         end = read = 0  # of the staging buffer
@@ -199,7 +205,7 @@ class _Layout:
             rows, columns = self._source.shapes[name]
             packing = packings.get(short)
             plain_nbytes = rows * columns * self._source.dtype.itemsize
-            nbytes = packed_nbytes(rows, columns, packing) if packing else plain_nbytes
+            nbytes = packing.nbytes(rows, columns) if packing else plain_nbytes
             extent = extents[short]
             start = self.held.get(home, end)
             tensor = TieredTensor(name, home, extent, rows, columns, nbytes, start, end, packing)
@@ -245,8 +251,3 @@ def small_tensors(source: WeightSource) -> list[str]:
 def gather_stride(source: WeightSource) -> int:
     """Bytes of the blocks in which a row of the embedding lies, at most."""
     return round_up(source.block.embed_dim * source.dtype.itemsize) + ALIGNMENT
-
-
-def packed_nbytes(rows: int, columns: int, packing: Packing) -> int:
-    """Bytes of a packed matrix of `rows` outputs."""
-    return int(_core.packed_weight_nbytes(rows, columns, packing.bits, packing.along))

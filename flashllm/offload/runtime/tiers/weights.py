@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.errors import UsageError
+from flashllm.errors import UnsupportedModelError, UsageError
+from flashllm.offload.planner.packing import Packing
 from flashllm.offload.runtime.layer import LayerTensors
-from flashllm.offload.runtime.ops import Array, Matrix, Norm, Packing
+from flashllm.offload.runtime.ops import Array, Matrix, Norm
 from flashllm.offload.runtime.tiers.scratch import ALIGNMENT, Scratch, ScratchFile, open_reader, round_up
-from flashllm.offload.runtime.tiers.source import ATTENTION, Extent, WeightSource
+from flashllm.offload.runtime.tiers.source import ATTENTION, Extent, WeightSource, transpose
 from flashllm.offload.runtime.tiers.weight_plan import (
     CPU,
     DEVICE,
@@ -36,6 +37,7 @@ from flashllm.offload.runtime.tiers.weight_plan import (
 )
 
 Bytes = NDArray[np.uint8]
+_TURNED = 512  # inputs of a matrix that are brought together at a time
 NORMS = ("attention_norm", "attention_output_norm", "ffn_norm", "ffn_output_norm", "query_norm", "key_norm")
 
 
@@ -240,17 +242,26 @@ class WeightStore:
         if all(one.packing is None for one in made):
             source.read({one.name: places[one.name].view(storage).reshape(one.rows, one.columns) for one in made})
             return
+        kept = {
+            one.name: places[one.name].reshape(cast(Packing, one.packing).vectors(one.rows, one.columns)[0], -1)
+            for one in made
+            if source.encoding(one.name) == cast(Packing, one.packing).encoding
+        }
         # Not from the heap, which would keep the room of what it has once freed.
-        sizes = {one.name: one.rows * one.columns * self._dtype.itemsize for one in made}
+        sizes = {one.name: one.rows * one.columns * self._dtype.itemsize for one in made if one.name not in kept}
         wide = {
             one.name: allocate(sizes[one.name])[: sizes[one.name]].view(storage).reshape(one.rows, one.columns)
             for one in made
+            if one.name not in kept
         }
-        source.read(wide)
+        source.read({**kept, **wide})
         for one in made:
-            weights, to, packing = wide.pop(one.name), places[one.name], cast(Packing, one.packing)
-            how = {"along": packing.along, "scales": packing.scales}
-            _core.pack_weights(weights, self._dtype.name, packing.bits, to, self._pool, **how)
+            if one.name in kept:
+                continue
+            try:
+                pack(wide.pop(one.name), self._dtype.name, cast(Packing, one.packing), places[one.name], self._pool)
+            except OverflowError as error:
+                raise UnsupportedModelError(f"{one.name} cannot be packed: {error}") from error
 
     # Memory and files ------------------------------------------------------------------------------------------
 
@@ -352,6 +363,19 @@ def bias_name(layer: int, matrix: str) -> str:
 def loaded_tensors(bundle: Bundle) -> list[TieredTensor]:
     """What of a bundle passes a staging buffer: a table's rows are gathered one by one."""
     return [one for name, one in bundle.tensors.items() if one.home != DEVICE and name != "table"]
+
+
+def pack(weights: NDArray[Any], dtype: str, packing: Packing, to: Bytes, pool: _core.ThreadPool) -> None:
+    """Pack weights [outputs, inputs]. OverflowError where one is not finite or too large."""
+    count, length = packing.vectors(*weights.shape)
+    vectors = to.reshape(count, -1)
+    if not packing.by_inputs:
+        _core.encode_rows(weights, dtype, packing.encoding, vectors, pool)
+        return
+    for first in range(0, count, _TURNED):
+        turned = np.empty((min(_TURNED, count - first), length), weights.dtype)
+        transpose(weights[:, first : first + len(turned)], turned)
+        _core.encode_rows(turned, dtype, packing.encoding, vectors[first : first + len(turned)], pool)
 
 
 def allocate(nbytes: int) -> Bytes:

@@ -11,11 +11,15 @@ from tiny_models import make_tiny_opt
 
 from flashllm import _core
 from flashllm.base.dtypes import WEIGHT_DTYPES, cast
+from flashllm.base.group_codes import GROUP_CODES
 from flashllm.convert.run import convert
 from flashllm.errors import ChecksumError, FormatError, UnsupportedModelError, UsageError
-from flashllm.format.model_files import FFN
+from flashllm.format.manifest import Manifest
+from flashllm.format.model_files import FFN, RESIDENT, ffn_tensor
+from flashllm.format.rows import unpack_rows
+from flashllm.format.safetensors import open_safetensors
+from flashllm.offload.planner.packing import WeightPacking, late_layers
 from flashllm.offload.policy import Policy
-from flashllm.offload.runtime.ops import Packing, WeightPacking, late_layers
 from flashllm.offload.runtime.tiers.scratch import Scratch, open_reader
 from flashllm.offload.runtime.tiers.source import matrix_name, open_weights
 from flashllm.offload.runtime.tiers.weight_plan import assign, plan_weights, weight_packing
@@ -228,7 +232,7 @@ def test_whole_matrices_come_closest_to_the_fractions():
     assert sorted(assign(sizes, (0.3, 0.25, 0.45)).values()) == ["c", "d", "g"]
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("where", ["device", "mixed", "disk"])
 @pytest.mark.parametrize("kind", ["folder", "directory"])
 def test_packed_matrices_are_the_packers(folders, tmp_path, where, bits, kind):
@@ -245,11 +249,11 @@ def test_packed_matrices_are_the_packers(folders, tmp_path, where, bits, kind):
                 store.load(layer, layer % 2)
                 for name, matrix in store.layer(layer, layer % 2).matrices.items():
                     weights = tensors[matrix_name(layer, name)]
-                    packing = weight_packing(source, bits, "mixed").of(name, layer)
-                    packed = _core.allocate(matrix.array.nbytes)
-                    how = {"along": packing.along, "scales": packing.scales}
-                    _core.pack_weights(weights, "bfloat16", packing.bits, packed, pool, **how)
-                    assert np.array_equal(matrix.array, packed)
+                    packing = weight_packing(source, bits).of(name, layer)
+                    vectors = np.ascontiguousarray(weights.T) if name == "down" else weights
+                    wide = cast(vectors, WEIGHT_DTYPES["bfloat16"], WEIGHT_DTYPES["float32"])
+                    packed = GROUP_CODES[packing.encoding].encode(wide)
+                    assert np.array_equal(matrix.array, packed.reshape(-1))
                     assert (matrix.rows, matrix.columns, matrix.packing) == (*weights.shape, packing)
                     assert matrix.bias is not None
             store.load(store.num_layers, 0)
@@ -257,13 +261,59 @@ def test_packed_matrices_are_the_packers(folders, tmp_path, where, bits, kind):
     assert not list(tmp_path.iterdir())
 
 
-def test_mixed_groups_have_more_bits_where_four_lose_most() -> None:
-    def bits(layers: int, layer: int, shares_keys: bool) -> dict[str, int]:
-        packing = WeightPacking(bits=4, groups="mixed", layers=layers, shares_keys=shares_keys)
-        return {name: packing.of(name, layer).bits for name in ("query", "key", "value", "up", "down")}
+def test_codes_of_a_directory_are_kept(tmp_path):
+    """Whatever calibration chose; those of more bits than are wanted are rounded again."""
+    folder = make_tiny_opt(tmp_path / "hf", num_layers=1)
+    convert(folder, tmp_path / "model", encoding="int4_32", resident_encoding="int8_32")
+    layout = Manifest.load(tmp_path / "model").rows
+    with open_weights(tmp_path / "model") as source:
+        plan = plan_weights(source, policy(*PLACES["device"]), bits=4)
+        with (
+            WeightStore(source, plan, reader=open_reader(2), pool=_core.ThreadPool(1)) as store,
+            open_safetensors(tmp_path / "model" / FFN) as ffn,
+            open_safetensors(tmp_path / "model" / RESIDENT) as resident,
+        ):
+            matrices = store.layer(0, 0).matrices
+            assert {name: matrix.packing.encoding for name, matrix in matrices.items()} == {
+                "query": "int4_64_min",
+                "key": "int4_64_min",
+                "out": "int4_64_min",
+                "value": "int8_32",
+                "up": "int4_32",
+                "down": "int4_32",
+            }
+            rows = np.empty((layout.num_rows, layout.stride), np.uint8)
+            ffn.read_into(ffn.header.tensors[ffn_tensor(0)], 0, rows.reshape(-1).data)
+            for name, stored in unpack_rows(layout, rows[: layout.d_ff]).items():
+                np.testing.assert_array_equal(matrices[name].array, stored.reshape(-1))
+            info = resident.header.tensors[matrix_name(0, "value")]
+            value = np.empty(info.shape, np.uint8)
+            resident.read_into(info, 0, value.reshape(-1).data)
+            np.testing.assert_array_equal(matrices["value"].array, value.reshape(-1))
 
-    assert bits(30, 26, True) == {"query": 4, "key": 8, "value": 8, "up": 4, "down": 4}
-    assert bits(30, 27, False) == {"query": 4, "key": 4, "value": 8, "up": 4, "down": 8}
+
+def test_weights_have_more_bits_where_four_lose_most() -> None:
+    def packings(layers: int, layer: int, shares_keys: bool, bits: int = 4) -> dict[str, str]:
+        packing = WeightPacking(bits=bits, layers=layers, shares_keys=shares_keys)
+        found = {name: packing.of(name, layer) for name in ("query", "key", "value", "up", "down")}
+        assert [name for name, one in found.items() if one.by_inputs] == ["down"]
+        return {name: one.encoding for name, one in found.items()}
+
+    few, wide = "int4_64_min", "int8_64"
+    assert packings(30, 26, True) == {"query": few, "key": wide, "value": wide, "up": few, "down": few}
+    assert packings(30, 27, False) == {"query": few, "key": few, "value": wide, "up": few, "down": wide}
+    assert set(packings(30, 27, False, bits=8).values()) == {wide}
     assert [late_layers(layers) for layers in (1, 10, 11, 80)] == [1, 1, 2, 8]
-    paper = WeightPacking(bits=4, groups="outputs", layers=30, shares_keys=True)
-    assert {paper.of(name, 29) for name in ("value", "key", "down")} == {Packing(4, "outputs", "range")}
+
+
+def test_weights_that_cannot_be_packed_are_named(tmp_path):
+    folder = make_tiny_opt(tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.decoder.layers.1.self_attn.q_proj.weight"][3, 5] = np.nan
+    save_file(tensors, folder / "model.safetensors")
+    with open_weights(folder) as source:
+        plan = plan_weights(source, policy(*PLACES["device"]), bits=4)
+        with pytest.raises(
+            UnsupportedModelError, match=r"layers\.1\.query\.weight cannot be packed: a weight is not finite"
+        ):
+            WeightStore(source, plan, reader=open_reader(2), pool=_core.ThreadPool(1))

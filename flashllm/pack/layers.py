@@ -71,7 +71,7 @@ class _Watching(NativeOps):
         widths = [min(span, inputs - first) for first in range(0, inputs, span)]
         return [np.zeros((width, width), np.float32) for width in widths]
 
-    def linear(self, matrix: Matrix, x: Array) -> Array:
+    def linear(self, matrix: Matrix, x: Array, *, decoding: bool = False) -> Array:
         sums = self._sums.get(id(matrix))
         if sums is not None:
             wide, first = np.empty(x.shape, np.float32), 0
@@ -80,7 +80,7 @@ class _Watching(NativeOps):
                 part = wide[:, first : first + len(total)]
                 np.add(total, part.T @ part, out=total)
                 first += len(total)
-        return super().linear(matrix, x)
+        return super().linear(matrix, x, decoding=decoding)
 
 
 class Calibration:

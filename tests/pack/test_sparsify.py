@@ -21,8 +21,8 @@ from flashllm.format.report.inspect import format_inspection, inspect
 from flashllm.format.report.verify import verify
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.runtime.tiers.source import open_weights
-from flashllm.sparsify.run import convert_sparsified, sparsify
-from flashllm.sparsify.score import split_windows
+from flashllm.pack.score import split_windows
+from flashllm.pack.sparsified import convert_sparsified, sparsify
 
 IDS = np.random.default_rng(5).integers(4, 300, 90).tolist()
 
@@ -130,7 +130,7 @@ def test_an_interrupted_run_goes_on_from_the_dense_model(source, text, tmp_path,
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("flashllm.sparsify.run.sparsify", fail)
+        patched.setattr("flashllm.pack.sparsified.sparsify", fail)
         with pytest.raises(KeyboardInterrupt):
             convert_sparsified(source, tmp_path / "model", 0.3, text, source_name="tiny")
     dense = tmp_path / "model.dense"
@@ -139,7 +139,7 @@ def test_an_interrupted_run_goes_on_from_the_dense_model(source, text, tmp_path,
         convert_sparsified(source, tmp_path / "model", 0.3, text, source_name="other")
     with pytest.raises(UsageError, match="left from another conversion"):
         convert_sparsified(source, tmp_path / "model", 0.3, text, source_name="tiny", gate="4bit")
-    monkeypatch.setattr("flashllm.sparsify.run.convert", fail)  # not again
+    monkeypatch.setattr("flashllm.pack.sparsified.convert", fail)  # not again
     assert convert_sparsified(source, tmp_path / "model", 0.3, text, source_name="tiny").sparsity is not None
     assert not dense.exists()
     with pytest.raises(UsageError, match="exists"):

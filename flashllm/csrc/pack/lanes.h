@@ -19,7 +19,10 @@ inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
 inline Lanes smaller(Lanes a, Lanes b) { return a < b ? a : b; }
 inline float sum(Lanes at) { return (at[0] + at[2]) + (at[1] + at[3]); }
 
-// Adding it rounds to whole numbers, ties to even: 1.5 * 2^23.
-constexpr float kRounder = 12582912.0F;
+// The nearest whole numbers from lowest to highest, ties to even: adding 1.5 * 2^23 leaves no fraction.
+inline Lanes nearest(Lanes values, float lowest, float highest) {
+  constexpr float kRounder = 12582912.0F;
+  return (smaller(larger(values, Lanes{} + lowest), Lanes{} + highest) + kRounder) - kRounder;
+}
 
 }  // namespace flashllm

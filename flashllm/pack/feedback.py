@@ -1,22 +1,24 @@
 """Codes in groups that change a matrix's products least, not its weights: rounding with feedback of the error.
 
 Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022,
-section 3; the loop is that of flashllm/offload/quantise/feedback.py. Groups lie along d_model. Of matrices that take
-d_model inputs a group's scale is fitted when its first input comes up, to weights that carry the feedback by then. Of a
-down projection a vector is a neuron's column, which is one input: it is fitted and rounded whole, and the columns of
-the neurons behind it make up for what it loses.
+section 3. A matrix is rounded an input at a time; what an input's weights lose is made up by the inputs that are not
+rounded yet, as far as the calibration inputs go together. Groups lie along d_model. Of matrices that take d_model
+inputs a group's scale is fitted when its first input comes up, to weights that carry the feedback by then. Of a down
+projection a vector is a neuron's column, which is one input: it is fitted and rounded whole, and the columns of the
+neurons behind it make up for what it loses.
 
 Inputs go together in spans: `spans` says which, and feedback stays within one, so that a Hessian is never wider.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.base.group_codes import Bytes, Floats, Grid, GroupCode
-from flashllm.offload.quantise.feedback import TOGETHER, compensate, inverse_factor
 
+TOGETHER = 128  # inputs whose feedback to the others is one product
+_DAMPING = 0.01  # of the mean of the Hessian's diagonal
 Hessians = Sequence[NDArray[np.floating]]  # the sum of x xᵀ of each span's inputs x
 
 
@@ -83,3 +85,46 @@ def _joined(grids: Sequence[Grid]) -> Grid:
         scales=np.concatenate([grid.scales for grid in grids], axis=1),
         minimums=np.concatenate(minimums, axis=1) if minimums else None,
     )
+
+
+def compensate(work: Floats, factor: Floats, round_input: Callable[[int, Floats], Floats]) -> None:
+    """Round `work` [inputs, outputs] in place, an input at a time; inputs behind it make up for what each one loses.
+
+    `factor`: `inverse_factor`'s. round_input(input, rows ahead) is what the first of these rows becomes; they are that
+    input's and those that follow it, as they are by then, up to the next multiple of TOGETHER inputs.
+    """
+    for first in range(0, len(work), TOGETHER):
+        last = min(first + TOGETHER, len(work))
+        block, inner = work[first:last], factor[first:last, first:last]
+        errors = np.empty_like(block)
+        for i, row in enumerate(block):
+            rounded = round_input(first + i, block[i:])
+            errors[i] = (row - rounded) / inner[i, i]
+            block[i + 1 :] -= inner[i, i + 1 :, None] * errors[i]
+            block[i] = rounded
+        work[last:] -= factor[first:last, last:].T @ errors
+
+
+def inverse_factor(hessian: NDArray[np.floating], *, sort: bool = True) -> tuple[Floats, NDArray[np.intp]]:
+    """The upper Cholesky factor of the inverse, and the order of its inputs: with `sort` by falling weight in the
+    Hessian, otherwise their own.
+
+    An input that calibration never saw gets no feedback and gives none. ValueError for a Hessian that is not finite.
+    """
+    if not np.isfinite(hessian).all():
+        raise ValueError("the calibration inputs are not finite")
+    diagonal = np.diag(hessian)
+    order = np.argsort(-diagonal, kind="stable") if sort else np.arange(len(diagonal))
+    ordered = hessian[np.ix_(order, order)].astype(np.float64)
+    mean = float(diagonal.mean()) or 1.0
+    unseen = np.flatnonzero(np.diag(ordered) == 0)
+    ordered[unseen, unseen] = mean
+    damping = _DAMPING
+    while True:
+        ordered[np.diag_indices_from(ordered)] += damping * mean
+        try:
+            lower = np.linalg.cholesky(np.linalg.inv(ordered))
+        except np.linalg.LinAlgError:
+            damping *= 10  # rounding left it without an inverse; more damping means less feedback
+            continue
+        return np.ascontiguousarray(lower.T, np.float32), order

@@ -11,7 +11,7 @@ from flashllm.engine.model import Model
 from flashllm.errors import UsageError
 from flashllm.format.model_files import FFN
 from flashllm.format.report.verify import verify
-from flashllm.quantise.run import calibration_tokens, convert_calibrated
+from flashllm.pack.calibrated import calibration_tokens, convert_calibrated
 
 BITS = {"encoding": "int4_32", "resident_encoding": "int4_32_min", "table_encoding": "int8_32"}
 SENTENCE = "The little dog ran to the big tree and looked up. She was happy because the sun was warm. "

@@ -32,9 +32,9 @@ from flashllm.format.popularity import Popularity, encode_popularity
 from flashllm.format.predictors import margin_above
 from flashllm.format.safetensors import read_header
 from flashllm.generate.tokenizer import Tokenizer
+from flashllm.pack.gates import Gates
+from flashllm.pack.score import SAMPLES, Inputs, Zeros, perplexity, read_text, split_windows
 from flashllm.plan.resolve import resolve
-from flashllm.sparsify.gates import Gates
-from flashllm.sparsify.score import SAMPLES, Inputs, Zeros, perplexity, read_text, split_windows
 
 GATE_RECALL = 0.995  # of the neurons that fire on the calibrating text, named by gates in 4 bits
 

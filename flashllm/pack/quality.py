@@ -18,9 +18,9 @@ from flashllm.format.manifest import Manifest
 from flashllm.format.manifest_values import Quality
 from flashllm.format.model_dir import ModelDir
 from flashllm.generate.tokenizer import Tokenizer
-from flashllm.offload.quantise.calibrate import Calibration
 from flashllm.offload.runtime.tiers.source import open_weights
-from flashllm.sparsify.score import Windows, perplexity, read_text, split_windows, surprise
+from flashllm.pack.layers import Calibration
+from flashllm.pack.score import Windows, perplexity, read_text, split_windows, surprise
 
 
 def measure_quality(src: Path, directory: Path, text: Path, *, progress: Progress | None = None) -> Manifest:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flashllm.base.group_codes import GROUP_CODES
-from flashllm.quantise.feedback import code_columns, code_rows
+from flashllm.pack.feedback import code_columns, code_rows
 
 RANDOM = np.random.default_rng(0)
 INPUTS = (RANDOM.standard_normal((600, 24)) @ RANDOM.standard_normal((24, 320))).astype(np.float32)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from flashllm.arch.registry import block_spec
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, cast
 from flashllm.base.files import Progress, read_bounded
-from flashllm.base.group_codes import GROUP_CODES, Floats, GroupCode
+from flashllm.base.group_codes import GROUP_CODES, Bytes, Floats, GroupCode
 from flashllm.base.machine import num_cores
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.choices import Choices
@@ -25,11 +25,11 @@ from flashllm.convert.run import Say, check_destination, convert
 from flashllm.convert.tokenizer import MAX_NBYTES, TOKENIZER, make_tokenizer, parse_tokenizer
 from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest
-from flashllm.offload.quantise.calibrate import NEAREST, Calibration, Layer, Sums
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, open_weights
-from flashllm.quantise.codes import Codes, CodesFolder
-from flashllm.quantise.feedback import code_columns, code_rows
-from flashllm.sparsify.score import read_text
+from flashllm.pack.codes import Codes, CodesFolder
+from flashllm.pack.feedback import code_columns, code_rows
+from flashllm.pack.layers import NEAREST, Calibration, Layer, Sums
+from flashllm.pack.score import read_text
 
 WINDOW = 256  # tokens of a calibrating sequence
 MAX_TOKENS = 12_288  # of the text that are used
@@ -116,22 +116,24 @@ def _code_layer(calibration: Calibration, layer: Layer, number: int, codes: dict
     """The layer's codes; its matrices become what they stand for."""
     coded: Codes = {}
 
-    def rounded(name: str, values: Floats, sums: Sums) -> Floats:
+    def rounder(name: str, values: Floats, sums: Sums) -> Floats:
         code = codes["rows" if name in _FFN else "out"]
         if code is None:
             return values
-        if name in NEAREST:
-            coded[matrix_name(number, name)] = stored = code.encode(values)
-            return code.decode(stored, values.shape[1])
-        if name == "down":
-            vectors = np.ascontiguousarray(values.T)
-            coded[matrix_name(number, name)] = stored = code_columns(vectors, sums, code)
-            return code.decode(stored, vectors.shape[1]).T
-        coded[matrix_name(number, name)] = stored = code_rows(values, sums, code)
-        return code.decode(stored, values.shape[1])
+        coded[matrix_name(number, name)], rounded = code_matrix(name, values, sums, code)
+        return rounded
 
-    calibration.round(layer, rounded)
+    calibration.round(layer, rounder)
     return coded
+
+
+def code_matrix(name: str, values: Floats, sums: Sums, code: GroupCode) -> tuple[Bytes, Floats]:
+    """Codes of a matrix [outputs, inputs] that takes inputs of these sums, and the weights they stand for."""
+    if name == "down":
+        stored = code_columns(np.ascontiguousarray(values.T), sums, code)
+        return stored, code.decode(stored, len(values)).T
+    stored = code.encode(values) if name in NEAREST else code_rows(values, sums, code)
+    return stored, code.decode(stored, values.shape[1])
 
 
 def _apply(source: WeightSource, layer: Layer, number: int, coded: Codes, codes: dict[str, GroupCode | None]) -> None:
