@@ -17,6 +17,7 @@ import multiprocessing
 import random
 import resource
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -156,14 +157,14 @@ class Target:
         self.name = f"{Path(self.model).name}, {format_size(self.limit)}"
 
     @contextlib.contextmanager
-    def serving(self) -> Iterator[tuple[MemoryGroup, psutil.Process, int, Path]]:
+    def serving(self) -> Iterator[tuple[MemoryGroup, subprocess.Popen[bytes], int, Path]]:
         """The group, the process, its port, and what it says."""
         with MemoryGroup(self.limit) as group, tempfile.NamedTemporaryFile() as said:
             drop_page_cache()
             limited = ["sh", "-c", f'ulimit -n {DESCRIPTORS}; exec "$@"', "sh"]
             line = group.entering([*limited, *command(self.model, self.limit, self.context)])
             with served(line, said) as (process, port):
-                yield group, psutil.Process(process.pid), port, Path(said.name)
+                yield group, process, port, Path(said.name)
 
 
 def hold(target: Target) -> Iterator[tuple[Row, str]]:
@@ -185,7 +186,7 @@ def hold(target: Target) -> Iterator[tuple[Row, str]]:
                     times.append(time.monotonic() - began)
                     time.sleep(0.1)
             late = sum(each > ANSWER_S for each in times)
-            good = not wrong and not late and group.kills == 0 and process.is_running()
+            good = not wrong and not late and group.kills == 0 and process.poll() is None
             yield (
                 {"fault": f"{target.name}: {name}, a chat beside them", "tried": len(times),
                  "survived": len(times) - len(wrong) - late if group.kills == 0 else 0, "limit": target.limit,
@@ -218,7 +219,7 @@ def soak(target: Target, requests: int) -> Iterator[tuple[Row, str]]:
 
     with target.serving() as (group, process, port, said):
         expected = [(status, sense(answer)) for status, answer in (ask(port, *kind) for kind in kinds)]
-        memory, wrong = list[int](), list[str]()
+        memory, wrong, held = list[int](), list[str](), psutil.Process(process.pid)
 
         def request(index: int) -> None:
             for _ in range(50):  # a server that has no room for one says so
@@ -231,7 +232,9 @@ def soak(target: Target, requests: int) -> Iterator[tuple[Row, str]]:
                 time.sleep(0.2)
             if (status, sense(answer)) != expected[index]:
                 wrong.append(f"{kinds[index]}: {status} {sense(answer)[:200]}")
-            memory.append(process.memory_info().rss)
+            if process.poll() is not None:
+                raise RuntimeError(f"the server ended with status {process.returncode}: {said.read_text()[-500:]}")
+            memory.append(held.memory_info().rss)
 
         with attacked([*ATTACKS.values()], port, target.body), ThreadPoolExecutor(CLIENTS) as clients:
             list(clients.map(request, (rng.randrange(len(kinds)) for _ in range(requests))))

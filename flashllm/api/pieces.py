@@ -13,6 +13,7 @@ That they are the whole's has two reasons:
 Knows no model and no request.
 """
 
+import itertools
 import json
 import re
 import unicodedata
@@ -93,8 +94,9 @@ class Pieces:
             self._bare.normalizer = backend.normalizer
         if backend.pre_tokenizer is not None:
             self._bare.pre_tokenizer = backend.pre_tokenizer
-        for _, token in sorted(self._added.items()):
-            (self._bare.add_special_tokens if token.special else self._bare.add_tokens)([token])
+        in_order = [token for _, token in sorted(self._added.items())]
+        for special, tokens in itertools.groupby(in_order, lambda token: token.special):  # each call costs them all
+            (self._bare.add_special_tokens if special else self._bare.add_tokens)(list(tokens))
         plain, whole = self._bare.encode("a").ids, backend.encode("a").ids
         at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
         self._before, self._after = whole[:at], whole[at + len(plain) :]
