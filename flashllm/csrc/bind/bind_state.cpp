@@ -114,12 +114,11 @@ void init_state(nb::module_& m) {
   nb::class_<StateShape>(m, "StateShape")
       .def(
           "__init__",
-          [](StateShape* self, nb::object block, std::size_t context,
-             std::size_t part_tokens, const std::string& dtype) {
+          [](StateShape* self, nb::object block, std::size_t context, std::size_t part_tokens,
+             const std::string& dtype) {
             new (self) StateShape(read_shape(std::move(block), context, part_tokens, dtype));
           },
-          nb::arg("block"), nb::arg("context"), nb::arg("part_tokens"),
-          nb::arg("dtype"))
+          nb::arg("block"), nb::arg("context"), nb::arg("part_tokens"), nb::arg("dtype"))
       .def_prop_ro("block_nbytes", &StateShape::block_nbytes)
       .def("nbytes", &StateShape::nbytes, nb::arg("length"));
 
