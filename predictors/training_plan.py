@@ -17,6 +17,7 @@ from trainer import TrainOptions
 from flashllm.arch.spec import BlockSpec
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.machine import available_nbytes, process_nbytes
+from flashllm.base.processes import beside_nbytes
 from flashllm.base.units import format_size
 from flashllm.errors import BudgetError
 from flashllm.format.manifest import Manifest
@@ -79,7 +80,8 @@ def plan_training(
         d_ff=max(architecture.every_width),
     )
     # Asked as if the machine had no end: what matters is the least the model needs.
-    loaded = plan_memory(manifest, block, limit=None, available=2**60, process=process_nbytes(), context=tokens)
+    process = process_nbytes() + beside_nbytes()
+    loaded = plan_memory(manifest, block, limit=None, available=2**60, process=process, context=tokens)
     recipe = options.recipe
     ranks = [
         recipe.rank(shape.d_model, _WASTE, options.bits)

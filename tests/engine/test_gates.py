@@ -127,7 +127,7 @@ def test_the_memory_plan_counts_the_gates(models):
     rows, resident = (ModelDir.open(directory) for directory in models("llama relu"))
     plan = _plan(resident, None)
     assert plan.gates == GATE_NBYTES == resident.manifest.resident_gate_nbytes
-    assert plan.gates + plan.resident == resident.manifest.files[RESIDENT].nbytes
+    assert plan.gates + plan.resident + plan.checksums == resident.manifest.files[RESIDENT].nbytes
     assert ("gates", GATE_NBYTES, GATE_NBYTES) in plan.rows()
     assert sum(start for _, start, _ in plan.rows()) <= plan.limit_nbytes
     assert _plan(rows, None).gates == 0

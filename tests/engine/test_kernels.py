@@ -105,7 +105,7 @@ def test_inputs_and_outputs_that_do_not_fit_are_refused():
     linear = _core.Linear(np.zeros((4, 8), np.float32), None, "float32", _core.ThreadPool(1))
     for x, out in (((1, 8), (2, 4)), ((1, 4), (1, 4)), ((1, 8), (1, 8))):
         for forward in (linear.forward, linear.forward_many):
-            with pytest.raises(ValueError, match=r"\[tokens, columns\]"):
+            with pytest.raises(ValueError, match=r"\[tokens, inputs\], outputs \[tokens, outputs\]"):
                 forward(np.zeros(x, np.float32), np.zeros(out, np.float32))
     with pytest.raises(ValueError, match="dtype"):
         linear.forward(np.zeros((1, 8), np.float16), np.zeros((1, 4), np.float32))

@@ -72,6 +72,7 @@ struct Block {
     result.key = key.weights;
     result.value = value.weights;
     result.out = out.weights;
+    result.neurons = static_cast<std::size_t>(kNeurons);
     result.ffn = &ffn.layer;
     return result;
   }
