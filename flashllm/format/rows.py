@@ -124,7 +124,7 @@ class RowLayout:
 
     def of_width(self, neurons: int) -> "RowLayout":
         """The layout of a layer of so many neurons, whose rows are alike."""
-        return replace(self, d_ff=neurons)
+        return self if neurons == self.d_ff else replace(self, d_ff=neurons)
 
     @property
     def down(self) -> str:

@@ -90,7 +90,8 @@ def _product_parts(model: ModelDir) -> dict[str, int]:
     tensors = read_header(model.path / RESIDENT).tensors
     head = "head.weight" if "head.weight" in tensors else "embedding.weight"
     names = [name for name, info in tensors.items() if name.startswith(("layers.", "project_")) and len(info.shape) > 1]
-    names = [name for name in names if name not in model.manifest.planes]
+    planes = model.manifest.planes
+    names = [name for name in names if name not in planes]
     return {name: tensors[name].nbytes for name in (*names, head)}
 
 
