@@ -5,13 +5,14 @@ know what is measured: bytes/s over bytes of a transfer, flop/s over rows of a p
 """
 
 import math
-import statistics
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def seconds_of(work: Callable[[], object], *, at_least_s: float, calls: int = 1)
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return float(np.median(times))
 
 
 def sample_rounds(
@@ -111,4 +112,4 @@ def curve_of(samples: Sequence[Sample]) -> RateCurve:
     by_size: dict[float, list[float]] = {}
     for sample in samples:
         by_size.setdefault(sample.size, []).append(sample.rate)
-    return RateCurve(tuple((size, statistics.median(by_size[size])) for size in sorted(by_size)))
+    return RateCurve(tuple((size, float(np.median(by_size[size]))) for size in sorted(by_size)))
