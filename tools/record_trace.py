@@ -81,8 +81,8 @@ class Recorder:
     """Watches the FFNs of a loaded model during a pass that computes all neurons."""
 
     def __init__(self, model: Model) -> None:
-        if model.manifest.architecture.widths:
-            raise UsageError("a trace is of layers with the same number of neurons each; this model's differ")
+        if model.manifest.architecture.widths or model.manifest.architecture.dense_layers:
+            raise UsageError("a trace is of layers that are alike; this model's differ")
         self._model, self._ffns = model, model.parts.ffns
         self.num_layers = len(self._ffns)
         self.num_neurons = model.manifest.architecture.d_ff

@@ -96,7 +96,7 @@ class _Builder:
             for ffn in cached:
                 ffn.predict_by_gate()
         if self._sparse and PREDICTORS in self._manifest.files:
-            self._load_predictors(cached)
+            self._load_predictors(ffns)
         self._set_routers(ffns, tensors)
         if self._sparse and TRACE in self._manifest.files:
             trace = TraceFeed(self._path / TRACE, self._manifest, cached, window=self._plan.memory.window)
@@ -278,22 +278,24 @@ class _Builder:
             stream.keep(layer, rows)
         return _KeptRows(stream, layer)
 
-    def _load_predictors(self, ffns: list[_core.FfnLayer]) -> None:
+    def _load_predictors(self, ffns: list[_core.FfnLayer | None]) -> None:
         tensors = self._read(PREDICTORS)
         encodings = relu_encodings(read_header(self._path / PREDICTORS))
 
         def install(layer: int, kind: str, buffer: _core.Prefetch | None) -> None:
+            if (ffn := ffns[layer]) is None:  # every token computes every neuron of it
+                return
             if encodings is not None:
                 a, b, threshold = (f"layers.{layer}.{part}" for part in ("a", "b", "threshold"))
                 limit = float(tensors[threshold].item())
-                ffns[layer].set_relu_predictor(tensors[a], tensors[b], limit, encodings.get(a), encodings.get(b))
+                ffn.set_relu_predictor(tensors[a], tensors[b], limit, encodings.get(a), encodings.get(b))
                 return
             if not kind and f"layers.{layer}.gate" in tensors:
                 gate, margin = tensors[f"layers.{layer}.gate"], tensors[f"layers.{layer}.margin"]
-                ffns[layer].set_coded_gate(gate, float(margin.item()))
+                ffn.set_coded_gate(gate, float(margin.item()))
                 return
             names = {part: f"layers.{layer}.{kind}{part}" for part in ("a", "b", "bias", "threshold")}
-            ffns[layer].set_predictor(
+            ffn.set_predictor(
                 tensors[names["a"]],
                 tensors[names["b"]],
                 tensors[names["bias"]],

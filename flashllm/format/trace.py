@@ -154,8 +154,8 @@ class Trace:
     def check_model(self, architecture: Architecture) -> None:
         """UsageError unless the trace is of a model of this shape."""
         num_layers, num_neurons = architecture.num_layers, architecture.d_ff
-        if architecture.widths:
-            raise UsageError(f"{self.path}: a trace, and the model's layers have different numbers of neurons")
+        if architecture.widths or architecture.dense_layers:
+            raise UsageError(f"{self.path}: a trace, and the model's layers differ")
         if (self.info.num_layers, self.info.num_neurons) != (num_layers, num_neurons):
             raise UsageError(
                 f"{self.path}: a trace of {self.info.num_layers} layers of {self.info.num_neurons} neurons; the model "

@@ -3,13 +3,18 @@
 import numpy as np
 import pytest
 import torch
-from arch_models import make_model
+from arch_models import Variant, make_checkpoint, make_model
+from safetensors.numpy import load_file
 
 from flashllm.config import RunConfig
+from flashllm.convert.run import convert
 from flashllm.engine.model import Model
+from flashllm.format.install import install_files
 from flashllm.format.manifest import Manifest
+from flashllm.format.model_files import PREDICTORS
 from flashllm.format.report.inspect import format_inspection, inspect
 from flashllm.format.report.verify import verify
+from flashllm.format.safetensors import read_header
 
 PROCESS = 10**9  # the rest of the process is held to be of this size, so that limits mean the same in every test
 
@@ -52,6 +57,28 @@ def test_bits_do_not_depend_on_memory(tmp_path, name, mode):
                 for layer in range(len(widths))
             )
     assert sum(logits(directory, mode=mode, memory=plan.minimum_nbytes)[1].cache_rows) < sum(widths)
+
+
+def test_predictors_are_installed_in_their_own_layers(tmp_path):
+    """Of a ReLU mixture behind a dense layer, which uses none: the logits are those with every predictor exact."""
+    variant = Variant("qwen3_moe", {"hidden_act": "relu", "mlp_only_layers": [0], "intermediate_size": 384})
+    source = make_checkpoint(tmp_path / "hf", variant)
+    convert(source, tmp_path / "model", predictors=True)
+    assert Manifest.load(tmp_path / "model").architecture.every_width == (384, 384, 384)  # a shift would go unnoticed
+    expected, _ = logits(tmp_path / "model", mode="dense")
+    tensors = load_file(tmp_path / "model" / PREDICTORS)
+    named = {name: np.array([-np.inf], np.float32) for name in tensors if name.endswith("threshold")}
+    named["layers.0.threshold"] = np.array([np.inf], np.float32)  # names nothing, where it would be used
+    _replace_tensors(tmp_path / "model", {**tensors, **named})
+    assert np.array_equal(logits(tmp_path / "model", mode="sparse")[0], expected)
+
+
+def _replace_tensors(directory, tensors):
+    """Predictors with other values under the same header."""
+    path, data = directory / PREDICTORS, bytearray((directory / PREDICTORS).read_bytes())
+    for name, info in read_header(path).tensors.items():
+        data[info.offset : info.offset + info.nbytes] = np.ascontiguousarray(tensors[name]).tobytes()
+    install_files(directory, {PREDICTORS: [bytes(data)]})
 
 
 def test_what_is_said_of_such_models(tmp_path):
