@@ -7,7 +7,8 @@ A model directory in HF_FOLDER's place is written back as one first. Rows: `tran
 dtype, `llama.cpp FILE` a GGUF file of the same tokenizer. All others run a conversion of HF_FOLDER as the engine
 computes prompts: `dense` as it is; `N%` with thresholds on the gates that make that share of them zero (`convert
 --sparsify`, chosen on CALIBRATION) and the gates resident; with `sparse` behind it neuron by neuron, as it computes new
-tokens; a variant of fewer_bits.py (`int4_32+int4_32+int8_32*`, whose codes are chosen on CALIBRATION). DIR has the
+tokens, with `cache 8` or `cache 4` with packed keys and values; a variant of fewer_bits.py (`int4_32+int4_32+int8_32*`,
+whose codes are chosen on CALIBRATION). DIR has the
 files that predictors/tasks.py names; the first ITEMS of each are asked (NAME=N: of that task). Prompts and scores are
 lm-eval's: `acc` is the choice of the highest log-likelihood, `acc_norm` that of the highest per character; LAMBADA's
 word counts where greedy decoding says it. Choices of an item share the computation of its prompt; the engine computes
@@ -162,7 +163,7 @@ def opened(row: str, args: argparse.Namespace, folder: Path) -> Iterator[Scorer]
     if row.startswith(LLAMA):
         yield LlamaCpp(Path(row.removeprefix(LLAMA)), max(args.length, CONTEXT), args.threads)
         return
-    name, _, sparse = row.partition(" ")
+    name, _, way = row.partition(" ")
     directory = folder / name.strip("%*")
     if name.endswith("%"):
         share = float(name.removesuffix("%")) / 100
@@ -170,7 +171,9 @@ def opened(row: str, args: argparse.Namespace, folder: Path) -> Iterator[Scorer]
     else:
         variant = Variant.of("wide" if name == "dense" else name)
         variant.convert(args.model, directory, text=args.calibration, threads=args.threads)
-    ways: dict[str, Any] = {"mode": "sparse", "prompts": "sparse"} if sparse else {"mode": "dense"}
+    ways: dict[str, Any] = {"mode": "sparse", "prompts": "sparse"} if way == "sparse" else {"mode": "dense"}
+    if way.startswith("cache "):
+        ways["cache_bits"] = int(way.removeprefix("cache "))
     with Model.open(directory, RunConfig(**ways, threads=args.threads)) as model:
         yield Flash(model)
     shutil.rmtree(directory)
