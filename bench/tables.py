@@ -299,7 +299,7 @@ def quality_cache() -> str:
         "dense cache 8": "`--cache-bits 8`",
         "dense cache 4": "`--cache-bits 4`",
     }
-    return _scores("quality/results/cache_bits_smollm2.json", names, ("lambada",))
+    return _scores("quality/results/cache_bits_smollm2.json", names, ())
 
 
 def quality_demo() -> str:

@@ -120,12 +120,11 @@ class Model(OneProcess):
 
     @property
     def arithmetic(self) -> str:
-        """What decides bits beside the model and the tokens: the mode, whether prompts are computed as it does, and the
-        bits of keys and values."""
+        """Choices that decide bits, with the model and the tokens: the mode, whether prompts are computed as it does,
+        the bits of keys and values."""
         prompts = ", prompts too" if self.config.prompts == "sparse" else ""
-        return (
-            self.plan.mode + prompts + (f", cache in {self.config.cache_bits} bits" if self.config.cache_bits else "")
-        )
+        cache = f", cache in {self.config.cache_bits} bits" if self.config.cache_bits else ""
+        return self.plan.mode + prompts + cache
 
     @property
     def most_drafted(self) -> int:

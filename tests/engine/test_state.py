@@ -146,12 +146,12 @@ class Fails:
         pass
 
 
-@pytest.mark.parametrize("name", ["mistral window", "gemma3"])
+@pytest.mark.parametrize(("name", "bits"), [("mistral window", None), ("gemma3", None), ("gemma3", 8)])
 @pytest.mark.parametrize("begun", [0, 100, 400])
-def test_a_long_prompt_that_fails_in_its_middle_changes_nothing(made, name, begun):
+def test_a_long_prompt_that_fails_in_its_middle_changes_nothing(made, name, bits, begun):
     """The first parts have given up pages of the pass itself, and would give up those that were there before."""
     ids = ids_of(1300)
-    with Model.open(made(name)[1], RunConfig(mode="dense", threads=1, io_threads=4)) as model:
+    with Model.open(made(name)[1], RunConfig(mode="dense", threads=1, io_threads=4, cache_bits=bits)) as model:
         expected = logits_of(model, *([ids[:begun]] if begun else []), ids[begun:1000], [9, 10])
         sequence, other = model.new_sequence(), model.new_sequence()
         if begun:
