@@ -293,6 +293,15 @@ def quality_peer() -> str:
     return _scores("quality/results/task_scores_smollm2_q4_0.json", names, ())
 
 
+def quality_cache() -> str:
+    names = {
+        "dense": "keys and values in fp32",
+        "dense cache 8": "`--cache-bits 8`",
+        "dense cache 4": "`--cache-bits 4`",
+    }
+    return _scores("quality/results/cache_bits_smollm2.json", names, ())
+
+
 def quality_demo() -> str:
     names = {
         "dense": "fp16",
@@ -391,6 +400,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "planner": planner,
     "quality": quality,
     "quality-peer": quality_peer,
+    "quality-cache": quality_cache,
     "quality-demo": quality_demo,
     "quality-offload": offload_quality,
     "predictors-demo": predictors_demo,

@@ -2,7 +2,7 @@
 
 Standard library only, and no environment variable: a caller passes every value. Fields left at None are
 decided by `flashllm.plan.resolve` from the machine, the profile and the model; none of them changes a token,
-except `mode` and `prompts`, which say what is computed.
+except `mode`, `prompts` and `cache_bits`, which say what is computed.
 """
 
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ PROMPTS: tuple[Prompts, ...] = ("dense", "sparse")  # the first is the default
 BACKENDS: tuple[Backend, ...] = ("threads", "io_uring")
 CACHE_POLICIES: tuple[CachePolicy, ...] = ("frequency", "window")  # the first is the default
 SPECULATIONS: tuple[Speculate, ...] = ("off", "lookup")  # the first is the default
+CACHE_BITS = (8, 4)
 DEFAULT_WINDOW = 5  # tokens (paper A, section 3.1)
 MAX_THREADS = 1024
 MAX_WINDOW = 2**20  # tokens
@@ -46,6 +47,7 @@ class RunConfig:
 
     memory: int | None = None  # bytes for everything the process holds; None: four fifths of what is free
     context: int | None = None  # tokens the KV cache can grow to; None: the model's own limit
+    cache_bits: int | None = None  # of keys and values in full pages; None: they stay as they are computed
     cache_policy: CachePolicy = CACHE_POLICIES[0]  # the neurons that stay cached: most often active, or last used
     # Tokens of the window policy; under another one, of the prompt's end from which the cache is filled.
     window: int | None = None  # None: DEFAULT_WINDOW
@@ -68,6 +70,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         _check_whole("--memory", self.memory, "bytes")
         _check_whole("--context", self.context, "tokens")
+        if self.cache_bits is not None and self.cache_bits not in CACHE_BITS:
+            raise UsageError(f"--cache-bits must be one of {', '.join(map(str, CACHE_BITS))}, not {self.cache_bits!r}")
         _check_whole("--window", self.window, "tokens", high=MAX_WINDOW)
         _check_whole("--threads", self.threads, high=MAX_THREADS)
         _check_whole("--io-threads", self.io_threads, high=MAX_THREADS)

@@ -52,6 +52,7 @@ def test_everything_that_can_be_given():
         ({"io_threads": 0}, "--io-threads must be at least 1"),
         ({"io_backend": "aio"}, "--io-backend must be one of threads, io_uring, not 'aio'"),
         ({"mode": "spares"}, "--mode must be one of sparse, oracle, dense, not 'spares'"),
+        ({"cache_bits": 5}, "--cache-bits must be one of 8, 4, not 5"),
         ({"cache_policy": "lru"}, "--cache-policy must be one of frequency, window, not 'lru'"),
         ({"speculate": "twice"}, "--speculate must be one of off, lookup, not 'twice'"),
         ({"store": "profiles.json"}, "--store must be a path"),

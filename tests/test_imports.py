@@ -19,7 +19,10 @@ ORDER = (
     *("cli", "__main__"),
 )
 # The same of the native core's folders; the kernels' levels hold those of planes.
-CORE_FLOORS = (("io",), ("kernels", "planes"), ("cache",), ("ffn",), ("model",), ("pack",), ("offload",), ("bind",))
+CORE_FLOORS = (
+    *(("io",), ("kernels", "planes"), ("attention",), ("cache",), ("ffn",)),
+    *(("model",), ("pack",), ("offload",), ("bind",)),
+)
 OFFLOAD_SHARES = {
     "errors",
     "base",

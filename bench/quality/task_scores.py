@@ -7,16 +7,17 @@ A model directory in HF_FOLDER's place is written back as one first. Rows: `tran
 dtype, `llama.cpp FILE` a GGUF file of the same tokenizer. All others run a conversion of HF_FOLDER as the engine
 computes prompts: `dense` as it is; `N%` with thresholds on the gates that make that share of them zero (`convert
 --sparsify`, chosen on CALIBRATION) and the gates resident; with `sparse` behind it neuron by neuron, as it computes new
-tokens; a variant of fewer_bits.py (`int4_32+int4_32+int8_32*`, whose codes are chosen on CALIBRATION). DIR has the
-files that predictors/tasks.py names; the first ITEMS of each are asked (NAME=N: of that task). Prompts and scores are
-lm-eval's: `acc` is the choice of the highest log-likelihood, `acc_norm` that of the highest per character; LAMBADA's
-word counts where greedy decoding says it. Choices of an item share the computation of its prompt; the engine computes
-several items at once. The text's perplexity is that of its first windows, every token but a window's first; `agreement`
-is the share of them after which the likeliest token is the first row's (kept beside OUT in a .npz file); `firing` is
-the share of each layer's neurons that are not zero, of models with a ReLU. What OUT has under the same settings, text
-or task of a row, is not run again. `standard_error` of a task is the binomial one; `change` is a perplexity over the
-first row's, less one, `change_error` its standard error over windows or words, of the differences in log perplexity;
-`same_choices` are items answered as in the first row. The last line of stdout is one JSON document. No timings.
+tokens, with `cache 8` or `cache 4` with packed keys and values; a variant of fewer_bits.py (`int4_32+int4_32+int8_32*`,
+whose codes are chosen on CALIBRATION). DIR has the files that predictors/tasks.py names; the first ITEMS of each are
+asked (NAME=N: of that task). Prompts and scores are lm-eval's: `acc` is the choice of the highest log-likelihood,
+`acc_norm` that of the highest per character; LAMBADA's word counts where greedy decoding says it. Choices of an item
+share the computation of its prompt; the engine computes several items at once. The text's perplexity is that of its
+first windows, every token but a window's first; `agreement` is the share of them after which the likeliest token is the
+first row's (kept beside OUT in a .npz file); `firing` is the share of each layer's neurons that are not zero, of models
+with a ReLU. What OUT has under the same settings, text or task of a row, is not run again. `standard_error` of a task
+is the binomial one; `change` is a perplexity over the first row's, less one, `change_error` its standard error over
+windows or words, of the differences in log perplexity; `same_choices` are items answered as in the first row. The last
+line of stdout is one JSON document. No timings.
 """
 
 import argparse
@@ -162,7 +163,7 @@ def opened(row: str, args: argparse.Namespace, folder: Path) -> Iterator[Scorer]
     if row.startswith(LLAMA):
         yield LlamaCpp(Path(row.removeprefix(LLAMA)), max(args.length, CONTEXT), args.threads)
         return
-    name, _, sparse = row.partition(" ")
+    name, _, way = row.partition(" ")
     directory = folder / name.strip("%*")
     if name.endswith("%"):
         share = float(name.removesuffix("%")) / 100
@@ -170,7 +171,9 @@ def opened(row: str, args: argparse.Namespace, folder: Path) -> Iterator[Scorer]
     else:
         variant = Variant.of("wide" if name == "dense" else name)
         variant.convert(args.model, directory, text=args.calibration, threads=args.threads)
-    ways: dict[str, Any] = {"mode": "sparse", "prompts": "sparse"} if sparse else {"mode": "dense"}
+    ways: dict[str, Any] = {"mode": "sparse", "prompts": "sparse"} if way == "sparse" else {"mode": "dense"}
+    if way.startswith("cache "):
+        ways["cache_bits"] = int(way.removeprefix("cache "))
     with Model.open(directory, RunConfig(**ways, threads=args.threads)) as model:
         yield Flash(model)
     shutil.rmtree(directory)

@@ -11,6 +11,7 @@ from flashllm.base.command_line import number, say, size, whole
 from flashllm.base.text import is_terminal, one_line
 from flashllm.config import (
     BACKENDS,
+    CACHE_BITS,
     CACHE_POLICIES,
     MAX_THREADS,
     MAX_WINDOW,
@@ -55,6 +56,13 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
     group.add_argument("--memory", metavar="SIZE", type=size, help="limit of everything the process holds, like 7GB")
     group.add_argument("--context", metavar="N", type=whole(1), help="tokens of KV cache (default: the model's limit)")
+    group.add_argument(
+        "--cache-bits",
+        metavar="B",
+        type=int,
+        choices=CACHE_BITS,
+        help="keys and values are kept in 8 or 4 bits, but for the last tokens' (default: as they are computed)",
+    )
     group.add_argument(
         "--cache-policy",
         choices=CACHE_POLICIES,
@@ -138,6 +146,7 @@ def run_config(args: argparse.Namespace) -> RunConfig:
     return RunConfig(
         memory=args.memory,
         context=args.context,
+        cache_bits=args.cache_bits,
         cache_policy=args.cache_policy,
         window=args.window,
         mode=args.mode,

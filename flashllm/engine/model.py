@@ -60,7 +60,7 @@ class Model(OneProcess):
         self.notices = self._parts.notices
         self.reader, self.direct_io = self._parts.reader, self._parts.direct_io
         self.activity_source = "predictors" if self._parts.trace is None else self._parts.trace.source
-        shape = state_shape(directory.manifest, directory.block, plan.memory.context)
+        shape = state_shape(directory.manifest, directory.block, plan.memory.context, config.cache_bits)
         self._memory = StateMemory(plan.memory, self._parts.caches, _core.StatePool(shape))
         self._memory_limit = self._asked_limit = plan.memory.limit_nbytes
         self._group = GroupLimit()
@@ -120,8 +120,11 @@ class Model(OneProcess):
 
     @property
     def arithmetic(self) -> str:
-        """What decides bits beside the model and the tokens: the mode, and whether prompts are computed as it does."""
-        return self.plan.mode + (", prompts too" if self.config.prompts == "sparse" else "")
+        """Choices that decide bits, with the model and the tokens: the mode, whether prompts are computed as it does,
+        the bits of keys and values."""
+        prompts = ", prompts too" if self.config.prompts == "sparse" else ""
+        cache = f", cache in {self.config.cache_bits} bits" if self.config.cache_bits else ""
+        return self.plan.mode + prompts + cache
 
     @property
     def most_drafted(self) -> int:

@@ -230,6 +230,7 @@ def plan_memory(
     available: int,
     process: int,
     context: int | None = None,
+    cache_bits: int | None = None,
     window: int = DEFAULT_WINDOW,
     cache_policy: str = CACHE_POLICIES[0],
     popularity: Sequence[Shares] | None = None,
@@ -247,6 +248,7 @@ def plan_memory(
         available: bytes the process could still take.
         process: bytes it holds with its libraries loaded and no model.
         context: tokens a sequence may have; None: the model's own limit.
+        cache_bits: of keys and values in full pages; None: they are of the model's dtype.
         popularity: as in flashllm/format/popularity.py, by layer, where it is known.
         max_gap: bytes between rows that are read through: such requests are read into memory of their own.
         prefetch: rows of the next layer are read before its turn.
@@ -273,7 +275,7 @@ def plan_memory(
     windowed = cache_policy == "window" and not dense
 
     # 1. What does not depend on the limit.
-    state = state_shape(manifest, block, context)
+    state = state_shape(manifest, block, context, cache_bits)
     context_blocks = -(-state.nbytes(context) // state.block_nbytes)
     unit, widths = architecture.unit_rows, architecture.every_width
 
@@ -377,9 +379,9 @@ def plan_memory(
     return plan
 
 
-def state_shape(manifest: Manifest, block: BlockSpec, context: int) -> _core.StateShape:
+def state_shape(manifest: Manifest, block: BlockSpec, context: int, bits: int | None) -> _core.StateShape:
     """What a sequence of at most `context` tokens leaves behind, and its pages."""
-    return _core.StateShape(block, context, manifest.prefill_block_tokens, manifest.dtype)
+    return _core.StateShape(block, context, manifest.prefill_block_tokens, manifest.dtype, bits or 0)
 
 
 def body_nbytes(context: int) -> int:

@@ -81,6 +81,7 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
             available=available,
             process=process,
             context=config.context,
+            cache_bits=config.cache_bits,
             window=config.window if config.window is not None else DEFAULT_WINDOW,
             cache_policy=config.cache_policy,
             popularity=popularity,

@@ -332,7 +332,8 @@ def test_generate_prints_one_document(run, tiny):
     assert "5 tokens, first after" in err
 
     same = run(
-        *argv, "--json", "--seed", "1", "--cache-policy", "window", "--window", "1", "--buffered", "--no-checksums"
+        *(*argv, "--json", "--seed", "1", "--cache-policy", "window", "--window", "1", "--buffered", "--no-checksums"),
+        *("--cache-bits", "8"),  # of a page's tokens none sees it packed
     )
     assert json.loads(same[1])["token_ids"] == document["token_ids"]
     assert json.loads(same[1])["direct_io"] is False

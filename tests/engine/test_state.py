@@ -146,12 +146,12 @@ class Fails:
         pass
 
 
-@pytest.mark.parametrize("name", ["mistral window", "gemma3"])
+@pytest.mark.parametrize(("name", "bits"), [("mistral window", None), ("gemma3", None), ("gemma3", 8)])
 @pytest.mark.parametrize("begun", [0, 100, 400])
-def test_a_long_prompt_that_fails_in_its_middle_changes_nothing(made, name, begun):
+def test_a_long_prompt_that_fails_in_its_middle_changes_nothing(made, name, bits, begun):
     """The first parts have given up pages of the pass itself, and would give up those that were there before."""
     ids = ids_of(1300)
-    with Model.open(made(name)[1], RunConfig(mode="dense", threads=1, io_threads=4)) as model:
+    with Model.open(made(name)[1], RunConfig(mode="dense", threads=1, io_threads=4, cache_bits=bits)) as model:
         expected = logits_of(model, *([ids[:begun]] if begun else []), ids[begun:1000], [9, 10])
         sequence, other = model.new_sequence(), model.new_sequence()
         if begun:
@@ -221,3 +221,71 @@ def test_prompts_that_begin_alike_share_what_the_windows_left(model):
         conversations.give_back(place)
     assert reused == [0, 0, 500 // PAGE * PAGE]
     conversations.close()
+
+
+# Packed pages
+
+
+@pytest.fixture(params=[8, 4])
+def packed(made, request):
+    """A model one of whose kinds of layers has a window, and whose keys and values are packed."""
+    config = RunConfig(mode="dense", threads=2, io_threads=4, cache_bits=request.param)
+    with Model.open(made("gemma3")[1], config) as model:
+        yield model
+
+
+def test_packed_pages_change_no_bit_by_how_a_prompt_is_cut(packed, made):
+    """In pieces of any size, with steps back between them; and tokens one by one as in a pass of several."""
+    ids, random = ids_of(1300), np.random.default_rng(3)
+    with packed.new_sequence() as sequence, packed.new_sequence() as pieces, packed.new_sequence() as other:
+        (expected,) = packed.step([(sequence, ids[:1200])], all_logits=True, as_prompt=True)
+        found = np.empty_like(expected)
+        while pieces.length < 1200:
+            at, size = pieces.length, int(random.choice([1, 7, 40, 64, 100, 300]))
+            piece = ids[at : min(at + size, 1200)]
+            (found[at : at + len(piece)],) = packed.step([(pieces, piece)], all_logits=True, as_prompt=True)
+            back = max(0, pieces.length - int(random.choice([0, 0, 3, 30, 200])))
+            kept = pieces.keep(back)
+            assert kept in (back, back // PAGE * PAGE, at) or kept % PAGE == 0
+        assert np.array_equal(found, expected)
+        other.copy_from(pieces)
+        single = [packed.step([(sequence, [token])]) for token in ids[1200:]]
+        several = [packed.step([(other, ids[at : at + 4])], all_logits=True)[0] for at in range(1200, 1300, 4)]
+        assert np.array_equal(np.concatenate(single), np.concatenate(several))
+    with Model.open(made("gemma3")[1], RunConfig(mode="dense", threads=1, io_threads=4)) as plain:
+        (exact,) = plain.step([(plain.new_sequence(), ids[:1200])], all_logits=True)
+        assert np.array_equal(expected[:PAGE], exact[:PAGE])  # they see no page but their own
+        error = np.abs(expected - exact)[PAGE:].mean() / exact.std()
+        assert 1e-4 < error < (0.005 if packed.config.cache_bits == 8 else 0.08)
+        assert packed.plan.memory.context_blocks < plain.plan.memory.context_blocks
+        assert packed.arithmetic != plain.arithmetic
+
+
+def test_what_was_drafted_is_cut_from_a_page_that_it_filled(packed):
+    ids = ids_of(200)
+    expected = logits_of(packed, ids[:126], [9])[1]
+    with packed.new_sequence() as sequence:
+        packed.step([(sequence, ids[:126])], as_prompt=True)
+        packed.step([(sequence, ids[126:133])], all_logits=True)
+        assert sequence.keep(127) == 127
+        assert sequence.keep(126) == 126
+        assert np.array_equal(packed.step([(sequence, [9])], as_prompt=True)[0], expected)
+        packed.step([(sequence, ids[:20])])
+        packed.step([(sequence, [5])])
+        assert sequence.keep(100) == 64
+
+
+def test_packed_pages_are_kept_elsewhere_too(packed):
+    ids = ids_of(700)
+    expected = logits_of(packed, ids, [9, 8])[1]
+    with packed.new_sequence() as sequence, packed.new_sequence() as other:
+        packed.step([(sequence, ids)], as_prompt=True)
+        saved = sequence.save()
+
+        def fill(kinds):
+            for pages, theirs in zip(kinds, saved, strict=True):
+                for page, bytes_of in zip(pages, theirs, strict=True):
+                    page[:] = bytes_of
+
+        other.restore(700, [len(pages) for pages in saved], fill)
+        assert np.array_equal(packed.step([(other, [9, 8])], as_prompt=True)[0], expected)

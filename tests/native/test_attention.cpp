@@ -1,4 +1,6 @@
 // Attention against fp64 at every level and dtype; a query's bits whatever is computed beside it.
+#include <algorithm>
+
 #include "attention_fixture.h"
 
 namespace {
@@ -135,6 +137,50 @@ void check_problem(const Problem& problem, SimdLevel level, std::size_t step) {
   }
 }
 
+// A query sees the pages before its own as they were packed, whatever comes with it in a pass.
+void check_packed(Dtype dtype, int bits, SimdLevel level) {
+  const Problem problem{4, 2, 20, 200, dtype};
+  const std::size_t dim = problem.head_dim, row = problem.heads * dim;
+  Cached seen(problem.kv_heads, dim, problem.length, dtype);
+  SequenceState sequence(std::make_shared<StatePool>(
+      StateShape({{problem.kv_heads, dim, 0}}, problem.length, problem.length, dtype, bits)));
+  sequence.reserve(problem.length);
+  for (std::size_t i = 0; i < problem.length; ++i)
+    sequence.append(0, i, seen.keys.data() + i * seen.row, seen.values.data() + i * seen.row);
+  for (std::size_t page = 0; page < problem.length / kKvBlock; ++page) CHECK(sequence.seal(0, page));
+  const KvView view = sequence.view(0);
+  const std::vector<float> q = rounded(random_floats(problem.length * row, 3), dtype);
+  const auto many = [&](std::size_t first, std::size_t n, int threads) {
+    ThreadPool pool(threads);
+    std::vector<float> out(n * row);
+    attend_many(problem.shape(), q.data() + first * row, n, first, view, out.data(), pool, level);
+    return out;
+  };
+  const std::vector<float> all = many(0, problem.length, 1);
+  CHECK(many(0, problem.length, 3) == all);
+  ThreadPool pool(2);
+  std::vector<float> unpacked(view.format->unpacked_row()), few(row);
+  for (const std::size_t i : {10, 63, 64, 100, 150, 192, 199}) {
+    // Pages come one after the other: what later queries see packed, earlier ones have seen plain.
+    for (std::size_t p = 0; p < i / kKvBlock * kKvBlock; ++p)
+      for (std::size_t h = 0; h < problem.kv_heads; ++h)
+        for (std::vector<float>* side : {&seen.keys, &seen.values}) {
+          const auto unpack =
+              side == &seen.keys ? &KvBlockFormat::unpack_keys : &KvBlockFormat::unpack_values;
+          (view.format->*unpack)(view.packed(p / kKvBlock), h, p % kKvBlock, 1, unpacked.data(),
+                                 group_kernels(level));
+          std::copy_n(unpacked.data(), dim, side->data() + p * seen.row + h * dim);
+        }
+    const AttendingToken token{q.data() + i * row, view, i + 1, few.data()};
+    attend_each(problem.shape(), &token, 1, pool, level);
+    check_token(problem, seen, i, q.data() + i * row, few.data(), false);
+    check_token(problem, seen, i, q.data() + i * row, all.data() + i * row, false);
+    CHECK(same_bits(many(i, 1, 1).data(), all.data() + i * row, row));
+    const std::size_t n = std::min<std::size_t>(37, problem.length - i);
+    CHECK(same_bits(many(i, n, 1).data(), all.data() + i * row, n * row));
+  }
+}
+
 }  // namespace
 
 void test_attention(int scale) {
@@ -142,6 +188,7 @@ void test_attention(int scale) {
   constexpr float kSlopes[] = {0.5F, 0.25F, 0.0625F, 0.7F};
   for (const SimdLevel level : simd_levels()) {
     for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
+      for (const int bits : {4, 8}) check_packed(dtype, bits, level);
       check_problem({4, 2, 16, 1, dtype}, level, step);
       check_problem({4, 4, 16, 64, dtype}, level, step);
       check_problem({6, 2, 80, 65, dtype}, level, step);

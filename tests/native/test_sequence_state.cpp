@@ -1,5 +1,7 @@
 // What sequences leave behind: what was appended is read back, pages are counted, shared and given back,
 // wrong calls change nothing.
+#include <algorithm>
+
 #include "attention_fixture.h"
 #include "io/error.h"
 
@@ -36,7 +38,13 @@ struct Rows {
       for (std::size_t i = begin; i < end; ++i)
         for (std::size_t layer = 0; layer < kLayers; ++layer)
           sequence.append(layer, i, of(i, layer), of(i, layer) + kRow);
-      for (std::size_t layer = 0; layer < kLayers; ++layer) check_seen(sequence, layer, begin, end);
+      for (std::size_t layer = 0; layer < kLayers; ++layer) {
+        for (std::size_t page = begin / kKvBlock; sequence.shape().is_packed() && page < end / kKvBlock;
+             ++page)
+          CHECK(sequence.seal(layer, page));
+        check_seen(sequence, layer, begin, end);
+        check_seen(sequence, layer, end - 1, end);
+      }
     }
     fails ? static_cast<void>(sequence.keep(sequence.length())) : sequence.commit(length);
   }
@@ -46,19 +54,24 @@ struct Rows {
     const StateShape& shape = sequence.shape();
     const std::size_t window = shape.kinds()[shape.layers()[layer].kind].layer.window;
     const std::size_t begin = std::max(begins, window == 0 || first < window ? 0 : first + 1 - window);
-    for (std::size_t position = begin; position < end; ++position) check_row(sequence, layer, position);
+    for (std::size_t position = begin; position < end; ++position)
+      check_row(sequence, layer, position, first);
   }
   // Positions [first, last) are in the sequence.
   void check(const SequenceState& sequence, std::size_t first, std::size_t last) const {
     CHECK(sequence.length() >= last);
     for (std::size_t position = first; position < last; ++position)
-      for (std::size_t layer = 0; layer < kLayers; ++layer) check_row(sequence, layer, position);
+      for (std::size_t layer = 0; layer < kLayers; ++layer) check_row(sequence, layer, position, 0);
   }
-  void check_row(const SequenceState& sequence, std::size_t layer, std::size_t position) const {
+  // As the query at `from` sees it.
+  void check_row(const SequenceState& sequence, std::size_t layer, std::size_t position,
+                 std::size_t from) const {
     const Dtype dtype = sequence.shape().dtype();
     const KernelTable& kernels = kernel_table(SimdLevel::scalar, dtype);
     const KvView view = sequence.view(layer);
     const std::size_t offset = position % kKvBlock * kHeadDim * dtype_nbytes(dtype);
+    if (view.format != nullptr && position / kKvBlock < from / kKvBlock)
+      return check_packed(view, layer, position);
     float row[kHeadDim];
     for (std::size_t head = 0; head < kKvHeads; ++head) {
       const float* expected = of(position, layer) + head * kHeadDim;
@@ -69,14 +82,27 @@ struct Rows {
     }
   }
 
+  void check_packed(const KvView& view, std::size_t layer, std::size_t position) const {
+    float row[2][16];
+    for (std::size_t head = 0; head < kKvHeads; ++head) {
+      const std::byte* page = view.packed(position / kKvBlock);
+      const GroupKernels& kernels = group_kernels(SimdLevel::scalar);
+      view.format->unpack_keys(page, head, position % kKvBlock, 1, row[0], kernels);
+      view.format->unpack_values(page, head, position % kKvBlock, 1, row[1], kernels);
+      for (std::size_t i = 0; i < kHeadDim; ++i)
+        for (std::size_t side = 0; side < 2; ++side)
+          CHECK(std::fabs(row[side][i] - of(position, layer)[side * kRow + head * kHeadDim + i]) < 0.03F);
+    }
+  }
+
   std::vector<float> rows;
   std::size_t begins = 0;  // positions before are somebody else's
 };
 
-std::shared_ptr<StatePool> pool_of(const std::vector<std::size_t>& windows, Dtype dtype) {
+std::shared_ptr<StatePool> pool_of(const std::vector<std::size_t>& windows, Dtype dtype, int bits = 0) {
   std::vector<LayerKv> layers;
   for (const std::size_t window : windows) layers.push_back({kKvHeads, kHeadDim, window});
-  return std::make_shared<StatePool>(StateShape(layers, kContext, kPart, dtype));
+  return std::make_shared<StatePool>(StateShape(layers, kContext, kPart, dtype, bits));
 }
 
 void take_up(SequenceState& to, const SequenceState& from) {
@@ -176,11 +202,11 @@ void check_copies(Dtype dtype) {
 
 // Sequences that go on, go back, fail, are copied and taken up again: what the next query sees is there, they
 // hold no more than was said, and the last pass can be undone.
-void check_windows(const std::vector<std::size_t>& windows, int scale) {
-  const auto pool = pool_of(windows, Dtype::bf16);
+void check_windows(const std::vector<std::size_t>& windows, int bits, int scale) {
+  const auto pool = pool_of(windows, Dtype::bf16, bits);
   const StateShape& shape = pool->shape();
   const Rows rows(Dtype::bf16, 7);  // of every sequence: they share what they like
-  const bool has_windows = shape.nbytes(kContext) < shape.max_pages() * shape.block_nbytes();
+  const bool has_windows = *std::max_element(windows.begin(), windows.end()) != 0;
   std::mt19937 random(11);
   std::vector<std::unique_ptr<SequenceState>> sequences;
   for (int i = 0; i < 3; ++i) sequences.push_back(std::make_unique<SequenceState>(pool));
@@ -213,7 +239,8 @@ void check_windows(const std::vector<std::size_t>& windows, int scale) {
         break;
       case 5: {
         const std::size_t asked = random() % (length + 1), can = sequence.can_keep(asked);
-        CHECK(can <= asked && (has_windows || can == asked));
+        CHECK(can <= asked &&
+              (has_windows || can == asked || (bits != 0 && can == asked / kKvBlock * kKvBlock)));
         CHECK(sequence.keep(asked) == can && sequence.length() == can);
         exact += can == asked ? 1 : 0;
         shorter += can != asked && can != 0 ? 1 : 0;
@@ -233,7 +260,7 @@ void check_windows(const std::vector<std::size_t>& windows, int scale) {
     }
     CHECK(pool->nbytes() <= most_held);
   }
-  CHECK(exact > 5 && (shorter > 0) == has_windows);
+  CHECK(exact > 1 && (shorter > 0) == (has_windows || bits != 0));
   sequences.clear();
   CHECK(pool->nbytes() == 0);
 }
@@ -242,7 +269,7 @@ void check_windows(const std::vector<std::size_t>& windows, int scale) {
 
 void test_sequence_state(int scale) {
   for (const auto& windows : {std::vector<std::size_t>{0, 0, 0}, {37, 37, 37}, {64, 0, 200}, {1, 130, 130}})
-    check_windows(windows, scale);
+    for (const int bits : {0, 8}) check_windows(windows, bits, scale);
   for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
     check_pages(dtype);
     check_copies(dtype);

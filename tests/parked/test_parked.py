@@ -60,10 +60,10 @@ def run(stream):
     return prefill, [record.token_id for record in records if isinstance(record, TokenRecord)]
 
 
-@pytest.mark.parametrize("length", [3, 9, 57, 58, 70])
-def test_a_session_goes_on_as_if_it_had_never_been_away(opened, directory, tmp_path, length):
-    model = opened()
-    name = identity(directory, model.plan.mode)
+@pytest.mark.parametrize(("length", "bits"), [*((n, None) for n in (3, 9, 57, 58, 70)), (57, 8), (70, 4)])
+def test_a_session_goes_on_as_if_it_had_never_been_away(opened, directory, tmp_path, length, bits):
+    model = opened(cache_bits=bits)
+    name = identity(directory, model.arithmetic)
     path = tmp_path / "one.kv"
     with session_of(model) as session:
         run(session.stream_ids(ids_of(length)))
@@ -71,7 +71,7 @@ def test_a_session_goes_on_as_if_it_had_never_been_away(opened, directory, tmp_p
         assert nbytes == path.stat().st_size
         assert path.stat().st_mode & 0o777 == 0o600
         expected = [run(session.stream_ids(ids_of(12, seed))) for seed in (1, 2)]
-    with session_of(opened()) as session:
+    with session_of(opened(cache_bits=bits)) as session:
         parked = read_parked(path, session, name)
         assert parked.note == {"said": ["ä", 1]}
         assert (session.computed, len(session.tokens)) == (length + 5, length + 6)
@@ -81,6 +81,9 @@ def test_a_session_goes_on_as_if_it_had_never_been_away(opened, directory, tmp_p
         (each.tokens, each.reused_tokens) for each, _ in expected
     ]
     assert [each.name for each in tmp_path.iterdir()] == ["one.kv"]
+    if bits is not None:  # plain keys and values are others
+        with session_of(opened()) as session, pytest.raises(FormatError, match="another model"):
+            read_parked(path, session, identity(directory, session.model.arithmetic))
 
 
 def test_torn_and_damaged_files_are_errors(opened, directory, tmp_path):

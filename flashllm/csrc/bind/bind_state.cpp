@@ -22,13 +22,13 @@ using Bytes = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
 
 // Of the layers of `block`, a BlockSpec.
 StateShape read_shape(nb::object block, std::size_t context, std::size_t part_tokens,
-                      const std::string& dtype) {
+                      const std::string& dtype, int bits) {
   const SpecReader reader(std::move(block));
   std::vector<LayerKv> layers;
   for (const nb::handle each : reader.get<nb::tuple>("layers"))
     layers.push_back({reader.get<std::size_t>("kv_heads"), reader.get<std::size_t>("head_dim"),
                       SpecReader(nb::borrow(each)).get_or<std::size_t>("window", 0)});
-  return StateShape(layers, context, part_tokens, parse_dtype(dtype));
+  return StateShape(layers, context, part_tokens, parse_dtype(dtype), bits);
 }
 
 // The pages of `owner`, which lives as long as the arrays.
@@ -115,10 +115,10 @@ void init_state(nb::module_& m) {
       .def(
           "__init__",
           [](StateShape* self, nb::object block, std::size_t context, std::size_t part_tokens,
-             const std::string& dtype) {
-            new (self) StateShape(read_shape(std::move(block), context, part_tokens, dtype));
+             const std::string& dtype, int bits) {
+            new (self) StateShape(read_shape(std::move(block), context, part_tokens, dtype, bits));
           },
-          nb::arg("block"), nb::arg("context"), nb::arg("part_tokens"), nb::arg("dtype"))
+          nb::arg("block"), nb::arg("context"), nb::arg("part_tokens"), nb::arg("dtype"), nb::arg("bits") = 0)
       .def_prop_ro("block_nbytes", &StateShape::block_nbytes)
       .def("nbytes", &StateShape::nbytes, nb::arg("length"));
 

@@ -11,9 +11,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention/attention.h"
 #include "ffn/ffn_layer.h"
 #include "ffn/neuron_norm.h"
-#include "kernels/attention.h"
 #include "kernels/kernels.h"
 #include "kernels/norm.h"
 #include "kernels/rows.h"

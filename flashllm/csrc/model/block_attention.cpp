@@ -1,8 +1,11 @@
 #include "model/block_attention.h"
 
+#include <atomic>
 #include <cstddef>
+#include <utility>
 
-#include "kernels/attention.h"
+#include "attention/attention.h"
+#include "io/error.h"
 #include "kernels/norm.h"
 
 namespace flashllm {
@@ -28,6 +31,7 @@ void BlockAttention::attend(const BlockWeights& weights, const Part& part, float
   for (std::size_t t = 0; t < count; ++t)
     part.tokens[t].sequence->append(part.kv_layer, part.tokens[t].position, keys_.data() + t * cached,
                                     values_.data() + t * cached);
+  seal_pages(part);
   attend_to_cache(weights, part);
   arithmetic_.round(mixed_.data(), count * attended);
   if (weights.mixed_norm.width != 0)
@@ -35,6 +39,24 @@ void BlockAttention::attend(const BlockWeights& weights, const Part& part, float
   if (spec_.rounded_inputs) arithmetic_.round_inputs(count, attended, mixed_.data());
   arithmetic_.take_inputs(mixed_.data(), count, attended, part.is_prompt());
   arithmetic_.project(weights.out, count, out);
+}
+
+// The pages that the part's tokens fill, where they are packed.
+void BlockAttention::seal_pages(const Part& part) {
+  if (!part.tokens[0].sequence->shape().is_packed()) return;
+  std::vector<std::pair<SequenceState*, std::size_t>> full;
+  for (std::size_t t = 0; t < part.count; ++t)
+    if ((part.tokens[t].position + 1) % kKvBlock == 0)
+      full.emplace_back(part.tokens[t].sequence, part.tokens[t].position / kKvBlock);
+  std::atomic<bool> is_finite{true};
+  arithmetic_.pool().parallel_for(full.size(), 1, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i)
+      if (!full[i].first->seal(part.kv_layer, full[i].second)) is_finite = false;
+  });
+  if (!is_finite)
+    throw CoreError(ErrorKind::numbers,
+                    "a layer computed keys or values that are not finite: an overflow, or "
+                    "damaged weights; check the model with `flashllm verify`");
 }
 
 // query_ and keys_: their norms, their rotation, the scale of the queries.

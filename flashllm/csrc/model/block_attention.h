@@ -24,6 +24,7 @@ class BlockAttention {
 
  private:
   void prepare_heads(const BlockWeights& weights, std::size_t count);
+  void seal_pages(const Part& part);
   void attend_to_cache(const BlockWeights& weights, const Part& part);
 
   const BlockSpec& spec_;

@@ -24,8 +24,9 @@ std::size_t pages_touched(std::size_t n) { return (n + kKvBlock - 2) / kKvBlock 
 
 }  // namespace
 
-std::size_t StateShape::Kind::page_nbytes() const {
-  return (layers * layer_nbytes() + kSystemPage - 1) / kSystemPage * kSystemPage;
+std::size_t StateShape::Kind::page_nbytes(bool is_packed) const {
+  const std::size_t nbytes = layers * (is_packed ? format.packed_nbytes() : layer_nbytes());
+  return (nbytes + kSystemPage - 1) / kSystemPage * kSystemPage;
 }
 
 std::size_t StateShape::Kind::first_page(std::size_t position) const {
@@ -33,7 +34,7 @@ std::size_t StateShape::Kind::first_page(std::size_t position) const {
 }
 
 StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, std::size_t part_tokens,
-                       Dtype dtype)
+                       Dtype dtype, int bits)
     : context_(context), part_tokens_(part_tokens), dtype_(dtype) {
   require(!layers.empty() && context != 0 && part_tokens != 0, "a KV cache's sizes must not be zero");
   constexpr std::size_t kMost = std::numeric_limits<std::size_t>::max() / 2;
@@ -48,19 +49,21 @@ StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, 
     const auto same =
         std::find_if(kinds_.begin(), kinds_.end(), [&](const Kind& kind) { return kind.layer == layer; });
     const auto kind = static_cast<std::size_t>(same - kinds_.begin());
-    if (same == kinds_.end()) kinds_.push_back({layer, 0, layer.head_dim * dtype_nbytes(dtype)});
+    const KvLayout layout = bits == 0 ? KvLayout::plain : KvLayout::kivi;
+    if (same == kinds_.end())
+      kinds_.push_back({layer, KvBlockFormat(layer.kv_heads, layer.head_dim, dtype, layout, bits)});
     layers_.push_back({kind, kinds_[kind].layers++});
   }
 }
 
 std::size_t StateShape::block_nbytes() const {
   std::size_t sum = 0;
-  for (const Kind& kind : kinds_) sum += kind.page_nbytes();
+  for (const Kind& kind : kinds_) sum += kind.page_nbytes(false);
   return sum;
 }
 
-std::size_t StateShape::pass_pages(const Kind& kind, std::size_t tokens) const {
-  const std::size_t pages = pages_of(tokens);
+std::size_t StateShape::held_pages(const Kind& kind, bool is_packed, std::size_t pages) const {
+  if (!is_packed && kind.format.is_packed()) return std::min(pages, pages_touched(part_tokens_));
   if (kind.layer.window == 0) return pages;
   return std::min(pages, pages_touched(std::min(kind.layer.window, context_) + kMargin + part_tokens_));
 }
@@ -68,20 +71,25 @@ std::size_t StateShape::pass_pages(const Kind& kind, std::size_t tokens) const {
 std::size_t StateShape::nbytes(std::size_t length) const {
   std::size_t sum = 0;
   for (const Kind& kind : kinds_) {
-    std::size_t pages = pages_of(length);
+    const bool is_packed = kind.format.is_packed();
+    const std::size_t all = pages_of(length);
+    std::size_t pages = all;
     if (kind.layer.window != 0) {
       const std::size_t window = std::min(kind.layer.window, context_);
-      pages = std::min(pages, pages_touched(window + kMargin) + pass_pages(kind, length) +
+      pages = std::min(pages, pages_touched(window + kMargin) + held_pages(kind, is_packed, all) +
                                   kCheckpoints * pages_of(window));
     }
-    sum += pages * kind.page_nbytes();
+    sum += pages * kind.page_nbytes(is_packed);
+    // And plain the page that the last pass began in, and those of this pass.
+    if (is_packed) sum += std::min(all, 1 + held_pages(kind, false, all)) * kind.page_nbytes(false);
   }
   return sum;
 }
 
 StatePool::StatePool(const StateShape& shape) : shape_(shape) {
   for (const StateShape::Kind& kind : shape_.kinds())
-    pools_.push_back(std::make_shared<PagePool>(kind.page_nbytes(), shape_.max_pages()));
+    for (const bool is_packed : {false, true})
+      pools_.push_back(std::make_shared<PagePool>(kind.page_nbytes(is_packed), shape_.max_pages()));
 }
 
 std::size_t StatePool::nbytes() const {
@@ -90,15 +98,21 @@ std::size_t StatePool::nbytes() const {
   return sum;
 }
 
-void SequenceState::Table::set(std::size_t index, Page page) {
-  if (index >= pages.size()) resize(index + 1);
+void SequenceState::Pages::set(std::size_t index, Page page) {
+  if (index >= size()) resize(index + 1);
   addresses[index] = page.get();
   pages[index] = std::move(page);
 }
 
-void SequenceState::Table::resize(std::size_t count) {
+void SequenceState::Pages::resize(std::size_t count) {
   pages.resize(count);
   addresses.resize(count, nullptr);
+}
+
+std::size_t SequenceState::Pages::held_alone(std::size_t end) const {
+  std::size_t count = 0;
+  for (std::size_t i = 0; i < std::min(end, size()); ++i) count += pages[i].use_count() == 1 ? 1 : 0;
+  return count;
 }
 
 SequenceState::SequenceState(std::shared_ptr<const StatePool> pool)
@@ -111,31 +125,52 @@ std::size_t SequenceState::first_kept(std::size_t kind, std::size_t position) co
   return this->kind(kind).first_page(position - std::min(position, kMargin));
 }
 
+// The same of plain pages.
+std::size_t SequenceState::first_plain(std::size_t kind, std::size_t position) const {
+  return shape().is_packed() ? position / kKvBlock : first_kept(kind, position);
+}
+
+// As it is when positions below `length` are there.
+const Page& SequenceState::page(std::size_t kind, std::size_t index, std::size_t length) const {
+  const bool is_packed = shape().is_packed() && index < length / kKvBlock;
+  return (is_packed ? tables_[kind].packed : tables_[kind].plain).pages[index];
+}
+
 // Whether the page of the next position is somebody else's too, and is written on the way to `length`.
-bool SequenceState::must_copy(const Table& table, std::size_t length) const {
-  return length > length_ && length_ % kKvBlock != 0 && table.pages[length_ / kKvBlock].use_count() > 1;
+bool SequenceState::must_copy(const Pages& plain, std::size_t length) const {
+  return length > length_ && length_ % kKvBlock != 0 && plain.pages[length_ / kKvBlock].use_count() > 1;
 }
 
 std::ptrdiff_t SequenceState::nbytes_to_add(std::size_t length) const {
+  const auto nbytes = [&](std::size_t i, bool is_packed, std::size_t added, std::size_t given_up) {
+    return (static_cast<std::ptrdiff_t>(added) - static_cast<std::ptrdiff_t>(given_up)) *
+           static_cast<std::ptrdiff_t>(kind(i).page_nbytes(is_packed));
+  };
+  const auto more = [](std::size_t pages, const Pages& held) { return pages - std::min(pages, held.size()); };
   std::ptrdiff_t sum = 0;
   for (std::size_t i = 0; i < tables_.size(); ++i) {
-    const Table& table = tables_[i];
-    std::size_t added = must_copy(table, length) ? 1 : 0, given_up = 0;
-    if (pages_of(length) > table.pages.size())
-      added += shape().pass_pages(kind(i), length - table.pages.size() * kKvBlock);
-    for (std::size_t page = 0; page < first_kept(i, length_); ++page)
-      given_up += table.pages[page].use_count() == 1 ? 1 : 0;
-    sum += (static_cast<std::ptrdiff_t>(added) - static_cast<std::ptrdiff_t>(given_up)) *
-           static_cast<std::ptrdiff_t>(kind(i).page_nbytes());
+    const auto& [plain, packed] = tables_[i];
+    const std::size_t copied = must_copy(plain, length) ? 1 : 0;
+    sum += nbytes(i, false, copied + shape().held_pages(kind(i), false, more(pages_of(length), plain)),
+                  plain.held_alone(first_plain(i, length_)));
+    if (shape().is_packed())
+      sum += nbytes(i, true, shape().held_pages(kind(i), true, more(length / kKvBlock, packed)),
+                    packed.held_alone(first_kept(i, length_)));
   }
   return sum;
 }
 
 // Pages that queries from `from` on do not see, but those that were there when the pass began.
 void SequenceState::give_up(std::size_t from) {
-  for (std::size_t i = 0; i < tables_.size(); ++i)
-    for (std::size_t page = from == start_ ? 0 : pages_of(start_); page < first_kept(i, from); ++page)
-      tables_[i].set(page, nullptr);
+  const bool begins = from == start_;
+  for (std::size_t i = 0; i < tables_.size(); ++i) {
+    auto& [plain, packed] = tables_[i];
+    for (std::size_t page = begins ? 0 : pages_of(start_); page < first_plain(i, from); ++page)
+      plain.set(page, nullptr);
+    if (!shape().is_packed()) continue;
+    for (std::size_t page = begins ? 0 : start_ / kKvBlock; page < first_kept(i, from); ++page)
+      packed.set(page, nullptr);
+  }
 }
 
 void SequenceState::reserve(std::size_t length, std::size_t from) {
@@ -146,43 +181,58 @@ void SequenceState::reserve(std::size_t length, std::size_t from) {
   in_pass_ = true;
   give_up(from);
   for (std::size_t i = 0; i < tables_.size(); ++i) {
-    Table& table = tables_[i];
-    PagePool& pool = pool_->of_kind(i);
-    if (must_copy(table, length)) {
+    auto& [plain, packed] = tables_[i];
+    PagePool& pool = pool_->of_kind(i, false);
+    if (must_copy(plain, length)) {
       const std::size_t last = length_ / kKvBlock;
       Page copy = pool.take();
-      std::memcpy(copy.get(), table.addresses[last], pool.page_nbytes());
-      table.set(last, std::move(copy));
+      std::memcpy(copy.get(), plain.addresses[last], pool.page_nbytes());
+      plain.set(last, std::move(copy));
     }
-    while (table.pages.size() < pages_of(length)) table.set(table.pages.size(), pool.take());
+    while (plain.size() < pages_of(length)) plain.set(plain.size(), pool.take());
+    while (shape().is_packed() && packed.size() < length / kKvBlock)
+      packed.set(packed.size(), pool_->of_kind(i, true).take());
   }
 }
 
 void SequenceState::append(std::size_t layer, std::size_t position, const float* key, const float* value) {
   require(layer < shape().layers().size() && position >= length_ &&
-              position / kKvBlock < tables_[shape().layers()[layer].kind].pages.size(),
+              position / kKvBlock < tables_[shape().layers()[layer].kind].plain.size(),
           "a position of the KV cache must be reserved before it is written");
   const StateShape::Kind& of_layer = kind(shape().layers()[layer].kind);
   const KvView rows = view(layer);
   const std::size_t dim = of_layer.layer.head_dim;
   for (std::size_t h = 0; h < of_layer.layer.kv_heads; ++h) {
     std::byte* to = const_cast<std::byte*>(rows.key_rows(h, position / kKvBlock)) +
-                    position % kKvBlock * of_layer.row_nbytes;
+                    position % kKvBlock * of_layer.format.row_nbytes();
     kernels_.from_f32(key + h * dim, dim, to);
     kernels_.from_f32(value + h * dim, dim, to + rows.value_offset);
   }
+}
+
+bool SequenceState::seal(std::size_t layer, std::size_t page) {
+  const StateShape::Place& place = shape().layers()[layer];
+  const KvBlockFormat& format = kind(place.kind).format;
+  require(format.is_packed() && page < tables_[place.kind].packed.size(), "only a full page is packed");
+  std::byte* to = tables_[place.kind].packed.pages[page].get() + place.index * format.packed_nbytes();
+  return format.pack(view(layer), page, to, best_simd_level());
 }
 
 KvView SequenceState::view(std::size_t layer) const {
   require(layer < shape().layers().size(), "a KV cache's layer beyond those there are");
   const StateShape::Place& place = shape().layers()[layer];
   const StateShape::Kind& of_layer = kind(place.kind);
-  return {tables_[place.kind].addresses.data(), place.index * of_layer.layer_nbytes(), of_layer.head_nbytes(),
-          of_layer.layer.kv_heads * of_layer.head_nbytes()};
+  KvView view{tables_[place.kind].plain.addresses.data(), place.index * of_layer.layer_nbytes(),
+              of_layer.head_nbytes(), of_layer.layer.kv_heads * of_layer.head_nbytes()};
+  if (!of_layer.format.is_packed()) return view;
+  view.format = &of_layer.format;
+  view.packed_pages = tables_[place.kind].packed.addresses.data();
+  view.packed_offset = place.index * of_layer.format.packed_nbytes();
+  return view;
 }
 
 void SequenceState::commit(std::size_t length) {
-  require(length >= length_ && length <= shape().context() && pages_of(length) <= tables_[0].pages.size(),
+  require(length >= length_ && length <= shape().context() && pages_of(length) <= tables_[0].plain.size(),
           "a KV cache can commit only positions that it has reserved");
   length_ = length;
   in_pass_ = false;
@@ -195,9 +245,8 @@ void SequenceState::take_checkpoint() {
   for (std::size_t i = 0; i < tables_.size(); ++i) {
     made.pages.emplace_back();
     if (kind(i).layer.window == 0) continue;
-    const auto pages = tables_[i].pages.begin();
-    made.pages.back().assign(pages + static_cast<std::ptrdiff_t>(kind(i).first_page(made.length)),
-                             pages + static_cast<std::ptrdiff_t>(made.length / kKvBlock));
+    for (std::size_t at = kind(i).first_page(made.length); at < made.length / kKvBlock; ++at)
+      made.pages.back().push_back(page(i, at, made.length));
   }
   if (checkpoints_.size() == kCheckpoints) checkpoints_.pop_back();
   checkpoints_.push_back(std::move(made));
@@ -206,8 +255,8 @@ void SequenceState::take_checkpoint() {
 // Whether every page that a query at `length` sees is there.
 bool SequenceState::holds(std::size_t length) const {
   for (std::size_t i = 0; i < tables_.size(); ++i)
-    for (std::size_t page = kind(i).first_page(length); page < pages_of(length); ++page)
-      if (tables_[i].pages[page] == nullptr) return false;
+    for (std::size_t at = kind(i).first_page(length); at < pages_of(length); ++at)
+      if (page(i, at, length) == nullptr) return false;
   return true;
 }
 
@@ -223,8 +272,10 @@ std::size_t SequenceState::can_keep(std::size_t length) const {
           "a KV cache of " + std::to_string(length_) + " tokens cannot keep " + std::to_string(length));
   if (holds(length)) return length;
   const Checkpoint* last = last_checkpoint(length);
-  const std::size_t kept = last == nullptr ? 0 : last->length;
-  return start_ <= length && start_ > kept && holds(start_) ? start_ : kept;
+  std::size_t kept = last == nullptr ? 0 : last->length;
+  for (const std::size_t other : {start_, length / kKvBlock * kKvBlock})
+    if (other <= length && other > kept && holds(other)) kept = other;
+  return kept;
 }
 
 std::size_t SequenceState::keep(std::size_t length) {
@@ -233,13 +284,21 @@ std::size_t SequenceState::keep(std::size_t length) {
     const Checkpoint& last = *last_checkpoint(length);
     for (std::size_t i = 0; i < tables_.size(); ++i)
       for (std::size_t n = 0; n < last.pages[i].size(); ++n)
-        tables_[i].set(length / kKvBlock - last.pages[i].size() + n, last.pages[i][n]);
+        (shape().is_packed() ? tables_[i].packed : tables_[i].plain)
+            .set(length / kKvBlock - last.pages[i].size() + n, last.pages[i][n]);
   }
   while (!checkpoints_.empty() && checkpoints_.back().length > length) checkpoints_.pop_back();
-  for (Table& table : tables_) table.resize(std::min(table.pages.size(), pages_of(length)));
+  cut(length);
   start_ = std::min(start_, length);
-  in_pass_ = false;
   return length_ = length;
+}
+
+void SequenceState::cut(std::size_t length) {
+  in_pass_ = false;
+  for (auto& [plain, packed] : tables_) {
+    plain.resize(pages_of(length));
+    if (shape().is_packed()) packed.resize(length / kKvBlock);
+  }
 }
 
 void SequenceState::copy_from(const SequenceState& other) {
@@ -248,19 +307,18 @@ void SequenceState::copy_from(const SequenceState& other) {
   tables_ = other.tables_;
   checkpoints_ = other.checkpoints_;
   length_ = start_ = other.length_;
-  in_pass_ = false;
-  for (Table& table : tables_) table.resize(pages_of(length_));
+  cut(length_);
   give_up(length_);
 }
 
 SequenceState::Spans SequenceState::save() const {
   Spans spans(tables_.size());
   for (std::size_t i = 0; i < tables_.size(); ++i) {
-    const std::vector<Page>& pages = tables_[i].pages;
-    std::size_t first = pages_of(length_);
-    while (first > first_kept(i, length_) && pages[first - 1] != nullptr) --first;
-    for (; first < pages_of(length_); ++first)
-      spans[i].push_back({pages[first].get(), kind(i).page_nbytes()});
+    std::size_t at = pages_of(length_);
+    while (at > first_kept(i, length_) && page(i, at - 1, length_) != nullptr) --at;
+    for (; at < pages_of(length_); ++at)
+      spans[i].push_back(
+          {page(i, at, length_).get(), kind(i).page_nbytes(shape().is_packed() && at < length_ / kKvBlock)});
   }
   return spans;
 }
@@ -272,15 +330,17 @@ SequenceState::Spans SequenceState::restore(std::size_t length, const std::vecto
     require(pages[i] <= pages_of(length) - first_kept(i, length) &&
                 pages[i] >= pages_of(length) - kind(i).first_page(length),
             "these are not the pages of a KV cache of " + std::to_string(length) + " tokens");
+  cut(0);
+  cut(length);
   Spans spans(tables_.size());
-  for (std::size_t i = 0; i < tables_.size(); ++i) {
-    tables_[i].resize(0);
-    tables_[i].resize(pages_of(length));
-    for (std::size_t page = pages_of(length) - pages[i]; page < pages_of(length); ++page) {
-      tables_[i].set(page, pool_->of_kind(i).take());
-      spans[i].push_back({tables_[i].pages[page].get(), kind(i).page_nbytes()});
+  for (std::size_t i = 0; i < tables_.size(); ++i)
+    for (std::size_t at = pages_of(length) - pages[i]; at < pages_of(length); ++at) {
+      const bool is_packed = shape().is_packed() && at < length / kKvBlock;
+      PagePool& pool = pool_->of_kind(i, is_packed);
+      Pages& to = is_packed ? tables_[i].packed : tables_[i].plain;
+      to.set(at, pool.take());
+      spans[i].push_back({to.pages[at].get(), pool.page_nbytes()});
     }
-  }
   start_ = length;
   return spans;
 }

@@ -2,10 +2,12 @@
 // of layer. Pages come from a pool that sequences share, and are shared by those that hold the same tokens
 // until one writes. Knows neither models nor the memory plan.
 //
-// A page: [layer of the kind][key, value][kv_head][position in page][head_dim] of the model's dtype.
+// A page: [layer of the kind][key, value][kv_head][position in page][head_dim] of the model's dtype. Where
+// the shape has bits, a full page is packed (kv_block.h), and plain only until the pass after the one that
+// filled it begins.
 //
-// A pass: for each part of its tokens reserve(...), append(...) each layer's new rows, read through
-// view(layer); then commit(length). A pass that fails ends with keep(length()).
+// A pass: for each part of its tokens reserve(...), append(...) each layer's new rows, seal(...) the pages
+// that they fill, read through view(layer); then commit(length). A pass that fails ends with keep(length()).
 //
 // A layer with a window gives up the pages behind it, but for one, while a pass goes on; those that were
 // there before the pass stay until the next one begins, so that the last pass can always be undone. A
@@ -17,7 +19,8 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/attention.h"
+#include "attention/attention.h"
+#include "attention/kv_block.h"
 #include "model/page_pool.h"
 
 namespace flashllm {
@@ -37,11 +40,11 @@ class StateShape {
  public:
   struct Kind {
     LayerKv layer;
-    std::size_t layers = 0;      // that are alike
-    std::size_t row_nbytes = 0;  // of a key or a value of one head
-    std::size_t head_nbytes() const { return kKvBlock * row_nbytes; }
+    KvBlockFormat format;    // of packed pages, a block a layer
+    std::size_t layers = 0;  // that are alike
+    std::size_t head_nbytes() const { return kKvBlock * format.row_nbytes(); }
     std::size_t layer_nbytes() const { return 2 * layer.kv_heads * head_nbytes(); }
-    std::size_t page_nbytes() const;  // in whole pages of the system
+    std::size_t page_nbytes(bool is_packed) const;  // in whole pages of the system
     // The first page that a query at `position` sees.
     std::size_t first_page(std::size_t position) const;
   };
@@ -50,19 +53,22 @@ class StateShape {
     std::size_t index;  // among the layers of the kind
   };
 
-  // `context`: positions at most; `part_tokens`: of a part of a pass, at most. Throws CoreError (usage) for a
-  // size of zero or beyond all memory.
-  StateShape(const std::vector<LayerKv>& layers, std::size_t context, std::size_t part_tokens, Dtype dtype);
+  // `context`: positions at most; `part_tokens`: of a part of a pass, at most; `bits`: of packed pages, 0
+  // where there are none. Throws CoreError (usage) for a size of zero or beyond all memory, and bits there
+  // are none of.
+  StateShape(const std::vector<LayerKv>& layers, std::size_t context, std::size_t part_tokens, Dtype dtype,
+             int bits = 0);
 
   const std::vector<Kind>& kinds() const { return kinds_; }
   const std::vector<Place>& layers() const { return layers_; }
   std::size_t context() const { return context_; }
   Dtype dtype() const { return dtype_; }
+  bool is_packed() const { return kinds_[0].format.is_packed(); }
   std::size_t max_pages() const { return (context_ + kKvBlock - 1) / kKvBlock; }  // of a kind
-  std::size_t block_nbytes() const;                                               // of a page of each kind
+  std::size_t block_nbytes() const;              // of a plain page of each kind
   std::size_t nbytes(std::size_t length) const;  // that a sequence holds at most on its way to `length`
-  // New pages of a kind that a pass of so many tokens holds at once, at most.
-  std::size_t pass_pages(const Kind& kind, std::size_t tokens) const;
+  // Of so many new pages of a kind, plain or packed, those that a pass holds at once, at most.
+  std::size_t held_pages(const Kind& kind, bool is_packed, std::size_t pages) const;
 
  private:
   std::vector<Kind> kinds_;
@@ -78,11 +84,13 @@ class StatePool {
 
   const StateShape& shape() const { return shape_; }
   std::size_t nbytes() const;  // of all pages in use, each once
-  PagePool& of_kind(std::size_t kind) const { return *pools_[kind]; }
+  PagePool& of_kind(std::size_t kind, bool is_packed) const {
+    return *pools_[2 * kind + (is_packed ? 1 : 0)];
+  }
 
  private:
   StateShape shape_;
-  std::vector<std::shared_ptr<PagePool>> pools_;
+  std::vector<std::shared_ptr<PagePool>> pools_;  // [kind][plain, packed]
 };
 
 class SequenceState {
@@ -105,6 +113,9 @@ class SequenceState {
   // may write different positions, layers or both.
   void append(std::size_t layer, std::size_t position, const float* key, const float* value);
 
+  // Packs what a layer has of a full page. Returns whether all of it is finite; the pass must fail otherwise.
+  [[nodiscard]] bool seal(std::size_t layer, std::size_t page);
+
   // Keys and values of a layer; valid until the next call that is not append or view.
   KvView view(std::size_t layer) const;
 
@@ -112,7 +123,8 @@ class SequenceState {
   void commit(std::size_t length);
 
   // How many of the first `length` committed positions can be kept: all where every window's pages are there,
-  // else those before the last pass or those of the last checkpoint, or none.
+  // and the last one plain or full; else those of whole pages, those before the last pass or those of the
+  // last checkpoint, or none.
   std::size_t can_keep(std::size_t length) const;
   // Keeps those, and gives up all pages beyond them, reserved ones included. Returns can_keep(length).
   std::size_t keep(std::size_t length);
@@ -135,12 +147,17 @@ class SequenceState {
   Spans restore(std::size_t length, const std::vector<std::size_t>& pages);
 
  private:
-  struct Table {              // pages of a kind, by number
+  struct Pages {              // by number
     std::vector<Page> pages;  // nullptr: given up
     std::vector<const std::byte*> addresses;
 
+    std::size_t size() const { return pages.size(); }
     void set(std::size_t index, Page page);
     void resize(std::size_t count);
+    std::size_t held_alone(std::size_t end) const;  // of the pages before `end`
+  };
+  struct Table {  // of a kind
+    Pages plain, packed;
   };
   struct Checkpoint {
     std::size_t length;  // whole pages
@@ -149,10 +166,13 @@ class SequenceState {
   };
   const StateShape::Kind& kind(std::size_t index) const { return shape().kinds()[index]; }
   std::size_t first_kept(std::size_t kind, std::size_t position) const;
-  bool must_copy(const Table& table, std::size_t length) const;
+  std::size_t first_plain(std::size_t kind, std::size_t position) const;
+  const Page& page(std::size_t kind, std::size_t index, std::size_t length) const;
+  bool must_copy(const Pages& plain, std::size_t length) const;
   bool holds(std::size_t length) const;
   const Checkpoint* last_checkpoint(std::size_t length) const;
   void give_up(std::size_t from);
+  void cut(std::size_t length);
   void take_checkpoint();
 
   std::shared_ptr<const StatePool> pool_;

@@ -1,7 +1,7 @@
 // Attention of a batch of sequences whose KV blocks lie in arenas (kv_block.h): one query token a sequence,
 // or many tokens of one sequence (a prompt). Scores and sums are fp32, each in one order: a query's bits
 // depend neither on the threads nor on the batch. Over plain blocks they are those of `attend_each` and
-// `attend_many` (kernels/attention.h); packed blocks are unpacked a few rows at a time into a thread's
+// `attend_many` (attention/attention.h); packed blocks are unpacked a few rows at a time into a thread's
 // scratch, for all query heads that share them, and give the bits of plain fp32 blocks of the same values.
 #pragma once
 
@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "offload/kv_block.h"
+#include "attention/kv_block.h"
 
 namespace flashllm {
 
@@ -33,7 +33,7 @@ struct DecodingToken {
 
 class BatchAttention {
  public:
-  // What becomes of scores before their softmax (kernels/attention.h).
+  // What becomes of scores before their softmax (attention/attention.h).
   struct Scores {
     float scale = 1.0F;
     float softcap = 0.0F;

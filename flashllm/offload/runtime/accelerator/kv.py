@@ -1,7 +1,7 @@
 """The KV cache of a run whose device tier is an accelerator: the device's sequences there, the others' beside it.
 
 A batch's first sequences are the device's. Their keys and values stay on the device, padded to the longest of the
-batch, plain or packed as in csrc/offload/kv_block.h: full blocks of 64 positions packed, the last one plain. Their
+batch, plain or packed as in csrc/attention/kv_block.h: full blocks of 64 positions packed, the last one plain. Their
 attention is the device's; that of the others is the CPU's, where their cache is (paper B, section 4.3), at the same
 time. The attention of a prompt is always the device's.
 """

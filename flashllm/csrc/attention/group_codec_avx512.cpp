@@ -10,8 +10,8 @@
 
 #include <type_traits>
 
-#include "offload/group_codec.h"
-#include "offload/group_scales.h"
+#include "attention/group_codec.h"
+#include "attention/group_scales.h"
 
 namespace flashllm::avx512 {
 
@@ -71,7 +71,7 @@ inline Vec where_positive(Vec a, Vec b) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(b.v, _mm512_setzero_ps(), _CMP_GT_OQ), a.v)};
 }
 
-#include "offload/group_codec_impl.h"
+#include "attention/group_codec_impl.h"
 
 }  // namespace
 

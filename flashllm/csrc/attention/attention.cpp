@@ -1,10 +1,11 @@
-#include "kernels/attention.h"
+#include "attention/attention.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
 
+#include "attention/kv_block.h"
 #include "kernels/half.h"
 #include "kernels/scratch.h"
 
@@ -19,8 +20,9 @@ namespace {
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 constexpr float kLowest = -1e30F;  // below every score, yet a number: of a query that has seen no key so far
 constexpr std::size_t kTileColumns = 128;  // queries of a tile: positions times heads that share keys
-constexpr std::size_t kPad = 16;           // floats: a width the kernels take
-constexpr std::size_t kStairs = 6;         // queries added up together where each sees one key more
+static_assert(kTileColumns % kKvBlock == 0, "a tile's positions are whole pages");
+constexpr std::size_t kPad = 16;    // floats: a width the kernels take
+constexpr std::size_t kStairs = 6;  // queries added up together where each sees one key more
 constexpr std::size_t kPairNbytes = 4;
 
 std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -41,21 +43,69 @@ void transpose(const float* const* from, std::size_t first, float* to, std::size
 #endif
 }
 
+constexpr std::size_t kUnpacked = 16;  // rows of a packed page that are unpacked together
+static_assert(kKvBlock % kUnpacked == 0, "pages must be whole");
+
+// Keys or values of one token's query, some rows at a time: where they are plain as they lie, where they are
+// packed unpacked into scratch.
+class CachedRows {
+ public:
+  CachedRows(const AttentionShape& shape, const AttendingToken& token, std::size_t kv_head, SimdLevel level)
+      : kv_(token.kv),
+        kv_head_(kv_head),
+        length_(token.length),
+        plain_from_(token.kv.format == nullptr ? 0 : (token.length - 1) / kKvBlock * kKvBlock),
+        plain_nbytes_(shape.head_dim * dtype_nbytes(shape.dtype)),
+        plain_(kernel_table(level, shape.dtype)),
+        wide_(kernel_table(level, Dtype::f32)),
+        group_kernels_(group_kernels(level)),
+        unpacked_(kv_.format == nullptr ? 0 : kUnpacked * kv_.format->unpacked_row()) {}
+
+  struct Run {
+    const std::byte* data;
+    std::size_t stride;
+    std::size_t n;
+    const KernelTable& kernels;
+  };
+  // From position p on.
+  Run keys(std::size_t p) const { return run(p, true); }
+  Run values(std::size_t p) const { return run(p, false); }
+
+ private:
+  Run run(std::size_t p, bool is_key) const {
+    const std::size_t page = p / kKvBlock, at = p % kKvBlock;
+    if (p >= plain_from_) {
+      const std::byte* rows = is_key ? kv_.key_rows(kv_head_, page) : kv_.value_rows(kv_head_, page);
+      return {rows + at * plain_nbytes_, plain_nbytes_, std::min(kKvBlock - at, length_ - p), plain_};
+    }
+    const std::size_t n = kUnpacked - at % kUnpacked;
+    const auto unpack = is_key ? &KvBlockFormat::unpack_keys : &KvBlockFormat::unpack_values;
+    (kv_.format->*unpack)(kv_.packed(page), kv_head_, at, n, unpacked_.get(), group_kernels_);
+    return {reinterpret_cast<const std::byte*>(unpacked_.get()), kv_.format->unpacked_row() * sizeof(float),
+            n, wide_};
+  }
+
+  const KvView& kv_;
+  std::size_t kv_head_, length_, plain_from_, plain_nbytes_;
+  const KernelTable &plain_, &wide_;
+  const GroupKernels& group_kernels_;
+  Scratch<float> unpacked_;
+};
+
 // Some heads that share a KV head, for one token. scores: [heads, positions seen, and the sink]
 void attend_heads(const AttentionShape& shape, const AttendingToken& token, std::size_t first_head,
-                  std::size_t heads, float* scores, const KernelTable& kernels, Softmax softmax) {
-  const std::size_t kv_head = first_head / (shape.heads / shape.kv_heads);
-  const std::size_t row_nbytes = shape.head_dim * dtype_nbytes(shape.dtype);
+                  std::size_t heads, float* scores, SimdLevel level, Softmax softmax) {
+  const CachedRows cached(shape, token, first_head / (shape.heads / shape.kv_heads), level);
   const float* q = token.q + first_head * shape.head_dim;
   float* out = token.out + first_head * shape.head_dim;
   const std::size_t first = shape.first_seen(token.length), seen = token.length - first;
   const std::size_t terms = seen + (shape.sinks == nullptr ? 0 : 1);
   for (std::size_t p = first, n = 0; p < token.length; p += n) {
-    const std::byte* keys = token.kv.key_rows(kv_head, p / kKvBlock) + p % kKvBlock * row_nbytes;
-    n = std::min(kKvBlock - p % kKvBlock, token.length - p);
+    const CachedRows::Run keys = cached.keys(p);
+    n = keys.n;
     for (std::size_t h = 0; h < heads; ++h)
-      kernels.dot_matrix(keys, row_nbytes, n, q + h * shape.head_dim, shape.head_dim,
-                         scores + h * terms + p - first);
+      keys.kernels.dot_matrix(keys.data, keys.stride, n, q + h * shape.head_dim, shape.head_dim,
+                              scores + h * terms + p - first);
   }
   for (std::size_t h = 0; h < heads; ++h) {
     cap_scores(shape, scores + h * terms, seen);
@@ -70,12 +120,12 @@ void attend_heads(const AttentionShape& shape, const AttendingToken& token, std:
   std::fill(out, out + heads * shape.head_dim, 0.0F);
   const void* rows[kKvBlock];
   for (std::size_t p = first, n = 0; p < token.length; p += n) {
-    const std::byte* values = token.kv.value_rows(kv_head, p / kKvBlock) + p % kKvBlock * row_nbytes;
-    n = std::min(kKvBlock - p % kKvBlock, token.length - p);
-    for (std::size_t i = 0; i < n; ++i) rows[i] = values + i * row_nbytes;
+    const CachedRows::Run values = cached.values(p);
+    n = values.n;
+    for (std::size_t i = 0; i < n; ++i) rows[i] = values.data + i * values.stride;
     for (std::size_t h = 0; h < heads; ++h)
-      kernels.add_scaled_rows(rows, scores + h * terms + p - first, n, 0, shape.head_dim,
-                              out + h * shape.head_dim);
+      values.kernels.add_scaled_rows(rows, scores + h * terms + p - first, n, 0, shape.head_dim,
+                                     out + h * shape.head_dim);
   }
 }
 
@@ -99,7 +149,12 @@ class TileAttention {
         kernels_(kernel_table(level, shape.dtype)),
         attention_(attention_kernels(level)),
         multiply_add_(multiply_add_kernel(level)),
-        pairs_(shape.dtype == Dtype::bf16 && shape.head_dim % 2 == 0 ? pair_kernels(level) : nullptr),
+        // Of packed pages the values are fp32, and so are then all.
+        pairs_(shape.dtype == Dtype::bf16 && shape.head_dim % 2 == 0 && kv.format == nullptr
+                   ? pair_kernels(level)
+                   : nullptr),
+        wide_kernels_(kernel_table(level, Dtype::f32)),
+        group_kernels_(group_kernels(level)),
         depth_(round_up(shape.head_dim, kPad)),
         panel_(pairs_ != nullptr ? std::numeric_limits<std::size_t>::max() / kPad * kPad : attention_.panel),
         queries_(shape.head_dim * round_up(most_columns, kPad)),
@@ -161,6 +216,19 @@ class TileAttention {
   bool all_seen() const {
     return first_position_ + tile_.first + 1 >= start_ + keys_seen_ && last_begin_ <= start_;
   }
+  // Whether the tile's queries, which are in one page, see this one packed.
+  bool is_packed() const {
+    return kv_.format != nullptr && start_ / kKvBlock < (first_position_ + tile_.first) / kKvBlock;
+  }
+  // keys_: rows [kKvBlock, head_dim] of this page
+  const float* unpacked(void (KvBlockFormat::*unpack)(const std::byte*, std::size_t, std::size_t, std::size_t,
+                                                      float*, const GroupKernels&) const) const {
+    const std::size_t dim = shape_.head_dim, row = kv_.format->unpacked_row();
+    (kv_.format->*unpack)(kv_.packed(start_ / kKvBlock), kv_head(), 0, kKvBlock, keys_.get(), group_kernels_);
+    for (std::size_t i = 1; i < kKvBlock && row != dim; ++i)
+      std::copy_n(keys_.get() + i * row, dim, keys_.get() + i * dim);
+    return keys_.get();
+  }
   std::size_t kv_head() const { return tile_.first_head / (shape_.heads / shape_.kv_heads); }
   std::uint32_t* words(const Scratch<float>& floats) const {
     return reinterpret_cast<std::uint32_t*>(floats.get());
@@ -201,9 +269,11 @@ class TileAttention {
 
   // scores_: [keys_seen_, width], minus infinity where a query does not see the key
   void multiply_keys() {
-    const std::byte* rows = kv_.key_rows(kv_head(), start_ / kKvBlock);
+    const std::byte* rows = is_packed() ? nullptr : kv_.key_rows(kv_head(), start_ / kKvBlock);
     const float* keys = reinterpret_cast<const float*>(rows);
-    if (pairs_ == nullptr && shape_.dtype != Dtype::f32) {
+    if (is_packed()) {
+      keys = unpacked(&KvBlockFormat::unpack_keys);
+    } else if (pairs_ == nullptr && shape_.dtype != Dtype::f32) {
       kernels_.to_f32(rows, keys_seen_ * shape_.head_dim, keys_.get());
       keys = keys_.get();
     }
@@ -311,6 +381,10 @@ class TileAttention {
 
   // values_: [keys_seen_, depth] in panels of columns
   void load_values() {
+    if (is_packed()) {
+      const auto* rows = reinterpret_cast<const std::byte*>(unpacked(&KvBlockFormat::unpack_values));
+      return wide_kernels_.to_panels(rows, keys_seen_, shape_.head_dim, panel_, values_.get());
+    }
     kernels_.to_panels(kv_.value_rows(kv_head(), start_ / kKvBlock), keys_seen_, shape_.head_dim, panel_,
                        values_.get());
   }
@@ -350,8 +424,10 @@ class TileAttention {
   const KernelTable& kernels_;
   const AttentionKernels& attention_;
   MultiplyAdd multiply_add_;
-  const PairKernels* pairs_;  // nullptr: rows are widened to fp32
-  std::size_t depth_;         // head_dim, padded
+  const PairKernels* pairs_;         // nullptr: rows are widened to fp32
+  const KernelTable& wide_kernels_;  // of fp32
+  const GroupKernels& group_kernels_;
+  std::size_t depth_;  // head_dim, padded
   std::size_t panel_;
   Scratch<float> queries_, scores_, sums_, state_, keys_, values_, zeros_;
   std::vector<std::size_t> ends_, begins_,
@@ -393,7 +469,6 @@ void cap_scores(const AttentionShape& shape, float* scores, std::size_t n) {
 
 void attend_each(const AttentionShape& shape, const AttendingToken* tokens, std::size_t n, ThreadPool& pool,
                  SimdLevel level) {
-  const KernelTable& kernels = kernel_table(level, shape.dtype);
   const Softmax softmax = softmax_kernel(level);
   const std::size_t group = shape.heads / shape.kv_heads;
   // Heads that share keys are one task, so that keys are read from memory once, if that leaves every thread
@@ -405,7 +480,7 @@ void attend_each(const AttentionShape& shape, const AttendingToken* tokens, std:
   pool.parallel_for(n * tasks, 1, [&](std::size_t begin, std::size_t end) {
     const Scratch<float> scores(together * (longest + 1));
     for (std::size_t task = begin; task < end; ++task)
-      attend_heads(shape, tokens[task / tasks], task % tasks * together, together, scores.get(), kernels,
+      attend_heads(shape, tokens[task / tasks], task % tasks * together, together, scores.get(), level,
                    softmax);
   });
 }
@@ -413,10 +488,12 @@ void attend_each(const AttentionShape& shape, const AttendingToken* tokens, std:
 void attend_many(const AttentionShape& shape, const float* q, std::size_t n, std::size_t first_position,
                  const KvView& kv, float* out, ThreadPool& pool, SimdLevel level) {
   if (n == 0) return;
-  // Tiles end where blocks of keys do: only a tile's last block is seen by some queries and not by others.
-  const std::size_t offset = first_position % kTileColumns;
-  const std::size_t tiles = (offset + n + kTileColumns - 1) / kTileColumns;
-  const std::size_t positions = std::min(n, kTileColumns), group = shape.heads / shape.kv_heads;
+  // Tiles end where pages of keys do: only a tile's last page is seen by some queries and not by others, or
+  // plain by some and packed by others.
+  const std::size_t columns = kv.format == nullptr ? kTileColumns : kKvBlock;
+  const std::size_t offset = first_position % columns;
+  const std::size_t tiles = (offset + n + columns - 1) / columns;
+  const std::size_t positions = std::min(n, columns), group = shape.heads / shape.kv_heads;
   const std::size_t together =
       heads_together(group, positions, tiles * shape.kv_heads, static_cast<std::size_t>(pool.threads()));
   const std::size_t parts = (group + together - 1) / together, of_tile = shape.kv_heads * parts;
@@ -427,8 +504,8 @@ void attend_many(const AttentionShape& shape, const float* q, std::size_t n, std
           tiles - 1 - task / of_tile;  // the longest first, so that threads end together
       const std::size_t part = task % parts, kv_head = task % of_tile / parts;
       Tile tile;
-      tile.first = index == 0 ? 0 : index * kTileColumns - offset;
-      tile.positions = std::min(n, (index + 1) * kTileColumns - offset) - tile.first;
+      tile.first = index == 0 ? 0 : index * columns - offset;
+      tile.positions = std::min(n, (index + 1) * columns - offset) - tile.first;
       tile.first_head = kv_head * group + part * together;
       tile.heads = std::min(together, group - part * together);
       attention.attend(tile);

@@ -1,4 +1,4 @@
-#include "offload/kv_block.h"
+#include "attention/kv_block.h"
 
 #include <cstring>
 
@@ -31,7 +31,7 @@ KvBlockFormat::KvBlockFormat(std::size_t kv_heads, std::size_t head_dim, Dtype d
   keys_ = groups(layout == KvLayout::kivi);
   values_ = groups(false);
   block_nbytes_ = round_up(2 * kv_heads * kKvBlock * row_nbytes(), kPage);
-  sealed_nbytes_ = is_packed() ? round_up(kv_heads * (keys_.nbytes + values_.nbytes), kPage) : block_nbytes_;
+  sealed_nbytes_ = is_packed() ? round_up(packed_nbytes(), kPage) : block_nbytes_;
 }
 
 KvBlockFormat::Groups KvBlockFormat::groups(bool by_channel) const {
@@ -58,16 +58,20 @@ bool KvBlockFormat::seal(const std::byte* block, std::byte* sealed, SimdLevel le
     std::memcpy(sealed, block, block_nbytes_);
     return true;
   }
+  std::memset(sealed + packed_nbytes(), 0, sealed_nbytes_ - packed_nbytes());
+  return pack(view(&block), 0, sealed, level);
+}
+
+bool KvBlockFormat::pack(const KvView& plain, std::size_t page, std::byte* packed, SimdLevel level) const {
   const KernelTable& kernels = kernel_table(level, dtype_);
   const AttentionKernels& attention = attention_kernels(level);
   const GroupKernels& pack = group_kernels(level);
-  const KvView plain = view(&block);
   const Scratch<float> rows(kKvBlock * unpacked_row());
   const std::size_t code_stride = codes_nbytes(head_dim_, bits_);
-  std::byte* to = sealed;
+  std::byte* to = packed;
   for (std::size_t h = 0; h < kv_heads_; ++h) {
     for (const Groups* groups : {&keys_, &values_}) {
-      const std::byte* from = groups == &keys_ ? plain.key_rows(h, 0) : plain.value_rows(h, 0);
+      const std::byte* from = groups == &keys_ ? plain.key_rows(h, page) : plain.value_rows(h, page);
       if (!widen_rows(from, row_nbytes(), kKvBlock, head_dim_, kernels, attention, rows.get(),
                       unpacked_row()))
         return false;
@@ -77,7 +81,6 @@ bool KvBlockFormat::seal(const std::byte* block, std::byte* sealed, SimdLevel le
       to += groups->nbytes;
     }
   }
-  std::memset(to, 0, static_cast<std::size_t>(sealed + sealed_nbytes_ - to));
   return true;
 }
 

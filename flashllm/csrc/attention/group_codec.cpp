@@ -1,4 +1,4 @@
-#include "offload/group_codec.h"
+#include "attention/group_codec.h"
 
 #include <algorithm>
 #include <string>

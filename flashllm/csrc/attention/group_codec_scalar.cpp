@@ -1,8 +1,8 @@
 // The portable level: no intrinsics.
 #include <type_traits>
 
-#include "offload/group_codec.h"
-#include "offload/group_scales.h"
+#include "attention/group_codec.h"
+#include "attention/group_scales.h"
 
 namespace flashllm::scalar {
 
@@ -67,7 +67,7 @@ Vec where_positive(const Vec& a, const Vec& b) {
   return Vec::each([&](std::size_t i) { return b.lane[i] > 0.0F ? a.lane[i] : 0.0F; });
 }
 
-#include "offload/group_codec_impl.h"
+#include "attention/group_codec_impl.h"
 
 }  // namespace
 

@@ -12,8 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/attention.h"
-#include "offload/group_codec.h"
+#include "attention/attention.h"
+#include "attention/group_codec.h"
 
 namespace flashllm {
 
@@ -39,6 +39,7 @@ class KvBlockFormat {
   std::size_t row_nbytes() const { return head_dim_ * dtype_nbytes(dtype_); }
   std::size_t block_nbytes() const { return block_nbytes_; }    // plain
   std::size_t sealed_nbytes() const { return sealed_nbytes_; }  // in this layout
+  std::size_t packed_nbytes() const { return kv_heads_ * (keys_.nbytes + values_.nbytes); }
 
   // Plain blocks as one sequence's cache.
   KvView view(const std::byte* const* blocks) const;
@@ -48,6 +49,8 @@ class KvBlockFormat {
 
   // Returns whether all keys and values are finite; `sealed` is undefined where those to be packed are not.
   bool seal(const std::byte* block, std::byte* sealed, SimdLevel level) const;
+  // The same of a page of a view, of a packed layout: packed_nbytes() are written.
+  bool pack(const KvView& plain, std::size_t page, std::byte* packed, SimdLevel level) const;
 
   // Of a packed block: keys [first, first + n) of a head, unpacked; rows of `to` are unpacked_row() floats.
   void unpack_keys(const std::byte* sealed, std::size_t kv_head, std::size_t first, std::size_t n, float* to,

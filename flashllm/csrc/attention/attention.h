@@ -11,14 +11,22 @@ namespace flashllm {
 
 constexpr std::size_t kKvBlock = 64;  // positions that lie together
 
+class KvBlockFormat;
+
 // Keys and values of one layer of a sequence, in pages of kKvBlock positions that lie anywhere. A head's keys
 // in a page are one run of rows, head_dim elements each; the values' run is `value_offset` after the keys'.
 // Offsets and strides are in bytes.
+//
+// With `format` every full page is there packed too, or packed alone. A query sees the page that it is in
+// plain, and those before it packed: so its bits depend on its position, and not on what came in one pass.
 struct KvView {
   const std::byte* const* pages = nullptr;  // by the number of the page
   std::size_t offset = 0;                   // of the layer in each page
   std::size_t head_stride = 0;
   std::size_t value_offset = 0;
+  const KvBlockFormat* format = nullptr;  // of the packed pages (kv_block.h); nullptr: there are none
+  const std::byte* const* packed_pages = nullptr;  // by the number of the page
+  std::size_t packed_offset = 0;                   // of the layer in each
 
   const std::byte* key_rows(std::size_t kv_head, std::size_t page) const {
     return pages[page] + offset + kv_head * head_stride;
@@ -26,6 +34,7 @@ struct KvView {
   const std::byte* value_rows(std::size_t kv_head, std::size_t page) const {
     return key_rows(kv_head, page) + value_offset;
   }
+  const std::byte* packed(std::size_t page) const { return packed_pages[page] + packed_offset; }
 };
 
 // What is added to a head's scores by position (Press et al. 2022, ALiBi): scale * slope * position, of which

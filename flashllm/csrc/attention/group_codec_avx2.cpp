@@ -5,8 +5,8 @@
 
 #include <type_traits>
 
-#include "offload/group_codec.h"
-#include "offload/group_scales.h"
+#include "attention/group_codec.h"
+#include "attention/group_scales.h"
 
 namespace flashllm::avx2 {
 
@@ -82,7 +82,7 @@ inline Vec where_positive(Vec a, Vec b) {
           _mm256_and_ps(a.high, _mm256_cmp_ps(b.high, zero, _CMP_GT_OQ))};
 }
 
-#include "offload/group_codec_impl.h"
+#include "attention/group_codec_impl.h"
 
 }  // namespace
 
