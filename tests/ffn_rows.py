@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from flashllm import _core
+from flashllm.base.dtypes import WEIGHT_DTYPES
 
 FILE_OFFSET = 4096
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -14,7 +15,7 @@ TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 
 @dataclass
 class FfnFile:
-    """One layer's weights as the file has them (rounded to `dtype`), with biases and checksums."""
+    """One layer's weights as the file has them, with biases and checksums; all rounded to `dtype`."""
 
     path: Path
     dtype: str
@@ -54,6 +55,15 @@ class FfnFile:
         return y, magnitude
 
 
+def _rounded(items, dtype, random) -> np.ndarray:
+    return torch.randn(items, generator=random).to(TORCH_DTYPES[dtype]).float().numpy()
+
+
+def _stored(values, dtype) -> np.ndarray:
+    """As the core takes them."""
+    return torch.from_numpy(values).to(TORCH_DTYPES[dtype]).view(torch.uint8).numpy().view(WEIGHT_DTYPES[dtype].storage)
+
+
 def write_ffn(path, *, dtype="float32", num_neurons=24, d_model=64, gated=False, biased=True, seed=0) -> FfnFile:
     random = torch.Generator().manual_seed(seed)
     matrices = [
@@ -72,10 +82,30 @@ def write_ffn(path, *, dtype="float32", num_neurons=24, d_model=64, gated=False,
         up=matrices[0].double(),
         gate=matrices[1].double() if gated else None,
         down=matrices[-1].double(),
-        up_bias=torch.randn(num_neurons, generator=random).numpy() if biased and not gated else None,
-        down_bias=torch.randn(d_model, generator=random).numpy() if biased else None,
+        up_bias=_rounded(num_neurons, dtype, random) if biased and not gated else None,
+        down_bias=_rounded(d_model, dtype, random) if biased else None,
         checksums=_core.xxh3_64_rows(rows),
         rows=rows,
+    )
+
+
+def resident(tensors, dtype, simd="auto", *, layer=3):
+    """A layer's resident tensors by name, for the core."""
+    named = {f"layers.{layer}.{name}": values for name, values in tensors.items()}
+    return _core.ResidentTensors(named, dtype=dtype, encoding=dtype, other_encodings={}, inputs="float32", simd=simd)
+
+
+def row_format(encoding, d_model, *, stride, vector_nbytes, gated):
+    """Rows of up, gate if `gated`, and down, each of `vector_nbytes`."""
+    return _core.RowFormat(
+        encoding=encoding,
+        down_encoding=encoding,
+        stride=stride,
+        d_model=d_model,
+        up=0,
+        gate=vector_nbytes if gated else -1,
+        down=(2 if gated else 1) * vector_nbytes,
+        inputs="float32",
     )
 
 
@@ -105,36 +135,31 @@ class Ffn:
         self.file = _core.DirectFile(str(ffn.path), direct)
         self.counters = _core.Counters()
         self.rows = _core.allocate((capacity or ffn.num_neurons) * ffn.stride)
-        gated = ffn.gate is not None
         vector_nbytes = ffn.d_model * TORCH_DTYPES[ffn.dtype].itemsize
+        biases = {"ffn.up_bias": ffn.up_bias, "ffn.down_bias": ffn.down_bias}
+        if gate is not None:
+            biases |= {"gate.weight": gate[0], "ffn.gate_bias": gate[1]}
+        stored = {name: _stored(values, ffn.dtype) for name, values in biases.items() if values is not None}
+        tensors = resident(stored, ffn.dtype, simd)
         self.layer = _core.FfnLayer(
             layer=3,
-            dtype=ffn.dtype,
-            stride=ffn.stride,
-            d_model=ffn.d_model,
-            num_neurons=ffn.num_neurons,
-            up=0,
-            gate=vector_nbytes if gated else -1,
-            down=(2 if gated else 1) * vector_nbytes,
+            tensors=tensors,
+            row_format=row_format(
+                ffn.dtype, ffn.d_model, stride=ffn.stride, vector_nbytes=vector_nbytes, gated=ffn.gate is not None
+            ),
+            neurons=ffn.num_neurons,
             activation=activation,
             activation_cut=activation_cut,
-            cache_policy=cache_policy,
-            window=window,
-            popularity=popularity,
-            file_offset=FILE_OFFSET,
-            up_bias=ffn.up_bias,
-            gate_bias=None if gate is None else gate[1],
-            gate_matrix=None if gate is None else gate[0],
-            down_bias=ffn.down_bias,
-            sub_norm=None,
-            checksums=ffn.checksums,
-            rows=self.rows,
-            bypass_rows=_core.allocate(bypass * ffn.stride) if bypass else None,
-            reader=reader or _core.Reader(threads=io_threads, max_gap=max_gap),
-            file=self.file,
+            source=_core.NeuronSource(
+                reader=reader or _core.Reader(threads=io_threads, max_gap=max_gap),
+                file=self.file,
+                cache_policy=cache_policy,
+                window=window,
+                bypass_rows=_core.allocate(bypass * ffn.stride) if bypass else None,
+            ),
+            rows=_core.LayerRows(memory=self.rows, offset=FILE_OFFSET, checksums=ffn.checksums, popularity=popularity),
             pool=_core.ThreadPool(threads),
             counters=self.counters,
-            simd=simd,
         )
 
     def __call__(self, x, active) -> torch.Tensor:

@@ -160,29 +160,32 @@ def bench_sparse(dtype: str, shape: tuple[int, int, float, int], rounds: Rounds)
         rows = (torch.randn(d_ff, stride // element) * 0.02).to(DTYPES[dtype]).view(torch.uint8).numpy()
         rows.tofile(path)
         for index in range(num_layers):
+            # With such biases every active neuron fires: its down column is read.
+            bias = {f"layers.{index}.ffn.up_bias": stored(torch.full((d_ff,), 10.0), dtype)}
             layer = _core.FfnLayer(
                 layer=index,
-                dtype=dtype,
-                stride=stride,
-                d_model=d_model,
-                num_neurons=d_ff,
-                up=0,
-                gate=-1,
-                down=d_model * element,
+                tensors=_core.ResidentTensors(bias, dtype=dtype, encoding=dtype, other_encodings={}, inputs="float32"),
+                row_format=_core.RowFormat(
+                    encoding=dtype,
+                    down_encoding=dtype,
+                    stride=stride,
+                    d_model=d_model,
+                    up=0,
+                    gate=-1,
+                    down=d_model * element,
+                    inputs="float32",
+                ),
+                neurons=d_ff,
                 activation="relu",
-                cache_policy="window",
-                window=2**30,
-                popularity=None,
-                file_offset=0,
-                gate_bias=None,
-                up_bias=np.full(d_ff, 10.0, np.float32),  # every active neuron fires: its down column is read
-                down_bias=None,
-                sub_norm=None,
-                checksums=_core.xxh3_64_rows(rows),
-                rows=_core.allocate(d_ff * stride),
-                bypass_rows=None,
-                reader=_core.Reader(threads=8),
-                file=_core.DirectFile(str(path)),
+                source=_core.NeuronSource(
+                    reader=_core.Reader(threads=8),
+                    file=_core.DirectFile(str(path)),
+                    cache_policy="window",
+                    window=2**30,
+                ),
+                rows=_core.LayerRows(
+                    memory=_core.allocate(d_ff * stride), offset=0, checksums=_core.xxh3_64_rows(rows)
+                ),
                 pool=rounds.pool,
                 counters=counters,
             )

@@ -12,9 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.base.codes.carried import SCALE_FORMS
-from flashllm.base.dtypes import WEIGHT_DTYPES
-from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.config import Backend, RunConfig
 from flashllm.engine.resident import Tensors, read_tensors
 from flashllm.engine.state import NeuronCache
@@ -29,7 +26,6 @@ from flashllm.format.model_files import (
     TRACE,
     checksums_tensor,
     ffn_tensor,
-    gate_tensor,
 )
 from flashllm.format.placed import read_places
 from flashllm.format.predictors import PREFETCH, relu_encodings
@@ -68,7 +64,6 @@ class _Builder:
         self._path, self._manifest = model.path, model.manifest
         self._notices: list[str] = list(plan.notices)
         self._sparse = plan.mode == "sparse"
-        self._simd = "auto" if config.ablation.kernels else "scalar"
 
     def build(self) -> Parts:
         self._open_files()
@@ -89,39 +84,38 @@ class _Builder:
             block_rows=self._manifest.stream_block_rows,
             ahead=self._plan.memory.read_ahead,
         )
-        ffns = self._build_ffns(tensors, checksums, offsets)
-        cached = [ffn for ffn in ffns if ffn is not None]
-        trace = None
-        if self._manifest.resident_gate:
-            for ffn in cached:
-                ffn.predict_by_gate()
-        if self._sparse and PREDICTORS in self._manifest.files:
-            self._load_predictors(ffns)
-        self._set_routers(ffns, tensors)
-        if self._sparse and TRACE in self._manifest.files:
-            trace = TraceFeed(self._path / TRACE, self._manifest, cached, window=self._plan.memory.window)
-            self._notices.append(trace.notice)
+        inputs = self._manifest.activations or "float32"
         native = _core.Model(
             block=self._model.block,
-            dtype=self._manifest.dtype,
-            tensors=tensors,
-            row_format=(self._manifest.rows.encoding, *_row_format(self._manifest), self._manifest.rows.down),
-            resident_encoding=self._manifest.resident_encoding or self._manifest.dtype,
-            other_encodings=dict(self._manifest.other_encodings),
-            inputs=self._manifest.activations or "float32",
+            tensors=_core.ResidentTensors(
+                tensors,
+                dtype=self._manifest.dtype,
+                encoding=self._manifest.resident_encoding or self._manifest.dtype,
+                other_encodings=dict(self._manifest.other_encodings),
+                inputs=inputs,
+                simd="auto" if self._config.ablation.kernels else "scalar",
+            ),
+            row_format=self._manifest.rows.native(inputs),
             stream=stream,
-            ffns=ffns,
+            source=self._neuron_source(),
+            caches=self._caches(checksums, offsets),
             pool=self._pool,
             counters=self._counters,
             block_tokens=self._plan.memory.prompt_tokens,
             fill_tokens=self._plan.memory.window if self._sparse or self._model.block.experts else 0,
             prefetch=self._plan.prefetch,
-            simd=self._simd,
         )
+        cached = [ffn for ffn in native.ffns if ffn is not None]
+        trace = None
+        if self._sparse and PREDICTORS in self._manifest.files:
+            self._load_predictors(native.ffns)
+        if self._sparse and TRACE in self._manifest.files:
+            trace = TraceFeed(self._path / TRACE, self._manifest, cached, window=self._plan.memory.window)
+            self._notices.append(trace.notice)
         return Parts(
             pool=self._pool,
             ffns=cached,
-            caches=[ffn or self._keep_rows(stream, layer) for layer, ffn in enumerate(ffns)],
+            caches=[ffn or self._keep_rows(stream, layer) for layer, ffn in enumerate(native.ffns)],
             stream=stream,
             native=native,
             trace=trace,
@@ -179,97 +173,48 @@ class _Builder:
             return max(rows.byte_offset("down") // (len(rows.matrices) - 1), PAGE_NBYTES)
         return MAX_REQUEST if ablation.merged else max(rows.stride, PAGE_NBYTES)
 
-    def _build_ffns(
-        self, tensors: Tensors, checksums: list[NDArray[np.uint64]], offsets: list[int]
-    ) -> list[_core.FfnLayer | None]:
-        """One a layer that has a neuron cache. Single neurons are read from the reordered copy where there is one."""
+    def _neuron_source(self) -> _core.NeuronSource:
+        """Where layers with a neuron cache read: the reordered copy where there is one."""
         manifest, memory, ablation = self._manifest, self._plan.memory, self._config.ablation
-        planes = {part for form in manifest.down_scales for part in SCALE_FORMS[form].parts()}
+        self._places = read_places(self._path, manifest) if ablation.placed else None
         self._neurons_file = self._file
-        places = read_places(self._path, manifest) if ablation.placed else None
-        if places is not None:
+        if self._places is not None:
             self._neurons_file = _core.DirectFile(str(self._path / PLACED), direct=self._config.direct)
+        return _core.NeuronSource(
+            reader=self._reader,
+            file=self._neurons_file,
+            cache_policy=memory.cache_policy if ablation.cached else "none",
+            window=memory.window,
+            unit_rows=manifest.architecture.unit_rows,
+            bypass_rows=_core.allocate(memory.bypass_rows * manifest.rows.stride) if memory.bypass_rows else None,
+            wait_first=not ablation.overlap,
+            split_rows=not ablation.bundled,
+        )
+
+    def _caches(self, checksums: list[NDArray[np.uint64]], offsets: list[int]) -> list[_core.LayerRows | None]:
+        """Of each layer that has a neuron cache; after `_neuron_source`."""
+        manifest, popularity, places = self._manifest, self._plan.popularity, self._places
+        if places is not None:
             offsets = _row_offsets(self._path / PLACED, manifest)
-        bypass = _core.allocate(memory.bypass_rows * manifest.rows.stride) if memory.bypass_rows else None
-        popularity, unit = self._plan.popularity, manifest.architecture.unit_rows
-        stride, up, gate, down = _row_format(manifest)
-
-        def floats(layer: int, name: str) -> NDArray[np.float32] | None:
-            tensor = tensors.get(f"layers.{layer}.{name}")
-            return None if tensor is None else _widened(tensor, self._model)
-
-        def cached(layer: int) -> _core.FfnLayer:
-            return _core.FfnLayer(
-                layer=layer,
-                dtype=cast(Any, manifest.dtype),  # the core checks the names
-                encoding=manifest.rows.encoding,
-                down_encoding=manifest.rows.down,
-                inputs=manifest.activations or "float32",
-                stride=stride,
-                d_model=manifest.rows.d_model,
-                num_neurons=self._model.block.layers[layer].neurons,
-                unit_rows=unit,
-                checksum_rows=manifest.checksum_rows_of(layer),
-                up=up,
-                gate=gate,
-                down=down,
-                activation=cast(Any, manifest.architecture.activation),
-                activation_threshold=self._model.block.layers[layer].activation_threshold,
-                activation_cut=self._model.block.layers[layer].activation_cut,
-                cache_policy=cast(Any, memory.cache_policy if ablation.cached else "none"),
-                window=memory.window,
-                popularity=None if popularity is None else np.ascontiguousarray(popularity[layer][::unit]),
-                file_offset=offsets[layer],
-                row_of=None if places is None else places[layer],
-                up_bias=floats(layer, "ffn.up_bias"),
-                gate_bias=floats(layer, "ffn.gate_bias"),
-                gate_matrix=tensors.get(gate_tensor(layer)),
-                down_bias=floats(layer, "ffn.down_bias"),
-                sub_norm=floats(layer, "ffn_sub_norm.weight"),
-                norm_epsilon=self._model.block.norm_epsilon,
-                rounded_inputs=self._model.block.rounded_inputs,
-                **{f"down_{part}": tensors.get(f"layers.{layer}.down.{part}") for part in planes},
+        unit = manifest.architecture.unit_rows
+        return [
+            None
+            if layer in self._plan.memory.dense_layers
+            else _core.LayerRows(
+                memory=self._rows_of(layer),
+                offset=offsets[layer],
                 checksums=checksums[layer],
-                rows=self._rows_of(layer),
-                bypass_rows=bypass,
-                reader=self._reader,
-                file=self._neurons_file,
-                pool=self._pool,
-                counters=self._counters,
-                wait_first=not ablation.overlap,
-                split_rows=not ablation.bundled,
-                simd=self._simd,
+                checksum_rows=manifest.checksum_rows_of(layer),
+                row_of=None if places is None else places[layer],
+                popularity=None if popularity is None else np.ascontiguousarray(popularity[layer][::unit]),
             )
-
-        layers = range(manifest.architecture.num_layers)
-        return [None if layer in memory.dense_layers else cached(layer) for layer in layers]
+            for layer in range(manifest.architecture.num_layers)
+        ]
 
     def _rows_of(self, layer: int) -> NDArray[np.uint8]:
         """A layer's part of the neuron caches' memory."""
         rows, stride = self._plan.memory.cache_rows, self._manifest.rows.stride
         return self._cache[sum(rows[:layer]) * stride : sum(rows[: layer + 1]) * stride]
-
-    def _set_routers(self, ffns: list[_core.FfnLayer | None], tensors: Tensors) -> None:
-        """Of a mixture of experts: what names the experts, besides predictors of neurons within them."""
-        experts = self._model.block.experts
-        if experts is None:
-            return
-        for layer, ffn in enumerate(ffns):
-            if ffn is None:
-                continue
-            bias = tensors.get(f"layers.{layer}.router.bias")
-            down_bias = tensors.get(f"layers.{layer}.ffn.expert_down_bias")
-            ffn.set_router(
-                tensors[f"layers.{layer}.router.weight"],
-                chosen=experts.chosen,
-                size=experts.size,
-                shared=experts.shared,
-                softmax_of_all=experts.softmax_of == "all",
-                normalized=experts.normalized,
-                bias=None if bias is None else _widened(bias, self._model),
-                shared_gate=tensors.get(f"layers.{layer}.shared_gate.weight"),
-                down_bias=None if down_bias is None else _widened(down_bias, self._model),
-            )
 
     def _keep_rows(self, stream: _core.RowStream, layer: int) -> "_KeptRows":
         """The layer's part of the neuron caches' memory holds its first rows, once they have been read."""
@@ -278,7 +223,7 @@ class _Builder:
             stream.keep(layer, rows)
         return _KeptRows(stream, layer)
 
-    def _load_predictors(self, ffns: list[_core.FfnLayer | None]) -> None:
+    def _load_predictors(self, ffns: Sequence[_core.FfnLayer | None]) -> None:
         tensors = self._read(PREDICTORS)
         encodings = relu_encodings(read_header(self._path / PREDICTORS))
 
@@ -345,14 +290,3 @@ def _row_offsets(path: Any, manifest: Manifest) -> list[int]:
     """Byte offset of each layer's row 0."""
     header = read_header(path)
     return [header.tensors[ffn_tensor(layer)].offset for layer in range(manifest.architecture.num_layers)]
-
-
-def _row_format(manifest: Manifest) -> tuple[int, int, int, int]:
-    """(stride, first byte of up, of gate or -1, of down) of a row."""
-    rows = manifest.rows
-    gate = rows.byte_offset("gate") if "gate" in rows.matrices else -1
-    return rows.stride, rows.byte_offset("up"), gate, rows.byte_offset("down")
-
-
-def _widened(values: NDArray[Any], model: ModelDir) -> NDArray[np.float32]:
-    return np.ascontiguousarray(cast_dtype(values, model.dtype, WEIGHT_DTYPES["float32"]), np.float32)

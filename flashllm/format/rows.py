@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm._core import xxh3_64_rows
+from flashllm._core import RowFormat, xxh3_64_rows
 from flashllm.arch.spec import Architecture
 from flashllm.base.bf12 import BF12, Bf12
 from flashllm.base.codes.carried import CARRIED_CODES, PLANE_CODES, UNIT, CarriedCode, Plane, PlaneCode
@@ -199,6 +199,19 @@ class RowLayout:
         if matrix not in self.matrices:
             raise ValueError(f"matrix {matrix!r} is not one of {self.matrices!r}")
         return self.matrices.index(matrix) * self.vector_nbytes("up")  # down, which may differ, is the last
+
+    def native(self, inputs: str) -> RowFormat:
+        """The same for the core. `inputs`: what up and gate are multiplied by, as the manifest's activations."""
+        return RowFormat(
+            encoding=self.encoding,
+            down_encoding=self.down,
+            stride=self.stride,
+            d_model=self.d_model,
+            up=self.byte_offset("up"),
+            gate=self.byte_offset("gate") if "gate" in self.matrices else -1,
+            down=self.byte_offset("down"),
+            inputs=inputs,
+        )
 
     @property
     def stream_block_rows(self) -> int:

@@ -69,31 +69,20 @@ def gathered_bps(encoding: str, *, nbytes: int, pool: _core.ThreadPool, file: Pa
     layout = RowLayout(encoding=encoding, d_model=_D_MODEL, d_ff=1)
     stride = layout.stride
     neurons = max(1, nbytes // stride)
+    inputs = _inputs(encoding)
     layer = _core.FfnLayer(
         layer=0,
-        dtype=cast(Any, dtype),
-        encoding=encoding,
-        inputs=_inputs(encoding),
-        stride=stride,
-        d_model=_D_MODEL,
-        num_neurons=neurons,
-        up=0,
-        gate=-1,
-        down=layout.byte_offset("down"),
+        tensors=_core.ResidentTensors({}, dtype=dtype, encoding=encoding, other_encodings={}, inputs=inputs),
+        row_format=layout.native(inputs),
+        neurons=neurons,
         activation="relu",
-        cache_policy="window",
-        window=2**30,  # nothing leaves
-        popularity=None,
-        file_offset=0,
-        up_bias=None,
-        gate_bias=None,
-        down_bias=None,
-        sub_norm=None,
-        checksums=np.zeros(neurons, np.uint64),
-        rows=_core.allocate(neurons * stride),
-        bypass_rows=None,
-        reader=_core.Reader(1),
-        file=_core.DirectFile(str(file)),
+        source=_core.NeuronSource(
+            reader=_core.Reader(1),
+            file=_core.DirectFile(str(file)),
+            cache_policy="window",
+            window=2**30,  # nothing leaves
+        ),
+        rows=_core.LayerRows(memory=_core.allocate(neurons * stride), offset=0, checksums=np.zeros(neurons, np.uint64)),
         pool=pool,
         counters=_core.Counters(),
     )

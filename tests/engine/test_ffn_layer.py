@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from ffn_rows import FILE_OFFSET, TORCH_DTYPES, Ffn, random_input, write_ffn
+from ffn_rows import FILE_OFFSET, TORCH_DTYPES, Ffn, random_input, resident, write_ffn
 
 from flashllm import _core
 from flashllm.errors import ChecksumError, FlashIOError, FormatError
@@ -375,51 +375,52 @@ def test_predictors_of_other_shapes_are_refused(tmp_path, a, b, bias):
         ({"stride": 520}, "multiple of 64"),
         ({"down": 260}, "shorter than its weights"),
         ({"gate": 280}, "shorter than its weights"),
-        ({"gate_bias": np.zeros(24, np.float32)}, "no gate bias"),
+        ({"ffn.gate_bias": np.zeros(24, np.float32)}, "no gate bias"),
         ({"checksums": np.zeros(23, np.uint64)}, "too few checksums"),
-        ({"up_bias": np.zeros(23, np.float32)}, "up bias"),
-        ({"down_bias": np.zeros(63, np.float32)}, "down bias"),
-        ({"rows": _core.allocate(0)}, "room for at least one row"),
-        ({"rows": _core.allocate(4096)[8:]}, "multiple of 64"),
-        ({"num_neurons": 0}, "needs"),
+        ({"ffn.up_bias": np.zeros(23, np.float32)}, "up_bias does not fit"),
+        ({"ffn.down_bias": np.zeros(63, np.float32)}, "down_bias does not fit"),
+        ({"gate": 256, "down": 512, "stride": 1024, "gate.weight": np.zeros((24, 64), np.float32)}, "rows that hold"),
+        ({"memory": _core.allocate(0)}, "room for at least one row"),
+        ({"memory": _core.allocate(4096)[8:]}, "multiple of 64"),
+        ({"neurons": 0, "ffn.up_bias": None}, "needs"),
         ({"d_model": 0}, "needs"),
         ({"window": 0}, "window"),
         ({"cache_policy": "lru"}, "cache policy must be window, frequency or none, got lru"),
         ({"popularity": np.zeros(23, np.float32)}, "popularity has the wrong length"),
+        ({"row_of": np.zeros(24, np.int32)}, "a row of its own"),
         ({"bypass_rows": _core.allocate(4096)[8:]}, "bypass rows must start at a multiple of 64"),
         ({"activation": "tanh"}, "tanh"),
-        ({"dtype": "int8"}, "int8"),
-        ({"colour": "green"}, "argument it does not know"),
+        ({"encoding": "int8"}, "int8"),
     ],
 )
 def test_layers_that_cannot_be_are_refused(tmp_path, change, message):
     ffn = write_ffn(tmp_path / "f")
-    options = {
-        "layer": 0,
-        "dtype": "float32",
-        "stride": 512,
-        "d_model": 64,
-        "num_neurons": 24,
-        "up": 0,
-        "gate": -1,
-        "down": 256,
-        "activation": "relu",
-        "cache_policy": "window",
-        "window": 1,
-        "popularity": None,
-        "file_offset": FILE_OFFSET,
-        "up_bias": ffn.up_bias,
-        "gate_bias": None,
-        "down_bias": ffn.down_bias,
-        "sub_norm": None,
-        "checksums": ffn.checksums,
-        "rows": _core.allocate(4096),
-        "bypass_rows": None,
-        "reader": _core.Reader(threads=1),
-        "file": _core.DirectFile(str(ffn.path)),
-        "pool": _core.ThreadPool(1),
-        "counters": _core.Counters(),
-    }
-    _core.FfnLayer(**options)
+    _layer(ffn)
     with pytest.raises(ValueError, match=message):
-        _core.FfnLayer(**(options | change))
+        _layer(ffn, **change)
+
+
+def _layer(ffn, **change):
+    """A layer over `ffn`, of which something is changed."""
+
+    def parts(**usual):
+        return {name: change.pop(name, value) for name, value in usual.items()}
+
+    biases = parts(**{"ffn.up_bias": ffn.up_bias, "ffn.gate_bias": None, "ffn.down_bias": ffn.down_bias})
+    biases |= parts(**{"gate.weight": None})
+    source = parts(reader=_core.Reader(1), file=_core.DirectFile(str(ffn.path)), cache_policy="window", window=1)
+    source |= parts(bypass_rows=None)
+    rows = parts(memory=_core.allocate(4096), offset=FILE_OFFSET, checksums=ffn.checksums, popularity=None, row_of=None)
+    layout = parts(encoding="float32", stride=512, d_model=64, up=0, gate=-1, down=256)
+    layer = parts(neurons=24, activation="relu")
+    assert not change
+    return _core.FfnLayer(
+        layer=3,
+        tensors=resident({name: values for name, values in biases.items() if values is not None}, "float32"),
+        row_format=_core.RowFormat(**layout, down_encoding="float32", inputs="float32"),
+        source=_core.NeuronSource(**source),
+        rows=_core.LayerRows(**rows),
+        pool=_core.ThreadPool(1),
+        counters=_core.Counters(),
+        **layer,
+    )

@@ -91,7 +91,6 @@ def test_bits_do_not_depend_on_the_cache(tmp_path, activation):
     x = torch.stack([random_input(ffn, seed) for seed in range(8)]).contiguous()
     outputs = []
     for layer in layers:
-        layer.layer.predict_by_gate()
         outputs.append(torch.empty_like(x))
         layer.layer.forward(x.data_ptr(), len(x), outputs[-1].data_ptr())
     assert all(torch.equal(y, outputs[0]) for y in outputs)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ffn_rows import FILE_OFFSET
+from ffn_rows import FILE_OFFSET, resident, row_format
 
 from flashllm import _core
 from flashllm.base.group_codes import GROUP_CODES
@@ -85,31 +85,18 @@ def ffn_layer(tmp_path, rows, *, d_model, encoding, threads, simd, gated):
     vector = GROUP_CODES[encoding].vector_nbytes(d_model) if encoding in GROUP_CODES else 4 * d_model
     return _core.FfnLayer(
         layer=0,
-        dtype="float32",
-        encoding=encoding,
-        stride=stride,
-        d_model=d_model,
-        num_neurons=len(rows),
-        up=0,
-        gate=vector if gated else -1,
-        down=(2 if gated else 1) * vector,
+        tensors=resident({}, "float32", simd),
+        row_format=row_format(encoding, d_model, stride=stride, vector_nbytes=vector, gated=gated),
+        neurons=len(rows),
         activation="relu",
-        cache_policy="window",
-        window=2,
-        popularity=None,
-        file_offset=FILE_OFFSET,
-        up_bias=None,
-        gate_bias=None,
-        down_bias=None,
-        sub_norm=None,
-        checksums=_core.xxh3_64_rows(rows),
-        rows=_core.allocate(len(rows) * stride),
-        bypass_rows=None,
-        reader=_core.Reader(threads=2),
-        file=_core.DirectFile(str(path), False),
+        source=_core.NeuronSource(
+            reader=_core.Reader(threads=2), file=_core.DirectFile(str(path), False), cache_policy="window", window=2
+        ),
+        rows=_core.LayerRows(
+            memory=_core.allocate(len(rows) * stride), offset=FILE_OFFSET, checksums=_core.xxh3_64_rows(rows)
+        ),
         pool=_core.ThreadPool(threads),
         counters=_core.Counters(),
-        simd=simd,
     )
 
 

@@ -1,4 +1,5 @@
-// Counters, cache replay, and the FFN layer of the token loop.
+// Counters, cache replay, and the FFN layer of the token loop with what it is made of.
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -6,13 +7,14 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "bind/bindings.h"
-#include "bind/ffn_arguments.h"
+#include "bind/py_ffn.h"
 #include "cache/cache_replay.h"
 #include "ffn/ffn_layer.h"
 #include "io/xxh3.h"
@@ -22,7 +24,6 @@ namespace flashllm {
 namespace {
 
 constexpr std::size_t kTraceStreams = 3;  // the order of flashllm/format/trace.py
-using TraceArray = Exact<nb::ndarray<const std::uint8_t, nb::ndim<4>, nb::device::cpu, nb::c_contig>>;
 
 std::vector<std::int32_t> checked_ids(const IdArray& active, std::int32_t units) {
   std::vector<std::int32_t> ids(active.data(), active.data() + active.shape(0));
@@ -66,6 +67,48 @@ nb::dict take(FfnCounters& counters) {
   return result;
 }
 
+bool is_permutation(const IdArray& rows) {
+  std::vector<bool> taken(rows.shape(0), false);
+  for (std::size_t i = 0; i < rows.shape(0); ++i) {
+    const std::int32_t row = rows.data()[i];
+    if (row < 0 || static_cast<std::size_t>(row) >= rows.shape(0) || taken[static_cast<std::size_t>(row)])
+      return false;
+    taken[static_cast<std::size_t>(row)] = true;
+  }
+  return true;
+}
+
+// A predictor's factor: floats, codes of 8 bits with a scale a row, groups of 4 bits, or what `encoding`
+// says.
+RowMatrix factor_of(const AnyArray& array, std::size_t rows, std::size_t columns,
+                    const std::optional<AnyArray>& scale,
+                    const std::optional<std::string>& encoding = std::nullopt) {
+  const bool codes = array.dtype() == nb::dtype<std::int8_t>();
+  const bool groups = !encoding && array.dtype() == nb::dtype<std::uint8_t>();
+  require(codes == scale.has_value(), "8-bit predictor factors need scales, and others have none");
+  RowMatrix matrix;
+  matrix.codec = encoding ? parse_codec(*encoding)
+                 : groups ? RowCodec::int4_32
+                 : codes  ? RowCodec::int8
+                          : codec_of(dtype_of(array));
+  if (groups) matrix.inputs = InputForm::int8;
+  matrix.data = static_cast<const std::byte*>(array.data());
+  matrix.rows = rows;
+  matrix.columns = columns;
+  matrix.stride = vector_nbytes(matrix.codec, columns);
+  require(!has_plane(matrix.codec) && array.ndim() == 2 && array.shape(0) == rows &&
+              array.nbytes() == rows * matrix.stride,
+          "predictor factors do not fit the layer");
+  if (codes) {
+    require(scale->ndim() == 1 && scale->shape(0) == rows && dtype_of(*scale) == Dtype::f16,
+            "an 8-bit predictor factor needs one float16 scale a row");
+    matrix.scales = static_cast<const std::uint16_t*>(scale->data());
+  }
+  return matrix;
+}
+
+}  // namespace
+
 // A prefetch buffer with all it refers to.
 class PyPrefetch {
  public:
@@ -86,262 +129,187 @@ class PyPrefetch {
   std::unique_ptr<Prefetch> buffer_;
 };
 
-using Biases = Exact<nb::ndarray<const float, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
-
-// A layer with all it refers to, from keyword arguments.
-class PyFfnLayer {
- public:
-  explicit PyFfnLayer(const nb::kwargs& arguments) : arguments_(arguments) {
-    const auto dtype = arguments_.get<std::string>("dtype");  // of x and y
-    FfnLayerOptions options = arguments_.options(dtype);
-    const RowUnits units = options.units();
-    const std::size_t nbytes = static_cast<std::size_t>(units.size) * options.format.stride;
-    const auto rows = arguments_.get<ByteArray>("rows");
-    options.capacity = units_in(rows, nbytes, units.count(), "the neuron cache");
-    const auto bypass_rows = arguments_.get<std::optional<ByteArray>>("bypass_rows");
-    if (bypass_rows) options.bypass_capacity = units_in(*bypass_rows, nbytes, units.count(), "bypass rows");
-    require(options.capacity + options.bypass_capacity > 0,
-            "the neuron cache needs room for at least one row");
-    layer_ = std::make_unique<FfnLayer>(
-        options, arguments_.get<Reader&>("reader"), arguments_.get<const DirectFile&>("file"),
-        arguments_.get<ThreadPool&>("pool"), bytes_of(rows), bypass_rows ? bytes_of(*bypass_rows) : nullptr,
-        arguments_.get<FfnCounters&>("counters"));
-    arguments_.require_all_taken();
-    arguments_.release("popularity");
-    dtype_ = parse_dtype(dtype);
-    level_ = options.simd;
-    kernels_ = &kernel_table(options.simd, dtype_);
-    element_nbytes_ = dtype_nbytes(dtype_);
-    x_.resize(options.format.d_model);
-    y_.resize(options.format.d_model);
+FfnLayerOptions read_ffn(ResidentTensors& tensors, const RowFormat& rows, std::size_t layer,
+                         std::size_t neurons, Activation activation) {
+  const std::string name = "layers." + std::to_string(layer) + ".";
+  FfnLayerOptions options;
+  options.format = rows;
+  options.layer = static_cast<std::int32_t>(layer);
+  options.num_neurons = static_cast<std::int32_t>(neurons);
+  options.activation = activation;
+  options.simd = tensors.level();
+  options.up_bias = tensors.floats(name + "ffn.up_bias", neurons);
+  options.gate_bias = tensors.floats(name + "ffn.gate_bias", neurons);
+  options.down_bias = tensors.floats(name + "ffn.down_bias", rows.d_model);
+  if (tensors.contains(name + "gate.weight")) {
+    require(!rows.gated(), "a resident gate is of rows that hold none");
+    options.gate = tensors.matrix(name + "gate", neurons, rows.d_model, rows.codec).data;
   }
+  if (has_plane(rows.down_codec)) options.plane = tensors.plane(name + "down.", neurons, rows.d_model);
+  require(rows.gated() || options.gate != nullptr || options.gate_bias == nullptr,
+          "an FFN without a gate has no gate bias");
+  return options;
+}
 
-  // Factors of 8 bits come with a scale for each row, others without. With `prefetch` it is the predictor
-  // that tells this layer's neurons from the input of the layer before, and `prefetch` holds what is read on
-  // its word.
-  void set_predictor(const AnyArray& a, const AnyArray& b, const FloatArray& bias, float threshold,
-                     const std::optional<AnyArray>& a_scale, const std::optional<AnyArray>& b_scale,
-                     std::shared_ptr<PyPrefetch> prefetch) {
-    require(a.ndim() == 2 && b.ndim() == 2 && b.shape(0) == bias.shape(0) &&
-                b.shape(0) == static_cast<std::size_t>(layer_->num_neurons()),
-            "predictor factors do not fit the layer");
-    auto predictor =
-        std::make_unique<LowRankPredictor>(factor_of(a, a_scale, nullptr, layer_->width()),
-                                           factor_of(b, b_scale, bias.data(), a.shape(0)), threshold);
-    PredictorArrays& kept = prefetch == nullptr ? predictor_arrays_ : prefetch_arrays_;
-    if (prefetch == nullptr) {
-      layer_->set_predictor(std::move(predictor));
-    } else {
-      require(prefetch->buffer().stride() == layer_->layout().stride,
-              "prefetched rows have another stride than the layer's");
-      layer_->set_prefetch(std::move(predictor), prefetch->buffer());
-      prefetch_ = std::move(prefetch);
-    }
-    kept = {a, b, bias, a_scale, b_scale};
+PyFfnLayer::PyFfnLayer(FfnLayerOptions options, std::shared_ptr<ResidentTensors> tensors,
+                       std::shared_ptr<NeuronSource> source, LayerRows rows, std::shared_ptr<ThreadPool> pool,
+                       std::shared_ptr<FfnCounters> counters)
+    : tensors_(std::move(tensors)),
+      source_(std::move(source)),
+      rows_(std::move(rows)),
+      pool_(std::move(pool)),
+      counters_(std::move(counters)),
+      x_(options.format.d_model),
+      y_(options.format.d_model) {
+  options.cache_policy = source_->cache_policy;
+  options.window = source_->window;
+  options.unit_rows = source_->unit_rows;
+  options.wait_first = source_->wait_first;
+  options.split_rows = source_->split_rows;
+  options.file_offset = rows_.offset;
+  options.checksums = rows_.checksums.data();
+  options.checksum_rows = rows_.checksum_rows;
+  require(options.num_neurons > 0 && options.unit_rows > 0 && options.checksum_rows > 0,
+          "an FFN layer needs neurons, in units that have some");
+  const RowUnits units = options.units();
+  const auto neurons = static_cast<std::size_t>(options.num_neurons);
+  require(rows_.checksums.shape(0) * static_cast<std::size_t>(options.checksum_rows) >= neurons,
+          "too few checksums");
+  if (rows_.row_of) {
+    require(rows_.row_of->shape(0) == neurons && is_permutation(*rows_.row_of),
+            "row_of must give every neuron a row of its own");
+    options.row_of = rows_.row_of->data();
   }
-
-  // PowerInfer's kind of predictor: b relu(a x) >= threshold, of the states before the FFN's norm. a [rank,
-  // d_model] and b [num_neurons, rank]: floats, or bytes of an encoding.
-  void set_relu_predictor(const AnyArray& a, const AnyArray& b, float threshold,
-                          const std::optional<std::string>& a_encoding,
-                          const std::optional<std::string>& b_encoding) {
-    require(a.ndim() == 2 && b.ndim() == 2, "predictor factors do not fit the layer");
-    const auto neurons = static_cast<std::size_t>(layer_->num_neurons());
-    const RowMatrix first = stored_factor(a, a.shape(0), layer_->width(), a_encoding);
-    const RowMatrix second = stored_factor(b, neurons, a.shape(0), b_encoding);
-    layer_->set_predictor(std::make_unique<LowRankPredictor>(first, second, threshold, true));
-    layer_->predict_by_stream();
-    relu_arrays_ = {a, b};
+  if (rows_.popularity) {
+    require(rows_.popularity->shape(0) == static_cast<std::size_t>(units.count()),
+            "popularity has the wrong length");
+    options.popularity = rows_.popularity->data();
   }
+  const std::size_t nbytes = static_cast<std::size_t>(units.size) * options.format.stride;
+  const auto& bypass = source_->bypass_rows;
+  options.capacity = units_in(rows_.memory, nbytes, units.count(), "the neuron cache");
+  if (bypass) options.bypass_capacity = units_in(*bypass, nbytes, units.count(), "bypass rows");
+  require(options.capacity + options.bypass_capacity > 0, "the neuron cache needs room for at least one row");
+  layer_ =
+      std::make_unique<FfnLayer>(options, *source_->reader, *source_->file, *pool_, bytes_of(rows_.memory),
+                                 bypass ? bytes_of(*bypass) : nullptr, *counters_);
+  if (options.gate != nullptr) layer_->predict_by_gate();
+  rows_.popularity.reset();  // read by the constructor alone
+}
 
-  // The layer's gate in codes of 4 bits as the predictor: [num_neurons, bytes of a row].
-  void set_coded_gate(const AnyArray& codes, float margin) {
-    const auto neurons = static_cast<std::size_t>(layer_->num_neurons());
-    RowMatrix gate;
-    gate.codec = RowCodec::int4_64;
-    gate.rows = neurons;
-    gate.columns = layer_->width();
-    gate.stride = vector_nbytes(gate.codec, gate.columns);
-    require(layer_->layout().gated(), "a coded gate needs the gate itself in the rows");
-    require(codes.ndim() == 2 && codes.dtype() == nb::dtype<std::uint8_t>() && codes.shape(0) == neurons &&
-                codes.shape(1) == gate.stride,
-            "a coded gate does not fit the layer");
-    gate.data = static_cast<const std::byte*>(codes.data());
-    gate.bias = layer_->gate_bias();
-    layer_->set_predictor(std::make_unique<CodedGatePredictor>(gate, layer_->activation(), margin));
-    coded_gate_ = codes;
+void PyFfnLayer::set_predictor(const AnyArray& a, const AnyArray& b, const FloatArray& bias, float threshold,
+                               const std::optional<AnyArray>& a_scale, const std::optional<AnyArray>& b_scale,
+                               std::shared_ptr<PyPrefetch> prefetch) {
+  const auto neurons = static_cast<std::size_t>(layer_->num_neurons());
+  require(bias.shape(0) == neurons, "predictor factors do not fit the layer");
+  const RowMatrix first = factor_of(a, a.shape(0), layer_->width(), a_scale);
+  RowMatrix second = factor_of(b, neurons, a.shape(0), b_scale);
+  second.bias = bias.data();
+  auto predictor = std::make_unique<LowRankPredictor>(first, second, threshold);
+  if (prefetch == nullptr) {
+    layer_->set_predictor(std::move(predictor));
+  } else {
+    require(prefetch->buffer().stride() == layer_->layout().stride,
+            "prefetched rows have another stride than the layer's");
+    layer_->set_prefetch(std::move(predictor), prefetch->buffer());
+    prefetch_ = std::move(prefetch);
   }
+  keep(a, b, a_scale, b_scale);
+  biases_.push_back(bias);
+}
 
-  // The layer's neurons are `experts` of `size` each and `shared` behind them. weights: [experts, d_model] of
-  // the layer's dtype (bf16 as uint16); bias [experts], shared_gate [1, d_model], down_bias [experts,
-  // d_model]: or None.
-  void set_router(const AnyArray& weights, std::size_t chosen, std::size_t size, std::size_t shared,
-                  bool softmax_of_all, bool normalized, const std::optional<FloatArray>& bias,
-                  const std::optional<AnyArray>& shared_gate, const std::optional<Biases>& down_bias) {
-    require(weights.ndim() == 2, "a router must be [experts, d_model]");
-    require(!bias || bias->shape(0) == weights.shape(0), "a router's bias must be [experts]");
-    ExpertsSpec spec;
-    spec.count = weights.shape(0);
-    spec.chosen = chosen;
-    spec.size = size;
-    spec.shared = shared;
-    spec.softmax_of_all = softmax_of_all;
-    spec.normalized = normalized;
-    RowMatrix router = resident_matrix(weights, spec.count);
-    router.bias = bias ? bias->data() : nullptr;
-    const RowMatrix gate = shared_gate ? resident_matrix(*shared_gate, 1) : RowMatrix{};
-    require(!down_bias || (down_bias->shape(0) == spec.count && down_bias->shape(1) == layer_->width()),
-            "down biases of experts must be [experts, d_model]");
-    auto made = std::make_unique<Router>(spec, router, gate, dtype_, level_);
-    if (down_bias) made->set_down_bias(down_bias->data());
-    layer_->set_router(std::move(made));
-    router_arrays_ = {weights, bias, shared_gate, down_bias};
+void PyFfnLayer::set_relu_predictor(const AnyArray& a, const AnyArray& b, float threshold,
+                                    const std::optional<std::string>& a_encoding,
+                                    const std::optional<std::string>& b_encoding) {
+  const auto neurons = static_cast<std::size_t>(layer_->num_neurons());
+  const RowMatrix first = factor_of(a, a.shape(0), layer_->width(), std::nullopt, a_encoding);
+  const RowMatrix second = factor_of(b, neurons, a.shape(0), std::nullopt, b_encoding);
+  layer_->set_predictor(std::make_unique<LowRankPredictor>(first, second, threshold, true));
+  layer_->predict_by_stream();
+  keep(a, b);
+}
+
+void PyFfnLayer::set_coded_gate(const AnyArray& codes, float margin) {
+  const auto neurons = static_cast<std::size_t>(layer_->num_neurons());
+  RowMatrix gate;
+  gate.codec = RowCodec::int4_64;
+  gate.rows = neurons;
+  gate.columns = layer_->width();
+  gate.stride = vector_nbytes(gate.codec, gate.columns);
+  require(layer_->layout().gated(), "a coded gate needs the gate itself in the rows");
+  require(codes.ndim() == 2 && codes.dtype() == nb::dtype<std::uint8_t>() && codes.shape(0) == neurons &&
+              codes.shape(1) == gate.stride,
+          "a coded gate does not fit the layer");
+  gate.data = static_cast<const std::byte*>(codes.data());
+  gate.bias = layer_->gate_bias();
+  layer_->set_predictor(std::make_unique<CodedGatePredictor>(gate, layer_->activation(), margin));
+  keep(codes);
+}
+
+void PyFfnLayer::set_trace(TraceArray activity, std::size_t layer) {
+  const std::size_t set_nbytes = activity.shape(3);
+  require(activity.shape(2) == kTraceStreams && layer < activity.shape(1) && set_nbytes % 8 == 0 &&
+              set_nbytes * 8 >= static_cast<std::size_t>(layer_->num_neurons()),
+          "the trace does not fit the layer");
+  trace_array_ = std::move(activity);
+  const std::size_t set_words = set_nbytes / 8;
+  ActivityTrace active;
+  active.active =
+      reinterpret_cast<const std::uint64_t*>(trace_array_.data()) + layer * kTraceStreams * set_words;
+  active.firing = active.active + set_words;
+  active.token_words = trace_array_.shape(1) * kTraceStreams * set_words;
+  active.tokens = trace_array_.shape(0);
+  active.units = layer_->units();
+  ActivityTrace prefetched = active;
+  prefetched.active = active.firing + set_words;
+  prefetched.firing = nullptr;
+  layer_->set_trace(active, prefetched);
+}
+
+void PyFfnLayer::forward(std::uintptr_t x, std::size_t tokens, std::uintptr_t y) {
+  for (std::size_t t = 0; t < tokens; ++t) {
+    load(x, t);
+    layer_->forward(x_.data(), t, layer_->predict(x_.data(), t), y_.data());
+    store(y, t);
   }
+}
 
-  // activity: [tokens, layers, streams, bytes of a bit set] of whole words, kept and reread at every pass.
-  // Comes after the predictors.
-  void set_trace(TraceArray activity, std::size_t layer) {
-    const std::size_t set_nbytes = activity.shape(3);
-    require(activity.shape(2) == kTraceStreams && layer < activity.shape(1) && set_nbytes % 8 == 0 &&
-                set_nbytes * 8 >= static_cast<std::size_t>(layer_->num_neurons()),
-            "the trace does not fit the layer");
-    trace_array_ = std::move(activity);
-    const std::size_t set_words = set_nbytes / 8;
-    ActivityTrace active;
-    active.active =
-        reinterpret_cast<const std::uint64_t*>(trace_array_.data()) + layer * kTraceStreams * set_words;
-    active.firing = active.active + set_words;
-    active.token_words = trace_array_.shape(1) * kTraceStreams * set_words;
-    active.tokens = trace_array_.shape(0);
-    active.units = layer_->units();
-    ActivityTrace prefetched = active;
-    prefetched.active = active.firing + set_words;
-    prefetched.firing = nullptr;
-    layer_->set_trace(active, prefetched);
-  }
+void PyFfnLayer::forward_active(std::uintptr_t x, const IdArray& active, std::uintptr_t y) {
+  const std::vector<std::int32_t> ids = checked_ids(active, layer_->units().count());
+  const nb::gil_scoped_release unlocked;
+  load(x, 0);
+  layer_->forward(x_.data(), 0, ids, y_.data());
+  store(y, 0);
+}
 
-  // x, y: [tokens, d_model] of the dtype; each token has its own active set.
-  void forward(std::uintptr_t x, std::size_t tokens, std::uintptr_t y) {
-    for (std::size_t t = 0; t < tokens; ++t) {
-      load(x, t);
-      layer_->forward(x_.data(), t, layer_->predict(x_.data(), t), y_.data());
-      store(y, t);
-    }
-  }
+void PyFfnLayer::begin_fill(std::uintptr_t x, std::size_t tokens) {
+  std::vector<float> inputs(tokens * x_.size());
+  tensors_->kernels().to_f32(at_address<const void>(x), inputs.size(), inputs.data());
+  layer_->begin_fill(inputs.data(), tokens);
+}
 
-  // One token over a given active set (ascending units).
-  void forward_active(std::uintptr_t x, const IdArray& active, std::uintptr_t y) {
-    const std::vector<std::int32_t> ids = checked_ids(active, layer_->units().count());
-    const nb::gil_scoped_release unlocked;
-    load(x, 0);
-    layer_->forward(x_.data(), 0, ids, y_.data());
-    store(y, 0);
-  }
+void PyFfnLayer::fill_from(const ConstBytes& rows, std::int32_t first_neuron, std::int32_t count) {
+  require(first_neuron >= 0 && count >= 0 && count <= INT32_MAX - first_neuron &&
+              rows.nbytes() >= static_cast<std::size_t>(count) * layer_->layout().stride,
+          "rows to fill from must be `count` whole rows from a neuron on");
+  const nb::gil_scoped_release unlocked;
+  layer_->fill_from(reinterpret_cast<const std::byte*>(rows.data()), first_neuron, count);
+}
 
-  std::vector<std::int32_t> predict(std::uintptr_t x) {
-    load(x, 0);
-    return layer_->predict(x_.data(), 0);
-  }
+std::vector<std::int32_t> PyFfnLayer::predict(std::uintptr_t x) {
+  load(x, 0);
+  return layer_->predict(x_.data(), 0);
+}
 
-  void begin_fill(std::uintptr_t x, std::size_t tokens) {
-    std::vector<float> inputs(tokens * x_.size());
-    kernels_->to_f32(at_address<const void>(x), inputs.size(), inputs.data());
-    layer_->begin_fill(inputs.data(), tokens);
-  }
+void PyFfnLayer::load(std::uintptr_t x, std::size_t token) {
+  const std::size_t nbytes = x_.size() * dtype_nbytes(tensors_->dtype());
+  tensors_->kernels().to_f32(at_address<const std::byte>(x) + token * nbytes, x_.size(), x_.data());
+}
 
-  void fill_from(const ConstBytes& rows, std::int32_t first_neuron, std::int32_t count) {
-    require(first_neuron >= 0 && count >= 0 && count <= INT32_MAX - first_neuron &&
-                rows.nbytes() >= static_cast<std::size_t>(count) * layer_->layout().stride,
-            "rows to fill from must be `count` whole rows from a neuron on");
-    const nb::gil_scoped_release unlocked;
-    layer_->fill_from(reinterpret_cast<const std::byte*>(rows.data()), first_neuron, count);
-  }
-
-  FfnLayer& layer() { return *layer_; }
-
- private:
-  void load(std::uintptr_t x, std::size_t token) {
-    kernels_->to_f32(at_address<const std::byte>(x) + token * x_.size() * element_nbytes_, x_.size(),
-                     x_.data());
-  }
-  void store(std::uintptr_t y, std::size_t token) {
-    kernels_->from_f32(y_.data(), y_.size(), at_address<std::byte>(y) + token * y_.size() * element_nbytes_);
-  }
-
-  // A predictor's factor [rows, columns]: floats, codes of 8 bits, or bytes of 4-bit groups.
-  static RowMatrix factor_of(const AnyArray& array, const std::optional<AnyArray>& scale, const float* bias,
-                             std::size_t columns) {
-    const bool codes = array.dtype() == nb::dtype<std::int8_t>();
-    const bool groups = array.dtype() == nb::dtype<std::uint8_t>();
-    require(codes == scale.has_value(), "8-bit predictor factors need scales, and others have none");
-    RowMatrix matrix;
-    matrix.codec = groups ? RowCodec::int4_32 : codes ? RowCodec::int8 : codec_of(dtype_of(array));
-    if (groups) matrix.inputs = InputForm::int8;
-    matrix.data = static_cast<const std::byte*>(array.data());
-    matrix.rows = array.shape(0);
-    matrix.columns = columns;
-    matrix.stride = vector_nbytes(matrix.codec, matrix.columns);
-    require(array.shape(1) * array.itemsize() == matrix.stride, "predictor factors do not fit the layer");
-    matrix.bias = bias;
-    if (codes) {
-      require(scale->ndim() == 1 && scale->shape(0) == array.shape(0) && dtype_of(*scale) == Dtype::f16,
-              "an 8-bit predictor factor needs one float16 scale a row");
-      matrix.scales = static_cast<const std::uint16_t*>(scale->data());
-    }
-    return matrix;
-  }
-
-  static RowMatrix stored_factor(const AnyArray& array, std::size_t rows, std::size_t columns,
-                                 const std::optional<std::string>& encoding) {
-    RowMatrix matrix;
-    matrix.codec = encoding ? parse_codec(*encoding) : codec_of(dtype_of(array));
-    matrix.data = static_cast<const std::byte*>(array.data());
-    matrix.rows = rows;
-    matrix.columns = columns;
-    matrix.stride = vector_nbytes(matrix.codec, columns);
-    require(!has_plane(matrix.codec) && array.shape(0) == rows && array.nbytes() == rows * matrix.stride,
-            "predictor factors do not fit the layer");
-    return matrix;
-  }
-
-  // [rows, d_model] of the layer's dtype.
-  RowMatrix resident_matrix(const AnyArray& array, std::size_t rows) const {
-    require(array.size() == rows * layer_->width() && array.itemsize() == element_nbytes_,
-            "a router does not fit the layer");
-    RowMatrix matrix;
-    matrix.codec = codec_of(dtype_);
-    matrix.data = static_cast<const std::byte*>(array.data());
-    matrix.rows = rows;
-    matrix.columns = layer_->width();
-    matrix.stride = vector_nbytes(matrix.codec, matrix.columns);
-    return matrix;
-  }
-
-  struct PredictorArrays {
-    AnyArray a, b;
-    FloatArray bias;
-    std::optional<AnyArray> a_scale, b_scale;
-  };
-
-  FfnArguments arguments_;  // keeps what they refer to alive
-  PredictorArrays predictor_arrays_, prefetch_arrays_;
-  AnyArray coded_gate_;
-  std::tuple<AnyArray, AnyArray> relu_arrays_;
-  std::tuple<AnyArray, std::optional<FloatArray>, std::optional<AnyArray>, std::optional<Biases>>
-      router_arrays_;
-  Dtype dtype_ = Dtype::f32;
-  SimdLevel level_ = SimdLevel::scalar;
-  std::shared_ptr<PyPrefetch> prefetch_;
-  TraceArray trace_array_;
-  const KernelTable* kernels_ = nullptr;
-  std::size_t element_nbytes_ = 0;
-  std::vector<float> x_, y_;
-  std::unique_ptr<FfnLayer> layer_;
-};
-
-}  // namespace
-
-FfnLayer& ffn_layer_of(nb::handle ffn) { return nb::cast<PyFfnLayer&>(ffn).layer(); }
+void PyFfnLayer::store(std::uintptr_t y, std::size_t token) {
+  const std::size_t nbytes = y_.size() * dtype_nbytes(tensors_->dtype());
+  tensors_->kernels().from_f32(y_.data(), y_.size(), at_address<std::byte>(y) + token * nbytes);
+}
 
 void init_ffn(nb::module_& m) {
   // (above, low, high): the activation is not zero above `above`, and between `low` and `high` where low <
@@ -387,9 +355,75 @@ void init_ffn(nb::module_& m) {
           },
           nb::arg("units"));
 
+  nb::class_<RowFormat>(m, "RowFormat")
+      .def(
+          "__init__",
+          [](RowFormat* self, const std::string& encoding, const std::string& down_encoding,
+             std::uint32_t stride, std::uint32_t d_model, std::uint32_t up, std::int32_t gate,
+             std::uint32_t down, const std::string& inputs) {
+            const RowCodec codec = parse_codec(encoding);
+            RowFormat format{codec, parse_codec(down_encoding), stride, d_model, up, down, gate};
+            format.inputs = parse_inputs(inputs, codec);
+            format.check();
+            new (self) RowFormat(format);
+          },
+          nb::kw_only(), nb::arg("encoding"), nb::arg("down_encoding"), nb::arg("stride"), nb::arg("d_model"),
+          nb::arg("up"), nb::arg("gate"), nb::arg("down"), nb::arg("inputs"));
+
+  nb::class_<ResidentTensors>(m, "ResidentTensors")
+      .def(
+          "__init__",
+          [](ResidentTensors* self, nb::dict tensors, const std::string& dtype, const std::string& encoding,
+             std::map<std::string, std::string> other_encodings, const std::string& inputs,
+             const std::string& simd) {
+            new (self) ResidentTensors(std::move(tensors), {encoding, std::move(other_encodings), inputs},
+                                       parse_dtype(dtype), parse_simd(simd));
+          },
+          nb::arg("tensors"), nb::kw_only(), nb::arg("dtype"), nb::arg("encoding"),
+          nb::arg("other_encodings"), nb::arg("inputs"), nb::arg("simd") = "auto");
+
+  nb::class_<NeuronSource>(m, "NeuronSource")
+      .def(
+          "__init__",
+          [](NeuronSource* self, std::shared_ptr<Reader> reader, std::shared_ptr<DirectFile> file,
+             const std::string& cache_policy, std::int32_t window, std::int32_t unit_rows,
+             std::optional<ByteArray> bypass_rows, bool wait_first, bool split_rows) {
+            new (self) NeuronSource{std::move(reader), std::move(file),        cache_policy, window,
+                                    unit_rows,         std::move(bypass_rows), wait_first,   split_rows};
+          },
+          nb::kw_only(), nb::arg("reader"), nb::arg("file"), nb::arg("cache_policy"), nb::arg("window"),
+          nb::arg("unit_rows") = 1, nb::arg("bypass_rows").none() = nb::none(), nb::arg("wait_first") = false,
+          nb::arg("split_rows") = false);
+
+  nb::class_<LayerRows>(m, "LayerRows")
+      .def(
+          "__init__",
+          [](LayerRows* self, ByteArray memory, std::uint64_t offset, ChecksumArray checksums,
+             std::int32_t checksum_rows, std::optional<IdArray> row_of,
+             std::optional<FloatArray> popularity) {
+            new (self) LayerRows{std::move(memory),    offset,
+                                 std::move(checksums), checksum_rows,
+                                 std::move(row_of),    std::move(popularity)};
+          },
+          nb::kw_only(), nb::arg("memory"), nb::arg("offset"), nb::arg("checksums"),
+          nb::arg("checksum_rows") = 1, nb::arg("row_of").none() = nb::none(),
+          nb::arg("popularity").none() = nb::none());
+
   nb::class_<PyFfnLayer>(m, "FfnLayer")
-      .def("__init__",
-           [](PyFfnLayer* self, const nb::kwargs& arguments) { new (self) PyFfnLayer(arguments); })
+      .def(
+          "__init__",
+          [](PyFfnLayer* self, std::size_t layer, std::shared_ptr<ResidentTensors> tensors,
+             const RowFormat& format, std::size_t neurons, const std::string& activation, float cut,
+             std::shared_ptr<NeuronSource> source, const LayerRows& rows, std::shared_ptr<ThreadPool> pool,
+             std::shared_ptr<FfnCounters> counters) {
+            const Activation kind = parse_activation(activation, 0.0F, cut);
+            const FfnLayerOptions options = read_ffn(*tensors, format, layer, neurons, kind);
+            new (self) PyFfnLayer(options, std::move(tensors), std::move(source), rows, std::move(pool),
+                                  std::move(counters));
+          },
+          nb::kw_only(), nb::arg("layer"), nb::arg("tensors"), nb::arg("row_format"), nb::arg("neurons"),
+          nb::arg("activation"), nb::arg("activation_cut") = 0.0F, nb::arg("source"), nb::arg("rows"),
+          nb::arg("pool"), nb::arg("counters"))
       .def("set_predictor", &PyFfnLayer::set_predictor, nb::arg("a"), nb::arg("b"), nb::arg("bias"),
            nb::arg("threshold"), nb::arg("a_scale").none() = nb::none(),
            nb::arg("b_scale").none() = nb::none(), nb::arg("prefetch").none() = nb::none())
@@ -397,11 +431,6 @@ void init_ffn(nb::module_& m) {
            nb::arg("threshold"), nb::arg("a_encoding").none() = nb::none(),
            nb::arg("b_encoding").none() = nb::none())
       .def("set_coded_gate", &PyFfnLayer::set_coded_gate, nb::arg("codes"), nb::arg("margin"))
-      .def("predict_by_gate", [](PyFfnLayer& self) { self.layer().predict_by_gate(); })
-      .def("set_router", &PyFfnLayer::set_router, nb::arg("weights"), nb::kw_only(), nb::arg("chosen"),
-           nb::arg("size"), nb::arg("shared"), nb::arg("softmax_of_all"), nb::arg("normalized"),
-           nb::arg("bias").none() = nb::none(), nb::arg("shared_gate").none() = nb::none(),
-           nb::arg("down_bias").none() = nb::none())
       .def("set_trace", &PyFfnLayer::set_trace, nb::arg("activity"), nb::arg("layer"))
       .def("forward", &PyFfnLayer::forward, nb::arg("x"), nb::arg("tokens"), nb::arg("y"),
            nb::call_guard<nb::gil_scoped_release>())

@@ -1,5 +1,4 @@
 // The model that runs tokens.
-#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -7,13 +6,13 @@
 #include <nanobind/stl/vector.h>
 
 #include <atomic>
-#include <map>
 #include <memory>
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "bind/bindings.h"
+#include "bind/py_ffn.h"
 #include "bind/py_row_stream.h"
 #include "bind/py_spec.h"
 #include "bind/resident_tensors.h"
@@ -67,43 +66,39 @@ class PyTap final : public Tap {
 // New ids of a sequence.
 using Entry = std::tuple<SequenceState*, std::vector<std::int32_t>>;
 
-using PyRowFormat =
-    std::tuple<std::string, std::uint32_t, std::uint32_t, std::int32_t, std::uint32_t, std::string>;
-
 class PyModel {
  public:
-  // tensors: the resident weights by canonical name (flashllm/arch/tensors.py), of the dtype (bf16 as
-  // uint16), but matrices of `resident_encoding`, or by name of `other_encodings`. row_format: encoding of up
-  // and gate, stride, first byte of up, of gate or -1, of down, encoding of down.
-  PyModel(nb::object block, const std::string& dtype, nb::dict tensors, const PyRowFormat& row_format,
-          const std::string& resident_encoding, std::map<std::string, std::string> other_encodings,
-          const std::string& inputs, std::shared_ptr<PyRowStream> stream, nb::list ffns,
-          std::shared_ptr<ThreadPool> pool, std::shared_ptr<FfnCounters> counters, std::size_t block_tokens,
-          std::size_t fill_tokens, bool prefetch, const std::string& simd)
-      : stream_(std::move(stream)),
-        ffns_(std::move(ffns)),
+  // caches: of each layer whose neurons `source` reads; None: every token computes every neuron of it.
+  PyModel(nb::object block, std::shared_ptr<ResidentTensors> tensors, const RowFormat& rows,
+          std::shared_ptr<PyRowStream> stream, std::shared_ptr<NeuronSource> source,
+          const std::vector<std::optional<LayerRows>>& caches, std::shared_ptr<ThreadPool> pool,
+          std::shared_ptr<FfnCounters> counters, std::size_t block_tokens, std::size_t fill_tokens,
+          bool prefetch)
+      : tensors_(std::move(tensors)),
+        stream_(std::move(stream)),
+        source_(std::move(source)),
         pool_(std::move(pool)),
         counters_(std::move(counters)) {
     const SpecReader reader(std::move(block));
-    const SimdLevel level = parse_simd(simd);
-    read_ = read_spec(reader, parse_dtype(dtype), level);
+    const SimdLevel level = tensors_->level();
+    read_ = read_spec(reader, tensors_->dtype(), level);
     ModelSpec& spec = read_.spec;
     spec.block_tokens = block_tokens;
     spec.fill_tokens = fill_tokens;
     spec.prefetch = prefetch;
     d_model_ = spec.block.d_model;
-    tensors_ = std::make_unique<ResidentTensors>(
-        std::move(tensors), Encodings{resident_encoding, std::move(other_encodings), inputs},
-        spec.block.dtype, level);
-    const RowFormat rows = rows_of(row_format, inputs);
+    require(rows.d_model == d_model_, "rows are as wide as the model");
     const std::size_t num_layers = nb::len(reader.get<nb::tuple>("layers"));
-    require(nb::len(ffns_) == num_layers, "every layer needs an FFN, or None");
+    require(caches.size() == num_layers, "every layer needs a cache, or None");
     ModelWeights weights = weights_around(reader);
-    for (std::size_t i = 0; i < num_layers; ++i) weights.blocks.push_back(block_weights(i, reader, rows));
+    for (std::size_t i = 0; i < num_layers; ++i)
+      weights.blocks.push_back(block_weights(i, reader, rows, caches[i]));
     const Activation activation = parse_activation(reader.get<std::string>("activation"));
     model_ = std::make_unique<Model>(spec, weights, rows, activation, stream_->stream(), *pool_, *counters_,
                                      level, [this] { check(); });
   }
+
+  const std::vector<std::shared_ptr<PyFfnLayer>>& ffns() const { return ffns_; }
 
   // Logits [entries, vocab] after each entry's last token, or [tokens, vocab] after every token.
   Logits step(const std::vector<Entry>& entries, const std::string& pass, bool all_logits,
@@ -180,21 +175,6 @@ class PyModel {
     return tokens;
   }
 
-  RowFormat rows_of(const PyRowFormat& row_format, const std::string& inputs) const {
-    const auto& [encoding, stride, up, gate, down, down_encoding] = row_format;
-    RowFormat rows;
-    rows.codec = parse_codec(encoding);
-    rows.down_codec = parse_codec(down_encoding);
-    rows.stride = stride;
-    rows.d_model = static_cast<std::uint32_t>(d_model_);
-    rows.up = up;
-    rows.gate = gate;
-    rows.down = down;
-    rows.inputs = parse_inputs(inputs, rows.codec);
-    rows.check();
-    return rows;
-  }
-
   // What lies before and behind the blocks.
   ModelWeights weights_around(const SpecReader& reader) {
     const ModelSpec& spec = read_.spec;
@@ -217,7 +197,8 @@ class PyModel {
     return weights;
   }
 
-  BlockWeights block_weights(std::size_t index, const SpecReader& reader, const RowFormat& rows) {
+  BlockWeights block_weights(std::size_t index, const SpecReader& reader, const RowFormat& rows,
+                             const std::optional<LayerRows>& cache) {
     const BlockSpec& spec = read_.spec.block;
     const NormStyle& style = read_.norms;
     const SpecReader of_layer(reader.get<nb::tuple>("layers")[index]);
@@ -248,7 +229,6 @@ class PyModel {
                              spec.rounded_inputs};
       require(static_cast<bool>(weights.neuron_norm), layer + "ffn_sub_norm.weight is missing");
     }
-    weights.neurons = d_ff;
     weights.rotary = of_layer.get_or("rotary", -1);
     weights.activation_threshold = of_layer.get<float>("activation_threshold");
     weights.activation_cut = of_layer.get<float>("activation_cut");
@@ -258,23 +238,52 @@ class PyModel {
     weights.value = tensors_->linear(layer + "value", cached, d_model_);
     weights.out = tensors_->linear(layer + "out", d_model_, attended);
     weights.sinks = tensors_->floats(layer + "sinks", spec.heads);
-    weights.up_bias = tensors_->floats(layer + "ffn.up_bias", d_ff);
-    weights.gate_bias = tensors_->floats(layer + "ffn.gate_bias", d_ff);
-    weights.down_bias = tensors_->floats(layer + "ffn.down_bias", d_model_);
-    if (tensors_->contains(layer + "gate.weight"))
-      weights.gate = tensors_->matrix(layer + "gate", d_ff, d_model_, rows.codec).data;
-    if (has_plane(rows.down_codec)) weights.plane = tensors_->plane(layer + "down.", d_ff, d_model_);
-    const nb::handle ffn = ffns_[index];
-    if (!ffn.is_none()) weights.ffn = &ffn_layer_of(ffn);
+    const Activation activation = parse_activation(reader.get<std::string>("activation"),
+                                                   weights.activation_threshold, weights.activation_cut);
+    FfnLayerOptions ffn = read_ffn(*tensors_, rows, index, d_ff, activation);
+    ffn.norm = weights.neuron_norm;
+    weights.neurons = d_ff;
+    weights.up_bias = ffn.up_bias;
+    weights.gate_bias = ffn.gate_bias;
+    weights.down_bias = ffn.down_bias;
+    weights.gate = ffn.gate;
+    weights.plane = ffn.plane;
+    ffns_.push_back(cache ? std::make_shared<PyFfnLayer>(ffn, tensors_, source_, *cache, pool_, counters_)
+                          : nullptr);
+    if (!cache) return weights;
+    weights.ffn = &ffns_.back()->layer();
+    const nb::object experts = of_layer.get<nb::object>("experts");
+    if (!experts.is_none()) weights.ffn->set_router(router(SpecReader(experts), layer));
     return weights;
   }
 
+  std::unique_ptr<Router> router(const SpecReader& experts, const std::string& layer) {
+    ExpertsSpec spec;
+    spec.count = experts.get<std::size_t>("count");
+    spec.chosen = experts.get<std::size_t>("chosen");
+    spec.size = experts.get<std::size_t>("size");
+    spec.shared = experts.get<std::size_t>("shared");
+    spec.softmax_of_all = experts.get<std::string>("softmax_of") == "all";
+    spec.normalized = experts.get<bool>("normalized");
+    const Dtype dtype = tensors_->dtype();
+    const auto matrix = [&](const char* name, std::size_t rows) {
+      return tensors_->matrix(layer + name, rows, d_model_, codec_of(dtype));
+    };
+    auto made = std::make_unique<Router>(
+        spec, matrix("router", spec.count),
+        tensors_->contains(layer + "shared_gate.weight") ? matrix("shared_gate", 1) : RowMatrix{}, dtype,
+        tensors_->level());
+    made->set_down_bias(tensors_->floats(layer + "ffn.expert_down_bias", spec.count * d_model_));
+    return made;
+  }
+
+  std::shared_ptr<ResidentTensors> tensors_;
   std::shared_ptr<PyRowStream> stream_;
-  nb::list ffns_;
+  std::shared_ptr<NeuronSource> source_;
   std::shared_ptr<ThreadPool> pool_;
   std::shared_ptr<FfnCounters> counters_;
   PySpec read_;
-  std::unique_ptr<ResidentTensors> tensors_;
+  std::vector<std::shared_ptr<PyFfnLayer>> ffns_;
   std::size_t d_model_ = 0;
   std::atomic<bool> cancelled_{false};
   std::unique_ptr<Model> model_;
@@ -284,14 +293,14 @@ class PyModel {
 
 void init_model(nb::module_& m) {
   nb::class_<PyModel>(m, "Model")
-      .def(nb::init<nb::object, const std::string&, nb::dict, const PyRowFormat&, const std::string&,
-                    std::map<std::string, std::string>, const std::string&, std::shared_ptr<PyRowStream>,
-                    nb::list, std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>, std::size_t,
-                    std::size_t, bool, const std::string&>(),
-           nb::kw_only(), nb::arg("block"), nb::arg("dtype"), nb::arg("tensors"), nb::arg("row_format"),
-           nb::arg("resident_encoding"), nb::arg("other_encodings"), nb::arg("inputs"), nb::arg("stream"),
-           nb::arg("ffns"), nb::arg("pool"), nb::arg("counters"), nb::arg("block_tokens"),
-           nb::arg("fill_tokens"), nb::arg("prefetch"), nb::arg("simd") = "auto")
+      .def(nb::init<nb::object, std::shared_ptr<ResidentTensors>, const RowFormat&,
+                    std::shared_ptr<PyRowStream>, std::shared_ptr<NeuronSource>,
+                    const std::vector<std::optional<LayerRows>>&, std::shared_ptr<ThreadPool>,
+                    std::shared_ptr<FfnCounters>, std::size_t, std::size_t, bool>(),
+           nb::kw_only(), nb::arg("block"), nb::arg("tensors"), nb::arg("row_format"), nb::arg("stream"),
+           nb::arg("source"), nb::arg("caches"), nb::arg("pool"), nb::arg("counters"),
+           nb::arg("block_tokens"), nb::arg("fill_tokens"), nb::arg("prefetch"))
+      .def_prop_ro("ffns", &PyModel::ffns)
       .def("step", &PyModel::step, nb::arg("entries"), nb::arg("pass_"), nb::arg("all_logits") = false,
            nb::arg("observer").none() = nb::none(), nb::arg("drafted") = 0)
       .def("accept", &PyModel::accept, nb::arg("count"), nb::call_guard<nb::gil_scoped_release>())

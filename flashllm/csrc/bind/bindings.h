@@ -58,10 +58,7 @@ ScalePlane plane_of(const AnyArray& scales, const std::optional<AnyArray>& minim
                     const std::optional<AnyArray>& factors, const std::optional<AnyArray>& minimum_factors,
                     std::size_t neurons, std::size_t width);
 
-// What a bound layer holds; nb::cast_error where it is another object. The caller keeps the object alive.
-FfnLayer& ffn_layer_of(nb::handle ffn);
-
-// The same of a bound writer.
+// What a bound writer holds; nb::cast_error where it is another object. The caller keeps the object alive.
 DirectWriter& direct_writer_of(nb::handle writer);
 
 void init_io(nb::module_& m);

@@ -10,6 +10,7 @@ ResidentTensors::ResidentTensors(nb::dict tensors, Encodings encodings, Dtype dt
       encodings_(std::move(encodings)),
       resident_codec_(parse_codec(encodings_.resident)),
       dtype_(dtype),
+      level_(level),
       kernels_(kernel_table(level, dtype)) {}
 
 // The tensor [rows, columns] of a canonical name, where it lies.

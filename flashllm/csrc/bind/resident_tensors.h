@@ -27,6 +27,12 @@ class ResidentTensors {
   // something is missing or does not fit.
   ResidentTensors(nb::dict tensors, Encodings encodings, Dtype dtype, SimdLevel level);
 
+  ResidentTensors(const ResidentTensors&) = delete;
+  ResidentTensors& operator=(const ResidentTensors&) = delete;
+
+  Dtype dtype() const { return dtype_; }
+  SimdLevel level() const { return level_; }
+  const KernelTable& kernels() const { return kernels_; }
   bool contains(const std::string& name) const { return tensors_.contains(name.c_str()); }
   // NAME.weight [rows, columns] in the encoding that is its own, and NAME.bias, if there is one.
   RowMatrix linear(const std::string& name, std::size_t rows, std::size_t columns);
@@ -50,6 +56,7 @@ class ResidentTensors {
   const Encodings encodings_;
   const RowCodec resident_codec_;
   const Dtype dtype_;
+  const SimdLevel level_;
   const KernelTable& kernels_;
   std::vector<std::unique_ptr<float[]>> floats_;
 };

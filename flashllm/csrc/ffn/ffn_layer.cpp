@@ -83,6 +83,12 @@ void FfnLayer::set_trace(const ActivityTrace& active, const ActivityTrace& prefe
     prefetch_predictor_ = std::make_unique<TracePredictor>(prefetched, std::move(prefetch_predictor_));
 }
 
+void FfnLayer::set_predictor(std::unique_ptr<Predictor> predictor) {
+  predictor_ = std::move(predictor);
+  if (router_ != nullptr)
+    predictor_ = std::make_unique<RouterPredictor>(*router_, options_.units(), std::move(predictor_));
+}
+
 void FfnLayer::predict_by_gate() {
   if (options_.gate == nullptr) throw CoreError(ErrorKind::usage, "the layer has no resident gate");
   const RowFormat& format = options_.format;

@@ -45,7 +45,8 @@ class FfnLayer {
   FfnLayer(const FfnLayer&) = delete;
   FfnLayer& operator=(const FfnLayer&) = delete;
 
-  void set_predictor(std::unique_ptr<Predictor> predictor) { predictor_ = std::move(predictor); }
+  // Of a mixture of experts: what names neurons within them.
+  void set_predictor(std::unique_ptr<Predictor> predictor);
   bool has_predictor() const { return predictor_ != nullptr; }
   // The predictor wants what the FFN's norm is applied to, in the place of the FFN's input.
   void predict_by_stream() { by_stream_ = true; }
@@ -53,7 +54,7 @@ class FfnLayer {
   // The resident gate, of a layer that has one, names the active neurons.
   void predict_by_gate();
   // The neurons are those of experts: the router names them; the predictor there is, neurons within them,
-  // where units are neurons. Comes after the predictor and before a trace. Throws CoreError where it does not
+  // where units are neurons. Comes before a trace. Throws CoreError where it does not
   // fit the layer.
   void set_router(std::unique_ptr<Router> router);
   Router* router() const { return router_.get(); }  // nullptr: there are no experts
