@@ -43,7 +43,7 @@ class Ablation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """How to run a model. UsageError, naming the command line's option, for what cannot be."""
+    """How to run a model. UsageError, naming the command line's option or the field, for what cannot be."""
 
     memory: int | None = None  # bytes for everything the process holds; None: four fifths of what is free
     context: int | None = None  # tokens the KV cache can grow to; None: the model's own limit
@@ -72,15 +72,15 @@ class RunConfig:
         _check_whole("--context", self.context, "tokens")
         if self.cache_bits is not None and self.cache_bits not in CACHE_BITS:
             raise UsageError(f"--cache-bits must be one of {', '.join(map(str, CACHE_BITS))}, not {self.cache_bits!r}")
-        _check_whole("--window", self.window, "tokens", high=MAX_WINDOW)
+        _check_whole("window", self.window, "tokens", high=MAX_WINDOW)
         _check_whole("--threads", self.threads, high=MAX_THREADS)
-        _check_whole("--io-threads", self.io_threads, high=MAX_THREADS)
+        _check_whole("io_threads", self.io_threads, high=MAX_THREADS)
         if self.mode is not None:
             _check_choice("--mode", self.mode, MODES)
-        _check_choice("--prompts", self.prompts, PROMPTS)
-        _check_choice("--cache-policy", self.cache_policy, CACHE_POLICIES)
+        _check_choice("prompts", self.prompts, PROMPTS)
+        _check_choice("cache_policy", self.cache_policy, CACHE_POLICIES)
         if self.io_backend is not None:
-            _check_choice("--io-backend", self.io_backend, BACKENDS)
+            _check_choice("io_backend", self.io_backend, BACKENDS)
         if self.store is not None and not isinstance(self.store, Path):
             raise UsageError(f"--store must be a path, not {self.store!r}")
         if not isinstance(self.speculate, Path):

@@ -178,6 +178,7 @@ def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     check_trainable(directory, manifest)
+    args.tokens_per_sample = min(args.tokens_per_sample, ModelDir.open(directory).block.context)
     args.scratch = args.scratch or directory.with_name(directory.name + ".predictors")
     with scratch_directory(args.scratch, resume=args.resume):
         summary = train(args, options, directory, manifest)

@@ -6,7 +6,7 @@ hybrid       half of the weights in memory, or what the limit leaves room for; t
 + predictor  only the predicted neurons are read, all of them for every token, matrix by matrix
 + windowing  those of the last tokens stay in memory (five tokens, fewer where they do not fit)
 + bundling   a neuron's matrices are one read
-then our own: + overlap and merging, + policy, + placement (of a model made with `convert --reorder`), + prefetch.
+then our own: + overlap and merging, + policy, + placement (of a model made with `convert/reorder.py`), + prefetch.
 The last row takes one part away again: all of that, but with the kernels' plain loops instead of those for this
 processor.
 

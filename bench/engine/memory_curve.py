@@ -22,7 +22,7 @@ from memory_group import GroupError
 from flashllm.base.units import parse_size
 from flashllm.convert.locate import resolve_model
 from flashllm.format.manifest import open_model_dir
-from flashllm.format.model_files import FFN, RESIDENT, TRACE
+from flashllm.format.model_files import FFN, RESIDENT
 
 SHARES = [0.45, 0.5, 0.55, 0.6, 0.7, 0.8, 0.9, 1.0]
 
@@ -54,8 +54,6 @@ def planned(point: Point, args: argparse.Namespace) -> dict[str, Any] | None:
     """What `flashllm plan` says; None where the limit cannot hold the model."""
     command = [sys.executable, "-m", "flashllm", "plan", str(point.directory), "--json", "--memory", str(point.memory)]
     command += ["--context", str(args.prompt + args.tokens + 1)]
-    if (point.directory / TRACE).exists():
-        command += ["--trace", str(point.directory / TRACE)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0 and "cannot hold this model" not in done.stderr:
         raise SystemExit(f"memory_curve: {done.stderr.strip()}")

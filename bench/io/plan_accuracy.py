@@ -1,7 +1,7 @@
 """The plan's token time against what a run then takes, on the same model, memory and calibration.
 
     flashllm calibrate MODEL
-    python bench/io/plan_accuracy.py MODEL --memory 7.0GB [--trace FILE] [--tokens N]
+    python bench/io/plan_accuracy.py MODEL --memory 7.0GB [--tokens N]
 
 First `flashllm plan`, then `flashllm generate`, each in a process of its own. The median over the tokens after the
 first ten (the cache fills) is what is compared. The last line is one JSON document.
@@ -32,14 +32,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("model")
     parser.add_argument("--memory", required=True)
     parser.add_argument("--store", help="calibrations (default: the user's)")
-    parser.add_argument("--trace", help="recorded activity, for the plan")
     parser.add_argument("--context", default="256")
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--temperature", default="0.8")
     args = parser.parse_args(argv)
     common = [args.model, "--memory", args.memory, "--context", args.context]
     common += [] if args.store is None else ["--store", args.store]
-    plan = flashllm("plan", *common, *([] if args.trace is None else ["--trace", args.trace]))
+    plan = flashllm("plan", *common)
     if plan["token"] is None:
         raise SystemExit(f"the drive is not calibrated: run `flashllm calibrate {args.model}`")
     sampling = ["--temperature", args.temperature, "--seed", "1"]

@@ -2,7 +2,7 @@
 
     python bench/peer/peer_llama.py make olmoe.gguf --shape olmoe
     python bench/peer/peer_llama.py quantise olmoe.gguf olmoe-q4_k_m.gguf --type q4_k_m
-    flashllm convert olmoe-q4_k_m.gguf olmoe-q4 --no-quality
+    flashllm convert olmoe-q4_k_m.gguf olmoe-q4
     python bench/peer/same_file.py olmoe-q4_k_m.gguf olmoe-q4 --memory 2.4GB
 
 Both get ids 0, 1, 2 ...: of dummy_experts.py's models the router then moves as a real one's. Each run is a process of

@@ -1,16 +1,17 @@
-"""`flashllm convert SRC DST`: from a Hugging Face folder, a GGUF file or a hub id to a model directory.
-
-With --reorder TRACE the neurons are also written in the order in which they are best read; SRC may then be a model
-directory itself, as a trace is recorded with one.
-"""
+"""`flashllm convert SRC DST`: from a Hugging Face folder, a GGUF file or a hub id to a model directory."""
 
 import argparse
 import dataclasses
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flashllm.base.command_line import number, say
 from flashllm.base.files import Progress
+
+if TYPE_CHECKING:
+    from flashllm.convert.choices import Choices
+    from flashllm.format.manifest import Manifest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "src",
         metavar="SRC",
-        help="a Hugging Face folder, a GGUF file, a hub id or address, smollm2; with --reorder also a model directory",
+        help="a Hugging Face folder, a GGUF file, a hub id or address, smollm2",
     )
     parser.add_argument("dst", metavar="DST", type=Path, help="the directory to make; it must not exist")
     parser.add_argument(
@@ -41,42 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "but for a quantised GGUF file without --bits)",
     )
     parser.add_argument(
-        "--embedding-bits",
-        type=int,
-        choices=(12, 8, 4),
-        help="of the embedding and the head alone, which lose most in 4 bits (default: as --resident-bits)",
-    )
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        choices=(32, 64),
-        help="weights that share a scale where --bits or --resident-bits is 8 or 4 (default: 32)",
-    )
-    parser.add_argument(
-        "--minimums",
-        action="store_true",
-        help="groups of 4 bits have a minimum beside their scale: closer to the weights, half a bit a weight more in "
-        "groups of 32, a quarter in groups of 64",
-    )
-    parser.add_argument(
         "--calibrate",
         metavar="FILE",
         type=Path,
         help="choose codes of 8 and 4 bits by what the layers compute on this text, in UTF-8, of which up to 12,288 "
         "tokens are used: slower, and loses less. Some 10,000 tokens of the kind that the model will see are enough",
-    )
-    parser.add_argument(
-        "--activations",
-        choices=("float32", "int16", "int8"),
-        help="what weights of 8 and 4 bits, and a quantised file's, are multiplied by, a token at a time, rounded in "
-        "groups of 32. int16: those of 8 bits by 16, others by 8 (default). int8: all by 8, which loses more and is as "
-        "fast. float32: exactly, at half the speed or less",
-    )
-    parser.add_argument(
-        "--no-quality",
-        action="store_true",
-        help="do not measure what 8 and 4 bits cost (perplexity on a short sample, against the source), which inspect "
-        "shows",
     )
     parser.add_argument(
         "--gate",
@@ -100,13 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the text that --sparsify uses, in UTF-8: up to 8,192 tokens of it (default: a short sample)",
     )
     parser.add_argument(
-        "--reorder",
-        metavar="TRACE",
-        type=Path,
-        help="also write the neurons in the order of this trace (tools/record_trace.py) in which they fire together, "
-        "so that one read brings several; takes as much disk again as the neurons",
-    )
-    parser.add_argument(
         "--no-predictors",
         action="store_true",
         help="make no untrained predictors: the model then needs trained ones, or --mode dense",
@@ -115,102 +78,83 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Convert. Interrupted, the same command goes on where it stopped."""
-    from flashllm.base.progress import ProgressBar
-    from flashllm.commands.predictors.scripts import sample_text
-    from flashllm.convert.choices import Choices
     from flashllm.convert.locate import find_checkpoint
-    from flashllm.convert.reorder import reorder
-    from flashllm.convert.run import convert
     from flashllm.convert.tokenizer import TOKENIZER
     from flashllm.errors import UsageError
-    from flashllm.format.manifest import MANIFEST
-    from flashllm.format.report.inspect import sparsity_line
-    from flashllm.format.trace import Trace
-    from flashllm.pack.calibrated import convert_calibrated
-    from flashllm.pack.sparsified import convert_sparsified
 
-    is_model = (Path(args.src) / MANIFEST).exists()
-    keep = args.bits is None and args.resident_bits is None and args.embedding_bits is None
-    row_bits, resident_bits = args.bits or 16, args.resident_bits or 16
-    embedding_bits = resident_bits if args.embedding_bits is None else args.embedding_bits
-    bits = {row_bits, resident_bits, embedding_bits}
-    fewer_bits = bits != {16} or args.calibrate is not None
-    of_conversion = args.no_predictors or any(
-        choice is not None for choice in (args.dtype, args.gate, args.sparsify, args.activations)
-    )
     if args.text is not None and args.sparsify is None:
         raise UsageError("--text is the text by which --sparsify chooses thresholds; give both, or neither")
-    if is_model and args.reorder is not None and (of_conversion or fewer_bits):
-        raise UsageError(
-            f"{args.src}: is a model directory, which --reorder copies as it is: --dtype, --bits and its like, "
-            "--activations, --gate, --sparsify and --no-predictors are for a Hugging Face folder"
-        )
-    if args.group_size is not None and not {8, 4} & bits:
-        raise UsageError("--group-size is for weights of 8 or 4 bits: give --bits or --resident-bits")
-    if args.minimums and 4 not in bits:
-        raise UsageError("--minimums are for weights of 4 bits: add --bits 4 or --resident-bits 4")
     if args.calibrate is not None and args.sparsify is not None:
         raise UsageError("--calibrate and --sparsify do not go together yet; give one of them")
-    measured = bool({8, 4} & bits) and not args.no_quality and args.sparsify is None
     try:
-        with ExitStack() as stack:
-            trace = None if args.reorder is None else stack.enter_context(Trace(args.reorder))
-            if is_model and trace is not None:
-                reorder(Path(args.src), args.dst, trace, stack.enter_context(ProgressBar("reorder")))
-            else:
-                source, name = find_checkpoint(args.src, say=say)
-                bar = stack.enter_context(ProgressBar("convert"))
-                choices: Choices = {
-                    "dtype": args.dtype,
-                    "encoding": _encoding(args, row_bits),
-                    "resident_encoding": _encoding(args, resident_bits),
-                    "table_encoding": _encoding(args, embedding_bits),
-                    "activations": args.activations,
-                    "reorder": trace,
-                    "gate": args.gate or ("rows" if args.sparsify is None else "resident"),
-                }
-                if args.sparsify is not None:
-                    manifest = convert_sparsified(
-                        source,
-                        args.dst,
-                        args.sparsify,
-                        args.text if args.text is not None else sample_text(),
-                        source_name=name,
-                        say=say,
-                        progress=bar,
-                        scoring=stack.enter_context(ProgressBar("sparsify", unit="windows")),
-                        **choices,
-                    )
-                    assert manifest.sparsity is not None
-                    say(sparsity_line(dataclasses.asdict(manifest.sparsity)))
-                else:
-                    choices["predictors"] = not args.no_predictors
-                    if args.calibrate is None:
-                        choices["keep"] = keep
-                        manifest = convert(source, args.dst, source_name=name, say=say, progress=bar, **choices)
-                    else:
-                        calibrating = stack.enter_context(ProgressBar("calibrate", unit="layers"))
-                        manifest = convert_calibrated(
-                            source,
-                            args.dst,
-                            args.calibrate,
-                            source_name=name,
-                            say=say,
-                            progress=bar,
-                            calibrating=calibrating,
-                            **choices,
-                        )
-                    if measured and TOKENIZER in manifest.files:
-                        comparing = stack.enter_context(ProgressBar("compare", unit="layers"))
-                        say(_compared(source, args.dst, comparing))
-                    if args.gate is not None and not manifest.sparse:
-                        say("no neuron of this model is ever zero, so its gates leave none out; --sparsify would")
-                if TOKENIZER not in manifest.files:
-                    say(f"{source} has no tokenizer: the model takes token ids alone, no text to chat with")
+        source, name = find_checkpoint(args.src, say=say)
+        with ExitStack() as bars:
+            manifest = _convert(args, source, name, bars)
+        if TOKENIZER not in manifest.files:
+            say(f"{source} has no tokenizer: the model takes token ids alone, no text to chat with")
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt("interrupted; the same command goes on where it stopped") from stop
     print(args.dst)
     return 0
+
+
+def _convert(args: argparse.Namespace, source: Path, name: str | None, bars: ExitStack) -> "Manifest":
+    """The finished model's manifest, after what it cost was said. Progress is shown until `bars` is closed."""
+    from flashllm.base.progress import ProgressBar
+    from flashllm.commands.predictors.scripts import sample_text
+    from flashllm.convert.run import convert
+    from flashllm.convert.tokenizer import TOKENIZER
+    from flashllm.format.report.inspect import sparsity_line
+    from flashllm.pack.calibrated import convert_calibrated
+    from flashllm.pack.sparsified import convert_sparsified
+
+    def bar(what: str, unit: str) -> Progress:
+        return bars.enter_context(ProgressBar(what, unit=unit))
+
+    choices: Choices = {
+        "dtype": args.dtype,
+        "encoding": _encoding(args.bits),
+        "resident_encoding": _encoding(args.resident_bits),
+        "gate": args.gate or ("rows" if args.sparsify is None else "resident"),
+    }
+    progress = bars.enter_context(ProgressBar("convert"))
+    if args.sparsify is not None:
+        text, scoring = args.text if args.text is not None else sample_text(), bar("sparsify", "windows")
+        manifest = convert_sparsified(
+            source,
+            args.dst,
+            args.sparsify,
+            text,
+            source_name=name,
+            say=say,
+            progress=progress,
+            scoring=scoring,
+            **choices,
+        )
+        assert manifest.sparsity is not None
+        say(sparsity_line(dataclasses.asdict(manifest.sparsity)))
+        return manifest
+    choices["predictors"] = not args.no_predictors
+    if args.calibrate is None:
+        choices["keep"] = args.bits is None and args.resident_bits is None
+        manifest = convert(source, args.dst, source_name=name, say=say, progress=progress, **choices)
+    else:
+        calibrating = bar("calibrate", "layers")
+        manifest = convert_calibrated(
+            source,
+            args.dst,
+            args.calibrate,
+            source_name=name,
+            say=say,
+            progress=progress,
+            calibrating=calibrating,
+            **choices,
+        )
+    if {8, 4} & {args.bits, args.resident_bits} and TOKENIZER in manifest.files:
+        say(_compared(source, args.dst, bar("compare", "layers")))
+    if args.gate is not None and not manifest.sparse:
+        say("no neuron of this model is ever zero, so its gates leave none out; --sparsify would")
+    return manifest
 
 
 def _compared(source: Path, directory: Path, progress: Progress) -> str:
@@ -228,13 +172,11 @@ def _compared(source: Path, directory: Path, progress: Progress) -> str:
     return quality_line(dataclasses.asdict(manifest.quality))
 
 
-def _encoding(args: argparse.Namespace, bits: int) -> str | None:
+def _encoding(bits: int | None) -> str | None:
     """The encoding of weights of so many bits; None: the dtype."""
     from flashllm.base.bf12 import BF12
     from flashllm.base.group_codes import DEFAULT_GROUP, code_of
 
-    if bits == 16:
+    if bits in (None, 16):
         return None
-    if bits == 12:
-        return BF12.name
-    return code_of(bits, args.group_size or DEFAULT_GROUP, has_minimum=args.minimums and bits == 4).name
+    return BF12.name if bits == 12 else code_of(bits, DEFAULT_GROUP, has_minimum=False).name

@@ -9,20 +9,7 @@ from typing import Any
 
 from flashllm.base.command_line import number, say, size, whole
 from flashllm.base.text import is_terminal, one_line
-from flashllm.config import (
-    BACKENDS,
-    CACHE_BITS,
-    CACHE_POLICIES,
-    MAX_THREADS,
-    MAX_WINDOW,
-    MODES,
-    PROMPTS,
-    SPECULATIONS,
-    RunConfig,
-    Speculate,
-)
-
-DEFAULT_IO_THREADS = 32  # paper A, section 4
+from flashllm.config import CACHE_BITS, MAX_THREADS, SPECULATIONS, RunConfig, Speculate
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -63,22 +50,6 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         choices=CACHE_BITS,
         help="keys and values are kept in 8 or 4 bits, but for the last tokens' (default: as they are computed)",
     )
-    group.add_argument(
-        "--cache-policy",
-        choices=CACHE_POLICIES,
-        default=CACHE_POLICIES[0],
-        help="neurons that stay cached: the most often active, or those of the last K tokens (default: %(default)s)",
-    )
-    group.add_argument("--window", metavar="K", type=whole(1, MAX_WINDOW), help="tokens of the window policy")
-    group.add_argument(
-        "--io-threads",
-        metavar="T",
-        type=whole(1, MAX_THREADS),
-        help=f"reads from flash at a time (default: by the profile, else {DEFAULT_IO_THREADS})",
-    )
-    group.add_argument(
-        "--io-backend", choices=BACKENDS, help="how they are made (default: by the profile, else threads)"
-    )
     add_store(group)
 
 
@@ -87,20 +58,11 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--mode",
-        choices=MODES,
-        help="FFN neurons computed: those the predictors name (sparse), those that fire (oracle), all (dense) "
+        choices=("sparse", "dense"),
+        help="FFN neurons computed: those the predictors name (sparse), all (dense) "
         "(default: sparse; dense for a model whose neurons are never zero)",
     )
-    group.add_argument(
-        "--prompts",
-        choices=PROMPTS,
-        default=PROMPTS[0],
-        help="of more than a few tokens: compute every neuron (dense), or those that the mode names, token by token "
-        "(sparse: slower; scores are then those of the model that generates) (default: %(default)s)",
-    )
     group.add_argument("--threads", metavar="T", type=whole(1, MAX_THREADS), help="compute threads (default: cores)")
-    group.add_argument("--buffered", action="store_true", help="read through the page cache instead of directly")
-    group.add_argument("--no-checksums", action="store_true", help="do not check the bytes of weights and rows")
 
 
 def add_no_profile(parser: argparse.ArgumentParser) -> None:
@@ -147,17 +109,10 @@ def run_config(args: argparse.Namespace) -> RunConfig:
         memory=args.memory,
         context=args.context,
         cache_bits=args.cache_bits,
-        cache_policy=args.cache_policy,
-        window=args.window,
         mode=args.mode,
-        prompts=args.prompts,
         threads=args.threads,
-        io_threads=args.io_threads,
-        io_backend=args.io_backend,
         store=args.store,
         speculate=_speculate(getattr(args, "speculate", None)),
-        direct=not args.buffered,
-        verify_checksums=not args.no_checksums,
     )
 
 

@@ -31,12 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     add_memory(parser)
     add_engine(parser)
-    parser.add_argument(
-        "--trace",
-        metavar="FILE",
-        type=Path,
-        help="the model's activity as tools/record_trace.py recorded it, for a better estimate of its reads",
-    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -57,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     plan = resolve(config, model, **room)
     for notice in (*plan.reasons, *plan.notices):
         say(notice)
-    estimate = _estimate(model, plan, args.trace)
+    estimate = _estimate(model, plan)
     if estimate is not None and plan.mode == "sparse" and not model.architecture.experts:
         estimate = _beside_dense(estimate, model, dataclasses.replace(config, mode="dense", prompts="dense"), room)
     if args.json:
@@ -164,7 +158,7 @@ def _gates(model: "ModelDir", plan: "Plan") -> list[str]:
     return [*lines, f"    here: {used}"]
 
 
-def _estimate(model: "ModelDir", plan: "Plan", trace: Path | None) -> "_Estimate | None":
+def _estimate(model: "ModelDir", plan: "Plan") -> "_Estimate | None":
     """The expected token; None where the drive has no profile, in mode oracle, and of a mixture's experts that
     are computed whole."""
     from flashllm.format.model_files import TRACE
@@ -174,10 +168,10 @@ def _estimate(model: "ModelDir", plan: "Plan", trace: Path | None) -> "_Estimate
     from flashllm.plan.latency import dense_token, estimate_token, product_nbytes
 
     gap, resident = plan.reader.max_gap, product_nbytes(model)
-    if trace is None and TRACE not in model.manifest.files:
+    if not (model.path / TRACE).exists():
         activity = from_shares(model.manifest, plan.memory, plan.popularity, gap)
     else:
-        with Trace(trace if trace is not None else model.path / TRACE) as opened:
+        with Trace(model.path / TRACE) as opened:
             opened.check_model(model.architecture)
             activity = from_trace(opened, plan.memory, plan.popularity, gap, read_places(model.path, model.manifest))
     if plan.profile is None:

@@ -102,10 +102,8 @@ class ConversionPlan:
         scales = f"; scales of the down columns in memory, {format_size(nbytes)}" if nbytes else ""
         left = self.kept.left if self.kept is not None else ()
         rest = f"; {len(left)} matrices, {left[0]} the first, dequantised to {self.dtype.name}" if left else ""
-        rounded = "" if self.activations is None else "; --activations float32 multiplies them exactly, more slowly"
         return (
-            f"the bits of {self.checkpoint.path.name} are kept: neurons {matrices}{scales}{rest}; --bits encodes "
-            f"anew{rounded}"
+            f"the bits of {self.checkpoint.path.name} are kept: neurons {matrices}{scales}{rest}; --bits encodes anew"
         )
 
     def identity(self) -> dict[str, Any]:
@@ -211,7 +209,7 @@ def _activations(checkpoint: Checkpoint, storage: Storage, asked: Activations | 
         return usual
     if usual is None:
         raise UsageError(
-            f"{checkpoint.path}: --activations are for weights in codes, which it has none of; give --bits 8 or 4, or "
+            f"{checkpoint.path}: activations are for weights in codes, which it has none of; give --bits 8 or 4, or "
             "--resident-bits"
         )
     return None if asked == "float32" else asked
@@ -224,7 +222,7 @@ def _check_gate(checkpoint: Checkpoint, architecture: Architecture, gate: GatePl
     if architecture.experts and (gate != "rows" or reorder is not None):
         raise UsageError(
             f"{checkpoint.path}: a mixture of experts, whose router names the neurons and whose experts lie in one "
-            "piece; --gate, --sparsify and --reorder are for other models"
+            "piece; --gate, --sparsify and reorder are for other models"
         )
 
 

@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashllm.base.units import format_size, parse_size
+from flashllm.base.command_line import size
+from flashllm.base.units import format_size
 from flashllm.errors import UsageError
 from flashllm.offload import cli_bench, cli_run
 
 if TYPE_CHECKING:
     from flashllm.offload.machine.hardware import Hardware
     from flashllm.offload.planner.predict import Prediction
-    from flashllm.offload.planner.search import SearchSpace
     from flashllm.offload.policy import Policy, Workload
     from flashllm.offload.shape import ModelShape
 
@@ -39,16 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|t4|here",
         help="the machine: a file, or here by its profile, which `flashllm calibrate` makes (default: %(default)s)",
     )
-    plan.add_argument("--save-hardware", type=Path, metavar="FILE", help="write the constants used, for --hardware")
-    plan.add_argument("--device-memory", metavar="SIZE", help="limit of the device tier, e.g. 16GB")
-    plan.add_argument("--cpu-memory", metavar="SIZE", help="limit of the CPU tier")
-    plan.add_argument("--disk", metavar="SIZE", help="limit of the disk tier; 0 forbids it")
+    plan.add_argument("--memory", type=size, metavar="SIZE", help="limit of memory, e.g. 16GB (default: the machine's)")
     plan.add_argument("--compress", action="store_true", help="weights and cache in 4 bits")
-    plan.add_argument("--attention-sparsity", type=float, default=1.0, metavar="F", help="share of values read (0.1)")
-    plan.add_argument("--latency", type=float, metavar="SECONDS", help="bound on the time of a whole block")
-    plan.add_argument("--forbid", action="append", default=[], choices=("device", "cpu", "disk"), help="bar a tier")
     plan.add_argument("--policy", type=Path, metavar="FILE", help="price this policy instead of searching")
-    plan.add_argument("--no-what-if", action="store_true", help="skip what more hardware would buy")
     plan.add_argument("--json", action="store_true", help="one JSON document on stdout")
     plan.set_defaults(offload_main=_plan)
     cli_run.add_arguments(verbs)
@@ -63,15 +56,13 @@ def main(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from flashllm.offload.planner.predict import predict
-    from flashllm.offload.planner.search import search
-    from flashllm.offload.planner.whatif import what_if
+    from flashllm.offload.planner.search import SearchSpace, search
     from flashllm.offload.policy import Policy, Workload
     from flashllm.offload.shape import load_shape
 
     shape = load_shape(args.model)
     try:
         workload = Workload(prompt_len=args.prompt_len, gen_len=args.gen_len)
-        space = _space(args)
     except ValueError as error:
         raise UsageError(str(error)) from None
     hardware = _hardware(args, shape.dtype)
@@ -79,8 +70,8 @@ def _plan(args: argparse.Namespace) -> int:
     if args.policy is not None:
         policy = Policy.load(args.policy)
         prediction = predict(shape, hardware, workload, policy)
-        gains = []
     else:
+        space = SearchSpace(compress_weights=args.compress, compress_cache=args.compress)
         plan = search(shape, hardware, workload, space)
         policy, prediction = plan.policy, plan.prediction
         document["search"] = {
@@ -88,13 +79,9 @@ def _plan(args: argparse.Namespace) -> int:
             "programs": plan.programs,
             "relaxed_throughput": plan.relaxed_throughput,
         }
-        gains = [] if args.no_what_if else what_if(shape, hardware, workload, space)
     document["policy"] = policy.to_json()
     document["predicted"] = _predicted(prediction)
     document["latency_engine"] = _other_engine(args, shape, hardware, workload, policy)
-    document["what_if"] = [
-        {"change": gain.change, "throughput": gain.throughput, "ratio": gain.ratio} for gain in gains
-    ]
     for resource, excess in prediction.over.items():
         print(f"this policy does not fit: {resource} memory is short by {format_size(excess)}", file=sys.stderr)
     if args.json:
@@ -104,32 +91,10 @@ def _plan(args: argparse.Namespace) -> int:
     return 0 if not prediction.over else 1
 
 
-def _space(args: argparse.Namespace) -> "SearchSpace":
-    from flashllm.offload.planner.program import Constraints
-    from flashllm.offload.planner.search import SearchSpace
-
-    if not 0 < args.attention_sparsity <= 1:
-        raise ValueError(f"--attention-sparsity must be above 0 and at most 1, not {args.attention_sparsity}")
-    return SearchSpace(
-        compress_weights=args.compress,
-        compress_cache=args.compress,
-        attention_sparsity=args.attention_sparsity,
-        constraints=Constraints(latency_s=args.latency, forbid=frozenset(args.forbid)),
-    )
-
-
 def _hardware(args: argparse.Namespace, dtype: str | None) -> "Hardware":
     from flashllm.offload.machine.hardware import Hardware
     from flashllm.offload.machine.machines import MACHINES
 
-    sizes = {
-        name: None if text is None else parse_size(text)
-        for name, text in (
-            ("device_memory", args.device_memory),
-            ("cpu_memory", args.cpu_memory),
-            ("disk_capacity", args.disk),
-        )
-    }
     if args.hardware == "here":
         from flashllm.offload.machine.here import this_machine
 
@@ -147,10 +112,8 @@ def _hardware(args: argparse.Namespace, dtype: str | None) -> "Hardware":
         hardware = Hardware.load(Path(args.hardware))
     else:
         raise UsageError(f"--hardware {args.hardware}: neither a file nor one of: {', '.join(MACHINES)}")
-    hardware = hardware.limited(**sizes)
-    if args.save_hardware is not None:
-        args.save_hardware.write_text(json.dumps(hardware.to_json(), indent=1) + "\n", encoding="utf-8")
-    return hardware
+    # The memory of a machine without a GPU is its device tier.
+    return hardware.limited(**{"device_memory" if hardware.device == "cpu" else "cpu_memory": args.memory})
 
 
 def _other_engine(
@@ -163,8 +126,7 @@ def _other_engine(
     from flashllm.offload.planner.local import of_size
     from flashllm.offload.planner.predict import predict
 
-    memory = None if args.device_memory is None else parse_size(args.device_memory)
-    other = latency_engine(Path(args.model), hardware, workload, memory=memory)
+    other = latency_engine(Path(args.model), hardware, workload, memory=args.memory)
     if other is None:
         return None
 
@@ -241,7 +203,4 @@ def _text(document: dict[str, Any], policy: "Policy", prediction: "Prediction", 
         rate = f"{1 / other['token_s']:.3g} tokens/s, one prompt at a time"
         verdict = f"better for fewer than {few} prompts" if few > 1 else "never better for this job"
         lines.append(f"`flashllm generate` {rate}: {verdict}")
-    if document["what_if"]:
-        lines.append("what more would buy")
-        lines += [f"  {g['change']:36s}×{g['ratio']:.2f}  {g['throughput']:.3g} tokens/s" for g in document["what_if"]]
     return "\n".join(lines)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flashllm.base.command_line import number
 from flashllm.base.text import one_line
 from flashllm.errors import FlashError, UsageError
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from flashllm.offload.pipeline.stage_runner import PipelineRunner
 
 _LOOPBACK = "127.0.0.1"
-_PEER_TIMEOUT_S = 30.0
-_CONNECT_TIMEOUT_S = 60.0
 _INTERRUPTED = 130
 
 
@@ -38,20 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--listen", default=_LOOPBACK, metavar="ADDRESS", help="of this machine, for the others (default: %(default)s)"
-    )
-    group.add_argument(
-        "--peer-timeout",
-        type=number(1, 86400),
-        default=_PEER_TIMEOUT_S,
-        metavar="S",
-        help="seconds of silence after which another process is given up (default: %(default)g)",
-    )
-    group.add_argument(
-        "--connect-timeout",
-        type=number(1, 86400),
-        default=_CONNECT_TIMEOUT_S,
-        metavar="S",
-        help="seconds in which all processes must have started (default: %(default)g)",
     )
 
 
@@ -70,7 +53,7 @@ def run(args: argparse.Namespace, place: "Place", options: "LaunchOptions", driv
 
     ring: Ring | None = None
     try:
-        with meet(place, address=args.listen, timeout_s=args.peer_timeout, connect_s=args.connect_timeout) as ring:
+        with meet(place, address=args.listen) as ring:
             return drive(ring) if place.is_last else _serve(args, ring, options)
     except (FlashError, KeyboardInterrupt) as error:
         interrupted = isinstance(error, KeyboardInterrupt)

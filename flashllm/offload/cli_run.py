@@ -74,24 +74,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="of the device tier: a GPU by torch, or the CPU by our own products (default: a GPU where torch has one)",
     )
-    group.add_argument(
-        "--gpu-memory", type=size, metavar="SIZE", help="limit of the device tier: of a GPU's memory, or of --memory"
-    )
     group.add_argument("--policy", type=Path, metavar="FILE", help="a policy, or a plan's JSON (default: planned)")
     group.add_argument("--compress", metavar="WHAT", help="any of weights,cache, or none (default: as the policy says)")
-    group.add_argument(
-        "--sparse-attention",
-        type=number(0, 1, low_allowed=False),
-        metavar="F",
-        help="share of the value cache that decoding reads, like 0.1",
-    )
-    group.add_argument("--cache-layout", choices=("kivi", "hidden"), default="kivi", help="of a compressed cache")
-    group.add_argument("--cache-bits", type=whole(2, 8), default=4, metavar="B", help="2, 3, 4 or 8 (default: 4)")
-    group.add_argument("--weight-bits", type=int, choices=(4, 8), default=4, help="of compressed weights (default: 4)")
     group.add_argument("--scratch", type=Path, metavar="DIR", help="scratch files (default: the user's cache)")
     group.add_argument("--threads", type=whole(1, 1024), metavar="T", help="compute threads (default: cores)")
     group.add_argument("--no-profile", action="store_true", help="do not measure the drive before a job that reads it")
-    group.add_argument("--no-overlap", action="store_true", help="one activity at a time")
 
 
 def launch_options(args: argparse.Namespace) -> "LaunchOptions":
@@ -105,14 +92,8 @@ def launch_options(args: argparse.Namespace) -> "LaunchOptions":
     return LaunchOptions(
         memory=args.memory,
         device=args.device,
-        gpu_memory=args.gpu_memory,
         policy=None if args.policy is None else Policy.load(args.policy),
         compress=compress,
-        sparse_attention=args.sparse_attention,
-        cache_layout=args.cache_layout,
-        cache_bits=args.cache_bits,
-        weight_bits=args.weight_bits,
-        overlap=False if args.no_overlap else None,
         threads=args.threads,
         scratch=args.scratch,
     )

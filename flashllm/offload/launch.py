@@ -59,20 +59,20 @@ class LaunchOptions:
         for name in ("memory", "gpu_memory", "threads", "processes"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value!r}")
+                raise UsageError(f"{name} must be at least 1, not {value!r}")
         if self.device not in DEVICES:
             raise UsageError(f"--device must be one of {', '.join(DEVICES)}, not {self.device!r}")
         unknown = sorted((self.compress or frozenset()) - set(COMPRESSIBLE))
         if unknown:
             raise UsageError(f"--compress must be of {', '.join(COMPRESSIBLE)}, not {unknown[0]!r}")
         if self.sparse_attention is not None and not 0 < self.sparse_attention <= 1:
-            raise UsageError(f"--sparse-attention must be above 0 and at most 1, not {self.sparse_attention!r}")
+            raise UsageError(f"sparse_attention must be above 0 and at most 1, not {self.sparse_attention!r}")
         if self.cache_layout not in CACHE_LAYOUTS:
-            raise UsageError(f"--cache-layout must be one of {', '.join(CACHE_LAYOUTS)}, not {self.cache_layout!r}")
+            raise UsageError(f"cache_layout must be one of {', '.join(CACHE_LAYOUTS)}, not {self.cache_layout!r}")
         for name, widths in (("cache_bits", CACHE_BITS), ("weight_bits", PACKED_BITS)):
             if getattr(self, name) not in widths:
                 among = ", ".join(map(str, sorted(widths)))
-                raise UsageError(f"--{name.replace('_', '-')} must be one of {among}, not {getattr(self, name)!r}")
+                raise UsageError(f"{name} must be one of {among}, not {getattr(self, name)!r}")
 
     @property
     def compress_weights(self) -> bool:

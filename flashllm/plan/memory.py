@@ -264,11 +264,11 @@ def plan_memory(
     context = block.context if context is None else context
     if not 1 <= context <= block.context:
         raise UsageError(f"--context must be 1 to {block.context} tokens for this model, not {context}")
-    for name, value in (("--window", window), ("--io-threads", io_threads)):
+    for name, value in (("window", window), ("io_threads", io_threads)):
         if value < 1:
             raise UsageError(f"{name} must be at least 1, not {value}")
     if cache_policy not in CACHE_POLICIES:
-        raise UsageError(f"--cache-policy must be one of {', '.join(CACHE_POLICIES)}, not {cache_policy!r}")
+        raise UsageError(f"cache_policy must be one of {', '.join(CACHE_POLICIES)}, not {cache_policy!r}")
     # Layers of which every token reads every neuron; caches of mixtures hold experts in every mode.
     dense = dense and not architecture.experts
     dense_layers = tuple(range(architecture.num_layers)) if dense else architecture.dense_layers

@@ -128,11 +128,9 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
 
 def _check_sparse_prompts(mode: Mode, model: ModelDir) -> None:
     if mode == "dense":
-        raise UsageError(
-            f"{model.path}: --prompts sparse needs mode sparse or oracle; in mode dense every neuron counts"
-        )
+        raise UsageError(f"{model.path}: sparse prompts need mode sparse or oracle; in mode dense every neuron counts")
     if TRACE in model.manifest.files:
-        raise UsageError(f"{model.path}: a trace says which neurons are active, so --prompts sparse has no meaning")
+        raise UsageError(f"{model.path}: a trace says which neurons are active, so sparse prompts have no meaning")
 
 
 def _streaming(model: ModelDir, memory: MemoryPlan, profile: Profile | None) -> list[str]:
@@ -160,7 +158,7 @@ def _small_cache(model: ModelDir, memory: MemoryPlan) -> list[str]:
     advice = (
         "most of them are read again for every token, though those chosen most often stay"
         if memory.cache_policy == "frequency"
-        else f"under --cache-policy {memory.cache_policy} nearly all are read again for every token; frequency keeps "
+        else f"under the cache policy {memory.cache_policy} nearly all are read again for every token; frequency keeps "
         "those chosen most often"
     )
     return [f"the neuron caches hold {held}, and a token's experts are {needed}: {advice}; --memory gives them more"]

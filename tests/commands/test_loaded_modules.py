@@ -10,7 +10,7 @@ import pytest
 from flashllm.format.install import install_files
 
 ALONE = {"flashllm", "numpy", "psutil", "tokenizers"}
-OPTIONS = ["--threads", "1", "--io-threads", "4", "--max-new-tokens", "3"]
+OPTIONS = ["--threads", "1", "--max-new-tokens", "3"]
 CODE = """
 import json, sys
 from flashllm.cli import main

@@ -57,8 +57,7 @@ def test_the_plan_says_by_what_rows_are_shared_out(tiny, tmp_path, capsys, plan_
     install_files(model, {POPULARITY: shares})
     assert plan_json(model)["popularity"] == {"tokens": "70", "measured_on": "stories"}
     assert " ".join(table_of(capsys, model)["neuron cache"]).endswith("neurons, shared out by popularity")
-    for option in (["--cache-policy", "window"], ["--mode", "dense"]):
-        assert "popularity" not in " ".join(table_of(capsys, model, *option)["neuron cache"])
+    assert "popularity" not in " ".join(table_of(capsys, model, "--mode", "dense")["neuron cache"])
 
 
 def test_a_model_that_runs_densely_alone_is_planned_so(tmp_path, plan_json, capsys):

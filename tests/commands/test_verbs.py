@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from flashllm.commands.machine.doctor import examine
 from flashllm.commands.predictors import scripts
 from flashllm.errors import FlashError
 
-PIECE = ["--threads", "1", "--io-threads", "4"]
+PIECE = ["--threads", "1"]
 
 
 @pytest.fixture
@@ -83,14 +82,12 @@ def test_train_and_evaluate(tiny, tmp_path, run):
     model = Path(shutil.copytree(tiny().path("bare"), tmp_path / "model"))
     text = tmp_path / "words.txt"
     text.write_text(" ".join(random.Random(0).choices(" ".join(SENTENCES).split(), k=1500)))
-    small = ["--samples", "12", "--tokens-per-sample", "32", "--epochs", "1", "--ranks", "8", "--threads", "1"]
+    small = ["--samples", "12", "--threads", "1"]
     status, out, err = run("train", model, "--data-files", text, *small, "--json")
     assert status == 0, err
     assert len(json.loads(out)["layers"]) == 3
     assert (model / "predictors.safetensors").exists()
-    status, out, err = run(
-        "evaluate", model, "--text", text, "--tokens", "200", "--layer-tokens", "64", "--threads", "1", "--json"
-    )
+    status, out, err = run("evaluate", model, "--text", text, "--tokens", "200", "--threads", "1", "--json")
     assert status == 0, err
     assert json.loads(out)["texts"]
 
@@ -114,16 +111,12 @@ def test_an_installation_without_the_scripts_says_so(monkeypatch, tmp_path):
         scripts.load("arguments")
 
 
-def test_bench(run, tiny, tmp_path):
-    plot = tmp_path / "tokens.svg"
-    status, out, err = run("bench", tiny().path(), "--tokens", "12", "--json", "--plot", plot, *PIECE)
+def test_bench(run, tiny):
+    status, out, err = run("bench", tiny().path(), "--tokens", "12", "--json", *PIECE)
     assert status == 0, err
     facts = json.loads(out)
     assert (facts["tokens"], facts["mode"]) == (7, "sparse")
     assert 0 < facts["token_ms"] <= facts["token_ms_p95"]
-    picture = ET.fromstring(plot.read_text())
-    assert sum(1 for each in picture.iter() if each.tag.endswith("rect")) == 1 + 4 * 11 + 4
-    assert run("bench", tiny().path(), "--plot", plot, *PIECE)[0] == 2
     status, out, _ = run("bench", tiny().path(), "--tokens", "12", *PIECE)
     assert status == 0
     for name in ("reading from flash", "managing memory", "computing", "other"):

@@ -538,7 +538,7 @@ def test_every_way_of_converting_says_what_is_assumed(source, tmp_path, capsys, 
     text = tmp_path / "text.txt"
     text.write_text(" ".join(SENTENCES * 40))
     how = ["--sparsify", "0.5", "--text", str(text)] if option == "--sparsify" else ["--bits", "8", option, str(text)]
-    assert main(["convert", str(path), str(tmp_path / "model"), "--no-quality", *how]) == 0
+    assert main(["convert", str(path), str(tmp_path / "model"), *how]) == 0
     assert capsys.readouterr().err.count("says no activation; SiLU is assumed") == 1
 
 

@@ -148,9 +148,8 @@ def test_activations_are_a_choice_for_codes_alone(tmp_path):
     path, folder = make(tmp_path, "Q5_K")
     for activations, recorded in (("float32", None), ("int8", "int8")):
         target = tmp_path / activations
-        assert main(["convert", str(path), str(target), "--activations", activations]) == 0
-        assert Manifest.load(target).activations == recorded
-    with pytest.raises(UsageError, match="--activations are for weights in codes, which it has none of; give --bits"):
+        assert convert(path, target, activations=activations, keep=True).activations == recorded
+    with pytest.raises(UsageError, match="activations are for weights in codes, which it has none of; give --bits"):
         convert(folder, tmp_path / "wide", activations="int8")
     assert not (tmp_path / "wide").exists()
 
@@ -193,7 +192,7 @@ def test_shared_neurons_of_another_form_are_dequantised(tmp_path):
 
 def test_what_is_kept_is_told_and_counted(tmp_path, capsys):
     path, _ = make(tmp_path, mixed)
-    assert main(["convert", str(path), str(tmp_path / "model"), "--no-quality"]) == 0
+    assert main(["convert", str(path), str(tmp_path / "model")]) == 0
     told = capsys.readouterr().err
     assert "the bits of model.gguf are kept: neurons q4_k, down codes6; scales of the down columns in memory" in told
     manifest = Manifest.load(tmp_path / "model")
@@ -206,7 +205,7 @@ def test_what_is_kept_is_told_and_counted(tmp_path, capsys):
     assert "down codes6" in format_inspection(facts)
     assert main(["plan", str(tmp_path / "model"), "--memory", "6GB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["down_scale_bytes"] == manifest.planes_nbytes
-    assert main(["convert", str(path), str(tmp_path / "anew"), "--bits", "4", "--no-quality"]) == 0
+    assert main(["convert", str(path), str(tmp_path / "anew"), "--bits", "4"]) == 0
     assert Manifest.load(tmp_path / "anew").rows.encoding == "int4_32"
 
 

@@ -87,7 +87,7 @@ def run(arguments, group=None):
 def generate(path, memory, group=None):
     """As `run`, of `flashllm generate`; memory: bytes, None: no limit."""
     limit = [] if memory is None else ["--memory", memory]
-    options = ["--json", "--threads", 2, "--io-threads", 4, "--max-new-tokens", 60, *limit]
+    options = ["--json", "--threads", 2, "--max-new-tokens", 60, *limit]
     return run(["-m", "flashllm", "generate", path, "--prompt", PROMPT, *options], group)
 
 

@@ -1,7 +1,5 @@
 """`prompts="sparse"`: long prompts are computed as the mode computes single tokens, and everyone is told."""
 
-import json
-
 import numpy as np
 import pytest
 from arch_models import VARIANTS, make_checkpoint, make_model
@@ -101,20 +99,10 @@ def test_a_long_sparse_prompt_can_be_ended(directory):
 
 @pytest.mark.parametrize("mode", ["dense", None])
 def test_a_dense_run_has_no_sparse_prompts(dense_directory, mode):
-    with pytest.raises(UsageError, match="--prompts sparse needs mode sparse or oracle"):
+    with pytest.raises(UsageError, match="sparse prompts need mode sparse or oracle"):
         load(dense_directory, mode=mode, prompts="sparse")
 
 
 def test_other_words_are_refused():
-    with pytest.raises(UsageError, match="--prompts must be one of dense, sparse, not 'exact'"):
+    with pytest.raises(UsageError, match="prompts must be one of dense, sparse, not 'exact'"):
         RunConfig(prompts="exact")
-
-
-def test_from_the_command_line(directory, capsys):
-    from flashllm.cli import main
-
-    arguments = ["generate", str(directory), "--prompt", "the little dog ran to the big tree", "--prompts", "sparse"]
-    assert main([*arguments, "--max-new-tokens", "3", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["model"]["prompts"] == "sparse"
-    assert not document["prefill"]["dense"]

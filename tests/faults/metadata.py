@@ -128,18 +128,7 @@ def problem(trial: Trial, out: Path) -> str | None:
         except Exception as error:
             return f"ends in {type(error).__name__}: {error}"
     said = io.StringIO()
-    words = [
-        "generate",
-        str(out),
-        "--prompt",
-        "The dog",
-        "--max-new-tokens",
-        "2",
-        "--threads",
-        "1",
-        "--io-threads",
-        "2",
-    ]
+    words = ["generate", str(out), "--prompt", "The dog", "--max-new-tokens", "2", "--threads", "1"]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
         status = main_of_flashllm(words)
     # A context of one token is one; numbers that fp32 has may lead beyond it, which the model notices.

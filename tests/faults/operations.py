@@ -57,19 +57,22 @@ def standard_error() -> Iterator[Callable[[], str]]:
         os.close(memory)
 
 
-def command(*words: object) -> None:
-    """`flashllm WORDS` in this process."""
+def command(*words: object, program: str = "flashllm") -> None:
+    """`PROGRAM WORDS` in this process: the command line, or a script of `predictors/`."""
     from flashllm.cli import main
+    from flashllm.commands.predictors import scripts
 
+    if program != "flashllm":
+        main = scripts.load(program).main
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), standard_error() as said:
         status = main([str(word) for word in words])
         text = said()
     if status == 0:
         return
     last = text.splitlines()[-1] if text else ""
-    if status not in (1, 2) or not last.startswith("flashllm: error: ") or BUG in text or "Traceback" in text:
+    if status not in (1, 2) or not last.startswith(f"{program}: error: ") or BUG in text or "Traceback" in text:
         raise UnforeseenError(f"status {status}: {text[-2000:]}")
-    raise CommandError(last.removeprefix("flashllm: error: "))
+    raise CommandError(last.removeprefix(f"{program}: error: "))
 
 
 class Operations:
@@ -195,8 +198,8 @@ class Operations:
         return answers
 
     def train(self) -> Callable[[], str]:
-        command("train", self.training, "--data-files", self.root / "text.jsonl", "--samples", 12,
-                "--tokens-per-sample", 16, "--epochs", 1, "--ranks", 4, "--threads", 1, "--resume")  # fmt: skip
+        command(self.training, "--data-files", self.root / "text.jsonl", "--samples", 12, "--tokens-per-sample", 16,
+                "--epochs", 1, "--ranks", 4, "--threads", 1, "--resume", program="train_predictor")  # fmt: skip
         return lambda: tree_hash(self.training)
 
     def serve(self) -> str:

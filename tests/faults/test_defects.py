@@ -29,7 +29,7 @@ from flashllm.format.manifest import Manifest
 from flashllm.generate.tokenizer import Tokenizer
 
 TESTS = Path(__file__).parent.parent
-OPTIONS = ["--threads", "1", "--io-threads", "2"]
+OPTIONS = ["--threads", "1"]
 
 
 def test_every_defect_has_its_tests():

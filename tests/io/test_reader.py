@@ -544,7 +544,7 @@ print("alive")
 """
 
 
-@pytest.mark.parametrize(("what", "option"), [("reader", "--io-threads"), ("pool", "--threads")])
+@pytest.mark.parametrize(("what", "option"), [("reader", "io_threads"), ("pool", "--threads")])
 @pytest.mark.parametrize("spare_mib", [300, 3000])
 def test_threads_that_cannot_start_are_an_error(what, option, spare_mib):
     """Address space for some threads only: an error, and a process that can go on with fewer."""
@@ -567,7 +567,7 @@ from flashllm.errors import FlashIOError
 if os.geteuid() == 0:
     os.setuid(54321)  # root has no such limit
 resource.setrlimit(resource.RLIMIT_NPROC, (4, 4))
-for make, option in ((lambda: _core.Reader(threads=32), "--io-threads"), (lambda: _core.ThreadPool(32), "--threads")):
+for make, option in ((lambda: _core.Reader(threads=32), "io_threads"), (lambda: _core.ThreadPool(32), "--threads")):
     try:
         make()
     except FlashIOError as error:

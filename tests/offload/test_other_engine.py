@@ -53,7 +53,7 @@ def test_offload_plan_says_so(folders, tmp_path, capsys, monkeypatch):
     save_profile(store_path(), device_of(directory), profile_of())
     hardware = tmp_path / "host.json"
     hardware.write_text(json.dumps(HOST.to_json()))
-    arguments = ["offload", "plan", str(directory), "--prompt-len", "32", "--gen-len", "16", "--no-what-if"]
+    arguments = ["offload", "plan", str(directory), "--prompt-len", "32", "--gen-len", "16"]
     arguments += ["--hardware", str(hardware)]
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["latency_engine"]

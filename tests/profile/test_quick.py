@@ -166,7 +166,7 @@ def test_a_run_that_reads_takes_one_and_the_next_takes_none(model, tmp_path):
     assert first["token_ids"] == again["token_ids"] == without["token_ids"]  # what is read, never what is computed
 
 
-@pytest.mark.parametrize("more", [[], ["--memory", "8GB"], ["--buffered"]])
+@pytest.mark.parametrize("more", [[], ["--memory", "8GB"]])
 def test_a_run_that_reads_nothing_takes_none(model, tmp_path, more):
     store = tmp_path / "profiles.json"
     arguments = ["--mode", "dense", "--context", "64", "--prompt", "The fox", "--max-new-tokens", "2"]

@@ -128,7 +128,7 @@ def test_a_new_connection_takes_the_place_of_one_that_waits(tiny, model, monkeyp
 def test_more_connections_than_descriptors(tiny):
     code = "import sys; from flashllm.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "serve", str(tiny().path()), "--port", "0", "--threads", "1"]
-    limited = ["sh", "-c", 'ulimit -n 160; exec "$@"', "sh", *command, "--io-threads", "4"]
+    limited = ["sh", "-c", 'ulimit -n 160; exec "$@"', "sh", *command]
     with subprocess.Popen(limited, stderr=subprocess.PIPE, text=True) as process, contextlib.ExitStack() as stack:
         try:
             lines = iter(process.stderr.readline, "")

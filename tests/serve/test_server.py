@@ -97,7 +97,7 @@ class Process:
 
     def __init__(self, path, *options):
         code = "import sys; from flashllm.cli import main; sys.exit(main(sys.argv[1:]))"
-        command = [sys.executable, "-c", code, "serve", str(path), "--port", "0", "--threads", "1", "--io-threads", "4"]
+        command = [sys.executable, "-c", code, "serve", str(path), "--port", "0", "--threads", "1"]
         self.process = subprocess.Popen(
             [*command, *options], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )

@@ -78,13 +78,13 @@ def test_a_dummy_checkpoint_converts_and_fires_as_asked(tmp_path):
     command = [sys.executable, "-m", "flashllm"]
     converted = subprocess.run([*command, "convert", tmp_path / "hf", tmp_path / "m"], capture_output=True, check=False)
     assert converted.returncode == 0, converted.stderr
-    arguments = ["--prompt", "a", "--max-new-tokens", "8", "--mode", "oracle", "--context", "64", "--json"]
-    generated = subprocess.run(
-        [*command, "generate", tmp_path / "m", *arguments], capture_output=True, text=True, check=False
-    )
-    assert generated.returncode == 0, generated.stderr
-    tokens = json.loads(generated.stdout)["tokens"][1:]
-    share = sum(token["active"] for token in tokens) / len(tokens) / 3072
+    active = []
+    with Model.open(tmp_path / "m", RunConfig(mode="oracle", context=64)) as model, model.new_sequence() as sequence:
+        for token in range(5, 14):
+            model.step([(sequence, [token])])
+            active.append(model.meter.take().active)
+            model.meter.restart()
+    share = sum(active[1:]) / len(active[1:]) / 3072
     assert 0.02 < share < 0.10
 
 

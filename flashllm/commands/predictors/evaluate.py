@@ -7,8 +7,11 @@ from flashllm.commands.predictors import scripts
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The script's arguments."""
-    parser.epilog = "Example: flashllm evaluate MODEL --text book.txt --tasks all --markdown report.md"
-    scripts.load("arguments").evaluate_arguments(parser)
+    parser.epilog = (
+        "Example: flashllm evaluate MODEL --text book.txt --tasks all --markdown report.md. predictors/evaluate.py has "
+        "further options."
+    )
+    scripts.load("arguments").evaluate_arguments(parser, study=False)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -10,9 +10,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The script's arguments."""
     parser.epilog = (
         "Example: flashllm train MODEL --data-files book.txt. Without --data-files, samples come from the hub's C4 "
-        "(pip install 'flashllm[train]')."
+        "(pip install 'flashllm[train]'). predictors/train_predictor.py has further options."
     )
-    scripts.load("arguments").train_arguments(parser)
+    scripts.load("arguments").train_arguments(parser, study=False)
 
 
 def main(args: argparse.Namespace) -> int:

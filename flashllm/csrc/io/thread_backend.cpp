@@ -20,7 +20,7 @@ ThreadBackend::ThreadBackend(ReadQueue& queue, const ReaderOptions& options)
   } catch (const std::system_error& error) {
     stop();
     throw CoreError(ErrorKind::io, "cannot start " + std::to_string(options.threads) + " reader threads (" +
-                                       error.what() + "); use fewer with --io-threads");
+                                       error.what() + "); use fewer io_threads");
   } catch (...) {
     stop();
     throw;

@@ -80,7 +80,7 @@ class Wire:
         except RuntimeError as error:
             raise PeerLost(
                 f"link {name} of the pipeline could not be made at {address} within {connect_s:g} s: {_reason(error)}; "
-                "see that all processes run and reach each other, or give --connect-timeout more seconds"
+                "see that all processes run and reach each other"
             ) from error
 
     def send(self, message: Message) -> None:

@@ -143,7 +143,7 @@ def test_limits_and_arguments(tiny, tmp_path):
         engine(tiny, tmp_path, cache_layout="mine")
     with pytest.raises(UsageError, match="--compress"):
         engine(tiny, tmp_path, compress=["all"])
-    with pytest.raises(UsageError, match="--cache-bits"):
+    with pytest.raises(UsageError, match="cache_bits"):
         engine(tiny, tmp_path, cache_bits=5)
     with pytest.raises(FormatError, match="unknown policy field"):
         engine(tiny, tmp_path, policy={"gpu_batches": 1})

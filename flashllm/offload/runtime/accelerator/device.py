@@ -44,7 +44,7 @@ class TorchDevice:
             self.limit: int | None = free if limit is None else limit
             if self.limit is not None and self.limit > free:
                 raise BudgetError(
-                    f"--gpu-memory {format_size(self.limit)} is more than is free on {self.describe()}: "
+                    f"gpu_memory of {format_size(self.limit)} is more than is free on {self.describe()}: "
                     f"{format_size(free)} of {format_size(total)}"
                 )
             torch.cuda.set_per_process_memory_fraction(min(1.0, (self.limit or free) / total), self.device)
@@ -83,7 +83,7 @@ class TorchDevice:
         except torch.OutOfMemoryError as error:
             raise BudgetError(
                 f"the memory of {self.describe()} is used up ({format_size(self.limit or 0)} is the limit); give "
-                "--gpu-memory a larger SIZE, or the policy smaller batches or less on the device"
+                "a larger gpu_memory, or the policy smaller batches or less on the device"
             ) from error
 
     # Copies --------------------------------------------------------------------------------------------------------
