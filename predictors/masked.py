@@ -141,11 +141,11 @@ class MaskedModel:
         for part in ids.split(max(1, self.model.plan.memory.max_kv_blocks // blocks)):
             entries = [(self.model.new_sequence(), row) for row in part.tolist()]
             try:
-                found += self.model.step(entries, all_logits=True, observer=self._mask)
+                found.append(self.model.step(entries, all_logits=True, observer=self._mask))
             finally:
                 for sequence, _ in entries:
                     sequence.close()
-        return torch.from_numpy(np.stack(found))
+        return torch.from_numpy(np.concatenate(found).reshape(*ids.shape, -1))
 
     # What a session needs of a model (flashllm/generate/session.py).
 
@@ -159,18 +159,18 @@ class MaskedModel:
         return self.model.meter
 
     @property
-    def few_tokens(self) -> int:
-        return self.model.few_tokens
-
-    @property
     def manifest(self) -> Manifest:
         return self.model.manifest
+
+    def is_prompt(self, tokens: int) -> bool:
+        """Whether a session calls so many new tokens a prompt; all are computed as one."""
+        return self.model.is_prompt(tokens)
 
     def new_sequence(self) -> SequenceState:
         """An empty sequence."""
         return self.model.new_sequence()
 
-    def step(self, entries: Sequence[tuple[SequenceState, Sequence[int]]]) -> Floats:
+    def step(self, entries: Sequence[tuple[SequenceState, Sequence[int]]], *, as_prompt: bool = False) -> Floats:
         """Logits [entries, vocab] after each entry's last token, of the variant in use."""
         return self.model.step(entries, observer=self._mask)
 

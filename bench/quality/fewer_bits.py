@@ -151,7 +151,7 @@ def perplexity(directory: Path, windows: list[list[int]], threads: int | None) -
             sequence = model.new_sequence()
             for first in range(0, len(window), 256):  # few logits at a time
                 part = window[first : first + 256]
-                logits = np.asarray(model.step([(sequence, part)], all_logits=True)[0], np.float64)
+                logits = np.asarray(model.step([(sequence, part)], all_logits=True), np.float64)
                 wanted = window[first + 1 : first + 1 + len(part)]
                 rows = logits[: len(wanted)]
                 largest = rows.max(axis=1)

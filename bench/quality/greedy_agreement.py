@@ -85,7 +85,7 @@ def same_text(model: Model, questions: Ids, answers: Ids, expected: list[NDArray
     """Share of equal choices, mean KL divergence and largest difference of logits where the text is the reference's."""
     same, divergence, largest = [], [], 0.0
     for question, answer, rows in zip(questions, answers, expected, strict=True):
-        (ours,) = model.step([(model.new_sequence(), question + answer[:-1])], all_logits=True)
+        ours = model.step([(model.new_sequence(), question + answer[:-1])], all_logits=True)
         ours = ours[-len(answer) :]
         same.append(ours.argmax(-1) == rows.argmax(-1))
         p, q = _log_softmax(rows), _log_softmax(ours)

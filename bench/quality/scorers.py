@@ -72,8 +72,7 @@ class Flash:
         entries = [(self._sequence, list(ids))]
         if last:
             return self._model.step(entries, as_prompt=True)
-        (logits,) = self._model.step(entries, all_logits=True, as_prompt=True, observer=self.observer)
-        return logits
+        return self._model.step(entries, all_logits=True, as_prompt=True, observer=self.observer)
 
     def back_to(self, length: int) -> None:
         self._sequence.keep(length)
@@ -95,7 +94,8 @@ class Flash:
                 entries[-1][0].copy_from(prefixes[i][0])
             if entries:
                 logits = self._model.step(entries, all_logits=True, as_prompt=True)
-                for (i, j), rows in zip(longer, logits, strict=True):
+                ends = np.cumsum([len(ids) for _, ids in entries])
+                for (i, j), rows in zip(longer, np.split(logits, ends[:-1]), strict=True):
                     found[i][j] = np.concatenate([found[i][j], rows])
         return found
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self, overload
+from typing import Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,9 +90,13 @@ class Model(OneProcess):
         """What the directory says of the model."""
         return self.directory.manifest
 
+    def is_prompt(self, tokens: int) -> bool:
+        """Whether so many new tokens of a sequence are computed as a prompt's: more than K0 are, the mode's others."""
+        return tokens > self._few_tokens
+
     @property
-    def few_tokens(self) -> int:
-        """K0: up to so many new tokens of a sequence, its pass is the mode's; beyond, a prompt's."""
+    def _few_tokens(self) -> int:
+        """K0."""
         return sys.maxsize if self.config.prompts == "sparse" else self.manifest.sparse_prefill_tokens
 
     @property
@@ -129,7 +133,7 @@ class Model(OneProcess):
     @property
     def most_drafted(self) -> int:
         """Guessed tokens that a pass may verify: with the certain one before them they are few."""
-        return max(0, min(self.few_tokens, MAX_VERIFIED, self.plan.memory.prompt_tokens) - 1)
+        return max(0, min(self._few_tokens, MAX_VERIFIED, self.plan.memory.prompt_tokens) - 1)
 
     @property
     def vocab_size(self) -> int:
@@ -153,27 +157,6 @@ class Model(OneProcess):
         self._memory.check_open()
         return SequenceState(self._memory)
 
-    @overload
-    def step(
-        self,
-        entries: Sequence[Entry],
-        *,
-        all_logits: Literal[False] = False,
-        as_prompt: bool = False,
-        observer: Observer | None = None,
-        drafted: int = 0,
-    ) -> Logits: ...
-    @overload
-    def step(
-        self,
-        entries: Sequence[Entry],
-        *,
-        all_logits: Literal[True],
-        as_prompt: bool = False,
-        observer: Observer | None = None,
-        drafted: int = 0,
-    ) -> list[Logits]: ...
-
     def step(
         self,
         entries: Sequence[Entry],
@@ -182,11 +165,11 @@ class Model(OneProcess):
         as_prompt: bool = False,
         observer: Observer | None = None,
         drafted: int = 0,
-    ) -> Logits | list[Logits]:
+    ) -> Logits:
         """Run new tokens: each entry is a sequence and the ids that follow what it holds.
 
-        Returns logits, fp32: [entries, vocab] after each entry's last token; with `all_logits` a list of
-        [ids, vocab], after every token. Where it raises (Cancelled, ContextFull, FlashIOError, ChecksumError,
+        Returns logits, fp32 [tokens wanted, vocab], of the entries one after the other: after each one's last token, or
+        after every token with `all_logits`. Where it raises (Cancelled, ContextFull, FlashIOError, ChecksumError,
         FormatError, UsageError, KeyboardInterrupt), every sequence holds what it held before. With `as_prompt`, or an
         `observer`, every sequence's pass is a prompt's, however few its tokens: so a prompt that comes in pieces gets
         the bits it would get in one. (With sparse prompts it does so anyway, and `as_prompt` changes nothing.) The last
@@ -210,9 +193,14 @@ class Model(OneProcess):
             self._memory.claim(sum(sequence.nbytes_to_add(len(ids)) for sequence, ids in entries))
             self._drafting = entries[0][0] if drafted else None
             try:
-                as_prompt = as_prompt and self.config.prompts == "dense"
-                few_tokens = 0 if as_prompt or observer is not None else self.few_tokens
-                return self._run(parts, entries, few_tokens, all_logits=all_logits, observer=observer, drafted=drafted)
+                return self._run(
+                    parts,
+                    entries,
+                    all_logits=all_logits,
+                    as_prompt=(as_prompt and self.config.prompts == "dense") or observer is not None,
+                    observer=observer,
+                    drafted=drafted,
+                )
             except BaseException:
                 for (sequence, _), length in zip(entries, lengths, strict=True):
                     sequence.keep(length)
@@ -232,14 +220,14 @@ class Model(OneProcess):
         self,
         parts: Parts,
         entries: list[Entry],
-        few_tokens: int,
         *,
         all_logits: bool,
+        as_prompt: bool,
         observer: Observer | None,
         drafted: int,
-    ) -> Logits | list[Logits]:
-        few = [index for index, (_, ids) in enumerate(entries) if len(ids) <= few_tokens]
-        many = sorted(set(range(len(entries))) - set(few))
+    ) -> Logits:
+        many = [index for index, (_, ids) in enumerate(entries) if as_prompt or self.is_prompt(len(ids))]
+        few = sorted(set(range(len(entries))) - set(many))
         results: list[Logits] = [np.empty((0, self.vocab_size), np.float32)] * len(entries)
         for kind, indices in ((self.plan.mode, few), ("prompt", many)):
             for group in self._groups(parts, entries, indices, kind):
@@ -249,10 +237,15 @@ class Model(OneProcess):
                     parts.trace.load(positions, fills=kind == "prompt")
                 natives = [(seq.native, ids) for seq, ids in mine]
                 logits = parts.native.step(natives, kind, all_logits, observer, drafted)
+                if kind == "prompt":
+                    for sequence, ids in mine:
+                        sequence.add_prompted(len(ids))
+                if len(group) == len(entries):
+                    return logits
                 counts = [len(ids) if all_logits else 1 for _, ids in mine]
                 for index, rows in zip(group, np.split(logits, np.cumsum(counts)[:-1]), strict=True):
                     results[index] = rows
-        return results if all_logits else np.concatenate(results)
+        return np.concatenate(results)
 
     def _groups(self, parts: Parts, entries: list[Entry], indices: list[int], kind: str) -> list[list[int]]:
         """Entries that make one pass: all, but for as many tokens as a trace has at hand."""

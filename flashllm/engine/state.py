@@ -123,6 +123,7 @@ class SequenceState:
     def __init__(self, memory: StateMemory) -> None:
         self.native, self._memory = _core.SequenceState(memory.pool), memory
         self.number = next(_numbers)
+        self.prompted = 0  # tokens, from the first, that were computed as a prompt's after nothing but such tokens
         self.closed = False
 
     @property
@@ -154,7 +155,14 @@ class SequenceState:
     def keep(self, length: int) -> int:
         """Keep the first `can_keep(length)` tokens, and say how many they are."""
         with self._memory.lock:
-            return self.native.keep(self.can_keep(length))
+            kept = self.native.keep(self.can_keep(length))
+            self.prompted = min(self.prompted, kept)
+            return kept
+
+    def add_prompted(self, count: int) -> None:
+        """The last `count` tokens were computed as a prompt's."""
+        if self.prompted == self.length - count:
+            self.prompted = self.length
 
     def copy_from(self, other: "SequenceState") -> None:
         """Become a copy of `other`, a sequence of the same model. It takes no memory until one of the two goes on."""
@@ -162,17 +170,19 @@ class SequenceState:
         other._check_open()
         with self._memory.lock:
             self.native.copy_from(other.native)
+            self.prompted = other.prompted
 
     def save(self) -> Spans:
         """The bytes that are held, to be kept elsewhere; valid until the sequence changes."""
         self._check_open()
         return self.native.save()
 
-    def restore(self, length: int, pages: Sequence[int], fill: Callable[[Spans], None]) -> None:
+    def restore(self, length: int, pages: Sequence[int], fill: Callable[[Spans], None], *, prompted: int = 0) -> None:
         """Hold `length` tokens whose bytes, as `save` gave them, `fill` writes into the spans it gets.
 
-        `pages`: how many spans of each list there were. Raises ContextFull, UsageError where this model's sequences
-        have no such pages, and what `fill` raises; the sequence is then empty.
+        `pages`: how many spans of each list there were; `prompted`: as of the sequence that was saved. Raises
+        ContextFull, UsageError where this model's sequences have no such pages, and what `fill` raises; the sequence is
+        then empty.
         """
         self._check_open()
         with self._memory.lock:
@@ -185,6 +195,7 @@ class SequenceState:
                     raise UsageError(str(error)) from error
                 fill(spans)
                 self.native.commit(length)
+                self.prompted = prompted
             except BaseException:
                 self.keep(0)
                 raise

@@ -1,13 +1,12 @@
 """What generation needs of a model: `flashllm.engine.model.Model`, or whatever else has these methods."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.engine.meter import StepTimes
-from flashllm.format.manifest import Manifest
 
 
 class ModelSequence(Protocol):
@@ -15,12 +14,19 @@ class ModelSequence(Protocol):
 
     @property
     def length(self) -> int: ...
+    @property
+    def prompted(self) -> int: ...
     def can_keep(self, length: int) -> int: ...
     def keep(self, length: int) -> int: ...
     def copy_from(self, other: Any) -> None: ...
     def save(self) -> list[list[NDArray[np.uint8]]]: ...
     def restore(
-        self, length: int, pages: Sequence[int], fill: Callable[[list[list[NDArray[np.uint8]]]], None]
+        self,
+        length: int,
+        pages: Sequence[int],
+        fill: Callable[[list[list[NDArray[np.uint8]]]], None],
+        *,
+        prompted: int = 0,
     ) -> None: ...
     def close(self) -> None: ...
 
@@ -43,29 +49,16 @@ class LanguageModel(Protocol):
     def most_drafted(self) -> int: ...
     @property
     def meter(self) -> StepMeter: ...
-    @property
-    def few_tokens(self) -> int: ...
-    @property
-    def manifest(self) -> Manifest: ...
+    def is_prompt(self, tokens: int) -> bool: ...
     def new_sequence(self) -> ModelSequence: ...
-    @overload
     def step(
         self,
         entries: Sequence[tuple[Any, Sequence[int]]],
         *,
-        all_logits: Literal[False] = False,
+        all_logits: bool = False,
         as_prompt: bool = False,
         drafted: int = 0,
-    ) -> NDArray[np.float32]: ...
-    @overload
-    def step(
-        self,
-        entries: Sequence[tuple[Any, Sequence[int]]],
-        *,
-        all_logits: Literal[True],
-        as_prompt: bool = False,
-        drafted: int = 0,
-    ) -> list[NDArray[np.float32]]:
-        """Logits after each entry's (sequence, new ids). A step that fails changes no sequence."""
+    ) -> NDArray[np.float32]:
+        """Logits [tokens wanted, vocab]: as `Model.step`. A step that fails changes no sequence."""
 
     def accept(self, sequence: Any, count: int) -> None: ...

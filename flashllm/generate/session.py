@@ -110,6 +110,11 @@ class Session:
         return self._computed
 
     @property
+    def prompted(self) -> int:
+        """Tokens, from the first, that were computed as a prompt's after nothing but such tokens."""
+        return min(self._open_sequence().prompted, self._computed)
+
+    @property
     def context_limit(self) -> int:
         """Tokens the KV cache may grow to."""
         return self.model.context
@@ -152,14 +157,17 @@ class Session:
         computed: int,
         pages: Sequence[int],
         fill: Callable[[list[list[NDArray[np.uint8]]]], None],
+        *,
+        prompted: int = 0,
     ) -> None:
         """Become a session that had these `tokens`, the first `computed` of them with the bytes that `fill` writes.
 
-        `pages`: how many arrays each list of `save` had. Raises ContextFull, UsageError where this model's sequences
-        have no such pages, and what `fill` raises; this session is then empty.
+        `pages`: how many arrays each list of `save` had; `prompted`: as of the session that was saved. Raises
+        ContextFull, UsageError where this model's sequences have no such pages, and what `fill` raises; this session is
+        then empty.
         """
         self.reset()
-        self._open_sequence().restore(computed, pages, fill)
+        self._open_sequence().restore(computed, pages, fill, prompted=prompted)
         self._tokens, self._computed = array("q", tokens), computed
 
     def reset(self) -> None:
@@ -193,17 +201,21 @@ class Session:
         yield from self._extend(list(ids))
 
     def stream_prompt(
-        self, ids: Sequence[int], *, keep: int = 0, as_prompt: bool = False, pause: int = 0, scored: bool = False
+        self, ids: Sequence[int], *, keep: int = 0, pause: int = 0, scored: bool = False
     ) -> Generator[PrefillRecord | TokenRecord, None, None]:
         """Generate after the prompt `ids`, whose first `keep` tokens are the first of this session.
 
-        What follows those is forgotten. With `as_prompt` the others are computed as a prompt's, however few they are,
-        and up to `pause` in a pass of their own: what sliding windows then hold can be gone back to. With `scored` the
+        What follows those is forgotten. Where they were all computed as a prompt's, the answer is that of `ids` alone:
+        the others are computed as a prompt's, however few they are, if `ids` is one, and else all of them anew. Tokens
+        up to `pause` get a pass of their own: what sliding windows then hold can be gone back to. With `scored` the
         prefill's record has the log probabilities of the prompt; nothing may be kept then.
         """
         if self._tokens[:keep].tolist() != list(ids[:keep]) or (scored and keep):
             raise UsageError("the prompt does not begin with the tokens that are to be kept, or is scored")
-        yield from self._extend(list(ids[keep:]), keep=keep, as_prompt=as_prompt, pause=pause, scored=scored)
+        alone, prompt = keep <= self.prompted, self.model.is_prompt(len(ids))
+        if alone and not prompt:
+            keep = 0
+        yield from self._extend(list(ids[keep:]), keep=keep, dense=alone and prompt, pause=pause, scored=scored)
 
     def stream_chat(self, user_text: str) -> Iterator[PrefillRecord | TokenRecord]:
         """One user turn: through the chat template where there is one, else as a continuation of the text so far."""
@@ -240,11 +252,12 @@ class Session:
         new_ids: list[int],
         *,
         keep: int | None = None,
-        as_prompt: bool = False,
+        dense: bool = False,
         pause: int = 0,
         scored: bool = False,
     ) -> Iterator[PrefillRecord | TokenRecord]:
-        """Generate after the first `keep` tokens of the context (None: all of it) and `new_ids`."""
+        """Generate after the first `keep` tokens of the context (None: all of it) and `new_ids`, which are computed as
+        a prompt's if they are many, or `dense`."""
         sequence = self._open_sequence()
         meter, limit = self.model.meter, self.context_limit
         context = self._tokens[:keep]
@@ -263,11 +276,11 @@ class Session:
         meter.restart()
         self._computed = reused = sequence.keep(reused)
         pending = [*context[reused:], *new_ids]
-        dense = as_prompt or len(pending) > self.model.few_tokens
-        if as_prompt and reused < pause < total:
+        dense = dense or self.model.is_prompt(len(pending))
+        if dense and reused < pause < total:
             self.model.step([(sequence, pending[: pause - reused])], as_prompt=True)
             pending = pending[pause - reused :]
-        logits, scores = self._compute_prompt(sequence, pending, as_prompt=as_prompt, scored=scored, dense=dense)
+        logits, scores = self._compute_prompt(sequence, pending, scored=scored, dense=dense)
         self._tokens = context + array("q", new_ids)
         self._computed = len(self._tokens)  # last: after an interrupt in between it is too small, which costs only time
         yield PrefillRecord(
@@ -323,19 +336,17 @@ class Session:
             self._computed += 1
 
     def _compute_prompt(
-        self, sequence: ModelSequence, ids: list[int], *, as_prompt: bool, scored: bool, dense: bool
+        self, sequence: ModelSequence, ids: list[int], *, scored: bool, dense: bool
     ) -> tuple[NDArray[np.float32], tuple[TokenLogprobs, ...] | None]:
         """Logits [vocab] after `ids`, and where they are scored the log probabilities of all but the first."""
         if not scored:
-            if as_prompt:
-                return self.model.step([(sequence, ids)], as_prompt=True)[0], None
-            return self.model.step([(sequence, ids)])[0], None
+            return self.model.step([(sequence, ids)], as_prompt=dense)[0], None
         # In pieces, so that the logits stay few; computed alike, the pieces have the bits of the whole.
         size = max(1, _SCORED_NBYTES // (4 * self.model.vocab_size))
         scores: list[TokenLogprobs] = []
         for start in range(0, len(ids), size):
             piece = ids[start : start + size]
-            rows = self.model.step([(sequence, piece)], all_logits=True, as_prompt=dense)[0]
+            rows = self.model.step([(sequence, piece)], all_logits=True, as_prompt=dense)
             for row, token_id in zip(rows, ids[start + 1 : start + 1 + len(piece)], strict=False):
                 scores.append(logprobs_of(row, token_id, self.logprobs or 0))
             logits = rows[-1]

@@ -162,12 +162,9 @@ class Decoding:
     def _verify(self, speculation: Speculation, token_id: int, most: int) -> NDArray[np.float32]:
         kind, drafted, drafting_s = speculation.draft(self._tokens, most)
         began = speculation.timed()
-        rows: NDArray[np.float32] | list[NDArray[np.float32]]
         if drafted:
             try:
-                rows = self._model.step(
-                    [(self._sequence, [token_id, *drafted])], all_logits=True, drafted=len(drafted)
-                )[0]
+                rows = self._model.step([(self._sequence, [token_id, *drafted])], all_logits=True, drafted=len(drafted))
             except ContextFull:  # other sequences have the memory that drafted tokens would take
                 drafted, began = [], speculation.timed()
         if not drafted:
@@ -176,5 +173,4 @@ class Decoding:
         speculation.passed(self._width, speculation.timed() - began, drafting_s)
         self._kind, self._drafted = kind, len(drafted)
         self._ahead.extend(zip(drafted, rows[1:], strict=True))
-        first: NDArray[np.float32] = rows[0]
-        return first
+        return np.asarray(rows[0])

@@ -72,10 +72,10 @@ class FlashCache(Cache):
         entries = [(sequences[row], ids[row]) for row in leaders]
         none: Logits = np.empty((0, self.engine.vocab_size), np.float32)
         results: list[Logits] = []
-        if entries and all_logits:
-            results = self.engine.step(entries, all_logits=True)
-        elif entries:
-            results = np.split(self.engine.step(entries), len(entries))
+        if entries:
+            logits = self.engine.step(entries, all_logits=all_logits)
+            ends = np.cumsum([len(said) if all_logits else 1 for _, said in entries])
+            results = np.split(logits, ends[:-1])
         # 3. Only now is anything changed.
         by_sequence = {sequences[row].number: logits for row, logits in zip(leaders, results, strict=True)}
         columns = self._columns if self._sequences else np.zeros((len(ids), 0), np.bool_)

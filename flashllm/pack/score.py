@@ -97,7 +97,7 @@ def perplexity(
         try:
             for first in range(0, len(ids), size):
                 piece = ids[first : first + size]
-                (logits,) = model.step([(sequence, piece)], all_logits=True, as_prompt=True, observer=observer)
+                logits = model.step([(sequence, piece)], all_logits=True, as_prompt=True, observer=observer)
                 targets = ids[first + 1 : first + 1 + len(piece)]
                 total += surprise(logits[: len(targets)], targets)
                 count += len(targets)

@@ -115,8 +115,11 @@ def read_header(path: Path) -> Parked:
         os.close(fd)
 
 
-def read_parked(path: Path, session: Session, model: str) -> Parked:
-    """Make `session` what was parked. FormatError, FlashIOError, ContextFull: the session is then empty."""
+def read_parked(path: Path, session: Session, model: str, *, prompted: int = 0) -> Parked:
+    """Make `session` what was parked; `prompted` as of the session that was.
+
+    FormatError, FlashIOError, ContextFull: the session is then empty.
+    """
     fd = open_for_reading(path)
     try:
         parked = _header(fd, path)
@@ -137,7 +140,7 @@ def read_parked(path: Path, session: Session, model: str) -> Parked:
                 raise FormatError(f"{path}: is damaged: its checksum is another; delete it")
 
         try:
-            session.restore(parked.tokens, parked.computed, parked.pages, fill)
+            session.restore(parked.tokens, parked.computed, parked.pages, fill, prompted=prompted)
         except UsageError as error:
             raise FormatError(f"{path}: {error}; delete it") from error
         drop_page_cache(fd)

@@ -35,7 +35,7 @@ class Entry:
     tokens: "array[int]"
     computed: int
     in_parts: bool  # its beginning can be taken up too: no sliding window has given up what is behind it
-    pure: int  # as in flashllm/serve/conversations.py
+    pure: int  # `Session.prompted`
     after: bytes | None  # the same
 
 
@@ -71,11 +71,12 @@ class ParkingFolder:
                     self.entries.append(_entry(parked))
         self._make_room(0)
 
-    def park(self, session: Session, *, pure: int, after: bytes | None) -> bool:
+    def park(self, session: Session, *, after: bytes | None) -> bool:
         """Write `session`, unless it is there, short, or more than may be written; whether it is there now."""
         tokens = array("q", session.tokens)
         if session.computed < MIN_TOKENS:
             return False
+        pure = session.prompted
         path = self._folder / f"{self._name(tokens)}{_SUFFIX}"
         known = next((each for each in self.entries if each.path == path), None)
         if known is not None and (known.pure, known.after) == (pure, after):
@@ -104,7 +105,7 @@ class ParkingFolder:
     def load(self, entry: Entry, session: Session) -> bool:
         """Make `session` what was parked. False where it cannot be read, or there is no memory: it is then empty."""
         try:
-            parked = read_parked(entry.path, session, self._model)
+            parked = read_parked(entry.path, session, self._model, prompted=entry.pure)
             if parked.tokens != entry.tokens:
                 raise FormatError(f"{entry.path}: was replaced")
         except ContextFull:

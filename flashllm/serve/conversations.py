@@ -30,15 +30,12 @@ class Place:
 
     session: Session
     keep: int  # tokens of the prompt that the session holds
-    as_prompt: bool  # the others are computed as a prompt's, however few they are
-    pause: int = 0  # of them, those that other prompts begin with too
-    pure: int  # tokens, from the first, computed densely after nothing but such tokens, once the prompt is
+    pause: int = 0  # tokens of it that other prompts begin with too
 
 
 @dataclass(slots=True, kw_only=True)
 class _Kept:
     session: Session
-    pure: int  # as in Place
     after: bytes | None  # digest of the conversation so far, its last answer included
 
 
@@ -51,13 +48,13 @@ class Conversations:
         *,
         limit: int,
         max_tokens: int,
-        few_tokens: int,
+        is_prompt: Callable[[int], bool],
         parking: ParkingFolder | None = None,
     ) -> None:
-        """`new_session` makes an empty one. `few_tokens` is the model's K0. What leaves memory goes to `parking`."""
+        """`new_session` makes an empty one. `is_prompt`: the model's. What leaves memory goes to `parking`."""
         self._parking = parking
         self._new_session, self._limit, self._max_tokens = new_session, limit, max_tokens
-        self._few_tokens = few_tokens
+        self._is_prompt = is_prompt
         self._kept: list[_Kept] = []  # that used last is last
 
     def __len__(self) -> int:
@@ -65,7 +62,7 @@ class Conversations:
 
     def take(self, ids: Sequence[int], turns: Sequence[bytes] = ()) -> Place:
         """Where to generate after the prompt `ids`. `turns` are the digests of the conversations it goes on from."""
-        dense = len(ids) > self._few_tokens
+        dense = self._is_prompt(len(ids))
         longest = len(ids) - 1  # the last token is computed always: its logits are wanted
         self._recall(ids, turns, dense=dense, longest=longest)
         # 1. The same conversation, going on.
@@ -75,24 +72,19 @@ class Conversations:
                 ((one.session.shared_with(ids, longest), one) for one in goes_on), key=lambda pair: pair[0]
             )
             self._kept.remove(one)
-            pure = min(one.pure, shared)
-            if pure < shared:  # with tokens of an answer: as in a chat, the number of new tokens decides
-                return Place(session=one.session, keep=shared, as_prompt=False, pure=pure)
-            return Place(
-                session=one.session, keep=shared if dense else 0, as_prompt=dense, pure=len(ids) if dense else 0
-            )
+            return Place(session=one.session, keep=shared)
         # 2. Another one that begins alike. Where its sliding windows have left more behind than can be copied, they
         # are left a state to go back to.
-        pure, session = len(ids) if dense else 0, self._new_session()
-        alike = [(one.session.shared_with(ids, min(one.pure, longest)), at) for at, one in enumerate(self._kept)]
+        session, kept = self._new_session(), [one.session for one in self._kept]
+        alike = [(one.shared_with(ids, min(one.prompted, longest)), at) for at, one in enumerate(kept)]
         shared, best = max(alike, default=(0, 0))
-        begun = max((common_prefix(one.session.tokens, ids, min(one.pure, longest)) for one in self._kept), default=0)
+        begun = max((common_prefix(one.tokens, ids, min(one.prompted, longest)) for one in kept), default=0)
         if not dense or begun < MIN_SHARED_TOKENS:
-            return Place(session=session, keep=0, as_prompt=False, pure=pure)
+            return Place(session=session, keep=0)
         if shared >= MIN_SHARED_TOKENS:
             self._kept.append(self._kept.pop(best))
             session.copy_prefix(self._kept[-1].session, shared)
-        return Place(session=session, keep=session.computed, as_prompt=True, pause=begun, pure=pure)
+        return Place(session=session, keep=session.computed, pause=begun)
 
     def give_back(self, place: Place, after: bytes | None = None) -> None:
         """Keep the session of a request that ended, however it ended. `after`: digest of its conversation, if any."""
@@ -100,7 +92,7 @@ class Conversations:
         if session.computed == 0 or self._limit == 0:
             session.close()
             return
-        self._kept.append(_Kept(session=session, pure=min(place.pure, session.computed), after=after))
+        self._kept.append(_Kept(session=session, after=after))
         while len(self._kept) > self._limit or self._held() > self._max_tokens:
             if not self.forget_oldest():
                 return
@@ -111,7 +103,7 @@ class Conversations:
             return False
         oldest = self._kept.pop(0)
         if self._parking is not None:
-            self._parking.park(oldest.session, pure=oldest.pure, after=oldest.after)
+            self._parking.park(oldest.session, after=oldest.after)
         oldest.session.close()
         return True
 
@@ -127,7 +119,7 @@ class Conversations:
 
         best = max(
             (
-                spared(one.session.tokens, one.session.shared_with(ids, longest), one.pure, one.after)
+                spared(one.session.tokens, one.session.shared_with(ids, longest), one.session.prompted, one.after)
                 for one in self._kept
             ),
             default=0,
@@ -143,7 +135,7 @@ class Conversations:
             return
         session = self._new_session()
         if self._parking.load(found, session):
-            self._kept.append(_Kept(session=session, pure=found.pure, after=found.after))
+            self._kept.append(_Kept(session=session, after=found.after))
         else:
             session.close()
 

@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 from flashllm.api.requests import Request
 from flashllm.base.command_line import say
 from flashllm.errors import Cancelled, ContextFull, FlashError
 from flashllm.format.manifest import Manifest
-from flashllm.generate.language_model import LanguageModel, ModelSequence, StepMeter
+from flashllm.generate.language_model import LanguageModel
 from flashllm.generate.session import PrefillRecord, Session, Stopped, TextTokenizer, TokenRecord
 from flashllm.generate.speculation import Speculation
 from flashllm.parked.folder import ParkingFolder
@@ -100,12 +100,12 @@ class Worker:
         """
         self._max_waiting, self._on_event, self._tokenizer = max_waiting, on_event, tokenizer
         self._model = model
-        self._roomy = _RoomyModel(model, self._make_room)
+        self._roomy = cast(LanguageModel, _RoomyModel(model, self._make_room))
         self._conversations = Conversations(
             lambda: Session(self._roomy, tokenizer, speculation=speculation),
             limit=keep,
             max_tokens=model.context,
-            few_tokens=model.few_tokens,
+            is_prompt=model.is_prompt,
             parking=parking,
         )
         self._changed = threading.Condition()
@@ -229,7 +229,7 @@ class Worker:
             messages = [each for each in request.prompt if isinstance(each, dict)] if request.kind == "chat" else []
             if job.scored:  # every token's logits are wanted, so nothing can be reused
                 with Session(self._roomy, self._tokenizer) as session:
-                    self._generate(job, index, Place(session=session, keep=0, as_prompt=False, pure=0), [])
+                    self._generate(job, index, Place(session=session, keep=0), [])
                 continue
             place = self._conversations.take(ids, turns_of(messages))
             said: list[str] = []
@@ -243,9 +243,7 @@ class Worker:
         """Choice `index` of `job`, at `place`. The answer's text goes to `said` as it comes."""
         session, (request, ids) = place.session, job.prompts[index]
         session.choose_by(request.options, logprobs=request.logprobs)
-        stream = session.stream_prompt(
-            ids, keep=place.keep, as_prompt=place.as_prompt, pause=place.pause, scored=job.scored
-        )
+        stream = session.stream_prompt(ids, keep=place.keep, pause=place.pause, scored=job.scored)
         with contextlib.closing(stream):
             for record in stream:
                 if job.cancelled.is_set():
@@ -267,35 +265,8 @@ class _RoomyModel:
     def __init__(self, model: LanguageModel, make_room: Callable[[], bool]) -> None:
         self._model, self._make_room = model, make_room
 
-    @property
-    def context(self) -> int:
-        return self._model.context
-
-    @property
-    def vocab_size(self) -> int:
-        return self._model.vocab_size
-
-    @property
-    def most_drafted(self) -> int:
-        return self._model.most_drafted
-
-    @property
-    def meter(self) -> StepMeter:
-        return self._model.meter
-
-    @property
-    def few_tokens(self) -> int:
-        return self._model.few_tokens
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._model.manifest
-
-    def new_sequence(self) -> ModelSequence:
-        return self._model.new_sequence()
-
-    def accept(self, sequence: Any, count: int) -> None:
-        self._model.accept(sequence, count)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
     def step(self, entries: Sequence[tuple[Any, Sequence[int]]], **options: Any) -> Any:
         while True:

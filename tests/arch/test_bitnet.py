@@ -107,8 +107,8 @@ def logits_of(directory, **choices):
         found = []
         for ids in prompts().tolist():
             sequence = model.new_sequence()
-            (many,) = model.step([(sequence, ids[:-1])], all_logits=True)
-            (last,) = model.step([(sequence, ids[-1:])], all_logits=True)
+            many = model.step([(sequence, ids[:-1])], all_logits=True)
+            last = model.step([(sequence, ids[-1:])], all_logits=True)
             found.append(np.concatenate([many, last]))
             sequence.close()
         return np.stack(found)

@@ -89,7 +89,7 @@ def test_the_engine_gives_the_logits_of_transformers(model_of, name):
             for length in LENGTHS:
                 ids = tokens(length, seed=length)
                 sequence = model.new_sequence()
-                (logits,) = model.step([(sequence, ids)], all_logits=True)
+                logits = model.step([(sequence, ids)], all_logits=True)
                 np.testing.assert_allclose(logits, expected_logits(reference, ids).numpy(), atol=TOLERANCE, rtol=0)
                 sequence.close()
 
@@ -140,7 +140,8 @@ def test_bfloat16_is_as_close_as_transformers(tmp_path, name):
     tolerance = 2.0 * np.abs(theirs - exact).max() + 0.02 * exact.std()
     with Model.open(directory, RunConfig(mode="dense", threads=1, io_threads=4)) as model:
         sequence = model.new_sequence()
-        prompt, few = model.step([(sequence, ids[:72]), (model.new_sequence(), ids[:8])], all_logits=True)
+        both = model.step([(sequence, ids[:72]), (model.new_sequence(), ids[:8])], all_logits=True)
+        prompt, few = np.split(both, [72])
         tail = [model.step([(sequence, [token])])[0] for token in ids[72:]]
     found = np.concatenate([prompt, tail])
     if not ModelDir.open(directory).architecture.experts:

@@ -40,7 +40,7 @@ def check_logits(directory, lengths):
             for length in lengths:
                 ids = tokens(length, seed=length)
                 sequence = model.new_sequence()
-                (logits,) = model.step([(sequence, ids)], all_logits=True)
+                logits = model.step([(sequence, ids)], all_logits=True)
                 np.testing.assert_allclose(logits, reference.logits(ids).numpy(), atol=TOLERANCE, rtol=0)
                 sequence.close()
 
@@ -72,7 +72,7 @@ def test_codes_beside_16_bits(tmp_path, dtype):
     for path in (tmp_path / "wide", tmp_path / "model"):
         with Model.open(path, RunConfig(mode="oracle", threads=1, io_threads=4)) as model:
             sequence = model.new_sequence()
-            (logits,) = model.step([(sequence, tokens(40))], all_logits=True)
+            logits = model.step([(sequence, tokens(40))], all_logits=True)
             found.append(np.concatenate([logits, model.step([(sequence, tokens(3))])]))
     assert np.abs(found[1] - found[0]).max() < 0.1 * found[0].std()
 
@@ -91,7 +91,7 @@ def test_activations_in_16_and_8_bits(tmp_path, name, encoding, resident):
         for threads in (1, 3):
             with Model.open(tmp_path / "model", RunConfig(mode=mode, threads=threads, io_threads=4)) as model:
                 sequence = model.new_sequence()
-                parts = [model.step([(sequence, ids[i : i + 3])], all_logits=True)[0] for i in range(0, 30, 3)]
+                parts = [model.step([(sequence, ids[i : i + 3])], all_logits=True) for i in range(0, 30, 3)]
                 found[mode, threads] = np.concatenate(parts)
     for mode in modes:
         np.testing.assert_array_equal(found[mode, 1], found[mode, 3])
@@ -205,7 +205,7 @@ def test_12_bits_give_the_tokens_of_bfloat16(tmp_path, name):
         for path in (tmp_path / "wide", tmp_path / "model"):
             with Model.open(path, RunConfig(mode=mode, threads=2, io_threads=4)) as model:
                 sequence = model.new_sequence()
-                (prompt,) = model.step([(sequence, tokens(40))], all_logits=True)
+                prompt = model.step([(sequence, tokens(40))], all_logits=True)
                 steps = [model.step([(sequence, tokens(count, seed=count))]) for count in (1, 3, 8)]
                 found.append(np.concatenate([prompt, *steps]))
         np.testing.assert_array_equal(found[0], found[1], err_msg=mode)
@@ -233,7 +233,7 @@ def test_a_matrix_of_rare_exponents_stays_bfloat16(tmp_path, matrix):
         for mode in ("dense", "oracle"):
             with Model.open(path, RunConfig(mode=mode, threads=2, io_threads=4)) as model:
                 sequence = model.new_sequence()
-                (prompt,) = model.step([(sequence, tokens(40))], all_logits=True)
+                prompt = model.step([(sequence, tokens(40))], all_logits=True)
                 found.append(np.concatenate([prompt, model.step([(sequence, tokens(1, seed=3))])]))
     np.testing.assert_array_equal(found[0], found[2])
     np.testing.assert_array_equal(found[1], found[3])

@@ -92,7 +92,7 @@ def test_mxfp4_is_kept(whole, tmp_path):
                 config = RunConfig(mode=mode, threads=2, io_threads=4, ablation=Ablation(kernels=kernels))
                 with Model.open(tmp_path / name, config) as model:
                     sequence = model.new_sequence()
-                    (prompt,) = model.step([(sequence, list(range(4, 44)))], all_logits=True)
+                    prompt = model.step([(sequence, list(range(4, 44)))], all_logits=True)
                     logits.append(np.concatenate([prompt, *(model.step([(sequence, [9] * n)]) for n in (1, 3, 8))]))
             np.testing.assert_array_equal(logits[0], logits[1], err_msg=mode)
 
@@ -144,7 +144,7 @@ def test_gates_and_ups_beyond_the_limit_are_clamped(tmp_path):
     expected = open_model(source)(torch.tensor([ids])).logits[0].numpy()
     with Model.open(tmp_path / "model", RunConfig(mode="sparse", threads=1, io_threads=4)) as model:
         for part in (ids, ids[:5]):
-            (found,) = model.step([(model.new_sequence(), part)], all_logits=True)
+            found = model.step([(model.new_sequence(), part)], all_logits=True)
             np.testing.assert_allclose(found, expected[: len(part)], atol=2e-3, rtol=1e-3)
 
 

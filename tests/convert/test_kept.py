@@ -94,7 +94,7 @@ def logits_of(directory, mode, **config):
     with Model.open(directory, RunConfig(mode=mode, threads=2, io_threads=4, **config)) as model:
         sequence = model.new_sequence()
         ids = torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(0)).tolist()
-        (prompt,) = model.step([(sequence, ids)], all_logits=True)
+        prompt = model.step([(sequence, ids)], all_logits=True)
         return np.concatenate([prompt, *(model.step([(sequence, ids[:count])]) for count in (1, 3, 8))])
 
 
@@ -134,9 +134,7 @@ def test_single_tokens_are_multiplied_in_8_bits_unless_asked_otherwise(tmp_path,
     for together in (1, 4):
         with Model.open(tmp_path / "kept", RunConfig(mode="dense", threads=together, io_threads=4)) as model:
             sequence = model.new_sequence()
-            parts = [
-                model.step([(sequence, ids[i : i + together])], all_logits=True)[0] for i in range(0, 12, together)
-            ]
+            parts = [model.step([(sequence, ids[i : i + together])], all_logits=True) for i in range(0, 12, together)]
             found.append(np.concatenate(parts))
     np.testing.assert_array_equal(found[0], found[1])
     convert(folder, tmp_path / "wide")
@@ -217,7 +215,7 @@ def test_layers_that_differ_above_are_dequantised_and_said(tmp_path):
     assert "matrices, layers.0.up.weight the first, dequantised to float16" in lines[0]
     with Model.open(tmp_path / "model", RunConfig(mode="dense", threads=1, io_threads=4)) as model:
         sequence = model.new_sequence()
-        (logits,) = model.step([(sequence, [5, 9, 40])], all_logits=True)
+        logits = model.step([(sequence, [5, 9, 40])], all_logits=True)
     expected = ReferenceDecoder(tmp_path / "model").logits([5, 9, 40]).numpy()
     assert np.abs(logits - expected).max() < 0.1 * expected.std()
 

@@ -192,7 +192,7 @@ def test_drafted_tokens_of_experts_are_verified_as_they_would_be_alone(directory
         guesses = [int(row.argmax()) for row in alone[:-1]]
         with model.new_sequence() as sequence:
             model.step([(sequence, ids(6)[:-1])])
-            (rows,) = model.step([(sequence, [*ids(6)[-1:], *guesses])], all_logits=True, drafted=3)
+            rows = model.step([(sequence, [*ids(6)[-1:], *guesses])], all_logits=True, drafted=3)
             model.accept(sequence, 3)
     np.testing.assert_array_equal(rows, alone)
 
@@ -227,7 +227,7 @@ def test_sparse_prompts_are_a_token_after_the_other(directory, tiny):
     with torch.no_grad():
         expected = open_model(tiny[0])(torch.tensor([prompt])).logits[0].numpy()
     with opened(directory, prompts="sparse") as model, model.new_sequence() as sequence:
-        (rows,) = model.step([(sequence, prompt)], all_logits=True)
+        rows = model.step([(sequence, prompt)], all_logits=True)
     np.testing.assert_allclose(rows, expected, atol=2e-4, rtol=0)
 
 

@@ -37,7 +37,7 @@ def ids_of(count, seed=0):
 def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(directory, mode, count):
     ids = ids_of(count)
     with load(directory, mode=mode, prompts="sparse") as model:
-        (together,) = model.step([(model.new_sequence(), ids)], all_logits=True)
+        together = model.step([(model.new_sequence(), ids)], all_logits=True)
         assert model.meter.take().active > 0
         sequence = model.new_sequence()
         alone = [model.step([(sequence, [token])])[0] for token in ids]
@@ -47,7 +47,7 @@ def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(directory, mode, count):
         model.step([(pieces, ids[:5]), (model.new_sequence(), ids_of(30, seed=2))], as_prompt=True)
         assert np.array_equal(model.step([(pieces, ids[5:])], as_prompt=True)[0], together[-1])
     with load(directory, mode=mode) as model:
-        (dense,) = model.step([(model.new_sequence(), ids)], all_logits=True)
+        dense = model.step([(model.new_sequence(), ids)], all_logits=True)
         assert not np.array_equal(dense, together)
 
 
@@ -57,7 +57,7 @@ def test_predictors_are_seen_by_scoring(directory):
 
     def score(**config):
         with load(directory, **config) as model:
-            return model.step([(model.new_sequence(), ids)], all_logits=True)[0]
+            return model.step([(model.new_sequence(), ids)], all_logits=True)
 
     exact, dense, sparse = score(mode="oracle", prompts="sparse"), score(), score(prompts="sparse")
     np.testing.assert_allclose(exact, dense, atol=2e-4, rtol=0)
@@ -79,7 +79,7 @@ def test_a_scored_prompt_is_sparse_in_every_piece(directory, monkeypatch):
     monkeypatch.setattr("flashllm.generate.session._SCORED_NBYTES", 4 * 300 * 7)  # logits of seven tokens
     ids = ids_of(40)
     with load(directory, prompts="sparse") as model:
-        (logits,) = model.step([(model.new_sequence(), ids)], all_logits=True)
+        logits = model.step([(model.new_sequence(), ids)], all_logits=True)
         with Session(model, Tokenizer.load(directory)) as session:
             record = next(iter(session.stream_prompt(ids, scored=True)))
     assert record.logprobs is not None

@@ -64,9 +64,9 @@ def test_long_contexts_have_transformers_logits(made, name):
         expected = open_model(source)(torch.tensor([ids])).logits[0].numpy()
     with Model.open(directory, RunConfig(mode="dense", threads=1, io_threads=4)) as model:
         sequence = model.new_sequence()
-        found = [model.step([(sequence, ids[:1000])], all_logits=True)[0]]
+        found = [model.step([(sequence, ids[:1000])], all_logits=True)]
         found += [model.step([(sequence, [token])]) for token in ids[1000:1070]]
-        found += model.step([(sequence, ids[1070:])], all_logits=True)
+        found += [model.step([(sequence, ids[1070:])], all_logits=True)]
     np.testing.assert_allclose(np.concatenate(found), expected, atol=4e-4, rtol=0)
 
 
@@ -203,7 +203,7 @@ def test_prompts_that_begin_alike_share_what_the_windows_left(model):
         lambda: Session(model, Letters(), SamplingOptions(max_new_tokens=4)),
         limit=4,
         max_tokens=10**6,
-        few_tokens=model.few_tokens,
+        is_prompt=model.is_prompt,
     )
     reused = []
     for seed in (1, 2, 3):
@@ -214,7 +214,7 @@ def test_prompts_that_begin_alike_share_what_the_windows_left(model):
             if isinstance(each, TokenRecord)
         ]
         place = conversations.take(ids)
-        records = list(place.session.stream_prompt(ids, keep=place.keep, as_prompt=place.as_prompt, pause=place.pause))
+        records = list(place.session.stream_prompt(ids, keep=place.keep, pause=place.pause))
         reused.append(records[0].reused_tokens)
         assert records[0].tokens + records[0].reused_tokens == 800
         assert [each.token_id for each in records[1:]] == expected
@@ -238,22 +238,22 @@ def test_packed_pages_change_no_bit_by_how_a_prompt_is_cut(packed, made):
     """In pieces of any size, with steps back between them; and tokens one by one as in a pass of several."""
     ids, random = ids_of(1300), np.random.default_rng(3)
     with packed.new_sequence() as sequence, packed.new_sequence() as pieces, packed.new_sequence() as other:
-        (expected,) = packed.step([(sequence, ids[:1200])], all_logits=True, as_prompt=True)
+        expected = packed.step([(sequence, ids[:1200])], all_logits=True, as_prompt=True)
         found = np.empty_like(expected)
         while pieces.length < 1200:
             at, size = pieces.length, int(random.choice([1, 7, 40, 64, 100, 300]))
             piece = ids[at : min(at + size, 1200)]
-            (found[at : at + len(piece)],) = packed.step([(pieces, piece)], all_logits=True, as_prompt=True)
+            found[at : at + len(piece)] = packed.step([(pieces, piece)], all_logits=True, as_prompt=True)
             back = max(0, pieces.length - int(random.choice([0, 0, 3, 30, 200])))
             kept = pieces.keep(back)
             assert kept in (back, back // PAGE * PAGE, at) or kept % PAGE == 0
         assert np.array_equal(found, expected)
         other.copy_from(pieces)
         single = [packed.step([(sequence, [token])]) for token in ids[1200:]]
-        several = [packed.step([(other, ids[at : at + 4])], all_logits=True)[0] for at in range(1200, 1300, 4)]
+        several = [packed.step([(other, ids[at : at + 4])], all_logits=True) for at in range(1200, 1300, 4)]
         assert np.array_equal(np.concatenate(single), np.concatenate(several))
     with Model.open(made("gemma3")[1], RunConfig(mode="dense", threads=1, io_threads=4)) as plain:
-        (exact,) = plain.step([(plain.new_sequence(), ids[:1200])], all_logits=True)
+        exact = plain.step([(plain.new_sequence(), ids[:1200])], all_logits=True)
         assert np.array_equal(expected[:PAGE], exact[:PAGE])  # they see no page but their own
         error = np.abs(expected - exact)[PAGE:].mean() / exact.std()
         assert 1e-4 < error < (0.005 if packed.config.cache_bits == 8 else 0.08)

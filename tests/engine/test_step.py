@@ -116,7 +116,7 @@ def test_few_tokens_at_once_are_the_same_tokens_one_by_one(load, name):
     one_by_one = alone(model, prompt, drafted)[1:]
     with model.new_sequence() as sequence:
         model.step([(sequence, prompt)])
-        (at_once,) = model.step([(sequence, drafted)], all_logits=True)
+        at_once = model.step([(sequence, drafted)], all_logits=True)
     assert np.array_equal(at_once, one_by_one)
 
 
@@ -134,8 +134,26 @@ def test_all_logits_end_with_the_last(load):
     model, prompts = load(), [ids_of(30), ids_of(3, 1), ids_of(12, 2)]
     every = model.step([(model.new_sequence(), prompt) for prompt in prompts], all_logits=True)
     last = model.step([(model.new_sequence(), prompt) for prompt in prompts])
-    assert [rows.shape for rows in every] == [(len(prompt), model.vocab_size) for prompt in prompts]
-    assert np.array_equal(np.stack([rows[-1] for rows in every]), last)
+    assert every.shape == (30 + 3 + 12, model.vocab_size)
+    assert np.array_equal(every[[29, 32, 44]], last)
+
+
+def test_a_sequence_knows_what_was_computed_as_a_prompt(load):
+    model = load()
+    sequence, other = model.new_sequence(), model.new_sequence()
+    model.step([(sequence, ids_of(30)), (other, ids_of(3))])
+    model.step([(sequence, [5])], as_prompt=True)
+    assert (sequence.prompted, other.prompted) == (31, 0)
+    model.step([(sequence, [6])])
+    model.step([(sequence, ids_of(20))])  # after a token that was not
+    model.step([(other, ids_of(20))])
+    assert (sequence.prompted, other.prompted) == (31, 0)
+    other.copy_from(sequence)
+    assert [other.keep(length) and other.prompted for length in (40, 12)] == [31, 12]
+    with pytest.raises(UsageError, match="vocabulary"):
+        model.step([(other, [*ids_of(20), model.vocab_size])])
+    model.step([(other, ids_of(20))])
+    assert other.prompted == 32
 
 
 def test_a_sequence_may_go_back(load):

@@ -52,7 +52,6 @@ class PrefixModel:
 
     def __init__(self, context=200):
         self.context, self.meter = context, Meter()
-        self.few_tokens = 8
         self.sequences, self.computed = [], []  # computed: tokens of each step
         self.fault = None  # called with each step's tokens, before they are in the sequence and after
 
@@ -60,7 +59,10 @@ class PrefixModel:
         self.sequences.append(Sequence())
         return self.sequences[-1]
 
-    def step(self, entries):
+    def is_prompt(self, tokens):
+        return tokens > 8
+
+    def step(self, entries, *, as_prompt=False):
         ((sequence, ids),) = entries
         assert not sequence.closed
         assert ids
@@ -175,8 +177,8 @@ def test_an_interrupt_beside_the_step_costs_time_alone(model, monkeypatch):
     tokens = one.tokens
     step = model.step
 
-    def interrupted(entries):
-        step(entries)
+    def interrupted(entries, **options):
+        step(entries, **options)
         raise KeyboardInterrupt  # the sequence has the tokens, the session does not know
 
     monkeypatch.setattr(model, "step", interrupted)

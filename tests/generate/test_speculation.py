@@ -188,13 +188,13 @@ class Verifying(PrefixModel):
         super().__init__(context)
         self.accepted = []
 
-    def step(self, entries, *, all_logits=False, drafted=0):
+    def step(self, entries, *, all_logits=False, as_prompt=False, drafted=0):
         ((sequence, ids),) = entries
         if not all_logits:
             return super().step(entries)
         before = list(sequence.ids)
         super().step(entries)
-        return [np.stack([self.logits([*before, *ids[: n + 1]]) for n in range(len(ids))])]
+        return np.stack([self.logits([*before, *ids[: n + 1]]) for n in range(len(ids))])
 
     @staticmethod
     def logits(ids):
@@ -274,7 +274,7 @@ def test_a_turn_that_is_overtaken_leaves_the_new_one_alone():
 
 def test_where_other_sequences_have_the_memory_no_token_is_drafted():
     class Full(Verifying):
-        def step(self, entries, *, all_logits=False, drafted=0):
+        def step(self, entries, *, all_logits=False, as_prompt=False, drafted=0):
             if drafted:
                 raise ContextFull("no block left")
             return super().step(entries)

@@ -51,7 +51,7 @@ def models(tmp_path_factory, source, text):
 
 def run(directory, mode, ids=IDS, **config):
     with Model.open(directory, RunConfig(mode=mode, threads=2, io_threads=4, **config)) as model:
-        (logits,) = model.step([(model.new_sequence(), ids)], all_logits=True)
+        logits = model.step([(model.new_sequence(), ids)], all_logits=True)
         return logits, model.meter.take()
 
 

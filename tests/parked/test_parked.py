@@ -188,7 +188,7 @@ def test_the_folder_keeps_to_its_limits(opened, directory, tmp_path):
     def parked(where, length, seed):
         with session_of(model) as session:
             run(session.stream_ids(ids_of(length, seed)))
-            return where.park(session, pure=length, after=b"\x01")
+            return where.park(session, after=b"\x01")
 
     first = folder()
     assert not parked(first, 20, 0)  # too short
@@ -259,7 +259,7 @@ def test_a_damaged_file_is_dropped_and_its_prompt_computed(opened, directory, tm
     folder = ParkingFolder(tmp_path, identity(directory, model.plan.mode), max_nbytes=BIG, daily_nbytes=BIG)
     with session_of(model) as session:
         run(session.stream_ids(ids_of(70)))
-        assert folder.park(session, pure=70, after=None)
+        assert folder.park(session, after=None)
         (path,) = tmp_path.glob("*.kv")
         raw = bytearray(path.read_bytes())
         raw[-1] ^= 1

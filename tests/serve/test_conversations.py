@@ -37,6 +37,10 @@ class Places:
         self.model, self.places = model, []
 
     @property
+    def prompted(self):
+        return next((at for at, (_, kind) in enumerate(self.places) if kind != "d"), len(self.places))
+
+    @property
     def length(self):
         return len(self.places)
 
@@ -62,7 +66,7 @@ class PlacesModel:
     context, vocab_size = 120, VOCAB
 
     def __init__(self, room=10**6):
-        self.meter, self.few_tokens = Meter(), FEW
+        self.meter = Meter()
         self.room, self.sequences = room, []
 
     def held(self):
@@ -75,11 +79,14 @@ class PlacesModel:
     def cancel(self, on=True):
         pass
 
+    def is_prompt(self, tokens):
+        return tokens > FEW
+
     def step(self, entries, *, as_prompt=False):
         ((sequence, ids),) = entries
         if self.held() + len(ids) > self.room:
             raise ContextFull("no memory")
-        kind = "d" if as_prompt or len(ids) > FEW else "s"
+        kind = "d" if as_prompt or self.is_prompt(len(ids)) else "s"
         sequence.places += [(int(token), kind) for token in ids]
         seed = zlib.crc32(str(sequence.places).encode())
         return np.random.default_rng(seed).standard_normal((1, VOCAB)).astype(np.float32)
@@ -204,11 +211,11 @@ def test_what_follows_an_answer_is_not_another_conversations_beginning():
 
 def test_no_more_is_kept_than_may_be():
     model = PlacesModel()
-    kept = Conversations(lambda: Session(model, Letters()), limit=3, max_tokens=50, few_tokens=FEW)
+    kept = Conversations(lambda: Session(model, Letters()), limit=3, max_tokens=50, is_prompt=model.is_prompt)
     for number in range(5):
         place = kept.take([number] * 20)
         place.session.choose_by(SamplingOptions(max_new_tokens=1))
-        list(place.session.stream_prompt([number] * 20, keep=place.keep, as_prompt=place.as_prompt))
+        list(place.session.stream_prompt([number] * 20, keep=place.keep))
         kept.give_back(place)
         assert model.held() <= 50
     assert len(kept) == 2

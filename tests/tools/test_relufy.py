@@ -83,7 +83,7 @@ def test_what_is_written_converts_and_runs_with_its_zeros(tmp_path, texts, capsy
         expected = student(torch.tensor([ids])).logits[0].numpy()
     for mode in ("sparse", "dense"):
         with Model.open(tmp_path / "model", RunConfig(mode=mode, threads=1, io_threads=4)) as model:
-            (found,) = model.step([(model.new_sequence(), ids)], all_logits=True)
+            found = model.step([(model.new_sequence(), ids)], all_logits=True)
             np.testing.assert_allclose(found, expected, atol=2e-4, rtol=0)
 
 
