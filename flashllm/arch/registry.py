@@ -143,11 +143,6 @@ class Claim:
         """How many there are."""
         return self.shape[0]
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the source's bytes are the tensor's."""
-        return self.part == Part()
-
 
 def claims(config: Mapping[str, Any]) -> dict[str, Claim]:
     """Every tensor of a checkpoint that a model needs, by canonical name; the FFN's matrices are the last. Errors as
