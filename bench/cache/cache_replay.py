@@ -19,7 +19,7 @@ from replay import ALL_POLICIES, Activity, misses_of
 
 from flashllm.base.units import parse_size
 from flashllm.format.trace import Stream, Trace, unpack_bits
-from flashllm.plan.shares import share_by_popularity
+from flashllm.plan.shares import levels_by_popularity
 
 PLOTTED = ("window", "LRU", "S3-FIFO", "LFU", "hot set", "frequency", "MIN")
 WARM_UP = 20  # tokens that are not counted
@@ -54,7 +54,8 @@ def split_rows(share: float, known: NDArray[np.float64], how: str) -> tuple[int,
     layers, neurons = known.shape
     if how == "even":
         return (int(share * neurons),) * layers
-    return share_by_popularity(int(share * neurons * layers), (64,) * layers, list(known.astype(np.float32)))
+    rows = int(share * neurons * layers)
+    return tuple(levels_by_popularity([rows], (64,) * layers, list(known.astype(np.float32)))[0].tolist())
 
 
 def measure(layers: list[Activity], rows: tuple[int, ...], policy: str) -> dict[str, Any]:

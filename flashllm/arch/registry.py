@@ -15,7 +15,7 @@ from flashllm.arch.llama.bitnet import BITNET
 from flashllm.arch.llama.dense import DENSE
 from flashllm.arch.llama.sparse import SPARSE
 from flashllm.arch.opt import OPT
-from flashllm.arch.refused import REFUSED
+from flashllm.arch.refused import describe_refused
 from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.arch.tensors import ArchitectureSpec, Part, Shape, tensor_shape
 from flashllm.base.checks import check_int
@@ -28,13 +28,13 @@ ARCHITECTURES: dict[str, ArchitectureSpec] = {
 }
 
 
-def spec_of(model_type: object) -> ArchitectureSpec:
-    """The table's entry. UnsupportedModelError where there is none."""
+def spec_of(config: Mapping[str, Any]) -> ArchitectureSpec:
+    """The table's entry for a config.json. UnsupportedModelError where there is none."""
+    model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
-        reason = f": it is {REFUSED[model_type]}" if isinstance(model_type, str) and model_type in REFUSED else ""
         raise UnsupportedModelError(
-            f"config.json: model_type {str(model_type)[:80]!r} is not supported{reason}; supported: {known}"
+            f"config.json: model_type {str(model_type)[:80]!r} is not supported: it is "
+            f"{describe_refused(config, ARCHITECTURES)}; supported: {', '.join(sorted(ARCHITECTURES))}"
         )
     return ARCHITECTURES[model_type]
 
@@ -42,7 +42,7 @@ def spec_of(model_type: object) -> ArchitectureSpec:
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` (a config.json) with the architecture's defaults for the keys it leaves out, and without windows that
     the architecture does not know: transformers passes over them, too."""
-    spec = spec_of(config.get("model_type"))
+    spec = spec_of(config)
     full = {**spec.defaults, **config}
     if "sliding_window" not in spec.defaults:
         full = {key: value for key, value in full.items() if key not in ("sliding_window", "layer_types")}
@@ -54,7 +54,7 @@ def block_spec(config: Mapping[str, Any]) -> BlockSpec:
 
     UnsupportedModelError for an unknown model_type or variant; FormatError for values that cannot be.
     """
-    spec = spec_of(config.get("model_type"))
+    spec = spec_of(config)
     try:
         _check_labels(config)
         return spec.block(complete_config(config))
@@ -73,7 +73,7 @@ def _check_labels(config: Mapping[str, Any]) -> None:
 
 def resolve(config: Mapping[str, Any]) -> Architecture:
     """The architecture a config.json describes; errors as `block_spec`."""
-    block, spec = block_spec(config), spec_of(config.get("model_type"))
+    block, spec = block_spec(config), spec_of(config)
     config = complete_config(config)
     names = [tensor.name for tensor in spec.present(config)]
     experts = block.experts
@@ -112,7 +112,7 @@ def resident_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
 def _resident(config: Mapping[str, Any]) -> list[tuple[str, str, Shape]]:
     """(canonical name, state_dict name, shape) of every tensor that stays in DRAM; those of a layer follow each
     other."""
-    block, present = block_spec(config), spec_of(config.get("model_type")).present(complete_config(config))
+    block, present = block_spec(config), spec_of(config).present(complete_config(config))
     first = next((at for at, tensor in enumerate(present) if "{i}" in tensor.name), len(present))
     layered = [tensor for tensor in present if "{i}" in tensor.name]
     around = [
@@ -143,16 +143,11 @@ class Claim:
         """How many there are."""
         return self.shape[0]
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the source's bytes are the tensor's."""
-        return self.part == Part()
-
 
 def claims(config: Mapping[str, Any]) -> dict[str, Claim]:
     """Every tensor of a checkpoint that a model needs, by canonical name; the FFN's matrices are the last. Errors as
     `block_spec`."""
-    spec, architecture, full = spec_of(config.get("model_type")), resolve(config), complete_config(config)
+    spec, architecture, full = spec_of(config), resolve(config), complete_config(config)
     shapes = resident_shapes(config)
     try:
         parts = {tensor.name: tensor.part(full) for tensor in spec.present(full)}

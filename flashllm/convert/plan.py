@@ -13,6 +13,7 @@ import numpy as np
 
 import flashllm
 from flashllm.arch.registry import (
+    ARCHITECTURES,
     Claim,
     block_spec,
     bundle_names,
@@ -175,7 +176,7 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
     ]
     return ConversionPlan(
         checkpoint=checkpoint,
-        spec=spec_of(architecture.model_type),
+        spec=ARCHITECTURES[architecture.model_type],
         architecture=architecture,
         block=block,
         claims=claimed,
@@ -233,7 +234,7 @@ def checked_tensors(checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, S
     tensor that its config says nothing of.
     """
     block, expected = block_spec(checkpoint.config), source_shapes(checkpoint.config)
-    spec = spec_of(checkpoint.config.get("model_type"))
+    spec = spec_of(checkpoint.config)
     names = spec.with_prefix(checkpoint.tensors)
     if block.tied_head and spec.head in names:
         names.setdefault(spec.embedding, names[spec.head])  # one tensor, stored under either name

@@ -32,7 +32,6 @@ from flashllm.plan.resolve import Plan, resolve
 Ids = Sequence[int]
 Entry = tuple[SequenceState, Ids]
 Logits = NDArray[np.float32]
-PassKind = Literal["sparse", "oracle", "dense", "prompt"]
 
 
 class Observer(Protocol):

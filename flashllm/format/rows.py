@@ -190,12 +190,8 @@ class RowLayout:
         """Shape of a layer's tensor in `ffn.safetensors`: [num_rows, items of a stride]."""
         return self.num_rows, self.stride // self.itemsize
 
-    def item_offset(self, matrix: str) -> int:
-        """First item of `matrix` ("up", "gate", "down") in a row. ValueError where the row has no such matrix."""
-        return self.byte_offset(matrix) // self.itemsize
-
     def byte_offset(self, matrix: str) -> int:
-        """First byte of `matrix` in a row. ValueError as `item_offset`."""
+        """First byte of `matrix` ("up", "gate", "down") in a row. ValueError where the row has no such matrix."""
         if matrix not in self.matrices:
             raise ValueError(f"matrix {matrix!r} is not one of {self.matrices!r}")
         return self.matrices.index(matrix) * self.vector_nbytes("up")  # down, which may differ, is the last

@@ -22,7 +22,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 
 
 class Tokenizer:
-    """Text to token ids and back. `bos_id`, `eos_id`, `pad_id` are None where the model names no such token."""
+    """Text to token ids and back. `eos_id` is None where the model names no such token."""
 
     def __init__(
         self,
@@ -42,10 +42,7 @@ class Tokenizer:
         self.backend = backend
         self.special = dict(special or {})
         self.chat_templates = dict(chat_templates or {})
-        self.bos_id, self.eos_id, self.pad_id = (
-            backend.token_to_id(self.special[name]) if name in self.special else None
-            for name in ("bos_token", "eos_token", "pad_token")
-        )
+        self.eos_id = backend.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
         eos = frozenset(() if self.eos_id is None else (self.eos_id,))
         self.end_ids = eos if end_ids is None else frozenset(end_ids)
         self.where = where

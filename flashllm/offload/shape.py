@@ -152,7 +152,7 @@ def shape_from_config(config: dict[str, Any], *, name: str) -> ModelShape:
     size.
     """
     try:
-        spec, block, architecture = spec_of(config.get("model_type")), block_spec(config), resolve(config)
+        spec, block, architecture = spec_of(config), block_spec(config), resolve(config)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name}: cannot plan: {error}") from None
     except (FormatError, TypeError) as error:

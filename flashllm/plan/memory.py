@@ -11,7 +11,7 @@ over the manifest and the `BlockSpec`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -260,7 +260,6 @@ def plan_memory(
         BudgetError: the limit is below the minimum, or above what the machine has left.
         UsageError: a context, window, cache policy or number of threads that cannot be.
     """
-    rows, architecture = manifest.rows, manifest.architecture
     context = block.context if context is None else context
     if not 1 <= context <= block.context:
         raise UsageError(f"--context must be 1 to {block.context} tokens for this model, not {context}")
@@ -269,104 +268,30 @@ def plan_memory(
             raise UsageError(f"{name} must be at least 1, not {value}")
     if cache_policy not in CACHE_POLICIES:
         raise UsageError(f"cache_policy must be one of {', '.join(CACHE_POLICIES)}, not {cache_policy!r}")
-    # Layers of which every token reads every neuron; caches of mixtures hold experts in every mode.
-    dense = dense and not architecture.experts
-    dense_layers = tuple(range(architecture.num_layers)) if dense else architecture.dense_layers
-    windowed = cache_policy == "window" and not dense
-
-    # 1. What does not depend on the limit.
     state = state_shape(manifest, block, context, cache_bits)
-    context_blocks = -(-state.nbytes(context) // state.block_nbytes)
-    unit, widths = architecture.unit_rows, architecture.every_width
-
-    def whole(neurons: int) -> int:
-        """Rows of the units that hold so many."""
-        return -(-neurons // unit) * unit
-
-    needs = [
-        layout.num_rows if layer in dense_layers else whole(layout.d_ff)
-        for layer, layout in enumerate(manifest.layouts)
-    ]
-    if windowed and manifest.calibration is not None and manifest.calibration.window >= window:
-        needs = [min(max(need, 1), width) for need, width in zip(manifest.calibration.req, widths, strict=True)]
-    # An expert may pass by in bypass rows; under the paper's window every one is kept for its token.
-    least_rows = max(_MIN_CACHE_ROWS // unit * unit, unit if windowed else 0)
-    minimum = tuple(0 if layer in dense_layers else min(need, least_rows) for layer, need in enumerate(needs))
-    min_bypass = 0 if windowed or dense else min(whole(max(widths)), max(least_rows, unit))
-    prefetch_rows = max(1, max(widths) // _PREFETCH_SHARE) if prefetch else 0
-    checksums = 8 * sum(manifest.checksums)
-    parts: dict[str, Any] = {
+    caches = _Caches.of(manifest, dense=dense, window=window if cache_policy == "window" else None)
+    prefetch_rows = max(1, max(manifest.architecture.every_width) // _PREFETCH_SHARE) if prefetch else 0
+    parts = {
+        **_weights(manifest, dense=caches.dense),
         "limit_nbytes": limit if limit is not None else (process + available) * 4 // 5,
         "limit_is_given": limit is not None,
         "process": process + LIBRARY_GROWTH,
-        "resident": manifest.files[RESIDENT].nbytes
-        - manifest.resident_gate_nbytes
-        - manifest.planes_nbytes
-        - checksums
-        + _places_nbytes(manifest),
-        "checksums": checksums,
-        "gates": manifest.resident_gate_nbytes,
-        "planes": manifest.planes_nbytes,
-        "predictors": manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files and not dense else 0,
         "kv_block_nbytes": state.block_nbytes,
         "requests": PROMPT_NBYTES + (requests_nbytes(context) if serves else 0),
+        "staging": 2 * prefetch_rows * manifest.rows.stride
+        + _bounce_nbytes(manifest.rows.stride, io_threads + min(io_threads, STREAM_THREADS))
+        + (io_threads * _THROUGH_NBYTES if max_gap else 0),
+        "workspace": _workspace_nbytes(block, context, verified),
         "context": context,
-        "context_blocks": context_blocks,
-        "row_nbytes": rows.stride,
-        "unit_rows": unit,
+        "context_blocks": -(-state.nbytes(context) // state.block_nbytes),
         "cache_policy": cache_policy,
-        "min_cache_rows": minimum,
-        "min_bypass_rows": min_bypass,
         "prefetch_rows": prefetch_rows,
         "window": window,
-        "dense_layers": dense_layers,
     }
-    weights = sum(parts[name] for name in ("process", "resident", "checksums", "gates", "planes", "predictors"))
-    most = weights + sum(needs) * rows.stride + context_blocks * parts["kv_block_nbytes"]
-    parts["page_tables"] = min(most // _PAGE_TABLES, _MOST_PAGE_TABLES)
-    parts["staging"] = (
-        2 * prefetch_rows * rows.stride
-        + _bounce_nbytes(rows.stride, io_threads + min(io_threads, STREAM_THREADS))
-        + (io_threads * _THROUGH_NBYTES if max_gap else 0)
-    )
-    parts["workspace"] = _workspace_nbytes(block, context, verified)
-    least_slots = (sum(minimum) + min_bypass) // unit
-    parts["bookkeeping"] = 0 if dense else _bookkeeping_nbytes(manifest, least_slots)
-    parts["bookkeeping_extra"] = 0
-    levels_of_least = {"levels": np.array([minimum], np.int32), "level_blocks": context_blocks}
-    shapes = prompt_shapes(manifest, block, context, dense=dense)
-    least = _with_prompts({**parts, "bypass_rows": min_bypass, **levels_of_least}, shapes)
+    least = caches.least(parts, prompt_shapes(manifest, block, context, dense=caches.dense))
     if least.limit_nbytes < least.minimum_nbytes:
         raise BudgetError(_refusal(least, available))
-    if not dense:
-        more = (least.limit_nbytes - least.minimum_nbytes) // (unit * rows.stride + _SLOT_NBYTES + _WANTED_NBYTES)
-        bookkeeping = _bookkeeping_nbytes(manifest, min(least_slots + more, sum(needs) // unit))
-        least = replace(least, bookkeeping=bookkeeping, bookkeeping_extra=bookkeeping - least.bookkeeping)
-
-    # 2. What is left: bypass rows, which stay, by what a full context leaves; then the levels.
-    bypass = min_bypass
-    if not windowed and not dense:
-        spare = (least.limit_nbytes - least.fixed_nbytes - context_blocks * least.kv_block_nbytes) // rows.stride
-        # A token's experts may all be missing at once; of other models' neurons a few are.
-        wanted = whole(architecture.cycle) or max(widths) // _BYPASS_SHARE
-        bypass = max(min_bypass, min(wanted, spare // 10, spare - sum(minimum)) // unit * unit)
-
-    def levels(limit_nbytes: int) -> tuple[Rows, int]:
-        """(levels, level_blocks) of the plan under this limit."""
-        left = limit_nbytes - least.fixed_nbytes - bypass * rows.stride
-        most = (left - sum(minimum) * rows.stride) // least.kv_block_nbytes
-        first = (left - sum(needs) * rows.stride) // least.kv_block_nbytes  # up to here every useful row fits
-        first = min(max(first, 1), most)
-        free = [(left - blocks * least.kv_block_nbytes) // rows.stride for blocks in range(first, most + 1)]
-        if dense_layers:
-            block_rows = manifest.stream_block_rows
-            return levels_beside(free, needs, minimum, dense_layers, block_rows=block_rows, unit=unit), first
-        if windowed or popularity is None:
-            return levels_by_need(free, needs, unit), first
-        return levels_by_popularity(free, minimum, popularity, unit), first
-
-    table, level_blocks = levels(least.limit_nbytes)
-    plan = replace(least, bypass_rows=bypass, levels=table, level_blocks=level_blocks)
+    plan = caches.filled(caches.accounted(least), least.limit_nbytes, popularity)
     if plan.total_nbytes - process > available:
         raise BudgetError(
             f"the plan of {format_size(plan.total_nbytes)} needs {format_size(plan.total_nbytes - process)} more, but "
@@ -374,9 +299,115 @@ def plan_memory(
             f"{format_size(available + process)}, or close other programs"
         )
     if plan.limit_nbytes > process + available:  # one conversation fits; several must not outgrow the machine
-        table, level_blocks = levels(process + available)
-        plan = replace(plan, levels=table, level_blocks=level_blocks)
+        plan = caches.filled(plan, process + available, popularity)
     return plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Caches:
+    """The rows that the layers' caches need, whatever the limit, and what they make of a limit."""
+
+    manifest: Manifest
+    dense: bool  # every token reads every neuron of every layer; of mixtures experts are cached in every mode
+    windowed: bool  # by the paper's policy
+    dense_layers: tuple[int, ...]
+    needs: list[int]  # the most that a layer has a use for
+    minimum: tuple[int, ...]
+    min_bypass: int
+
+    @classmethod
+    def of(cls, manifest: Manifest, *, dense: bool, window: int | None) -> Self:
+        """Those of a model; `window`: tokens of the paper's policy, None under another one."""
+        architecture, calibration = manifest.architecture, manifest.calibration
+        unit, widths = architecture.unit_rows, architecture.every_width
+        dense = dense and not architecture.experts
+        dense_layers = tuple(range(architecture.num_layers)) if dense else architecture.dense_layers
+        windowed = window is not None and not dense
+        needs = [
+            layout.num_rows if layer in dense_layers else _whole(layout.d_ff, unit)
+            for layer, layout in enumerate(manifest.layouts)
+        ]
+        if windowed and calibration is not None and calibration.window >= (window or 0):
+            needs = [min(max(need, 1), width) for need, width in zip(calibration.req, widths, strict=True)]
+        # An expert may pass by in bypass rows; under the paper's window every one is kept for its token.
+        least = max(_MIN_CACHE_ROWS // unit * unit, unit if windowed else 0)
+        minimum = tuple(0 if layer in dense_layers else min(need, least) for layer, need in enumerate(needs))
+        bypass = 0 if windowed or dense else min(_whole(max(widths), unit), max(least, unit))
+        return cls(manifest, dense, windowed, dense_layers, needs, minimum, bypass)
+
+    def least(self, parts: dict[str, Any], shapes: list[PromptShape]) -> MemoryPlan:
+        """The plan of `parts` with the least rows, for the fastest shape of prompts that leaves enough to neurons."""
+        stride, unit = self.manifest.rows.stride, self.manifest.architecture.unit_rows
+        weights = sum(parts[name] for name in ("process", "resident", "checksums", "gates", "planes", "predictors"))
+        most = weights + sum(self.needs) * stride + parts["context_blocks"] * parts["kv_block_nbytes"]
+        slots = (sum(self.minimum) + self.min_bypass) // unit
+        caches = {
+            "page_tables": min(most // _PAGE_TABLES, _MOST_PAGE_TABLES),
+            "bookkeeping": 0 if self.dense else _bookkeeping_nbytes(self.manifest, slots),
+            "bookkeeping_extra": 0,
+            "row_nbytes": stride,
+            "unit_rows": unit,
+            "min_cache_rows": self.minimum,
+            "bypass_rows": self.min_bypass,
+            "min_bypass_rows": self.min_bypass,
+            "dense_layers": self.dense_layers,
+            "levels": np.array([self.minimum], np.int32),
+            "level_blocks": parts["context_blocks"],
+        }
+        return _with_prompts({**parts, **caches}, shapes)
+
+    def accounted(self, least: MemoryPlan) -> MemoryPlan:
+        """With the bookkeeping of the rows that the limit has room for, and bypass rows, which stay, by what a full
+        context leaves."""
+        if self.dense:
+            return least
+        stride, architecture = least.row_nbytes, self.manifest.architecture
+        unit = least.unit_rows
+        slots = (sum(self.minimum) + self.min_bypass) // unit
+        more = (least.limit_nbytes - least.minimum_nbytes) // (unit * stride + _SLOT_NBYTES + _WANTED_NBYTES)
+        bookkeeping = _bookkeeping_nbytes(self.manifest, min(slots + more, sum(self.needs) // unit))
+        plan = replace(least, bookkeeping=bookkeeping, bookkeeping_extra=bookkeeping - least.bookkeeping)
+        if self.windowed:
+            return plan
+        spare = (plan.limit_nbytes - plan.fixed_nbytes - plan.context_blocks * plan.kv_block_nbytes) // stride
+        # A token's experts may all be missing at once; of other models' neurons a few are.
+        wanted = _whole(architecture.cycle, unit) or max(architecture.every_width) // _BYPASS_SHARE
+        bypass = max(self.min_bypass, min(wanted, spare // 10, spare - sum(self.minimum)) // unit * unit)
+        return replace(plan, bypass_rows=bypass)
+
+    def filled(self, plan: MemoryPlan, limit_nbytes: int, popularity: Sequence[Shares] | None) -> MemoryPlan:
+        """With the rows of every level under this limit."""
+        stride, block, unit = plan.row_nbytes, plan.kv_block_nbytes, plan.unit_rows
+        left = limit_nbytes - plan.fixed_nbytes - plan.bypass_rows * stride
+        most = (left - sum(self.minimum) * stride) // block
+        first = min(max((left - sum(self.needs) * stride) // block, 1), most)  # up to here every useful row fits
+        free = [(left - blocks * block) // stride for blocks in range(first, most + 1)]
+        if self.dense_layers:
+            rows = self.manifest.stream_block_rows
+            levels = levels_beside(free, self.needs, self.minimum, self.dense_layers, block_rows=rows, unit=unit)
+        elif self.windowed or popularity is None:
+            levels = levels_by_need(free, self.needs, unit)
+        else:
+            levels = levels_by_popularity(free, self.minimum, popularity, unit)
+        return replace(plan, levels=levels, level_blocks=first)
+
+
+def _whole(neurons: int, unit: int) -> int:
+    """Rows of the units that hold so many."""
+    return -(-neurons // unit) * unit
+
+
+def _weights(manifest: Manifest, *, dense: bool) -> dict[str, int]:
+    """Bytes of what stays in memory, by the names of `MemoryPlan`."""
+    checksums = 8 * sum(manifest.checksums)
+    apart = manifest.resident_gate_nbytes + manifest.planes_nbytes + checksums
+    return {
+        "resident": manifest.files[RESIDENT].nbytes - apart + _places_nbytes(manifest),
+        "checksums": checksums,
+        "gates": manifest.resident_gate_nbytes,
+        "planes": manifest.planes_nbytes,
+        "predictors": manifest.files[PREDICTORS].nbytes if PREDICTORS in manifest.files and not dense else 0,
+    }
 
 
 def state_shape(manifest: Manifest, block: BlockSpec, context: int, bits: int | None) -> _core.StateShape:

@@ -49,18 +49,9 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         BudgetError: the memory does not suffice; the message says by how much.
         FormatError, FlashIOError: the popularity file is damaged or cannot be read.
     """
-    notices: list[str] = []
-    reasons: list[str] = []
     mode: Mode = config.mode if config.mode is not None else "sparse" if model.manifest.sparse else "dense"
     check_mode(mode, model)
-    if config.prompts == "sparse":
-        _check_sparse_prompts(mode, model)
-        notices.append(f"prompts are computed as mode {mode} computes single tokens, not densely")
-    if config.mode is None and mode == "dense":
-        reasons.append(
-            f"no neuron of this model is ever exactly zero ({model.architecture.activation}), so none can be left out: "
-            "mode dense, without predictors"
-        )
+    notices = _sparse_prompts(mode, model) if config.prompts == "sparse" else []
     profile, problem = find_profile(model.path, config.store)
     if problem is not None:
         notices.append(problem)
@@ -122,15 +113,24 @@ def resolve(config: RunConfig, model: ModelDir, *, available: int, process: int)
         profile=profile,
         popularity=popularity,
         notices=tuple(notices),
-        reasons=tuple(reasons),
+        reasons=_reasons(model) if config.mode is None and mode == "dense" else (),
     )
 
 
-def _check_sparse_prompts(mode: Mode, model: ModelDir) -> None:
+def _reasons(model: ModelDir) -> tuple[str, ...]:
+    return (
+        f"no neuron of this model is ever exactly zero ({model.architecture.activation}), so none can be left out: "
+        "mode dense, without predictors",
+    )
+
+
+def _sparse_prompts(mode: Mode, model: ModelDir) -> list[str]:
+    """A notice. UsageError where prompts cannot be computed so."""
     if mode == "dense":
         raise UsageError(f"{model.path}: sparse prompts need mode sparse or oracle; in mode dense every neuron counts")
     if TRACE in model.manifest.files:
         raise UsageError(f"{model.path}: a trace says which neurons are active, so sparse prompts have no meaning")
+    return [f"prompts are computed as mode {mode} computes single tokens, not densely"]
 
 
 def _streaming(model: ModelDir, memory: MemoryPlan, profile: Profile | None) -> list[str]:

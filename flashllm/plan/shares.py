@@ -13,13 +13,9 @@ Rows = NDArray[np.int32]
 Shares = NDArray[np.float32]  # of tokens, by neuron of a layer
 
 
-def share_rows(available: int, needs: Sequence[int]) -> tuple[int, ...]:
-    """Rows for each layer: at most its need, the rest shared evenly among the layers that can use more."""
-    return tuple(levels_by_need([available], needs)[0].tolist())
-
-
 def levels_by_need(available: Sequence[int], needs: Sequence[int], unit: int = 1) -> Rows:
-    """`share_rows` for each of some numbers of rows, [levels, layers]."""
+    """Rows of each layer, for each of some numbers of rows, [levels, layers]: at most its need, the rest shared evenly
+    among the layers that can use more."""
     left = np.maximum(np.asarray(available, np.int64), 0) // unit
     units = np.zeros((len(left), len(needs)), np.int32)
     hungry = sorted(range(len(needs)), key=lambda layer: needs[layer])
@@ -64,20 +60,16 @@ def levels_beside(
     return rows
 
 
-def share_by_popularity(available: int, minimum: Sequence[int], popularity: Sequence[Shares]) -> tuple[int, ...]:
-    """Rows for each layer: its minimum, and the rest where they save most reads.
-
-    A layer's n-th row saves the n-th highest of its neurons' shares of tokens (`popularity`, by layer) in reads a
-    token, so all rows go to the highest shares of all layers. Equals, like neurons never seen, are shared out evenly.
-    """
-    return tuple(levels_by_popularity([available], minimum, popularity)[0].tolist())
-
-
 def levels_by_popularity(
     available: Sequence[int], minimum: Sequence[int], popularity: Sequence[Shares], unit: int = 1
 ) -> Rows:
-    """`share_by_popularity` for each of some falling numbers of rows, [levels, layers], from one sort. A unit's neurons
-    are as popular as its first."""
+    """Rows of each layer, for each of some falling numbers of rows, [levels, layers]: its minimum, and the rest where
+    they save most reads.
+
+    A layer's n-th row saves the n-th highest of its neurons' shares of tokens (`popularity`, by layer) in reads a
+    token, so all rows go to the highest shares of all layers, from one sort. Equals, like neurons never seen, are
+    shared out evenly. A unit's neurons are as popular as its first.
+    """
     least = np.asarray(minimum, np.int32) // unit
     # [units, layers]: by rank, so that a stable sort keeps equals even; narrower layers end in -1.
     gains = np.full((-(-max(map(len, popularity)) // unit), len(popularity)), -1, np.float32)

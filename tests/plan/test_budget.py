@@ -22,7 +22,7 @@ from flashllm.plan.memory import (
     plan_memory,
     requests_nbytes,
 )
-from flashllm.plan.shares import levels_by_need, levels_by_popularity, share_by_popularity, share_rows
+from flashllm.plan.shares import levels_by_need, levels_by_popularity
 
 PLENTY, PROCESS = 10**12, 300_000_000
 
@@ -50,6 +50,14 @@ def calibrated(model, req, window=5):
 
 
 # Shares
+
+
+def share_rows(available, needs):
+    return tuple(levels_by_need([available], needs)[0].tolist())
+
+
+def share_by_popularity(available, minimum, popularity):
+    return tuple(levels_by_popularity([available], minimum, popularity)[0].tolist())
 
 
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 3000), min_size=1, max_size=12))

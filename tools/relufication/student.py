@@ -82,7 +82,7 @@ def relufied_config(config: Mapping[str, Any], thresholds: list[float]) -> dict[
         raise UnsupportedModelError(
             f"{model_type}: relufy fits FFNs whose output is added as it is, without norm or scale; {KINDS}"
         )
-    if spec_of(model_type).matrix_parts:
+    if spec_of(config).matrix_parts:
         raise UnsupportedModelError(f"{model_type}: relufy needs up, gate and down as linear modules each; {KINDS}")
     changed = {**config, "hidden_act": "fatrelu", "hidden_act_param": thresholds}
     if "hidden_act" in complete_config(config) and resolve(changed).activation == "fatrelu":
@@ -97,7 +97,7 @@ def relufied_config(config: Mapping[str, Any], thresholds: list[float]) -> dict[
 
 def ffns(model: PreTrainedModel, config: Mapping[str, Any]) -> list[FFN]:
     """Every layer's FFN. UnsupportedModelError where its projections are not plain linear modules of one module."""
-    spec = spec_of(config["model_type"])
+    spec = spec_of(config)
     found = []
     for index in range(resolve(config).num_layers):
         names = {matrix: source.format(i=index) for matrix, source in spec.matrices.items()}

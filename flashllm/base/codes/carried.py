@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 Codes = NDArray[np.int8]
-Halves = NDArray[np.float16]
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # by code
 _POWER_BIAS = 127  # of the byte of a scale that is a power of two

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from flashllm.base.machine import peak_process_nbytes
 from flashllm.errors import FlashError, PeerLost, UsageError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs import sequences as jobs
@@ -38,7 +37,6 @@ class StageMeasure:
     busy: Mapping[str, float]  # seconds of each activity; waiting for a neighbour is part of loading activations
     bytes_read: int
     bytes_written: int
-    peak_rss_bytes: int
 
 
 class PipelineRunner:
@@ -204,7 +202,6 @@ def _measured(ring: Ring, runner: Runner, measure: BlockMeasure) -> Word:
         "busy": measure.busy,
         "bytes_read": measure.bytes_read,
         "bytes_written": measure.bytes_written,
-        "peak_rss_bytes": peak_process_nbytes(),
     }
 
 

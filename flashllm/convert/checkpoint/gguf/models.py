@@ -381,7 +381,7 @@ def named_tensors(content: GgufContent, names: Iterable[str], config: Mapping[st
         left = {name: stored for name, stored in left.items() if not any(part in name for part in _PREDICTORS)}
     found = {}
     if (experts := config.get("num_experts")) is not None:
-        spec = spec_of(config["model_type"])
+        spec = spec_of(config)
         cut, left = experts_apart(left, spec, config["num_hidden_layers"], experts)
         found = {name: GgufTensor(stored) for name, stored in cut.items()}
     for name in names:

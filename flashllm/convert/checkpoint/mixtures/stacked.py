@@ -44,7 +44,7 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
 
     UnsupportedModelError for an unknown model_type, FormatError for a stack that cannot be one.
     """
-    spec = spec_of(checkpoint.config.get("model_type"))
+    spec = spec_of(checkpoint.config)
     if not (spec.stacked or spec.renamed):
         return checkpoint
     tensors, files = dict(checkpoint.tensors), dict(checkpoint._files)

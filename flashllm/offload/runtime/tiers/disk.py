@@ -1,7 +1,6 @@
 """What a run keeps on disk besides weights: a scratch file written and read in whole aligned runs, and timed."""
 
 import threading
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,11 +20,10 @@ class DiskFile:
         self._scratch, self._reader = file, reader
         self._lock = threading.Lock()
         self.bytes_read = self.bytes_written = 0
-        self.read_s = self.write_s = 0.0
 
     def write(self, runs: Runs) -> None:
         """Write each (offset, array); returns when all are written."""
-        started, nbytes = time.perf_counter(), 0
+        nbytes = 0
         tickets: list[int] = []
         for offset, array in runs:
             tickets.append(self._scratch.start(offset, array.reshape(-1).view(np.uint8)))
@@ -33,11 +31,10 @@ class DiskFile:
         self._scratch.wait(tickets)
         with self._lock:
             self.bytes_written += nbytes
-            self.write_s += time.perf_counter() - started
 
     def read(self, runs: Runs) -> None:
         """Fill each (offset, array); returns when all are read."""
-        started, nbytes = time.perf_counter(), 0
+        nbytes = 0
         batch = _core.ReadBatch(self._reader, self._scratch.file)
         for offset, array in runs:
             batch.add(offset, array.reshape(-1).view(np.uint8))
@@ -47,4 +44,3 @@ class DiskFile:
             batch.wait()
         with self._lock:
             self.bytes_read += nbytes
-            self.read_s += time.perf_counter() - started

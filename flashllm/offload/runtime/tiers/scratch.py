@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.base.files import drop_page_cache
 from flashllm.base.units import format_size
 from flashllm.errors import FlashIOError
 
@@ -96,11 +95,6 @@ class ScratchFile:
         """Wait until the device holds what was written; direct writes have waited already."""
         if not self.direct:
             os.fdatasync(self._fd)
-
-    def drop_cached(self, offset: int, nbytes: int) -> None:
-        """Let the page cache forget a range, where reads are not direct."""
-        if not self.direct:
-            drop_page_cache(self._fd, offset, nbytes)
 
     def close(self) -> None:
         """Close the file, which frees its bytes once no reader holds it either."""
