@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +44,8 @@ def from_bare(text: str, quote: str) -> str | None:
 def from_python(text: str) -> list[tuple[str, str]] | None:
     """(name, JSON of the arguments) of calls with keywords, alone, in lines, or in a list; None: they are none."""
     try:
-        body = ast.parse(text.strip()).body
+        with warnings.catch_warnings(action="ignore"):  # Python's, of odd literals
+            body = ast.parse(text.strip()).body
         lines = [line.value if isinstance(line, ast.Expr) else line for line in body]
         calls = [each for line in lines for each in (line.elts if isinstance(line, ast.List) else [line])]
         return [_call(each) for each in calls] or None

@@ -60,6 +60,8 @@ ANSWERS = [
      '<|python_tag|>brave_search.call(query="Köln now")<|eom_id|>',
      "", "", [("brave_search", {"query": "Köln now"})]),
     ("Llama 3.2's prompt format", "llama3", "[get_weather(city='Köln', days=3), now()]", "", "", [COLOGNE, NOW]),
+    ("Llama 3.2, a text that Python warns of", "llama3", r"[write(path='\d', text='a')]", "", "",
+     [("write", {"path": "\\d", "text": "a"})]),
     ("Llama 4's prompt format", "llama4",
      '<|python_start|>[get_weather(city="Köln", days=3, exact=True, near=None, of=["a"])]<|python_end|>', "", "",
      [("get_weather", {"city": "Köln", "days": 3, "exact": True, "near": None, "of": ["a"]})]),
