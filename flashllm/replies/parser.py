@@ -225,7 +225,8 @@ class Parser:
                         break
                     raise _Malformed
                 key = _loaded((yield from self._value()))
-                if key not in _OTHERS and (begun or key not in (*_NAMES, *_ARGUMENTS)):
+                again = begun or (name and key in _NAMES) or (held and key in _ARGUMENTS)
+                if key not in _OTHERS and (again or key not in (*_NAMES, *_ARGUMENTS)):
                     raise _Malformed
                 if (yield from self._peek()) != ":":
                     raise _Malformed

@@ -28,7 +28,7 @@ def is_object(text: str) -> bool:
 
 
 def dump(value: Any) -> str:
-    """`value` as JSON."""
+    """`value` as JSON. ValueError for infinite numbers."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
