@@ -26,9 +26,9 @@ _SAMPLING = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos"),
     "logprobs",
 )
-_CHAT = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs")
+CHAT_ALONE = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs")
 _FIELDS: dict[Kind, frozenset[str]] = {
-    "chat": frozenset((*_SAMPLING, *_CHAT, "messages", "max_completion_tokens", "top_logprobs")),
+    "chat": frozenset((*_SAMPLING, *CHAT_ALONE, "messages", "max_completion_tokens", "top_logprobs")),
     "completion": frozenset((*_SAMPLING, "prompt")),
     "prompt": frozenset((*_SAMPLING, "prompt", "custom_id")),
 }
