@@ -37,11 +37,29 @@ class SlowModel:
         return self._model.step(entries, **options)
 
 
+class ScriptedModel(SlowModel):
+    """A model that answers with the tokens it is told to `say`, whatever the prompt is."""
+
+    def say(self, ids):
+        self._answer, self._at, self._goes_on_at = list(ids), 0, None
+
+    def step(self, entries, **options):
+        ((sequence, ids),) = entries
+        self._at = self._at + 1 if sequence.length == self._goes_on_at and len(ids) == 1 else 0
+        logits = super().step(entries, **options)
+        self._goes_on_at = sequence.length
+        logits[-1] = 0
+        logits[-1, self._answer[self._at]] = 10
+        return logits
+
+
 @contextmanager
 def running(model, path, *, template=TEMPLATE, **options):
-    """Serve `model`, loaded from `path`: (URL, worker)."""
+    """Serve `model`, loaded from `path`: (URL, worker). `template`: one, several by name, or None."""
     tokenizer = Tokenizer.load(path)
-    turns = None if template is None else ChatTemplate(template, "here", tokenizer.special)
+    given = {"default": template} if isinstance(template, str) else template
+    tokenizer.chat_templates, tokenizer.where = given or {}, "here"
+    turns = ChatTemplate.of(tokenizer)
     with app_of(model, tokenizer, turns, ServerOptions(**{"name": "tiny", **options}), limit=10**9) as (app, worker):
         sock = listen("127.0.0.1", 0)
         server = Server(app, stopping=worker.cancel_all)

@@ -14,7 +14,7 @@ import flashllm
 ROOT = Path(flashllm.__file__).parent
 # From the ground up: a name is a package, or a module that stands alone.
 ORDER = (
-    *("_core", "errors", "config", "base", "arch", "format", "profile", "convert", "plan", "engine"),
+    *("_core", "errors", "config", "base", "replies", "arch", "format", "profile", "convert", "plan", "engine"),
     *("generate", "parked", "api", "hf", "offload", "pack", "chat", "serve", "commands"),
     *("cli", "__main__"),
 )

@@ -1,13 +1,50 @@
 """The parts of OpenAI's answers that files and connections share: log probabilities and reasons for an end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flashllm.generate.logprobs import TokenLogprobs
+from flashllm.replies.parser import Event
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}  # ours -> OpenAI's
 
 TokenText = Callable[[int], str]  # a token's own text, special tokens too; U+FFFD for a part of a character
+
+
+def chat_message(events: Iterable[Event]) -> dict[str, Any]:
+    """The message of an assistant that said all of `events`."""
+    whole = chat_delta(events)
+    calls = whole.get("tool_calls", [])
+    for call in calls:
+        del call["index"]
+    content = whole.get("content", None if calls else "")
+    return {"role": "assistant", **whole, "content": content, "refusal": None}
+
+
+def chat_delta(events: Iterable[Event]) -> dict[str, Any]:
+    """What `events` add to a message: text, reasoning, calls, each where there is any."""
+    delta: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = delta.setdefault("tool_calls", [])
+    for event in events:
+        match event.kind:
+            case "text" | "reasoning":
+                name = "content" if event.kind == "text" else "reasoning_content"
+                delta[name] = delta.get(name, "") + event.text
+            case "call":
+                function = {"name": event.text, "arguments": ""}
+                calls.append({"index": event.index, "id": event.id, "type": "function", "function": function})
+            case "arguments":
+                if not calls or calls[-1]["index"] != event.index:
+                    calls.append({"index": event.index, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += event.text
+    if not calls:
+        del delta["tool_calls"]
+    return delta
+
+
+def finish_reason(reason: str, called: bool) -> str:
+    """OpenAI's name for why an answer ended, which has `called` a tool or not."""
+    return "tool_calls" if called and FINISH[reason] == "stop" else FINISH[reason]
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprobs] | None, text: TokenText) -> Any:

@@ -3,14 +3,21 @@
 Knows the model's tokenizer and sizes, not its weights.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flashllm.api.fields import BadRequest
+from flashllm.api.messages import Message
 from flashllm.api.pieces import PIECE_CHARS, Pieces, TooLong
 from flashllm.api.requests import Request
-from flashllm.errors import FlashError
+from flashllm.errors import FlashError, FormatError
+from flashllm.generate.detokenizer import Decoder
+from flashllm.replies.formats import Format
+from flashllm.replies.parser import Parser
+from flashllm.replies.written import dump
+
+_END_TOKENS = 16  # of a prompt, that may open reasoning
 
 
 class TextTokenizer(Protocol):
@@ -20,12 +27,20 @@ class TextTokenizer(Protocol):
     def end_ids(self) -> frozenset[int]: ...
     def encode(self, text: str, *, add_special: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
+    def showing(self, holds: Callable[[str], bool]) -> Decoder: ...
 
 
 class Template(Protocol):
     """What renders a conversation: `flashllm.generate.templates.chat_template.ChatTemplate`."""
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str: ...
+    def takes(self, name: str) -> bool: ...
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        values: Mapping[str, Any] | None = None,
+    ) -> str: ...
 
 
 class Unanswerable(Exception):
@@ -34,6 +49,14 @@ class Unanswerable(Exception):
     def __init__(self, message: str, *, code: str = "invalid_prompt") -> None:
         super().__init__(message)
         self.code = code  # as OpenAI's interface names it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How one answer is read: its tokens to text with the format's marks, and that to what it says."""
+
+    decoder: Decoder
+    parser: Parser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +69,7 @@ class PromptEncoder:
     context: int  # positions the model knows
     vocab: int
     end_ids: frozenset[int] = frozenset()  # where there is no tokenizer to say them
+    answers: Format | None = None  # the form of the model's reasoning and calls; None: answers are plain text
     plain_chat: bool = False  # without a template, the messages of a conversation are one text to continue
 
     def encode(self, request: Request) -> list[int]:
@@ -80,19 +104,52 @@ class PromptEncoder:
         wanted = request.options.max_new_tokens
         return wanted if request.max_new_given else min(wanted, self.context - prompt_tokens)
 
+    def reading(self, request: Request, ids: Sequence[int]) -> "Reading | None":
+        """What reads the answer to the prompt `ids`; None: it is plain text."""
+        if request.kind != "chat" or self.answers is None or self.tokenizer is None or self.template is None:
+            return None
+        decoder = self.tokenizer.showing(self.answers.holds)
+        end = decoder.decode(ids[-_END_TOKENS:]).rstrip()
+        thinking = any(end.endswith(mark) for mark, _ in self.answers.thinking)
+        tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in request.tools}
+        return Reading(decoder=decoder, parser=Parser(self.answers, tools, thinking=thinking))
+
+    def _render(self, request: Request, messages: Sequence[Message]) -> str:
+        """The conversation's text. BadRequest for what this model's template cannot be told, else as `render`."""
+        template, values = self.template, dict(request.template_values)
+        if template is None:
+            raise BadRequest("the model has no chat template; use /v1/completions", request.custom_id)
+        if request.tools and not template.takes("tools"):
+            raise BadRequest("tools: this model's chat template takes none", request.custom_id, param="tools")
+        if request.tools and (self.answers is None or not self.answers.calls):
+            message = "tools: the form in which this model writes calls is not known; start with --tool-format"
+            raise BadRequest(message, request.custom_id, param="tools")
+        if "reasoning_effort" in values and not template.takes("reasoning_effort"):
+            values.setdefault("enable_thinking", values.pop("reasoning_effort") != "none")
+        for name in values:
+            if not template.takes(name):
+                asked = "reasoning_effort" if "reasoning_effort" in request.template_values else "chat_template_kwargs"
+                raise BadRequest(f"{asked}: this model's chat template has no {name}", request.custom_id, param=asked)
+        try:
+            return template.render(messages, tools=request.tools, values=values)
+        except FormatError:
+            # Some templates write a call's arguments as the text that they are in a request.
+            texts = [_with_texts(message) for message in messages]
+            if texts == list(messages):
+                raise
+            return template.render(texts, tools=request.tools, values=values)
+
     def _ids(self, request: Request) -> Generator[None, None, list[int]]:
         prompt = request.prompt
         if request.options.stop and self.tokenizer is None:
             raise BadRequest("stop needs the model's tokenizer, which is missing", request.custom_id, param="stop")
         if request.kind == "chat":
             messages = [message for message in prompt if isinstance(message, dict)]
-            if self.template is None and self.plain_chat:
+            if self.template is None and self.plain_chat and not (request.tools or request.template_values):
                 text = plain_text(messages)
                 return (yield from self._encode(text, add_special=True, custom_id=request.custom_id))
-            if self.template is None or self.tokenizer is None:
-                raise BadRequest("the model has no chat template; use /v1/completions", request.custom_id)
             try:
-                text = self.template.render(messages)
+                text = self._render(request, messages)
             except FlashError as error:  # it refuses this conversation, or fails over it
                 raise Unanswerable(str(error)) from error
             # The template writes the special tokens.
@@ -125,6 +182,14 @@ class PromptEncoder:
         if max(ids) >= self.vocab:
             raise FlashError(f"the tokenizer gives id {max(ids)}, and the model's vocabulary has {self.vocab}")
         return ids
+
+
+def _with_texts(message: Message) -> Message:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    texts = [each if isinstance(each := call["arguments"], str) else dump(each) for call in calls]
+    pairs = zip(message.get("tool_calls", ()), texts, strict=True)
+    written = [{**call, "function": {**call["function"], "arguments": text}} for call, text in pairs]
+    return {**message, "tool_calls": written} if written else message
 
 
 def plain_text(messages: Sequence[Mapping[str, str]]) -> str:

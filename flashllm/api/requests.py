@@ -5,22 +5,20 @@ file and no connection: batch files and the server share this.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from flashllm.api.fields import BadRequest, flag, integer, number, short, text
+from flashllm.api.messages import Message, messages_of, template_values, tools_of
 from flashllm.errors import UsageError
 from flashllm.generate.logprobs import MAX_LOGPROBS
 from flashllm.generate.sampling import SamplingOptions
 
 Kind = Literal["chat", "completion", "prompt"]  # the last is a line of a batch file that is no OpenAI request
-Message = dict[str, str]
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 ENDPOINTS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_MESSAGE_KEYS = {"role", "content", "name"}
 SEED_MASK = 2**63 - 1  # OpenAI's seeds are signed, numpy's are not
 
 # Fields that choose tokens, the same in every kind of line.
@@ -28,8 +26,9 @@ _SAMPLING = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos"),
     "logprobs",
 )
+CHAT_ALONE = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs")
 _FIELDS: dict[Kind, frozenset[str]] = {
-    "chat": frozenset((*_SAMPLING, "messages", "max_completion_tokens", "top_logprobs")),
+    "chat": frozenset((*_SAMPLING, *CHAT_ALONE, "messages", "max_completion_tokens", "top_logprobs")),
     "completion": frozenset((*_SAMPLING, "prompt")),
     "prompt": frozenset((*_SAMPLING, "prompt", "custom_id")),
 }
@@ -47,16 +46,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
     "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (False, True),
     "functions": ([],),
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -72,6 +67,9 @@ class Request:
     options: SamplingOptions  # max_new_tokens is the default's where `max_new_given` is false
     max_new_given: bool
     logprobs: int | None  # likeliest tokens listed beside each chosen one; None: no log probabilities
+    tools: tuple[Message, ...] = ()  # that the model may call
+    one_call: bool = False  # the answer ends with its first call
+    template_values: Mapping[str, Any] = field(default_factory=dict)  # what else the chat template is told
 
 
 def parse_body(body: Mapping[str, Any], kind: Kind, *, custom_id: str, defaults: SamplingOptions) -> Request:
@@ -84,7 +82,8 @@ def parse_body(body: Mapping[str, Any], kind: Kind, *, custom_id: str, defaults:
         elif name not in _FIELDS[kind] and name not in _IGNORED:
             raise BadRequest(f"the field {name[:80]!r} is unknown", param=name[:80])
     options = _options(body, defaults)
-    prompt = _messages(body.get("messages")) if kind == "chat" else _prompt(body.get("prompt"))
+    chat = kind == "chat"
+    prompt = messages_of(body.get("messages")) if chat else _prompt(body.get("prompt"))
     return Request(
         custom_id=custom_id,
         kind=kind,
@@ -92,6 +91,9 @@ def parse_body(body: Mapping[str, Any], kind: Kind, *, custom_id: str, defaults:
         options=options,
         max_new_given="max_tokens" in body or "max_completion_tokens" in body,
         logprobs=_logprobs(body, kind),
+        tools=tools_of(body) if chat else (),
+        one_call=body.get("parallel_tool_calls") is False,
+        template_values=template_values(body) if chat else {},
     )
 
 
@@ -99,9 +101,9 @@ def _options(body: Mapping[str, Any], defaults: SamplingOptions) -> SamplingOpti
     given: dict[str, Any] = {}
     if len({body[name] for name in ("max_tokens", "max_completion_tokens") if type(body.get(name)) is int}) > 1:
         raise BadRequest("max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
-    for name, field in (("max_tokens", "max_new_tokens"), ("max_completion_tokens", "max_new_tokens")):
+    for name in ("max_tokens", "max_completion_tokens"):
         if name in body:
-            given[field] = integer(body, name, 1)
+            given["max_new_tokens"] = integer(body, name, 1)
     for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
         if name in body:
             given[name] = number(body, name)
@@ -158,39 +160,3 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
     if not isinstance(value, list) or not value or not all(type(each) is int and each >= 0 for each in value):
         raise BadRequest("prompt must be a text or a list of token ids", param="prompt")
     return tuple(value)
-
-
-def _messages(value: Any) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise BadRequest("messages must be a list of at least one message", param="messages")
-    return tuple(_message(message, f"messages[{place}]") for place, message in enumerate(value))
-
-
-def _message(message: Any, where: str) -> Message:
-    if not isinstance(message, dict):
-        raise BadRequest(f"{where} must be an object", param=where)
-    for name, value in message.items():
-        if name not in _MESSAGE_KEYS and value is not None and value != []:
-            raise BadRequest(f"{where}: {name[:80]!r} is not supported", param=where)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise BadRequest(f"{where}: role must be one of {', '.join(_ROLES)}, not {short(role)}", param=where)
-    result = {"role": _ROLES[role], "content": _content(message.get("content"), where)}
-    if message.get("name") is not None:
-        result["name"] = text(f"{where}: name", message["name"])
-    return result
-
-
-def _content(content: Any, where: str) -> str:
-    """A message's text. Parts are joined by line ends, as vLLM does for templates that expect one text."""
-    if not isinstance(content, list):
-        return text(f"{where}: content", content)
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise BadRequest(
-                f"{where}: a content part of type {short(kind)} is not supported; only text is", param=where
-            )
-        texts.append(text(f"{where}: text", part["text"]))
-    return "\n".join(texts)

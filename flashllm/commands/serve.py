@@ -69,6 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allow-host", metavar="NAME", action="append", default=[], help="a name that the server goes by (repeatable)"
     )
+    group.add_argument(
+        "--tool-format",
+        metavar="NAME",
+        help="in which the model writes reasoning and calls of tools (default: as its chat template says)",
+    )
     options.add_memory(parser)
     options.add_engine(parser)
     options.add_no_profile(parser)
@@ -110,6 +115,7 @@ def main(args: argparse.Namespace) -> int:
                         parking=args.park,
                         parking_nbytes=args.park_size,
                         parking_daily_nbytes=args.park_writes,
+                        tool_format=args.tool_format,
                         key=key,
                         hosts=_names(args.host, args.allow_host, sock.getsockname()[0]),
                         origins=frozenset(args.allow_origin),

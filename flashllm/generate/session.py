@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flashllm.engine.meter import StepTimes
 from flashllm.errors import ContextFull, UsageError
-from flashllm.generate.detokenizer import Detokenizer
+from flashllm.generate.detokenizer import Decoder, Detokenizer
 from flashllm.generate.language_model import LanguageModel, ModelSequence
 from flashllm.generate.logprobs import TokenLogprobs, logprobs_of
 from flashllm.generate.sampling import Sampler, SamplingOptions
@@ -93,6 +93,7 @@ class Session:
         self.system: str | None = None
         self.speculation = speculation
         self._template = template
+        self._decoder: Decoder = tokenizer
         self._tokens = array("q")  # in the context; the KV cache holds at least the first `_computed` of them
         self._computed = 0
         self._turn = 0  # which stream may extend the context
@@ -124,9 +125,11 @@ class Session:
         """Whether turns are rendered as a conversation; otherwise the model continues the text."""
         return self._template is not None
 
-    def choose_by(self, options: SamplingOptions, *, logprobs: int | None = None) -> None:
-        """From the next stream on: other options, and a random state as of a new session."""
-        self.options, self.logprobs = options, logprobs
+    def choose_by(
+        self, options: SamplingOptions, *, logprobs: int | None = None, decoder: Decoder | None = None
+    ) -> None:
+        """From the next stream on: other options, a random state as of a new session, texts by `decoder`."""
+        self.options, self.logprobs, self._decoder = options, logprobs, decoder or self.tokenizer
         self._sampler = Sampler(options.seed)
 
     def shared_with(self, ids: Sequence[int], most: int) -> int:
@@ -300,7 +303,7 @@ class Session:
 
     def _answer_ids(self, decoding: Decoding, logits: NDArray[np.float32], turn: int) -> Iterator[TokenRecord]:
         """The answer's tokens, the first by `logits`."""
-        detokenizer = Detokenizer(self.tokenizer, self.options.stop)
+        detokenizer = Detokenizer(self._decoder, self.options.stop)
         ends = frozenset[int]() if self.options.ignore_eos else self.tokenizer.end_ids
         for left in reversed(range(self.options.max_new_tokens)):
             self._check_turn(turn)

@@ -4,7 +4,8 @@ Made of `tokenizer.json` by the tokenizers library, and of the facts beside it: 
 (which flashllm/generate/templates/ runs), end tokens. Loads neither torch nor transformers.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,11 +32,13 @@ class Tokenizer:
         special: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
         end_ids: Iterable[int] | None = None,
+        response_template: str = "",
         where: str = TOKENIZER,
     ) -> None:
         """Of a loaded `backend`. `special` names tokens ("bos_token": "<s>"), `chat_templates` templates ("default").
 
-        `end_ids` end an answer; None: the "eos_token" does. `where` says in messages what this was loaded from.
+        `end_ids` end an answer; None: the "eos_token" does. `response_template`, where the model has one, is JSON that
+        says how its answers are written. `where` says in messages what this was loaded from.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -45,11 +48,16 @@ class Tokenizer:
         self.eos_id = backend.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
         eos = frozenset(() if self.eos_id is None else (self.eos_id,))
         self.end_ids = eos if end_ids is None else frozenset(end_ids)
-        self.where = where
+        self.response_template, self.where = response_template, where
 
     def vocabulary(self) -> dict[str, int]:
         """Every token with its id, special ones included."""
         return self.backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def says_of_answers(self) -> str:
+        """All that the model's files say of the form of its answers."""
+        return "\n".join((*self.chat_templates.values(), self.response_template))
 
     @classmethod
     def load(cls, directory: Path) -> Self:
@@ -71,6 +79,7 @@ class Tokenizer:
             special=_special_tokens(files, config),
             chat_templates=_chat_templates(files, config),
             end_ids=_end_ids(files),
+            response_template=json.dumps(config.get("response_template", ""), ensure_ascii=False),
             where=str(directory),
         )
 
@@ -84,9 +93,28 @@ class Tokenizer:
         text: str = self.backend.decode(ids, skip_special_tokens=True)
         return text
 
+    def showing(self, holds: Callable[[str], bool]) -> "_Showing":
+        """What decodes as `decode` does, but leaves the special tokens in the text that `holds` is true of."""
+        added = self.backend.get_added_tokens_decoder()
+        hidden = (index for index, token in added.items() if token.special and not holds(token.content))
+        return _Showing(self.backend, frozenset(hidden))
+
     def token_text(self, token_id: int) -> str:
         """A token's own text, special tokens too. U+FFFD for a part of a character, "" for an unknown id."""
         text: str = self.backend.decode([token_id], skip_special_tokens=False)
+        return text
+
+
+class _Showing:
+    """A tokenizer's decoder that leaves out some special tokens, and no other."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, hidden: frozenset[int]) -> None:
+        self._backend, self._hidden = backend, hidden
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`."""
+        shown = [index for index in ids if index not in self._hidden]
+        text: str = self._backend.decode(shown, skip_special_tokens=False)
         return text
 
 

@@ -173,6 +173,7 @@ class Api:
                 deliver=deliver,
                 scored=asked.echo and asked.requests[0].logprobs is not None,
                 generate=asked.generate,
+                reading=self.served.encoder.reading(*prompts[0]),
             )
             try:
                 self._worker.submit(job)

@@ -16,9 +16,11 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flashllm.generate.session import Session, common_prefix
 from flashllm.parked.folder import Entry, ParkingFolder
+from flashllm.replies.written import load
 
 MIN_SHARED_TOKENS = 8  # fewer are not worth a copy
 MIN_PARKED_TOKENS = 32  # that a parked conversation spares, beside those in memory: fewer are not worth reading it
@@ -152,13 +154,30 @@ def _begins_with(ids: Sequence[int], tokens: Sequence[int]) -> bool:
     return 0 < len(tokens) < len(ids) and list(ids[: len(tokens)]) == list(tokens)
 
 
-def digest(messages: Sequence[Mapping[str, str]]) -> bytes:
-    """A conversation's identity. White space around a message does not count: clients cut it."""
-    plain = [(each["role"], each["content"].strip(), each.get("name", "")) for each in messages]
+def digest(messages: Sequence[Mapping[str, Any]]) -> bytes:
+    """A conversation's identity. White space around a message does not count: clients cut it; nor does reasoning."""
+    plain = [
+        (each["role"], (each["content"] or "").strip(), each.get("name", ""), _calls(each.get("tool_calls", ())))
+        for each in messages
+    ]
     return hashlib.sha256(json.dumps(plain).encode()).digest()
 
 
-def turns_of(messages: Sequence[Mapping[str, str]]) -> list[bytes]:
+def _calls(calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Name and arguments of each, which requests have as values and answers as texts."""
+    functions = [call["function"] for call in calls]
+    texts = [each if isinstance(each := one["arguments"], str) else json.dumps(each) for one in functions]
+    return [(one["name"], _same(text)) for one, text in zip(functions, texts, strict=True)]
+
+
+def _same(arguments: str) -> str:
+    try:
+        return json.dumps(load(arguments), sort_keys=True)
+    except ValueError:
+        return arguments
+
+
+def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     """Digests of the conversations that `messages` may go on from: those that end with an answer."""
     ends = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     return [digest(messages[: at + 1]) for at in ends]

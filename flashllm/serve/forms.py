@@ -6,9 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashllm.api.answers import FINISH, TokenText, chat_logprobs, completion_logprobs
+from flashllm.api.answers import (
+    TokenText,
+    chat_delta,
+    chat_logprobs,
+    chat_message,
+    completion_logprobs,
+    finish_reason,
+)
 from flashllm.generate.logprobs import TokenLogprobs
 from flashllm.generate.session import PrefillRecord, TokenRecord
+from flashllm.replies.parser import Event as Said
 from flashllm.serve.bodies import Asked
 from flashllm.serve.worker import Began, Chosen, Ended
 
@@ -24,7 +32,7 @@ def error_object(message: str, *, kind: str, code: str | None, param: str | None
 class _Choice:
     """What is known of a choice so far."""
 
-    text: list[str] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     first_id: int | None = None  # the echoed prompt's first token, where the prompt is scored
     new_tokens: int = 0
@@ -65,11 +73,12 @@ class Form:
         match event:
             case Began(index, record):
                 return self._begin(index, choice, record)
-            case Chosen(index, record):
-                return self._token(index, choice, record)
-            case Ended(index, reason):
-                choice.finish = FINISH[reason]
-                return self._chunk(index, choice, {} if self._asked.kind == "chat" else "", [])
+            case Chosen(index, record, said):
+                return self._token(index, choice, record, said)
+            case Ended(index, reason, said):
+                choice.said += said
+                choice.finish = finish_reason(reason, any(each.kind == "call" for each in choice.said))
+                return self._chunk(index, choice, chat_delta(said) if self._asked.kind == "chat" else "", [])
 
     def whole(self) -> dict[str, Any]:
         """The answer of a request that is not a stream."""
@@ -78,9 +87,9 @@ class Form:
             logprobs = self._logprobs(choice, choice.logprobs, choice.first_id)
             answer: dict[str, Any] = {"index": index}
             if self._asked.kind == "chat":
-                answer["message"] = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+                answer["message"] = chat_message(choice.said)
             else:
-                answer["text"] = "".join(choice.text)
+                answer["text"] = "".join(each.text for each in choice.said)
             choices.append({**answer, "logprobs": logprobs, "finish_reason": choice.finish})
         return {**self._head, "choices": choices, "usage": self.usage()}
 
@@ -104,7 +113,7 @@ class Form:
         text, scores = "", list(record.logprobs or ())
         if self._asked.echo:
             text = self._echoed(index)
-            choice.text.append(text)
+            choice.said.append(Said("text", text))
             if record.logprobs is not None:
                 choice.first_id = self._prompts[index][0]
                 choice.logprobs += scores
@@ -114,14 +123,14 @@ class Form:
             return None
         return self._chunk(index, choice, text, scores, record, first_id=choice.first_id)
 
-    def _token(self, index: int, choice: _Choice, record: TokenRecord) -> dict[str, Any] | None:
+    def _token(self, index: int, choice: _Choice, record: TokenRecord, said: tuple[Said, ...]) -> dict[str, Any] | None:
         choice.new_tokens += 1
-        choice.text.append(record.text)
+        choice.said += said
         scores = [] if record.logprobs is None else [record.logprobs]
         choice.logprobs += scores
-        if not record.text and not scores and not self._asked.include_timings:
-            return None  # in the middle of a character
-        content: Any = {"content": record.text} if self._asked.kind == "chat" else record.text
+        content: Any = chat_delta(said) if self._asked.kind == "chat" else record.text
+        if not content and not scores and not self._asked.include_timings:
+            return None  # in the middle of a character, or of a mark
         return self._chunk(index, choice, content, scores, record)
 
     def _chunk(

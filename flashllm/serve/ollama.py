@@ -4,7 +4,7 @@ The same job, the same worker, the same checks; only the names differ.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -12,12 +12,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import flashllm
+from flashllm.api.answers import chat_delta
 from flashllm.api.fields import MAX_DEPTH, BadRequest, depth, flag, short
 from flashllm.api.requests import parse_body
 from flashllm.base.files import parse_json
 from flashllm.errors import FormatError
 from flashllm.generate.sampling import SamplingOptions
-from flashllm.generate.session import PrefillRecord
+from flashllm.replies.parser import Event as Said
 from flashllm.serve.app import Api
 from flashllm.serve.bodies import Asked
 from flashllm.serve.http import ApiError, DocumentStream
@@ -85,8 +86,7 @@ class Ollama:
             documents = answering.documents(form.take, form.last, lambda error: {"error": str(error)})
             return DocumentStream(documents, answering.cancel)
         await answering.finish(request, form.take)
-        message = {"role": "assistant", "content": "".join(form.text)}
-        return JSONResponse({**form.last(), "message": message})
+        return JSONResponse({**form.last(), "message": _message(form.said)})
 
     def _details(self) -> dict[str, Any]:
         return {"format": "flashllm", "family": "flashllm", "families": ["flashllm"], "quantization_level": ""}
@@ -108,7 +108,7 @@ class _Form:
     """Ollama's answer, of a job's events."""
 
     def __init__(self, model: str) -> None:
-        self.text: list[str] = []
+        self.said: list[Said] = []
         self._model, self._started = model, time.perf_counter_ns()
         self._prompt_tokens, self._prompt_ns = 0, 0
         self._new_tokens, self._new_ns = 0, 0
@@ -118,21 +118,22 @@ class _Form:
         """Count an event; the line that it makes, if any."""
         if isinstance(event, Ended):
             self._reason = "stop" if event.reason in ("eos", "stop") else "length"
-            return None
+            self.said += event.said
+            return self._line(event.said, done=False) if event.said else None
         nanoseconds = round(event.record.times.total_ms * 1e6)
-        if isinstance(event.record, PrefillRecord):
+        if isinstance(event, Began):
             self._prompt_tokens = event.record.tokens + event.record.reused_tokens
             self._prompt_ns = nanoseconds
             return None
         self._new_tokens += 1
         self._new_ns += nanoseconds
-        self.text.append(event.record.text)
-        return self._line(event.record.text, done=False) if event.record.text else None
+        self.said += event.said
+        return self._line(event.said, done=False) if any(each.text for each in event.said) else None
 
     def last(self) -> dict[str, Any]:
         """The last line."""
         return {
-            **self._line("", done=True),
+            **self._line((), done=True),
             "done_reason": self._reason,
             "total_duration": time.perf_counter_ns() - self._started,
             "load_duration": 0,
@@ -142,9 +143,15 @@ class _Form:
             "eval_duration": self._new_ns,
         }
 
-    def _line(self, text: str, *, done: bool) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text}
+    def _line(self, said: Sequence[Said], *, done: bool) -> dict[str, Any]:
+        message = _message(said)
         return {"model": self._model, "created_at": _time(time.time()), "message": message, "done": done}
+
+
+def _message(said: Sequence[Said]) -> dict[str, str]:
+    delta = chat_delta(said)
+    thinking = {"thinking": delta["reasoning_content"]} if "reasoning_content" in delta else {}
+    return {"role": "assistant", "content": delta.get("content", ""), **thinking}
 
 
 def _understand(raw: bytes, defaults: SamplingOptions) -> Asked:
@@ -162,8 +169,8 @@ def _understand(raw: bytes, defaults: SamplingOptions) -> Asked:
     if ours.get("max_tokens") in (-1, -2):  # as many as there is room for
         del ours["max_tokens"]
     stream = flag(body, "stream") if "stream" in body else True
-    for name in ("format", "think"):
-        if body.pop(name, None) not in (None, "", False):
+    for name in ("format", "think", "tools"):
+        if body.pop(name, None) not in (None, "", False, []):
             raise BadRequest(f"{name} is not supported", param=name)
     rest = {name: value for name, value in body.items() if name not in ("stream", *_IGNORED)}
     request = parse_body({**rest, **ours}, "chat", custom_id="ollama", defaults=defaults)

@@ -10,19 +10,19 @@ from pathlib import Path
 from starlette.applications import Starlette
 
 from flashllm.api.pieces import Pieces
-from flashllm.api.prompts import PromptEncoder
+from flashllm.api.prompts import PromptEncoder, Template
 from flashllm.base.command_line import say
 from flashllm.base.machine import process_nbytes
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.generate.draft_model import opened_draft
 from flashllm.generate.sampling import SamplingOptions
-from flashllm.generate.session import Template
 from flashllm.generate.speculation import Speculation, speculation_of
 from flashllm.generate.templates.chat_template import opened_template
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.parked.file import identity
 from flashllm.parked.folder import ParkingFolder
+from flashllm.replies.formats import find
 from flashllm.serve.app import Api, Served, make_app
 from flashllm.serve.metrics import Metrics
 from flashllm.serve.ollama import Ollama
@@ -42,6 +42,7 @@ class ServerOptions:
     parking: Path | None = None  # folder of the conversations that leave memory; None: they are forgotten
     parking_nbytes: int = 4 * 10**9  # that the folder may hold
     parking_daily_nbytes: int = 16 * 10**9  # that may be written into it a day
+    tool_format: str | None = None  # in which the model writes reasoning and calls; None: as its files say
     defaults: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)  # of requests that do not say
 
 
@@ -98,6 +99,7 @@ def app_of(
             pieces=Pieces(tokenizer.backend),
             context=model.context,
             vocab=model.vocab_size,
+            answers=find(tokenizer.says_of_answers, options.tool_format),
             plain_chat=True,
         ),
         tokenizer=tokenizer,

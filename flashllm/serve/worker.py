@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self, cast
 
+from flashllm.api.answers import chat_message
+from flashllm.api.prompts import Reading
 from flashllm.api.requests import Request
 from flashllm.base.command_line import say
 from flashllm.errors import Cancelled, ContextFull, FlashError
@@ -19,6 +21,7 @@ from flashllm.generate.language_model import LanguageModel
 from flashllm.generate.session import PrefillRecord, Session, Stopped, TextTokenizer, TokenRecord
 from flashllm.generate.speculation import Speculation
 from flashllm.parked.folder import ParkingFolder
+from flashllm.replies.parser import Event as Said
 from flashllm.serve.conversations import Conversations, Place, digest, turns_of
 
 
@@ -44,18 +47,20 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A token of choice `index`."""
+    """A token of choice `index`, and what is certain to be said by then."""
 
     index: int
     record: TokenRecord
+    said: tuple[Said, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Choice `index` is complete."""
+    """Choice `index` is complete, with what it says last."""
 
     index: int
     reason: Stopped
+    said: tuple[Said, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,7 @@ class Job:
     deliver: Callable[[Event], None]
     scored: bool = False  # the prompts' own log probabilities are wanted
     generate: bool = True  # False: nothing but those
+    reading: Reading | None = None  # how a conversation's answer is read; None: it is plain text
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 
@@ -232,17 +238,18 @@ class Worker:
                     self._generate(job, index, Place(session=session, keep=0), [])
                 continue
             place = self._conversations.take(ids, turns_of(messages))
-            said: list[str] = []
+            said: list[Said] = []
             try:
                 self._generate(job, index, place, said)
             finally:
-                answer = {"role": "assistant", "content": "".join(said)}
+                answer = chat_message(said)
                 self._conversations.give_back(place, digest([*messages, answer]) if messages and said else None)
 
-    def _generate(self, job: Job, index: int, place: Place, said: list[str]) -> None:
-        """Choice `index` of `job`, at `place`. The answer's text goes to `said` as it comes."""
-        session, (request, ids) = place.session, job.prompts[index]
-        session.choose_by(request.options, logprobs=request.logprobs)
+    def _generate(self, job: Job, index: int, place: Place, said: list[Said]) -> None:
+        """Choice `index` of `job`, at `place`. What it says goes to `said` as it comes."""
+        session, (request, ids), reading = place.session, job.prompts[index], job.reading
+        decoder = None if reading is None else reading.decoder
+        session.choose_by(request.options, logprobs=request.logprobs, decoder=decoder)
         stream = session.stream_prompt(ids, keep=place.keep, pause=place.pause, scored=job.scored)
         with contextlib.closing(stream):
             for record in stream:
@@ -254,9 +261,16 @@ class Worker:
                         self._tell(job, Ended(index, "length"))
                         return
                 else:
-                    said.append(record.text)
-                    self._tell(job, Chosen(index, record))
-        self._tell(job, Ended(index, session.stopped or "length"))
+                    text = record.text
+                    new = [Said("text", text)] if reading is None else reading.parser.feed(text)
+                    said += new
+                    self._tell(job, Chosen(index, record, tuple(new)))
+                    if request.one_call and any(each.kind == "end" for each in new):
+                        self._tell(job, Ended(index, "stop"))
+                        return
+        last = [] if reading is None else reading.parser.finish()
+        said += last
+        self._tell(job, Ended(index, session.stopped or "length", tuple(last)))
 
 
 class _RoomyModel:

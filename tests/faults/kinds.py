@@ -17,6 +17,7 @@ from profiles import profile_of, reader
 from tiny_models import make_tiny_opt
 from traces import write_trace
 
+from flashllm.api.requests import CHAT_ALONE
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.plan import plan_conversion
 from flashllm.convert.run import convert
@@ -138,10 +139,19 @@ def make_kinds(root: Path) -> dict[str, Kind]:
     policy = Policy(gpu_batch=4, num_batches=2, wg=0.2, wc=0.3, wd=0.5, cg=0.0, cc=1.0, cd=0.0, hg=0.0, hc=1.0, hd=0.0)
     kinds["policy"] = Kind(json.dumps(policy.to_json()).encode(), at_file(root / "p.json", Policy.load), "p.json")
     # 6. Lines of batch files, bodies of requests.
-    said = [{"role": "system", "content": "short"}, {"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    said = [
+        {"role": "system", "content": "short"},
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "so"},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     body = {
         "model": "tiny", "messages": said, "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["a"],
         "stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2, "n": 1,
+        "tools": [tool], "tool_choice": "auto", "parallel_tool_calls": True, "reasoning_effort": "low",
+        "chat_template_kwargs": {"enable_thinking": True},
     }  # fmt: skip
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
             "body": {name: value for name, value in body.items() if not name.startswith("stream")}}  # fmt: skip
@@ -153,7 +163,7 @@ def make_kinds(root: Path) -> dict[str, Kind]:
         json.dumps(body).encode(), lambda raw: parse(raw, "chat", custom_id="a", defaults=options), ""
     )
     completion = {**body, "prompt": ["hello", "there"], "logprobs": 2, "echo": False}
-    for name in ("messages", "top_logprobs"):
+    for name in (*CHAT_ALONE, "messages", "top_logprobs"):
         completion.pop(name)
     kinds["completion request"] = Kind(
         json.dumps(completion).encode(), lambda raw: parse(raw, "completion", custom_id="a", defaults=options), ""

@@ -238,6 +238,18 @@ def test_digests():
     assert turns_of(one[:1]) == []
 
 
+def test_digests_of_calls():
+    """An answer's arguments are a text, a request's the value that it stands for."""
+
+    def called(arguments, **more):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return digest([{"role": "assistant", "content": "", "tool_calls": [call], **more}])
+
+    assert called('{"a": [1], "b": 2}') == called({"b": 2, "a": [1]}, reasoning_content="so", content=None)
+    assert called('{"a": 1}') != called('{"a": 2}')
+    assert called('{"a": ') == called('{"a": ') != digest([{"role": "assistant", "content": ""}])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_reuse_changes_no_bit_of_the_real_model(tiny, dtype):
     """The log probabilities after a prompt that is partly reused are those after the same prompt alone."""

@@ -47,7 +47,7 @@ def test_a_chat_is_openais(http):
         ({"options": {"temperature": "x"}}, "temperature must be a number"),
         ({"options": {"num_predict": 0}}, "max_tokens must be an integer"),
         ({"format": "json"}, "format is not supported"),
-        ({"tools": [{}]}, "tools: "),
+        ({"tools": [{}]}, "tools is not supported"),
         ({"stream": 1}, "stream must be true or false"),
         ({"messages": []}, "messages must be a list"),
         ({"model": 5}, "model must be a text"),

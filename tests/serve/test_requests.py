@@ -15,6 +15,9 @@ from flashllm.plan.memory import body_nbytes
 MAX_BODY_NBYTES = body_nbytes(96)  # of the tiny model
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HELLO = {"role": "user", "content": "hello"}
+ASSISTANT = {"role": "assistant", "content": "x"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 DEEP = json.loads("[" * 40 + "]" * 40)
 
 # (path, fields beside the good ones; or the body itself), what the message says
@@ -29,7 +32,17 @@ BAD_FIELDS = [
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0]: content must be a text"),
     (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0]: role must be one of"),
     (CHAT, {"messages": [{"role": ["user"], "content": "x"}]}, "messages[0]: role must be one of"),
-    (CHAT, {"messages": [HELLO, {"role": "tool", "content": "x"}]}, "messages[1]: role must be one of"),
+    (
+        CHAT,
+        {"messages": [HELLO, {"role": "tool", "content": "x"}]},
+        "messages[1]: a tool's message needs the tool_call",
+    ),
+    (CHAT, {"messages": [HELLO, {"role": "tool", "content": "x", "tool_call_id": 3}]}, "tool_call_id must be a text"),
+    (CHAT, {"messages": [{**ASSISTANT, "tool_calls": {"id": "1"}}]}, "messages[0]: tool_calls must be a list"),
+    (CHAT, {"messages": [{**ASSISTANT, "tool_calls": [7]}]}, "messages[0].tool_calls[0]: its type must be"),
+    (CHAT, {"messages": [{**ASSISTANT, "tool_calls": [{**CALL, "id": None}]}]}, "tool_calls[0]: id must be a text"),
+    (CHAT, {"messages": [{**ASSISTANT, "tool_calls": [{**CALL, "function": {}}]}]}, "function needs a name"),
+    (CHAT, {"messages": [{**ASSISTANT, "content": None}]}, "messages[0]: content must be a text"),
     (CHAT, {"messages": [{**HELLO, "content": 3}]}, "messages[0]: content must be a text"),
     (CHAT, {"messages": [{**HELLO, "content": {"text": "x"}}]}, "messages[0]: content must be a text"),
     (CHAT, {"messages": [{**HELLO, "content": [{"type": "image_url", "image_url": {}}]}]}, "only text is"),
@@ -75,15 +88,39 @@ BAD_FIELDS = [
     (CHAT, {"ignore_eos": "no"}, "ignore_eos must be true or false"),
     # Fields of the interface that we have not, by name.
     (CHAT, {"n": 2}, "n: 2 is not supported"),
-    (CHAT, {"tools": [{"type": "function"}]}, "tools: "),
-    (CHAT, {"tool_choice": "required"}, "tool_choice: "),
+    (CHAT, {"tools": {}}, "tools: must be a list"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools: [0]: function needs a name"),
+    (CHAT, {"tools": [{"type": "web_search"}]}, "tools: [0]: its type must be"),
+    (CHAT, {"tools": [TOOL] * 257}, "a list of at most 256"),
+    (
+        CHAT,
+        {"tools": [{**TOOL, "function": {"name": "f", "parameters": []}}]},
+        "tools: [0]: parameters must be an object",
+    ),
+    (
+        CHAT,
+        {"tools": [{**TOOL, "function": {"name": "f", "description": 1}}]},
+        "tools: [0]: description must be a text",
+    ),
+    (CHAT, {"tools": [{**TOOL, "function": {"name": "f", "x": "\ud800"}}]}, "tools: hold half a character"),
+    (CHAT, {"tools": [TOOL]}, "tools: this model's chat template takes none"),
+    (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "tool_choice: 'required' is not supported"),
+    (CHAT, {"tools": [TOOL], "tool_choice": TOOL}, "nothing holds a model to a call"),
+    (CHAT, {"parallel_tool_calls": 1}, "parallel_tool_calls must be true or false"),
+    (CHAT, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs must be an object with nothing but"),
+    (CHAT, {"chat_template_kwargs": {"enable_thinking": 1}}, "enable_thinking must be true or false"),
+    (
+        CHAT,
+        {"chat_template_kwargs": {"enable_thinking": True}},
+        "chat_template_kwargs: this model's chat template has no",
+    ),
     (CHAT, {"functions": [{}]}, "functions: "),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format: "),
     (CHAT, {"logit_bias": {"5": 1}}, "logit_bias: "),
     (CHAT, {"presence_penalty": 0.5}, "presence_penalty: 0.5 is not supported"),
     (CHAT, {"frequency_penalty": -1}, "frequency_penalty: -1 is not supported"),
     (CHAT, {"audio": {"voice": "x"}}, "audio: "),
-    (CHAT, {"reasoning_effort": "high"}, "reasoning_effort: "),
+    (CHAT, {"reasoning_effort": "high"}, "reasoning_effort: this model's chat template has no"),
     (CHAT, {"echo": True}, "echo: "),
     (CHAT, {"prompt": "x"}, "the field 'prompt' is unknown"),
     (CHAT, {"wisdom": 1}, "the field 'wisdom' is unknown"),

@@ -4,6 +4,8 @@ Templates are Jinja programs that come with the weights, so they run as untruste
 (`environment.py`), in a process of their own with limits (`renderer.py`).
 """
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -31,17 +33,25 @@ class ChatTemplate:
                 f"{tokenizer.where}: has chat templates for {', '.join(sorted(templates))}, and no default one; "
                 'rename one of them to "default" in tokenizer_config.json'
             )
-        return cls(templates["default"], tokenizer.where, tokenizer.special)
+        return cls(templates["default"], tokenizer.where, tokenizer.special, for_tools=templates.get("tool_use"))
 
     def __init__(
-        self, source: str, where: str, tokens: Mapping[str, str] | None = None, *, renderer: Renderer | None = None
+        self,
+        source: str,
+        where: str,
+        tokens: Mapping[str, str] | None = None,
+        *,
+        for_tools: str | None = None,
+        renderer: Renderer | None = None,
     ) -> None:
         """`where` names the template's file in messages; `tokens` are named special tokens, like "bos_token".
 
-        The process of the `renderer` begins here, and compiles the template meanwhile.
+        `for_tools` is another template, for conversations with tools; None: there is none. The process of the
+        `renderer` begins here, and compiles the template meanwhile.
         """
-        if len(source) > MAX_TEMPLATE_CHARS:
-            raise FormatError(f"{where}: the chat template has {len(source)} characters; {MAX_TEMPLATE_CHARS} at most")
+        self.for_tools = source if for_tools is None else for_tools
+        if (chars := max(len(source), len(self.for_tools))) > MAX_TEMPLATE_CHARS:
+            raise FormatError(f"{where}: the chat template has {chars} characters; {MAX_TEMPLATE_CHARS} at most")
         self._source, self._where, self._tokens = source, where, dict(tokens or {})
         self._renderer = Renderer() if renderer is None else renderer
         self._renderer.start(self._request(None))
@@ -50,17 +60,35 @@ class ChatTemplate:
         """FormatError where the template is not one, or takes too long to compile."""
         self._ask(None)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def takes(self, name: str) -> bool:
+        """Whether the template reads the variable `name`: "tools", or one of the `values` of `render`."""
+        return re.search(rf"\b{name}\b", self.for_tools if name == "tools" else self._source) is not None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        values: Mapping[str, Any] | None = None,
+    ) -> str:
         """The text of `messages` ({"role": …, "content": …} each), by default up to where the answer begins.
 
-        UsageError where the template refuses the conversation, FormatError where it fails or takes too much,
-        FlashError where its process does not answer.
+        With `tools` that the model may call; `values` are other variables of the template. UsageError where the
+        template refuses the conversation, FormatError where it fails or takes too much, FlashError where its process
+        does not answer.
         """
-        return self._ask([dict(message) for message in messages], add_generation_prompt)
+        given = [dict(message) for message in messages]
+        if tools and re.search(r"""\[['"]tools['"]\]""", self.for_tools):  # it reads them from the first message
+            if given[0]["role"] != "system":
+                given.insert(0, {"role": "system", "content": ""})
+            given[0]["tools"] = json.dumps([each["function"] for each in tools], ensure_ascii=False)
+        values = {"add_generation_prompt": add_generation_prompt, "tools": list(tools) or None, **(values or {})}
+        return self._ask(given, values)
 
-    def _ask(self, messages: list[dict[str, Any]] | None, add_generation_prompt: bool = True) -> str:
+    def _ask(self, messages: list[dict[str, Any]] | None, values: Mapping[str, Any] | None = None) -> str:
         try:
-            kind, text = self._renderer.ask(self._request(messages, add_generation_prompt))
+            kind, text = self._renderer.ask(self._request(messages, values))
         except Exceeded as error:
             kind, text = Kind.FAILED, str(error)
         if kind == Kind.REFUSED:
@@ -71,9 +99,12 @@ class ChatTemplate:
             raise FormatError(f"{self._where}: the chat template is not valid: {text}")
         return text
 
-    def _request(self, messages: list[dict[str, Any]] | None, add_generation_prompt: bool = True) -> dict[str, Any]:
-        values = {**self._tokens, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
-        return {"source": self._source, "values": values, "messages": messages}
+    def _request(
+        self, messages: list[dict[str, Any]] | None, values: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        values = {**self._tokens, "documents": None, **(values or {})}
+        source = self.for_tools if values.get("tools") else self._source
+        return {"source": source, "values": values, "messages": messages}
 
     def close(self) -> None:
         """End the process."""

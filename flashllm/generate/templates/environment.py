@@ -146,7 +146,7 @@ def main(growth_nbytes: int) -> None:
     for limit, value in ((resource.RLIMIT_AS, space), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
         resource.setrlimit(limit, (value, value))
     environment = Environment()
-    compiled = functools.lru_cache(maxsize=1)(environment.from_string)
+    compiled = functools.lru_cache(maxsize=2)(environment.from_string)  # with tools, and without
     _write(Kind.READY, b"")
     try:
         while _answer(compiled):

@@ -41,6 +41,7 @@ export async function* documentsOf(body) {
 /** What the documents of one answer add up to. */
 export class Answer {
   text = "";
+  reasoning = "";
   finish = null; // why it ended
   error = null; // a message
   prompt = null; // timings of the prompt
@@ -55,6 +56,7 @@ export class Answer {
     if (document.usage) this.usage = document.usage;
     for (const choice of document.choices ?? []) {
       this.text += choice.delta?.content ?? "";
+      this.reasoning += choice.delta?.reasoning_content ?? "";
       this.finish = choice.finish_reason ?? this.finish;
     }
     if (document.timings === undefined) return;

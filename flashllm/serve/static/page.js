@@ -96,7 +96,7 @@ async function ask(text) {
     for await (const document of documentsOf(response.body)) {
       answer.take(document);
       reply.content = answer.text;
-      element.textContent = answer.text;
+      element.textContent = answer.text || answer.reasoning;
       if (answer.prompt !== null) say("");
       show(answer);
       scroll(false);

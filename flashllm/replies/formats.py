@@ -1,0 +1,187 @@
+"""The forms in which families of models write reasoning and calls of tools: one table, and which of them a model has.
+
+A form is data. A mark in the text opens reasoning, or a call, which is written in one of these ways:
+
+- "objects": JSON objects that hold a name and arguments, one after the other or in a list;
+- "json": a head with the name, then the arguments as a JSON object;
+- "bare": as "json", with names that are not quoted and strings between marks of their own;
+- "parameters": a head with the name, then each argument between marks of its own;
+- "python": calls of functions, one after the other or in a list, or a program;
+- "message": a head with the name, then text up to a mark. A head without a name opens reasoning, or the answer's text.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flashllm.errors import UsageError
+
+Body = Literal["objects", "json", "bare", "parameters", "python", "message"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A way of writing calls."""
+
+    open: str  # "": no mark, but one of `starts` as the answer's first character; then only tools that were offered
+    body: Body
+    starts: str = "{["
+    head: str = ""  # a pattern of what stands before the arguments, with groups "name", "id", "thinking"
+    until: tuple[str, ...] = ()  # where the head ends
+    close: tuple[str, ...] = ()
+    parameter: tuple[str, str, str] = ("", "", "")  # marks before an argument, between its name and value, behind it
+    quote: str = ""  # around the strings of a "bare" body
+    whole: bool = False  # an object is told when it is complete: its id comes last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """What a family writes."""
+
+    name: str
+    written: tuple[str, ...]  # a chat template with all of these is the family's
+    calls: tuple[Call, ...] = ()  # those with the same mark are tried in turn
+    section: tuple[str, ...] = ()  # marks before and behind several calls
+    thinking: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
+    dropped: tuple[str, ...] = ()  # marks around the answer's text
+
+    def holds(self, token: str) -> bool:
+        """Whether a special token is a mark, or a part of one, so that it must stay in the text."""
+        parts = [*self.section, *self.dropped, *(mark for pair in self.thinking for mark in pair)]
+        for call in self.calls:
+            parts += (call.open, call.head.replace("\\", ""), *call.until, *call.close, *call.parameter, call.quote)
+        return any(token in part for part in parts)
+
+
+def _objects(open_: str, close: str = "", *, whole: bool = False) -> Call:
+    return Call(open=open_, body="objects", close=(close,), whole=whole)
+
+
+def _json(open_: str, head: str, *close: str) -> Call:
+    return Call(open=open_, body="json", head=head, until=("{",), close=close)
+
+
+def _bare(open_: str, close: str, quote: str) -> Call:
+    return Call(open=open_, body="bare", head=r"call:(?P<name>[\w.:-]+)", until=("{",), close=(close,), quote=quote)
+
+
+def _parameters(open_: str, head: str, close: str, *parameter: str) -> Call:
+    before, middle, after = parameter
+    until = (before, close)
+    return Call(
+        open=open_, body="parameters", head=head, until=until, close=(close,), parameter=(before, middle, after)
+    )
+
+
+def _llama(start: str, end: str) -> tuple[Call, ...]:
+    return tuple(Call(open=mark, body=body, close=(end,)) for mark in ("", start) for body in ("objects", "python"))
+
+
+def _harmony(mark: str) -> Call:
+    return Call(
+        open=mark,
+        starts="t",
+        body="message",
+        head=r"(?=.*\bto=(?:functions\.)?(?P<name>[^\s<]+))?(?:(?P<thinking>[^<]*(?:<\|channel\|>)?analysis)|).*",
+        until=("<|message|>",),
+        close=("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"),
+    )
+
+
+_NAMED = r'"?(?P<name>[^">\n]+)"?>'
+_WORD = r"(?P<name>[\w.:-]+)"
+_KIMI = r"(?P<id>(?:functions\.)?(?P<name>[\w.-]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>"
+_DEEPSEEK = r"(?:function<｜tool▁sep｜>)?(?P<name>[^\s<]+)(?:<｜tool▁sep｜>|\s*```json)"
+_MISTRAL = r"(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>[^\s\[]+))?(?:\[ARGS\])?"
+
+# The first whose marks a template has is the model's.
+FORMATS = (
+    Format(
+        name="harmony",
+        written=("<|channel|>", "<|message|>"),
+        calls=(_harmony("<|channel|>"), _harmony("<|start|>"), _harmony("")),
+        thinking=(),
+        dropped=("<|end|>", "<|call|>", "<|return|>"),
+    ),
+    Format(
+        name="kimi",
+        written=("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+        section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        calls=(_json("<|tool_call_begin|>", _KIMI, "<|tool_call_end|>"),),
+    ),
+    Format(
+        name="deepseek",
+        written=("<｜tool▁call▁begin｜>",),
+        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        calls=(_json("<｜tool▁call▁begin｜>", _DEEPSEEK, "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>"),),
+    ),
+    Format(
+        name="mistral",
+        written=("[TOOL_CALLS]",),
+        thinking=(("[THINK]", "[/THINK]"), ("<think>", "</think>")),
+        calls=(_objects("[TOOL_CALLS]", whole=True), _json("[TOOL_CALLS]", _MISTRAL)),
+    ),
+    Format(
+        name="minimax",
+        written=("<minimax:tool_call>",),
+        section=("<minimax:tool_call>", "</minimax:tool_call>"),
+        calls=(_parameters("<invoke name=", _NAMED, "</invoke>", "<parameter name=", ">", "</parameter>"),),
+    ),
+    Format(
+        name="gemma4",
+        written=("<|tool_call>",),
+        thinking=(("<|channel>thought", "<channel|>"),),
+        calls=(_bare("<|tool_call>", "<tool_call|>", '<|"|>'),),
+    ),
+    Format(
+        name="functiongemma",
+        written=("<start_function_call>",),
+        calls=(_bare("<start_function_call>", "<end_function_call>", "<escape>"),),
+    ),
+    Format(
+        name="cohere",
+        written=("<|START_ACTION|>",),
+        calls=(_objects("<|START_ACTION|>", "<|END_ACTION|>"),),
+        thinking=(("<|START_THINKING|>", "<|END_THINKING|>"),),
+        dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+    Format(
+        name="qwen-coder",
+        written=("<function=", "<parameter="),
+        section=("<tool_call>", "</tool_call>"),
+        calls=(_parameters("<function=", _NAMED, "</function>", "<parameter=", ">", "</parameter>"),),
+    ),
+    Format(
+        name="glm",
+        written=("<arg_key>",),
+        calls=(_parameters("<tool_call>", _WORD, "</tool_call>", "<arg_key>", "<arg_value>", "</arg_value>"),),
+    ),
+    Format(name="hermes", written=("<tool_call>",), calls=(_objects("<tool_call>", "</tool_call>"),)),
+    Format(
+        name="phi4",
+        written=("<|tool|>",),
+        calls=(_objects("<|tool_call|>", "<|/tool_call|>"), _objects("functools")),
+    ),
+    Format(
+        name="granite",
+        written=("<|tool_call|>",),
+        calls=(_objects("<|tool_call|>"),),
+        dropped=("<response>", "</response>"),
+    ),
+    Format(name="llama4", written=("<|header_start|>", "tool"), calls=_llama("<|python_start|>", "<|python_end|>")),
+    Format(name="llama3", written=("<|start_header_id|>", "tool"), calls=_llama("<|python_tag|>", "<|eom_id|>")),
+    Format(name="thinking", written=("think>",)),
+)
+
+
+def find(template: str, name: str | None = None) -> Format | None:
+    """The format called `name`, else the one whose marks stand in `template`; None: answers are plain text.
+
+    UsageError where there is none of that name. `template` is all that the model's files say of its answers.
+    """
+    if name is None:
+        return next((each for each in FORMATS if all(mark in template for mark in each.written)), None)
+    for each in FORMATS:
+        if each.name == name:
+            return each
+    names = ", ".join(each.name for each in FORMATS)
+    raise UsageError(f"--tool-format: there is no format {name!r}; the formats are {names}")

@@ -1,0 +1,320 @@
+"""Tools and reasoning in chat completions: real templates, tokens and parsers; a model that says what it is told to."""
+
+import json
+
+import httpx
+import openai
+import pytest
+from serving import ScriptedModel, running
+from tiny_models import make_tiny_opt, make_tokenizer
+
+from flashllm.config import RunConfig
+from flashllm.convert.run import convert
+from flashllm.engine.model import Model
+from flashllm.generate.tokenizer import Tokenizer
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+ASK = [{"role": "user", "content": "Rain?"}]
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln", "days": 3}}\n</tool_call>'
+HERMES = """{%- if tools %}T{% for tool in tools %}{{ tool | tojson }}{% endfor %};{% endif %}
+{%- for m in messages %}{{ m.role }}:
+{%- if m.role == 'tool' %}<{{ m.name }}/{{ m.tool_call_id }}>{% endif %}
+{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>
+{%- if call.function.arguments is mapping %}{{ call.function.arguments.items() | list }}{% endif %}
+{{- call.function | tojson }}</tool_call>{% endfor %};{% endfor %}
+{%- if add_generation_prompt %}assistant:
+{%- if enable_thinking is false %}<think></think>{% elif enable_thinking %}<think>
+{% endif %}{% endif %}"""
+GOES_ON = """{% for m in messages %}{{ m.role }}:{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}</s>{% endfor %}{% if tools %}{% endif %}{% if add_generation_prompt %}assistant:{% endif %}"""
+MISTRAL = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}[TOOL_CALLS]{% endfor %}"
+DEEPSEEK = (
+    "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}"
+    "{{ '<｜tool▁call▁begin｜>' + call['function']['name'] + call['function']['arguments'] }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tools")
+    source = make_tiny_opt(root / "hf", vocab_size=320, context=1024)
+    tokenizer = make_tokenizer(300)
+    special = ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|im_end|>", "<think>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "</think>"])
+    tokenizer.save_pretrained(source)
+    convert(source, root / "flash")
+    return root / "flash"
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    with Model.open(path, RunConfig(mode="dense", threads=1, io_threads=4)) as model:
+        yield ScriptedModel(model)
+
+
+@pytest.fixture(scope="module")
+def hermes(model, path):
+    with running(model, path, template=HERMES) as served:
+        yield served
+
+
+@pytest.fixture
+def client(hermes):
+    with openai.OpenAI(base_url=f"{hermes[0]}/v1", api_key="any", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def say(model, path):
+    """Let the next answers be a text."""
+    tokenizer = Tokenizer.load(path)
+    end = next(iter(tokenizer.end_ids))
+    return lambda text: model.say([*tokenizer.encode(text, add_special=False), end])
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What the template was rendered to."""
+    from flashllm.generate.templates.chat_template import ChatTemplate
+
+    texts = []
+    render = ChatTemplate.render
+
+    def noted(self, *args, **options):
+        texts.append(render(self, *args, **options))
+        return texts[-1]
+
+    monkeypatch.setattr(ChatTemplate, "render", noted)
+    return texts
+
+
+def ask(client, messages=ASK, *, tools=(WEATHER, NOW), **options):
+    return client.chat.completions.create(
+        model="tiny", messages=messages, tools=tools or openai.omit, temperature=0, **options
+    )
+
+
+def streamed(chunks):
+    """(content, reasoning, calls, finish) as clients add them up, and that names and ids come once."""
+    content, reasoning, calls, finish = "", "", {}, None
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        delta = choice.delta
+        content += delta.content or ""
+        reasoning += getattr(delta, "reasoning_content", None) or ""
+        for call in delta.tool_calls or ():
+            if call.index not in calls:
+                calls[call.index] = [call.id, call.function.name, ""]
+                assert call.type == "function"
+            else:
+                assert call.id is None
+                assert call.function.name is None
+            calls[call.index][2] += call.function.arguments
+        finish = choice.finish_reason or finish
+    return content, reasoning, list(calls.values()), finish
+
+
+def test_a_call_whole_and_streamed(client, say, seen):
+    say(f"<think>\nHm.\n</think>\n\nI look.\n{CALL}\n{CALL.replace('Köln', 'Bonn')}")
+    (choice,) = ask(client).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+    assert choice.message.reasoning_content == "Hm."
+    found = [(call.type, call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+    assert found == [("function", "get_weather", {"city": city, "days": 3}) for city in ("Köln", "Bonn")]
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+    assert '"name": "now", "parameters": {"type": "object", "properties": {}}' in seen[0]
+    content, reasoning, calls, finish = streamed(ask(client, stream=True))
+    assert (content, reasoning, finish) == ("I look.", "Hm.", "tool_calls")
+    assert [(call[1], json.loads(call[2])) for call in calls] == [each[1:] for each in found]
+
+
+def test_arguments_are_streamed_in_pieces(client, say):
+    say(CALL)
+    pieces = [chunk.choices[0].delta.tool_calls for chunk in ask(client, stream=True)]
+    assert len([each for each in pieces if each]) > 10
+
+
+def test_without_text_the_content_is_null(client, say):
+    say(CALL)
+    assert ask(client).choices[0].message.content is None
+    say("No rain.")
+    message = ask(client).choices[0].message
+    assert (message.content, message.tool_calls) == ("No rain.", None)
+
+
+def test_the_conversation_goes_on(client, say, seen, hermes):
+    """The call's result: the template gets objects, names and ids; the answer's own tokens are not computed again."""
+    say(f"<think>\nHm.\n</think>\n{CALL}")
+    first = ask(client)
+    message = first.choices[0].message
+    say("It rains.")
+    messages = [
+        {"role": "developer", "content": "Help."},
+        *ASK,
+        {**message.model_dump(exclude_none=True), "content": None},
+        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": [{"type": "text", "text": "rain"}]},
+    ]
+    choice = ask(client, messages).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("It rains.", "stop")
+    text = seen[-1]
+    assert text.startswith("T{")
+    assert ";system:Help.;user:Rain?;assistant:<think>Hm.</think><tool_call>[('city', 'Köln'), ('days', 3)]" in text
+    assert f";tool:<get_weather/{message.tool_calls[0].id}>rain;assistant:" in text
+
+
+def test_the_next_turn_of_a_conversation_with_calls_reuses_the_answer(say, model, path):
+    with running(model, path, template=GOES_ON) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+        body = {"messages": ASK, "tools": [WEATHER], "temperature": 0}
+        say(CALL)
+        first = http.post("/v1/chat/completions", json=body).json()
+        message = first["choices"][0]["message"]
+        call = message["tool_calls"][0]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
+        say("It rains.")
+        second = http.post("/v1/chat/completions", json={**body, "messages": [*ASK, message, result]}).json()
+    assert second["choices"][0]["message"]["content"] == "It rains."
+    spoken = first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= spoken - 1
+
+
+def test_no_call_is_read_where_none_may_be_made(client, say, seen):
+    say(CALL)
+    for options in ({"tools": ()}, {"tool_choice": "none"}):
+        message = ask(client, **options).choices[0].message
+        assert (message.content, message.tool_calls) == (CALL, None)
+        assert not seen[-1].startswith("T{")
+
+
+def test_one_call_at_a_time(client, say):
+    say(f"{CALL}\n{CALL}")
+    done = ask(client, parallel_tool_calls=False)
+    assert len(done.choices[0].message.tool_calls) == 1
+    assert done.choices[0].finish_reason == "tool_calls"
+    assert len(streamed(ask(client, parallel_tool_calls=False, stream=True))[2]) == 1
+    assert len(ask(client).choices[0].message.tool_calls) == 2
+
+
+def test_a_call_cut_off_by_its_length_says_so(client, say):
+    say(CALL)
+    done = ask(client, max_tokens=60).choices[0]
+    assert done.finish_reason == "length"
+    assert done.message.tool_calls[0].function.arguments.startswith('{"city"')
+
+
+def test_a_malformed_call_is_text(client, say):
+    say("<tool_call>\nnothing\n</tool_call>")
+    for message in (ask(client).choices[0].message,):
+        assert (message.content, message.tool_calls) == ("<tool_call>\nnothing\n</tool_call>", None)
+
+
+def test_thinking_is_the_templates(client, say, seen):
+    say("Hm.\n</think>\n\nYes.")
+    message = ask(client, extra_body={"chat_template_kwargs": {"enable_thinking": True}}).choices[0].message
+    assert (message.reasoning_content, message.content) == ("Hm.", "Yes.")
+    assert seen[-1].endswith("assistant:<think>\n")
+    say("Yes.")
+    for options in ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, {"reasoning_effort": "none"}):
+        message = ask(client, tools=(), **options).choices[0].message
+        assert message.content == "Yes."
+        assert seen[-1].endswith("<think></think>")
+    ask(client, reasoning_effort="high")
+    assert seen[-1].endswith("<think>\n")
+
+
+def test_log_probabilities_are_of_every_token(client, say):
+    say(CALL)
+    chunks = list(ask(client, stream=True, logprobs=True))
+    tokens = [token for chunk in chunks if chunk.choices[0].logprobs for token in chunk.choices[0].logprobs.content]
+    whole = ask(client, logprobs=True)
+    assert tokens == whole.choices[0].logprobs.content
+    assert len(tokens) == whole.usage.completion_tokens
+
+
+def test_marks_that_are_special_tokens_are_read(model, path, say):
+    with running(model, path, template=MISTRAL) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+        say('[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{"city": "Köln"}<|im_end|>')
+        body = {"messages": ASK, "tools": [NOW], "temperature": 0}
+        message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    function = {"name": "now", "arguments": '{"city": "Köln"}'}
+    assert message["tool_calls"] == [{"id": "abcdefghi", "type": "function", "function": function}]
+
+
+def test_a_template_that_writes_arguments_as_text(model, path, say, seen):
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
+    messages = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "x"},
+    ]
+    with running(model, path, template=DEEPSEEK) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+        say("Yes.")
+        answer = http.post("/v1/chat/completions", json={"messages": messages, "tools": [NOW], "temperature": 0}).json()
+    assert answer["choices"][0]["message"]["content"] == "Yes."
+    assert 'now{"a": 1}' in seen[-1]
+
+
+def test_a_template_of_its_own_for_tools(model, path, say, seen):
+    templates = {"default": "plain{{ messages[0].content }}", "tool_use": "<tool_call>{{ tools | length }}tools"}
+    with running(model, path, template=templates) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+        say("Yes.")
+        for tools in ([NOW, WEATHER], []):
+            http.post(
+                "/v1/chat/completions", json={"messages": ASK, "tools": tools, "temperature": 0}
+            ).raise_for_status()
+    assert seen == ["<tool_call>2tools", "plainRain?"]
+
+
+def test_a_template_that_reads_tools_from_the_first_message(model, path, say, seen):
+    template = "{% for m in messages %}{{ m.role }}{% if 'tools' in m %}<|tool|>{{ m['tools'] }}{% endif %}{% endfor %}"
+    with running(model, path, template=template) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+        say('functools[{"name": "now", "arguments": {}}]')
+        body = {"messages": ASK, "tools": [NOW], "temperature": 0}
+        message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"]["name"] == "now"
+    assert seen[0].startswith('system<|tool|>[{"name": "now"')
+    assert seen[0].endswith("user")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("{{ messages[0].content }}", {}, "tools: this model's chat template takes none"),
+        ("{{ tools }}", {}, "tools: the form in which this model writes calls is not known; start with --tool-format"),
+        ("{{ tools }}<think>", {}, "tools: the form in which this model writes calls is not known"),
+        ("{{ tools }}", {"tool_format": "hermes"}, None),
+        (None, {}, "the model has no chat template"),
+    ],
+)
+def test_tools_that_a_model_cannot_have(model, path, say, case):
+    template, options, message = case
+    say("Yes.")
+    body = {"messages": ASK, "tools": [NOW], "max_tokens": 3, "temperature": 0}
+    with running(model, path, template=template, **options) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+        answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == (200 if message is None else 400)
+    assert message is None or message in answer.json()["error"]["message"]
+
+
+def test_ollama_has_thinking_apart(hermes, say):
+    say("<think>\nHm.\n</think>\n\nYes.")
+    body = {"model": "tiny", "messages": ASK, "options": {"temperature": 0}}
+    with httpx.Client(base_url=hermes[0], timeout=60) as http:
+        whole = http.post("/api/chat", json={**body, "stream": False}).json()["message"]
+        lines = http.post("/api/chat", json=body).text.splitlines()
+    assert whole == {"role": "assistant", "content": "Yes.", "thinking": "Hm."}
+    messages = [json.loads(line)["message"] for line in lines]
+    assert {name: "".join(each.get(name, "") for each in messages) for name in ("content", "thinking")} == {
+        "content": "Yes.",
+        "thinking": "Hm.",
+    }
