@@ -93,12 +93,16 @@ void Arithmetic::round(float* values, std::size_t n) {
 }
 
 std::byte* Arithmetic::narrowed(const float* values, std::size_t n) {
-  const std::size_t item = dtype_nbytes(dtype_);
-  narrow_.resize(n * item);
-  each_share(n, [&](std::size_t begin, std::size_t end) {
-    kernels_.from_f32(values + begin, end - begin, narrow_.data() + begin * item);
-  });
+  narrow_.resize(n * dtype_nbytes(dtype_));
+  narrow(values, n, narrow_.data());
   return narrow_.data();
+}
+
+void Arithmetic::narrow(const float* values, std::size_t n, std::byte* to) {
+  const std::size_t item = dtype_nbytes(dtype_);
+  each_share(n, [&](std::size_t begin, std::size_t end) {
+    kernels_.from_f32(values + begin, end - begin, to + begin * item);
+  });
 }
 
 void Arithmetic::widen(const std::byte* from, std::size_t n, float* to) {

@@ -47,6 +47,7 @@ class Arithmetic {
   void round(float* values, std::size_t n);
   // The values in the dtype, in scratch that holds until the next call or the next inputs.
   std::byte* narrowed(const float* values, std::size_t n);
+  void narrow(const float* values, std::size_t n, std::byte* to);
   void widen(const std::byte* from, std::size_t n, float* to);
 
  private:
