@@ -210,8 +210,8 @@ class SplitKv:
                 mine.values[task.step.layer].fill(row, values)
         others = sum(place.prompt for place in places[: mine.count])
         if others < first:
-            kept = (self._device.to_host(x[others:]) for x in (made.keys, made.values))
-            self._beside.keep_prompt(task, *kept)
+            to_host = self._device.to_host
+            self._beside.keep_prompt(task, to_host(made.keys[others:]), to_host(made.values[others:]))
 
     def store_prompt(self, task: Task) -> None:
         self._beside.store_prompt(task)

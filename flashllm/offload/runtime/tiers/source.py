@@ -142,8 +142,10 @@ class WeightSource(ABC):
         """`read`, by names in the whole model."""
 
     def vector(self, name: str) -> NDArray[np.float32] | None:
-        """A tensor rounded to the model's dtype, as fp32 of one dimension, a norm's weight with its shift; None where the
-        model has none."""
+        """A tensor rounded to the model's dtype, as fp32 of one dimension; a norm's weight with its shift.
+
+        None where the model has none.
+        """
         if name not in self._shapes:
             return None
         values = np.empty(self._shapes[name], self.dtype.storage)
