@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 
 from flashllm import _core
-from flashllm.base.dtypes import WEIGHT_DTYPES
+from flashllm.base.dtypes import WEIGHT_DTYPES, cast
 from flashllm.base.machine import num_cores
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs.sequences import Sequence
+from flashllm.offload.machine.measure_native import multiply
 from flashllm.offload.planner.packing import Packing
 from flashllm.offload.policy import Policy
-from flashllm.offload.runtime.layer import ROWS_TOGETHER
-from flashllm.offload.runtime.native_ops import NativeOps
-from flashllm.offload.runtime.ops import Matrix
+from flashllm.offload.runtime.ops import ROWS_TOGETHER, Matrix
 from flashllm.offload.runtime.run import Runner, RunOptions
 from flashllm.offload.runtime.tiers.scratch import open_reader
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, open_weights
@@ -44,7 +43,6 @@ def median_s(work: Callable[[], object]) -> float:
 def products_s(source: WeightSource, bits: int | None, rows: int, *, decoding: bool) -> tuple[float, float]:
     """Seconds of one layer's products, and of the head's, over `rows` rows; by our own products, weights in memory."""
     pool = _core.ThreadPool(num_cores())
-    ops = NativeOps(source.block, source.dtype.name, pool)
     random = np.random.default_rng(0)
     storage = WEIGHT_DTYPES[source.dtype.name].storage
 
@@ -61,9 +59,8 @@ def products_s(source: WeightSource, bits: int | None, rows: int, *, decoding: b
     def seconds(one: Matrix) -> float:
         part = min(rows, ROWS_TOGETHER)
         values = random.standard_normal((part, one.columns), np.float32)
-        x = np.empty(values.shape, storage)
-        _core.Elementwise(source.dtype.name, pool).narrow(values, x)
-        return median_s(lambda: ops.linear(one, x, decoding=decoding)) * rows / part
+        x = np.ascontiguousarray(cast(values, WEIGHT_DTYPES["float32"], source.dtype))
+        return median_s(lambda: multiply(one, x, source.dtype.name, pool, decoding=decoding)) * rows / part
 
     packings: dict[str, Packing | None] = dict.fromkeys(source.matrices)
     if bits is not None:  # of the first layer, as most are

@@ -27,7 +27,6 @@ class Gates:
     def __init__(self, model: Model) -> None:
         self._model, self._manifest = model, model.manifest
         self._pool = _core.ThreadPool(model.plan.threads)
-        self._elementwise = _core.Elementwise("float32", self._pool)
 
     def products(self, layer: int, x: Floats) -> Floats:
         """gate(x) [tokens, d_ff] of inputs x [tokens, d_model], in fp32."""
@@ -48,7 +47,7 @@ class Gates:
         """|activation(products)|, nothing cut."""
         values = np.ascontiguousarray(products).copy()
         block = self._model.directory.block
-        self._elementwise.activate(values, None, block.activation, block.layers[layer].activation_threshold)
+        _core.activate(values, block.activation, block.layers[layer].activation_threshold)
         return np.abs(values, out=values)
 
     def distances(self, layer: int, products: Floats, cut: float | None = None) -> Floats:

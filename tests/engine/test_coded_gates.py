@@ -149,7 +149,7 @@ def test_a_model_without_gates_has_none_to_code(tmp_path):
 def test_where_an_activation_is_not_zero(activation, threshold, cut):
     x = np.concatenate([np.linspace(-6, 6, 4001), [-40.0, 40.0]]).astype(np.float32)
     values = x.copy()
-    _core.Elementwise("float32", _core.ThreadPool(1)).activate(values, None, activation, threshold)
+    _core.activate(values, activation, threshold)
     fires = (np.abs(values) >= cut) & ((values != 0) | (x == 0))
     above, low, high = _core.firing_range(activation, threshold, cut)
     said = (x > above) | ((x > low) & (x < high))

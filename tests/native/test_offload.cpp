@@ -8,7 +8,6 @@
 #include "check.h"
 #include "io/error.h"
 #include "offload/batch_attention.h"
-#include "offload/elementwise.h"
 
 namespace {
 
@@ -57,34 +56,6 @@ void test_blocks(KvLayout layout, int bits, Dtype dtype) {
   }
 }
 
-void test_elementwise(Dtype dtype) {
-  constexpr std::size_t kTokens = 37, kHeads = 3, kDim = 10, kCount = kTokens * kHeads * kDim;
-  const std::vector<float> frequency = random_floats(kDim / 2, 1);
-  const std::vector<std::byte> from = narrowed(random_floats(kCount, 2), dtype);
-  std::vector<std::int64_t> positions(kTokens);
-  for (std::size_t t = 0; t < kTokens; ++t) positions[t] = static_cast<std::int64_t>(7 * t);
-  Rotary rotary;
-  rotary.inverse_frequency = frequency.data();
-  rotary.dims = kDim;
-  for (const SimdLevel level : simd_levels()) {
-    std::vector<std::byte> first;
-    for (const int threads : {1, 4}) {
-      ThreadPool pool(threads);
-      const Elementwise steps(dtype, pool, level);
-      std::vector<std::byte> x = from;
-      steps.rotate(rotary, positions.data(), kTokens, kHeads, kDim, 0.5F, x.data());
-      steps.activate(Activation::silu, from.data(), kCount, x.data());
-      steps.add(from.data(), kCount, x.data());
-      steps.scale(3.0F, kCount, x.data());
-      std::vector<float> wide(kCount);
-      steps.widen(x.data(), kCount, wide.data());
-      steps.narrow(wide.data(), kCount, x.data());
-      if (first.empty()) first = x;
-      CHECK(x == first);
-    }
-  }
-}
-
 }  // namespace
 
 void test_offload(int) {
@@ -93,6 +64,5 @@ void test_offload(int) {
       for (const KvLayout layout : {KvLayout::plain, KvLayout::hidden, KvLayout::kivi})
         test_blocks(layout, bits, dtype);
     }
-    test_elementwise(dtype);
   }
 }

@@ -93,7 +93,7 @@ def test_the_cache_takes_what_the_runtime_allocates(model, where, packing, lengt
 
 def test_there_are_two_tiers(model):
     _, shape = model
-    for memory in (50 * 10**6, 80 * 10**6, 200 * 10**6):
+    for memory in (56 * 10**6, 80 * 10**6, 200 * 10**6):
         plan = search(shape, dataclasses.replace(HOST, device_memory=memory), WORK, COARSE)
         assert not plan.policy.uses_cpu
         assert plan.prediction.peak_device <= memory
@@ -110,7 +110,7 @@ def test_more_memory_never_costs_throughput(model):
     _, shape = model
     found = [
         search(shape, dataclasses.replace(HOST, device_memory=memory), WORK, COARSE).prediction.throughput
-        for memory in (45 * 10**6, 60 * 10**6, 80 * 10**6, 200 * 10**6, GB)
+        for memory in (56 * 10**6, 60 * 10**6, 80 * 10**6, 200 * 10**6, GB)
     ]
     assert found == sorted(found)
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bind/bindings.h"
+#include "bind/model_weights.h"
 #include "bind/py_ffn.h"
 #include "bind/py_row_stream.h"
 #include "bind/py_spec.h"
@@ -90,7 +91,7 @@ class PyModel {
     require(rows.d_model == d_model_, "rows are as wide as the model");
     const std::size_t num_layers = nb::len(reader.get<nb::tuple>("layers"));
     require(caches.size() == num_layers, "every layer needs a cache, or None");
-    ModelWeights weights = weights_around(reader);
+    ModelWeights weights = read_ends(*tensors_, read_, reader);
     for (std::size_t i = 0; i < num_layers; ++i)
       weights.blocks.push_back(block_weights(i, reader, rows, caches[i]));
     const Activation activation = parse_activation(reader.get<std::string>("activation"));
@@ -175,74 +176,15 @@ class PyModel {
     return tokens;
   }
 
-  // What lies before and behind the blocks.
-  ModelWeights weights_around(const SpecReader& reader) {
-    const ModelSpec& spec = read_.spec;
-    ModelWeights weights;
-    weights.embedding = tensors_->linear("embedding", spec.vocab, spec.embed_dim);
-    if (reader.get<std::string>("positions") == "learned")
-      weights.positions = tensors_->matrix("positions", read_.context + spec.position_offset, d_model_,
-                                           codec_of(spec.block.dtype));
-    if (spec.embed_dim != d_model_) {
-      weights.project_in = tensors_->linear("project_in", d_model_, spec.embed_dim);
-      weights.project_out = tensors_->linear("project_out", spec.embed_dim, d_model_);
-    }
-    if (reader.get<bool>("embedding_norm"))
-      weights.embedding_norm = tensors_->norm("embedding_norm", read_.norms, d_model_);
-    if (reader.get<bool>("final_norm"))
-      weights.final_norm = tensors_->norm("final_norm", read_.norms, d_model_);
-    weights.head = reader.get<bool>("tied_head") ? weights.embedding
-                                                 : tensors_->linear("head", spec.vocab, spec.embed_dim);
-    weights.head.bias = tensors_->floats("head.bias", spec.vocab);
-    return weights;
-  }
-
   BlockWeights block_weights(std::size_t index, const SpecReader& reader, const RowFormat& rows,
                              const std::optional<LayerRows>& cache) {
-    const BlockSpec& spec = read_.spec.block;
-    const NormStyle& style = read_.norms;
     const SpecReader of_layer(reader.get<nb::tuple>("layers")[index]);
-    const std::size_t d_ff = of_layer.get<std::size_t>("neurons"), attended = spec.heads * spec.head_dim,
-                      cached = spec.kv_heads * spec.head_dim;
     const std::string layer = "layers." + std::to_string(index) + ".";
-    BlockWeights weights;
-    if (spec.norms != NormPlace::output) {
-      weights.attention_norm = tensors_->norm(layer + "attention_norm", style, d_model_);
-      if (!spec.shared_norm) weights.ffn_norm = tensors_->norm(layer + "ffn_norm", style, d_model_);
-    }
-    if (norms_output(spec.norms)) {
-      weights.attention_output_norm = tensors_->norm(layer + "attention_output_norm", style, d_model_);
-      weights.ffn_output_norm = tensors_->norm(layer + "ffn_output_norm", style, d_model_);
-    }
-    if (spec.head_norm != HeadNorm::none) {
-      const bool together = spec.head_norm == HeadNorm::projection, own = spec.head_norm == HeadNorm::heads;
-      const auto norm = [&](const char* name, std::size_t all) {
-        return tensors_->norm(layer + name, style, together ? all : spec.head_dim,
-                              together || own ? all : spec.head_dim);
-      };
-      weights.query_norm = norm("query_norm", attended);
-      weights.key_norm = norm("key_norm", cached);
-    }
-    if (reader.get<bool>("sub_norms")) {
-      weights.mixed_norm = tensors_->norm(layer + "attention_sub_norm", style, attended);
-      weights.neuron_norm = {tensors_->floats(layer + "ffn_sub_norm.weight", d_ff), d_ff, style.epsilon,
-                             spec.rounded_inputs};
-      require(static_cast<bool>(weights.neuron_norm), layer + "ffn_sub_norm.weight is missing");
-    }
-    weights.rotary = of_layer.get_or("rotary", -1);
-    weights.activation_threshold = of_layer.get<float>("activation_threshold");
-    weights.activation_cut = of_layer.get<float>("activation_cut");
-    weights.attention_window = of_layer.get_or<std::size_t>("window", 0);
-    weights.query = tensors_->linear(layer + "query", attended, d_model_);
-    weights.key = tensors_->linear(layer + "key", cached, d_model_);
-    weights.value = tensors_->linear(layer + "value", cached, d_model_);
-    weights.out = tensors_->linear(layer + "out", d_model_, attended);
-    weights.sinks = tensors_->floats(layer + "sinks", spec.heads);
+    BlockWeights weights = read_block(*tensors_, layer, read_, reader, of_layer);
     const Activation activation = parse_activation(reader.get<std::string>("activation"),
                                                    weights.activation_threshold, weights.activation_cut);
-    FfnLayerOptions ffn = read_ffn(*tensors_, rows, index, d_ff, activation);
+    FfnLayerOptions ffn = read_ffn(*tensors_, rows, index, weights.neurons, activation);
     ffn.norm = weights.neuron_norm;
-    weights.neurons = d_ff;
     weights.up_bias = ffn.up_bias;
     weights.gate_bias = ffn.gate_bias;
     weights.down_bias = ffn.down_bias;

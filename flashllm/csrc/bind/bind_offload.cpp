@@ -1,18 +1,23 @@
-// The throughput engine: what lies between a layer's products, and attention over a batch's KV blocks.
-#include <nanobind/stl/optional.h>
+// The throughput engine: a model's layers over lent weights, and attention over a batch's KV blocks.
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <atomic>
+#include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "bind/bindings.h"
+#include "bind/model_weights.h"
+#include "bind/py_spec.h"
+#include "bind/resident_tensors.h"
+#include "kernels/kernels.h"
 #include "offload/batch_attention.h"
-#include "offload/elementwise.h"
+#include "offload/batch_model.h"
 
 namespace flashllm {
 
@@ -26,7 +31,6 @@ using WrittenArena = Exact<nb::ndarray<std::uint8_t, nb::ndim<2>, nb::device::cp
 using Table = Exact<nb::ndarray<const std::int32_t, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
 using Longs = Exact<nb::ndarray<const std::int64_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
 using Floats = Exact<nb::ndarray<float, nb::device::cpu, nb::c_contig>>;
-using ConstFloats = Exact<nb::ndarray<const float, nb::device::cpu, nb::c_contig>>;
 
 template <typename Array>
 auto bytes_of(const Array& array) {
@@ -63,98 +67,190 @@ void require_rows(const Array& array, std::size_t rows, std::size_t width, const
           std::string(what) + " must be [" + std::to_string(rows) + ", " + std::to_string(width) + "]");
 }
 
-class PyElementwise {
+const char* dtype_name(Dtype dtype) {
+  return dtype == Dtype::f32 ? "float32" : dtype == Dtype::f16 ? "float16" : "bfloat16";
+}
+
+// Keys and values are the caller's: `attend(first, queries, keys, values, out)` keeps those of the tokens
+// from number `first` of the call on, and fills `out`; arrays [tokens, width] of the dtype (bf16 as uint16),
+// valid during the call.
+class PyMemory final : public AttentionMemory {
  public:
-  PyElementwise(const std::string& dtype, std::shared_ptr<ThreadPool> pool, const std::string& simd)
-      : pool_(std::move(pool)), elementwise_(parse_dtype(dtype), *pool_, parse_simd(simd)) {}
+  explicit PyMemory(Dtype dtype) : dtype_(dtype) {}
 
-  void normalize(const Values& x, const Written& out, const std::string& kind, float epsilon,
-                 const std::optional<FloatArray>& weight, const std::optional<FloatArray>& bias) const {
-    check(x, "x");
-    check(out, "out");
-    require(kind == "layer" || kind == "rms", "a norm is layer or rms, got " + kind);
-    require(x.ndim() == 2, "x must be [rows, width]");
-    require_rows(out, x.shape(0), x.shape(1), "out");
-    Norm norm;
-    norm.kind = kind == "rms" ? Norm::Kind::rms : Norm::Kind::layer;
-    norm.width = x.shape(1);
-    norm.epsilon = epsilon;
-    for (const auto* each : {&weight, &bias})
-      require(!each->has_value() || (*each)->shape(0) == norm.width,
-              "a norm's weight and bias must have one value a column");
-    norm.weight = weight.has_value() ? weight->data() : nullptr;
-    norm.bias = bias.has_value() ? bias->data() : nullptr;
-    const nb::gil_scoped_release unlocked;
-    elementwise_.normalize(norm, bytes_of(x), x.shape(0), bytes_of(out));
+  void begin(nb::object attend) {
+    attend_ = std::move(attend);
+    first_ = 0;
   }
+  void end() { attend_.reset(); }
 
-  void rotate(const Written& x, std::size_t heads, const Longs& positions,
-              const FloatArray& inverse_frequency, std::size_t dims, const std::string& style, float scaling,
-              float factor) const {
-    check(x, "x");
-    require(style == "half" || style == "interleaved", "a rotary style is half or interleaved, got " + style);
-    require(x.ndim() == 2 && heads != 0 && x.shape(1) % heads == 0, "x must be [tokens, heads * head_dim]");
-    require(positions.shape(0) == x.shape(0), "every token needs a position");
-    require(inverse_frequency.shape(0) == dims / 2, "inverse_frequency must have dims / 2 values");
-    for (std::size_t t = 0; t < positions.shape(0); ++t)
-      require(positions.data()[t] >= 0, "a position must not be negative");
-    Rotary rotary;
-    rotary.inverse_frequency = inverse_frequency.data();
-    rotary.dims = dims;
-    rotary.style = style == "half" ? Rotary::Style::half : Rotary::Style::interleaved;
-    rotary.scaling = scaling;
-    const nb::gil_scoped_release unlocked;
-    elementwise_.rotate(rotary, positions.data(), x.shape(0), heads, x.shape(1) / heads, factor, bytes_of(x));
-  }
-
-  void activate(const Written& x, const std::optional<Values>& gate, const std::string& activation,
-                float threshold) const {
-    check(x, "x");
-    const Activation parsed = parse_activation(activation, threshold);
-    if (gate.has_value()) {
-      check(*gate, "gate");
-      require(gate->size() == x.size(), "x and gate must have the same size");
+  void attend(const AttentionShape& shape, const Part& part, const float* queries, const float* keys,
+              const float* values, float* out) override {
+    const std::size_t attended = shape.heads * shape.head_dim, cached = shape.kv_heads * shape.head_dim;
+    const KernelTable& kernels = kernel_table(SimdLevel::scalar, dtype_);
+    const auto narrow = [&](std::vector<std::byte>& to, const float* from, std::size_t width) {
+      to.resize(part.count * width * dtype_nbytes(dtype_));
+      if (from != nullptr) kernels.from_f32(from, part.count * width, to.data());
+    };
+    narrow(queries_, queries, attended);
+    narrow(keys_, keys, cached);
+    narrow(values_, values, cached);
+    narrow(out_, nullptr, attended);
+    {
+      const nb::gil_scoped_acquire locked;
+      attend_(first_, array(queries_, part.count, attended), array(keys_, part.count, cached),
+              array(values_, part.count, cached), array(out_, part.count, attended));
     }
-    const nb::gil_scoped_release unlocked;
-    elementwise_.activate(parsed, gate.has_value() ? bytes_of(*gate) : nullptr, x.size(), bytes_of(x));
+    kernels.to_f32(out_.data(), part.count * attended, out);
+    first_ += part.count;
   }
 
-  void add(const Written& x, const Values& y) const {
-    check(x, "x");
-    check(y, "y");
-    require(x.size() == y.size(), "x and y must have the same size");
-    const nb::gil_scoped_release unlocked;
-    elementwise_.add(bytes_of(y), x.size(), bytes_of(x));
+ private:
+  nb::object array(std::vector<std::byte>& bytes, std::size_t rows, std::size_t width) const {
+    const auto bits = static_cast<std::uint8_t>(8 * dtype_nbytes(dtype_));
+    const auto code = dtype_ == Dtype::bf16 ? nb::dlpack::dtype_code::UInt : nb::dlpack::dtype_code::Float;
+    return nb::cast(nb::ndarray<nb::numpy, nb::ndim<2>>(bytes.data(), {rows, width}, nb::none(), {},
+                                                        {static_cast<std::uint8_t>(code), bits, 1}));
   }
 
-  void scale(const Written& x, float factor) const {
-    check(x, "x");
-    const nb::gil_scoped_release unlocked;
-    elementwise_.scale(factor, x.size(), bytes_of(x));
+  const Dtype dtype_;
+  nb::object attend_;
+  std::size_t first_ = 0;
+  std::vector<std::byte> queries_, keys_, values_, out_;
+};
+
+// Weights that are lent: they must lie where they are as long as this, which holds their arrays. Vectors are
+// in fp32.
+template <typename Weights>
+struct PyLent {
+  PyLent(nb::dict arrays, std::map<std::string, std::string> encodings, Dtype dtype, SimdLevel simd)
+      : tensors(std::move(arrays), Encodings{dtype_name(dtype), std::move(encodings), "int16", true}, dtype,
+                simd) {}
+  PyLent(const PyLent&) = delete;
+
+  ResidentTensors tensors;
+  Weights weights;
+};
+using PyLentLayer = PyLent<LentLayer>;
+using PyLentEnds = PyLent<ModelWeights>;
+
+class PyBatchModel {
+ public:
+  PyBatchModel(nb::object block, const std::string& dtype, std::shared_ptr<ThreadPool> pool,
+               std::size_t rows_together, const std::string& simd)
+      : pool_(std::move(pool)),
+        simd_(parse_simd(simd)),
+        reader_(std::move(block)),
+        read_(read_spec(reader_, parse_dtype(dtype), simd_)),
+        memory_(read_.spec.block.dtype),
+        model_(read_.spec, parse_activation(reader_.get<std::string>("activation")), rows_together, memory_,
+               *pool_, simd_) {
+    require(rows_together != 0, "rows_together must be positive");
   }
 
-  void widen(const Values& x, const Floats& out) const {
-    check(x, "x");
-    require(x.size() == out.size(), "x and out must have the same size");
-    const nb::gil_scoped_release unlocked;
-    elementwise_.widen(bytes_of(x), x.size(), out.data());
+  // The model's layer `number`: tensors by canonical name without the layer's, vectors in fp32 and with their
+  // norms' shift; matrices of the dtype, or bytes of the encoding that `encodings` has for them.
+  std::unique_ptr<PyLentLayer> lend_layer(std::size_t number, nb::dict tensors,
+                                          std::map<std::string, std::string> encodings,
+                                          bool down_by_inputs) const {
+    const nb::tuple layers = reader_.get<nb::tuple>("layers");
+    require(number < nb::len(layers), "a layer beyond those there are");
+    const SpecReader of_layer(layers[number]);
+    auto lent = std::make_unique<PyLentLayer>(std::move(tensors), std::move(encodings),
+                                              read_.spec.block.dtype, simd_);
+    ResidentTensors& from = lent->tensors;
+    LentLayer& weights = lent->weights;
+    weights.number = number;
+    weights.block = read_block(from, "", read_, reader_, of_layer);
+    const std::size_t neurons = weights.block.neurons, width = read_.spec.block.d_model;
+    weights.up = from.linear("up", neurons, width);
+    weights.up.bias = from.floats("ffn.up_bias", neurons);
+    if (reader_.get<bool>("gated")) {
+      weights.gate = from.linear("gate", neurons, width);
+      weights.gate.bias = from.floats("ffn.gate_bias", neurons);
+    }
+    weights.down_by_inputs = down_by_inputs;
+    weights.down = down_by_inputs ? from.linear("down", neurons, width) : from.linear("down", width, neurons);
+    weights.down.bias = from.floats("ffn.down_bias", width);
+    check_block(read_.spec, weights.block);
+    return lent;
   }
 
-  void narrow(const ConstFloats& x, const Written& out) const {
-    check(out, "out");
-    require(x.size() == out.size(), "x and out must have the same size");
+  // What lies before or behind the layers: what of it is there, the embedding's rows left out.
+  std::unique_ptr<PyLentEnds> lend_ends(nb::dict tensors) const {
+    std::map<std::string, std::string> none;
+    auto lent =
+        std::make_unique<PyLentEnds>(std::move(tensors), std::move(none), read_.spec.block.dtype, simd_);
+    lent->weights = read_ends(lent->tensors, read_, reader_, true);
+    return lent;
+  }
+
+  void embed(const PyLentEnds& ends, const Values& rows, const Longs& positions, const Written& states) {
+    const std::size_t n = check_positions(positions);
+    const ModelSpec& spec = read_.spec;
+    require_dtype(rows, spec.block.dtype, "rows");
+    require_rows(rows, n, spec.embed_dim, "rows");
+    check_states(states, n);
+    require(spec.embed_dim == spec.block.d_model || ends.weights.project_in.data != nullptr,
+            "the embedding's projection is not there");
     const nb::gil_scoped_release unlocked;
-    elementwise_.narrow(x.data(), x.size(), bytes_of(out));
+    model_.embed(ends.weights, bytes_of(rows), positions.data(), n, bytes_of(states));
+  }
+
+  // `watch(x [tokens, width] fp32)`: sees the inputs of the layer's products, each once: those of query, key
+  // and value, of out, of up and gate, of down.
+  void run(const PyLentLayer& layer, const Written& states, const Longs& positions, nb::object attend,
+           bool decoding, nb::object watch) {
+    const std::size_t n = check_positions(positions);
+    check_states(states, n);
+    if (watch.is_none()) {
+      model_.set_watch({});
+    } else {
+      model_.set_watch([&](const float* x, std::size_t count, std::size_t width) {
+        const nb::gil_scoped_acquire locked;
+        watch(nb::ndarray<nb::numpy, const float, nb::ndim<2>>(x, {count, width}, nb::none()));
+      });
+    }
+    memory_.begin(std::move(attend));
+    struct End {
+      PyBatchModel& model;
+      ~End() {
+        model.memory_.end();
+        model.model_.set_watch({});
+      }
+    } const end{*this};
+    const nb::gil_scoped_release unlocked;
+    model_.run(layer.weights, positions.data(), n, decoding, bytes_of(states));
+  }
+
+  void head(const PyLentEnds& ends, const Values& states, const Floats& logits) {
+    require(states.ndim() == 2, "states must be [rows, d_model]");
+    const std::size_t n = states.shape(0);
+    check_states(states, n);
+    require_rows(logits, n, read_.spec.vocab, "logits");
+    require(ends.weights.head.data != nullptr, "the head is not there");
+    const nb::gil_scoped_release unlocked;
+    model_.head(ends.weights, bytes_of(states), n, logits.data());
   }
 
  private:
   template <typename Array>
-  void check(const Array& array, const char* what) const {
-    require_dtype(array, elementwise_.dtype(), what);
+  void check_states(const Array& states, std::size_t rows) const {
+    require_dtype(states, read_.spec.block.dtype, "states");
+    require_rows(states, rows, read_.spec.block.d_model, "states");
+  }
+  static std::size_t check_positions(const Longs& positions) {
+    for (std::size_t t = 0; t < positions.shape(0); ++t)
+      require(positions.data()[t] >= 0, "a position must not be negative");
+    return positions.shape(0);
   }
 
   std::shared_ptr<ThreadPool> pool_;
-  Elementwise elementwise_;
+  SimdLevel simd_;
+  const SpecReader reader_;
+  const PySpec read_;
+  PyMemory memory_;
+  BatchModel model_;
 };
 
 KvLayout parse_layout(const std::string& name) {
@@ -310,20 +406,29 @@ class PyBatchAttention {
 }  // namespace
 
 void init_offload(nb::module_& m) {
-  nb::class_<PyElementwise>(m, "Elementwise")
-      .def(nb::init<const std::string&, std::shared_ptr<ThreadPool>, const std::string&>(), nb::arg("dtype"),
-           nb::arg("pool"), nb::arg("simd") = "auto")
-      .def("normalize", &PyElementwise::normalize, nb::arg("x"), nb::arg("out"), nb::arg("kind"),
-           nb::arg("epsilon"), nb::arg("weight").none(), nb::arg("bias").none())
-      .def("rotate", &PyElementwise::rotate, nb::arg("x"), nb::arg("heads"), nb::arg("positions"),
-           nb::arg("inverse_frequency"), nb::arg("dims"), nb::arg("style") = "half",
-           nb::arg("scaling") = 1.0F, nb::arg("factor") = 1.0F)
-      .def("activate", &PyElementwise::activate, nb::arg("x"), nb::arg("gate").none(), nb::arg("activation"),
-           nb::arg("threshold") = 0.0F)
-      .def("add", &PyElementwise::add, nb::arg("x"), nb::arg("y"))
-      .def("scale", &PyElementwise::scale, nb::arg("x"), nb::arg("factor"))
-      .def("widen", &PyElementwise::widen, nb::arg("x"), nb::arg("out"))
-      .def("narrow", &PyElementwise::narrow, nb::arg("x"), nb::arg("out"));
+  // Values, in place.
+  m.def(
+      "activate",
+      [](const Floats& values, const std::string& activation, float threshold) {
+        activate(parse_activation(activation, threshold), 0.0F, values.data(), values.size());
+      },
+      nb::arg("values"), nb::arg("activation"), nb::arg("threshold") = 0.0F);
+
+  nb::class_<PyLentLayer>(m, "LentLayer");
+  nb::class_<PyLentEnds>(m, "LentEnds");
+  nb::class_<PyBatchModel>(m, "BatchModel")
+      .def(nb::init<nb::object, const std::string&, std::shared_ptr<ThreadPool>, std::size_t,
+                    const std::string&>(),
+           nb::kw_only(), nb::arg("block"), nb::arg("dtype"), nb::arg("pool"), nb::arg("rows_together"),
+           nb::arg("simd") = "auto")
+      .def("lend_layer", &PyBatchModel::lend_layer, nb::arg("number"), nb::arg("tensors"),
+           nb::arg("encodings"), nb::arg("down_by_inputs"))
+      .def("lend_ends", &PyBatchModel::lend_ends, nb::arg("tensors"))
+      .def("embed", &PyBatchModel::embed, nb::arg("ends"), nb::arg("rows"), nb::arg("positions"),
+           nb::arg("states"))
+      .def("run", &PyBatchModel::run, nb::arg("layer"), nb::arg("states"), nb::arg("positions"),
+           nb::arg("attend"), nb::arg("decoding") = false, nb::arg("watch").none() = nb::none())
+      .def("head", &PyBatchModel::head, nb::arg("ends"), nb::arg("states"), nb::arg("logits"));
 
   nb::class_<PyBatchAttention>(m, "BatchAttention")
       .def(nb::init<std::size_t, std::size_t, std::size_t, const std::string&, float,

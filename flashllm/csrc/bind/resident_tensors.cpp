@@ -71,6 +71,11 @@ Norm ResidentTensors::norm(const std::string& name, const NormStyle& style, std:
 
 const float* ResidentTensors::floats(const std::string& name, std::size_t n, float shift) {
   if (!contains(name)) return nullptr;
+  if (encodings_.wide_vectors) {
+    const auto array = nb::cast<FloatArray>(tensors_[name.c_str()]);
+    require(array.shape(0) == n, name + " does not fit the model");
+    return array.data();
+  }
   auto values = std::make_unique<float[]>(n);
   kernels_.to_f32(tensor(name, n), n, values.get());
   if (shift != 0.0F)

@@ -19,6 +19,7 @@ struct Encodings {
   std::string resident;                       // of most
   std::map<std::string, std::string> others;  // by tensor
   std::string inputs;                         // what they are multiplied by, as parse_inputs
+  bool wide_vectors = false;  // are in fp32, with their norms' shift: they are used as they lie
 };
 
 class ResidentTensors {

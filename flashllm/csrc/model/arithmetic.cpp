@@ -10,11 +10,12 @@ constexpr std::size_t kValueGrain = 1 << 15;  // values a thread takes, of what 
 
 }  // namespace
 
-Arithmetic::Arithmetic(Dtype dtype, ThreadPool& pool, SimdLevel level, SimdLevel level_of_many)
+Arithmetic::Arithmetic(Dtype dtype, ThreadPool& pool, SimdLevel level, SimdLevel level_of_many, bool batches)
     : dtype_(dtype),
       pool_(pool),
       level_(level),
       level_of_many_(level_of_many),
+      batches_(batches),
       kernels_(kernel_table(level, dtype)) {}
 
 void Arithmetic::normalize(const Norm& norm, std::size_t count, const float* x, float* y) {
@@ -37,21 +38,37 @@ void Arithmetic::round_inputs(std::size_t count, std::size_t width, float* x) {
 
 void Arithmetic::take_inputs(const float* x, std::size_t count, std::size_t width, bool many) {
   inputs_ = x;
+  width_ = width;
+  many_ = many;
   packed_.reset();
-  if (!many) return;
-  const std::byte* narrow = narrowed(x, count * width);
-  packed_ = std::make_unique<PackedTokens>(narrow, count, width, dtype_, pool_, level_of_many_);
+  if (watch_) watch_(x, count, width);
 }
 
-void Arithmetic::project(const RowMatrix& weights, std::size_t count, float* out) {
+void Arithmetic::project(const RowMatrix& weights, std::size_t count, float* out, bool rounded) {
   const std::size_t n = count * weights.rows;
-  if (packed_ == nullptr) {
+  if (!many_ && (!batches_ || is_coded(weights.codec))) {
     linear(weights, inputs_, count, out, pool_, level_);
-    round(out, n);
+    if (rounded) round(out, n);
     return;
   }
+  const SimdLevel level = level_of_many(weights.codec, level_of_many_);
+  if (packed_ == nullptr || packed_for_ != level) {
+    packed_for_ = level;
+    packed_ = std::make_unique<PackedTokens>(narrowed(inputs_, count * width_), count, width_, dtype_, pool_,
+                                             level);
+  }
+  if (!rounded)
+    return linear_many(weights, *packed_, Dtype::f32, reinterpret_cast<std::byte*>(out), pool_, level);
   products_.resize(n * dtype_nbytes(dtype_));
-  linear_many(weights, *packed_, dtype_, products_.data(), pool_, level_of_many_);
+  linear_many(weights, *packed_, dtype_, products_.data(), pool_, level);
+  widen(products_.data(), n, out);
+}
+
+void Arithmetic::project_by_columns(const RowMatrix& weights, std::size_t count, float* out) {
+  const std::size_t n = count * weights.columns;
+  products_.resize(n * dtype_nbytes(dtype_));
+  linear_by_columns(weights, narrowed(inputs_, count * width_), count, dtype_, dtype_, products_.data(),
+                    pool_, level_);
   widen(products_.data(), n, out);
 }
 
@@ -76,12 +93,16 @@ void Arithmetic::round(float* values, std::size_t n) {
 }
 
 std::byte* Arithmetic::narrowed(const float* values, std::size_t n) {
-  const std::size_t item = dtype_nbytes(dtype_);
-  narrow_.resize(n * item);
-  each_share(n, [&](std::size_t begin, std::size_t end) {
-    kernels_.from_f32(values + begin, end - begin, narrow_.data() + begin * item);
-  });
+  narrow_.resize(n * dtype_nbytes(dtype_));
+  narrow(values, n, narrow_.data());
   return narrow_.data();
+}
+
+void Arithmetic::narrow(const float* values, std::size_t n, std::byte* to) {
+  const std::size_t item = dtype_nbytes(dtype_);
+  each_share(n, [&](std::size_t begin, std::size_t end) {
+    kernels_.from_f32(values + begin, end - begin, to + begin * item);
+  });
 }
 
 void Arithmetic::widen(const std::byte* from, std::size_t n, float* to) {

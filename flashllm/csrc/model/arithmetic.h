@@ -5,7 +5,9 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "kernels/kernels.h"
@@ -20,8 +22,9 @@ class Arithmetic {
  public:
   static constexpr std::size_t kTokenGrain = 4;  // tokens a thread takes, of what is done token by token
 
-  // `level_of_many`: of the products with a prompt's inputs. Keeps a reference to the pool.
-  Arithmetic(Dtype dtype, ThreadPool& pool, SimdLevel level, SimdLevel level_of_many);
+  // `level_of_many`: of the products with a prompt's inputs. `batches`: few tokens are each of a sequence of
+  // its own, so many that matrices of the dtype are multiplied as by a prompt. Keeps a reference to the pool.
+  Arithmetic(Dtype dtype, ThreadPool& pool, SimdLevel level, SimdLevel level_of_many, bool batches = false);
 
   ThreadPool& pool() const { return pool_; }
   SimdLevel level() const { return level_; }
@@ -33,12 +36,18 @@ class Arithmetic {
   // The inputs [count, width] of the products that follow: `x` must stay as it is until the last of them.
   // `many`: they are a prompt's.
   void take_inputs(const float* x, std::size_t count, std::size_t width, bool many);
-  // out [count, rows], rounded: the inputs taken times the weights.
-  void project(const RowMatrix& weights, std::size_t count, float* out);
+  // out [count, rows]: the inputs taken times the weights; rounded, or as they are summed.
+  void project(const RowMatrix& weights, std::size_t count, float* out, bool rounded = true);
+  // out [count, columns], rounded, of weights that lie by their inputs (linear_by_columns).
+  void project_by_columns(const RowMatrix& weights, std::size_t count, float* out);
+  // Sees the inputs [count, width] as they are taken; none: nobody does.
+  using Watch = std::function<void(const float* x, std::size_t count, std::size_t width)>;
+  void set_watch(Watch watch) { watch_ = std::move(watch); }
 
   void round(float* values, std::size_t n);
   // The values in the dtype, in scratch that holds until the next call or the next inputs.
   std::byte* narrowed(const float* values, std::size_t n);
+  void narrow(const float* values, std::size_t n, std::byte* to);
   void widen(const std::byte* from, std::size_t n, float* to);
 
  private:
@@ -48,9 +57,14 @@ class Arithmetic {
   const Dtype dtype_;
   ThreadPool& pool_;
   const SimdLevel level_, level_of_many_;
+  const bool batches_;
   const KernelTable& kernels_;
-  const float* inputs_ = nullptr;         // of the next products, [tokens, width]
-  std::unique_ptr<PackedTokens> packed_;  // the same, of a prompt
+  Watch watch_;
+  const float* inputs_ = nullptr;  // of the next products, [tokens, width]
+  std::size_t width_ = 0;
+  bool many_ = false;
+  std::unique_ptr<PackedTokens> packed_;  // the same, where they are many, at `packed_for_`
+  SimdLevel packed_for_ = SimdLevel::scalar;
   std::vector<std::byte> narrow_, products_, rounded_;
 };
 

@@ -28,35 +28,13 @@ void BlockAttention::attend(const BlockWeights& weights, const Part& part, float
   arithmetic_.project(weights.key, count, keys_.data());
   arithmetic_.project(weights.value, count, values_.data());
   prepare_heads(weights, count);
-  for (std::size_t t = 0; t < count; ++t)
-    part.tokens[t].sequence->append(part.kv_layer, part.tokens[t].position, keys_.data() + t * cached,
-                                    values_.data() + t * cached);
-  seal_pages(part);
-  attend_to_cache(weights, part);
+  memory_.attend(shape(weights), part, query_.data(), keys_.data(), values_.data(), mixed_.data());
   arithmetic_.round(mixed_.data(), count * attended);
   if (weights.mixed_norm.width != 0)
     arithmetic_.normalize(weights.mixed_norm, count, mixed_.data(), mixed_.data());
   if (spec_.rounded_inputs) arithmetic_.round_inputs(count, attended, mixed_.data());
   arithmetic_.take_inputs(mixed_.data(), count, attended, part.is_prompt());
   arithmetic_.project(weights.out, count, out);
-}
-
-// The pages that the part's tokens fill, where they are packed.
-void BlockAttention::seal_pages(const Part& part) {
-  if (!part.tokens[0].sequence->shape().is_packed()) return;
-  std::vector<std::pair<SequenceState*, std::size_t>> full;
-  for (std::size_t t = 0; t < part.count; ++t)
-    if ((part.tokens[t].position + 1) % kKvBlock == 0)
-      full.emplace_back(part.tokens[t].sequence, part.tokens[t].position / kKvBlock);
-  std::atomic<bool> is_finite{true};
-  arithmetic_.pool().parallel_for(full.size(), 1, [&](std::size_t begin, std::size_t end) {
-    for (std::size_t i = begin; i < end; ++i)
-      if (!full[i].first->seal(part.kv_layer, full[i].second)) is_finite = false;
-  });
-  if (!is_finite)
-    throw CoreError(ErrorKind::numbers,
-                    "a layer computed keys or values that are not finite: an overflow, or "
-                    "damaged weights; check the model with `flashllm verify`");
 }
 
 // query_ and keys_: their norms, their rotation, the scale of the queries.
@@ -91,9 +69,7 @@ void BlockAttention::prepare_heads(const BlockWeights& weights, std::size_t coun
   arithmetic_.round(query_.data(), count * attended);
 }
 
-// query_ -> mixed_, over the keys and values that each token's sequence has up to it.
-void BlockAttention::attend_to_cache(const BlockWeights& weights, const Part& part) {
-  const std::size_t attended = spec_.heads * spec_.head_dim;
+AttentionShape BlockAttention::shape(const BlockWeights& weights) const {
   AttentionShape shape;
   shape.heads = spec_.heads;
   shape.kv_heads = spec_.kv_heads;
@@ -103,20 +79,47 @@ void BlockAttention::attend_to_cache(const BlockWeights& weights, const Part& pa
   shape.window = weights.attention_window;
   shape.sinks = weights.sinks;
   shape.alibi = spec_.alibi;
-  if (part.pass != Pass::prompt) {
+  return shape;
+}
+
+void SequenceMemory::attend(const AttentionShape& shape, const Part& part, const float* queries,
+                            const float* keys, const float* values, float* out) {
+  const std::size_t attended = shape.heads * shape.head_dim, cached = shape.kv_heads * shape.head_dim;
+  for (std::size_t t = 0; t < part.count; ++t)
+    part.tokens[t].sequence->append(part.kv_layer, part.tokens[t].position, keys + t * cached,
+                                    values + t * cached);
+  seal_pages(part);
+  if (!part.is_prompt()) {
     std::vector<AttendingToken> attending;
     for (std::size_t t = 0; t < part.count; ++t)
-      attending.push_back({query_.data() + t * attended, part.tokens[t].sequence->view(part.kv_layer),
-                           part.tokens[t].position + 1, mixed_.data() + t * attended});
-    attend_each(shape, attending.data(), attending.size(), arithmetic_.pool(), arithmetic_.level());
+      attending.push_back({queries + t * attended, part.tokens[t].sequence->view(part.kv_layer),
+                           part.tokens[t].position + 1, out + t * attended});
+    attend_each(shape, attending.data(), attending.size(), pool_, level_);
     return;
   }
   for_each_sequence(part.tokens, part.count, [&](const Token& first, const Token& last) {
     const std::size_t at = static_cast<std::size_t>(&first - part.tokens) * attended;
-    attend_many(shape, query_.data() + at, last.position + 1 - first.position, first.position,
-                first.sequence->view(part.kv_layer), mixed_.data() + at, arithmetic_.pool(),
-                arithmetic_.level());
+    attend_many(shape, queries + at, last.position + 1 - first.position, first.position,
+                first.sequence->view(part.kv_layer), out + at, pool_, level_);
   });
+}
+
+// The pages that the part's tokens fill, where they are packed.
+void SequenceMemory::seal_pages(const Part& part) const {
+  if (!part.tokens[0].sequence->shape().is_packed()) return;
+  std::vector<std::pair<SequenceState*, std::size_t>> full;
+  for (std::size_t t = 0; t < part.count; ++t)
+    if ((part.tokens[t].position + 1) % kKvBlock == 0)
+      full.emplace_back(part.tokens[t].sequence, part.tokens[t].position / kKvBlock);
+  std::atomic<bool> is_finite{true};
+  pool_.parallel_for(full.size(), 1, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i)
+      if (!full[i].first->seal(part.kv_layer, full[i].second)) is_finite = false;
+  });
+  if (!is_finite)
+    throw CoreError(ErrorKind::numbers,
+                    "a layer computed keys or values that are not finite: an overflow, or "
+                    "damaged weights; check the model with `flashllm verify`");
 }
 
 }  // namespace flashllm

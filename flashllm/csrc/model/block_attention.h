@@ -1,4 +1,4 @@
-// A block's attention: from the inputs of its products to its output, through the KV cache of each sequence.
+// A layer's attention: from the inputs of its products to its output. Who keeps keys and values is told.
 #pragma once
 
 #include <vector>
@@ -10,25 +10,49 @@
 
 namespace flashllm {
 
+// Who keeps keys and values, and so attends to them.
+class AttentionMemory {
+ public:
+  virtual ~AttentionMemory() = default;
+  // Keeps keys and values [tokens, kv_heads * head_dim] of a part's tokens; each token's queries attend to
+  // what is kept up to it: queries and out [tokens, heads * head_dim].
+  virtual void attend(const AttentionShape& shape, const Part& part, const float* queries, const float* keys,
+                      const float* values, float* out) = 0;
+};
+
+// The memory of a model that runs: each token's sequence keeps its keys and values, as layer `part.kv_layer`.
+class SequenceMemory final : public AttentionMemory {
+ public:
+  SequenceMemory(ThreadPool& pool, SimdLevel level) : pool_(pool), level_(level) {}
+  void attend(const AttentionShape& shape, const Part& part, const float* queries, const float* keys,
+              const float* values, float* out) override;
+
+ private:
+  void seal_pages(const Part& part) const;
+
+  ThreadPool& pool_;
+  const SimdLevel level_;
+};
+
 class BlockAttention {
  public:
-  // Keeps references to the spec and the arithmetic, and what `rotary` points to.
-  BlockAttention(const BlockSpec& spec, const std::vector<Rotary>& rotary, Arithmetic& arithmetic)
-      : spec_(spec), arithmetic_(arithmetic), rotary_(rotary.begin(), rotary.end()) {}
+  // Keeps references to the spec, the arithmetic and the memory, and what `rotary` points to.
+  BlockAttention(const BlockSpec& spec, const std::vector<Rotary>& rotary, Arithmetic& arithmetic,
+                 AttentionMemory& memory)
+      : spec_(spec), arithmetic_(arithmetic), memory_(memory), rotary_(rotary.begin(), rotary.end()) {}
 
   // The positions of a part's tokens, which hold for all blocks.
   void set_positions(const Part& part);
-  // The inputs taken (Arithmetic::take_inputs) -> out [tokens, d_model]. The sequences keep the tokens' keys
-  // and values as layer `part.kv_layer`.
+  // The inputs taken (Arithmetic::take_inputs) -> out [tokens, d_model].
   void attend(const BlockWeights& weights, const Part& part, float* out);
 
  private:
   void prepare_heads(const BlockWeights& weights, std::size_t count);
-  void seal_pages(const Part& part);
-  void attend_to_cache(const BlockWeights& weights, const Part& part);
+  AttentionShape shape(const BlockWeights& weights) const;
 
   const BlockSpec& spec_;
   Arithmetic& arithmetic_;
+  AttentionMemory& memory_;
   std::vector<RotaryTable> rotary_;
   // Scratch of a part: [tokens, heads * head_dim], and [tokens, kv_heads * head_dim].
   std::vector<float> query_, mixed_, keys_, values_;

@@ -16,13 +16,14 @@ const float* part_of(const float* bias, std::size_t first) {
 
 FeedForward::FeedForward(const ModelSpec& spec, const std::vector<BlockWeights>& blocks,
                          const RowFormat& rows, Activation activation, RowStream& stream,
-                         FfnCounters& counters, Arithmetic& arithmetic)
+                         FfnCounters& counters, Stopwatch& watch, Arithmetic& arithmetic)
     : spec_(spec),
       blocks_(blocks),
       rows_(rows),
       activation_(activation),
       stream_(stream),
       counters_(counters),
+      watch_(watch),
       arithmetic_(arithmetic),
       dense_(rows, spec.block.dtype, arithmetic.pool(), arithmetic.level()),
       few_(rows, arithmetic.pool(), arithmetic.level()),
@@ -31,7 +32,7 @@ FeedForward::FeedForward(const ModelSpec& spec, const std::vector<BlockWeights>&
 }
 
 void FeedForward::run(const FfnTurn& turn) {
-  watch_.restart();
+  watch_.charge(counters_.compute_ns);
   const FfnLayer* ffn = blocks_[turn.layer].ffn;
   const bool routed = is_routed(turn.layer);
   const Pass pass = turn.part.pass;

@@ -22,28 +22,21 @@
 #include "io/stopwatch.h"
 #include "model/arithmetic.h"
 #include "model/block.h"
+#include "model/layer.h"
 #include "model/pass.h"
 #include "model/spec.h"
 
 namespace flashllm {
 
-// A part of a pass at one layer's FFN; all [tokens, d_model].
-struct FfnTurn {
-  std::size_t layer;
-  const Part& part;
-  const float* x;       // what goes in
-  const float* states;  // what the norm before the FFN was applied to
-  float* y;             // what comes out
-};
-
-class FeedForward {
+class FeedForward final : public FfnPart {
  public:
-  // Keeps references to all but the format and the activation.
+  // Keeps references to all but the format and the activation. `watch`: of the pass.
   FeedForward(const ModelSpec& spec, const std::vector<BlockWeights>& blocks, const RowFormat& rows,
-              Activation activation, RowStream& stream, FfnCounters& counters, Arithmetic& arithmetic);
+              Activation activation, RowStream& stream, FfnCounters& counters, Stopwatch& watch,
+              Arithmetic& arithmetic);
 
-  // Counts its own time. Throws CoreError.
-  void run(const FfnTurn& turn);
+  // Throws CoreError.
+  void run(const FfnTurn& turn) override;
 
   // As FfnLayer::accept, of every layer.
   void accept(std::size_t count);
@@ -80,11 +73,11 @@ class FeedForward {
   const Activation activation_;
   RowStream& stream_;
   FfnCounters& counters_;
+  Stopwatch& watch_;
   Arithmetic& arithmetic_;
   DenseFfn dense_;
   TokenFfn few_;
   ExpertFfn experts_;
-  Stopwatch watch_;
   std::vector<std::vector<std::int32_t>> active_;  // of tokens that go through an FFN together
 };
 

@@ -16,8 +16,9 @@
 #include "io/row_stream.h"
 #include "io/stopwatch.h"
 #include "model/arithmetic.h"
-#include "model/block_attention.h"
+#include "model/ends.h"
 #include "model/feed_forward.h"
+#include "model/layer.h"
 #include "model/pass.h"
 #include "model/spec.h"
 
@@ -45,7 +46,7 @@ class Model {
 
   // The parts of a prompt pass, for those who go through a model layer by layer. states: [tokens, d_model]
   // fp32. `run_block` keeps keys and values as layer `kv_layer` of the sequences.
-  void embed(const Token* tokens, std::size_t count, float* states);
+  void embed(const Token* tokens, std::size_t count, float* states) { ends_.embed(tokens, count, states); }
   void run_block(std::size_t layer, std::size_t kv_layer, const std::vector<Token>& tokens, float* states,
                  Tap* tap);
 
@@ -55,21 +56,18 @@ class Model {
  private:
   void run_part(const Part& part);
   void look();  // calls `check`
-  void check_finite(std::size_t layer, const float* values, std::size_t count) const;
-  void block(std::size_t layer, const Part& part);
-  void add_projected(std::size_t count);
-  void head(const Part& part, const std::vector<std::size_t>& rows, float* logits);
 
   const ModelSpec spec_;
   const ModelWeights weights_;
   FfnCounters& counters_;
   const std::function<void()> check_;
-  Arithmetic arithmetic_;
-  BlockAttention attention_;
-  FeedForward ffn_;
   Stopwatch watch_;
-  // Scratch of a part, [tokens, d_model].
-  std::vector<float> hidden_, normed_, projected_, attended_;
+  Arithmetic arithmetic_;
+  Ends ends_;
+  SequenceMemory memory_;
+  FeedForward ffn_;
+  Layer layer_;
+  std::vector<float> hidden_;  // of a part, [tokens, d_model]
 };
 
 }  // namespace flashllm

@@ -11,7 +11,10 @@ bool fits(const RowMatrix& weights, const BlockSpec& spec, std::size_t rows, std
          weights.rows == rows && weights.columns == columns;
 }
 
-void check_block(const BlockSpec& spec, const BlockWeights& weights) {
+}  // namespace
+
+void check_block(const ModelSpec& model, const BlockWeights& weights) {
+  const BlockSpec& spec = model.block;
   const std::size_t attended = spec.heads * spec.head_dim, cached = spec.kv_heads * spec.head_dim;
   const auto wide = [&](const Norm& norm, bool wanted) { return !wanted || norm.width == spec.d_model; };
   const bool input = spec.norms != NormPlace::output, output = norms_output(spec.norms);
@@ -33,9 +36,12 @@ void check_block(const BlockSpec& spec, const BlockWeights& weights) {
           "inputs are rounded where a block's norms are, before attention and FFN");
   require(weights.mixed_norm.width == 0 || weights.mixed_norm.width == attended,
           "the norm before a block's output projection does not fit the model");
+  require(weights.rotary < static_cast<int>(model.rotary.size()),
+          "a block wants a rotary embedding beyond those there are");
+  require(weights.neurons != 0, "a block's FFN must have neurons");
+  require(!weights.neuron_norm || weights.neuron_norm.neurons == weights.neurons,
+          "the norm before a block's down columns does not fit the model");
 }
-
-}  // namespace
 
 void check_fits(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows) {
   const BlockSpec& block = spec.block;
@@ -55,14 +61,7 @@ void check_fits(const ModelSpec& spec, const ModelWeights& weights, const RowFor
     require(each->width == 0 || each->width == block.d_model,
             "the norm of the embedding, or the final norm, does not fit the model");
   require(rows.d_model == block.d_model, "the rows do not fit the model");
-  for (const BlockWeights& each : weights.blocks) {
-    check_block(block, each);
-    require(each.rotary < static_cast<int>(spec.rotary.size()),
-            "a block wants a rotary embedding beyond those there are");
-    require(each.neurons != 0, "a block's FFN must have neurons");
-    require(!each.neuron_norm || each.neuron_norm.neurons == each.neurons,
-            "the norm before a block's down columns does not fit the model");
-  }
+  for (const BlockWeights& each : weights.blocks) check_block(spec, each);
 }
 
 }  // namespace flashllm

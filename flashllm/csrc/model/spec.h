@@ -18,6 +18,7 @@ struct ModelSpec {
   std::size_t position_offset = 0;  // of the first row of the position embedding that is used
   float embedding_scale = 1.0F;
   float logit_scale = 1.0F;
+  bool rounded_logits = true;      // to the model's dtype
   float logit_softcap = 0.0F;      // logits are cap * tanh(logit / cap); 0: as they are
   std::vector<Rotary> rotary;      // that blocks choose from; none: positions are part of the embedding
   std::size_t block_tokens = 256;  // of a prompt that go through the blocks together, at most
@@ -36,6 +37,8 @@ struct ModelWeights {
   std::vector<BlockWeights> blocks;
 };
 
+// Throws CoreError (usage) where a layer's weights do not fit the spec.
+void check_block(const ModelSpec& spec, const BlockWeights& weights);
 // Throws CoreError (usage) where weights or rows do not fit the spec, or the spec itself makes no sense.
 void check_fits(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows);
 

@@ -3,6 +3,7 @@
 Operands rotate over more memory than the caches hold, as a model's weights and cache do.
 """
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -18,9 +19,8 @@ from flashllm.arch.spec import BlockSpec, LayerSpec, Rotary
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.offload.planner.packing import WeightPacking
-from flashllm.offload.runtime.layer import LayerTensors, Projected, run_layer
-from flashllm.offload.runtime.native_ops import NativeOps
-from flashllm.offload.runtime.ops import Matrix, Norm
+from flashllm.offload.runtime.host_ops import HostOps
+from flashllm.offload.runtime.ops import Matrix, Projected, Tensors
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.runtime.tiers.weights import pack
 from flashllm.profile.rates import Sample, seconds_of
@@ -42,7 +42,6 @@ class NativeProbe:
 
     def products(self, rows: int, *, inner: int, outer: int, bits: int | None = None, decoding: bool = False) -> Sample:
         """[rows, inner] by the transpose of [outer, inner], and back as a layer's products do; flop over rows."""
-        ops = self._ops(inner)
         turn = self._rotating(
             ("products", inner, outer, bits),
             lambda: (self._matrix(outer, inner, bits, "up"), self._matrix(inner, outer, bits, "down")),
@@ -51,8 +50,8 @@ class NativeProbe:
 
         def work() -> None:
             up, down = turn()
-            ops.linear(up, x, decoding=decoding)
-            ops.linear(down, y, decoding=decoding)
+            multiply(up, x, self.dtype, self.pool, decoding=decoding)
+            multiply(down, y, self.dtype, self.pool, decoding=decoding)
 
         return Sample(size=rows, units=4 * rows * inner * outer, seconds=self._seconds(work))
 
@@ -98,33 +97,30 @@ class NativeProbe:
         return Sample(size=nbytes, units=slots * attention.block_nbytes, seconds=seconds)
 
     def elementwise(self, nbytes: int, *, width: int) -> Sample:
-        """A norm and a sum, which read and write five values for each of an array; bytes over bytes of the array."""
-        ops = self._ops(width)
+        """States before the first layer with a norm of them, which read and write five values for each of an array.
+
+        Bytes over bytes of the array.
+        """
+        ops = HostOps(dataclasses.replace(_tiny_block(width), embedding_norm=True), self.dtype, self.pool)
         rows = max(1, nbytes // (width * ops.storage.itemsize))
         turn = self._rotating(("elementwise", rows, width), lambda: self._random(rows, width))
-        norm = Norm(np.ones(width, np.float32), None)
-
-        def work() -> None:
-            x = turn()
-            ops.add(x, ops.norm(norm, x))
-
-        return Sample(size=nbytes, units=5 * rows * width * ops.storage.itemsize, seconds=self._seconds(work))
+        ends = Tensors({}, {"embedding_norm.weight": np.ones(width, np.float32)})
+        positions = np.zeros(rows, np.int64)
+        seconds = self._seconds(lambda: ops.embed(ends, turn(), positions))
+        return Sample(size=nbytes, units=5 * rows * width * ops.storage.itemsize, seconds=seconds)
 
     def square_s(self) -> float:
         """Seconds of a layer so small that only calls and Python are left."""
-        block = _tiny_block()
-        ops = NativeOps(block, self.dtype, self.pool)
+        ops = HostOps(_tiny_block(), self.dtype, self.pool)
         matrix = Matrix(self._random(_TINY, _TINY), _TINY, _TINY, None, None)
-        norms = {name: Norm(np.ones(_TINY, np.float32), None) for name in ("attention_norm", "ffn_norm")}
-        weights = LayerTensors(dict.fromkeys(("query", "key", "value", "out", "up", "gate", "down"), matrix), norms)
+        norms = {f"{name}.weight": np.ones(_TINY, np.float32) for name in ("attention_norm", "ffn_norm")}
+        weights = Tensors(dict.fromkeys(("query", "key", "value", "out", "up", "gate", "down"), matrix), norms)
         x, positions = self._random(1, _TINY), np.zeros(1, np.int64)
 
-        def attend(made: Projected, out: Array) -> None:
+        def attend(_first: int, made: Projected, out: Array) -> None:
             out[:] = made.queries
 
-        return self._seconds(
-            lambda: run_layer(ops, block, block.layers[0], weights, x, positions=positions, attend=attend)
-        )
+        return self._seconds(lambda: ops.layer(0, weights, x.copy(), positions, attend))
 
     def beside_reads(
         self, read: Callable[[], None], *, seconds: float, inner: int, rounds: int = 1
@@ -138,12 +134,11 @@ class NativeProbe:
         return takes, loses
 
     def _beside_reads(self, read: Callable[[], None], *, seconds: float, inner: int) -> tuple[float, float]:
-        ops = self._ops(inner)
         turn = self._rotating(("beside", inner), lambda: (self._matrix(inner, inner, None, "up"),))
         x = self._random(_DECODED_ROWS, inner)
 
         def compute() -> None:
-            ops.linear(turn()[0], x)
+            multiply(turn()[0], x, self.dtype, self.pool)
 
         compute()
         alone = _rate(compute, seconds), _rate(read, seconds)
@@ -166,9 +161,6 @@ class NativeProbe:
             reader.join()
         lost = 1 - computed / alone[0], 1 - reads[0] / alone[1]
         return min(max(lost[0], 0.0), 0.95), min(max(lost[1], 0.0), 0.95)
-
-    def _ops(self, width: int) -> NativeOps:
-        return NativeOps(_tiny_block(width), self.dtype, self.pool)
 
     def _attention(self, heads: int, head_dim: int, layout: str, bits: int | None) -> _core.BatchAttention:
         return _core.BatchAttention(
@@ -228,6 +220,19 @@ class NativeProbe:
     def _seconds(self, work: Callable[[], object]) -> float:
         work()  # warm: first touch, threads awake
         return seconds_of(work, at_least_s=self.at_least_s)
+
+
+def multiply(matrix: Matrix, x: Array, dtype: str, pool: _core.ThreadPool, *, decoding: bool = False) -> Array:
+    """x [rows, columns] times the transpose of a matrix, by the product that a layer takes."""
+    out, packing = np.empty((len(x), matrix.rows), x.dtype), matrix.packing
+    if packing is None:
+        _core.Linear(matrix.array, None, dtype, pool).forward_many(x, out)
+        return out
+    count, length = packing.vectors(matrix.rows, matrix.columns)
+    codes = matrix.array.reshape(count, -1)
+    native = _core.Linear(codes, None, dtype, pool, "auto", packing.encoding, length, "int16", packing.by_inputs)
+    (native.forward if decoding else native.forward_many)(x, out)
+    return out
 
 
 def _rate(work: Callable[[], object], seconds: float) -> float:

@@ -16,7 +16,7 @@ from flashllm.offload.planner.costs import CostModel, Method
 from flashllm.offload.planner.linear import CD, HC, HD, WC, WD, Linear, constant
 from flashllm.offload.planner.packing import WeightPacking, late_layers
 from flashllm.offload.policy import Policy, Workload
-from flashllm.offload.runtime.layer import ROWS_TOGETHER
+from flashllm.offload.runtime.ops import ROWS_TOGETHER
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.shape import ModelShape
 

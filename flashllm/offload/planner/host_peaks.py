@@ -7,7 +7,7 @@ buffers they pass, states, and the working memory of a layer's worst moment. A t
 from flashllm.offload.planner.host_costs import HostCostModel
 from flashllm.offload.planner.linear import CC, CD, CG, HC, HD, HG, WC, WD, WG, Linear, constant
 from flashllm.offload.planner.packing import late_layers
-from flashllm.offload.runtime.layer import ROWS_TOGETHER
+from flashllm.offload.runtime.ops import ROWS_TOGETHER
 from flashllm.offload.runtime.tasks import BUFFERS
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.shape import ModelShape
@@ -74,15 +74,19 @@ def states(model: HostCostModel, tokens: int) -> Linear:
 
 
 def working(shape: ModelShape, rows: int, sequences: int) -> int:
-    """The worst of a batch's moments, `rows` tokens of `sequences`: embedding, attention, FFN, head."""
-    item, part = shape.dtype_bytes, min(rows, ROWS_TOGETHER)
-    embedding = rows * 3 * shape.hidden * item
-    attention = rows * (2 * shape.query_dim + 2 * shape.kv_dim) * item
-    inputs = part * max(shape.ffn, shape.hidden, shape.query_dim) * 4  # of a product, in fp32
-    ffn = part * (shape.ffn * (1 + shape.gated) + 2 * shape.hidden) * item + inputs
-    head = sequences * (shape.vocab * 4 + 2 * shape.hidden * item)
+    """The worst of a batch's moments, `rows` tokens of `sequences`: embedding, a layer, head."""
+    item, wide, part = shape.dtype_bytes, 4, min(rows, ROWS_TOGETHER)
+    embedding = rows * 2 * shape.hidden * item + part * 2 * shape.hidden * wide
+    states = part * 4 * shape.hidden * wide
+    # Queries, keys, values and what attention makes of them, as they are computed and as they are kept; a prompt's
+    # queries and results once more.
+    attention = part * (shape.query_dim + shape.kv_dim) * 2 * (wide + item) + part * shape.query_dim * 2 * wide
+    widest = max(shape.ffn, shape.hidden, shape.query_dim)
+    products = part * widest * (wide + 3 * item)  # inputs in fp32 and in the dtype, results, what is rounded
+    layer = states + attention + products + part * shape.ffn * (1 + shape.gated) * wide
+    head = sequences * (shape.vocab + 2 * shape.hidden) * wide + sequences * 2 * shape.hidden * item
     # A batch's own states come on top where they are not among those kept; the first layer's are always new.
-    return max(embedding, attention + part * shape.hidden * item + inputs, ffn + rows * shape.query_dim * item, head)
+    return max(embedding, layer, head)
 
 
 def host_limits(model: HostCostModel) -> list[tuple[str, Linear, int]]:

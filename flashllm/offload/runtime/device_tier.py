@@ -12,9 +12,8 @@ from flashllm import _core
 from flashllm.arch.spec import BlockSpec
 from flashllm.offload.planner.host_peaks import SPARE, working
 from flashllm.offload.policy import Policy
-from flashllm.offload.runtime.layer import Projected
-from flashllm.offload.runtime.native_ops import NativeOps
-from flashllm.offload.runtime.ops import Array, Ops
+from flashllm.offload.runtime.host_ops import HostOps
+from flashllm.offload.runtime.ops import Array, Ops, Projected
 from flashllm.offload.runtime.tasks import BUFFERS, Task
 from flashllm.offload.runtime.tiers.activations import Activations
 from flashllm.offload.runtime.tiers.arrangement import Arrangement, arrange
@@ -57,7 +56,7 @@ class Need:
 class Cache(Protocol):
     """A run's KV cache: see `KvCache`."""
 
-    def prompt(self, task: Task, made: Projected, out: Array, window: int) -> None: ...
+    def prompt(self, task: Task, first: int, made: Projected, out: Array, window: int) -> None: ...
 
     def store_prompt(self, task: Task) -> None: ...
 
@@ -65,7 +64,7 @@ class Cache(Protocol):
 
     def load(self, task: Task, positions: Sequence[int | None]) -> None: ...
 
-    def decode(self, task: Task, made: Projected, out: Array, window: int) -> None: ...
+    def decode(self, task: Task, first: int, made: Projected, out: Array, window: int) -> None: ...
 
     def store_step(self, task: Task) -> None: ...
 
@@ -113,7 +112,7 @@ class HostTier:
 
     def __init__(self, block: BlockSpec, shape: ModelShape, dtype: str, pool: _core.ThreadPool, *, simd: str) -> None:
         self._shape = shape
-        self.ops: Ops = NativeOps(block, dtype, pool, simd=simd)
+        self.ops: Ops = HostOps(block, dtype, pool, simd=simd)
 
     def open_weights(
         self, source: WeightSource, plan: WeightPlan, *, pool: _core.ThreadPool, scratch: Scratch, reader: _core.Reader

@@ -1,14 +1,14 @@
-"""What a layer asks of whatever computes it: operations over arrays of an implementation's own, and ways in and out.
+"""What the runtime asks of whatever computes a model: its layers, what comes before and after, and ways in and out.
 
-There are two: the native core's over numpy arrays (`native_ops.py`), and torch's over tensors of a device
-(`torch_ops.py`). Arrays are [rows, width] of the model's dtype; beside the device they are numpy's, bfloat16 as its
-bits (uint16).
+There are two: the native core's over numpy arrays (`host_ops.py`), and torch's over tensors of a device
+(`accelerator/layer.py`). Arrays are [rows, width] of the model's dtype; beside the device they are numpy's, bfloat16 as
+its bits (uint16). Rows are tokens of any sequences; attention, which alone looks at other rows, is the caller's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from flashllm.offload.planner.packing import Packing
 
 Array = Any  # of the implementation
 HostArray = NDArray[Any]
+Positions = NDArray[np.int64]
+ROWS_TOGETHER = 512  # of a batch that go through a layer together on the CPU: the working memory does not grow with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +32,37 @@ class Matrix:
     bias: Array | None  # [rows] fp32
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """Weight and bias of a norm, fp32, one dimension; None where it has none."""
+@dataclass(slots=True)
+class Tensors:
+    """Tensors of a layer, or of what comes before the first and after the last, by canonical name without the layer's.
 
-    weight: Array | None
-    bias: Array | None
+    Matrices are query, key, value, out, up, (gate,) down; or positions, project_in, project_out, and the head, called
+    embedding where it is tied to it.
+    """
+
+    matrices: Mapping[str, Matrix]
+    vectors: Mapping[str, Array]  # fp32; norms' weights with their shift
+    lent: Any = field(default=None, compare=False)  # what the native core has of them, once it has
+
+    def arrays(self) -> dict[str, Array]:
+        """All of them, as the native core takes them."""
+        return {f"{name}.weight": matrix.array for name, matrix in self.matrices.items()} | dict(self.vectors)
+
+
+class Projected(NamedTuple):
+    """A layer's queries [rows, heads * head_dim], keys and values [rows, kv_heads * head_dim]."""
+
+    queries: Array
+    keys: Array
+    values: Array
+
+
+# Keeps keys and values of the rows from that number on, and fills [rows, heads * head_dim].
+Attend = Callable[[int, Projected, Array], None]
 
 
 class Ops(Protocol):
-    """Operations of one model on one device. Those that return nothing work in place."""
+    """Operations of one model on one device."""
 
     @property
     def storage(self) -> np.dtype[Any]:
@@ -48,37 +71,20 @@ class Ops(Protocol):
     def task(self) -> AbstractContextManager[None]:
         """Around what a worker does; leaving it, the device has done it."""
 
-    def empty(self, rows: int, width: int) -> Array: ...
+    def embed(self, ends: Tensors, rows: Array, positions: Positions) -> Array:
+        """Hidden states [rows, d_model] of the embedding's rows, which may be changed."""
 
-    def linear(self, matrix: Matrix, x: Array, *, decoding: bool = False) -> Array:
-        """x [rows, columns] times the transpose of `matrix`, plus its bias.
+    def layer(
+        self, number: int, tensors: Tensors, x: Array, positions: Positions, attend: Attend, *, decoding: bool = False
+    ) -> Array:
+        """x [rows, d_model], changed, through the model's layer of that number.
 
-        `decoding`: of one token a sequence, where packed weights may be multiplied by x rounded to 8 or 16 bits.
+        `attend` is called for some rows after the others, until it was called for all. `decoding`: of one token a
+        sequence, where packed weights may be multiplied by x rounded to 8 or 16 bits.
         """
 
-    def logits(self, matrix: Matrix, x: Array) -> NDArray[np.float32]:
-        """As `linear`, beside the device, and not rounded to the model's dtype."""
-
-    def norm(self, norm: Norm, x: Array) -> Array: ...
-
-    def norm_heads(self, norm: Norm, x: Array, heads: int) -> None:
-        """Normalize the heads of x [rows, heads * head_dim], as `BlockSpec.query_key_norm` says."""
-
-    def rotate(self, x: Array, heads: int, positions: NDArray[np.int64], rotary: int, factor: float = 1.0) -> None:
-        """Turn the heads of x [rows, heads * head_dim] by that rotary embedding of the block's, and multiply them by
-        `factor`, rounded once."""
-
-    def activate(self, x: Array, gate: Array | None, threshold: float) -> None:
-        """x = activation(x), or activation(gate) * x. `threshold`: of fatrelu."""
-
-    def rounded(self, value: float) -> float:
-        """The value in the model's dtype."""
-
-    def add(self, x: Array, y: Array) -> None:
-        """x += y."""
-
-    def scale(self, x: Array, factor: float) -> None:
-        """x *= factor."""
+    def logits(self, ends: Tensors, x: Array) -> NDArray[np.float32]:
+        """Logits [rows, vocab] after states x, beside the device, and not rounded to the model's dtype."""
 
     def from_host(self, values: HostArray) -> Array:
         """To the device. What comes of it may share the memory of `values`, and must not outlive what it holds."""

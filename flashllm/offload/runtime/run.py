@@ -31,9 +31,9 @@ from flashllm.offload.planner.schedules import (
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.device_tier import Need, Sizes
 from flashllm.offload.runtime.executor import Executor, Stopped
-from flashllm.offload.runtime.layer import Projected, embed, logits, run_layer
 from flashllm.offload.runtime.opened import OpenModel
 from flashllm.offload.runtime.ops import Array as DeviceArray
+from flashllm.offload.runtime.ops import Projected
 from flashllm.offload.runtime.options import CacheLayout, RunOptions
 from flashllm.offload.runtime.tasks import Task, tasks
 from flashllm.offload.runtime.tiers.activations import Activations
@@ -346,17 +346,15 @@ class _Run:
             self._choose(task, batch, x)
             return
 
-        layer = runner.block.layers[runner.stage.first + step.layer]
+        number = runner.stage.first + step.layer
+        window = runner.block.layers[number].window or 0
         keep = self._kv.prompt if step.token == 0 else self._kv.decode
 
-        def attend(made: Projected, out: DeviceArray) -> None:
-            keep(task, made, out, layer.window or 0)
+        def attend(first: int, made: Projected, out: DeviceArray) -> None:
+            keep(task, first, made, out, window)
 
-        weights = runner._weights.layer(step.layer, task.weights)
-        where = self._positions(batch, step.token)
-        x = run_layer(
-            runner._ops, runner.block, layer, weights, x, positions=where, attend=attend, decoding=step.token > 0
-        )
+        weights, where = runner._weights.layer(step.layer, task.weights), self._positions(batch, step.token)
+        x = runner._ops.layer(number, weights, x, where, attend, decoding=step.token > 0)
         self._activations.put(step.batch, x)
 
     def _positions(self, batch: _Batch, token: int) -> NDArray[np.int64]:
@@ -369,18 +367,15 @@ class _Run:
             ids = np.concatenate([np.asarray(sequence.prompt, np.int64) for sequence in batch.members])
         else:
             ids = np.array([batch.members[row].last_token for row in batch.active], np.int64)
-        weights, block = self.r._weights, self.r.block
-        positions = weights.position_rows(self._positions(batch, token))
-        return embed(self.r._ops, block, weights.embedding_rows(ids), positions, weights.project_in)
+        weights = self.r._weights
+        return self.r._ops.embed(weights.ends(), weights.embedding_rows(ids), self._positions(batch, token))
 
     def _choose(self, task: Task, batch: _Batch, x: Array) -> None:
         """The output head, and each sequence's next token."""
         if task.step.token == 0:
             ends = np.cumsum([len(sequence.prompt) for sequence in batch.members]) - 1
             x = self.r._ops.rows(x, ends)
-        store = self.r._weights
-        head = store.head(task.weights)
-        scores = logits(self.r._ops, self.r.block, x, norm=store.final_norm, project_out=store.project_out, head=head)
+        scores = self.r._ops.logits(self.r._weights.ends(task.weights), x)
         for row, scored in zip(list(batch.active), scores, strict=True):
             batch.members[row].accept(scored)
         self._new_tokens += len(batch.active)

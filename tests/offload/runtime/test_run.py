@@ -19,8 +19,8 @@ from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs.sequences import Sequence
 from flashllm.offload.runtime.accelerator.device import TorchDevice, host_array
 from flashllm.offload.runtime.accelerator.torch_ops import TorchOps
-from flashllm.offload.runtime.native_ops import NativeOps
-from flashllm.offload.runtime.ops import Matrix
+from flashllm.offload.runtime.host_ops import HostOps
+from flashllm.offload.runtime.ops import Matrix, Tensors
 from flashllm.offload.runtime.run import Runner, RunOptions, Stopped
 
 
@@ -99,7 +99,7 @@ def test_an_answer_does_not_depend_on_its_batch(tmp_path, dtype, bits):
 
 _BLOCK = BlockSpec(
     d_model=64, embed_dim=64, vocab_size=70, context=8, heads=4, kv_heads=4, head_dim=16, query_scale=1.0, norm="rms",
-    norm_epsilon=1e-5, final_norm=True, positions="none", activation="relu", gated=False,
+    norm_epsilon=1e-5, final_norm=False, positions="none", activation="relu", gated=False,
     tied_head=False, layers=(LayerSpec(rotary=None, neurons=64),),
 )  # fmt: skip
 
@@ -110,13 +110,13 @@ def test_logits_are_not_rounded_to_the_models_dtype(dtype):
     random = np.random.default_rng(0)
     wide = [torch.from_numpy(random.normal(size=size)).to(getattr(torch, dtype)) for size in ((70, 64), (5, 64))]
     head, x = (host_array(tensor) for tensor in wide)
-    ops = NativeOps(_BLOCK, dtype, _core.ThreadPool(1))
-    found = ops.logits(Matrix(head, 70, 64, None, None), x)
+    ops = HostOps(_BLOCK, dtype, _core.ThreadPool(1))
+    found = ops.logits(Tensors({"head": Matrix(head, 70, 64, None, None)}, {}), x)
     expected = wide[1].double() @ wide[0].double().T
     assert found.dtype == np.float32
     assert np.abs(found - expected.numpy()).max() < 1e-4  # 0.03 where they are rounded to bfloat16
     device = TorchDevice("cpu", dtype)
-    by_torch = TorchOps(_BLOCK, device).logits(Matrix(wide[0], 70, 64, None, None), wide[1])
+    by_torch = TorchOps(_BLOCK, device).head(Matrix(wide[0], 70, 64, None, None), wide[1])
     assert np.abs(by_torch - expected.numpy()).max() < 1e-4
 
 

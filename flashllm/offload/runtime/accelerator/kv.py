@@ -26,7 +26,7 @@ from flashllm.offload.runtime.accelerator.codec import (
     unpack_codes,
 )
 from flashllm.offload.runtime.accelerator.device import Tensor, TorchDevice
-from flashllm.offload.runtime.layer import Projected
+from flashllm.offload.runtime.ops import Projected
 from flashllm.offload.runtime.tasks import Task
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK, Arrangement, Place
 from flashllm.offload.runtime.tiers.kv import KvCache
@@ -194,7 +194,7 @@ class SplitKv:
         """Bytes of the device that a cache of this arrangement takes."""
         return sum(layers * made.nbytes(*_size(places)) for places in arrangement.batches)
 
-    def prompt(self, task: Task, made: Projected, out: Tensor, window: int) -> None:
+    def prompt(self, task: Task, _first: int, made: Projected, out: Tensor, window: int) -> None:
         """As `KvCache.prompt`; the device attends for all sequences, and keeps what is its own. There are no windows:
         `torch_ops.lacking` refuses a model that has them."""
         places = self._arrangement.batches[task.step.batch]
@@ -210,8 +210,8 @@ class SplitKv:
                 mine.values[task.step.layer].fill(row, values)
         others = sum(place.prompt for place in places[: mine.count])
         if others < first:
-            kept = (self._device.to_host(x[others:]) for x in (made.keys, made.values))
-            self._beside.keep_prompt(task, *kept)
+            to_host = self._device.to_host
+            self._beside.keep_prompt(task, to_host(made.keys[others:]), to_host(made.values[others:]))
 
     def store_prompt(self, task: Task) -> None:
         self._beside.store_prompt(task)
@@ -236,7 +236,7 @@ class SplitKv:
     def load(self, task: Task, positions: Sequence[int | None]) -> None:
         self._beside.load(task, positions[self._batches[task.step.batch].count :])
 
-    def decode(self, task: Task, made: Projected, out: Tensor, window: int) -> None:
+    def decode(self, task: Task, _first: int, made: Projected, out: Tensor, window: int) -> None:
         step, mine = self._steps[task.step.batch, task.step.token], self._batches[task.step.batch]
         count = len(step.rows)
         others = None
@@ -246,7 +246,7 @@ class SplitKv:
             self._attend_step(step, mine, task.step.layer, Projected(*(x[:count] for x in made)), out[:count])
         if others is not None:
             attended = np.empty_like(others.queries)
-            self._beside.decode(task, others, attended, window)
+            self._beside.decode(task, 0, others, attended, window)
             out[count:] = self._device.from_host(attended)
 
     def store_step(self, task: Task) -> None:

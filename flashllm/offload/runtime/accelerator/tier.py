@@ -3,11 +3,12 @@
 from flashllm import _core
 from flashllm.arch.spec import BlockSpec
 from flashllm.errors import UsageError
-from flashllm.offload.planner.host_peaks import SPARE, working
+from flashllm.offload.planner.host_peaks import SPARE
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.accelerator.device import TorchDevice
 from flashllm.offload.runtime.accelerator.kv import DeviceFormat, Layout, SplitKv
-from flashllm.offload.runtime.accelerator.torch_ops import TorchOps, working_nbytes
+from flashllm.offload.runtime.accelerator.layer import TorchLayers
+from flashllm.offload.runtime.accelerator.torch_ops import working_nbytes
 from flashllm.offload.runtime.accelerator.weights import DeviceWeights
 from flashllm.offload.runtime.device_tier import Need, Sizes, largest_batch, states_need, weights_on_disk
 from flashllm.offload.runtime.ops import Ops
@@ -42,7 +43,7 @@ class AcceleratorTier:
             shape,
             DeviceFormat(block=block, layout=layout, bits=bits, itemsize=shape.dtype_bytes),
         )
-        self.ops: Ops = TorchOps(block, self._device)
+        self.ops: Ops = TorchLayers(block, self._device)
 
     @property
     def limit(self) -> int | None:
@@ -79,9 +80,8 @@ class AcceleratorTier:
         others = max(sum(place.prompt for place in batch) for batch in beside.batches)
         positions = max(place.positions for batch in whole.batches for place in batch)
         packs = policy.compress_weights, policy.compress_cache
-        on_device = working(self._shape, rows, sequences) + working_nbytes(
-            self._shape, sequences, positions, packs=packs, sparse=policy.attention_sparsity < 1
-        )
+        sparse = policy.attention_sparsity < 1
+        on_device = working_nbytes(self._shape, rows, sequences, positions, packs=packs, sparse=sparse)
         # On their way out: keys and values of a prompt, and its states.
         on_disk = KvCache.disk_nbytes(attention, beside, layers=layers)
         passing = others * self._shape.kv_token_bytes + rows * self._shape.activation_token_bytes

@@ -1,4 +1,4 @@
-"""What a decoder layer is made of, by torch on a device: an `Ops` over tensors of the model's dtype.
+"""What a decoder layer is made of, by torch on a device: operations over tensors of the model's dtype.
 
 Sums are torch's: a sequence's bits may depend on the batch it is in, and on the device. The native core's operations on
 the CPU promise that they do not; these promise agreement within the dtype's tolerance.
@@ -7,7 +7,7 @@ the CPU promise that they do not; these promise agreement within the dtype's tol
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +19,10 @@ from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.errors import UnsupportedModelError
 from flashllm.offload.runtime.accelerator.codec import PackedMatrix
 from flashllm.offload.runtime.accelerator.device import HostArray, Tensor, TorchDevice
-from flashllm.offload.runtime.layer import ROWS_TOGETHER
-from flashllm.offload.runtime.ops import Matrix, Norm
+from flashllm.offload.runtime.ops import Matrix
 from flashllm.offload.shape import ModelShape
 
+ROWS_TOGETHER = 1024  # of a batch that go through a product together
 _SPARE = 64 << 20  # what torch's allocator rounds up to, and cannot give back
 _HEAD_ROWS = 8192  # outputs of the head computed together, where torch has no fp32 product of 16-bit inputs
 # Traits of a block that are computed here or in layer.py; a block with another one that is not at its default is
@@ -44,8 +44,15 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class Norm(NamedTuple):
+    """Weight and bias of a norm, fp32, one dimension; None where it has none."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+
 class TorchOps:
-    """Operations of one model on a torch device: an `Ops`, whose methods it describes."""
+    """Operations of one model on a torch device. Those that return nothing work in place."""
 
     def __init__(self, block: BlockSpec, device: TorchDevice) -> None:
         """UnsupportedModelError for a block with traits that have no operation here."""
@@ -80,7 +87,8 @@ class TorchOps:
             out[:, part] = functional.linear(x, weights, None if bias is None else bias[part])
         return out
 
-    def logits(self, matrix: Matrix, x: Tensor) -> NDArray[np.float32]:
+    def head(self, matrix: Matrix, x: Tensor) -> NDArray[np.float32]:
+        """As `linear`, beside the device, and not rounded to the model's dtype."""
         made = self._logits(matrix, x)
         return self._device.to_host(made if matrix.bias is None else made + matrix.bias)
 
@@ -153,12 +161,6 @@ class TorchOps:
     def rounded(self, value: float) -> float:
         return float(torch.tensor(value, dtype=self._device.dtype))
 
-    def add(self, x: Tensor, y: Tensor) -> None:
-        x += y
-
-    def scale(self, x: Tensor, factor: float) -> None:
-        x *= factor
-
     def from_host(self, values: HostArray) -> Tensor:
         return self._device.from_host(values)
 
@@ -189,9 +191,20 @@ def lacking(block: BlockSpec) -> list[str]:
     return unknown + ([] if known else [f"activation {block.activation}"])
 
 
-def working_nbytes(shape: ModelShape, sequences: int, positions: int, *, packs: tuple[bool, bool], sparse: bool) -> int:
-    """Bytes that torch takes of the device besides what a layer's arrays take: `packs` of weights and cache."""
-    item, wide = shape.dtype_bytes, 4
+def working_nbytes(
+    shape: ModelShape, rows: int, sequences: int, positions: int, *, packs: tuple[bool, bool], sparse: bool
+) -> int:
+    """Bytes that torch takes of the device for a batch's worst moment: `packs` of weights and cache."""
+    item, wide, part = shape.dtype_bytes, 4, min(rows, ROWS_TOGETHER)
+    attention = rows * (2 * shape.query_dim + 2 * shape.kv_dim) * item
+    inputs = part * max(shape.ffn, shape.hidden, shape.query_dim) * wide
+    ffn = part * (shape.ffn * (1 + shape.gated) + 2 * shape.hidden) * item + inputs
+    arrays = max(
+        rows * 3 * shape.hidden * item,  # of the embedding
+        attention + part * shape.hidden * item + inputs,
+        ffn + rows * shape.query_dim * item,
+        sequences * (shape.vocab * wide + 2 * shape.hidden * item),
+    )
     normed = 3 * ROWS_TOGETHER * max(shape.hidden, shape.query_dim) * wide
     prompt = 6 * positions * shape.query_dim * item  # a sequence's attention, keys and values for every head
     weights = 4096 * max(shape.hidden, shape.ffn, shape.query_dim) * (2 * wide + item) if packs[0] else 0
@@ -200,7 +213,7 @@ def working_nbytes(shape: ModelShape, sequences: int, positions: int, *, packs: 
     if sparse:
         attended += 2 * cache * wide + 4 * sequences * shape.heads * positions * (wide + shape.head_dim)
     head = sequences * shape.vocab * wide + _HEAD_ROWS * shape.hidden * wide
-    return max(normed, prompt) + max(weights, attended, head) + _SPARE
+    return arrays + max(normed, prompt) + max(weights, attended, head) + _SPARE
 
 
 def _has_wide_products(device: TorchDevice) -> bool:

@@ -117,10 +117,3 @@ class DeviceWeights(WeightStore):
             rows: Tensor = self._matrix(table, 0, None).array
             return rows[self._device.from_host(np.asarray(ids, np.int64))]
         return self._device.from_host(super().embedding_rows(ids))
-
-    def position_rows(self, positions: NDArray[np.integer[Any]]) -> Tensor | None:
-        table = self._small.get("positions.weight")
-        if table is None:
-            return None
-        rows: Tensor = table[self._device.from_host(np.asarray(positions, np.int64) + self._block.position_offset)]
-        return rows

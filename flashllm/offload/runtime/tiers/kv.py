@@ -4,7 +4,7 @@
 to be moved, `store` moves: full blocks are sealed (packed where the cache is compressed) and go to their tier.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.offload.runtime.layer import Projected
+from flashllm.offload.runtime.ops import Projected
 from flashllm.offload.runtime.tasks import BUFFERS, Task
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK, Arrangement, Place, blocks_of
 from flashllm.offload.runtime.tiers.disk import DiskFile
@@ -71,28 +71,31 @@ class KvCache:
 
     # A prompt ------------------------------------------------------------------------------------------------------
 
-    def prompt(self, task: Task, made: Projected, out: Array, window: int) -> None:
-        """Keep the keys and values of a batch's prompts, which follow each other, and attend: causal, prompt by prompt.
+    def prompt(self, task: Task, first: int, made: Projected, out: Array, window: int) -> None:
+        """Keep the keys and values of some tokens of a batch's prompts, and attend: causal, prompt by prompt.
 
-        out: [tokens, heads * head_dim] of the model's dtype. `window`: positions that a token sees, 0 for all.
+        The prompts follow each other, and these are the tokens from number `first` on. out: [tokens, heads * head_dim]
+        of the model's dtype. `window`: positions that a token sees, 0 for all.
         """
-        self.keep_prompt(task, made.keys, made.values)
-        first = 0
-        for place in self._arrangement.batches[task.step.batch]:
-            rows = slice(first, first + place.prompt)
-            first += place.prompt
+        self.keep_prompt(task, made.keys, made.values, first)
+        for place, rows, positions in self._pieces(task, first, len(out)):
             arena, slot = self._prompt_blocks(task, place)
-            self._attention.prompt(made.queries[rows], arena, slot, 0, out[rows], window)
+            self._attention.prompt(made.queries[rows], arena, slot, int(positions[0]), out[rows], window)
 
-    def keep_prompt(self, task: Task, keys: Array, values: Array) -> None:
+    def keep_prompt(self, task: Task, keys: Array, values: Array, first: int = 0) -> None:
         """What `prompt` keeps, where something else attends: keys and values [tokens, kv_heads * head_dim]."""
-        first = 0
-        for place in self._arrangement.batches[task.step.batch]:
-            rows = slice(first, first + place.prompt)
-            first += place.prompt
+        for place, rows, positions in self._pieces(task, first, len(keys)):
             arena, slot = self._prompt_blocks(task, place)
-            positions = np.arange(place.prompt, dtype=np.int32)
             self._attention.write(keys[rows], values[rows], arena, slot + positions // KV_BLOCK, positions)
+
+    def _pieces(self, task: Task, first: int, count: int) -> Iterator[tuple[Place, slice, NDArray[np.int32]]]:
+        """The sequences of which a batch's tokens [first, first + count) are: rows of these, and their positions."""
+        begin = 0
+        for place in self._arrangement.batches[task.step.batch]:
+            low, high = max(begin, first), min(begin + place.prompt, first + count)
+            if low < high:
+                yield place, slice(low - first, high - first), np.arange(low - begin, high - begin, dtype=np.int32)
+            begin += place.prompt
 
     def _prompt_blocks(self, task: Task, place: Place) -> tuple[Bytes, int]:
         """The arena that a prompt's blocks are written to, and the first one's slot."""
@@ -158,15 +161,17 @@ class KvCache:
         if runs:
             self._on_disk().read(runs)
 
-    def decode(self, task: Task, made: Projected, out: Array, window: int) -> None:
+    def decode(self, task: Task, first: int, made: Projected, out: Array, window: int) -> None:
         """Keep the key and value of one token a sequence, and attend to all positions that it sees: as `prompt`."""
         layer = task.step.layer
         step, places = self._steps[task.step.batch, task.step.token], self._arrangement.batches[task.step.batch]
+        few = slice(first, first + len(out))
+        positions, rows = step.positions[few], step.rows[few]
         per_layer = np.array([self._arrangement.open_slots, self._arrangement.sealed_slots, 0], np.int32) * layer
-        tails = np.array([place.open_slot for place in (places[row] for row in step.rows)], np.int32)
-        moves = np.array([places[row].moves for row in step.rows])
-        slots = per_layer[_OPEN] + tails + np.where(moves, 0, step.positions // KV_BLOCK)
-        self._attention.write(made.keys, made.values, self._open, slots.astype(np.int32), step.positions)
+        tails = np.array([places[row].open_slot for row in rows], np.int32)
+        moves = np.array([places[row].moves for row in rows])
+        slots = per_layer[_OPEN] + tails + np.where(moves, 0, positions // KV_BLOCK)
+        self._attention.write(made.keys, made.values, self._open, slots.astype(np.int32), positions)
         table = step.table.copy()
         table[:, 1] += per_layer[table[:, 0]]
         self._attention.decode(
@@ -174,8 +179,8 @@ class KvCache:
             [self._open, self._sealed, self._staged[task.square]],
             [False, True, True],
             table,
-            step.offsets,
-            step.positions.astype(np.int64) + 1,
+            step.offsets[first : few.stop + 1],
+            positions.astype(np.int64) + 1,
             out,
             self._share,
             window,

@@ -142,12 +142,17 @@ class WeightSource(ABC):
         """`read`, by names in the whole model."""
 
     def vector(self, name: str) -> NDArray[np.float32] | None:
-        """A tensor rounded to the model's dtype, as fp32 of one dimension; None where the model has none."""
+        """A tensor rounded to the model's dtype, as fp32 of one dimension; a norm's weight with its shift.
+
+        None where the model has none.
+        """
         if name not in self._shapes:
             return None
         values = np.empty(self._shapes[name], self.dtype.storage)
         self.read({name: values})
-        return np.ascontiguousarray(cast(values, self.dtype, WEIGHT_DTYPE_BY_CODE["F32"]), np.float32).reshape(-1)
+        wide = np.ascontiguousarray(cast(values, self.dtype, WEIGHT_DTYPE_BY_CODE["F32"]), np.float32).reshape(-1)
+        shift = self.block.norm_shift if name.endswith("_norm.weight") else 0.0
+        return wide + np.float32(shift) if shift else wide
 
     def close(self) -> None:
         """Close the model's files."""

@@ -241,6 +241,11 @@ def is_vector(name: str) -> bool:
     return name.endswith(("_norm.weight", "bias"))
 
 
+def is_outer_matrix(name: str) -> bool:
+    """Whether the small tensor of a canonical name is a matrix of no layer: positions, a narrow embedding's."""
+    return not is_vector(name) and not name.startswith("layers.")
+
+
 def small_tensors(source: WeightSource) -> list[str]:
     """Names of the tensors that have no tier: they stay on the device."""
     tiered = {matrix_name(layer, name) for layer in range(source.num_layers) for name in source.matrices}

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from flashllm import _core
 from flashllm.errors import UnsupportedModelError, UsageError
 from flashllm.offload.planner.packing import Packing
-from flashllm.offload.runtime.layer import LayerTensors
-from flashllm.offload.runtime.ops import Array, Matrix, Norm
+from flashllm.offload.runtime.ops import Array, Matrix, Tensors
 from flashllm.offload.runtime.tiers.scratch import ALIGNMENT, Scratch, ScratchFile, open_reader, round_up
 from flashllm.offload.runtime.tiers.source import ATTENTION, Extent, WeightSource, transpose
 from flashllm.offload.runtime.tiers.weight_plan import (
@@ -32,13 +31,13 @@ from flashllm.offload.runtime.tiers.weight_plan import (
     Bundle,
     TieredTensor,
     WeightPlan,
+    is_outer_matrix,
     is_vector,
     small_tensors,
 )
 
 Bytes = NDArray[np.uint8]
 _TURNED = 512  # inputs of a matrix that are brought together at a time
-NORMS = ("attention_norm", "attention_output_norm", "ffn_norm", "ffn_output_norm", "query_norm", "key_norm")
 
 
 class WeightStore:
@@ -78,6 +77,7 @@ class WeightStore:
         self._scratch: ScratchFile | None = None
         self._memory: dict[str, Bytes] = {}  # of tiers, beside an accelerator
         self._buffers: list[Bytes] = []
+        self._lent: dict[tuple[int | None, int | None], Tensors] = {}  # by layer and buffer, where they lie
         self._reserve()
         self._gathered = allocate(self.plan.gather_nbytes)
         self._small: dict[str, Array] = {name: self._read_small(source, name) for name in small_tensors(source)}
@@ -120,35 +120,33 @@ class WeightStore:
                 if self._loads == 0:
                     self._busy_s += time.perf_counter() - self._busy_since
 
-    def layer(self, layer: int, buffer: int) -> LayerTensors:
+    def layer(self, layer: int, buffer: int) -> Tensors:
         """A layer's tensors where they lie once `buffer` is loaded."""
-        bundle = self.plan.bundles[layer]
-        matrices = {}
-        for name in self.plan.homes:
-            bias = self._small.get(bias_name(layer, name))
-            matrices[name] = self._matrix(bundle.tensors[name], buffer, bias)
-        norms = {name: self._norm(f"layers.{layer}.{name}") for name in NORMS}
-        return LayerTensors(matrices, norms)
+        if (layer, buffer) not in self._lent:
+            prefix, tensors = f"layers.{layer}.", self.plan.bundles[layer].tensors
+            matrices = {
+                name: self._matrix(tensors[name], buffer, self._small.get(bias_name(layer, name)))
+                for name in self.plan.homes
+            }
+            self._lent[layer, buffer] = Tensors(matrices, self._vectors(prefix))
+        return self._lent[layer, buffer]
 
-    def head(self, buffer: int) -> Matrix:
-        """The output head [vocab, embed_dim] where it lies once `buffer` is loaded."""
-        bias = self._small.get("head.bias")
-        return self._matrix(self.plan.bundles[-1].tensors["head"], buffer, bias)
+    def ends(self, buffer: int | None = None) -> Tensors:
+        """What comes before the first layer and after the last; with the head where it lies once `buffer` is loaded."""
+        if (None, buffer) not in self._lent:
+            small = {name.removesuffix(".weight"): one for name, one in self._small.items() if is_outer_matrix(name)}
+            matrices = {name: Matrix(one, one.shape[0], one.shape[1], None, None) for name, one in small.items()}
+            if buffer is not None:
+                name = "embedding" if self._block.tied_head else "head"
+                bias = self._small.get("head.bias")
+                matrices[name] = self._matrix(self.plan.bundles[-1].tensors["head"], buffer, bias)
+            self._lent[None, buffer] = Tensors(matrices, self._vectors(""))
+        return self._lent[None, buffer]
 
-    @property
-    def final_norm(self) -> Norm | None:
-        """The norm before the head; None where the model has none."""
-        return self._norm("final_norm") if self._block.final_norm else None
-
-    @property
-    def project_in(self) -> Matrix | None:
-        """From the embedding's width to the model's; None where they are the same."""
-        return self._projection("project_in")
-
-    @property
-    def project_out(self) -> Matrix | None:
-        """From the model's width to the head's; None where they are the same."""
-        return self._projection("project_out")
+    def _vectors(self, prefix: str) -> dict[str, Array]:
+        """Those of a layer, by the names without the layer's; or those of none."""
+        found = {name.removeprefix(prefix): one for name, one in self._small.items() if name.startswith(prefix)}
+        return {name: one for name, one in found.items() if is_vector(name) and not name.startswith("layers.")}
 
     def embedding_rows(self, ids: NDArray[np.integer[Any]]) -> Array:
         """Rows [n, embed_dim] of the embedding, in the model's dtype; read from the disk where it lies there."""
@@ -166,13 +164,9 @@ class WeightStore:
                 self._gather(table, distinct[first : first + GATHERED_ROWS], rows[first : first + GATHERED_ROWS])
         return cast(NDArray[Any], rows[inverse])
 
-    def position_rows(self, positions: NDArray[np.integer[Any]]) -> Array | None:
-        """Rows [n, d_model] of the learned positions; None where the model has none."""
-        table = self._small.get("positions.weight")
-        return None if table is None else table[positions + self._block.position_offset]
-
     def close(self) -> None:
         """Give memory and files back."""
+        self._lent.clear()
         if self._scratch is not None:
             self._scratch.close()
         self._files.clear()
@@ -345,14 +339,6 @@ class WeightStore:
         start = one.start + one.skip
         data = self._memory[one.home][start : start + one.nbytes]
         return data.view(self._dtype.storage).reshape(one.rows, one.columns)
-
-    def _projection(self, name: str) -> Matrix | None:
-        array = self._small.get(f"{name}.weight")
-        return None if array is None else Matrix(array, array.shape[0], array.shape[1], None, None)
-
-    def _norm(self, name: str) -> Norm:
-        weight, shift = self._small.get(f"{name}.weight"), self._block.norm_shift
-        return Norm(weight + shift if weight is not None and shift else weight, self._small.get(f"{name}.bias"))
 
 
 def bias_name(layer: int, matrix: str) -> str:

@@ -84,23 +84,25 @@ def check_store(store, tensors, dtype):
             attention = name in ("query", "key", "value", "out")
             bias = wide(f"layers.{layer}.{name}.bias" if attention else f"layers.{layer}.ffn.{name}_bias")
             assert np.array_equal(matrix.bias, bias) if bias is not None else matrix.bias is None
-        for name, norm in store.layer(layer, buffer).norms.items():
-            for part in ("weight", "bias"):
-                want, found = wide(f"layers.{layer}.{name}.{part}"), getattr(norm, part)
-                assert np.array_equal(found, want) if want is not None else found is None
+        vectors = store.layer(layer, buffer).vectors
+        assert set(vectors) == {name.split(".", 2)[2] for name in tensors if name.startswith(f"layers.{layer}.")} - {
+            f"{name}.weight" for name in store.plan.homes
+        }
+        for name, found in vectors.items():
+            assert np.array_equal(found, wide(f"layers.{layer}.{name}"))
     store.load(store.num_layers, 0)
-    head = store.head(0).array
+    ends = store.ends(0)
+    head = ends.matrices["head" if "head.weight" in tensors else "embedding"].array
     assert np.array_equal(head, tensors.get("head.weight", tensors["embedding.weight"]))
     ids = np.array([3, 299, 0, 3, 17, 200])
     assert np.array_equal(store.embedding_rows(ids), tensors["embedding.weight"][ids])
     assert store.embedding_rows(ids[:0]).shape == (0, tensors["embedding.weight"].shape[1])
-    if "positions.weight" in tensors:
-        assert np.array_equal(store.position_rows(np.array([0, 5])), tensors["positions.weight"][[2, 7]])
-    else:
-        assert store.position_rows(np.array([0])) is None
-    for name in ("project_in", "project_out"):
-        found = getattr(store, name)
-        assert np.array_equal(found.array, tensors[f"{name}.weight"]) if found else f"{name}.weight" not in tensors
+    for name in ("positions", "project_in", "project_out"):
+        assert (name in ends.matrices) == (f"{name}.weight" in tensors)
+        if name in ends.matrices:
+            assert np.array_equal(ends.matrices[name].array, tensors[f"{name}.weight"])
+    for name, found in ends.vectors.items():
+        assert np.array_equal(found, wide(name))
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -257,7 +259,7 @@ def test_packed_matrices_are_the_packers(folders, tmp_path, where, bits, kind):
                     assert (matrix.rows, matrix.columns, matrix.packing) == (*weights.shape, packing)
                     assert matrix.bias is not None
             store.load(store.num_layers, 0)
-            assert np.array_equal(store.head(0).array, tensors["head.weight"])  # it stays in 16 bits
+            assert np.array_equal(store.ends(0).matrices["head"].array, tensors["head.weight"])  # it stays in 16 bits
     assert not list(tmp_path.iterdir())
 
 

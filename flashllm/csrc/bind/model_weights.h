@@ -1,0 +1,22 @@
+// A model's weights as its spec says they are, out of tensors by their canonical names.
+#pragma once
+
+#include <string>
+
+#include "bind/py_spec.h"
+#include "bind/resident_tensors.h"
+#include "model/spec.h"
+
+namespace flashllm {
+
+// What lies before and behind the layers; `in_part`: but for what is missing. Throws CoreError where tensors
+// do not fit, as all here.
+ModelWeights read_ends(ResidentTensors& tensors, const PySpec& read, const SpecReader& reader,
+                       bool in_part = false);
+
+// A layer but for the rows of its neurons, out of tensors whose names begin with `layer`. `of_layer`: its
+// LayerSpec.
+BlockWeights read_block(ResidentTensors& tensors, const std::string& layer, const PySpec& read,
+                        const SpecReader& reader, const SpecReader& of_layer);
+
+}  // namespace flashllm

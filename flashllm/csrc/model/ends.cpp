@@ -1,0 +1,74 @@
+#include "model/ends.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "io/error.h"
+
+namespace flashllm {
+
+void Ends::embed(const Token* tokens, std::size_t count, float* states) {
+  const std::size_t width = spec_.embed_dim;
+  std::vector<float> rows(width == spec_.block.d_model ? 0 : count * width);
+  float* to = rows.empty() ? states : rows.data();
+  for (std::size_t t = 0; t < count; ++t) {
+    require(tokens[t].id >= 0 && static_cast<std::size_t>(tokens[t].id) < spec_.vocab,
+            "a token id beyond the vocabulary");
+    widen_row(weights_.embedding, static_cast<std::size_t>(tokens[t].id), to + t * width,
+              arithmetic_.level());
+  }
+  embed_rows(to, tokens, count, states);
+}
+
+void Ends::embed_rows(float* rows, const Token* tokens, std::size_t count, float* states) {
+  const std::size_t width = spec_.block.d_model;
+  if (spec_.embedding_scale != 1.0F) {
+    for (std::size_t i = 0; i < count * spec_.embed_dim; ++i) rows[i] *= spec_.embedding_scale;
+    arithmetic_.round(rows, count * spec_.embed_dim);
+  }
+  if (spec_.embed_dim != width) {
+    // Once a token, few at a time: the kernel of one token, whose bits depend on nothing else.
+    linear(weights_.project_in, rows, count, states, arithmetic_.pool(), arithmetic_.level());
+    arithmetic_.round(states, count * width);
+  } else if (rows != states) {
+    std::copy_n(rows, count * width, states);
+  }
+  if (weights_.embedding_norm.width != 0)
+    arithmetic_.normalize(weights_.embedding_norm, count, states, states);
+  if (weights_.positions.data == nullptr) return;
+  std::vector<float> position(width);
+  for (std::size_t t = 0; t < count; ++t) {
+    const std::size_t row = tokens[t].position + spec_.position_offset;
+    require(row < weights_.positions.rows, "a position beyond the model's position embedding");
+    widen_row(weights_.positions, row, position.data(), arithmetic_.level());
+    for (std::size_t j = 0; j < width; ++j) states[t * width + j] += position[j];
+  }
+  arithmetic_.round(states, count * width);
+}
+
+void Ends::head(float* states, std::size_t count, bool many, float* logits) {
+  const std::size_t width = spec_.block.d_model;
+  if (weights_.final_norm.width != 0) arithmetic_.normalize(weights_.final_norm, count, states, states);
+  std::vector<float> projected;
+  if (weights_.project_out.data != nullptr) {
+    projected.resize(count * spec_.embed_dim);
+    arithmetic_.take_inputs(states, count, width, many);
+    arithmetic_.project(weights_.project_out, count, projected.data());
+    states = projected.data();
+  }
+  arithmetic_.take_inputs(states, count, spec_.embed_dim, many);
+  arithmetic_.project(weights_.head, count, logits, spec_.rounded_logits);
+  const std::size_t n = count * spec_.vocab;
+  if (spec_.logit_scale != 1.0F) {
+    for (std::size_t i = 0; i < n; ++i) logits[i] *= spec_.logit_scale;
+    if (spec_.rounded_logits) arithmetic_.round(logits, n);
+  }
+  if (spec_.logit_softcap != 0.0F) {
+    for (std::size_t i = 0; i < n; ++i)
+      logits[i] = spec_.logit_softcap * std::tanh(logits[i] / spec_.logit_softcap);
+    if (spec_.rounded_logits) arithmetic_.round(logits, n);
+  }
+}
+
+}  // namespace flashllm

@@ -1,0 +1,33 @@
+// What comes before the first layer and behind the last: from tokens to states, and from states to logits.
+#pragma once
+
+#include <cstddef>
+
+#include "model/arithmetic.h"
+#include "model/pass.h"
+#include "model/spec.h"
+
+namespace flashllm {
+
+class Ends {
+ public:
+  // Keeps references. Of the weights the layers' may be missing, and what is not asked for.
+  Ends(const ModelSpec& spec, const ModelWeights& weights, Arithmetic& arithmetic)
+      : spec_(spec), weights_(weights), arithmetic_(arithmetic) {}
+
+  // states [tokens, d_model] that enter the first layer
+  void embed(const Token* tokens, std::size_t count, float* states);
+  // The same of tokens whose rows of the embedding [count, embed_dim] are given; they are changed, and may be
+  // the states.
+  void embed_rows(float* rows, const Token* tokens, std::size_t count, float* states);
+  // logits [count, vocab] after `count` tokens' states, which are changed. `many`: see
+  // Arithmetic::take_inputs.
+  void head(float* states, std::size_t count, bool many, float* logits);
+
+ private:
+  const ModelSpec& spec_;
+  const ModelWeights& weights_;
+  Arithmetic& arithmetic_;
+};
+
+}  // namespace flashllm

@@ -1,0 +1,83 @@
+#include "model/layer.h"
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#include "io/error.h"
+
+namespace flashllm {
+
+namespace {
+
+unsigned exponent_is_full(float value) {  // of infinities, and of what is no number
+  constexpr std::uint32_t kExponent = 0x7f800000;
+  std::uint32_t bits = 0;
+  std::memcpy(&bits, &value, sizeof bits);
+  return static_cast<unsigned>((bits & kExponent) == kExponent);
+}
+
+}  // namespace
+
+void Layer::run(std::size_t layer, const BlockWeights& weights, const Part& part, float* states) {
+  const std::size_t count = part.count, n = count * spec_.d_model;
+  const bool before = norms_input(spec_.norms), behind = norms_output(spec_.norms);
+  normed_.resize(n);
+  projected_.resize(n);
+  // 1. Attention.
+  if (before) arithmetic_.normalize(weights.attention_norm, count, states, normed_.data());
+  if (spec_.rounded_inputs) arithmetic_.round_inputs(count, spec_.d_model, normed_.data());
+  arithmetic_.take_inputs(before ? normed_.data() : states, count, spec_.d_model, part.is_prompt());
+  attention_.attend(weights, part, projected_.data());
+  if (behind)
+    arithmetic_.normalize(weights.attention_output_norm, count, projected_.data(), projected_.data());
+  if (spec_.parallel) {
+    attended_.assign(projected_.begin(), projected_.begin() + static_cast<std::ptrdiff_t>(n));
+  } else {
+    add_projected(count, states);
+    if (spec_.norms == NormPlace::sum) arithmetic_.normalize(weights.attention_norm, count, states, states);
+  }
+  // 2. The FFN.
+  if (before && !spec_.shared_norm) arithmetic_.normalize(weights.ffn_norm, count, states, normed_.data());
+  if (spec_.rounded_inputs) arithmetic_.round_inputs(count, spec_.d_model, normed_.data());
+  const float* input = before ? normed_.data() : states;
+  check_finite(layer, input, count);  // a predictor names no neurons for it, and nothing would show
+  ffn_.run({layer, part, input, states, projected_.data()});
+  if (behind) {
+    arithmetic_.round(projected_.data(), n);
+    arithmetic_.normalize(weights.ffn_output_norm, count, projected_.data(), projected_.data());
+  }
+  if (spec_.parallel) {
+    arithmetic_.round(projected_.data(), n);
+    for (std::size_t i = 0; i < n; ++i) projected_[i] += attended_[i];
+  }
+  add_projected(count, states);
+  if (spec_.norms == NormPlace::sum) arithmetic_.normalize(weights.ffn_norm, count, states, states);
+  check_finite(layer, states, count);
+}
+
+// states += projected_
+void Layer::add_projected(std::size_t count, float* states) {
+  const std::size_t n = count * spec_.d_model;
+  arithmetic_.round(projected_.data(), n);
+  if (spec_.residual_scale != 1.0F) {
+    for (std::size_t i = 0; i < n; ++i) projected_[i] *= spec_.residual_scale;
+    arithmetic_.round(projected_.data(), n);
+  }
+  for (std::size_t i = 0; i < n; ++i) states[i] += projected_[i];
+  arithmetic_.round(states, n);
+}
+
+// Of `count` tokens' states: whatever followed would be nonsense without a sign of it.
+void Layer::check_finite(std::size_t layer, const float* values, std::size_t count) const {
+  const std::size_t n = count * spec_.d_model;
+  unsigned others = 0;
+  for (std::size_t i = 0; i < n; ++i) others |= exponent_is_full(values[i]);
+  if (others == 0) return;
+  throw CoreError(ErrorKind::numbers,
+                  "layer " + std::to_string(layer) +
+                      " computed a number that is not finite: an overflow, or damaged weights; check the "
+                      "model with `flashllm verify`, or convert it with --dtype float32");
+}
+
+}  // namespace flashllm

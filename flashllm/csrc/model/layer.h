@@ -1,0 +1,54 @@
+// A decoder layer over weights that it is handed: norm, attention, norm, feed-forward part, residuals. It
+// does not know who keeps the keys and values, nor where the feed-forward part has its rows.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "model/arithmetic.h"
+#include "model/block.h"
+#include "model/block_attention.h"
+#include "model/pass.h"
+
+namespace flashllm {
+
+// A part of a pass at one layer's FFN; all [tokens, d_model].
+struct FfnTurn {
+  std::size_t layer;
+  const Part& part;
+  const float* x;       // what goes in
+  const float* states;  // what the norm before the FFN was applied to
+  float* y;             // what comes out
+};
+
+// Computes a layer's feed-forward part.
+class FfnPart {
+ public:
+  virtual ~FfnPart() = default;
+  virtual void run(const FfnTurn& turn) = 0;
+};
+
+class Layer {
+ public:
+  // Keeps references, and what `rotary` points to.
+  Layer(const BlockSpec& spec, const std::vector<Rotary>& rotary, Arithmetic& arithmetic,
+        AttentionMemory& memory, FfnPart& ffn)
+      : spec_(spec), arithmetic_(arithmetic), attention_(spec, rotary, arithmetic, memory), ffn_(ffn) {}
+
+  // The positions of a part's tokens, which hold for all layers.
+  void set_positions(const Part& part) { attention_.set_positions(part); }
+  // states [tokens, d_model], in place. Throws CoreError (numbers) for states that are not finite.
+  void run(std::size_t layer, const BlockWeights& weights, const Part& part, float* states);
+
+ private:
+  void add_projected(std::size_t count, float* states);
+  void check_finite(std::size_t layer, const float* values, std::size_t count) const;
+
+  const BlockSpec& spec_;
+  Arithmetic& arithmetic_;
+  BlockAttention attention_;
+  FfnPart& ffn_;
+  std::vector<float> normed_, projected_, attended_;  // scratch of a part, [tokens, d_model]
+};
+
+}  // namespace flashllm

@@ -1,0 +1,113 @@
+#include "offload/batch_model.h"
+
+#include <algorithm>
+
+namespace flashllm {
+
+namespace {
+
+constexpr std::size_t kValueGrain = 1 << 14;  // values a thread takes
+
+// As a model of this engine rounds: logits are compared as they are summed.
+ModelSpec unrounded(ModelSpec spec) {
+  spec.rounded_logits = false;
+  return spec;
+}
+
+}  // namespace
+
+void LentFfn::run(const FfnTurn& turn) {
+  const LentLayer& weights = *weights_;
+  const std::size_t count = turn.part.count, neurons = weights.up.rows, width = weights.up.columns;
+  const bool many = turn.part.is_prompt();
+  up_.resize(count * neurons);
+  arithmetic_.take_inputs(turn.x, count, width, many);
+  arithmetic_.project(weights.up, count, up_.data());
+  if (weights.gate.data != nullptr) {
+    gate_.resize(count * neurons);
+    arithmetic_.project(weights.gate, count, gate_.data());
+  }
+  activate(count * neurons);
+  if (const NeuronNorm& norm = weights.block.neuron_norm)
+    arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
+      for (std::size_t t = begin; t < end; ++t) apply(norm, nullptr, neurons, up_.data() + t * neurons);
+    });
+  arithmetic_.round(up_.data(), count * neurons);
+  arithmetic_.take_inputs(up_.data(), count, neurons, many);
+  weights.down_by_inputs ? arithmetic_.project_by_columns(weights.down, count, turn.y)
+                         : arithmetic_.project(weights.down, count, turn.y);
+}
+
+// up_ = activation(up_), or activation(gate_) * up_, where the activation is rounded before the product.
+void LentFfn::activate(std::size_t n) {
+  Activation activation = activation_;
+  activation.threshold = weights_->block.activation_threshold;
+  activation.cut = weights_->block.activation_cut;
+  const bool gated = weights_->gate.data != nullptr;
+  float *up = up_.data(), *driver = gated ? gate_.data() : up;
+  arithmetic_.pool().parallel_for(n, kValueGrain, [&](std::size_t begin, std::size_t end) {
+    flashllm::activate(activation, 0.0F, driver + begin, end - begin);
+    if (gated) flashllm::activate(activation.of_up(), 0.0F, up + begin, end - begin);
+  });
+  if (!gated) return;
+  arithmetic_.round(driver, n);
+  arithmetic_.pool().parallel_for(n, kValueGrain, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i) up[i] *= driver[i];
+  });
+}
+
+BatchModel::BatchModel(const ModelSpec& spec, Activation activation, std::size_t rows_together,
+                       AttentionMemory& memory, ThreadPool& pool, SimdLevel level)
+    : spec_(unrounded(spec)),
+      rows_together_(rows_together),
+      arithmetic_(spec.block.dtype, pool, level, level, true),
+      ffn_(activation, arithmetic_),
+      layer_(spec_.block, spec_.rotary, arithmetic_, memory, ffn_) {}
+
+template <typename Body>
+void BatchModel::each_part(const std::int64_t* positions, std::size_t count, Pass pass, const Body& body) {
+  std::vector<Token> tokens(std::min(count, rows_together_));
+  for (std::size_t begin = 0; begin < count; begin += rows_together_) {
+    const std::size_t n = std::min(rows_together_, count - begin);
+    for (std::size_t t = 0; t < n; ++t) tokens[t].position = static_cast<std::size_t>(positions[begin + t]);
+    body(Part{tokens.data(), n, pass, false, true, true, nullptr, 0, 0}, begin);
+  }
+}
+
+void BatchModel::embed(const ModelWeights& weights, const std::byte* rows, const std::int64_t* positions,
+                       std::size_t count, std::byte* states) {
+  Ends ends(spec_, weights, arithmetic_);
+  const std::size_t width = spec_.block.d_model, item = dtype_nbytes(spec_.block.dtype);
+  std::vector<float> wide;
+  each_part(positions, count, Pass::prompt, [&](const Part& part, std::size_t begin) {
+    wide.resize(part.count * spec_.embed_dim);
+    states_.resize(part.count * width);
+    arithmetic_.widen(rows + begin * spec_.embed_dim * item, wide.size(), wide.data());
+    ends.embed_rows(wide.data(), part.tokens, part.count, states_.data());
+    arithmetic_.narrow(states_.data(), states_.size(), states + begin * width * item);
+  });
+}
+
+void BatchModel::run(const LentLayer& weights, const std::int64_t* positions, std::size_t count,
+                     bool decoding, std::byte* states) {
+  const std::size_t width = spec_.block.d_model, item = dtype_nbytes(spec_.block.dtype);
+  ffn_.use(weights);
+  each_part(positions, count, decoding ? Pass::dense : Pass::prompt,
+            [&](const Part& part, std::size_t begin) {
+              std::byte* at = states + begin * width * item;
+              states_.resize(part.count * width);
+              arithmetic_.widen(at, states_.size(), states_.data());
+              layer_.set_positions(part);
+              layer_.run(weights.number, weights.block, part, states_.data());
+              arithmetic_.narrow(states_.data(), states_.size(), at);
+            });
+}
+
+void BatchModel::head(const ModelWeights& weights, const std::byte* states, std::size_t count,
+                      float* logits) {
+  std::vector<float> wide(count * spec_.block.d_model);
+  arithmetic_.widen(states, wide.size(), wide.data());
+  Ends(spec_, weights, arithmetic_).head(wide.data(), count, false, logits);
+}
+
+}  // namespace flashllm

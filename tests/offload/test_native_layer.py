@@ -1,0 +1,86 @@
+"""A batch's way through a layer over lent weights: its bits, and what is refused."""
+
+import numpy as np
+import pytest
+from native_arrays import DTYPES, LEVELS, narrow, random_values
+
+from flashllm import _core
+from flashllm.arch.spec import BlockSpec, LayerSpec, Rotary
+
+D, NEURONS, ROWS = 32, 48, 11
+BLOCK = BlockSpec(
+    d_model=D, embed_dim=D, vocab_size=40, context=64, heads=2, kv_heads=1, head_dim=16, query_scale=0.25, norm="rms",
+    norm_epsilon=1e-6, final_norm=True, positions="rotary", rotary=(Rotary(inverse_frequency=(1.0, 0.1)),),
+    activation="silu", gated=True, tied_head=False, layers=(LayerSpec(neurons=NEURONS),),
+)  # fmt: skip
+SHAPES = {
+    "query": (32, D), "key": (16, D), "value": (16, D), "out": (D, 32), "up": (NEURONS, D), "gate": (NEURONS, D),
+    "down": (D, NEURONS),
+}  # fmt: skip
+
+
+def tensors(dtype):
+    made = {
+        f"{name}.weight": narrow(random_values(*shape, seed=i) / 6, dtype)
+        for i, (name, shape) in enumerate(SHAPES.items())
+    }
+    return made | {f"{name}.weight": np.ones(D, np.float32) for name in ("attention_norm", "ffn_norm")}
+
+
+def states_after(dtype, level, *, rows_together=ROWS, threads=2, decoding=False):
+    model = _core.BatchModel(
+        block=BLOCK, dtype=dtype, pool=_core.ThreadPool(threads), rows_together=rows_together, simd=level
+    )
+    layer = model.lend_layer(0, tensors(dtype), {}, False)
+    states, seen = narrow(random_values(ROWS, D, seed=9), dtype), []
+
+    def attend(first, queries, keys, values, out):
+        seen.append((first, len(queries)))
+        out[:, :16] = values
+        out[:, 16:] = queries[:, 16:]
+
+    model.run(layer, states, np.arange(ROWS, dtype=np.int64), attend, decoding)
+    assert seen == [(first, min(rows_together, ROWS - first)) for first in range(0, ROWS, rows_together)]
+    return states
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("decoding", [False, True])
+def test_a_row_does_not_depend_on_the_rows_with_it(dtype, level, decoding):
+    whole = states_after(dtype, level, decoding=decoding)
+    assert not np.array_equal(whole, narrow(random_values(ROWS, D, seed=9), dtype))
+    for rows_together, threads in ((1, 1), (4, 3)):
+        parts = states_after(dtype, level, rows_together=rows_together, threads=threads, decoding=decoding)
+        assert np.array_equal(parts, whole)
+
+
+def test_what_does_not_fit_is_refused():
+    model = _core.BatchModel(block=BLOCK, dtype="float32", pool=_core.ThreadPool(1), rows_together=4)
+    lent = tensors("float32")
+    layer = model.lend_layer(0, lent, {}, False)
+    attend = lambda first, queries, keys, values, out: None  # noqa: E731
+    states, positions = np.zeros((3, D), np.float32), np.arange(3, dtype=np.int64)
+    with pytest.raises(ValueError, match="beyond those there are"):
+        model.lend_layer(1, lent, {}, False)
+    with pytest.raises(ValueError, match=r"up\.weight does not fit"):
+        model.lend_layer(0, lent | {"up.weight": np.zeros((8, D), np.float32)}, {}, False)
+    with pytest.raises(ValueError, match="model's dtype"):
+        model.run(layer, states.astype(np.float64), positions, attend)
+    with pytest.raises(ValueError, match=r"must be \[2, 32\]"):
+        model.run(layer, states, positions[:2], attend)
+    with pytest.raises(ValueError, match="negative"):
+        model.run(layer, states, positions - 1, attend)
+    with pytest.raises(ValueError, match="head is not there"):
+        model.head(model.lend_ends({}), states, np.empty((3, 40), np.float32))
+
+
+def test_what_attention_raises_ends_the_layer():
+    model = _core.BatchModel(block=BLOCK, dtype="float32", pool=_core.ThreadPool(1), rows_together=4)
+    layer = model.lend_layer(0, tensors("float32"), {}, False)
+
+    def attend(*_):
+        raise RuntimeError("no room")
+
+    with pytest.raises(RuntimeError, match="no room"):
+        model.run(layer, np.ones((3, D), np.float32), np.arange(3, dtype=np.int64), attend)
