@@ -218,7 +218,7 @@ VARIANTS = {
 }
 
 # One of each model_type, and those that differ most, but of what the batch engine refuses: for its tests.
-_OTHERS = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "bloom", "mpt", "bitnet")
+_OTHERS = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 SAMPLES = sorted(
     {
         *{
@@ -227,6 +227,7 @@ SAMPLES = sorted(
         *("opt post-norm", "opt-350m", "opt without norm weights", "llama relu", "llama biases", "llama 3 rope"),
         *("llama yarn rope", "mistral window", "fatrelu by layer", "gemma2 uncapped", "cohere norms of heads"),
         *("stablelm parallel", "gpt_neox one after the other", "falcon new architecture", "phi norms of heads"),
+        *("falcon alibi", "bitnet tied, biases", "mpt six heads"),
     }
 )
 

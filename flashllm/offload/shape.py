@@ -133,11 +133,7 @@ def not_computed(block: BlockSpec) -> str | None:
         return f"a mixture of experts, {_NO_ENGINE}"
     if len({layer.neurons for layer in block.layers}) > 1:
         return f"a model whose layers have different numbers of neurons, {_NO_ENGINE}"
-    if block.alibi is not None:
-        return f"a model that adds distances to its attention scores (ALiBi), {_NO_ENGINE}"
-    if block.sub_norms:
-        return f"a model with norms before its output and down projections (BitNet), {_NO_ENGINE}"
-    return f"a model with a norm of its embeddings, {_NO_ENGINE}" if block.embedding_norm else None
+    return None
 
 
 # Keys of sizes, under the names that families have for them: a config that lacks one is not planned by a default.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flashllm import _core
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, cast
-from flashllm.offload.runtime.host_ops import HostOps, Watch
+from flashllm.offload.runtime.host_ops import HostOps, Watch, batch_attention
 from flashllm.offload.runtime.ops import Matrix, Projected, Tensors
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name
@@ -62,18 +62,7 @@ class Calibration:
         self._ops = HostOps(self._block, source.dtype.name, pool)
         length = len(sequences[0])
         self._positions = np.arange(length, dtype=np.int64)
-        self._attention = _core.BatchAttention(
-            heads=self._block.heads,
-            kv_heads=self._block.kv_heads,
-            head_dim=self._block.head_dim,
-            dtype=source.dtype.name,
-            scale=1.0,  # queries are scaled already
-            softcap=self._block.attention_softcap or 0.0,
-            layout="plain",
-            bits=4,
-            pool=pool,
-            simd="auto",
-        )
+        self._attention = batch_attention(self._block, source.dtype.name, pool)
         blocks = -(-length // KV_BLOCK)
         self._arena = np.asarray(_core.allocate(blocks * self._attention.block_nbytes)).reshape(blocks, -1)
         self._states = self._embedded(sequences)
@@ -129,12 +118,12 @@ class Calibration:
         return self._ops.logits(self._ends(names, vectors), self._states[sequence])
 
     def _run(self, number: int, tensors: Tensors, states: Array, watch: Watch | None = None) -> Array:
-        window = self._block.layers[number].window or 0
+        window, sinks = self._block.layers[number].window or 0, tensors.vectors.get("sinks")
 
         def attend(first: int, made: Projected, out: Array) -> None:
             positions = self._positions[first : first + len(out)].astype(np.int32)
             self._attention.write(made.keys, made.values, self._arena, positions // KV_BLOCK, positions)
-            self._attention.prompt(made.queries, self._arena, 0, first, out, window)
+            self._attention.prompt(made.queries, self._arena, 0, first, out, window, sinks)
 
         return self._ops.layer(number, tensors, states, self._positions, attend, watch=watch)
 

@@ -100,8 +100,6 @@ def test_unknown_models_and_damaged_files(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "falcon", "alibi": True}, "adds distances to its attention scores.*`flashllm convert`"),
-        ({"model_type": "mpt"}, "adds distances to its attention scores"),
         ({"model_type": "olmoe"}, "a mixture of experts, which the throughput engine does not compute"),
     ],
 )

@@ -108,14 +108,7 @@ void attend_heads(const AttentionShape& shape, const AttendingToken& token, std:
                               scores + h * terms + p - first);
   }
   for (std::size_t h = 0; h < heads; ++h) {
-    cap_scores(shape, scores + h * terms, seen);
-    if (shape.alibi.slopes != nullptr)
-      for (std::size_t i = 0; i < seen; ++i)
-        scores[h * terms + i] +=
-            shape.alibi.bias(first_head + h, first + i, token.length - 1) / shape.softmax_scale();
-    if (shape.sinks != nullptr)
-      scores[h * terms + seen] = shape.sinks[first_head + h] / shape.softmax_scale();
-    softmax(scores + h * terms, terms, shape.softmax_scale());
+    raise_and_weigh(shape, first_head + h, first, seen, scores + h * terms, softmax);
   }
   std::fill(out, out + heads * shape.head_dim, 0.0F);
   const void* rows[kKvBlock];
@@ -465,6 +458,16 @@ void cap_scores(const AttentionShape& shape, float* scores, std::size_t n) {
   if (shape.softcap == 0.0F) return;
   const float factor = shape.scale / shape.softcap;
   for (std::size_t i = 0; i < n; ++i) scores[i] = shape.softcap * std::tanh(scores[i] * factor);
+}
+
+void raise_and_weigh(const AttentionShape& shape, std::size_t head, std::size_t first, std::size_t seen,
+                     float* scores, Softmax softmax) {
+  cap_scores(shape, scores, seen);
+  if (shape.alibi.slopes != nullptr)
+    for (std::size_t i = 0; i < seen; ++i)
+      scores[i] += shape.alibi.bias(head, first + i, first + seen - 1) / shape.softmax_scale();
+  if (shape.sinks != nullptr) scores[seen] = shape.sinks[head] / shape.softmax_scale();
+  softmax(scores, seen + (shape.sinks == nullptr ? 0 : 1), shape.softmax_scale());
 }
 
 void attend_each(const AttentionShape& shape, const AttendingToken* tokens, std::size_t n, ThreadPool& pool,

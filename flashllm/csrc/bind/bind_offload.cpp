@@ -1,5 +1,6 @@
 // The throughput engine: a model's layers over lent weights, and attention over a batch's KV blocks.
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -8,6 +9,7 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -264,11 +266,11 @@ class PyBatchAttention {
  public:
   PyBatchAttention(std::size_t heads, std::size_t kv_heads, std::size_t head_dim, const std::string& dtype,
                    float scale, std::shared_ptr<ThreadPool> pool, const std::string& layout, int bits,
-                   float softcap, const std::string& simd)
+                   float softcap, const nb::object& alibi, const std::string& simd)
       : pool_(std::move(pool)),
         simd_(parse_simd(simd)),
         attention_(heads, KvBlockFormat(kv_heads, head_dim, parse_dtype(dtype), parse_layout(layout), bits),
-                   {scale, softcap}, *pool_, simd_) {}
+                   {scale, softcap, read_alibi(alibi, heads, slopes_)}, *pool_, simd_) {}
 
   std::size_t block_nbytes() const { return format().block_nbytes(); }
   std::size_t sealed_nbytes() const { return format().sealed_nbytes(); }
@@ -314,26 +316,28 @@ class PyBatchAttention {
   }
 
   void prompt(const Values& q, const Arena& arena, std::size_t first_slot, std::size_t first_position,
-              const Written& out, std::size_t window) const {
+              const Written& out, std::size_t window, const std::optional<FloatArray>& sinks) const {
     check_queries(q, out);
     check_arena(arena, false);
+    const BatchAttention::Of of = of_layer(window, sinks);
     const std::size_t blocks = (first_position + q.shape(0) + kKvBlock - 1) / kKvBlock;
     require(first_slot <= arena.shape(0) && blocks <= arena.shape(0) - first_slot,
             "the sequence's blocks reach beyond the arena's " + std::to_string(arena.shape(0)) + " slots");
     const nb::gil_scoped_release unlocked;
     attention_.prompt(bytes_of(q), q.shape(0), bytes_of(arena) + first_slot * block_nbytes(), first_position,
-                      window, bytes_of(out));
+                      of, bytes_of(out));
   }
 
   std::uint64_t decode(const Values& q, const std::vector<Arena>& arenas, const std::vector<bool>& sealed,
                        const Table& table, const Longs& offsets, const Longs& lengths, const Written& out,
-                       double share, std::size_t window) const {
+                       double share, std::size_t window, const std::optional<FloatArray>& sinks) const {
     check_queries(q, out);
     const std::size_t n = q.shape(0);
     require(arenas.size() == sealed.size(), "every arena must be told to be sealed or not");
     require(offsets.shape(0) == n + 1 && lengths.shape(0) == n,
             "lengths must have one value a query, offsets one more");
     require(table.shape(1) == 2, "the table of blocks must be [blocks, 2]: arena, slot");
+    const BatchAttention::Of of = of_layer(window, sinks);
     require(share > 0.0 && share <= 1.0, "share must be more than 0 and at most 1");
     std::vector<KvArena> places;
     for (std::size_t a = 0; a < arenas.size(); ++a) {
@@ -354,11 +358,15 @@ class PyBatchAttention {
                    bytes_of(out) + i * row};
     }
     const nb::gil_scoped_release unlocked;
-    return attention_.decode(places, tokens.data(), n, share, window);
+    return attention_.decode(places, tokens.data(), n, share, of);
   }
 
  private:
   const KvBlockFormat& format() const { return attention_.format(); }
+  BatchAttention::Of of_layer(std::size_t window, const std::optional<FloatArray>& sinks) const {
+    require(!sinks || sinks->shape(0) == attention_.heads(), "every head needs a sink");
+    return {window, sinks ? sinks->data() : nullptr};
+  }
   static std::size_t at(const IdArray& slots, std::size_t i) {
     return static_cast<std::size_t>(slots.data()[i]);
   }
@@ -400,6 +408,7 @@ class PyBatchAttention {
 
   std::shared_ptr<ThreadPool> pool_;
   SimdLevel simd_;
+  std::vector<float> slopes_;
   BatchAttention attention_;
 };
 
@@ -432,10 +441,11 @@ void init_offload(nb::module_& m) {
 
   nb::class_<PyBatchAttention>(m, "BatchAttention")
       .def(nb::init<std::size_t, std::size_t, std::size_t, const std::string&, float,
-                    std::shared_ptr<ThreadPool>, const std::string&, int, float, const std::string&>(),
+                    std::shared_ptr<ThreadPool>, const std::string&, int, float, nb::object,
+                    const std::string&>(),
            nb::kw_only(), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("dtype"),
            nb::arg("scale"), nb::arg("pool"), nb::arg("layout") = "plain", nb::arg("bits") = 4,
-           nb::arg("softcap") = 0.0F, nb::arg("simd") = "auto")
+           nb::arg("softcap") = 0.0F, nb::arg("alibi").none() = nb::none(), nb::arg("simd") = "auto")
       .def_prop_ro("block_nbytes", &PyBatchAttention::block_nbytes)
       .def_prop_ro("sealed_nbytes", &PyBatchAttention::sealed_nbytes)
       .def("write", &PyBatchAttention::write, nb::arg("keys"), nb::arg("values"), nb::arg("arena"),
@@ -443,10 +453,11 @@ void init_offload(nb::module_& m) {
       .def("seal", &PyBatchAttention::seal, nb::arg("arena"), nb::arg("slots"), nb::arg("out_arena"),
            nb::arg("out_slots"))
       .def("prompt", &PyBatchAttention::prompt, nb::arg("q"), nb::arg("arena"), nb::arg("first_slot"),
-           nb::arg("first_position"), nb::arg("out"), nb::arg("window") = 0)
+           nb::arg("first_position"), nb::arg("out"), nb::arg("window") = 0,
+           nb::arg("sinks").none() = nb::none())
       .def("decode", &PyBatchAttention::decode, nb::arg("q"), nb::arg("arenas"), nb::arg("sealed"),
            nb::arg("table"), nb::arg("offsets"), nb::arg("lengths"), nb::arg("out"), nb::arg("share") = 1.0,
-           nb::arg("window") = 0);
+           nb::arg("window") = 0, nb::arg("sinks").none() = nb::none());
 }
 
 }  // namespace flashllm

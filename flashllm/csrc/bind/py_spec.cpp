@@ -42,14 +42,6 @@ void read_rotary(const SpecReader& reader, PySpec& read) {
   }
 }
 
-void read_alibi(const nb::object& alibi, PySpec& read) {
-  if (alibi.is_none()) return;
-  const SpecReader reader(alibi);
-  read.slopes = reader.get<std::vector<float>>("slopes");
-  require(read.slopes.size() == read.spec.block.heads, "every head needs a slope");
-  read.spec.block.alibi = {read.slopes.data(), reader.get<float>("scale"), reader.get<bool>("rounded")};
-}
-
 float rounded(float value, Dtype dtype, SimdLevel level) {
   const KernelTable& kernels = kernel_table(level, dtype);
   std::byte bits[sizeof(float)];
@@ -59,6 +51,14 @@ float rounded(float value, Dtype dtype, SimdLevel level) {
 }
 
 }  // namespace
+
+Alibi read_alibi(const nb::object& alibi, std::size_t heads, std::vector<float>& slopes) {
+  if (alibi.is_none()) return {};
+  const SpecReader reader(alibi);
+  slopes = reader.get<std::vector<float>>("slopes");
+  require(slopes.size() == heads, "every head needs a slope");
+  return {slopes.data(), reader.get<float>("scale"), reader.get<bool>("rounded")};
+}
 
 PySpec read_spec(const SpecReader& reader, Dtype dtype, SimdLevel level) {
   PySpec read;
@@ -77,7 +77,7 @@ PySpec read_spec(const SpecReader& reader, Dtype dtype, SimdLevel level) {
   spec.block.residual_scale = reader.get<float>("residual_scale");
   spec.block.rounded_inputs = reader.get<bool>("rounded_inputs");
   read_rotary(reader, read);
-  read_alibi(reader.get<nb::object>("alibi"), read);
+  spec.block.alibi = read_alibi(reader.get<nb::object>("alibi"), spec.block.heads, read.slopes);
   spec.vocab = reader.get<std::size_t>("vocab_size");
   spec.embed_dim = reader.get<std::size_t>("embed_dim");
   spec.position_offset = reader.get<std::size_t>("position_offset");

@@ -47,6 +47,9 @@ struct PySpec {
   std::vector<float> slopes;
 };
 
+// Of a BlockSpec's `alibi`, which may be None. What it points to is in `slopes`.
+Alibi read_alibi(const nb::object& alibi, std::size_t heads, std::vector<float>& slopes);
+
 // Throws CoreError where options do not fit each other, and what Python throws where there is none of a name.
 PySpec read_spec(const SpecReader& reader, Dtype dtype, SimdLevel level);
 

@@ -33,10 +33,15 @@ struct DecodingToken {
 
 class BatchAttention {
  public:
-  // What becomes of scores before their softmax (attention/attention.h).
+  // What becomes of scores before their softmax (attention/attention.h), and what is a layer's own.
   struct Scores {
     float scale = 1.0F;
     float softcap = 0.0F;
+    Alibi alibi = {};
+  };
+  struct Of {
+    std::size_t window = 0;
+    const float* sinks = nullptr;  // [heads]
   };
   // Throws CoreError (usage) where kv_heads does not divide heads.
   BatchAttention(std::size_t heads, const KvBlockFormat& format, Scores scores, ThreadPool& pool,
@@ -47,9 +52,9 @@ class BatchAttention {
 
   // Causal attention of n consecutive tokens: q and out [n, heads, head_dim]; token i attends to positions 0
   // to first_position + i of the plain blocks that lie one after another from `blocks` on, or to the last
-  // `window` of them (0: all).
+  // window of them (0: all).
   void prompt(const std::byte* q, std::size_t n, const std::byte* blocks, std::size_t first_position,
-              std::size_t window, std::byte* out) const;
+              Of layer, std::byte* out) const;
 
   // Attention of each token. With share < 1 (FlexGen, section 5: sparse attention): weights are a softmax
   // over all positions, but only values of the ceil(share * length) heaviest positions of each head are
@@ -57,7 +62,7 @@ class BatchAttention {
   // to a sum of one (as in the paper's system). With a window, `length` is what it holds. Returns the bytes
   // of values read.
   std::uint64_t decode(const std::vector<KvArena>& arenas, const DecodingToken* tokens, std::size_t n,
-                       double share, std::size_t window) const;
+                       double share, Of layer) const;
 
  private:
   AttentionShape shape_;

@@ -7,7 +7,7 @@ on the number of threads, so a sequence gets the same answer in every batch. bfl
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,3 +98,28 @@ class HostOps:
 
     def rows(self, x: Array, index: NDArray[np.int64]) -> Array:
         return np.ascontiguousarray(x[index])
+
+
+def batch_attention(
+    block: BlockSpec,
+    dtype: str,
+    pool: _core.ThreadPool,
+    *,
+    layout: Literal["plain", "hidden", "kivi"] = "plain",
+    bits: int = 4,
+    simd: str = "auto",
+) -> _core.BatchAttention:
+    """Attention of a model's layers over a cache of that layout."""
+    return _core.BatchAttention(
+        heads=block.heads,
+        kv_heads=block.kv_heads,
+        head_dim=block.head_dim,
+        dtype=dtype,
+        scale=1.0,  # queries are scaled already
+        softcap=block.attention_softcap or 0.0,
+        alibi=block.alibi,
+        layout=layout,
+        bits=bits,
+        pool=pool,
+        simd=simd,
+    )

@@ -11,6 +11,7 @@ from flashllm.base.units import format_size
 from flashllm.errors import BudgetError
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.device_tier import DeviceTier, HostTier, Need, Sizes
+from flashllm.offload.runtime.host_ops import batch_attention
 from flashllm.offload.runtime.options import CacheLayout, RunOptions
 from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.offload.runtime.tiers.weight_plan import plan_weights
@@ -38,17 +39,8 @@ class OpenModel:
             dtype = self.source.dtype.name
             layout: Literal["plain"] | CacheLayout = options.cache_layout if policy.compress_cache else "plain"
             self.tier = self._open_tier(dtype, layout)
-            self.attention = _core.BatchAttention(
-                heads=self.block.heads,
-                kv_heads=self.block.kv_heads,
-                head_dim=self.block.head_dim,
-                dtype=dtype,
-                scale=1.0,  # queries are scaled already
-                softcap=self.block.attention_softcap or 0.0,
-                layout=layout,
-                bits=options.cache_bits,
-                pool=self.pool,
-                simd=options.simd,
+            self.attention = batch_attention(
+                self.block, dtype, self.pool, layout=layout, bits=options.cache_bits, simd=options.simd
             )
             bits = options.weight_bits if policy.compress_weights else None
             self.plan = plan_weights(self.source, policy, bits=bits)

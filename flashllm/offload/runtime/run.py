@@ -351,7 +351,7 @@ class _Run:
         keep = self._kv.prompt if step.token == 0 else self._kv.decode
 
         def attend(first: int, made: Projected, out: DeviceArray) -> None:
-            keep(task, first, made, out, window)
+            keep(task, first, made, out, window=window, sinks=weights.vectors.get("sinks"))
 
         weights, where = runner._weights.layer(step.layer, task.weights), self._positions(batch, step.token)
         x = runner._ops.layer(number, weights, x, where, attend, decoding=step.token > 0)

@@ -84,9 +84,10 @@ def test_delays_change_no_token(models, tmp_path, seed):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("bits", [None, 4])
-def test_an_answer_does_not_depend_on_its_batch(tmp_path, dtype, bits):
+@pytest.mark.parametrize("name", ["llama", "bloom", "bitnet"])
+def test_an_answer_does_not_depend_on_its_batch(tmp_path, dtype, bits, name):
     """Bit for bit: in 16 bit, compressed or not, alone and among others."""
-    path = make_checkpoint(tmp_path / "hf", VARIANTS["llama"], dtype=dtype)
+    path = make_checkpoint(tmp_path / "hf", VARIANTS[name], dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(4, 300, (n,), generator=generator).tolist() for n in (5, 70, 9, 121)]
     scratch = tmp_path / "scratch"

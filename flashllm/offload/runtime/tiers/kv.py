@@ -71,16 +71,18 @@ class KvCache:
 
     # A prompt ------------------------------------------------------------------------------------------------------
 
-    def prompt(self, task: Task, first: int, made: Projected, out: Array, window: int) -> None:
+    def prompt(
+        self, task: Task, first: int, made: Projected, out: Array, *, window: int, sinks: Array | None = None
+    ) -> None:
         """Keep the keys and values of some tokens of a batch's prompts, and attend: causal, prompt by prompt.
 
         The prompts follow each other, and these are the tokens from number `first` on. out: [tokens, heads * head_dim]
-        of the model's dtype. `window`: positions that a token sees, 0 for all.
+        of the model's dtype. `window`: positions that a token sees, 0 for all; `sinks` [heads]: scores of no position.
         """
         self.keep_prompt(task, made.keys, made.values, first)
         for place, rows, positions in self._pieces(task, first, len(out)):
             arena, slot = self._prompt_blocks(task, place)
-            self._attention.prompt(made.queries[rows], arena, slot, int(positions[0]), out[rows], window)
+            self._attention.prompt(made.queries[rows], arena, slot, int(positions[0]), out[rows], window, sinks)
 
     def keep_prompt(self, task: Task, keys: Array, values: Array, first: int = 0) -> None:
         """What `prompt` keeps, where something else attends: keys and values [tokens, kv_heads * head_dim]."""
@@ -161,7 +163,9 @@ class KvCache:
         if runs:
             self._on_disk().read(runs)
 
-    def decode(self, task: Task, first: int, made: Projected, out: Array, window: int) -> None:
+    def decode(
+        self, task: Task, first: int, made: Projected, out: Array, *, window: int, sinks: Array | None = None
+    ) -> None:
         """Keep the key and value of one token a sequence, and attend to all positions that it sees: as `prompt`."""
         layer = task.step.layer
         step, places = self._steps[task.step.batch, task.step.token], self._arrangement.batches[task.step.batch]
@@ -184,6 +188,7 @@ class KvCache:
             out,
             self._share,
             window,
+            sinks,
         )
 
     def store_step(self, task: Task) -> None:

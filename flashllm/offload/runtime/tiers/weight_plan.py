@@ -237,8 +237,8 @@ def _small_nbytes(source: WeightSource) -> int:
 
 
 def is_vector(name: str) -> bool:
-    """Whether the small tensor of a canonical name is a norm's or a bias: kept in fp32."""
-    return name.endswith(("_norm.weight", "bias"))
+    """Whether the small tensor of a canonical name is a norm's, a bias or sinks: kept in fp32."""
+    return name.endswith(("_norm.weight", "bias", "sinks"))
 
 
 def is_outer_matrix(name: str) -> bool:
