@@ -59,7 +59,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked for. `prompt` is text, token ids, or the messages of a conversation."""
+    """A request's meaning. `prompt` is text, token ids, or the messages of a conversation."""
 
     custom_id: str  # the caller's name for it
     kind: Kind

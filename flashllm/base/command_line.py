@@ -1,4 +1,4 @@
-"""What the command line of every verb needs: arguments that are checked, a line for the user, one JSON document."""
+"""The tools of every verb's command line: arguments that are checked, a line for the user, one JSON document."""
 
 import argparse
 import json

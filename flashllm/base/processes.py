@@ -24,7 +24,7 @@ class OneProcess:
 
     @property
     def in_child(self) -> bool:
-        """Whether this process was forked from the one that made the object."""
+        """True in a process forked from the one that made the object."""
         return os.getpid() != self._process
 
     def forked(self) -> None:

@@ -39,7 +39,7 @@ def add_store(parser: argparse._ActionsContainer) -> None:
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
-    """What the memory plan depends on."""
+    """Options that the memory plan depends on."""
     group = parser.add_argument_group("memory")
     group.add_argument("--memory", metavar="SIZE", type=size, help="limit of everything the process holds, like 7GB")
     group.add_argument("--context", metavar="N", type=whole(1), help="tokens of KV cache (default: the model's limit)")
@@ -136,7 +136,7 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
 
 
 def explained(args: argparse.Namespace) -> Callable[[str], None]:
-    """What takes lines that need no attention: they are said with --verbose alone."""
+    """The sink of lines that need no attention: they are said with --verbose alone."""
     return say if args.verbose else lambda line: None
 
 

@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _libraries_of_a_run(path: Path) -> object:
-    """What a run holds besides the engine: the tokenizer, where the model has one, and the chat's template engine."""
+    """A run's objects besides the engine: the tokenizer, where the model has one, and the chat's template engine."""
     import jinja2.sandbox
     import tokenizers
 
@@ -121,7 +121,7 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
 
 
 def _experts(model: "ModelDir") -> list[str]:
-    """What a token of a mixture of experts reads where nothing is cached."""
+    """A line on what a token of a mixture of experts reads where nothing is cached."""
     from flashllm.base.units import format_size
 
     architecture, rows = model.architecture, model.manifest.rows
@@ -137,7 +137,7 @@ def _experts(model: "ModelDir") -> list[str]:
 
 
 def _gates(model: "ModelDir", plan: "Plan") -> list[str]:
-    """What could name the active neurons of a gated model, what each takes, and whether it fits the limit."""
+    """Lines on what could name the active neurons of a gated model, what each takes, and whether it fits the limit."""
     from flashllm.base.units import format_size
     from flashllm.format.predictors import GATE_CODE
 

@@ -71,7 +71,7 @@ def open_pickled(paths: Sequence[Path], stack: ExitStack) -> list[WeightFile]:
 
 
 def _check(fd: int, path: Path) -> None:
-    """What can be said of the file without torch."""
+    """Check what can be told of the file without torch."""
     nbytes = file_status(fd, path).st_size
     if nbytes and pread_bytes(fd, 1, 0, path) == _PICKLE:
         raise UnsupportedModelError(
@@ -102,7 +102,7 @@ def _checked(found: Mapping[str, Any], file_nbytes: int, path: Path) -> Mapping[
 
 
 def describe(*paths: str) -> list[dict[str, Any]]:
-    """Of each file, tensor -> (safetensors' dtype code, shape, offset in the file, bytes). Runs in a child process.
+    """Tables of the files, tensor -> (safetensors' dtype code, shape, offset in the file, bytes). Runs in a child.
 
     FlashError where torch is not installed; UnsupportedModelError and FormatError as `open_pickled`.
     """
@@ -164,7 +164,7 @@ def _describe(path: str) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
 
 
 def _record_offsets(path: str) -> dict[int, int]:
-    """Where in the file each record's bytes begin -> how many they are."""
+    """Offset in the file of each record's bytes -> how many they are."""
     result = {}
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         for record in archive.infolist():

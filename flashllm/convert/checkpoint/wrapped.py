@@ -17,7 +17,7 @@ _WRAPPERS = {
 
 
 def what_wraps(spec: ArchitectureSpec, names: Collection[str]) -> str:
-    """What stands before a model's names in a checkpoint's `names`, and what would help: the rest of a message.
+    """Say what stands before a model's names in a checkpoint's `names`, and what would help: the rest of a message.
 
     Empty where nothing does: where the embedding has its name, or none that ends like it.
     """
