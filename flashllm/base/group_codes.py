@@ -143,8 +143,8 @@ class GroupCode:
 
 def usual_activations(encodings: Iterable[str | None]) -> str | None:
     """Inputs that a model of these encodings multiplies its codes by, a token at a time, unless it says otherwise:
-    "int16" (by 8 bits what is not multiplied by 16) where there are codes, which inputs of 32 bits would slow down two to four
-    times; else fp32, None."""
+    "int16" (by 8 bits what is not multiplied by 16) where there are codes, which inputs of 32 bits would slow down two
+    to four times; else fp32, None."""
     return "int16" if any(encoding in GROUP_CODES or encoding in CARRIED_CODES for encoding in encodings) else None
 
 

@@ -12,7 +12,7 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # device files
 
 
 def has_cuda() -> bool:
-    """Whether torch can use a GPU."""
+    """True where torch can use a GPU."""
     if not any(Path(path).exists() for path in _DRIVERS):
         return False
     try:

@@ -82,7 +82,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def launch_options(args: argparse.Namespace) -> "LaunchOptions":
-    """What `add_engine_arguments` describes. UsageError, FormatError."""
+    """The options that `add_engine_arguments` describes. UsageError, FormatError."""
     from flashllm.offload.launch import LaunchOptions
     from flashllm.offload.policy import Policy
 
@@ -330,7 +330,7 @@ def _table(document: dict[str, Any], totals: "Totals", launch: "Launch | None") 
 
 
 def _tiers(document: dict[str, Any], *, accelerated: bool) -> str:
-    """What each tier held, as it was counted beforehand, beside the cost model's figure."""
+    """Bytes that each tier held, as they were counted beforehand, and the cost model's figure."""
     used, predicted = document["measured"]["tiers"], document["predicted"]
     planned = None if predicted is None else predicted["tiers"]
     rows = [(name, used[name], planned and planned[name]) for name in ("device", "cpu", "disk")]

@@ -130,7 +130,7 @@ def measure(
 def _drive(
     file: Path, pool: _core.ThreadPool, options: CalibrationOptions, step: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What reads of a file cost, as the fields of a profile."""
+    """Costs of a file's reads, as the fields of a profile."""
     slices = max(2, options.gemv_nbytes // _SLICE_NBYTES)
     reads = ReadTimer(file, options.reads, ResidentProducts(_BESIDE, options.gemv_nbytes, pool, slices))
     again, start = reads.again(), time.monotonic()

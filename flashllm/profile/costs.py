@@ -1,4 +1,4 @@
-"""What reads cost on one machine and drive: timed batches, the values fitted to them, and what follows from those.
+"""Costs of reads on one machine and drive: timed batches, the values fitted to them, and what follows from those.
 
 A batch of n requests of s bytes, followed by a barrier, takes `latency + n * request(s)`: the latency is the drive's
 own and that of waking threads; `request` is what one request more costs while many are under way. While all cores

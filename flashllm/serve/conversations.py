@@ -63,7 +63,7 @@ class Conversations:
         return len(self._kept)
 
     def take(self, ids: Sequence[int], turns: Sequence[bytes] = ()) -> Place:
-        """Where to generate after the prompt `ids`. `turns` are the digests of the conversations it goes on from."""
+        """A place to generate after the prompt `ids`. `turns` are the digests of the conversations it goes on from."""
         dense = self._is_prompt(len(ids))
         longest = len(ids) - 1  # the last token is computed always: its logits are wanted
         self._recall(ids, turns, dense=dense, longest=longest)

@@ -1,4 +1,4 @@
-"""What every endpoint needs of HTTP: bodies with a bound, error answers, event streams, and who may ask. No model."""
+"""HTTP for every endpoint: bodies with a bound, error answers, event streams, and who may ask. No model."""
 
 import asyncio
 import contextlib

@@ -138,7 +138,7 @@ def _name(path: Path, model: Model) -> str:
 
 
 def _report(error: BaseException) -> None:
-    """Where an unforeseen error came from. Not its message, which may hold a request's text."""
+    """The place that an unforeseen error came from. Not its message, which may hold a request's text."""
     places = traceback.extract_tb(error.__traceback__)[-3:]
     where = ", ".join(f"{Path(place.filename).name}:{place.lineno}" for place in reversed(places))
     say(f"{type(error).__name__} while a request was answered, at {where} (a bug in flashllm)")

@@ -21,7 +21,7 @@ MAX_CUSTOM_ID_CHARS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What holds for lines that do not say. UsageError for a value that cannot be."""
+    """Defaults of lines that do not say. UsageError for a value that cannot be."""
 
     max_new_tokens: int = 256  # less where the context is shorter
     temperature: float = 0.0  # the likeliest token, where OpenAI's service would draw at temperature 1

@@ -217,7 +217,7 @@ def _checksum(answer: Mapping[str, Any]) -> str:
 
 
 def _may_be_torn(torn: bytes, lines: Sequence[Line], seen: set[int]) -> bool:
-    """Whether `torn` can be the beginning of a line that this job was writing.
+    """True where `torn` can be the beginning of a line that this job was writing.
 
     A power cut may leave zeros where data was about to be: a file's size can reach the drive before its bytes.
     """

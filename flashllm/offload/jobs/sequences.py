@@ -61,7 +61,7 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        """Whether no further token will be chosen."""
+        """True where no further token will be chosen."""
         return self.finish_reason is not None
 
     @property
