@@ -64,7 +64,7 @@ class Parked:
 
 
 def identity(directory: Path, mode: str) -> str:
-    """Hash of all that the bits of keys and values depend on but the tokens: the model, the mode, the instruction set."""
+    """Hash of what the bits of keys and values depend on besides tokens: the model, the mode, the instruction set."""
     digest = hashlib.sha256()
     for name in (MANIFEST, CONFIG):
         digest.update(hashlib.sha256(read_bounded(directory / name, _MAX_NAMED_NBYTES)).digest())

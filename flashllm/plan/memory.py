@@ -458,8 +458,8 @@ def _with_prompts(parts: dict[str, Any], shapes: list[PromptShape]) -> MemoryPla
 
 
 def _bookkeeping_nbytes(manifest: Manifest, slots: int) -> int:
-    """Bytes of what the layers know of their units and of `slots` slots in all caches, at most: of experts, all that few
-    tokens go to may be missing at once."""
+    """Bytes of what the layers know of their units and of `slots` slots in all caches, at most: of experts, all that
+    few tokens go to may be missing at once."""
     architecture, share = manifest.architecture, manifest.active_share or ASSUMED_SHARE
     unit, layers = architecture.unit_rows, len(architecture.mixtures) or architecture.num_layers
     units = -(-architecture.d_ff // unit)  # of the widest layer that has a cache
