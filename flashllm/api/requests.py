@@ -66,7 +66,7 @@ class Request:
     prompt: str | tuple[int, ...] | tuple[Message, ...]
     options: SamplingOptions  # max_new_tokens is the default's where `max_new_given` is false
     max_new_given: bool
-    logprobs: int | None  # likeliest tokens listed beside each chosen one; None: no log probabilities
+    logprobs: int | None  # likeliest tokens listed with each chosen one; None: no log probabilities
     tools: tuple[Message, ...] = ()  # that the model may call
     one_call: bool = False  # the answer ends with its first call
     template_values: Mapping[str, Any] = field(default_factory=dict)  # what else the chat template is told

@@ -58,7 +58,7 @@ def number(low: float, high: float | None, *, low_allowed: bool = True) -> Calla
 
 
 def say(line: str) -> None:
-    """A line for the user, beside the output."""
+    """A line for the user, apart from the output."""
     print(f"flashllm: {one_line(line)}", file=sys.stderr, flush=True)
 
 

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from flashllm.errors import FlashIOError, FormatError, UsageError
 
-CHUNK_NBYTES = 8 * 2**20  # one read or write; large enough for full sequential speed, small beside any limit
+CHUNK_NBYTES = 8 * 2**20  # one read or write; large enough for full sequential speed, small compared with any limit
 _SYNC_NBYTES = 64 * 2**20  # dirty pages cannot be dropped, so they are forced out this often
 _STEP_NBYTES = 4 * 2**20  # one system call; a drive that works ends it long before PATIENCE_S
 _PARTS = 60  # of patience

@@ -1,4 +1,4 @@
-"""Objects of one process: what they hold beside it, and that a forked child must not use them.
+"""Objects of one process: what they hold outside it, and that a forked child must not use them.
 
 That child has none of the native threads, and none of the memory that holds weights.
 

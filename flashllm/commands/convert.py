@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "float16", "bfloat16"),
-        help="of the result (default: the source's; beside quantised weights float16)",
+        help="of the result (default: the source's; with quantised weights float16)",
     )
     parser.add_argument(
         "--bits",

@@ -199,7 +199,7 @@ def _of_every_neuron(token: "DenseEstimate") -> _Estimate | None:
 
     if token.products_s is None or token.total_s is None:
         return None
-    read = f"{format_size(token.bytes_read)} of {format_size(token.ffn_nbytes)}, in sequence, beside the products"
+    read = f"{format_size(token.bytes_read)} of {format_size(token.ffn_nbytes)}, in sequence, while products run"
     lines = [
         "a token (every neuron)",
         f"  reads     {token.read_s * 1e3:8.1f} ms  {read}",

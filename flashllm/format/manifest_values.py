@@ -1,4 +1,4 @@
-"""The values in a manifest beside the layout (format/manifest.py has the whole): each is checked where it is made, and
+"""The values in a manifest besides the layout (format/manifest.py has the whole): each is checked where it is made, and
 read from JSON. Knows no files.
 """
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_LOGPROBS = 20  # likeliest tokens listed beside each chosen one, as in OpenAI's interface
+MAX_LOGPROBS = 20  # likeliest tokens listed with each chosen one, as in OpenAI's interface
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ def choose_accelerator(device: Device) -> str | None:
 
 
 def free_nbytes(accelerator: str) -> int:
-    """Bytes of its memory that a run may take: most of what is free, for libraries take some beside torch."""
+    """Bytes of its memory that a run may take: most of what is free, for libraries take some besides torch."""
     import torch
 
     return int(_FREE_SHARE * torch.cuda.mem_get_info(torch.device(accelerator, torch.cuda.current_device()))[0])

@@ -2,7 +2,7 @@
 
 Per layer: the reader gets one batch for the misses (neighbours merged), while the hits' up products run; behind it, the
 rows prefetched for the next layer while this one computes. Everything touched in memory is touched once, resident
-weights at the rate of resident products, rows at that of rows gathered. Reads beside products are slower, and slow the
+weights at the rate of resident products, rows at that of rows gathered. Reads during products are slower, and slow the
 products. The interpreter and waking threads cost a fixed time a layer. Plain arithmetic; loads and measures nothing.
 """
 

@@ -38,7 +38,7 @@ _BODY_VALUES, _VALUE_NBYTES = 1 << 15, 120  # of JSON, besides the prompt's toke
 BODIES = 3  # times the largest body: what all under way may take; two times the largest come and go while it is read
 MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for one streaming block
 _THROUGH_NBYTES = 64 << 10  # of a request that reads through gaps: kMaxThrough (csrc/io/request_plan.h)
-# What the process grows by beside the planned buffers: pages of libraries at their first use, the interpreter's own
+# Growth of the process besides the planned buffers: pages of libraries at their first use, the interpreter's own
 # objects, the allocator's slack. Measured as the peak RSS less all other parts of the plan: bench/log, "The limit
 # did not hold". A process that has loaded torch grows by TORCH_GROWTH more.
 LIBRARY_GROWTH = 16_000_000
@@ -138,7 +138,7 @@ class MemoryPlan:
 
     @property
     def full_cache_rows(self) -> tuple[int, ...]:
-        """Rows of each layer's cache beside one sequence of `context` tokens."""
+        """Rows of each layer's cache when one sequence has `context` tokens."""
         return self.cache_rows_at(self.context_blocks)
 
     def neuron_cache_nbytes(self, blocks: int) -> int:

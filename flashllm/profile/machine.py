@@ -126,7 +126,7 @@ class Profile:
         return self.again >= _REMEMBERS
 
     def best(self, row_nbytes: int, backend: Backend | None = None) -> ReaderCosts:
-        """The reader under which a typical layer with rows of `row_nbytes` takes least time: some reads beside its
+        """The reader under which a typical layer with rows of `row_nbytes` takes least time: some reads during its
         products, the others after them. With `backend`: its best depth, where it was measured."""
         readers = [reader for reader in self.readers if reader.backend == backend] or list(self.readers)
 

@@ -23,7 +23,7 @@ from flashllm.parked.folder import Entry, ParkingFolder
 from flashllm.replies.written import load
 
 MIN_SHARED_TOKENS = 8  # fewer are not worth a copy
-MIN_PARKED_TOKENS = 32  # that a parked conversation spares, beside those in memory: fewer are not worth reading it
+MIN_PARKED_TOKENS = 32  # that parking spares, more than memory does: fewer are not worth reading it
 
 
 @dataclass(slots=True, kw_only=True)

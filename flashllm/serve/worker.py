@@ -100,7 +100,7 @@ class Worker:
         speculation: Speculation | None = None,
         parking: ParkingFolder | None = None,
     ) -> None:
-        """`max_waiting` jobs wait beside the one that runs; `keep` conversations stay in memory.
+        """`max_waiting` jobs wait behind the one that runs; `keep` conversations stay in memory.
 
         `on_event` sees all jobs' events, from the worker's thread. Conversations that leave memory go to `parking`.
         """

@@ -134,7 +134,7 @@ def _describe(path: str) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
         named = re.search(r"GLOBAL (\S+)|module (\S+) is blocked", str(error))
         what = f" ({named[1] or named[2]})" if named else ""
         raise UnsupportedModelError(
-            f"{path}: holds Python objects{what} beside tensors, which could run code when opened; if you trust its "
+            f"{path}: holds Python objects{what} besides tensors, which could run code when opened; if you trust its "
             f"maker, {_RESAVE}"
         ) from error
     except Exception as error:

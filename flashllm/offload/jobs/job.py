@@ -17,7 +17,7 @@ from flashllm.offload.jobs.results import Results
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence
 from flashllm.offload.policy import Workload
 
-_PROMPT_WEIGHT = 0.1  # of a prompt token beside a new one, in time, until a block has been measured
+_PROMPT_WEIGHT = 0.1  # of a new token's time that a prompt token takes, until a block has been measured
 
 
 class Measure(Protocol):

@@ -22,7 +22,7 @@ from flashllm.profile.rates import RateCurve
 _CORE_FLOPS = 4e10  # of products, a core; the typical figures are orders of magnitude, which the order of sizes needs
 _MEMORY_RATE = 1.5e10  # bytes/s
 _DISK_RATE = 1.5e9
-_SQUARE_S = 5e-4  # of a batch in a layer, beside its work
+_SQUARE_S = 5e-4  # of a batch in a layer, besides its work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

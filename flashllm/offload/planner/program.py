@@ -21,7 +21,7 @@ _MARGIN = 1e-6
 _TIE = 1e-5  # placements whose times differ by this share are equally fast
 _DISTANCE = (0.0, 0.1, 1.0)  # of the tiers, to choose among these
 _PHASES = 3  # the seconds of prefill, decoding and the output head follow the nine fractions
-# The integer program is stopped here; what it holds then is feasible and reported with the relaxed bound beside it.
+# The integer program is stopped here; what it holds then is feasible and reported with the relaxed bound.
 _INTEGER_SECONDS = 5.0
 
 Matrix = NDArray[np.float64]  # of one or two dimensions
