@@ -1,4 +1,4 @@
-"""What predictors get right and wrong in each layer, and how neurons are used over tokens (paper A's figures 3, 4, 12).
+"""Counts predictors' hits and misses in each layer, and how tokens use neurons (paper A's figures 3, 4, 12).
 
 Works on FFN inputs collected from a dense pass, a layer at a time. Knows no texts and no scores.
 """
@@ -98,12 +98,12 @@ def _histogram(values: NDArray[np.float32]) -> NDArray[np.int64]:
 
 
 def pre_activations(weights: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-    """What decides whether a neuron fires, [tokens, d_ff] fp32: above 0 it does. x: [tokens, d_model] fp32."""
+    """Values that decide whether a neuron fires, [tokens, d_ff] fp32: above 0 it does. x: [tokens, d_model] fp32."""
     return _products(x, weights.drivers(), weights.bias, weights.layout.d_ff)
 
 
 def activations(weights: LayerWeights, x: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
-    """What each neuron's down column is multiplied by, less signs, [tokens, d_ff] fp32; `pre`: its pre-activations."""
+    """Factors of the neurons' down columns, less signs, [tokens, d_ff] fp32; `pre`: its pre-activations."""
     gates = Gates(weights.model)
     values = torch.from_numpy(gates.magnitudes(weights.layer, (pre + float(weights.threshold)).numpy()))
     values[values < float(weights.cut)] = 0.0

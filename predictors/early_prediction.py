@@ -81,7 +81,7 @@ class Counts:
 
 @dataclass(slots=True)
 class Layer:
-    """What a layer fires on: weights of the matrix that decides, its bias, and norms of the down columns."""
+    """A layer's deciding parts: weights of the matrix that decides, its bias, and norms of the down columns."""
 
     driver: torch.Tensor  # [d_ff, d_model]
     bias: torch.Tensor  # [d_ff]

@@ -146,7 +146,7 @@ ReadTime = Callable[[list[float]], float]  # bytes that each layer reads for a t
 
 
 def read_time(directory: Path, stride: int, bandwidth: float | None) -> tuple[ReadTime, str]:
-    """What reading costs, and by what it is known: `bandwidth` (GB/s), or the drive's calibration, or a round number.
+    """The cost of reading, and by what it is known: `bandwidth` (GB/s), or the drive's calibration, or a round number.
 
     By the calibration a layer's rows are a batch of requests of `stride` bytes and a barrier.
     """
@@ -218,7 +218,7 @@ def without_predictors(
     max_tokens: int,
     window: int,
 ) -> list[dict[str, Any]]:
-    """What it is worth to compute every neuron of so many layers (paper A, appendix C.4), for each of `counts`.
+    """The worth of computing every neuron of so many layers (paper A, appendix C.4), for each of `counts`.
 
     Those layers come first whose misses carry most: `layers` has what `layer_reports` says of each.
     """

@@ -77,7 +77,7 @@ class LayerPredictor:
 
     @classmethod
     def everything(cls, d_model: int, d_ff: int) -> "LayerPredictor":
-        """Of a layer without a predictor: every neuron is active."""
+        """The predictor of a layer without one: every neuron is active."""
         return cls(torch.zeros(1, d_model), torch.zeros(d_ff, 1), torch.zeros(d_ff), -1.0)
 
     def stored(self, bits: int) -> "LayerPredictor":

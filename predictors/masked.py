@@ -35,7 +35,7 @@ BLOCK_TOKENS = 512  # whose logits a predictor gives at once
 
 
 class Variant(StrEnum):
-    """What decides which neurons count."""
+    """Ways to decide which neurons count."""
 
     DENSE = "dense"  # all
     ORACLE = "oracle"  # those that fire
@@ -71,7 +71,7 @@ class GateNamer:
 
     @property
     def rank(self) -> int:
-        """Of the matrix, whole."""
+        """Rank of the matrix, whole."""
         return self.d_model
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ class MaskedModel:
         return [Variant.DENSE, Variant.ORACLE, *self._predictors]
 
     def predictors(self, variant: Variant) -> list[Namer] | None:
-        """Of a variant that has some."""
+        """Namers of a variant that has some."""
         return self._predictors.get(variant)
 
     def use(self, variant: Variant, watcher: Watcher | None = None) -> None:
@@ -176,7 +176,7 @@ class MaskedModel:
 
 
 def untrained(model: Model, ranks: list[int]) -> list[LayerPredictor]:
-    """What conversion makes of a loaded model's weights without data, at other ranks."""
+    """Predictors as conversion makes them of a loaded model's weights, without data, at other ranks."""
     made = []
     for layer, rank in enumerate(ranks):
         weights = LayerWeights(model, layer)

@@ -27,7 +27,7 @@ CHUNK_NBYTES = 64 * 2**20  # of the positions that are trained on at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassShape:
-    """What passes: `samples` of `tokens`, of which `kept` positions of every sample are recorded."""
+    """The shape of a pass: `samples` of `tokens`, of which `kept` positions of every sample are recorded."""
 
     samples: int
     tokens: int
@@ -37,7 +37,7 @@ class PassShape:
 
     @property
     def code_nbytes(self) -> int:
-        """Of one position."""
+        """Bytes of one position's codes."""
         return -(-self.d_ff // CODES_PER_BYTE)
 
     @property
@@ -61,7 +61,7 @@ class PassShape:
 
     @property
     def _kv_blocks(self) -> int:
-        """Of a sample."""
+        """KV blocks of a sample."""
         return -(-self.tokens // KV_BLOCK_TOKENS)
 
     @property

@@ -1,4 +1,4 @@
-"""Where a prefetch predictor starts: the best low-rank map from an earlier layer's input to a layer's pre-activations.
+"""The start of a prefetch predictor: the best low-rank map from an earlier layer's input to a layer's pre-activations.
 
 By least squares the layer's own input is a linear map of the earlier one; through it, and the layer's weights, goes the
 truncated SVD that ordinary predictors start from. Knows tensors, not files.

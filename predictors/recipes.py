@@ -72,7 +72,7 @@ class AutoRanks:
 
 
 def parse_ranks(text: str) -> Recipe | AutoRanks:
-    """What `--ranks` means: AUTO, AUTO*2 (twice as large), a recipe's name, a rank for all layers, or "128:1024x4".
+    """The meaning of `--ranks`: AUTO, AUTO*2 (twice as large), a recipe's name, a rank for all layers, or "128:1024x4".
 
     The last is 128, and 1024 in the last four layers. ValueError says what would be right.
     """

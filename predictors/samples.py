@@ -25,7 +25,7 @@ CHARS_PER_TOKEN = 8  # of an excerpt: ample for English and byte-level vocabular
 
 
 class TextEncoder(Protocol):
-    """What is asked of a tokenizer."""
+    """The part of a tokenizer that samples need."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -36,7 +36,7 @@ class DataError(Exception):
 
 @dataclass(slots=True)
 class SampleReport:
-    """What became of the documents."""
+    """The fate of the documents."""
 
     used: int = 0
     skipped: Counter[str] = field(default_factory=Counter)

@@ -51,7 +51,7 @@ def _copa(row: Row) -> Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Where a task's rows are, and how a row (in the local files' form) becomes an item."""
+    """A task's rows, and how a row (in the local files' form) becomes an item."""
 
     file: str
     item: Callable[[Row], Item]

@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def train_options(args: argparse.Namespace) -> TrainOptions:
-    """What the arguments ask for. UsageError for values that cannot be."""
+    """The options that the arguments ask for. UsageError for values that cannot be."""
     least_of = {"samples": LEAST_SAMPLES, "tokens_per_sample": 2, "epochs": 0, "positions": 1, "window": 1}
     for name, least in least_of.items():
         if getattr(args, name) < least:
@@ -154,7 +154,7 @@ def scratch_directory(path: Path, *, resume: bool) -> Iterator[None]:
 
 
 def scratch_files(path: Path) -> list[Path]:
-    """What a training keeps in its scratch directory. UsageError where something else lies there."""
+    """Files that a training keeps in its scratch directory. UsageError where something else lies there."""
     own = {file for pattern in (*SCRATCH_FILES, IDENTITY, f".{IDENTITY}.tmp", TRAINED) for file in path.glob(pattern)}
     for file in path.iterdir():
         if file not in own:

@@ -39,7 +39,7 @@ CURVE = (0.8, 0.9, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995)  # recalls of the report
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """What decides a run's results, beside the model and the samples."""
+    """Settings that decide a run's results, besides the model and the samples."""
 
     recipe: Recipe | AutoRanks
     fit: FitOptions  # of layer 0; layer i adds i to the seed
@@ -95,7 +95,7 @@ class Trainer:
         self._batch = shape.batch_samples
 
     def seconds(self, ranks: list[int]) -> float:
-        """What a run takes, from a slice of it measured here: a batch through a layer, a step of training, an SVD."""
+        """Times of a run, from a slice of it measured here: a batch through a layer, a step of training, an SVD."""
         shape, fit_options = self._shape, self._options.fit
         layers = self._architecture.num_layers
         edges = np.full((2, shape.d_ff), np.inf, np.float32)
@@ -143,7 +143,7 @@ class Trainer:
         return reports, popularity
 
     def result(self, layer: int) -> LayerResult:
-        """Of a finished layer, from its file: all of them together would take more memory than the largest step.
+        """Result of a finished layer, from its file: all of them together would take more memory than the largest step.
 
         FlashIOError where the file cannot be read, FormatError where it is not what was written.
         """

@@ -1,4 +1,4 @@
-"""What a training run will take: memory by purpose and scratch space, said before work begins.
+"""The needs of a training run: memory by purpose and scratch space, said before work begins.
 
 Arithmetic over the model's shape. BudgetError where the limit, or the free disk, cannot hold the run. How long it takes
 is measured by the trainer.
@@ -47,7 +47,7 @@ class TrainingPlan:
         return self.model + self.work
 
     def table(self) -> str:
-        """What is printed before work begins."""
+        """The text that is printed before work begins."""
         shape = self.shape
         limit = "" if self.limit is None else f" of {format_size(self.limit)}"
         return (

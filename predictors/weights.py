@@ -61,7 +61,7 @@ class LayerWeights:
             yield np.ascontiguousarray(block["up"])
 
     def up_bias(self) -> Floats | None:
-        """Of a gated model."""
+        """Bias of a gated model's up projection."""
         return self._vector("ffn.up_bias")
 
     def down_norms(self) -> Floats:

@@ -97,7 +97,7 @@ class Recorder:
         return self._masks
 
     def input(self, layer: int, x: NDArray[np.float32]) -> None:
-        """What the predictors say of a layer's input."""
+        """Mark what the predictors say of a layer's input."""
         stored = np.ascontiguousarray(cast_dtype(x, WEIGHT_DTYPES["float32"], self._model.directory.dtype))
         for token, row in enumerate(stored, start=self._done):
             self._masks[token, layer, Stream.ACTIVE, self._ffns[layer].predict(row.ctypes.data)] = True
@@ -106,7 +106,7 @@ class Recorder:
                 self._masks[token, layer + 1, Stream.PREFETCH, named] = True
 
     def activations(self, layer: int, first: int, h: NDArray[np.float32]) -> None:
-        """What fires of some neurons [neurons, tokens]."""
+        """Mark what fires of some neurons [neurons, tokens]."""
         neurons, end = slice(first, first + len(h)), self._done + h.shape[1]
         self._masks[self._done : end, layer, Stream.FIRING, neurons] = (h != 0).T
         if layer + 1 == self.num_layers and neurons.stop == self.num_neurons:

@@ -48,7 +48,7 @@ def finish_reason(reason: str, called: bool) -> str:
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprobs] | None, text: TokenText) -> Any:
-    """Of an answer's tokens in a conversation."""
+    """Log probabilities of an answer's tokens in a conversation."""
     if tokens is None:
         return None
     return {"content": [token_entry(token, text) for token in tokens], "refusal": None}
@@ -71,7 +71,7 @@ def _one(token_id: int, logprob: float, text: TokenText) -> dict[str, Any]:
 def completion_logprobs(
     tokens: Sequence[TokenLogprobs] | None, text: TokenText, *, first_id: int | None = None, offset: int = 0
 ) -> Any:
-    """Of a completion's tokens. `first_id`: an echoed prompt's first token, which has no log probability.
+    """Log probabilities of a completion's tokens. `first_id`: an echoed prompt's first token, which has none.
 
     `offset` characters of the answer's text stand before these tokens.
     """

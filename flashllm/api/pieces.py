@@ -57,7 +57,7 @@ class _Piece:
     last_word: int  # the one that reaches `end`
 
     def meet(self, index: int) -> bool:
-        """Whether token `index` and the one before it meet between two characters."""
+        """True where token `index` and the one before it meet between two characters."""
         return index > 0 and self.spans[index][0] >= self.spans[index - 1][1]
 
 
@@ -197,7 +197,7 @@ class Pieces:
         return _Piece(start, end, lead, made.ids, spans, words, within[-1] if within else 0)
 
     def _starts(self, text: str, piece: _Piece, first: int, shift: int) -> Iterator[tuple[int, str, int]]:
-        """Where the piece after `piece`, of which tokens from `first` on are used, may begin, and what is glued to it:
+        """Places where the piece after `piece`, its tokens used from `first` on, may begin, and what is glued to it:
         with a word, or where the piece's end is one word, within that, by a shift that is told. `shift` goes first."""
         spans, words = piece.spans, piece.words
         if first >= len(spans):
@@ -230,7 +230,7 @@ class Pieces:
                 yield start + moved, lead, moved
 
     def _begins(self, char: str) -> bool:
-        """Whether a text may be cut before `char`: it is composed with nothing before it, and no token takes it."""
+        """True where a text may be cut before `char`: it is composed with nothing before it, and no token takes it."""
         marks = unicodedata.category(char).startswith("M") or "\u1100" <= char <= "\u11ff"
         return not marks and not (self._strips and char.isspace())
 
@@ -274,7 +274,7 @@ def _regex(part: Mapping[str, Any]) -> str:
 
 
 def _grows(part: Mapping[str, Any]) -> bool:
-    """Whether a normalizer takes no byte away."""
+    """True for a normalizer that takes no byte away."""
     if part["type"] == "Replace":
         pattern = part["pattern"].get("String")
         return pattern is not None and len(part["content"].encode()) >= len(pattern.encode())

@@ -21,7 +21,7 @@ _END_TOKENS = 16  # of a prompt, that may open reasoning
 
 
 class TextTokenizer(Protocol):
-    """What prompts need of `flashllm.generate.tokenizer.Tokenizer`."""
+    """The part of `flashllm.generate.tokenizer.Tokenizer` that prompts need."""
 
     @property
     def end_ids(self) -> frozenset[int]: ...
@@ -31,7 +31,7 @@ class TextTokenizer(Protocol):
 
 
 class Template(Protocol):
-    """What renders a conversation: `flashllm.generate.templates.chat_template.ChatTemplate`."""
+    """Renderer of conversations: `flashllm.generate.templates.chat_template.ChatTemplate`."""
 
     def takes(self, name: str) -> bool: ...
     def render(

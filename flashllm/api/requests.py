@@ -59,14 +59,14 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked for. `prompt` is text, token ids, or the messages of a conversation."""
+    """A request's meaning. `prompt` is text, token ids, or the messages of a conversation."""
 
     custom_id: str  # the caller's name for it
     kind: Kind
     prompt: str | tuple[int, ...] | tuple[Message, ...]
     options: SamplingOptions  # max_new_tokens is the default's where `max_new_given` is false
     max_new_given: bool
-    logprobs: int | None  # likeliest tokens listed beside each chosen one; None: no log probabilities
+    logprobs: int | None  # likeliest tokens listed with each chosen one; None: no log probabilities
     tools: tuple[Message, ...] = ()  # that the model may call
     one_call: bool = False  # the answer ends with its first call
     template_values: Mapping[str, Any] = field(default_factory=dict)  # what else the chat template is told

@@ -1,1 +1,1 @@
-"""What differs between architectures: one file a Hugging Face model_type, and the table of them."""
+"""Differences between architectures: one file a Hugging Face model_type, and the table of them."""

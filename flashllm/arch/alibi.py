@@ -36,7 +36,7 @@ def _to_bf16(value: float) -> float:
 
 
 def _mpt_slopes(heads: int) -> tuple[float, ...]:
-    """Of the power of two that is next above: its odd slopes, then its even ones, as many as there are heads."""
+    """Slopes of the power of two that is next above: its odd slopes, then its even ones, as many as there are heads."""
     above = 2 ** math.ceil(math.log2(heads))
     slopes = [2.0 ** (-8.0 * (i + 1) / above) for i in range(above)]
     return tuple(slopes if above == heads else [*slopes[1::2], *slopes[::2]][:heads])

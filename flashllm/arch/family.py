@@ -1,4 +1,4 @@
-"""What architecture files share: a decoder's tensors under the usual names, and a block from the usual config keys.
+"""Shared by architecture files: a decoder's tensors under the usual names, and a block from the usual config keys.
 
 A file says where its model_type differs. Plain values; knows no model_type.
 """

@@ -1,4 +1,4 @@
-"""What a mixture of experts is to the native core: how a layer's neurons are shared out, and what its router decides.
+"""A mixture of experts as the native core sees it: how a layer's neurons are shared out, and what its router decides.
 
 A layer's neurons are those of its experts, one expert after the other, and behind them the shared ones, which every
 token uses. Plain values; knows no model_type.

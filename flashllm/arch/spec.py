@@ -1,4 +1,4 @@
-"""What one decoder block computes: a `BlockSpec` is all that the native core knows of an architecture. And what a
+"""A decoder block's computation: a `BlockSpec` is all that the native core knows of an architecture. And what a
 manifest records of one (`Architecture`). Plain values: no tensors and no files.
 """
 
@@ -56,7 +56,7 @@ class Alibi:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """What layers of one model may differ in: their attention's reach and rotation, and their feed-forward part."""
+    """A layer's own part of the spec: its attention's reach and rotation, and its feed-forward part."""
 
     rotary: int | None = 0  # of `BlockSpec.rotary`; None: this layer turns nothing
     window: int | None = None  # positions a query sees, its own included; None: all before it
@@ -194,7 +194,7 @@ class BlockSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """What the manifest records of a model's architecture."""
+    """A model's architecture, as the manifest records it."""
 
     model_type: str
     num_layers: int
@@ -284,7 +284,7 @@ class Architecture:
 
     @property
     def sparse(self) -> bool:
-        """Whether most neurons are exactly zero for a token, so that modes sparse and oracle make sense."""
+        """True where most neurons are exactly zero for a token, so that modes sparse and oracle make sense."""
         return self.activation in SPARSE_ACTIVATIONS
 
 

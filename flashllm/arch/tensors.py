@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensors are: their canonical names, which are the same for every architecture, and an
+"""Places of a checkpoint's tensors: their canonical names, which are the same for every architecture, and an
 `ArchitectureSpec`, which maps those of a Hugging Face model_type to them. Plain values: no tensors and no files.
 
 Canonical names, "{i}" for the layer; those a model has no use for are absent:

@@ -55,7 +55,7 @@ class Bf12:
         return rows
 
     def holds(self, bits: Bits) -> bool:
-        """Whether every vector of these bfloat16 bits, uint16 [n, k], can be encoded."""
+        """True where every vector of these bfloat16 bits, uint16 [n, k], can be encoded."""
         n, length = bits.shape
         if length > MAX_LENGTH:
             return False

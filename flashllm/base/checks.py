@@ -31,7 +31,7 @@ def check_int(name: str, value: Any, low: int, high: int) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is an integer or a float, finite, and not beyond what a float can be; true is none."""
+    """True for an integer or a float that is finite and not beyond what a float can be; true is none."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 

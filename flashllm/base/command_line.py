@@ -1,4 +1,4 @@
-"""What the command line of every verb needs: arguments that are checked, a line for the user, one JSON document."""
+"""The tools of every verb's command line: arguments that are checked, a line for the user, one JSON document."""
 
 import argparse
 import json
@@ -58,7 +58,7 @@ def number(low: float, high: float | None, *, low_allowed: bool = True) -> Calla
 
 
 def say(line: str) -> None:
-    """A line for the user, beside the output."""
+    """A line for the user, apart from the output."""
     print(f"flashllm: {one_line(line)}", file=sys.stderr, flush=True)
 
 

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from flashllm.errors import FlashIOError, FormatError, UsageError
 
-CHUNK_NBYTES = 8 * 2**20  # one read or write; large enough for full sequential speed, small beside any limit
+CHUNK_NBYTES = 8 * 2**20  # one read or write; large enough for full sequential speed, small compared with any limit
 _SYNC_NBYTES = 64 * 2**20  # dirty pages cannot be dropped, so they are forced out this often
 _STEP_NBYTES = 4 * 2**20  # one system call; a drive that works ends it long before PATIENCE_S
 _PARTS = 60  # of patience
@@ -72,7 +72,7 @@ def file_status(fd: int, path: Path) -> os.stat_result:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is a file or folder `path`. FlashIOError where that cannot be told, UsageError where none can be.
+    """True for a file or folder that exists. FlashIOError where that cannot be told, UsageError where none can be.
 
     `Path.exists` takes a failing call for "no" in newer Pythons.
     """
@@ -101,7 +101,7 @@ class _Caller:
         threading.Thread(target=self._serve, name="flashllm reads", daemon=True).start()
 
     def call(self, function: Callable[[], int]) -> int:
-        """What `function` returns or raises; queue.Empty where it has done neither after PATIENCE_S."""
+        """Return or raise what `function` does; queue.Empty where it has done neither after PATIENCE_S."""
         result: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         self._calls.put((function, result))
         try:
@@ -125,7 +125,7 @@ class _Caller:
 
 
 def _patiently(result: queue.SimpleQueue[int | BaseException]) -> int | BaseException:
-    """What comes; queue.Empty after PATIENCE_S, of which a time in which the process was stopped is one part."""
+    """The next item; queue.Empty after PATIENCE_S, of which a time in which the process was stopped is one part."""
     for _ in range(_PARTS - 1):
         with contextlib.suppress(queue.Empty):
             return result.get(timeout=PATIENCE_S / _PARTS)

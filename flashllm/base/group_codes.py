@@ -31,7 +31,7 @@ _UNIT = 32  # codes of 4 bits that share 16 bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """What the weights of groups can be: `scales` and `minimums`, fp16 of one shape, which the weights broadcast to."""
+    """The weights that groups can have: `scales` and `minimums`, fp16 of one shape, which the weights broadcast to."""
 
     lowest: int  # code, as it is stored
     highest: int
@@ -48,7 +48,7 @@ class Grid:
         return _rounded(values, scales, self.lowest - self.zero, self.highest - self.zero) + zero
 
     def weights(self, codes: Floats) -> Floats:
-        """What codes stand for, exactly as the kernels have it."""
+        """Weights that codes stand for, exactly as the kernels have them."""
         if self.minimums is not None:
             return codes * self.scales.astype(np.float32) + self.minimums.astype(np.float32)
         return (codes - np.float32(self.zero)) * self.scales.astype(np.float32)
@@ -142,9 +142,9 @@ class GroupCode:
 
 
 def usual_activations(encodings: Iterable[str | None]) -> str | None:
-    """What a model of these encodings multiplies its codes by, a token at a time, unless it says otherwise: "int16"
-    (by 8 bits what is not multiplied by 16) where there are codes, which inputs of 32 bits would slow down two to four
-    times; else fp32, None."""
+    """Inputs that a model of these encodings multiplies its codes by, a token at a time, unless it says otherwise:
+    "int16" (by 8 bits what is not multiplied by 16) where there are codes, which inputs of 32 bits would slow down two
+    to four times; else fp32, None."""
     return "int16" if any(encoding in GROUP_CODES or encoding in CARRIED_CODES for encoding in encodings) else None
 
 

@@ -1,4 +1,4 @@
-"""What the process may use: cores, memory left, its control group's limit. Reads the kernel, sets nothing."""
+"""The process's share of the machine: cores, memory left, its control group's limit. Reads the kernel, sets nothing."""
 
 import contextlib
 import ctypes

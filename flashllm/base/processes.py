@@ -1,4 +1,4 @@
-"""Objects of one process: what they hold beside it, and that a forked child must not use them.
+"""Objects of one process: what they hold outside it, and that a forked child must not use them.
 
 That child has none of the native threads, and none of the memory that holds weights.
 
@@ -24,7 +24,7 @@ class OneProcess:
 
     @property
     def in_child(self) -> bool:
-        """Whether this process was forked from the one that made the object."""
+        """True in a process forked from the one that made the object."""
         return os.getpid() != self._process
 
     def forked(self) -> None:

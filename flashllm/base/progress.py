@@ -84,7 +84,7 @@ class ProgressBar:
             TimeRemainingColumn(compact=True),
             cell("{task.fields[what]}"),
             console=Console(file=self._file),
-            auto_refresh=False,  # drawn by the calls: no thread beside the work
+            auto_refresh=False,  # drawn by the calls: no thread runs for it
             transient=True,  # the final line says what remains to be said
         )
         self._task = progress.add_task(self._label, total=max(total, 1), what="", amount="")

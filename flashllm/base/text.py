@@ -47,7 +47,7 @@ def valid_unicode(text: str) -> str:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal. A closed stream is none."""
+    """True where `stream` is a terminal. A closed stream is none."""
     return not stream.closed and stream.isatty()
 
 

@@ -30,7 +30,7 @@ COMMANDS = {
 
 
 class ChatSession(Protocol):
-    """What a chat needs of `flashllm.generate.session.Session`."""
+    """The part of `flashllm.generate.session.Session` that a chat needs."""
 
     messages: list[dict[str, str]]
     system: str | None
@@ -47,7 +47,7 @@ class ChatSession(Protocol):
 
 
 class ConversationShelf(Protocol):
-    """Where conversations are kept by name: `flashllm.parked.shelf.Shelf`."""
+    """A store of conversations by name: `flashllm.parked.shelf.Shelf`."""
 
     def save(self, name: str, session: Any, note: dict[str, Any]) -> int: ...
     def load(self, name: str, session: Any) -> dict[str, Any]: ...
@@ -255,5 +255,5 @@ def _help() -> str:
 
 
 def is_command(line: str) -> bool:
-    """Whether a line is a command to the chat. Text that begins with a space never is."""
+    """True for a line that is a command to the chat. Text that begins with a space never is."""
     return line.startswith("/")

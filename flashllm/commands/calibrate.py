@@ -149,7 +149,7 @@ def _lines(profile: "Profile") -> list[str]:
         lines.append(f"  {format_size(nbytes):>7} {rates}")
     latencies = "".join(f"{reader.latency_s * 1e6:>10.0f} us" for reader in profile.readers)
     lines.append(f"  {'batch':>7} {latencies}")
-    lines.append("  beside products on all cores; what a read takes from them")
+    lines.append("  during products on all cores; what a read takes from them")
     for nbytes in _ROWS:
         rates = "".join(f"{nbytes / reader.beside(nbytes) / 1e6:>8.0f} MB/s" for reader in profile.readers)
         lost = "".join(f"{reader.lost(nbytes) * 1e6:>10.1f} us" for reader in profile.readers)

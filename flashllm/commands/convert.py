@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "float16", "bfloat16"),
-        help="of the result (default: the source's; beside quantised weights float16)",
+        help="of the result (default: the source's; with quantised weights float16)",
     )
     parser.add_argument(
         "--bits",
@@ -158,7 +158,7 @@ def _convert(args: argparse.Namespace, source: Path, name: str | None, bars: Exi
 
 
 def _compared(source: Path, directory: Path, progress: Progress) -> str:
-    """What the bits of a finished conversion cost, or why that is not known: the model is whole either way."""
+    """Say what the bits of a finished conversion cost, or why that is not known: the model is whole either way."""
     from flashllm.commands.predictors.scripts import sample_text
     from flashllm.errors import FlashError
     from flashllm.format.report.inspect import quality_line

@@ -112,7 +112,7 @@ def _read_prompt(argument: str) -> str:
 
 
 def _flat(record: Any) -> dict[str, Any]:
-    """A record with its times beside its other fields."""
+    """A record's fields, and its times among them."""
     fields = dataclasses.asdict(record)
     times = fields.pop("times")
     return {**fields, **times}

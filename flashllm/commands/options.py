@@ -39,7 +39,7 @@ def add_store(parser: argparse._ActionsContainer) -> None:
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
-    """What the memory plan depends on."""
+    """Options that the memory plan depends on."""
     group = parser.add_argument_group("memory")
     group.add_argument("--memory", metavar="SIZE", type=size, help="limit of everything the process holds, like 7GB")
     group.add_argument("--context", metavar="N", type=whole(1), help="tokens of KV cache (default: the model's limit)")
@@ -89,7 +89,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, defaults: str) -> None:
     group.add_argument("--temperature", metavar="X", type=number(0, None), help="0: always the likeliest token")
     group.add_argument("--top-k", metavar="K", type=whole(0), help="only the K likeliest tokens; 0: all")
     group.add_argument("--top-p", metavar="P", type=number(0, 1, low_allowed=False), help="only tokens up to this mass")
-    group.add_argument("--min-p", metavar="P", type=number(0, 1), help="only tokens this likely beside the likeliest")
+    group.add_argument("--min-p", metavar="P", type=number(0, 1), help="only tokens up to 1/P as unlikely as the best")
     group.add_argument("--repetition-penalty", metavar="X", type=number(0, None, low_allowed=False), help="1: none")
     group.add_argument("--seed", metavar="S", type=whole(0, 2**63 - 1), help="the same answer each time")
     group.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before TEXT (repeatable)")
@@ -136,7 +136,7 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
 
 
 def explained(args: argparse.Namespace) -> Callable[[str], None]:
-    """What takes lines that need no attention: they are said with --verbose alone."""
+    """The sink of lines that need no attention: they are said with --verbose alone."""
     return say if args.verbose else lambda line: None
 
 

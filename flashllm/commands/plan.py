@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _libraries_of_a_run(path: Path) -> object:
-    """What a run holds besides the engine: the tokenizer, where the model has one, and the chat's template engine."""
+    """A run's objects besides the engine: the tokenizer, where the model has one, and the chat's template engine."""
     import jinja2.sandbox
     import tokenizers
 
@@ -121,7 +121,7 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
 
 
 def _experts(model: "ModelDir") -> list[str]:
-    """What a token of a mixture of experts reads where nothing is cached."""
+    """A line on what a token of a mixture of experts reads where nothing is cached."""
     from flashllm.base.units import format_size
 
     architecture, rows = model.architecture, model.manifest.rows
@@ -137,7 +137,7 @@ def _experts(model: "ModelDir") -> list[str]:
 
 
 def _gates(model: "ModelDir", plan: "Plan") -> list[str]:
-    """What could name the active neurons of a gated model, what each takes, and whether it fits the limit."""
+    """Lines on what could name the active neurons of a gated model, what each takes, and whether it fits the limit."""
     from flashllm.base.units import format_size
     from flashllm.format.predictors import GATE_CODE
 
@@ -199,7 +199,7 @@ def _of_every_neuron(token: "DenseEstimate") -> _Estimate | None:
 
     if token.products_s is None or token.total_s is None:
         return None
-    read = f"{format_size(token.bytes_read)} of {format_size(token.ffn_nbytes)}, in sequence, beside the products"
+    read = f"{format_size(token.bytes_read)} of {format_size(token.ffn_nbytes)}, in sequence, while products run"
     lines = [
         "a token (every neuron)",
         f"  reads     {token.read_s * 1e3:8.1f} ms  {read}",

@@ -1,4 +1,4 @@
-"""What a conversion may be asked for: one list for everything that converts."""
+"""The choices of a conversion: one list for everything that converts."""
 
 from typing import Literal, TypedDict
 
@@ -13,7 +13,7 @@ Activations = Literal["float32", "int16", "int8"]
 
 
 class Choices(TypedDict, total=False):
-    """What a conversion may be asked for: the keyword arguments of `convert` and of all that is built on it."""
+    """Choices of a conversion: the keyword arguments of `convert` and of all that is built on it."""
 
     dtype: str | None  # of the result: float32, float16, bfloat16; None: what the checkpoint prefers, or is stored in
     encoding: str | None  # of the neurons' rows, of CODED_ENCODINGS; None: the dtype

@@ -42,7 +42,7 @@ Say = Callable[[str], None]  # shows the user a line
 
 
 def is_address(text: str) -> bool:
-    """Whether `text` begins as an address of the hub's does."""
+    """True where `text` begins as an address of the hub's does."""
     return _ADDRESS.match(text) is not None
 
 
@@ -194,7 +194,7 @@ class Hub:
         return Path(paths[0])
 
     def _offline(self, model: HubModel, cause: Exception, say: Say) -> Path:
-        """What an earlier download left, complete or not: the conversion finds what is missing."""
+        """The folder that an earlier download left, complete or not: the conversion finds what is missing."""
         import huggingface_hub
 
         try:
@@ -229,7 +229,7 @@ def _is_gguf(name: str) -> bool:
 
 
 def _bring(model: HubModel) -> str:
-    """What to do without a network."""
+    """Advice for a machine without a network."""
     if model.file is not None:
         where = f"https://huggingface.co/{model.repo}"
         return f"go online once, or download {model.file} elsewhere, from {where}, and give its path"

@@ -37,7 +37,7 @@ def demo_path() -> Path:
 
 
 def is_demo(path: Path) -> bool:
-    """Whether `path` is the bundled demo."""
+    """True for the bundled demo."""
     return path.resolve() == Path(flashllm.__file__).with_name("demo").resolve()
 
 
@@ -88,7 +88,7 @@ def resolve_model(
 def find_checkpoint(
     source: str, *, say: Say = lambda line: None, hub: Hub | None = None, cache: Path | None = None
 ) -> tuple[Path, str | None]:
-    """What `source` means to `convert` (a folder or a GGUF file), and the name to record where it has one.
+    """Find what `source` means to `convert` (a folder or a GGUF file), and the name to record where it has one.
 
     A known model or the hub's is downloaded. UsageError where `source` is nothing we know; the errors of
     `Hub.download` and `known.fetch` pass through.
@@ -114,7 +114,7 @@ def find_folder(model: str, *, say: Say = lambda line: None) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Named:
-    """What a user's name for a model is: a path here, a model of the hub's, or (neither) a known model."""
+    """The meaning of a user's name for a model: a path here, a model of the hub's, or (neither) a known model."""
 
     path: Path | None = None  # a directory or a GGUF file
     hub: HubModel | None = None
@@ -122,7 +122,7 @@ class _Named:
 
     @classmethod
     def of(cls, text: str) -> "_Named":
-        """What exists here goes first; what looks like a path is never taken for anything else. UsageError."""
+        """A name's meaning: what exists here goes first; what looks like a path is nothing else. UsageError."""
         try:
             path = Path(text).expanduser()
         except RuntimeError as error:
@@ -172,7 +172,7 @@ def _of_file(path: Path) -> Path:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether a directory is a checkpoint to convert. What is wrong with others shows when they are opened."""
+    """True for a directory that is a checkpoint to convert. What is wrong with others shows when they are opened."""
     return (folder / CONFIG).exists() and not (folder / MANIFEST).exists() and not folder.name.endswith(PARTIAL_SUFFIX)
 
 

@@ -58,7 +58,7 @@ def write_placed(
 
 
 def permutation_of(trace: Trace) -> Permutation:
-    """What the manifest says of an order learned from `trace`."""
+    """The manifest's entry for an order learned from `trace`."""
     return Permutation(learned_on=trace.info.description, tokens=trace.info.num_tokens)
 
 
@@ -68,7 +68,7 @@ def _blocks(order: Order, layout: RowLayout) -> Iterator[Order]:
 
 
 def _is_written(writer: HashingWriter, rows: NDArray[np.uint8], expected: Checksums) -> bool:
-    """Whether an earlier run wrote these rows already; then they are behind the writer."""
+    """True where an earlier run wrote these rows already; then they are behind the writer."""
     mark = writer.mark()
     writer.reread(rows.reshape(-1).data)
     if np.array_equal(row_checksums(rows), expected):

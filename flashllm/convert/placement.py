@@ -1,4 +1,4 @@
-"""Where neurons lie on flash: the popular ones first, the others so that those that are read together are neighbours.
+"""The order of neurons on flash: the popular ones first, the others so that those read together are neighbours.
 
 Neighbours among a token's misses are read in one request. The hot set is cached anyway; apart from it, the rest lies in
 the order of a greedy path over the graph of co-activation (Ripple, arXiv 2410.19274): the strongest links first, each

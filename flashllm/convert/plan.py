@@ -48,7 +48,7 @@ _METADATA = {"format": "pt"}  # transformers asks whose tensors these are
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionPlan:
-    """What will be written, byte for byte, and where it comes from."""
+    """The files to be written, byte for byte, and where they come from."""
 
     checkpoint: Checkpoint
     spec: ArchitectureSpec
@@ -96,7 +96,7 @@ class ConversionPlan:
 
     @property
     def kept_line(self) -> str:
-        """What a reader of a conversion should know of a quantised checkpoint whose bits are kept."""
+        """A line for the user on a quantised checkpoint whose bits are kept."""
         rows = self.layout
         matrices = rows.encoding if rows.down_encoding is None else f"{rows.encoding}, down {rows.down}"
         nbytes = sum(entry.nbytes for entry in self.resident if entry.plane)
@@ -108,7 +108,7 @@ class ConversionPlan:
         )
 
     def identity(self) -> dict[str, Any]:
-        """What a partial directory must have been begun with to be resumed: the source, the options, the layout."""
+        """The identity that a partial directory must have to be resumed: the source, the options, the layout."""
         headers = hashlib.sha256(self.ffn_header + self.resident_header).hexdigest()
         source = [str(self.checkpoint.path.resolve()), self.checkpoint.fingerprint()]
         encodings = [self.layout.encoding, self.layout.down, self.resident_encoding]
@@ -136,7 +136,7 @@ class ConversionPlan:
         return [self.layout.of_width(width) for width in self.architecture.every_width]
 
     def bundles(self, layer: int) -> Iterator[dict[str, Claim]]:
-        """Where a layer's neurons are, in their order: the FFN's matrices, or those of each expert."""
+        """Places of a layer's neurons, in their order: the FFN's matrices, or those of each expert."""
         for name in bundle_names(self.architecture, layer):
             yield {matrix: self.claims[f"{name}{matrix}.weight"] for matrix in self.architecture.matrices}
 

@@ -61,7 +61,7 @@ def parse_tokenizer(raw: bytes, path: Path) -> tokenizers.Tokenizer:
 
 
 def make_tokenizer(directory: Path, companions: Iterable[Path]) -> bytes | None:
-    """What `tokenizer.json` has to hold where the checkpoint folder lacks it; None where it is among the `companions`.
+    """The text of `tokenizer.json` where the checkpoint folder lacks it; None where it is among the `companions`.
 
     None too where the folder has no tokenizer at all: such a model takes token ids alone.
     FormatError where the folder's file is damaged; UnsupportedModelError where none can be made that does the same as

@@ -39,7 +39,7 @@ from flashllm.profile.costs import ReaderChoice
 
 @dataclass(slots=True, kw_only=True)
 class Parts:
-    """What `build` makes."""
+    """The parts that `build` makes."""
 
     pool: _core.ThreadPool
     ffns: list[_core.FfnLayer]  # of the layers of which a token does not compute every neuron
@@ -174,7 +174,7 @@ class _Builder:
         return MAX_REQUEST if ablation.merged else max(rows.stride, PAGE_NBYTES)
 
     def _neuron_source(self) -> _core.NeuronSource:
-        """Where layers with a neuron cache read: the reordered copy where there is one."""
+        """The source that layers with a neuron cache read: the reordered copy where there is one."""
         manifest, memory, ablation = self._manifest, self._plan.memory, self._config.ablation
         self._places = read_places(self._path, manifest) if ablation.placed else None
         self._neurons_file = self._file
@@ -192,7 +192,7 @@ class _Builder:
         )
 
     def _caches(self, checksums: list[NDArray[np.uint64]], offsets: list[int]) -> list[_core.LayerRows | None]:
-        """Of each layer that has a neuron cache; after `_neuron_source`."""
+        """Rows of each layer that has a neuron cache; after `_neuron_source`."""
         manifest, popularity, places = self._manifest, self._plan.popularity, self._places
         if places is not None:
             offsets = _row_offsets(self._path / PLACED, manifest)

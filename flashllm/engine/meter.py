@@ -1,4 +1,4 @@
-"""Where a step's wall time went: every instant in one of I/O, memory management, compute, other (design, "Times").
+"""Shares of a step's wall time: every instant in one of I/O, memory management, compute, other (design, "Times").
 
 The native core counts its own. What it does not claim (the interpreter, sampling, the tokenizer) is `other`, so that
 the parts always sum to the wall time.

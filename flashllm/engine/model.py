@@ -86,11 +86,11 @@ class Model(OneProcess):
 
     @property
     def manifest(self) -> Manifest:
-        """What the directory says of the model."""
+        """The directory's manifest."""
         return self.directory.manifest
 
     def is_prompt(self, tokens: int) -> bool:
-        """Whether so many new tokens of a sequence are computed as a prompt's: more than K0 are, the mode's others."""
+        """True where so many new tokens of a sequence are computed as a prompt's: where they are more than K0."""
         return tokens > self._few_tokens
 
     @property
@@ -145,7 +145,7 @@ class Model(OneProcess):
 
     @property
     def parts(self) -> Parts:
-        """What the model is made of: for measurements and for predictors' training. UsageError once it is closed."""
+        """The parts of the model: for measurements and for predictors' training. UsageError once it is closed."""
         self.check_process()
         if self._parts is None:
             raise UsageError("the model is closed; load it again")
@@ -206,7 +206,7 @@ class Model(OneProcess):
                 raise
 
     def accept(self, sequence: SequenceState, count: int) -> None:
-        """Of the tokens drafted in the last step, which was of `sequence`, the first `count` were right.
+        """Accept the first `count` of the tokens drafted in the last step, which was of `sequence`.
 
         After another step it is too late, and nothing happens. The caller cuts the sequence.
         """

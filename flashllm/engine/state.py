@@ -118,7 +118,7 @@ class StateMemory(OneProcess):
 
 
 class SequenceState:
-    """What a sequence's tokens left behind; a context manager. Its memory goes back when it is closed or forgotten."""
+    """The state of a sequence's tokens; a context manager. Its memory goes back when it is closed or forgotten."""
 
     def __init__(self, memory: StateMemory) -> None:
         self.native, self._memory = _core.SequenceState(memory.pool), memory

@@ -216,7 +216,7 @@ class Manifest:
 
     @property
     def sparse(self) -> bool:
-        """Whether a token leaves most neurons out, so that mode sparse makes sense: they are exactly zero, or those
+        """True where a token leaves most neurons out, so that mode sparse makes sense: they are exactly zero, or those
         of experts that the router does not choose."""
         return self.architecture.sparse or self.sparsity is not None or self.architecture.experts > 0
 
@@ -229,7 +229,7 @@ class Manifest:
 
     @property
     def resident_gate(self) -> bool:
-        """Whether the gate of a gated FFN is resident, and its product names the active neurons exactly."""
+        """True where the gate of a gated FFN is resident, and its product names the active neurons exactly."""
         return self.architecture.gated and "gate" not in self.rows.matrices
 
     @property
@@ -379,7 +379,7 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
 
 
 def size_problem(path: Path, entry: FileEntry) -> str | None:
-    """What is wrong with the file's existence, kind or size; None where nothing is."""
+    """A fault of the file's existence, kind or size; None where there is none."""
     try:
         status = os.lstat(path)
     except OSError as error:
@@ -398,13 +398,13 @@ def predictor_ranks(path: Path, manifest: Manifest) -> list[int]:
 
 
 def has_prefetch_predictors(directory: Path, manifest: Manifest) -> bool:
-    """Whether the model has predictors to prefetch by."""
+    """True for a model with predictors to prefetch by."""
     if PREDICTORS not in manifest.files:
         return False
     return any(f".{PREFETCH}" in name for name in read_header(directory / PREDICTORS).tensors)
 
 
 def _own_hash(value: dict[str, Any]) -> str:
-    """Of the manifest's JSON object, without its own `sha256`."""
+    """Hash of the manifest's JSON object without its own `sha256`."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(canonical.encode(errors="surrogatepass")).hexdigest()

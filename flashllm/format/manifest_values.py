@@ -1,4 +1,4 @@
-"""The values in a manifest beside the layout (format/manifest.py has the whole): each is checked where it is made, and
+"""The values in a manifest besides the layout (format/manifest.py has the whole): each is checked where it is made, and
 read from JSON. Knows no files.
 """
 
@@ -93,7 +93,7 @@ class Sparsity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """What fewer bits cost: perplexity on a text, of the model and of what it was converted from."""
+    """The cost of fewer bits: perplexity on a text, of the model and of what it was converted from."""
 
     perplexity: float
     source_perplexity: float
@@ -110,7 +110,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where the weights came from: a folder's or hub repository's name, and their dtype there."""
+    """The origin of the weights: a folder's or hub repository's name, and their dtype there."""
 
     name: str
     dtype: str
@@ -145,7 +145,7 @@ def read_optional(kind: type[T], value: Any, where: str) -> T | None:
 
 
 def read_architecture(value: Any) -> Architecture:
-    """What is said of experts, and of layers that differ, may be left out where there are none."""
+    """Fields on experts, and on layers that differ, may be left out where there are none."""
     if isinstance(value, dict):
         of_layers = {name: tuple(check_list(value.get(name, []), name)) for name in LAYER_KEYS}
         value = {**dict.fromkeys(EXPERT_KEYS, 0), **value, **of_layers}

@@ -118,7 +118,7 @@ class ModelDir:
 
     @property
     def dtype(self) -> WeightDtype:
-        """Of the hidden states, the KV cache and what is resident and not coded."""
+        """Type of the hidden states, the KV cache and what is resident and not coded."""
         return WEIGHT_DTYPES[self.manifest.dtype]
 
     @property

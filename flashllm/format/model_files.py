@@ -53,7 +53,7 @@ def plane_tensors(layer: int, form: str, layout: RowLayout) -> dict[str, tuple[s
 
 
 def is_coded_matrix(name: str) -> bool:
-    """Whether a resident tensor may be in codes: a matrix that tokens are multiplied by, or the embedding."""
+    """True for a resident tensor that may be in codes: a matrix that tokens are multiplied by, or the embedding."""
     owner, _, part = name.rpartition(".")
     return part == "weight" and owner.rpartition(".")[2] in _CODED
 
@@ -115,8 +115,8 @@ def check_resident_tensors(
     others: Mapping[str, str] = _NONE,
     planes: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType({}),
 ) -> None:
-    """Of weights, `resident.safetensors` holds exactly these, stored by `resident_encoding`, and the `planes` of scales
-    as they are described. FormatError otherwise."""
+    """Check that `resident.safetensors` holds exactly these weights, stored by `resident_encoding`, and the `planes` of
+    scales as they are described. FormatError otherwise."""
     for name, shape in shapes.items():
         encoding = resident_encoding(name, dtype, matrices, rows, others)
         _expect(header, name, encoding.safetensors_dtype, (*shape[:-1], encoding.vector_items(shape[-1])))

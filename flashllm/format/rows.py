@@ -133,7 +133,7 @@ class RowLayout:
 
     @property
     def has_plane(self) -> bool:
-        """Whether down columns are codes alone, whose scales are resident."""
+        """True where down columns are codes alone, whose scales are resident."""
         return self.down in PLANE_ENCODINGS
 
     def encoding_of(self, matrix: str) -> RowEncoding:

@@ -57,7 +57,7 @@ def unpack_bits(bits: Bits, num_neurons: int) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceInfo:
-    """What a trace covers, and where it came from."""
+    """A trace's extent and origin."""
 
     num_tokens: int
     num_layers: int

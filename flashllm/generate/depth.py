@@ -80,7 +80,7 @@ class DepthGate:
             self._lost_s += seconds + drafting_s
 
     def judged(self, kind: int, accepted: int, rejected: bool) -> None:
-        """Of the last draft the first `accepted` tokens were right; with `rejected` the next one was wrong."""
+        """Count the last draft: its first `accepted` tokens were right; with `rejected` the next one was wrong."""
         self._lost_s -= (accepted + 1) * self.seconds(1)
         self._lost_s = max(self._lost_s, -_SAVED_PASSES * self.seconds(1))
         for place in range(min(accepted + rejected, self.most)):
@@ -89,7 +89,7 @@ class DepthGate:
             self._right[kind][place] += ((1.0 if place < accepted else 0.0) - self._right[kind][place]) / count
 
     def _affordable(self, depth: int) -> bool:
-        """Whether drafts may lose what this one does if all of it is wrong."""
+        """True where drafts may lose what this one does if all of it is wrong."""
         plain = self.seconds(1)
         worst = self.seconds(depth + 1) + depth * self._drafting_s - plain
         return self._lost_s + worst <= _LOSS_SHARE * self._all_s + _CREDIT_PASSES * plain

@@ -5,7 +5,7 @@ from typing import Protocol
 
 
 class Decoder(Protocol):
-    """What turns ids into text, special tokens left out: `flashllm.generate.tokenizer.Tokenizer`."""
+    """Decoder of ids into text, special tokens left out: `flashllm.generate.tokenizer.Tokenizer`."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 

@@ -1,4 +1,4 @@
-"""What generation needs of a model: `flashllm.engine.model.Model`, or whatever else has these methods."""
+"""The part of a model that generation needs: `flashllm.engine.model.Model`, or whatever else has these methods."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol

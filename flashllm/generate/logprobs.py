@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_LOGPROBS = 20  # likeliest tokens listed beside each chosen one, as in OpenAI's interface
+MAX_LOGPROBS = 20  # likeliest tokens listed with each chosen one, as in OpenAI's interface
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class TokenLogprobs:
 
 
 def logprobs_of(logits: NDArray[np.float32], token_id: int, count: int) -> TokenLogprobs:
-    """Of `logits` [vocab]: `token_id`'s log probability, and the `count` likeliest tokens at its place.
+    """Log probabilities of `logits` [vocab]: `token_id`'s, and the `count` likeliest tokens at its place.
 
     Of fp64 sums, so that a token's value does not depend on how they were split.
     """

@@ -87,7 +87,7 @@ class Session:
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.options = options if options is not None else SamplingOptions()
-        self.logprobs: int | None = None  # likeliest tokens listed beside each chosen one; None: no log probabilities
+        self.logprobs: int | None = None  # likeliest tokens listed with each chosen one; None: no log probabilities
         self.stopped: Stopped | None = None
         self.messages: list[dict[str, str]] = []  # with a chat template: the conversation as it is rendered
         self.system: str | None = None

@@ -42,7 +42,7 @@ class Drafter(Protocol):
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """What drafts were worth, since the model was loaded."""
+    """The worth of drafts since the model was loaded."""
 
     passes: int = 0  # after prompts
     drafts: int = 0  # passes with drafted tokens
@@ -101,13 +101,13 @@ class Speculation:
         self.gate.passed(width, seconds, drafting_s)
 
     def judged(self, kind: int, accepted: int, rejected: bool) -> None:
-        """What became of the last draft."""
+        """Count what became of the last draft."""
         self.stats.count(accepted, rejected)
         self.gate.judged(kind, accepted, rejected)
 
 
 def speculation_of(config: RunConfig, model: LanguageModel, draft: Drafter | None = None) -> Speculation | None:
-    """What `config` asks for, of a loaded model and the draft model; None where nothing is to be drafted."""
+    """The speculation that `config` asks for, with the draft model if there is one; None where nothing is drafted."""
     if config.speculate == "off" or model.most_drafted < 1:
         return None
     return Speculation(PromptLookup() if draft is None else draft, model.most_drafted)

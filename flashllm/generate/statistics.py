@@ -1,4 +1,4 @@
-"""What the records of a conversation add up to: speed, time by kind, bytes, hits. Arithmetic only; prints nothing."""
+"""Sums of a conversation's records: speed, time by kind, bytes, hits. Arithmetic only; prints nothing."""
 
 from dataclasses import dataclass, field
 

@@ -35,7 +35,7 @@ class Tokenizer:
         response_template: str = "",
         where: str = TOKENIZER,
     ) -> None:
-        """Of a loaded `backend`. `special` names tokens ("bos_token": "<s>"), `chat_templates` templates ("default").
+        """Wrap a loaded `backend`. `special` names tokens ("bos_token": "<s>"), `chat_templates` templates ("default").
 
         `end_ids` end an answer; None: the "eos_token" does. `response_template`, where the model has one, is JSON that
         says how its answers are written. `where` says in messages what this was loaded from.

@@ -134,7 +134,7 @@ class FlashCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there was a pass."""
+        """True after the first pass."""
         return bool(self._sequences)
 
     def _forget_unrecorded(self) -> None:

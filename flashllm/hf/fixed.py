@@ -43,7 +43,7 @@ class FixedModel(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-c
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights kept in memory, the KV cache and the logits."""
+        """Type of the weights kept in memory, the KV cache and the logits."""
         return TORCH_DTYPES[self.engine.manifest.dtype]
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

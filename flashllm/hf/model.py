@@ -184,7 +184,7 @@ class FlashModel(FixedModel):  # type: ignore[no-untyped-call]
     def _assembled(self, computed: list[Logits], new: Columns, kept: list[int]) -> torch.Tensor:
         """[rows, columns kept, vocab] from each row's logits, which are of its tokens or of the last one alone.
 
-        In numpy: torch would leave threads behind that spin beside the engine's.
+        In numpy: torch would leave threads behind that spin while the engine's work.
         """
         dtype = self.engine.directory.dtype
         values = np.zeros((len(new), len(kept), self.engine.vocab_size), dtype.storage)

@@ -12,7 +12,7 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # device files
 
 
 def has_cuda() -> bool:
-    """Whether torch can use a GPU."""
+    """True where torch can use a GPU."""
     if not any(Path(path).exists() for path in _DRIVERS):
         return False
     try:
@@ -40,7 +40,7 @@ def choose_accelerator(device: Device) -> str | None:
 
 
 def free_nbytes(accelerator: str) -> int:
-    """Bytes of its memory that a run may take: most of what is free, for libraries take some beside torch."""
+    """Bytes of its memory that a run may take: most of what is free, for libraries take some besides torch."""
     import torch
 
     return int(_FREE_SHARE * torch.cuda.mem_get_info(torch.device(accelerator, torch.cuda.current_device()))[0])

@@ -119,7 +119,7 @@ def _hardware(args: argparse.Namespace, dtype: str | None) -> "Hardware":
 def _other_engine(
     args: argparse.Namespace, shape: "ModelShape", hardware: "Hardware", workload: "Workload", policy: "Policy"
 ) -> dict[str, Any] | None:
-    """What the latency engine would take for the same model on this machine; None where that cannot be known."""
+    """The latency engine's times for the same model on this machine; None where they cannot be known."""
     if hardware.device != "cpu" or not Path(args.model).is_dir():
         return None
     from flashllm.offload.other_engine import better_below, latency_engine

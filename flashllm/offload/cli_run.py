@@ -54,7 +54,9 @@ def add_arguments(verbs: Any) -> None:
     run.add_argument("--skip-bad", action="store_true", help="answer malformed lines with an error instead of stopping")
     run.add_argument("--json", action="store_true", help="one JSON document as the last line of standard output")
     lines = run.add_argument_group("what holds for lines that do not say")
-    lines.add_argument("--max-new", type=whole(1), default=256, metavar="N", help="new tokens (default: %(default)s)")
+    lines.add_argument(
+        "--max-new-tokens", type=whole(1), default=256, metavar="N", help="new tokens (default: %(default)s)"
+    )
     lines.add_argument(
         "--temperature", type=number(0, None), default=0.0, metavar="X", help="default 0: always the likeliest token"
     )
@@ -82,7 +84,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def launch_options(args: argparse.Namespace) -> "LaunchOptions":
-    """What `add_engine_arguments` describes. UsageError, FormatError."""
+    """The options that `add_engine_arguments` describes. UsageError, FormatError."""
     from flashllm.offload.launch import LaunchOptions
     from flashllm.offload.policy import Policy
 
@@ -116,10 +118,10 @@ def _answer_file(args: argparse.Namespace, options: "LaunchOptions", ring: "Ring
     from flashllm.offload.model_text import ModelText
 
     check_output(args.output, source=args.input, resume=args.resume)
-    defaults = Defaults(max_new_tokens=args.max_new, temperature=args.temperature, seed=args.seed)
+    defaults = Defaults(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed)
     model = ModelText.load(args.model)
     settings = {"model": model.name, "config": model.fingerprint, **options.answers_depend_on}
-    settings |= {"max_new": args.max_new, "temperature": args.temperature, "seed": args.seed}
+    settings |= {"max_new": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed}
     with ProgressBar("check") as bar:
         batch = BatchFile.read(
             args.input,
@@ -330,7 +332,7 @@ def _table(document: dict[str, Any], totals: "Totals", launch: "Launch | None") 
 
 
 def _tiers(document: dict[str, Any], *, accelerated: bool) -> str:
-    """What each tier held, as it was counted beforehand, beside the cost model's figure."""
+    """Bytes that each tier held, as they were counted beforehand, and the cost model's figure."""
     used, predicted = document["measured"]["tiers"], document["predicted"]
     planned = None if predicted is None else predicted["tiers"]
     rows = [(name, used[name], planned and planned[name]) for name in ("device", "cpu", "disk")]

@@ -76,12 +76,12 @@ class LaunchOptions:
 
     @property
     def compress_weights(self) -> bool:
-        """Whether weights are compressed, whoever says so."""
+        """True where weights are compressed, whoever says so."""
         return self._says("weights", self.policy is not None and self.policy.compress_weights)
 
     @property
     def compress_cache(self) -> bool:
-        """Whether the cache is compressed, whoever says so."""
+        """True where the cache is compressed, whoever says so."""
         return self._says("cache", self.policy is not None and self.policy.compress_cache)
 
     @property
@@ -92,12 +92,12 @@ class LaunchOptions:
 
     @property
     def scratch_folder(self) -> Path:
-        """Where scratch files are made; it may not exist yet."""
+        """The folder of scratch files; it may not exist yet."""
         return user_cache_dir() / "scratch" if self.scratch is None else self.scratch
 
     @property
     def answers_depend_on(self) -> dict[str, Any]:
-        """What changes answers: memory, tiers, batches and threads do not."""
+        """The settings that change answers: memory, tiers, batches and threads do not."""
         return {
             "weights": [self.weight_bits, PACKING] if self.compress_weights else None,
             "cache": [self.cache_layout, self.cache_bits] if self.compress_cache else None,
@@ -110,7 +110,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What will run: the policy, the limits it was made for, and the plan behind it where it was planned."""
+    """A run to be: the policy, the limits it was made for, and the plan behind it where it was planned."""
 
     policy: Policy
     methods: Methods
@@ -207,7 +207,7 @@ def prepare(
 
 
 class _Job:
-    """What is to be launched: the sizes of a job's sequences, and how a user wants them run."""
+    """A job to be launched: the sizes of a job's sequences, and how a user wants them run."""
 
     def __init__(
         self, model: Path, shape: ModelShape, sizes: Sequence[Size], options: LaunchOptions, launch: "Launch"

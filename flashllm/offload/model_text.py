@@ -1,4 +1,4 @@
-"""What a job must know of a model before its weights are read: sizes, tokenizer, chat template, name."""
+"""A model as a job must know it before its weights are read: sizes, tokenizer, chat template, name."""
 
 import hashlib
 import tempfile

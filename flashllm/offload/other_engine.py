@@ -1,4 +1,4 @@
-"""Whether the latency engine would serve a job better: one prompt after the other against a block of many.
+"""Compares the engines on a job: one prompt after the other against a block of many.
 
 A block takes about as long for one prompt as for dozens, because its time is that of reading the weights; the latency
 engine reads the few neurons that a token needs. So few prompts are its, and many are this engine's. Both sides are
@@ -26,7 +26,7 @@ _MOST_PROMPTS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyEngine:
-    """What `flashllm generate` is expected to take for one prompt of a job."""
+    """The times that `flashllm generate` is expected to take for one prompt of a job."""
 
     prompt_s: float
     token_s: float

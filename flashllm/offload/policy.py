@@ -35,7 +35,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Where tensors live (fractions that sum to 1 for each kind), how batches are grouped, which methods are on.
+    """The places of tensors (fractions that sum to 1 for each kind), how batches are grouped, which methods are on.
 
     Letters: w weights, c KV cache, h activations; g device ("GPU"), c CPU memory, d disk.
     """

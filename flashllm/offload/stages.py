@@ -58,7 +58,7 @@ def split(layers: int, stages: int, *, embedding: float = 0.0, head: float = 0.0
 
 
 def split_model(shape: ModelShape, stages: int, workload: Workload) -> tuple[Stage, ...]:
-    """`split` of a model, with the head's cost as the cost model has it: its operations beside a layer's.
+    """`split` of a model, with the head's cost as the cost model has it: its operations compared with a layer's.
 
     Every token of a sequence goes through the layers, only those that are followed by a new one through the head. An
     embedding is a row that is copied, and costs nothing.

@@ -64,11 +64,9 @@ class CodesFolder:
         self._loaded = number, codes
 
     def fingerprint(self) -> Any:
-        """Of `CodedWeights`."""
         return self._record
 
     def vectors(self, name: str) -> Vectors | None:
-        """Of `CodedWeights`."""
         first, _, rest = name.partition(".")
         codes = self.layer(int(rest.partition(".")[0])) if first == "layers" else None
         found = None if codes is None else codes.get(name)

@@ -1,4 +1,4 @@
-"""What a model of fewer bits lost: its perplexity on a text beside that of the checkpoint it was converted from.
+"""The loss of a model of fewer bits: its perplexity on a text, and that of the checkpoint it was converted from.
 
 The source runs a layer at a time, in its own dtype; the model as it will run, densely.
 """

@@ -57,13 +57,13 @@ class Inputs:
         self._seen = [0] * self.layers
 
     def input(self, layer: int, x: Floats) -> None:
-        """Of `Observer`."""
+        """As of `Observer`."""
         first = -self._seen[layer] % self.step
         self._kept[layer].append(np.array(x[first :: self.step]))
         self._seen[layer] += len(x)
 
     def activations(self, layer: int, first: int, h: Floats) -> None:
-        """Of `Observer`."""
+        """As of `Observer`."""
 
     def of(self, layer: int) -> Floats:
         """[samples, d_model]"""
@@ -78,10 +78,10 @@ class Zeros:
     values: int = 0
 
     def input(self, layer: int, x: Floats) -> None:
-        """Of `Observer`."""
+        """As of `Observer`."""
 
     def activations(self, layer: int, first: int, h: Floats) -> None:
-        """Of `Observer`."""
+        """As of `Observer`."""
         self.zeros += h.size - int(np.count_nonzero(h))
         self.values += h.size
 

@@ -48,7 +48,7 @@ def check_can_sparsify(manifest: Manifest, path: Path) -> None:
 
 
 def has_coded_gates(path: Path, manifest: Manifest) -> bool:
-    """Whether the model's predictors are its gates in 4 bits."""
+    """True where the model's predictors are its gates in 4 bits."""
     return PREDICTORS in manifest.files and 0 in predictor_ranks(path / PREDICTORS, manifest)
 
 

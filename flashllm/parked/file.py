@@ -50,7 +50,7 @@ _DIGEST_NBYTES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parked:
-    """What a file says of itself, before its keys and values are read."""
+    """A file's header, known before its keys and values are read."""
 
     path: Path
     model: str
@@ -64,7 +64,7 @@ class Parked:
 
 
 def identity(directory: Path, mode: str) -> str:
-    """What the bits of keys and values depend on, beside the tokens: the model, the mode, the instruction set."""
+    """Hash of what the bits of keys and values depend on besides tokens: the model, the mode, the instruction set."""
     digest = hashlib.sha256()
     for name in (MANIFEST, CONFIG):
         digest.update(hashlib.sha256(read_bounded(directory / name, _MAX_NAMED_NBYTES)).digest())
@@ -107,7 +107,7 @@ def write_parked(path: Path, session: Session, model: str, note: dict[str, Any])
 
 
 def read_header(path: Path) -> Parked:
-    """What the file says of itself; its digest is not compared yet. FormatError, FlashIOError."""
+    """The file's header; its digest is not compared yet. FormatError, FlashIOError."""
     fd = open_for_reading(path)
     try:
         return _header(fd, path)

@@ -203,7 +203,7 @@ def _in_parts(pages: Sequence[int], computed: int) -> bool:
 
 
 def _goes_on(new: Entry, old: Entry) -> bool:
-    """Whether whatever the old one gives the new one gives too, but for a conversation that is taken up again."""
+    """True where whatever the old one gives the new one gives too, but for a conversation that is taken up again."""
     return len(old.tokens) < len(new.tokens) and old.pure <= new.pure and new.tokens[: len(old.tokens)] == old.tokens
 
 

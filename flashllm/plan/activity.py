@@ -1,4 +1,4 @@
-"""What a token is expected to find in each layer's cache: active neurons, misses, requests.
+"""Expected finds of a token in each layer's cache: active neurons, misses, requests.
 
 From an activity trace, by replaying the cache's policy over it; else from how often each neuron is active, or from the
 manifest's activity statistics, as if neurons and tokens were independent of each other. Reads nothing but the trace.
@@ -107,7 +107,7 @@ def from_trace(
 
 
 class _PrefetchLists:
-    """What became of a layer's lists of rows to prefetch, by place."""
+    """The fate of a layer's lists of rows to prefetch, by place."""
 
     def __init__(self, neurons: int) -> None:
         self._listed, self._active = np.zeros((2, -(-neurons // _PLACES)))

@@ -2,7 +2,7 @@
 
 Per layer: the reader gets one batch for the misses (neighbours merged), while the hits' up products run; behind it, the
 rows prefetched for the next layer while this one computes. Everything touched in memory is touched once, resident
-weights at the rate of resident products, rows at that of rows gathered. Reads beside products are slower, and slow the
+weights at the rate of resident products, rows at that of rows gathered. Reads during products are slower, and slow the
 products. The interpreter and waking threads cost a fixed time a layer. Plain arithmetic; loads and measures nothing.
 """
 
@@ -45,7 +45,7 @@ class TokenEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseEstimate:
-    """What a token costs that reads every neuron: those kept from memory, the others from flash, in sequence."""
+    """The cost of a token that reads every neuron: those kept from memory, the others from flash, in sequence."""
 
     ffn_nbytes: int  # of all neurons
     bytes_read: int  # those of the neurons that are not kept, as often as a token reads them
@@ -54,7 +54,7 @@ class DenseEstimate:
 
     @property
     def read_s(self) -> float:
-        """Of the reads; 0 where nothing is read."""
+        """Rate of the reads; 0 where nothing is read."""
         return self.bytes_read / self.read_bps if self.bytes_read else 0.0
 
     @property
@@ -152,7 +152,7 @@ def prefetch_pays(
     activity: ExpectedActivity,
     resident_nbytes: int,
 ) -> bool:
-    """Whether to prefetch under `plan`, which has memory for it; arguments as `estimate_token`.
+    """True where prefetching pays under `plan`, which has memory for it; arguments as `estimate_token`.
 
     Prefetched rows take time from the products they hide behind, and some are read in vain. That pays where demand
     reads would take longer than what hides them. False where a token is expected to be clearly faster without.
@@ -163,7 +163,7 @@ def prefetch_pays(
 
 
 class _Rates:
-    """What a model's rows and resident weights cost on a device; sums up a token layer by layer."""
+    """Costs of a model's rows and resident weights on a device; sums up a token layer by layer."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ _BODY_VALUES, _VALUE_NBYTES = 1 << 15, 120  # of JSON, besides the prompt's toke
 BODIES = 3  # times the largest body: what all under way may take; two times the largest come and go while it is read
 MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for one streaming block
 _THROUGH_NBYTES = 64 << 10  # of a request that reads through gaps: kMaxThrough (csrc/io/request_plan.h)
-# What the process grows by beside the planned buffers: pages of libraries at their first use, the interpreter's own
+# Growth of the process besides the planned buffers: pages of libraries at their first use, the interpreter's own
 # objects, the allocator's slack. Measured as the peak RSS less all other parts of the plan: bench/log, "The limit
 # did not hold". A process that has loaded torch grows by TORCH_GROWTH more.
 LIBRARY_GROWTH = 16_000_000
@@ -138,7 +138,7 @@ class MemoryPlan:
 
     @property
     def full_cache_rows(self) -> tuple[int, ...]:
-        """Rows of each layer's cache beside one sequence of `context` tokens."""
+        """Rows of each layer's cache when one sequence has `context` tokens."""
         return self.cache_rows_at(self.context_blocks)
 
     def neuron_cache_nbytes(self, blocks: int) -> int:
@@ -411,7 +411,7 @@ def _weights(manifest: Manifest, *, dense: bool) -> dict[str, int]:
 
 
 def state_shape(manifest: Manifest, block: BlockSpec, context: int, bits: int | None) -> _core.StateShape:
-    """What a sequence of at most `context` tokens leaves behind, and its pages."""
+    """The state that a sequence of at most `context` tokens leaves behind, and its pages."""
     return _core.StateShape(block, context, manifest.prefill_block_tokens, manifest.dtype, bits or 0)
 
 
@@ -427,13 +427,13 @@ def body_values(context: int) -> int:
 
 
 def requests_nbytes(context: int) -> int:
-    """What a server's requests take at most, before their tokens are computed."""
+    """Bytes that a server's requests take at most, before their tokens are computed."""
     bodies = (BODIES + 2) * body_nbytes(context) + _VALUE_NBYTES * body_values(context)
     return bodies + CONNECTIONS * _CONNECTION_NBYTES
 
 
 def _places_nbytes(manifest: Manifest) -> int:
-    """Where each neuron lies, in models whose neurons are reordered."""
+    """Bytes of the neurons' places, in models whose neurons are reordered."""
     return 0 if manifest.permutation is None else 4 * manifest.architecture.num_layers * manifest.rows.d_ff
 
 
@@ -458,8 +458,8 @@ def _with_prompts(parts: dict[str, Any], shapes: list[PromptShape]) -> MemoryPla
 
 
 def _bookkeeping_nbytes(manifest: Manifest, slots: int) -> int:
-    """What the layers know of their units and of `slots` slots in all caches, at most: of experts, all that few tokens
-    go to may be missing at once."""
+    """Bytes of what the layers know of their units and of `slots` slots in all caches, at most: of experts, all that
+    few tokens go to may be missing at once."""
     architecture, share = manifest.architecture, manifest.active_share or ASSUMED_SHARE
     unit, layers = architecture.unit_rows, len(architecture.mixtures) or architecture.num_layers
     units = -(-architecture.d_ff // unit)  # of the widest layer that has a cache

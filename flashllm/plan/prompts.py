@@ -27,7 +27,7 @@ class PromptShape:
 
 
 def prompt_shapes(manifest: Manifest, block: BlockSpec, context: int, *, dense: bool) -> list[PromptShape]:
-    """What is possible, the fastest first. Where every token streams rows, reading ahead is worth its memory; a part
+    """Possible shapes, the fastest first. Where every token streams rows, reading ahead is worth its memory; a part
     of a prompt reads every expert that one of its tokens goes to."""
     longest = manifest.prefill_block_tokens
     choices = [(longest, _READ_AHEAD)]

@@ -134,7 +134,7 @@ def _sparse_prompts(mode: Mode, model: ModelDir) -> list[str]:
 
 
 def _streaming(model: ModelDir, memory: MemoryPlan, profile: Profile | None) -> list[str]:
-    """What a dense run whose neurons do not fit should expect of every token; nothing where they all fit."""
+    """A notice on every token of a dense run whose neurons do not fit; none where they all fit."""
     token = dense_token(model, memory, costs=profile, resident_nbytes=product_nbytes(model))
     if not token.bytes_read:
         return []

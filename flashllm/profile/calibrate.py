@@ -1,6 +1,6 @@
 """Measures the profile of a drive and this machine: all of it, or in a few seconds what a run lacks.
 
-That is: batches of direct random reads through each backend, alone and beside products; sequential reads; writes;
+That is: batches of direct random reads through each backend, alone and during products; sequential reads; writes;
 memory bandwidth; products of resident weights and of gathered rows; what else a layer costs; what the throughput engine
 computes with. Rounds go over all reads, so that a busy neighbour slows every figure and not one. What runs a model or
 batches is handed in: this package knows neither. Stores nothing: see `flashllm.profile.store`.
@@ -24,7 +24,7 @@ from flashllm.profile.machine import BatchRates, GpuRates, Profile
 from flashllm.profile.products import ResidentProducts, gathered_bps, resident_bps
 from flashllm.profile.reads import ReadOptions, ReadTimer, write_curve
 
-# The products that run beside reads: arithmetic is their limit. Where memory is (those of 16-bit weights), a core that
+# The products that run during reads: arithmetic is their limit. Where memory is (those of 16-bit weights), a core that
 # reads leaves bandwidth to the others, and a read takes two thirds of the time from them.
 _BESIDE = "int4_32"
 _SLICE_NBYTES = 16 << 20  # of their weights, at most
@@ -130,7 +130,7 @@ def measure(
 def _drive(
     file: Path, pool: _core.ThreadPool, options: CalibrationOptions, step: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What reads of a file cost, as the fields of a profile."""
+    """Costs of a file's reads, as the fields of a profile."""
     slices = max(2, options.gemv_nbytes // _SLICE_NBYTES)
     reads = ReadTimer(file, options.reads, ResidentProducts(_BESIDE, options.gemv_nbytes, pool, slices))
     again, start = reads.again(), time.monotonic()

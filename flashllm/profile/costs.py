@@ -1,4 +1,4 @@
-"""What reads cost on one machine and drive: timed batches, the values fitted to them, and what follows from those.
+"""Costs of reads on one machine and drive: timed batches, the values fitted to them, and what follows from those.
 
 A batch of n requests of s bytes, followed by a barrier, takes `latency + n * request(s)`: the latency is the drive's
 own and that of waking threads; `request` is what one request more costs while many are under way. While all cores
@@ -17,7 +17,7 @@ from flashllm.config import Backend
 
 _CURVES = ("request_s", "beside_s", "lost_s")  # of a reader, by size
 DEFAULT_DEPTHS: Mapping[Backend, int] = {"threads": 32, "io_uring": 48}  # paper A, section 4; bench/log
-_MOST_LOST = 0.9  # of the time beside products: something is left to them
+_MOST_LOST = 0.9  # of the products' time: something is left to them
 _GAP_PAYS = 0.95  # of the time without: a gap must save so much: its bytes also wear the drive
 
 
@@ -91,11 +91,11 @@ class ReaderCosts:
         return self._at(nbytes, self.beside_s)
 
     def lost(self, nbytes: float) -> float:
-        """Seconds that each request of `nbytes` takes from the products beside it; less than `beside`."""
+        """Seconds that each request of `nbytes` takes from the products that run; less than `beside`."""
         return min(self._at(nbytes, self.lost_s), _MOST_LOST * self.beside(nbytes))
 
     def beside_products(self, products_s: float, nbytes: float) -> float:
-        """Requests of `nbytes` that land beside products which take `products_s` alone."""
+        """Requests of `nbytes` that land during products which take `products_s` alone."""
         return products_s / (self.beside(nbytes) - self.lost(nbytes))
 
     def _at(self, nbytes: float, curve: Sequence[float]) -> float:
@@ -162,7 +162,7 @@ def fit_reader(
     products, medians by size.
 
     ValueError where there are fewer different batches than unknowns (one a size, and the latency), or a size has no
-    sample beside products.
+    sample during products.
     """
     groups: dict[tuple[int, int], list[BatchSample]] = {}
     for sample in samples:
@@ -172,7 +172,7 @@ def fit_reader(
         raise ValueError(f"{len(groups)} different batches cannot tell a latency from {len(sizes)} sizes' costs")
     by_size = [[sample for sample in beside if sample.nbytes == size] for size in sizes]
     if not all(by_size):
-        raise ValueError("a size has no sample beside products")
+        raise ValueError("a size has no sample during products")
     walls = {key: _median([sample.wall_s for sample in group]) for key, group in groups.items()}
     equations = np.zeros((len(groups), 1 + len(sizes)))
     for row, (nbytes, requests) in enumerate(groups):

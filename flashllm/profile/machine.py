@@ -23,7 +23,7 @@ LEAST_FILE = 1 << 30  # bytes: too much of a smaller one lies in caches we canno
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRates:
-    """What the throughput engine computes with on the CPU, with weights and cache of one dtype."""
+    """Rates of the throughput engine on the CPU, with weights and cache of one dtype."""
 
     gemm: RateCurve  # flop/s of products over rows
     packed_gemm: RateCurve  # the same of packed weights, of a prompt
@@ -47,7 +47,7 @@ class BatchRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRates:
-    """What a GPU adds: its links and its products."""
+    """A GPU's links and products."""
 
     ctog: RateCurve  # bytes/s from pinned memory, over bytes of one transfer
     gtoc: RateCurve
@@ -94,7 +94,7 @@ class Profile:
         datetime.fromisoformat(check_str("made", self.made, 80))
 
     def is_fresh(self, system: str, file_nbytes: int) -> bool:
-        """Whether a run may plan by the figures of the drive and need not measure it again.
+        """True where a run may plan by the figures of the drive and need not measure it again.
 
         They are fresh for 30 days, on the processor and the kernel that they were measured with (the drive and the
         machine are the key they are stored under), where a file as large as the run's was read, or LEAST_FILE.
@@ -117,16 +117,16 @@ class Profile:
 
     @property
     def steady(self) -> bool:
-        """Whether the drive kept its rate while it was measured."""
+        """True where the drive kept its rate while it was measured."""
         return self.scatter <= _UNSTEADY
 
     @property
     def remembers(self) -> bool:
-        """Whether a cache between this machine and the drive keeps what was read: a host's, or a controller's."""
+        """True where a cache between this machine and the drive keeps what was read: a host's, or a controller's."""
         return self.again >= _REMEMBERS
 
     def best(self, row_nbytes: int, backend: Backend | None = None) -> ReaderCosts:
-        """The reader under which a typical layer with rows of `row_nbytes` takes least time: some reads beside its
+        """The reader under which a typical layer with rows of `row_nbytes` takes least time: some reads during its
         products, the others after them. With `backend`: its best depth, where it was measured."""
         readers = [reader for reader in self.readers if reader.backend == backend] or list(self.readers)
 

@@ -26,7 +26,7 @@ class ResidentProducts:
     """Products of a resident weight in slices, one after the other; all slices together are in no cache."""
 
     def __init__(self, encoding: str, nbytes: int, pool: _core.ThreadPool, slices: int = 1) -> None:
-        """Of about `nbytes` of weights of one of ROW_ENCODINGS: whole rows of a model's width, whole slices."""
+        """Make about `nbytes` of weights of one of ROW_ENCODINGS: whole rows of a model's width, whole slices."""
         vector, dtype = _vector(encoding), _dtype_beside(encoding)
         rows = max(1, nbytes // (slices * vector.nbytes))
         memory = _core.allocate(slices * rows * vector.nbytes)
@@ -117,7 +117,7 @@ def _dtype_beside(encoding: str) -> str:
 
 
 def _inputs(encoding: str) -> str:
-    """What a model of this encoding alone multiplies its weights by."""
+    """Inputs that a model of this encoding alone multiplies its weights by."""
     return usual_activations([encoding]) or "float32"
 
 

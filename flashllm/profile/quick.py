@@ -30,7 +30,7 @@ _MEASURER = "flashllm.commands.machine.quick"  # a program, since it needs both 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a run plans by, and how it may be measured."""
+    """Figures that a run plans by, and how they may be measured."""
 
     file: str  # whose drive is meant; the run reads it
     store: str
@@ -40,7 +40,7 @@ class Wanted:
     writes_in: str | None = None  # a folder of the drive that the run writes to
 
     def is_in(self, profile: Profile | None) -> bool:
-        """Whether the profile has all of it, fresh."""
+        """True where the profile has all of it, fresh."""
         nbytes = os.stat(self.file).st_size
         if profile is None or not profile.is_fresh(system_name(), nbytes):
             return False
@@ -79,6 +79,6 @@ def take_quick_profile(
 
 
 def _can_keep(store: Path) -> bool:
-    """Whether the store can be written, as far as that can be told before."""
+    """True where the store can be written, as far as that can be told before."""
     folder = next(each for each in (store.parent, *store.parent.parents) if each.exists())
     return folder.is_dir() and os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= _STORE_NBYTES

@@ -1,5 +1,5 @@
 """Times direct random reads as the engine issues them: a batch of scattered requests of one size, then a barrier;
-alone, and beside products on all cores. Also pairs of reads with a gap between them, reads in sequence, and writes.
+alone, and during products on all cores. Also pairs of reads with a gap between them, reads in sequence, and writes.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class ReadOptions:
 
     sizes: tuple[int, ...] = tuple(4096 << i for i in range(9))  # bytes of a request: 4 KiB to 1 MiB
     requests: tuple[int, ...] = (8, 64, 256)  # of a batch
-    beside: int = 512  # requests of a batch beside products
+    beside: int = 512  # requests of a batch during products
     batch_nbytes: int = 64 << 20  # at most
     gaps: tuple[int, ...] = (4096, 8192, 16384, 32768)  # bytes between two rows
     pairs: int = 128  # of rows, with a gap between them: as many requests as a layer's, several times a queue's depth
@@ -148,7 +148,7 @@ class _Measured:
 
 
 class ReadTimer:
-    """Batches of reads from one file through all backends; `products` run beside some of them."""
+    """Batches of reads from one file through all backends; `products` run during some of them."""
 
     def __init__(self, path: Path, options: ReadOptions, products: ResidentProducts) -> None:
         self._file = _core.DirectFile(str(path))
@@ -198,7 +198,7 @@ class ReadTimer:
                 slices += 1
             wall_s = time.perf_counter() - start
             batch.wait()
-            # As many as ran beside reads, and at least all slices: the time of a few would be noise.
+            # As many as ran during reads, and at least all slices: the time of a few would be noise.
             start, without = time.perf_counter(), max(slices, len(products))
             for _ in range(without):
                 products.slice()

@@ -125,7 +125,7 @@ def _entry(value: Any) -> tuple[DeviceKey, Profile]:
 
 
 def store_path() -> Path:
-    """Where profiles are kept, unless a run names another file: `profiles.json`, or the `devices.json` of before."""
+    """The file of profiles, unless a run names another one: `profiles.json`, or the `devices.json` of before."""
     folder = user_cache_dir()
     before = folder / "devices.json"
     return before if before.exists() else folder / "profiles.json"

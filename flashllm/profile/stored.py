@@ -10,7 +10,7 @@ from flashllm.profile.rates import RateCurve
 
 
 def to_json(value: Any) -> Any:
-    """What `from_json` reads."""
+    """The JSON that `from_json` reads."""
     if isinstance(value, RateCurve):
         return value.to_json()
     if dataclasses.is_dataclass(value):
@@ -21,7 +21,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: Any, value: Any, where: str) -> Any:
-    """What a dataclass's field of type `kind` holds of a JSON value. A key whose field has a default may be missing.
+    """The value of a dataclass's field of type `kind`, from JSON. A key whose field has a default may be missing.
 
     ValueError names what is missing, unknown or no list or object. Plain values are the dataclass's own to check.
     """

@@ -36,7 +36,7 @@ COMPLETION_TOKENS = 16  # of a completion that does not say; a chat's answer may
 
 
 class Text(Protocol):
-    """What the endpoints need of `flashllm.generate.tokenizer.Tokenizer`."""
+    """The part of `flashllm.generate.tokenizer.Tokenizer` that the endpoints need."""
 
     def decode(self, ids: list[int]) -> str: ...
     def token_text(self, token_id: int) -> str: ...
@@ -66,7 +66,7 @@ class Api:
         self._long = asyncio.Lock()
 
     def routes(self) -> list[Route]:
-        """What answers where."""
+        """The routes and their endpoints."""
         return [
             Route("/health", self.health),
             Route("/metrics", self.metrics),
@@ -210,7 +210,7 @@ _Understood = tuple[Asked, list[tuple[Wanted, list[int]]]]
 
 
 def _step(steps: Generator[None, None, _Understood]) -> _Understood | None:
-    """What the next step ends with; None where there are more."""
+    """Take the next step: what it ends with, None where there are more."""
     try:
         next(steps)
     except StopIteration as end:
@@ -245,7 +245,7 @@ class Answering:
         last: Callable[[], Document | None],
         failed: Callable[[ApiError], Document],
     ) -> Callable[[], Awaitable[Document | None]]:
-        """What gives the documents of a stream, one a call, and None after the last.
+        """A source of a stream's documents, one a call, and None after the last.
 
         `take` makes one of an event, `last` one of the end, `failed` one of a failure.
         """

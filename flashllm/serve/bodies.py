@@ -29,7 +29,7 @@ class Asked:
 
 
 def parse(raw: bytes, kind: Literal["chat", "completion"], *, custom_id: str, defaults: SamplingOptions) -> Asked:
-    """What the body `raw` asks for. BadRequest where that is nothing we can answer; it names the field."""
+    """Understand the body `raw`. BadRequest where it asks for nothing we can answer; it names the field."""
     try:
         value = parse_json(raw, "the body")
     except FormatError as error:

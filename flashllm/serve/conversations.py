@@ -23,7 +23,7 @@ from flashllm.parked.folder import Entry, ParkingFolder
 from flashllm.replies.written import load
 
 MIN_SHARED_TOKENS = 8  # fewer are not worth a copy
-MIN_PARKED_TOKENS = 32  # that a parked conversation spares, beside those in memory: fewer are not worth reading it
+MIN_PARKED_TOKENS = 32  # that parking spares, more than memory does: fewer are not worth reading it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Conversations:
         return len(self._kept)
 
     def take(self, ids: Sequence[int], turns: Sequence[bytes] = ()) -> Place:
-        """Where to generate after the prompt `ids`. `turns` are the digests of the conversations it goes on from."""
+        """A place to generate after the prompt `ids`. `turns` are the digests of the conversations it goes on from."""
         dense = self._is_prompt(len(ids))
         longest = len(ids) - 1  # the last token is computed always: its logits are wanted
         self._recall(ids, turns, dense=dense, longest=longest)

@@ -30,7 +30,7 @@ def error_object(message: str, *, kind: str, code: str | None, param: str | None
 
 @dataclass(slots=True)
 class _Choice:
-    """What is known of a choice so far."""
+    """A choice as far as it is known."""
 
     said: list[Said] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -166,7 +166,7 @@ class Form:
         return prompt if isinstance(prompt, str) else self._decode(self._prompts[index])
 
     def _timings(self, record: PrefillRecord | TokenRecord) -> dict[str, Any]:
-        """Where the record's time went, in ms; bytes; neurons; and the memory now."""
+        """Parts of the record's time, in ms; bytes; neurons; and the memory now."""
         timings: dict[str, Any] = dataclasses.asdict(record.times)
         if isinstance(record, PrefillRecord):
             timings["prompt_tokens"], timings["cached_tokens"] = record.tokens, record.reused_tokens

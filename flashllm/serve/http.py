@@ -1,4 +1,4 @@
-"""What every endpoint needs of HTTP: bodies with a bound, error answers, event streams, and who may ask. No model."""
+"""HTTP for every endpoint: bodies with a bound, error answers, event streams, and who may ask. No model."""
 
 import asyncio
 import contextlib
@@ -176,7 +176,7 @@ class Bodies:
         return ApiError(413, f"the body is larger than {self._each} bytes")
 
     def _no_room(self) -> ApiError:
-        message = "there is no room for this body beside those of other requests; try again later"
+        message = "there is no room for this body with those of other requests; try again later"
         return ApiError(503, message, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
 
 

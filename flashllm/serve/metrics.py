@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus. Numbers alone: nothing of any request's text."""
+"""Counters of the server, for Prometheus. Numbers alone: nothing of any request's text."""
 
 from collections.abc import Callable
 

@@ -46,7 +46,7 @@ class Ollama:
         self._api = api
 
     def routes(self) -> list[Route]:
-        """What answers where."""
+        """The routes and their endpoints."""
         return [
             Route("/api/version", self.version),
             Route("/api/tags", self.tags),

@@ -34,10 +34,10 @@ class ServerOptions:
     """How a model is served."""
 
     name: str | None = None  # of the model; None: its hub id or its directory's name
-    max_waiting: int = 32  # requests beside the one that is answered
+    max_waiting: int = 32  # requests besides the one that is answered
     keep: int = 4  # conversations in memory
     key: bytes | None = None  # that clients must send; None: none
-    hosts: frozenset[str] | None = None  # names that the server goes by, beside addresses; None: any
+    hosts: frozenset[str] | None = None  # names that the server goes by, besides addresses; None: any
     origins: frozenset[str] = frozenset()  # whose pages may use it
     parking: Path | None = None  # folder of the conversations that leave memory; None: they are forgotten
     parking_nbytes: int = 4 * 10**9  # that the folder may hold
@@ -138,7 +138,7 @@ def _name(path: Path, model: Model) -> str:
 
 
 def _report(error: BaseException) -> None:
-    """Where an unforeseen error came from. Not its message, which may hold a request's text."""
+    """The place that an unforeseen error came from. Not its message, which may hold a request's text."""
     places = traceback.extract_tb(error.__traceback__)[-3:]
     where = ", ".join(f"{Path(place.filename).name}:{place.lineno}" for place in reversed(places))
     say(f"{type(error).__name__} while a request was answered, at {where} (a bug in flashllm)")

@@ -53,13 +53,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url(sock: socket.socket) -> str:
-    """Where the server can be reached."""
+    """The address at which the server can be reached."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class _Lines(logging.Handler):
-    """What uvicorn and asyncio log, in our words: a line of a kind a minute."""
+    """Logs of uvicorn and asyncio in our words: a line of a kind a minute."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -238,7 +238,7 @@ class Server(uvicorn.Server):
             task.exception()  # a connection that is gone already
 
     def _has_room(self) -> bool:
-        """Whether another connection may be: where it is needed, the one that waits longest for a request goes."""
+        """True where another connection may be: where it is needed, the one that waits longest for a request goes."""
         if len(self.server_state.connections) + len(self._accepting) < self._most:
             return True
         longest = next(iter(self.waiting), None)

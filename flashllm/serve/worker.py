@@ -26,7 +26,7 @@ from flashllm.serve.conversations import Conversations, Place, digest, turns_of
 
 
 class ServedModel(LanguageModel, Protocol):
-    """What the worker and the server over it need of `flashllm.engine.model.Model`."""
+    """The part of `flashllm.engine.model.Model` that the worker and the server over it need."""
 
     @property
     def manifest(self) -> Manifest: ...
@@ -76,7 +76,7 @@ Event = Began | Chosen | Ended | Finished
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """What is to be computed: prompts in turn, each with its request."""
+    """Work to be computed: prompts in turn, each with its request."""
 
     prompts: Sequence[tuple[Request, list[int]]]  # options with the final max_new_tokens, token ids
     deliver: Callable[[Event], None]
@@ -100,7 +100,7 @@ class Worker:
         speculation: Speculation | None = None,
         parking: ParkingFolder | None = None,
     ) -> None:
-        """`max_waiting` jobs wait beside the one that runs; `keep` conversations stay in memory.
+        """`max_waiting` jobs wait behind the one that runs; `keep` conversations stay in memory.
 
         `on_event` sees all jobs' events, from the worker's thread. Conversations that leave memory go to `parking`.
         """
@@ -128,12 +128,12 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is computed."""
+        """True while a job is computed."""
         return self._current is not None
 
     @property
     def alive(self) -> bool:
-        """Whether jobs are answered."""
+        """True while jobs are answered."""
         return self._thread.is_alive() and not self._closing
 
     @property

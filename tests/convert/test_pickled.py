@@ -138,7 +138,7 @@ class _Code:
 def test_code_in_the_pickle_is_named_and_never_run(folder, tmp_path, state):
     trap = tmp_path / "sprung"
     _save({**state, "trap": _Code(str(trap))}, folder / PICKLED_SINGLE)
-    with pytest.raises(UnsupportedModelError, match=r"holds Python objects \(_?io\.open\) beside tensors"):
+    with pytest.raises(UnsupportedModelError, match=r"holds Python objects \(_?io\.open\) besides tensors"):
         _open(folder)
     assert not trap.exists()
 

@@ -85,7 +85,7 @@ def test_too_few_batches_cannot_be_fitted():
     one_each = [sample for sample in samples() if sample.requests == 64]
     with pytest.raises(ValueError, match="cannot tell"):
         fit(one_each)
-    with pytest.raises(ValueError, match="no sample beside products"):
+    with pytest.raises(ValueError, match="no sample during products"):
         fit(samples(), beside(sizes=(4096, 16384)))
 
 

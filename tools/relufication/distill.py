@@ -26,7 +26,7 @@ from relufication.text import Rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What decides the result beside the models and the text."""
+    """Settings that decide the result besides the models and the text."""
 
     model: str  # SHA-256 of the unmodified model's config, and of its weight files' names and sizes
     text: str  # of the rows' tokens
@@ -42,7 +42,7 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """Of the whole run."""
+        """Steps of the whole run."""
         return self.tokens // (self.length * self.batch)
 
 
@@ -61,11 +61,11 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """Seen so far."""
+        """Tokens seen so far."""
         return self.step * self.recipe.batch * self.recipe.length
 
     def learning_rate(self) -> float:
-        """Of the next step: a warm-up, then a line down to a tenth."""
+        """Rate of the next step: a warm-up, then a line down to a tenth."""
         left = max(0.0, 1 - self.step / max(self.recipe.steps, 1))
         return self.recipe.learning_rate * min(1.0, (self.step + 1) / self.WARMUP) * (0.1 + 0.9 * left)
 

@@ -36,7 +36,7 @@ def _run(layer: nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torc
 def _entries(
     model: PreTrainedModel, layers: list[FFN], rows: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-    """What the first layer reads of each row, and with what further arguments each layer is called."""
+    """Inputs of the first layer for each row, and the further arguments that each layer is called with."""
     hidden: list[torch.Tensor] = []
     kwargs: list[dict[str, Any]] = [{} for _ in layers]
 

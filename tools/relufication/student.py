@@ -56,11 +56,11 @@ class FFN:
         return self.up if self.gate is None else self.gate
 
     def parameters(self) -> list[nn.Parameter]:
-        """What is trained: weights and biases of the projections."""
+        """Parameters that are trained: weights and biases of the projections."""
         return [value for one in (self.up, self.gate, self.down) if one is not None for value in one.parameters()]
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
-        """What the down projection reads, for inputs [..., d_model]."""
+        """Values that the down projection reads, for inputs [..., d_model]."""
         value = self.activation(self.decides(x))
         return value if self.gate is None else value * self.up(x)
 

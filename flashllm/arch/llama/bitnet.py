@@ -34,7 +34,7 @@ _FORMS = {
 
 
 def form_of(config: Config) -> Form:
-    """What the config says. UnsupportedModelError for what is not computed."""
+    """The config's meaning. UnsupportedModelError for what is not computed."""
     said = config.get("quantization_config")
     if said is None:
         return Form.WHOLE

@@ -271,7 +271,7 @@ SMOLLM3 = row(
 )
 
 
-# StableLM (Bellagente et al., 2024): layer norms, a quarter of each head turned, in the 12B attention beside the FFN.
+# StableLM (Bellagente et al., 2024): layer norms, a quarter of each head turned; attention and FFN in parallel (12B).
 
 
 def _stablelm(config: Config) -> BlockSpec:

@@ -1,4 +1,4 @@
-"""What models under Llama's names share: where their tensors are, and a row with RMS norms and a gated FFN.
+"""Shared by models under Llama's names: where their tensors are, and a row with RMS norms and a gated FFN.
 
 Knows no model_type but the defaults of those that others start from.
 """

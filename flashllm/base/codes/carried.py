@@ -43,7 +43,7 @@ class ScaleForm:
 
     @property
     def unsigned(self) -> bool:
-        """Whether codes begin at 0."""
+        """True where codes begin at 0."""
         return self.has_minimum or self.is_power
 
     def parts(self) -> Mapping[str, tuple[int, np.dtype[np.generic]]]:
@@ -87,7 +87,7 @@ class Quantised:
 
 
 def weights(form: ScaleForm, codes: Codes, scales: Mapping[str, NDArray[np.generic]]) -> Floats:
-    """What codes [n, length] stand for with scales [n, items] of `form`."""
+    """Weights that codes [n, length] stand for with scales [n, items] of `form`."""
     if form.is_power:
         powers = np.repeat(scales["scales"], form.group, axis=1)[:, : codes.shape[1]]
         return _fp4(codes, powers)

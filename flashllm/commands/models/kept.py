@@ -22,7 +22,7 @@ class KeptModel:
 
     @property
     def names(self) -> frozenset[str]:
-        """What it goes by."""
+        """The name that it goes by."""
         return frozenset((self.name, self.path.name, str(self.path)))
 
 
@@ -69,7 +69,7 @@ def _kept(path: Path, cache: Path | None) -> KeptModel:
 
 
 def _means(source: str, path: Path, cache: Path | None) -> bool:
-    """Whether `source`, given as MODEL, is the model in `path`."""
+    """True where `source`, given as MODEL, is the model in `path`."""
     try:
         return resolve_model(source, convert_on_first_use=False, cache=cache) == path
     except (FlashError, OSError):

@@ -1,4 +1,4 @@
-"""Where the scripts of `predictors/` are: beside the package in a checkout, inside it where a wheel was installed."""
+"""Finds the scripts of `predictors/`: next to the package in a checkout, inside it where a wheel was installed."""
 
 import importlib
 import sys

@@ -1,1 +1,1 @@
-"""Where a conversion's tensors come from: safetensors, PyTorch's pickled files, GGUF, behind one `Checkpoint`."""
+"""Sources of a conversion's tensors: safetensors, PyTorch's pickled files, GGUF, behind one `Checkpoint`."""

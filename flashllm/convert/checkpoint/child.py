@@ -26,7 +26,7 @@ class ChildFailed(Exception):
 
 
 def ask_child(function: Callable[..., Any], *arguments: str) -> Any:
-    """What a module's function returns for texts, through JSON.
+    """Ask a child process what a module's function returns for texts, through JSON.
 
     A FlashError in the child is raised here; ChildFailed where anything else ends it.
     """

@@ -15,7 +15,7 @@ from flashllm.convert.checkpoint.source import Checkpoint
 
 
 def held_by_bf12(checkpoint: Checkpoint, names: Mapping[str, str], claim: Claim) -> bool:
-    """Whether every vector of a canonical matrix fits; of a down projection these are the columns.
+    """True where every vector of a canonical matrix fits; of a down projection these are the columns.
 
     `names`: state_dict name -> name in the checkpoint. A down projection is in memory whole. OverflowError for weights
     outside bfloat16's range.

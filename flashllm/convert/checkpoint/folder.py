@@ -70,7 +70,7 @@ def open_folder(directory: Path) -> Iterator[Checkpoint]:
 
 
 def what_lies_there(directory: Path) -> str:
-    """What else lies there, and what to do with it: the rest of a message."""
+    """Say what else lies there, and what to do with it: the rest of a message."""
     if (directory / ADAPTER).exists():
         return ADAPTER_HINT
     others = sorted(path.name for pattern in _OTHERS for path in directory.glob(pattern))

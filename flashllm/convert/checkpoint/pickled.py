@@ -71,7 +71,7 @@ def open_pickled(paths: Sequence[Path], stack: ExitStack) -> list[WeightFile]:
 
 
 def _check(fd: int, path: Path) -> None:
-    """What can be said of the file without torch."""
+    """Check what can be told of the file without torch."""
     nbytes = file_status(fd, path).st_size
     if nbytes and pread_bytes(fd, 1, 0, path) == _PICKLE:
         raise UnsupportedModelError(
@@ -102,7 +102,7 @@ def _checked(found: Mapping[str, Any], file_nbytes: int, path: Path) -> Mapping[
 
 
 def describe(*paths: str) -> list[dict[str, Any]]:
-    """Of each file, tensor -> (safetensors' dtype code, shape, offset in the file, bytes). Runs in a child process.
+    """Tables of the files, tensor -> (safetensors' dtype code, shape, offset in the file, bytes). Runs in a child.
 
     FlashError where torch is not installed; UnsupportedModelError and FormatError as `open_pickled`.
     """
@@ -134,7 +134,7 @@ def _describe(path: str) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
         named = re.search(r"GLOBAL (\S+)|module (\S+) is blocked", str(error))
         what = f" ({named[1] or named[2]})" if named else ""
         raise UnsupportedModelError(
-            f"{path}: holds Python objects{what} beside tensors, which could run code when opened; if you trust its "
+            f"{path}: holds Python objects{what} besides tensors, which could run code when opened; if you trust its "
             f"maker, {_RESAVE}"
         ) from error
     except Exception as error:
@@ -164,7 +164,7 @@ def _describe(path: str) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
 
 
 def _record_offsets(path: str) -> dict[int, int]:
-    """Where in the file each record's bytes begin -> how many they are."""
+    """Offset in the file of each record's bytes -> how many they are."""
     result = {}
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         for record in archive.infolist():

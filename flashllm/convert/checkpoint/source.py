@@ -35,7 +35,7 @@ class TensorFile(Protocol):
         """Fill `buffer` with the bytes of tensor `info` from its byte `start`, leaving nothing in the page cache."""
 
     def extent(self, info: TensorInfo) -> int | None:
-        """Where in the file the tensor's bytes lie as they are; None where reading makes them."""
+        """Offset in the file of the tensor's bytes as they are; None where reading makes them."""
 
 
 class QuantisedTensor(Protocol):
@@ -47,7 +47,7 @@ class QuantisedTensor(Protocol):
 
     @property
     def transposed(self) -> bool:
-        """Whether the file has the tensor's columns as rows."""
+        """True where the file has the tensor's columns as rows."""
 
     def raw(self, first: int, count: int) -> NDArray[np.uint8]:
         """The stored bytes of those rows of the tensor, or columns of a transposed one, [count, bytes]."""

@@ -105,7 +105,7 @@ class _Matrix:
 
     @property
     def _by(self) -> np.float32:
-        """What three values are multiplied by."""
+        """The factor of three values."""
         if self.factor is None:
             self.factor = self._mean_magnitude()
         return self.factor
@@ -155,7 +155,7 @@ def ternary(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _scale(checkpoint: Checkpoint, name: str, stored: _Stored, form: Form) -> np.float32:
-    """What the matrix's three values are multiplied by."""
+    """The factor of the matrix's three values."""
     found = checkpoint.tensors.get(f"{name}_scale")
     if found is None or found.dtype not in WEIGHT_DTYPE_BY_CODE or found.shape not in ((1,), ()):
         raise stored.error("has no weight_scale of one number")

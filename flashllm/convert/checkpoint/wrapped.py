@@ -17,7 +17,7 @@ _WRAPPERS = {
 
 
 def what_wraps(spec: ArchitectureSpec, names: Collection[str]) -> str:
-    """What stands before a model's names in a checkpoint's `names`, and what would help: the rest of a message.
+    """Say what stands before a model's names in a checkpoint's `names`, and what would help: the rest of a message.
 
     Empty where nothing does: where the embedding has its name, or none that ends like it.
     """
@@ -37,7 +37,7 @@ def what_wraps(spec: ArchitectureSpec, names: Collection[str]) -> str:
     others = sum(not name.startswith(prefix) and name != spec.head for name in names)
     if others:
         return (
-            f": it is part of a larger model, whose names begin with {shown}, beside {others} other tensors; save that "
+            f": it is part of a larger model, whose names begin with {shown}, and {others} other tensors; save that "
             "part on its own with transformers"
         )
     return f": all names begin with {shown}; take that from them, or save the model again without what wraps it"

@@ -48,7 +48,7 @@ def _halves(blocks: Bytes, start: int) -> NDArray[np.generic]:
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """Of bytes [.., k]: all lower halves, then all upper ones."""
+    """Halves of bytes [.., k]: all lower ones, then all upper ones."""
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
@@ -84,7 +84,8 @@ def _q5_1(blocks: Bytes) -> Parts:
 
 
 def _k_scales(blocks: Bytes) -> dict[str, NDArray[np.generic]]:
-    """Of blocks that begin with a scale, a minimum (to be subtracted) and 12 bytes of eight 6-bit factors of each."""
+    """Scales and minimums of blocks that begin with a scale, a minimum (to be subtracted) and 12 bytes of eight 6-bit
+    factors of each."""
     first, second, third = (blocks[:, start : start + 4] for start in (4, 8, 12))
     factors = np.concatenate([first & 63, third & 15 | (first >> 6) << 4], axis=1)
     minimum_factors = np.concatenate([second & 63, third >> 4 | (second >> 6) << 4], axis=1)

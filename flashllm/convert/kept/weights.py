@@ -31,7 +31,7 @@ _ROWS_TOGETHER = 256  # taken apart at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptWeights:
-    """What is kept, a `CodedWeights`."""
+    """The codes that are kept, a `CodedWeights`."""
 
     rows: str | None  # encoding of up and gate; None: they are not kept
     down: str | None  # of down columns: of `PLANE_ENCODINGS`, or with scales of their own
@@ -45,11 +45,10 @@ class KeptWeights:
     _columns: dict[str, NDArray[np.uint8]] = field(default_factory=dict)  # of the layer at hand
 
     def fingerprint(self) -> Any:
-        """Of `CodedWeights`; the source's own fingerprint says the rest."""
+        """As of `CodedWeights`; the source's own fingerprint says the rest."""
         return ["kept", self.rows, self.down, list(self.down_scales), dict(self.resident)]
 
     def vectors(self, name: str) -> Vectors | None:
-        """Of `CodedWeights`."""
         if name.endswith(".down.weight"):
             if self.down is None:
                 return None
@@ -133,7 +132,7 @@ def keep_weights(
     residents: Iterable[str],
     architecture: Architecture,
 ) -> KeptWeights | None:
-    """What of a checkpoint's codes is kept; None where it has none that can be.
+    """The codes of a checkpoint that are kept; None where it has none that can be.
 
     `names`: state_dict name -> name in the checkpoint; `claimed`: by canonical name.
     """

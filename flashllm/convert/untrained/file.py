@@ -41,7 +41,7 @@ def made_predictors(plan: ConversionPlan, weights: Weights, model_sha256: str) -
 
 
 class _Driver:
-    """What decides whether a layer's neurons fire: the gate's product where there is one, else the up product."""
+    """The product that decides whether a layer's neurons fire: the gate's where there is one, else the up product."""
 
     def __init__(self, plan: ConversionPlan, weights: Weights, layer: int) -> None:
         self._plan, self._weights, self._layer = plan, weights, layer

@@ -98,7 +98,7 @@ def low_rank_predictor(
 def normed_inputs(
     weight: NDArray[np.float32] | None, bias: NDArray[np.float32] | None, d_model: int
 ) -> InputStatistics:
-    """What is known of a LayerNorm's output without data: its entries have mean `bias` and deviation `weight`."""
+    """Statistics of a LayerNorm's output that need no data: its entries have mean `bias` and deviation `weight`."""
     scale = np.ones(d_model) if weight is None else np.abs(weight.astype(np.float64))
     if not scale.any():  # nothing passes such a norm; any metric will do
         scale = np.ones(d_model)

@@ -1,6 +1,6 @@
 // Attention over the KV cache: a few independent tokens (a step of generation), or many of one sequence (a
 // prompt). Scores and sums are fp32, and each query's are added in one order: its bits depend neither on the
-// threads nor on what is computed beside it. The two ways do differ from each other in the last bits.
+// threads nor on what else is computed. The two ways do differ from each other in the last bits.
 #pragma once
 
 #include <cstddef>

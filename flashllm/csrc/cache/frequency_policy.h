@@ -20,7 +20,7 @@ class FrequencyPolicy final : public CachePolicy {
   static constexpr double kHalfLife = 16.0;       // tokens, of the recent counts
   static constexpr float kLongRunTokens = 12.0F;  // that the long-run share counts like
   static constexpr float kKnownTokens = 256.0F;   // that `popularity` counts like, when new ones adjust it
-  // A miss counts for so much of its frequency beside what is cached: little is gained by exchanging equals,
+  // A miss counts for so much of its frequency against what is cached: little is gained by exchanging equals,
   // and what was prefetched is copied to enter.
   static constexpr float kNewcomer = 0.8F;
 

@@ -1,1 +1,1 @@
-"""What a user asks about a model directory: what it holds, and whether its bytes are right."""
+"""Answers about a model directory: what it holds, and whether its bytes are right."""

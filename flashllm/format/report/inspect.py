@@ -1,4 +1,4 @@
-"""What a model directory is, in numbers, from its manifest, config and headers alone. Loads and hashes nothing."""
+"""A model directory in numbers, from its manifest, config and headers alone. Loads and hashes nothing."""
 
 import math
 from collections.abc import Mapping
@@ -88,7 +88,7 @@ def _predictors(path: Path, manifest: Manifest) -> dict[str, Any] | None:
 
 
 def sparsity_line(sparsity: Mapping[str, Any]) -> str:
-    """What cuts on the gate's activation do and cost, of the values of `Sparsity`."""
+    """A line on what cuts on the gate's activation do and cost, of the values of `Sparsity`."""
     change = sparsity["perplexity"] / sparsity["dense_perplexity"] - 1
     return (
         f"{sparsity['zeros']:.0%} of the neurons are zero by thresholds on the gate; perplexity "
@@ -130,7 +130,7 @@ def _row_encodings(rows: Mapping[str, Any]) -> str:
 
 
 def quality_line(quality: Mapping[str, Any]) -> str:
-    """What fewer bits cost, of the values of `Quality`."""
+    """A line on what fewer bits cost, of the values of `Quality`."""
     found, source = quality["perplexity"], quality["source_perplexity"]
     return (
         f"perplexity {found:.2f}, {found / source - 1:+.1%} against its source's {source:.2f}, "

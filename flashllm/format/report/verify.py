@@ -55,7 +55,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was wrong."""
+        """True where nothing was wrong."""
         return not self.problems
 
 

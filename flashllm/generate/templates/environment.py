@@ -139,7 +139,7 @@ def _to_json(
 
 
 def main(growth_nbytes: int) -> None:
-    """Answer requests until standard input ends. `growth_nbytes`: of address space, beside what is in use now."""
+    """Answer requests until standard input ends. `growth_nbytes`: of address space, more than is in use now."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process, whatever it computes
     space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + growth_nbytes

@@ -10,7 +10,7 @@ MEMORY_STATUS = 3  # with which the renderer's process ends where its memory doe
 
 
 class Kind(StrEnum):
-    """What an answer's text is."""
+    """Kinds of an answer's text."""
 
     READY = "!"  # none: requests may come
     TEXT = "T"  # the conversation's

@@ -63,7 +63,7 @@ class Renderer(OneProcess):
             self._begin(request)
 
     def ask(self, request: Mapping[str, Any]) -> tuple[Kind, str]:
-        """What the process answers. Exceeded where the limits end it, FlashError where anything else does."""
+        """The process's answer. Exceeded where the limits end it, FlashError where anything else does."""
         self.check_process()
         data = _frame(request)
         with self._lock:

@@ -1,4 +1,4 @@
-"""Where a job's sequences, in their order, are cut into blocks: as many together as the memory holds."""
+"""Cuts a job's sequences, in their order, into blocks: as many together as the memory holds."""
 
 from collections.abc import Callable, Sequence
 

@@ -17,11 +17,11 @@ from flashllm.offload.jobs.results import Results
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence
 from flashllm.offload.policy import Workload
 
-_PROMPT_WEIGHT = 0.1  # of a prompt token beside a new one, in time, until a block has been measured
+_PROMPT_WEIGHT = 0.1  # of a new token's time that a prompt token takes, until a block has been measured
 
 
 class Measure(Protocol):
-    """What running a block took: `flashllm.offload.runtime.run.BlockMeasure`."""
+    """Measured times and bytes of a block: `flashllm.offload.runtime.run.BlockMeasure`."""
 
     @property
     def prefill_s(self) -> float: ...
@@ -42,7 +42,7 @@ class Measure(Protocol):
 
 
 class BlockRunner(Protocol):
-    """What computes a block: `flashllm.offload.runtime.run.Runner`."""
+    """Runner of blocks: `flashllm.offload.runtime.run.Runner`."""
 
     def run(self, sequences: list[TokenSequence], progress: Callable[[int], None]) -> Measure:
         """Give every sequence logits until it is finished; `progress` is called with the block's new tokens so far."""
@@ -53,7 +53,7 @@ class BlockRunner(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """What all blocks took together. Seconds, tokens, bytes."""
+    """Sums over all blocks. Seconds, tokens, bytes."""
 
     blocks: int = 0
     requests: int = 0
@@ -191,7 +191,7 @@ class Job:
 
     @property
     def _prompt_weight(self) -> float:
-        """Of a prompt token beside a new one, in time: as measured so far."""
+        """Time of a prompt token ÷ that of a new one, as measured so far."""
         totals = self.totals
         if not (totals.prompt_tokens and totals.new_tokens and totals.decode_s > 0):
             return _PROMPT_WEIGHT

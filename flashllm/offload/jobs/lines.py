@@ -203,7 +203,7 @@ class BatchFile:
 
 
 def rank(prompt_tokens: int, max_new_tokens: int) -> tuple[int, int, int]:
-    """What requests are sorted by, falling, to fill blocks.
+    """The key by which requests are sorted, falling, to fill blocks.
 
     A block is as long as its longest prompt and its longest answer, so prompts of the same number of KV blocks (64
     tokens) lie together, and among them those of the same new tokens. The longest go first, because a job that is too

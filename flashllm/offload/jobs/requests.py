@@ -21,7 +21,7 @@ MAX_CUSTOM_ID_CHARS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What holds for lines that do not say. UsageError for a value that cannot be."""
+    """Defaults of lines that do not say. UsageError for a value that cannot be."""
 
     max_new_tokens: int = 256  # less where the context is shorter
     temperature: float = 0.0  # the likeliest token, where OpenAI's service would draw at temperature 1
@@ -66,7 +66,7 @@ def parse_request(raw: bytes, number: int, *, text: bool, defaults: Defaults) ->
 def _of_batch_line(value: Mapping[str, Any], custom_id: str, defaults: Defaults) -> Request:
     for name in value:
         if name not in ("custom_id", "method", "url", "body"):
-            raise BadRequest(f"the field {name[:80]!r} is unknown beside custom_id, method, url and body")
+            raise BadRequest(f"the field {name[:80]!r} is unknown besides custom_id, method, url and body")
     if "custom_id" not in value:
         raise BadRequest("custom_id is missing")
     if value.get("method", "POST") != "POST":
@@ -91,7 +91,7 @@ def _request(body: Mapping[str, Any], kind: Kind, custom_id: str, defaults: Defa
 
 
 def own_seed(seed: int, custom_id: str) -> int:
-    """A line's own random seed: the same in every run and on every machine, whatever lines are beside it."""
+    """A line's own random seed: the same in every run and on every machine, whatever lines are around it."""
     return int.from_bytes(hashlib.sha256(f"{seed}\0{custom_id}".encode()).digest()[:8], "little") & SEED_MASK
 
 

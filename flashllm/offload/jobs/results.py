@@ -171,8 +171,8 @@ class Results:
             )
         custom_id = str(value.get("custom_id"))
         reason = (
-            "which was asked otherwise: the line has changed, or the model, --max-new, --temperature, --seed, --policy "
-            "or --compress has, or another version of flashllm began the file and packed weights otherwise"
+            "which was asked otherwise: the line has changed, or the model, --max-new-tokens, --temperature, --seed, "
+            "--policy or --compress has, or another version of flashllm began the file and packed weights otherwise"
             if custom_id in custom_ids
             else "which the input does not have"
         )
@@ -217,7 +217,7 @@ def _checksum(answer: Mapping[str, Any]) -> str:
 
 
 def _may_be_torn(torn: bytes, lines: Sequence[Line], seen: set[int]) -> bool:
-    """Whether `torn` can be the beginning of a line that this job was writing.
+    """True where `torn` can be the beginning of a line that this job was writing.
 
     A power cut may leave zeros where data was about to be: a file's size can reach the drive before its bytes.
     """

@@ -38,7 +38,7 @@ class Sequence:
     ) -> None:
         """`prompt` are token ids, at least one. `decoder` makes text of ids; None: no text, and so no stop strings.
 
-        `end_ids` end an answer (ignored with `options.ignore_eos`). `logprobs` likeliest tokens are recorded beside
+        `end_ids` end an answer (ignored with `options.ignore_eos`). `logprobs` likeliest tokens are recorded with
         each chosen one; None: nothing is recorded. `key` is the caller's own, to know the sequence by.
         """
         if not len(prompt):
@@ -61,7 +61,7 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        """Whether no further token will be chosen."""
+        """True where no further token will be chosen."""
         return self.finish_reason is not None
 
     @property

@@ -41,7 +41,7 @@ class BatchSizes:
     heads: int = 16
     head_dim: int = 128
     context: int = 512
-    read: int = 64 * MIB  # of one read beside products
+    read: int = 64 * MIB  # of one read while products run
     rounds: int = 3
     seconds: float = 8.0  # of a dtype's products, and of all else of it: no sample begins later
     beside_s: float = 0.3
@@ -60,7 +60,7 @@ def measure_batches(
     dtypes: Iterable[str], file: Path, *, threads: int, sizes: BatchSizes = BatchSizes()
 ) -> dict[str, BatchRates]:
     """The rates of the runtime's products, attention and packing, with weights and cache of each of `dtypes`; products
-    also beside reads of `file`, with the first."""
+    also while `file` is read, with the first."""
     found: dict[str, BatchRates] = {}
     for dtype in dtypes:
         probe = NativeProbe(dtype, _core.ThreadPool(threads), sizes.at_least_s, sizes.rotation)

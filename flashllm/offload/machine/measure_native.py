@@ -26,7 +26,7 @@ from flashllm.offload.runtime.tiers.weights import pack
 from flashllm.profile.rates import Sample, seconds_of
 
 Array = NDArray[Any]
-_DECODED_ROWS = 16  # of products beside reads
+_DECODED_ROWS = 16  # of products during reads
 _TINY = 64  # width of a layer whose products take next to no time
 
 

@@ -33,7 +33,7 @@ dist: Any = torch.distributed  # whose stubs lack most of what groups can do
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """Kinds of messages."""
 
     PULSE = 0
     VALUES = 1  # hidden states, or token ids, of a batch for a token; the numbers are the places that still run
@@ -119,7 +119,7 @@ class Wire:
 
 
 def _reason(error: BaseException) -> str:
-    """What torch says, without the place in its source, and without advice."""
+    """Torch's message without the place in its source, and without advice."""
     line = str(error).strip().split("\n")[0]
     return re.sub(r"^\[[^\]]*\] *", "", line).split(". ")[0]
 

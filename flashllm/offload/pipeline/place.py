@@ -27,7 +27,7 @@ class Place:
 
     @classmethod
     def from_torchrun(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
-        """What torchrun says; None where the process was not started by it, or is the only one."""
+        """The place that torchrun says; None where the process was not started by it, or is the only one."""
         if environment.get("WORLD_SIZE", "1") == "1":
             return None
         try:
@@ -39,7 +39,7 @@ class Place:
 
     @property
     def is_last(self) -> bool:
-        """Whether this process reads the job, chooses tokens and writes answers."""
+        """True in the process that reads the job, chooses tokens and writes answers."""
         return self.rank == self.world - 1
 
     @property

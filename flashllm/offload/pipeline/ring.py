@@ -126,7 +126,7 @@ class Ring:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a link's thread still runs: after `close`, because a neighbour neither speaks nor goes."""
+        """True where a link's thread still runs: after `close`, because a neighbour neither speaks nor goes."""
         return self._sender.is_alive or self._receiver.is_alive
 
     def __enter__(self) -> Self:

@@ -30,7 +30,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMeasure:
-    """What a block took at one stage."""
+    """Measured times and bytes of a block at one stage."""
 
     rank: int
     stage: Stage
@@ -166,7 +166,7 @@ def _pass_on(ring: Ring, word: Word) -> None:
 
 
 def _answer(ring: Ring, word: str) -> Word:
-    """What the process before this answers to a word."""
+    """The answer of the process before this to a word."""
     heard = ring.hear()
     if heard is None or heard.get("word") != word:
         raise PeerLost(f"process {ring.place.previous} of the pipeline did not answer as one of this version does")

@@ -36,7 +36,7 @@ class HostCostModel(CostModel):
 
     @property
     def weight_bytes(self) -> float:
-        """Of a layer, on the average of all."""
+        """Bytes of a layer, on the average of all."""
         shape = self.shape
         return self._layer_bytes(late=False) + late_layers(shape.layers) / shape.layers * self.late_bytes
 
@@ -46,7 +46,7 @@ class HostCostModel(CostModel):
 
     @property
     def late_bytes(self) -> float:
-        """What a late layer has more than another."""
+        """Bytes that a late layer has more than another."""
         return self._layer_bytes(late=True) - self._layer_bytes(late=False)
 
     def _layer_bytes(self, *, late: bool) -> float:
@@ -106,7 +106,7 @@ class HostCostModel(CostModel):
         return nbytes / rate.at(max(nbytes, 1.0))
 
     def _layer_s(self, rows: int, *, decoding: bool = False) -> float:
-        """What a batch's rows take in a layer, but for attention."""
+        """Seconds that a batch's rows take in a layer, but for attention."""
         shape = self.shape
         values = 10 * shape.hidden + 6 * shape.query_dim + 10 * shape.kv_dim + (2 + shape.gated) * shape.ffn
         seconds = self._products_s(shape.layer_params, rows, packed=self.method.compress_weights, decoding=decoding)

@@ -22,7 +22,7 @@ from flashllm.profile.rates import RateCurve
 _CORE_FLOPS = 4e10  # of products, a core; the typical figures are orders of magnitude, which the order of sizes needs
 _MEMORY_RATE = 1.5e10  # bytes/s
 _DISK_RATE = 1.5e9
-_SQUARE_S = 5e-4  # of a batch in a layer, beside its work
+_SQUARE_S = 5e-4  # of a batch in a layer, besides its work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class LocalPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Methods:
-    """What a job allows the planner to use.
+    """Means that a job allows the planner to use.
 
     `gpu_memory` is the device tier's size: with an accelerator bytes of its own, else a part of `memory`, or all of it.
     """
@@ -120,8 +120,8 @@ def plan_policy(
 def predict_job(
     shape: ModelShape, methods: Methods, policy: Policy, blocks: Iterable[tuple[int, Workload]]
 ) -> dict[str, Any]:
-    """What the cost model says of the blocks of a job, (sequences, longest sizes) each: seconds, new tokens/s, and the
-    most bytes of each tier. (On a machine without an accelerator all memory is the device's.)"""
+    """Prediction for the blocks of a job, (sequences, longest sizes) each: seconds, new tokens/s, and the most bytes
+    of each tier. (On a machine without an accelerator all memory is the device's.)"""
     hardware = local_hardware(shape, methods)
     prefill_s = decode_s = tokens = 0.0
     peaks = dict.fromkeys(("device", "cpu", "disk"), 0)

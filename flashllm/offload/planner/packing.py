@@ -44,7 +44,7 @@ class WeightPacking:
     shares_keys: bool  # whether several heads read the same keys
 
     def of(self, matrix: str, layer: int) -> Packing:
-        """Of a matrix, by name, of a layer, counted in the whole model."""
+        """Packing of a matrix, by name, of a layer, counted in the whole model."""
         wide = matrix == "value" or (matrix == "key" and self.shares_keys)
         wide |= matrix == "down" and layer >= self.layers - late_layers(self.layers)
         return Packing(_ENCODINGS[max(self.bits, WIDE_BITS) if wide else self.bits], matrix == "down")

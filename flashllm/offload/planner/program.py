@@ -21,7 +21,7 @@ _MARGIN = 1e-6
 _TIE = 1e-5  # placements whose times differ by this share are equally fast
 _DISTANCE = (0.0, 0.1, 1.0)  # of the tiers, to choose among these
 _PHASES = 3  # the seconds of prefill, decoding and the output head follow the nine fractions
-# The integer program is stopped here; what it holds then is feasible and reported with the relaxed bound beside it.
+# The integer program is stopped here; what it holds then is feasible and reported with the relaxed bound.
 _INTEGER_SECONDS = 5.0
 
 Matrix = NDArray[np.float64]  # of one or two dimensions
@@ -30,7 +30,7 @@ Solution = tuple[float, Matrix]  # least objective, nine fractions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What a user may add to the machine's memories."""
+    """Limits that a user may add to the machine's memories."""
 
     latency_s: float | None = None  # of a whole block
     forbid: frozenset[str] = field(default_factory=frozenset)  # tiers that may home no tensor
@@ -105,7 +105,7 @@ class PlacementProgram:
         return self._timed(self.solve(self._block_time, self.rows, self.limits, whole=True))
 
     def nearest(self, seconds: float) -> Matrix | None:
-        """Of whole tensors' placements that take `seconds` at most, the one with least on slow tiers: where computing
+        """Whole tensors placed with least on slow tiers, among those that take `seconds` at most: where computing
         hides reading, a cost model cannot tell them apart, and a machine can."""
         rows = np.vstack([self.rows, self._block_time])
         limits = np.append(self.limits, seconds * (1 + _TIE) / self._second)
@@ -146,7 +146,7 @@ class PlacementProgram:
         return {tier: more for tier, more in peaks.items() if more > 0}
 
     def _fractions(self, extra: int) -> tuple[Matrix, Matrix, Matrix, Matrix]:
-        """What whole tensors can do, over integers: is matrix m on tier t, then grains of cache and activations there.
+        """Whole tensors as integers: is matrix m on tier t, then grains of cache and activations there.
 
         Returns the map from (integers, times, extra variables) to (fractions, times, extra), the sums that must hold
         with their totals, and the integers' upper limits.

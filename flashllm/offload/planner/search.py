@@ -33,7 +33,7 @@ _RESOURCES = {"device": "device memory", "cpu": "CPU memory", "disk": "disk spac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """What the search may choose from."""
+    """Choices of the search."""
 
     gpu_batches: tuple[int, ...] = GPU_BATCHES
     num_batches: tuple[int, ...] = NUM_BATCHES
@@ -88,8 +88,8 @@ class SearchSpace:
         )
 
     def on(self, hardware: Hardware) -> "SearchSpace":
-        """What of this space a machine has. Without a GPU its memory is the device, and the CPU tier would be the same
-        memory again; attention is where the cache is."""
+        """The part of this space that a machine has. Without a GPU its memory is the device, and the CPU tier would be
+        that again; attention is where the cache is."""
         if hardware.device != "cpu":
             return self
         constraints = dataclasses.replace(self.constraints, forbid=self.constraints.forbid | {"cpu"})
@@ -166,7 +166,7 @@ def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: Sea
 
 
 def explain_refusal(shape: ModelShape, hardware: Hardware, workload: Workload, space: SearchSpace) -> str:
-    """What one resource alone must be for the smallest block to fit, or what is missing of all, where none suffices."""
+    """Say what one resource alone must be for the smallest block to fit, or, where none suffices, what all lack."""
     smallest = list(space.methods_of(min(space.gpu_batches), min(space.num_batches)))
     models = [space.model(shape, hardware, workload, method) for method in smallest]
     has = {"device": hardware.device_memory, "cpu": hardware.cpu_memory, "disk": hardware.disk_capacity}

@@ -70,7 +70,7 @@ class Executor:
 
     @property
     def is_ending(self) -> bool:
-        """Whether a task failed, or the run was stopped: a task that waits for something outside should give up."""
+        """True where a task failed, or the run was stopped: a task that waits for something outside should give up."""
         return self._closed or self._error is not None
 
     def stop(self, error: FlashError | None = None) -> None:

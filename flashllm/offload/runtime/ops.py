@@ -1,4 +1,4 @@
-"""What the runtime asks of whatever computes a model: its layers, what comes before and after, and ways in and out.
+"""The runtime's interface to whatever computes a model: its layers, what comes before and after, ways in and out.
 
 There are two: the native core's over numpy arrays (`host_ops.py`), and torch's over tensors of a device
 (`accelerator/layer.py`). Arrays are [rows, width] of the model's dtype; beside the device they are numpy's, bfloat16 as

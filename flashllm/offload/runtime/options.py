@@ -11,7 +11,7 @@ CacheLayout = Literal["hidden", "kivi"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What the policy itself does not say."""
+    """Settings of a run that the policy itself does not say."""
 
     threads: int | None = None  # of the products; None: one a core
     weight_bits: int = 4  # where the policy compresses weights

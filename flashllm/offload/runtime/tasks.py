@@ -25,7 +25,7 @@ class Task:
 
 
 class _Dependencies:
-    """What was last done to each thing, while the schedule is walked."""
+    """The last task of each thing, while the schedule is walked."""
 
     def __init__(self) -> None:
         self.weight_loads = 0

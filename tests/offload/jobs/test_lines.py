@@ -116,7 +116,7 @@ def test_a_line_that_says_nothing_is_greedy_and_has_a_seed_of_its_own():
         ({"prompt": "a", "ignore_eos": 1}, "true or false"),
         (batch_line({"prompt": "a"}, url="/v1/embeddings"), "url must be"),
         (batch_line({"prompt": "a"}, method="GET"), "method must be POST"),
-        (batch_line({"prompt": "a"}, extra=1), "'extra' is unknown beside"),
+        (batch_line({"prompt": "a"}, extra=1), "'extra' is unknown besides"),
         (batch_line([]), "body must be an object"),
         ({"body": {"prompt": "a"}, "url": "/v1/completions"}, "custom_id is missing"),
         (batch_line({"prompt": "a", "stream": True}), "stream: True is not supported"),

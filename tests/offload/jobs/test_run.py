@@ -93,7 +93,7 @@ def test_packed_by_other_rules_a_job_is_not_resumed(tiny, tmp_path, policy, caps
 def test_the_table(tiny, tmp_path, policy, capsys):  # noqa: F811
     source = tmp_path / "in.txt"
     source.write_text("\n".join(PROMPTS))
-    assert main(arguments(tiny, source, tmp_path / "out.jsonl", policy, "--max-new", "4")) == 0
+    assert main(arguments(tiny, source, tmp_path / "out.jsonl", policy, "--max-new-tokens", "4")) == 0
     out = capsys.readouterr().out
     for word in ("prefill", "decoding", "throughput", "busy", "disk", "memory", "measured", "predicted", "tiers"):
         assert word in out

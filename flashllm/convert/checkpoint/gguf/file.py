@@ -57,7 +57,7 @@ class StoredTensor:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the file has codes and not numbers."""
+        """True where the file has codes and not numbers."""
         return self.kind not in PLAIN
 
     def raw(self, first: int, count: int) -> NDArray[np.uint8]:
@@ -109,7 +109,7 @@ class GgufTensor:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the file has codes, whose values are the tensor's."""
+        """True where the file has codes, whose values are the tensor's."""
         return self._stored.is_quantised and not self._shift
 
     def raw(self, first: int, count: int) -> NDArray[np.uint8]:
@@ -120,7 +120,7 @@ class GgufTensor:
         return found
 
     def info(self, name: str) -> TensorInfo:
-        """What the tensor is, under this name."""
+        """The tensor's description, under this name."""
         stored = self._stored
         code, itemsize = ("F32", 4) if self._shift else (stored.code, stored.itemsize)
         nbytes = math.prod(stored.shape) * itemsize
@@ -181,7 +181,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufContent:
-    """What a model's GGUF files hold."""
+    """Contents of a model's GGUF files."""
 
     path: Path  # the first file
     metadata: Metadata

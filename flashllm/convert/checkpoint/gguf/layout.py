@@ -1,4 +1,4 @@
-"""Where the tensors of a GGUF file lie: what its table says is checked whole, so that nothing else can be read.
+"""The layout of a GGUF file's tensors: what its table says is checked whole, so that nothing else can be read.
 
 - A tensor has one to four dimensions, none of them 0, and its rows are whole blocks of its kind.
 - Vectors, norms and biases are numbers (F32, F16, BF16), as every writer has them; matrices are of any kind that can be

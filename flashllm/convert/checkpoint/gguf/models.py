@@ -355,7 +355,7 @@ def model_of(content: GgufContent) -> GgufModel:
 
 
 def assumed_line(content: GgufContent) -> str | None:
-    """What the user should know where ReLU models of this kind exist: GGUF has no key for an FFN's activation."""
+    """A line for the user where ReLU models of this kind exist: GGUF has no key for an FFN's activation."""
     model = model_of(content)
     if content.sparse or not model.relu:
         return None

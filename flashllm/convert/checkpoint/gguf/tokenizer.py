@@ -275,6 +275,6 @@ def _ids(vocabulary: Sequence[str]) -> dict[str, int]:
 
 
 def _types(metadata: Metadata, vocabulary: Sequence[str]) -> list[int]:
-    """Of each token; 1 where the file says none."""
+    """Types of the tokens; 1 where the file says none."""
     key = f"{_KEY}token_type"
     return metadata.integers(key, len(vocabulary)) if key in metadata else [1] * len(vocabulary)

@@ -86,11 +86,11 @@ class TorchLayers(TorchOps):
         return scores
 
     def _before(self, tensors: Tensors, norm: str, x: Tensor) -> Tensor:
-        """What attention or FFN reads of the states x."""
+        """The input of attention or FFN, of the states x."""
         return self.norm(_norm(tensors, norm), x) if self._block.norms in ("input", "both") else x
 
     def _behind(self, tensors: Tensors, norm: str, y: Tensor) -> Tensor:
-        """What is added to the states of attention's or FFN's output y."""
+        """The part of attention's or FFN's output y that is added to the states."""
         return self.norm(_norm(tensors, norm), y) if self._block.norms in ("output", "both") else y
 
     def _add(self, x: Tensor, y: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a decoder layer is made of, by torch on a device: operations over tensors of the model's dtype.
+"""A decoder layer's operations by torch on a device, over tensors of the model's dtype.
 
 Sums are torch's: a sequence's bits may depend on the batch it is in, and on the device. The native core's operations on
 the CPU promise that they do not; these promise agreement within the dtype's tolerance.
@@ -217,7 +217,7 @@ def working_nbytes(
 
 
 def _has_wide_products(device: TorchDevice) -> bool:
-    """Whether torch multiplies 16-bit matrices into fp32 on the device (CUDA, from torch 2.8 on)."""
+    """True where torch multiplies 16-bit matrices into fp32 on the device (CUDA, from torch 2.8 on)."""
     if device.dtype == torch.float32:
         return False
     one = torch.zeros((16, 16), dtype=device.dtype, device=device.device)

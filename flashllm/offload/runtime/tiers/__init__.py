@@ -1,1 +1,1 @@
-"""What a run keeps, and on which tier: weights, KV cache, activations; scratch files (paper B, section 4.2)."""
+"""Things that a run keeps, and their tiers: weights, KV cache, activations; scratch files (paper B, section 4.2)."""

@@ -48,7 +48,7 @@ class Activations:
         return sum(cls._region_nbytes(arrangement, batch, width, itemsize) for batch in range(len(arrangement.batches)))
 
     def put(self, batch: int, states: Array) -> None:
-        """What a computation made, before it is stored."""
+        """The result of a computation, before it is stored."""
         self._device[batch] = states
 
     def store(self, batch: int, rows: tuple[int, int, int]) -> None:

@@ -1,4 +1,4 @@
-"""Where the sequences of one run lie: in which batch, on which tier, and in which slots their KV blocks. No tensors.
+"""Places of the sequences of one run: in which batch, on which tier, and in which slots their KV blocks. No tensors.
 
 A KV block is KV_BLOCK positions of a sequence in a layer. It is open (plain) while it fills; a full one is sealed:
 packed where the cache is compressed, and moved to its tier. A sequence whose cache stays plain and in memory keeps all

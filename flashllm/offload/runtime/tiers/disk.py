@@ -1,4 +1,4 @@
-"""What a run keeps on disk besides weights: a scratch file written and read in whole aligned runs, and timed."""
+"""A run's things on disk besides weights: a scratch file written and read in whole aligned runs."""
 
 import threading
 from collections.abc import Iterable

@@ -59,7 +59,7 @@ class ScratchFile:
 
     @property
     def direct(self) -> bool:
-        """Whether reads and writes go past the page cache."""
+        """True where reads and writes go past the page cache."""
         return self.file.direct and self._writer.direct
 
     @property

@@ -113,7 +113,7 @@ class WeightSource(ABC):
         )
 
     def extent(self, name: str) -> Extent | None:
-        """Where the tensor lies as it is; None where it must be read with `read`."""
+        """The place of the tensor as it is; None where it must be read with `read`."""
         return self._extent(self._model_names[name])
 
     def encoding(self, name: str) -> str | None:
@@ -171,7 +171,7 @@ def matrix_name(layer: int, matrix: str) -> str:
 
 
 def _stage_name(name: str, stage: Stage, *, tied: bool) -> str | None:
-    """What a stage calls a tensor of the model; None where it has no use for it."""
+    """A stage's name for a tensor of the model; None where it has no use for it."""
     first, _, rest = name.partition(".")
     if first == "layers":
         number, _, rest = rest.partition(".")

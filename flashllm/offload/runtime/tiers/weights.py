@@ -132,7 +132,7 @@ class WeightStore:
         return self._lent[layer, buffer]
 
     def ends(self, buffer: int | None = None) -> Tensors:
-        """What comes before the first layer and after the last; with the head where it lies once `buffer` is loaded."""
+        """Weights before the first layer and after the last; with the head where it lies once `buffer` is loaded."""
         if (None, buffer) not in self._lent:
             small = {name.removesuffix(".weight"): one for name, one in self._small.items() if is_outer_matrix(name)}
             matrices = {name: Matrix(one, one.shape[0], one.shape[1], None, None) for name, one in small.items()}
@@ -192,7 +192,7 @@ class WeightStore:
         return self._memory[tier], 0
 
     def _settle(self, bundle: Bundle) -> None:
-        """What is to be done with a bundle that is in the memory of `_home`."""
+        """Do what is to be done with a bundle that is in the memory of `_home`."""
 
     def _read_small(self, source: WeightSource, name: str) -> NDArray[Any]:
         if is_vector(name):
@@ -347,7 +347,7 @@ def bias_name(layer: int, matrix: str) -> str:
 
 
 def loaded_tensors(bundle: Bundle) -> list[TieredTensor]:
-    """What of a bundle passes a staging buffer: a table's rows are gathered one by one."""
+    """The arrays of a bundle that pass a staging buffer: a table's rows are gathered one by one."""
     return [one for name, one in bundle.tensors.items() if one.home != DEVICE and name != "table"]
 
 
