@@ -26,6 +26,7 @@ CORE_FLOORS = (
 OFFLOAD_SHARES = {
     "errors",
     "base",
+    "replies",
     "api",
     "arch",
     "format",

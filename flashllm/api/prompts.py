@@ -122,7 +122,7 @@ class PromptEncoder:
         if request.tools and not template.takes("tools"):
             raise BadRequest("tools: this model's chat template takes none", request.custom_id, param="tools")
         if request.tools and (self.answers is None or not self.answers.calls):
-            message = "tools: the form in which this model writes calls is not known; start with --tool-format"
+            message = "tools: the form in which this model writes calls is not known; `serve --tool-format` names one"
             raise BadRequest(message, request.custom_id, param="tools")
         if "reasoning_effort" in values and not template.takes("reasoning_effort"):
             values.setdefault("enable_thinking", values.pop("reasoning_effort") != "none")

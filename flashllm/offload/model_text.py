@@ -18,6 +18,7 @@ from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.jobs.prompts import PromptEncoder
 from flashllm.offload.shape import ModelShape, shape_from_config
+from flashllm.replies.formats import find
 
 _MAX_CONFIG_NBYTES = 64 << 20
 
@@ -67,6 +68,7 @@ class ModelText:
                 context=block.context,
                 vocab=block.vocab_size,
                 end_ids=end_ids,
+                answers=None if tokenizer is None else find(tokenizer.says_of_answers),
             ),
             tokenizer=tokenizer,
             template=template,

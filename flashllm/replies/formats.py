@@ -104,7 +104,7 @@ FORMATS = (
     ),
     Format(
         name="kimi",
-        written=("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+        written=("<|im_middle|>",),
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         calls=(_json("<|tool_call_begin|>", _KIMI, "<|tool_call_end|>"),),
     ),
@@ -155,6 +155,7 @@ FORMATS = (
         written=("<arg_key>",),
         calls=(_parameters("<tool_call>", _WORD, "</tool_call>", "<arg_key>", "<arg_value>", "</arg_value>"),),
     ),
+    Format(name="nemotron", written=("<TOOLCALL>",), calls=(_objects("<TOOLCALL>", "</TOOLCALL>"),)),
     Format(name="hermes", written=("<tool_call>",), calls=(_objects("<tool_call>", "</tool_call>"),)),
     Format(
         name="phi4",

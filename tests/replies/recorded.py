@@ -128,6 +128,9 @@ ANSWERS = [
      '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>', "Rain?", "", [COLOGNE, NOW]),
     ("Command A's prompt format, an answer", "cohere",
      "<|START_THINKING|>Fine.<|END_THINKING|><|START_RESPONSE|>It rains.<|END_RESPONSE|>", "Fine.", "It rains.", []),
+    ("Nemotron Super 1.5's chat template", "nemotron",
+     '<think>\nRain?\n</think>\n\n<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Köln", "days": 3}}, '
+     '{"name": "now", "arguments": {}}]</TOOLCALL>', "Rain?", "", [COLOGNE, NOW]),
     ("OpenAI's harmony format", "harmony",
      "<|channel|>analysis<|message|>Rain?<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
      "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
@@ -188,7 +191,8 @@ TEMPLATES = [
     ("<|start_header_id|>ipython {{ tools }} <|python_tag|>", "llama3"),
     ("<|header_start|>ipython {{ tools }}", "llama4"),
     ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜> </think>", "deepseek"),
-    ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "kimi"),
+    ("<|im_assistant|>assistant<|im_middle|>", "kimi"),
+    ("<|start_header_id|>{{ tools }}<TOOLCALL>", "nemotron"),
     ("<minimax:tool_call>", "minimax"),
     ("<|tool_call>call:", "gemma4"),
     ("<start_function_call>call:", "functiongemma"),

@@ -290,7 +290,11 @@ def test_a_template_that_reads_tools_from_the_first_message(model, path, say, se
     "case",
     [
         ("{{ messages[0].content }}", {}, "tools: this model's chat template takes none"),
-        ("{{ tools }}", {}, "tools: the form in which this model writes calls is not known; start with --tool-format"),
+        (
+            "{{ tools }}",
+            {},
+            "tools: the form in which this model writes calls is not known; `serve --tool-format` names one",
+        ),
         ("{{ tools }}<think>", {}, "tools: the form in which this model writes calls is not known"),
         ("{{ tools }}", {"tool_format": "hermes"}, None),
         (None, {}, "the model has no chat template"),

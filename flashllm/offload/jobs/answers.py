@@ -3,9 +3,16 @@
 import time
 from typing import Any
 
-from flashllm.api.answers import FINISH, TokenText, chat_logprobs, completion_logprobs, token_entry
-from flashllm.api.requests import Request
-from flashllm.offload.jobs.lines import Line
+from flashllm.api.answers import (
+    FINISH,
+    TokenText,
+    chat_logprobs,
+    chat_message,
+    completion_logprobs,
+    finish_reason,
+    token_entry,
+)
+from flashllm.offload.jobs.lines import BatchFile, Line
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence
 
 ID_PREFIX = "batch_req_"
@@ -13,8 +20,9 @@ BAD_REQUEST, FAILED = 400, 500
 _ERRORS = {BAD_REQUEST: ("invalid_request_error", "invalid_request"), FAILED: ("server_error", "generation_failed")}
 
 
-def answer(line: Line, request: Request, sequence: TokenSequence, *, model: str, token_text: TokenText) -> Any:
-    """The output object of a finished sequence. `token_text` gives a token's own text, for log probabilities."""
+def answer(batch: BatchFile, sequence: TokenSequence, *, model: str, token_text: TokenText) -> Any:
+    """The output object of a line's finished sequence. `token_text` gives a token's own text, for log probabilities."""
+    line, request = batch.lines[sequence.key], batch.request(sequence.key)
     if sequence.finish_reason is None:
         raise ValueError("the sequence is not finished")
     if sequence.finish_reason == "error":
@@ -29,7 +37,9 @@ def answer(line: Line, request: Request, sequence: TokenSequence, *, model: str,
         return plain
     choice: dict[str, Any] = {"index": 0}
     if request.kind == "chat":
-        choice["message"] = {"role": "assistant", "content": sequence.text, "refusal": None}
+        said = batch.said(request, sequence)
+        choice["message"] = chat_message(said)
+        finish = finish_reason(sequence.finish_reason, any(event.kind == "call" for event in said))
         choice["logprobs"] = chat_logprobs(sequence.logprobs, token_text)
     else:
         choice["text"] = sequence.text

@@ -177,16 +177,7 @@ class Job:
     def _write(self, sequences: Sequence[TokenSequence]) -> None:
         if sequences:
             self._results.append(
-                [
-                    answer(
-                        self._batch.lines[each.key],
-                        self._batch.request(each.key),
-                        each,
-                        model=self._model,
-                        token_text=self._token_text,
-                    )
-                    for each in sequences
-                ]
+                [answer(self._batch, each, model=self._model, token_text=self._token_text) for each in sequences]
             )
 
     @property

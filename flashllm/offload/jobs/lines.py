@@ -21,6 +21,7 @@ from flashllm.offload.jobs.blocks import Size
 from flashllm.offload.jobs.prompts import PromptEncoder
 from flashllm.offload.jobs.requests import Defaults, parse_request
 from flashllm.offload.jobs.sequences import Sequence
+from flashllm.replies.parser import Event
 
 MAX_LINE_NBYTES = 16 * 2**20
 MAX_LINES = 1_000_000
@@ -111,7 +112,11 @@ class BatchFile:
     def sequence(self, index: int) -> Sequence:
         """The sequence of `lines[index]`, with `index` as its key."""
         request = self.request(index)
-        return self._encoder.sequence(request, self._encoder.encode(request), index)
+        return self._encoder.sequence(request, self._encoder.encode(request), index, marks=True)
+
+    def said(self, request: Request, sequence: Sequence) -> list[Event]:
+        """What the answer of a line's sequence says."""
+        return self._encoder.said(request, sequence)
 
     def _state(self) -> tuple[int, int]:
         status = file_status(self._fd, self.path)

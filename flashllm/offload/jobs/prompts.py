@@ -6,14 +6,29 @@ from dataclasses import dataclass
 from flashllm.api import prompts
 from flashllm.api.requests import Request
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence
+from flashllm.replies.parser import Event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEncoder(prompts.PromptEncoder):
     """Turns requests into sequences of one model. `tokenizer` and `template` are None where the model has none."""
 
-    def sequence(self, request: Request, ids: list[int], key: int) -> TokenSequence:
-        """The request's sequence, before its first token. `ids` are those of `encode`."""
+    def sequence(self, request: Request, ids: list[int], key: int, *, marks: bool = False) -> TokenSequence:
+        """The request's sequence, before its first token. `ids` are those of `encode`.
+
+        With `marks` those that `said` reads stay in its text.
+        """
+        reading = self.reading(request, ids) if marks else None
+        decoder = self.tokenizer if reading is None else reading.decoder
         options = dataclasses.replace(request.options, max_new_tokens=self.max_new_tokens(request, len(ids)))
         end_ids = self.end_ids if self.tokenizer is None else self.tokenizer.end_ids
-        return TokenSequence(ids, options, decoder=self.tokenizer, end_ids=end_ids, logprobs=request.logprobs, key=key)
+        return TokenSequence(ids, options, decoder=decoder, end_ids=end_ids, logprobs=request.logprobs, key=key)
+
+    def said(self, request: Request, sequence: TokenSequence) -> list[Event]:
+        """What the answer of a sequence with marks says."""
+        reading = self.reading(request, sequence.prompt)
+        if reading is None:
+            return [Event("text", sequence.text)]
+        events = reading.parser.feed(sequence.text) + reading.parser.finish()
+        ends = [at for at, event in enumerate(events) if event.kind == "end"]
+        return events[: ends[0] + 1] if request.one_call and ends else events

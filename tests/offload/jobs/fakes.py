@@ -27,9 +27,12 @@ class Letters:
 
 
 class Turns:
-    """A chat template."""
+    """A chat template, without tools."""
 
-    def render(self, messages, *, add_generation_prompt=True):
+    def takes(self, name):
+        return False
+
+    def render(self, messages, *, add_generation_prompt=True, tools=(), values=None):
         if messages[0]["content"] == "break":
             raise FormatError("the chat template failed")
         return (

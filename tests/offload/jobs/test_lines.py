@@ -129,7 +129,7 @@ def test_a_line_that_says_nothing_is_greedy_and_has_a_seed_of_its_own():
         (batch_line(CHAT | {"max_tokens": 1, "max_completion_tokens": 2}, url="/v1/chat/completions"), "differ"),
         (batch_line({"messages": []}, url="/v1/chat/completions"), "at least one message"),
         (batch_line({"messages": ["a"]}, url="/v1/chat/completions"), r"messages\[0\] must be an object"),
-        (batch_line({"messages": [{"role": "tool", "content": ""}]}, url="/v1/chat/completions"), "role must be"),
+        (batch_line({"messages": [{"role": "ape", "content": ""}]}, url="/v1/chat/completions"), "role must be"),
         (batch_line({"messages": [{"role": "user"}]}, url="/v1/chat/completions"), "content must be a text"),
         (
             batch_line(
