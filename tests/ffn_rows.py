@@ -170,6 +170,10 @@ class Ffn:
         self.layer.forward_active(x.data_ptr(), np.array(sorted(active), dtype=np.int32), y.data_ptr())
         return y
 
+    def predicted(self, x) -> torch.Tensor:
+        """y [tokens, d_model] for x, each token over what the layer predicts."""
+        return torch.stack([self(row, self.layer.predict(row.data_ptr())) for row in x])
+
     def wrong_rows(self) -> list[int]:
         """Cached neurons whose bytes in memory are not the file's."""
         cached = self.layer.cached()

@@ -15,10 +15,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+import core_testing  # noqa: F401 - the core's test build, which has attention by itself
 
 from flashllm import _core
 

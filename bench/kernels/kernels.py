@@ -25,6 +25,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+import core_testing  # noqa: F401 - the core's test build, which has attention by itself
+
 from flashllm import _core
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.format.rows import CARRIED_ENCODINGS, ROW_ENCODINGS

@@ -270,7 +270,6 @@ def test_filled_rows_are_as_good_as_read_ones(tmp_path, capacity, block):
     for first in range(0, 40, block):
         rows = np.ascontiguousarray(ffn.rows[first : first + block])
         layer.layer.fill_from(rows, first, len(rows))
-    layer.layer.abandon_fill()  # nothing is pending: it changes nothing
     assert layer.wrong_rows() == []
     newest = _fires(ffn, x[4])
     assert set(layer.layer.cached()) >= set(newest if len(newest) <= capacity else newest[:capacity])
@@ -284,16 +283,12 @@ def test_rows_that_never_came_do_not_count(tmp_path):
     ffn = write_ffn(tmp_path / "f", num_neurons=40)
     x = _tokens(ffn, 3)
     fresh = Ffn(ffn)
-    for abandon in (True, False):  # a call without abandon_fill gives the fill up by itself
-        layer = _with_predictor(ffn, window=2)
-        layer(x[0], range(3))
-        layer.layer.begin_fill(x.data_ptr(), 3)
-        layer.layer.fill_from(ffn.rows[:10], 0, 10)
-        if abandon:
-            layer.layer.abandon_fill()
-            assert set(layer.layer.cached()) <= set(range(10))
-        assert torch.equal(layer(x[2], range(40)), fresh(x[2], range(40)))
-        assert layer.wrong_rows() == []
+    layer = _with_predictor(ffn, window=2)
+    layer(x[0], range(3))
+    layer.layer.begin_fill(x.data_ptr(), 3)
+    layer.layer.fill_from(ffn.rows[:10], 0, 10)
+    assert torch.equal(layer(x[2], range(40)), fresh(x[2], range(40)))  # which gives the fill up
+    assert layer.wrong_rows() == []
 
 
 def test_a_fill_replaces_a_fill(tmp_path):
@@ -335,13 +330,9 @@ def test_forward_uses_what_predict_says_token_by_token(tmp_path, dtype):
     a, b = torch.randn(8, 64, generator=random), torch.randn(40, 8, generator=random)
     bias = torch.randn(40, generator=random).numpy()
     for one in (layer, other):
-        assert not one.layer.has_predictor
         one.layer.set_predictor(a.to(TORCH_DTYPES[dtype]), b.to(TORCH_DTYPES[dtype]), bias, 1.5)
-        assert one.layer.has_predictor
     x = torch.stack([random_input(ffn, seed) for seed in range(6)]).contiguous()
-    y = torch.empty_like(x)
-    layer.layer.forward(x.data_ptr(), 6, y.data_ptr())
-    for row, out in zip(x, y, strict=True):
+    for row, out in zip(x, layer.predicted(x), strict=True):
         active = other.layer.predict(row.data_ptr())
         logits = b.to(TORCH_DTYPES[dtype]).double() @ (a.to(TORCH_DTYPES[dtype]).double() @ row.double())
         logits += torch.from_numpy(bias)
@@ -354,7 +345,7 @@ def test_a_layer_without_predictor_says_so(tmp_path):
     ffn = write_ffn(tmp_path / "f")
     layer, x = Ffn(ffn), random_input(ffn)
     with pytest.raises(ValueError, match="layer 3 has no predictor"):
-        layer.layer.forward(x.data_ptr(), 1, x.data_ptr())
+        layer.predicted(x[None])
     with pytest.raises(ValueError, match="no predictor"):
         layer.layer.begin_fill(x.data_ptr(), 1)
 

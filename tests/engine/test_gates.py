@@ -89,10 +89,7 @@ def test_bits_do_not_depend_on_the_cache(tmp_path, activation):
         for capacity, threads in ((90, 1), (7, 3), (1, 2))
     ]
     x = torch.stack([random_input(ffn, seed) for seed in range(8)]).contiguous()
-    outputs = []
-    for layer in layers:
-        outputs.append(torch.empty_like(x))
-        layer.layer.forward(x.data_ptr(), len(x), outputs[-1].data_ptr())
+    outputs = [layer.predicted(x) for layer in layers]
     assert all(torch.equal(y, outputs[0]) for y in outputs)
     # What the gate names is what fires; given active sets are multiplied with the gate anew, to the same bits.
     for row, y in zip(x, outputs[0], strict=True):

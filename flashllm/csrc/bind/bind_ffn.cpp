@@ -266,14 +266,6 @@ void PyFfnLayer::set_trace(TraceArray activity, std::size_t layer) {
   layer_->set_trace(active, prefetched);
 }
 
-void PyFfnLayer::forward(std::uintptr_t x, std::size_t tokens, std::uintptr_t y) {
-  for (std::size_t t = 0; t < tokens; ++t) {
-    load(x, t);
-    layer_->forward(x_.data(), t, layer_->predict(x_.data(), t), y_.data());
-    store(y, t);
-  }
-}
-
 void PyFfnLayer::forward_active(std::uintptr_t x, const IdArray& active, std::uintptr_t y) {
   const std::vector<std::int32_t> ids = checked_ids(active, layer_->units().count());
   const nb::gil_scoped_release unlocked;
@@ -383,31 +375,18 @@ void init_ffn(nb::module_& m) {
           nb::arg("other_encodings"), nb::arg("inputs"), nb::arg("simd") = "auto");
 
   nb::class_<NeuronSource>(m, "NeuronSource")
-      .def(
-          "__init__",
-          [](NeuronSource* self, std::shared_ptr<Reader> reader, std::shared_ptr<DirectFile> file,
-             const std::string& cache_policy, std::int32_t window, std::int32_t unit_rows,
-             std::optional<ByteArray> bypass_rows, bool wait_first, bool split_rows) {
-            new (self) NeuronSource{std::move(reader), std::move(file),        cache_policy, window,
-                                    unit_rows,         std::move(bypass_rows), wait_first,   split_rows};
-          },
-          nb::kw_only(), nb::arg("reader"), nb::arg("file"), nb::arg("cache_policy"), nb::arg("window"),
-          nb::arg("unit_rows") = 1, nb::arg("bypass_rows").none() = nb::none(), nb::arg("wait_first") = false,
-          nb::arg("split_rows") = false);
+      .def(nb::init<std::shared_ptr<Reader>, std::shared_ptr<DirectFile>, std::string, std::int32_t,
+                    std::int32_t, std::optional<ByteArray>, bool, bool>(),
+           nb::kw_only(), nb::arg("reader"), nb::arg("file"), nb::arg("cache_policy"), nb::arg("window"),
+           nb::arg("unit_rows") = 1, nb::arg("bypass_rows").none() = nb::none(),
+           nb::arg("wait_first") = false, nb::arg("split_rows") = false);
 
   nb::class_<LayerRows>(m, "LayerRows")
-      .def(
-          "__init__",
-          [](LayerRows* self, ByteArray memory, std::uint64_t offset, ChecksumArray checksums,
-             std::int32_t checksum_rows, std::optional<IdArray> row_of,
-             std::optional<FloatArray> popularity) {
-            new (self) LayerRows{std::move(memory),    offset,
-                                 std::move(checksums), checksum_rows,
-                                 std::move(row_of),    std::move(popularity)};
-          },
-          nb::kw_only(), nb::arg("memory"), nb::arg("offset"), nb::arg("checksums"),
-          nb::arg("checksum_rows") = 1, nb::arg("row_of").none() = nb::none(),
-          nb::arg("popularity").none() = nb::none());
+      .def(nb::init<ByteArray, std::uint64_t, ChecksumArray, std::int32_t, std::optional<IdArray>,
+                    std::optional<FloatArray>>(),
+           nb::kw_only(), nb::arg("memory"), nb::arg("offset"), nb::arg("checksums"),
+           nb::arg("checksum_rows") = 1, nb::arg("row_of").none() = nb::none(),
+           nb::arg("popularity").none() = nb::none());
 
   nb::class_<PyFfnLayer>(m, "FfnLayer")
       .def(
@@ -432,22 +411,18 @@ void init_ffn(nb::module_& m) {
            nb::arg("b_encoding").none() = nb::none())
       .def("set_coded_gate", &PyFfnLayer::set_coded_gate, nb::arg("codes"), nb::arg("margin"))
       .def("set_trace", &PyFfnLayer::set_trace, nb::arg("activity"), nb::arg("layer"))
-      .def("forward", &PyFfnLayer::forward, nb::arg("x"), nb::arg("tokens"), nb::arg("y"),
-           nb::call_guard<nb::gil_scoped_release>())
       .def("forward_active", &PyFfnLayer::forward_active, nb::arg("x"), nb::arg("active"), nb::arg("y"))
       .def("predict", &PyFfnLayer::predict, nb::arg("x"))
       .def("begin_fill", &PyFfnLayer::begin_fill, nb::arg("x"), nb::arg("tokens"),
            nb::call_guard<nb::gil_scoped_release>())
       .def("fill_from", &PyFfnLayer::fill_from, nb::arg("rows"), nb::arg("first_neuron"), nb::arg("count"))
-      .def("abandon_fill", [](PyFfnLayer& self) { self.layer().abandon_fill(); })
       .def(
           "set_capacity", [](PyFfnLayer& self, std::int32_t rows) { self.layer().set_capacity(rows); },
           nb::arg("rows"))
       .def("cached", [](PyFfnLayer& self) { return self.layer().cached(); })
       .def_prop_ro("capacity", [](PyFfnLayer& self) { return self.layer().capacity(); })
       .def_prop_ro("current_window",
-                   [](PyFfnLayer& self) { return self.layer().cache().policy().current_window(); })
-      .def_prop_ro("has_predictor", [](PyFfnLayer& self) { return self.layer().has_predictor(); });
+                   [](PyFfnLayer& self) { return self.layer().cache().policy().current_window(); });
 }
 
 }  // namespace flashllm

@@ -68,9 +68,7 @@ class PyFfnLayer {
   // Comes after the predictors.
   void set_trace(TraceArray activity, std::size_t layer);
 
-  // x, y: [tokens, d_model] of the dtype; each token has its own active set.
-  void forward(std::uintptr_t x, std::size_t tokens, std::uintptr_t y);
-  // One token over a given active set (ascending units).
+  // A token over a given active set (ascending units). x, y: [d_model] of the dtype.
   void forward_active(std::uintptr_t x, const IdArray& active, std::uintptr_t y);
   std::vector<std::int32_t> predict(std::uintptr_t x);
   void begin_fill(std::uintptr_t x, std::size_t tokens);

@@ -1,5 +1,5 @@
-// What _core_testing has and _core has not: reads and writes that fail on demand, the slot table by itself,
-// and the bits of a level.
+// What _core_testing has and _core has not: reads and writes that fail on demand, the slot table and
+// attention by themselves, and the bits of a level.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -15,6 +15,8 @@
 #include "fault.h"
 
 namespace flashllm {
+
+void init_kv_attention(nb::module_& m);  // kv_attention.cpp
 
 namespace {
 
@@ -50,8 +52,7 @@ WrongCompletions::Kind parse_wrong(const std::string& kind) {
 std::vector<std::tuple<int, int>> exchange(SlotTable& table, const std::vector<std::int32_t>& leaving,
                                            const std::vector<std::int32_t>& coming) {
   for (const auto* ids : {&leaving, &coming})
-    for (const std::int32_t unit : *ids)
-      require(unit >= 0 && unit < table.num_units(), "no such unit");
+    for (const std::int32_t unit : *ids) require(unit >= 0 && unit < table.num_units(), "no such unit");
   std::vector<SlotTable::Move> moves;
   table.exchange(leaving, coming, moves);
   std::vector<std::tuple<int, int>> result;
@@ -62,6 +63,7 @@ std::vector<std::tuple<int, int>> exchange(SlotTable& table, const std::vector<s
 }  // namespace
 
 void init_testing(nb::module_& m) {
+  init_kv_attention(m);
   const nb::object file = m.attr("DirectFile");
   nb::setattr(
       file, "inject",
