@@ -137,7 +137,7 @@ BUILTIN = {
 
 # Keys of sizes, under the names that families have for them: a config that lacks one is not planned by a default.
 _SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head")
-_FFN_SIZES = ("intermediate_size", "ffn_dim")
+_FFN_SIZES = ("intermediate_size", "moe_intermediate_size", "ffn_dim")
 
 
 def shape_from_config(config: dict[str, Any], *, name: str) -> ModelShape:
