@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from flashllm.arch.registry import block_spec, resolve, spec_of
-from flashllm.arch.spec import BlockSpec
 from flashllm.base.files import is_there, read_json_object
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 
@@ -20,7 +19,10 @@ _PLAN_DTYPE_BYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder-only model whose layers are alike: attention, then an FFN of two or three matrices."""
+    """Sizes of a decoder-only model whose layers are alike: attention, then an FFN of two or three matrices.
+
+    Where layers differ, the sizes are those of the largest.
+    """
 
     name: str
     layers: int
@@ -31,6 +33,8 @@ class ModelShape:
     head_dim: int
     vocab: int
     positions: int = 0  # rows of a learned position table, 0 for rotary models
+    active: int = 0  # neurons that a token uses in a mixture of experts; 0: all, of no mixture
+    experts: int = 0  # of a layer
     gated: bool = False
     tied: bool = True
     dtype_bytes: int = _PLAN_DTYPE_BYTES
@@ -65,6 +69,16 @@ class ModelShape:
     def layer_params(self) -> int:
         """Matrix parameters of a layer, 4·h1² + 2·h1·h2 for OPT; biases and norms, under 0.1 %, are left out (A.3)."""
         return sum(self.matrix_params)
+
+    @property
+    def ffn_active(self) -> int:
+        """Neurons of a layer that a token uses."""
+        return self.active or self.ffn
+
+    @property
+    def ffn_params(self) -> int:
+        """Parameters of a layer's FFN."""
+        return self.hidden * self.ffn * (3 if self.gated else 2)
 
     @property
     def layer_bytes(self) -> int:
@@ -121,24 +135,9 @@ BUILTIN = {
 }
 
 
-_NO_ENGINE = (
-    "which the throughput engine does not compute (`flashllm offload`, `convert --calibrate`, what fewer bits cost); "
-    "`flashllm convert`, with --bits too, `generate` and `chat` do"
-)
-
-
-def not_computed(block: BlockSpec) -> str | None:
-    """What of a model this engine does not compute, as a message's end; None where it computes all."""
-    if block.experts is not None:
-        return f"a mixture of experts, {_NO_ENGINE}"
-    if len({layer.neurons for layer in block.layers}) > 1:
-        return f"a model whose layers have different numbers of neurons, {_NO_ENGINE}"
-    return None
-
-
 # Keys of sizes, under the names that families have for them: a config that lacks one is not planned by a default.
 _SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head")
-_FFN_SIZES = ("intermediate_size", "ffn_dim")
+_FFN_SIZES = ("intermediate_size", "moe_intermediate_size", "ffn_dim")
 
 
 def shape_from_config(config: dict[str, Any], *, name: str) -> ModelShape:
@@ -153,8 +152,6 @@ def shape_from_config(config: dict[str, Any], *, name: str) -> ModelShape:
         raise UnsupportedModelError(f"{name}: cannot plan: {error}") from None
     except (FormatError, TypeError) as error:
         raise FormatError(f"{name}: {error}") from None
-    if (lacks := not_computed(block)) is not None:
-        raise UnsupportedModelError(f"{name}: {lacks}")
     missing = next((key for key in (*_SIZES, *_FFN_SIZES) if key in spec.defaults and key not in config), None)
     if missing is not None:
         raise FormatError(f"{name}: config.json has no {missing!r}; is it a whole Hugging Face config?")
@@ -165,7 +162,9 @@ def shape_from_config(config: dict[str, Any], *, name: str) -> ModelShape:
         name=name,
         layers=architecture.num_layers,
         hidden=block.d_model,
-        ffn=architecture.d_ff,
+        ffn=max(architecture.every_width),
+        active=architecture.cycle,
+        experts=architecture.experts,
         heads=block.heads,
         kv_heads=block.kv_heads,
         head_dim=block.head_dim,

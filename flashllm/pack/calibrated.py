@@ -23,7 +23,7 @@ from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.choices import Choices
 from flashllm.convert.run import Say, check_destination, convert
 from flashllm.convert.tokenizer import MAX_NBYTES, TOKENIZER, make_tokenizer, parse_tokenizer
-from flashllm.errors import UsageError
+from flashllm.errors import UnsupportedModelError, UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, open_weights
 from flashllm.pack.codes import Codes, CodesFolder
@@ -71,6 +71,10 @@ def convert_calibrated(
     }
     folder = CodesFolder(dst.with_name(dst.name + ".codes"), record)
     with open_weights(src) as source:
+        if source.block.experts is not None:
+            raise UnsupportedModelError(
+                f"{src}: is a mixture of experts, whose codes are not chosen on a text; convert it without --calibrate"
+            )
         calibration = Calibration(source, sequences, threads=threads or num_cores(), span=SPAN)
         for number in range(source.num_layers):
             layer = calibration.read(number)

@@ -18,7 +18,7 @@ from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, cast
 from flashllm.offload.runtime.host_ops import HostOps, Watch, batch_attention
 from flashllm.offload.runtime.ops import Matrix, Projected, Tensors
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
-from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name
+from flashllm.offload.runtime.tiers.source import WeightSource
 from flashllm.offload.runtime.tiers.weight_plan import is_vector
 
 Array = NDArray[Any]
@@ -40,10 +40,12 @@ class Layer(NamedTuple):
     number: int
     matrices: dict[str, Array]
     vectors: Mapping[str, Floats]
+    router: Mapping[str, Array]  # of a mixture of experts: matrices that stay as they are
 
     def tensors(self) -> Tensors:
         matrices = {
-            name: Matrix(array, array.shape[0], array.shape[1], None, None) for name, array in self.matrices.items()
+            name: Matrix(array, array.shape[0], array.shape[1], None, None)
+            for name, array in (self.matrices | dict(self.router)).items()
         }
         return Tensors(matrices, self.vectors)
 
@@ -69,13 +71,14 @@ class Calibration:
 
     def read(self, layer: int) -> Layer:
         """A layer of the source."""
-        source, prefix = self._source, f"layers.{layer}."
-        matrices = {
-            name: np.empty(source.shapes[matrix_name(layer, name)], self._ops.storage) for name in source.matrices
-        }
-        source.read({matrix_name(layer, name): array for name, array in matrices.items()})
+        prefix, shapes = f"layers.{layer}.", self._source.shapes
+        names = [name for name in shapes if name.startswith(prefix) and not is_vector(name)]
+        found = {name: np.empty(shapes[name], self._ops.storage) for name in names}
+        self._source.read(found)
+        short = {name.removeprefix(prefix).removesuffix(".weight"): array for name, array in found.items()}
+        matrices = {name: short.pop(name) for name in self._source.matrices}
         vectors = self._vectors(lambda name: name.startswith(prefix))
-        return Layer(layer, matrices, {name.removeprefix(prefix): values for name, values in vectors.items()})
+        return Layer(layer, matrices, {name.removeprefix(prefix): values for name, values in vectors.items()}, short)
 
     def _vectors(self, wanted: Callable[[str], bool]) -> dict[str, Floats]:
         names = [name for name in self._source.shapes if is_vector(name) and wanted(name)]

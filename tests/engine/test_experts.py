@@ -19,7 +19,6 @@ from flashllm.format.model_files import FFN, RESIDENT
 from flashllm.format.report.inspect import format_inspection, inspect
 from flashllm.format.report.verify import verify
 from flashllm.hf.model import FlashModel
-from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.plan.resolve import resolve
 
 COUNT, CHOSEN, SIZE = 8, 3, 48  # of arch_models' tiny mixtures
@@ -368,8 +367,6 @@ def test_refusals_say_what_to_do(tiny, directory, tmp_path):
     for gate in ("resident", "4bit"):
         with pytest.raises(UsageError, match="--gate, --sparsify and reorder are for other models"):
             convert(tiny[0], tmp_path / "gates", gate=gate)
-    with pytest.raises(UnsupportedModelError, match="which the throughput engine does not compute"):
-        open_weights(directory)
     observed = pytest.raises(UsageError, match="a mixture of experts computes cannot be observed")
     with opened(directory) as model, model.new_sequence() as sequence, observed:
         model.step([(sequence, ids(9))], observer=object())

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from arch_models import Variant, make_checkpoint
 from offload_host import GB, HOST, RATE
 from tiny_models import make_tiny_opt
 
@@ -49,6 +50,14 @@ def model(tmp_path_factory):
     return folder, load_shape(str(folder))
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """The same of a mixture of experts."""
+    variant = Variant("olmoe", {"hidden_size": 512, "intermediate_size": 512})
+    folder = make_checkpoint(tmp_path_factory.mktemp("mixture") / "hf", variant, dtype="bfloat16")
+    return folder, load_shape(str(folder))
+
+
 def host(shape, policy, work=WORK, hardware=HOST):
     model = cost_model(shape, hardware, work, Method.of(policy))
     assert isinstance(model, HostCostModel)
@@ -57,13 +66,15 @@ def host(shape, policy, work=WORK, hardware=HOST):
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("compress", [False, True])
-def test_weights_take_what_the_store_plans(model, where, compress):
-    folder, shape = model
+@pytest.mark.parametrize("kind", ["model", "mixture"])
+def test_weights_take_what_the_store_plans(request, kind, where, compress):
+    folder, shape = request.getfixturevalue(kind)
     policy = policy_of(where, compress_weights=compress)
     with open_weights(folder) as source:
         plan = plan_weights(source, policy, bits=4 if compress else None)
     kept, starting = host_peaks.weights(host(shape, policy))
-    assert kept.value(policy.placement) == pytest.approx(plan.memory_nbytes, rel=0.02)
+    few = kind == "mixture"  # large matrices, which come less close to the policy's shares
+    assert kept.value(policy.placement) == pytest.approx(plan.memory_nbytes, rel=0.04 if few else 0.02)
     assert starting == plan.start_nbytes
 
 

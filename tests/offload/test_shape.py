@@ -97,12 +97,11 @@ def test_unknown_models_and_damaged_files(tmp_path):
         load_shape(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"model_type": "olmoe"}, "a mixture of experts, which the throughput engine does not compute"),
-    ],
-)
-def test_what_this_engine_does_not_compute_is_refused_by_name(config, message):
-    with pytest.raises(UnsupportedModelError, match=message):
-        shape_from_config(config, name="x")
+def test_a_token_uses_few_neurons_of_a_mixture_of_experts():
+    sizes = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 4, "intermediate_size": 96}
+    experts = {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2}
+    shape = shape_from_config(experts | sizes, name="x")
+    assert (shape.experts, shape.ffn, shape.ffn_active) == (8, 8 * 96, 2 * 96)
+    dense = shape_from_config({"model_type": "llama"} | sizes, name="x")
+    assert (dense.experts, dense.ffn_active) == (0, dense.ffn)

@@ -8,7 +8,7 @@ from gguf_files import write_gguf
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
-from flashllm.errors import UsageError
+from flashllm.errors import UnsupportedModelError, UsageError
 from flashllm.format.model_files import FFN
 from flashllm.format.report.verify import verify
 from flashllm.pack.calibrated import calibration_tokens, convert_calibrated
@@ -88,3 +88,10 @@ def test_what_cannot_be_is_refused(tmp_path, text, llama):
     (tmp_path / "model").mkdir()
     with pytest.raises(UsageError, match="exists; remove it"):
         convert_calibrated(llama, tmp_path / "model", text, **BITS)
+
+
+def test_a_mixture_of_experts_is_refused(tmp_path, text):
+    source = make_checkpoint(tmp_path / "hf", VARIANTS["olmoe"])
+    with pytest.raises(UnsupportedModelError, match="convert it without --calibrate"):
+        convert_calibrated(source, tmp_path / "model", text, **BITS)
+    assert not (tmp_path / "model").exists()

@@ -194,29 +194,9 @@ class PyModel {
                           : nullptr);
     if (!cache) return weights;
     weights.ffn = &ffns_.back()->layer();
-    const nb::object experts = of_layer.get<nb::object>("experts");
-    if (!experts.is_none()) weights.ffn->set_router(router(SpecReader(experts), layer));
+    if (auto router = read_router(*tensors_, layer, of_layer, d_model_))
+      weights.ffn->set_router(std::move(router));
     return weights;
-  }
-
-  std::unique_ptr<Router> router(const SpecReader& experts, const std::string& layer) {
-    ExpertsSpec spec;
-    spec.count = experts.get<std::size_t>("count");
-    spec.chosen = experts.get<std::size_t>("chosen");
-    spec.size = experts.get<std::size_t>("size");
-    spec.shared = experts.get<std::size_t>("shared");
-    spec.softmax_of_all = experts.get<std::string>("softmax_of") == "all";
-    spec.normalized = experts.get<bool>("normalized");
-    const Dtype dtype = tensors_->dtype();
-    const auto matrix = [&](const char* name, std::size_t rows) {
-      return tensors_->matrix(layer + name, rows, d_model_, codec_of(dtype));
-    };
-    auto made = std::make_unique<Router>(
-        spec, matrix("router", spec.count),
-        tensors_->contains(layer + "shared_gate.weight") ? matrix("shared_gate", 1) : RowMatrix{}, dtype,
-        tensors_->level());
-    made->set_down_bias(tensors_->floats(layer + "ffn.expert_down_bias", spec.count * d_model_));
-    return made;
   }
 
   std::shared_ptr<ResidentTensors> tensors_;

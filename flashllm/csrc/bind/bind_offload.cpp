@@ -164,16 +164,20 @@ class PyBatchModel {
     LentLayer& weights = lent->weights;
     weights.number = number;
     weights.block = read_block(from, "", read_, reader_, of_layer);
-    const std::size_t neurons = weights.block.neurons, width = read_.spec.block.d_model;
-    weights.up = from.linear("up", neurons, width);
-    weights.up.bias = from.floats("ffn.up_bias", neurons);
+    const std::size_t count = weights.block.neurons, width = read_.spec.block.d_model;
+    LentNeurons& neurons = weights.neurons;
+    neurons.up = from.linear("up", count, width);
+    neurons.up.bias = from.floats("ffn.up_bias", count);
     if (reader_.get<bool>("gated")) {
-      weights.gate = from.linear("gate", neurons, width);
-      weights.gate.bias = from.floats("ffn.gate_bias", neurons);
+      neurons.gate = from.linear("gate", count, width);
+      neurons.gate.bias = from.floats("ffn.gate_bias", count);
     }
-    weights.down_by_inputs = down_by_inputs;
-    weights.down = down_by_inputs ? from.linear("down", neurons, width) : from.linear("down", width, neurons);
-    weights.down.bias = from.floats("ffn.down_bias", width);
+    neurons.down_by_inputs = down_by_inputs;
+    neurons.down = down_by_inputs ? from.linear("down", count, width) : from.linear("down", width, count);
+    neurons.down.bias = from.floats("ffn.down_bias", width);
+    weights.router = read_router(from, "", of_layer, width);
+    require(weights.router == nullptr || down_by_inputs || !is_coded(neurons.down.codec),
+            "the columns of an expert cannot be taken out of rows of codes");
     check_block(read_.spec, weights.block);
     return lent;
   }

@@ -74,4 +74,28 @@ BlockWeights read_block(ResidentTensors& tensors, const std::string& layer, cons
   return weights;
 }
 
+std::unique_ptr<Router> read_router(ResidentTensors& tensors, const std::string& layer,
+                                    const SpecReader& of_layer, std::size_t d_model) {
+  const nb::object of_experts = of_layer.get<nb::object>("experts");
+  if (of_experts.is_none()) return nullptr;
+  const SpecReader experts(of_experts);
+  ExpertsSpec spec;
+  spec.count = experts.get<std::size_t>("count");
+  spec.chosen = experts.get<std::size_t>("chosen");
+  spec.size = experts.get<std::size_t>("size");
+  spec.shared = experts.get<std::size_t>("shared");
+  spec.softmax_of_all = experts.get<std::string>("softmax_of") == "all";
+  spec.normalized = experts.get<bool>("normalized");
+  const Dtype dtype = tensors.dtype();
+  const auto matrix = [&](const char* name, std::size_t rows) {
+    return tensors.matrix(layer + name, rows, d_model, codec_of(dtype));
+  };
+  auto made = std::make_unique<Router>(
+      spec, matrix("router", spec.count),
+      tensors.contains(layer + "shared_gate.weight") ? matrix("shared_gate", 1) : RowMatrix{}, dtype,
+      tensors.level());
+  made->set_down_bias(tensors.floats(layer + "ffn.expert_down_bias", spec.count * d_model));
+  return made;
+}
+
 }  // namespace flashllm

@@ -1,10 +1,12 @@
 // A model's weights as its spec says they are, out of tensors by their canonical names.
 #pragma once
 
+#include <memory>
 #include <string>
 
 #include "bind/py_spec.h"
 #include "bind/resident_tensors.h"
+#include "ffn/experts.h"
 #include "model/spec.h"
 
 namespace flashllm {
@@ -18,5 +20,9 @@ ModelWeights read_ends(ResidentTensors& tensors, const PySpec& read, const SpecR
 // LayerSpec.
 BlockWeights read_block(ResidentTensors& tensors, const std::string& layer, const PySpec& read,
                         const SpecReader& reader, const SpecReader& of_layer);
+
+// Of a mixture of experts, out of the same; nullptr where the layer is none.
+std::unique_ptr<Router> read_router(ResidentTensors& tensors, const std::string& layer,
+                                    const SpecReader& of_layer, std::size_t d_model);
 
 }  // namespace flashllm

@@ -42,11 +42,8 @@ class ExpertFfn {
   const float* x_ = nullptr;
   const ScalePlane* plane_ = nullptr;
   std::vector<RowRun> runs_;
-  std::size_t run_ = 0, rows_ = 0;                 // the run at hand, and its rows that came
-  std::vector<std::vector<std::int32_t>> tokens_;  // that go to each run
-  std::vector<std::vector<float>> factors_;        // and their weights
-  std::vector<const float*> biases_;               // what it adds of its own, or nullptr
-  std::vector<float> weights_;
+  ExpertTokens experts_;
+  std::size_t run_ = 0, rows_ = 0;  // the run at hand, and its rows that came
   std::vector<std::byte> gathered_;
 };
 

@@ -90,6 +90,23 @@ void Router::round(std::vector<float>& values) const {
   kernels_.to_f32(rounded_.data(), values.size(), values.data());
 }
 
+void ExpertTokens::route(Router& router, const float* x, std::size_t tokens, ThreadPool& pool) {
+  const ExpertsSpec& spec = router.spec();
+  runs_.clear();
+  for (std::size_t run = 0; run < spec.runs(); ++run)
+    runs_.push_back({spec.first(run), spec.neurons(run), {}, {}, router.down_bias(run)});
+  for (std::size_t t = 0; t < tokens; ++t) {
+    router.route(x + t * router.width(), pool, weights_);
+    for (std::size_t run = 0; run < spec.runs(); ++run) {
+      if (weights_[run] == 0.0F) continue;
+      runs_[run].tokens.push_back(static_cast<std::int32_t>(t));
+      runs_[run].factors.push_back(weights_[run]);
+    }
+  }
+  runs_.erase(std::remove_if(runs_.begin(), runs_.end(), [](const Run& run) { return run.tokens.empty(); }),
+              runs_.end());
+}
+
 RouterPredictor::RouterPredictor(Router& router, RowUnits units, std::unique_ptr<Predictor> inside)
     : router_(router), units_(units), inside_(std::move(inside)) {
   require(units.size == 1 || static_cast<std::size_t>(units.size) == router.spec().size,

@@ -69,6 +69,25 @@ class Router {
   mutable std::vector<std::byte> rounded_;
 };
 
+// Which of many tokens go to each expert.
+class ExpertTokens {
+ public:
+  struct Run {
+    std::size_t first, count;          // neurons
+    std::vector<std::int32_t> tokens;  // ascending
+    std::vector<float> factors;        // of what they contribute to each token
+    const float* bias;                 // [d_model] or nullptr: see Router::down_bias
+  };
+  // x: [tokens, d_model]. Throws what Router::route throws.
+  void route(Router& router, const float* x, std::size_t tokens, ThreadPool& pool);
+  // Those that any token goes to, in the order of their neurons.
+  const std::vector<Run>& runs() const { return runs_; }
+
+ private:
+  std::vector<Run> runs_;
+  std::vector<float> weights_;
+};
+
 // The units of the experts that the router chooses, and of the shared neurons; of these, where there is a
 // predictor `inside`, those it names. `units`: the layer's, neurons or as long as an expert.
 class RouterPredictor final : public Predictor {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
 
 namespace flashllm {
 
@@ -68,20 +67,6 @@ void round_to_8_bits(float* x, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) largest = std::max(largest, std::fabs(x[i]));
   const Rounding rounded(largest);
   for (std::size_t i = 0; i < n; ++i) x[i] = rounded(x[i]);
-}
-
-void normalize_rows(const Norm& norm, const std::byte* x, std::size_t rows, Dtype dtype, std::byte* y,
-                    ThreadPool& pool, SimdLevel level) {
-  const KernelTable& kernels = kernel_table(level, dtype);
-  const std::size_t row_nbytes = norm.width * dtype_nbytes(dtype);
-  pool.parallel_for(rows, 1, [&](std::size_t begin, std::size_t end) {
-    const std::unique_ptr<float[]> row(new float[norm.width]);
-    for (std::size_t r = begin; r < end; ++r) {
-      kernels.to_f32(x + r * row_nbytes, norm.width, row.get());
-      normalize(norm, row.get(), row.get());
-      kernels.from_f32(row.get(), norm.width, y + r * row_nbytes);
-    }
-  });
 }
 
 }  // namespace flashllm

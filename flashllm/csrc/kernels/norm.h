@@ -38,8 +38,4 @@ class Rounding {
 };
 void round_to_8_bits(float* x, std::size_t n);
 
-// The norm for each row of x and y [rows, width], of the given dtype.
-void normalize_rows(const Norm& norm, const std::byte* x, std::size_t rows, Dtype dtype, std::byte* y,
-                    ThreadPool& pool, SimdLevel level);
-
 }  // namespace flashllm

@@ -16,34 +16,57 @@ ModelSpec unrounded(ModelSpec spec) {
 
 }  // namespace
 
-void LentFfn::run(const FfnTurn& turn) {
-  const LentLayer& weights = *weights_;
-  const std::size_t count = turn.part.count, neurons = weights.up.rows, width = weights.up.columns;
-  const bool many = turn.part.is_prompt();
-  up_.resize(count * neurons);
-  arithmetic_.take_inputs(turn.x, count, width, many);
-  arithmetic_.project(weights.up, count, up_.data());
-  if (weights.gate.data != nullptr) {
-    gate_.resize(count * neurons);
-    arithmetic_.project(weights.gate, count, gate_.data());
+LentNeurons LentNeurons::run(std::size_t first, std::size_t count) const {
+  LentNeurons part = *this;
+  const auto take_rows = [&](RowMatrix& matrix) {
+    if (matrix.data == nullptr) return;
+    matrix.data += first * matrix.stride;
+    matrix.rows = count;
+    if (matrix.bias != nullptr) matrix.bias += first;
+  };
+  take_rows(part.up);
+  take_rows(part.gate);
+  part.down.bias = nullptr;
+  if (down_by_inputs) {
+    take_rows(part.down);
+  } else {
+    part.down.data += vector_nbytes(down.codec, first);
+    part.down.columns = count;
   }
-  activate(count * neurons);
-  if (const NeuronNorm& norm = weights.block.neuron_norm)
+  return part;
+}
+
+void LentFfn::run(const FfnTurn& turn) {
+  if (weights_->router != nullptr) return run_experts(turn);
+  compute(weights_->neurons, turn.x, turn.part.count, turn.part.is_prompt(), turn.y);
+}
+
+void LentFfn::compute(const LentNeurons& of, const float* x, std::size_t count, bool many, float* y) {
+  const std::size_t neurons = of.up.rows;
+  const bool gated = of.gate.data != nullptr;
+  up_.resize(count * neurons);
+  arithmetic_.take_inputs(x, count, of.up.columns, many);
+  arithmetic_.project(of.up, count, up_.data());
+  if (gated) {
+    gate_.resize(count * neurons);
+    arithmetic_.project(of.gate, count, gate_.data());
+  }
+  activate(count * neurons, gated);
+  if (const NeuronNorm& norm = weights_->block.neuron_norm)
     arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
       for (std::size_t t = begin; t < end; ++t) apply(norm, nullptr, neurons, up_.data() + t * neurons);
     });
   arithmetic_.round(up_.data(), count * neurons);
   arithmetic_.take_inputs(up_.data(), count, neurons, many);
-  weights.down_by_inputs ? arithmetic_.project_by_columns(weights.down, count, turn.y)
-                         : arithmetic_.project(weights.down, count, turn.y);
+  of.down_by_inputs ? arithmetic_.project_by_columns(of.down, count, y)
+                    : arithmetic_.project(of.down, count, y);
 }
 
 // up_ = activation(up_), or activation(gate_) * up_, where the activation is rounded before the product.
-void LentFfn::activate(std::size_t n) {
+void LentFfn::activate(std::size_t n, bool gated) {
   Activation activation = activation_;
   activation.threshold = weights_->block.activation_threshold;
   activation.cut = weights_->block.activation_cut;
-  const bool gated = weights_->gate.data != nullptr;
   float *up = up_.data(), *driver = gated ? gate_.data() : up;
   arithmetic_.pool().parallel_for(n, kValueGrain, [&](std::size_t begin, std::size_t end) {
     flashllm::activate(activation, 0.0F, driver + begin, end - begin);
@@ -54,6 +77,30 @@ void LentFfn::activate(std::size_t n) {
   arithmetic_.pool().parallel_for(n, kValueGrain, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i) up[i] *= driver[i];
   });
+}
+
+void LentFfn::run_experts(const FfnTurn& turn) {
+  const std::size_t width = weights_->neurons.up.columns;
+  Router& router = *weights_->router;
+  experts_.route(router, turn.x, turn.part.count, arithmetic_.pool());
+  std::fill_n(turn.y, turn.part.count * width, 0.0F);
+  for (const ExpertTokens::Run& run : experts_.runs()) {
+    const std::size_t count = run.tokens.size();
+    gathered_.resize(count * width);
+    made_.resize(count * width);
+    for (std::size_t m = 0; m < count; ++m)
+      std::copy_n(turn.x + static_cast<std::size_t>(run.tokens[m]) * width, width,
+                  gathered_.data() + m * width);
+    compute(weights_->neurons.run(run.first, run.count), gathered_.data(), count, turn.part.is_prompt(),
+            made_.data());
+    for (std::size_t m = 0; m < count; ++m) {
+      float* to = turn.y + static_cast<std::size_t>(run.tokens[m]) * width;
+      const float* from = made_.data() + m * width;
+      for (std::size_t j = 0; j < width; ++j) to[j] += run.factors[m] * from[j];
+      if (run.bias == nullptr) continue;
+      for (std::size_t j = 0; j < width; ++j) to[j] += run.factors[m] * run.bias[j];
+    }
+  }
 }
 
 BatchModel::BatchModel(const ModelSpec& spec, Activation activation, std::size_t rows_together,

@@ -8,23 +8,35 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
+#include "ffn/experts.h"
 #include "model/ends.h"
 #include "model/layer.h"
 #include "model/spec.h"
 
 namespace flashllm {
 
+// The matrices of all of a layer's neurons, or of a run of them.
+struct LentNeurons {
+  RowMatrix up, gate, down;     // the gate has no data where there is none
+  bool down_by_inputs = false;  // as linear_by_columns has it
+
+  // `count` neurons from `first` on, without what `down` adds of its own.
+  LentNeurons run(std::size_t first, std::size_t count) const;
+};
+
 struct LentLayer {
   std::size_t number = 0;  // of the model's layers
   BlockWeights block;
-  RowMatrix up, gate, down;     // the gate has no data where there is none
-  bool down_by_inputs = false;  // as linear_by_columns has it
+  LentNeurons neurons;
+  std::unique_ptr<Router> router;  // of a mixture of experts
 };
 
-// A layer's feed-forward part over whole matrices: every product is rounded to the model's dtype.
+// A layer's feed-forward part over whole matrices: every product is rounded to the model's dtype. Of a
+// mixture of experts each that any token goes to is computed once, for those tokens.
 class LentFfn final : public FfnPart {
  public:
   LentFfn(Activation activation, Arithmetic& arithmetic) : activation_(activation), arithmetic_(arithmetic) {}
@@ -32,12 +44,16 @@ class LentFfn final : public FfnPart {
   void run(const FfnTurn& turn) override;
 
  private:
-  void activate(std::size_t n);
+  void compute(const LentNeurons& neurons, const float* x, std::size_t count, bool many, float* y);
+  void activate(std::size_t n, bool gated);
+  void run_experts(const FfnTurn& turn);
 
   const Activation activation_;
   Arithmetic& arithmetic_;
   const LentLayer* weights_ = nullptr;
-  std::vector<float> up_, gate_;  // scratch of a part, [tokens, neurons]
+  // Scratch of a part: [tokens, neurons]; of an expert's tokens, [tokens, d_model].
+  std::vector<float> up_, gate_, gathered_, made_;
+  ExpertTokens experts_;
 };
 
 class BatchModel {

@@ -108,8 +108,13 @@ class HostCostModel(CostModel):
     def _layer_s(self, rows: int, *, decoding: bool = False) -> float:
         """Seconds that a batch's rows take in a layer, but for attention."""
         shape = self.shape
-        values = 10 * shape.hidden + 6 * shape.query_dim + 10 * shape.kv_dim + (2 + shape.gated) * shape.ffn
-        seconds = self._products_s(shape.layer_params, rows, packed=self.method.compress_weights, decoding=decoding)
+        values = 10 * shape.hidden + 6 * shape.query_dim + 10 * shape.kv_dim + (2 + shape.gated) * shape.ffn_active
+        packed = self.method.compress_weights
+        # An expert is multiplied by the tokens that go to it.
+        each = max(1, rows * shape.ffn_active // shape.ffn)
+        dense = shape.layer_params - shape.ffn_params
+        seconds = self._products_s(dense, rows, packed=packed, decoding=decoding)
+        seconds += self._products_s(shape.ffn_params, each, packed=packed, decoding=decoding)
         return seconds + self._touched_s(rows * values) + self.hardware.square_s
 
     def _seal_s(self, tokens: float) -> Linear:

@@ -44,6 +44,7 @@ def weights(model: HostCostModel) -> tuple[Linear, float]:
     if (embedding_tier == "d" and not shape.tied) or model.head_tier == "d":
         kept += _GATHERED_ROWS * (-(-shape.hidden * shape.dtype_bytes // _PAGE) * _PAGE + _PAGE)
     vectors = 6 * shape.hidden + shape.query_dim + 2 * shape.kv_dim + 2 * shape.ffn  # norms and biases, in fp32
+    kept += shape.layers * shape.experts * shape.hidden * (4 + shape.dtype_bytes)  # routers, and what experts add
     kept += shape.layers * vectors * 4 + shape.positions * shape.hidden * shape.dtype_bytes
     return kept, shape.layer_bytes if model.method.compress_weights else 0.0
 
@@ -77,13 +78,13 @@ def working(shape: ModelShape, rows: int, sequences: int) -> int:
     """The worst of a batch's moments, `rows` tokens of `sequences`: embedding, a layer, head."""
     item, wide, part = shape.dtype_bytes, 4, min(rows, ROWS_TOGETHER)
     embedding = rows * 2 * shape.hidden * item + part * 2 * shape.hidden * wide
-    states = part * 4 * shape.hidden * wide
+    states = part * (6 if shape.experts else 4) * shape.hidden * wide
     # Queries, keys, values and what attention makes of them, as they are computed and as they are kept; a prompt's
     # queries and results once more.
     attention = part * (shape.query_dim + shape.kv_dim) * 2 * (wide + item) + part * shape.query_dim * 2 * wide
-    widest = max(shape.ffn, shape.hidden, shape.query_dim)
+    widest = max(shape.ffn_active, shape.hidden, shape.query_dim)
     products = part * widest * (wide + 3 * item)  # inputs in fp32 and in the dtype, results, what is rounded
-    layer = states + attention + products + part * shape.ffn * (1 + shape.gated) * wide
+    layer = states + attention + products + part * shape.ffn_active * (1 + shape.gated) * wide
     head = sequences * (shape.vocab + 2 * shape.hidden) * wide + sequences * 2 * shape.hidden * item
     # A batch's own states come on top where they are not among those kept; the first layer's are always new.
     return max(embedding, layer, head)

@@ -42,6 +42,7 @@ def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("pipeline")
     return {
         "opt": (make_tiny_opt(root / "opt", num_layers=5, context=192, dtype="float16"), 5),
+        "mixture": (make_checkpoint(root / "mixture", VARIANTS["qwen2_moe and a dense layer"]), 3),
         "llama tied": (make_checkpoint(root / "llama", VARIANTS["llama tied"], dtype="bfloat16"), 3),
     }
 
@@ -125,6 +126,7 @@ def alone(model, tmp_path, chosen):
 
 CASES = [
     (2, "llama tied", {}),
+    (2, "mixture", {}),
     (2, "opt", {"tiers": DEVICE, "gpu_batch": 9, "num_batches": 1}),
     (3, "opt", {"overlap": False, "compress_weights": True, "compress_cache": True}),
     (4, "opt", {}),

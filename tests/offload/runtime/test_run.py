@@ -45,8 +45,9 @@ def test_overlap_changes_no_token(models, tmp_path, overlap):
     assert answers(path, prompts, tmp_path, chosen) == expected
 
 
-def test_a_converted_directory_gives_the_same_tokens(models, tmp_path):
-    path, prompts, expected = models("llama relu")
+@pytest.mark.parametrize("name", ["llama relu", "llama relu widths", "bloom", "olmoe", "qwen2_moe and a dense layer"])
+def test_a_converted_directory_gives_the_same_tokens(models, tmp_path, name):
+    path, prompts, expected = models(name)
     convert(path, tmp_path / "model")
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -84,7 +85,7 @@ def test_delays_change_no_token(models, tmp_path, seed):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("name", ["llama", "bloom", "bitnet"])
+@pytest.mark.parametrize("name", ["llama", "llama widths", "bloom", "bitnet", "qwen2_moe", "gpt_oss"])
 def test_an_answer_does_not_depend_on_its_batch(tmp_path, dtype, bits, name):
     """Bit for bit: in 16 bit, compressed or not, alone and among others."""
     path = make_checkpoint(tmp_path / "hf", VARIANTS[name], dtype=dtype)

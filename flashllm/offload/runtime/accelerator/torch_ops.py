@@ -187,6 +187,8 @@ def lacking(block: BlockSpec) -> list[str]:
     unknown = [name for name in unknown if getattr(block, name) != defaults[name]]
     if any(layer.window is not None for layer in block.layers):
         unknown.append("sliding windows")
+    if block.experts is not None:
+        unknown.append("mixtures of experts")
     known = block.activation in (*_ACTIVATIONS, "fatrelu")
     return unknown + ([] if known else [f"activation {block.activation}"])
 

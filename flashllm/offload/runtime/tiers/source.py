@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.arch.registry import block_spec, claims, complete_config, resident_shapes, resolve
+from flashllm.arch.registry import block_spec, bundle_names, claims, complete_config, resident_shapes, resolve
 from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.arch.tensors import Shape
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype, cast
@@ -35,7 +35,7 @@ from flashllm.format.model_dir import ModelDir, read_plane
 from flashllm.format.model_files import FFN, RESIDENT, checksums_tensor, ffn_tensor, resident_encoding
 from flashllm.format.rows import RowEncoding, row_checksums, unpack_rows, widened
 from flashllm.format.safetensors import SafetensorsFile, TensorInfo, open_safetensors
-from flashllm.offload.shape import ModelShape, not_computed
+from flashllm.offload.shape import ModelShape
 from flashllm.offload.stages import Stage, whole
 
 Array = NDArray[Any]
@@ -60,8 +60,6 @@ class WeightSource(ABC):
         self.path = path
         self.config = complete_config(config)
         self.block: BlockSpec = block_spec(config)
-        if (lacks := not_computed(self.block)) is not None:
-            raise UnsupportedModelError(f"{path}: {lacks}")
         self.architecture: Architecture = resolve(config)
         self.dtype = dtype
         self._files = ExitStack()
@@ -70,7 +68,7 @@ class WeightSource(ABC):
         for layer in range(arch.num_layers):
             for matrix in arch.matrices:
                 down = matrix == "down"
-                shape = (block.d_model, arch.d_ff) if down else (arch.d_ff, block.d_model)
+                shape = (block.d_model, arch.width(layer)) if down else (arch.width(layer), block.d_model)
                 shapes[matrix_name(layer, matrix)] = shape
         self.stage = stage or whole(arch.num_layers)
         self._model_names = {
@@ -101,7 +99,9 @@ class WeightSource(ABC):
             name=self.path.name,
             layers=self.num_layers,
             hidden=block.d_model,
-            ffn=arch.d_ff,
+            ffn=max(arch.every_width),
+            active=arch.cycle,
+            experts=arch.experts,
             heads=block.heads,
             kv_heads=block.kv_heads,
             head_dim=block.head_dim,
@@ -216,6 +216,8 @@ class _CheckpointWeights(WeightSource):
         return WEIGHT_DTYPE_BY_CODE[self._info(name).dtype]
 
     def _extent(self, name: str) -> Extent | None:
+        if name not in self._claims:  # of all experts of a layer
+            return None
         info, claim = self._info(name), self._claims[name]
         where = self._checkpoint.extent(self._names[name])
         if self._dtype_of(name) is not self.dtype or where is None or where[1] % info.itemsize:
@@ -227,17 +229,35 @@ class _CheckpointWeights(WeightSource):
 
     def _read(self, targets: Mapping[str, Array]) -> None:
         for name, target in targets.items():
-            dtype, claim = self._dtype_of(name), self._claims[name]
-            if dtype is self.dtype:
-                read_rows(self._checkpoint, self._names[name], claim, 0, target)
+            if name in self._claims:
+                self._read_tensor(name, target)
                 continue
-            values = np.empty(target.shape, dtype.storage)
-            read_rows(self._checkpoint, self._names[name], claim, 0, values)
-            try:
-                target[...] = cast(values, dtype, self.dtype)
-            except OverflowError as error:
-                where = self._checkpoint.where(self._names[name])
-                raise UnsupportedModelError(f"{where}: {error}; save the model in one dtype") from error
+            _, number, matrix, _ = name.split(".")
+            first = 0
+            for bundle in bundle_names(self.architecture, int(number)):
+                one = f"{bundle}{matrix}.weight"
+                rows, columns = self._claims[one].shape
+                if matrix == "down":
+                    part = np.empty((rows, columns), target.dtype)
+                    self._read_tensor(one, part)
+                    target[:, first : first + columns] = part
+                    first += columns
+                else:
+                    self._read_tensor(one, target[first : first + rows])
+                    first += rows
+
+    def _read_tensor(self, name: str, target: Array) -> None:
+        dtype, claim = self._dtype_of(name), self._claims[name]
+        if dtype is self.dtype:
+            read_rows(self._checkpoint, self._names[name], claim, 0, target)
+            return
+        values = np.empty(target.shape, dtype.storage)
+        read_rows(self._checkpoint, self._names[name], claim, 0, values)
+        try:
+            target[...] = cast(values, dtype, self.dtype)
+        except OverflowError as error:
+            where = self._checkpoint.where(self._names[name])
+            raise UnsupportedModelError(f"{where}: {error}; save the model in one dtype") from error
 
 
 class _ModelDirWeights(WeightSource):
@@ -304,19 +324,22 @@ class _ModelDirWeights(WeightSource):
 
     def _read_rows(self, layer: int, targets: Mapping[str, Array]) -> None:
         """One pass over the layer's rows, a block at a time, for all of its matrices that are asked for."""
-        layout = self._manifest.rows
+        layout, together = self._manifest.layout(layer), self._manifest.checksum_rows_of(layer)
         info = self._ffn.header.tensors[ffn_tensor(layer)]
-        checksums = np.empty(layout.num_rows, np.dtype("<u8"))
+        checksums = np.empty(self._manifest.checksums[layer], np.dtype("<u8"))
         _read(self._resident, self._resident.header.tensors[checksums_tensor(layer)], 0, checksums)
-        block = np.empty((layout.stream_block_rows, layout.stride), np.uint8)
+        whole = max(1, layout.stream_block_rows // together) * together  # rows that share checksums lie in one block
+        block = np.empty((whole, layout.stride), np.uint8)
         plane = read_plane(self.path, self._manifest, layer) if "down" in targets else None
         for first in range(0, layout.d_ff, len(block)):
-            rows = block[: layout.d_ff - first]
-            _read(self._ffn, info, first * layout.stride, rows)
-            wrong = np.flatnonzero(row_checksums(rows) != checksums[first : first + len(rows)])
+            read = block[: layout.num_rows - first]
+            _read(self._ffn, info, first * layout.stride, read)
+            sums = row_checksums(read, together)
+            wrong = np.flatnonzero(sums != checksums[first // together : first // together + len(sums)])
             if len(wrong):
-                where = f"{self._ffn.header.path}: layer {layer}, neuron {first + int(wrong[0])}"
+                where = f"{self._ffn.header.path}: layer {layer}, neuron {first + int(wrong[0]) * together}"
                 raise ChecksumError(f"{where}: wrong checksum; run `flashllm verify`, or convert the model again")
+            rows = read[: layout.d_ff - first]
             for matrix, stored in unpack_rows(layout, rows).items():
                 if matrix not in targets:
                     continue

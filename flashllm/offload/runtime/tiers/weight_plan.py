@@ -131,7 +131,11 @@ def plan_weights(
     """
     if bits is not None and bits not in PACKED_BITS:
         raise UsageError(f"weights in {bits} bits: the widths are {', '.join(map(str, PACKED_BITS))}")
-    sizes = {name: prod(source.shapes[matrix_name(0, name)]) for name in source.matrices}
+    layers = [
+        {name: prod(source.shapes[matrix_name(layer, name)]) for name in source.matrices}
+        for layer in range(source.num_layers)
+    ]
+    sizes = {name: sum(each[name] for each in layers) for name in source.matrices}
     homes = assign(sizes, (policy.wg, policy.wc, policy.wd))
     tied = source.block.tied_head
     head, table = policy.head_tier, policy.embedding_tier(tied=tied and source.stage.is_last)
@@ -159,7 +163,7 @@ def plan_weights(
         device_nbytes=layout.held[DEVICE] + small,
         cpu_nbytes=layout.held[CPU],
         scratch_nbytes=layout.scratch_nbytes,
-        start_nbytes=0 if bits is None else sum(sizes.values()) * itemsize,
+        start_nbytes=0 if bits is None else max(sum(each.values()) for each in layers) * itemsize,
         arriving_nbytes=layout.arriving_nbytes,
         bundles=tuple(layout.bundles),
     )

@@ -128,6 +128,10 @@ class WeightStore:
                 name: self._matrix(tensors[name], buffer, self._small.get(bias_name(layer, name)))
                 for name in self.plan.homes
             }
+            for name, one in self._small.items():  # a router's
+                if name.startswith(prefix) and not is_vector(name):
+                    short = name.removeprefix(prefix).removesuffix(".weight")
+                    matrices[short] = Matrix(one, one.shape[0], one.shape[1], None, None)
             self._lent[layer, buffer] = Tensors(matrices, self._vectors(prefix))
         return self._lent[layer, buffer]
 
