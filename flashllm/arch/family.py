@@ -63,7 +63,6 @@ def is_untied(config: Config) -> bool:
 
 
 def norm_tensors(name: str, source: str, *, weight: When = always, bias: When = never) -> tuple[ResidentTensor, ...]:
-    """Weight and bias of a norm."""
     return (
         ResidentTensor(name=f"{name}.weight", source=f"{source}.weight", when=weight),
         ResidentTensor(name=f"{name}.bias", source=f"{source}.bias", when=bias),

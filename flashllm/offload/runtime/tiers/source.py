@@ -80,7 +80,6 @@ class WeightSource(ABC):
 
     @property
     def num_layers(self) -> int:
-        """Layers of the stage."""
         return self.stage.num_layers
 
     @property
