@@ -115,7 +115,6 @@ def decoder(
     matrices: Mapping[str, str],
     attention: tuple[ResidentTensor, ...],
     norms: Mapping[str, tuple[str, When]],
-    norm_weight: When = always,
     norm_bias: When = never,
     head_norms: Mapping[str, str] | None = None,
     head_norm: When = never,
@@ -136,12 +135,7 @@ def decoder(
     matrices = {matrix: f"{layer}{source}.weight" for matrix, source in matrices.items()}
 
     def norm_of(name: str, source: str, when: When) -> tuple[ResidentTensor, ...]:
-        return norm_tensors(
-            name,
-            source,
-            weight=lambda config: when(config) and norm_weight(config),
-            bias=lambda config: when(config) and norm_bias(config),
-        )
+        return norm_tensors(name, source, weight=when, bias=lambda config: when(config) and norm_bias(config))
 
     def norms_of(part: str) -> tuple[ResidentTensor, ...]:
         return tuple(
