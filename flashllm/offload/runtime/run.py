@@ -143,7 +143,7 @@ class Runner(OneProcess):
         return self._opened.tier.peak_nbytes
 
     def need(self, sizes: Sizes) -> Need:
-        """Bytes that a run of sequences takes of each tier, the weights included: (prompt tokens, cached positions) each."""
+        """Bytes that sequences take of each tier, the weights included: (prompt tokens, cached positions) each."""
         return self._opened.need(sizes)
 
     def fits(self, sizes: Sizes) -> bool:
@@ -311,7 +311,7 @@ class _Run:
             self._kv.store_step(task)
 
     def _take(self, step: Step, batch: _Batch) -> None:
-        """Take what the stage before this made of a batch: its hidden states, or for the first stage the tokens chosen."""
+        """Take what the stage before this made of a batch: hidden states, or for the first stage tokens."""
         first = self.r.stage.is_first
         if self._neighbours is None or (first and step.token == 0):
             return
