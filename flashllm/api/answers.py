@@ -22,7 +22,7 @@ def chat_message(events: Iterable[Event]) -> dict[str, Any]:
 
 
 def chat_delta(events: Iterable[Event]) -> dict[str, Any]:
-    """What `events` add to a message: text, reasoning, calls, each where there is any."""
+    """The parts that `events` add to a message: text, reasoning, calls, each where there is any."""
     delta: dict[str, Any] = {}
     calls: list[dict[str, Any]] = delta.setdefault("tool_calls", [])
     for event in events:

@@ -21,7 +21,6 @@ class BadRequest(Exception):
 
 
 def text(name: str, value: Any) -> str:
-    """`value` as a text."""
     param = name.replace(": ", ".")
     if not isinstance(value, str):
         raise BadRequest(f"{name} must be a text, not {short(value)}", param=param)
@@ -42,7 +41,6 @@ def integer(body: Mapping[str, Any], name: str, low: int, high: int = 2**63 - 1)
 
 
 def number(body: Mapping[str, Any], name: str) -> float:
-    """The field `name` as a number."""
     value = body[name]
     if type(value) not in (int, float) or not -1e9 <= value <= 1e9:
         raise BadRequest(f"{name} must be a number, not {short(value)}", param=name)
@@ -68,6 +66,5 @@ def depth(value: Any) -> int:
 
 
 def short(value: Any) -> str:
-    """`value` for a message."""
     shown = ascii(value) if not isinstance(value, int) or abs(value) < 2**64 else "a huge integer"
     return shown if len(shown) <= 80 else shown[:77] + "..."

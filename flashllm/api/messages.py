@@ -114,7 +114,7 @@ def tools_of(body: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def template_values(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What the fields `reasoning_effort` and `chat_template_kwargs` tell the chat template."""
+    """Values that the fields `reasoning_effort` and `chat_template_kwargs` give the chat template."""
     values: dict[str, Any] = {}
     if "reasoning_effort" in body:
         values["reasoning_effort"] = text("reasoning_effort", body["reasoning_effort"])

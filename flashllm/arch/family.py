@@ -63,7 +63,6 @@ def is_untied(config: Config) -> bool:
 
 
 def norm_tensors(name: str, source: str, *, weight: When = always, bias: When = never) -> tuple[ResidentTensor, ...]:
-    """Weight and bias of a norm."""
     return (
         ResidentTensor(name=f"{name}.weight", source=f"{source}.weight", when=weight),
         ResidentTensor(name=f"{name}.bias", source=f"{source}.bias", when=bias),
@@ -116,7 +115,6 @@ def decoder(
     matrices: Mapping[str, str],
     attention: tuple[ResidentTensor, ...],
     norms: Mapping[str, tuple[str, When]],
-    norm_weight: When = always,
     norm_bias: When = never,
     head_norms: Mapping[str, str] | None = None,
     head_norm: When = never,
@@ -137,12 +135,7 @@ def decoder(
     matrices = {matrix: f"{layer}{source}.weight" for matrix, source in matrices.items()}
 
     def norm_of(name: str, source: str, when: When) -> tuple[ResidentTensor, ...]:
-        return norm_tensors(
-            name,
-            source,
-            weight=lambda config: when(config) and norm_weight(config),
-            bias=lambda config: when(config) and norm_bias(config),
-        )
+        return norm_tensors(name, source, weight=when, bias=lambda config: when(config) and norm_bias(config))
 
     def norms_of(part: str) -> tuple[ResidentTensor, ...]:
         return tuple(

@@ -26,8 +26,6 @@ _VALUES_TOGETHER = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bf12:
-    """The encoding."""
-
     name: str = "bf12"
 
     def escapes(self, length: int) -> int:

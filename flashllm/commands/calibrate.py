@@ -23,7 +23,6 @@ _MOVED = 2.0  # ratio of a read's cost now to before that a drive hardly reaches
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
     parser.add_argument(
         "path",
         metavar="PATH",

@@ -19,7 +19,6 @@ CONTEXT_SHARE = 4  # by default an answer takes at most this part of the context
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
     parser.epilog = (
         "At a terminal: /help lists the commands. Piped: each line is a user turn and each answer goes to standard "
         "output; commands work; when the context is full, the next line begins a new conversation, which is said on "

@@ -4,7 +4,6 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
     parser.epilog = (
         "Example: flashllm completion bash > ~/.local/share/bash-completion/completions/flashllm; for zsh, into "
         "_flashllm in a folder of fpath."
@@ -13,7 +12,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print it."""
     import shtab
 
     # `shell` is the name of one; nothing is run.

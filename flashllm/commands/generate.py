@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
     options.add_model(parser)
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="the text to continue; -: standard input")
     parser.add_argument("--max-new-tokens", metavar="N", type=whole(1), default=128, help="default: %(default)s")

@@ -24,12 +24,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """--json."""
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
 
 
 def add_store(parser: argparse._ActionsContainer) -> None:
-    """--store."""
     parser.add_argument(
         "--store",
         metavar="FILE",
@@ -66,14 +64,12 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def add_no_profile(parser: argparse.ArgumentParser) -> None:
-    """--no-profile."""
     parser.add_argument(
         "--no-profile", action="store_true", help="do not measure the drive before a run that reads from it"
     )
 
 
 def add_speculation(parser: argparse.ArgumentParser) -> None:
-    """--speculate."""
     parser.add_argument(
         "--speculate",
         metavar="off|lookup|DRAFT",
@@ -129,7 +125,6 @@ def _speculate(given: str | None) -> Speculate | Path:
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:
-    """--verbose."""
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="also say how the model is converted and why it is run as it is"
     )

@@ -26,7 +26,6 @@ _CLEARLY_LESS = 0.85  # of a time; estimates are as exact as that
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
     add_model(parser)
     add_json(parser)
     add_memory(parser)

@@ -18,7 +18,6 @@ _MIN_KEY_CHARS = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
     parser.epilog = (
         "Example: flashllm serve MODEL --memory 7GB, then any OpenAI client with the base URL "
         "http://127.0.0.1:8080/v1. Requests are answered in turn. ctrl-C stops."

@@ -11,7 +11,6 @@ from flashllm.commands.options import add_json, add_model, find_converted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
     add_model(parser)
     add_json(parser)
 

@@ -49,5 +49,4 @@ class TraceFeed:
             self._trace.read_into(position, self._activity[token])
 
     def close(self) -> None:
-        """Close the file."""
         self._trace.close()

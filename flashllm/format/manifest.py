@@ -184,7 +184,6 @@ class Manifest:
             raise ValueError(f"checksum_rows must divide what is read together, {[*runs, *blocks]} rows, not be {rows}")
 
     def layout(self, layer: int) -> RowLayout:
-        """The layout of a layer's rows."""
         return self.rows.of_width(self.architecture.width(layer))
 
     @property
@@ -211,7 +210,6 @@ class Manifest:
 
     @property
     def planes_nbytes(self) -> int:
-        """Bytes of `planes`."""
         return sum((2 if dtype == "F16" else 1) * math.prod(shape) for dtype, shape in self.planes.values())
 
     @property

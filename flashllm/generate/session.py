@@ -27,13 +27,13 @@ _SCORED_NBYTES = 32 << 20  # of the logits that a scored prompt has in memory at
 
 
 class Template(Protocol):
-    """What renders a conversation: `flashllm.generate.templates.chat_template.ChatTemplate`."""
+    """Renderer of conversations: `flashllm.generate.templates.chat_template.ChatTemplate`."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str: ...
 
 
 class TextTokenizer(Protocol):
-    """What a session needs of `flashllm.generate.tokenizer.Tokenizer`."""
+    """The part of `flashllm.generate.tokenizer.Tokenizer` that a session needs."""
 
     @property
     def end_ids(self) -> frozenset[int]: ...
@@ -122,7 +122,7 @@ class Session:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether turns are rendered as a conversation; otherwise the model continues the text."""
+        """True where turns are rendered as a conversation; otherwise the model continues the text."""
         return self._template is not None
 
     def choose_by(

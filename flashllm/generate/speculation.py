@@ -60,7 +60,6 @@ class SpeculationStats:
             self.right[place] += place < accepted
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
         return {
             "passes": self.passes,
             "drafts": self.drafts,

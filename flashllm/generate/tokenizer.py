@@ -94,7 +94,7 @@ class Tokenizer:
         return text
 
     def showing(self, holds: Callable[[str], bool]) -> "_Showing":
-        """What decodes as `decode` does, but leaves the special tokens in the text that `holds` is true of."""
+        """A decoder that does as `decode`, but leaves the special tokens in the text that `holds` is true of."""
         added = self.backend.get_added_tokens_decoder()
         hidden = (index for index, token in added.items() if token.special and not holds(token.content))
         return _Showing(self.backend, frozenset(hidden))

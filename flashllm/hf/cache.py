@@ -119,7 +119,6 @@ class FlashCache(Cache):
         self._select(np.arange(len(self._sequences))[np.asarray(indices.cpu())])
 
     def reset(self) -> None:
-        """Empty it."""
         self._select(np.arange(0))
         self._columns = np.zeros((0, 0), np.bool_)
 
@@ -129,7 +128,6 @@ class FlashCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """False."""
         return False
 
     @property

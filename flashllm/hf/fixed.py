@@ -21,6 +21,15 @@ TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 _CPU = torch.device("cpu")
 
 
+def _refusal(message: str) -> Callable[..., Any]:
+    """A method that is a UsageError; {path} in the message is the model's directory."""
+
+    def refuse(self: "FixedModel", *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError(message.format(path=self.engine.directory.path))
+
+    return refuse
+
+
 class FixedModel(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """Configuration, device and dtype of an engine's model, and refusals."""
 
@@ -38,7 +47,6 @@ class FixedModel(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-c
 
     @property
     def device(self) -> torch.device:
-        """The processor."""
         return _CPU
 
     @property
@@ -75,7 +83,6 @@ class FixedModel(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-c
         return self
 
     def cuda(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
-        """UsageError."""
         self._check_place(torch.device("cuda"), None)
         raise AssertionError
 
@@ -109,60 +116,24 @@ class FixedModel(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-c
             raise UsageError("the model has no gradients; train the original, and convert it (`flashllm convert`)")
         return self
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """UsageError."""
-        raise UsageError(
-            "the vocabulary is fixed; resize the original's embeddings, and convert it (`flashllm convert`)"
-        )
-
-    def set_input_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """UsageError."""
-        self.get_input_embeddings()
-
-    def set_output_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """UsageError."""
-        self.get_output_embeddings()
-
-    def get_input_embeddings(self) -> NoReturn:
-        """UsageError."""
-        raise UsageError("the model has no torch modules: its embedding is the engine's; take the original's")
-
-    def get_output_embeddings(self) -> NoReturn:
-        """UsageError."""
-        raise UsageError("the model has no torch modules: its head is the engine's; take the original's")
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """UsageError."""
-        raise UsageError(self._no_copy())
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
-        """UsageError."""
-        raise UsageError(self._no_copy())
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """UsageError."""
-        raise UsageError(self._no_copy())
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """UsageError."""
-        raise UsageError("weights cannot be loaded into this model; convert a checkpoint (`flashllm convert`)")
-
-    def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """UsageError."""
-        raise UsageError("continuous batching is not supported: call generate with a padded batch")
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """UsageError."""
-        self.generate_batch()
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UsageError("the model cannot be copied or pickled: load it where it is needed")
-
-    def _no_copy(self) -> str:
-        return (
-            f"the model has no torch weights to save: the directory {self.engine.directory.path} is the model, copy "
-            "that; converting it back to a Hugging Face folder is not offered"
-        )
+    resize_token_embeddings = _refusal(
+        "the vocabulary is fixed; resize the original's embeddings, and convert it (`flashllm convert`)"
+    )
+    get_input_embeddings = set_input_embeddings = _refusal(
+        "the model has no torch modules: its embedding is the engine's; take the original's"
+    )
+    get_output_embeddings = set_output_embeddings = _refusal(
+        "the model has no torch modules: its head is the engine's; take the original's"
+    )
+    save_pretrained = push_to_hub = state_dict = _refusal(  # type: ignore[assignment]
+        "the model has no torch weights to save: the directory {path} is the model, copy that; converting it back to a "
+        "Hugging Face folder is not offered"
+    )
+    load_state_dict = _refusal("weights cannot be loaded into this model; convert a checkpoint (`flashllm convert`)")
+    generate_batch = init_continuous_batching = _refusal(
+        "continuous batching is not supported: call generate with a padded batch"
+    )
+    __reduce_ex__ = _refusal("the model cannot be copied or pickled: load it where it is needed")
 
 
 def _read_config(kind: Any, path: Path, name: str) -> Any:

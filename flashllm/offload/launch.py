@@ -382,7 +382,6 @@ def run_options(options: LaunchOptions, launch: Launch | None = None) -> RunOpti
 
 
 def describe(policy: Policy) -> str:
-    """A policy in a line."""
     parts = [f"batches of {policy.gpu_batch} sequences, {policy.num_batches} a block"]
     for kind, name in (("w", "weights"), ("c", "cache"), ("h", "activations")):
         shares = [

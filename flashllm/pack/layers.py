@@ -1,4 +1,4 @@
-"""What the inputs of each matrix look like on real text: a model's layers over calibration tokens, one at a time.
+"""The inputs of each matrix on real text: a model's layers over calibration tokens, one at a time.
 
 A layer is read, run once while the sums x xᵀ of what goes into its products are gathered, given back changed, and run
 again, so that the next layer sees what the packed model will give it. Only one layer is in memory, and the states of

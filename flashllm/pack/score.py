@@ -57,7 +57,6 @@ class Inputs:
         self._seen = [0] * self.layers
 
     def input(self, layer: int, x: Floats) -> None:
-        """As of `Observer`."""
         first = -self._seen[layer] % self.step
         self._kept[layer].append(np.array(x[first :: self.step]))
         self._seen[layer] += len(x)
@@ -81,7 +80,6 @@ class Zeros:
         """As of `Observer`."""
 
     def activations(self, layer: int, first: int, h: Floats) -> None:
-        """As of `Observer`."""
         self.zeros += h.size - int(np.count_nonzero(h))
         self.values += h.size
 

@@ -144,5 +144,4 @@ class Profile:
 
 
 def fields_of(rates: BatchRates | GpuRates) -> dict[str, Any]:
-    """The fields by name."""
     return {one.name: getattr(rates, one.name) for one in dataclasses.fields(rates)}

@@ -27,8 +27,6 @@ _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 4
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
-
     def __init__(
         self,
         status: int,
@@ -50,7 +48,6 @@ class ApiError(Exception):
         return error_object(str(self), kind=kind, code=self.code, param=self.param)
 
     def response(self) -> Response:
-        """The answer."""
         return JSONResponse(self.document, self.status, headers=self.headers)
 
 

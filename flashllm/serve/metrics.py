@@ -52,7 +52,6 @@ class Metrics:
             Gauge(name, meaning, registry=registry).set_function(value)
 
     def answered(self, path: str, status: int) -> None:
-        """Count an answer."""
         self._requests.labels(path, str(status)).inc()
 
     def see(self, event: Event) -> None:

@@ -131,7 +131,6 @@ class _Form:
         return self._line(event.said, done=False) if any(each.text for each in event.said) else None
 
     def last(self) -> dict[str, Any]:
-        """The last line."""
         return {
             **self._line((), done=True),
             "done_reason": self._reason,

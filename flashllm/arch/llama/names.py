@@ -41,9 +41,9 @@ DEFAULTS: dict[str, Any] = {  # of transformers' LlamaConfig, or of most
 }
 
 
-def projections(query: When, out: When, *, out_name: str = "o_proj") -> tuple[ResidentTensor, ...]:
+def projections(query: When, out: When) -> tuple[ResidentTensor, ...]:
     """Query, key, value, out; biases of the first three, and of the last."""
-    names = (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("out", out_name))
+    names = (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("out", "o_proj"))
     return tuple(
         tensor
         for name, source in names

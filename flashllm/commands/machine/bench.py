@@ -25,7 +25,6 @@ _BAR_CHARS = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
     parser.epilog = "Example: flashllm bench MODEL --memory 7GB"
     options.add_model(parser)
     parser.add_argument("--tokens", metavar="N", type=whole(_WARM_TOKENS + 2), default=64, help="default: %(default)s")

@@ -36,7 +36,6 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
     parser.epilog = "Exit status 1 where something is bad: where a model would run wrong or not at all."
     parser.add_argument(
         "folder",

@@ -22,7 +22,6 @@ class KeptModel:
 
     @property
     def names(self) -> frozenset[str]:
-        """The name that it goes by."""
         return frozenset((self.name, self.path.name, str(self.path)))
 
 

@@ -6,7 +6,6 @@ from flashllm.commands.options import add_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
     parser.epilog = "`flashllm rm NAME` deletes one. Model directories of your own are not listed."
     add_json(parser)
 

@@ -4,7 +4,6 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
     parser.epilog = "Example: flashllm rm facebook/opt-125m. Checkpoints that were downloaded stay."
     parser.add_argument("names", metavar="NAME", nargs="+", help="as `flashllm list` shows it")
 

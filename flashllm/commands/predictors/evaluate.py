@@ -6,7 +6,6 @@ from flashllm.commands.predictors import scripts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The script's arguments."""
     parser.epilog = (
         "Example: flashllm evaluate MODEL --text book.txt --tasks all --markdown report.md. predictors/evaluate.py has "
         "further options."

@@ -7,7 +7,6 @@ from flashllm.errors import FlashError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The script's arguments."""
     parser.epilog = (
         "Example: flashllm train MODEL --data-files book.txt. Without --data-files, samples come from the hub's C4 "
         "(pip install 'flashllm[train]'). predictors/train_predictor.py has further options."

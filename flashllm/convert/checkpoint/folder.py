@@ -90,12 +90,10 @@ class _Safetensors:
         self.tensors: Mapping[str, TensorInfo] = file.header.tensors
 
     def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
-        """As `TensorFile.read_into`."""
         self._file.read_into(info, start, buffer)
         drop_page_cache(self._file.fd, info.offset + start, len(buffer))
 
     def extent(self, info: TensorInfo) -> int | None:
-        """As `TensorFile.extent`."""
         return info.offset
 
 

@@ -66,11 +66,9 @@ class _Matrix:
 
     @property
     def path(self) -> Path:
-        """As `TensorFile.path`."""
         return self.stored.file.path
 
     def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
-        """As `TensorFile.read_into`."""
         row = info.shape[1] * 4
         first, last = start // row, -(-(start + len(buffer)) // row)
         found = self._rows(first, last - first).reshape(-1).view(np.uint8)

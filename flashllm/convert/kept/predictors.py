@@ -49,7 +49,6 @@ class _Factor:
         return rows * items * {"U8": 1, "F16": 2, "F32": 4}[dtype]
 
     def arrays(self) -> Iterator[NDArray[np.uint8]]:
-        """Its bytes."""
         for first in range(0, self.stored.shape[0], _ROWS_TOGETHER):
             count = min(_ROWS_TOGETHER, self.stored.shape[0] - first)
             if self.code is not None:
@@ -75,16 +74,13 @@ class GgufPredictors:
 
     @property
     def nbytes(self) -> int:
-        """As `OwnPredictors.nbytes`."""
         return 4 * self.layers + sum(factor.nbytes for factor in self.factors)
 
     def header(self, model_sha256: str) -> bytes:
-        """As `OwnPredictors.header`."""
         encodings = {factor.name: factor.code.name for factor in self.factors if factor.code is not None}
         return relu_header(self.layers, [factor.entry for factor in self.factors], encodings, model_sha256)
 
     def arrays(self) -> Iterator[NDArray[np.uint8]]:
-        """As `OwnPredictors.arrays`."""
         yield np.full(self.layers, self.threshold, "<f4").view(np.uint8)
         for factor in self.factors:
             yield from factor.arrays()

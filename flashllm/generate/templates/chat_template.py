@@ -61,7 +61,7 @@ class ChatTemplate:
         self._ask(None)
 
     def takes(self, name: str) -> bool:
-        """Whether the template reads the variable `name`: "tools", or one of the `values` of `render`."""
+        """True where the template reads the variable `name`: "tools", or one of the `values` of `render`."""
         return re.search(rf"\b{name}\b", self.for_tools if name == "tools" else self._source) is not None
 
     def render(

@@ -61,7 +61,6 @@ class Environment(ImmutableSandboxedEnvironment):
         }
 
     def call(self, context: jinja2.runtime.Context, function: Any, /, *args: Any, **values: Any) -> Any:
-        """A call in a template."""
         if getattr(function, "__name__", None) in _WIDE_METHODS:
             _check_widths(*args, *values.values())
         return super().call(context, function, *args, **values)

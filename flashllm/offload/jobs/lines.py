@@ -115,7 +115,7 @@ class BatchFile:
         return self._encoder.sequence(request, self._encoder.encode(request), index, marks=True)
 
     def said(self, request: Request, sequence: Sequence) -> list[Event]:
-        """What the answer of a line's sequence says."""
+        """Contents of the answer of a line's sequence."""
         return self._encoder.said(request, sequence)
 
     def _state(self) -> tuple[int, int]:

@@ -33,8 +33,6 @@ dist: Any = torch.distributed  # whose stubs lack most of what groups can do
 
 
 class Kind(IntEnum):
-    """Kinds of messages."""
-
     PULSE = 0
     VALUES = 1  # hidden states, or token ids, of a batch for a token; the numbers are the places that still run
     WORD = 2  # JSON between the stages: see ring.py

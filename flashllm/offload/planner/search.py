@@ -33,8 +33,6 @@ _RESOURCES = {"device": "device memory", "cpu": "CPU memory", "disk": "disk spac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """Choices of the search."""
-
     gpu_batches: tuple[int, ...] = GPU_BATCHES
     num_batches: tuple[int, ...] = NUM_BATCHES
     cpu_attention: tuple[bool, ...] = (True, False)
@@ -76,7 +74,6 @@ class SearchSpace:
             )
 
     def model(self, shape: ModelShape, hardware: Hardware, workload: Workload, method: Method) -> CostModel:
-        """The cost model of one method of this space."""
         return cost_model(
             shape,
             hardware,

@@ -49,7 +49,7 @@ class Need:
         )
 
     def memory(self, *, accelerated: bool) -> int:
-        """What counts against the memory's limit."""
+        """Bytes that count against the memory's limit."""
         return self.cpu if accelerated else self.cpu + self.device
 
 
@@ -74,14 +74,14 @@ class Cache(Protocol):
 
 
 class DeviceTier(Protocol):
-    """What computes, and holds what the policy puts on the device."""
+    """The tier that computes, and holds what the policy puts on the device."""
 
     @property
     def ops(self) -> Ops: ...
 
     @property
     def limit(self) -> int | None:
-        """Of the device's own memory; None where it has none of its own, or no limit."""
+        """Limit of the device's own memory; None where it has none of its own, or no limit."""
 
     @property
     def peak_nbytes(self) -> int | None:
@@ -105,7 +105,7 @@ class DeviceTier(Protocol):
         """While a run lasts, and besides while the weights are brought to their tiers."""
 
     def block_need(self, attention: _core.BatchAttention, sizes: Sizes, policy: Policy, *, layers: int) -> Need:
-        """Of a block of sequences: cache, hidden states, working memory."""
+        """Needs of a block of sequences: cache, hidden states, working memory."""
 
 
 class HostTier:

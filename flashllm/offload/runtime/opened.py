@@ -48,7 +48,7 @@ class OpenModel:
             self._parts = parts.pop_all()
 
     def need(self, sizes: Sizes) -> Need:
-        """What a block of sequences takes of each tier, the weights included."""
+        """Bytes that a block of sequences takes of each tier, the weights included."""
         layers = self.source.num_layers
         return self.weights + self.tier.block_need(self.attention, sizes, self.policy, layers=layers)
 
@@ -65,7 +65,7 @@ class OpenModel:
         )
 
     def fits(self, sizes: Sizes) -> bool:
-        """Whether a block of sequences keeps to the limits."""
+        """True where a block of sequences keeps to the limits."""
         return max(self.shortage(sizes)) <= 0
 
     def check(self, sizes: Sizes | None) -> None:

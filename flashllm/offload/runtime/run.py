@@ -48,7 +48,7 @@ Array = NDArray[Any]
 
 @dataclass(slots=True, kw_only=True)
 class BlockMeasure:
-    """What a run took. Seconds, bytes, tokens; `busy` is each activity's own time, which overlap."""
+    """Measures of a run. Seconds, bytes, tokens; `busy` is each activity's own time, which overlap."""
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -143,11 +143,11 @@ class Runner(OneProcess):
         return self._opened.tier.peak_nbytes
 
     def need(self, sizes: Sizes) -> Need:
-        """What a run of sequences takes of each tier, the weights included: (prompt tokens, cached positions) each."""
+        """Bytes that sequences take of each tier, the weights included: (prompt tokens, cached positions) each."""
         return self._opened.need(sizes)
 
     def fits(self, sizes: Sizes) -> bool:
-        """Whether that keeps to the limits."""
+        """True where that keeps to the limits."""
         return self._opened.fits(sizes)
 
     def stop(self, error: FlashError | None = None) -> None:
@@ -182,7 +182,7 @@ class _Batch:
         self.active = [row for row, sequence in enumerate(members) if not sequence.finished]
 
     def positions(self, token: int) -> list[int | None]:
-        """Of each member's token number `token` > 0: where it goes; None for those that have ended."""
+        """Places of each member's token number `token` > 0; None for those that have ended."""
         active = set(self.active)
         return [
             len(sequence.prompt) + token - 1 if row in active else None for row, sequence in enumerate(self.members)
@@ -311,7 +311,7 @@ class _Run:
             self._kv.store_step(task)
 
     def _take(self, step: Step, batch: _Batch) -> None:
-        """What the stage before this made of a batch: its hidden states, or for the first stage the tokens chosen."""
+        """Take what the stage before this made of a batch: hidden states, or for the first stage tokens."""
         first = self.r.stage.is_first
         if self._neighbours is None or (first and step.token == 0):
             return

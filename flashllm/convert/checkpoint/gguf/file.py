@@ -104,7 +104,6 @@ class GgufTensor:
 
     @property
     def kind(self) -> str:
-        """As `QuantisedTensor.kind`."""
         return self._stored.kind
 
     @property
@@ -113,7 +112,6 @@ class GgufTensor:
         return self._stored.is_quantised and not self._shift
 
     def raw(self, first: int, count: int) -> NDArray[np.uint8]:
-        """As `QuantisedTensor.raw`."""
         if self._order is None:
             return self._stored.raw(first, count)
         found: NDArray[np.uint8] = self._gathered(self._order[first : first + count], self._stored.raw)
@@ -127,7 +125,6 @@ class GgufTensor:
         return TensorInfo(name=name, dtype=code, shape=self.shape, offset=stored.offset, nbytes=nbytes)
 
     def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
-        """As `TensorFile.read_into`."""
         if start < 0 or start + len(buffer) > info.nbytes:
             raise ValueError(f"bytes {start} to {start + len(buffer)} are outside {info.name} of {info.nbytes} bytes")
         row_nbytes = self._length * info.itemsize
@@ -142,7 +139,6 @@ class GgufTensor:
             done += len(part)
 
     def extent(self, info: TensorInfo) -> int | None:
-        """As `TensorFile.extent`."""
         plain = self._stored.kind in PLAIN and self._order is None and not self._shift and not self.transposed
         return info.offset if plain else None
 

@@ -44,8 +44,6 @@ class TableEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """A whole header."""
-
     metadata: Mapping[str, Any]  # bool, int, float, str, or a list of one of them
     tensors: Sequence[TableEntry]
     nbytes: int
@@ -110,7 +108,6 @@ class _Walk:
         return int.from_bytes(self.taken(nbytes), "little")
 
     def taken(self, nbytes: int) -> bytes:
-        """The next bytes."""
         if nbytes > self._file_nbytes - self.at:
             self.refuse(f"{nbytes} bytes, for which the file is too short,")
         begin = self.at - self._start
@@ -132,7 +129,6 @@ class _Walk:
             self.refuse("a text that is not UTF-8")
 
     def value(self, key: str) -> Any:
-        """The value of the field `key`."""
         kind = self.number(4)
         if kind == _ARRAY:
             return self._array(key)

@@ -47,14 +47,12 @@ class Metadata:
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A text."""
         value = self._value(key, default)
         if not isinstance(value, str):
             raise self._wrong(key, "a text", value)
         return value
 
     def texts(self, key: str) -> list[str]:
-        """Texts, one or more."""
         return self._list(key, "texts", None, lambda each: isinstance(each, str))
 
     def integers(self, key: str, count: int) -> list[int]:

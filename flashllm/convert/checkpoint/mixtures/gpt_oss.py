@@ -120,7 +120,6 @@ class _Blocks:
     transposed: bool = False
 
     def raw(self, first: int, count: int) -> Matrix:
-        """As `QuantisedTensor.raw`."""
         return self.whole.blocks(self.expert)[self.first :: self.step][first : first + count]
 
 
@@ -133,11 +132,9 @@ class _Made:
 
     @property
     def path(self) -> Path:
-        """As `TensorFile.path`."""
         return self.file.path
 
     def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
-        """As `TensorFile.read_into`."""
         values = self.make()
         row = values[:1].nbytes
         first, last = start // row, -(-(start + len(buffer)) // row)

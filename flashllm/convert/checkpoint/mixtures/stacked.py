@@ -25,15 +25,12 @@ class _Slices:
 
     @property
     def path(self) -> Path:
-        """As `TensorFile.path`."""
         return self.file.path
 
     def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
-        """As `TensorFile.read_into`."""
         self.file.read_into(self.stack, info.offset + start, buffer)
 
     def extent(self, info: TensorInfo) -> int | None:
-        """As `TensorFile.extent`."""
         start = self.file.extent(self.stack)
         return None if start is None else start + info.offset
 

@@ -159,7 +159,7 @@ class _DeviceBatch:
 
 @dataclass(slots=True)
 class _Step:
-    """Where the device's sequences of a batch are in a decoding step."""
+    """Places of a batch's sequences on the device in a decoding step."""
 
     rows: list[int]  # that take part
     positions: list[int]

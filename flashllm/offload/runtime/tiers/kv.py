@@ -24,7 +24,7 @@ _OPEN, _SEALED, _STAGED = range(3)  # arenas, as tables name them
 
 @dataclass(slots=True)
 class _Step:
-    """Where a batch's sequences are in one decoding step, the same for all layers but for the slots' first."""
+    """Places of a batch's sequences in one decoding step, the same for all layers but for the slots' first."""
 
     rows: tuple[int, ...]  # places of the batch that take part
     positions: NDArray[np.int32]
@@ -85,7 +85,7 @@ class KvCache:
             self._attention.prompt(made.queries[rows], arena, slot, int(positions[0]), out[rows], window, sinks)
 
     def keep_prompt(self, task: Task, keys: Array, values: Array, first: int = 0) -> None:
-        """What `prompt` keeps, where something else attends: keys and values [tokens, kv_heads * head_dim]."""
+        """Keep what `prompt` keeps, where something else attends: keys and values [tokens, kv_heads * head_dim]."""
         for place, rows, positions in self._pieces(task, first, len(keys)):
             arena, slot = self._prompt_blocks(task, place)
             self._attention.write(keys[rows], values[rows], arena, slot + positions // KV_BLOCK, positions)

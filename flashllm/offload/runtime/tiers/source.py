@@ -78,7 +78,6 @@ class WeightSource(ABC):
 
     @property
     def num_layers(self) -> int:
-        """Layers of the stage."""
         return self.stage.num_layers
 
     @property

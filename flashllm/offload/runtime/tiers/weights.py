@@ -89,7 +89,6 @@ class WeightStore:
 
     @property
     def memory_nbytes(self) -> int:
-        """As planned."""
         return self.plan.memory_nbytes
 
     @property
