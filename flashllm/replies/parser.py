@@ -11,7 +11,7 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from flashllm.replies import written
@@ -21,7 +21,6 @@ MAX_HEAD = 512  # characters of a call's head, and of an argument's
 _LONGEST_MARK = 64
 _SPACE, _IN_STRING = re.compile(r"\s*"), re.compile(r'[^"\\]+')
 _LITERAL, _BETWEEN = re.compile(r"[\w.+-]+"), re.compile(r"[\s\w:,.+-]+")  # of JSON: a word, what is no bracket
-_LIST_OF_CALLS = re.compile(r"\[\s*(?P<name>[\w.]*)\s*(?P<call>\(?)")
 _KEY = re.compile(r'\s*"?(?P<key>[^"<>]*?)"?\s*(?:</\w+>\s*)?')  # of an argument between marks
 _NAMES, _ARGUMENTS = ("name", "tool_name", "function"), ("arguments", "parameters")
 _OTHERS = ("id", "type", "tool_call_id")  # that an object may have
@@ -271,15 +270,10 @@ class Parser:
         self._end()
 
     def _python(self, way: Call) -> Wait:
-        if way.open == "":  # a text may begin with a bracket: told as soon as it is no call
-            while True:
-                found = _LIST_OF_CALLS.match(self._buffer, self._at)
-                if found is None or (found.end() < len(self._buffer) and not found["call"]):
-                    raise _Malformed
-                if found["call"] or not (yield from self._more()):
-                    break
-            if not found["call"] or found["name"] not in self._tools:
-                raise _Malformed
+        start = self._at
+        if way.head and (yield from self._head(way))["name"] not in self._tools:  # a text that begins with a bracket
+            raise _Malformed
+        self._at = start
         text = yield from self._whole(way)
         calls = written.from_python(text)
         program = next((name for name in _PROGRAMS if name in self._tools), None)
@@ -487,10 +481,7 @@ class Parser:
     # What is told.
 
     def _tell(self, event: Event) -> None:
-        last = self._events[-1] if self._events else None
-        if last is not None and last.kind == event.kind and event.text and event.kind != "call":
-            self._events[-1] = replace(last, text=last.text + event.text)
-        elif event.text or event.kind == "end":
+        if event.text or event.kind == "end":
             self._events.append(event)
 
     def _say(self, text: str) -> None:
