@@ -10,7 +10,7 @@ import functools
 import re
 import secrets
 import string
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -76,13 +76,15 @@ class Parser:
         tools: Mapping[str, Any] | None = None,
         *,
         thinking: bool = False,
+        one_call: bool = False,
         make_id: Callable[[], str] = new_id,
     ) -> None:
         """`tools` has the schema of the parameters of each tool that is offered; without tools, calls are text.
 
-        `thinking`: the prompt has opened reasoning already.
+        `thinking`: the prompt has opened reasoning already. `one_call`: the answer is `done` with its first call.
         """
         self._tools, self._make_id = tools or {}, make_id
+        self._one_call, self.done = one_call, False
         self._ways: dict[str, list[Call]] = {}
         for call in form.calls:
             if self._tools or call.body == "message":
@@ -102,7 +104,7 @@ class Parser:
         self._before = ""  # what is text if the mark behind it is
         self._calls = 0
         self._arguments: list[str] = []  # of the call that has begun
-        self._routine = self._run(thinking)
+        self._routine: Iterator[None] = self._run(thinking)
         next(self._routine)
 
     def feed(self, piece: str | bytes) -> list[Event]:
@@ -119,6 +121,10 @@ class Parser:
     def _go_on(self) -> list[Event]:
         next(self._routine, None)
         events, self._events = self._events, []
+        ends = [at for at, event in enumerate(events) if event.kind == "end"]
+        if self._one_call and ends:
+            self.done, self._routine = True, iter(())
+            return events[: ends[0] + 1]
         return events
 
     # The answer as a whole.

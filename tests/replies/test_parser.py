@@ -78,6 +78,14 @@ def test_a_prompt_that_opened_reasoning():
     assert parsed("hermes", ["Rain? "], thinking=True) == ("Rain?", "", [])
 
 
+def test_an_answer_of_one_call_is_done_with_it():
+    for name, answer in (("llama4", "[now(), now()]"), ("hermes", 2 * '<tool_call>{"name": "now"}</tool_call>')):
+        parser = Parser(find("", name), TOOLS, one_call=True)
+        events = parser.feed(answer) + parser.finish()
+        assert [event.kind for event in events] == ["call", "arguments", "end"]
+        assert parser.done
+
+
 def test_a_program_goes_to_the_tool_that_takes_one():
     tools = {**TOOLS, "python": {}}
     code = "x = now(a=1)\nprint(x)"
