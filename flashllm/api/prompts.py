@@ -112,7 +112,8 @@ class PromptEncoder:
         end = decoder.decode(ids[-_END_TOKENS:]).rstrip()
         thinking = any(end.endswith(mark) for mark, _ in self.answers.thinking)
         tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in request.tools}
-        return Reading(decoder=decoder, parser=Parser(self.answers, tools, thinking=thinking))
+        parser = Parser(self.answers, tools, thinking=thinking, one_call=request.one_call)
+        return Reading(decoder=decoder, parser=parser)
 
     def _render(self, request: Request, messages: Sequence[Message]) -> str:
         """The conversation's text. BadRequest for what this model's template cannot be told, else as `render`."""

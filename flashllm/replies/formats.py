@@ -73,7 +73,9 @@ def _parameters(open_: str, head: str, close: str, *parameter: str) -> Call:
 
 
 def _llama(start: str, end: str) -> tuple[Call, ...]:
-    return tuple(Call(open=mark, body=body, close=(end,)) for mark in ("", start) for body in ("objects", "python"))
+    lists = Call(open="", body="python", head=r"\[\s*(?P<name>[\w.]+)", until=("(",))
+    marked = Call(open=start, body="python", close=(end,))
+    return Call(open="", body="objects"), lists, _objects(start, end), marked
 
 
 def _harmony(mark: str) -> Call:

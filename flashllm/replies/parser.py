@@ -10,8 +10,8 @@ import functools
 import re
 import secrets
 import string
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from flashllm.replies import written
@@ -21,7 +21,6 @@ MAX_HEAD = 512  # characters of a call's head, and of an argument's
 _LONGEST_MARK = 64
 _SPACE, _IN_STRING = re.compile(r"\s*"), re.compile(r'[^"\\]+')
 _LITERAL, _BETWEEN = re.compile(r"[\w.+-]+"), re.compile(r"[\s\w:,.+-]+")  # of JSON: a word, what is no bracket
-_LIST_OF_CALLS = re.compile(r"\[\s*(?P<name>[\w.]*)\s*(?P<call>\(?)")
 _KEY = re.compile(r'\s*"?(?P<key>[^"<>]*?)"?\s*(?:</\w+>\s*)?')  # of an argument between marks
 _NAMES, _ARGUMENTS = ("name", "tool_name", "function"), ("arguments", "parameters")
 _OTHERS = ("id", "type", "tool_call_id")  # that an object may have
@@ -77,13 +76,15 @@ class Parser:
         tools: Mapping[str, Any] | None = None,
         *,
         thinking: bool = False,
+        one_call: bool = False,
         make_id: Callable[[], str] = new_id,
     ) -> None:
         """`tools` has the schema of the parameters of each tool that is offered; without tools, calls are text.
 
-        `thinking`: the prompt has opened reasoning already.
+        `thinking`: the prompt has opened reasoning already. `one_call`: the answer is `done` with its first call.
         """
         self._tools, self._make_id = tools or {}, make_id
+        self._one_call, self.done = one_call, False
         self._ways: dict[str, list[Call]] = {}
         for call in form.calls:
             if self._tools or call.body == "message":
@@ -103,7 +104,7 @@ class Parser:
         self._before = ""  # what is text if the mark behind it is
         self._calls = 0
         self._arguments: list[str] = []  # of the call that has begun
-        self._routine = self._run(thinking)
+        self._routine: Iterator[None] = self._run(thinking)
         next(self._routine)
 
     def feed(self, piece: str | bytes) -> list[Event]:
@@ -120,6 +121,10 @@ class Parser:
     def _go_on(self) -> list[Event]:
         next(self._routine, None)
         events, self._events = self._events, []
+        ends = [at for at, event in enumerate(events) if event.kind == "end"]
+        if self._one_call and ends:
+            self.done, self._routine = True, iter(())
+            return events[: ends[0] + 1]
         return events
 
     # The answer as a whole.
@@ -271,15 +276,10 @@ class Parser:
         self._end()
 
     def _python(self, way: Call) -> Wait:
-        if way.open == "":  # a text may begin with a bracket: told as soon as it is no call
-            while True:
-                found = _LIST_OF_CALLS.match(self._buffer, self._at)
-                if found is None or (found.end() < len(self._buffer) and not found["call"]):
-                    raise _Malformed
-                if found["call"] or not (yield from self._more()):
-                    break
-            if not found["call"] or found["name"] not in self._tools:
-                raise _Malformed
+        start = self._at
+        if way.head and (yield from self._head(way))["name"] not in self._tools:  # a text that begins with a bracket
+            raise _Malformed
+        self._at = start
         text = yield from self._whole(way)
         calls = written.from_python(text)
         program = next((name for name in _PROGRAMS if name in self._tools), None)
@@ -487,10 +487,7 @@ class Parser:
     # What is told.
 
     def _tell(self, event: Event) -> None:
-        last = self._events[-1] if self._events else None
-        if last is not None and last.kind == event.kind and event.text and event.kind != "call":
-            self._events[-1] = replace(last, text=last.text + event.text)
-        elif event.text or event.kind == "end":
+        if event.text or event.kind == "end":
             self._events.append(event)
 
     def _say(self, text: str) -> None:

@@ -45,6 +45,11 @@ class ServerOptions:
     tool_format: str | None = None  # in which the model writes reasoning and calls; None: as its files say
     defaults: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)  # of requests that do not say
 
+    def __post_init__(self) -> None:
+        """UsageError for a tool format that there is not."""
+        if self.tool_format is not None:
+            find("", self.tool_format)
+
 
 @contextmanager
 def open_app(path: Path, config: RunConfig, options: ServerOptions) -> Iterator[tuple[Starlette, Worker]]:

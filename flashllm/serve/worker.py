@@ -265,7 +265,7 @@ class Worker:
                     new = [Said("text", text)] if reading is None else reading.parser.feed(text)
                     said += new
                     self._tell(job, Chosen(index, record, tuple(new)))
-                    if request.one_call and any(each.kind == "end" for each in new):
+                    if reading is not None and reading.parser.done:
                         self._tell(job, Ended(index, "stop"))
                         return
         last = [] if reading is None else reading.parser.finish()

@@ -93,6 +93,21 @@ def test_end_ids_come_from_the_first_that_names_them(directory, generation, mode
     assert Tokenizer.load(directory).end_ids == expected
 
 
+def test_the_form_of_answers_is_in_templates_or_in_a_response_template(directory):
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    given = {"chat_template": "a", "response_template": {"fields": {"tool_calls": {"open": "<|tool_call>"}}}}
+    write(directory / "tokenizer_config.json", {**config, **given})
+    said = Tokenizer.load(directory).says_of_answers
+    assert said.startswith("a\n")
+    assert "<|tool_call>" in said
+
+
+def test_some_special_tokens_stay_in_the_text():
+    ids = [0, *OURS.encode("The dog", add_special=False), 3, *OURS.encode(" é", add_special=False), 2]
+    assert OURS.showing(lambda token: token == "<unk>").decode(ids) == "The dog<unk> é"
+    assert OURS.showing(lambda token: False).decode(ids) == OURS.decode(ids) == "The dog é"
+
+
 def test_where_a_chat_template_comes_from(directory):
     def templates():
         return Tokenizer.load(directory).chat_templates

@@ -55,7 +55,9 @@ def test_arguments_come_before_they_are_complete():
         ("kimi", '<|tool_call_begin|>functions.write:0<|tool_call_argument_begin|>{"text": "one', '{"text": "one'),
     ):
         parser = Parser(find("", name), TOOLS)
-        assert [(event.kind, event.text) for event in parser.feed(before)] == [("call", "write"), ("arguments", begin)]
+        call, *pieces = parser.feed(before)
+        assert (call.kind, call.text, "".join(piece.text for piece in pieces)) == ("call", "write", begin)
+        assert {piece.kind for piece in pieces} == {"arguments"}
 
 
 def test_text_comes_at_once_but_for_what_may_be_a_mark():
@@ -74,6 +76,14 @@ def test_a_prompt_that_opened_reasoning():
     for pieces in cuts("Rain?\n</think>\n\nIt rains."):
         assert parsed("hermes", pieces, thinking=True) == ("Rain?", "It rains.", [])
     assert parsed("hermes", ["Rain? "], thinking=True) == ("Rain?", "", [])
+
+
+def test_an_answer_of_one_call_is_done_with_it():
+    for name, answer in (("llama4", "[now(), now()]"), ("hermes", 2 * '<tool_call>{"name": "now"}</tool_call>')):
+        parser = Parser(find("", name), TOOLS, one_call=True)
+        events = parser.feed(answer) + parser.finish()
+        assert [event.kind for event in events] == ["call", "arguments", "end"]
+        assert parser.done
 
 
 def test_a_program_goes_to_the_tool_that_takes_one():

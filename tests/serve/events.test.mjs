@@ -58,12 +58,14 @@ test("an answer adds up", () => {
   assert.equal(answer.last, null);
   answer.take({ choices: [{ delta: { role: "assistant", content: "" } }], timings: timing(100) });
   assert.equal(answer.summary, null);
+  answer.take({ choices: [{ delta: { reasoning_content: "So" } }] });
   answer.take(chunk("The", { timings: timing(1) }));
   answer.take(chunk(" dog", { timings: timing(10, 3, 1, 1000) }));
   answer.take(chunk("", { timings: timing(30, 1, 3, 3000) }));
   answer.take({ choices: [{ delta: {}, finish_reason: "stop" }] });
   answer.take({ choices: [], usage: { completion_tokens: 3 } });
   assert.equal(answer.text, "The dog");
+  assert.equal(answer.reasoning, "So");
   assert.equal(answer.finish, "stop");
   assert.equal(answer.tokens.length, 3);
   assert.deepEqual(answer.summary, { tokensPerSecond: 50, hitRate: 0.5, bytesPerToken: 2000 });

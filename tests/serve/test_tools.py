@@ -11,7 +11,9 @@ from tiny_models import make_tiny_opt, make_tokenizer
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
+from flashllm.errors import UsageError
 from flashllm.generate.tokenizer import Tokenizer
+from flashllm.serve.opening import ServerOptions
 
 WEATHER = {
     "type": "function",
@@ -308,6 +310,11 @@ def test_tools_that_a_model_cannot_have(model, path, say, case):
         answer = http.post("/v1/chat/completions", json=body)
     assert answer.status_code == (200 if message is None else 400)
     assert message is None or message in answer.json()["error"]["message"]
+
+
+def test_a_format_that_there_is_not_is_refused_before_the_model_is_loaded():
+    with pytest.raises(UsageError, match="--tool-format: there is no format 'own'; the formats are harmony"):
+        ServerOptions(tool_format="own")
 
 
 def test_ollama_has_thinking_apart(hermes, say):

@@ -29,6 +29,4 @@ class PromptEncoder(prompts.PromptEncoder):
         reading = self.reading(request, sequence.prompt)
         if reading is None:
             return [Event("text", sequence.text)]
-        events = reading.parser.feed(sequence.text) + reading.parser.finish()
-        ends = [at for at, event in enumerate(events) if event.kind == "end"]
-        return events[: ends[0] + 1] if request.one_call and ends else events
+        return reading.parser.feed(sequence.text) + reading.parser.finish()
