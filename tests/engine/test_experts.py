@@ -186,17 +186,6 @@ def test_a_prompt_fills_the_caches_with_its_last_experts(directory):
         assert set(np.bincount(neurons // SIZE).tolist()) <= {0, SIZE}
 
 
-def test_drafted_tokens_of_experts_are_verified_as_they_would_be_alone(directory):
-    with opened(directory) as model:
-        alone = generated(model, ids(6), count=4)
-        guesses = [int(row.argmax()) for row in alone[:-1]]
-        with model.new_sequence() as sequence:
-            model.step([(sequence, ids(6)[:-1])])
-            rows = model.step([(sequence, [*ids(6)[-1:], *guesses])], all_logits=True, drafted=3)
-            model.accept(sequence, 3)
-    np.testing.assert_array_equal(rows, alone)
-
-
 def test_threads_and_interruptions_change_no_bit(directory):
     with opened(directory) as model:
         expected = generated(model, ids(20))

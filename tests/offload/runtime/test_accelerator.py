@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from arch_models import SAMPLES, VARIANTS, make_checkpoint
+from arch_models import VARIANTS, make_checkpoint
 from offload_runs import CPU, DEVICE, DISK, MIXED, answers, policy, sequences
 
 from flashllm.base.group_codes import GROUP_CODES
@@ -26,20 +26,6 @@ def on_torch(path, prompts, scratch, chosen, **options):
 
 def placed(*shares, **other):
     return policy(*shares, cpu_attention=True, **other)
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-def test_every_architecture_gives_transformers_tokens(models, tmp_path, name):
-    """Or it is refused, by the name of what torch's operations lack."""
-    path, prompts, expected = models(name)
-    with open_weights(path) as source:
-        lacks = lacking(source.block)
-    if lacks:
-        with pytest.raises(UnsupportedModelError, match="use --device cpu"):
-            on_torch(path, prompts[2:3], tmp_path, placed(), new=1)
-        return
-    found = on_torch(path, prompts[2:6], tmp_path, placed(MIXED, MIXED, MIXED), new=8)
-    assert found == [tokens[:8] for tokens in expected[2:6]]
 
 
 @pytest.mark.parametrize("weights", [DEVICE, CPU, DISK], ids=["device", "cpu", "disk"])
