@@ -51,11 +51,11 @@ def expected_logits(reference, ids):
 
 
 class Made:
-    """A variant, made and converted once; its models are opened when a cell needs them, and closed after the last."""
+    """A variant; its models are opened when a cell needs them, and closed after the last."""
 
-    def __init__(self, root, name, stack):
+    def __init__(self, name, folders, stack):
         self.name, self.variant, self._stack = name, VARIANTS[name], stack
-        self.source, self.directory = make_model(root, name)
+        self.source, self.directory = folders
         self.reference = open_model(self.source)
         self._bare = {}
         self.ids = tokens(CONTEXT)
@@ -93,9 +93,9 @@ class Made:
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def made(request, tmp_path_factory):
+def made(request, variant_of):
     with ExitStack() as stack:
-        yield Made(tmp_path_factory.mktemp("contract"), request.param, stack)
+        yield Made(request.param, variant_of(request.param), stack)
 
 
 @pytest.fixture(params=[None, 8], ids=["plain", "packed"])
@@ -281,7 +281,11 @@ def test_speculation(made, way):
 
 @pytest.mark.parametrize("accelerator", [None, "cpu"], ids=["native", "torch"])
 def test_offload(made, tmp_path, accelerator):
-    """The throughput engine's greedy tokens are transformers', with weights, cache and hidden states in all tiers."""
+    """The throughput engine's greedy tokens are transformers', with weights, cache and hidden states in all tiers.
+
+    Its weights are the model directory's, or with torch's operations the checkpoint's.
+    """
+    path = made.directory if accelerator is None else made.source
     if accelerator is not None and made.name not in REFUSED:
         with open_weights(made.source) as source:
             lacks = lacking(source.block)
@@ -292,9 +296,9 @@ def test_offload(made, tmp_path, accelerator):
     chosen = policy(MIXED, MIXED, MIXED, cpu_attention=accelerator is not None)
     if refused is not None:
         with pytest.raises(UnsupportedModelError, match=refused):
-            answers(made.source, prompts[:1], tmp_path, chosen, new=1, accelerator=accelerator)
+            answers(path, prompts[:1], tmp_path, chosen, new=1, accelerator=accelerator)
         return
-    found = answers(made.source, prompts, tmp_path, chosen, new=6, accelerator=accelerator)
+    found = answers(path, prompts, tmp_path, chosen, new=6, accelerator=accelerator)
     for prompt, said in zip(prompts, found, strict=True):
         expected = expected_logits(made.reference, [*prompt, *said[:-1]])[len(prompt) - 1 :]
         assert said == expected.argmax(-1).tolist()

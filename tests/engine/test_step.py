@@ -19,17 +19,10 @@ NAMES = ("opt", "llama relu")
 K0 = 8  # sparse_prefill_tokens of the manifest
 
 
-@pytest.fixture(scope="module")
-def directory_of(tmp_path_factory):
-    """The model directory of a variant, made once."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            _, made[name] = make_model(tmp_path_factory.mktemp("model"), name)
-        return made[name]
-
-    return get
+@pytest.fixture
+def directory_of(variant_of):
+    """The model directory of a variant."""
+    return lambda name: variant_of(name)[1]
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from arch_models import VARIANTS, make_checkpoint
 from offload_runs import CPU, DEVICE, DISK, MIXED, answers, policy, sequences
 
 from flashllm.base.group_codes import GROUP_CODES
-from flashllm.convert.run import convert
 from flashllm.errors import BudgetError, UnsupportedModelError, UsageError
 from flashllm.offload.planner.packing import Packing
 from flashllm.offload.runtime.accelerator import codec
@@ -41,14 +40,6 @@ def test_overlap_changes_no_token(models, tmp_path, overlap):
     path, prompts, expected = models("opt")
     chosen = placed(MIXED, MIXED, MIXED, gpu_batch=2, overlap=overlap)
     assert on_torch(path, prompts, tmp_path, chosen) == expected
-
-
-def test_a_converted_directory_gives_the_same_tokens(models, tmp_path):
-    path, prompts, expected = models("llama relu")
-    convert(path, tmp_path / "model")
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    assert on_torch(tmp_path / "model", prompts, scratch, placed(MIXED, MIXED, MIXED)) == expected
 
 
 # What changes answers, against the native core, whose tests are against numpy -------------------------------------

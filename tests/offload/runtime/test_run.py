@@ -13,7 +13,6 @@ from offload_runs import CPU, DEVICE, DISK, LENGTHS, MIXED, NEW, answers, policy
 
 from flashllm import _core
 from flashllm.arch.spec import BlockSpec, LayerSpec
-from flashllm.convert.run import convert
 from flashllm.errors import BudgetError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs.sequences import Sequence
@@ -37,14 +36,6 @@ def test_overlap_changes_no_token(models, tmp_path, overlap):
     path, prompts, expected = models("opt")
     chosen = policy(MIXED, MIXED, MIXED, gpu_batch=2, overlap=overlap)
     assert answers(path, prompts, tmp_path, chosen) == expected
-
-
-def test_a_converted_directory_gives_the_same_tokens(models, tmp_path):
-    path, prompts, expected = models("llama relu")
-    convert(path, tmp_path / "model")
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    assert answers(tmp_path / "model", prompts, scratch, policy(MIXED, MIXED, MIXED)) == expected
 
 
 FRACTIONS = st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(sum).map(lambda x: tuple(n / sum(x) for n in x))
