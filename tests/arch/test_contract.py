@@ -34,8 +34,6 @@ RUN = {"threads": 1, "io_threads": 4}
 EXPERTS = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 REFUSED = {  # what the throughput engine says of variants that it does not compute
     **{name: "a mixture of experts" for name, variant in VARIANTS.items() if variant.model_type in EXPERTS},
-    **{name: r"distances.*\(ALiBi\)" for name in VARIANTS if name.startswith(("bloom", "mpt", "falcon alibi"))},
-    **{name: r"norms before its output and down projections" for name in VARIANTS if name.startswith("bitnet")},
     **dict.fromkeys(("llama widths", "llama relu widths"), "different numbers of neurons"),
 }
 
