@@ -217,18 +217,6 @@ VARIANTS = {
     ),
 }
 
-# One of each model_type, and those that differ most, but of what the batch engine refuses: for its tests.
-SAMPLES = sorted(
-    {
-        *{each.model_type: name for name, each in reversed(VARIANTS.items())}.values(),
-        *("opt post-norm", "opt-350m", "opt without norm weights", "llama relu", "llama biases", "llama 3 rope"),
-        *("llama yarn rope", "mistral window", "fatrelu by layer", "gemma2 uncapped", "cohere norms of heads"),
-        *("stablelm parallel", "gpt_neox one after the other", "falcon new architecture", "phi norms of heads"),
-        *("falcon alibi", "bitnet tied, biases", "mpt six heads"),
-        *("llama widths", "qwen2_moe and a dense layer", "olmoe relu", "gpt_oss plain rope"),
-    }
-)
-
 
 def make_config(variant: Variant) -> PreTrainedConfig:
     """The variant's config, as transformers completes it."""

@@ -15,6 +15,7 @@ import core_testing  # noqa: F401 - first: it puts _core_testing in _core's plac
 import predictor_files
 import pytest
 import torch
+from arch_models import make_model
 from generating import greedy, ids_of
 from tiny_models import make_tiny_opt
 from transformers import AutoTokenizer, OPTForCausalLM
@@ -84,6 +85,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
         if dtype not in made:
             made[dtype] = _make(tmp_path_factory.mktemp(dtype), dtype)
         return made[dtype]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def variant_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """(Hugging Face folder, model directory) of a variant of arch_models.py, made on first use. Not to be changed."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def get(name: str) -> tuple[Path, Path]:
+        if name not in made:
+            made[name] = make_model(tmp_path_factory.mktemp("variant"), name)
+        return made[name]
 
     return get
 

@@ -152,17 +152,6 @@ def test_a_resident_gate_names_the_active_neurons_exactly(tmp_path):
     agree(logits_of(tmp_path / "model", mode="sparse"), expected)
 
 
-def test_sequences_of_one_pass_do_not_see_each_other(made):
-    """Bit by bit: a rounding of one changes nothing for another."""
-    _, directory, _ = made
-    for mode in ("dense", "oracle"):
-        with Model.open(directory, RunConfig(threads=1, io_threads=4, mode=mode)) as model:
-            few = [ids[:3] for ids in prompts()[:4].tolist()]
-            together = model.step([(model.new_sequence(), ids) for ids in few])
-            for logits, ids in zip(together, few, strict=True):
-                np.testing.assert_array_equal(logits, model.step([(model.new_sequence(), ids)])[0])
-
-
 def test_matrices_have_three_values(made):
     _, directory, _ = made
     for name, tensor in load_whole(directory).items():

@@ -1,39 +1,36 @@
-"""Every architecture file, run: a tiny random model of each variant gives transformers' logits.
+"""Every variant of every architecture, and every way a sequence can go: each cell is green, or refuses in a sentence.
 
-First through the plain reading of its `BlockSpec` in tests/arch_reference.py, which says whether the file is right;
-then through the engine, which says whether the native core does what the file says.
+First through the plain reading of its `BlockSpec` in tests/arch_reference.py, which says whether the architecture's
+file is right; then through both engines. What a token computes is compared with transformers; what a sequence does on
+its way there (pieces, cuts, failures, copies, parking, drafts) must not change a bit, with keys and values plain and
+packed.
 """
+
+import dataclasses
+import itertools
+from contextlib import ExitStack
+from functools import cached_property
 
 import numpy as np
 import pytest
 import torch
-from arch_models import CONTEXT, VARIANTS, make_model, open_model
+from arch_models import CONTEXT, LAYERS, VARIANTS, make_model, open_model
 from arch_reference import ReferenceDecoder
+from offload_runs import MIXED, answers, policy
 
 from flashllm.arch.registry import ARCHITECTURES
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
-from flashllm.errors import UsageError
+from flashllm.errors import FlashIOError, UnsupportedModelError, UsageError
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
-from flashllm.plan.resolve import check_mode
+from flashllm.offload.runtime.accelerator.torch_ops import lacking
+from flashllm.offload.runtime.tiers.source import open_weights
+from flashllm.plan.resolve import check_mode, resolve
 
 TOLERANCE = 2e-4  # of fp32 logits, which are of the order of 1 to 10
-LENGTHS = (1, 5, 8, 9, 70, 150)  # about the few-token limit (8), over a KV block (64) and two
-
-
-@pytest.fixture(scope="module")
-def model_of(tmp_path_factory):
-    """(transformers' model, model directory) of a variant, made once."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            source, directory = make_model(tmp_path_factory.mktemp("contract"), name)
-            made[name] = open_model(source), directory
-        return made[name]
-
-    return get
+PAGE = 64
+RUN = {"threads": 1, "io_threads": 4}
 
 
 def tokens(count, seed=0):
@@ -43,26 +40,93 @@ def tokens(count, seed=0):
 @torch.no_grad()
 def expected_logits(reference, ids):
     """[tokens, vocab] of one sequence, by transformers."""
-    return reference(torch.tensor([ids])).logits[0]
+    return reference(torch.tensor([ids])).logits[0].float().numpy()
+
+
+class Made:
+    """A variant; its models are opened when a cell needs them, and closed after the last."""
+
+    def __init__(self, name, folders, stack):
+        self.name, self.variant, self._stack = name, VARIANTS[name], stack
+        self.source, self.directory = folders
+        self.reference = open_model(self.source)
+        self._bare = {}
+        self.ids = tokens(CONTEXT)
+        self.logits = expected_logits(self.reference, self.ids)  # of a sequence's beginning they are the first
+
+    @cached_property
+    def architecture(self):
+        return ModelDir.open(self.directory).architecture
+
+    @property
+    def modes(self):
+        """The modes whose logits are transformers': untrained predictors leave neurons out, routers do not."""
+        if self.architecture.experts:
+            return ("dense",) if self.architecture.sparse else ("sparse", "dense")
+        return ("dense", "oracle") if self.architecture.sparse else ("dense",)
+
+    def opened(self, config, **memory):
+        """The model; `memory`: fields of its plan that are otherwise."""
+        plan = resolve(config, ModelDir.open(self.directory), available=10**12, process=10**8)
+        plan = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, **memory))
+        return self._stack.enter_context(Model(ModelDir.open(self.directory), plan, config))
+
+    @cached_property
+    def ways(self):
+        """By bits of the keys and values: the model, and its logits after every token of a prompt of all ids."""
+        models = {bits: self.opened(RunConfig(**RUN, cache_bits=bits)) for bits in (None, 8)}
+        return {bits: (model, run(model, self.ids)) for bits, model in models.items()}
+
+    def bare(self, bits):
+        """The model that caches no row, whose prompts go in parts of 32 tokens."""
+        if bits not in self._bare:
+            none = {"levels": np.zeros((1, LAYERS), np.int32), "level_blocks": 100}
+            self._bare[bits] = self.opened(RunConfig(**RUN, cache_bits=bits), prompt_tokens=32, **none)
+        return self._bare[bits]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def made(request, variant_of):
+    with ExitStack() as stack:
+        yield Made(request.param, variant_of(request.param), stack)
+
+
+@pytest.fixture(params=[None, 8], ids=["plain", "packed"])
+def way(request, made):
+    """(bits, model, its logits of a prompt of all ids)"""
+    return request.param, *made.ways[request.param]
+
+
+def run(model, ids, sequence=None):
+    """Logits after each of a prompt's tokens, which are computed as a prompt however few they are."""
+    with ExitStack() as stack:
+        sequence = sequence if sequence is not None else stack.enter_context(model.new_sequence())
+        return model.step([(sequence, ids)], all_logits=True, as_prompt=True)
+
+
+def one_by_one(model, sequence, ids):
+    return np.concatenate([model.step([(sequence, [token])]) for token in ids])
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+
+
+def same(found, expected):
+    assert np.array_equal(found, expected)
 
 
 def test_every_architecture_has_a_variant():
     assert {variant.model_type for variant in VARIANTS.values()} == set(ARCHITECTURES)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_block_spec_means_what_transformers_computes(model_of, name):
-    reference, directory = model_of(name)
-    ids = tokens(CONTEXT)
-    logits = expected_logits(reference, ids)
-    assert float(logits.std()) > 0.1
-    torch.testing.assert_close(ReferenceDecoder(directory).logits(ids), logits, atol=TOLERANCE, rtol=0)
+def test_the_block_spec_means_what_transformers_computes(made):
+    assert made.logits.std() > 0.1
+    close(ReferenceDecoder(made.directory).logits(made.ids), made.logits)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_model_without_sparsity_runs_densely_alone(model_of, name):
-    _, directory = model_of(name)
-    model = ModelDir.open(directory)
+def test_a_model_without_sparsity_runs_densely_alone(made):
+    model = ModelDir.open(made.directory)
     check_mode("dense", model)
     assert (PREDICTORS in model.manifest.files) == model.architecture.sparse
     if model.manifest.sparse:
@@ -73,56 +137,163 @@ def test_a_model_without_sparsity_runs_densely_alone(model_of, name):
             check_mode(mode, model)
 
 
-def modes_of(directory):
-    """The modes whose logits are transformers': untrained predictors leave neurons out, routers do not."""
-    architecture = ModelDir.open(directory).architecture
-    if architecture.experts:
-        return ("dense",) if architecture.sparse else ("sparse", "dense")
-    return ("dense", "oracle") if architecture.sparse else ("dense",)
+# The columns: what is computed
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_engine_gives_the_logits_of_transformers(model_of, name):
-    reference, directory = model_of(name)
-    for mode in modes_of(directory):
-        with Model.open(directory, RunConfig(mode=mode, threads=1, io_threads=4)) as model:
-            for length in LENGTHS:
-                ids = tokens(length, seed=length)
-                sequence = model.new_sequence()
-                logits = model.step([(sequence, ids)], all_logits=True)
-                np.testing.assert_allclose(logits, expected_logits(reference, ids).numpy(), atol=TOLERANCE, rtol=0)
-                sequence.close()
+def test_few_tokens(made):
+    """From nothing, and behind a prompt; a conversation's second turn is a prompt again."""
+    for mode in made.modes:
+        model = made.opened(RunConfig(**RUN, mode=mode))
+        for count in (1, 5, 8):
+            with model.new_sequence() as sequence:
+                close(model.step([(sequence, made.ids[:count])], all_logits=True), made.logits[:count])
+        with model.new_sequence() as sequence:
+            found = [model.step([(sequence, made.ids[:60])], all_logits=True)]
+            found += [one_by_one(model, sequence, made.ids[60:70])]  # over the edge of a page
+            found += [model.step([(sequence, made.ids[70:140])], all_logits=True)]
+            found += [one_by_one(model, sequence, made.ids[140:144])]
+        close(np.concatenate(found), made.logits[:144])
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_decoding_goes_on_from_a_prompt(model_of, name):
-    reference, directory = model_of(name)
-    ids = tokens(75)
-    logits = expected_logits(reference, ids).numpy()
-    for mode in modes_of(directory):
-        with Model.open(directory, RunConfig(mode=mode, threads=1, io_threads=4)) as model:
-            sequence = model.new_sequence()
-            found = model.step([(sequence, ids[:60])])  # over the edge of a KV block below
-            np.testing.assert_allclose(found[0], logits[59], atol=TOLERANCE, rtol=0)
-            for at in range(60, len(ids)):
-                found = model.step([(sequence, [ids[at]])])
-                np.testing.assert_allclose(found[0], logits[at], atol=TOLERANCE, rtol=0)
+def test_prompts(made):
+    """Several in a pass do not see each other, nor the few tokens beside them: each has the bits it has alone."""
+    other = tokens(20, seed=1)
+    entries = [made.ids[:9], other, made.ids[:70], made.ids[:3], made.ids[:150]]
+    lengths = [len(ids) for ids in entries]
+    for mode in made.modes:
+        model = made.opened(RunConfig(**RUN, mode=mode))
+        found = model.step([(model.new_sequence(), ids) for ids in entries], all_logits=True)
+        alone = [model.step([(model.new_sequence(), ids)], all_logits=True) for ids in entries]
+        for ids, together, one in zip(entries, np.split(found, np.cumsum(lengths)[:-1]), alone, strict=True):
+            same(together, one)
+            close(together, expected_logits(made.reference, other) if ids is other else made.logits[: len(ids)])
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_conversation_of_greedy_tokens(model_of, name):
-    """Turns: a prompt, its answer, a longer prompt after both, its answer; each token is transformers' best."""
-    reference, directory = model_of(name)
-    with Model.open(directory, RunConfig(mode="dense", threads=1, io_threads=4)) as model:
-        sequence, said = model.new_sequence(), []
-        for turn in (tokens(7, seed=1), tokens(66, seed=2)):
-            found, first = model.step([(sequence, turn)]), len(said) + len(turn) - 1
-            said += turn
-            for _ in range(4):
-                said.append(int(found[0].argmax()))
-                found = model.step([(sequence, said[-1:])])
-            expected = expected_logits(reference, said).numpy()
-            assert said[first + 1 :] == expected[first:-1].argmax(-1).tolist()
+# The columns: a sequence's ways
+
+
+def test_packed_pages_are_seen_from_the_next_page_on(made):
+    _, packed = made.ways[8]
+    same(packed[:PAGE], made.ways[None][1][:PAGE])
+    error = np.abs(packed - made.logits)[PAGE:].mean() / made.logits.std()
+    assert 1e-5 < error < 0.05
+    model = made.opened(RunConfig(**RUN, mode="dense", cache_bits=8))
+    with model.new_sequence() as sequence:  # by few tokens too, up to the page's last
+        run(model, made.ids[:120], sequence)
+        close(one_by_one(model, sequence, made.ids[120:128]), packed[120:128])
+
+
+def test_a_prompt_in_pieces(made, way):
+    _, model, expected = way
+    with model.new_sequence() as sequence:
+        cuts = (0, 1, 3, 36, 64, 100, 127, CONTEXT)
+        pieces = [made.ids[start:end] for start, end in itertools.pairwise(cuts)]
+        same(np.concatenate([run(model, piece, sequence) for piece in pieces]), expected)
+
+
+def test_a_cut(made, way):
+    """Exactly, or where that page is packed to the page before: the one that the last pass began in is not."""
+    bits, model, expected = way
+    for length in (150, 100, 63):
+        with model.new_sequence() as sequence:
+            run(model, made.ids[:120], sequence)
+            run(model, made.ids[120:], sequence)
+            can = sequence.can_keep(length)
+            assert sequence.keep(length) == sequence.length == can
+            assert can == (length if bits is None or length >= PAGE else 0)
+            same(run(model, made.ids[can:], sequence), expected[can:])
+
+
+@pytest.mark.parametrize("bits", [None, 8], ids=["plain", "packed"])
+def test_a_long_prompt_that_fails_in_its_middle(made, bits):
+    """Nothing has changed, and again it succeeds; in parts, with every row read, it has the bits it has elsewhere."""
+    (whole, expected), model = made.ways[bits], made.bare(bits)
+    with model.new_sequence() as sequence, model.new_sequence() as other:
+        same(run(model, made.ids[:20], sequence), expected[:20])
+        held = model._memory.pool.nbytes
+        entries = [(sequence, made.ids[20:]), (other, made.ids[:3])]  # the few come first
+        for first in (0, 5, 10, 17):  # of at least 18 reads: three layers of the few tokens and of five parts
+            model.parts.file.inject("error", first, count=10**6, argument=5)
+            with pytest.raises(FlashIOError):
+                model.step(entries, all_logits=True)
+            assert (sequence.length, other.length, model._memory.pool.nbytes) == (20, 0, held)
+        model.parts.file.inject("error", 2**60)
+        found = model.step(entries, all_logits=True)
+        same(found[:-3], expected[20:])
+        same(found[-3:], whole.step([(whole.new_sequence(), made.ids[:3])], all_logits=True))
+
+
+def test_a_copy(made, way):
+    """It goes its own way; what both have is there once."""
+    _, model, expected = way
+    with model.new_sequence() as first, model.new_sequence() as second:
+        run(model, made.ids[:100], first)
+        held = model._memory.pool.nbytes
+        second.copy_from(first)
+        assert model._memory.pool.nbytes == held
+        run(model, tokens(20, seed=2), first)
+        same(run(model, made.ids[100:], second), expected[100:])
+        assert model._memory.pool.nbytes < 2 * held + model.plan.memory.kv_block_nbytes
+        assert first.keep(100) == 100
+        same(run(model, made.ids[100:140], first), expected[100:140])
+
+
+def test_parked_and_taken_up(made, way):
+    """By another process, as far as bits go."""
+    bits, model, expected = way
+    with model.new_sequence() as sequence:
+        run(model, made.ids[:100], sequence)
+        saved = [[page.copy() for page in pages] for pages in sequence.save()]
+
+    def fill(kinds):
+        for pages, theirs in zip(kinds, saved, strict=True):
+            for page, bytes_of in zip(pages, theirs, strict=True):
+                page[:] = bytes_of
+
+    bare = made.bare(bits)
+    with bare.new_sequence() as other:
+        other.restore(100, [len(pages) for pages in saved], fill)
+        same(run(bare, made.ids[100:], other), expected[100:])
+
+
+def test_speculation(made, way):
+    """Drafts that fill a page, of which some are wrong, and what follows them: as token by token."""
+    _, model, _ = way
+    with model.new_sequence() as sequence, model.new_sequence() as drafting:
+        run(model, made.ids[:60], sequence)
+        run(model, made.ids[:60], drafting)
+        expected = one_by_one(model, sequence, made.ids[60:76])
+        found = []
+        for at, right in ((60, 6), (66, 1), (67, 4), (71, 5)):
+            drafted = [*made.ids[at : at + right], *tokens(model.most_drafted + 1 - right, seed=at)]
+            rows = model.step([(drafting, drafted)], all_logits=True, drafted=len(drafted) - 1)
+            model.accept(drafting, right - 1)
+            assert drafting.keep(at + right) == at + right
+            found.append(rows[:right])
+        same(np.concatenate(found), expected)
+
+
+@pytest.mark.parametrize("accelerator", [None, "cpu"], ids=["native", "torch"])
+def test_offload(made, tmp_path, accelerator):
+    """The throughput engine's greedy tokens are transformers', with weights, cache and hidden states in all tiers.
+
+    Its weights are the model directory's, or with torch's operations the checkpoint's.
+    """
+    path = made.directory if accelerator is None else made.source
+    refused = False
+    if accelerator is not None:
+        with open_weights(made.source) as source:
+            refused = bool(lacking(source.block))
+    prompts = [made.ids[:1], made.ids[5:68], tokens(100, seed=3), tokens(7, seed=4)]
+    chosen = policy(MIXED, MIXED, MIXED, cpu_attention=accelerator is not None)
+    if refused:
+        with pytest.raises(UnsupportedModelError, match="use --device cpu"):
+            answers(path, prompts[:1], tmp_path, chosen, new=1, accelerator=accelerator)
+        return
+    found = answers(path, prompts, tmp_path, chosen, new=6, accelerator=accelerator)
+    for prompt, said in zip(prompts, found, strict=True):
+        expected = expected_logits(made.reference, [*prompt, *said[:-1]])[len(prompt) - 1 :]
+        assert said == expected.argmax(-1).tolist()
 
 
 def outliers(found, expected, tolerance):
@@ -135,8 +306,8 @@ def test_bfloat16_is_as_close_as_transformers(tmp_path, name):
     """To what fp32 makes of the same rounded weights, in one prompt and token by token."""
     source, directory = make_model(tmp_path, name, dtype="bfloat16")
     reference, ids = open_model(source), tokens(80)
-    theirs = expected_logits(reference.to(torch.bfloat16), ids).float().numpy()
-    exact = expected_logits(reference.to(torch.float32), ids).numpy()
+    theirs = expected_logits(reference.to(torch.bfloat16), ids)
+    exact = expected_logits(reference.to(torch.float32), ids)
     tolerance = 2.0 * np.abs(theirs - exact).max() + 0.02 * exact.std()
     with Model.open(directory, RunConfig(mode="dense", threads=1, io_threads=4)) as model:
         sequence = model.new_sequence()
@@ -151,13 +322,3 @@ def test_bfloat16_is_as_close_as_transformers(tmp_path, name):
     # is far off, and those behind them see it, which is less.
     assert np.median(np.abs(found - exact).max(-1)) <= tolerance
     assert outliers(found, exact, 5 * tolerance) <= 8
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_sequences_of_one_pass_do_not_see_each_other(model_of, name):
-    reference, directory = model_of(name)
-    with Model.open(directory, RunConfig(mode="dense", threads=1, io_threads=4)) as model:
-        prompts = [tokens(length, seed=length) for length in (3, 12, 20)]
-        found = model.step([(model.new_sequence(), ids) for ids in prompts])
-        for logits, ids in zip(found, prompts, strict=True):
-            np.testing.assert_allclose(logits, expected_logits(reference, ids).numpy()[-1], atol=TOLERANCE, rtol=0)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from arch_models import make_model
 from profiles import profile_of, reader
 
 from flashllm.cli import main
@@ -60,8 +59,8 @@ def test_the_plan_says_by_what_rows_are_shared_out(tiny, tmp_path, capsys, plan_
     assert "popularity" not in " ".join(table_of(capsys, model, "--mode", "dense")["neuron cache"])
 
 
-def test_a_model_that_runs_densely_alone_is_planned_so(tmp_path, plan_json, capsys):
-    _, directory = make_model(tmp_path, "llama")
+def test_a_model_that_runs_densely_alone_is_planned_so(variant_of, plan_json, capsys):
+    _, directory = variant_of("llama")
     assert plan_json(directory, "--mode", "dense")["mode"] == "dense"
     table_of(capsys, directory, "--mode", "dense")
     assert plan_json(directory)["mode"] == "dense"
@@ -69,8 +68,8 @@ def test_a_model_that_runs_densely_alone_is_planned_so(tmp_path, plan_json, caps
     assert "use --mode dense" in capsys.readouterr().err
 
 
-def test_a_dense_token_has_an_estimate(tmp_path, plan_json, capsys):
-    _, directory = make_model(tmp_path, "llama")
+def test_a_dense_token_has_an_estimate(variant_of, tmp_path, plan_json, capsys):
+    _, directory = variant_of("llama")
     store = tmp_path / "profiles.json"
     assert plan_json(directory, "--store", store)["token"] is None
     assert main(["plan", str(directory), "--store", str(store)]) == 0

@@ -1,6 +1,5 @@
 """The native FFN layer: right against float64, the same bits whatever is cached, and right after failures."""
 
-import errno
 import time
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 from ffn_rows import FILE_OFFSET, TORCH_DTYPES, Ffn, random_input, resident, write_ffn
 
 from flashllm import _core
-from flashllm.errors import ChecksumError, FlashIOError, FormatError
 
 FOREVER = 2**60
 DTYPES = sorted(TORCH_DTYPES)
@@ -42,27 +40,6 @@ def test_equals_float64_over_the_active_set(tmp_path, dtype, form, simd):
         # fp32 sums over d_model, then over neurons; squares and gates double the first error. Then y is rounded.
         bound = 1e-6 * (d_model + 60) * (magnitude + 10) + torch.finfo(x.dtype).eps * expected.abs()
         assert ((layer(x, active).double() - expected).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_depend_on_nothing_but_input_and_active_set(tmp_path, dtype, gated):
-    ffn = write_ffn(tmp_path / "f", dtype=dtype, num_neurons=90, d_model=200, gated=gated)
-    variants = [
-        Ffn(ffn, capacity=capacity, window=window, threads=threads, io_threads=io_threads, direct=direct, max_gap=gap)
-        for capacity, window, threads, io_threads, direct, gap in [
-            (90, 5, 1, 1, True, 0),
-            (30, 3, 2, 4, True, 4096),
-            (7, 1, 3, 32, False, 0),
-            (1, 2, 4, 2, True, 512),
-        ]
-    ]
-    for seed in range(12):
-        x, active = random_input(ffn, seed), _active(90, (0.05, 0.2, 0.9)[seed % 3], seed)
-        outputs = [layer(x, active) for layer in variants]
-        fresh = Ffn(ffn)(x, active)
-        assert all(torch.equal(y.view(torch.uint8), fresh.view(torch.uint8)) for y in outputs)
-    assert variants[-1].counters.take()["parts"] > 12
 
 
 def test_no_active_neuron_leaves_the_bias(tmp_path):
@@ -127,118 +104,7 @@ def test_exposed_times_cover_the_call(tmp_path):
 # Failures
 
 
-@pytest.mark.parametrize("error", [errno.EIO, errno.ENXIO])
-def test_one_failed_read_is_retried(tmp_path, error):
-    ffn = write_ffn(tmp_path / "f")
-    layer, x = Ffn(ffn), random_input(ffn)
-    expected = Ffn(ffn)(x, range(24))
-    layer.file.inject("error", 0, 1, error)
-    assert torch.equal(layer(x, range(24)), expected)
-    assert layer.counters.take()["retries"] == 1
-
-
-def test_every_read_of_a_token_may_fail(tmp_path):
-    """The N-th read fails, once or for ever, or flips a bit: the right output or a typed error, then a right one."""
-    ffn = write_ffn(tmp_path / "f", num_neurons=24)
-    tokens = [_active(24, 0.4, seed) for seed in range(6)]
-    inputs = [random_input(ffn, seed) for seed in range(6)]
-    clean = Ffn(ffn)
-    expected = [clean(x, active) for x, active in zip(inputs, tokens, strict=True)]
-    reader = _core.Reader(threads=2)
-    errors = 0
-    for kind, count, argument in [
-        ("error", 1, errno.EIO),
-        ("error", FOREVER, errno.EIO),
-        ("flip", 1, 777),
-        ("flip", 5, 4001),
-        ("end_of_file", 1, 0),
-    ]:
-        for nth in range(40):
-            layer = Ffn(ffn, capacity=12, window=3, reader=reader)
-            layer.file.inject(kind, nth, count, argument)
-            failed = False
-            for x, active, right in zip(inputs, tokens, expected, strict=True):
-                error = None
-                try:
-                    assert torch.equal(layer(x, active), right)
-                except (FlashIOError, FormatError) as raised:
-                    error = raised
-                if error is not None:
-                    assert str(error).startswith("layer 3, neuron ")
-                    assert isinstance(error, FlashIOError) == (kind == "error")
-                    assert isinstance(error, ChecksumError) == (kind == "flip")
-                    failed = True
-                    layer.file.inject("error", FOREVER)  # the fault is gone
-                    assert layer.wrong_rows() == []
-                    assert torch.equal(layer(x, active), right)
-                assert layer.wrong_rows() == []
-            errors += failed
-            assert not (failed and kind == "error" and count == 1)
-    assert errors > 60
-
-
-def test_a_damaged_row_is_named(tmp_path):
-    ffn = write_ffn(tmp_path / "f")
-    with ffn.path.open("r+b") as file:
-        file.seek(FILE_OFFSET + 17 * ffn.stride + 100)
-        file.write(b"\x55\xaa\x55")
-    layer, x = Ffn(ffn), random_input(ffn)
-    with pytest.raises(
-        ChecksumError, match=rf"layer 3, neuron 17: .*offset {FILE_OFFSET + 17 * ffn.stride} of .*verify"
-    ):
-        layer(x, range(24))
-    assert 17 not in layer.layer.cached()
-    others = [n for n in range(24) if n != 17]
-    assert torch.equal(layer(x, others), Ffn(ffn)(x, others))
-
-
-def test_damage_goes_unseen_only_when_asked(tmp_path):
-    ffn = write_ffn(tmp_path / "f")
-    layer = Ffn(ffn, reader=_core.Reader(threads=1, verify=False))
-    layer.file.inject("flip", 0, 1, 8 * 3 + 6)  # the exponent of a weight
-    x = random_input(ffn)
-    assert not torch.equal(layer(x, [0]), Ffn(ffn)(x, [0]))
-
-
 # A cache that shrinks and grows
-
-
-@pytest.mark.parametrize("bypass", [0, 9])
-def test_another_capacity_changes_what_is_read_and_nothing_else(tmp_path, bypass):
-    ffn = write_ffn(tmp_path / "f", num_neurons=90, d_model=700)
-    policy = "frequency" if bypass else "window"
-    layer, fresh = Ffn(ffn, cache_policy=policy, bypass=bypass, threads=2), Ffn(ffn)
-    for seed, capacity in enumerate([90, 40, 41, 7, 1, 90, 60, 3, 88]):
-        layer.layer.set_capacity(capacity)
-        assert layer.layer.capacity == capacity
-        assert layer.wrong_rows() == []
-        x = random_input(ffn, seed)
-        for active in (_active(90, 0.3, seed), _active(90, 0.9, seed)):
-            assert torch.equal(layer(x, active), fresh(x, active))
-            assert len(layer.layer.cached()) <= capacity
-            assert layer.wrong_rows() == []
-    layer.layer.set_capacity(50)
-    layer(x, range(50))
-    layer.counters.take()
-    layer(x, range(50))
-    assert layer.counters.take()["hits"] >= 50 - bypass
-
-
-@pytest.mark.parametrize("capacity", [0, -1, 25])
-def test_a_cache_cannot_outgrow_its_memory(tmp_path, capacity):
-    layer = Ffn(write_ffn(tmp_path / "f"))
-    with pytest.raises(ValueError, match=f"at most 24 slots cannot have {capacity}"):
-        layer.layer.set_capacity(capacity)
-
-
-def test_a_cache_that_keeps_nothing_reads_everything_again(tmp_path):
-    ffn = write_ffn(tmp_path / "f")
-    layer, x = Ffn(ffn, capacity=10, cache_policy="none"), random_input(ffn)
-    for _ in range(3):
-        assert torch.equal(layer(x, range(24)), Ffn(ffn)(x, range(24)))
-        assert layer.layer.cached() == []
-    counters = layer.counters.take()
-    assert (counters["hits"], counters["misses"], counters["parts"]) == (0, 72, 9)
 
 
 # Filling the cache as rows stream by
@@ -277,18 +143,6 @@ def test_filled_rows_are_as_good_as_read_ones(tmp_path, capacity, block):
     assert torch.equal(layer(x[4], newest), Ffn(ffn)(x[4], newest))
     if len(newest) <= capacity:
         assert layer.counters.take()["misses"] == 0
-
-
-def test_rows_that_never_came_do_not_count(tmp_path):
-    ffn = write_ffn(tmp_path / "f", num_neurons=40)
-    x = _tokens(ffn, 3)
-    fresh = Ffn(ffn)
-    layer = _with_predictor(ffn, window=2)
-    layer(x[0], range(3))
-    layer.layer.begin_fill(x.data_ptr(), 3)
-    layer.layer.fill_from(ffn.rows[:10], 0, 10)
-    assert torch.equal(layer(x[2], range(40)), fresh(x[2], range(40)))  # which gives the fill up
-    assert layer.wrong_rows() == []
 
 
 def test_a_fill_replaces_a_fill(tmp_path):

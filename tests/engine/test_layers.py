@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from arch_models import Variant, make_checkpoint, make_model
+from arch_models import Variant, make_checkpoint
 from safetensors.numpy import load_file
 
 from flashllm.config import RunConfig
@@ -42,9 +42,9 @@ def logits(directory, **config):
         ("llama widths", "dense"),
     ],
 )
-def test_bits_do_not_depend_on_memory(tmp_path, name, mode):
+def test_bits_do_not_depend_on_memory(variant_of, name, mode):
     """From the least that runs, where dense layers keep no row, to room for all; dense layers are served first."""
-    _, directory = make_model(tmp_path, name)
+    _, directory = variant_of(name)
     widths = Manifest.load(directory).architecture.every_width
     expected, plan = logits(directory, mode=mode)
     assert all(held >= width for held, width in zip(plan.cache_rows, widths, strict=True))
@@ -81,12 +81,12 @@ def _replace_tensors(directory, tensors):
     install_files(directory, {PREDICTORS: [bytes(data)]})
 
 
-def test_what_is_said_of_such_models(tmp_path):
-    _, mixed = make_model(tmp_path / "mixed", "qwen3_moe and dense layers")
+def test_what_is_said_of_such_models(variant_of, tmp_path):
+    _, mixed = variant_of("qwen3_moe and dense layers")
     assert "8 experts of 48 neurons, 3 experts a token in all but 2 layers, which are dense" in format_inspection(
         inspect(mixed)
     )
-    _, wide = make_model(tmp_path / "wide", "llama relu widths")
+    _, wide = variant_of("llama relu widths")
     assert "d_ff 40 to 160" in format_inspection(inspect(wide))
     for directory in (mixed, wide):
         assert verify(directory).ok

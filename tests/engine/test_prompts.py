@@ -2,10 +2,8 @@
 
 import numpy as np
 import pytest
-from arch_models import VARIANTS, make_checkpoint, make_model
 
 from flashllm.config import RunConfig
-from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import Cancelled, UsageError
 from flashllm.generate.session import PrefillRecord, Session
@@ -13,15 +11,8 @@ from flashllm.generate.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("prompts"), "llama relu")[1]
-
-
-@pytest.fixture(scope="module")
-def dense_directory(tmp_path_factory):
-    root = tmp_path_factory.mktemp("dense")
-    convert(make_checkpoint(root / "hf", VARIANTS["llama"]), root / "model")
-    return root / "model"
+def directory(variant_of):
+    return variant_of("llama relu")[1]
 
 
 def load(directory, **config):
@@ -98,9 +89,9 @@ def test_a_long_sparse_prompt_can_be_ended(directory):
 
 
 @pytest.mark.parametrize("mode", ["dense", None])
-def test_a_dense_run_has_no_sparse_prompts(dense_directory, mode):
+def test_a_dense_run_has_no_sparse_prompts(variant_of, mode):
     with pytest.raises(UsageError, match="sparse prompts need mode sparse or oracle"):
-        load(dense_directory, mode=mode, prompts="sparse")
+        load(variant_of("llama")[1], mode=mode, prompts="sparse")
 
 
 def test_other_words_are_refused():

@@ -259,33 +259,3 @@ def test_packed_pages_change_no_bit_by_how_a_prompt_is_cut(packed, made):
         assert 1e-4 < error < (0.005 if packed.config.cache_bits == 8 else 0.08)
         assert packed.plan.memory.context_blocks < plain.plan.memory.context_blocks
         assert packed.arithmetic != plain.arithmetic
-
-
-def test_what_was_drafted_is_cut_from_a_page_that_it_filled(packed):
-    ids = ids_of(200)
-    expected = logits_of(packed, ids[:126], [9])[1]
-    with packed.new_sequence() as sequence:
-        packed.step([(sequence, ids[:126])], as_prompt=True)
-        packed.step([(sequence, ids[126:133])], all_logits=True)
-        assert sequence.keep(127) == 127
-        assert sequence.keep(126) == 126
-        assert np.array_equal(packed.step([(sequence, [9])], as_prompt=True)[0], expected)
-        packed.step([(sequence, ids[:20])])
-        packed.step([(sequence, [5])])
-        assert sequence.keep(100) == 64
-
-
-def test_packed_pages_are_kept_elsewhere_too(packed):
-    ids = ids_of(700)
-    expected = logits_of(packed, ids, [9, 8])[1]
-    with packed.new_sequence() as sequence, packed.new_sequence() as other:
-        packed.step([(sequence, ids)], as_prompt=True)
-        saved = sequence.save()
-
-        def fill(kinds):
-            for pages, theirs in zip(kinds, saved, strict=True):
-                for page, bytes_of in zip(pages, theirs, strict=True):
-                    page[:] = bytes_of
-
-        other.restore(700, [len(pages) for pages in saved], fill)
-        assert np.array_equal(packed.step([(other, [9, 8])], as_prompt=True)[0], expected)

@@ -1,7 +1,6 @@
 """Sessions: typed records, turns over one KV cache, and whatever ends a stream early."""
 
 import gc
-import itertools
 import weakref
 
 import psutil
@@ -10,7 +9,7 @@ import torch
 
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
-from flashllm.errors import ChecksumError, ContextFull, FlashIOError, UsageError
+from flashllm.errors import ChecksumError, FlashIOError, UsageError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import PrefillRecord, Session, TokenRecord
 from flashllm.generate.templates.chat_template import ChatTemplate
@@ -120,29 +119,6 @@ def test_bad_options_are_named(bad):
         SamplingOptions(**bad)
 
 
-def test_a_stop_string_ends_the_answer_and_is_not_shown(session):
-    free = session(temperature=1.0, seed=1, max_new_tokens=40, predictors="all")
-    text = run(free.stream(PROMPTS[0]))[1]
-    stop = next(a + b for a, b in itertools.pairwise(text) if (a + b).isascii() and a != b)
-    stopped = session(free.model, temperature=1.0, seed=1, max_new_tokens=40, stop=("never", stop))
-    ids, shown, _ = run(stopped.stream(PROMPTS[0]))
-    assert (stopped.stopped, shown) == ("stop", text[: text.index(stop)])
-    assert len(ids) < 40
-    assert stopped.tokens[-len(ids) :] == ids  # the context keeps what was generated
-
-
-def test_the_end_token_ends_the_answer(session):
-    one = session()
-    ids, _, _ = run(one.stream(PROMPTS[0]))
-    assert one.stopped == "length"
-    end = ids[3]
-    for ends in ([end], [end, 299]):
-        one.reset()
-        one.tokenizer.end_ids = frozenset(ends)
-        again = run(one.stream(PROMPTS[0]))[0]
-        assert (again, one.stopped) == (ids[: ids.index(end) + 1], "eos")
-
-
 # Records
 
 
@@ -246,67 +222,13 @@ def test_without_a_template_the_turns_are_lines_of_one_text(session):
     assert one.tokens == one.tokenizer.encode("Once\nupon") + ids + line + more
 
 
-def test_reset_begins_anew(session):
-    one = session()
-    expected = run(one.stream(PROMPTS[0]))[0]
-    assert run(one.stream(PROMPTS[0]))[0] != expected
-    one.reset()
-    assert one.tokens == []
-    assert run(one.stream(PROMPTS[0]))[0] == expected
-
-
 def test_nothing_to_continue(session):
     one = session()
     with pytest.raises(UsageError, match="nothing to continue"):
         run(one.stream("", add_special=False))
 
 
-# The context's end
-
-
-def test_the_context_limit_is_announced_before_anything_changes(session, load, tiny):
-    model = load(tiny("bfloat16").path("random"), context=24)
-    for template in (None, TEMPLATE):
-        one = session(model, template=template, max_new_tokens=2)
-        run(one.stream_chat("hello"))
-        tokens, messages = one.tokens, list(one.messages)
-        with pytest.raises(ContextFull, match=r"context limit of 24 tokens is reached: .* shorten the text"):
-            run(one.stream_chat("much too long a text for this " * 2))
-        assert (one.tokens, one.messages) == (tokens, messages)
-        run(one.stream_chat("ok"))  # what is shorter goes on
-        one.close()
-
-
-def test_generation_that_meets_the_limit_stops_there(session, load, tiny):
-    one = session(load(tiny("bfloat16").path("random"), context=16), max_new_tokens=50)
-    prompt = len(one.tokenizer.encode(PROMPTS[1]))
-    ids, _, _ = run(one.stream(PROMPTS[1]))
-    assert one.stopped == "context"
-    assert len(ids) == 16 - prompt + 1  # the last one is known without being computed further
-    with pytest.raises(ContextFull, match="16 are in use"):
-        run(one.stream("x"))
-    unlimited = session(max_new_tokens=len(ids))
-    assert run(unlimited.stream(PROMPTS[1]))[0] == ids
-
-
 # What ends a stream early
-
-
-@pytest.mark.parametrize("after", [1, 2, 4], ids=["prefill", "first token", "third token"])
-def test_a_closed_stream_leaves_what_was_told(session, after):
-    one = session()
-    whole = run(one.stream(PROMPTS[0]))[0]
-    one.reset()
-    stream = one.stream(PROMPTS[0])
-    told = [next(stream) for _ in range(after)]
-    stream.close()
-    ids = [record.token_id for record in told[1:]]
-    assert ids == whole[: after - 1]
-    prompt = one.tokenizer.encode(PROMPTS[0])
-    assert one.tokens == prompt + ids
-    rest, _, records = run(one.stream(" and", add_special=False))
-    assert len(rest) == 10
-    assert records[0].reused_tokens == len(prompt) + max(0, after - 2)
 
 
 @pytest.mark.parametrize("read", [0, 1, 2, 4, 7, 11, 14, 20, 30])
@@ -356,63 +278,7 @@ def test_a_fault_ends_the_turn_and_nothing_else(session, template, kind, error, 
     assert run(one.stream_chat("so"))[0] == expected[2]
 
 
-def test_a_fault_in_the_middle_of_an_answer(session):
-    one = session(max_new_tokens=8)
-    expected = run(one.stream(PROMPTS[0]))[0]
-    one.close()
-    one = session(max_new_tokens=8)
-    stream = one.stream(PROMPTS[0])
-    told = list(itertools.islice(stream, 4))
-    one.model.parts.file.inject("error", 0, count=10**6, argument=5)
-    with pytest.raises(FlashIOError, match="layer"):
-        told.extend(stream)
-    one.model.parts.file.inject("error", 2**60)
-    known = len(told) - 1
-    one.options = SamplingOptions(max_new_tokens=8 - known)
-    assert run(one.stream("", add_special=False))[0] == expected[known:]
-
-
-def test_a_newer_turn_ends_the_older_stream(session):
-    one = session()
-    old = one.stream(PROMPTS[0])
-    next(old), next(old)
-    new = run(one.stream(" and", add_special=False))[0]
-    tokens = one.tokens
-    with pytest.raises(UsageError, match="ended by a newer turn"):
-        next(old)
-    assert one.tokens == tokens
-    assert tokens[-len(new) :] == new
-
-
 # Closing
-
-
-@pytest.mark.parametrize("predictors", ["random", "all"])
-def test_sessions_in_turn_get_what_each_gets_alone(session, predictors):
-    alone = session(predictors=predictors)
-    expected = []
-    for prompt in PROMPTS:
-        expected.append(run(alone.stream(prompt))[0])
-        alone.reset()
-    several = [session(alone.model) for _ in PROMPTS]
-    streams = [one.stream(prompt) for one, prompt in zip(several, PROMPTS, strict=True)]
-    records = list(zip(*streams, strict=True))[1:]
-    assert [[record.token_id for record in told] for told in zip(*records, strict=True)] == expected
-
-
-def test_a_closed_session_says_so_and_leaves_the_others(session):
-    first = session()
-    second = session(first.model)
-    for one in (first, second):
-        run(one.stream(PROMPTS[1]))
-    with first:
-        pass
-    first.close()
-    with pytest.raises(UsageError, match="session is closed"):
-        run(first.stream("x"))
-    first.reset()  # touches nothing of the second one's
-    assert second._sequence.length == len(second.tokens) - 1
-    run(second.stream("x"))
 
 
 def test_a_forgotten_session_gives_its_memory_back(session, load, tiny):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from arch_models import make_model
 from test_session import TOKENIZER, PrefixModel, greedy, run
 
 import flashllm
@@ -66,16 +65,10 @@ def always(drafter, most=MOST):
     return speculation
 
 
-@pytest.fixture(scope="module")
-def directory_of(tmp_path_factory):
-    made = {}
-
-    def get(name):
-        if name not in made:
-            _, made[name] = make_model(tmp_path_factory.mktemp("model"), name)
-        return made[name]
-
-    return get
+@pytest.fixture
+def directory_of(variant_of):
+    """The model directory of a variant."""
+    return lambda name: variant_of(name)[1]
 
 
 def prompt_of(count, seed=0):

@@ -168,15 +168,6 @@ def test_prefetching_can_be_switched_off(tiny, load):
     assert flash.engine.meter.take().prefetched == 0
 
 
-def test_same_bits_whatever_was_cached_before(tiny, load, undisturbed):
-    flash = load(tiny("bfloat16").path("random"), window=3)
-    for seed in range(1, 4):
-        greedy(flash, ids_of(17, seed=seed), count=20)
-    tokens, logits = undisturbed
-    assert torch.equal(flash(ids_of(6)).logits, logits)
-    assert [greedy(flash, ids_of(length)) for length in (30, 4)] == tokens
-
-
 def minimum(path: Path, monkeypatch) -> int:
     """The least limit the model runs under beside torch, the process's own size held still."""
     monkeypatch.setattr("flashllm.engine.model.process_nbytes", lambda: 400_000_000)
@@ -255,27 +246,6 @@ def test_transient_faults_change_nothing_and_are_counted(tiny, load, length):
         flash.engine.meter.restart()
         assert greedy(flash, ids_of(length)) == expected, kind
         assert flash.engine.meter.take().retries == retries
-
-
-@pytest.mark.parametrize("mode", ["sparse", "oracle", "dense"])
-def test_every_read_may_be_the_one_that_fails(tiny, load, mode, monkeypatch):
-    monkeypatch.setattr("flashllm.engine.model.process_nbytes", lambda: 100_000_000)
-    options = {"mode": mode, "cache_policy": "window", "window": 1, "io_threads": 1, "context": 64}
-    flash = load(tiny("bfloat16").path("random"), **options)
-    if mode == "dense":  # in the least memory no row is kept, so that every token reads
-        flash = load(tiny("bfloat16").path("random"), memory=flash.engine.plan.memory.minimum_nbytes, **options)
-    ids = ids_of(20)
-    expected = greedy(load(tiny("bfloat16").path("random"), mode=mode), ids, count=3)
-    failures = 0
-    for first in range(0, 60, 3):
-        flash.engine.parts.file.inject("error", first, count=3, argument=5)
-        try:
-            assert greedy(flash, ids, count=3) == expected
-        except FlashIOError:
-            failures += 1
-        flash.engine.parts.file.inject("error", 2**60)
-        assert greedy(flash, ids, count=3) == expected
-    assert failures > 5
 
 
 def interrupted(delay, call):
@@ -358,15 +328,6 @@ def test_another_dtype_is_refused_not_misread(tiny, load):
 def test_the_default_threads_are_the_cores(tiny, load):
     flash = load(tiny().path("bare"), mode="dense", threads=None)
     assert flash.engine.parts.pool.threads == num_cores()
-
-
-def test_two_models_at_once(tiny, load):
-    first, second = load(tiny().path("all")), load(tiny("bfloat16").path("all"))
-    ids = ids_of(12)
-    expected = [greedy(first, ids), greedy(second, ids)]
-    assert [greedy(first, ids), greedy(second, ids)] == expected
-    assert_close(first(ids).logits, reference_logits(tiny(), ids), "float32")
-    assert_close(second(ids).logits, reference_logits(tiny("bfloat16"), ids), "bfloat16")
 
 
 def test_rows_kept_by_a_prefill_are_those_of_the_last_tokens(tiny, load):

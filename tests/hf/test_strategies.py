@@ -4,7 +4,6 @@ from threading import Thread
 
 import pytest
 import torch
-from arch_models import make_model
 from generating import greedy, ids_of
 from transformers import AutoModelForCausalLM, TextIteratorStreamer, TextStreamer, pipeline
 
@@ -96,8 +95,8 @@ def test_a_padded_batch_gives_the_tokens_of_hugging_face(tiny, load, mode, predi
 
 
 @pytest.mark.parametrize("name", ["llama relu", "opt-350m"])
-def test_other_architectures_in_a_padded_batch(tmp_path, load, name):
-    source, directory = make_model(tmp_path, name)
+def test_other_architectures_in_a_padded_batch(variant_of, load, name):
+    source, directory = variant_of(name)
     reference, flash = AutoModelForCausalLM.from_pretrained(source).eval(), load(directory, mode="dense")
     ids, mask = padded([ids_of(14)[0], ids_of(5, seed=1)[0], ids_of(9, seed=2)[0]])
     kwargs = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}

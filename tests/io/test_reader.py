@@ -133,18 +133,6 @@ def test_end_of_file(reader_of, path, data, direct):
             _read(reader, file, _destinations([(offset, nbytes)]))
 
 
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("left", [0, 4096, 5000, 8191, 8192, 20000])
-@pytest.mark.parametrize("skew", [0, 5])
-def test_a_file_that_shrinks_under_us(*, reader_of, tmp_path, data, direct, left, skew):
-    path = tmp_path / "shrinking"
-    data[:32768].tofile(path)
-    file = _core.DirectFile(str(path), direct)
-    os.truncate(path, left)
-    with pytest.raises(FormatError, match="shrank"):
-        _read(reader_of(threads=2), file, _destinations([(4096, 20480)], skew))
-
-
 def test_neighbours_merge_and_gaps_are_read_through(reader_of, path, data):
     file = _core.DirectFile(str(path))
     rows = [(offset, 1024) for offset in (0, 1024, 4096, 5120, 16384)]
@@ -170,12 +158,6 @@ def test_more_pieces_than_one_request_takes(reader_of, tmp_path, apart, requests
         stats = _read(reader, _core.DirectFile(str(path), direct), jobs)
         _check(jobs, data)
         assert stats["requests"] == requests
-
-
-def test_overlapping_and_repeated_jobs(reader_of, path, data):
-    jobs = _destinations([(0, 8192), (4096, 8192), (4096, 8192), (4100, 1), (4100, 1), (8191, 3)])
-    _read(reader_of(threads=4, max_gap=4096), _core.DirectFile(str(path)), jobs)
-    _check(jobs, data)
 
 
 @pytest.mark.parametrize("max_request", [4096, 5000, 65536, 1 << 20])
@@ -285,33 +267,11 @@ def test_wrong_completions(path, data, which):
 
 
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
-def test_interruptions_are_not_failures(reader_of, path, data, number):
-    file = _core.DirectFile(str(path))
-    file.inject("error", 0, 50, number)
-    jobs = _destinations([(0, 4096)])
-    assert _read(reader_of(threads=1), file, jobs)["retries"] == 0
-    _check(jobs, data)
-
-
-@pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
 def test_a_file_that_is_never_ready_is_an_error_not_a_hang(reader_of, path, number):
     file = _core.DirectFile(str(path))
     file.inject("error", 0, FOREVER, number)
     with pytest.raises(FlashIOError, match=f"errno {number}"):
         _read(reader_of(threads=1), file, _destinations([(0, 4096)]))
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_short_reads_are_continued(reader_of, path, data, direct):
-    file = _core.DirectFile(str(path), direct)
-    step = max(512, file.offset_alignment)
-    jobs = _destinations([(512 * 8 * i, 512 * 7) for i in range(20)])
-    for count in (1, 5, FOREVER):
-        file.inject("short_read", 0, count, step)
-        for _, destination in jobs:
-            destination[:] = 0
-        _read(reader_of(threads=3, max_gap=4096), file, jobs)
-        _check(jobs, data)
 
 
 def test_flipped_bits_are_found_and_named(reader_of, path, data):
@@ -339,58 +299,7 @@ def test_checksums_are_not_compared_when_switched_off(reader_of, path, data):
     assert (memory == data[:ROW]).all()
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_every_read_may_fail(reader_of, path, data, direct):
-    """Every N-th system call fails, once or for ever: right bytes or a typed error, then a right rerun."""
-    file = _core.DirectFile(str(path), direct)
-    reader = reader_of(threads=4, max_gap=1024, max_request=8192)
-    batch = _core.ReadBatch(reader, file)
-    wanted = [(1500 * i, 100 + 977 * (i % 9)) for i in range(60)]
-    step = max(512, file.offset_alignment)
-    raised = 0
-    for (kind, count, argument), nth in product(
-        [("error", 1, errno.EIO), ("error", FOREVER, errno.EIO), ("end_of_file", 1, 0), ("short_read", 1, step)],
-        range(70),
-    ):
-        jobs = _destinations(wanted)
-        file.inject(kind, nth, count, argument)
-        try:
-            for offset, destination in jobs:
-                batch.add(offset, destination)
-            batch.submit()
-            batch.wait()
-            _check(jobs, data)
-        except FlashIOError:
-            assert (kind, count) == ("error", FOREVER)
-            raised += 1
-        except FormatError:
-            assert kind == "end_of_file"
-            raised += 1
-        file.inject("error", FOREVER)  # no fault any more
-        for offset, destination in jobs:
-            destination[:] = 0
-            batch.add(offset, destination)  # the same batch again
-        batch.submit()
-        batch.wait()
-        _check(jobs, data)
-    assert raised >= 2 * 40
-
-
 # Batches
-
-
-def test_two_batches_in_flight(reader_of, path, data):
-    reader, file = reader_of(threads=3), _core.DirectFile(str(path))
-    for _ in range(50):
-        first, second = _core.ReadBatch(reader, file), _core.ReadBatch(reader, file)
-        jobs = _destinations([(offset, 5000) for offset in range(0, 150000, 5000)])
-        for batch, part in ((first, jobs[:-1]), (second, jobs[-1:])):
-            for offset, destination in part:
-                batch.add(offset, destination)
-            batch.submit()
-        second.wait()
-        first.wait()
-        _check(jobs, data)
 
 
 def test_one_batch_fails_and_the_other_does_not(reader_of, path, data):
@@ -439,25 +348,6 @@ def test_a_batch_can_be_looked_after_without_waiting(reader_of, path, data):
         assert time.monotonic() < until
     np.testing.assert_array_equal(memory, data[8192 : 8192 + 4096])
     assert batch.wait()["jobs"] == 1
-
-
-def test_a_batch_is_used_in_order(reader_of, path):
-    reader, file = reader_of(threads=1), _core.DirectFile(str(path))
-    batch = _core.ReadBatch(reader, file)
-    with pytest.raises(ValueError, match="not submitted"):
-        batch.wait()
-    memory = np.zeros(4096, np.uint8)
-    batch.add(0, memory)
-    batch.submit()
-    with pytest.raises(ValueError, match="cannot grow"):
-        batch.add(0, memory)
-    with pytest.raises(ValueError, match="submitted twice"):
-        batch.submit()
-    assert batch.wait()["jobs"] == 1
-    with pytest.raises(ValueError, match="not submitted"):
-        batch.wait()
-    batch.submit()  # empty: nothing to read, nothing to wait for
-    assert batch.wait()["requests"] == 0
 
 
 def test_a_batch_refuses_what_cannot_be_read(reader_of, path):

@@ -27,6 +27,8 @@ struct Rows {
   void exchange(SlotTable& table, const Ids& leaving, const Ids& coming) {
     std::vector<SlotTable::Move> moves;
     table.exchange(leaving, coming, moves);
+    // Those that come take the rows of those that leave; others move only into the holes that are left.
+    CHECK(moves.size() <= leaving.size() - std::min(leaving.size(), coming.size()));
     for (const SlotTable::Move& move : moves) {
       CHECK(std::find(coming.begin(), coming.end(), content[move.from]) == coming.end());
       content[move.to] = content[move.from];

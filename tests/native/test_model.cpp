@@ -91,7 +91,7 @@ struct Settings {
 
 struct Whole {
   Whole(const Flash& flash, const Settings& settings)
-      : pool(settings.threads), reader(Layer::reader_options(settings.io_threads)) {
+      : pool(settings.threads), reader(ffn_tests::Layer::reader_options(settings.io_threads)) {
     for (std::size_t i = 0; i < kLayers; ++i)
       blocks.push_back(std::make_unique<Block>(flash, settings.threads, settings.capacity, random));
     stream = std::make_unique<RowStream>(reader, *flash.file, layers(flash), kStride, kBlockRows, kAhead);
@@ -266,7 +266,7 @@ void wrong_tokens_are_refused(const Flash& flash) {
 
 void streams_give_every_row_once(const Flash& flash, int scale) {
   for (const std::size_t ahead : {std::size_t{1}, std::size_t{3}, std::size_t{7}}) {
-    Reader reader(Layer::reader_options(3));
+    Reader reader(ffn_tests::Layer::reader_options(3));
     RowStream stream(reader, *flash.file, Whole::layers(flash), kStride, 7, ahead);
     for (int round = 0; round < 4 * scale; ++round) {
       stream.begin(round % 2, (round + 1) % 2);

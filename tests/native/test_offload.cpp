@@ -48,7 +48,7 @@ void test_blocks(KvLayout layout, int bits, Dtype dtype) {
         for (std::size_t i = 0; i < kSequences; ++i)
           tokens.push_back({q.data() + i * kHeads * kDim * item, places.data(), kLengths[i],
                             out.data() + i * kHeads * kDim * item});
-        CHECK(attention.decode(arenas, tokens.data(), tokens.size(), share, 0) > 0);
+        CHECK(attention.decode(arenas, tokens.data(), tokens.size(), share, {}) > 0);
         if (first.empty()) first = out;
         CHECK(out == first);
       }

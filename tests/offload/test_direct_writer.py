@@ -4,7 +4,6 @@ import errno
 import gc
 import os
 import stat
-import threading
 import weakref
 
 import numpy as np
@@ -208,19 +207,3 @@ def test_what_is_written_lives_until_it_is_done(make):
     gc.collect()
     assert died() is None
     assert np.array_equal(contents(writer), expected)
-
-
-def test_threads_share_a_writer(make):
-    data = memory(64 * PAGE)
-    writer = make(data.size)
-
-    def write(first):
-        for page in range(first, 64, 4):
-            writer.wait(writer.write(page * PAGE, data[page * PAGE : (page + 1) * PAGE]))
-
-    threads = [threading.Thread(target=write, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert np.array_equal(contents(writer), data)

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from arch_models import CONTEXT, make_model
+from arch_models import CONTEXT
 from tiny_models import make_tokenizer
 
 from flashllm.api.requests import Request
@@ -28,8 +28,8 @@ BIG = 10**9
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"), "opt")[1]
+def directory(variant_of):
+    return variant_of("opt")[1]
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import shutil
 import numpy as np
 import pytest
 import tools_path  # noqa: F401
-from arch_models import make_model
 from install_popularity import install_popularity
 from traces import write_trace
 
@@ -76,8 +75,8 @@ def store_with(tmp_path):
     return write
 
 
-def test_a_model_whose_neurons_are_never_zero_runs_densely_and_says_so(tmp_path):
-    _, directory = make_model(tmp_path, "llama")
+def test_a_model_whose_neurons_are_never_zero_runs_densely_and_says_so(variant_of):
+    _, directory = variant_of("llama")
     plan = resolve(RunConfig(), ModelDir.open(directory), **MACHINE)
     assert plan.mode == "dense"
     (reason,) = plan.reasons

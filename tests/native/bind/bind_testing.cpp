@@ -1,16 +1,11 @@
-// What _core_testing has and _core has not: reads and writes that fail on demand, the slot table and
-// attention by themselves, and the bits of a level.
+// What _core_testing has and _core has not: reads and writes that fail on demand, attention by itself, and
+// the bits of a level.
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <string>
-#include <tuple>
-#include <vector>
 
 #include "bind/bindings.h"
-#include "cache/slot_table.h"
 #include "digest.h"
 #include "fault.h"
 
@@ -49,17 +44,6 @@ WrongCompletions::Kind parse_wrong(const std::string& kind) {
   return WrongCompletions::Kind::id;
 }
 
-std::vector<std::tuple<int, int>> exchange(SlotTable& table, const std::vector<std::int32_t>& leaving,
-                                           const std::vector<std::int32_t>& coming) {
-  for (const auto* ids : {&leaving, &coming})
-    for (const std::int32_t unit : *ids) require(unit >= 0 && unit < table.num_units(), "no such unit");
-  std::vector<SlotTable::Move> moves;
-  table.exchange(leaving, coming, moves);
-  std::vector<std::tuple<int, int>> result;
-  for (const SlotTable::Move& move : moves) result.emplace_back(move.from, move.to);
-  return result;
-}
-
 }  // namespace
 
 void init_testing(nb::module_& m) {
@@ -91,21 +75,6 @@ void init_testing(nb::module_& m) {
         inject_write_fault(direct_writer_of(writer), kind, first, count, argument);
       },
       nb::arg("writer"), nb::arg("kind"), nb::arg("first"), nb::arg("count") = 1, nb::arg("argument") = 0);
-
-  nb::class_<SlotTable>(m, "SlotTable")
-      .def(nb::init<std::int32_t, std::int32_t>(), nb::arg("num_units"), nb::arg("capacity"))
-      .def_prop_ro("num_used", &SlotTable::num_used)
-      .def_prop_ro("capacity", &SlotTable::capacity)
-      .def("slot_of",
-           [](const SlotTable& self, std::int32_t unit) {
-             require(unit >= 0 && unit < self.num_units(), "no such unit");
-             return self.slot_of(unit);
-           })
-      .def("pointers",
-           [](const SlotTable& self) {
-             return std::vector<std::int32_t>(self.pointers(), self.pointers() + self.num_used());
-           })
-      .def("exchange", &exchange, nb::arg("leaving"), nb::arg("coming"));
 }
 
 }  // namespace flashllm

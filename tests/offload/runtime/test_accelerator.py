@@ -5,11 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from arch_models import SAMPLES, VARIANTS, make_checkpoint
+from arch_models import VARIANTS, make_checkpoint
 from offload_runs import CPU, DEVICE, DISK, MIXED, answers, policy, sequences
 
 from flashllm.base.group_codes import GROUP_CODES
-from flashllm.convert.run import convert
 from flashllm.errors import BudgetError, UnsupportedModelError, UsageError
 from flashllm.offload.planner.packing import Packing
 from flashllm.offload.runtime.accelerator import codec
@@ -28,20 +27,6 @@ def placed(*shares, **other):
     return policy(*shares, cpu_attention=True, **other)
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-def test_every_architecture_gives_transformers_tokens(models, tmp_path, name):
-    """Or it is refused, by the name of what torch's operations lack."""
-    path, prompts, expected = models(name)
-    with open_weights(path) as source:
-        lacks = lacking(source.block)
-    if lacks:
-        with pytest.raises(UnsupportedModelError, match="use --device cpu"):
-            on_torch(path, prompts[2:3], tmp_path, placed(), new=1)
-        return
-    found = on_torch(path, prompts[2:6], tmp_path, placed(MIXED, MIXED, MIXED), new=8)
-    assert found == [tokens[:8] for tokens in expected[2:6]]
-
-
 @pytest.mark.parametrize("weights", [DEVICE, CPU, DISK], ids=["device", "cpu", "disk"])
 @pytest.mark.parametrize("cache", [DEVICE, CPU, DISK, MIXED], ids=["device", "cpu", "disk", "mixed"])
 def test_every_placement_gives_the_same_tokens(models, tmp_path, weights, cache):
@@ -55,14 +40,6 @@ def test_overlap_changes_no_token(models, tmp_path, overlap):
     path, prompts, expected = models("opt")
     chosen = placed(MIXED, MIXED, MIXED, gpu_batch=2, overlap=overlap)
     assert on_torch(path, prompts, tmp_path, chosen) == expected
-
-
-def test_a_converted_directory_gives_the_same_tokens(models, tmp_path):
-    path, prompts, expected = models("llama relu")
-    convert(path, tmp_path / "model")
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    assert on_torch(tmp_path / "model", prompts, scratch, placed(MIXED, MIXED, MIXED)) == expected
 
 
 # What changes answers, against the native core, whose tests are against numpy -------------------------------------

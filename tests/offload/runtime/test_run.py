@@ -6,14 +6,13 @@ import time
 import numpy as np
 import pytest
 import torch
-from arch_models import CONTEXT, SAMPLES, VARIANTS, make_checkpoint
+from arch_models import CONTEXT, VARIANTS, make_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from offload_runs import CPU, DEVICE, DISK, LENGTHS, MIXED, NEW, answers, policy, sequences
 
 from flashllm import _core
 from flashllm.arch.spec import BlockSpec, LayerSpec
-from flashllm.convert.run import convert
 from flashllm.errors import BudgetError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs.sequences import Sequence
@@ -24,17 +23,11 @@ from flashllm.offload.runtime.ops import Matrix, Tensors
 from flashllm.offload.runtime.run import Runner, RunOptions, Stopped
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-def test_every_architecture_gives_transformers_tokens(models, tmp_path, name):
-    path, prompts, expected = models(name)
-    assert answers(path, prompts, tmp_path, policy(MIXED, MIXED, MIXED)) == expected
-
-
 @pytest.mark.parametrize("weights", [DEVICE, CPU, DISK, MIXED], ids=["device", "cpu", "disk", "mixed"])
 @pytest.mark.parametrize("cache", [DEVICE, CPU, DISK, MIXED], ids=["device", "cpu", "disk", "mixed"])
-@pytest.mark.parametrize("hidden", [DEVICE, DISK], ids=["device", "disk"])
-def test_every_placement_gives_the_same_tokens(models, tmp_path, weights, cache, hidden):
+def test_every_placement_gives_the_same_tokens(models, tmp_path, weights, cache):
     path, prompts, expected = models("llama")
+    hidden = {DEVICE: DISK, CPU: DEVICE, DISK: MIXED, MIXED: DISK}[weights]
     assert answers(path, prompts, tmp_path, policy(weights, cache, hidden)) == expected
 
 
@@ -43,15 +36,6 @@ def test_overlap_changes_no_token(models, tmp_path, overlap):
     path, prompts, expected = models("opt")
     chosen = policy(MIXED, MIXED, MIXED, gpu_batch=2, overlap=overlap)
     assert answers(path, prompts, tmp_path, chosen) == expected
-
-
-@pytest.mark.parametrize("name", ["llama relu", "llama relu widths", "bloom", "olmoe", "qwen2_moe and a dense layer"])
-def test_a_converted_directory_gives_the_same_tokens(models, tmp_path, name):
-    path, prompts, expected = models(name)
-    convert(path, tmp_path / "model")
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    assert answers(tmp_path / "model", prompts, scratch, policy(MIXED, MIXED, MIXED)) == expected
 
 
 FRACTIONS = st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(sum).map(lambda x: tuple(n / sum(x) for n in x))
