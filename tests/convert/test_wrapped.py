@@ -74,7 +74,8 @@ def test_the_text_part_of_a_model_for_pictures(tmp_path):
     others = sum("language_model" not in name for name in load_file(tmp_path / "hf" / WEIGHTS))
     assert others > 10
     with pytest.raises(
-        FormatError, match=rf"part of a larger model, .* begin with '.*language_model\.', beside {others} other tensors"
+        FormatError,
+        match=rf"part of a larger model, .* with '.*language_model\.', next to {others} other tensors",
     ):
         convert(tmp_path / "hf", tmp_path / "model")
 

@@ -37,7 +37,7 @@ def what_wraps(spec: ArchitectureSpec, names: Collection[str]) -> str:
     others = sum(not name.startswith(prefix) and name != spec.head for name in names)
     if others:
         return (
-            f": it is part of a larger model, whose names begin with {shown}, and {others} other tensors; save that "
-            "part on its own with transformers"
+            f": it is part of a larger model, whose names begin with {shown}, next to {others} other tensors; save "
+            "that part on its own with transformers"
         )
     return f": all names begin with {shown}; take that from them, or save the model again without what wraps it"
