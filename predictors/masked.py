@@ -29,7 +29,7 @@ from flashllm.format.model_files import PREDICTORS
 from flashllm.format.predictors import FACTOR_CODE, PREFETCH, relu_encodings
 from flashllm.format.safetensors import read_header
 from flashllm.pack.gates import Gates
-from flashllm.plan.memory import KV_BLOCK_TOKENS
+from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
 
 BLOCK_TOKENS = 512  # whose logits a predictor gives at once
 

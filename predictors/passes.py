@@ -19,7 +19,7 @@ from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.base.files import drop_page_cache, naming
 from flashllm.engine.model import Model, Observer
-from flashllm.plan.memory import KV_BLOCK_TOKENS
+from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
 
 BATCH_TOKENS = 2048  # of the passes through a layer, at most; one sample where it is longer
 CHUNK_NBYTES = 64 * 2**20  # of the positions that are trained on at a time

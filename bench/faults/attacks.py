@@ -35,7 +35,7 @@ from limits import FLASHLLM, TOO_LITTLE, growth, said_need, served
 from memory_group import MemoryGroup, drop_page_cache
 
 from flashllm.base.units import format_size, parse_size
-from flashllm.plan.memory import body_nbytes
+from flashllm.plan.requests import body_nbytes
 
 DESCRIPTORS = 1024  # of the server
 ANSWER_S = 2.0

@@ -91,7 +91,8 @@ def _libraries_of_a_run(path: Path) -> object:
 def _table(model: "ModelDir", plan: "Plan") -> list[str]:
     """Purposes and bytes, at the start of a conversation and with a full context."""
     from flashllm.base.units import format_size
-    from flashllm.plan.memory import KV_BLOCK_TOKENS, requests_nbytes
+    from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
+    from flashllm.plan.requests import requests_nbytes
 
     memory = plan.memory
     neurons = model.architecture.neurons

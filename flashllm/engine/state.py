@@ -19,7 +19,7 @@ from flashllm import _core
 from flashllm.base.processes import OneProcess
 from flashllm.base.units import format_size
 from flashllm.errors import BudgetError, ContextFull, UsageError
-from flashllm.plan.memory import MemoryPlan
+from flashllm.plan.memory_plan import MemoryPlan
 
 Spans = list[list[NDArray[np.uint8]]]  # pages of each kind of layer
 

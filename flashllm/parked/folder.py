@@ -19,7 +19,7 @@ from flashllm.base.files import read_json_object, write_atomically
 from flashllm.errors import ContextFull, FlashError, FlashIOError, FormatError
 from flashllm.generate.session import Session
 from flashllm.parked.file import Parked, read_header, read_parked, write_parked
-from flashllm.plan.memory import KV_BLOCK_TOKENS
+from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
 
 MIN_TOKENS = 64  # of a conversation that is worth a file
 _SUFFIX = ".kv"

@@ -15,7 +15,8 @@ from flashllm import _core
 from flashllm.arch.spec import Architecture
 from flashllm.format.manifest import Manifest
 from flashllm.format.trace import Stream, Trace, unpack_bits
-from flashllm.plan.memory import ASSUMED_SHARE, MAX_REQUEST, MemoryPlan
+from flashllm.plan.memory import ASSUMED_SHARE, MAX_REQUEST
+from flashllm.plan.memory_plan import MemoryPlan
 from flashllm.plan.shares import Shares
 
 REPLAYED_TOKENS = 300  # at most

@@ -15,7 +15,7 @@ from flashllm.format.model_files import PREDICTORS, RESIDENT, resident_encoding
 from flashllm.format.rows import RowLayout, measured_as
 from flashllm.format.safetensors import read_header
 from flashllm.plan.activity import ExpectedActivity, LayerActivity
-from flashllm.plan.memory import MemoryPlan
+from flashllm.plan.memory_plan import MemoryPlan
 from flashllm.profile.costs import ReaderChoice
 from flashllm.profile.machine import Profile
 

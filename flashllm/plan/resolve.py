@@ -15,7 +15,8 @@ from flashllm.format.model_files import PREDICTORS, TRACE
 from flashllm.format.popularity import Popularity, read_popularity
 from flashllm.plan.activity import from_shares
 from flashllm.plan.latency import dense_token, prefetch_pays, product_nbytes
-from flashllm.plan.memory import MAX_VERIFIED, MemoryPlan, plan_memory
+from flashllm.plan.memory import MAX_VERIFIED, plan_memory
+from flashllm.plan.memory_plan import MemoryPlan
 from flashllm.profile.choice import choose_reader
 from flashllm.profile.costs import ReaderChoice
 from flashllm.profile.machine import Profile

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flashllm.base.text import valid_unicode
-from flashllm.plan.memory import BODIES, body_nbytes, body_values
+from flashllm.plan.requests import BODIES, body_nbytes, body_values
 from flashllm.serve.forms import error_object
 
 RETRY_AFTER_S = 10

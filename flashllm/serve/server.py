@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flashllm.base.command_line import say
 from flashllm.errors import UsageError
-from flashllm.plan.memory import CONNECTIONS
+from flashllm.plan.requests import CONNECTIONS
 
 HEADERS_S = 10.0  # from a connection, or an answer, to a request's complete headers
 _STOP_S = 1  # what connections get to close by themselves

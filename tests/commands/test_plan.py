@@ -14,7 +14,7 @@ from flashllm.cli import main
 from flashllm.format.install import install_files
 from flashllm.format.model_files import POPULARITY
 from flashllm.format.popularity import encode_popularity
-from flashllm.plan.memory import KV_BLOCK_TOKENS
+from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
 from flashllm.profile.store import device_of, save_profile
 
 

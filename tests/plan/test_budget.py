@@ -14,14 +14,9 @@ from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest_values import Calibration
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.rows import RowLayout, checksum_rows
-from flashllm.plan.memory import (
-    KV_BLOCK_TOKENS,
-    LIBRARY_GROWTH,
-    PROMPT_NBYTES,
-    body_nbytes,
-    plan_memory,
-    requests_nbytes,
-)
+from flashllm.plan.memory import LIBRARY_GROWTH, plan_memory
+from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
+from flashllm.plan.requests import PROMPT_NBYTES, body_nbytes, requests_nbytes
 from flashllm.plan.shares import levels_by_need, levels_by_popularity
 
 PLENTY, PROCESS = 10**12, 300_000_000

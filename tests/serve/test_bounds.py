@@ -16,7 +16,7 @@ import pytest
 from serving import running
 
 from flashllm.api.pieces import Pieces
-from flashllm.plan.memory import BODIES, body_nbytes
+from flashllm.plan.requests import BODIES, body_nbytes
 from flashllm.serve import server
 
 COMPLETION = "/v1/completions"

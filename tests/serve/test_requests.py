@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flashllm.plan.memory import body_nbytes
+from flashllm.plan.requests import body_nbytes
 
 MAX_BODY_NBYTES = body_nbytes(96)  # of the tiny model
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

@@ -1,0 +1,170 @@
+"""A plan of the memory: the bytes of every part, and the rows of each layer at every length of the KV cache."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashllm.plan.shares import Rows
+
+KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are allocated together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes by purpose, and the rows of each layer's neuron cache for every size of the KV cache."""
+
+    limit_nbytes: int
+    limit_is_given: bool
+    process: int  # interpreter and libraries
+    page_tables: int
+    resident: int
+    checksums: int  # of the rows
+    gates: int  # those that are resident
+    planes: int  # scales of down columns that are resident
+    predictors: int
+    requests: int  # texts that become tokens; of a server, all that clients may send at once
+    staging: int
+    workspace: int
+    bookkeeping: int  # of the units, and of their caches' slots
+    bookkeeping_extra: int  # of it, what a smaller limit would do without
+    prompt_tokens: int  # of a prompt that go through the model together
+    read_ahead: int  # blocks of rows in flight while a prompt is computed
+    prompt_extra: int  # bytes of staging and workspace that a smaller limit would do without
+    kv_block_nbytes: int  # keys and values of KV_BLOCK_TOKENS positions, over all layers
+    context: int  # tokens a sequence may have
+    context_blocks: int  # KV blocks' memory of a sequence that fills its context, or is about to
+    row_nbytes: int
+    unit_rows: int  # what the caches hold comes in whole units of so many rows, those of an expert, or one
+    cache_policy: str
+    min_cache_rows: tuple[int, ...]  # per layer
+    bypass_rows: int
+    min_bypass_rows: int
+    prefetch_rows: int  # of each of the two buffers for prefetched rows
+    window: int
+    dense_layers: tuple[int, ...]  # of which every token reads every neuron: they hold their first rows
+    # [levels, layers]: rows of each layer's cache; level 0 is for `level_blocks` KV blocks and fewer, each one more is
+    # for one block more. Never rising from level to level, so that a layer only ever gives rows up.
+    levels: Rows = field(repr=False, compare=False)
+    level_blocks: int
+
+    @property
+    def fixed_nbytes(self) -> int:
+        """All but the KV cache and the neuron cache."""
+        weights = self.resident + self.checksums + self.gates + self.planes + self.predictors
+        work = self.requests + self.staging + self.workspace + self.bookkeeping
+        return self.process + self.page_tables + weights + work
+
+    @property
+    def max_kv_blocks(self) -> int:
+        """KV blocks that fit when every layer is at its minimum, over all sequences together."""
+        return self.level_blocks + len(self.levels) - 1
+
+    def least_limit_nbytes(self, blocks: int) -> int:
+        """The lowest limit that the loaded model keeps to while `blocks` KV blocks are in use."""
+        return self._levels_nbytes - (self.max_kv_blocks - blocks) * self.kv_block_nbytes
+
+    def blocks_withheld(self, limit_nbytes: int) -> int:
+        """KV blocks whose memory must stay unused, so that the process keeps to a lower limit than the plan's."""
+        return max(0, -((limit_nbytes - self._levels_nbytes) // self.kv_block_nbytes))
+
+    @property
+    def _levels_nbytes(self) -> int:
+        """The limit that the levels were made for, or less than a KV block more: the machine may have had less left."""
+        rows = sum(self.min_cache_rows) + self.bypass_rows
+        last = self.fixed_nbytes + self.max_kv_blocks * self.kv_block_nbytes + rows * self.row_nbytes
+        return min(self.limit_nbytes, last + self.kv_block_nbytes)
+
+    def cache_rows_at(self, blocks: int) -> tuple[int, ...]:
+        """Rows of each layer's cache while `blocks` KV blocks are in use. ValueError beyond `max_kv_blocks`."""
+        if not 0 <= blocks <= self.max_kv_blocks:
+            raise ValueError(f"the plan holds 0 to {self.max_kv_blocks} KV blocks, not {blocks}")
+        return tuple(self.levels[max(0, blocks - self.level_blocks)].tolist())
+
+    @property
+    def cache_rows(self) -> tuple[int, ...]:
+        """Rows of each layer's cache at the start of a conversation, with one KV block in use: the most there are."""
+        return self.cache_rows_at(1)
+
+    @property
+    def full_cache_rows(self) -> tuple[int, ...]:
+        """Rows of each layer's cache when one sequence has `context` tokens."""
+        return self.cache_rows_at(self.context_blocks)
+
+    def neuron_cache_nbytes(self, blocks: int) -> int:
+        """Bytes of all layers' caches and of the bypass rows while `blocks` KV blocks are in use."""
+        return (sum(self.cache_rows_at(blocks)) + self.bypass_rows) * self.row_nbytes
+
+    @property
+    def neuron_cache(self) -> int:
+        """As `neuron_cache_nbytes` at the start."""
+        return self.neuron_cache_nbytes(1)
+
+    @property
+    def total_nbytes(self) -> int:
+        """The most the process holds, whatever the context."""
+        ends = {1, self.context_blocks}
+        return self.fixed_nbytes + max(n * self.kv_block_nbytes + self.neuron_cache_nbytes(n) for n in ends)
+
+    @property
+    def minimum_nbytes(self) -> int:
+        """The smallest limit this configuration runs under, its context full."""
+        rows = sum(self.min_cache_rows) + self.min_bypass_rows
+        fixed = self.fixed_nbytes - self.prompt_extra - self.bookkeeping_extra
+        return fixed + self.context_blocks * self.kv_block_nbytes + rows * self.row_nbytes
+
+    def rows(self) -> list[tuple[str, int, int]]:
+        """(purpose, bytes at the start, bytes with a full context), in the order of a printed table."""
+        fixed = [
+            ("interpreter and libraries", self.process),
+            ("resident weights", self.resident),
+            ("checksums of rows", self.checksums),
+            *([("gates", self.gates)] if self.gates else []),
+            *([("scales of down columns", self.planes)] if self.planes else []),
+            ("predictors", self.predictors),
+            ("requests", self.requests),
+            ("staging for reads", self.staging),
+            ("workspace", self.workspace),
+            ("bookkeeping", self.bookkeeping),
+            ("page tables", self.page_tables),
+        ]
+        first, full = self.kv_block_nbytes, self.context_blocks * self.kv_block_nbytes
+        return [
+            *((purpose, nbytes, nbytes) for purpose, nbytes in fixed),
+            ("KV cache", first, full),
+            ("neuron cache", self.neuron_cache, self.neuron_cache_nbytes(self.context_blocks)),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`. `_full` is with a full context, its counterpart at the start."""
+        return {
+            "limit_bytes": self.limit_nbytes,
+            "limit_is_given": self.limit_is_given,
+            "total_bytes": self.total_nbytes,
+            "minimum_bytes": self.minimum_nbytes,
+            "process_bytes": self.process,
+            "page_table_bytes": self.page_tables,
+            "resident_bytes": self.resident,
+            "checksum_bytes": self.checksums,
+            "gate_bytes": self.gates,
+            "down_scale_bytes": self.planes,
+            "predictor_bytes": self.predictors,
+            "request_bytes": self.requests,
+            "staging_bytes": self.staging,
+            "workspace_bytes": self.workspace,
+            "bookkeeping_bytes": self.bookkeeping,
+            "kv_block_bytes": self.kv_block_nbytes,
+            "kv_block_tokens": KV_BLOCK_TOKENS,
+            "max_kv_blocks": self.max_kv_blocks,
+            "kv_cache_bytes": self.kv_block_nbytes,
+            "kv_cache_bytes_full": self.context_blocks * self.kv_block_nbytes,
+            "neuron_cache_bytes": self.neuron_cache,
+            "neuron_cache_bytes_full": self.neuron_cache_nbytes(self.context_blocks),
+            "cache_policy": self.cache_policy,
+            "cache_rows": list(self.cache_rows),
+            "cache_rows_full": list(self.full_cache_rows),
+            "bypass_rows": self.bypass_rows,
+            "prefetch_rows": self.prefetch_rows,
+            "prompt_tokens": self.prompt_tokens,
+            "read_ahead": self.read_ahead,
+            "context": self.context,
+            "window": self.window,
+        }
