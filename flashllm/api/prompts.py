@@ -105,7 +105,7 @@ class PromptEncoder:
         return wanted if request.max_new_given else min(wanted, self.context - prompt_tokens)
 
     def reading(self, request: Request, ids: Sequence[int]) -> "Reading | None":
-        """What reads the answer to the prompt `ids`; None: it is plain text."""
+        """Decoder and parser for the answer to the prompt `ids`; None: it is plain text."""
         if request.kind != "chat" or self.answers is None or self.tokenizer is None or self.template is None:
             return None
         decoder = self.tokenizer.showing(self.answers.holds)

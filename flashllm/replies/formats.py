@@ -35,7 +35,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """What a family writes."""
+    """A family's form of reasoning and calls."""
 
     name: str
     written: tuple[str, ...]  # a chat template with all of these is the family's
@@ -45,7 +45,7 @@ class Format:
     dropped: tuple[str, ...] = ()  # marks around the answer's text
 
     def holds(self, token: str) -> bool:
-        """Whether a special token is a mark, or a part of one, so that it must stay in the text."""
+        """True for a special token that is a mark, or a part of one, so that it must stay in the text."""
         parts = [*self.section, *self.dropped, *(mark for pair in self.thinking for mark in pair)]
         for call in self.calls:
             parts += (call.open, call.head.replace("\\", ""), *call.until, *call.close, *call.parameter, call.quote)

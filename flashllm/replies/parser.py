@@ -41,7 +41,7 @@ class Event:
 
 
 class _Malformed(Exception):
-    """What follows is not written in this way."""
+    """The text that follows is not written in this way."""
 
 
 def new_id() -> str:
@@ -57,7 +57,7 @@ class _Marks:
         self.pattern = re.compile("|".join(map(re.escape, self._marks)) or "(?!)")
 
     def unfinished(self, text: str, at: int) -> int:
-        """Where behind `at` the text's end may be the beginning of a mark; the text's length where it is none."""
+        """The place behind `at` from which the text's end may begin a mark; the text's length where there is none."""
         for start in range(max(at, len(text) - _LONGEST_MARK), len(text)):
             if any(mark.startswith(text[start:]) for mark in self._marks):
                 return start

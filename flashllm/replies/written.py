@@ -20,7 +20,7 @@ def load(text: str) -> Any:
 
 
 def is_object(text: str) -> bool:
-    """Whether `text` is a JSON object."""
+    """True where `text` is a JSON object."""
     try:
         return isinstance(load(text), dict)
     except ValueError:

@@ -14,7 +14,7 @@ from flashllm.profile.store import device_of, update_profile
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and keep: the drive, then batches, so that whoever ends this early finds the drive measured.
+    """Measure and keep: the drive, then batches, so that a run that ends early has measured the drive.
 
     The argument is a `Wanted` as JSON. Another process that measures is not waited for: FlashIOError.
     """

@@ -25,7 +25,7 @@ class PromptEncoder(prompts.PromptEncoder):
         return TokenSequence(ids, options, decoder=decoder, end_ids=end_ids, logprobs=request.logprobs, key=key)
 
     def said(self, request: Request, sequence: TokenSequence) -> list[Event]:
-        """What the answer of a sequence with marks says."""
+        """Read the answer of a sequence with marks."""
         reading = self.reading(request, sequence.prompt)
         if reading is None:
             return [Event("text", sequence.text)]

@@ -58,11 +58,9 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPlan:
-    """What lies where, and how much of everything: known before anything is allocated."""
+    """The place of every tensor, and the bytes of each tier: known before anything is allocated."""
 
     homes: Mapping[str, str]  # matrix of a layer -> tier, the same in all layers
-    head_home: str
-    table_home: str  # of the embedding; with a head tied to it on the device, the same array
     bits: int | None  # of the layers' matrices
     buffer_nbytes: int  # one staging buffer
     read_nbytes: int  # of it what comes from the disk, which lies first
@@ -91,12 +89,12 @@ class WeightPlan:
 
     @property
     def accelerator_nbytes(self) -> int:
-        """What they take on an accelerator that is the device tier."""
+        """Bytes on an accelerator that is the device tier."""
         return self.device_nbytes + self.staging_buffers * self.buffer_nbytes
 
     @property
     def beside_nbytes(self) -> int:
-        """What they take of memory then."""
+        """Bytes of memory besides an accelerator's."""
         return self.cpu_nbytes + self.staging_buffers * self.read_nbytes + self.gather_nbytes
 
 
@@ -125,7 +123,7 @@ def plan_weights(
     bits: int | None = None,
     staging_buffers: int = STAGING_BUFFERS,
 ) -> WeightPlan:
-    """Where each tensor of the model goes under `policy`, its layers' matrices in `bits` bits (None: as they are).
+    """Give each tensor of the model a place under `policy`, its layers' matrices in `bits` bits (None: as they are).
 
     UsageError for widths that there are not.
     """
@@ -152,8 +150,6 @@ def plan_weights(
     small = _small_nbytes(source)
     return WeightPlan(
         homes=homes,
-        head_home=head,
-        table_home=table,
         bits=bits,
         buffer_nbytes=layout.buffer_nbytes,
         read_nbytes=layout.read_nbytes,
@@ -186,7 +182,7 @@ class _Layout:
         self.bundles: list[Bundle] = []
 
     def _packing_of(self, short: str, name: str, layer: int) -> Packing:
-        """What a matrix of a layer is packed as; one that is stored in codes of as few bits stays as it is."""
+        """The packing of a layer's matrix; one that is stored in codes of as few bits stays as it is."""
         assert self._packing is not None
         packing, stored = self._packing.of(short, self._source.stage.first + layer), self._source.encoding(name)
         if stored is None or GROUP_CODES[stored].bits > GROUP_CODES[packing.encoding].bits:
@@ -241,12 +237,12 @@ def _small_nbytes(source: WeightSource) -> int:
 
 
 def is_vector(name: str) -> bool:
-    """Whether the small tensor of a canonical name is a norm's, a bias or sinks: kept in fp32."""
+    """True for the canonical name of a norm's weight, a bias or sinks: kept in fp32."""
     return name.endswith(("_norm.weight", "bias", "sinks"))
 
 
 def is_outer_matrix(name: str) -> bool:
-    """Whether the small tensor of a canonical name is a matrix of no layer: positions, a narrow embedding's."""
+    """True for the canonical name of a small matrix of no layer: positions, a narrow embedding's."""
     return not is_vector(name) and not name.startswith("layers.")
 
 
