@@ -79,9 +79,7 @@ def working(shape: ModelShape, rows: int, sequences: int) -> int:
     item, wide, part = shape.dtype_bytes, 4, min(rows, ROWS_TOGETHER)
     embedding = rows * 2 * shape.hidden * item + part * 2 * shape.hidden * wide
     states = part * (6 if shape.experts else 4) * shape.hidden * wide
-    # Queries, keys, values and what attention makes of them, as they are computed and as they are kept; a prompt's
-    # queries and results once more.
-    attention = part * (shape.query_dim + shape.kv_dim) * 2 * (wide + item) + part * shape.query_dim * 2 * wide
+    attention = part * (shape.query_dim + shape.kv_dim) * 2 * wide  # queries, keys, values, what is made of them
     widest = max(shape.ffn_active, shape.hidden, shape.query_dim)
     products = part * widest * (wide + 3 * item)  # inputs in fp32 and in the dtype, results, what is rounded
     layer = states + attention + products + part * shape.ffn_active * (1 + shape.gated) * wide
