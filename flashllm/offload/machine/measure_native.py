@@ -216,7 +216,7 @@ class NativeProbe:
             first = make()
             arrays = [one.array for one in first] if isinstance(first, tuple) else [first]
             copies = max(2, -(-self.rotation_bytes // sum(array.nbytes for array in arrays)))
-            self._operands[key] = [first, *(make() for _ in range(copies - 1))]
+            self._operands[key] = [first, *(_copied(first) for _ in range(copies - 1))]
         following = cycle(self._operands[key])
         return lambda: next(following)
 
@@ -236,6 +236,15 @@ def multiply(matrix: Matrix, x: Array, dtype: str, pool: _core.ThreadPool, *, de
     native = _core.Linear(codes, None, dtype, pool, "auto", packing.encoding, length, "int16", packing.by_inputs)
     (native.forward if decoding else native.forward_many)(x, out)
     return out
+
+
+def _copied(operand: Any) -> Any:
+    """The same in other memory: what takes long to make is made once."""
+    if isinstance(operand, tuple):
+        return tuple(dataclasses.replace(one, array=_copied(one.array)) for one in operand)
+    copy = _core.allocate(operand.nbytes)[: operand.nbytes].view(operand.dtype).reshape(operand.shape)
+    copy[...] = operand
+    return copy
 
 
 def _rate(work: Callable[[], object], seconds: float) -> float:
