@@ -93,7 +93,7 @@ def random_space(rng: random.Random) -> SearchSpace:
         compress_weights=compress or rng.random() < 0.1,
         compress_cache=compress,
         attention_sparsity=rng.choice([1.0, 1.0, 0.1]),
-        overlap=rng.random() < 0.9,
+        overlap=(rng.random() < 0.9,),
         constraints=Constraints(latency_s=latency, forbid=forbid),
     )
 

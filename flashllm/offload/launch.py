@@ -187,7 +187,7 @@ def prepare(
         weight_bits=options.weight_bits,
         cache_bits=options.cache_bits,
         attention_sparsity=options.attention_sparsity,
-        overlap=True if options.overlap is None else options.overlap,
+        overlap=options.overlap,
     )
     # Its policy, where none is given, and its blocks are filled in below.
     launch = Launch(
@@ -287,6 +287,8 @@ class _Job:
                 short = [max(0, *each) for each in zip(*map(opened.shortage, needed), strict=True)]
                 starts = max(opened.shortage(None)) <= 0
                 counts = cut(self._sizes, plan.policy.block_size, opened.fits) if starts else None
+                for block in _blocks(self._sizes, counts or ()):
+                    self._check_disk(opened.need(block).scratch)
             if counts is not None:
                 yield replace(self._launch, policy=plan.policy, plan=plan, blocks=tuple(counts))
             if not any(short):
@@ -393,4 +395,6 @@ def describe(policy: Policy) -> str:
     compressed = [name for name in COMPRESSIBLE if getattr(policy, f"compress_{name}")]
     if compressed:
         parts.append(f"compressed {' and '.join(compressed)}")
+    if not policy.overlap:
+        parts.append("one layer in memory at a time")
     return ", ".join(parts)

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from flashllm.arch.registry import block_spec, resolve, spec_of
+from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.base.files import is_there, read_json_object
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
+from flashllm.format.manifest import MANIFEST
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # The paper plans every model in 16 bit, whatever dtype its config was saved in (section 3).
@@ -19,9 +21,9 @@ _PLAN_DTYPE_BYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder-only model whose layers are alike: attention, then an FFN of two or three matrices.
+    """Sizes of a decoder-only model: attention, then an FFN of two or three matrices, in each layer.
 
-    Where layers differ, the sizes are those of the largest.
+    Where layers differ, those of a layer are the average's; `largest` has the others.
     """
 
     name: str
@@ -34,8 +36,11 @@ class ModelShape:
     vocab: int
     positions: int = 0  # rows of a learned position table, 0 for rotary models
     active: int = 0  # neurons that a token uses in a mixture of experts; 0: all, of no mixture
+    most_ffn: int = 0  # of the layer that has most; 0: of every layer
+    most_active: int = 0  # of the layer of which a token uses most
     experts: int = 0  # of a layer
     gated: bool = False
+    assembled: bool = False  # matrices of the FFN are nowhere in the model's files as they are
     tied: bool = True
     dtype_bytes: int = _PLAN_DTYPE_BYTES
     dtype: str | None = dataclasses.field(default=None, compare=False)  # of the weights; rates differ by it
@@ -76,6 +81,13 @@ class ModelShape:
         return self.active or self.ffn
 
     @property
+    def largest(self) -> "ModelShape":
+        """The same model with its largest layer as every layer."""
+        if not self.most_ffn:
+            return self
+        return dataclasses.replace(self, ffn=self.most_ffn, active=self.most_active, most_ffn=0, most_active=0)
+
+    @property
     def ffn_params(self) -> int:
         """Parameters of a layer's FFN."""
         return self.hidden * self.ffn * (3 if self.gated else 2)
@@ -105,6 +117,36 @@ class ModelShape:
     @property
     def activation_token_bytes(self) -> int:
         return self.hidden * self.dtype_bytes
+
+
+def shape_of(
+    architecture: Architecture, block: BlockSpec, layers: range, *, name: str, dtype: str | None, assembled: bool
+) -> ModelShape:
+    """The shape of some of a model's layers, with what lies before and behind them."""
+    widths = [architecture.width(layer) for layer in layers]
+    used = [architecture.cycle if layer in architecture.mixtures else architecture.width(layer) for layer in layers]
+    average = [-(-sum(each) // len(layers)) for each in (widths, used)]
+    differ = len(set(widths)) + len(set(used)) > 2
+    return ModelShape(
+        name=name,
+        layers=len(layers),
+        hidden=block.d_model,
+        ffn=average[0],
+        active=average[1] if architecture.experts else 0,
+        most_ffn=max(widths) if differ else 0,
+        most_active=max(used) if differ and architecture.experts else 0,
+        experts=architecture.experts,
+        heads=block.heads,
+        kv_heads=block.kv_heads,
+        head_dim=block.head_dim,
+        vocab=block.vocab_size,
+        positions=block.context + block.position_offset if block.positions == "learned" else 0,
+        gated=block.gated,
+        assembled=assembled or architecture.experts > 0,
+        tied=block.tied_head,
+        dtype_bytes=_PLAN_DTYPE_BYTES if dtype is None else _DTYPE_BYTES[dtype],
+        dtype=dtype,
+    )
 
 
 def _opt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
@@ -140,7 +182,7 @@ _SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer",
 _FFN_SIZES = ("intermediate_size", "moe_intermediate_size", "ffn_dim")
 
 
-def shape_from_config(config: dict[str, Any], *, name: str) -> ModelShape:
+def shape_from_config(config: dict[str, Any], *, name: str, assembled: bool = False) -> ModelShape:
     """The shape a Hugging Face config describes.
 
     Raises UnsupportedModelError for a `model_type` outside flashllm/arch and FormatError for a config that lacks a
@@ -158,23 +200,8 @@ def shape_from_config(config: dict[str, Any], *, name: str) -> ModelShape:
     if config.get("word_embed_proj_dim", block.d_model) != block.d_model:
         raise UnsupportedModelError(f"{name}: a projected embedding (opt-350m) is not planned for")
     dtype = str(config.get("dtype", config.get("torch_dtype")))
-    return ModelShape(
-        name=name,
-        layers=architecture.num_layers,
-        hidden=block.d_model,
-        ffn=max(architecture.every_width),
-        active=architecture.cycle,
-        experts=architecture.experts,
-        heads=block.heads,
-        kv_heads=block.kv_heads,
-        head_dim=block.head_dim,
-        vocab=block.vocab_size,
-        positions=block.context + block.position_offset if block.positions == "learned" else 0,
-        gated=block.gated,
-        tied=block.tied_head,
-        dtype_bytes=_DTYPE_BYTES.get(dtype, _PLAN_DTYPE_BYTES),
-        dtype=dtype if dtype in _DTYPE_BYTES else None,
-    )
+    layers, known = range(architecture.num_layers), dtype if dtype in _DTYPE_BYTES else None
+    return shape_of(architecture, block, layers, name=name, dtype=known, assembled=assembled)
 
 
 def load_shape(model: str) -> ModelShape:
@@ -189,4 +216,10 @@ def load_shape(model: str) -> ModelShape:
         path = path / "config.json"
     if not is_there(path):
         raise UsageError(f"{model}: no such folder, config.json or built-in model ({', '.join(BUILTIN)})")
-    return shape_from_config(read_json_object(path), name=path.parent.name if path.name == "config.json" else path.stem)
+    name, assembled = path.parent.name if path.name == "config.json" else path.stem, is_assembled(path.parent)
+    return shape_from_config(read_json_object(path), name=name, assembled=assembled)
+
+
+def is_assembled(folder: Path) -> bool:
+    """True for a model directory, which has an FFN's neurons as rows."""
+    return (folder / MANIFEST).exists()

@@ -76,6 +76,7 @@ class Sample:
         return self.units / self.seconds
 
 
+_ENDS = 2  # of a curve
 Probe = Callable[[int], Sample]  # does the work once at a size
 
 
@@ -96,14 +97,16 @@ def sample_rounds(
     probes: Mapping[str, tuple[Probe, Sequence[int]]], *, rounds: int, seconds: float = math.inf
 ) -> dict[str, list[Sample]]:
     """`rounds` samples of every probe at each of its sizes, all in turn in each round, so that a drifting machine
-    drifts for all of them. None begins after `seconds`, but a probe's first."""
+    drifts for all of them. None begins after `seconds`, but those of a probe's first and last size, which come first:
+    the rate of one says nothing of the other's."""
     found: dict[str, list[Sample]] = {name: [] for name in probes}
+    order = {name: [*sizes[:1], *sizes[:0:-1]] for name, (_, sizes) in probes.items()}
     end = time.monotonic() + seconds
     for _ in range(rounds):
-        for at in range(max(len(sizes) for _, sizes in probes.values())):
-            for name, (probe, sizes) in probes.items():
-                if at < len(sizes) and (not found[name] or time.monotonic() < end):
-                    found[name].append(probe(sizes[at]))
+        for at in range(max(map(len, order.values()))):
+            for name, (probe, _) in probes.items():
+                if at < len(order[name]) and (len(found[name]) < _ENDS or time.monotonic() < end):
+                    found[name].append(probe(order[name][at]))
     return found
 
 

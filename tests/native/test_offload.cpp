@@ -1,54 +1,55 @@
 // A batch's attention over packed blocks, in exactly as much memory as it may touch: the same bits at every
 // level and for any number of threads.
-#include <cstring>
 #include <random>
 #include <vector>
 
+#include "attention/kv_block.h"
 #include "attention_fixture.h"
 #include "check.h"
-#include "io/error.h"
-#include "offload/batch_attention.h"
 
 namespace {
 
 using namespace attention_tests;
 
-std::vector<std::byte> narrowed(const std::vector<float>& values, Dtype dtype) {
-  std::vector<std::byte> narrow(values.size() * dtype_nbytes(dtype));
-  kernel_table(SimdLevel::scalar, dtype).from_f32(values.data(), values.size(), narrow.data());
-  return narrow;
-}
-
 void test_blocks(KvLayout layout, int bits, Dtype dtype) {
-  constexpr std::size_t kHeads = 4, kKvHeads = 2, kDim = 20, kSequences = 3, kSlots = 4;
+  constexpr std::size_t kHeads = 4, kKvHeads = 2, kDim = 20, kWidth = kKvHeads * kDim, kSequences = 3;
   constexpr std::size_t kLengths[kSequences] = {1, 64, 150};
-  const std::size_t item = dtype_nbytes(dtype);
+  const KvBlockFormat format(kKvHeads, kDim, dtype, layout, bits);
+  const std::vector<float> rows = random_floats(2 * 192 * kWidth, 1);
+  const std::vector<float> q = random_floats(kSequences * kHeads * kDim, 4);
   for (const double share : {1.0, 0.1}) {
     for (const SimdLevel level : simd_levels()) {
-      const KvBlockFormat format(kKvHeads, kDim, dtype, layout, bits);
-      std::vector<std::byte> plain(kSlots * format.block_nbytes(), std::byte{0xFF});
-      std::vector<std::byte> sealed(2 * format.sealed_nbytes());
-      const std::vector<std::byte> rows = narrowed(random_floats(2 * 256 * kKvHeads * kDim, 1), dtype);
-      for (std::size_t position = 0; position < 256; ++position)
-        format.write(rows.data() + 2 * position * kKvHeads * kDim * item,
-                     rows.data() + (2 * position + 1) * kKvHeads * kDim * item, position,
-                     plain.data() + position / kKvBlock * format.block_nbytes());
-      for (std::size_t block = 0; block < 2; ++block)
-        CHECK(format.seal(plain.data() + block * format.block_nbytes(),
-                          sealed.data() + block * format.sealed_nbytes(), level));
-      const std::vector<KvPlace> places = {{1, 0}, {1, 1}, {0, 2}};
-      const std::vector<KvArena> arenas = {{plain.data(), false}, {sealed.data(), true}};
-      const std::vector<std::byte> q = narrowed(random_floats(kSequences * kHeads * kDim, 4), dtype);
-      std::vector<std::byte> first;
+      std::vector<std::byte> plain(3 * format.plain_nbytes(), std::byte{0xFF});
+      std::vector<std::byte> sealed(3 * format.sealed_nbytes());
+      std::vector<const std::byte*> pages, packed;
+      for (std::size_t position = 0; position < 192; ++position)
+        format.write(rows.data() + 2 * position * kWidth, rows.data() + (2 * position + 1) * kWidth, position,
+                     plain.data() + position / kKvBlock * format.plain_nbytes());
+      for (std::size_t block = 0; block < 3; ++block) {
+        pages.push_back(plain.data() + block * format.plain_nbytes());
+        packed.push_back(sealed.data() + block * format.sealed_nbytes());
+        if (format.is_packed())
+          CHECK(format.pack(format.view(pages.data()), block, sealed.data() + block * format.sealed_nbytes(),
+                            level));
+      }
+      KvView view = format.view(pages.data());
+      view.format = format.is_packed() ? &format : nullptr;
+      view.packed_pages = packed.data();
+      AttentionShape shape;
+      shape.heads = kHeads;
+      shape.kv_heads = kKvHeads;
+      shape.head_dim = kDim;
+      shape.dtype = dtype;
+      shape.scale = 0.2F;
+      shape.share = share;
+      std::vector<float> first;
       for (const int threads : {1, 4}) {
         ThreadPool pool(threads);
-        const BatchAttention attention(kHeads, format, {0.2F}, pool, level);
-        std::vector<std::byte> out(q.size());
-        std::vector<DecodingToken> tokens;
+        std::vector<float> out(q.size());
+        std::vector<AttendingToken> tokens;
         for (std::size_t i = 0; i < kSequences; ++i)
-          tokens.push_back({q.data() + i * kHeads * kDim * item, places.data(), kLengths[i],
-                            out.data() + i * kHeads * kDim * item});
-        CHECK(attention.decode(arenas, tokens.data(), tokens.size(), share, {}) > 0);
+          tokens.push_back({q.data() + i * kHeads * kDim, view, kLengths[i], out.data() + i * kHeads * kDim});
+        attend_each(shape, tokens.data(), tokens.size(), pool, level);
         if (first.empty()) first = out;
         CHECK(out == first);
       }

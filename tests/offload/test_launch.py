@@ -14,6 +14,7 @@ from memory_group import GroupError, MemoryGroup
 from offload_host import HOST
 from tiny_models import make_tiny_opt
 
+from flashllm.convert.run import convert
 from flashllm.errors import BudgetError
 from flashllm.offload import launch as launching
 from flashllm.offload.jobs.blocks import cut, equal
@@ -48,6 +49,14 @@ def model(tmp_path_factory):
     return folder, load_shape(str(folder))
 
 
+@pytest.fixture(scope="module")
+def model_dir(model, tmp_path_factory):
+    """The same, converted."""
+    folder = tmp_path_factory.mktemp("converted") / "model"
+    convert(model[0], folder)
+    return folder, load_shape(str(folder))
+
+
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 12), st.integers(30, 120))
 def test_blocks_are_as_large_as_memory_allows(lengths, most, room):
     sizes = [(length, length) for length in sorted(lengths, reverse=True)]
@@ -73,10 +82,10 @@ def test_equal_blocks():
 
 
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("compress", [False, True])
-def test_the_planner_counts_as_the_runtime(model, where, compress):
+@pytest.mark.parametrize("kind", ["model", "model packed", "model_dir"])
+def test_the_planner_counts_as_the_runtime(request, kind, where):
     """Of blocks of one length: the planner's memory is the runtime's, or a little more."""
-    folder, shape = model
+    (folder, shape), compress = request.getfixturevalue(kind.split()[0]), kind.endswith("packed")
     for prompt, new, changes in ((200, 32, {}), (64, 4, {"gpu_batch": 24, "num_batches": 1}), (10, 100, {})):
         chosen = policy(where, compress_weights=compress, compress_cache=compress, **changes)
         work = Workload(prompt_len=prompt, gen_len=new)

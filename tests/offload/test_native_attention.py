@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_arrays import DTYPES, LEVELS, empty, narrow, random_values, rounded, widen
+from native_arrays import DTYPES, LEVELS, random_values, rounded
 
 from flashllm import _core
 
@@ -34,7 +34,7 @@ def native_attention(shape, dtype, level, *, threads=2, **options):
 
 @dataclass
 class Cached:
-    """A batch's sequences, their blocks in random order: full ones in `sealed`, tails in `plain`."""
+    """A batch's sequences, their blocks in random order: the last of each in `plain`, the others in `sealed`."""
 
     keys: list  # float32 [length, kv_heads, head_dim] a sequence, exact in the dtype
     values: list
@@ -45,7 +45,7 @@ class Cached:
 
 
 def cached(native, shape, dtype, lengths, seed=0):
-    """Writes sequences, all positions at once in random order, and seals their full blocks."""
+    """Writes sequences, all positions at once in random order, and seals their blocks but the last."""
     _, kv_heads, head_dim = shape
     random = np.random.default_rng(seed)
     blocks = [-(-length // BLOCK) for length in lengths]
@@ -60,13 +60,13 @@ def cached(native, shape, dtype, lengths, seed=0):
     positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
     rows = np.concatenate([offsets[i] + np.arange(n) // BLOCK for i, n in enumerate(lengths)])
     native.write(
-        narrow(np.concatenate(keys).reshape(-1, kv_heads * head_dim)[order], dtype),
-        narrow(np.concatenate(values).reshape(-1, kv_heads * head_dim)[order], dtype),
+        np.concatenate(keys).reshape(-1, kv_heads * head_dim)[order],
+        np.concatenate(values).reshape(-1, kv_heads * head_dim)[order],
         plain,
         slots[rows][order],
         positions[order],
     )
-    full = np.concatenate([np.arange(-(-n // BLOCK)) < n // BLOCK for n in lengths])
+    full = np.concatenate([np.arange(-(-n // BLOCK)) < (n - 1) // BLOCK for n in lengths])
     sealed = np.full((len(slots) + 2, native.sealed_nbytes), 0xFF, np.uint8)
     out_slots = random.permutation(len(sealed))[: full.sum()].astype(np.int32)
     native.seal(plain, slots[full], sealed, out_slots)
@@ -76,16 +76,25 @@ def cached(native, shape, dtype, lengths, seed=0):
     return Cached(keys, values, [plain, sealed], table, offsets, np.array(lengths, np.int64))
 
 
-def decode(native, batch, q, dtype, *, only=None, **options):
-    """out [sequences, heads * head_dim] and the bytes of values read; `only`: of these sequences."""
-    out = empty(q.shape, dtype)
+def decode(native, batch, q, *, only=None, **options):
+    """out [sequences, heads * head_dim]; `only`: of these sequences."""
+    out = np.empty_like(q)
     offsets, lengths, table = batch.offsets, batch.lengths, batch.table
     if only is not None:
         pieces = [table[offsets[i] : offsets[i + 1]] for i in only]
         offsets = np.cumsum([0, *map(len, pieces)]).astype(np.int64)
         table, lengths = np.concatenate(pieces), lengths[list(only)]
-    nbytes = native.decode(q, batch.arenas, [False, True], table, offsets, lengths, out, **options)
-    return out, nbytes
+    native.decode(q, batch.arenas, table, offsets, lengths, out, **options)
+    return out
+
+
+def cached_values(batch, shape, dtype, i):
+    """Bytes of sequence i's values, a view [kv_heads, BLOCK, bytes] of each block."""
+    _, kv_heads, head_dim = shape
+    row = head_dim * (4 if dtype == "float32" else 2)
+    places = batch.table[batch.offsets[i] : batch.offsets[i + 1]]
+    blocks = [batch.arenas[arena][slot][: 2 * kv_heads * BLOCK * row] for arena, slot in places]
+    return [block.reshape(2, kv_heads, BLOCK, row)[1] for block in blocks]
 
 
 def expected_rows(q, keys, values, share=1.0):
@@ -112,8 +121,7 @@ def test_plain_blocks_give_the_bits_of_the_latency_engine(dtype, level, shape, l
     native = native_attention(shape, dtype, level)
     batch = cached(native, shape, dtype, lengths)
     q = rounded(random_values(len(lengths), heads, head_dim, seed=3), dtype)
-    out, nbytes = decode(native, batch, narrow(q.reshape(len(q), -1), dtype), dtype)
-    assert nbytes == sum(lengths) * kv_heads * head_dim * (4 if dtype == "float32" else 2)
+    out = decode(native, batch, q.reshape(len(q), -1))
     for i, length in enumerate(lengths):
         reference = _core.KvAttention(
             heads=heads,
@@ -128,7 +136,7 @@ def test_plain_blocks_give_the_bits_of_the_latency_engine(dtype, level, shape, l
         reference.append(batch.keys[i], batch.values[i])
         wide = np.empty((1, heads, head_dim), np.float32)
         reference.attend_each(q[i : i + 1], wide)
-        assert np.array_equal(out[i], narrow(wide.reshape(-1), dtype))
+        assert np.array_equal(out[i], wide.reshape(-1))
 
 
 @pytest.mark.parametrize(("dtype", "level"), CASES)
@@ -140,11 +148,10 @@ def test_a_prompt_gives_the_bits_of_the_latency_engine(dtype, level, shape, firs
     keys, values = (rounded(random_values(first + n, kv_heads, head_dim, seed=seed), dtype) for seed in (1, 2))
     positions = np.arange(first + n, dtype=np.int32)
     arena = np.full((6, native.block_nbytes), 0xFF, np.uint8)
-    flat = [narrow(rows.reshape(first + n, -1), dtype) for rows in (keys, values)]
-    native.write(*flat, arena, 2 + positions // BLOCK, positions)
+    native.write(keys.reshape(first + n, -1), values.reshape(first + n, -1), arena, 2 + positions // BLOCK, positions)
     q = rounded(random_values(n, heads, head_dim, seed=3), dtype)
-    out = empty((n, heads * head_dim), dtype)
-    native.prompt(narrow(q.reshape(n, -1), dtype), arena, 2, first, out)
+    out = np.empty((n, heads * head_dim), np.float32)
+    native.prompt(q.reshape(n, -1), arena, 2, first, out)
     reference = _core.KvAttention(
         heads=heads,
         kv_heads=kv_heads,
@@ -158,7 +165,7 @@ def test_a_prompt_gives_the_bits_of_the_latency_engine(dtype, level, shape, firs
     reference.append(keys, values)
     wide = np.empty(q.shape, np.float32)
     reference.attend_many(q, wide)
-    assert np.array_equal(out, narrow(wide.reshape(n, -1), dtype))
+    assert np.array_equal(out, wide.reshape(n, -1))
 
 
 @pytest.mark.parametrize(("dtype", "level"), CASES)
@@ -169,16 +176,17 @@ def test_sparse_attention_reads_the_heaviest_values(dtype, level, shape, lengths
     native = native_attention(shape, dtype, level)
     batch = cached(native, shape, dtype, lengths, seed=5)
     q = rounded(random_values(len(lengths), heads, head_dim, seed=4), dtype)
-    flat = narrow(q.reshape(len(q), -1), dtype)
-    out, nbytes = decode(native, batch, flat, dtype, share=share)
-    rows = 0
+    group, rows = heads // kv_heads, [cached_values(batch, shape, dtype, i) for i in range(len(lengths))]
+    expected = []
     for i in range(len(lengths)):
-        expected, kept = expected_rows(q[i], batch.keys[i], batch.values[i], share)
-        group = heads // kv_heads
-        rows += sum(len(set.union(*kept[h : h + group])) for h in range(0, heads, group))
-        tolerance = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
-        assert np.abs(widen(out[i], dtype).reshape(heads, head_dim) - expected).max() <= tolerance
-    assert nbytes == rows * head_dim * (4 if dtype == "float32" else 2)
+        made, kept = expected_rows(q[i], batch.keys[i], batch.values[i], share)
+        expected.append(made)
+        for h in range(kv_heads):  # what no head that shares it keeps must not be read
+            read = set.union(*kept[h * group : (h + 1) * group])
+            for position in set(range(lengths[i])) - read:
+                rows[i][position // BLOCK][h, position % BLOCK] = 0xFF  # not a number
+    out = decode(native, batch, q.reshape(len(q), -1), share=share)
+    assert np.abs(out.reshape(q.shape) - expected).max() <= 1e-5
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -189,10 +197,10 @@ def test_a_sequence_has_its_bits_whatever_the_batch_and_the_threads(level, share
     for threads in (1, 3):
         native = native_attention(shape, "bfloat16", level, threads=threads)
         batch = cached(native, shape, "bfloat16", lengths)
-        q = narrow(random_values(len(lengths), 96, seed=3), "bfloat16")
-        results.append(decode(native, batch, q, "bfloat16", share=share)[0])
+        q = random_values(len(lengths), 96, seed=3)
+        results.append(decode(native, batch, q, share=share))
         for only in ([2], [4, 0]):
-            some = decode(native, batch, np.ascontiguousarray(q[only]), "bfloat16", only=only, share=share)[0]
+            some = decode(native, batch, np.ascontiguousarray(q[only]), only=only, share=share)
             assert np.array_equal(some, results[0][only])
     assert np.array_equal(*results)
 
@@ -216,7 +224,7 @@ def unpacked(batch, layout, bits):
     """The batch as plain fp32 blocks of what its packed ones stand for, after comparing their bytes."""
     keys, values = ([rows.copy() for rows in each] for each in (batch.keys, batch.values))
     for i, length in enumerate(batch.lengths):
-        for block in range(length // BLOCK):
+        for block in range((length - 1) // BLOCK):
             place = slice(block * BLOCK, (block + 1) * BLOCK)
             arena, slot = batch.table[batch.offsets[i] + block]
             assert arena == 1
@@ -244,10 +252,8 @@ def test_packed_blocks_give_the_bits_of_plain_ones_of_their_values(dtype, level,
     q = rounded(random_values(len(lengths), heads * head_dim, seed=3), dtype)
     table = np.stack([np.zeros(offsets[-1]), np.arange(offsets[-1])], axis=1).astype(np.int32)
     expected = np.empty_like(q)
-    read = plain.decode(q, [arena], [False], table, offsets, batch.lengths, expected, share)
-    out, nbytes = decode(native, batch, narrow(q, dtype), dtype, share=share)
-    assert np.array_equal(out, narrow(expected, dtype))
-    assert nbytes <= read
+    plain.decode(q, [arena], table, offsets, batch.lengths, expected, share)
+    assert np.array_equal(decode(native, batch, q, share=share), expected)
 
 
 def test_sizes_of_blocks():
@@ -279,8 +285,7 @@ def test_blocks_that_are_not_finite_are_not_packed(layout):
 def test_equal_weights_keep_the_earlier_positions_and_the_last():
     native = native_attention((1, 1, 8), "float32", "auto")
     batch = cached(native, (1, 1, 8), "float32", [100])
-    out, nbytes = decode(native, batch, np.zeros((1, 8), np.float32), "float32", share=0.05)
-    assert nbytes == 6 * 8 * 4
+    out = decode(native, batch, np.zeros((1, 8), np.float32), share=0.05)
     chosen = [0, 1, 2, 3, 4, 99]
     assert np.allclose(out[0], batch.values[0][chosen, 0].sum(0) / 100, atol=1e-6)
 
@@ -288,12 +293,12 @@ def test_equal_weights_keep_the_earlier_positions_and_the_last():
 def test_what_does_not_fit_is_refused():
     native = native_attention((4, 2, 8), "float16", "auto")
     arena = np.zeros((3, native.block_nbytes), np.uint8)
-    rows, slots = np.zeros((2, 16), np.float16), np.array([0, 1], np.int32)
-    q = np.zeros((1, 32), np.float16)
+    rows, slots = np.zeros((2, 16), np.float32), np.array([0, 1], np.int32)
+    q = np.zeros((1, 32), np.float32)
     table, offsets = np.array([[0, 0], [0, 1]], np.int32), np.array([0, 2], np.int64)
     lengths = np.array([65], np.int64)
-    with pytest.raises(ValueError, match="dtype"):
-        native.write(rows.view(np.uint16), rows, arena, slots, slots)
+    with pytest.raises(TypeError):
+        native.write(rows.astype(np.float16), rows, arena, slots, slots)
     with pytest.raises(ValueError, match="keys must be"):
         native.write(rows[:1], rows, arena, slots, slots)
     with pytest.raises(ValueError, match="slot 3"):
@@ -307,10 +312,10 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="beyond the arena"):
         native.prompt(q, arena, 2, 64, q.copy())
     with pytest.raises(ValueError, match="out must be"):
-        native.prompt(q, arena, 2, 0, np.zeros((2, 32), np.float16))
+        native.prompt(q, arena, 2, 0, np.zeros((2, 32), np.float32))
 
     def refused(match, **changes):
-        whole = {"table": table, "offsets": offsets, "lengths": lengths, "arenas": [arena], "sealed": [False]}
+        whole = {"table": table, "offsets": offsets, "lengths": lengths, "arenas": [arena]}
         with pytest.raises(ValueError, match=match):
             native.decode(q, out=q.copy(), **(whole | changes))
 
@@ -321,7 +326,11 @@ def test_what_does_not_fit_is_refused():
     refused("one value a query", offsets=offsets[:1])
     refused("do not hold 129 positions", lengths=lengths + 64)
     refused("do not hold 0 positions", lengths=lengths - 65)
-    refused("sealed or not", sealed=[])
+    packed = native_attention((4, 2, 8), "float16", "auto", layout="kivi")
+    arenas = [arena, np.zeros((3, packed.sealed_nbytes), np.uint8)]
+    for wrong in ([[0, 0], [0, 1]], [[1, 0], [1, 1]]):  # none sealed, and the last one too
+        with pytest.raises(ValueError, match="sequence 0: all of its blocks but the last must be sealed"):
+            packed.decode(q, arenas, np.array(wrong, np.int32), offsets, lengths, q.copy())
     refused("share", share=0.0)
     refused("share", share=float("nan"))
     with pytest.raises(ValueError, match="multiple of kv_heads"):

@@ -51,13 +51,14 @@ def test_rounds_go_over_all_probes_in_turn():
 
         return one
 
-    samples = sample_rounds({"a": (probe("a"), [10, 20]), "b": (probe("b"), [5])}, rounds=2)
-    assert seen == [("a", 10), ("b", 5), ("a", 20)] * 2
-    assert [(sample.size, sample.seconds) for sample in samples["a"]] == [(10, 1.0), (20, 3.0), (10, 4.0), (20, 6.0)]
+    probes = {"a": (probe("a"), [10, 15, 20]), "b": (probe("b"), [5])}
+    samples = sample_rounds(probes, rounds=2)
+    assert seen == [("a", 10), ("b", 5), ("a", 20), ("a", 15)] * 2
+    assert [(sample.size, sample.seconds) for sample in samples["b"]] == [(5, 2.0), (5, 6.0)]
     seen.clear()
-    late = sample_rounds({"a": (probe("a"), [10, 20]), "b": (probe("b"), [5])}, rounds=2, seconds=-1.0)
-    assert seen == [("a", 10), ("b", 5)]  # a first sample each, whatever the time
-    assert [len(each) for each in late.values()] == [1, 1]
+    late = sample_rounds(probes, rounds=1, seconds=-1.0)
+    assert seen == [("a", 10), ("b", 5), ("a", 20)]  # both ends of a curve, whatever the time
+    assert [len(each) for each in late.values()] == [2, 1]
 
 
 def test_seconds_of_calls_as_often_as_it_must():

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -68,21 +70,23 @@ class CachedRows {
     const KernelTable& kernels;
   };
   // From position p on.
-  Run keys(std::size_t p) const { return run(p, true); }
-  Run values(std::size_t p) const { return run(p, false); }
+  Run keys(std::size_t p) const { return run(p, true, kUnpacked - p % kUnpacked, 0); }
+  Run values(std::size_t p) const { return run(p, false, kUnpacked - p % kUnpacked, 0); }
+  // One, where it is packed as row `at` of the scratch.
+  Run value(std::size_t p, std::size_t at) const { return run(p, false, 1, at); }
 
  private:
-  Run run(std::size_t p, bool is_key) const {
+  Run run(std::size_t p, bool is_key, std::size_t few, std::size_t to) const {
     const std::size_t page = p / kKvBlock, at = p % kKvBlock;
     if (p >= plain_from_) {
       const std::byte* rows = is_key ? kv_.key_rows(kv_head_, page) : kv_.value_rows(kv_head_, page);
       return {rows + at * plain_nbytes_, plain_nbytes_, std::min(kKvBlock - at, length_ - p), plain_};
     }
-    const std::size_t n = kUnpacked - at % kUnpacked;
+    float* unpacked = unpacked_.get() + to * kv_.format->unpacked_row();
     const auto unpack = is_key ? &KvBlockFormat::unpack_keys : &KvBlockFormat::unpack_values;
-    (kv_.format->*unpack)(kv_.packed(page), kv_head_, at, n, unpacked_.get(), group_kernels_);
-    return {reinterpret_cast<const std::byte*>(unpacked_.get()), kv_.format->unpacked_row() * sizeof(float),
-            n, wide_};
+    (kv_.format->*unpack)(kv_.packed(page), kv_head_, at, few, unpacked, group_kernels_);
+    return {reinterpret_cast<const std::byte*>(unpacked), kv_.format->unpacked_row() * sizeof(float), few,
+            wide_};
   }
 
   const KvView& kv_;
@@ -91,6 +95,40 @@ class CachedRows {
   const GroupKernels& group_kernels_;
   Scratch<float> unpacked_;
 };
+
+// Adds the values of the `kept` positions from `first` on that weigh most, and of the last one, in their
+// order. Weights are not negative, so that their bits are in their order; a NaN comes before all.
+void add_heaviest(const CachedRows& cached, const float* weights, std::size_t first, std::size_t seen,
+                  std::size_t kept, std::size_t head_dim, float* out) {
+  std::vector<std::uint64_t> heaviest(seen);
+  for (std::size_t i = 0; i < seen; ++i) {
+    std::uint32_t bits;
+    std::memcpy(&bits, weights + i, sizeof(bits));
+    heaviest[i] = (static_cast<std::uint64_t>(~bits) << 32) | i;
+  }
+  std::nth_element(heaviest.begin(), heaviest.begin() + static_cast<std::ptrdiff_t>(kept), heaviest.end());
+  heaviest.resize(kept);
+  for (std::uint64_t& each : heaviest) each &= 0xFFFFFFFFU;
+  std::sort(heaviest.begin(), heaviest.end());
+  if (heaviest.empty() || heaviest.back() != seen - 1) heaviest.push_back(seen - 1);
+  const void* rows[kUnpacked];
+  float of_rows[kUnpacked];
+  const KernelTable* kernels = nullptr;
+  std::size_t n = 0;
+  const auto add = [&] {
+    if (n > 0) kernels->add_scaled_rows(rows, of_rows, n, 0, head_dim, out);
+    n = 0;
+  };
+  for (const std::uint64_t i : heaviest) {
+    const CachedRows::Run value = cached.value(first + i, n);
+    if (n > 0 && &value.kernels != kernels) add();
+    kernels = &value.kernels;
+    rows[n] = value.data;
+    of_rows[n] = weights[i];
+    if (++n == kUnpacked) add();
+  }
+  add();
+}
 
 // Some heads that share a KV head, for one token. scores: [heads, positions seen, and the sink]
 void attend_heads(const AttentionShape& shape, const AttendingToken& token, std::size_t first_head,
@@ -111,6 +149,13 @@ void attend_heads(const AttentionShape& shape, const AttendingToken& token, std:
     raise_and_weigh(shape, first_head + h, first, seen, scores + h * terms, softmax);
   }
   std::fill(out, out + heads * shape.head_dim, 0.0F);
+  const auto kept = static_cast<std::size_t>(
+      std::min(std::ceil(shape.share * static_cast<double>(seen)), static_cast<double>(seen)));
+  if (kept < seen) {
+    for (std::size_t h = 0; h < heads; ++h)
+      add_heaviest(cached, scores + h * terms, first, seen, kept, shape.head_dim, out + h * shape.head_dim);
+    return;
+  }
   const void* rows[kKvBlock];
   for (std::size_t p = first, n = 0; p < token.length; p += n) {
     const CachedRows::Run values = cached.values(p);

@@ -57,6 +57,11 @@ struct AttentionShape {
   float scale = 1.0F;      // of scores
   float softcap = 0.0F;    // scaled scores become cap * tanh(score / cap) (Gemma 2); 0: they stay
   std::size_t window = 0;  // positions that a query sees, its own included; 0: all before it
+  // FlexGen, section 5 (sparse attention), of `attend_each` alone. Weights are a softmax over all positions
+  // seen, but only the values of ceil(share * seen) of them are added, the heaviest of each head, and the
+  // last one's; ties go to the earlier position, and weights are not scaled up to a sum of one (as in the
+  // paper's system).
+  double share = 1.0;
   // [heads] or nullptr: a score of each head that softmax counts and that belongs to no position (attention
   // sinks, Xiao et al. 2024, as gpt-oss learns them); it is neither scaled nor capped.
   const float* sinks = nullptr;

@@ -24,13 +24,18 @@ Rows grouped(Byte* data, std::size_t scales, std::size_t code_stride) {
 
 KvBlockFormat::KvBlockFormat(std::size_t kv_heads, std::size_t head_dim, Dtype dtype, KvLayout layout,
                              int bits)
-    : kv_heads_(kv_heads), head_dim_(head_dim), dtype_(dtype), layout_(layout), bits_(bits) {
+    : kv_heads_(kv_heads),
+      head_dim_(head_dim),
+      dtype_(dtype),
+      kernels_(&kernel_table(best_simd_level(), dtype)),
+      layout_(layout),
+      bits_(bits) {
   if (kv_heads == 0 || head_dim == 0)
     throw CoreError(ErrorKind::usage, "a KV block needs at least one head of at least one element");
   if (is_packed()) check_bits(bits);
   keys_ = groups(layout == KvLayout::kivi);
   values_ = groups(false);
-  block_nbytes_ = round_up(2 * kv_heads * kKvBlock * row_nbytes(), kPage);
+  block_nbytes_ = round_up(plain_nbytes(), kPage);
   sealed_nbytes_ = is_packed() ? round_up(packed_nbytes(), kPage) : block_nbytes_;
 }
 
@@ -39,17 +44,16 @@ KvBlockFormat::Groups KvBlockFormat::groups(bool by_channel) const {
   return {by_channel, scales, 2 * scales * sizeof(std::uint16_t) + kKvBlock * codes_nbytes(head_dim_, bits_)};
 }
 
-KvView KvBlockFormat::view(const std::byte* const* blocks) const {
-  return {blocks, 0, 2 * kKvBlock * row_nbytes(), kKvBlock * row_nbytes()};
+KvView KvBlockFormat::view(const std::byte* const* pages, std::size_t offset) const {
+  return {pages, offset, head_nbytes(), kv_heads_ * head_nbytes()};
 }
 
-void KvBlockFormat::write(const std::byte* key, const std::byte* value, std::size_t position,
+void KvBlockFormat::write(const float* key, const float* value, std::size_t position,
                           std::byte* block) const {
-  const std::size_t row = row_nbytes();
-  std::byte* to = block + position % kKvBlock * row;
-  for (std::size_t h = 0; h < kv_heads_; ++h, to += 2 * kKvBlock * row) {
-    std::memcpy(to, key + h * row, row);
-    std::memcpy(to + kKvBlock * row, value + h * row, row);
+  std::byte* to = block + position % kKvBlock * row_nbytes();
+  for (std::size_t h = 0; h < kv_heads_; ++h, to += head_nbytes()) {
+    kernels_->from_f32(key + h * head_dim_, head_dim_, to);
+    kernels_->from_f32(value + h * head_dim_, head_dim_, to + kv_heads_ * head_nbytes());
   }
 }
 
@@ -113,11 +117,6 @@ void KvBlockFormat::unpack_keys(const std::byte* sealed, std::size_t kv_head, st
 void KvBlockFormat::unpack_values(const std::byte* sealed, std::size_t kv_head, std::size_t first,
                                   std::size_t n, float* to, const GroupKernels& kernels) const {
   unpack(packed_values(sealed, kv_head), values_, first, n, to, kernels);
-}
-
-std::size_t KvBlockFormat::value_nbytes(bool sealed) const {
-  if (!sealed || !is_packed()) return row_nbytes();
-  return codes_nbytes(head_dim_, bits_) + 2 * groups_of(head_dim_) * sizeof(std::uint16_t);
 }
 
 }  // namespace flashllm

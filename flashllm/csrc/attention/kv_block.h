@@ -1,9 +1,11 @@
-// Blocks of a KV cache: keys and values of kKvBlock positions of one sequence in one layer. Callers keep
-// blocks in arenas, `stride` bytes apart, wherever they like; nothing here knows sequences, layers or tiers.
+// Blocks of a KV cache: keys and values of kKvBlock positions of one sequence in one layer, part of a page
+// (model/sequence_state.h) or alone in an arena, wherever its owner likes; nothing here knows sequences,
+// layers or tiers.
 //
-// A plain block: for each KV head keys [kKvBlock, head_dim], then values likewise, of the model's dtype; then
-// padding to whole sectors. A sealed block is a full one as it leaves the tail of its sequence: plain, or
-// quantised in groups (group_codec.h), for each KV head keys, then values, each as scales, minimums, codes.
+// A plain block: keys [kv_heads, kKvBlock, head_dim], then values likewise, of the model's dtype. A sealed
+// block is a full one as it leaves the tail of its sequence: plain, or quantised in groups (group_codec.h),
+// for each KV head keys, then values, each as scales, minimums, codes. In an arena either is padded to whole
+// sectors.
 // Groups of values are kGroup elements of a position (FlexGen, section 5: along the hidden dimension), the
 // last what is left: scales [kKvBlock, groups]. Groups of keys are those likewise (hidden), or one element of
 // all positions (KIVI, Liu et al. 2024: keys by channel): scales [head_dim in whole units].
@@ -37,15 +39,18 @@ class KvBlockFormat {
   Dtype dtype() const { return dtype_; }
   bool is_packed() const { return layout_ != KvLayout::plain; }
   std::size_t row_nbytes() const { return head_dim_ * dtype_nbytes(dtype_); }
-  std::size_t block_nbytes() const { return block_nbytes_; }    // plain
-  std::size_t sealed_nbytes() const { return sealed_nbytes_; }  // in this layout
+  std::size_t head_nbytes() const { return kKvBlock * row_nbytes(); }  // keys, or values, of a plain block
+  std::size_t plain_nbytes() const { return 2 * kv_heads_ * head_nbytes(); }
   std::size_t packed_nbytes() const { return kv_heads_ * (keys_.nbytes + values_.nbytes); }
+  std::size_t block_nbytes() const { return block_nbytes_; }    // plain, in an arena
+  std::size_t sealed_nbytes() const { return sealed_nbytes_; }  // in this layout, in an arena
 
-  // Plain blocks as one sequence's cache.
-  KvView view(const std::byte* const* blocks) const;
+  // Plain blocks as one sequence's cache, each `offset` bytes into its page.
+  KvView view(const std::byte* const* pages, std::size_t offset = 0) const;
 
-  // The key and the value [kv_heads, head_dim] of one position go to their place in a plain block.
-  void write(const std::byte* key, const std::byte* value, std::size_t position, std::byte* block) const;
+  // The key and the value [kv_heads, head_dim] of one position go to their place in a plain block, rounded to
+  // the dtype.
+  void write(const float* key, const float* value, std::size_t position, std::byte* block) const;
 
   // Returns whether all keys and values are finite; `sealed` is undefined where those to be packed are not.
   bool seal(const std::byte* block, std::byte* sealed, SimdLevel level) const;
@@ -58,8 +63,6 @@ class KvBlockFormat {
   void unpack_values(const std::byte* sealed, std::size_t kv_head, std::size_t first, std::size_t n,
                      float* to, const GroupKernels& kernels) const;
   std::size_t unpacked_row() const { return in_units(head_dim_); }
-  // Bytes of one position's value, its scales and minimums included.
-  std::size_t value_nbytes(bool sealed) const;
 
  private:
   struct Groups {  // of one head's keys or values
@@ -75,6 +78,7 @@ class KvBlockFormat {
 
   std::size_t kv_heads_, head_dim_;
   Dtype dtype_;
+  const KernelTable* kernels_;  // of the dtype
   KvLayout layout_;
   int bits_;
   Groups keys_, values_;

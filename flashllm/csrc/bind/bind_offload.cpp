@@ -13,12 +13,12 @@
 #include <string>
 #include <vector>
 
+#include "attention/kv_block.h"
 #include "bind/bindings.h"
 #include "bind/model_weights.h"
 #include "bind/py_spec.h"
 #include "bind/resident_tensors.h"
 #include "kernels/kernels.h"
-#include "offload/batch_attention.h"
 #include "offload/batch_model.h"
 
 namespace flashllm {
@@ -33,6 +33,7 @@ using WrittenArena = Exact<nb::ndarray<std::uint8_t, nb::ndim<2>, nb::device::cp
 using Table = Exact<nb::ndarray<const std::int32_t, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
 using Longs = Exact<nb::ndarray<const std::int64_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
 using Floats = Exact<nb::ndarray<float, nb::device::cpu, nb::c_contig>>;
+using FloatRows = Exact<nb::ndarray<const float, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
 
 template <typename Array>
 auto bytes_of(const Array& array) {
@@ -74,12 +75,10 @@ const char* dtype_name(Dtype dtype) {
 }
 
 // Keys and values are the caller's: `attend(first, queries, keys, values, out)` keeps those of the tokens
-// from number `first` of the call on, and fills `out`; arrays [tokens, width] of the dtype (bf16 as uint16),
+// from number `first` of the call on, and fills `out`; arrays [tokens, width] of values of the dtype in fp32,
 // valid during the call.
 class PyMemory final : public AttentionMemory {
  public:
-  explicit PyMemory(Dtype dtype) : dtype_(dtype) {}
-
   void begin(nb::object attend) {
     attend_ = std::move(attend);
     first_ = 0;
@@ -89,36 +88,19 @@ class PyMemory final : public AttentionMemory {
   void attend(const AttentionShape& shape, const Part& part, const float* queries, const float* keys,
               const float* values, float* out) override {
     const std::size_t attended = shape.heads * shape.head_dim, cached = shape.kv_heads * shape.head_dim;
-    const KernelTable& kernels = kernel_table(SimdLevel::scalar, dtype_);
-    const auto narrow = [&](std::vector<std::byte>& to, const float* from, std::size_t width) {
-      to.resize(part.count * width * dtype_nbytes(dtype_));
-      if (from != nullptr) kernels.from_f32(from, part.count * width, to.data());
+    const auto array = [&](auto* rows, std::size_t width) {
+      using Row = std::remove_pointer_t<decltype(rows)>;
+      return nb::cast(nb::ndarray<nb::numpy, Row, nb::ndim<2>>(rows, {part.count, width}, nb::none()));
     };
-    narrow(queries_, queries, attended);
-    narrow(keys_, keys, cached);
-    narrow(values_, values, cached);
-    narrow(out_, nullptr, attended);
-    {
-      const nb::gil_scoped_acquire locked;
-      attend_(first_, array(queries_, part.count, attended), array(keys_, part.count, cached),
-              array(values_, part.count, cached), array(out_, part.count, attended));
-    }
-    kernels.to_f32(out_.data(), part.count * attended, out);
+    const nb::gil_scoped_acquire locked;
+    attend_(first_, array(queries, attended), array(keys, cached), array(values, cached),
+            array(out, attended));
     first_ += part.count;
   }
 
  private:
-  nb::object array(std::vector<std::byte>& bytes, std::size_t rows, std::size_t width) const {
-    const auto bits = static_cast<std::uint8_t>(8 * dtype_nbytes(dtype_));
-    const auto code = dtype_ == Dtype::bf16 ? nb::dlpack::dtype_code::UInt : nb::dlpack::dtype_code::Float;
-    return nb::cast(nb::ndarray<nb::numpy, nb::ndim<2>>(bytes.data(), {rows, width}, nb::none(), {},
-                                                        {static_cast<std::uint8_t>(code), bits, 1}));
-  }
-
-  const Dtype dtype_;
   nb::object attend_;
   std::size_t first_ = 0;
-  std::vector<std::byte> queries_, keys_, values_, out_;
 };
 
 // Weights that are lent: they must lie where they are as long as this, which holds their arrays. Vectors are
@@ -144,7 +126,6 @@ class PyBatchModel {
         simd_(parse_simd(simd)),
         reader_(std::move(block)),
         read_(read_spec(reader_, parse_dtype(dtype), simd_)),
-        memory_(read_.spec.block.dtype),
         model_(read_.spec, parse_activation(reader_.get<std::string>("activation")), rows_together, memory_,
                *pool_, simd_) {
     require(rows_together != 0, "rows_together must be positive");
@@ -266,6 +247,7 @@ KvLayout parse_layout(const std::string& name) {
   throw CoreError(ErrorKind::usage, "unknown layout of KV blocks " + name);
 }
 
+// Attention of a batch of sequences over their KV blocks, which lie in arenas [slots, bytes of a block].
 class PyBatchAttention {
  public:
   PyBatchAttention(std::size_t heads, std::size_t kv_heads, std::size_t head_dim, const std::string& dtype,
@@ -273,31 +255,36 @@ class PyBatchAttention {
                    float softcap, const nb::object& alibi, const std::string& simd)
       : pool_(std::move(pool)),
         simd_(parse_simd(simd)),
-        attention_(heads, KvBlockFormat(kv_heads, head_dim, parse_dtype(dtype), parse_layout(layout), bits),
-                   {scale, softcap, read_alibi(alibi, heads, slopes_)}, *pool_, simd_) {}
+        format_(kv_heads, head_dim, parse_dtype(dtype), parse_layout(layout), bits) {
+    require(heads != 0 && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
+    shape_.heads = heads;
+    shape_.kv_heads = kv_heads;
+    shape_.head_dim = head_dim;
+    shape_.dtype = format_.dtype();
+    shape_.scale = scale;
+    shape_.softcap = softcap;
+    shape_.alibi = read_alibi(alibi, heads, slopes_);
+  }
 
-  std::size_t block_nbytes() const { return format().block_nbytes(); }
-  std::size_t sealed_nbytes() const { return format().sealed_nbytes(); }
+  std::size_t block_nbytes() const { return format_.block_nbytes(); }
+  std::size_t sealed_nbytes() const { return format_.sealed_nbytes(); }
 
-  void write(const Values& keys, const Values& values, const WrittenArena& arena, const IdArray& slots,
+  void write(const FloatRows& keys, const FloatRows& values, const WrittenArena& arena, const IdArray& slots,
              const IdArray& positions) const {
     constexpr std::size_t kGrain = 16;
-    const std::size_t n = slots.shape(0), width = format().kv_heads() * format().head_dim();
-    require_dtype(keys, format().dtype(), "keys");
-    require_dtype(values, format().dtype(), "values");
+    const std::size_t n = slots.shape(0), width = format_.kv_heads() * format_.head_dim();
     require_rows(keys, n, width, "keys");
     require_rows(values, n, width, "values");
     require(positions.shape(0) == n, "every slot needs a position");
     check_arena(arena, false);
     check_slots(slots, arena.shape(0));
     for (std::size_t i = 0; i < n; ++i) require(positions.data()[i] >= 0, "a position must not be negative");
-    const std::size_t row = width * dtype_nbytes(format().dtype());
     const nb::gil_scoped_release unlocked;
     pool_->parallel_for(n, kGrain, [&](std::size_t begin, std::size_t end) {
       for (std::size_t i = begin; i < end; ++i)
-        format().write(bytes_of(keys) + i * row, bytes_of(values) + i * row,
-                       static_cast<std::size_t>(positions.data()[i]),
-                       bytes_of(arena) + at(slots, i) * block_nbytes());
+        format_.write(keys.data() + i * width, values.data() + i * width,
+                      static_cast<std::size_t>(positions.data()[i]),
+                      bytes_of(arena) + at(slots, i) * block_nbytes());
     });
   }
 
@@ -312,64 +299,76 @@ class PyBatchAttention {
     std::atomic<bool> is_finite{true};
     pool_->parallel_for(slots.shape(0), 1, [&](std::size_t begin, std::size_t end) {
       for (std::size_t i = begin; i < end; ++i)
-        if (!format().seal(bytes_of(arena) + at(slots, i) * block_nbytes(),
-                           bytes_of(out_arena) + at(out_slots, i) * sealed_nbytes(), simd_))
+        if (!format_.seal(bytes_of(arena) + at(slots, i) * block_nbytes(),
+                          bytes_of(out_arena) + at(out_slots, i) * sealed_nbytes(), simd_))
           is_finite = false;
     });
     require(is_finite, "keys and values that are not finite cannot be packed");
   }
 
-  void prompt(const Values& q, const Arena& arena, std::size_t first_slot, std::size_t first_position,
-              const Written& out, std::size_t window, const std::optional<FloatArray>& sinks) const {
+  // Causal attention of consecutive tokens, the first at `first_position`, over the plain blocks that lie one
+  // after another from `first_slot` on.
+  void prompt(const FloatRows& q, const Arena& arena, std::size_t first_slot, std::size_t first_position,
+              const Floats& out, std::size_t window, const std::optional<FloatArray>& sinks) const {
     check_queries(q, out);
     check_arena(arena, false);
-    const BatchAttention::Of of = of_layer(window, sinks);
-    const std::size_t blocks = (first_position + q.shape(0) + kKvBlock - 1) / kKvBlock;
-    require(first_slot <= arena.shape(0) && blocks <= arena.shape(0) - first_slot,
+    const AttentionShape shape = of_layer(window, sinks);
+    std::vector<const std::byte*> pages((first_position + q.shape(0) + kKvBlock - 1) / kKvBlock);
+    require(first_slot <= arena.shape(0) && pages.size() <= arena.shape(0) - first_slot,
             "the sequence's blocks reach beyond the arena's " + std::to_string(arena.shape(0)) + " slots");
+    for (std::size_t i = 0; i < pages.size(); ++i)
+      pages[i] = bytes_of(arena) + (first_slot + i) * block_nbytes();
     const nb::gil_scoped_release unlocked;
-    attention_.prompt(bytes_of(q), q.shape(0), bytes_of(arena) + first_slot * block_nbytes(), first_position,
-                      of, bytes_of(out));
+    attend_many(shape, q.data(), q.shape(0), first_position, format_.view(pages.data()), out.data(), *pool_,
+                simd_);
   }
 
-  std::uint64_t decode(const Values& q, const std::vector<Arena>& arenas, const std::vector<bool>& sealed,
-                       const Table& table, const Longs& offsets, const Longs& lengths, const Written& out,
-                       double share, std::size_t window, const std::optional<FloatArray>& sinks) const {
+  // Attention of one token a sequence, to its first lengths[i] positions, its own included, which lie in the
+  // blocks [offsets[i], offsets[i + 1]) of the table: the last one, which it is in, is plain and in the first
+  // arena; those before it are sealed, in the other arenas, where they are packed.
+  void decode(const FloatRows& q, const std::vector<Arena>& arenas, const Table& table, const Longs& offsets,
+              const Longs& lengths, const Floats& out, double share, std::size_t window,
+              const std::optional<FloatArray>& sinks) const {
     check_queries(q, out);
     const std::size_t n = q.shape(0);
-    require(arenas.size() == sealed.size(), "every arena must be told to be sealed or not");
     require(offsets.shape(0) == n + 1 && lengths.shape(0) == n,
             "lengths must have one value a query, offsets one more");
     require(table.shape(1) == 2, "the table of blocks must be [blocks, 2]: arena, slot");
-    const BatchAttention::Of of = of_layer(window, sinks);
     require(share > 0.0 && share <= 1.0, "share must be more than 0 and at most 1");
-    std::vector<KvArena> places;
-    for (std::size_t a = 0; a < arenas.size(); ++a) {
-      check_arena(arenas[a], sealed[a]);
-      places.push_back({bytes_of(arenas[a]), sealed[a]});
-    }
-    const std::vector<KvPlace> blocks = check_table(arenas, table);
-    std::vector<DecodingToken> tokens(n);
-    const std::size_t row = q.shape(1) * dtype_nbytes(format().dtype());
+    AttentionShape shape = of_layer(window, sinks);
+    shape.share = share;
+    for (std::size_t a = 0; a < arenas.size(); ++a) check_arena(arenas[a], a > 0);
+    const std::vector<const std::byte*> blocks = check_table(arenas, table);
+    std::vector<AttendingToken> tokens(n);
     for (std::size_t i = 0; i < n; ++i) {
       const std::int64_t begin = offsets.data()[i], end = offsets.data()[i + 1], length = lengths.data()[i];
       require(0 <= begin && begin <= end && end <= static_cast<std::int64_t>(blocks.size()),
               "offsets must rise from 0 up to the table's length");
-      require(length > 0 && (length - 1) / static_cast<std::int64_t>(kKvBlock) < end - begin,
-              "sequence " + std::to_string(i) + ": its blocks do not hold " + std::to_string(length) +
-                  " positions");
-      tokens[i] = {bytes_of(q) + i * row, blocks.data() + begin, static_cast<std::size_t>(length),
-                   bytes_of(out) + i * row};
+      const std::int64_t last = begin + (length - 1) / static_cast<std::int64_t>(kKvBlock);
+      require(length > 0 && last < end, "sequence " + std::to_string(i) + ": its blocks do not hold " +
+                                            std::to_string(length) + " positions");
+      for (std::int64_t b = begin; format_.is_packed() && b <= last; ++b)
+        require((table.data()[2 * b] > 0) == (b < last),
+                "sequence " + std::to_string(i) + ": all of its blocks but the last must be sealed");
+      KvView kv = format_.view(blocks.data() + begin);
+      if (format_.is_packed()) {
+        kv.format = &format_;
+        kv.packed_pages = kv.pages;
+      }
+      tokens[i] = {q.data() + i * q.shape(1), kv, static_cast<std::size_t>(length),
+                   out.data() + i * q.shape(1)};
     }
     const nb::gil_scoped_release unlocked;
-    return attention_.decode(places, tokens.data(), n, share, of);
+    attend_each(shape, tokens.data(), n, *pool_, simd_);
   }
 
  private:
-  const KvBlockFormat& format() const { return attention_.format(); }
-  BatchAttention::Of of_layer(std::size_t window, const std::optional<FloatArray>& sinks) const {
-    require(!sinks || sinks->shape(0) == attention_.heads(), "every head needs a sink");
-    return {window, sinks ? sinks->data() : nullptr};
+  AttentionShape of_layer(std::size_t window, const std::optional<FloatArray>& sinks) const {
+    require(!sinks || sinks->shape(0) == shape_.heads, "every head needs a sink");
+    AttentionShape shape = shape_;
+    shape.window = window;
+    shape.sinks = sinks ? sinks->data() : nullptr;
+    return shape;
   }
   static std::size_t at(const IdArray& slots, std::size_t i) {
     return static_cast<std::size_t>(slots.data()[i]);
@@ -391,29 +390,31 @@ class PyBatchAttention {
     for (std::size_t i = 0; i < slots.shape(0); ++i) check_slot(slots.data()[i], count);
   }
 
-  static std::vector<KvPlace> check_table(const std::vector<Arena>& arenas, const Table& table) {
-    std::vector<KvPlace> blocks(table.shape(0));
+  // Where each block of the table lies.
+  static std::vector<const std::byte*> check_table(const std::vector<Arena>& arenas, const Table& table) {
+    std::vector<const std::byte*> blocks(table.shape(0));
     for (std::size_t b = 0; b < blocks.size(); ++b) {
-      blocks[b] = {table.data()[2 * b], table.data()[2 * b + 1]};
-      require(blocks[b].arena >= 0 && static_cast<std::size_t>(blocks[b].arena) < arenas.size(),
-              "no arena " + std::to_string(blocks[b].arena));
-      check_slot(blocks[b].slot, arenas[static_cast<std::size_t>(blocks[b].arena)].shape(0));
+      const std::int32_t number = table.data()[2 * b], slot = table.data()[2 * b + 1];
+      require(number >= 0 && static_cast<std::size_t>(number) < arenas.size(),
+              "no arena " + std::to_string(number));
+      const Arena& arena = arenas[static_cast<std::size_t>(number)];
+      check_slot(slot, arena.shape(0));
+      blocks[b] = bytes_of(arena) + static_cast<std::size_t>(slot) * arena.shape(1);
     }
     return blocks;
   }
 
-  void check_queries(const Values& q, const Written& out) const {
-    require_dtype(q, format().dtype(), "q");
-    require_dtype(out, format().dtype(), "out");
-    const std::size_t width = attention_.heads() * format().head_dim();
-    require(q.ndim() == 2 && q.shape(1) == width, "q must be [tokens, " + std::to_string(width) + "]");
+  void check_queries(const FloatRows& q, const Floats& out) const {
+    const std::size_t width = shape_.heads * shape_.head_dim;
+    require_rows(q, q.shape(0), width, "q");
     require_rows(out, q.shape(0), width, "out");
   }
 
   std::shared_ptr<ThreadPool> pool_;
   SimdLevel simd_;
   std::vector<float> slopes_;
-  BatchAttention attention_;
+  KvBlockFormat format_;
+  AttentionShape shape_;
 };
 
 }  // namespace
@@ -459,8 +460,8 @@ void init_offload(nb::module_& m) {
       .def("prompt", &PyBatchAttention::prompt, nb::arg("q"), nb::arg("arena"), nb::arg("first_slot"),
            nb::arg("first_position"), nb::arg("out"), nb::arg("window") = 0,
            nb::arg("sinks").none() = nb::none())
-      .def("decode", &PyBatchAttention::decode, nb::arg("q"), nb::arg("arenas"), nb::arg("sealed"),
-           nb::arg("table"), nb::arg("offsets"), nb::arg("lengths"), nb::arg("out"), nb::arg("share") = 1.0,
+      .def("decode", &PyBatchAttention::decode, nb::arg("q"), nb::arg("arenas"), nb::arg("table"),
+           nb::arg("offsets"), nb::arg("lengths"), nb::arg("out"), nb::arg("share") = 1.0,
            nb::arg("window") = 0, nb::arg("sinks").none() = nb::none());
 }
 

@@ -25,7 +25,7 @@ std::size_t pages_touched(std::size_t n) { return (n + kKvBlock - 2) / kKvBlock 
 }  // namespace
 
 std::size_t StateShape::Kind::page_nbytes(bool is_packed) const {
-  const std::size_t nbytes = layers * (is_packed ? format.packed_nbytes() : layer_nbytes());
+  const std::size_t nbytes = layers * (is_packed ? format.packed_nbytes() : format.plain_nbytes());
   return (nbytes + kSystemPage - 1) / kSystemPage * kSystemPage;
 }
 
@@ -116,9 +116,7 @@ std::size_t SequenceState::Pages::held_alone(std::size_t end) const {
 }
 
 SequenceState::SequenceState(std::shared_ptr<const StatePool> pool)
-    : pool_(std::move(pool)),
-      kernels_(kernel_table(best_simd_level(), shape().dtype())),
-      tables_(shape().kinds().size()) {}
+    : pool_(std::move(pool)), tables_(shape().kinds().size()) {}
 
 // The first page that is not given up while queries are at `position` or behind it.
 std::size_t SequenceState::first_kept(std::size_t kind, std::size_t position) const {
@@ -199,15 +197,10 @@ void SequenceState::append(std::size_t layer, std::size_t position, const float*
   require(layer < shape().layers().size() && position >= length_ &&
               position / kKvBlock < tables_[shape().layers()[layer].kind].plain.size(),
           "a position of the KV cache must be reserved before it is written");
-  const StateShape::Kind& of_layer = kind(shape().layers()[layer].kind);
-  const KvView rows = view(layer);
-  const std::size_t dim = of_layer.layer.head_dim;
-  for (std::size_t h = 0; h < of_layer.layer.kv_heads; ++h) {
-    std::byte* to = const_cast<std::byte*>(rows.key_rows(h, position / kKvBlock)) +
-                    position % kKvBlock * of_layer.format.row_nbytes();
-    kernels_.from_f32(key + h * dim, dim, to);
-    kernels_.from_f32(value + h * dim, dim, to + rows.value_offset);
-  }
+  const StateShape::Place& place = shape().layers()[layer];
+  const KvBlockFormat& format = kind(place.kind).format;
+  std::byte* page = tables_[place.kind].plain.pages[position / kKvBlock].get();
+  format.write(key, value, position, page + place.index * format.plain_nbytes());
 }
 
 bool SequenceState::seal(std::size_t layer, std::size_t page) {
@@ -221,13 +214,12 @@ bool SequenceState::seal(std::size_t layer, std::size_t page) {
 KvView SequenceState::view(std::size_t layer) const {
   require(layer < shape().layers().size(), "a KV cache's layer beyond those there are");
   const StateShape::Place& place = shape().layers()[layer];
-  const StateShape::Kind& of_layer = kind(place.kind);
-  KvView view{tables_[place.kind].plain.addresses.data(), place.index * of_layer.layer_nbytes(),
-              of_layer.head_nbytes(), of_layer.layer.kv_heads * of_layer.head_nbytes()};
-  if (!of_layer.format.is_packed()) return view;
-  view.format = &of_layer.format;
+  const KvBlockFormat& format = kind(place.kind).format;
+  KvView view = format.view(tables_[place.kind].plain.addresses.data(), place.index * format.plain_nbytes());
+  if (!format.is_packed()) return view;
+  view.format = &format;
   view.packed_pages = tables_[place.kind].packed.addresses.data();
-  view.packed_offset = place.index * of_layer.format.packed_nbytes();
+  view.packed_offset = place.index * format.packed_nbytes();
   return view;
 }
 

@@ -2,9 +2,8 @@
 // of layer. Pages come from a pool that sequences share, and are shared by those that hold the same tokens
 // until one writes. Knows neither models nor the memory plan.
 //
-// A page: [layer of the kind][key, value][kv_head][position in page][head_dim] of the model's dtype. Where
-// the shape has bits, a full page is packed (kv_block.h), and plain only until the pass after the one that
-// filled it begins.
+// A page is a block of keys and values (kv_block.h) for each layer of its kind. Where the shape has bits, a
+// full page is packed, and plain only until the pass after the one that filled it begins.
 //
 // A pass: for each part of its tokens reserve(...), append(...) each layer's new rows, seal(...) the pages
 // that they fill, read through view(layer); then commit(length). A pass that fails ends with keep(length()).
@@ -40,10 +39,8 @@ class StateShape {
  public:
   struct Kind {
     LayerKv layer;
-    KvBlockFormat format;    // of packed pages, a block a layer
-    std::size_t layers = 0;  // that are alike
-    std::size_t head_nbytes() const { return kKvBlock * format.row_nbytes(); }
-    std::size_t layer_nbytes() const { return 2 * layer.kv_heads * head_nbytes(); }
+    KvBlockFormat format;                           // of a layer's part of a page
+    std::size_t layers = 0;                         // that are alike
     std::size_t page_nbytes(bool is_packed) const;  // in whole pages of the system
     // The first page that a query at `position` sees.
     std::size_t first_page(std::size_t position) const;
@@ -176,7 +173,6 @@ class SequenceState {
   void take_checkpoint();
 
   std::shared_ptr<const StatePool> pool_;
-  const KernelTable& kernels_;
   std::vector<Table> tables_;            // by kind
   std::vector<Checkpoint> checkpoints_;  // by length
   std::size_t length_ = 0;

@@ -60,7 +60,7 @@ class NativeProbe:
         attention = self._attention(heads, head_dim, "plain", None)
         blocks = -(-tokens // KV_BLOCK)
         turn = self._rotating(("prompt", blocks, heads, head_dim), lambda: self._arena(blocks, attention.block_nbytes))
-        q, out = self._random(tokens, heads * head_dim), self._random(tokens, heads * head_dim)
+        q, out = self._states(tokens, heads * head_dim), np.empty((tokens, heads * head_dim), np.float32)
         seconds = self._seconds(lambda: attention.prompt(q, turn(), 0, 0, out))
         return Sample(size=tokens, units=4 * heads * tokens * tokens * head_dim, seconds=seconds)
 
@@ -76,14 +76,13 @@ class NativeProbe:
         turn = self._rotating(
             ("decode", slots, heads, head_dim, layout, bits), lambda: self._sealed(attention, slots, layout, bits)
         )
-        q, out = self._random(sequences, heads * head_dim), self._random(sequences, heads * head_dim)
-        table = np.stack([np.zeros(slots, np.int32), np.arange(slots, dtype=np.int32)], axis=1)
+        q, out = self._states(sequences, heads * head_dim), np.empty((sequences, heads * head_dim), np.float32)
+        table = np.stack([np.ones(slots, np.int32), np.arange(slots, dtype=np.int32)], axis=1)
+        table[blocks - 1 :: blocks] = np.stack([np.zeros(sequences), np.arange(sequences)], axis=1)  # the open ones
+        last = self._arena(sequences, attention.block_nbytes)
         offsets = np.arange(sequences + 1, dtype=np.int64) * blocks
         lengths = np.full(sequences, blocks * KV_BLOCK, np.int64)
-        packed = bits is not None
-        seconds = self._seconds(
-            lambda: attention.decode(q, [turn()], [packed], np.ascontiguousarray(table), offsets, lengths, out)
-        )
+        seconds = self._seconds(lambda: attention.decode(q, [last, turn()], table, offsets, lengths, out))
         return Sample(size=nbytes, units=sequences * each, seconds=seconds)
 
     def seal(self, nbytes: int, *, heads: int, head_dim: int, layout: str, bits: int) -> Sample:
@@ -174,9 +173,13 @@ class NativeProbe:
             bits=bits or 4,
         )
 
-    def _random(self, rows: int, columns: int) -> Array:
+    def _states(self, rows: int, columns: int) -> NDArray[np.float32]:
         """Values of the order that norms leave."""
-        values = np.random.default_rng(rows).standard_normal((rows, columns), np.float32)
+        return np.random.default_rng(rows).standard_normal((rows, columns), np.float32)
+
+    def _random(self, rows: int, columns: int) -> Array:
+        """The same of the dtype."""
+        values = self._states(rows, columns)
         return np.ascontiguousarray(cast_dtype(values, WEIGHT_DTYPES["float32"], WEIGHT_DTYPES[self.dtype]))
 
     def _matrix(self, rows: int, columns: int, bits: int | None, name: str) -> Matrix:
@@ -213,7 +216,7 @@ class NativeProbe:
             first = make()
             arrays = [one.array for one in first] if isinstance(first, tuple) else [first]
             copies = max(2, -(-self.rotation_bytes // sum(array.nbytes for array in arrays)))
-            self._operands[key] = [first, *(make() for _ in range(copies - 1))]
+            self._operands[key] = [first, *(_copied(first) for _ in range(copies - 1))]
         following = cycle(self._operands[key])
         return lambda: next(following)
 
@@ -233,6 +236,15 @@ def multiply(matrix: Matrix, x: Array, dtype: str, pool: _core.ThreadPool, *, de
     native = _core.Linear(codes, None, dtype, pool, "auto", packing.encoding, length, "int16", packing.by_inputs)
     (native.forward if decoding else native.forward_many)(x, out)
     return out
+
+
+def _copied(operand: Any) -> Any:
+    """The same in other memory: what takes long to make is made once."""
+    if isinstance(operand, tuple):
+        return tuple(dataclasses.replace(one, array=_copied(one.array)) for one in operand)
+    copy = _core.allocate(operand.nbytes)[: operand.nbytes].view(operand.dtype).reshape(operand.shape)
+    copy[...] = operand
+    return copy
 
 
 def _rate(work: Callable[[], object], seconds: float) -> float:

@@ -69,6 +69,7 @@ class CostModel:
     workload: Workload
     method: Method
     blocks_in_flight: int = 1  # blocks whose cache is held at once: as many as a pipeline has stages
+    policy: Policy | None = None  # that is priced, where it is known
 
     # Sizes, in bytes -------------------------------------------------------------------------------------------
 

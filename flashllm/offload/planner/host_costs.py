@@ -15,7 +15,7 @@ from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.planner.costs import CostModel, Method
 from flashllm.offload.planner.linear import CD, HC, HD, WC, WD, Linear, constant
 from flashllm.offload.planner.packing import WeightPacking, late_layers
-from flashllm.offload.policy import Policy, Workload
+from flashllm.offload.policy import Workload
 from flashllm.offload.runtime.ops import ROWS_TOGETHER
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
 from flashllm.offload.shape import ModelShape
@@ -28,7 +28,6 @@ _SEALED_MULTIPLE = 4096  # bytes that a packed block is padded to
 class HostCostModel(CostModel):
     """As `CostModel`. With a `policy`, what depends on it in leaps is exact; without, it is what most policies do."""
 
-    policy: Policy | None = None
     weight_bits: int = 4  # of packed weights
     cache_bits: int = 4
 
@@ -37,23 +36,22 @@ class HostCostModel(CostModel):
     @property
     def weight_bytes(self) -> float:
         """Bytes of a layer, on the average of all."""
-        shape = self.shape
-        return self._layer_bytes(late=False) + late_layers(shape.layers) / shape.layers * self.late_bytes
+        layers = self.shape.layers
+        return self._layer_bytes(self.shape, late=False) + late_layers(layers) / layers * self.late_bytes
 
     @property
     def largest_layer_bytes(self) -> float:
-        return self._layer_bytes(late=False) + self.late_bytes
+        return self._layer_bytes(self.shape.largest, late=True)
 
     @property
     def late_bytes(self) -> float:
         """Bytes that a late layer has more than another."""
-        return self._layer_bytes(late=True) - self._layer_bytes(late=False)
+        return self._layer_bytes(self.shape, late=True) - self._layer_bytes(self.shape, late=False)
 
-    def _layer_bytes(self, *, late: bool) -> float:
+    def _layer_bytes(self, shape: ModelShape, *, late: bool) -> float:
         """A layer as it is kept."""
         if not self.method.compress_weights:
-            return self.shape.layer_bytes
-        shape = self.shape
+            return shape.layer_bytes
         packing = WeightPacking(bits=self.weight_bits, layers=shape.layers, shares_keys=shape.kv_heads < shape.heads)
         outputs = {"query": shape.query_dim, "key": shape.kv_dim, "value": shape.kv_dim, "up": shape.ffn}
         sizes = {name: (rows, shape.hidden) for name, rows in outputs.items()}
@@ -88,7 +86,7 @@ class HostCostModel(CostModel):
 
     # Compute ---------------------------------------------------------------------------------------------------
 
-    def _products_s(self, params: int, rows: int, *, packed: bool, decoding: bool = False) -> float:
+    def _products_s(self, params: float, rows: float, *, packed: bool, decoding: bool = False) -> float:
         """`rows` token rows through `params` weights, in parts."""
         rate = self.hardware.gemm
         if packed and self.hardware.packed_gemm is not None:
@@ -110,11 +108,12 @@ class HostCostModel(CostModel):
         shape = self.shape
         values = 10 * shape.hidden + 6 * shape.query_dim + 10 * shape.kv_dim + (2 + shape.gated) * shape.ffn_active
         packed = self.method.compress_weights
-        # An expert is multiplied by the tokens that go to it.
-        each = max(1, rows * shape.ffn_active // shape.ffn)
-        dense = shape.layer_params - shape.ffn_params
+        # An expert is multiplied by the tokens that go to it; those that no token goes to are not.
+        used = shape.ffn_active / shape.ffn
+        touched = 1 - (1 - used) ** rows
+        dense, ffn = shape.layer_params - shape.ffn_params, shape.ffn_params * touched
         seconds = self._products_s(dense, rows, packed=packed, decoding=decoding)
-        seconds += self._products_s(shape.ffn_params, each, packed=packed, decoding=decoding)
+        seconds += self._products_s(ffn, rows * used / touched, packed=packed, decoding=decoding)
         return seconds + self._touched_s(rows * values) + self.hardware.square_s
 
     def _seal_s(self, tokens: float) -> Linear:

@@ -30,14 +30,15 @@ def sealed_blocks(model: HostCostModel) -> int:
 def weights(model: HostCostModel) -> tuple[Linear, float]:
     """Weights in memory while a run lasts, and what bringing them there takes besides."""
     shape, layer = model.shape, model.weight_bytes
-    kept = (WG + WC) * (layer * shape.layers) + (WC + WD) * (BUFFERS * layer)
+    buffers = BUFFERS if model.method.overlap else 1
+    kept = (WG + WC) * (layer * shape.layers) + (WC + WD) * (buffers * layer)
     table = shape.vocab * shape.hidden * shape.dtype_bytes
     policy = model.policy
     if policy is not None and policy.wc + policy.wd > 0:  # perhaps with all of what the largest layer has more
-        kept += BUFFERS * (model.largest_layer_bytes - layer)
+        kept += buffers * (model.largest_layer_bytes - layer)
     kept += model.head_bytes if model.head_tier != "d" else 0
     if model.head_tier != "g" and policy is not None:  # it passes the layers' buffers, which it may be larger than
-        kept += BUFFERS * max(0.0, model.head_bytes - (policy.wc + policy.wd) * layer)
+        kept += buffers * max(0.0, model.head_bytes - (policy.wc + policy.wd) * layer)
     embedding_tier = "d" if policy is None else policy.embedding_tier(tied=shape.tied)
     if not shape.tied and embedding_tier != "d":
         kept += table
@@ -46,7 +47,7 @@ def weights(model: HostCostModel) -> tuple[Linear, float]:
     vectors = 6 * shape.hidden + shape.query_dim + 2 * shape.kv_dim + 2 * shape.ffn  # norms and biases, in fp32
     kept += shape.layers * shape.experts * shape.hidden * (4 + shape.dtype_bytes)  # routers, and what experts add
     kept += shape.layers * vectors * 4 + shape.positions * shape.hidden * shape.dtype_bytes
-    return kept, shape.layer_bytes if model.method.compress_weights else 0.0
+    return kept, shape.largest.layer_bytes if model.method.compress_weights else 0.0
 
 
 def cache(model: HostCostModel) -> Linear:
@@ -76,12 +77,11 @@ def states(model: HostCostModel, tokens: int) -> Linear:
 
 def working(shape: ModelShape, rows: int, sequences: int) -> int:
     """The worst of a batch's moments, `rows` tokens of `sequences`: embedding, a layer, head."""
+    shape = shape.largest
     item, wide, part = shape.dtype_bytes, 4, min(rows, ROWS_TOGETHER)
     embedding = rows * 2 * shape.hidden * item + part * 2 * shape.hidden * wide
     states = part * (6 if shape.experts else 4) * shape.hidden * wide
-    # Queries, keys, values and what attention makes of them, as they are computed and as they are kept; a prompt's
-    # queries and results once more.
-    attention = part * (shape.query_dim + shape.kv_dim) * 2 * (wide + item) + part * shape.query_dim * 2 * wide
+    attention = part * (shape.query_dim + shape.kv_dim) * 2 * wide  # queries, keys, values, what is made of them
     widest = max(shape.ffn_active, shape.hidden, shape.query_dim)
     products = part * widest * (wide + 3 * item)  # inputs in fp32 and in the dtype, results, what is rounded
     layer = states + attention + products + part * shape.ffn_active * (1 + shape.gated) * wide
@@ -105,7 +105,9 @@ def host_limits(model: HostCostModel) -> list[tuple[str, Linear, int]]:
         model.method.block_size * model.blocks_in_flight * shape.layers * sealed_blocks(model) * model.sealed_bytes
     )
     on_disk += HD * (model.method.block_size * model.workload.prompt_len * shape.activation_token_bytes)
-    if model.method.compress_weights:  # others are read from the model's own files
+    if not model.method.compress_weights:  # they are read from the model's own files, where they are there
+        on_disk += WD * (shape.assembled * shape.ffn_params * shape.dtype_bytes * shape.layers)
+    else:
         on_disk += WD * (model.weight_bytes * shape.layers)
         if (
             model.policy is not None and model.policy.wd > 0

@@ -51,7 +51,7 @@ class Methods:
     weight_bits: int = 4  # of compressed ones
     cache_bits: int = 4
     attention_sparsity: float = 1.0
-    overlap: bool = True
+    overlap: bool | None = None  # None: as is faster; it takes a second layer's memory
 
 
 def local_hardware(shape: ModelShape, methods: Methods) -> Hardware:
@@ -99,6 +99,7 @@ def plan_policy(
     hardware = local_hardware(shape, methods)
     shape = replace(shape, layers=-(-shape.layers // stages))
     requests = -(-requests // stages)
+    overlap = (methods.overlap,) if methods.overlap is not None else (True,) if methods.accelerated else (True, False)
     # A block larger than the job pays for room that nothing fills.
     batches = tuple(size for size in GPU_BATCHES if size <= max(requests, 1))
     space = SearchSpace(
@@ -109,7 +110,7 @@ def plan_policy(
         weight_bits=methods.weight_bits,
         cache_bits=methods.cache_bits,
         attention_sparsity=methods.attention_sparsity,
-        overlap=methods.overlap,
+        overlap=overlap,
         blocks_in_flight=stages,
         cpu_attention=(True,),  # what the runtime does with a cache beside the device
     )

@@ -25,10 +25,11 @@ def _weight_bytes(model: CostModel) -> float:
 
 def device_peaks(model: CostModel) -> list[Linear]:
     """Device bytes in prefill and after it, one form for each moment that may be the worst (gpu_peak of A.3)."""
-    m, shape, dt = model.method, model.shape, model.shape.dtype_bytes
+    m, shape, dt = model.method, model.shape.largest, model.shape.dtype_bytes
     s, total, gbs = model.workload.prompt_len, model.workload.full_context, m.gpu_batch
     # Two layers in flight, the one computed and the one arriving; the output head arrives when no layer does.
-    arriving = (WC + WD) * max(2 * model.weight_bytes, model.head_bytes)
+    most = shape.layer_bytes / model.shape.layer_bytes * model.weight_bytes
+    arriving = (WC + WD) * max(2 * most, model.head_bytes)
     expanded = max(shape.matrix_params) * dt if m.compress_weights else 0  # one matrix at a time, in 16 bits
     logits = gbs * shape.vocab * dt
 

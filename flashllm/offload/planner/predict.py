@@ -6,7 +6,7 @@ from typing import Any
 
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.planner.costs import STAGES, CostModel, Method
-from flashllm.offload.planner.host_costs import HostCostModel, cost_model
+from flashllm.offload.planner.host_costs import cost_model
 from flashllm.offload.planner.peaks import memory_limits
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.shape import ModelShape
@@ -62,8 +62,7 @@ def predict(
 
 def price(model: CostModel, policy: Policy) -> Prediction:
     """As `predict`, for a cost model already made for the policy's method."""
-    if isinstance(model, HostCostModel):
-        model = dataclasses.replace(model, policy=policy)
+    model = dataclasses.replace(model, policy=policy)
     x, layers, block = policy.placement, model.shape.layers, policy.block_size
     n = model.workload.gen_len
     head = max(form.value(x) for form in model.head_bounds())

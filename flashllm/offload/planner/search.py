@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,7 @@ class SearchSpace:
     compress_weights: bool = False
     compress_cache: bool = False
     attention_sparsity: float = 1.0
-    overlap: bool = True
+    overlap: tuple[bool, ...] = (True,)
     weight_bits: int = 4  # of compressed weights
     cache_bits: int = 4
     blocks_in_flight: int = 1  # of a pipeline: its stages
@@ -47,8 +47,8 @@ class SearchSpace:
     constraints: Constraints = field(default_factory=Constraints)
 
     def __post_init__(self) -> None:
-        if not (self.gpu_batches and self.num_batches and self.cpu_attention):
-            raise ValueError("gpu_batches, num_batches and cpu_attention must not be empty")
+        if not (self.gpu_batches and self.num_batches and self.cpu_attention and self.overlap):
+            raise ValueError("gpu_batches, num_batches, cpu_attention and overlap must not be empty")
         if self.blocks_in_flight < 1:
             raise ValueError(f"blocks_in_flight must be positive, not {self.blocks_in_flight!r}")
         if min(self.gpu_batches) < 1 or min(self.num_batches) < 1:
@@ -62,7 +62,7 @@ class SearchSpace:
                 yield from self.methods_of(gpu_batch, num_batches)
 
     def methods_of(self, gpu_batch: int, num_batches: int) -> Iterator[Method]:
-        for cpu_attention in self.cpu_attention:
+        for cpu_attention, overlap in product(self.cpu_attention, self.overlap):
             yield Method(
                 gpu_batch=gpu_batch,
                 num_batches=num_batches,
@@ -70,7 +70,7 @@ class SearchSpace:
                 compress_cache=self.compress_cache,
                 cpu_attention=cpu_attention,
                 attention_sparsity=self.attention_sparsity,
-                overlap=self.overlap,
+                overlap=overlap,
             )
 
     def model(self, shape: ModelShape, hardware: Hardware, workload: Workload, method: Method) -> CostModel:
@@ -141,7 +141,11 @@ def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: Sea
             nearest = best.program.nearest(best.bound * block)
             policy = best.program.policy(best.rounded if nearest is None else nearest)
             prediction = price(best.program.model, policy)
-            if prediction.over:  # re-checked after rounding; the margin in the program leaves nothing to find here
+            if prediction.over:  # what its leaps take (HostCostModel) was not counted: once more with that
+                if best.program.model.policy is None:
+                    exact = dataclasses.replace(best.program.model, policy=policy)
+                    program = PlacementProgram(exact, space.constraints)
+                    heapq.heappush(heap, _Candidate(best.bound, next(ticket), program))
                 continue
             return Plan(
                 policy=policy,

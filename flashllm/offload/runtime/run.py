@@ -241,7 +241,7 @@ class _Run:
             self._is_ending = lambda: executor.is_ending
             self._began = self._prefilled = time.perf_counter()
             try:
-                executor.run(tasks(self._steps()))
+                executor.run(tasks(self._steps(), buffers=self.r._weights.plan.staging_buffers))
             finally:
                 with self.r._lock:
                     self.r._executor = None

@@ -44,6 +44,8 @@ def models(tmp_path_factory):
         "opt": (make_tiny_opt(root / "opt", num_layers=5, context=192, dtype="float16"), 5),
         "mixture": (make_checkpoint(root / "mixture", VARIANTS["qwen2_moe and a dense layer"]), 3),
         "llama tied": (make_checkpoint(root / "llama", VARIANTS["llama tied"], dtype="bfloat16"), 3),
+        "bloom": (make_checkpoint(root / "bloom", VARIANTS["bloom six heads"], dtype="float16"), 3),
+        "bitnet": (make_checkpoint(root / "bitnet", VARIANTS["bitnet tied, biases"], dtype="bfloat16"), 3),
     }
 
 
@@ -127,6 +129,8 @@ def alone(model, tmp_path, chosen):
 CASES = [
     (2, "llama tied", {}),
     (2, "mixture", {}),
+    (2, "bloom", {}),
+    (3, "bitnet", {}),
     (2, "opt", {"tiers": DEVICE, "gpu_batch": 9, "num_batches": 1}),
     (3, "opt", {"overlap": False, "compress_weights": True, "compress_cache": True}),
     (4, "opt", {}),

@@ -25,7 +25,7 @@ from flashllm.offload.runtime.accelerator.codec import (
     restore,
     unpack_codes,
 )
-from flashllm.offload.runtime.accelerator.device import Tensor, TorchDevice
+from flashllm.offload.runtime.accelerator.device import Tensor, TorchDevice, host_tensor
 from flashllm.offload.runtime.ops import Projected
 from flashllm.offload.runtime.tasks import Task
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK, Arrangement, Place
@@ -210,8 +210,7 @@ class SplitKv:
                 mine.values[task.step.layer].fill(row, values)
         others = sum(place.prompt for place in places[: mine.count])
         if others < first:
-            to_host = self._device.to_host
-            self._beside.keep_prompt(task, to_host(made.keys[others:]), to_host(made.values[others:]))
+            self._beside.keep_prompt(task, self._wide(made.keys[others:]), self._wide(made.values[others:]))
 
     def store_prompt(self, task: Task) -> None:
         self._beside.store_prompt(task)
@@ -241,7 +240,7 @@ class SplitKv:
         count = len(step.rows)
         others = None
         if count < len(out):
-            others = Projected(*(self._device.to_host(x[count:]) for x in made))
+            others = Projected(*(self._wide(x[count:]) for x in made))
         if count:  # only begun here: the device works while the CPU attends to the others
             self._attend_step(step, mine, task.step.layer, Projected(*(x[:count] for x in made)), out[:count])
         if others is not None:
@@ -251,6 +250,11 @@ class SplitKv:
 
     def store_step(self, task: Task) -> None:
         self._beside.store_step(task)
+
+    def _wide(self, x: Tensor) -> NDArray[np.float32]:
+        """A copy beside the device, in fp32, as the core takes it."""
+        wide: NDArray[np.float32] = host_tensor(self._device.to_host(x)).float().numpy()
+        return wide
 
     # On the device -------------------------------------------------------------------------------------------------
 
@@ -316,7 +320,7 @@ class SplitKv:
         )
 
     def _attend_sparsely(self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor, step: _Step) -> Tensor:
-        """As csrc/offload/batch_attention.h: a softmax over all, values of the heaviest positions and of the last."""
+        """As csrc/attention/attention.h: a softmax over all, values of the heaviest positions and of the last."""
         scores = torch.matmul(queries.float(), keys.float().transpose(-1, -2))
         weights = scores.masked_fill(~valid[:, None, None, :], -torch.inf).softmax(-1)
         kept = np.ceil(self._share * step.lengths_here).astype(np.int64)

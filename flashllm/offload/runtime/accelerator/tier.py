@@ -84,7 +84,8 @@ class AcceleratorTier:
         on_device = working_nbytes(self._shape, rows, sequences, positions, packs=packs, sparse=sparse)
         # On their way out: keys and values of a prompt, and its states.
         on_disk = KvCache.disk_nbytes(attention, beside, layers=layers)
-        passing = others * self._shape.kv_token_bytes + rows * self._shape.activation_token_bytes
+        wide = self._shape.kv_token_bytes // self._shape.dtype_bytes * 4  # as the core takes them
+        passing = others * (self._shape.kv_token_bytes + wide) + rows * self._shape.activation_token_bytes
         return states_need(whole, self._shape) + Need(
             device=SplitKv.nbytes(self._format, whole, layers=layers) + on_device,
             cpu=KvCache.nbytes(attention, beside, layers=layers) + passing + sequences * self._shape.vocab * 4,

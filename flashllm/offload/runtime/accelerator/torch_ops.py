@@ -197,6 +197,7 @@ def working_nbytes(
     shape: ModelShape, rows: int, sequences: int, positions: int, *, packs: tuple[bool, bool], sparse: bool
 ) -> int:
     """Bytes that torch takes of the device for a batch's worst moment: `packs` of weights and cache."""
+    shape = shape.largest
     item, wide, part = shape.dtype_bytes, 4, min(rows, ROWS_TOGETHER)
     attention = rows * (2 * shape.query_dim + 2 * shape.kv_dim) * item
     inputs = part * max(shape.ffn, shape.hidden, shape.query_dim) * wide

@@ -76,8 +76,9 @@ class KvCache:
     ) -> None:
         """Keep the keys and values of some tokens of a batch's prompts, and attend: causal, prompt by prompt.
 
-        The prompts follow each other, and these are the tokens from number `first` on. out: [tokens, heads * head_dim]
-        of the model's dtype. `window`: positions that a token sees, 0 for all; `sinks` [heads]: scores of no position.
+        The prompts follow each other, and these are the tokens from number `first` on. Arrays are fp32, queries, keys
+        and values of the model's dtype; out: [tokens, heads * head_dim]. `window`: positions that a token sees, 0 for
+        all; `sinks` [heads]: scores of no position.
         """
         self.keep_prompt(task, made.keys, made.values, first)
         for place, rows, positions in self._pieces(task, first, len(out)):
@@ -181,7 +182,6 @@ class KvCache:
         self._attention.decode(
             made.queries,
             [self._open, self._sealed, self._staged[task.square]],
-            [False, True, True],
             table,
             step.offsets[first : few.stop + 1],
             positions.astype(np.int64) + 1,

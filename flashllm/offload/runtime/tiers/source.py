@@ -35,7 +35,7 @@ from flashllm.format.model_dir import ModelDir, read_plane
 from flashllm.format.model_files import FFN, RESIDENT, checksums_tensor, ffn_tensor, resident_encoding
 from flashllm.format.rows import RowEncoding, row_checksums, unpack_rows, widened
 from flashllm.format.safetensors import SafetensorsFile, TensorInfo, open_safetensors
-from flashllm.offload.shape import ModelShape
+from flashllm.offload.shape import ModelShape, is_assembled, shape_of
 from flashllm.offload.stages import Stage, whole
 
 Array = NDArray[Any]
@@ -93,23 +93,9 @@ class WeightSource(ABC):
     @property
     def model_shape(self) -> ModelShape:
         """The stage's sizes."""
-        arch, block = self.architecture, self.block
-        return ModelShape(
-            name=self.path.name,
-            layers=self.num_layers,
-            hidden=block.d_model,
-            ffn=max(arch.every_width),
-            active=arch.cycle,
-            experts=arch.experts,
-            heads=block.heads,
-            kv_heads=block.kv_heads,
-            head_dim=block.head_dim,
-            vocab=block.vocab_size,
-            gated=arch.gated,
-            tied=block.tied_head,
-            dtype_bytes=self.dtype.itemsize,
-            dtype=self.dtype.name,
-        )
+        layers, assembled = range(self.stage.first, self.stage.end), is_assembled(self.path)
+        arch, dtype = self.architecture, self.dtype.name
+        return shape_of(arch, self.block, layers, name=self.path.name, dtype=dtype, assembled=assembled)
 
     def extent(self, name: str) -> Extent | None:
         """The place of the tensor as it is; None where it must be read with `read`."""

@@ -14,11 +14,11 @@ from flashllm.base.group_codes import GROUP_CODES
 from flashllm.errors import UsageError
 from flashllm.offload.planner.packing import PACKED_BITS, Packing, WeightPacking
 from flashllm.offload.policy import Policy
+from flashllm.offload.runtime.tasks import BUFFERS
 from flashllm.offload.runtime.tiers.scratch import ALIGNMENT, round_up
 from flashllm.offload.runtime.tiers.source import Extent, WeightSource, matrix_name
 
 DEVICE, CPU, DISK = "g", "c", "d"  # tiers, as policy.py names them
-STAGING_BUFFERS = 2  # the layer computed with, and the one that arrives
 GATHERED_ROWS = 1024  # rows of the embedding read at a time
 
 
@@ -64,7 +64,7 @@ class WeightPlan:
     bits: int | None  # of the layers' matrices
     buffer_nbytes: int  # one staging buffer
     read_nbytes: int  # of it what comes from the disk, which lies first
-    staging_buffers: int
+    staging_buffers: int  # one where no layer arrives while another is computed with
     gather_nbytes: int  # where rows of an embedding on disk are read to
     small_nbytes: int  # norms, biases, positions, projections
     device_nbytes: int  # tensors at home on the device, with those
@@ -121,7 +121,6 @@ def plan_weights(
     policy: Policy,
     *,
     bits: int | None = None,
-    staging_buffers: int = STAGING_BUFFERS,
 ) -> WeightPlan:
     """Give each tensor of the model a place under `policy`, its layers' matrices in `bits` bits (None: as they are).
 
@@ -153,7 +152,7 @@ def plan_weights(
         bits=bits,
         buffer_nbytes=layout.buffer_nbytes,
         read_nbytes=layout.read_nbytes,
-        staging_buffers=staging_buffers,
+        staging_buffers=BUFFERS if policy.overlap else 1,
         gather_nbytes=GATHERED_ROWS * gather_stride(source) if table == DISK and source.stage.is_first else 0,
         small_nbytes=small,
         device_nbytes=layout.held[DEVICE] + small,
