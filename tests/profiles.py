@@ -1,8 +1,17 @@
-"""Profiles for tests: made up, whole, and easy to change."""
+"""Profiles for tests: made up, whole, and easy to change; and a measurement that takes no time."""
 
+from flashllm.profile.calibrate import CalibrationOptions
 from flashllm.profile.costs import ReaderCosts
 from flashllm.profile.machine import BatchRates, Profile
 from flashllm.profile.rates import RateCurve
+from flashllm.profile.reads import ReadOptions
+
+TINY = CalibrationOptions(
+    reads=ReadOptions(
+        sizes=(4096, 8192), requests=(2, 4), beside=8, batch_nbytes=1 << 16, gaps=(4096,), pairs=2, again=1
+    ),
+    dram_nbytes=1 << 20, gemv_nbytes=1 << 16, write_nbytes=1 << 20, read_s=60.0, memory_s=0.0, rounds=2,
+)  # fmt: skip
 
 BATCHES = BatchRates(
     gemm=RateCurve(((1, 1e10), (64, 1e11))), packed_gemm=RateCurve.flat(0.9e11),

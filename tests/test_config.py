@@ -59,6 +59,12 @@ def test_everything_that_can_be_given():
         ({"direct": 1}, "direct must be True or False, not 1"),
         ({"verify_checksums": None}, "verify_checksums must be True or False"),
         ({"ablation": None}, "ablation must be an Ablation"),
+        ({"ablation": {}}, "ablation must be an Ablation"),
+        ({"prompts": "exact"}, "prompts must be one of dense, sparse, not 'exact'"),
+        ({"threads": 2.0}, "--threads must be a whole number"),
+        ({"mode": []}, "--mode must be one of"),
+        ({"speculate": 3}, "--speculate must be"),
+        ({"cache_policy": b"window"}, "cache_policy must be one of"),
     ],
     ids=str,
 )

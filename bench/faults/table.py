@@ -5,8 +5,8 @@
     python bench/faults/table.py --from reads=F.json takes a part's document instead of running it
 
 Parts: defects (their tests), calls (every system call fails in turn), sampled (500 calls of longer work), reads,
-completions (of io_uring), deaths, mutations, commands, handmade, metadata (of GGUF files), limits, lowered, flat; and
-large, the limits of models that must be made first (tools/make_synthetic_model.py), so its document is always given.
+completions (of io_uring), deaths, mutations, commands, metadata (of GGUF files), limits, lowered, flat; and large, the
+limits of models that must be made first (tools/make_synthetic_model.py), so its document is always given.
 Limits want root.
 """
 
@@ -29,7 +29,6 @@ COMMANDS = {
     "deaths": ["tests/faults/kills.py"],
     "mutations": ["tests/faults/mutations.py", "--each", "3300"],
     "commands": ["tests/faults/mutations.py", "--command", "500"],
-    "handmade": ["tests/faults/mutations.py", "--handmade"],
     "metadata": ["tests/faults/metadata.py"],
     "limits": ["bench/faults/limits.py", "need", DEMO],
     "large": ["bench/faults/limits.py", "need", "OPT-1.3B", "OPT-6.7B", "--load", "8"],

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from arch_models import LAYERS, VARIANTS, give_widths, make_config
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, OPTConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto import modeling_auto
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -50,25 +50,6 @@ def test_a_llama_config_is_understood():
     assert not resolve(LLAMA).sparse
     assert resolve({**LLAMA, "hidden_act": "relu", "mlp_bias": True}).ffn_bias
     assert resolve({**LLAMA, "hidden_act": "relu"}).matrices == ("up", "gate", "down")
-
-
-@pytest.mark.parametrize(
-    ("model_type", "theirs", "width"), [("opt", OPTConfig(), "ffn_dim"), ("llama", LlamaConfig(), "intermediate_size")]
-)
-def test_missing_keys_have_transformers_defaults(model_type, theirs, width):
-    ours, block, spec = (
-        resolve({"model_type": model_type}),
-        block_spec({"model_type": model_type}),
-        ARCHITECTURES[model_type],
-    )
-    assert (ours.num_layers, ours.d_model) == (theirs.num_hidden_layers, theirs.hidden_size)
-    assert ours.d_ff == getattr(theirs, width)
-    assert (block.context, block.vocab_size) == (theirs.max_position_embeddings, theirs.vocab_size)
-    assert block.heads == block.kv_heads == theirs.num_attention_heads
-    assert block.tied_head == theirs.tie_word_embeddings
-    for key, value in spec.defaults.items():
-        assert value is None or getattr(theirs, key) == value, key
-    assert resolve(theirs.to_dict()) == ours
 
 
 # What people most often bring that does not run: each is told what it is and what would help.
@@ -439,12 +420,3 @@ def test_rotary_frequencies_are_those_of_transformers(rope):
     # As transformers saves it today, the config means the same.
     saved = block_spec(complete_config(theirs.to_dict()))
     assert saved == block
-
-
-def test_llama_3s_rule_keeps_blends_and_stretches():
-    plain = block_spec({**LLAMA, "head_dim": 128, "rope_theta": 5e5}).rotary[0].inverse_frequency
-    scaled = block_spec({**LLAMA, "head_dim": 128, **ROPES[4]}).rotary[0].inverse_frequency
-    ratios = [a / b for a, b in zip(plain, scaled, strict=True)]
-    assert ratios[0] == 1
-    assert ratios[-1] == pytest.approx(8)
-    assert any(1.01 < ratio < 7.9 for ratio in ratios)

@@ -7,10 +7,8 @@ import pytest
 import torch
 from arch_models import Variant, make_checkpoint
 from arch_reference import ReferenceDecoder
-from generating import greedy
 from gguf_files import write_gguf
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 from flashllm.base.codes.carried import PACKED_AS
 from flashllm.cli import main
@@ -18,12 +16,11 @@ from flashllm.config import Ablation, RunConfig
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
-from flashllm.errors import FormatError, UnsupportedModelError, UsageError
+from flashllm.errors import FormatError, UsageError
 from flashllm.format.install import change_manifest
 from flashllm.format.manifest import MANIFEST, Manifest
 from flashllm.format.report.inspect import format_inspection, inspect
 from flashllm.format.report.verify import verify
-from flashllm.hf.model import FlashModel
 from flashllm.offload.runtime.tiers.source import open_weights
 
 ENCODED_AS = {
@@ -112,16 +109,6 @@ def test_every_weight_and_every_logit_is_the_files(tmp_path, kind):
             expected.read({tensor: two})
             np.testing.assert_array_equal(one, two, err_msg=tensor)
     np.testing.assert_array_equal(logits_of(tmp_path / "kept", "dense"), logits_of(tmp_path / "wide", "dense"))
-
-
-@pytest.mark.parametrize("kind", ["Q4_0", mixed], ids=["Q4_0", "mixed"])
-def test_tokens_are_those_of_the_dequantised_model(tmp_path, kind):
-    path, folder = make(tmp_path, kind)
-    convert(path, tmp_path / "kept", dtype="float32", activations="float32", keep=True)
-    ids = torch.randint(5, 290, (1, 12), generator=torch.Generator().manual_seed(1))
-    expected = greedy(AutoModelForCausalLM.from_pretrained(folder).eval(), ids)
-    with FlashModel.from_pretrained(tmp_path / "kept", threads=2, io_threads=4) as model:
-        assert greedy(model, ids) == expected
 
 
 @pytest.mark.parametrize("kind", ["Q5_0", "Q6_K", mixed], ids=["Q5_0", "Q6_K", "mixed"])
@@ -252,12 +239,3 @@ def test_a_scale_that_is_no_number_is_named(tmp_path):
 
 def test_codes_are_packed_and_unpacked():
     assert set(ENCODED_AS.values()) == set(PACKED_AS)
-
-
-@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])
-def test_folders_of_codes_are_refused(tmp_path, method):
-    folder = make_checkpoint(tmp_path / "hf", Variant("llama", {}))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
-    with pytest.raises(UnsupportedModelError, match=f"in codes \\({method}\\).*GGUF file of it, whose bits are kept"):
-        convert(folder, tmp_path / "model")

@@ -1,8 +1,6 @@
 """What a folder is that a user names as a model, and what is said of one that is none."""
 
 import pytest
-from arch_models import VARIANTS, make_checkpoint
-from gguf_files import write_gguf
 
 from flashllm.cli import main
 from flashllm.convert.locate import find_checkpoint, resolve_model
@@ -36,12 +34,6 @@ def test_a_damaged_model_directory_is_opened_to_say_what_is_wrong(tmp_path):
         folder.mkdir()
         (folder / file).touch()
         assert resolve_model(str(folder)) == folder
-
-
-def test_a_gguf_file_in_capitals(tmp_path):
-    path = write_gguf(make_checkpoint(tmp_path / "hf", VARIANTS["llama"]), tmp_path / "MODEL.GGUF")
-    assert find_checkpoint(str(path)) == (path, None)
-    assert main(["convert", str(path), str(tmp_path / "model")]) == 0
 
 
 @pytest.mark.parametrize("address", ["hf.co/foo/bar:Q4_K_M", "hf.co/foo", "https://huggingface.co/datasets/foo/bar"])

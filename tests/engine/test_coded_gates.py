@@ -10,7 +10,6 @@ from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.convert.untrained.predictor import GATE_RECALL, coded_gate
 from flashllm.engine.model import Model
-from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest, predictor_ranks
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import PREDICTORS
@@ -129,12 +128,6 @@ def test_a_conversion_says_and_counts_them(directory_of):
     plan = plan_memory(manifest, model.block, limit=None, available=2**34, process=60_000_000, context=64)
     assert plan.predictors == manifest.files[PREDICTORS].nbytes
     assert "the gate in 4 bits" in format_inspection(inspect(directory))
-
-
-def test_a_model_without_gates_has_none_to_code(tmp_path):
-    source = make_checkpoint(tmp_path / "hf", VARIANTS["opt"])
-    with pytest.raises(UsageError, match="has no gate, which --gate and --sparsify need"):
-        convert(source, tmp_path / "model", gate="4bit")
 
 
 @pytest.mark.parametrize(

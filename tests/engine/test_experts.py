@@ -18,7 +18,6 @@ from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, RESIDENT
 from flashllm.format.report.inspect import format_inspection, inspect
 from flashllm.format.report.verify import verify
-from flashllm.hf.model import FlashModel
 from flashllm.plan.resolve import resolve
 
 COUNT, CHOSEN, SIZE = 8, 3, 48  # of arch_models' tiny mixtures
@@ -190,18 +189,6 @@ def test_threads_and_interruptions_change_no_bit(directory):
         np.testing.assert_array_equal(generated(model, ids(20)), expected)
 
 
-def test_hugging_faces_generate_gives_transformers_tokens(tiny):
-    prompt = torch.tensor([ids(15)])
-    kind = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
-    expected = open_model(tiny[0]).generate(prompt, **kind)
-    model = FlashModel.from_pretrained(tiny[1], threads=1, io_threads=4)
-    try:
-        assert model.generate(prompt, **kind).tolist() == expected.tolist()
-        assert model.num_parameters() == sum(each.numel() for each in open_model(tiny[0]).parameters())
-    finally:
-        model.engine.close()
-
-
 def test_sparse_prompts_are_a_token_after_the_other(directory, tiny):
     prompt = ids(30)
     with torch.no_grad():
@@ -209,16 +196,6 @@ def test_sparse_prompts_are_a_token_after_the_other(directory, tiny):
     with opened(directory, prompts="sparse") as model, model.new_sequence() as sequence:
         rows = model.step([(sequence, prompt)], all_logits=True)
     np.testing.assert_allclose(rows, expected, atol=2e-4, rtol=0)
-
-
-@pytest.mark.parametrize("encoding", ["int8_32", "int4_32"])
-def test_experts_in_fewer_bits_run(tiny, tmp_path, encoding):
-    convert(tiny[0], tmp_path / "coded", dtype="bfloat16", encoding=encoding)
-    with opened(tmp_path / "coded") as model:
-        first = generated(model, ids(20))
-    with opened(tmp_path / "coded", cache_rows=64) as model:
-        np.testing.assert_array_equal(generated(model, ids(20)), first)
-    assert np.isfinite(first).all()
 
 
 def test_relu_experts_leave_neurons_out_within_them(variant_of):

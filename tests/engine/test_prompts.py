@@ -92,8 +92,3 @@ def test_a_long_sparse_prompt_can_be_ended(directory):
 def test_a_dense_run_has_no_sparse_prompts(variant_of, mode):
     with pytest.raises(UsageError, match="sparse prompts need mode sparse or oracle"):
         load(variant_of("llama")[1], mode=mode, prompts="sparse")
-
-
-def test_other_words_are_refused():
-    with pytest.raises(UsageError, match="prompts must be one of dense, sparse, not 'exact'"):
-        RunConfig(prompts="exact")

@@ -2,10 +2,8 @@
 
 import gc
 import shutil
-import threading
 
 import numpy as np
-import psutil
 import pytest
 from arch_models import CONTEXT, make_model
 
@@ -229,37 +227,7 @@ def test_more_sequences_than_fit(load, directory_of, monkeypatch):
     assert np.array_equal(alone(model, [5, 6], [7]), expected)
 
 
-def test_a_closed_model_holds_nothing(directory_of):
-    process, before = psutil.Process(), None
-    for _ in range(8):
-        model = Model.open(directory_of("opt"), RunConfig(io_threads=4))
-        model.step([(model.new_sequence(), ids_of(30))])
-        model.close()
-        del model
-        gc.collect()
-        if before is None:
-            before = process.num_threads(), len(process.open_files())
-    assert (process.num_threads(), len(process.open_files())) == before
-
-
 # Passes that do not finish
-
-
-def test_two_threads_take_turns(load):
-    model, results = load(), {}
-    prompts = {index: ids_of(20 + index, index) for index in range(4)}
-    expected = {index: alone(model, prompt, [7, 8, 9]) for index, prompt in prompts.items()}
-
-    def run(index):
-        results[index] = alone(model, prompts[index], [7, 8, 9])
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in prompts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index, logits in expected.items():
-        assert np.array_equal(results[index], logits)
 
 
 def test_unreadable_rows_name_the_layer(tmp_path):

@@ -3,7 +3,6 @@ second that names the file; nothing dies, hangs, or takes memory for what a numb
 
     python tests/faults/mutations.py --each 10000            so many of every kind, in one process
     python tests/faults/mutations.py --command 500           so many model directories through `flashllm inspect`
-    python tests/faults/mutations.py --handmade              those of handmade.py
 
 Mutations are of bytes, of JSON tokens (numbers to extremes, values to other types), and of lengths; those of a model
 directory get the right hashes, as whoever makes one on purpose writes them. The last line is one JSON document.
@@ -26,7 +25,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from handmade import CASES, Case
 from kinds import Kind
 from operations import BUG
 from written import every_kind
@@ -172,22 +170,6 @@ def sweep(kinds: dict[str, Kind], each: int, seed: int, keep: Path | None) -> di
     return {"bad": sum(row["tried"] - row["survived"] for row in table), "table": table, "problems": problems}
 
 
-def by_hand(kinds: dict[str, Kind], cases: dict[str, Case]) -> dict[str, Any]:
-    """The cases of handmade.py, each refused with the words it must say."""
-    problems, memory = [], 0
-    for name, case in cases.items():
-        kind = kinds[case.kind]
-        verdict(kind, kind.base)  # what is imported on first use is not the input's
-        forget_peak()
-        before = memory_nbytes("VmRSS")
-        result, said = verdict(kind, case.change(kind.base))
-        memory = memory_nbytes("VmHWM") - before
-        if result != "refused" or case.says not in said or memory > MOST_MEMORY:
-            problems.append({"kind": name, "result": result, "said": said, "memory": memory})
-    row = {"fault": "malformed by hand", "tried": len(cases), "survived": len(cases) - len(problems)}
-    return {"bad": len(problems), "table": [row], "problems": problems}
-
-
 def flashllm(*words: object) -> tuple[int, str]:
     """The exit status of a command in a forked child, and what it says on standard error."""
     with tempfile.TemporaryFile() as said:
@@ -237,7 +219,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--each", type=int, default=0, help="mutations of every kind")
     parser.add_argument("--command", type=int, default=0, help="mutations that go through the command")
-    parser.add_argument("--handmade", action="store_true", help="the inputs made by hand")
     parser.add_argument("--only", nargs="*", help="parts of kinds' names")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="a folder for inputs that ended badly")
@@ -252,8 +233,6 @@ def main(argv: list[str] | None = None) -> int:
         }
         if args.each:
             results.append(sweep(chosen, args.each, args.seed, args.keep))
-        if args.handmade:
-            results.append(by_hand(kinds, CASES))
         if args.command:
             results.append(through_the_command(chosen, Path(folder), args.command, args.seed))
     merged: dict[str, Any] = {

@@ -1,24 +1,14 @@
-"""Chat templates: the same text as transformers renders, in a sandbox, with an end."""
+"""Chat templates: what one may be, and may not do. What the usual ones render is in test_templates_apart.py."""
 
 import datetime
 
 import pytest
+from chat_templates import FAMILIES
 from tiny_models import make_tokenizer
 
 from flashllm.errors import FormatError, UsageError
 from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
-
-CHATML = """{% for message in messages %}
-{% if loop.first and message.role != 'system' %}
-<|im_start|>system
-You are helpful.<|im_end|>
-{% endif %}
-{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}
-{% endfor %}
-{% if add_generation_prompt %}
-{{ '<|im_start|>assistant\n' }}
-{% endif %}"""
 
 INST = """{%- if messages[0]['role'] == 'system' -%}
     {%- set rest = messages[1:] -%}
@@ -38,78 +28,12 @@ INST = """{%- if messages[0]['role'] == 'system' -%}
     {%- endif -%}
 {%- endfor -%}"""
 
-HEADERS = """{{- bos_token }}
-{%- set ns = namespace(first=true, shown=0) %}
-{%- set date = strftime_now("%d %b %Y") %}
-{%- macro header(role) -%}
-<|start_header_id|>{{ role }}<|end_header_id|>
-
-{% endmacro %}
-{{- header("system") }}Today: {{ date }}
-{%- for message in messages %}
-    {%- if message.role == "system" and not ns.first %}{% continue %}{% endif %}
-    {%- if loop.index0 > 7 %}{% break %}{% endif %}
-    {%- set ns.first = false %}{% set ns.shown = ns.shown + 1 %}
-    {{- header(message.role) + message.content | trim }}<|eot_id|>
-{%- endfor %}
-{%- if tools is not none %}{{ tools | tojson(indent=4) }}{% endif %}
-{%- if add_generation_prompt %}
-    {{- header("assistant") }}
-{%- endif %}"""
-
-ZEPHYR = """{% for message in messages %}
-{% if message['role'] == 'user' %}
-{{ '<|user|>\n' + message['content'] + eos_token }}
-{% elif message['role'] == 'system' %}
-{{ '<|system|>\n' + message['content'] + eos_token }}
-{% elif message['role'] == 'assistant' %}
-{{ '<|assistant|>\n'  + message['content'] + eos_token }}
-{% endif %}
-{% if loop.last and add_generation_prompt %}
-{{ '<|assistant|>' }}
-{% endif %}
-{% endfor %}"""
-
-MARKED = """{%- for m in messages -%}
-{%- if m.role == 'assistant' -%}
-{%- generation -%}A({{ m.content }}){{ eos_token }}{%- endgeneration -%}
-{%- else -%}{{ m | tojson }}{{ dict(a=1, b=m.content[:2]) | tojson }}{{ m.content.split(' ') | join('/') | upper }}
-{%- endif -%}
-{%- endfor -%}{{ '' if x is defined else '!' }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}"""
-
-TEMPLATES = {"chatml": CHATML, "inst": INST, "headers": HEADERS, "zephyr": ZEPHYR, "marked": MARKED}
 USER = {"role": "user", "content": ' Hello <b>there</b> & é "you"\n'}
-CONVERSATIONS = {
-    "one turn": [USER],
-    "with a system": [{"role": "system", "content": "Be brief."}, USER],
-    "several turns": [
-        {"role": "system", "content": "Be\nbrief."},
-        USER,
-        {"role": "assistant", "content": "Hi! "},
-        {"role": "user", "content": "日本 🙂 {{ 1 + 1 }} {% raise %}"},
-    ],
-}
 
 
 @pytest.fixture(scope="module")
 def theirs():
     return make_tokenizer(300)
-
-
-@pytest.mark.parametrize("conversation", CONVERSATIONS)
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("add_generation_prompt", [True, False])
-def test_the_text_and_the_ids_are_those_of_transformers(theirs, template, conversation, add_generation_prompt):
-    given = {"chat_template": TEMPLATES[template], "add_generation_prompt": add_generation_prompt}
-    messages = CONVERSATIONS[conversation]
-    ours = Tokenizer(theirs.backend_tokenizer, special=theirs.special_tokens_map)
-    rendered = ChatTemplate(TEMPLATES[template], "here", ours.special).render(
-        messages, add_generation_prompt=add_generation_prompt
-    )
-    assert rendered == theirs.apply_chat_template(messages, tokenize=False, **given)
-    ids = theirs.apply_chat_template(messages, tokenize=True, **given)["input_ids"]
-    assert ours.encode(rendered, add_special=False) == ids
-    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
 def test_the_conversation_is_left_as_it_was():
@@ -178,9 +102,9 @@ def test_what_python_keeps_for_itself_is_not_shown(hidden):
 
 def test_a_long_conversation_is_far_from_the_bounds():
     messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 50} for i in range(2001)]
-    for template in TEMPLATES.values():
-        text = ChatTemplate(template, "dir", {"bos_token": "<s>", "eos_token": "</s>"}).render(messages)
-        assert text.count("word") in (50 * 2001, 50 * 8, 150 * 1001 + 50 * 1000)
+    for name in ("mistral", "qwen-3", "gpt-oss"):
+        with ChatTemplate(FAMILIES[name], "dir", {"bos_token": "<s>", "eos_token": "</s>"}) as template:
+            assert template.render(messages).count("word") == 50 * 2001
 
 
 def test_of_several_templates_the_default_is_taken(theirs):

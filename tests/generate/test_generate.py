@@ -85,40 +85,6 @@ def test_sampling_repeats_with_a_seed_and_differs_without(session):
     assert len({tuple(output) for output in outputs}) == 4
 
 
-def test_filters_narrow_the_choice_to_the_greedy_one(session):
-    greedy = session()
-    expected = run(greedy.stream(PROMPTS[0]))[0]
-    for options in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-6}):
-        narrowed = session(greedy.model, **{"temperature": 1.0, "seed": 0, **options})
-        assert run(narrowed.stream(PROMPTS[0]))[0] == expected
-
-
-def test_a_repetition_penalty_forbids_repetition(session):
-    ids = run(session(repetition_penalty=1e6, max_new_tokens=30).stream(PROMPTS[1]))[0]
-    assert len(set(ids)) == len(ids)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"max_new_tokens": 0},
-        {"temperature": -1.0},
-        {"temperature": float("nan")},
-        {"temperature": float("inf")},
-        {"temperature": 1e-40},
-        {"top_k": -1},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"repetition_penalty": 0.0},
-        {"stop": ("",)},
-    ],
-    ids=str,
-)
-def test_bad_options_are_named(bad):
-    with pytest.raises(UsageError, match=f"--{next(iter(bad)).replace('_', '-')} cannot be"):
-        SamplingOptions(**bad)
-
-
 # Records
 
 

@@ -26,7 +26,8 @@ def test_it_is_a_hugging_face_causal_lm(tiny, flash):
     assert (flash.device, flash.dtype, flash.training) == (torch.device("cpu"), torch.float32, False)
     assert flash.config.hidden_size == 64
     assert flash.generation_config.eos_token_id == 2
-    assert not list(flash.parameters())
+    assert not list(flash.named_parameters())  # so no `weight.data = x` that nobody reads
+    assert not list(flash.named_buffers())
 
 
 @pytest.mark.parametrize("exclude_embeddings", [False, True])
@@ -141,6 +142,8 @@ def test_generate_gives_out_no_states(flash, option):
     [
         (lambda model, path: model.to("cuda"), "runs on the processor and cannot go to cuda.*device='cpu'"),
         (lambda model, path: model.cuda(), "cannot go to cuda"),
+        (lambda model, path: model.to("meta"), "cannot go to meta"),
+        (lambda model, path: model.to_empty(device="meta"), "cannot go to meta"),
         (lambda model, path: model.to(torch.bfloat16), "are float32 on flash and cannot become bfloat16"),
         (lambda model, path: model.to("cpu", torch.float16), "cannot become float16"),
         (lambda model, path: model.half(), "cannot become float16"),
@@ -154,6 +157,8 @@ def test_generate_gives_out_no_states(flash, option):
         (lambda model, path: model.load_state_dict({}), "cannot be loaded into this model"),
         (lambda model, path: model.resize_token_embeddings(400), "the vocabulary is fixed"),
         (lambda model, path: model.get_input_embeddings(), "its embedding is the engine's"),
+        (lambda model, path: model.set_input_embeddings(None), "its embedding is the engine's"),
+        (lambda model, path: model.set_output_embeddings(None), "its head is the engine's"),
         (lambda model, path: model.get_output_embeddings(), "its head is the engine's"),
         (lambda model, path: model.generate_batch([[5, 6]]), "call generate with a padded batch"),
         (lambda model, path: model.init_continuous_batching(), "call generate with a padded batch"),
@@ -166,6 +171,7 @@ def test_what_cannot_be_done_says_what_to_do(flash, tmp_path, call, message):
     with pytest.raises(UsageError, match=message):
         call(flash, tmp_path)
     assert not list(tmp_path.iterdir())
+    assert flash(ids_of(4)).logits.isfinite().all()
 
 
 def test_what_changes_nothing_is_allowed(flash):

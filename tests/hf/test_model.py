@@ -319,12 +319,6 @@ def test_a_failed_load_leaves_nothing_open(tiny):
     assert num_threads() == threads
 
 
-def test_another_dtype_is_refused_not_misread(tiny, load):
-    flash = load(tiny("bfloat16").path("random"))
-    with pytest.raises(UsageError, match="are bfloat16 on flash and cannot become float32; convert a checkpoint"):
-        flash.to(torch.float32)
-
-
 def test_the_default_threads_are_the_cores(tiny, load):
     flash = load(tiny().path("bare"), mode="dense", threads=None)
     assert flash.engine.parts.pool.threads == num_cores()

@@ -187,16 +187,6 @@ def test_long_jobs_are_split(*, reader_of, path, data, max_request, offset, skew
 # Faults
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_one_failure_is_retried(reader_of, path, data, direct):
-    file = _core.DirectFile(str(path), direct)
-    for failures in (1, 2):
-        file.inject("error", 0, failures, errno.EIO)
-        jobs = _destinations([(4096, 8192)])
-        assert _read(reader_of(threads=1), file, jobs)["retries"] == failures
-        _check(jobs, data)
-
-
 def test_three_failures_are_an_error_that_says_where(reader_of, path):
     file = _core.DirectFile(str(path))
     file.inject("error", 0, FOREVER, errno.EIO)
@@ -272,20 +262,6 @@ def test_a_file_that_is_never_ready_is_an_error_not_a_hang(reader_of, path, numb
     file.inject("error", 0, FOREVER, number)
     with pytest.raises(FlashIOError, match=f"errno {number}"):
         _read(reader_of(threads=1), file, _destinations([(0, 4096)]))
-
-
-def test_flipped_bits_are_found_and_named(reader_of, path, data):
-    sums = _core.xxh3_64_rows(data[: 8 * ROW].reshape(8, ROW))
-    reader, file = reader_of(threads=1), _core.DirectFile(str(path))
-    batch = _core.ReadBatch(reader, file)
-    memory = _core.allocate(8 * ROW)
-    for bit in range(0, 8 * 8 * ROW, 331):
-        file.inject("flip", 0, 1, bit)
-        batch.add(0, memory, sums, ROW)
-        batch.submit()
-        row = bit // (8 * ROW)
-        with pytest.raises(ChecksumError, match=rf"offset {row * ROW} of"):
-            batch.wait()
 
 
 def test_checksums_are_not_compared_when_switched_off(reader_of, path, data):

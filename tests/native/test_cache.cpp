@@ -1,23 +1,19 @@
-// Slot table and cache policies: random sequences against sets, whatever rows they use.
+// The slot table: random sequences against sets. (Policies against their definitions: tests/cache.)
 #include <algorithm>
-#include <deque>
 #include <map>
 #include <random>
 #include <set>
 
 #include "cache/frequency_policy.h"
 #include "cache/slot_table.h"
-#include "cache/window_policy.h"
 #include "check.h"
 #include "io/error.h"
 
 namespace {
 
 using flashllm::CacheChoice;
-using flashllm::CacheRequest;
 using flashllm::FrequencyPolicy;
 using flashllm::SlotTable;
-using flashllm::WindowPolicy;
 using Ids = std::vector<std::int32_t>;
 
 // What lies in each row if every move and every arrival is carried out, as bytes would be.
@@ -52,14 +48,6 @@ Ids missing(const SlotTable& table, const Ids& wanted) {
   for (const std::int32_t neuron : wanted)
     if (!table.contains(neuron)) misses.push_back(neuron);
   return misses;
-}
-
-Ids random_ids(std::mt19937& random, std::int32_t neurons) {
-  Ids ids;
-  const unsigned rarity = 1 + random() % 8;
-  for (std::int32_t neuron = 0; neuron < neurons; ++neuron)
-    if (random() % rarity == 0) ids.push_back(neuron);
-  return ids;
 }
 
 void slot_table_follows_a_set(std::mt19937& random) {
@@ -115,108 +103,6 @@ void bypass_rows_come_after_the_cache() {
   CHECK(table.contains(5) && !table.contains(0) && !table.contains(1) && !table.contains(7));
 }
 
-// The window policy with a plain statement of it: keep the union of the newest token sets that fits.
-void window_policy_follows_its_definition(std::mt19937& random) {
-  const std::int32_t neurons = 1 + static_cast<std::int32_t>(random() % 30);
-  const std::int32_t window = 1 + static_cast<std::int32_t>(random() % 5);
-  SlotTable table(neurons, 1 + static_cast<std::int32_t>(random() % 30));
-  WindowPolicy policy(neurons, window);
-  Rows rows;
-  std::set<std::int32_t> cached;
-  std::deque<std::set<std::int32_t>> recent;  // the newest token first
-  for (int token = 0; token < 50; ++token) {
-    const Ids active = random_ids(random, neurons);
-    policy.observe(active);
-    recent.emplace_front(active.begin(), active.end());
-    if (recent.size() > static_cast<std::size_t>(window)) recent.pop_back();
-
-    const auto capacity = static_cast<std::size_t>(table.capacity());
-    for (std::size_t begin = 0; begin < active.size(); begin += capacity) {
-      const Ids part(active.begin() + static_cast<std::ptrdiff_t>(begin),
-                     active.begin() + static_cast<std::ptrdiff_t>(std::min(begin + capacity, active.size())));
-      const Ids misses = missing(table, part);
-      CacheChoice choice;
-      policy.choose(table, {part.data(), part.data() + part.size(), misses}, choice);
-      CHECK(choice.coming == misses && choice.bypassing.empty());
-      for (const std::int32_t neuron : choice.leaving) {
-        CHECK(cached.erase(neuron) == 1);
-        CHECK(!std::binary_search(part.begin(), part.end(), neuron));
-      }
-      rows.exchange(table, choice.leaving, misses);
-      cached.insert(misses.begin(), misses.end());
-      rows.check(table, cached);
-    }
-    if (active.empty() || active.size() > capacity) {
-      // An empty token chooses nothing; one above the capacity keeps only what its parts need.
-      while (recent.size() > static_cast<std::size_t>(policy.current_window())) recent.pop_back();
-      continue;
-    }
-    // The window shrank to the most tokens whose cached neurons and the newest's fit.
-    CHECK(policy.current_window() >= 1 &&
-          policy.current_window() <= static_cast<std::int32_t>(recent.size()));
-    while (recent.size() > static_cast<std::size_t>(policy.current_window())) recent.pop_back();
-    std::set<std::int32_t> wanted;
-    for (const auto& set : recent) wanted.insert(set.begin(), set.end());
-    for (const std::int32_t neuron : cached) CHECK(wanted.count(neuron) == 1);
-    for (const std::int32_t neuron : active) CHECK(cached.count(neuron) == 1);
-    Ids kept;
-    policy.choose_kept(table.capacity(), kept);
-    CHECK(kept.size() <= capacity && std::is_sorted(kept.begin(), kept.end()));
-    for (const std::int32_t neuron : kept) CHECK(wanted.count(neuron) == 1);
-    for (const std::int32_t neuron : active) CHECK(std::binary_search(kept.begin(), kept.end(), neuron));
-  }
-}
-
-// Whatever the frequency policy chooses fits, and what it keeps was active more often than what it does not.
-void frequency_policy_keeps_the_frequent(std::mt19937& random) {
-  const std::int32_t neurons = 1 + static_cast<std::int32_t>(random() % 40);
-  const auto bypass = static_cast<std::int32_t>(random() % 12);
-  SlotTable table(neurons, 1 + static_cast<std::int32_t>(random() % 30), bypass);
-  std::vector<float> popularity;
-  for (std::int32_t neuron = 0; neuron < neurons; ++neuron)
-    popularity.push_back(static_cast<float>(random() % 100) / 100.0F);
-  FrequencyPolicy policy(neurons, random() % 2 == 0 ? popularity.data() : nullptr);
-  Rows rows;
-  std::set<std::int32_t> cached;
-  for (int token = 0; token < 60; ++token) {
-    const Ids active = random_ids(random, neurons);
-    policy.observe(active);
-    const auto most = static_cast<std::size_t>(table.capacity() + bypass);
-    for (std::size_t begin = 0; begin < active.size(); begin += most) {
-      const Ids part(active.begin() + static_cast<std::ptrdiff_t>(begin),
-                     active.begin() + static_cast<std::ptrdiff_t>(std::min(begin + most, active.size())));
-      const Ids misses = missing(table, part);
-      CacheChoice choice;
-      policy.choose(table, {part.data(), part.data() + part.size(), misses}, choice);
-      std::set<std::int32_t> chosen(choice.coming.begin(), choice.coming.end());
-      chosen.insert(choice.bypassing.begin(), choice.bypassing.end());
-      CHECK(chosen.size() == choice.coming.size() + choice.bypassing.size());
-      for (const std::int32_t neuron : chosen)
-        CHECK(std::binary_search(misses.begin(), misses.end(), neuron));
-      CHECK(chosen.size() == misses.size());
-      CHECK(choice.bypassing.size() <= static_cast<std::size_t>(bypass));
-      for (const std::int32_t neuron : choice.leaving) {
-        CHECK(cached.erase(neuron) == 1);
-        CHECK(!std::binary_search(part.begin(), part.end(), neuron));
-      }
-      CHECK(choice.leaving.size() <= choice.coming.size());
-      rows.exchange(table, choice.leaving, choice.coming);
-      cached.insert(choice.coming.begin(), choice.coming.end());
-      rows.check(table, cached);
-      if (!choice.bypassing.empty()) CHECK(table.num_used() == table.capacity());
-      table.bypass(choice.bypassing);
-      table.end_bypass();
-    }
-    Ids likely = active;
-    policy.sort_by_likelihood(likely);
-    CHECK(std::is_permutation(likely.begin(), likely.end(), active.begin(), active.end()));
-    Ids kept;
-    policy.choose_kept(table.capacity(), kept);
-    CHECK(kept.size() <= static_cast<std::size_t>(table.capacity()) &&
-          std::is_sorted(kept.begin(), kept.end()));
-  }
-}
-
 // Of two neurons one is active in every token, the other in every third: a cache of one row keeps the first.
 void a_rare_neuron_does_not_displace_a_frequent_one() {
   SlotTable table(3, 1, 2);
@@ -247,7 +133,5 @@ void test_cache(int scale) {
   for (int seed = 0; seed < 40 * scale; ++seed) {
     std::mt19937 random(static_cast<unsigned>(seed));
     slot_table_follows_a_set(random);
-    window_policy_follows_its_definition(random);
-    frequency_policy_keeps_the_frequent(random);
   }
 }

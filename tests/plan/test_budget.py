@@ -68,12 +68,6 @@ def test_shares_are_fair_and_whole(available, needs):
         assert max(rows) - min(hungry) <= 1  # nobody has more than one who wants more
 
 
-def test_equal_needs_get_equal_shares():
-    assert share_rows(10, [8, 8, 8]) == (3, 3, 4)
-    assert share_rows(100, [10, 200, 20]) == (10, 70, 20)
-    assert share_rows(0, [5, 5]) == (0, 0)
-
-
 def test_rows_go_to_the_highest_shares_of_all_layers():
     popularity = np.array([[0.9, 0.1, 0.5, 0.0], [0.8, 0.7, 0.6, 0.2]], np.float32)
     expected = {0: (1, 1), 2: (1, 1), 3: (1, 2), 4: (1, 3), 5: (2, 3), 6: (2, 4), 7: (3, 4), 8: (4, 4), 9: (4, 4)}
@@ -161,10 +155,6 @@ def test_a_servers_requests_are_in_the_plan(model):
     assert served.requests - alone.requests == requests_nbytes(alone.context) > 5 * body_nbytes(alone.context)
     assert served.minimum_nbytes - alone.minimum_nbytes == served.requests - alone.requests
     assert 1 << 20 == body_nbytes(1) < body_nbytes(20_000) < body_nbytes(10**7) == 8 << 20
-
-
-def test_with_plenty_every_neuron_fits(model):
-    assert plan_of(model).cache_rows == (512, 512, 512)
 
 
 def test_every_limit_from_the_minimum_on_is_kept(model):

@@ -130,14 +130,6 @@ def test_a_profile_lets_no_run_fail_that_fits_without_it(model, store_with):
         resolve(RunConfig(io_threads=300, memory=least), model, **MACHINE)
 
 
-def test_a_damaged_store_is_said_and_survived(model, tmp_path):
-    (tmp_path / "profiles.json").write_text("{}")
-    plan = resolve(RunConfig(store=tmp_path / "profiles.json"), model, **MACHINE)
-    assert plan.profile is None
-    (notice,) = plan.notices
-    assert "calibrate" in notice
-
-
 def test_popularity_shares_the_rows_out(model, tiny, tmp_path):
     path = shutil.copytree(model.path, tmp_path / "popular")
     active = np.zeros((10, 3, 512), bool)
@@ -148,13 +140,6 @@ def test_popularity_shares_the_rows_out(model, tiny, tmp_path):
     plan = resolve(RunConfig(memory=limit), ModelDir.open(path), **MACHINE)
     assert plan.memory.cache_rows[0] == 512 > plan.memory.cache_rows[1]
     np.testing.assert_allclose([shares[0] for shares in plan.popularity], [0.9, 0.1, 0.1])
-
-
-def test_too_little_memory_and_too_long_a_context(model):
-    with pytest.raises(BudgetError, match="use --memory"):
-        resolve(RunConfig(memory=10**8), model, **MACHINE)
-    with pytest.raises(UsageError, match="--context must be 1 to 96 tokens"):
-        resolve(RunConfig(context=97), model, **MACHINE)
 
 
 # Modes

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from profiles import BATCHES, profile_of, reader
+from profiles import BATCHES, TINY, profile_of, reader
 
 from flashllm import _core
 from flashllm.base.machine import system_name
@@ -17,7 +17,7 @@ from flashllm.cli import main
 from flashllm.errors import FlashIOError
 from flashllm.format.model_files import FFN
 from flashllm.format.rows import MEASURED_ENCODINGS
-from flashllm.profile.calibrate import CalibrationOptions, measure
+from flashllm.profile.calibrate import measure
 from flashllm.profile.choice import backends
 from flashllm.profile.costs import BatchSample
 from flashllm.profile.machine import Profile
@@ -25,18 +25,6 @@ from flashllm.profile.products import ResidentProducts
 from flashllm.profile.reads import ReadOptions, ReadTimer, file_to_read
 from flashllm.profile.store import device_of, load_profile, save_profile
 from flashllm.profile.stored import from_json, to_json
-
-TINY = CalibrationOptions(
-    reads=ReadOptions(
-        sizes=(4096, 8192), requests=(2, 4), beside=8, batch_nbytes=1 << 16, gaps=(4096,), pairs=2, again=1
-    ),
-    dram_nbytes=1 << 20,
-    gemv_nbytes=1 << 16,
-    write_nbytes=1 << 20,
-    read_s=60.0,
-    memory_s=0.0,
-    rounds=2,
-)
 
 
 @pytest.fixture

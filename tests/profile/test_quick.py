@@ -8,7 +8,7 @@ import sys
 from datetime import UTC, datetime
 
 import pytest
-from profiles import BATCHES, profile_of
+from profiles import BATCHES, TINY, profile_of
 from tiny_models import make_tiny_opt
 
 from flashllm.base.files import locked_directory
@@ -20,22 +20,9 @@ from flashllm.offload import launch
 from flashllm.offload.launch import LaunchOptions
 from flashllm.offload.shape import load_shape
 from flashllm.profile import quick
-from flashllm.profile.calibrate import QUICK, CalibrationOptions
+from flashllm.profile.calibrate import QUICK
 from flashllm.profile.quick import NOTICE, Wanted, take_quick_profile
-from flashllm.profile.reads import ReadOptions
 from flashllm.profile.store import device_of, load_profile, save_profile
-
-TINY = CalibrationOptions(
-    reads=ReadOptions(
-        sizes=(4096, 8192), requests=(2, 4), beside=8, batch_nbytes=1 << 16, gaps=(4096,), pairs=2, again=1
-    ),
-    dram_nbytes=1 << 20,
-    gemv_nbytes=1 << 16,
-    write_nbytes=1 << 16,
-    read_s=60.0,
-    memory_s=0.0,
-    rounds=1,
-)
 
 
 @pytest.fixture(name="file")
