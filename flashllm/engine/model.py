@@ -184,19 +184,22 @@ class Model(OneProcess):
         if drafted and (len(entries) != 1 or as_prompt or observer is not None or drafted > self.most_drafted):
             raise UsageError(f"drafted tokens are at most {self.most_drafted}, of a sequence that has the pass alone")
         entries = [(sequence, self._checked(ids)) for sequence, ids in entries]
+        as_prompt = (as_prompt and self.config.prompts == "dense") or observer is not None
+        many = [index for index, (_, ids) in enumerate(entries) if as_prompt or self.is_prompt(len(ids))]
         if len({sequence.number for sequence, _ in entries}) != len(entries):
             raise UsageError("a sequence is twice in a pass")
         with self._memory.lock:
             self._set_limit(min(self._asked_limit, self._group.lowered() or self._asked_limit))
             lengths = [sequence.length for sequence, _ in entries]
-            self._memory.claim(sum(sequence.nbytes_to_add(len(ids)) for sequence, ids in entries))
+            stretches = self._claim(entries, sum(len(entries[index][1]) for index in many))
             self._drafting = entries[0][0] if drafted else None
             try:
                 return self._run(
                     parts,
                     entries,
+                    many,
+                    stretches,
                     all_logits=all_logits,
-                    as_prompt=(as_prompt and self.config.prompts == "dense") or observer is not None,
                     observer=observer,
                     drafted=drafted,
                 )
@@ -204,6 +207,8 @@ class Model(OneProcess):
                 for (sequence, _), length in zip(entries, lengths, strict=True):
                     sequence.keep(length)
                 raise
+            finally:
+                self._memory.claim(0)  # what was lent goes back
 
     def accept(self, sequence: SequenceState, count: int) -> None:
         """Accept the first `count` of the tokens drafted in the last step, which was of `sequence`.
@@ -215,17 +220,42 @@ class Model(OneProcess):
                 self._drafting = None
                 self._parts.native.accept(count)
 
+    def _claim(self, entries: list[Entry], tokens: int) -> int:
+        """Claim the memory of a pass, of whose new tokens so many are prompts', and say in how many stretches those go:
+        in as few as the neuron caches can lend memory for. Each reads what is not in memory once."""
+        plan = self.plan.memory
+        parts = -(-tokens // plan.prompt_tokens)
+        added = sum(sequence.nbytes_to_add(len(ids)) for sequence, ids in entries)
+        stretches = 1 if self._reads_prompts() else parts
+        while stretches < parts:
+            stretch = plan.longest_stretch(tokens, stretches)
+            of_stretch = sum(sequence.nbytes_to_add(len(ids), stretch) for sequence, ids in entries)
+            lent = plan.lent_nbytes(stretch) + of_stretch - added
+            if self._memory.can_lend(lent, added):
+                self._memory.claim(added + lent)
+                return stretches
+            stretches *= 2
+        self._memory.claim(added)
+        return parts
+
+    def _reads_prompts(self) -> bool:
+        """False where every row that a prompt reads stays in memory: its parts read nothing twice."""
+        parts, layouts = self.parts, self.manifest.layouts
+        return bool(parts.ffns) or sum(cache.capacity for cache in parts.caches) < sum(
+            each.num_rows for each in layouts
+        )
+
     def _run(
         self,
         parts: Parts,
         entries: list[Entry],
+        many: list[int],
+        stretches: int,
         *,
         all_logits: bool,
-        as_prompt: bool,
         observer: Observer | None,
         drafted: int,
     ) -> Logits:
-        many = [index for index, (_, ids) in enumerate(entries) if as_prompt or self.is_prompt(len(ids))]
         few = sorted(set(range(len(entries))) - set(many))
         results: list[Logits] = [np.empty((0, self.vocab_size), np.float32)] * len(entries)
         for kind, indices in ((self.plan.mode, few), ("prompt", many)):
@@ -235,7 +265,7 @@ class Model(OneProcess):
                     positions = [seq.length + i for seq, ids in mine for i in range(len(ids))]
                     parts.trace.load(positions, fills=kind == "prompt")
                 natives = [(seq.native, ids) for seq, ids in mine]
-                logits = parts.native.step(natives, kind, all_logits, observer, drafted)
+                logits = parts.native.step(natives, kind, all_logits, observer, drafted, stretches)
                 if kind == "prompt":
                     for sequence, ids in mine:
                         sequence.add_prompted(len(ids))

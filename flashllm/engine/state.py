@@ -23,6 +23,8 @@ from flashllm.plan.memory_plan import MemoryPlan
 
 Spans = list[list[NDArray[np.uint8]]]  # pages of each kind of layer
 
+_LENT_SHARE = 4  # bytes of the neuron caches, at least, for each that a pass may borrow
+
 _numbers = itertools.count()
 
 
@@ -64,8 +66,16 @@ class StateMemory(OneProcess):
         if self._closed:
             raise UsageError("the model is closed; load it again")
 
+    def can_lend(self, nbytes: int, added: int) -> bool:
+        """True where the neuron caches can give so much for one pass, and keep the most of what they have, while
+        sequences take `added` more bytes."""
+        total = self._blocks_with(nbytes + added) + self._withheld
+        if total > self._plan.max_kv_blocks:
+            return False
+        return nbytes * _LENT_SHARE <= self._plan.neuron_cache_nbytes(self._blocks_with(added) + self._withheld)
+
     def claim(self, nbytes: int) -> None:
-        """Before memory is touched: sequences will take so much more of the pool.
+        """Before memory is touched: sequences will take so much more of the pool, or a pass beside it.
 
         Raises ContextFull where the neuron caches cannot give so much; nothing has changed then.
         """
@@ -131,8 +141,11 @@ class SequenceState:
         """Tokens that are held."""
         return 0 if self.closed else self.native.length
 
-    def nbytes_to_add(self, new: int) -> int:
-        """Bytes that `new` more tokens take. UsageError where it is closed, ContextFull beyond its context."""
+    def nbytes_to_add(self, new: int, together: int = 0) -> int:
+        """Bytes that `new` more tokens take, `together` at a time, or as few as a part.
+
+        UsageError where it is closed, ContextFull beyond its context.
+        """
         self._check_open()
         if self.length + new > self.native.context:
             raise ContextFull(
@@ -140,7 +153,7 @@ class SequenceState:
                 f"{self.native.context}; start a new conversation, shorten the prompt, or load with a larger --context "
                 "if the model allows it"
             )
-        return self.native.nbytes_to_add(self.length + new)
+        return self.native.nbytes_to_add(self.length + new, together)
 
     def can_keep(self, length: int) -> int:
         """How many of the first `length` tokens `keep` would keep: all, or fewer where a sliding window's are gone.

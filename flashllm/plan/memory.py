@@ -263,6 +263,7 @@ def _with_prompts(parts: dict[str, Any], shapes: list[PromptShape]) -> MemoryPla
         plan = MemoryPlan(
             **{**parts, "staging": parts["staging"] + shape.staging, "workspace": parts["workspace"] + shape.workspace},
             prompt_tokens=shape.tokens,
+            stretch_nbytes=shape.stretch_nbytes,
             read_ahead=shape.ahead,
             prompt_extra=shape.nbytes - shapes[-1].nbytes,
         )

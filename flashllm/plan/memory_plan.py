@@ -26,7 +26,10 @@ class MemoryPlan:
     workspace: int
     bookkeeping: int  # of the units, and of their caches' slots
     bookkeeping_extra: int  # of it, what a smaller limit would do without
-    prompt_tokens: int  # of a prompt that go through the model together
+    prompt_tokens: int  # of a prompt that go through a layer together, a part
+    stretch_nbytes: (
+        int  # of each token of a prompt's stretch, for which each layer is read once; of a part, in workspace
+    )
     read_ahead: int  # blocks of rows in flight while a prompt is computed
     prompt_extra: int  # bytes of staging and workspace that a smaller limit would do without
     kv_block_nbytes: int  # keys and values of KV_BLOCK_TOKENS positions, over all layers
@@ -88,6 +91,15 @@ class MemoryPlan:
     def full_cache_rows(self) -> tuple[int, ...]:
         """Rows of each layer's cache when one sequence has `context` tokens."""
         return self.cache_rows_at(self.context_blocks)
+
+    def longest_stretch(self, tokens: int, stretches: int) -> int:
+        """Tokens of the longest of so many stretches of a prompt (csrc/model/model.cpp), at most."""
+        parts = -(-tokens // self.prompt_tokens)
+        return -(-parts // stretches) * -(-tokens // parts)
+
+    def lent_nbytes(self, stretch: int) -> int:
+        """Bytes that a stretch of so many tokens keeps beyond the workspace: the neuron caches lend them."""
+        return max(0, stretch - min(self.prompt_tokens, self.context)) * self.stretch_nbytes
 
     def neuron_cache_nbytes(self, blocks: int) -> int:
         """Bytes of all layers' caches and of the bypass rows while `blocks` KV blocks are in use."""
@@ -164,6 +176,7 @@ class MemoryPlan:
             "bypass_rows": self.bypass_rows,
             "prefetch_rows": self.prefetch_rows,
             "prompt_tokens": self.prompt_tokens,
+            "stretch_token_bytes": self.stretch_nbytes,
             "read_ahead": self.read_ahead,
             "context": self.context,
             "window": self.window,

@@ -20,6 +20,7 @@ class PromptShape:
     ahead: int  # streaming blocks in flight
     staging: int
     workspace: int
+    stretch_nbytes: int  # of a token: as much of a longer stretch comes out of the neuron caches while it is computed
 
     @property
     def nbytes(self) -> int:
@@ -28,7 +29,7 @@ class PromptShape:
 
 def prompt_shapes(manifest: Manifest, block: BlockSpec, context: int, *, dense: bool) -> list[PromptShape]:
     """Possible shapes, the fastest first. Where every token streams rows, reading ahead is worth its memory; a part
-    of a prompt reads every expert that one of its tokens goes to."""
+    of a prompt multiplies every expert that one of its tokens goes to."""
     longest = manifest.prefill_block_tokens
     choices = [(longest, _READ_AHEAD)]
     if not dense:
@@ -36,24 +37,47 @@ def prompt_shapes(manifest: Manifest, block: BlockSpec, context: int, *, dense: 
         if not manifest.architecture.experts and longest > _SHORT_PART:
             choices.append((_SHORT_PART, _LEAST_AHEAD))
     block_nbytes = manifest.stream_block_rows * manifest.rows.stride
+    of_part, of_stretch = _part_nbytes(manifest, block), _stretch_nbytes(manifest, block)
     return [
-        PromptShape(tokens, ahead, (1 + ahead) * block_nbytes, min(context, tokens) * _token_nbytes(manifest, block))
+        PromptShape(
+            tokens,
+            ahead,
+            staging=(1 + ahead) * block_nbytes,
+            workspace=min(context, tokens) * (of_part + of_stretch),
+            stretch_nbytes=of_stretch,
+        )
         for tokens, ahead in choices
     ]
 
 
-def _token_nbytes(manifest: Manifest, block: BlockSpec) -> int:
-    """Activations of one token of a prompt, and its products with a block of rows ("Scratch of a part" in
-    csrc/model/model.h and block_attention.h; csrc/model/arithmetic.h; csrc/ffn/dense_ffn.cpp)."""
-    # States, their norm, and what is added to them; queries and mixed values, keys and values; the inputs of
-    # products, packed; conversions to the dtype and back.
-    floats = (4 if block.parallel else 3) * block.d_model + 2 * (block.query_dim + block.kv_dim)
+def _part_nbytes(manifest: Manifest, block: BlockSpec) -> int:
+    """Scratch for a token of a part, and its products with a block of rows (csrc/model/layer.h, block_attention.h,
+    arithmetic.h; csrc/ffn/dense_ffn.h)."""
+    # The states' norm, and what is added to them; queries and mixed values, keys and values; the inputs of products,
+    # packed; conversions to the dtype and back.
+    floats = 2 * block.d_model + 2 * (block.query_dim + block.kv_dim)
     floats += max(block.query_dim, block.embed_dim) + 2 * max(block.d_model, block.query_dim)
-    floats += 2 * block.d_model + _COLUMN_PADS  # of the FFN: packed inputs, and sums
     floats += 2 * block.embed_dim if block.embed_dim != block.d_model else 0
     floats += (len(manifest.architecture.matrices) - 1) * manifest.stream_block_rows
-    if manifest.architecture.experts:
-        floats += 2 * block.d_model  # an expert's tokens, and their sums
-    if block.sub_norms:  # every neuron's value, in a prompt's pass and in one of few tokens a sequence
-        floats += 2 * max(manifest.architecture.every_width)
+    if manifest.architecture.experts:  # an expert's tokens, as they are gathered and packed, and their sums
+        floats += 3 * block.d_model + _COLUMN_PADS
+    if block.sub_norms:  # every neuron's value, in a pass of few tokens a sequence
+        floats += max(manifest.architecture.every_width)
     return 4 * floats
+
+
+def _stretch_nbytes(manifest: Manifest, block: BlockSpec) -> int:
+    """Bytes kept of a token while a stretch goes through the layers (csrc/model/model.h, csrc/ffn/dense_ffn.h,
+    expert_ffn.h)."""
+    experts = block.experts
+    # Packed inputs of the FFN, and sums; where a norm lies between, every neuron's value.
+    dense = 2 * block.d_model + _COLUMN_PADS + (max(manifest.architecture.every_width) if block.sub_norms else 0)
+    # Inputs and sums of a mixture, and its experts' weights. Of experts whose rows come in several blocks, all tokens
+    # that go to one wait for the last.
+    mixture = 0
+    if experts is not None:
+        mixture = 2 * block.d_model + 4 * (experts.chosen + 1)
+        if max(experts.size, experts.shared) > manifest.stream_block_rows:
+            mixture += 2 * block.d_model + _COLUMN_PADS
+    floats = (2 if block.parallel else 1) * block.d_model + sum(rotary.dims for rotary in block.rotary)
+    return 4 * (floats + max(dense, mixture))

@@ -191,6 +191,18 @@ def test_a_prompt_in_pieces(made, way):
         same(np.concatenate([run(model, piece, sequence) for piece in pieces]), expected)
 
 
+def test_a_prompt_in_stretches(made, way):
+    """Layer by layer, in parts of at most 32 tokens, however many at a time; with another prompt in the pass."""
+    bits, _, expected = way
+    model = made.bare(bits)
+    for stretches in (1, 2, 3, 0):
+        with model.new_sequence() as sequence, model.new_sequence() as other:
+            entries = [(sequence.native, made.ids), (other.native, made.ids[:45])]
+            found = model.parts.native.step(entries, "prompt", True, None, 0, stretches)
+            same(found[:CONTEXT], expected)
+            same(found[CONTEXT:], expected[:45])
+
+
 def test_a_cut(made, way):
     """Exactly, or where that page is packed to the page before: the one that the last pass began in is not."""
     bits, model, expected = way

@@ -1,4 +1,7 @@
-"""`prompts="sparse"`: long prompts are computed as the mode computes single tokens, and everyone is told."""
+"""Prompts: each layer is read once for as many tokens as memory is lent for. And `prompts="sparse"`: long ones are
+computed as the mode computes single tokens, and everyone is told."""
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -6,8 +9,10 @@ import pytest
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.errors import Cancelled, UsageError
+from flashllm.format.model_dir import ModelDir
 from flashllm.generate.session import PrefillRecord, Session
 from flashllm.generate.tokenizer import Tokenizer
+from flashllm.plan.resolve import resolve
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +26,59 @@ def load(directory, **config):
 
 def ids_of(count, seed=0):
     return np.random.default_rng(seed).integers(4, 300, count).tolist()
+
+
+def in_parts(directory, tokens=16, **memory):
+    """The model in parts of so many tokens; `memory`: fields of its plan that are otherwise."""
+    config, model_dir = RunConfig(threads=2, io_threads=4), ModelDir.open(directory)
+    plan = resolve(config, model_dir, available=10**12, process=10**8)
+    plan = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, prompt_tokens=tokens, **memory))
+    return Model(model_dir, plan, config)
+
+
+def read_by(model, *prompts):
+    """(logits, bytes read) of a pass of new sequences."""
+    model.meter.take()
+    sequences = [model.new_sequence() for _ in prompts]
+    logits = model.step(list(zip(sequences, prompts, strict=True)))
+    return logits, model.meter.take().bytes_read
+
+
+def test_every_layer_is_read_once_for_as_much_as_memory_is_lent_for(directory):
+    prompts = [ids_of(100), ids_of(40, seed=1)]  # nine parts
+    with load(directory) as model:
+        expected = np.concatenate([model.step([(model.new_sequence(), ids)]) for ids in prompts])
+        all_rows = model.manifest.rows.layer_nbytes * model.manifest.architecture.num_layers
+    for lent, reads in ((1, 1), (10**12, 9)):
+        with in_parts(directory, stretch_nbytes=lent) as model:
+            rows = [cache.capacity for cache in model.parts.caches]
+            logits, nbytes = read_by(model, *prompts)
+            assert nbytes == reads * all_rows
+            assert np.array_equal(logits, expected)
+            assert [cache.capacity for cache in model.parts.caches] == rows
+    with in_parts(directory) as model:  # a quarter of the neuron caches, and no more
+        token = model.plan.memory.neuron_cache // 4 // (48 - 16)
+        found = []
+        for nbytes in (token, token + 1):
+            model.plan = dataclasses.replace(
+                model.plan, memory=dataclasses.replace(model.plan.memory, stretch_nbytes=nbytes)
+            )
+            found.append(read_by(model, ids_of(48))[1])
+        assert found == [all_rows, 2 * all_rows]
+
+
+def test_a_long_prompt_can_be_ended_in_its_middle(directory):
+    """At a block of rows, where a stretch has many parts; then nothing has changed, and it can be computed again."""
+    with in_parts(directory) as model, model.new_sequence() as sequence:
+        expected = read_by(model, ids_of(100))[0]
+        held = model._memory.pool.nbytes
+        model.cancel()
+        with pytest.raises(Cancelled):
+            model.step([(sequence, ids_of(100))])
+        assert sequence.length == 0
+        assert model._memory.pool.nbytes == held
+        model.cancel(False)
+        assert np.array_equal(model.step([(sequence, ids_of(100))]), expected)
 
 
 @pytest.mark.parametrize("mode", ["sparse", "oracle"])

@@ -105,15 +105,26 @@ std::vector<float> many_tokens(int threads, SimdLevel level, Dtype dtype, std::s
   DenseFfn ffn(format, dtype, pool, level);
   std::vector<std::byte> y(tokens * kWidth * element), out(tokens * kNeurons * element);
   std::vector<float> h(tokens * kLater);
-  ffn.begin(inputs, tokens, Activation::relu);
-  ffn.activations(rows.data(), kFirst, bias.data());
-  ffn.add(rows.data(), kFirst);
-  const float* later = ffn.activations(rows.data() + kFirst * format.stride, kLater, bias.data() + kFirst);
-  for (std::size_t m = 0; m < tokens; ++m)
-    for (std::size_t i = 0; i < kLater; ++i) h[m * kLater + i] = later[i * ffn.padded() + m];
-  ffn.add(rows.data() + kFirst * format.stride, kLater);
-  ffn.finish(down_bias.data(), y.data());
-  CHECK(ffn.tokens() == 0);
+  // In two parts, where there are tokens for them.
+  const std::size_t cuts[] = {0, tokens / 3, tokens};
+  ffn.begin(Activation::relu);
+  for (std::size_t part = 0; part < 2; ++part)
+    ffn.take(inputs + cuts[part] * kWidth * element, cuts[part + 1] - cuts[part]);
+  for (std::size_t part = 0; part < 2; ++part) {
+    ffn.activations(part, rows.data(), kFirst, bias.data());
+    ffn.add(part, rows.data(), kFirst);
+  }
+  for (std::size_t part = 0; part < 2; ++part) {
+    const float* later =
+        ffn.activations(part, rows.data() + kFirst * format.stride, kLater, bias.data() + kFirst);
+    for (std::size_t m = cuts[part]; m < cuts[part + 1]; ++m)
+      for (std::size_t i = 0; i < kLater; ++i)
+        h[m * kLater + i] = later[i * ffn.padded(part) + m - cuts[part]];
+    ffn.add(part, rows.data() + kFirst * format.stride, kLater);
+  }
+  for (std::size_t part = 0; part < 2; ++part)
+    ffn.finish(part, down_bias.data(), y.data() + cuts[part] * kWidth * element);
+  CHECK(ffn.parts() == 0);
   LinearWeights up;
   up.data = rows.data();
   up.rows = kNeurons;

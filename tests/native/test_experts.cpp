@@ -100,17 +100,32 @@ void check_many_tokens(const ExpertsSpec& spec, std::mt19937& random) {
   format.down = 2 * kWidth * sizeof(float);
   const std::size_t neurons = spec.first(spec.count) + spec.shared, row_floats = 512 / sizeof(float);
   const std::vector<float> rows = normals(neurons * row_floats, random);
+  const auto by_parts = [&](std::size_t part, std::size_t rows_a_block) {
+    ExpertFfn ffn(format, Dtype::f32, part, pool, best_simd_level());
+    ffn.begin(router, Activation::relu);
+    for (std::size_t t = 0; t < kTokens; t += part)
+      ffn.take(x.data() + t * kWidth, std::min(part, kTokens - t));
+    for (const RowRun& run : ffn.runs())
+      for (std::size_t first = 0; first < run.count; first += rows_a_block) {
+        RowBlock block;
+        block.first_row = run.first_row + first;
+        block.count = std::min(rows_a_block, run.count - first);
+        block.rows = reinterpret_cast<const std::byte*>(rows.data() + block.first_row * row_floats);
+        ffn.add(block, nullptr, nullptr);
+      }
+    std::vector<float> sums(kTokens * kWidth);
+    for (std::size_t t = 0; t < kTokens; t += part)
+      ffn.give(t, std::min(part, kTokens - t), sums.data() + t * kWidth);
+    return sums;
+  };
 
-  ExpertFfn ffn(format, Dtype::f32, pool, best_simd_level());
-  std::vector<float> y(kTokens * kWidth, 0.0F);
-  const std::vector<RowRun> runs = ffn.begin(router, x.data(), kTokens, Activation::relu);
-  for (const RowRun& run : runs)
-    for (std::size_t first = 0; first < run.count; first += kBlock) {
-      RowBlock block;
-      block.first_row = run.first_row + first;
-      block.count = std::min(kBlock, run.count - first);
-      block.rows = reinterpret_cast<const std::byte*>(rows.data() + block.first_row * row_floats);
-      ffn.add(block, nullptr, nullptr, y.data());
+  // In parts, however they are cut, and an expert's tokens in turn where its rows come in one block.
+  std::vector<float> y, before;
+  for (const std::size_t rows_a_block : {kBlock, neurons})
+    for (const std::size_t part : {kTokens, std::size_t{8}, std::size_t{1}}) {
+      y = by_parts(part, rows_a_block);
+      CHECK(before.empty() || before == y);
+      before = y;
     }
 
   std::vector<float> found;

@@ -31,9 +31,10 @@ struct Rows {
     return rows.data() + (position * kLayers + layer) * 2 * kRow;
   }
   // A pass up to `length`, or what it has done before it fails. What its queries see is there.
-  void append(SequenceState& sequence, std::size_t length, bool fails = false) const {
+  void append(SequenceState& sequence, std::size_t length, bool fails = false,
+              std::size_t together = kPart) const {
     for (std::size_t begin = sequence.length(), end = 0; begin < length; begin = end) {
-      end = std::min(length, begin + kPart);
+      end = std::min(length, begin + together);
       sequence.reserve(end, begin);
       for (std::size_t i = begin; i < end; ++i)
         for (std::size_t layer = 0; layer < kLayers; ++layer)
@@ -217,11 +218,12 @@ void check_windows(const std::vector<std::size_t>& windows, int bits, int scale)
     const std::size_t many = std::min<std::size_t>(room, 1 + random() % 400);
     const std::size_t few = std::min<std::size_t>(room, 1 + random() % 8);
     const auto before = static_cast<std::ptrdiff_t>(pool->nbytes());
-    const std::ptrdiff_t most = before + sequence.nbytes_to_add(length + many);
+    const std::size_t together = kPart * (1 + random() % 4);
+    const std::ptrdiff_t most = before + sequence.nbytes_to_add(length + many, together);
     switch (room == 0 ? 5 : random() % 8) {
       case 0:
       case 1:
-        rows.append(sequence, length + many);
+        rows.append(sequence, length + many, false, together);
         CHECK(static_cast<std::ptrdiff_t>(pool->nbytes()) <= most);
         CHECK(sequence.can_keep(length) == length);
         break;
@@ -234,7 +236,7 @@ void check_windows(const std::vector<std::size_t>& windows, int bits, int scale)
         break;
       }
       case 4:
-        rows.append(sequence, length + many, true);
+        rows.append(sequence, length + many, true, together);
         CHECK(sequence.length() == length && static_cast<std::ptrdiff_t>(pool->nbytes()) <= most);
         break;
       case 5: {

@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -64,6 +65,8 @@ class PyTap final : public Tap {
   std::size_t tokens_ = 0;
 };
 
+constexpr std::chrono::milliseconds kCheckAfter(50);
+
 // New ids of a sequence.
 using Entry = std::tuple<SequenceState*, std::vector<std::int32_t>>;
 
@@ -103,7 +106,7 @@ class PyModel {
 
   // Logits [entries, vocab] after each entry's last token, or [tokens, vocab] after every token.
   Logits step(const std::vector<Entry>& entries, const std::string& pass, bool all_logits,
-              nb::object observer, std::size_t drafted) {
+              nb::object observer, std::size_t drafted, std::size_t stretches) {
     std::vector<Token> tokens = tokens_of(entries);
     std::vector<std::size_t> wanted;
     for (std::size_t i = 0; i < tokens.size(); ++i)
@@ -116,7 +119,7 @@ class PyModel {
     Tap* asked = observer.is_none() ? nullptr : &tap;
     {
       const nb::gil_scoped_release unlocked;
-      model_->step(tokens, kind, wanted, logits.get(), asked, drafted);
+      model_->step(tokens, kind, wanted, logits.get(), asked, drafted, stretches);
     }
     float* data = logits.release();
     const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
@@ -155,7 +158,11 @@ class PyModel {
   void cancel(bool on) { cancelled_.store(on, std::memory_order_relaxed); }
 
  private:
+  // The interpreter's lock is waited for a few times a second at most.
   void check() {
+    const auto now = std::chrono::steady_clock::now();
+    if (now - checked_ < kCheckAfter && !cancelled_.load(std::memory_order_relaxed)) return;
+    checked_ = now;
     const nb::gil_scoped_acquire locked;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
     if (!cancelled_.load(std::memory_order_relaxed)) return;
@@ -208,6 +215,7 @@ class PyModel {
   std::vector<std::shared_ptr<PyFfnLayer>> ffns_;
   std::size_t d_model_ = 0;
   std::atomic<bool> cancelled_{false};
+  std::chrono::steady_clock::time_point checked_;
   std::unique_ptr<Model> model_;
 };
 
@@ -224,7 +232,7 @@ void init_model(nb::module_& m) {
            nb::arg("block_tokens"), nb::arg("fill_tokens"), nb::arg("prefetch"))
       .def_prop_ro("ffns", &PyModel::ffns)
       .def("step", &PyModel::step, nb::arg("entries"), nb::arg("pass_"), nb::arg("all_logits") = false,
-           nb::arg("observer").none() = nb::none(), nb::arg("drafted") = 0)
+           nb::arg("observer").none() = nb::none(), nb::arg("drafted") = 0, nb::arg("stretches") = 0)
       .def("accept", &PyModel::accept, nb::arg("count"), nb::call_guard<nb::gil_scoped_release>())
       .def("embed", &PyModel::embed, nb::arg("entries"), nb::arg("states"))
       .def("run_block", &PyModel::run_block, nb::arg("layer"), nb::arg("entries"), nb::arg("states"),

@@ -62,7 +62,7 @@ void init_state(nb::module_& m) {
       .def(nb::init<std::shared_ptr<StatePool>>(), nb::arg("pool"))
       .def_prop_ro("length", &SequenceState::length)
       .def_prop_ro("context", [](const SequenceState& self) { return self.shape().context(); })
-      .def("nbytes_to_add", &SequenceState::nbytes_to_add, nb::arg("length"))
+      .def("nbytes_to_add", &SequenceState::nbytes_to_add, nb::arg("length"), nb::arg("together") = 0)
       .def("commit", &SequenceState::commit, nb::arg("length"))
       .def("can_keep", &SequenceState::can_keep, nb::arg("length"))
       .def("keep", &SequenceState::keep, nb::arg("length"))

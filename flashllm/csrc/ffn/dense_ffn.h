@@ -1,9 +1,9 @@
-// A layer's FFN over every neuron for many tokens, the neurons handed in block by block as they stream by.
+// A layer's FFN over every neuron for many tokens, in parts; the neurons are handed in block by block as they
+// stream by, each block for every part. A token's bits depend on neither.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "ffn/neuron_norm.h"
@@ -22,42 +22,52 @@ class DenseFfn {
         pool_(pool),
         level_(level_of_many(format.down_codec, level_of_many(format.codec, level))) {}
 
-  // x: [tokens, d_model]; `plane`: the layer's, of down columns whose scales lie apart, and then blocks are
-  // of neurons from `first` on.
-  void begin(const std::byte* x, std::size_t tokens, Activation activation, const ScalePlane* plane = nullptr,
+  // No parts yet. `plane`: the layer's, of down columns whose scales lie apart, and then blocks are of
+  // neurons from `first` on. `norm`: see `apply`.
+  void begin(Activation activation, const NeuronNorm& norm = {}, const ScalePlane* plane = nullptr,
              std::size_t first = 0);
-  // The activations of `count` rows of neurons, h [count, padded()]; the first `tokens()` of each row may be
-  // changed before they are added. up_bias, gate_bias: the neurons', or nullptr; gate: their gate [count,
-  // d_model] without gaps in the rows' codec, where rows of a gated FFN hold none.
-  float* activations(const std::byte* rows, std::size_t count, const float* up_bias,
+  // Part number parts(): x [tokens, d_model].
+  void take(const std::byte* x, std::size_t tokens);
+  std::size_t parts() const { return parts_.size(); }
+  std::size_t padded(std::size_t part) const { return parts_[part].x.padded(); }
+  // A part's activations of `count` rows of neurons, h [count, padded(part)], until the next call; those of
+  // its tokens may be changed before they are added. up_bias, gate_bias: the neurons', or nullptr; gate:
+  // their gate [count, d_model] without gaps in the rows' codec, where rows of a gated FFN hold none.
+  float* activations(std::size_t part, const std::byte* rows, std::size_t count, const float* up_bias,
                      const float* gate_bias = nullptr, const std::byte* gate = nullptr);
-  // Adds what these neurons contribute, `count` rows. Blocks come in the order of ids.
-  void add(const std::byte* rows, std::size_t count);
+  // Adds what these neurons contribute to the part, `count` rows. Blocks come in the order of ids.
+  void add(std::size_t part, const std::byte* rows, std::size_t count);
   // Of a layer with a norm before its down columns: the activations of all its neurons, block after block,
   // then `apply`, and then all are added.
-  void keep_values(const NeuronNorm& norm);
   void apply();
-  // y: [tokens, d_model]; down_bias: [d_model] or nullptr. Lets go of the buffers.
-  void finish(const float* down_bias, std::byte* y);
+  // y: [tokens, d_model] of a part; down_bias: [d_model] or nullptr. Its buffers go; with the last part, all.
+  void finish(std::size_t part, const float* down_bias, std::byte* y);
   // The same as a part of a larger sum: y[at[m]] += factors[m] * (token m's + bias); y: rows of d_model;
   // bias: [d_model] or nullptr.
-  void finish_into(const std::int32_t* at, const float* factors, const float* bias, float* y);
-
-  std::size_t tokens() const { return x_.has_value() ? x_->tokens() : 0; }
-  std::size_t padded() const { return x_.has_value() ? x_->padded() : 0; }
+  void finish_into(std::size_t part, const std::int32_t* at, const float* factors, const float* bias,
+                   float* y);
+  // Lets go of all parts.
+  void clear() noexcept;
 
  private:
+  struct Part {
+    PackedTokens x;
+    std::vector<float> y;
+    std::vector<float> h;  // the layer's values, where a norm waits for all of them
+    std::size_t kept = 0;  // of their neurons, those before the block
+    std::size_t next;      // the first neuron of the next block
+  };
+
   const RowFormat format_;
   const Dtype dtype_;
   Activation activation_;  // of the layer
   ThreadPool& pool_;
   const SimdLevel level_;
-  std::optional<PackedTokens> x_;
-  const ScalePlane* plane_ = nullptr;
-  std::size_t y_stride_ = 0, next_ = 0;  // next_: the first neuron of the next block
   NeuronNorm norm_;
-  std::size_t kept_ = 0;  // neurons before the block, where the layer's values are kept
-  std::vector<float> y_, h_, up_;
+  const ScalePlane* plane_ = nullptr;
+  std::size_t first_ = 0, y_stride_ = 0;
+  std::vector<Part> parts_;
+  std::vector<float> h_, up_;  // of a block
 };
 
 }  // namespace flashllm

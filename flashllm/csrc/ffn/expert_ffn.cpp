@@ -1,5 +1,8 @@
 #include "ffn/expert_ffn.h"
 
+#include <algorithm>
+#include <cstring>
+
 #include "io/error.h"
 
 namespace flashllm {
@@ -12,42 +15,80 @@ const float* part_of(const float* bias, std::size_t first) {
 
 }  // namespace
 
-const std::vector<RowRun>& ExpertFfn::begin(Router& router, const float* x, std::size_t tokens,
-                                            Activation activation, const ScalePlane* plane) {
-  experts_.route(router, x, tokens, pool_);
-  runs_.clear();
-  for (const ExpertTokens::Run& run : experts_.runs()) runs_.push_back({run.first, run.count});
+void ExpertFfn::begin(Router& router, Activation activation, const ScalePlane* plane) {
+  router_ = &router;
   activation_ = activation;
-  x_ = x;
   plane_ = plane;
+  experts_.begin(router);
+  x_.clear();
+}
+
+void ExpertFfn::take(const float* x, std::size_t tokens) {
+  experts_.add(*router_, x, tokens, pool_);
+  const std::size_t n = tokens * format_.d_model, before = x_.size();
+  x_.resize(before + n * dtype_nbytes(dtype_));
+  kernels_.from_f32(x, n, x_.data() + before);
+}
+
+const std::vector<RowRun>& ExpertFfn::runs() {
+  runs_.clear();
+  for (const ExpertTokens::Run& run : experts_.end()) runs_.push_back({run.first, run.count});
   run_ = rows_ = 0;
+  y_.assign(experts_.tokens() * format_.d_model, 0.0F);
   return runs_;
 }
 
-void ExpertFfn::add(const RowBlock& block, const float* up_bias, const float* gate_bias, float* y) {
+// An expert whose rows come at once serves some of its tokens after the other; of others, all wait for the
+// last rows.
+void ExpertFfn::add(const RowBlock& block, const float* up_bias, const float* gate_bias) {
   if (run_ == runs_.size() || block.first_row != runs_[run_].first_row + rows_ ||
       rows_ + block.count > runs_[run_].count)
     throw CoreError(ErrorKind::usage, "rows of experts come in another order than they were asked for");
-  if (rows_ == 0) begin_run();
-  dense_.activations(block.rows, block.count, part_of(up_bias, block.first_row),
-                     part_of(gate_bias, block.first_row));
-  dense_.add(block.rows, block.count);
-  rows_ += block.count;
-  if (rows_ != runs_[run_].count) return;
   const ExpertTokens::Run& run = experts_.runs()[run_];
-  dense_.finish_into(run.tokens.data(), run.factors.data(), run.bias, y);
+  const std::size_t tokens = run.tokens.size();
+  const bool is_first = rows_ == 0, is_last = rows_ + block.count == run.count;
+  const std::size_t most = is_first && is_last ? together_ : tokens;
+  for (std::size_t begin = 0; begin < tokens; begin += most) {
+    if (is_first) gather(begin, std::min(tokens, begin + most));
+    for (std::size_t part = 0; part < dense_.parts(); ++part) {
+      dense_.activations(part, block.rows, block.count, part_of(up_bias, block.first_row),
+                         part_of(gate_bias, block.first_row));
+      dense_.add(part, block.rows, block.count);
+      const std::size_t first = begin + part * together_;
+      if (is_last)
+        dense_.finish_into(part, run.tokens.data() + first, run.factors.data() + first, run.bias, y_.data());
+    }
+  }
+  rows_ += block.count;
+  if (!is_last) return;
   ++run_;
   rows_ = 0;
 }
 
-// The inputs of the run's tokens, side by side.
-void ExpertFfn::begin_run() {
-  const std::size_t width = format_.d_model, nbytes = width * dtype_nbytes(dtype_);
+// The inputs of some of the run's tokens, side by side.
+void ExpertFfn::gather(std::size_t begin, std::size_t end) {
+  const std::size_t nbytes = format_.d_model * dtype_nbytes(dtype_);
   const std::vector<std::int32_t>& tokens = experts_.runs()[run_].tokens;
-  gathered_.resize(tokens.size() * nbytes);
-  for (std::size_t m = 0; m < tokens.size(); ++m)
-    kernels_.from_f32(x_ + static_cast<std::size_t>(tokens[m]) * width, width, gathered_.data() + m * nbytes);
-  dense_.begin(gathered_.data(), tokens.size(), activation_, plane_, runs_[run_].first_row);
+  dense_.begin(activation_, {}, plane_, runs_[run_].first_row);
+  for (; begin < end; begin += together_) {
+    const std::size_t count = std::min(together_, end - begin);
+    gathered_.resize(count * nbytes);
+    for (std::size_t m = 0; m < count; ++m)
+      std::memcpy(gathered_.data() + m * nbytes,
+                  x_.data() + static_cast<std::size_t>(tokens[begin + m]) * nbytes, nbytes);
+    dense_.take(gathered_.data(), count);
+  }
+}
+
+void ExpertFfn::give(std::size_t first, std::size_t count, float* y) {
+  std::copy_n(y_.data() + first * format_.d_model, count * format_.d_model, y);
+  if (first + count == experts_.tokens()) clear();
+}
+
+void ExpertFfn::clear() noexcept {
+  dense_.clear();
+  std::vector<std::byte>().swap(x_);
+  std::vector<float>().swap(y_);
 }
 
 }  // namespace flashllm

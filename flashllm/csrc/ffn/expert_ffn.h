@@ -1,5 +1,5 @@
-// The experts of a layer over many tokens: each expert that any of them goes to is read once, and computed
-// for the tokens that go to it. A token's sum is over its experts in their order.
+// The experts of a layer over many tokens, which come in parts: each expert that any of them goes to is read
+// once, and computed for the tokens that go to it. A token's sum is over its experts in their order.
 #pragma once
 
 #include <cstddef>
@@ -14,33 +14,42 @@ namespace flashllm {
 
 class ExpertFfn {
  public:
-  // `dtype`: of what goes in.
-  ExpertFfn(const RowFormat& format, Dtype dtype, ThreadPool& pool, SimdLevel level)
+  // `dtype`: of what goes in. `together`: tokens of an expert whose products are made at once, at most.
+  ExpertFfn(const RowFormat& format, Dtype dtype, std::size_t together, ThreadPool& pool, SimdLevel level)
       : format_(format),
         dtype_(dtype),
+        together_(together),
         pool_(pool),
         kernels_(kernel_table(level, dtype)),
         dense_(format, dtype, pool, level) {}
 
-  // x: [tokens, d_model] fp32, of values that the dtype has; it stays as it is until the last block. Which
-  // rows are to be handed in, ascending. `plane`: the layer's, of down columns whose scales lie apart.
-  const std::vector<RowRun>& begin(Router& router, const float* x, std::size_t tokens, Activation activation,
-                                   const ScalePlane* plane = nullptr);
-  // The next rows of those, none of two runs. Biases: [num_neurons] or nullptr. y [tokens, d_model]: gets
-  // what an expert contributes when its last rows are there.
-  void add(const RowBlock& block, const float* up_bias, const float* gate_bias, float* y);
+  // No tokens yet. `plane`: the layer's, of down columns whose scales lie apart.
+  void begin(Router& router, Activation activation, const ScalePlane* plane = nullptr);
+  // The next tokens: x [tokens, d_model] fp32, of values that the dtype has.
+  void take(const float* x, std::size_t tokens);
+  // After the last tokens: which rows are to be handed in, ascending.
+  const std::vector<RowRun>& runs();
+  // The next rows of those, none of two runs. Biases: [num_neurons] or nullptr.
+  void add(const RowBlock& block, const float* up_bias, const float* gate_bias);
+  // After the last rows: y [count, d_model] of the tokens from `first` on. With the last of all, lets go of
+  // them.
+  void give(std::size_t first, std::size_t count, float* y);
+  void clear() noexcept;
 
  private:
-  void begin_run();
+  void gather(std::size_t begin, std::size_t end);
 
   const RowFormat format_;
   const Dtype dtype_;
+  const std::size_t together_;
   ThreadPool& pool_;
   const KernelTable& kernels_;
   DenseFfn dense_;
+  Router* router_ = nullptr;
   Activation activation_;
-  const float* x_ = nullptr;
   const ScalePlane* plane_ = nullptr;
+  std::vector<std::byte> x_;  // [tokens, d_model]
+  std::vector<float> y_;      // the same
   std::vector<RowRun> runs_;
   ExpertTokens experts_;
   std::size_t run_ = 0, rows_ = 0;  // the run at hand, and its rows that came

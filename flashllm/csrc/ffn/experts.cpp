@@ -90,21 +90,29 @@ void Router::round(std::vector<float>& values) const {
   kernels_.to_f32(rounded_.data(), values.size(), values.data());
 }
 
-void ExpertTokens::route(Router& router, const float* x, std::size_t tokens, ThreadPool& pool) {
+void ExpertTokens::begin(const Router& router) {
   const ExpertsSpec& spec = router.spec();
   runs_.clear();
+  tokens_ = 0;
   for (std::size_t run = 0; run < spec.runs(); ++run)
     runs_.push_back({spec.first(run), spec.neurons(run), {}, {}, router.down_bias(run)});
-  for (std::size_t t = 0; t < tokens; ++t) {
+}
+
+void ExpertTokens::add(Router& router, const float* x, std::size_t tokens, ThreadPool& pool) {
+  for (std::size_t t = 0; t < tokens; ++t, ++tokens_) {
     router.route(x + t * router.width(), pool, weights_);
-    for (std::size_t run = 0; run < spec.runs(); ++run) {
+    for (std::size_t run = 0; run < runs_.size(); ++run) {
       if (weights_[run] == 0.0F) continue;
-      runs_[run].tokens.push_back(static_cast<std::int32_t>(t));
+      runs_[run].tokens.push_back(static_cast<std::int32_t>(tokens_));
       runs_[run].factors.push_back(weights_[run]);
     }
   }
+}
+
+const std::vector<ExpertTokens::Run>& ExpertTokens::end() {
   runs_.erase(std::remove_if(runs_.begin(), runs_.end(), [](const Run& run) { return run.tokens.empty(); }),
               runs_.end());
+  return runs_;
 }
 
 RouterPredictor::RouterPredictor(Router& router, RowUnits units, std::unique_ptr<Predictor> inside)

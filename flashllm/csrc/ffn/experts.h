@@ -78,13 +78,18 @@ class ExpertTokens {
     std::vector<float> factors;        // of what they contribute to each token
     const float* bias;                 // [d_model] or nullptr: see Router::down_bias
   };
-  // x: [tokens, d_model]. Throws what Router::route throws.
-  void route(Router& router, const float* x, std::size_t tokens, ThreadPool& pool);
-  // Those that any token goes to, in the order of their neurons.
+  // No tokens yet.
+  void begin(const Router& router);
+  // More tokens: x [tokens, d_model]. Throws what Router::route throws.
+  void add(Router& router, const float* x, std::size_t tokens, ThreadPool& pool);
+  // Drops the runs that no token goes to; the others are in the order of their neurons.
+  const std::vector<Run>& end();
   const std::vector<Run>& runs() const { return runs_; }
+  std::size_t tokens() const { return tokens_; }
 
  private:
   std::vector<Run> runs_;
+  std::size_t tokens_ = 0;
   std::vector<float> weights_;
 };
 

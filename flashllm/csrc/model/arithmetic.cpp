@@ -92,9 +92,13 @@ void Arithmetic::round(float* values, std::size_t n) {
   });
 }
 
-std::byte* Arithmetic::narrowed(const float* values, std::size_t n) {
+std::byte* Arithmetic::narrow_scratch(std::size_t n) {
   narrow_.resize(n * dtype_nbytes(dtype_));
-  narrow(values, n, narrow_.data());
+  return narrow_.data();
+}
+
+std::byte* Arithmetic::narrowed(const float* values, std::size_t n) {
+  narrow(values, n, narrow_scratch(n));
   return narrow_.data();
 }
 

@@ -45,7 +45,8 @@ class Arithmetic {
   void set_watch(Watch watch) { watch_ = std::move(watch); }
 
   void round(float* values, std::size_t n);
-  // The values in the dtype, in scratch that holds until the next call or the next inputs.
+  // Room for n values of the dtype, which holds until the next call or the next inputs; and values put there.
+  std::byte* narrow_scratch(std::size_t n);
   std::byte* narrowed(const float* values, std::size_t n);
   void narrow(const float* values, std::size_t n, std::byte* to);
   void widen(const std::byte* from, std::size_t n, float* to);

@@ -27,7 +27,7 @@ void BlockAttention::attend(const BlockWeights& weights, const Part& part, float
   arithmetic_.project(weights.query, count, query_.data());
   arithmetic_.project(weights.key, count, keys_.data());
   arithmetic_.project(weights.value, count, values_.data());
-  prepare_heads(weights, count);
+  prepare_heads(weights, part);
   memory_.attend(shape(weights), part, query_.data(), keys_.data(), values_.data(), mixed_.data());
   arithmetic_.round(mixed_.data(), count * attended);
   if (weights.mixed_norm.width != 0)
@@ -38,8 +38,9 @@ void BlockAttention::attend(const BlockWeights& weights, const Part& part, float
 }
 
 // query_ and keys_: their norms, their rotation, the scale of the queries.
-void BlockAttention::prepare_heads(const BlockWeights& weights, std::size_t count) {
-  const std::size_t attended = spec_.heads * spec_.head_dim, cached = spec_.kv_heads * spec_.head_dim;
+void BlockAttention::prepare_heads(const BlockWeights& weights, const Part& part) {
+  const std::size_t count = part.count, attended = spec_.heads * spec_.head_dim,
+                    cached = spec_.kv_heads * spec_.head_dim;
   if (spec_.head_norm != HeadNorm::none) {
     const bool together = spec_.head_norm == HeadNorm::projection, own = spec_.head_norm == HeadNorm::heads;
     arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
@@ -58,8 +59,8 @@ void BlockAttention::prepare_heads(const BlockWeights& weights, std::size_t coun
     for (std::size_t t = begin; t < end; ++t) {
       float* query = query_.data() + t * attended;
       if (rotary != nullptr) {
-        rotary->apply(t, query, spec_.heads, spec_.head_dim);
-        rotary->apply(t, keys_.data() + t * cached, spec_.kv_heads, spec_.head_dim);
+        rotary->apply(part.first + t, query, spec_.heads, spec_.head_dim);
+        rotary->apply(part.first + t, keys_.data() + t * cached, spec_.kv_heads, spec_.head_dim);
       }
       if (spec_.query_scale != 1.0F)
         for (std::size_t i = 0; i < attended; ++i) query[i] *= spec_.query_scale;

@@ -41,13 +41,13 @@ class BlockAttention {
                  AttentionMemory& memory)
       : spec_(spec), arithmetic_(arithmetic), memory_(memory), rotary_(rotary.begin(), rotary.end()) {}
 
-  // The positions of a part's tokens, which hold for all blocks.
+  // The positions of a part's tokens, or of a stretch's, which hold for all blocks.
   void set_positions(const Part& part);
   // The inputs taken (Arithmetic::take_inputs) -> out [tokens, d_model].
   void attend(const BlockWeights& weights, const Part& part, float* out);
 
  private:
-  void prepare_heads(const BlockWeights& weights, std::size_t count);
+  void prepare_heads(const BlockWeights& weights, const Part& part);
   AttentionShape shape(const BlockWeights& weights) const;
 
   const BlockSpec& spec_;

@@ -27,18 +27,21 @@ FeedForward::FeedForward(const ModelSpec& spec, const std::vector<BlockWeights>&
       arithmetic_(arithmetic),
       dense_(rows, spec.block.dtype, arithmetic.pool(), arithmetic.level()),
       few_(rows, arithmetic.pool(), arithmetic.level()),
-      experts_(rows, spec.block.dtype, arithmetic.pool(), arithmetic.level()) {
+      experts_(rows, spec.block.dtype, spec.block_tokens, arithmetic.pool(), arithmetic.level()) {
   require(blocks.size() == stream.num_layers(), "every block needs rows to stream");
 }
 
 void FeedForward::run(const FfnTurn& turn) {
+  if (turn.part.is_prompt()) {
+    take(turn);
+    stream(turn.layer, turn.part, [] {});
+    return give(turn);
+  }
   watch_.charge(counters_.compute_ns);
   const FfnLayer* ffn = blocks_[turn.layer].ffn;
   const bool routed = is_routed(turn.layer);
   const Pass pass = turn.part.pass;
-  if (pass == Pass::prompt)
-    routed ? run_experts(turn) : run_prompt(turn);
-  else if (ffn == nullptr || (pass == Pass::dense && !routed))
+  if (ffn == nullptr || (pass == Pass::dense && !routed))
     run_every(turn);
   else if (pass == Pass::oracle)
     run_firing(turn);
@@ -66,6 +69,8 @@ void FeedForward::interrupt() noexcept {
 
 void FeedForward::give_up() noexcept {
   stream_.drain();
+  dense_.clear();
+  experts_.clear();
   for (const BlockWeights& each : blocks_) {
     if (each.ffn == nullptr) continue;
     each.ffn->abandon();
@@ -115,7 +120,7 @@ void FeedForward::find_firing(const FfnTurn& turn) {
   std::vector<const void*> rows;
   std::vector<std::int32_t> ids;
   std::vector<float> values;
-  each_block(turn.layer, layer_after(turn), [&](const RowBlock& block, std::size_t count) {
+  each_block(turn.layer, layer_after(turn.layer, turn.part), [&](const RowBlock& block, std::size_t count) {
     rows.clear();
     ids.clear();
     values.resize(count);
@@ -163,7 +168,7 @@ void FeedForward::run_every(const FfnTurn& turn) {
   const bool waits = static_cast<bool>(weights.neuron_norm);
   few_.begin(turn.x, tokens, activation(weights), turn.y, plane(weights));
   if (waits) few_.keep_values(weights.neuron_norm);
-  each_block(turn.layer, waits ? static_cast<int>(turn.layer) : layer_after(turn),
+  each_block(turn.layer, waits ? static_cast<int>(turn.layer) : layer_after(turn.layer, turn.part),
              [&](const RowBlock& block, std::size_t count) {
                few_.multiply(block.rows, count, part_of(weights.up_bias, block.first_row),
                              part_of(weights.gate_bias, block.first_row),
@@ -172,7 +177,7 @@ void FeedForward::run_every(const FfnTurn& turn) {
              });
   if (waits) {
     few_.apply();
-    each_block(turn.layer, layer_after(turn),
+    each_block(turn.layer, layer_after(turn.layer, turn.part),
                [&](const RowBlock& block, std::size_t count) { few_.add(block.rows, count); });
   }
   if (weights.down_bias == nullptr) return;
@@ -180,51 +185,86 @@ void FeedForward::run_every(const FfnTurn& turn) {
     for (std::size_t j = 0; j < width; ++j) turn.y[t * width + j] += weights.down_bias[j];
 }
 
-// The same of a prompt, in products of many tokens; its last ones fill the neuron cache as the rows pass by.
-void FeedForward::run_prompt(const FfnTurn& turn) {
+// A prompt's stretch
+
+void FeedForward::take(const FfnTurn& turn) {
   const BlockWeights& weights = blocks_[turn.layer];
-  const std::size_t n = turn.part.count * spec_.block.d_model;
+  const std::size_t count = turn.part.count;
   Tap* tap = turn.part.tap;
-  const bool fills = turn.part.fills && weights.ffn != nullptr;
-  const bool waits = static_cast<bool>(weights.neuron_norm);
-  if (tap != nullptr) tap->input(turn.layer, turn.x, turn.part.count);
-  if (fills) begin_fill(turn);
-  std::byte* narrow = arithmetic_.narrowed(turn.x, n);
-  dense_.begin(narrow, turn.part.count, activation(weights), plane(weights));
-  if (waits) dense_.keep_values(weights.neuron_norm);
-  const int then = waits ? static_cast<int>(turn.layer) : layer_after(turn);
-  each_block(turn.layer, then, [&](const RowBlock& block, std::size_t count) {
-    if (fills) fill_from(*weights.ffn, block, count);
-    float* h =
-        dense_.activations(block.rows, count, part_of(weights.up_bias, block.first_row),
-                           part_of(weights.gate_bias, block.first_row), gate_rows(weights, block.first_row));
-    if (tap != nullptr) tap->activations(turn.layer, block.first_row, count, h, dense_.padded());
-    if (!waits) dense_.add(block.rows, count);
-  });
-  if (waits) {
-    dense_.apply();
-    each_block(turn.layer, layer_after(turn),
-               [&](const RowBlock& block, std::size_t count) { dense_.add(block.rows, count); });
+  const bool is_first = turn.part.number == 0;
+  if (turn.part.fills && weights.ffn != nullptr) begin_fill(turn);
+  if (is_routed(turn.layer)) {
+    require(tap == nullptr, "what the experts of a mixture see and compute cannot be observed");
+    if (is_first) experts_.begin(*weights.ffn->router(), activation(weights), plane(weights));
+    experts_.take(turn.x, count);
+  } else {
+    if (tap != nullptr) tap->input(turn.layer, turn.x, count);
+    if (is_first) dense_.begin(activation(weights), weights.neuron_norm, plane(weights));
+    dense_.take(arithmetic_.narrowed(turn.x, count * spec_.block.d_model), count);
   }
-  dense_.finish(weights.down_bias, narrow);
-  arithmetic_.widen(narrow, n, turn.y);
+  watch_.charge(counters_.compute_ns);
 }
 
-// Every expert that a token of the part goes to, once.
-void FeedForward::run_experts(const FfnTurn& turn) {
-  const BlockWeights& weights = blocks_[turn.layer];
-  require(turn.part.tap == nullptr, "what the experts of a mixture see and compute cannot be observed");
-  stream_.begin(static_cast<int>(turn.layer), experts_.begin(*weights.ffn->router(), turn.x, turn.part.count,
-                                                             activation(weights), plane(weights)));
-  if (turn.part.fills) begin_fill(turn);
+// `last`: of the stretch.
+void FeedForward::stream(std::size_t layer, const Part& last, const std::function<void()>& look) {
   watch_.charge(counters_.compute_ns);
-  std::fill_n(turn.y, turn.part.count * spec_.block.d_model, 0.0F);
+  is_routed(layer) ? stream_experts(layer, last, look) : stream_neurons(layer, last, look);
+  watch_.charge(counters_.compute_ns);
+}
+
+void FeedForward::give(const FfnTurn& turn) {
+  const BlockWeights& weights = blocks_[turn.layer];
+  const std::size_t count = turn.part.count, n = count * spec_.block.d_model;
+  if (is_routed(turn.layer)) {
+    experts_.give(turn.part.first, count, turn.y);
+  } else {
+    std::byte* narrow = arithmetic_.narrow_scratch(n);
+    dense_.finish(turn.part.number, weights.down_bias, narrow);
+    arithmetic_.widen(narrow, n, turn.y);
+  }
+  watch_.charge(counters_.compute_ns);
+}
+
+// Every row, once for all parts; the neuron cache takes what it wants as they pass by.
+void FeedForward::stream_neurons(std::size_t layer, const Part& last, const std::function<void()>& look) {
+  const BlockWeights& weights = blocks_[layer];
+  Tap* tap = last.tap;
+  const bool fills = last.fills && weights.ffn != nullptr;
+  const bool waits = static_cast<bool>(weights.neuron_norm);
+  const int then = waits ? static_cast<int>(layer) : layer_after(layer, last);
+  each_block(layer, then, [&](const RowBlock& block, std::size_t count) {
+    if (fills) fill_from(*weights.ffn, block, count);
+    for (std::size_t part = 0; part < dense_.parts(); ++part) {
+      float* h = dense_.activations(part, block.rows, count, part_of(weights.up_bias, block.first_row),
+                                    part_of(weights.gate_bias, block.first_row),
+                                    gate_rows(weights, block.first_row));
+      if (tap != nullptr) tap->activations(layer, block.first_row, count, h, dense_.padded(part));
+      if (!waits) dense_.add(part, block.rows, count);
+      look();
+    }
+  });
+  if (!waits) return;
+  dense_.apply();
+  each_block(layer, layer_after(layer, last), [&](const RowBlock& block, std::size_t count) {
+    for (std::size_t part = 0; part < dense_.parts(); ++part) {
+      dense_.add(part, block.rows, count);
+      look();
+    }
+  });
+}
+
+// Every expert that a token of the stretch goes to, once.
+void FeedForward::stream_experts(std::size_t layer, const Part& last, const std::function<void()>& look) {
+  const BlockWeights& weights = blocks_[layer];
+  stream_.begin(static_cast<int>(layer), experts_.runs());
+  watch_.charge(counters_.compute_ns);
   RowBlock block;
   while (stream_.next(block)) {
     charge_stream();
-    if (turn.part.fills) fill_from(*weights.ffn, block, block.count);
-    experts_.add(block, weights.up_bias, weights.gate_bias, turn.y);
+    if (last.fills) fill_from(*weights.ffn, block, block.count);
+    experts_.add(block, weights.up_bias, weights.gate_bias);
     watch_.charge(counters_.compute_ns);
+    look();
   }
 }
 
@@ -270,11 +310,11 @@ Activation FeedForward::activation(const BlockWeights& weights) const {
 }
 
 // The rows that a dense pass wants after this layer's; none where the next pass is not known.
-int FeedForward::layer_after(const FfnTurn& turn) const {
-  if (turn.part.is_one_block) return RowStream::kNoLayer;
-  const bool ends = turn.layer + 1 == blocks_.size();
-  if (ends && turn.part.is_last) return RowStream::kNoLayer;
-  const std::size_t next = ends ? 0 : turn.layer + 1;
+int FeedForward::layer_after(std::size_t layer, const Part& part) const {
+  if (part.is_one_block) return RowStream::kNoLayer;
+  const bool ends = layer + 1 == blocks_.size();
+  if (ends && part.is_last) return RowStream::kNoLayer;
+  const std::size_t next = ends ? 0 : layer + 1;
   return is_routed(next) ? RowStream::kNoLayer : static_cast<int>(next);
 }
 

@@ -5,12 +5,13 @@
 //   oracle: what really fires, found by reading every row, then as in a sparse pass
 //   dense:  every neuron as the rows stream by, token by token (ffn/token_ffn.h); of experts, those chosen,
 //           as in a sparse pass
-//   prompt: the same in products of many tokens (ffn/dense_ffn.h, ffn/expert_ffn.h); its last tokens fill the
-//           neuron caches
+//   prompt: the same in products of many tokens (ffn/dense_ffn.h, ffn/expert_ffn.h), once for all parts of a
+//           stretch; its last tokens fill the neuron caches
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "ffn/counters.h"
@@ -38,6 +39,12 @@ class FeedForward final : public FfnPart {
   // Throws CoreError.
   void run(const FfnTurn& turn) override;
 
+  // A prompt's stretch at a layer: its parts are taken in turn, then the rows stream by once for all of them,
+  // then each part is given its y. `look` is called every few products, and may throw.
+  void take(const FfnTurn& turn);
+  void stream(std::size_t layer, const Part& last, const std::function<void()>& look);
+  void give(const FfnTurn& turn);
+
   // As FfnLayer::accept, of every layer.
   void accept(std::size_t count);
   // A pass is to end: reads that never end do not hold up `give_up`.
@@ -49,8 +56,8 @@ class FeedForward final : public FfnPart {
   void run_active(const FfnTurn& turn);
   void run_firing(const FfnTurn& turn);
   void run_every(const FfnTurn& turn);
-  void run_prompt(const FfnTurn& turn);
-  void run_experts(const FfnTurn& turn);
+  void stream_neurons(std::size_t layer, const Part& last, const std::function<void()>& look);
+  void stream_experts(std::size_t layer, const Part& last, const std::function<void()>& look);
 
   FfnTokens together(const FfnTurn& turn, std::size_t first, bool predicted) const;
   void find_firing(const FfnTurn& turn);
@@ -65,7 +72,7 @@ class FeedForward final : public FfnPart {
   const ScalePlane* plane(const BlockWeights& weights) const;  // nullptr: columns have their own scales
   Activation activation(const BlockWeights& weights) const;
   bool is_routed(std::size_t layer) const;
-  int layer_after(const FfnTurn& turn) const;
+  int layer_after(std::size_t layer, const Part& part) const;
 
   const ModelSpec& spec_;
   const std::vector<BlockWeights>& blocks_;

@@ -1,5 +1,6 @@
 #include "model/layer.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -20,11 +21,18 @@ unsigned exponent_is_full(float value) {  // of infinities, and of what is no nu
 }  // namespace
 
 void Layer::run(std::size_t layer, const BlockWeights& weights, const Part& part, float* states) {
+  if (spec_.parallel) attended_.resize(part.count * spec_.d_model);
+  const float* input = attend(layer, weights, part, states, attended_.data());
+  ffn_.run({layer, part, input, states, projected_.data()});
+  add_ffn(layer, weights, part, states, attended_.data());
+}
+
+const float* Layer::attend(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
+                           float* attended) {
   const std::size_t count = part.count, n = count * spec_.d_model;
   const bool before = norms_input(spec_.norms), behind = norms_output(spec_.norms);
   normed_.resize(n);
-  projected_.resize(n);
-  // 1. Attention.
+  projected_.resize(std::max(projected_.size(), n));  // parts of a stretch differ in length
   if (before) arithmetic_.normalize(weights.attention_norm, count, states, normed_.data());
   if (spec_.rounded_inputs) arithmetic_.round_inputs(count, spec_.d_model, normed_.data());
   arithmetic_.take_inputs(before ? normed_.data() : states, count, spec_.d_model, part.is_prompt());
@@ -32,24 +40,28 @@ void Layer::run(std::size_t layer, const BlockWeights& weights, const Part& part
   if (behind)
     arithmetic_.normalize(weights.attention_output_norm, count, projected_.data(), projected_.data());
   if (spec_.parallel) {
-    attended_.assign(projected_.begin(), projected_.begin() + static_cast<std::ptrdiff_t>(n));
+    std::copy_n(projected_.data(), n, attended);
   } else {
     add_projected(count, states);
     if (spec_.norms == NormPlace::sum) arithmetic_.normalize(weights.attention_norm, count, states, states);
   }
-  // 2. The FFN.
   if (before && !spec_.shared_norm) arithmetic_.normalize(weights.ffn_norm, count, states, normed_.data());
   if (spec_.rounded_inputs) arithmetic_.round_inputs(count, spec_.d_model, normed_.data());
   const float* input = before ? normed_.data() : states;
   check_finite(layer, input, count);  // a predictor names no neurons for it, and nothing would show
-  ffn_.run({layer, part, input, states, projected_.data()});
-  if (behind) {
+  return input;
+}
+
+void Layer::add_ffn(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
+                    const float* attended) {
+  const std::size_t count = part.count, n = count * spec_.d_model;
+  if (norms_output(spec_.norms)) {
     arithmetic_.round(projected_.data(), n);
     arithmetic_.normalize(weights.ffn_output_norm, count, projected_.data(), projected_.data());
   }
   if (spec_.parallel) {
     arithmetic_.round(projected_.data(), n);
-    for (std::size_t i = 0; i < n; ++i) projected_[i] += attended_[i];
+    for (std::size_t i = 0; i < n; ++i) projected_[i] += attended[i];
   }
   add_projected(count, states);
   if (spec_.norms == NormPlace::sum) arithmetic_.normalize(weights.ffn_norm, count, states, states);

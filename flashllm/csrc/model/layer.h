@@ -35,10 +35,20 @@ class Layer {
         AttentionMemory& memory, FfnPart& ffn)
       : spec_(spec), arithmetic_(arithmetic), attention_(spec, rotary, arithmetic, memory), ffn_(ffn) {}
 
-  // The positions of a part's tokens, which hold for all layers.
+  // The positions of a part's tokens, or of a stretch's, which hold for all layers.
   void set_positions(const Part& part) { attention_.set_positions(part); }
   // states [tokens, d_model], in place. Throws CoreError (numbers) for states that are not finite.
   void run(std::size_t layer, const BlockWeights& weights, const Part& part, float* states);
+
+  // The same in two halves, so that all parts of a stretch may pass the first one before the second. The
+  // first returns what goes into the FFN, which holds until the next half; `attended`: the attention's
+  // outputs wait there, of parallel blocks alone.
+  const float* attend(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
+                      float* attended);
+  // The FFN's outputs are in outputs().
+  void add_ffn(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
+               const float* attended);
+  float* outputs() { return projected_.data(); }
 
  private:
   void add_projected(std::size_t count, float* states);

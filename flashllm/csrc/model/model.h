@@ -4,8 +4,10 @@
 //   logits
 //
 // A pass takes new tokens of several sequences. Its kind is decided once, before it starts, and says how the
-// FFNs and the products run; what a sequence gets never depends on what else is in the pass. Whatever leaves
-// a step is rounded to the model's dtype; sums are fp32, each in one order.
+// FFNs and the products run; what a sequence gets never depends on what else is in the pass. Many tokens go
+// in parts. A prompt's go layer by layer, a stretch of several parts at a time: whatever a layer reads from
+// flash is read once a stretch. Whatever leaves a step is rounded to the model's dtype; sums are fp32, each
+// in one order.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +28,8 @@ namespace flashllm {
 
 class Model {
  public:
-  // Keeps references to all of them. `check` is called between blocks and may throw, to end a long pass.
-  // Throws CoreError where the weights do not fit the spec.
+  // Keeps references to all of them. `check` is called between layers, parts and blocks of rows of a pass of
+  // more than a few tokens, and may throw, to end it. Throws CoreError where the weights do not fit the spec.
   Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows, Activation activation,
         RowStream& stream, ThreadPool& pool, FfnCounters& counters, SimdLevel level,
         std::function<void()> check);
@@ -38,9 +40,10 @@ class Model {
   // logits: [wanted, vocab] after each token whose index is in `wanted` (ascending). Every sequence has its
   // new tokens afterwards; where it throws (CoreError, or what `check` throws), none has changed. `tap`: of a
   // prompt's pass, or nullptr. The last `drafted` tokens of a pass of few may be guesses: what the neuron
-  // caches learn of these waits for `accept`.
+  // caches learn of these waits for `accept`. `stretches`: of a prompt that nobody observes, at most one a
+  // part; 0: one a part.
   void step(const std::vector<Token>& tokens, Pass pass, const std::vector<std::size_t>& wanted,
-            float* logits, Tap* tap = nullptr, std::size_t drafted = 0);
+            float* logits, Tap* tap = nullptr, std::size_t drafted = 0, std::size_t stretches = 0);
   // Of the drafted tokens of the last step the first `count` were right.
   void accept(std::size_t count) { ffn_.accept(count); }
 
@@ -54,7 +57,9 @@ class Model {
   void interrupt() noexcept { ffn_.give_up(); }
 
  private:
-  void run_part(const Part& part);
+  void run(std::vector<Part>& stretch);
+  void run_layer(std::size_t layer, const std::vector<Part>& stretch);
+  void release_states(std::size_t part_tokens) noexcept;
   void look();  // calls `check`
 
   const ModelSpec spec_;
@@ -67,7 +72,8 @@ class Model {
   SequenceMemory memory_;
   FeedForward ffn_;
   Layer layer_;
-  std::vector<float> hidden_;  // of a part, [tokens, d_model]
+  // Of a stretch, [tokens, d_model]: states; what the attention of a parallel block adds to them.
+  std::vector<float> hidden_, attended_;
 };
 
 }  // namespace flashllm

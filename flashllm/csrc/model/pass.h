@@ -43,17 +43,19 @@ struct Tap {
                            std::size_t stride) = 0;
 };
 
-// Tokens of a pass that go through the blocks together.
+// Tokens of a pass that go through the blocks together. A prompt's go in stretches of several parts: a
+// layer's rows are read once for all of them.
 struct Part {
   const Token* tokens;
   std::size_t count;
   Pass pass;
   bool fills;         // the neuron caches, from its last tokens
-  bool is_last;       // of its pass
+  bool is_last;       // or in the last stretch of its pass
   bool is_one_block;  // not of a pass through all of them
   Tap* tap;
-  std::size_t kv_layer;  // of its keys and values
-  std::size_t drafted;   // of its last tokens
+  std::size_t kv_layer;               // of its keys and values
+  std::size_t drafted;                // of its last tokens
+  std::size_t number = 0, first = 0;  // in its stretch: which part, and which token its first one is
 
   bool is_prompt() const { return pass == Pass::prompt; }
 };

@@ -62,10 +62,11 @@ std::size_t StateShape::block_nbytes() const {
   return sum;
 }
 
-std::size_t StateShape::held_pages(const Kind& kind, bool is_packed, std::size_t pages) const {
-  if (!is_packed && kind.format.is_packed()) return std::min(pages, pages_touched(part_tokens_));
+std::size_t StateShape::held_pages(const Kind& kind, bool is_packed, std::size_t pages,
+                                   std::size_t together) const {
+  if (!is_packed && kind.format.is_packed()) return std::min(pages, pages_touched(together));
   if (kind.layer.window == 0) return pages;
-  return std::min(pages, pages_touched(std::min(kind.layer.window, context_) + kMargin + part_tokens_));
+  return std::min(pages, pages_touched(std::min(kind.layer.window, context_) + kMargin + together));
 }
 
 std::size_t StateShape::nbytes(std::size_t length) const {
@@ -76,12 +77,14 @@ std::size_t StateShape::nbytes(std::size_t length) const {
     std::size_t pages = all;
     if (kind.layer.window != 0) {
       const std::size_t window = std::min(kind.layer.window, context_);
-      pages = std::min(pages, pages_touched(window + kMargin) + held_pages(kind, is_packed, all) +
-                                  kCheckpoints * pages_of(window));
+      pages =
+          std::min(pages, pages_touched(window + kMargin) + held_pages(kind, is_packed, all, part_tokens_) +
+                              kCheckpoints * pages_of(window));
     }
     sum += pages * kind.page_nbytes(is_packed);
     // And plain the page that the last pass began in, and those of this pass.
-    if (is_packed) sum += std::min(all, 1 + held_pages(kind, false, all)) * kind.page_nbytes(false);
+    if (is_packed)
+      sum += std::min(all, 1 + held_pages(kind, false, all, part_tokens_)) * kind.page_nbytes(false);
   }
   return sum;
 }
@@ -139,7 +142,8 @@ bool SequenceState::must_copy(const Pages& plain, std::size_t length) const {
   return length > length_ && length_ % kKvBlock != 0 && plain.pages[length_ / kKvBlock].use_count() > 1;
 }
 
-std::ptrdiff_t SequenceState::nbytes_to_add(std::size_t length) const {
+std::ptrdiff_t SequenceState::nbytes_to_add(std::size_t length, std::size_t together) const {
+  together = std::max(together, shape().part_tokens());
   const auto nbytes = [&](std::size_t i, bool is_packed, std::size_t added, std::size_t given_up) {
     return (static_cast<std::ptrdiff_t>(added) - static_cast<std::ptrdiff_t>(given_up)) *
            static_cast<std::ptrdiff_t>(kind(i).page_nbytes(is_packed));
@@ -149,10 +153,11 @@ std::ptrdiff_t SequenceState::nbytes_to_add(std::size_t length) const {
   for (std::size_t i = 0; i < tables_.size(); ++i) {
     const auto& [plain, packed] = tables_[i];
     const std::size_t copied = must_copy(plain, length) ? 1 : 0;
-    sum += nbytes(i, false, copied + shape().held_pages(kind(i), false, more(pages_of(length), plain)),
-                  plain.held_alone(first_plain(i, length_)));
+    sum +=
+        nbytes(i, false, copied + shape().held_pages(kind(i), false, more(pages_of(length), plain), together),
+               plain.held_alone(first_plain(i, length_)));
     if (shape().is_packed())
-      sum += nbytes(i, true, shape().held_pages(kind(i), true, more(length / kKvBlock, packed)),
+      sum += nbytes(i, true, shape().held_pages(kind(i), true, more(length / kKvBlock, packed), together),
                     packed.held_alone(first_kept(i, length_)));
   }
   return sum;

@@ -5,8 +5,9 @@
 // A page is a block of keys and values (kv_block.h) for each layer of its kind. Where the shape has bits, a
 // full page is packed, and plain only until the pass after the one that filled it begins.
 //
-// A pass: for each part of its tokens reserve(...), append(...) each layer's new rows, seal(...) the pages
-// that they fill, read through view(layer); then commit(length). A pass that fails ends with keep(length()).
+// A pass: for each stretch of its tokens, which goes through all layers, reserve(...), append(...) each
+// layer's new rows, seal(...) the pages that they fill, read through view(layer); then commit(length). A pass
+// that fails ends with keep(length()).
 //
 // A layer with a window gives up the pages behind it, but for one, while a pass goes on; those that were
 // there before the pass stay until the next one begins, so that the last pass can always be undone. A
@@ -50,9 +51,9 @@ class StateShape {
     std::size_t index;  // among the layers of the kind
   };
 
-  // `context`: positions at most; `part_tokens`: of a part of a pass, at most; `bits`: of packed pages, 0
-  // where there are none. Throws CoreError (usage) for a size of zero or beyond all memory, and bits there
-  // are none of.
+  // `context`: positions at most; `part_tokens`: that a pass takes at a time, at least; `bits`: of packed
+  // pages, 0 where there are none. Throws CoreError (usage) for a size of zero or beyond all memory, and bits
+  // there are none of.
   StateShape(const std::vector<LayerKv>& layers, std::size_t context, std::size_t part_tokens, Dtype dtype,
              int bits = 0);
 
@@ -62,10 +63,12 @@ class StateShape {
   Dtype dtype() const { return dtype_; }
   bool is_packed() const { return kinds_[0].format.is_packed(); }
   std::size_t max_pages() const { return (context_ + kKvBlock - 1) / kKvBlock; }  // of a kind
-  std::size_t block_nbytes() const;              // of a plain page of each kind
+  std::size_t block_nbytes() const;  // of a plain page of each kind
+  std::size_t part_tokens() const { return part_tokens_; }
   std::size_t nbytes(std::size_t length) const;  // that a sequence holds at most on its way to `length`
-  // Of so many new pages of a kind, plain or packed, those that a pass holds at once, at most.
-  std::size_t held_pages(const Kind& kind, bool is_packed, std::size_t pages) const;
+  // Of so many new pages of a kind, plain or packed, those that a pass holds at once, at most, where it takes
+  // `together` tokens at a time.
+  std::size_t held_pages(const Kind& kind, bool is_packed, std::size_t pages, std::size_t together) const;
 
  private:
   std::vector<Kind> kinds_;
@@ -99,7 +102,8 @@ class SequenceState {
   const StateShape& shape() const { return pool_->shape(); }
   std::size_t length() const { return length_; }  // committed positions
   // Bytes that a pass up to `length` takes from the pool at most, less what it gives up when it begins.
-  std::ptrdiff_t nbytes_to_add(std::size_t length) const;
+  // `together`: tokens that it takes at a time; 0: the shape's.
+  std::ptrdiff_t nbytes_to_add(std::size_t length, std::size_t together = 0) const;
 
   // Makes the positions from `from` to `length` writable, those before being written; queries that follow are
   // at `from` or behind it. Throws CoreError (usage) beyond the context.

@@ -82,9 +82,10 @@ void LentFfn::activate(std::size_t n, bool gated) {
 void LentFfn::run_experts(const FfnTurn& turn) {
   const std::size_t width = weights_->neurons.up.columns;
   Router& router = *weights_->router;
-  experts_.route(router, turn.x, turn.part.count, arithmetic_.pool());
+  experts_.begin(router);
+  experts_.add(router, turn.x, turn.part.count, arithmetic_.pool());
   std::fill_n(turn.y, turn.part.count * width, 0.0F);
-  for (const ExpertTokens::Run& run : experts_.runs()) {
+  for (const ExpertTokens::Run& run : experts_.end()) {
     const std::size_t count = run.tokens.size();
     gathered_.resize(count * width);
     made_.resize(count * width);
