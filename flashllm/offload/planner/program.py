@@ -31,7 +31,14 @@ class PlacementProgram:
     """Least seconds of a block over the placements of one method: rows over nine fractions and the times of
     prefill, decoding and the output head."""
 
-    def __init__(self, model: CostModel, *, forbid: frozenset[str] = frozenset(), unlimited: str | None = None) -> None:
+    def __init__(
+        self,
+        model: CostModel,
+        *,
+        forbid: frozenset[str] = frozenset(),
+        latency_s: float = np.inf,
+        unlimited: str | None = None,
+    ) -> None:
         """`forbid`: tiers that home no tensor. `unlimited` leaves out the limit of one, to see what it would take."""
         self.model = model
         layers, steps = model.shape.layers, model.workload.gen_len
@@ -60,6 +67,9 @@ class PlacementProgram:
                 limits.append((limit * (1 - _MARGIN) - peak.const) / self._byte)
         self._last_memory = len(rows)
         self._block_time = np.append(np.zeros(SIZE), np.ones(_PHASES))
+        if latency_s < np.inf:
+            rows.append(self._block_time)
+            limits.append(latency_s * (1 - _MARGIN) / self._second)
         self.rows, self.limits = np.array(rows), np.array(limits)
         self.upper = np.append(np.ones(SIZE), np.full(_PHASES, np.inf))
         for tier, name in enumerate(TIERS):

@@ -45,6 +45,7 @@ class SearchSpace:
     blocks_in_flight: int = 1  # of a pipeline: its stages
     sequences: int | None = None  # of the whole job: a block needs no batch that they would not reach
     forbid: frozenset[str] = frozenset()  # tiers that home no tensor
+    latency_s: float = math.inf  # of a block, at most
 
     def __post_init__(self) -> None:
         if not (self.gpu_batches and self.num_batches and self.cpu_attention and self.overlap):
@@ -129,7 +130,7 @@ def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: Sea
     for method in space.methods():
         pairs += 1
         model = space.model(shape, hardware, workload, method)
-        program = PlacementProgram(model, forbid=space.forbid)
+        program = PlacementProgram(model, forbid=space.forbid, latency_s=space.latency_s)
         bound = program.bound() / method.block_size
         if math.isfinite(bound):
             heap.append(_Candidate(bound, next(ticket), program))
@@ -145,7 +146,7 @@ def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: Sea
             if prediction.over:  # what its leaps take (HostCostModel) was not counted: once more with that
                 if best.program.model.policy is None:
                     exact = dataclasses.replace(best.program.model, policy=policy)
-                    program = PlacementProgram(exact, forbid=space.forbid)
+                    program = PlacementProgram(exact, forbid=space.forbid, latency_s=space.latency_s)
                     heapq.heappush(heap, _Candidate(best.bound, next(ticket), program))
                 continue
             return Plan(
