@@ -27,12 +27,13 @@ from offload_run import command_line
 
 from flashllm.base.machine import num_cores
 from flashllm.generate.sampling import SamplingOptions
+from flashllm.offload.jobs.measures import BlockMeasure
 from flashllm.offload.jobs.sequences import Sequence
 from flashllm.offload.pipeline.place import Place
 from flashllm.offload.pipeline.ring import Ring, meet
 from flashllm.offload.pipeline.stage_runner import PipelineRunner, serve
 from flashllm.offload.policy import Policy, Workload
-from flashllm.offload.runtime.run import BlockMeasure, Runner, RunOptions
+from flashllm.offload.runtime.run import Runner, RunOptions
 from flashllm.offload.shape import load_shape
 from flashllm.offload.stages import split_model
 

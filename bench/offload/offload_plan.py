@@ -20,7 +20,6 @@ from flashllm.errors import BudgetError
 from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.machine.machines import T4
 from flashllm.offload.planner.predict import predict
-from flashllm.offload.planner.program import Constraints
 from flashllm.offload.planner.search import GPU_BATCHES, NUM_BATCHES, SearchSpace, search
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.shape import BUILTIN
@@ -88,7 +87,7 @@ def _space(grid: Grid, methods: dict[str, bool], **constraints: Any) -> SearchSp
         num_batches=grid.num_batches,
         compress_weights=methods.get("compress_weights", False),
         compress_cache=methods.get("compress_cache", False),
-        constraints=Constraints(**constraints),
+        **constraints,
     )
 
 

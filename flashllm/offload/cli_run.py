@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,9 @@ from flashllm.base.units import format_size
 from flashllm.offload import cli_pipeline
 
 if TYPE_CHECKING:
-    from flashllm.offload.jobs.job import Job, Totals
+    from flashllm.offload.jobs.job import Job
     from flashllm.offload.jobs.lines import BatchFile
+    from flashllm.offload.jobs.measures import Totals
     from flashllm.offload.jobs.results import Results
     from flashllm.offload.launch import Launch, LaunchOptions
     from flashllm.offload.model_text import ModelText
@@ -269,17 +271,10 @@ class _Task:
         document = {
             "policy": None if launch is None else launch.policy.to_json(),
             "measured": {
-                "prefill_s": totals.prefill_s,
-                "decode_s": totals.decode_s,
+                **asdict(totals),
                 "throughput": totals.throughput,
-                "busy": totals.busy,
                 "peak_rss_bytes": self._peak_nbytes,
                 "peak_device_bytes": self._peak_device_nbytes,
-                "tiers": totals.tiers,
-                "bytes_read": totals.bytes_read,
-                "bytes_written": totals.bytes_written,
-                "prompt_tokens": totals.prompt_tokens,
-                "new_tokens": totals.new_tokens,
             },
             "predicted": predicted,
             "requests": {

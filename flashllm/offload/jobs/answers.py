@@ -37,7 +37,7 @@ def answer(batch: BatchFile, sequence: TokenSequence, *, model: str, token_text:
         return plain
     choice: dict[str, Any] = {"index": 0}
     if request.kind == "chat":
-        said = batch.said(request, sequence)
+        said = sequence.said()
         choice["message"] = chat_message(said)
         finish = finish_reason(sequence.finish_reason, any(event.kind == "call" for event in said))
         choice["logprobs"] = chat_logprobs(sequence.logprobs, token_text)

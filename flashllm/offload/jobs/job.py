@@ -4,8 +4,7 @@ Knows no model: a runner computes. Whatever ends a job early leaves the answers 
 file, and `--resume` goes on from there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -13,6 +12,7 @@ from flashllm.api.answers import TokenText
 from flashllm.offload.jobs.answers import BAD_REQUEST, answer, failure
 from flashllm.offload.jobs.blocks import equal
 from flashllm.offload.jobs.lines import BatchFile, ranked
+from flashllm.offload.jobs.measures import BlockMeasure, Totals
 from flashllm.offload.jobs.results import Results
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence
 from flashllm.offload.policy import Workload
@@ -20,72 +20,14 @@ from flashllm.offload.policy import Workload
 _PROMPT_WEIGHT = 0.1  # of a new token's time that a prompt token takes, until a block has been measured
 
 
-class Measure(Protocol):
-    """Measured times and bytes of a block: `flashllm.offload.runtime.run.BlockMeasure`."""
-
-    @property
-    def prefill_s(self) -> float: ...
-    @property
-    def decode_s(self) -> float: ...
-    @property
-    def busy(self) -> Mapping[str, float]: ...
-    @property
-    def tiers(self) -> Mapping[str, int]: ...
-    @property
-    def bytes_read(self) -> int: ...
-    @property
-    def bytes_written(self) -> int: ...
-    @property
-    def new_tokens(self) -> int: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-
-
 class BlockRunner(Protocol):
     """Runner of blocks: `flashllm.offload.runtime.run.Runner`."""
 
-    def run(self, sequences: list[TokenSequence], progress: Callable[[int], None]) -> Measure:
+    def run(self, sequences: list[TokenSequence], progress: Callable[[int], None]) -> BlockMeasure:
         """Give every sequence logits until it is finished; `progress` is called with the block's new tokens so far."""
 
     def stop(self) -> None:
         """Let a `run` in another thread raise as soon as it can."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Totals:
-    """Sums over all blocks. Seconds, tokens, bytes."""
-
-    blocks: int = 0
-    requests: int = 0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    busy: dict[str, float] = field(default_factory=dict)
-    tiers: dict[str, int] = field(default_factory=dict)  # most that a block took of each
-    bytes_read: int = 0
-    bytes_written: int = 0
-
-    def add(self, measure: Measure, requests: int) -> None:
-        """Count a block."""
-        self.blocks += 1
-        self.requests += requests
-        self.prompt_tokens += measure.prompt_tokens
-        self.new_tokens += measure.new_tokens
-        self.prefill_s += measure.prefill_s
-        self.decode_s += measure.decode_s
-        for name, seconds in measure.busy.items():
-            self.busy[name] = self.busy.get(name, 0.0) + seconds
-        for name, nbytes in measure.tiers.items():
-            self.tiers[name] = max(self.tiers.get(name, 0), nbytes)
-        self.bytes_read += measure.bytes_read
-        self.bytes_written += measure.bytes_written
-
-    @property
-    def throughput(self) -> float:
-        """New tokens a second of prefill and decoding together, the paper's metric; 0 before the first block."""
-        seconds = self.prefill_s + self.decode_s
-        return self.new_tokens / seconds if seconds > 0 else 0.0
 
 
 class Job:

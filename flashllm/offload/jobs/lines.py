@@ -21,7 +21,6 @@ from flashllm.offload.jobs.blocks import Size
 from flashllm.offload.jobs.prompts import PromptEncoder
 from flashllm.offload.jobs.requests import Defaults, parse_request
 from flashllm.offload.jobs.sequences import Sequence
-from flashllm.replies.parser import Event
 
 MAX_LINE_NBYTES = 16 * 2**20
 MAX_LINES = 1_000_000
@@ -113,10 +112,6 @@ class BatchFile:
         """The sequence of `lines[index]`, with `index` as its key."""
         request = self.request(index)
         return self._encoder.sequence(request, self._encoder.encode(request), index, marks=True)
-
-    def said(self, request: Request, sequence: Sequence) -> list[Event]:
-        """Contents of the answer of a line's sequence."""
-        return self._encoder.said(request, sequence)
 
     def _state(self) -> tuple[int, int]:
         status = file_status(self._fd, self.path)

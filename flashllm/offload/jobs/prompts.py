@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from flashllm.api import prompts
 from flashllm.api.requests import Request
 from flashllm.offload.jobs.sequences import Sequence as TokenSequence
-from flashllm.replies.parser import Event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,17 +15,15 @@ class PromptEncoder(prompts.PromptEncoder):
     def sequence(self, request: Request, ids: list[int], key: int, *, marks: bool = False) -> TokenSequence:
         """The request's sequence, before its first token. `ids` are those of `encode`.
 
-        With `marks` those that `said` reads stay in its text.
+        With `marks` those of reasoning and calls stay in its text, for `TokenSequence.said`.
         """
         reading = self.reading(request, ids) if marks else None
-        decoder = self.tokenizer if reading is None else reading.decoder
-        options = dataclasses.replace(request.options, max_new_tokens=self.max_new_tokens(request, len(ids)))
-        end_ids = self.end_ids if self.tokenizer is None else self.tokenizer.end_ids
-        return TokenSequence(ids, options, decoder=decoder, end_ids=end_ids, logprobs=request.logprobs, key=key)
-
-    def said(self, request: Request, sequence: TokenSequence) -> list[Event]:
-        """Read the answer of a sequence with marks."""
-        reading = self.reading(request, sequence.prompt)
-        if reading is None:
-            return [Event("text", sequence.text)]
-        return reading.parser.feed(sequence.text) + reading.parser.finish()
+        return TokenSequence(
+            ids,
+            dataclasses.replace(request.options, max_new_tokens=self.max_new_tokens(request, len(ids))),
+            decoder=self.tokenizer if reading is None else reading.decoder,
+            end_ids=self.end_ids if self.tokenizer is None else self.tokenizer.end_ids,
+            logprobs=request.logprobs,
+            key=key,
+            parser=None if reading is None else reading.parser,
+        )

@@ -15,6 +15,7 @@ from flashllm.errors import FlashError, UsageError
 from flashllm.generate.detokenizer import Decoder, Detokenizer
 from flashllm.generate.logprobs import MAX_LOGPROBS, TokenLogprobs, logprobs_of
 from flashllm.generate.sampling import Sampler, SamplingOptions
+from flashllm.replies.parser import Event, Parser
 
 FinishReason = Literal["eos", "stop", "length", "error"]
 
@@ -35,11 +36,13 @@ class Sequence:
         end_ids: frozenset[int],
         logprobs: int | None = None,
         key: int = 0,
+        parser: Parser | None = None,
     ) -> None:
         """`prompt` are token ids, at least one. `decoder` makes text of ids; None: no text, and so no stop strings.
 
         `end_ids` end an answer (ignored with `options.ignore_eos`). `logprobs` likeliest tokens are recorded with
-        each chosen one; None: nothing is recorded. `key` is the caller's own, to know the sequence by.
+        each chosen one; None: nothing is recorded. `key` is the caller's own, to know the sequence by. `parser` reads
+        the marks that are in the text; None: there are none.
         """
         if not len(prompt):
             raise UsageError("the prompt has no tokens")
@@ -53,7 +56,7 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] | None = None if logprobs is None else []
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None  # where finish_reason is "error"
-        self._num_logprobs = logprobs or 0
+        self._parser, self._num_logprobs = parser, logprobs or 0
         self._ends = frozenset[int]() if options.ignore_eos else end_ids
         self._sampler = Sampler(options.seed)
         self._detokenizer = None if decoder is None else Detokenizer(decoder, options.stop)
@@ -85,6 +88,12 @@ class Sequence:
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
+
+    def said(self) -> list[Event]:
+        """Contents of the whole answer; once."""
+        if self._parser is None:
+            return [Event("text", self.text)]
+        return self._parser.feed(self.text) + self._parser.finish()
 
     def accept(self, logits: NDArray[np.float32]) -> None:
         """Choose the next token after `logits` (fp32 [vocab], left as they are).

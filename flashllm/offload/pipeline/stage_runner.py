@@ -14,9 +14,10 @@ from typing import Self
 from flashllm.errors import FlashError, PeerLost, UsageError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs import sequences as jobs
+from flashllm.offload.jobs.measures import BlockMeasure
 from flashllm.offload.pipeline.ring import Ring, Word
 from flashllm.offload.policy import Policy
-from flashllm.offload.runtime.run import BlockMeasure, Runner, RunOptions
+from flashllm.offload.runtime.run import Runner, RunOptions
 from flashllm.offload.stages import Stage
 
 _SHARED = (

@@ -3,7 +3,6 @@
 It knows the cost model only as affine forms; which pairs to try is the search's business.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,26 +27,19 @@ Matrix = NDArray[np.float64]  # of one or two dimensions
 Solution = tuple[float, Matrix]  # least objective, nine fractions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constraints:
-    """Limits that a user may add to the machine's memories."""
-
-    latency_s: float | None = None  # of a whole block
-    forbid: frozenset[str] = field(default_factory=frozenset)  # tiers that may home no tensor
-
-    def __post_init__(self) -> None:
-        if self.latency_s is not None and not self.latency_s > 0:
-            raise ValueError(f"latency_s must be positive, not {self.latency_s!r}")
-        if unknown := self.forbid - set(TIERS):
-            raise ValueError(f"forbid: unknown tier {min(unknown)!r}; tiers are {', '.join(TIERS)}")
-
-
 class PlacementProgram:
     """Least seconds of a block over the placements of one method: rows over nine fractions and the times of
     prefill, decoding and the output head."""
 
-    def __init__(self, model: CostModel, constraints: Constraints, *, unlimited: str | None = None) -> None:
-        """`unlimited` leaves out one limit ("device", "cpu", "disk" or "latency"), to see what it would take."""
+    def __init__(
+        self,
+        model: CostModel,
+        *,
+        forbid: frozenset[str] = frozenset(),
+        latency_s: float = np.inf,
+        unlimited: str | None = None,
+    ) -> None:
+        """`forbid`: tiers that home no tensor. `unlimited` leaves out the limit of one, to see what it would take."""
         self.model = model
         layers, steps = model.shape.layers, model.workload.gen_len
         phases = (
@@ -75,13 +67,13 @@ class PlacementProgram:
                 limits.append((limit * (1 - _MARGIN) - peak.const) / self._byte)
         self._last_memory = len(rows)
         self._block_time = np.append(np.zeros(SIZE), np.ones(_PHASES))
-        if constraints.latency_s is not None and unlimited != "latency":
+        if latency_s < np.inf:
             rows.append(self._block_time)
-            limits.append(constraints.latency_s * (1 - _MARGIN) / self._second)
+            limits.append(latency_s * (1 - _MARGIN) / self._second)
         self.rows, self.limits = np.array(rows), np.array(limits)
         self.upper = np.append(np.ones(SIZE), np.full(_PHASES, np.inf))
         for tier, name in enumerate(TIERS):
-            if name in constraints.forbid:
+            if name in forbid:
                 self.upper[[tier, 3 + tier, 6 + tier]] = 0
         self.sums = np.zeros((3, SIZE + _PHASES))
         for kind in range(3):
@@ -116,10 +108,7 @@ class PlacementProgram:
         return None if found is None else (found[0] * self._second, found[1])
 
     def least_need(self, resource: str) -> float | None:
-        """Bytes (seconds for "latency") of `resource` with which whole tensors just fit, whatever time they take."""
-        if resource == "latency":
-            found = self.whole_tensors()
-            return None if found is None else found[0]
+        """Bytes of `resource` with which whole tensors just fit, whatever time they take."""
         peaks = [peak for name, peak, _ in memory_limits(self.model) if name == resource]
         need = np.array(
             [np.append(peak.coef / self._byte, [0.0] * _PHASES + [-1.0]) for peak in peaks]

@@ -21,7 +21,7 @@ from flashllm.offload.machine.hardware import Hardware
 from flashllm.offload.planner.costs import CostModel, Method
 from flashllm.offload.planner.host_costs import cost_model
 from flashllm.offload.planner.predict import Prediction, price
-from flashllm.offload.planner.program import TIERS, Constraints, PlacementProgram
+from flashllm.offload.planner.program import TIERS, PlacementProgram
 from flashllm.offload.policy import Policy, Workload
 from flashllm.offload.shape import ModelShape
 
@@ -44,7 +44,8 @@ class SearchSpace:
     cache_bits: int = 4
     blocks_in_flight: int = 1  # of a pipeline: its stages
     sequences: int | None = None  # of the whole job: a block needs no batch that they would not reach
-    constraints: Constraints = field(default_factory=Constraints)
+    forbid: frozenset[str] = frozenset()  # tiers that home no tensor
+    latency_s: float = math.inf  # of a block, at most
 
     def __post_init__(self) -> None:
         if not (self.gpu_batches and self.num_batches and self.cpu_attention and self.overlap):
@@ -53,6 +54,8 @@ class SearchSpace:
             raise ValueError(f"blocks_in_flight must be positive, not {self.blocks_in_flight!r}")
         if min(self.gpu_batches) < 1 or min(self.num_batches) < 1:
             raise ValueError("gpu_batches and num_batches must be positive")
+        if unknown := self.forbid - set(TIERS):
+            raise ValueError(f"forbid: unknown tier {min(unknown)!r}; tiers are {', '.join(TIERS)}")
 
     def methods(self) -> Iterator[Method]:
         for gpu_batch in self.gpu_batches:
@@ -89,8 +92,7 @@ class SearchSpace:
         that again; attention is where the cache is."""
         if hardware.device != "cpu":
             return self
-        constraints = dataclasses.replace(self.constraints, forbid=self.constraints.forbid | {"cpu"})
-        return dataclasses.replace(self, cpu_attention=(True,), constraints=constraints)
+        return dataclasses.replace(self, cpu_attention=(True,), forbid=self.forbid | {"cpu"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +130,7 @@ def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: Sea
     for method in space.methods():
         pairs += 1
         model = space.model(shape, hardware, workload, method)
-        program = PlacementProgram(model, space.constraints)
+        program = PlacementProgram(model, forbid=space.forbid, latency_s=space.latency_s)
         bound = program.bound() / method.block_size
         if math.isfinite(bound):
             heap.append(_Candidate(bound, next(ticket), program))
@@ -144,7 +146,7 @@ def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: Sea
             if prediction.over:  # what its leaps take (HostCostModel) was not counted: once more with that
                 if best.program.model.policy is None:
                     exact = dataclasses.replace(best.program.model, policy=policy)
-                    program = PlacementProgram(exact, space.constraints)
+                    program = PlacementProgram(exact, forbid=space.forbid, latency_s=space.latency_s)
                     heapq.heappush(heap, _Candidate(best.bound, next(ticket), program))
                 continue
             return Plan(
@@ -174,19 +176,16 @@ def explain_refusal(shape: ModelShape, hardware: Hardware, workload: Workload, s
     reserved = {"device": hardware.device_reserved, "cpu": hardware.cpu_reserved, "disk": 0}
     ways = []
     names = _RESOURCES | ({"device": "memory"} if hardware.device == "cpu" else {})
-    for resource in (*TIERS, "latency"):
+    for resource in TIERS:
         if resource == "cpu" and hardware.device == "cpu":
             continue
-        programs = [PlacementProgram(model, space.constraints, unlimited=resource) for model in models]
-        needs = [need for program in programs if (need := program.least_need(resource)) is not None]
-        if needs and resource != "latency":
+        programs = [PlacementProgram(model, forbid=space.forbid, unlimited=resource) for model in models]
+        if needs := [need for program in programs if (need := program.least_need(resource)) is not None]:
             need = min(needs) + reserved[resource]
             more = format_size(max(0.0, need - has[resource]))
             ways.append(f"{more} more {names[resource]} ({format_size(need)} in all)")
-        elif needs and space.constraints.latency_s is not None:
-            ways.append(f"a latency of {min(needs):.3g} s instead of {space.constraints.latency_s:.3g} s")
     if not ways:
-        short = PlacementProgram(models[0], space.constraints, unlimited="latency").least_shortfall()
+        short = PlacementProgram(models[0], forbid=space.forbid).least_shortfall()
         ways.append(" and ".join(f"{format_size(more)} more {names[tier]}" for tier, more in short.items()))
     what = f"{shape.name} ({format_size(shape.model_bytes)}) at {workload.prompt_len} + {workload.gen_len} tokens"
     return f"{what} does not fit {hardware.name}: it needs {', or '.join(ways)}"

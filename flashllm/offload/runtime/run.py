@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -21,6 +21,7 @@ from flashllm.base.machine import return_freed_memory
 from flashllm.base.processes import OneProcess
 from flashllm.errors import FlashError
 from flashllm.offload.jobs import sequences as jobs
+from flashllm.offload.jobs.measures import BlockMeasure
 from flashllm.offload.planner.schedules import (
     Action,
     Graph,
@@ -44,20 +45,6 @@ from flashllm.offload.runtime.tiers.scratch import Scratch, open_reader
 from flashllm.offload.stages import Stage
 
 Array = NDArray[Any]
-
-
-@dataclass(slots=True, kw_only=True)
-class BlockMeasure:
-    """Measures of a run. Seconds, bytes, tokens; `busy` is each activity's own time, which overlap."""
-
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    busy: dict[str, float] = field(default_factory=dict)
-    tiers: dict[str, int] = field(default_factory=dict)  # bytes that were taken of each: see `Need`
 
 
 class Neighbours(Protocol):
@@ -388,4 +375,4 @@ class _Run:
         self._progress(self._new_tokens)
 
 
-__all__ = ["BlockMeasure", "CacheLayout", "RunOptions", "Runner", "Stopped"]
+__all__ = ["CacheLayout", "RunOptions", "Runner", "Stopped"]
