@@ -5,10 +5,6 @@ Making one needs transformers, which knows how each family reads its files (publ
 it makes is compared with the source's tokenizer before a byte of the model is written. Knows no weights.
 """
 
-import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +12,7 @@ from typing import Any
 import tokenizers
 
 from flashllm.base.files import read_bounded
+from flashllm.convert.checkpoint.child import ChildFailed, ask_child
 from flashllm.errors import FormatError, UnsupportedModelError
 
 TOKENIZER = "tokenizer.json"
@@ -36,12 +33,6 @@ TEXTS = (
     "e\u0301 a\u030a \u200b\u00a0\u2028 \ufeff \ufffd",
     "🙂 👩‍👩‍👧‍👦 🇩🇪 👍🏽",
     "",
-)
-
-# The child has the paths of this process, not those that its own directory and name would give it.
-_CHILD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from flashllm.convert.tokenizer import _build; _build(sys.argv[2], sys.argv[3])"
 )
 
 
@@ -73,38 +64,34 @@ def make_tokenizer(directory: Path, companions: Iterable[Path]) -> bytes | None:
         return None
     if not any(name in _VOCABULARIES or name.endswith(".model") for name in names):
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-P", "-c", _CHILD, json.dumps(sys.path), str(directory), folder]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-        made, refused = Path(folder) / TOKENIZER, Path(folder) / "refused"
-        if done.returncode == 0 and made.exists():
-            return made.read_bytes()
-        lines = done.stderr.splitlines() or [f"status {done.returncode}"]
-        reason = refused.read_text() if refused.exists() else lines[-1]
+    made: str | None = None
+    try:
+        made, reason = ask_child(_build, str(directory))
+    except ChildFailed as error:
+        reason = str(error)
+    if made is not None:
+        return made.encode()
     raise UnsupportedModelError(
         f"{directory}: no {TOKENIZER} can be made of its tokenizer files: {reason}; put one made for this model into "
         "the folder, or take the tokenizer files out to convert without a tokenizer"
     )
 
 
-def _build(directory: str, folder: str) -> None:
-    """Write `tokenizer.json` into `folder`, or a line that says why not into `refused`. Runs in the child."""
+def _build(directory: str) -> tuple[str | None, str]:
+    """The text of `tokenizer.json`; None, and why, where none can be made. Runs in the child."""
     from transformers import AutoTokenizer
 
     try:
         # A folder that is here; the hub is not asked.
         source = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)  # nosec B615
         backend = getattr(source, "backend_tokenizer", None)
-        problem, text = "transformers has it in Python alone", ""
-        if backend is not None:
-            text = backend.to_str()
-            problem = difference(tokenizers.Tokenizer.from_str(text), source) or ""
+        if backend is None:
+            return None, "transformers has it in Python alone"
+        text: str = backend.to_str()
+        problem = difference(tokenizers.Tokenizer.from_str(text), source)
     except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    if problem:
-        (Path(folder) / "refused").write_text(problem)
-        return
-    (Path(folder) / TOKENIZER).write_text(text, encoding="utf-8")
+        return None, f"{type(error).__name__}: {error}"
+    return (text, "") if problem is None else (None, problem)
 
 
 def difference(made: tokenizers.Tokenizer, source: Any) -> str | None:

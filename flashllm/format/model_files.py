@@ -81,7 +81,7 @@ def check_ffn_header(header: SafetensorsHeader, layouts: Sequence[RowLayout]) ->
     if list(header.tensors) != names:
         raise FormatError(f"{header.path}: must hold {names[0]} to {names[-1]} in this order and nothing else")
     for name, layout in zip(names, layouts, strict=True):
-        _expect(header, name, layout.safetensors_dtype, layout.shape)
+        header.expect(name, layout.safetensors_dtype, layout.shape)
     _check_alignment(header)
 
 
@@ -92,16 +92,16 @@ def check_placed_header(header: SafetensorsHeader, layout: RowLayout, num_layers
     if list(header.tensors) != [*rows, *orders]:
         raise FormatError(f"{header.path}: must hold {rows[0]} to {rows[-1]}, then {orders[0]} to {orders[-1]}")
     for name in rows:
-        _expect(header, name, layout.safetensors_dtype, layout.shape)
+        header.expect(name, layout.safetensors_dtype, layout.shape)
     for name in orders:
-        _expect(header, name, "I32", (layout.d_ff,))
+        header.expect(name, "I32", (layout.d_ff,))
     _check_alignment(header)
 
 
 def check_resident_header(header: SafetensorsHeader, checksums: Sequence[int]) -> None:
     """`resident.safetensors` holds as many checksums of rows for each layer. FormatError otherwise."""
     for layer, count in enumerate(checksums):
-        _expect(header, checksums_tensor(layer), "U64", (count,))
+        header.expect(checksums_tensor(layer), "U64", (count,))
     _check_alignment(header)
 
 
@@ -119,21 +119,13 @@ def check_resident_tensors(
     scales as they are described. FormatError otherwise."""
     for name, shape in shapes.items():
         encoding = resident_encoding(name, dtype, matrices, rows, others)
-        _expect(header, name, encoding.safetensors_dtype, (*shape[:-1], encoding.vector_items(shape[-1])))
+        header.expect(name, encoding.safetensors_dtype, (*shape[:-1], encoding.vector_items(shape[-1])))
     for name, (stored, described) in planes.items():
-        _expect(header, name, stored, described)
+        header.expect(name, stored, described)
     known = {*shapes, *planes}
     unknown = sorted(name for name in header.tensors if name not in known and not name.startswith(_OWN_PREFIX))
     if unknown:
         raise FormatError(f"{header.path}: tensor {unknown[0]} is no part of the model that {CONFIG} describes")
-
-
-def _expect(header: SafetensorsHeader, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-    info = header.tensors.get(name)
-    if info is None:
-        raise FormatError(f"{header.path}: tensor {name} is missing")
-    if info.dtype != dtype or info.shape != shape:
-        raise FormatError(f"{header.path}: {name} is {info.dtype} {list(info.shape)}, not {dtype} {list(shape)}")
 
 
 def _check_alignment(header: SafetensorsHeader) -> None:

@@ -119,16 +119,15 @@ def _check_relu(header: SafetensorsHeader, layouts: Sequence[RowLayout], encodin
             raise FormatError(f"{header.path}: {start}a must be [rank, {layout.d_model}] with a rank from 1")
         for name, rows, columns in ((f"{start}a", rank, layout.d_model), (f"{start}b", layout.d_ff, rank)):
             if name in encodings:
-                _expect(header, name, "U8", (rows, PACKED_AS[encodings[name]].vector_nbytes(columns)))
+                header.expect(name, "U8", (rows, PACKED_AS[encodings[name]].vector_nbytes(columns)))
             else:
                 info = header.tensors.get(name)
                 wide = info is not None and info.dtype == "F32"
-                _expect(header, name, "F32" if wide else "F16", (rows, columns))
-        _expect(header, f"{start}threshold", "F32", (1,))
+                header.expect(name, "F32" if wide else "F16", (rows, columns))
+        header.expect(f"{start}threshold", "F32", (1,))
         known |= {f"{start}{part}" for part in ("a", "b", "threshold")}
         ranks.append(rank)
-    if set(header.tensors) != known:
-        raise FormatError(f"{header.path}: holds tensors that belong to no predictor of {len(layouts)} layers")
+    _check_no_others(header, known, len(layouts))
     return ranks
 
 
@@ -217,7 +216,7 @@ def check_predictors_header(header: SafetensorsHeader, layouts: Sequence[RowLayo
         for kind in ("", PREFETCH):
             if not kind and f"layers.{layer}.gate" in header.tensors and "gate" in layout.matrices:
                 for entry in gate_entries(layer, layout.d_model, layout.d_ff):
-                    _expect(header, *entry)
+                    header.expect(*entry)
                     known.add(entry[0])
                 ranks.append(0)
                 continue
@@ -230,12 +229,11 @@ def check_predictors_header(header: SafetensorsHeader, layouts: Sequence[RowLayo
                 raise FormatError(f"{header.path}: {start}a must be [rank, {layout.d_model}] with a rank from 1")
             bits = next((bits for bits, dtype in _DTYPES.items() if first is not None and first.dtype == dtype), 16)
             for entry in predictor_entries(start, rank, layout.d_model, layout.d_ff, bits):
-                _expect(header, *entry)
+                header.expect(*entry)
                 known.add(entry[0])
             if not kind:
                 ranks.append(rank)
-    if set(header.tensors) != known:
-        raise FormatError(f"{header.path}: holds tensors that belong to no predictor of {len(layouts)} layers")
+    _check_no_others(header, known, len(layouts))
     return ranks
 
 
@@ -254,11 +252,10 @@ def predictor_entries(
     ]
 
 
-def _expect(header: SafetensorsHeader, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-    info = header.tensors.get(name)
-    if info is None:
-        raise FormatError(f"{header.path}: tensor {name} is missing")
-    if info.dtype != dtype or info.shape != shape:
-        raise FormatError(f"{header.path}: {name} is {info.dtype} {list(info.shape)}, not {dtype} {list(shape)}")
-    if info.offset % info.itemsize:
-        raise FormatError(f"{header.path}: {name} starts at {info.offset}, no multiple of its element's size")
+def _check_no_others(header: SafetensorsHeader, known: set[str], layers: int) -> None:
+    """That nothing but the `known` tensors is there, and every element where its size divides its offset."""
+    for info in header.tensors.values():
+        if info.offset % info.itemsize:
+            raise FormatError(f"{header.path}: {info.name} starts at {info.offset}, no multiple of its element's size")
+    if set(header.tensors) != known:
+        raise FormatError(f"{header.path}: holds tensors that belong to no predictor of {layers} layers")

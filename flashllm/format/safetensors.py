@@ -29,7 +29,7 @@ MAX_RANK = 8
 MAX_DATA_NBYTES = 2**63 - 1  # offsets are off_t
 DATA_ALIGNMENT = 4096  # of our files' data: serves every direct-I/O device we know of
 _LENGTH_NBYTES = 8
-_LFS_START = b"version https://git-lfs"
+LFS_START = b"version https://git-lfs"
 
 ITEMSIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
@@ -52,6 +52,12 @@ class TensorInfo:
         """Bytes of an element."""
         return ITEMSIZES[self.dtype]
 
+    def position(self, start: int, nbytes: int) -> int:
+        """Offset in the file of `nbytes` of the tensor from its byte `start`. ValueError where it has not as many."""
+        if start < 0 or start + nbytes > self.nbytes:
+            raise ValueError(f"bytes {start} to {start + nbytes} are outside {self.name} of {self.nbytes} bytes")
+        return self.offset + start
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetensorsHeader:
@@ -62,6 +68,15 @@ class SafetensorsHeader:
     tensors: Mapping[str, TensorInfo]
     data_start: int
     file_nbytes: int
+
+    def expect(self, name: str, dtype: str, shape: Sequence[int]) -> TensorInfo:
+        """Tensor `name`, of this dtype code and shape. FormatError where it is missing, or another."""
+        info = self.tensors.get(name)
+        if info is None:
+            raise FormatError(f"{self.path}: tensor {name} is missing")
+        if info.dtype != dtype or info.shape != tuple(shape):
+            raise FormatError(f"{self.path}: {name} is {info.dtype} {list(info.shape)}, not {dtype} {list(shape)}")
+        return info
 
 
 def read_header(path: Path) -> SafetensorsHeader:
@@ -79,9 +94,7 @@ class SafetensorsFile:
 
     def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of tensor `info` from its byte `start`."""
-        if start < 0 or start + len(buffer) > info.nbytes:
-            raise ValueError(f"bytes {start} to {start + len(buffer)} are outside {info.name} of {info.nbytes} bytes")
-        pread_into(self.fd, buffer, info.offset + start, self.header.path)
+        pread_into(self.fd, buffer, info.position(start, len(buffer)), self.header.path)
 
 
 @contextmanager
@@ -96,9 +109,7 @@ def open_safetensors(path: Path) -> Iterator[SafetensorsFile]:
 
 def _read_header(fd: int, path: Path) -> SafetensorsHeader:
     file_nbytes = file_status(fd, path).st_size
-    start = pread_bytes(fd, min(len(_LFS_START), file_nbytes), 0, path)
-    if start == _LFS_START:
-        raise FormatError(f"{path}: is a git-LFS pointer, not the weights; fetch them with `git lfs pull`")
+    start = read_start(fd, file_nbytes, path)
     if file_nbytes < _LENGTH_NBYTES:
         raise FormatError(f"{path}: {file_nbytes} bytes are too few for a safetensors file")
     header_nbytes = int.from_bytes(start[:_LENGTH_NBYTES], "little")
@@ -111,6 +122,14 @@ def _read_header(fd: int, path: Path) -> SafetensorsHeader:
         raise FormatError(f"{path}: a header of {header_nbytes} bytes is too short")
     raw = pread_bytes(fd, header_nbytes, _LENGTH_NBYTES, path)
     return parse_header(raw, path=path, file_nbytes=file_nbytes)
+
+
+def read_start(fd: int, file_nbytes: int, path: Path) -> bytes:
+    """The first bytes, some twenty, of the file `path`, open as `fd`. FormatError for a git-LFS pointer."""
+    start = pread_bytes(fd, min(len(LFS_START), file_nbytes), 0, path)
+    if start == LFS_START:
+        raise FormatError(f"{path}: is a git-LFS pointer, not the weights; fetch them with `git lfs pull`")
+    return start
 
 
 def parse_header(raw: bytes, *, path: Path, file_nbytes: int) -> SafetensorsHeader:

@@ -13,7 +13,7 @@ from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from flashllm.cli import main
-from flashllm.convert import tokenizer as convert_tokenizer
+from flashllm.convert.checkpoint import child
 from flashllm.convert.checkpoint.source import companion_files
 from flashllm.convert.run import convert
 from flashllm.convert.tokenizer import TEXTS, TOKENIZER, difference, make_tokenizer, read_tokenizer
@@ -125,6 +125,6 @@ def test_the_callers_process_gets_neither_torch_nor_transformers(published):
 
 
 def test_a_child_that_dies_says_how(published, monkeypatch):
-    monkeypatch.setattr(convert_tokenizer, "_CHILD", "import sys; sys.exit('no memory')")
+    monkeypatch.setattr(child, "_CODE", "import sys; sys.exit('no memory')")
     with pytest.raises(UnsupportedModelError, match="no memory"):
         make_tokenizer(published, companion_files(published))

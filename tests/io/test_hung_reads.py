@@ -58,6 +58,26 @@ del late, reader, other
 print(json.dumps(said))
 """
 
+LOST = """
+import numpy as np
+path, which = sys.argv[2:]
+def read(patience_ms):
+    reader = _core.Reader(backend="io_uring", queue_depth=4, patience_ms=patience_ms)
+    batch, destination = _core.ReadBatch(reader, _core.DirectFile(path)), _core.allocate(20 * 4096)
+    for i in range(20):
+        batch.add(8192 * i, destination[4096 * i : 4096 * (i + 1)])
+    batch.submit()
+    batch.wait()
+    data = np.fromfile(path, np.uint8, 20 * 8192).reshape(20, 2, 4096)
+    assert (destination.reshape(20, 4096) == data[:, 0]).all()
+for name in (1, 1 << 9, 1 << 40):
+    _core.distort_completions("id", int(which), 1, name)
+    ends(name, lambda: read(200))
+    _core.distort_completions("error", 2**60, 0)
+    read(60_000)
+print(json.dumps(said))
+"""
+
 STOPPED = """
 import numpy as np
 path, backend = sys.argv[2:]
@@ -119,6 +139,19 @@ def test_a_read_that_never_ends_is_an_error_that_says_where(tmp_path, backend):
     assert said["again"][0] == "FlashIOError"
     assert "nothing more can be read; load the model again" in said["again"][1]
     assert said["other"][0] == "nothing"
+
+
+@pytest.mark.parametrize("backend", backends()[1:])
+@pytest.mark.parametrize("which", [0, 3, 11])
+def test_a_completion_that_names_another_read_is_one_that_never_comes(tmp_path, backend, which):
+    """By its index, by one that no read has, or by another number; the next reader reads."""
+    path = tmp_path / "data.bin"
+    np.random.default_rng(0).integers(0, 256, 200_003, np.uint8).tofile(path)
+    said = run(LOST, path, which)
+    assert len(said) == 3
+    for kind, message, _ in said.values():
+        assert kind == "FlashIOError"
+        assert "did not end within 200 ms" in message
 
 
 @pytest.mark.parametrize("backend", backends())

@@ -223,7 +223,8 @@ def test_a_ring_that_takes_no_reads(path, data, refusals):
 @needs_io_uring
 @pytest.mark.parametrize("which", [0, 3, 11])
 def test_wrong_completions(path, data, which):
-    """What the ring says of a read is not so: the right bytes, or a typed error."""
+    """What the ring says of a read is not so: the right bytes, or a typed error. Of one whose name is wrong,
+    tests/io/test_hung_reads.py tells."""
     jobs = _destinations([(8192 * i, 4096) for i in range(20)])
     wrong = {
         "twice": ("twice", 3, 0, None),
@@ -233,14 +234,10 @@ def test_wrong_completions(path, data, which):
         "longer": ("length", 1, 1, r"gave more, 4097"),
         "for ever": ("error", FOREVER, errno.EBADF, f"errno {errno.EBADF}"),
         "cancelled for ever": ("error", FOREVER, errno.ECANCELED, f"errno {errno.ECANCELED}"),
-        "its index": ("id", 1, 1, "did not end within 200 ms"),
-        "no index": ("id", 1, 1 << 9, "did not end within 200 ms"),
-        "its number": ("id", 1, 1 << 40, "did not end within 200 ms"),
     }
     file = _core.DirectFile(str(path))
     for kind, count, argument, said in wrong.values():
-        lost = said is not None and "did not end" in said
-        reader = _core.Reader(backend="io_uring", queue_depth=4, patience_ms=200 if lost else 60_000)
+        reader = _core.Reader(backend="io_uring", queue_depth=4)
         _core.distort_completions(kind, which, count, argument)
         try:
             if said is None:

@@ -37,10 +37,9 @@ class PickledFile:
         self.tensors = tensors
 
     def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
-        if start < 0 or start + len(buffer) > info.nbytes:
-            raise ValueError(f"bytes {start} to {start + len(buffer)} are outside {info.name} of {info.nbytes} bytes")
-        pread_into(self._fd, buffer, info.offset + start, self.path)
-        drop_page_cache(self._fd, info.offset + start, len(buffer))
+        at = info.position(start, len(buffer))
+        pread_into(self._fd, buffer, at, self.path)
+        drop_page_cache(self._fd, at, len(buffer))
 
     def extent(self, info: TensorInfo) -> int | None:
         return info.offset

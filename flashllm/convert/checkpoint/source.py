@@ -1,6 +1,6 @@
 """An open checkpoint, whatever its files are: named tensors whose bytes can be read in ranges. Knows no file format."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -9,10 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flashllm.base.files import pread_bytes
 from flashllm.errors import FlashIOError, FormatError
 from flashllm.format.model_files import CONFIG
-from flashllm.format.safetensors import TensorInfo
+from flashllm.format.safetensors import TensorInfo, read_start
 
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # config, generation config, tokenizer, chat template
 ADAPTER = "adapter_config.json"  # of peft's, whose weights are no model's
@@ -21,7 +20,6 @@ ADAPTER_HINT = (
     "save_pretrained(), and name it"
 )
 _INDEX_SUFFIX = ".index.json"  # of weights that are not copied
-_LFS_START = b"version https://git-lfs"
 
 
 class TensorFile(Protocol):
@@ -36,6 +34,28 @@ class TensorFile(Protocol):
 
     def extent(self, info: TensorInfo) -> int | None:
         """Offset in the file of the tensor's bytes as they are; None where reading makes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeTensor:
+    """A `TensorFile` of a tensor that is made of what `file` holds: `rows(first, count)` of it, or of its numbers."""
+
+    file: TensorFile
+    rows: Callable[[int, int], NDArray[Any]]
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
+        row = info.nbytes // info.shape[0]
+        first, last = start // row, -(-(start + len(buffer)) // row)
+        made = np.ascontiguousarray(self.rows(first, last - first)).reshape(-1).view(np.uint8)
+        buffer[:] = made[start - first * row :][: len(buffer)].data
+
+    def extent(self, info: TensorInfo) -> int | None:
+        """As `TensorFile.extent`: they lie nowhere as they are."""
+        return None
 
 
 class QuantisedTensor(Protocol):
@@ -151,8 +171,6 @@ def check_start(fd: int, nbytes: int, magic: bytes, what: str, path: Path) -> No
     """
     if nbytes == 0:
         raise FormatError(f"{path}: is empty; get the file again")
-    start = pread_bytes(fd, min(nbytes, len(_LFS_START)), 0, path)
-    if start == _LFS_START:
-        raise FormatError(f"{path}: is a git-LFS pointer, not the weights; fetch them with `git lfs pull`")
+    start = read_start(fd, nbytes, path)
     if not start.startswith(magic):
         raise FormatError(f"{path}: is not {what}: it begins with {start[:8]!r}")

@@ -11,7 +11,6 @@ them, for the mean.
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from flashllm.arch.llama.bitnet import MODEL_TYPE, Form, form_of
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, cast
-from flashllm.convert.checkpoint.source import Checkpoint, TensorFile
+from flashllm.convert.checkpoint.source import Checkpoint, MadeTensor, TensorFile
 from flashllm.errors import FormatError
 from flashllm.format.safetensors import TensorInfo
 
@@ -58,27 +57,14 @@ class _Stored:
 
 @dataclass(slots=True)
 class _Matrix:
-    """A matrix as it is multiplied by: a `TensorFile` of fp32 rows."""
+    """A matrix as it is multiplied by."""
 
     stored: _Stored
     master: bool
     factor: np.float32 | None = None  # of three values; None: of a master, not known yet
 
-    @property
-    def path(self) -> Path:
-        return self.stored.file.path
-
-    def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
-        row = info.shape[1] * 4
-        first, last = start // row, -(-(start + len(buffer)) // row)
-        found = self._rows(first, last - first).reshape(-1).view(np.uint8)
-        buffer[:] = found[start - first * row :][: len(buffer)].data
-
-    def extent(self, info: TensorInfo) -> int | None:
-        """As `TensorFile.extent`: they lie nowhere as they are."""
-        return None
-
-    def _rows(self, first: int, count: int) -> Floats:
+    def rows(self, first: int, count: int) -> Floats:
+        """Those rows of it."""
         if self.stored.info.dtype == "U8":
             return self._unpacked(first, count) * self._by
         if not self.master:
@@ -139,7 +125,7 @@ def ternary(checkpoint: Checkpoint) -> Checkpoint:
             matrix.factor = _scale(checkpoint, name, stored, form)
         nbytes = shape[0] * shape[1] * 4
         tensors[name] = dataclasses.replace(info, dtype="F32", shape=shape, offset=0, nbytes=nbytes)
-        files[name] = matrix
+        files[name] = MadeTensor(stored.file, matrix.rows)
     for name in [name for name in tensors if name.endswith("_proj.weight_scale")]:
         del tensors[name], files[name]
     whole = [info.dtype for name, info in checkpoint.tensors.items() if name.endswith("embed_tokens.weight")]

@@ -125,8 +125,7 @@ class GgufTensor:
         return TensorInfo(name=name, dtype=code, shape=self.shape, offset=stored.offset, nbytes=nbytes)
 
     def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
-        if start < 0 or start + len(buffer) > info.nbytes:
-            raise ValueError(f"bytes {start} to {start + len(buffer)} are outside {info.name} of {info.nbytes} bytes")
+        info.position(start, len(buffer))
         row_nbytes = self._length * info.itemsize
         step = max(1, CHUNK_NBYTES // row_nbytes)
         done = 0

@@ -16,7 +16,6 @@ and held until the next.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 
 from flashllm.base.codes.carried import FP4
 from flashllm.base.dtypes import WEIGHT_DTYPES, cast
-from flashllm.convert.checkpoint.source import Checkpoint, TensorFile
+from flashllm.convert.checkpoint.source import Checkpoint, MadeTensor, TensorFile
 from flashllm.errors import FormatError
 from flashllm.format.safetensors import TensorInfo
 
@@ -37,6 +36,7 @@ _NO_NUMBER = 255  # a scale that makes its values NaN
 _ITEMS: dict[str, Any] = {"U8": np.uint8, "F32": np.float32}  # of a dtype's bits; others' are uint16
 
 Matrix = NDArray[Any]
+Rows = Callable[[int, int], Matrix]  # (first, count)
 
 
 class _Expert:
@@ -123,29 +123,6 @@ class _Blocks:
         return self.whole.blocks(self.expert)[self.first :: self.step][first : first + count]
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """Tensors made of others: whole, then cut to the bytes that are asked for."""
-
-    file: TensorFile
-    make: Callable[[], Matrix]
-
-    @property
-    def path(self) -> Path:
-        return self.file.path
-
-    def read_into(self, info: TensorInfo, start: int, buffer: memoryview) -> None:
-        values = self.make()
-        row = values[:1].nbytes
-        first, last = start // row, -(-(start + len(buffer)) // row)
-        found = np.ascontiguousarray(values[first:last]).reshape(-1).view(np.uint8)
-        buffer[:] = found[start - first * row :][: len(buffer)].data
-
-    def extent(self, info: TensorInfo) -> int | None:
-        """As `TensorFile.extent`: they lie nowhere as they are."""
-        return None
-
-
 def apart(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with a tensor for each expert's gate, up and down, and biases of all gates and all ups. Any other
     model's is left as it is. FormatError for tensors that cannot be experts."""
@@ -154,7 +131,7 @@ def apart(checkpoint: Checkpoint) -> Checkpoint:
     tensors, files = dict(checkpoint.tensors), dict(checkpoint._files)
     quantised = dict(checkpoint.quantised)
 
-    def put(name: str, dtype: str, shape: tuple[int, ...], made: _Made) -> None:
+    def put(name: str, dtype: str, shape: tuple[int, ...], made: MadeTensor) -> None:
         nbytes = int(np.prod(shape)) * (4 if dtype == "F32" else 2)
         old = next(iter(checkpoint.tensors.values()))
         tensors[name] = dataclasses.replace(old, name=name, dtype=dtype, shape=shape, offset=0, nbytes=nbytes)
@@ -168,7 +145,7 @@ def apart(checkpoint: Checkpoint) -> Checkpoint:
             if len(info.shape) != 2 or info.shape[1] % 2:
                 raise FormatError(f"{checkpoint.where(found)}: {list(info.shape)} are no biases of experts")
             for first, part in enumerate(("gate_bias", "up_bias")):
-                made = _Made(checkpoint._files[found], _biases(checkpoint, found, first))
+                made = MadeTensor(checkpoint._files[found], _biases(checkpoint, found, first))
                 put(f"{owner}.{part}", info.dtype, (info.shape[0] * info.shape[1] // 2,), made)
             taken = [found]
         elif kind in ("gate_up_proj", "down_proj") and owner.endswith(".experts"):
@@ -177,7 +154,7 @@ def apart(checkpoint: Checkpoint) -> Checkpoint:
             parts = {"down_proj": (0, 1)} if kind == "down_proj" else {"gate_proj": (0, 2), "up_proj": (1, 2)}
             for part, (first, step) in parts.items():
                 for expert in range(count):
-                    made = _Made(whole.file, _rows(whole, expert, first, step))
+                    made = MadeTensor(whole.file, _rows(whole, expert, first, step))
                     own = f"{owner}.{expert}.{part}.weight"
                     put(own, whole.dtype, (outputs // step, inputs), made)
                     if whole.is_coded:
@@ -196,15 +173,15 @@ def apart(checkpoint: Checkpoint) -> Checkpoint:
     )
 
 
-def _rows(whole: _Expert, expert: int, first: int, step: int) -> Callable[[], Matrix]:
-    return lambda: whole.matrix(expert)[first::step]
+def _rows(whole: _Expert, expert: int, first: int, step: int) -> Rows:
+    return lambda start, count: whole.matrix(expert)[first::step][start : start + count]
 
 
-def _biases(checkpoint: Checkpoint, name: str, first: int) -> Callable[[], Matrix]:
-    def make() -> Matrix:
+def _biases(checkpoint: Checkpoint, name: str, first: int) -> Rows:
+    def rows(start: int, count: int) -> Matrix:
         info = checkpoint.tensors[name]
         values: Matrix = np.empty(info.shape, _ITEMS.get(info.dtype, np.uint16))
         checkpoint.read(name, 0, values)
-        return values[:, first::2].reshape(-1)
+        return values[:, first::2].reshape(-1)[start : start + count]
 
-    return make
+    return rows
