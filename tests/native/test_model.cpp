@@ -213,7 +213,7 @@ void interrupted_passes_leave_no_trace(const Flash& flash) {
   const std::vector<float> expected = conversation(whole, 5);
   for (int checks = 0; checks < 9; ++checks) {  // anywhere in a stretch
     const auto sequence = whole.sequence();
-    whole.checks_left = 5 * checks;
+    whole.checks_left = 3 * checks;
     bool threw = false;
     try {
       whole.step(*sequence, ids_of(90, 6), Pass::prompt);
