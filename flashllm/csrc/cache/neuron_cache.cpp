@@ -137,7 +137,8 @@ void NeuronCache::fill_from(const std::byte* rows, std::int32_t first_row, std::
 }
 
 bool NeuronCache::awaits(std::int32_t unit) const {
-  return std::any_of(awaited_.begin(), awaited_.end(), [&](const Awaited& each) { return each.unit == unit; });
+  return std::any_of(awaited_.begin(), awaited_.end(),
+                     [&](const Awaited& each) { return each.unit == unit; });
 }
 
 void NeuronCache::abandon_fill() {
