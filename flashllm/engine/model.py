@@ -222,16 +222,17 @@ class Model(OneProcess):
 
     def _claim(self, entries: list[Entry], tokens: int) -> int:
         """Claim the memory of a pass, of whose new tokens so many are prompts', and say in how many stretches those go:
-        in as few as the neuron caches can lend memory for. Each reads what is not in memory once."""
-        plan = self.plan.memory
+        in as few as the neuron caches can lend memory for. Each stretch reads what is not in memory once, and
+        multiplies an expert with all of its tokens."""
+        plan, reads = self.plan.memory, self._reads_prompts()
         parts = -(-tokens // plan.prompt_tokens)
         added = sum(sequence.nbytes_to_add(len(ids)) for sequence, ids in entries)
-        stretches = 1 if self._reads_prompts() else parts
+        stretches = 1 if reads or self.manifest.architecture.experts else parts
         while stretches < parts:
             stretch = plan.longest_stretch(tokens, stretches)
             of_stretch = sum(sequence.nbytes_to_add(len(ids), stretch) for sequence, ids in entries)
             lent = plan.lent_nbytes(stretch) + of_stretch - added
-            if self._memory.can_lend(lent, added):
+            if self._memory.can_lend(lent, added, rows=reads):
                 self._memory.claim(added + lent)
                 return stretches
             stretches *= 2
@@ -240,10 +241,10 @@ class Model(OneProcess):
 
     def _reads_prompts(self) -> bool:
         """False where every row that a prompt reads stays in memory: its parts read nothing twice."""
-        parts, layouts = self.parts, self.manifest.layouts
-        return bool(parts.ffns) or sum(cache.capacity for cache in parts.caches) < sum(
-            each.num_rows for each in layouts
-        )
+        if self.parts.ffns and (not self.manifest.architecture.experts or self.plan.memory.cache_policy == "window"):
+            return True
+        held = sum(cache.capacity for cache in self.parts.caches)
+        return held < sum(layout.num_rows for layout in self.manifest.layouts)
 
     def _run(
         self,

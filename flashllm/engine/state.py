@@ -66,13 +66,14 @@ class StateMemory(OneProcess):
         if self._closed:
             raise UsageError("the model is closed; load it again")
 
-    def can_lend(self, nbytes: int, added: int) -> bool:
-        """True where the neuron caches can give so much for one pass, and keep the most of what they have, while
-        sequences take `added` more bytes."""
-        total = self._blocks_with(nbytes + added) + self._withheld
+    def can_lend(self, nbytes: int, added: int, *, rows: bool) -> bool:
+        """True where a pass can borrow so much, while sequences take `added` more bytes: of memory that holds no rows,
+        or with `rows` a quarter of the neuron caches' at most."""
+        before, total = (self._blocks_with(n) + self._withheld for n in (added, added + nbytes))
         if total > self._plan.max_kv_blocks:
             return False
-        return nbytes * _LENT_SHARE <= self._plan.neuron_cache_nbytes(self._blocks_with(added) + self._withheld)
+        held = self._plan.neuron_cache_nbytes(before)
+        return self._plan.neuron_cache_nbytes(total) == held or (rows and nbytes * _LENT_SHARE <= held)
 
     def claim(self, nbytes: int) -> None:
         """Before memory is touched: sequences will take so much more of the pool, or a pass beside it.

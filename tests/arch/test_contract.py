@@ -77,12 +77,14 @@ class Made:
         models = {bits: self.opened(RunConfig(**RUN, cache_bits=bits)) for bits in (None, 8)}
         return {bits: (model, run(model, self.ids)) for bits, model in models.items()}
 
-    def bare(self, bits):
-        """The model that caches no row, whose prompts go in parts of 32 tokens."""
-        if bits not in self._bare:
+    def bare(self, bits, *, lends=True):
+        """The model that caches no row, whose prompts go in parts of 32 tokens; all of them through a layer before the
+        next one where it lends memory for that."""
+        if (bits, lends) not in self._bare:
             none = {"levels": np.zeros((1, LAYERS), np.int32), "level_blocks": 100}
-            self._bare[bits] = self.opened(RunConfig(**RUN, cache_bits=bits), prompt_tokens=32, **none)
-        return self._bare[bits]
+            none |= {"prompt_tokens": 32} | ({} if lends else {"stretch_nbytes": 10**12})
+            self._bare[bits, lends] = self.opened(RunConfig(**RUN, cache_bits=bits), **none)
+        return self._bare[bits, lends]
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -217,14 +219,16 @@ def test_a_cut(made, way):
 
 
 @pytest.mark.parametrize("bits", [None, 8], ids=["plain", "packed"])
-def test_a_long_prompt_that_fails_in_its_middle(made, bits):
+@pytest.mark.parametrize("lends", [True, False], ids=["a stretch", "parts"])
+def test_a_long_prompt_that_fails_in_its_middle(made, bits, lends):
     """Nothing has changed, and again it succeeds; in parts, with every row read, it has the bits it has elsewhere."""
-    (whole, expected), model = made.ways[bits], made.bare(bits)
+    (whole, expected), model = made.ways[bits], made.bare(bits, lends=lends)
     with model.new_sequence() as sequence, model.new_sequence() as other:
         same(run(model, made.ids[:20], sequence), expected[:20])
         held = model._memory.pool.nbytes
         entries = [(sequence, made.ids[20:]), (other, made.ids[:3])]  # the few come first
-        for first in (0, 5, 10, 17):  # of at least 18 reads: three layers of the few tokens and of five parts
+        # Of at least 6 reads, or 18: three layers of the few tokens, and of one stretch or of five parts.
+        for first in (0, 2, 5) if lends else (0, 5, 10, 17):
             model.parts.file.inject("error", first, count=10**6, argument=5)
             with pytest.raises(FlashIOError):
                 model.step(entries, all_logits=True)

@@ -35,10 +35,11 @@ def directory(tiny):
     return tiny[1]
 
 
-def opened(directory, *, cache_rows=None, **config):
+def opened(directory, *, cache_rows=None, prompt_tokens=256, **config):
     """The model; with `cache_rows`, every layer caches so many rows, and there are at most 64 bypass rows."""
     model_dir = ModelDir.open(directory)
     plan = resolve(RunConfig(**RUN, **config), model_dir, available=10**12, process=10**8)
+    plan = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, prompt_tokens=prompt_tokens))
     if cache_rows is not None:
         levels = np.full((1, LAYERS), cache_rows, np.int32)
         memory = dataclasses.replace(
@@ -50,6 +51,14 @@ def opened(directory, *, cache_rows=None, **config):
 
 def ids(count, seed=0):
     return np.random.default_rng(seed).integers(4, 300, count).tolist()
+
+
+def read_by(model, prompt):
+    """Bytes that a prompt of a new sequence reads."""
+    model.meter.take()
+    with model.new_sequence() as sequence:
+        model.step([(sequence, prompt)])
+    return model.meter.take().bytes_read
 
 
 def generated(model, prompt, count=12):
@@ -153,15 +162,49 @@ def test_neighbouring_rows_of_an_expert_are_one_request(directory):
     assert times.bytes_read == LAYERS * CHOSEN * SIZE * Manifest.load(directory).rows.stride
 
 
-def test_a_prompt_reads_each_expert_it_touches_once(directory):
-    stride = Manifest.load(directory).rows.stride
-    with opened(directory) as model, model.new_sequence() as sequence:
-        model.step([(sequence, ids(9))])
-        few = model.meter.take().bytes_read
-        model.step([(sequence, ids(120, seed=3))])
-        many = model.meter.take().bytes_read
-    assert few % (SIZE * stride) == many % (SIZE * stride) == 0
-    assert LAYERS * CHOSEN * SIZE * stride <= few < many <= LAYERS * COUNT * SIZE * stride
+def test_a_prompt_reads_each_expert_it_touches_once_and_keeps_what_has_room(directory):
+    layout = Manifest.load(directory).rows
+    expert, everything = SIZE * layout.stride, LAYERS * COUNT * SIZE * layout.stride
+    with opened(directory) as model:
+        few, many = (read_by(model, ids(count, seed=count)) for count in (9, 120))
+        assert few % expert == many % expert == 0
+        assert LAYERS * CHOSEN * expert <= few < everything
+        assert few + many == everything
+        assert read_by(model, ids(120, seed=4)) == 0
+        with model.new_sequence() as sequence:
+            assert [model.step([(sequence, [token])]).shape[0] for token in ids(8)] == [1] * 8
+        assert model.meter.take().bytes_read == 0
+    with opened(directory, cache_rows=3 * SIZE) as model:
+        assert read_by(model, ids(150, seed=1)) == everything  # these prompts go to every expert
+        for seed in (3, 5, 6, 10):  # what is cached is used, and then may give way
+            assert read_by(model, ids(150, seed=seed)) == everything - LAYERS * 3 * expert
+            assert [len(ffn.cached()) for ffn in model.parts.ffns] == [3 * SIZE] * LAYERS
+
+
+@pytest.mark.parametrize("token", [7, 8, 9])
+def test_what_a_prompt_keeps_is_what_its_tokens_went_to_most(directory, token):
+    """In layer 0 a token that comes again and again goes to the same experts; few others come behind it."""
+    with opened(directory, cache_rows=CHOSEN * SIZE) as model:
+        read_by(model, [*[token] * 60, *ids(5)])
+        kept = model.parts.ffns[0].cached()
+    with opened(directory) as model:
+        read_by(model, [token] * 9)
+        assert sorted(kept) == sorted(model.parts.ffns[0].cached())
+
+
+@pytest.mark.parametrize("policy", ["frequency", "window"])
+@pytest.mark.parametrize("cache_rows", [SIZE, 3 * SIZE])
+def test_prompts_in_stretches_have_the_bits_of_one(directory, policy, cache_rows):
+    """Whatever earlier stretches kept, and whatever gives way meanwhile."""
+    prompts = [ids(60 + seed, seed=seed) for seed in range(6)]
+    with opened(directory) as model:
+        expected = [model.step([(model.new_sequence(), prompt)]) for prompt in prompts]
+    with opened(directory, cache_rows=cache_rows, cache_policy=policy, prompt_tokens=16) as model:
+        for index, prompt in enumerate(prompts):
+            entries = [(model.new_sequence().native, prompt)]
+            found = model.parts.native.step(entries, "prompt", False, None, 0, 1 + index % 3)
+            np.testing.assert_array_equal(found, expected[index])
+            assert generated(model, ids(9)).shape[0] == 12
 
 
 def test_a_prompt_fills_the_caches_with_its_last_experts(directory):

@@ -56,15 +56,16 @@ def test_every_layer_is_read_once_for_as_much_as_memory_is_lent_for(directory):
             assert nbytes == reads * all_rows
             assert np.array_equal(logits, expected)
             assert [cache.capacity for cache in model.parts.caches] == rows
-    with in_parts(directory) as model:  # a quarter of the neuron caches, and no more
-        token = model.plan.memory.neuron_cache // 4 // (48 - 16)
-        found = []
-        for nbytes in (token, token + 1):
-            model.plan = dataclasses.replace(
-                model.plan, memory=dataclasses.replace(model.plan.memory, stretch_nbytes=nbytes)
-            )
+    # A quarter of the neuron caches and no more, where every block costs rows.
+    with in_parts(directory) as model:
+        memory = model.plan.memory
+        levels = np.maximum(memory.levels[0] - np.arange(20)[:, None], 0).astype(np.int32)
+    found = []
+    for more in (0, 1):
+        token = memory.neuron_cache // 4 // (48 - 16) + more
+        with in_parts(directory, levels=levels, level_blocks=1, stretch_nbytes=token) as model:
             found.append(read_by(model, ids_of(48))[1])
-        assert found == [all_rows, 2 * all_rows]
+    assert found == [all_rows, 2 * all_rows]
 
 
 def test_a_long_prompt_can_be_ended_in_its_middle(directory):

@@ -1,10 +1,12 @@
 // The slot table: random sequences against sets. (Policies against their definitions: tests/cache.)
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <random>
 #include <set>
 
 #include "cache/frequency_policy.h"
+#include "cache/neuron_cache.h"
 #include "cache/slot_table.h"
 #include "check.h"
 #include "io/error.h"
@@ -13,7 +15,11 @@ namespace {
 
 using flashllm::CacheChoice;
 using flashllm::FrequencyPolicy;
+using flashllm::NeuronCache;
+using flashllm::NeuronCacheOptions;
+using flashllm::RowUnits;
 using flashllm::SlotTable;
+using flashllm::ThreadPool;
 using Ids = std::vector<std::int32_t>;
 
 // What lies in each row if every move and every arrival is carried out, as bytes would be.
@@ -42,6 +48,20 @@ struct Rows {
       CHECK(table.contains(neuron) == (expected.count(neuron) == 1));
   }
 };
+
+Ids every_unit(std::int32_t units) {
+  Ids ids(static_cast<std::size_t>(units));
+  std::iota(ids.begin(), ids.end(), 0);
+  return ids;
+}
+
+Ids random_ids(std::mt19937& random, std::int32_t neurons) {
+  Ids ids;
+  const unsigned rarity = 1 + random() % 8;
+  for (std::int32_t neuron = 0; neuron < neurons; ++neuron)
+    if (random() % rarity == 0) ids.push_back(neuron);
+  return ids;
+}
 
 Ids missing(const SlotTable& table, const Ids& wanted) {
   Ids misses;
@@ -124,6 +144,55 @@ void a_rare_neuron_does_not_displace_a_frequent_one() {
   CHECK((likely == Ids{2, 0, 1}));
 }
 
+// A prompt's rows pass by: what is cached can be used until its own turn, what is kept of the rest has its
+// bytes, and where they stop coming nothing is there that did not come.
+void what_passes_by_is_kept(std::mt19937& random, const char* policy) {
+  constexpr std::uint32_t kRowNbytes = 8;
+  const auto size = static_cast<std::int32_t>(1 + random() % 3);
+  const std::int32_t units = 1 + static_cast<std::int32_t>(random() % 30);
+  const RowUnits of{units * size - static_cast<std::int32_t>(random() % 2) * (size - 1), size};
+  NeuronCacheOptions options{of,     1 + static_cast<std::int32_t>(random() % 20), 2, kRowNbytes, policy, 3,
+                             nullptr};
+  std::vector<std::uint64_t> flash(static_cast<std::size_t>(of.num_rows));
+  std::iota(flash.begin(), flash.end(), 1000);
+  std::vector<std::uint64_t> memory(22 * 3), aside(2 * 3);
+  NeuronCache cache(options, reinterpret_cast<std::byte*>(memory.data()),
+                    reinterpret_cast<std::byte*>(aside.data()));
+  ThreadPool pool(1);
+  const auto check = [&](std::int32_t unit) {
+    const auto* rows = reinterpret_cast<const std::uint64_t*>(cache.rows(unit));
+    for (std::int32_t row = 0; row < of.rows(unit); ++row)
+      CHECK(rows[row] == flash[static_cast<std::size_t>(of.first(unit) + row)]);
+  };
+  for (int prompt = 0; prompt < 12; ++prompt) {
+    for (int token = 0; token < 4; ++token) cache.observe(random_ids(random, units));
+    const Ids some = random_ids(random, units), passing = prompt % 3 == 0 ? every_unit(units) : some;
+    cache.begin_fill(prompt % 6 == 0 ? nullptr : &passing);
+    std::set<std::int32_t> held;
+    for (const std::int32_t unit : passing)
+      if (cache.contains(unit) && !cache.awaits(unit)) held.insert(unit);
+    const std::size_t stop = random() % 3 == 0 ? random() % (passing.size() + 1) : passing.size();
+    for (std::size_t i = 0; i < stop; ++i) {
+      const std::int32_t unit = passing[i], end = of.first(unit) + of.rows(unit);
+      if (prompt % 6 != 0 && held.count(unit) == 1) check(unit);
+      for (std::int32_t row = of.first(unit), count = 0; row < end; row += count) {
+        count = std::min(end - row, 1 + static_cast<std::int32_t>(random() % 3));
+        cache.fill_from(reinterpret_cast<const std::byte*>(&flash[static_cast<std::size_t>(row)]), row, count,
+                        pool);
+      }
+      if (cache.contains(unit)) check(unit);
+    }
+    cache.abandon_fill();
+    std::size_t kept = 0;
+    for (std::int32_t unit = 0; unit < units; ++unit)
+      if (cache.contains(unit)) check(unit), ++kept;
+    CHECK(kept == static_cast<std::size_t>(cache.slots().num_used()));
+    // Room is for what passed by, however rarely it was active.
+    if (std::string(policy) == "frequency" && stop == static_cast<std::size_t>(units) && prompt % 3 == 0)
+      CHECK(kept == static_cast<std::size_t>(std::min(units, options.capacity)));
+  }
+}
+
 }  // namespace
 
 void test_cache(int scale) {
@@ -133,5 +202,7 @@ void test_cache(int scale) {
   for (int seed = 0; seed < 40 * scale; ++seed) {
     std::mt19937 random(static_cast<unsigned>(seed));
     slot_table_follows_a_set(random);
+    what_passes_by_is_kept(random, "frequency");
+    what_passes_by_is_kept(random, "window");
   }
 }

@@ -48,9 +48,10 @@ class CachePolicy {
   // Tokens in the window now, for a policy that has one; otherwise 0.
   virtual std::int32_t current_window() const { return 0; }
 
-  // The units worth holding after the tokens observed so far, ascending, at most `capacity` (used after a
-  // prefill).
-  virtual void choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const = 0;
+  // Of `candidates`, ascending, the units worth holding after the tokens observed so far, at most `capacity`
+  // (used while a prompt is computed).
+  virtual void choose_kept(const std::vector<std::int32_t>& candidates, std::int32_t capacity,
+                           std::vector<std::int32_t>& kept) const = 0;
 };
 
 }  // namespace flashllm

@@ -112,16 +112,17 @@ void FrequencyPolicy::sort_by_likelihood(std::vector<std::int32_t>& units) {
   for (std::size_t i = 0; i < units.size(); ++i) units[i] = unit_of(candidates_[i]);
 }
 
-void FrequencyPolicy::choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const {
-  std::vector<Candidate> seen;
-  for (std::int32_t unit = 0; unit < static_cast<std::int32_t>(counts_.size()); ++unit)
-    if (counts_[static_cast<std::size_t>(unit)].total > 0.0F) seen.push_back(candidate(unit));
-  if (seen.size() > static_cast<std::size_t>(capacity)) {
-    std::nth_element(seen.begin(), seen.begin() + capacity, seen.end());
-    seen.resize(static_cast<std::size_t>(capacity));
+// Those that were never active come last: while there is room, nothing better is known.
+void FrequencyPolicy::choose_kept(const std::vector<std::int32_t>& candidates, std::int32_t capacity,
+                                  std::vector<std::int32_t>& kept) const {
+  std::vector<Candidate> sorted;
+  for (const std::int32_t unit : candidates) sorted.push_back(candidate(unit));
+  if (sorted.size() > static_cast<std::size_t>(capacity)) {
+    std::nth_element(sorted.begin(), sorted.begin() + capacity, sorted.end());
+    sorted.resize(static_cast<std::size_t>(capacity));
   }
   kept.clear();
-  for (const Candidate one : seen) kept.push_back(unit_of(one));
+  for (const Candidate one : sorted) kept.push_back(unit_of(one));
   std::sort(kept.begin(), kept.end());
 }
 

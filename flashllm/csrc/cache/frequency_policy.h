@@ -32,7 +32,8 @@ class FrequencyPolicy final : public CachePolicy {
   void choose_evicted(const SlotTable& slots, std::int32_t count,
                       std::vector<std::int32_t>& evicted) override;
   void sort_by_likelihood(std::vector<std::int32_t>& units) override;
-  void choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const override;
+  void choose_kept(const std::vector<std::int32_t>& candidates, std::int32_t capacity,
+                   std::vector<std::int32_t>& kept) const override;
 
  private:
   // A unit with its estimate in one number: ascending is the most frequent first, ids break ties, so that

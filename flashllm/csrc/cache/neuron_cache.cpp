@@ -26,8 +26,7 @@ NeuronCache::NeuronCache(const NeuronCacheOptions& options, std::byte* memory, s
       slots_(options.units.count(), options.capacity, options.bypass_capacity),
       max_capacity_(slots_.capacity()),
       policy_(make_cache_policy(options.policy, options.units.count(), options.window, options.popularity)) {
-  for (auto* ids :
-       {&misses_, &leaving_, &pending_fill_, &choice_.leaving, &choice_.coming, &choice_.bypassing})
+  for (auto* ids : {&misses_, &leaving_, &choice_.leaving, &choice_.coming, &choice_.bypassing})
     ids->reserve(part_size());
   moves_.reserve(part_size());
 }
@@ -63,18 +62,42 @@ void NeuronCache::exchange(const std::vector<std::int32_t>& leaving,
   moved_ += moves_.size();
 }
 
-void NeuronCache::begin_fill() {
+void NeuronCache::begin_fill(const std::vector<std::int32_t>* passing) {
   abandon_fill();
-  std::vector<std::int32_t> kept;
-  policy_->choose_kept(slots_.capacity(), kept);
-  leaving_.clear();
-  for (std::int32_t slot = 0; slot < slots_.num_used(); ++slot) {
-    const std::int32_t unit = slots_.pointers()[slot];
-    if (!std::binary_search(kept.begin(), kept.end(), unit)) leaving_.push_back(unit);
+  // 1. What is cached, or comes by, may be kept.
+  std::vector<std::int32_t> candidates, kept, used, coming;
+  for (std::int32_t unit = 0; unit < num_units(); ++unit) {
+    const bool comes = passing == nullptr || std::binary_search(passing->begin(), passing->end(), unit);
+    if (comes || slots_.contains(unit)) candidates.push_back(unit);
   }
-  for (const std::int32_t unit : kept)
-    if (!slots_.contains(unit)) pending_fill_.push_back(unit);
-  exchange(leaving_, pending_fill_);
+  policy_->choose_kept(candidates, slots_.capacity(), kept);
+  // 2. What is not leaves now, or once it was used.
+  leaving_.clear();
+  for (const std::int32_t unit : candidates) {
+    const bool is_kept = std::binary_search(kept.begin(), kept.end(), unit);
+    if (slots_.contains(unit) == is_kept) continue;
+    if (is_kept)
+      awaited_.push_back({unit, SlotTable::kAbsent});
+    else if (passing != nullptr && std::binary_search(passing->begin(), passing->end(), unit))
+      used.push_back(unit);
+    else
+      leaving_.push_back(unit);
+  }
+  // 3. The first to come get the slots that are free, others those of units that were used before.
+  std::size_t free = static_cast<std::size_t>(slots_.capacity() - slots_.num_used()) + leaving_.size();
+  auto next_used = used.begin();
+  auto fits = awaited_.begin();
+  for (const Awaited& each : awaited_) {
+    if (free != 0) {
+      --free;
+      coming.push_back(each.unit);
+      *fits++ = each;
+    } else if (next_used != used.end() && *next_used < each.unit) {
+      *fits++ = {each.unit, *next_used++};
+    }
+  }
+  awaited_.erase(fits, awaited_.end());
+  exchange(leaving_, coming);
   filled_from_ = filled_to_ = 0;
 }
 
@@ -82,13 +105,22 @@ void NeuronCache::begin_fill() {
 void NeuronCache::fill_from(const std::byte* rows, std::int32_t first_row, std::int32_t count,
                             ThreadPool& pool) {
   const std::int32_t end_row = first_row + count;
-  const auto begin = std::lower_bound(pending_fill_.begin(), pending_fill_.end(), first_row / units_.size);
-  auto end = std::lower_bound(begin, pending_fill_.end(), units_.from(end_row));
+  const auto from = [this](std::int32_t unit) {
+    return std::lower_bound(awaited_.begin(), awaited_.end(), unit,
+                            [](const Awaited& each, std::int32_t id) { return each.unit < id; });
+  };
+  const auto begin = from(first_row / units_.size);
+  auto end = from(units_.from(end_row));
+  for (auto each = begin; each != end; ++each) {
+    if (each->leaving == SlotTable::kAbsent) continue;
+    exchange({each->leaving}, {each->unit});
+    each->leaving = SlotTable::kAbsent;
+  }
   const auto size = static_cast<std::size_t>(units_.size);
   pool.parallel_for(static_cast<std::size_t>(end - begin) * size, kCopyGrain,
-                    [&](std::size_t from, std::size_t to) {
-                      for (std::size_t i = from; i < to; ++i) {
-                        const std::int32_t unit = begin[static_cast<std::ptrdiff_t>(i / size)];
+                    [&](std::size_t at, std::size_t to) {
+                      for (std::size_t i = at; i < to; ++i) {
+                        const std::int32_t unit = begin[static_cast<std::ptrdiff_t>(i / size)].unit;
                         const std::int32_t row = units_.first(unit) + static_cast<std::int32_t>(i % size);
                         if (row < first_row || row >= end_row) continue;
                         std::memcpy(this->rows(unit) + i % size * stride_,
@@ -98,15 +130,23 @@ void NeuronCache::fill_from(const std::byte* rows, std::int32_t first_row, std::
   if (first_row != filled_to_) filled_from_ = first_row;
   filled_to_ = end_row;
   auto whole = begin;
-  if (whole != end && units_.first(*whole) < filled_from_) ++whole;                   // rows of it never came
-  if (whole != end && units_.first(end[-1]) + units_.rows(end[-1]) > end_row) --end;  // the rest is to come
-  if (whole < end) pending_fill_.erase(whole, end);
+  if (whole != end && units_.first(whole->unit) < filled_from_) ++whole;  // rows of it never came
+  if (whole != end && units_.first(end[-1].unit) + units_.rows(end[-1].unit) > end_row)
+    --end;  // the rest comes
+  if (whole < end) awaited_.erase(whole, end);
+}
+
+bool NeuronCache::awaits(std::int32_t unit) const {
+  return std::any_of(awaited_.begin(), awaited_.end(),
+                     [&](const Awaited& each) { return each.unit == unit; });
 }
 
 void NeuronCache::abandon_fill() {
-  if (pending_fill_.empty()) return;
-  forget(pending_fill_);
-  pending_fill_.clear();
+  std::vector<std::int32_t> absent;
+  for (const Awaited& each : awaited_)
+    if (each.leaving == SlotTable::kAbsent) absent.push_back(each.unit);
+  awaited_.clear();
+  if (!absent.empty()) forget(absent);
 }
 
 void NeuronCache::set_capacity(std::int32_t capacity) {

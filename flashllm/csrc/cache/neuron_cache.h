@@ -60,12 +60,15 @@ class NeuronCache {
   void end_part();
   void discard_part();
 
-  // A dense pass streams every row by: `observe` each of its tokens, `begin_fill`, then `fill_from` with the
-  // `count` rows from `first_row` on takes those of units that the policy wants. `abandon_fill` forgets the
-  // units that never came whole, and so does the next token.
+  // A prompt's rows stream by, ascending: `observe` its tokens, `begin_fill`, then `fill_from` with the
+  // `count` rows from `first_row` on takes those of units that the policy wants. `passing`: the units that
+  // come, ascending, or nullptr where all do; one of them that is cached stays until its own rows would have
+  // come, so that it can be used in their place. `abandon_fill` forgets the units that never came whole, and
+  // so does the next token.
   void observe(const std::vector<std::int32_t>& active) { policy_->observe(active); }
-  void begin_fill();
+  void begin_fill(const std::vector<std::int32_t>* passing = nullptr);
   void fill_from(const std::byte* rows, std::int32_t first_row, std::int32_t count, ThreadPool& pool);
+  bool awaits(std::int32_t unit) const;  // it is to be filled in, and was not there whole yet
   void abandon_fill();
 
   // Changes how many slots there are, up to `max_capacity` (paper A, appendix C.3: a window that changes at a
@@ -92,7 +95,11 @@ class NeuronCache {
   const std::int32_t max_capacity_;
   std::unique_ptr<CachePolicy> policy_;
   std::uint64_t moved_ = 0;
-  std::vector<std::int32_t> pending_fill_;        // ascending
+  struct Awaited {
+    std::int32_t unit;
+    std::int32_t leaving;  // the unit whose slot it gets when it comes; SlotTable::kAbsent: it has one
+  };
+  std::vector<Awaited> awaited_;                  // ascending
   std::int32_t filled_from_ = 0, filled_to_ = 0;  // rows that came without a gap
 
   // Scratch, sized once: nothing is allocated between taking slots and filling them, so nothing can fail

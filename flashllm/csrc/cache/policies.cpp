@@ -22,7 +22,8 @@ class NoPolicy final : public CachePolicy {
     choice.bypassing.assign(middle, request.misses.end());
   }
   bool keeps_units() const override { return false; }
-  void choose_kept(std::int32_t /*capacity*/, std::vector<std::int32_t>& kept) const override {
+  void choose_kept(const std::vector<std::int32_t>& /*candidates*/, std::int32_t /*capacity*/,
+                   std::vector<std::int32_t>& kept) const override {
     kept.clear();
   }
   void choose_evicted(const SlotTable& slots, std::int32_t count,

@@ -94,14 +94,18 @@ void WindowPolicy::choose_evicted(const SlotTable& slots, std::int32_t count,
   evicted.resize(wanted);
 }
 
-void WindowPolicy::choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const {
+void WindowPolicy::choose_kept(const std::vector<std::int32_t>& candidates, std::int32_t capacity,
+                               std::vector<std::int32_t>& kept) const {
   kept.clear();
-  std::vector<std::int32_t> wider;
+  std::vector<std::int32_t> active, wider;
   for (auto set = last_k_active_.rbegin(); set != last_k_active_.rend(); ++set) {
+    active.clear();
     wider.clear();
-    std::set_union(kept.begin(), kept.end(), set->begin(), set->end(), std::back_inserter(wider));
+    std::set_intersection(set->begin(), set->end(), candidates.begin(), candidates.end(),
+                          std::back_inserter(active));
+    std::set_union(kept.begin(), kept.end(), active.begin(), active.end(), std::back_inserter(wider));
     if (wider.size() > static_cast<std::size_t>(capacity)) {
-      if (kept.empty()) kept.assign(set->begin(), set->begin() + capacity);
+      if (kept.empty()) kept.assign(active.begin(), active.begin() + capacity);
       return;
     }
     kept.swap(wider);

@@ -21,7 +21,8 @@ class WindowPolicy final : public CachePolicy {
   // Shrinks the window first, as `choose` does.
   void choose_evicted(const SlotTable& slots, std::int32_t count,
                       std::vector<std::int32_t>& evicted) override;
-  void choose_kept(std::int32_t capacity, std::vector<std::int32_t>& kept) const override;
+  void choose_kept(const std::vector<std::int32_t>& candidates, std::int32_t capacity,
+                   std::vector<std::int32_t>& kept) const override;
 
   std::int32_t current_window() const override { return static_cast<std::int32_t>(last_k_active_.size()); }
 

@@ -32,7 +32,7 @@ void ExpertFfn::take(const float* x, std::size_t tokens) {
 
 const std::vector<RowRun>& ExpertFfn::runs() {
   runs_.clear();
-  for (const ExpertTokens::Run& run : experts_.end()) runs_.push_back({run.first, run.count});
+  for (const ExpertTokens::Run& run : experts_.end()) runs_.push_back({run.first, run.count, nullptr});
   run_ = rows_ = 0;
   y_.assign(experts_.tokens() * format_.d_model, 0.0F);
   return runs_;

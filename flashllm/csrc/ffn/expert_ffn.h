@@ -27,6 +27,7 @@ class ExpertFfn {
   void begin(Router& router, Activation activation, const ScalePlane* plane = nullptr);
   // The next tokens: x [tokens, d_model] fp32, of values that the dtype has.
   void take(const float* x, std::size_t tokens);
+  const ExpertTokens& experts() const { return experts_; }
   // After the last tokens: which rows are to be handed in, ascending.
   const std::vector<RowRun>& runs();
   // The next rows of those, none of two runs. Biases: [num_neurons] or nullptr.

@@ -115,6 +115,26 @@ const std::vector<ExpertTokens::Run>& ExpertTokens::end() {
   return runs_;
 }
 
+std::vector<std::int32_t> ExpertTokens::units(std::size_t size) const {
+  std::vector<std::int32_t> units;
+  for (const Run& run : runs_)
+    for (std::size_t row = 0; !run.tokens.empty() && row < run.count; row += size)
+      units.push_back(static_cast<std::int32_t>((run.first + row) / size));
+  return units;
+}
+
+std::vector<std::vector<std::int32_t>> ExpertTokens::units_of_tokens(std::size_t size, std::size_t first,
+                                                                     std::size_t end) const {
+  std::vector<std::vector<std::int32_t>> units(end - first);
+  for (const Run& run : runs_)
+    for (auto t = std::lower_bound(run.tokens.begin(), run.tokens.end(), static_cast<std::int32_t>(first));
+         t != run.tokens.end() && static_cast<std::size_t>(*t) < end; ++t)
+      for (std::size_t row = 0; row < run.count; row += size)
+        units[static_cast<std::size_t>(*t) - first].push_back(
+            static_cast<std::int32_t>((run.first + row) / size));
+  return units;
+}
+
 RouterPredictor::RouterPredictor(Router& router, RowUnits units, std::unique_ptr<Predictor> inside)
     : router_(router), units_(units), inside_(std::move(inside)) {
   require(units.size == 1 || static_cast<std::size_t>(units.size) == router.spec().size,

@@ -86,6 +86,10 @@ class ExpertTokens {
   const std::vector<Run>& end();
   const std::vector<Run>& runs() const { return runs_; }
   std::size_t tokens() const { return tokens_; }
+  // Of units of `size` neurons, ascending: those of any token's experts; those of each token from `first` on.
+  std::vector<std::int32_t> units(std::size_t size) const;
+  std::vector<std::vector<std::int32_t>> units_of_tokens(std::size_t size, std::size_t first,
+                                                         std::size_t end) const;
 
  private:
   std::vector<Run> runs_;

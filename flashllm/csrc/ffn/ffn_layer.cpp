@@ -78,6 +78,7 @@ void FfnLayer::set_prefetch(std::unique_ptr<Predictor> predictor, Prefetch& buff
 }
 
 void FfnLayer::set_trace(const ActivityTrace& active, const ActivityTrace& prefetched) {
+  is_traced_ = true;
   predictor_ = std::make_unique<TracePredictor>(active, std::move(predictor_));
   if (can_prefetch())
     prefetch_predictor_ = std::make_unique<TracePredictor>(prefetched, std::move(prefetch_predictor_));
@@ -417,7 +418,7 @@ void FfnLayer::rethrow_with_place(const CoreError& error) const {
 
 // The cache between tokens
 
-void FfnLayer::begin_fill(const float* x, std::size_t tokens) {
+void FfnLayer::begin_fill(const float* x, std::size_t tokens, const std::vector<std::int32_t>* passing) {
   Stopwatch watch;
   abandon();
   if (holds_prefetch()) end_prefetch();  // for a token that never came here
@@ -430,7 +431,14 @@ void FfnLayer::begin_fill(const float* x, std::size_t tokens) {
     cache_.observe(active);
     watch.charge(counters_.memory_ns);
   }
-  cache_.begin_fill();
+  cache_.begin_fill(passing);
+  watch.charge(counters_.memory_ns);
+}
+
+void FfnLayer::observe(const std::vector<std::vector<std::int32_t>>& active) {
+  Stopwatch watch;
+  if (!is_traced_)
+    for (const std::vector<std::int32_t>& units : active) cache_.observe(units);
   watch.charge(counters_.memory_ns);
 }
 

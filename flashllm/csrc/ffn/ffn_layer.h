@@ -94,12 +94,19 @@ class FfnLayer {
     finish(y);
   }
 
-  // A dense pass over x [tokens, d_model], what the predictor wants: which rows the policy wants for the
-  // tokens just seen, then the rows themselves as they stream by, blocks of `count` from `first_neuron` on.
-  // `abandon_fill` forgets those that never came; so does the next `begin`.
-  void begin_fill(const float* x, std::size_t tokens);
+  // A prompt, whose last tokens are x [tokens, d_model], what the predictor wants: which rows the policy
+  // wants for what it has observed, these tokens last, then the rows themselves as they stream by, blocks of
+  // `count` from `first_neuron` on. `passing`: as NeuronCache::begin_fill. `abandon_fill` forgets those that
+  // never came; so does the next `begin`.
+  void begin_fill(const float* x, std::size_t tokens, const std::vector<std::int32_t>* passing = nullptr);
   void fill_from(const std::byte* rows, std::int32_t first_neuron, std::int32_t count);
   void abandon_fill() { cache_.abandon_fill(); }
+  // The policy hears which units a prompt's tokens went to; not where a trace says what tokens use.
+  void observe(const std::vector<std::vector<std::int32_t>>& active);
+  // The rows of a unit that is cached, or nullptr; until a row that comes after them is filled in.
+  const std::byte* cached_rows(std::int32_t unit) const {
+    return cache_.contains(unit) && !cache_.awaits(unit) ? cache_.rows(unit) : nullptr;
+  }
 
   // As NeuronCache::set_capacity, in rows: as many units as fit.
   void set_capacity(std::int32_t rows);
@@ -157,7 +164,7 @@ class FfnLayer {
   NeuronCache cache_;
   std::unique_ptr<Router> router_;
   std::unique_ptr<Predictor> predictor_, prefetch_predictor_;
-  bool by_stream_ = false;
+  bool by_stream_ = false, is_traced_ = false;
   Prefetch* prefetch_ = nullptr;  // nullptr: nothing is prefetched for this layer
   std::optional<PrefetchDepth> depth_;
 

@@ -33,17 +33,19 @@ RowStream::RowStream(Reader& reader, const DirectFile& file, std::vector<Streame
 }
 
 bool RowStream::is_kept(const Place& place) const {
-  return place.first_row + place.count <= kept_[static_cast<std::size_t>(place.layer)].filled;
+  return place.rows != nullptr ||
+         place.first_row + place.count <= kept_[static_cast<std::size_t>(place.layer)].filled;
 }
 
 RowRun RowStream::all_rows(int layer) const {
-  return {0, layers_.at(static_cast<std::size_t>(layer)).num_rows};
+  return {0, layers_.at(static_cast<std::size_t>(layer)).num_rows, nullptr};
 }
 
 void RowStream::add_places(int layer, const RowRun& run, std::vector<Place>& places) const {
   const std::size_t end = run.first_row + run.count;
   for (std::size_t row = run.first_row; row < end; row += block_rows_)
-    places.push_back({layer, row, std::min(block_rows_, end - row)});
+    places.push_back({layer, row, std::min(block_rows_, end - row),
+                      run.rows == nullptr ? nullptr : run.rows + (row - run.first_row) * stride_});
 }
 
 void RowStream::begin(int layer, int then) {
@@ -85,7 +87,8 @@ bool RowStream::next(RowBlock& block) {
   const Place place = places_[place_];
   Kept& kept = kept_[static_cast<std::size_t>(place.layer)];
   if (is_kept(place)) {
-    block = {place.first_row, place.count, kept.memory + place.first_row * stride_};
+    block = {place.first_row, place.count,
+             place.rows != nullptr ? place.rows : kept.memory + place.first_row * stride_};
     ++place_;
     return true;
   }

@@ -31,6 +31,7 @@ struct StreamedLayer {
 struct RowRun {
   std::size_t first_row = 0;
   std::size_t count = 0;
+  const std::byte* rows = nullptr;  // where they are in memory already
 };
 
 struct RowBlock {
@@ -60,7 +61,8 @@ class RowStream {
   // Starts at the layer's first row. `then`: the layer that is wanted next, whose first blocks are read while
   // the caller works on other things.
   void begin(int layer, int then = kNoLayer);
-  // The same of these rows alone, ascending runs; no block has rows of two of them.
+  // The same of these rows alone, ascending runs; no block has rows of two of them. Runs that are in memory
+  // stay there until the next one's blocks are asked for.
   void begin(int layer, const std::vector<RowRun>& runs);
   // The next block of the layer; false after the last one. Throws CoreError, which names the layer and the
   // row.
@@ -86,6 +88,7 @@ class RowStream {
   struct Place {
     int layer;
     std::size_t first_row, count;
+    const std::byte* rows = nullptr;  // in memory
     bool operator==(const Place& other) const {
       return layer == other.layer && first_row == other.first_row && count == other.count;
     }

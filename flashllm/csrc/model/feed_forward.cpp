@@ -192,7 +192,6 @@ void FeedForward::take(const FfnTurn& turn) {
   const std::size_t count = turn.part.count;
   Tap* tap = turn.part.tap;
   const bool is_first = turn.part.number == 0;
-  if (turn.part.fills && weights.ffn != nullptr) begin_fill(turn);
   if (is_routed(turn.layer)) {
     require(tap == nullptr, "what the experts of a mixture see and compute cannot be observed");
     if (is_first) experts_.begin(*weights.ffn->router(), activation(weights), plane(weights));
@@ -202,6 +201,7 @@ void FeedForward::take(const FfnTurn& turn) {
     if (is_first) dense_.begin(activation(weights), weights.neuron_norm, plane(weights));
     dense_.take(arithmetic_.narrowed(turn.x, count * spec_.block.d_model), count);
   }
+  if (turn.part.fills && weights.ffn != nullptr) begin_fill(turn);
   watch_.charge(counters_.compute_ns);
 }
 
@@ -253,26 +253,59 @@ void FeedForward::stream_neurons(std::size_t layer, const Part& last, const std:
   });
 }
 
-// Every expert that a token of the stretch goes to, once.
+// Every expert that a token of the stretch goes to, once: from the cache, or read, and then the cache may
+// take it.
 void FeedForward::stream_experts(std::size_t layer, const Part& last, const std::function<void()>& look) {
   const BlockWeights& weights = blocks_[layer];
-  stream_.begin(static_cast<int>(layer), experts_.runs());
+  FfnLayer& ffn = *weights.ffn;
+  if (spec_.fill_tokens != 0 && !last.fills) begin_fill(layer, last, nullptr, 0);
+  std::vector<RowRun> runs;
+  for (const RowRun& run : experts_.runs()) add_units(ffn, run, runs);
+  stream_.begin(static_cast<int>(layer), runs);
   watch_.charge(counters_.compute_ns);
   RowBlock block;
   while (stream_.next(block)) {
     charge_stream();
-    if (last.fills) fill_from(*weights.ffn, block, block.count);
+    if (spec_.fill_tokens != 0) fill_from(ffn, block, block.count);
     experts_.add(block, weights.up_bias, weights.gate_bias);
     watch_.charge(counters_.compute_ns);
     look();
   }
 }
 
-// The neuron cache learns which rows it wants for the part's last tokens; the layer counts its own time.
+// A run in the cache's units, with the rows of those that it has. Pairs of rows stay together, so that sums
+// are those of whole runs.
+void FeedForward::add_units(const FfnLayer& ffn, const RowRun& run, std::vector<RowRun>& runs) {
+  const auto size = static_cast<std::size_t>(ffn.units().size);
+  if (size == 1 || (size < run.count && size % 2 != 0)) return runs.push_back(run);
+  for (std::size_t row = 0; row < run.count; row += size) {
+    const std::size_t first = run.first_row + row;
+    runs.push_back(
+        {first, std::min(size, run.count - row), ffn.cached_rows(static_cast<std::int32_t>(first / size))});
+  }
+}
+
+// The neuron cache learns which rows it wants for the pass's last tokens; the layer counts its own time.
 void FeedForward::begin_fill(const FfnTurn& turn) {
   const std::size_t recent = std::min(turn.part.count, spec_.fill_tokens);
+  const float* x = seen(turn) + (turn.part.count - recent) * spec_.block.d_model;
   watch_.charge(counters_.compute_ns);
-  blocks_[turn.layer].ffn->begin_fill(seen(turn) + (turn.part.count - recent) * spec_.block.d_model, recent);
+  if (is_routed(turn.layer))
+    begin_fill(turn.layer, turn.part, x, recent);
+  else
+    blocks_[turn.layer].ffn->begin_fill(x, recent);
+  watch_.restart();
+}
+
+// The same of a mixture, for all tokens of a stretch, whose last `recent` are x.
+void FeedForward::begin_fill(std::size_t layer, const Part& last, const float* x, std::size_t recent) {
+  watch_.charge(counters_.compute_ns);
+  FfnLayer& ffn = *blocks_[layer].ffn;
+  const ExpertTokens& experts = experts_.experts();
+  const auto size = static_cast<std::size_t>(ffn.units().size);
+  if (size != 1) ffn.observe(experts.units_of_tokens(size, 0, last.first + last.count - recent));
+  const std::vector<std::int32_t> passing = experts.units(size);
+  ffn.begin_fill(x, recent, &passing);
   watch_.restart();
 }
 

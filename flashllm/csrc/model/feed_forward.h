@@ -62,6 +62,8 @@ class FeedForward final : public FfnPart {
   FfnTokens together(const FfnTurn& turn, std::size_t first, bool predicted) const;
   void find_firing(const FfnTurn& turn);
   void begin_fill(const FfnTurn& turn);
+  void begin_fill(std::size_t layer, const Part& last, const float* x, std::size_t recent);
+  static void add_units(const FfnLayer& ffn, const RowRun& run, std::vector<RowRun>& runs);
   void fill_from(FfnLayer& ffn, const RowBlock& block, std::size_t count);
   template <typename Body>
   void each_block(std::size_t layer, int then, const Body& body);
