@@ -2,7 +2,8 @@
 
 A grammar is compiled once for a tokenizer; each answer has a `Matcher` of its own. Where a grammar leaves but one text,
 that text's tokens are chosen whatever the logits are, so a pass may compute several of them. Reasoning comes before the
-form: until its end any token may come, or so many. Knows no model.
+form: until its end any token may come, or so many. Knows no model. llguidance is loaded with the first form: its 4 MB,
+and its tables' hundreds of bytes for each token of the vocabulary, are not for runs without one.
 """
 
 import copy
@@ -10,15 +11,17 @@ import json
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import tokenizers
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from flashllm.errors import FlashError, UsageError
 from flashllm.generate.detokenizer import Decoder
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 # JSON is written in one line: a small model given the choice writes white space without end.
 WRITTEN: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -74,7 +77,7 @@ class Matcher:
     """One answer's way through a grammar, which it is told token by token (`accept`). FlashError where it is lost."""
 
     def __init__(
-        self, state: LLMatcher | None, vocab: int, end_ids: Sequence[int], reasoning: Reasoning | None = None
+        self, state: "LLMatcher | None", vocab: int, end_ids: Sequence[int], reasoning: Reasoning | None = None
     ) -> None:
         """`state`: of the grammar's start; None: nothing but the reasoning is bounded. `end_ids` end an answer."""
         self._state, self._reasoning, self._end_ids = state, reasoning, list(end_ids)
@@ -143,7 +146,7 @@ class Matcher:
 class Grammar:
     """A compiled constraint."""
 
-    def __init__(self, state: LLMatcher, vocab: int, end_ids: Sequence[int]) -> None:
+    def __init__(self, state: "LLMatcher", vocab: int, end_ids: Sequence[int]) -> None:
         self._state, self._vocab, self._end_ids = state, vocab, end_ids
 
     def start(self, reasoning: Reasoning | None = None) -> Matcher:
@@ -195,7 +198,9 @@ class Grammars:
             self._compiled.popitem(last=False)
         return grammar
 
-    def _state(self, kind: Kind, text: str) -> LLMatcher:
+    def _state(self, kind: Kind, text: str) -> "LLMatcher":
+        from llguidance import LLMatcher, LLParserLimits
+
         match kind:
             case "json":
                 made = LLMatcher.grammar_from_json_schema(json.dumps({**json.loads(text), "x-guidance": WRITTEN}))
@@ -203,10 +208,14 @@ class Grammars:
                 made = LLMatcher.grammar_from_regex(text)
             case "lark":
                 made = LLMatcher.grammar_from_lark(text)
-        return LLMatcher(self._tables(), made, log_level=0, limits=_LIMITS)
+        # An explosion is refused within a second and some 40 MB.
+        limits = LLParserLimits(max_lexer_states=20_000, max_grammar_size=100_000, verbose_errors=False)
+        return LLMatcher(self._tables(), made, log_level=0, limits=limits)
 
-    def _tables(self) -> LLTokenizer:
+    def _tables(self) -> "LLTokenizer":
         if self._tokenizer is None:
+            from llguidance import LLTokenizer
+
             vocab = max(self.vocab, self._backend.get_vocab_size(with_added_tokens=True))
             self._make_room(_TOKEN_NBYTES * vocab + _KEPT * _GRAMMAR_NBYTES)
             try:
@@ -231,10 +240,6 @@ class Grammars:
             if isinstance(part, dict) and self._state("json", json.dumps({**shared, **part})).get_error() == error:
                 place, level = place + name, list(_parts(part))
         return f", at {place}" if place else ""
-
-
-# An explosion is refused within a second and some 40 MB.
-_LIMITS = LLParserLimits(max_lexer_states=20_000, max_grammar_size=100_000, verbose_errors=False)
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
