@@ -45,11 +45,13 @@ class ScriptedModel(SlowModel):
 
     def step(self, entries, **options):
         ((sequence, ids),) = entries
-        self._at = self._at + 1 if sequence.length == self._goes_on_at and len(ids) == 1 else 0
+        width = 1 + options.get("drafted", 0)
+        self._at = self._at + width if sequence.length == self._goes_on_at and len(ids) == width else 0
         logits = super().step(entries, **options)
         self._goes_on_at = sequence.length
-        logits[-1] = 0
-        logits[-1, self._answer[self._at]] = 10
+        for back in range(1, width + 1):
+            logits[-back] = 0
+            logits[-back, self._answer[max(0, min(self._at + 1 - back, len(self._answer) - 1))]] = 10
         return logits
 
 

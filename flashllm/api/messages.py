@@ -82,12 +82,13 @@ def _function(value: Any, where: str) -> Mapping[str, Any]:
     return function
 
 
-def tools_of(body: Mapping[str, Any]) -> tuple[Message, ...]:
-    """The tools that the model may call by the fields `tools` and `tool_choice`."""
+def tools_of(body: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[str, ...]]:
+    """The tools that the model may call by the fields `tools` and `tool_choice`, and the names of which it must call
+    one, if it must."""
     given = body.get("tools", [])
     if not isinstance(given, list) or len(given) > MAX_TOOLS:
         raise BadRequest(f"tools: must be a list of at most {MAX_TOOLS} tools", param="tools")
-    tools = []
+    tools: list[Message] = []
     for place, tool in enumerate(given):
         where = f"tools: [{place}]"
         function = dict(_function(tool, where))
@@ -104,13 +105,19 @@ def tools_of(body: Mapping[str, Any]) -> tuple[Message, ...]:
         raise BadRequest(
             "tools: hold half a character (a lone surrogate), or a number that is none", param="tools"
         ) from None
-    choice = body.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        asked = f"tool_choice: {short(choice)} is not supported: nothing holds a model to a call"
-        raise BadRequest(f'{asked}; use "auto", and say in a message that a tool must be called', param="tool_choice")
     if "parallel_tool_calls" in body:
         flag(body, "parallel_tool_calls")
-    return tuple(tools) if choice == "auto" else ()
+    choice: Any = body.get("tool_choice", "auto")
+    if choice == "none":
+        return (), ()
+    if choice == "auto":
+        return tuple(tools), ()
+    named = None if choice == "required" else _function(choice, "tool_choice")["name"]
+    names = tuple(tool["function"]["name"] for tool in tools if named in (None, tool["function"]["name"]))
+    if not names:
+        asked = "needs tools" if named is None else f"there is no tool {named!r} in tools"
+        raise BadRequest(f"tool_choice: {asked}", param="tool_choice")
+    return tuple(tools), names
 
 
 def template_values(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Knows the model's tokenizer and sizes, not its weights.
 """
 
+import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,10 +12,12 @@ from flashllm.api.fields import BadRequest
 from flashllm.api.messages import Message
 from flashllm.api.pieces import PIECE_CHARS, Pieces, TooLong
 from flashllm.api.requests import Request
-from flashllm.errors import FlashError, FormatError
+from flashllm.errors import BudgetError, FlashError, FormatError, UsageError
 from flashllm.generate.detokenizer import Decoder
+from flashllm.generate.grammar import WRITTEN, Constraint, Grammars, Matcher, Reasoning
 from flashllm.replies.formats import Format
 from flashllm.replies.parser import Parser
+from flashllm.replies.required import grammar_of, held_by
 from flashllm.replies.written import dump
 
 _END_TOKENS = 16  # of a prompt, that may open reasoning
@@ -70,6 +73,7 @@ class PromptEncoder:
     vocab: int
     end_ids: frozenset[int] = frozenset()  # where there is no tokenizer to say them
     answers: Format | None = None  # the form of the model's reasoning and calls; None: answers are plain text
+    grammars: Grammars | None = None  # None: no answer is held to a form
     plain_chat: bool = False  # without a template, the messages of a conversation are one text to continue
 
     def encode(self, request: Request) -> list[int]:
@@ -89,6 +93,7 @@ class PromptEncoder:
     def steps(self, request: Request) -> Generator[None, None, list[int]]:
         """As `encode`, in steps: a text longer than the context is given up in the midst of it."""
         ids = yield from self._ids(request)
+        self.matcher(request, ids)
         new = request.options.max_new_tokens if request.max_new_given else 1
         if len(ids) + new > self.context:
             wanted = f"{new} new tokens" if request.max_new_given else "a new token"
@@ -109,11 +114,71 @@ class PromptEncoder:
         if request.kind != "chat" or self.answers is None or self.tokenizer is None or self.template is None:
             return None
         decoder = self.tokenizer.showing(self.answers.holds)
-        end = decoder.decode(ids[-_END_TOKENS:]).rstrip()
-        thinking = any(end.endswith(mark) for mark, _ in self.answers.thinking)
+        thinking = self._opened(decoder, ids) is not None
         tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in request.tools}
         parser = Parser(self.answers, tools, thinking=thinking, one_call=request.one_call)
         return Reading(decoder=decoder, parser=parser)
+
+    def matcher(self, request: Request, ids: Sequence[int]) -> Matcher | None:
+        """The matcher of the form that the answer to the prompt `ids` must have; None: it may have any.
+
+        BadRequest where there is no such form, Unanswerable where there is no memory for it.
+        """
+        if request.constraint is None and not request.must_call:
+            return None
+        param = "tool_choice" if request.must_call else "response_format"
+        if self.grammars is None:
+            raise BadRequest(f"{param} needs the model's tokenizer, which is missing", request.custom_id, param=param)
+        try:
+            grammar = self.grammars.compile(self._constraint(self.grammars, request, param))
+        except UsageError as error:
+            raise BadRequest(f"{param}: {error}", request.custom_id, param=param) from None
+        except BudgetError as error:
+            raise Unanswerable(f"{param}: {error}") from None
+        return grammar.start(self._reasoning(request, ids))
+
+    def _constraint(self, grammars: Grammars, request: Request, param: str) -> Constraint:
+        """The form of the whole answer: of its text, or calls, in the model's way of writing."""
+        constraint, form = request.constraint, self.answers
+        if constraint is not None and not request.must_call:
+            if not request.tools and not (request.kind == "chat" and form is not None and form.answer):
+                return constraint
+            if constraint.kind != "json":
+                asked = f"{constraint.kind} goes neither with tools nor with this model's form of answers"
+                raise BadRequest(f"{param}: {asked}", request.custom_id, param=param)
+        marks = grammars.marks()
+        tools = [
+            each for each in request.tools if each["function"]["name"] in request.must_call or not request.must_call
+        ]
+        if tools and held_by(form, marks) is None:
+            asked = f"{param}: an answer cannot be held to this model's form of calls"
+            raise BadRequest(f'{asked}; use tool_choice "auto" alone', request.custom_id, param=param)
+        schema = None if constraint is None or request.must_call else json.loads(constraint.text)
+        return Constraint(
+            "lark",
+            grammar_of(form, marks, written=WRITTEN, tools=tools, one_call=request.one_call, schema=schema),
+        )
+
+    def _opened(self, decoder: Decoder, ids: Sequence[int]) -> tuple[str, str] | None:
+        """The marks of the reasoning that the prompt `ids` has opened, if it has."""
+        end = decoder.decode(ids[-_END_TOKENS:]).rstrip()
+        return next((pair for pair in self.answers.thinking if end.endswith(pair[0])), None) if self.answers else None
+
+    def _reasoning(self, request: Request, ids: Sequence[int]) -> Reasoning | None:
+        """How the model reasons before its answer, where it may."""
+        if request.kind != "chat" or self.answers is None or self.tokenizer is None or not self.answers.thinking:
+            return None
+        decoder = self.tokenizer.showing(self.answers.holds)
+        opened = self._opened(decoder, ids)
+        open_, close = opened or self.answers.thinking[0]
+        first = self.tokenizer.encode(open_, add_special=False)
+        return Reasoning(
+            decoder=decoder,
+            close=close,
+            close_ids=tuple(self.tokenizer.encode(f"\n{close}\n\n", add_special=False)),
+            opened=opened is not None,
+            open_id=first[0] if len(first) == 1 else None,
+        )
 
     def _render(self, request: Request, messages: Sequence[Message]) -> str:
         """The conversation's text. BadRequest for what this model's template cannot be told, else as `render`."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from flashllm.api.fields import BadRequest, flag, integer, number, short, text
 from flashllm.api.messages import Message, messages_of, template_values, tools_of
 from flashllm.errors import UsageError
+from flashllm.generate.grammar import Constraint
 from flashllm.generate.logprobs import MAX_LOGPROBS
 from flashllm.generate.sampling import SamplingOptions
 
@@ -24,7 +25,7 @@ SEED_MASK = 2**63 - 1  # OpenAI's seeds are signed, numpy's are not
 # Fields that choose tokens, the same in every kind of line.
 _SAMPLING = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos"),
-    "logprobs",
+    *("logprobs", "response_format"),
 )
 CHAT_ALONE = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs")
 _FIELDS: dict[Kind, frozenset[str]] = {
@@ -48,7 +49,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "functions": ([],),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -68,7 +68,9 @@ class Request:
     max_new_given: bool
     logprobs: int | None  # likeliest tokens listed with each chosen one; None: no log probabilities
     tools: tuple[Message, ...] = ()  # that the model may call
+    must_call: tuple[str, ...] = ()  # the tools of which the answer must call one; none: it need not
     one_call: bool = False  # the answer ends with its first call
+    constraint: Constraint | None = None  # the form of the answer's text; None: any
     template_values: Mapping[str, Any] = field(default_factory=dict)  # what else the chat template is told
 
 
@@ -84,6 +86,7 @@ def parse_body(body: Mapping[str, Any], kind: Kind, *, custom_id: str, defaults:
     options = _options(body, defaults)
     chat = kind == "chat"
     prompt = messages_of(body.get("messages")) if chat else _prompt(body.get("prompt"))
+    tools, must_call = tools_of(body) if chat else ((), ())
     return Request(
         custom_id=custom_id,
         kind=kind,
@@ -91,8 +94,10 @@ def parse_body(body: Mapping[str, Any], kind: Kind, *, custom_id: str, defaults:
         options=options,
         max_new_given="max_tokens" in body or "max_completion_tokens" in body,
         logprobs=_logprobs(body, kind),
-        tools=tools_of(body) if chat else (),
+        tools=tools,
+        must_call=must_call,
         one_call=body.get("parallel_tool_calls") is False,
+        constraint=_constraint(body.get("response_format", {"type": "text"})),
         template_values=template_values(body) if chat else {},
     )
 
@@ -121,6 +126,31 @@ def _options(body: Mapping[str, Any], defaults: SamplingOptions) -> SamplingOpti
         option, rest = str(error).split(" ", 1)  # "--top-p cannot be …", of the command line
         name = option.removeprefix("--").replace("-", "_")
         raise BadRequest(f"{name} {rest}", param=name) from None
+
+
+def _constraint(given: Any) -> Constraint | None:
+    """The field `response_format`: OpenAI's forms; a regular expression or a Lark grammar, under the type's name."""
+    kind = given.get("type") if isinstance(given, dict) else given
+    inner = given.get(kind) if isinstance(given, dict) and isinstance(kind, str) else None
+    try:
+        match kind:
+            case "text":
+                return None
+            case "json_object":
+                return Constraint.of_schema({"type": "object"})
+            case "json_schema" if isinstance(inner, dict):
+                return Constraint.of_schema(inner.get("schema"))
+            case "regex":
+                return Constraint("regex", text("response_format: regex", inner))
+            case "grammar":
+                return Constraint("lark", text("response_format: grammar", inner))
+    except UsageError as error:
+        raise BadRequest(f"response_format: {error}", param="response_format") from None
+    raise BadRequest(
+        "response_format must be an object with the type text, json_object, json_schema (with an object json_schema), "
+        f"regex or grammar (with a text of that name), not {short(given)}",
+        param="response_format",
+    )
 
 
 def _logprobs(body: Mapping[str, Any], kind: Kind) -> int | None:

@@ -15,6 +15,7 @@ from flashllm.commands.options import find_model, loading
 
 if TYPE_CHECKING:
     from flashllm.engine.model import Model
+    from flashllm.generate.grammar import Constraint
     from flashllm.generate.session import PrefillRecord, Session, TokenRecord
     from flashllm.generate.statistics import TurnStats
 
@@ -23,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="the text to continue; -: standard input")
     parser.add_argument("--max-new-tokens", metavar="N", type=whole(1), default=128, help="default: %(default)s")
+    parser.add_argument(
+        "--json-schema", metavar="FILE", type=Path, help="the answer is JSON that is valid by the schema in FILE"
+    )
     options.add_json(parser)
     options.add_memory(parser)
     options.add_engine(parser)
@@ -44,7 +48,8 @@ def main(args: argparse.Namespace) -> int:
             from flashllm.generate.sampling import SamplingOptions
 
             sampling = SamplingOptions(max_new_tokens=args.max_new_tokens, **options.given_sampling(args))
-            session, model = stack.enter_context(open_session(args, path, sampling))
+            constraint = None if args.json_schema is None else _schema(args.json_schema)
+            session, model = stack.enter_context(open_session(args, path, sampling, constraint=constraint))
         if args.json:
             records = list(session.stream(prompt, add_special=True))
             print_json({**_document(path, session, model, records), "peak_rss_bytes": peak_process_nbytes()})
@@ -102,6 +107,13 @@ def _document(
         },
         "notices": [*model.plan.reasons, *model.notices],
     }
+
+
+def _schema(file: Path) -> "Constraint":
+    from flashllm.base.files import parse_json, read_bounded
+    from flashllm.generate.grammar import MOST_CHARS, Constraint
+
+    return Constraint.of_schema(parse_json(read_bounded(file, 4 * MOST_CHARS), str(file)))
 
 
 def _read_prompt(argument: str) -> str:

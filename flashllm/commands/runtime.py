@@ -20,6 +20,7 @@ from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN
 from flashllm.format.rows import measured_as
 from flashllm.generate.draft_model import opened_draft
+from flashllm.generate.grammar import Constraint, Grammars
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Session
 from flashllm.generate.speculation import speculation_of
@@ -32,13 +33,23 @@ from flashllm.profile.quick import WORTH_NBYTES, take_quick_profile
 
 @contextmanager
 def open_session(
-    args: argparse.Namespace, path: Path, options: SamplingOptions, *, chat: bool = False
+    args: argparse.Namespace,
+    path: Path,
+    options: SamplingOptions,
+    *,
+    chat: bool = False,
+    constraint: Constraint | None = None,
 ) -> Iterator[tuple[Session, Model]]:
     """A session over the model directory `path`, and its model; both closed at the end. Shows the engine's notices.
 
-    With `chat` turns go through the model's chat template, where it has one.
+    With `chat` turns go through the model's chat template, where it has one. The first answer has the form that
+    `constraint` demands.
     """
     tokenizer = Tokenizer.load(path)
+    matcher = None
+    if constraint is not None:  # before the model, so that the plan counts its memory
+        grammars = Grammars(tokenizer.backend, tokenizer.end_ids, ModelDir.open(path).block.vocab_size)
+        matcher = grammars.compile(constraint).start()
     config = run_config(args)
     profile_drive(args, path, config)
     with contextlib.ExitStack() as stack:
@@ -53,6 +64,7 @@ def open_session(
             template.check()
         speculation = speculation_of(config, model, draft.drafter)
         with Session(model, tokenizer, options, template=template, speculation=speculation) as session:
+            session.matcher = matcher
             yield session, model
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.errors import FlashError, UsageError
+from flashllm.generate.grammar import Matcher
 
 _MIN_TEMPERATURE = 1e-6  # below, logits divided by it overflow fp32
 _FIRST_SORTED = 256  # tokens that top-p looks at first
@@ -53,16 +54,35 @@ class Sampler:
     def __init__(self, seed: int | None = None) -> None:
         self._random = np.random.Generator(np.random.PCG64(seed))
 
-    def choose(self, logits: NDArray[np.float32], context: Sequence[int], options: SamplingOptions) -> int:
+    def choose(
+        self,
+        logits: NDArray[np.float32],
+        context: Sequence[int],
+        options: SamplingOptions,
+        matcher: Matcher | None = None,
+    ) -> int:
         """The next token after `logits` [vocab] (left as they are); `context` are the ids so far, for the penalty.
 
-        FlashError where the logits are not finite.
+        It goes on as `matcher` demands, which is told. FlashError where the logits are not finite.
         """
+        token_id = self._chosen(logits, context, options, matcher)
+        if matcher is not None:
+            matcher.accept(token_id)
+        return token_id
+
+    def _chosen(
+        self, logits: NDArray[np.float32], context: Sequence[int], options: SamplingOptions, matcher: Matcher | None
+    ) -> int:
         likeliest = int(logits.argmax())  # where there is a NaN, its place
         if not np.isfinite(logits[likeliest]):
             raise FlashError(
                 "the model computed no usable logits (an overflow, most likely); convert it with --dtype float32"
             )
+        if matcher is not None:
+            if matcher.forced:
+                return matcher.forced[0]
+            logits = matcher.masked(logits)
+            likeliest = int(logits.argmax())
         if options.temperature == 0 and options.repetition_penalty == 1:
             return likeliest
         ids, scores = candidates(logits, context, options)

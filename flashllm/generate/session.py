@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from flashllm.engine.meter import StepTimes
 from flashllm.errors import ContextFull, UsageError
 from flashllm.generate.detokenizer import Decoder, Detokenizer
+from flashllm.generate.grammar import Matcher
 from flashllm.generate.language_model import LanguageModel, ModelSequence
 from flashllm.generate.logprobs import TokenLogprobs, logprobs_of
 from flashllm.generate.sampling import Sampler, SamplingOptions
@@ -88,6 +89,7 @@ class Session:
         self.model, self.tokenizer = model, tokenizer
         self.options = options if options is not None else SamplingOptions()
         self.logprobs: int | None = None  # likeliest tokens listed with each chosen one; None: no log probabilities
+        self.matcher: Matcher | None = None  # of the form that the next stream's answer must have
         self.stopped: Stopped | None = None
         self.messages: list[dict[str, str]] = []  # with a chat template: the conversation as it is rendered
         self.system: str | None = None
@@ -126,10 +128,19 @@ class Session:
         return self._template is not None
 
     def choose_by(
-        self, options: SamplingOptions, *, logprobs: int | None = None, decoder: Decoder | None = None
+        self,
+        options: SamplingOptions,
+        *,
+        logprobs: int | None = None,
+        decoder: Decoder | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
-        """From the next stream on: other options, a random state as of a new session, texts by `decoder`."""
+        """From the next stream on: other options, a random state as of a new session, texts by `decoder`.
+
+        `matcher` is the next stream's alone.
+        """
         self.options, self.logprobs, self._decoder = options, logprobs, decoder or self.tokenizer
+        self.matcher = matcher
         self._sampler = Sampler(options.seed)
 
     def shared_with(self, ids: Sequence[int], most: int) -> int:
@@ -303,18 +314,19 @@ class Session:
 
     def _answer_ids(self, decoding: Decoding, logits: NDArray[np.float32], turn: int) -> Iterator[TokenRecord]:
         """The answer's tokens, the first by `logits`."""
+        matcher, self.matcher = self.matcher, None
         detokenizer = Detokenizer(self._decoder, self.options.stop)
         ends = frozenset[int]() if self.options.ignore_eos else self.tokenizer.end_ids
         for left in reversed(range(self.options.max_new_tokens)):
             self._check_turn(turn)
-            token_id = self._sampler.choose(logits, self._tokens, self.options)
+            token_id = self._sampler.choose(logits, self._tokens, self.options, matcher)
             listed = None if self.logprobs is None else logprobs_of(logits, token_id, self.logprobs)
             self._tokens.append(token_id)
             text = detokenizer.push(token_id)
             stopped: Stopped | None = None
             if token_id in ends:
                 stopped = "eos"
-            elif detokenizer.stopped:
+            elif detokenizer.stopped or (matcher is not None and matcher.ended):
                 stopped = "stop"
             elif left == 0:
                 stopped = "length"
@@ -335,7 +347,7 @@ class Session:
             if stopped is not None:
                 return
             self._check_turn(turn)
-            logits = decoding.after(token_id, left - 1)
+            logits = decoding.after(token_id, left - 1, certain=() if matcher is None else matcher.forced)
             self._computed += 1
 
     def _compute_prompt(

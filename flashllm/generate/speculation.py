@@ -1,14 +1,15 @@
-"""Speculative decoding: drafted tokens are verified by one pass over several (paper A, section 5.2).
+"""Passes over several tokens of an answer: drafts, which the pass verifies (paper A, section 5.2), or certain tokens.
 
 The tokens are those of decoding alone, greedy or sampled: the same draws choose among the same logits, and a draft only
 says which logits to compute ahead. What turns out wrong is cut from the KV cache, and the neuron caches never learn of
 it. How many tokens are drafted is `flashllm.generate.depth`'s; who drafts, a `Drafter`'s.
 """
 
+import contextlib
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -125,6 +126,7 @@ class Decoding:
         self._model, self._sequence, self._tokens, self._speculation = model, sequence, tokens, speculation
         self._ahead: deque[tuple[int, NDArray[np.float32]]] = deque()  # a drafted token and the logits after it
         self._kind, self._accepted, self._drafted = 0, 0, 0  # of the last draft
+        self._certain = False  # the last draft was no guess
         self._width = 0
 
     def take_width(self) -> int:
@@ -132,18 +134,26 @@ class Decoding:
         width, self._width = self._width, 0
         return width
 
-    def after(self, token_id: int, more: int) -> NDArray[np.float32]:
-        """Logits [vocab] after `token_id`, the last of the tokens; at most `more` tokens will be asked for after it."""
+    def after(self, token_id: int, more: int, *, certain: Iterable[int] = ()) -> NDArray[np.float32]:
+        """Logits [vocab] after `token_id`, the last of the tokens; at most `more` tokens will be asked for after it.
+
+        `certain` are tokens that will be chosen next.
+        """
         if self._ahead and self._ahead[0][0] == token_id:
             self._accepted += 1
             return self._ahead.popleft()[1]
         self.settle(rejected=bool(self._ahead))
-        if self._speculation is None:
+        foreseen = list(certain)
+        if self._speculation is None and not foreseen:
             self._width = 1
             logits: NDArray[np.float32] = self._model.step([(self._sequence, [token_id])])[0]
             return logits
-        room = self._model.context - self._sequence.length - 1
-        return self._verify(self._speculation, token_id, min(more, room, self._model.most_drafted))
+        most = min(more, self._model.context - self._sequence.length - 1, self._model.most_drafted)
+        self._certain = bool(foreseen)
+        if foreseen:
+            return self._compute(token_id, foreseen[: max(most, 0)])
+        assert self._speculation is not None
+        return self._verify(self._speculation, token_id, most)
 
     def settle(self, *, rejected: bool = False) -> None:
         """Drop what was drafted and not chosen. `rejected`: another token was; else the answer ended before."""
@@ -155,21 +165,24 @@ class Decoding:
         self._model.accept(self._sequence, accepted)
         if wrong:
             self._sequence.keep(self._sequence.length - wrong)
-        if self._speculation is not None:
+        if self._speculation is not None and not self._certain:
             self._speculation.judged(self._kind, accepted, rejected)
 
     def _verify(self, speculation: Speculation, token_id: int, most: int) -> NDArray[np.float32]:
         kind, drafted, drafting_s = speculation.draft(self._tokens, most)
-        began = speculation.timed()
-        if drafted:
-            try:
-                rows = self._model.step([(self._sequence, [token_id, *drafted])], all_logits=True, drafted=len(drafted))
-            except ContextFull:  # other sequences have the memory that drafted tokens would take
-                drafted, began = [], speculation.timed()
-        if not drafted:
-            rows = self._model.step([(self._sequence, [token_id])])
-        self._width = 1 + len(drafted)
+        self._kind, began = kind, speculation.timed()
+        logits = self._compute(token_id, drafted)
         speculation.passed(self._width, speculation.timed() - began, drafting_s)
-        self._kind, self._drafted = kind, len(drafted)
+        return logits
+
+    def _compute(self, token_id: int, drafted: list[int]) -> NDArray[np.float32]:
+        rows = None
+        if drafted:
+            # Where other sequences have the memory that drafted tokens would take, none are.
+            with contextlib.suppress(ContextFull):
+                rows = self._model.step([(self._sequence, [token_id, *drafted])], all_logits=True, drafted=len(drafted))
+        if rows is None:
+            drafted, rows = [], self._model.step([(self._sequence, [token_id])])
+        self._width, self._drafted = 1 + len(drafted), len(drafted)
         self._ahead.extend(zip(drafted, rows[1:], strict=True))
         return np.asarray(rows[0])

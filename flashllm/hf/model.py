@@ -5,6 +5,7 @@ Translates between batches of padded columns (theirs) and sequences of tokens (t
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -22,8 +23,11 @@ from flashllm.config import RunConfig
 from flashllm.convert.locate import resolve_model
 from flashllm.engine.model import Logits, Model
 from flashllm.errors import UsageError
+from flashllm.generate.grammar import Constraint, Grammars
+from flashllm.generate.tokenizer import Tokenizer
 from flashllm.hf.cache import Columns, FlashCache
 from flashllm.hf.fixed import FixedModel
+from flashllm.hf.grammar import GrammarLogits
 from flashllm.hf.torch_threads import one_torch_thread
 
 _IGNORED = -100  # a label that does not count
@@ -132,9 +136,10 @@ class FlashModel(FixedModel):  # type: ignore[no-untyped-call]
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         return {name: value for name, value in inputs.items() if not name.endswith("tokenizer")}
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, schema: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
         """As Hugging Face's, over a KV cache of its own unless `past_key_values` is given.
 
+        With a JSON `schema` what follows the prompt is valid by it; UsageError where no answer can be held to it.
         Meanwhile torch computes with one thread (`flashllm.hf.torch_threads`), but for an assistant model.
         """
         given = [kwargs.get("generation_config", args[1] if len(args) > 1 else None), self.generation_config]
@@ -147,12 +152,22 @@ class FlashModel(FixedModel):  # type: ignore[no-untyped-call]
             raise UsageError("cache_implementation is not supported: the KV cache is the engine's; leave it out")
         if chosen("assistant_early_exit") is not None:
             raise UsageError("assistant_early_exit is not supported: a pass goes through all layers; use a small model")
+        if schema is not None:
+            inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+            processor = self._held_to(schema, _checked_ids(inputs).shape[1])
+            kwargs["logits_processor"] = [*(kwargs.get("logits_processor") or ()), processor]
         if kwargs.get("past_key_values") is None and chosen("use_cache") is not False:
             kwargs["past_key_values"] = self.new_cache()
         if kwargs.get("assistant_model") is not None:  # it may need torch's threads
             return super().generate(*args, **kwargs)  # type: ignore[misc]
         with one_torch_thread:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def _held_to(self, schema: Mapping[str, Any], prompt_columns: int) -> GrammarLogits:
+        tokenizer = Tokenizer.load(self.engine.directory.path)
+        grammars = Grammars(tokenizer.backend, tokenizer.end_ids, self.engine.vocab_size)
+        grammar = grammars.compile(Constraint.of_schema(dict(schema)))
+        return GrammarLogits(grammar, prompt_columns, tokenizer.end_ids)
 
     def close(self) -> None:
         """Release threads, files and memory. The model cannot be used afterwards; once more is harmless."""

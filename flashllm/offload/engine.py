@@ -16,6 +16,7 @@ from flashllm.api.prompts import Unanswerable
 from flashllm.api.requests import Request
 from flashllm.base.units import parse_size
 from flashllm.errors import UsageError
+from flashllm.generate.grammar import Constraint
 from flashllm.generate.logprobs import TokenLogprobs
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.accelerators import Device
@@ -117,11 +118,13 @@ class OffloadEngine:
         *,
         max_new_tokens: int | None = None,
         logprobs: int | None = None,
+        schema: Mapping[str, Any] | None = None,
     ) -> list[Output]:
         """The answers to `prompts` in their order: texts, lists of token ids, or conversations (lists of messages).
 
         `sampling` is one for all or one a prompt; `max_new_tokens` overrides it; the context's end ends an answer, too.
-        A prompt that the context cannot hold gets an Output with an `error`. Of one sampling with a seed every prompt
+        With a JSON `schema` answers are valid by it, but for those that a limit ends. A prompt that the context cannot
+        hold gets an Output with an `error`. Of one sampling with a seed every prompt
         draws by a seed of its own, made of it and its index; so answers do not depend on the batch. BudgetError where
         the limits cannot hold a block.
         """
@@ -136,7 +139,8 @@ class OffloadEngine:
             (prompt, one if max_new_tokens is None else dataclasses.replace(one, max_new_tokens=max_new_tokens))
             for prompt, one in zip(prompts, samplings, strict=False)
         ]
-        return sorted(self._answers(0, pairs, logprobs), key=lambda output: output.index)
+        constraint = None if schema is None else Constraint.of_schema(dict(schema))
+        return sorted(self._answers(0, pairs, logprobs, constraint), key=lambda output: output.index)
 
     def run(
         self,
@@ -181,7 +185,11 @@ class OffloadEngine:
         self.close()
 
     def _answers(
-        self, first: int, pairs: Sequence[tuple[Prompt, SamplingOptions]], logprobs: int | None
+        self,
+        first: int,
+        pairs: Sequence[tuple[Prompt, SamplingOptions]],
+        logprobs: int | None,
+        constraint: Constraint | None = None,
     ) -> Iterator[Output]:
         """Answers to prompts number `first` and on, block by block."""
         if self._closed:
@@ -189,7 +197,7 @@ class OffloadEngine:
         sequences = []
         for index, (prompt, sampling) in enumerate(pairs, first):
             try:
-                sequences.append(self._sequence(index, prompt, sampling, logprobs))
+                sequences.append(self._sequence(index, prompt, sampling, logprobs, constraint))
             except (BadRequest, Unanswerable) as error:
                 yield _failed(index, str(error))
         if not sequences:
@@ -203,7 +211,14 @@ class OffloadEngine:
             runner.run(block)
             yield from (_output(each) for each in block)
 
-    def _sequence(self, index: int, prompt: Prompt, sampling: SamplingOptions, logprobs: int | None) -> TokenSequence:
+    def _sequence(
+        self,
+        index: int,
+        prompt: Prompt,
+        sampling: SamplingOptions,
+        logprobs: int | None,
+        constraint: Constraint | None,
+    ) -> TokenSequence:
         seed = None if sampling.seed is None else own_seed(sampling.seed, f"prompt-{index}")
         request = Request(
             custom_id=f"prompt-{index}",
@@ -212,6 +227,7 @@ class OffloadEngine:
             options=dataclasses.replace(sampling, seed=seed),
             max_new_given=False,  # as many as the context has room for
             logprobs=logprobs,
+            constraint=constraint,
         )
         if not request.prompt:
             raise BadRequest("the prompt is empty")

@@ -14,6 +14,7 @@ from flashllm.convert.locate import find_folder
 from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.errors import UsageError
 from flashllm.format.model_files import CONFIG
+from flashllm.generate.grammar import Grammars
 from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.jobs.prompts import PromptEncoder
@@ -69,6 +70,9 @@ class ModelText:
                 vocab=block.vocab_size,
                 end_ids=end_ids,
                 answers=None if tokenizer is None else find(tokenizer.says_of_answers),
+                grammars=None
+                if tokenizer is None
+                else Grammars(tokenizer.backend, tokenizer.end_ids, block.vocab_size),
             ),
             tokenizer=tokenizer,
             template=template,

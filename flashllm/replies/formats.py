@@ -34,6 +34,17 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """How calls are written where an answer is held to them: NAME, ARGUMENTS (JSON) and NUMBER stand for others."""
+
+    call: str
+    before: str = ""
+    between: str | None = None  # None: there is one call
+    behind: str = ""
+    needs: tuple[str, ...] = ()  # special tokens without which calls are written in another way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """A family's form of reasoning and calls."""
 
@@ -43,6 +54,9 @@ class Format:
     section: tuple[str, ...] = ()  # marks before and behind several calls
     thinking: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
     dropped: tuple[str, ...] = ()  # marks around the answer's text
+    held: tuple[Held, ...] = ()  # none: no answer can be held to a call
+    lead: str = ""  # what may stand before an answer that is held to a form; TEXT stands for reasoning
+    answer: str = ""  # what stands before an answer's text
 
     def holds(self, token: str) -> bool:
         """True for a special token that is a mark, or a part of one, so that it must stay in the text."""
@@ -78,6 +92,11 @@ def _llama(start: str, end: str) -> tuple[Call, ...]:
     return Call(open="", body="objects"), lists, _objects(start, end), marked
 
 
+def _held(name: str, arguments: str, before: str = "", behind: str = "", between: str | None = None) -> Held:
+    call = f'{{"{name}": "NAME", "{arguments}": ARGUMENTS}}'
+    return Held(call=call, before=before, between=between, behind=behind)
+
+
 def _harmony(mark: str) -> Call:
     return Call(
         open=mark,
@@ -103,24 +122,47 @@ FORMATS = (
         calls=(_harmony("<|channel|>"), _harmony("<|start|>"), _harmony("")),
         thinking=(),
         dropped=("<|end|>", "<|call|>", "<|return|>"),
+        held=(Held(call="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS<|call|>"),),
+        lead="<|channel|>analysis<|message|>TEXT<|end|><|start|>assistant",
+        answer="<|channel|>final<|message|>",
     ),
     Format(
         name="kimi",
         written=("<|im_middle|>",),
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         calls=(_json("<|tool_call_begin|>", _KIMI, "<|tool_call_end|>"),),
+        held=(
+            Held(
+                before="<|tool_calls_section_begin|>",
+                call="<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
+                between="",
+                behind="<|tool_calls_section_end|>",
+            ),
+        ),
     ),
     Format(
         name="deepseek",
         written=("<｜tool▁call▁begin｜>",),
         section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         calls=(_json("<｜tool▁call▁begin｜>", _DEEPSEEK, "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>"),),
+        held=(
+            Held(
+                before="<｜tool▁calls▁begin｜>",
+                call="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
+                between="",
+                behind="<｜tool▁calls▁end｜>",
+            ),
+        ),
     ),
     Format(
         name="mistral",
         written=("[TOOL_CALLS]",),
         thinking=(("[THINK]", "[/THINK]"), ("<think>", "</think>")),
         calls=(_objects("[TOOL_CALLS]", whole=True), _json("[TOOL_CALLS]", _MISTRAL)),
+        held=(
+            Held(call="[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between="", needs=("[ARGS]",)),
+            _held("name", "arguments", "[TOOL_CALLS][", "]", ", "),
+        ),
     ),
     Format(
         name="minimax",
@@ -143,6 +185,7 @@ FORMATS = (
         name="cohere",
         written=("<|START_ACTION|>",),
         calls=(_objects("<|START_ACTION|>", "<|END_ACTION|>"),),
+        held=(_held("tool_name", "parameters", "<|START_ACTION|>[", "]<|END_ACTION|>", ", "),),
         thinking=(("<|START_THINKING|>", "<|END_THINKING|>"),),
         dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     ),
@@ -157,21 +200,43 @@ FORMATS = (
         written=("<arg_key>",),
         calls=(_parameters("<tool_call>", _WORD, "</tool_call>", "<arg_key>", "<arg_value>", "</arg_value>"),),
     ),
-    Format(name="nemotron", written=("<TOOLCALL>",), calls=(_objects("<TOOLCALL>", "</TOOLCALL>"),)),
-    Format(name="hermes", written=("<tool_call>",), calls=(_objects("<tool_call>", "</tool_call>"),)),
+    Format(
+        name="nemotron",
+        written=("<TOOLCALL>",),
+        calls=(_objects("<TOOLCALL>", "</TOOLCALL>"),),
+        held=(_held("name", "arguments", "<TOOLCALL>[", "]</TOOLCALL>", ", "),),
+    ),
+    Format(
+        name="hermes",
+        written=("<tool_call>",),
+        calls=(_objects("<tool_call>", "</tool_call>"),),
+        held=(Held(call='<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', between="\n"),),
+    ),
     Format(
         name="phi4",
         written=("<|tool|>",),
         calls=(_objects("<|tool_call|>", "<|/tool_call|>"), _objects("functools")),
+        held=(_held("name", "arguments", "<|tool_call|>[", "]<|/tool_call|>", ", "),),
     ),
     Format(
         name="granite",
         written=("<|tool_call|>",),
         calls=(_objects("<|tool_call|>"),),
+        held=(_held("name", "arguments", "<|tool_call|>[", "]", ", "),),
         dropped=("<response>", "</response>"),
     ),
-    Format(name="llama4", written=("<|header_start|>", "tool"), calls=_llama("<|python_start|>", "<|python_end|>")),
-    Format(name="llama3", written=("<|start_header_id|>", "tool"), calls=_llama("<|python_tag|>", "<|eom_id|>")),
+    Format(
+        name="llama4",
+        written=("<|header_start|>", "tool"),
+        calls=_llama("<|python_start|>", "<|python_end|>"),
+        held=(_held("name", "parameters"),),
+    ),
+    Format(
+        name="llama3",
+        written=("<|start_header_id|>", "tool"),
+        calls=_llama("<|python_tag|>", "<|eom_id|>"),
+        held=(_held("name", "parameters"),),
+    ),
     Format(name="thinking", written=("think>",)),
 )
 

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from flashllm.api.fields import BadRequest
 from flashllm.api.prompts import PromptEncoder, Unanswerable
 from flashllm.api.requests import Request as Wanted
+from flashllm.generate.grammar import Matcher
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.serve import http, page
 from flashllm.serve.bodies import Asked, parse
@@ -162,7 +163,7 @@ class Api:
             except Unanswerable as error:
                 param = "messages" if kind == "chat" else "prompt"
                 raise ApiError(400, str(error), code=error.code, param=param) from None
-            asked, prompts = understood
+            asked, prompts, matchers = understood
             events: asyncio.Queue[Event] = asyncio.Queue()
 
             def deliver(event: Event) -> None:
@@ -173,6 +174,7 @@ class Api:
                 deliver=deliver,
                 scored=asked.echo and asked.requests[0].logprobs is not None,
                 generate=asked.generate,
+                matchers=matchers,
                 reading=self.served.encoder.reading(*prompts[0]),
             )
             try:
@@ -190,7 +192,7 @@ class Api:
     def _understand(
         self, body: http.Body, kind: Kind, understand: Callable[[bytes, SamplingOptions], Asked]
     ) -> Generator[None, None, "_Understood"]:
-        """The body checked, and each prompt's request with its token ids, in steps."""
+        """The body checked, and each prompt's request with its token ids, and its matcher, in steps."""
         encoder = self.served.encoder
         tokens = encoder.context if kind == "chat" else COMPLETION_TOKENS
         asked = understand(body.raw, dataclasses.replace(self.served.defaults, max_new_tokens=tokens))
@@ -203,10 +205,10 @@ class Api:
             ids = yield from encoder.steps(wanted)
             options = dataclasses.replace(wanted.options, max_new_tokens=encoder.max_new_tokens(wanted, len(ids)))
             prompts.append((dataclasses.replace(wanted, options=options), ids))
-        return asked, prompts
+        return asked, prompts, [encoder.matcher(*each) for each in prompts]
 
 
-_Understood = tuple[Asked, list[tuple[Wanted, list[int]]]]
+_Understood = tuple[Asked, list[tuple[Wanted, list[int]]], list[Matcher | None]]
 
 
 def _step(steps: Generator[None, None, _Understood]) -> _Understood | None:

@@ -16,6 +16,7 @@ from flashllm.base.machine import process_nbytes
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
 from flashllm.generate.draft_model import opened_draft
+from flashllm.generate.grammar import Grammars
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.speculation import Speculation, speculation_of
 from flashllm.generate.templates.chat_template import opened_template
@@ -105,6 +106,12 @@ def app_of(
             context=model.context,
             vocab=model.vocab_size,
             answers=find(tokenizer.says_of_answers, options.tool_format),
+            grammars=Grammars(
+                tokenizer.backend,
+                tokenizer.end_ids,
+                model.vocab_size,
+                make_room=lambda nbytes: model.keep_to(model.memory_limit - nbytes),
+            ),
             plain_chat=True,
         ),
         tokenizer=tokenizer,

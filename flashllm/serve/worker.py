@@ -17,6 +17,7 @@ from flashllm.api.requests import Request
 from flashllm.base.command_line import say
 from flashllm.errors import Cancelled, ContextFull, FlashError
 from flashllm.format.manifest import Manifest
+from flashllm.generate.grammar import Matcher
 from flashllm.generate.language_model import LanguageModel
 from flashllm.generate.session import PrefillRecord, Session, Stopped, TextTokenizer, TokenRecord
 from flashllm.generate.speculation import Speculation
@@ -30,6 +31,9 @@ class ServedModel(LanguageModel, Protocol):
 
     @property
     def manifest(self) -> Manifest: ...
+    @property
+    def memory_limit(self) -> int: ...
+    def keep_to(self, limit_nbytes: int) -> None: ...
     def cancel(self, on: bool = True) -> None: ...
 
 
@@ -83,6 +87,7 @@ class Job:
     scored: bool = False  # the prompts' own log probabilities are wanted
     generate: bool = True  # False: nothing but those
     reading: Reading | None = None  # how a conversation's answer is read; None: it is plain text
+    matchers: Sequence[Matcher | None] = ()  # of the form that each prompt's answer must have; none: any
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 
@@ -249,7 +254,8 @@ class Worker:
         """Choice `index` of `job`, at `place`. What it says goes to `said` as it comes."""
         session, (request, ids), reading = place.session, job.prompts[index], job.reading
         decoder = None if reading is None else reading.decoder
-        session.choose_by(request.options, logprobs=request.logprobs, decoder=decoder)
+        matcher = job.matchers[index] if job.matchers else None
+        session.choose_by(request.options, logprobs=request.logprobs, decoder=decoder, matcher=matcher)
         stream = session.stream_prompt(ids, keep=place.keep, pause=place.pause, scored=job.scored)
         with contextlib.closing(stream):
             for record in stream:

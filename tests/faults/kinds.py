@@ -151,6 +151,7 @@ def make_kinds(root: Path) -> dict[str, Kind]:
         "model": "tiny", "messages": said, "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["a"],
         "stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2, "n": 1,
         "tools": [tool], "tool_choice": "auto", "parallel_tool_calls": True, "reasoning_effort": "low",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "f", "schema": {"type": "object"}}},
         "chat_template_kwargs": {"enable_thinking": True},
     }  # fmt: skip
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",

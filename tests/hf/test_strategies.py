@@ -1,5 +1,6 @@
 """Hugging Face's generate over the engine: every strategy, batches with padding, caches that are kept."""
 
+import json
 from threading import Thread
 
 import pytest
@@ -286,3 +287,14 @@ def test_a_padded_conversation_goes_on(tiny, load):
     mask = torch.cat([mask, torch.ones((2, 8), dtype=torch.long)], dim=1)
     kwargs = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
     assert torch.equal(flash.generate(more, past_key_values=cache, **kwargs), model.reference.generate(more, **kwargs))
+
+
+@pytest.mark.parametrize("strategy", [{}, {"do_sample": True}, {"num_beams": 3}, {"num_beams": 2, "do_sample": True}])
+def test_answers_are_held_to_a_schema(tiny, load, strategy):
+    schema = {"type": "array", "items": {"enum": ["yes", "no"]}, "minItems": 1, "maxItems": 2}
+    model, tokenizer = load(tiny().path()), tiny().tokenizer
+    torch.manual_seed(0)
+    ids, mask = padded([ids_of(5)[0], ids_of(8)[0]])
+    written = model.generate(ids, attention_mask=mask, max_new_tokens=40, schema=schema, **strategy)
+    for row in written[:, ids.shape[1] :]:
+        assert set(json.loads(tokenizer.decode(row, skip_special_tokens=True))) <= {"yes", "no"}

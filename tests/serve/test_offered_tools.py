@@ -329,3 +329,72 @@ def test_ollama_has_thinking_apart(hermes, say):
         "content": "Yes.",
         "thinking": "Hm.",
     }
+
+
+SHORT = {
+    "type": "function",
+    "function": {
+        "name": "set",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Köln", "Bonn"]}, "days": {"enum": [1, 2]}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+ADDRESS = {"type": "json_schema", "json_schema": {"name": "a", "schema": SHORT["function"]["parameters"]}}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "set"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_held_to_a_call(client, say, choice, stream):
+    say("<tool_call>I would rather talk.")
+    tools = (SHORT,) if choice == "required" else (WEATHER, SHORT)
+    answer = ask(client, tools=tools, tool_choice=choice, parallel_tool_calls=False, stream=stream)
+    if stream:
+        content, _, [[_, name, arguments]], finish = streamed(answer)
+    else:
+        message, finish = answer.choices[0].message, answer.choices[0].finish_reason
+        [call], content = message.tool_calls, message.content
+        name, arguments = call.function.name, call.function.arguments
+    assert (name, content or "", finish) == ("set", "", "tool_calls")
+    assert json.loads(arguments)["city"] in ("Köln", "Bonn")
+
+
+def test_reasoning_comes_before_a_call_that_must_be(client, say):
+    say("<think>I think.</think>And talk on and on.")
+    message = ask(client, tools=(SHORT,), tool_choice="required", parallel_tool_calls=False).choices[0].message
+    assert message.reasoning_content == "I think."
+    assert json.loads(message.tool_calls[0].function.arguments)["days"] in (1, 2)
+
+
+def test_an_answer_held_to_a_schema(client, say):
+    say("{Let me talk.}")
+    choice = ask(client, tools=(), response_format=ADDRESS).choices[0]
+    assert choice.finish_reason == "stop"
+    assert json.loads(choice.message.content)["city"] in ("Köln", "Bonn")
+    content, _, calls, _ = streamed(ask(client, tools=(), response_format=ADDRESS, stream=True))
+    assert (content, calls) == (choice.message.content, [])
+    say(CALL.replace("get_weather", "set").replace("3}", "2}"))
+    choice = ask(client, tools=(SHORT,), response_format=ADDRESS).choices[0]  # the one or the other
+    assert choice.finish_reason == "tool_calls"
+
+
+def test_a_completion_held_to_a_regular_expression(client, say):
+    say("No.")
+    body = {"response_format": {"type": "regex", "regex": "(yes|maybe), [a-c]{3}"}}
+    answer = client.completions.create(model="tiny", prompt="Yes?", temperature=0, max_tokens=60, extra_body=body)
+    assert answer.choices[0].text in {
+        f"{one}, {x}{y}{z}" for one in ("yes", "maybe") for x in "abc" for y in "abc" for z in "abc"
+    }
+
+
+def test_a_form_that_calls_cannot_be_held_to(say, model, path):
+    """Arguments between marks of their own: nothing is promised that is not kept."""
+    template = "{% if tools %}<function=<parameter={% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with running(model, path, template=template) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+        body = {"messages": ASK, "tools": [SHORT], "tool_choice": "required"}
+        error = http.post("/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == "tool_choice"
+    assert "cannot be held to this model's form of calls" in error["message"]

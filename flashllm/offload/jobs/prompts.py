@@ -24,6 +24,7 @@ class PromptEncoder(prompts.PromptEncoder):
             decoder=self.tokenizer if reading is None else reading.decoder,
             end_ids=self.end_ids if self.tokenizer is None else self.tokenizer.end_ids,
             logprobs=request.logprobs,
+            matcher=self.matcher(request, ids),
             key=key,
             parser=None if reading is None else reading.parser,
         )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from flashllm.errors import FlashError, UsageError
 from flashllm.generate.detokenizer import Decoder, Detokenizer
+from flashllm.generate.grammar import Matcher
 from flashllm.generate.logprobs import MAX_LOGPROBS, TokenLogprobs, logprobs_of
 from flashllm.generate.sampling import Sampler, SamplingOptions
 from flashllm.replies.parser import Event, Parser
@@ -35,14 +36,15 @@ class Sequence:
         decoder: Decoder | None,
         end_ids: frozenset[int],
         logprobs: int | None = None,
+        matcher: Matcher | None = None,
         key: int = 0,
         parser: Parser | None = None,
     ) -> None:
         """`prompt` are token ids, at least one. `decoder` makes text of ids; None: no text, and so no stop strings.
 
         `end_ids` end an answer (ignored with `options.ignore_eos`). `logprobs` likeliest tokens are recorded with
-        each chosen one; None: nothing is recorded. `key` is the caller's own, to know the sequence by. `parser` reads
-        the marks that are in the text; None: there are none.
+        each chosen one; None: nothing is recorded. The answer goes on as `matcher` demands. `key` is the caller's own,
+        to know the sequence by. `parser` reads the marks that are in the text; None: there are none.
         """
         if not len(prompt):
             raise UsageError("the prompt has no tokens")
@@ -58,7 +60,7 @@ class Sequence:
         self.error: str | None = None  # where finish_reason is "error"
         self._parser, self._num_logprobs = parser, logprobs or 0
         self._ends = frozenset[int]() if options.ignore_eos else end_ids
-        self._sampler = Sampler(options.seed)
+        self._sampler, self._matcher = Sampler(options.seed), matcher
         self._detokenizer = None if decoder is None else Detokenizer(decoder, options.stop)
         self._pieces: list[str] = []
 
@@ -104,7 +106,7 @@ class Sequence:
             raise UsageError("the sequence is finished and takes no further logits")
         context = self.prompt + self.output if self.options.repetition_penalty != 1 else ()
         try:
-            token_id = self._sampler.choose(logits, context, self.options)
+            token_id = self._sampler.choose(logits, context, self.options, self._matcher)
         except FlashError as error:
             self.fail(str(error))
             return
@@ -114,7 +116,9 @@ class Sequence:
         self._extend_text(token_id)
         if token_id in self._ends:
             self._finish("eos")
-        elif self._detokenizer is not None and self._detokenizer.stopped:
+        elif (self._detokenizer is not None and self._detokenizer.stopped) or (
+            self._matcher is not None and self._matcher.ended
+        ):
             self._finish("stop")
         elif len(self.output) == self.options.max_new_tokens:
             self._finish("length")

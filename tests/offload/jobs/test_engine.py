@@ -1,5 +1,6 @@
 """`OffloadEngine` over a tiny real model: the answers of Hugging Face's `generate`, whatever the batches."""
 
+import json
 import pickle
 
 import pytest
@@ -160,3 +161,14 @@ def test_limits_and_arguments(tiny, tmp_path):
 def test_the_package_has_it(tiny):
     assert flashllm.OffloadEngine is OffloadEngine
     assert pickle.loads(pickle.dumps(POLICY)) == POLICY
+
+
+def test_answers_are_held_to_a_schema(tiny, tmp_path):
+    schema = {"type": "array", "items": {"enum": ["yes", "no"]}, "minItems": 1, "maxItems": 2}
+    valid = {json.dumps(each) for each in (["yes"], ["no"], *([a, b] for a in ("yes", "no") for b in ("yes", "no")))}
+    with engine(tiny, tmp_path) as one:
+        outputs = one.generate(PROMPTS[:4], SamplingOptions(temperature=1.0, seed=3), max_new_tokens=40, schema=schema)
+        assert {output.finish_reason for output in outputs} == {"stop"}
+        assert {output.text for output in outputs} <= valid
+        with pytest.raises(UsageError, match="/items: Invalid type"):
+            raise UsageError(one.generate(PROMPTS[:1], schema={"items": {"type": "x"}})[0].error)

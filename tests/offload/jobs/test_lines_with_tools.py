@@ -7,6 +7,7 @@ import pytest
 from tiny_models import make_tokenizer
 
 from flashllm.errors import FormatError
+from flashllm.generate.grammar import Grammars
 from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.offload.jobs.answers import answer
@@ -27,7 +28,10 @@ def encoder():
     tokenizer = Tokenizer(made.backend_tokenizer, special={"eos_token": "</s>"}, chat_templates={"default": TEMPLATE})
     with ChatTemplate.of(tokenizer) as template:
         answers = find(tokenizer.says_of_answers)
-        yield PromptEncoder(tokenizer=tokenizer, template=template, context=1000, vocab=320, answers=answers)
+        grammars = Grammars(tokenizer.backend, tokenizer.end_ids, 320)
+        yield PromptEncoder(
+            tokenizer=tokenizer, template=template, context=1000, vocab=320, answers=answers, grammars=grammars
+        )
 
 
 def asked(tmp_path, **body):
@@ -68,3 +72,23 @@ def test_tools_of_a_model_whose_form_is_not_known(encoder, tmp_path):
     unknown = PromptEncoder(tokenizer=encoder.tokenizer, template=encoder.template, context=1000, vocab=320)
     with pytest.raises(FormatError, match="the form in which this model writes calls is not known"):
         BatchFile.read(asked(tmp_path, tools=[NOW]), unknown, Defaults())
+
+
+def test_a_line_that_must_call(encoder, tmp_path):
+    path = asked(tmp_path, tools=[NOW], tool_choice="required", parallel_tool_calls=False)
+    with BatchFile.read(path, encoder, Defaults(max_new_tokens=200)) as batch:
+        sequence = batch.sequence(0)
+        logits = np.zeros(320, np.float32)
+        logits[encoder.tokenizer.encode("[TOOL_CALLS]}", add_special=False)] = 1  # neither reasoning nor arguments
+        while not sequence.finished:
+            sequence.accept(logits)
+        made = answer(batch, sequence, model="m", token_text=encoder.tokenizer.token_text)
+    choice = made["response"]["body"]["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "now"
+
+
+def test_a_line_whose_schema_cannot_be_compiled(encoder, tmp_path):
+    form = {"type": "json_schema", "json_schema": {"schema": {"items": {"type": "x"}}}}
+    with pytest.raises(FormatError, match=r"line 1: response_format: .* at /items: Invalid type"):
+        BatchFile.read(asked(tmp_path, response_format=form), encoder, Defaults())
