@@ -1,6 +1,7 @@
-"""A machine whose device is its CPU, of round numbers."""
+"""A machine whose device is its CPU, of round numbers, and policies for it that put all tensors in one place."""
 
 from flashllm.offload.machine.hardware import Hardware
+from flashllm.offload.policy import Policy
 from flashllm.profile.rates import RateCurve
 
 GB, RATE = 10**9, RateCurve.flat
@@ -10,3 +11,9 @@ HOST = Hardware(
     cpu_attention=RATE(1e10), cpu_bandwidth=RATE(1e10), packed_gemm=RATE(0.9e11), packed_attention=RATE(0.8e10),
     seal=RATE(2e9), elementwise=RATE(5e9), square_s=2e-4,
 )  # fmt: skip
+PLACES = {"device": (1, 0, 0), "cpu": (0, 1, 0), "disk": (0, 0, 1), "half": (0.5, 0, 0.5)}  # shares of each tensor
+
+
+def policy_of(where="device", **changes):
+    shares = dict(zip(Policy.PLACEMENT, 3 * PLACES[where], strict=True))
+    return Policy(**{"gpu_batch": 4, "num_batches": 3, "cpu_attention": True, **shares, **changes})

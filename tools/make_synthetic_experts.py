@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from make_synthetic_model import convert_dummy
+from make_synthetic_model import add_model_arguments, convert_dummy
 from numpy.typing import NDArray
 
 from flashllm.arch.spec import Architecture
@@ -123,15 +123,10 @@ def write_routing_trace(path: Path, architecture: Architecture, *, tokens: int, 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("out", type=Path, help="directory to write; must not exist")
-    parser.add_argument("--shape", choices=SHAPES, default="olmoe")
-    parser.add_argument("--layers", type=int, help="another number of layers than the shape has")
+    add_model_arguments(parser, SHAPES, "olmoe")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON object of config keys that differ")
-    parser.add_argument("--dtype", choices=WEIGHT_DTYPES, default="bfloat16")
-    parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parents[1] / "flashllm" / "demo")
     parser.add_argument("--tokens", type=int, default=600, help="tokens of the trace, after which it begins again")
     parser.add_argument("--stay", type=float, default=0.25, help="chance that an expert is the next token's too")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
 
     dtype = WEIGHT_DTYPES[args.dtype]

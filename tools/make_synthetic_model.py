@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Unpack
@@ -25,7 +25,7 @@ import numpy as np
 from install_popularity import install_popularity
 from numpy.typing import NDArray
 from opt_shapes import CONTEXT, SHAPES, VOCAB, opt_config
-from synthetic_trace import add_prefetch_arguments, write_synthetic_trace
+from synthetic_trace import FIRING_SHARE, add_prefetch_arguments, write_synthetic_trace
 
 from flashllm.arch.registry import source_shapes
 from flashllm.base.dtypes import WEIGHT_DTYPES, WeightDtype, cast
@@ -159,25 +159,46 @@ def tokenizer_files(folder: Path) -> Iterator[Path]:
     yield from sorted(folder.glob("token*.json"))
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def install_traces(out: Path, layers: int, neurons: int, args: argparse.Namespace, firing: float) -> None:
+    """The trace to run by, and what is known of the neurons from another one of the same popularity and groups."""
+    with tempfile.TemporaryDirectory() as name:
+        for part, tokens in (("judge", args.tokens), ("learn", args.learn_tokens)):
+            write_synthetic_trace(
+                Path(name) / part, layers=layers, neurons=neurons, tokens=tokens, part=part,
+                recall=args.early_recall, precision=args.early_precision, seed=args.seed, firing=firing,
+            )  # fmt: skip
+        install_files(out, {TRACE: iterate_chunks(Path(name) / "judge")})
+        with Trace(Path(name) / "learn") as learn:
+            install_popularity(out, learn)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, shapes: Iterable[str], shape: str) -> None:
+    """What is written, of which shape, where to; `shape` by default."""
     parser.add_argument("out", type=Path, help="directory to write; must not exist")
-    parser.add_argument("--shape", choices=SHAPES, default="opt-6.7b")
+    parser.add_argument("--shape", choices=shapes, default=shape)
     parser.add_argument("--layers", type=int, help="another number of layers than the shape has")
-    parser.add_argument("--hidden", type=int, help="another width (a multiple of the number of heads)")
-    parser.add_argument("--vocab", type=int, default=VOCAB)
     parser.add_argument("--dtype", choices=WEIGHT_DTYPES, default="bfloat16")
+    parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parents[1] / "flashllm" / "demo")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def add_neuron_arguments(parser: argparse.ArgumentParser) -> None:
+    """How neurons are stored, and the two traces of them."""
     parser.add_argument("--encoding", choices=CODED_ENCODINGS, help="of the neurons; by default the dtype as it is")
     parser.add_argument("--resident-encoding", choices=CODED_ENCODINGS, help="of what stays in memory")
-    parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parents[1] / "flashllm" / "demo")
     parser.add_argument("--tokens", type=int, default=1200, help="tokens of the trace, after which it begins again")
-    parser.add_argument(
-        "--learn-tokens", type=int, default=1000, help="tokens of another trace, from which popularity is learned"
-    )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learn-tokens", type=int, default=1000, help="tokens that popularity is learned from")
+    add_prefetch_arguments(parser)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_model_arguments(parser, SHAPES, "opt-6.7b")
+    add_neuron_arguments(parser)
+    parser.add_argument("--hidden", type=int, help="another width (a multiple of the number of heads)")
+    parser.add_argument("--vocab", type=int, default=VOCAB)
     parser.add_argument("--predictor-bits", type=int, choices=(8, 4), default=8)
     parser.add_argument("--no-early", action="store_true", help="make no predictors to prefetch by")
-    add_prefetch_arguments(parser)
     args = parser.parse_args(argv)
 
     layers, hidden, heads = SHAPES[args.shape]
@@ -197,17 +218,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         write_predictors(folder / "predictors", manifest, args.seed, args.predictor_bits, prefetch=not args.no_early)
         install_predictors(args.out, folder / "predictors")
-    with tempfile.TemporaryDirectory() as name:
-        # What is known before the first token comes from another trace of the same popularity and groups.
-        paths = {"judge": (Path(name) / "judge", args.tokens), "learn": (Path(name) / "learn", args.learn_tokens)}
-        for part, (path, tokens) in paths.items():
-            write_synthetic_trace(
-                path, layers=layers, neurons=4 * hidden, tokens=tokens, part=part,
-                recall=args.early_recall, precision=args.early_precision, seed=args.seed,
-            )  # fmt: skip
-        install_files(args.out, {TRACE: iterate_chunks(paths["judge"][0])})
-        with Trace(paths["learn"][0]) as learn:
-            install_popularity(args.out, learn)
+    install_traces(args.out, layers, 4 * hidden, args, FIRING_SHARE)
     return 0
 
 

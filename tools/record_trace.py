@@ -7,17 +7,17 @@ flashllm/convert/reorder.py.
 """
 
 import argparse
-import gzip
 import itertools
 import json
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from relufication.text import texts_of
 
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
@@ -34,16 +34,6 @@ CHARS_PER_TOKEN = 8  # ample for English and byte-level vocabularies
 T = TypeVar("T")
 
 
-def documents(path: Path) -> Iterator[str]:
-    """The texts of a .jsonl file (key `text`), or a .txt file as one; either may be gzipped."""
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        if ".jsonl" in path.suffixes:
-            yield from (json.loads(line)["text"] for line in file)
-        else:
-            yield file.read()
-
-
 def pieces(text: str, tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:
     """Successive sequences of at most `length` tokens, each tokenized alone."""
     width = length * CHARS_PER_TOKEN
@@ -56,7 +46,7 @@ def pieces(text: str, tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:
 
 def sequences(paths: list[Path], tokenizer: Tokenizer, tokens: int, length: int) -> list[list[int]]:
     """Sequences of `tokens` tokens in all: files in turn, and of each file its documents in turn, a piece at a time."""
-    files = [in_turn(pieces(text, tokenizer, length) for text in documents(path)) for path in paths]
+    files = [in_turn(pieces(text, tokenizer, length) for text in texts_of(path)) for path in paths]
     chosen: list[list[int]] = []
     left = tokens
     for ids in in_turn(files):

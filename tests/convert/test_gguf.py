@@ -378,45 +378,30 @@ def test_what_cannot_be_run_is_said(source, tmp_path, metadata, message, monkeyp
         ({"llama.attention.key_length": None, "llama.embedding_length": 1}, "4 heads do not share out the width, 1"),
         ({"llama.attention.key_length": 15, "llama.rope.dimension_count": 15}, "do not fit its heads|even"),
         ({"tokenizer.ggml.tokens": ["x"] * 301}, "301 tokens, but an embedding of 300"),
+        ({"llama.embedding_length": 0}, "embedding_length must be an integer from 1"),
+        ({"llama.embedding_length": 1}, r"has shape \[300, 64\], the config says \[300, 1\]"),
+        ({"llama.attention.head_count": 2**31}, "head_count must be an integer from 1"),
+        ({"llama.attention.head_count": True}, "head_count must be an integer from 1 to .*, not True"),
+        ({"llama.attention.layer_norm_rms_epsilon": math.nan}, "epsilon must be a finite number, not nan"),
+        ({"llama.rope.freq_base": math.inf}, "freq_base must be a finite number above 0, not inf"),
+        ({"llama.rope.freq_base": 0.0}, "freq_base must be a finite number above 0"),
+        ({"llama.block_count": 4000}, "block_count 4000 and 1 experts are more than the file's"),
+        ({"tokenizer.ggml.eos_token_id": "2"}, "eos_token_id must be an integer from -1"),
+        ({"tokenizer.ggml.eos_token_id": 300}, "eos_token_id must be an integer from 0 to 299, not 300"),
+        ({"tokenizer.ggml.add_bos_token": "yes"}, "add_bos_token must be true or false, not 'yes'"),
+        ({"general.architecture": 7}, "general.architecture must be a text, not 7"),
+        *(
+            ({f"llama.{name}": None}, f"lacks llama.{name}")
+            for name in ("block_count", "attention.head_count", "context_length")
+        ),
     ],
 )
 def test_what_makes_no_sense_is_said(source, tmp_path, metadata, message, monkeypatch):
     path = write_gguf(source, tmp_path / "model.gguf")
     _patch_metadata(monkeypatch, {"llama.attention.value_length": None, **metadata})
-    with pytest.raises(FormatError, match=message):
-        _open(path)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("llama.embedding_length", 0, "embedding_length must be an integer from 1"),
-        ("llama.embedding_length", 1, r"has shape \[300, 64\], the config says \[300, 1\]"),
-        ("llama.attention.head_count", 2**31, "head_count must be an integer from 1"),
-        ("llama.attention.head_count", True, "head_count must be an integer from 1 to .*, not True"),
-        ("llama.attention.layer_norm_rms_epsilon", math.nan, "epsilon must be a finite number, not nan"),
-        ("llama.rope.freq_base", math.inf, "freq_base must be a finite number above 0, not inf"),
-        ("llama.rope.freq_base", 0.0, "freq_base must be a finite number above 0"),
-        ("llama.block_count", 4000, "block_count 4000 and 1 experts are more than the file's"),
-        ("tokenizer.ggml.eos_token_id", "2", "eos_token_id must be an integer from -1"),
-        ("tokenizer.ggml.eos_token_id", 300, "eos_token_id must be an integer from 0 to 299, not 300"),
-        ("tokenizer.ggml.add_bos_token", "yes", "add_bos_token must be true or false, not 'yes'"),
-        ("general.architecture", 7, "general.architecture must be a text, not 7"),
-    ],
-)
-def test_values_that_no_writer_means(source, tmp_path, key, value, message):
-    path = write_gguf(source, tmp_path / "model.gguf", metadata={key: value})
-    with pytest.raises(FormatError, match=rf"model\.gguf: .*{message}"):
+    with pytest.raises(FormatError, match=rf"model\.gguf: .*({message})"):
         convert(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("name", ["llama.block_count", "llama.attention.head_count", "llama.context_length"])
-def test_what_the_metadata_lacks_is_said(source, tmp_path, name, monkeypatch):
-    path = write_gguf(source, tmp_path / "model.gguf")
-    _patch_metadata(monkeypatch, {name: None})
-    with pytest.raises(FormatError, match=f"lacks {name}"):
-        _open(path)
 
 
 def _patch_metadata(monkeypatch, changes):

@@ -16,7 +16,7 @@ from flashllm.format.report.inspect import format_inspection, inspect
 from flashllm.format.report.verify import verify
 from flashllm.format.safetensors import read_header
 
-PROCESS = 4 * 10**9  # the rest of the process is held to be of this size, so that limits mean the same in every test
+PROCESS = 2 * 10**9  # the rest of the process is held to be of this size, so that limits mean the same in every test
 
 
 def ids(count, seed):

@@ -7,7 +7,7 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mutations import GOOD, HEADER, judged
+from mutations import GOOD, judged, mutated
 from written import every_kind
 
 from flashllm.convert.checkpoint import pickled
@@ -23,7 +23,6 @@ NAMES = (
     "policy", "shape of a model", "batch line", "answers of a batch job", "chat request", "completion request",
     "Ollama request", "saved conversation", "journal of a conversion",
 )  # fmt: skip
-LENGTHS = (0, 1, 2**31, 2**32, 2**63, 2**64 - 1)
 
 leaves = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 3), st.integers(), st.sampled_from([2**31, 2**62, 2**63, 10**400]),
@@ -65,26 +64,6 @@ def changed_tree(data, tree):
     return tree
 
 
-def changed_bytes(data, base):
-    """One to four pieces replaced, inserted or removed, mostly near the beginning."""
-    raw = bytearray(base)
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, min(len(raw), HEADER)))
-        match data.draw(st.sampled_from(["bytes", "length", "insert", "remove", "cut"])):
-            case "bytes":
-                new = data.draw(st.binary(min_size=1, max_size=4))
-                raw[at : at + len(new)] = new
-            case "length":
-                raw[at : at + 8] = data.draw(st.sampled_from(LENGTHS)).to_bytes(8, "little")
-            case "insert":
-                raw[at:at] = data.draw(st.binary(max_size=20))
-            case "remove":
-                del raw[at : at + data.draw(st.integers(1, 40))]
-            case _:
-                del raw[data.draw(st.integers(0, len(raw))) :]
-    return bytes(raw)
-
-
 def as_text(tree):
     return json.dumps(tree).encode("utf-8", "surrogatepass")
 
@@ -99,7 +78,7 @@ def changed(data, kind):
         header = as_text(changed_tree(data, json.loads(kind.base[8:end])))
         header += b" " * (-len(header) % 8)
         return len(header).to_bytes(8, "little") + header + kind.base[end:]
-    return changed_bytes(data, kind.base)
+    return mutated(kind.base, data.draw(st.randoms(use_true_random=False)), is_json=kind.is_json)
 
 
 @pytest.fixture(scope="module")

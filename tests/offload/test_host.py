@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from arch_models import VARIANTS, Variant, make_checkpoint
-from offload_host import GB, HOST, RATE
+from offload_host import GB, HOST, PLACES, RATE, policy_of
 from tiny_models import make_tiny_opt
 
 from flashllm import _core
@@ -21,7 +21,7 @@ from flashllm.offload.planner.host_costs import HostCostModel, cost_model
 from flashllm.offload.planner.local import Methods, check_fits, plan_policy, predict_job
 from flashllm.offload.planner.predict import predict
 from flashllm.offload.planner.search import SearchSpace, search
-from flashllm.offload.policy import Policy, Workload
+from flashllm.offload.policy import Workload
 from flashllm.offload.runtime.tiers.activations import Activations
 from flashllm.offload.runtime.tiers.arrangement import arrange
 from flashllm.offload.runtime.tiers.kv import KvCache
@@ -31,16 +31,6 @@ from flashllm.offload.shape import ModelShape, load_shape
 
 WORK = Workload(prompt_len=200, gen_len=32)
 COARSE = SearchSpace(gpu_batches=(1, 4, 16, 64), num_batches=(1, 2, 4))
-PLACES = {
-    "device": {"wg": 1, "wc": 0, "wd": 0, "cg": 1, "cc": 0, "cd": 0, "hg": 1, "hc": 0, "hd": 0},
-    "cpu": {"wg": 0, "wc": 1, "wd": 0, "cg": 0, "cc": 1, "cd": 0, "hg": 0, "hc": 1, "hd": 0},
-    "disk": {"wg": 0, "wc": 0, "wd": 1, "cg": 0, "cc": 0, "cd": 1, "hg": 0, "hc": 0, "hd": 1},
-    "half": {"wg": 0.5, "wc": 0, "wd": 0.5, "cg": 0.5, "cc": 0, "cd": 0.5, "hg": 0.5, "hc": 0, "hd": 0.5},
-}
-
-
-def policy_of(where, **changes):
-    return Policy(**{"gpu_batch": 4, "num_batches": 3, "cpu_attention": True, **PLACES[where], **changes})
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_group import GroupError, MemoryGroup
-from offload_host import HOST
+from offload_host import HOST, policy_of
 from tiny_models import make_tiny_opt
 
 from flashllm.convert.run import convert
@@ -21,22 +21,12 @@ from flashllm.offload.jobs.blocks import cut, equal
 from flashllm.offload.launch import LaunchOptions, prepare
 from flashllm.offload.planner.local import Methods, check_fits, predict_job
 from flashllm.offload.planner.predict import predict
-from flashllm.offload.policy import Policy, Workload
+from flashllm.offload.policy import Workload
 from flashllm.offload.runtime.opened import OpenModel
 from flashllm.offload.runtime.options import RunOptions
 from flashllm.offload.shape import load_shape
 
 MB = 10**6
-PLACES = {
-    "device": (1, 0, 0, 1, 0, 0, 1, 0, 0),
-    "disk": (0, 0, 1, 0, 0, 1, 0, 0, 1),
-    "half": (0.5, 0, 0.5, 0.5, 0, 0.5, 0.5, 0, 0.5),
-}
-
-
-def policy(where="device", **changes):
-    fractions = dict(zip(Policy.PLACEMENT, PLACES[where], strict=True))
-    return Policy(**{"gpu_batch": 4, "num_batches": 3, "cpu_attention": True, **fractions, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +71,13 @@ def test_equal_blocks():
     assert equal(0, 3) == []
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", ["device", "disk", "half"])
 @pytest.mark.parametrize("kind", ["model", "model packed", "model_dir"])
 def test_the_planner_counts_as_the_runtime(request, kind, where):
     """Of blocks of one length: the planner's memory is the runtime's, or a little more."""
     (folder, shape), compress = request.getfixturevalue(kind.split()[0]), kind.endswith("packed")
     for prompt, new, changes in ((200, 32, {}), (64, 4, {"gpu_batch": 24, "num_batches": 1}), (10, 100, {})):
-        chosen = policy(where, compress_weights=compress, compress_cache=compress, **changes)
+        chosen = policy_of(where, compress_weights=compress, compress_cache=compress, **changes)
         work = Workload(prompt_len=prompt, gen_len=new)
         planned = predict(shape, HOST, work, chosen)
         with OpenModel(folder, chosen, options=RunOptions(threads=1)) as opened:
@@ -101,10 +91,10 @@ def test_the_planner_counts_as_the_runtime(request, kind, where):
 def test_blocks_in_flight_are_counted(model, tmp_path):
     _, shape = model
     work = Workload(prompt_len=200, gen_len=32)
-    methods = Methods(memory=predict(shape, HOST, work, policy()).peak_device, disk=10**9, folder=tmp_path)
-    check_fits(shape, work, methods, policy(), requests=24)
+    methods = Methods(memory=predict(shape, HOST, work, policy_of()).peak_device, disk=10**9, folder=tmp_path)
+    check_fits(shape, work, methods, policy_of(), requests=24)
     with pytest.raises(BudgetError, match="exceeds device memory"):
-        check_fits(shape, work, methods, policy(), requests=24, stages=2)
+        check_fits(shape, work, methods, policy_of(), requests=24, stages=2)
 
 
 def test_a_ragged_job_is_planned_by_its_blocks(model, tmp_path, monkeypatch):
@@ -138,7 +128,7 @@ def test_what_cannot_be_held_is_refused_with_numbers(model, tmp_path, monkeypatc
     monkeypatch.setattr(launching, "memory_limits", lambda options: (0, 30 * MB))
     with pytest.raises(BudgetError, match="more memory"):
         prepare(folder, shape, [(400, 450)] * 3, options)
-    given = dataclasses.replace(options, policy=policy())
+    given = dataclasses.replace(options, policy=policy_of())
     with pytest.raises(BudgetError, match=r"the weights need .* MB of memory, and 30 MB is the limit"):
         prepare(folder, shape, [(400, 450)] * 3, given)
     monkeypatch.setattr(launching, "memory_limits", lambda options: (0, 90 * MB))

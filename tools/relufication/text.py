@@ -12,7 +12,7 @@ from flashllm.errors import FormatError, UsageError
 from flashllm.generate.tokenizer import Tokenizer
 
 
-def _texts(path: Path) -> Iterator[str]:
+def texts_of(path: Path) -> Iterator[str]:
     """The file's text, or its lines' texts."""
     opened = gzip.open if path.suffix == ".gz" else open
     try:
@@ -32,7 +32,7 @@ def stream(tokenizer: Tokenizer, path: Path, most: int, length: int) -> NDArray[
     UsageError for a file of less than one row.
     """
     ids: list[int] = []
-    for text in _texts(path):
+    for text in texts_of(path):
         ids += tokenizer.encode(text, add_special=False)
         if len(ids) >= most * length:
             break

@@ -207,22 +207,6 @@ def test_what_finished_in_a_broken_block_is_kept(source, tmp_path, expected):
     assert all(expected[name] == value for name, value in kept.items())
 
 
-def test_nothing_is_left_to_do(source, tmp_path, expected):
-    runner = Runner()
-    whole = (tmp_path / "whole.jsonl").read_bytes()
-    totals = run(source, tmp_path / "whole.jsonl", resume=True, runner=runner)
-    assert (totals.requests, runner.blocks) == (0, [])
-    assert (tmp_path / "whole.jsonl").read_bytes() == whole
-
-
-def test_an_existing_file_is_refused_without_resume(source, tmp_path):
-    out = tmp_path / "out.jsonl"
-    out.write_text("mine")
-    with pytest.raises(UsageError, match="exists; continue it with --resume"):
-        run(source, out)
-    assert out.read_text() == "mine"
-
-
 def test_an_empty_file_is_nothing_to_lose(source, tmp_path, expected):
     """A kill before the first block leaves one."""
     out = tmp_path / "out.jsonl"
@@ -304,13 +288,6 @@ def test_a_line_may_be_written_otherwise(source, tmp_path, expected):
     lines = [json.dumps(json.loads(line), separators=(",", ":")) for line in out.read_text().split("\n")[:-1]]
     out.write_text("".join(line + "\n" for line in lines))
     assert run(source, out, resume=True).requests == 0
-
-
-def test_other_settings_are_another_job(source, tmp_path):
-    out = tmp_path / "out.jsonl"
-    run(source, out)
-    with pytest.raises(FormatError, match="was asked otherwise"):
-        run(source, out, resume=True, settings="another model")
 
 
 def test_a_doubled_line_is_refused(source, tmp_path, expected):

@@ -147,7 +147,7 @@ def test_killed_at_any_moment_and_resumed(tiny, tmp_path, policy):  # noqa: F811
     source, whole, out = batch_file(tmp_path / "in.jsonl", LARGE), tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     assert main(arguments(tiny, source, whole, policy)) == 0
     moments, answered, half = random.Random(5), 0, whole.stat().st_size // 2
-    for _ in range(6):
+    for _ in range(2):
         killed = start(*arguments(tiny, source, out, policy, "--resume"))
         while killed.poll() is None and (out.stat().st_size if out.exists() else 0) <= answered:
             time.sleep(0.005)

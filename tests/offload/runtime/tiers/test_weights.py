@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 from arch_models import VARIANTS, make_checkpoint
+from offload_host import PLACES
 from safetensors.numpy import load_file, save_file
 from tiny_models import make_tiny_opt
 
@@ -25,13 +26,7 @@ from flashllm.offload.runtime.tiers.source import matrix_name, open_weights
 from flashllm.offload.runtime.tiers.weight_plan import assign, plan_weights, weight_packing
 from flashllm.offload.runtime.tiers.weights import WeightStore
 
-PLACES = {
-    "device": (1, 0, 0),
-    "cpu": (0, 1, 0),
-    "disk": (0, 0, 1),
-    "mixed": (0.3, 0.3, 0.4),
-    "device and disk": (0.5, 0, 0.5),
-}
+WHERE = {**PLACES, "mixed": (0.3, 0.3, 0.4)}
 MODELS = ("opt", "opt narrow embedding", "opt without norm weights", "llama", "llama tied", "llama biases")
 
 
@@ -68,7 +63,7 @@ def expected(folder, dtype):
 
 
 def open_store(source, where, scratch):
-    plan = plan_weights(source, policy(*PLACES[where]))
+    plan = plan_weights(source, policy(*WHERE[where]))
     return WeightStore(source, plan, reader=open_reader(2), pool=_core.ThreadPool(1), scratch=scratch)
 
 
@@ -105,14 +100,14 @@ def check_store(store, tensors, dtype):
         assert np.array_equal(found, wide(name))
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", ["folder", "directory"])
 def test_every_tensor_comes_back_from_every_tier(folders, tmp_path, name, where, kind):
     folder, directory = folders(name)
     tensors = expected(folder, "bfloat16")
     with open_weights(folder if kind == "folder" else directory) as source:
-        plan = plan_weights(source, policy(*PLACES[where]))
+        plan = plan_weights(source, policy(*WHERE[where]))
         with Scratch(tmp_path, plan.scratch_nbytes) as scratch, open_store(source, where, scratch) as store:
             bundled = {plan.homes["up"], plan.homes["down"], plan.homes.get("gate")}
             assert (plan.scratch_nbytes > 0) == (kind == "directory" and "d" in bundled)
@@ -241,7 +236,7 @@ def test_packed_matrices_are_the_packers(folders, tmp_path, where, bits, kind):
     folder, directory = folders("llama biases")
     tensors, pool = expected(folder, "bfloat16"), _core.ThreadPool(1)
     with open_weights(folder if kind == "folder" else directory) as source:
-        plan = plan_weights(source, policy(*PLACES[where]), bits=bits)
+        plan = plan_weights(source, policy(*WHERE[where]), bits=bits)
         with (
             Scratch(tmp_path, plan.scratch_nbytes) as scratch,
             WeightStore(source, plan, reader=open_reader(2), pool=pool, scratch=scratch) as store,

@@ -19,19 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "predictors"))
+
 from activity import collect_inputs
 from evaluate import text_windows
-from fit import (
-    CODE_EDGES,
-    Chunk,
-    FitOptions,
-    LayerPredictor,
-    LogitCounts,
-    fit,
-    pack_codes,
-)
+from fit import CODE_EDGES, Chunk, FitOptions, LayerPredictor, LogitCounts, fit, pack_codes
 from masked import MaskedModel, Variant, load_predictors
-from numpy.typing import NDArray
 from prefetch_start import linear_start
 from samples import DataError, SampleReport, read_shards, token_rows
 from weights import LayerWeights

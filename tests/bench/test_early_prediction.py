@@ -2,8 +2,8 @@
 
 import json
 
+import bench_path  # noqa: F401
 import numpy as np
-import predictors_path  # noqa: F401
 import pytest
 import torch
 from early_prediction import RECALLS, Counts, at_precision, main, recent, renormed
