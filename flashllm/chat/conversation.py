@@ -78,6 +78,7 @@ class Chat:
     direct_io: bool = True
     shelf: ConversationShelf | None = None  # where /save keeps conversations
     keep_to: Callable[[int], None] | None = None  # sets the limit of memory, in bytes
+    watch: Callable[[Callable[[int, int], None] | None], None] | None = None  # as engine.model.Model.watch
     stats: TurnStats = field(default_factory=TurnStats)
     transcript: list[tuple[str, str]] = field(default_factory=list)  # (speaker, text)
 

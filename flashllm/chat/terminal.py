@@ -5,6 +5,7 @@ Keys, colours and widths only; what is said and what commands do is `flashllm.ch
 
 import contextlib
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -89,13 +90,23 @@ class TerminalChat:
 
     def _stream(self, text: str) -> None:
         with contextlib.closing(self._chat.answer(text)) as pieces:
-            with self._console.status("reading the prompt", spinner="line"):
+            with self._reading():
                 first = next(pieces, "")
             for piece in itertools.chain([first], pieces):
                 # Not through rich: it would look for markup, and wrap each piece on its own.
                 self._console.file.write(piece)
                 self._console.file.flush()
                 self._at_line_start = piece.endswith("\n") if piece else self._at_line_start
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Meanwhile a line says that the prompt is read, and how far."""
+        what = "reading the prompt"
+        with self._console.status(what, spinner="line") as status, contextlib.ExitStack() as stack:
+            if (watch := self._chat.watch) is not None:
+                watch(lambda done, total: status.update(f"{what}: {done / total:.0%}"))
+                stack.callback(watch, None)
+            yield
 
     def _note(self, text: Text | str) -> None:
         self._console.print(Text(text, style="dim") if isinstance(text, str) else text)

@@ -78,6 +78,7 @@ def main(args: argparse.Namespace) -> int:
             model.direct_io,
             shelf,
             keep_to=model.keep_to,
+            watch=model.watch,
         )
         if at_terminal:
             return TerminalChat(chat, history=user_cache_dir() / "chat_history", console=Console()).run()

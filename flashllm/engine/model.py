@@ -7,7 +7,7 @@ computes single tokens. What a sequence gets never depends on what else is in th
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -63,6 +63,7 @@ class Model(OneProcess):
         self._memory = StateMemory(plan.memory, self._parts.caches, _core.StatePool(shape))
         self._memory_limit = self._asked_limit = plan.memory.limit_nbytes
         self._group = GroupLimit()
+        self._progress: Callable[[int, int], None] | None = None
         self._drafting: SequenceState | None = None  # whose drafted tokens are neither accepted nor rejected
 
     @classmethod
@@ -266,7 +267,15 @@ class Model(OneProcess):
                     positions = [seq.length + i for seq, ids in mine for i in range(len(ids))]
                     parts.trace.load(positions, fills=kind == "prompt")
                 natives = [(seq.native, ids) for seq, ids in mine]
-                logits = parts.native.step(natives, kind, all_logits, observer, drafted, stretches)
+                logits = parts.native.step(
+                    natives,
+                    kind,
+                    all_logits,
+                    observer,
+                    drafted,
+                    stretches,
+                    self._progress if kind == "prompt" else None,
+                )
                 if kind == "prompt":
                     for sequence, ids in mine:
                         sequence.add_prompted(len(ids))
@@ -299,6 +308,11 @@ class Model(OneProcess):
         if foreign is not None:
             raise UsageError(f"token id {foreign} is not in the model's vocabulary of {self.vocab_size}")
         return ids
+
+    def watch(self, progress: Callable[[int, int], None] | None) -> None:
+        """From now on `progress(done, total)` is called a few times a second while prompts are computed, by the thread
+        that does: parts of a pass that have left a layer, and how many are to, over all layers. None: nobody is."""
+        self._progress = progress
 
     def cancel(self, on: bool = True) -> None:
         """From any thread: a long pass under way raises Cancelled between two layers, and later ones do.

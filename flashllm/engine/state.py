@@ -19,11 +19,9 @@ from flashllm import _core
 from flashllm.base.processes import OneProcess
 from flashllm.base.units import format_size
 from flashllm.errors import BudgetError, ContextFull, UsageError
-from flashllm.plan.memory_plan import MemoryPlan
+from flashllm.plan.memory_plan import LENT_SHARE, MemoryPlan
 
 Spans = list[list[NDArray[np.uint8]]]  # pages of each kind of layer
-
-_LENT_SHARE = 4  # bytes of the neuron caches, at least, for each that a pass may borrow
 
 _numbers = itertools.count()
 
@@ -73,7 +71,7 @@ class StateMemory(OneProcess):
         if total > self._plan.max_kv_blocks:
             return False
         held = self._plan.neuron_cache_nbytes(before)
-        return self._plan.neuron_cache_nbytes(total) == held or (rows and nbytes * _LENT_SHARE <= held)
+        return self._plan.neuron_cache_nbytes(total) == held or (rows and nbytes * LENT_SHARE <= held)
 
     def claim(self, nbytes: int) -> None:
         """Before memory is touched: sequences will take so much more of the pool, or a pass beside it.

@@ -5,6 +5,7 @@ from typing import Any
 
 from flashllm.plan.shares import Rows
 
+LENT_SHARE = 4  # bytes of the neuron caches, at least, for each that a prompt may borrow of them
 KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are allocated together
 
 
@@ -92,6 +93,11 @@ class MemoryPlan:
         """Rows of each layer's cache when one sequence has `context` tokens."""
         return self.cache_rows_at(self.context_blocks)
 
+    @property
+    def stretch_tokens(self) -> int:
+        """Tokens of a prompt for which each layer is read once, where it is the only one."""
+        return min(self.context, self.prompt_tokens + self.neuron_cache // LENT_SHARE // self.stretch_nbytes)
+
     def longest_stretch(self, tokens: int, stretches: int) -> int:
         """Tokens of the longest of so many stretches of a prompt (csrc/model/model.cpp), at most."""
         parts = -(-tokens // self.prompt_tokens)
@@ -176,6 +182,7 @@ class MemoryPlan:
             "bypass_rows": self.bypass_rows,
             "prefetch_rows": self.prefetch_rows,
             "prompt_tokens": self.prompt_tokens,
+            "stretch_tokens": self.stretch_tokens,
             "stretch_token_bytes": self.stretch_nbytes,
             "read_ahead": self.read_ahead,
             "context": self.context,

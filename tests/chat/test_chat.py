@@ -260,12 +260,12 @@ def test_a_failing_disk_ends_the_plain_run():
 # The terminal.
 
 
-def run_terminal(chat, keys, tmp_path, width=80):
+def run_terminal(chat, keys, tmp_path, width=80, *, drawn=False):
     out = io.StringIO()
     with create_pipe_input() as pipe:
         sender = threading.Thread(target=pipe.send_text, args=(keys,), daemon=True)  # a pipe holds 64 kB only
         sender.start()
-        console = Console(file=out, width=width, force_terminal=False)
+        console = Console(file=out, width=width, force_terminal=drawn)
         terminal = TerminalChat(
             chat, history=tmp_path / "cache" / "history", console=console, input=pipe, output=DummyOutput()
         )
@@ -281,6 +281,21 @@ def test_enter_sends_and_alt_enter_is_a_new_line(tmp_path):
     assert chat.session.turns == ["one", "two\nlines"]
     assert "ONE\n" in out
     assert "TWO\nLINES\n" in out
+
+
+def test_a_prompt_that_takes_long_says_how_far_it_is(tmp_path):
+    heard, chat = [], make_chat()
+
+    def watch(progress):
+        heard.append(progress)
+        if progress is not None:
+            progress(1, 4)
+
+    chat.watch = watch
+    _, out = run_terminal(chat, "one\r\x04", tmp_path, drawn=True)
+    assert "reading the prompt: 25%" in out
+    assert len(heard) == 2
+    assert heard[1] is None
 
 
 def test_ctrl_d_ends_and_ctrl_c_at_the_prompt_does_not(tmp_path):

@@ -68,6 +68,23 @@ def test_every_layer_is_read_once_for_as_much_as_memory_is_lent_for(directory):
     assert found == [all_rows, 2 * all_rows]
 
 
+def test_progress_is_told_while_a_prompt_is_computed(directory):
+    """Parts over layers, never less than before; an error of whoever hears it ends the pass, and changes nothing."""
+    with in_parts(directory) as model, model.new_sequence() as sequence:
+        heard, ids = [], ids_of(100)
+        model.watch(lambda done, total: heard.append((done, total)))
+        expected = read_by(model, ids)[0]
+        assert heard == sorted(heard)
+        assert {total for _, total in heard} == {7 * model.manifest.architecture.num_layers}
+        assert heard[0][0] < heard[0][1]
+        model.watch(lambda done, total: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.step([(sequence, ids)])
+        model.watch(None)
+        assert sequence.length == 0
+        assert np.array_equal(model.step([(sequence, ids)]), expected)
+
+
 def test_a_long_prompt_can_be_ended_in_its_middle(directory):
     """At a block of rows, where a stretch has many parts; then nothing has changed, and it can be computed again."""
     with in_parts(directory) as model, model.new_sequence() as sequence:

@@ -1,6 +1,7 @@
 """The memory plan: what fits is planned to the last row, what does not is refused with numbers."""
 
 import dataclasses
+import itertools
 import json
 import re
 import time
@@ -263,6 +264,26 @@ def test_prompts_take_less_where_memory_is_short(model):
     least = plan_memory(experts, block, limit=None, **options).minimum_nbytes
     mixed = plan_memory(experts, block, limit=least, **options)
     assert (mixed.prompt_tokens, mixed.read_ahead) == (256, 3)
+
+
+@given(st.integers(1, 5000), st.integers(1, 300), st.data())
+def test_a_stretch_has_no_more_tokens_than_it_borrows_for(model, tokens, part, data):
+    plan = dataclasses.replace(plan_of(model), prompt_tokens=part)
+    parts = -(-tokens // part)
+    stretches = data.draw(st.integers(1, parts))
+    cuts = [tokens * (parts * i // stretches) // parts for i in range(stretches + 1)]  # as csrc/model/model.cpp
+    longest = max(end - begin for begin, end in itertools.pairwise(cuts))
+    assert longest <= plan.longest_stretch(tokens, stretches) <= part * -(-parts // stretches)
+    assert plan.lent_nbytes(longest) == max(0, longest - min(part, plan.context)) * plan.stretch_nbytes
+
+
+def test_a_prompt_borrows_of_the_neuron_caches(model):
+    """A quarter of them at most."""
+    plan = dataclasses.replace(plan_of(model), prompt_tokens=32, context=10**6)
+    assert plan.prompt_tokens < plan.stretch_tokens < plan.context
+    assert plan.lent_nbytes(plan.stretch_tokens) <= plan.neuron_cache // 4
+    assert plan.lent_nbytes(plan.prompt_tokens) == 0
+    assert plan.as_dict()["stretch_tokens"] == plan.stretch_tokens
 
 
 def test_more_conversations_than_the_machine_holds_are_not_planned(model):

@@ -104,9 +104,10 @@ class PyModel {
 
   const std::vector<std::shared_ptr<PyFfnLayer>>& ffns() const { return ffns_; }
 
-  // Logits [entries, vocab] after each entry's last token, or [tokens, vocab] after every token.
+  // Logits [entries, vocab] after each entry's last token, or [tokens, vocab] after every token. `progress`
+  // is called, where it is not None, a few times a second: (done, total) of Model::Progress.
   Logits step(const std::vector<Entry>& entries, const std::string& pass, bool all_logits,
-              nb::object observer, std::size_t drafted, std::size_t stretches) {
+              nb::object observer, std::size_t drafted, std::size_t stretches, nb::object progress) {
     std::vector<Token> tokens = tokens_of(entries);
     std::vector<std::size_t> wanted;
     for (std::size_t i = 0; i < tokens.size(); ++i)
@@ -117,6 +118,8 @@ class PyModel {
     const Pass kind = parse_pass(pass);
     PyTap tap(observer, d_model_);
     Tap* asked = observer.is_none() ? nullptr : &tap;
+    progress_ = std::move(progress);
+    checked_ = {};
     {
       const nb::gil_scoped_release unlocked;
       model_->step(tokens, kind, wanted, logits.get(), asked, drafted, stretches);
@@ -158,13 +161,15 @@ class PyModel {
   void cancel(bool on) { cancelled_.store(on, std::memory_order_relaxed); }
 
  private:
-  // The interpreter's lock is waited for a few times a second at most.
+  // The interpreter's lock is waited for at once in a pass, and then a few times a second.
   void check() {
     const auto now = std::chrono::steady_clock::now();
     if (now - checked_ < kCheckAfter && !cancelled_.load(std::memory_order_relaxed)) return;
     checked_ = now;
     const nb::gil_scoped_acquire locked;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    const Model::Progress& progress = model_->progress();
+    if (!progress_.is_none()) progress_(progress.done, progress.total);
     if (!cancelled_.load(std::memory_order_relaxed)) return;
     const nb::object type = nb::module_::import_("flashllm.errors").attr("Cancelled");
     PyErr_SetString(type.ptr(), "the computation was ended by another thread");
@@ -216,6 +221,7 @@ class PyModel {
   std::size_t d_model_ = 0;
   std::atomic<bool> cancelled_{false};
   std::chrono::steady_clock::time_point checked_;
+  nb::object progress_ = nb::none();  // of the last step
   std::unique_ptr<Model> model_;
 };
 
@@ -232,7 +238,8 @@ void init_model(nb::module_& m) {
            nb::arg("block_tokens"), nb::arg("fill_tokens"), nb::arg("prefetch"))
       .def_prop_ro("ffns", &PyModel::ffns)
       .def("step", &PyModel::step, nb::arg("entries"), nb::arg("pass_"), nb::arg("all_logits") = false,
-           nb::arg("observer").none() = nb::none(), nb::arg("drafted") = 0, nb::arg("stretches") = 0)
+           nb::arg("observer").none() = nb::none(), nb::arg("drafted") = 0, nb::arg("stretches") = 0,
+           nb::arg("progress").none() = nb::none())
       .def("accept", &PyModel::accept, nb::arg("count"), nb::call_guard<nb::gil_scoped_release>())
       .def("embed", &PyModel::embed, nb::arg("entries"), nb::arg("states"))
       .def("run_block", &PyModel::run_block, nb::arg("layer"), nb::arg("entries"), nb::arg("states"),

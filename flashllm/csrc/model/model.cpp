@@ -51,6 +51,7 @@ void Model::step(const std::vector<Token>& tokens, Pass pass, const std::vector<
   const std::size_t parts = (tokens.size() + most - 1) / most;
   if (stretches == 0 || !is_prompt || tap != nullptr) stretches = parts;
   stretches = std::min(stretches, parts);
+  progress_ = {0, parts * num_layers()};
   auto next_wanted = wanted.begin();
   try {
     for (std::size_t i = 0; i < stretches; ++i) {
@@ -113,6 +114,7 @@ void Model::run(std::vector<Part>& stretch) {
       continue;
     }
     layer_.run(layer, weights_.blocks[layer], stretch[0], hidden_.data());
+    ++progress_.done;
     if (whole.pass != Pass::sparse || whole.count > kShortPass) look();
   }
 }
@@ -136,6 +138,7 @@ void Model::run_layer(std::size_t layer, const std::vector<Part>& stretch) {
     float* states = of_part(hidden_, part);
     ffn_.give({layer, part, nullptr, states, layer_.outputs()});
     layer_.add_ffn(layer, weights, part, states, of_part(attended_, part));
+    ++progress_.done;
   }
 }
 

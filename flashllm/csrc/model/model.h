@@ -53,6 +53,12 @@ class Model {
   void run_block(std::size_t layer, std::size_t kv_layer, const std::vector<Token>& tokens, float* states,
                  Tap* tap);
 
+  // Of the pass under way: its parts that have left a layer, and how many are to, over all layers.
+  struct Progress {
+    std::size_t done = 0, total = 0;
+  };
+  const Progress& progress() const { return progress_; }
+
   // After a pass that did not finish: no read stays under way, and no row counts that did not come.
   void interrupt() noexcept { ffn_.give_up(); }
 
@@ -74,6 +80,7 @@ class Model {
   Layer layer_;
   // Of a stretch, [tokens, d_model]: states; what the attention of a parallel block adds to them.
   std::vector<float> hidden_, attended_;
+  Progress progress_;
 };
 
 }  // namespace flashllm
