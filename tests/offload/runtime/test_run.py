@@ -66,14 +66,33 @@ def test_delays_change_no_token(models, tmp_path, seed):
 def test_an_answer_does_not_depend_on_its_batch(tmp_path, dtype, bits, name):
     """Bit for bit: in 16 bit, compressed or not, alone and among others."""
     path = make_checkpoint(tmp_path / "hf", VARIANTS[name], dtype=dtype)
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(4, 300, (n,), generator=generator).tolist() for n in (5, 70, 9, 121)]
+    prompts = prompts_of(5, 70, 9, 121)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     compressed = {"compress_weights": bits is not None, "compress_cache": bits is not None}
     together = answers(path, prompts, scratch, policy(DISK, MIXED, MIXED, gpu_batch=4, **compressed))
     alone = [answers(path, [prompt], scratch, policy(gpu_batch=1, **compressed))[0] for prompt in prompts]
     assert together == alone
+
+
+def test_what_lies_behind_a_window_is_not_read(tmp_path):
+    path = make_checkpoint(tmp_path / "hf", VARIANTS["mistral window"], dtype="bfloat16")
+    (prompt,), new, window = prompts_of(150), 40, 37
+    (tmp_path / "scratch").mkdir()
+    with Runner(path, policy(cache=DISK), scratch=tmp_path / "scratch") as runner:
+        block = runner._attention.sealed_nbytes
+        (sequence,) = sequences([prompt], new)
+        measure = runner.run([sequence])
+        layers = runner.num_layers
+    seen = [position // 64 - min(position // 64, (position + 1 - window) // 64) for position in range(150, 189)]
+    assert measure.bytes_read == layers * block * sum(seen)
+    assert 0 < sum(seen) < sum(position // 64 for position in range(150, 189)) / 2
+    assert answers(path, [prompt], tmp_path / "scratch", policy(), new) == [list(sequence.output)]
+
+
+def prompts_of(*lengths):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(4, 300, (n,), generator=generator).tolist() for n in lengths]
 
 
 _BLOCK = BlockSpec(

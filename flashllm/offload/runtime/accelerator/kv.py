@@ -232,8 +232,8 @@ class SplitKv:
             where.tolist(), places.tolist(), on_device[0], on_device[1], on_device[2], lengths
         )
 
-    def load(self, task: Task, positions: Sequence[int | None]) -> None:
-        self._beside.load(task, positions[self._batches[task.step.batch].count :])
+    def load(self, task: Task, positions: Sequence[int | None], *, window: int) -> None:
+        self._beside.load(task, positions[self._batches[task.step.batch].count :], window=window)
 
     def decode(self, task: Task, _first: int, made: Projected, out: Tensor, *, window: int, sinks: None = None) -> None:
         step, mine = self._steps[task.step.batch, task.step.token], self._batches[task.step.batch]

@@ -153,14 +153,18 @@ class KvCache:
             np.array(offsets, np.int64),
         )
 
-    def load(self, task: Task, positions: Sequence[int | None]) -> None:
-        """Read a batch's blocks on disk into the buffer. `positions` of its places; None: not needed any more."""
+    def load(self, task: Task, positions: Sequence[int | None], *, window: int) -> None:
+        """Read a batch's blocks on disk into the buffer, those before the window left out. `positions` of its places;
+        None: not needed any more."""
         runs: list[tuple[int, Array]] = []
         places = self._arrangement.batches[task.step.batch]
         for place, position in zip(places, positions, strict=True):
-            if place.on_disk and position is not None and position >= KV_BLOCK:
-                slots = slice(place.staged_slot, place.staged_slot + position // KV_BLOCK)
-                runs.append((self._disk_offset(place, task.step.layer, 0), self._staged[task.square][slots]))
+            if not place.on_disk or position is None:
+                continue
+            first, end = max(0, position + 1 - window) // KV_BLOCK if window else 0, position // KV_BLOCK
+            if first < end:
+                staged = self._staged[task.square][place.staged_slot + first : place.staged_slot + end]
+                runs.append((self._disk_offset(place, task.step.layer, first), staged))
         if runs:
             self._on_disk().read(runs)
 
