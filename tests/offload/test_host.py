@@ -31,6 +31,10 @@ from flashllm.offload.shape import ModelShape, load_shape
 
 WORK = Workload(prompt_len=200, gen_len=32)
 COARSE = SearchSpace(gpu_batches=(1, 4, 16, 64), num_batches=(1, 2, 4))
+FEW = ModelShape(
+    name="few", layers=4, hidden=2048, ffn=65536, active=8192, experts=64, heads=16, kv_heads=16, head_dim=128,
+    vocab=50304, gated=True, tied=False, assembled=True,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +141,8 @@ def test_more_memory_never_costs_throughput(model):
 @pytest.mark.parametrize("memory", [1.7, 2.1, 3.0])
 def test_what_a_late_layer_takes_more_is_planned_for(memory):
     """A mixture of few layers, the last of which is much larger when packed: there is a policy for every memory."""
-    shape = ModelShape(
-        name="few", layers=4, hidden=2048, ffn=65536, active=8192, experts=64, heads=16, kv_heads=16, head_dim=128,
-        vocab=50304, gated=True, tied=False, assembled=True,
-    )  # fmt: skip
     space = SearchSpace(gpu_batches=(1, 4, 12), num_batches=(1, 2), compress_weights=True)
-    plan = search(shape, dataclasses.replace(HOST, device_memory=int(memory * GB)), WORK, space)
+    plan = search(FEW, dataclasses.replace(HOST, device_memory=int(memory * GB)), WORK, space)
     assert not plan.prediction.over
 
 
@@ -158,6 +158,14 @@ def test_one_layer_in_memory_at_a_time_where_two_are_too_many(mixture):
     assert not plan_policy(shape, work, methods, requests=1).policy.overlap
     with pytest.raises(BudgetError, match="more memory"):
         plan_policy(shape, work, dataclasses.replace(methods, overlap=True), requests=1)
+
+
+@pytest.mark.parametrize("memory", [1.7, 2.1, 3.0])
+def test_a_block_is_no_larger_than_the_job(memory):
+    """Two batches of twelve would be paid for as 24 sequences."""
+    space = SearchSpace(gpu_batches=(1, 4, 8, 12, 16), sequences=16, overlap=(True, False))
+    hardware = dataclasses.replace(HOST, device_memory=int(memory * GB))
+    assert search(FEW, hardware, Workload(prompt_len=21, gen_len=8), space).policy.block_size == 16
 
 
 def test_without_overlap_times_add_and_with_it_the_longer_counts(model):

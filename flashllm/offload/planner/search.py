@@ -64,6 +64,10 @@ class SearchSpace:
                     break
                 yield from self.methods_of(gpu_batch, num_batches)
 
+    def filled(self, method: Method) -> int:
+        """Sequences that a block has: those of the job, where it is larger."""
+        return min(method.block_size, self.sequences or method.block_size)
+
     def methods_of(self, gpu_batch: int, num_batches: int) -> Iterator[Method]:
         for cpu_attention, overlap in product(self.cpu_attention, self.overlap):
             yield Method(
@@ -131,13 +135,13 @@ def search(shape: ModelShape, hardware: Hardware, workload: Workload, space: Sea
         pairs += 1
         model = space.model(shape, hardware, workload, method)
         program = PlacementProgram(model, forbid=space.forbid, latency_s=space.latency_s)
-        bound = program.bound() / method.block_size
+        bound = program.bound() / space.filled(method)
         if math.isfinite(bound):
             heap.append(_Candidate(bound, next(ticket), program))
     heapq.heapify(heap)
     while heap:
         best = heapq.heappop(heap)
-        block = best.program.model.method.block_size
+        block = space.filled(best.program.model.method)
         if best.rounded is not None:
             programs += 1
             nearest = best.program.nearest(best.bound * block)

@@ -6,15 +6,14 @@ in the same way. The planner's affine forms (planner/host_peaks.py) count the sa
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from flashllm import _core
 from flashllm.arch.spec import BlockSpec
 from flashllm.offload.planner.host_peaks import SPARE, working
 from flashllm.offload.policy import Policy
 from flashllm.offload.runtime.host_ops import HostOps
-from flashllm.offload.runtime.ops import Array, Ops, Projected
-from flashllm.offload.runtime.tasks import BUFFERS, Task
+from flashllm.offload.runtime.ops import Ops
+from flashllm.offload.runtime.tasks import BUFFERS
 from flashllm.offload.runtime.tiers.activations import Activations
 from flashllm.offload.runtime.tiers.arrangement import Arrangement, arrange
 from flashllm.offload.runtime.tiers.disk import DiskFile
@@ -53,66 +52,11 @@ class Need:
         return self.cpu if accelerated else self.cpu + self.device
 
 
-class Cache(Protocol):
-    """A run's KV cache: see `KvCache`."""
-
-    def prompt(
-        self, task: Task, first: int, made: Projected, out: Array, *, window: int, sinks: Array | None
-    ) -> None: ...
-
-    def store_prompt(self, task: Task) -> None: ...
-
-    def begin_step(self, batch: int, token: int, rows: Sequence[int], positions: Sequence[int]) -> None: ...
-
-    def load(self, task: Task, positions: Sequence[int | None], *, window: int) -> None: ...
-
-    def decode(
-        self, task: Task, first: int, made: Projected, out: Array, *, window: int, sinks: Array | None
-    ) -> None: ...
-
-    def store_step(self, task: Task) -> None: ...
-
-
-class DeviceTier(Protocol):
-    """The tier that computes, and holds what the policy puts on the device."""
-
-    @property
-    def ops(self) -> Ops: ...
-
-    @property
-    def limit(self) -> int | None:
-        """Limit of the device's own memory; None where it has none of its own, or no limit."""
-
-    @property
-    def peak_nbytes(self) -> int | None:
-        """Most bytes taken there so far; None where nobody counts."""
-
-    def open_weights(
-        self, source: WeightSource, plan: WeightPlan, *, pool: _core.ThreadPool, scratch: Scratch, reader: _core.Reader
-    ) -> WeightStore: ...
-
-    def open_cache(
-        self,
-        attention: _core.BatchAttention,
-        sizes: Sizes,
-        policy: Policy,
-        *,
-        layers: int,
-        disk: DiskFile | None,
-    ) -> Cache: ...
-
-    def weights_need(self, plan: WeightPlan) -> tuple[Need, Need]:
-        """While a run lasts, and besides while the weights are brought to their tiers."""
-
-    def block_need(self, attention: _core.BatchAttention, sizes: Sizes, policy: Policy, *, layers: int) -> Need:
-        """Needs of a block of sequences: cache, hidden states, working memory."""
-
-
 class HostTier:
     """The native core's operations, in the memory that the other tier has too."""
 
-    limit: int | None = None
-    peak_nbytes: int | None = None
+    limit: int | None = None  # of the device's own memory; None where it has none of its own, or no limit
+    peak_nbytes: int | None = None  # most bytes taken there so far; None where nobody counts
 
     def __init__(self, block: BlockSpec, shape: ModelShape, dtype: str, pool: _core.ThreadPool, *, simd: str) -> None:
         self._shape = shape
@@ -131,10 +75,11 @@ class HostTier:
         *,
         layers: int,
         disk: DiskFile | None,
-    ) -> Cache:
+    ) -> KvCache:
         return KvCache(attention, arrange(sizes, policy), layers=layers, disk=disk, share=policy.attention_sparsity)
 
     def weights_need(self, plan: WeightPlan) -> tuple[Need, Need]:
+        """While a run lasts, and besides while the weights are brought to their tiers."""
         kept = Need(
             device=plan.device_nbytes,
             cpu=plan.memory_nbytes - plan.device_nbytes + SPARE,
@@ -144,6 +89,7 @@ class HostTier:
         return kept, Need(cpu=plan.start_nbytes)
 
     def block_need(self, attention: _core.BatchAttention, sizes: Sizes, policy: Policy, *, layers: int) -> Need:
+        """Needs of a block of sequences: cache, hidden states, working memory."""
         whole, mine = arrange(sizes, policy), arrange(sizes, policy, tiers_of="g")
         cache, own = (KvCache.nbytes(attention, each, layers=layers) for each in (whole, mine))
         states = states_need(whole, self._shape)

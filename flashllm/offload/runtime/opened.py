@@ -3,19 +3,22 @@
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from flashllm import _core
 from flashllm.base.machine import num_cores
 from flashllm.base.units import format_size
 from flashllm.errors import BudgetError
 from flashllm.offload.policy import Policy
-from flashllm.offload.runtime.device_tier import DeviceTier, HostTier, Need, Sizes
+from flashllm.offload.runtime.device_tier import HostTier, Need, Sizes
 from flashllm.offload.runtime.host_ops import batch_attention
 from flashllm.offload.runtime.options import CacheLayout, RunOptions
 from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.offload.runtime.tiers.weight_plan import plan_weights
 from flashllm.offload.stages import Stage
+
+if TYPE_CHECKING:
+    from flashllm.offload.runtime.accelerator.tier import AcceleratorTier
 
 
 class OpenModel:
@@ -91,7 +94,7 @@ class OpenModel:
     ) -> None:
         self.close()
 
-    def _open_tier(self, dtype: str, layout: Literal["plain"] | CacheLayout) -> DeviceTier:
+    def _open_tier(self, dtype: str, layout: Literal["plain"] | CacheLayout) -> "HostTier | AcceleratorTier":
         options, shape = self.options, self.source.model_shape
         if options.accelerator is None:
             return HostTier(self.block, shape, dtype, self.pool, simd=options.simd)

@@ -1,4 +1,4 @@
-"""The device tier on an accelerator: a `DeviceTier` by torch. Everything off the device is in the machine's memory."""
+"""The device tier on an accelerator, by torch, where `HostTier` is not. What is off the device is in memory."""
 
 from flashllm import _core
 from flashllm.arch.spec import BlockSpec
@@ -23,7 +23,7 @@ from flashllm.offload.shape import ModelShape
 
 
 class AcceleratorTier:
-    """A `DeviceTier` on the torch device `name`."""
+    """As `HostTier`, on the torch device `name`."""
 
     def __init__(
         self,
