@@ -65,7 +65,7 @@ class SearchSpace:
                 yield from self.methods_of(gpu_batch, num_batches)
 
     def filled(self, method: Method) -> int:
-        """Sequences that a block has: those of the job, where it is larger."""
+        """Sequences that a block answers: the job's, where there are no more."""
         return min(method.block_size, self.sequences or method.block_size)
 
     def methods_of(self, gpu_batch: int, num_batches: int) -> Iterator[Method]:
