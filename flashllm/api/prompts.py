@@ -125,7 +125,8 @@ class PromptEncoder:
         BadRequest where there is no such form, Unanswerable where there is no memory for it.
         """
         if request.constraint is None and not request.must_call:
-            return None
+            reasoning = None if request.thinking_tokens is None else self._reasoning(request, ids)
+            return None if reasoning is None else Matcher(None, self.vocab, (), reasoning)
         param = "tool_choice" if request.must_call else "response_format"
         if self.grammars is None:
             raise BadRequest(f"{param} needs the model's tokenizer, which is missing", request.custom_id, param=param)
@@ -178,6 +179,7 @@ class PromptEncoder:
             close_ids=tuple(self.tokenizer.encode(f"\n{close}\n\n", add_special=False)),
             opened=opened is not None,
             open_id=first[0] if len(first) == 1 else None,
+            most=request.thinking_tokens,
         )
 
     def _render(self, request: Request, messages: Sequence[Message]) -> str:

@@ -27,7 +27,10 @@ _SAMPLING = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos"),
     *("logprobs", "response_format"),
 )
-CHAT_ALONE = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs")
+CHAT_ALONE = (
+    *("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"),
+    "thinking_token_budget",
+)
 _FIELDS: dict[Kind, frozenset[str]] = {
     "chat": frozenset((*_SAMPLING, *CHAT_ALONE, "messages", "max_completion_tokens", "top_logprobs")),
     "completion": frozenset((*_SAMPLING, "prompt")),
@@ -71,6 +74,7 @@ class Request:
     must_call: tuple[str, ...] = ()  # the tools of which the answer must call one; none: it need not
     one_call: bool = False  # the answer ends with its first call
     constraint: Constraint | None = None  # the form of the answer's text; None: any
+    thinking_tokens: int | None = None  # of reasoning, after which it is ended; None: any number
     template_values: Mapping[str, Any] = field(default_factory=dict)  # what else the chat template is told
 
 
@@ -98,6 +102,7 @@ def parse_body(body: Mapping[str, Any], kind: Kind, *, custom_id: str, defaults:
         must_call=must_call,
         one_call=body.get("parallel_tool_calls") is False,
         constraint=_constraint(body.get("response_format", {"type": "text"})),
+        thinking_tokens=integer(body, "thinking_token_budget", 0) if "thinking_token_budget" in body else None,
         template_values=template_values(body) if chat else {},
     )
 

@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import secrets
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol
@@ -146,24 +147,7 @@ class Api:
         """
         loop = asyncio.get_running_loop()
         async with self.bodies.read(request) as body:
-            steps = self._understand(body, kind, understand)
-            left = asyncio.Event()
-            try:
-                async with http.on_disconnect(request.receive, left.set):
-                    understood = await loop.run_in_executor(self._encoding, _step, steps)
-                    while understood is None:
-                        async with self._long:
-                            if left.is_set():
-                                raise ClientDisconnect
-                            began = loop.time()
-                            understood = await loop.run_in_executor(self._encoding, _step, steps)
-                            await asyncio.sleep(loop.time() - began)  # half the time is for what is computed
-            except BadRequest as error:
-                raise ApiError(400, str(error), param=error.param) from None
-            except Unanswerable as error:
-                param = "messages" if kind == "chat" else "prompt"
-                raise ApiError(400, str(error), code=error.code, param=param) from None
-            asked, prompts, matchers = understood
+            asked, prompts, matchers = await self._encoded(request, body, kind, understand)
             events: asyncio.Queue[Event] = asyncio.Queue()
 
             def deliver(event: Event) -> None:
@@ -188,6 +172,37 @@ class Api:
             self.bodies.let_go(body)
 
         return Answering(asked=asked, prompts=prompts, events=events, cancel=cancel)
+
+    async def understood(
+        self, request: Request, kind: Kind, understand: Callable[[bytes, SamplingOptions], Asked]
+    ) -> "_Understood":
+        """As `begin`, of a request that asks for no answer."""
+        async with self.bodies.read(request) as body:
+            understood = await self._encoded(request, body, kind, understand)
+        self.bodies.let_go(body)
+        return understood
+
+    async def _encoded(
+        self, request: Request, body: http.Body, kind: Kind, understand: Callable[[bytes, SamplingOptions], Asked]
+    ) -> "_Understood":
+        loop, left = asyncio.get_running_loop(), asyncio.Event()
+        steps = self._understand(body, kind, understand)
+        try:
+            async with http.on_disconnect(request.receive, left.set):
+                understood = await loop.run_in_executor(self._encoding, _step, steps)
+                while understood is None:
+                    async with self._long:
+                        if left.is_set():
+                            raise ClientDisconnect
+                        began = loop.time()
+                        understood = await loop.run_in_executor(self._encoding, _step, steps)
+                        await asyncio.sleep(loop.time() - began)  # half the time is for what is computed
+        except BadRequest as error:
+            raise ApiError(400, str(error), param=error.param) from None
+        except Unanswerable as error:
+            param = "messages" if kind == "chat" else "prompt"
+            raise ApiError(400, str(error), code=error.code, param=param) from None
+        return understood
 
     def _understand(
         self, body: http.Body, kind: Kind, understand: Callable[[bytes, SamplingOptions], Asked]
@@ -243,25 +258,28 @@ class Answering:
 
     def documents(
         self,
-        take: Callable[[Began | Chosen | Ended], Document | None],
-        last: Callable[[], Document | None],
+        take: Callable[[Began | Chosen | Ended], Document | Sequence[Document] | None],
+        last: Callable[[], Document | Sequence[Document] | None],
         failed: Callable[[ApiError], Document],
     ) -> Callable[[], Awaitable[Document | None]]:
         """A source of a stream's documents, one a call, and None after the last.
 
-        `take` makes one of an event, `last` one of the end, `failed` one of a failure.
+        `take` makes them of an event, `last` of the end, `failed` one of a failure.
         """
-        rest: list[Document | None] = []  # what is left to say once the job has finished
+        rest: deque[Document | None] = deque()  # what is left to say
 
         async def following() -> Document | None:
             while not rest:
                 event = await self.events.get()
+                ended = isinstance(event, Finished)
                 if isinstance(event, Finished):
                     said = last() if event.error is None else failed(_failure(event))
-                    rest.extend((None, said) if said is not None else (None,))
-                elif (document := take(event)) is not None:
-                    return document
-            return rest.pop()
+                else:
+                    said = take(event)
+                rest.extend(said if isinstance(said, Sequence) else () if said is None else (said,))
+                if ended:
+                    rest.append(None)
+            return rest.popleft()
 
         return following
 

@@ -27,18 +27,24 @@ class Asked:
     echo: bool  # the text begins with the prompt
     generate: bool  # False: max_tokens is 0, so that the prompt alone is echoed
 
+    @classmethod
+    def chat(cls, request: Request, *, stream: bool, model: str | None = None) -> "Asked":
+        """A conversation of another dialect."""
+        return cls(
+            kind="chat",
+            model=model,
+            requests=(request,),
+            stream=stream,
+            include_usage=False,
+            include_timings=False,
+            echo=False,
+            generate=True,
+        )
+
 
 def parse(raw: bytes, kind: Literal["chat", "completion"], *, custom_id: str, defaults: SamplingOptions) -> Asked:
     """Understand the body `raw`. BadRequest where it asks for nothing we can answer; it names the field."""
-    try:
-        value = parse_json(raw, "the body")
-    except FormatError as error:
-        raise BadRequest(str(error)) from None
-    if depth(value) > MAX_DEPTH:
-        raise BadRequest(f"the body is nested more than {MAX_DEPTH} deep")
-    if not isinstance(value, dict):
-        raise BadRequest(f"the body must be a JSON object, not {type(value).__name__}")
-    body = {name: each for name, each in value.items() if each is not None}  # null is "not given", as upstream
+    body = parse_object(raw)
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise BadRequest(f"model must be a text, not {short(model)}", param="model")
@@ -64,6 +70,19 @@ def parse(raw: bytes, kind: Literal["chat", "completion"], *, custom_id: str, de
         echo=echo,
         generate=generate,
     )
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object `raw`, without what is null in it: that is not given, as upstream. BadRequest."""
+    try:
+        value = parse_json(raw, "the body")
+    except FormatError as error:
+        raise BadRequest(str(error)) from None
+    if depth(value) > MAX_DEPTH:
+        raise BadRequest(f"the body is nested more than {MAX_DEPTH} deep")
+    if not isinstance(value, dict):
+        raise BadRequest(f"the body must be a JSON object, not {type(value).__name__}")
+    return {name: each for name, each in value.items() if each is not None}
 
 
 def _stream_options(body: Mapping[str, Any], *, stream: bool) -> dict[str, bool]:

@@ -222,6 +222,10 @@ class DocumentStream(Response):
         self._next, self._gone = next_document, gone
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
+    def written(self, document: Mapping[str, Any]) -> str:
+        """A document as it is sent."""
+        return self.form.format(json.dumps(document, ensure_ascii=False))
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(text: str, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
@@ -238,7 +242,7 @@ class DocumentStream(Response):
                             continue
                         if (document := following.result()) is None:
                             break
-                        await write(self.form.format(json.dumps(document, ensure_ascii=False)))
+                        await write(self.written(document))
                         following = asyncio.ensure_future(self._next())
                 finally:
                     following.cancel()
@@ -254,6 +258,15 @@ class EventStream(DocumentStream):
     form = "data: {}\n\n"
     waiting = ": still at work\n\n"
     done = "data: [DONE]\n\n"
+
+
+class NamedEventStream(EventStream):
+    """Server-sent events that are named by their documents' type, without a mark at the end."""
+
+    done = ""
+
+    def written(self, document: Mapping[str, Any]) -> str:
+        return f"event: {document['type']}\n{super().written(document)}"
 
 
 class Guard:
@@ -304,7 +317,8 @@ class Guard:
         if self._key is None or path in self._open:
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._key):
+        given = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # which Anthropic's clients send
+        if hmac.compare_digest(given.strip().encode("latin-1"), self._key):
             return None
         message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
         return ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
@@ -317,7 +331,7 @@ class Guard:
         yield "Vary", "Origin"
         if method == "OPTIONS":
             yield "Access-Control-Allow-Methods", "GET, POST"
-            yield "Access-Control-Allow-Headers", "Authorization, Content-Type"
+            yield "Access-Control-Allow-Headers", "Authorization, Content-Type, X-Api-Key"
 
 
 class ErrorsAreAnswers:

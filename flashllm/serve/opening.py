@@ -25,8 +25,9 @@ from flashllm.parked.file import identity
 from flashllm.parked.folder import ParkingFolder
 from flashllm.replies.formats import find
 from flashllm.serve.app import Api, Served, make_app
+from flashllm.serve.dialects.anthropic import Anthropic
+from flashllm.serve.dialects.ollama import Ollama
 from flashllm.serve.metrics import Metrics
-from flashllm.serve.ollama import Ollama
 from flashllm.serve.worker import ServedModel, Worker
 
 
@@ -133,7 +134,7 @@ def app_of(
     ) as worker:
         api = Api(served, worker, metrics)
         app = make_app(
-            [*api.routes(), *Ollama(api).routes()],
+            [*api.routes(), *Anthropic(api).routes(), *Ollama(api).routes()],
             metrics,
             key=options.key,
             hosts=options.hosts,

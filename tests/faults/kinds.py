@@ -152,6 +152,7 @@ def make_kinds(root: Path) -> dict[str, Kind]:
         "stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2, "n": 1,
         "tools": [tool], "tool_choice": "auto", "parallel_tool_calls": True, "reasoning_effort": "low",
         "response_format": {"type": "json_schema", "json_schema": {"name": "f", "schema": {"type": "object"}}},
+        "thinking_token_budget": 3,
         "chat_template_kwargs": {"enable_thinking": True},
     }  # fmt: skip
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",

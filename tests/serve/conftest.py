@@ -4,9 +4,13 @@ import httpx
 import openai
 import pytest
 from serving import SlowModel, running
+from tiny_models import make_tiny_opt, make_tokenizer
 
 from flashllm.config import RunConfig
+from flashllm.convert.run import convert
 from flashllm.engine.model import Model
+from flashllm.generate.templates.chat_template import ChatTemplate
+from flashllm.generate.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +45,39 @@ def slow(model):
     yield model
     model.delay_s = 0.0
     model.runs.set()
+
+
+@pytest.fixture(scope="session")
+def tools_path(tmp_path_factory):
+    """A model directory whose tokenizer has marks of calls and reasoning."""
+    root = tmp_path_factory.mktemp("tools")
+    source = make_tiny_opt(root / "hf", vocab_size=320, context=1024)
+    tokenizer = make_tokenizer(300)
+    special = ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|im_end|>", "<think>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "</think>"])
+    tokenizer.save_pretrained(source)
+    convert(source, root / "flash")
+    return root / "flash"
+
+
+@pytest.fixture
+def say(model, tools_path):
+    """Let the next answers be a text."""
+    tokenizer = Tokenizer.load(tools_path)
+    end = next(iter(tokenizer.end_ids))
+    return lambda text: model.say([*tokenizer.encode(text, add_special=False), end])
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What the template was rendered to."""
+    texts = []
+    render = ChatTemplate.render
+
+    def noted(self, *args, **options):
+        texts.append(render(self, *args, **options))
+        return texts[-1]
+
+    monkeypatch.setattr(ChatTemplate, "render", noted)
+    return texts

@@ -6,13 +6,10 @@ import httpx
 import openai
 import pytest
 from serving import ScriptedModel, running
-from tiny_models import make_tiny_opt, make_tokenizer
 
 from flashllm.config import RunConfig
-from flashllm.convert.run import convert
 from flashllm.engine.model import Model
 from flashllm.errors import UsageError
-from flashllm.generate.tokenizer import Tokenizer
 from flashllm.serve.opening import ServerOptions
 
 WEATHER = {
@@ -47,16 +44,8 @@ DEEPSEEK = (
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tools")
-    source = make_tiny_opt(root / "hf", vocab_size=320, context=1024)
-    tokenizer = make_tokenizer(300)
-    special = ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|im_end|>", "<think>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "</think>"])
-    tokenizer.save_pretrained(source)
-    convert(source, root / "flash")
-    return root / "flash"
+def path(tools_path):
+    return tools_path
 
 
 @pytest.fixture(scope="module")
@@ -75,30 +64,6 @@ def hermes(model, path):
 def client(hermes):
     with openai.OpenAI(base_url=f"{hermes[0]}/v1", api_key="any", max_retries=0, timeout=60) as client:
         yield client
-
-
-@pytest.fixture
-def say(model, path):
-    """Let the next answers be a text."""
-    tokenizer = Tokenizer.load(path)
-    end = next(iter(tokenizer.end_ids))
-    return lambda text: model.say([*tokenizer.encode(text, add_special=False), end])
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    """What the template was rendered to."""
-    from flashllm.generate.templates.chat_template import ChatTemplate
-
-    texts = []
-    render = ChatTemplate.render
-
-    def noted(self, *args, **options):
-        texts.append(render(self, *args, **options))
-        return texts[-1]
-
-    monkeypatch.setattr(ChatTemplate, "render", noted)
-    return texts
 
 
 def ask(client, messages=ASK, *, tools=(WEATHER, NOW), **options):

@@ -12,6 +12,7 @@ SAY = [{"role": "user", "content": "The little dog ran to the big tree"}]
 def test_what_clients_ask_first(http):
     assert http.get("/api/version").json() == {"version": flashllm.__version__}
     (model,) = http.get("/api/tags").json()["models"]
+    assert http.get("/api/ps").json()["models"] == [model]
     assert (model["name"], model["model"]) == ("tiny", "tiny")
     assert model["size"] > 0
     for name in ("tiny", "tiny:latest"):
@@ -46,8 +47,11 @@ def test_a_chat_is_openais(http):
         ({"options": {"mirostat": 1}}, "options: 'mirostat' is not supported"),
         ({"options": {"temperature": "x"}}, "temperature must be a number"),
         ({"options": {"num_predict": 0}}, "max_tokens must be an integer"),
-        ({"format": "json"}, "format is not supported"),
-        ({"tools": [{}]}, "tools is not supported"),
+        ({"format": "yaml"}, "response_format: the schema must be a JSON object"),
+        ({"format": {"type": "x"}}, "response_format: the JSON schema cannot be the form of an answer: Invalid type"),
+        ({"tools": [{}]}, "tools: [0]: its type must be"),
+        ({"think": True}, "this model's chat template has no enable_thinking"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls: each needs a function"),
         ({"stream": 1}, "stream must be true or false"),
         ({"messages": []}, "messages must be a list"),
         ({"model": 5}, "model must be a text"),

@@ -1,4 +1,4 @@
-"""Ollama's dialect, as far as its clients need it to list the model and to chat: /api/version, tags, show, chat.
+"""Ollama's dialect, as far as its clients need it to list the model and to chat: /api/version, tags, ps, show, chat.
 
 The same job, the same worker, the same checks; only the names differ.
 """
@@ -13,14 +13,13 @@ from starlette.routing import Route
 
 import flashllm
 from flashllm.api.answers import chat_delta
-from flashllm.api.fields import MAX_DEPTH, BadRequest, depth, flag, short
+from flashllm.api.fields import BadRequest, flag, short
 from flashllm.api.requests import parse_body
-from flashllm.base.files import parse_json
-from flashllm.errors import FormatError
 from flashllm.generate.sampling import SamplingOptions
+from flashllm.replies import written
 from flashllm.replies.parser import Event as Said
 from flashllm.serve.app import Api
-from flashllm.serve.bodies import Asked
+from flashllm.serve.bodies import Asked, parse_object
 from flashllm.serve.http import ApiError, DocumentStream
 from flashllm.serve.worker import Began, Chosen, Ended
 
@@ -50,6 +49,7 @@ class Ollama:
         return [
             Route("/api/version", self.version),
             Route("/api/tags", self.tags),
+            Route("/api/ps", self.tags),
             Route("/api/show", _told(self.show), methods=["POST"]),
             Route("/api/chat", _told(self.chat), methods=["POST"]),
         ]
@@ -69,14 +69,17 @@ class Ollama:
         """The one model."""
         try:
             async with self._api.bodies.read(request) as sent:
-                body = _parse(sent.raw)
+                body = parse_object(sent.raw)
                 self._api.bodies.let_go(sent)
             self._api.check_name(_model(body))
         except BadRequest as error:
             raise ApiError(400, str(error), param=error.param) from None
         context = self._api.served.encoder.context
         facts = {"general.architecture": "flashllm", "flashllm.context_length": context}
-        return JSONResponse({"details": self._details(), "model_info": facts, "capabilities": ["completion"]})
+        encoder = self._api.served.encoder
+        tools = encoder.answers is not None and encoder.template is not None and encoder.template.takes("tools")
+        capabilities = ["completion", "tools"] if tools else ["completion"]
+        return JSONResponse({"details": self._details(), "model_info": facts, "capabilities": capabilities})
 
     async def chat(self, request: Request) -> Response:
         """A chat: by default a stream of JSON lines."""
@@ -109,6 +112,7 @@ class _Form:
 
     def __init__(self, model: str) -> None:
         self.said: list[Said] = []
+        self._call: list[Said] = []  # that is not whole
         self._model, self._started = model, time.perf_counter_ns()
         self._prompt_tokens, self._prompt_ns = 0, 0
         self._new_tokens, self._new_ns = 0, 0
@@ -118,8 +122,7 @@ class _Form:
         """Count an event; the line that it makes, if any."""
         if isinstance(event, Ended):
             self._reason = "stop" if event.reason in ("eos", "stop") else "length"
-            self.said += event.said
-            return self._line(event.said, done=False) if event.said else None
+            return self._say(event.said)
         nanoseconds = round(event.record.times.total_ms * 1e6)
         if isinstance(event, Began):
             self._prompt_tokens = event.record.tokens + event.record.reused_tokens
@@ -127,8 +130,21 @@ class _Form:
             return None
         self._new_tokens += 1
         self._new_ns += nanoseconds
-        self.said += event.said
-        return self._line(event.said, done=False) if any(each.text for each in event.said) else None
+        return self._say(event.said)
+
+    def _say(self, said: Sequence[Said]) -> dict[str, Any] | None:
+        """The line of what is said; a call comes in one when it is whole."""
+        self.said += said
+        told: list[Said] = []
+        for each in said:
+            if each.kind in ("text", "reasoning"):
+                told.append(each)
+            else:
+                self._call.append(each)
+            if each.kind == "end":
+                told += self._call
+                self._call = []
+        return self._line(told, done=False) if told else None
 
     def last(self) -> dict[str, Any]:
         return {
@@ -147,15 +163,22 @@ class _Form:
         return {"model": self._model, "created_at": _time(time.time()), "message": message, "done": done}
 
 
-def _message(said: Sequence[Said]) -> dict[str, str]:
+def _message(said: Sequence[Said]) -> dict[str, Any]:
     delta = chat_delta(said)
     thinking = {"thinking": delta["reasoning_content"]} if "reasoning_content" in delta else {}
-    return {"role": "assistant", "content": delta.get("content", ""), **thinking}
+    calls = [{"function": _function(**call["function"])} for call in delta.get("tool_calls", ())]
+    message = {"role": "assistant", "content": delta.get("content", ""), **thinking}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _function(name: str, arguments: str) -> dict[str, Any]:
+    valid = written.is_object(arguments)
+    return {"name": name, "arguments": written.load(arguments) if valid else {"arguments": arguments}}
 
 
 def _understand(raw: bytes, defaults: SamplingOptions) -> Asked:
     """A body of /api/chat. BadRequest names the field, by Ollama's name where it has one."""
-    body = _parse(raw)
+    body = parse_object(raw)
     options = body.pop("options", {})
     if not isinstance(options, dict):
         raise BadRequest(f"options must be an object, not {short(options)}", param="options")
@@ -168,31 +191,47 @@ def _understand(raw: bytes, defaults: SamplingOptions) -> Asked:
     if ours.get("max_tokens") in (-1, -2):  # as many as there is room for
         del ours["max_tokens"]
     stream = flag(body, "stream") if "stream" in body else True
-    for name in ("format", "think", "tools"):
-        if body.pop(name, None) not in (None, "", False, []):
-            raise BadRequest(f"{name} is not supported", param=name)
+    if "think" in body:
+        thinks = body.pop("think")
+        if isinstance(thinks, str):
+            ours["reasoning_effort"] = thinks
+        else:
+            ours["chat_template_kwargs"] = {"enable_thinking": thinks}
+    if isinstance(body.get("messages"), list):
+        body["messages"] = _messages(body["messages"])
+    if (form := body.pop("format", "")) != "":
+        json_schema = {"type": "json_schema", "json_schema": {"schema": form}}
+        ours["response_format"] = {"type": "json_object"} if form == "json" else json_schema
     rest = {name: value for name, value in body.items() if name not in ("stream", *_IGNORED)}
     request = parse_body({**rest, **ours}, "chat", custom_id="ollama", defaults=defaults)
-    return Asked(
-        kind="chat",
-        model=_model(body),
-        requests=(request,),
-        stream=stream,
-        include_usage=False,
-        include_timings=False,
-        echo=False,
-        generate=True,
-    )
+    return Asked.chat(request, stream=stream, model=_model(body))
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
-    try:
-        value = parse_json(raw, "the body")
-    except FormatError as error:
-        raise BadRequest(str(error)) from None
-    if not isinstance(value, dict) or depth(value) > MAX_DEPTH:
-        raise BadRequest(f"the body must be a JSON object, nested at most {MAX_DEPTH} deep")
-    return {name: each for name, each in value.items() if each is not None}
+def _messages(messages: Sequence[Any]) -> list[Any]:
+    """Messages as OpenAI's interface has them: calls with ids, which their results name in turn."""
+    result: list[Any] = []
+    waiting: list[str] = []
+    for given in messages:
+        message = dict(given) if isinstance(given, dict) else given
+        if isinstance(message, dict) and "thinking" in message:
+            message["reasoning_content"] = message.pop("thinking")
+        if isinstance(message, dict) and isinstance(calls := message.get("tool_calls"), list):
+            made = [_call(call, f"call_{len(result)}_{place}") for place, call in enumerate(calls)]
+            message["tool_calls"], waiting = made, [f"call_{len(result)}_{place}" for place in range(len(made))]
+        if isinstance(message, dict) and message.get("role") == "tool":
+            message.setdefault("tool_call_id", waiting.pop(0) if waiting else "call")
+            if "tool_name" in message:
+                message["name"] = message.pop("tool_name")
+        result.append(message)
+    return result
+
+
+def _call(call: Any, call_id: str) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments", {}), dict):
+        raise BadRequest("tool_calls: each needs a function with a name and arguments, an object", param="messages")
+    arguments = written.dump(function.get("arguments", {}))
+    return {"id": call_id, "type": "function", "function": {"name": function.get("name"), "arguments": arguments}}
 
 
 def _model(body: Mapping[str, Any]) -> str | None:

@@ -1,0 +1,1 @@
+"""Other dialects than OpenAI's chat completions: a module each, to that inner form and back."""

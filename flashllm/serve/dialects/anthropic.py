@@ -1,0 +1,300 @@
+"""Anthropic's dialect: /v1/messages, whole and streamed, and /v1/messages/count_tokens, for any name of a model.
+
+A body becomes that of a chat completion; its events become content blocks. Tools that Anthropic's servers run are left
+out, as are headers of clients that change with every request: they would end every reuse of a prompt's beginning.
+"""
+
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from flashllm.api.fields import BadRequest, flag, short, text
+from flashllm.api.requests import parse_body
+from flashllm.generate.sampling import SamplingOptions
+from flashllm.replies import written
+from flashllm.replies.parser import Event as Said
+from flashllm.serve.app import Api
+from flashllm.serve.bodies import Asked, parse_object
+from flashllm.serve.http import ApiError, NamedEventStream
+from flashllm.serve.worker import Began, Chosen, Ended
+
+_SAME = ("max_tokens", "temperature", "top_p", "top_k")
+_IGNORED = frozenset(
+    (
+        *("model", "stream", "metadata", "service_tier", "container", "context_management", "betas", "cache_control"),
+        *("inference_geo", "speed", "mcp_servers", "diagnostics"),
+    )
+)
+_KNOWN = _IGNORED | {
+    *_SAME,
+    "system",
+    "messages",
+    "tools",
+    "tool_choice",
+    "stop_sequences",
+    "thinking",
+    "output_config",
+}
+_BILLING = "x-anthropic-billing-header:"
+_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
+_ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_BLOCKS = {"text": "text", "reasoning": "thinking", "call": "tool_use"}
+Document = dict[str, Any]
+
+
+class Anthropic:
+    """The endpoints, over OpenAI's."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    def routes(self) -> list[Route]:
+        """The routes and their endpoints."""
+        return [
+            Route("/v1/messages", _told(self.messages), methods=["POST"]),
+            Route("/v1/messages/count_tokens", _told(self.count_tokens), methods=["POST"]),
+        ]
+
+    async def messages(self, request: Request) -> Response:
+        """An answer."""
+        answering = await self._api.begin(request, "chat", self._understand)
+        form = _Form(self._api.served.name, answering.asked)
+        if answering.asked.stream:
+            documents = answering.documents(form.take, form.last, _error)
+            return NamedEventStream(documents, answering.cancel)
+        await answering.finish(request, form.take)
+        return JSONResponse(form.whole())
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Tokens of a prompt."""
+        _, prompts, _ = await self._api.understood(request, "chat", self._understand)
+        return JSONResponse({"input_tokens": len(prompts[0][1])})
+
+    def _understand(self, raw: bytes, defaults: SamplingOptions) -> Asked:
+        body = parse_object(raw)
+        for name in body:
+            if name not in _KNOWN:
+                raise BadRequest(f"the field {name[:80]!r} is unknown", param=name[:80])
+        chat = {name: body[name] for name in _SAME if name in body}
+        chat["messages"] = [*_system(body.get("system")), *_messages(body.get("messages"))]
+        chat |= _tools(body) | self._thinking(body.get("thinking", {}))
+        if "stop_sequences" in body:
+            chat["stop"] = body["stop_sequences"]
+        shape = _object("output_config", body.get("output_config", {})).get("format")
+        if shape is not None:
+            schema = _object("output_config.format", shape).get("schema")
+            chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+        request = parse_body(chat, "chat", custom_id=f"msg_{secrets.token_hex(12)}", defaults=defaults)
+        return Asked.chat(request, stream="stream" in body and flag(body, "stream"))
+
+    def _thinking(self, given: Any) -> Document:
+        """What the field `thinking` asks of a template that knows it; others reason as they do."""
+        kind = _object("thinking", given).get("type")
+        values: Document = {}
+        if "budget_tokens" in given and kind == "enabled":
+            values["thinking_token_budget"] = given["budget_tokens"]
+        template = self._api.served.encoder.template
+        if kind is not None and template is not None and template.takes("enable_thinking"):
+            values["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
+        return values
+
+
+def _told(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint, with errors in Anthropic's form."""
+
+    async def told(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except ApiError as error:
+            return JSONResponse(_error(error), error.status, headers=error.headers)
+
+    return told
+
+
+def _error(error: ApiError) -> Document:
+    kind = _ERRORS.get(error.status, "overloaded_error" if error.status == 503 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def _object(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise BadRequest(f"{name} must be an object, not {short(value)}", param=name)
+    return value
+
+
+def _system(value: Any) -> list[Document]:
+    texts = [each for each in _texts("system", value or [], ("text",)) if not each.startswith(_BILLING)]
+    return [{"role": "system", "content": "\n".join(texts)}] if texts else []
+
+
+def _blocks(where: str, value: Any) -> list[Mapping[str, Any]]:
+    """Content as a list of blocks."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise BadRequest(f"{where}: content must be a text or a list of blocks, not {short(value)}", param=where)
+    return [_object(f"{where}[{place}]", block) for place, block in enumerate(value)]
+
+
+def _texts(where: str, value: Any, kinds: Sequence[str]) -> list[str]:
+    """The texts of content that has nothing else."""
+    texts = []
+    for block in _blocks(where, value):
+        if block.get("type") not in kinds:
+            raise BadRequest(f"{where}: a block of type {short(block.get('type'))} is not supported", param=where)
+        texts.append(text(f"{where}: text", block.get("text")))
+    return texts
+
+
+def _messages(value: Any) -> list[Document]:
+    """Messages of a chat completion. Results of tools come before the text beside them."""
+    if not isinstance(value, list):
+        raise BadRequest("messages must be a list of at least one message", param="messages")
+    messages: list[Document] = []
+    for place, given in enumerate(value):
+        where = f"messages[{place}]"
+        role = _object(where, given).get("role")
+        said: list[str] = []
+        calls: list[Document] = []
+        thought = ""
+        for block in _blocks(where, given.get("content")):
+            match role, block.get("type"):
+                case _, "text":
+                    said.append(text(f"{where}: text", block.get("text")))
+                case "user", "tool_result":
+                    result = "\n".join(_texts(where, block.get("content") or "", ("text",)))
+                    messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
+                case "assistant", "tool_use":
+                    function = {"name": block.get("name"), "arguments": written.dump(block.get("input", {}))}
+                    calls.append({"type": "function", "id": block.get("id"), "function": function})
+                case "assistant", "thinking":
+                    thought += text(f"{where}: thinking", block.get("thinking"))
+                case "assistant", "redacted_thinking":
+                    pass
+                case _, kind:
+                    raise BadRequest(f"{where}: a block of type {short(kind)} is not supported", param=where)
+        if said or calls or role != "user":
+            message = {"role": role, "content": "\n".join(said)}
+            messages.append(message | ({"tool_calls": calls} if calls else {}))
+            if thought:
+                messages[-1]["reasoning_content"] = thought
+    return messages
+
+
+def _tools(body: Mapping[str, Any]) -> Document:
+    given = body.get("tools", [])
+    if not isinstance(given, list):
+        raise BadRequest(f"tools must be a list, not {short(given)}", param="tools")
+    tools = []
+    for place, tool in enumerate(given):
+        if _object(f"tools[{place}]", tool).get("type", "custom") == "custom":
+            function = {"name": tool.get("name"), "description": tool.get("description")}
+            tools.append({"type": "function", "function": function | {"parameters": tool.get("input_schema")}})
+    choice = _object("tool_choice", body.get("tool_choice", {"type": "auto"}))
+    values: Document = {"tools": tools} if tools else {}
+    if choice.get("type") == "tool":
+        values["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    elif choice.get("type") in _CHOICES:
+        values["tool_choice"] = _CHOICES[choice["type"]]
+    else:
+        raise BadRequest(f"tool_choice: the type {short(choice.get('type'))} is unknown", param="tool_choice")
+    if choice.get("disable_parallel_tool_use") is True:
+        values["parallel_tool_calls"] = False
+    return values
+
+
+class _Form:
+    """Anthropic's answer, of a job's events."""
+
+    def __init__(self, model: str, asked: Asked) -> None:
+        self._model, self._request = model, asked.requests[0]
+        self._content: list[Document] = []
+        self._open = ""  # the kind of the block that is open
+        self._input = self._cached = self._new = 0
+        self._reason: str | None = None
+
+    def take(self, event: Began | Chosen | Ended) -> list[Document]:
+        """Count an event; the documents that it makes."""
+        match event:
+            case Began(_, record):
+                self._input, self._cached = record.tokens, record.reused_tokens
+                return [{"type": "message_start", "message": self._message()}]
+            case Chosen(_, _, said):
+                self._new += 1
+                return [document for each in said for document in self._say(each)]
+            case Ended(_, reason, said):
+                documents = [document for each in said for document in self._say(each)] + self._close()
+                self._reason = self._why(reason)
+                return documents
+
+    def last(self) -> list[Document]:
+        """The last documents of a stream."""
+        message = self._message()
+        delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        return [{"type": "message_delta", "delta": delta, "usage": message["usage"]}, {"type": "message_stop"}]
+
+    def whole(self) -> Document:
+        """The answer of a request that is not a stream."""
+        for block in self._content:
+            if block["type"] == "tool_use":
+                arguments = block["input"]
+                valid = written.is_object(arguments)
+                block["input"] = written.load(arguments) if valid else {"arguments": arguments}
+        return {**self._message(), "content": self._content}
+
+    def _message(self) -> Document:
+        stops = self._request.options.stop
+        return {
+            "id": self._request.custom_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": self._reason,
+            "stop_sequence": stops[0] if self._reason == "stop_sequence" and len(stops) == 1 else None,
+            "usage": {
+                "input_tokens": self._input,
+                "cache_read_input_tokens": self._cached,
+                "cache_creation_input_tokens": 0,
+                "output_tokens": self._new,
+            },
+        }
+
+    def _why(self, reason: str) -> str:
+        if reason not in ("eos", "stop"):
+            return "max_tokens"
+        if any(block["type"] == "tool_use" for block in self._content):
+            return "tool_use"
+        held = self._request.constraint is not None  # an answer whose form is complete ends so too
+        return "stop_sequence" if reason == "stop" and self._request.options.stop and not held else "end_turn"
+
+    def _say(self, said: Said) -> list[Document]:
+        documents: list[Document] = []
+        if said.kind == "end":
+            return self._close()
+        if said.kind != "arguments" and (said.kind == "call" or self._open != said.kind):
+            documents += self._close()
+            kind, self._open = _BLOCKS[said.kind], said.kind
+            block: Document = {"type": kind}
+            block |= {"id": said.id, "name": said.text, "input": {}} if kind == "tool_use" else {kind: ""}
+            block |= {"signature": ""} if kind == "thinking" else {}
+            documents.append({"type": "content_block_start", "index": len(self._content), "content_block": {**block}})
+            self._content.append(block | ({"input": ""} if kind == "tool_use" else {}))
+        if said.kind == "call":
+            return documents
+        name = {"text": "text", "reasoning": "thinking", "arguments": "input"}[said.kind]
+        self._content[-1][name] += said.text
+        kind = "input_json_delta" if name == "input" else f"{name}_delta"
+        delta = {"type": kind, "partial_json" if name == "input" else name: said.text}
+        documents.append({"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta})
+        return documents
+
+    def _close(self) -> list[Document]:
+        if not self._open:
+            return []
+        self._open = ""
+        return [{"type": "content_block_stop", "index": len(self._content) - 1}]

@@ -1,0 +1,220 @@
+"""Anthropic's dialect and Ollama's over real templates, tokens and parsers; a model that says what it is told to."""
+
+import json
+
+import httpx
+import pytest
+from serving import ScriptedModel, running
+from test_offered_tools import CALL, HERMES, SHORT, WEATHER
+
+from flashllm.config import RunConfig
+from flashllm.engine.model import Model
+
+TOOL = {"name": "get_weather", "description": "The weather", "input_schema": SHORT["function"]["parameters"]}
+BEARER = {"Authorization": "Bearer secret"}
+ASK = [{"role": "user", "content": "Rain?"}]
+
+
+@pytest.fixture(scope="module")
+def model(tools_path):
+    with Model.open(tools_path, RunConfig(mode="dense", threads=1, io_threads=4)) as model:
+        yield ScriptedModel(model)
+
+
+@pytest.fixture(scope="module")
+def http(model, tools_path):
+    with (
+        running(model, tools_path, template=HERMES, key=b"secret") as (url, _),
+        httpx.Client(base_url=url, timeout=60, headers={"x-api-key": "secret"}) as http,
+    ):
+        yield http
+
+
+def ask(http, messages=ASK, **fields):
+    body = {"model": "claude-any", "max_tokens": 200, "temperature": 0, "messages": messages, **fields}
+    return http.post("/v1/messages?beta=true", json=body, headers={"anthropic-version": "2023-06-01"})
+
+
+def events_of(response):
+    """The stream's documents, each named by its event."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = []
+    for part in response.text.split("\n\n")[:-1]:
+        name, data = (line.split(": ", 1)[1] for line in part.split("\n") if not line.startswith(":"))
+        events.append(json.loads(data))
+        assert events[-1]["type"] == name
+    return events
+
+
+def test_an_answer_with_thinking_text_and_a_call(http, say):
+    say(f"<think>\nHm.\n</think>\n\nI look.\n{CALL}")
+    answer = ask(http, tools=[TOOL]).json()
+    thinking, text, call = answer["content"]
+    assert thinking == {"type": "thinking", "thinking": "Hm.", "signature": ""}
+    assert text == {"type": "text", "text": "I look."}
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "get_weather", {"city": "Köln", "days": 3})
+    assert (answer["stop_reason"], answer["type"], answer["role"]) == ("tool_use", "message", "assistant")
+    usage = answer["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] > 20
+    assert usage["output_tokens"] > 20
+
+
+def test_the_same_streamed(http, say):
+    say(f"<think>\nHm.\n</think>\n\nI look.\n{CALL}")
+    whole = ask(http, tools=[TOOL]).json()
+    events = events_of(ask(http, tools=[TOOL], stream=True))
+    assert events[0]["type"] == "message_start"
+    assert events[0]["message"]["content"] == []
+    assert events[0]["message"]["usage"]["cache_read_input_tokens"] > 0
+    blocks, opened = [], None
+    for event in events[1:-2]:
+        match event["type"]:
+            case "content_block_start":
+                assert opened is None
+                opened = event["index"]
+                assert opened == len(blocks)
+                blocks.append(dict(event["content_block"]))
+                json_text = ""
+            case "content_block_delta":
+                assert event["index"] == opened
+                delta = event["delta"]
+                if delta["type"] == "input_json_delta":
+                    json_text += delta["partial_json"]
+                else:
+                    name = delta["type"].removesuffix("_delta")
+                    blocks[-1][name] += delta[name]
+            case "content_block_stop":
+                assert event["index"] == opened
+                opened = None
+                if blocks[-1]["type"] == "tool_use":
+                    blocks[-1]["input"] = json.loads(json_text)
+    for one, other in zip(blocks, whole["content"], strict=True):
+        assert {**one, "id": None} == {**other, "id": None}
+    assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+
+
+def test_a_conversation_goes_on(http, say, seen):
+    say("It rains.")
+    messages = [
+        *ASK,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Köln"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}]},
+                {"type": "text", "text": "So?", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
+    ]
+    server_tool = {"type": "web_search_20250305", "name": "web_search"}
+    system = [{"type": "text", "text": f"x-anthropic-billing-header: cch={n};"} for n in range(1)]
+    answer = ask(http, messages, tools=[TOOL, server_tool], system=[*system, {"type": "text", "text": "Help."}])
+    assert answer.json()["stop_reason"] == "end_turn"
+    assert "web_search" not in seen[-1]
+    assert "billing" not in seen[-1]
+    assert ";system:Help.;user:Rain?;assistant:<think>Hm.</think><tool_call>[('city', 'Köln')]" in seen[-1]
+    assert ";tool:<get_weather/toolu_1>rain;user:So?;assistant:" in seen[-1]
+
+
+def test_the_end_of_an_answer_is_named(http, say):
+    say("One two three")
+    assert ask(http, max_tokens=2).json()["stop_reason"] == "max_tokens"
+    answer = ask(http, stop_sequences=["two"]).json()
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "two")
+
+
+def test_a_tool_that_must_be_called_and_a_schema(http, say):
+    say("<tool_call>No.")
+    choice = {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}
+    answer = ask(http, tools=[TOOL], tool_choice=choice).json()
+    assert answer["content"][0]["input"]["city"] in ("Köln", "Bonn")
+    say("{No.")
+    shape = {"format": {"type": "json_schema", "schema": TOOL["input_schema"]}}
+    answer = ask(http, output_config=shape).json()
+    assert json.loads(answer["content"][0]["text"])["days"] in (1, 2)
+    assert answer["stop_reason"] == "end_turn"
+
+
+def test_thinking_has_a_budget(http, say, seen):
+    say("I think and think and think and think and think and never come to any end of it all.")
+    answer = ask(http, thinking={"type": "enabled", "budget_tokens": 5}, max_tokens=60).json()
+    assert seen[-1].endswith("<think>\n")
+    thinking, text = answer["content"]
+    assert len(thinking["thinking"]) < 20
+    assert text["text"]
+    ask(http, thinking={"type": "disabled"}, max_tokens=1)
+    assert seen[-1].endswith("<think></think>")
+
+
+def test_tokens_are_counted(http, say):
+    say("Yes.")
+    count = http.post("/v1/messages/count_tokens", json={"model": "x", "messages": ASK, "tools": [TOOL]}).json()
+    usage = ask(http, tools=[TOOL]).json()["usage"]
+    assert count == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "block of type 'image'"),
+        ({"messages": 5}, "messages must be a list"),
+        ({"messages": []}, "messages must be a list"),
+        ({"messages": ["x"]}, "messages[0] must be an object"),
+        ({"messages": [{"role": "system", "content": [{"type": "tool_use"}]}]}, "block of type 'tool_use'"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "function needs a name"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_call_id"),
+        ({"tools": [{"name": "a b"}]}, "needs a name"),
+        ({"tool_choice": {"type": "other"}}, "tool_choice: the type 'other' is unknown"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "thinking_token_budget must be an integer"),
+        ({"top_k": "x"}, "top_k"),
+        ({"n": 2}, "the field 'n' is unknown"),
+    ],
+)
+def test_what_is_wrong_is_said_in_anthropics_form(http, fields, says):
+    response = ask(http, **fields)
+    assert response.status_code == 400
+    document = response.json()
+    assert (document["type"], document["error"]["type"]) == ("error", "invalid_request_error")
+    assert says in document["error"]["message"]
+
+
+def test_the_key_of_anthropics_clients(http):
+    with httpx.Client(base_url=http.base_url, headers={"x-api-key": "wrong"}) as other:
+        assert ask(other).status_code == 401
+
+
+def test_ollamas_tools_reasoning_and_format(http, say, seen):
+    """Calls come whole, with arguments that are objects; their results go back in turn."""
+    shown = http.post("/api/show", headers=BEARER, json={"model": "tiny"}).json()
+    assert shown["capabilities"] == ["completion", "tools"]
+    say(f"<think>Hm.</think>I look.{CALL}")
+    body = {"model": "tiny", "messages": ASK, "tools": [WEATHER], "options": {"temperature": 0}}
+    message = http.post("/api/chat", headers=BEARER, json={**body, "stream": False}).json()["message"]
+    call = {"function": {"name": "get_weather", "arguments": {"city": "Köln", "days": 3}}}
+    expected = {"role": "assistant", "content": "I look.", "thinking": "Hm.", "tool_calls": [call]}
+    assert message == expected
+    lines = [json.loads(line) for line in http.post("/api/chat", headers=BEARER, json=body).text.splitlines()]
+    assert [line["message"]["tool_calls"] for line in lines if "tool_calls" in line["message"]] == [[call]]
+    assert "".join(line["message"]["content"] for line in lines) == "I look."
+    result = {"role": "tool", "content": "rain", "tool_name": "get_weather"}
+    say("It rains.")
+    http.post(
+        "/api/chat", headers=BEARER, json={**body, "messages": [*ASK, message, result], "think": False}
+    ).raise_for_status()
+    assert "[('city', 'Köln'), ('days', 3)]" in seen[-1]
+    assert "tool:<get_weather/call_1_0>rain" in seen[-1]
+    assert seen[-1].endswith("<think></think>")
+    say("{No.")
+    schema = {"type": "array", "items": {"enum": ["yes"]}, "minItems": 1, "maxItems": 1}
+    answer = http.post(
+        "/api/chat", headers=BEARER, json={**body, "tools": [], "format": schema, "stream": False}
+    ).json()
+    assert json.loads(answer["message"]["content"]) == ["yes"]
