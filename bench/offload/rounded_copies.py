@@ -63,9 +63,10 @@ def copy_with_feedback(model: Path, out: Path, bits: int, text: Path) -> Path:
         for number in range(source.num_layers):
             layer = calibration.read(number)
 
-            def rounder(name: str, values: Floats, sums: Sums, number: int = number) -> Floats:
-                code = GROUP_CODES[packing.of(name, number).encoding]
-                changed[matrix_name(number, name)] = rounded = code_matrix(name, values, sums, code)[1]
+            def rounder(name: str, values: Floats, sums: Sums | None, number: int = number) -> Floats:
+                matrix = name.rpartition(".")[2]
+                code = GROUP_CODES[packing.of(matrix, number).encoding]
+                changed[matrix_name(number, name)] = rounded = code_matrix(matrix, values, sums, code)[1]
                 return rounded
 
             calibration.round(layer, rounder)

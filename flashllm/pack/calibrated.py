@@ -23,7 +23,7 @@ from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.choices import Choices
 from flashllm.convert.run import Say, check_destination, convert
 from flashllm.convert.tokenizer import MAX_NBYTES, TOKENIZER, make_tokenizer, parse_tokenizer
-from flashllm.errors import UnsupportedModelError, UsageError
+from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.offload.runtime.tiers.source import WeightSource, matrix_name, open_weights
 from flashllm.pack.codes import Codes, CodesFolder
@@ -54,8 +54,7 @@ def convert_calibrated(
     """Convert `src` into the new model directory `dst` with codes chosen on `text`; otherwise as `convert`.
 
     Codes are kept in `dst`.codes until the model is whole: an interrupted run leaves them, and the next one goes on.
-    UsageError where neither the rows nor the resident matrices are of 8 or 4 bits, or the text is too short;
-    UnsupportedModelError for models that the throughput engine, whose layers this runs, does not know.
+    UsageError where neither the rows nor the resident matrices are of 8 or 4 bits, or the text is too short.
     """
     dst = Path(os.path.abspath(dst))
     encodings = [choices.get("encoding"), choices.get("resident_encoding")]
@@ -71,11 +70,8 @@ def convert_calibrated(
     }
     folder = CodesFolder(dst.with_name(dst.name + ".codes"), record)
     with open_weights(src) as source:
-        if source.block.experts is not None:
-            raise UnsupportedModelError(
-                f"{src}: is a mixture of experts, whose codes are not chosen on a text; convert it without --calibrate"
-            )
         calibration = Calibration(source, sequences, threads=threads or num_cores(), span=SPAN)
+        plain = experts = 0
         for number in range(source.num_layers):
             layer = calibration.read(number)
             coded = folder.layer(number)
@@ -84,10 +80,14 @@ def convert_calibrated(
                 folder.write(number, coded)
             else:
                 _apply(source, layer, number, coded, codes)
+            plain += len(coded.get(_plain(number), ()))
+            experts += len(layer.bundles) if number in source.architecture.mixtures else 0
             calibration.advance(layer)
             if calibrating is not None:
                 calibrating(text.name, number + 1, source.num_layers)
         del calibration
+    if plain and say is not None:
+        say(f"{plain} of {experts} experts see fewer tokens of {text.name} than a matrix of theirs has inputs: rounded")
     wanted: Choices = {**choices, "coded": folder}
     manifest = convert(src, dst, source_name=source_name, say=say, progress=progress, **wanted)
     shutil.rmtree(folder.path)
@@ -119,31 +119,44 @@ def calibration_tokens(src: Path, text: str, where: Path) -> list[list[int]]:
 def _code_layer(calibration: Calibration, layer: Layer, number: int, codes: dict[str, GroupCode | None]) -> Codes:
     """The layer's codes; its matrices become what they stand for."""
     coded: Codes = {}
+    plain: set[str] = set()
 
-    def rounder(name: str, values: Floats, sums: Sums) -> Floats:
-        code = codes["rows" if name in _FFN else "out"]
+    def rounder(name: str, values: Floats, sums: Sums | None) -> Floats:
+        bundle, _, matrix = name.rpartition(".")
+        code = codes["rows" if matrix in _FFN else "out"]
         if code is None:
             return values
-        coded[matrix_name(number, name)], rounded = code_matrix(name, values, sums, code)
+        if sums is None:
+            plain.add(bundle)
+        coded[matrix_name(number, name)], rounded = code_matrix(matrix, values, sums, code)
         return rounded
 
     calibration.round(layer, rounder)
+    if plain:
+        coded[_plain(number)] = np.ones(len(plain), np.uint8)
     return coded
 
 
-def code_matrix(name: str, values: Floats, sums: Sums, code: GroupCode) -> tuple[Bytes, Floats]:
-    """Codes of a matrix [outputs, inputs] that takes inputs of these sums, and the weights they stand for."""
-    if name == "down":
-        stored = code_columns(np.ascontiguousarray(values.T), sums, code)
+def _plain(layer: int) -> str:
+    """The name of what says how many of a layer's experts saw too few tokens: a byte for each."""
+    return f"layers.{layer}.plain"
+
+
+def code_matrix(matrix: str, values: Floats, sums: Sums | None, code: GroupCode) -> tuple[Bytes, Floats]:
+    """Codes of a matrix [outputs, inputs] that takes inputs of these sums, and the weights they stand for. Without sums
+    the codes are the nearest."""
+    if matrix == "down":
+        columns = np.ascontiguousarray(values.T)
+        stored = code.encode(columns) if sums is None else code_columns(columns, sums, code)
         return stored, code.decode(stored, len(values)).T
-    stored = code.encode(values) if name in NEAREST else code_rows(values, sums, code)
+    stored = code.encode(values) if sums is None or matrix in NEAREST else code_rows(values, sums, code)
     return stored, code.decode(stored, values.shape[1])
 
 
 def _apply(source: WeightSource, layer: Layer, number: int, coded: Codes, codes: dict[str, GroupCode | None]) -> None:
     """Put the weights that codes stand for into a layer that has been read."""
-    for name, array in layer.matrices.items():
-        stored, code = coded.get(matrix_name(number, name)), codes["rows" if name in _FFN else "out"]
+    for bundle, name, array in layer.parts():
+        stored, code = coded.get(matrix_name(number, bundle + name)), codes["rows" if name in _FFN else "out"]
         if stored is None or code is None:
             continue
         weights: NDArray[Any] = code.decode(stored, array.shape[0] if name == "down" else array.shape[1])

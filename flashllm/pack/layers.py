@@ -1,12 +1,13 @@
 """The inputs of each matrix on real text: a model's layers over calibration tokens, one at a time.
 
 A layer is read, run once while the sums x xᵀ of what goes into its products are gathered, given back changed, and run
-again, so that the next layer sees what the packed model will give it. Only one layer is in memory, and the states of
-all calibration tokens. Attention is causal within a sequence.
+again, so that the next layer sees what the packed model will give it. An expert's sums are those of the tokens that are
+routed to it; a layer is run more often where those of all experts take too much memory. Only one layer is in memory,
+and the states of all calibration tokens. Attention is causal within a sequence.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 from typing import cast as cast_type
 
@@ -14,23 +15,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm.arch.registry import bundle_names
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, cast
 from flashllm.offload.runtime.host_ops import HostOps, Watch, batch_attention
 from flashllm.offload.runtime.ops import Matrix, Projected, Tensors
 from flashllm.offload.runtime.tiers.arrangement import KV_BLOCK
-from flashllm.offload.runtime.tiers.source import WeightSource
+from flashllm.offload.runtime.tiers.source import ATTENTION, WeightSource
 from flashllm.offload.runtime.tiers.weight_plan import is_vector
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
 Sums = list[Floats]  # of x xᵀ, over spans of the inputs: [span, span] each
-Rounder = Callable[[str, Floats, Sums], Floats]  # matrix name, weights [out, in], what goes into it -> weights
+# (matrix's name, weights [out, in], what goes into it) -> weights. What goes into an expert's is None where fewer
+# tokens are routed to it than the matrix has inputs: feedback from so few makes it worse on others.
+Rounder = Callable[[str, Floats, Sums | None], Floats]
 
 # Rounded to the nearest, as feedback makes them worse: a sequence's first token takes most of the attention of all
 # others (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023), so an error of its value goes
 # into every token, while in the sums it counts as one of many.
 NEAREST = ("value",)
-_IN_TURN = ("query", "out", "up", "down")  # matrices, as their inputs are seen
+_SUMS_NBYTES = 512 << 20  # of experts, gathered together
 _SAME_INPUTS = {"key": "query", "value": "query", "gate": "up"}  # matrices that take what another takes
 
 
@@ -41,6 +45,16 @@ class Layer(NamedTuple):
     matrices: dict[str, Array]
     vectors: Mapping[str, Floats]
     router: Mapping[str, Array]  # of a mixture of experts: matrices that stay as they are
+    bundles: Mapping[str, slice]  # neurons, by how their matrices' names begin: "" of all, or "experts.0." and so on
+
+    def parts(self) -> Iterator[tuple[str, str, Array]]:
+        """(bundle, name, matrix) of each matrix; of experts, each one's, as views."""
+        for name, array in self.matrices.items():
+            if name in ATTENTION:
+                yield "", name, array
+                continue
+            for bundle, neurons in self.bundles.items():
+                yield bundle, name, array[:, neurons] if name == "down" else array[neurons]
 
     def tensors(self) -> Tensors:
         matrices = {
@@ -48,6 +62,28 @@ class Layer(NamedTuple):
             for name, array in (self.matrices | dict(self.router)).items()
         }
         return Tensors(matrices, self.vectors)
+
+
+class _Inputs:
+    """What goes into a matrix of `width` inputs; of fewer than `least` tokens nothing is said."""
+
+    def __init__(self, width: int, span: int | None, least: int) -> None:
+        span = span or width
+        sizes = [min(span, width - first) for first in range(0, width, span)]
+        self._sums = [np.zeros((size, size), np.float32) for size in sizes]
+        self._tokens, self._least = 0, least
+
+    def add(self, x: Floats) -> None:
+        first = 0
+        for total in self._sums:
+            part = x[:, first : first + len(total)]
+            np.add(total, part.T @ part, out=total)
+            first += len(total)
+        self._tokens += len(x)
+
+    @property
+    def sums(self) -> Sums | None:
+        return self._sums if self._tokens >= self._least else None
 
 
 class Calibration:
@@ -78,7 +114,14 @@ class Calibration:
         short = {name.removeprefix(prefix).removesuffix(".weight"): array for name, array in found.items()}
         matrices = {name: short.pop(name) for name in self._source.matrices}
         vectors = self._vectors(lambda name: name.startswith(prefix))
-        return Layer(layer, matrices, {name.removeprefix(prefix): values for name, values in vectors.items()}, short)
+        of_layer = {name.removeprefix(prefix): values for name, values in vectors.items()}
+        return Layer(layer, matrices, of_layer, short, self._bundles(layer))
+
+    def _bundles(self, layer: int) -> dict[str, slice]:
+        architecture = self._source.architecture
+        names = [name.removeprefix(f"layers.{layer}.") for name in bundle_names(architecture, layer)]
+        first = [architecture.expert_size * i for i in range(len(names))]
+        return dict(zip(names, map(slice, first, [*first[1:], architecture.width(layer)]), strict=True))
 
     def _vectors(self, wanted: Callable[[str], bool]) -> dict[str, Floats]:
         names = [name for name in self._source.shapes if is_vector(name) and wanted(name)]
@@ -86,28 +129,47 @@ class Calibration:
 
     def round(self, layer: Layer, rounder: Rounder) -> None:
         """Change the layer's matrices by `rounder`, which sees what goes into each."""
-        sums = {name: self._zeros(layer.matrices[name].shape[1]) for name in _IN_TURN}
-        following = cycle(sums.values())
+        widths = {bundle + name: array.shape[1] for bundle, name, array in layer.parts()}
 
-        def watch(x: Floats) -> None:
-            first = 0
-            for total in next(following):
-                part = x[:, first : first + len(total)]
-                np.add(total, part.T @ part, out=total)
-                first += len(total)
+        def inputs(bundle: str, *names: str) -> dict[str, _Inputs]:
+            taken = {bundle + name: widths[bundle + name] for name in names}
+            return {name: _Inputs(width, self._span, width if bundle else 0) for name, width in taken.items()}
+
+        attention = inputs("", "query", "out")
+        turns: dict[int, Iterator[_Inputs]] = {-1: cycle(attention.values())}
+        first, *_ = layer.bundles
+        nbytes = 4 * (widths[first + "up"] ** 2 + widths[first + "down"] ** 2)
+        bundles = iter(layer.bundles.items())
+        while chosen := list(islice(bundles, max(1, _SUMS_NBYTES // nbytes))):
+            gathered: dict[str, _Inputs] = {}
+            for bundle, neurons in chosen:
+                of_bundle = inputs(bundle, "up", "down")
+                turns[neurons.start] = cycle(of_bundle.values())
+                gathered |= of_bundle
+            self._gather(layer, turns)
+            self._change(layer, gathered, rounder)
+            turns = {}
+        self._change(layer, attention, rounder)
+
+    def _gather(self, layer: Layer, turns: Mapping[int, Iterator[_Inputs]]) -> None:
+        """Run the layer; its products' inputs go to the next of `turns`, by the first of their neurons."""
+
+        def watch(x: Floats, neuron: int) -> None:
+            if neuron in turns:
+                next(turns[neuron]).add(x)
 
         tensors = layer.tensors()
         for states in self._states:
             self._run(layer.number, tensors, states.copy(), watch)
-        dtype, wide = self._source.dtype, WEIGHT_DTYPE_BY_CODE["F32"]
-        for name, array in layer.matrices.items():
-            values = np.ascontiguousarray(cast(array, dtype, wide), np.float32)
-            array[...] = cast(rounder(name, values, sums[_SAME_INPUTS.get(name, name)]), wide, dtype)
 
-    def _zeros(self, inputs: int) -> Sums:
-        span = self._span or inputs
-        widths = [min(span, inputs - first) for first in range(0, inputs, span)]
-        return [np.zeros((width, width), np.float32) for width in widths]
+    def _change(self, layer: Layer, inputs: Mapping[str, _Inputs], rounder: Rounder) -> None:
+        """Change the matrices that take any of `inputs`."""
+        dtype, wide = self._source.dtype, WEIGHT_DTYPE_BY_CODE["F32"]
+        for bundle, name, array in layer.parts():
+            taken = inputs.get(bundle + _SAME_INPUTS.get(name, name))
+            if taken is not None:
+                values = np.ascontiguousarray(cast(array, dtype, wide), np.float32)
+                array[...] = cast(rounder(bundle + name, values, taken.sums), wide, dtype)
 
     def advance(self, layer: Layer) -> None:
         """Put the calibration tokens through a layer as it now is."""

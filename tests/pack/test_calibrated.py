@@ -8,9 +8,10 @@ from gguf_files import write_gguf
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
-from flashllm.errors import UnsupportedModelError, UsageError
+from flashllm.errors import UsageError
 from flashllm.format.model_files import FFN
 from flashllm.format.report.verify import verify
+from flashllm.offload.runtime.tiers.source import open_weights
 from flashllm.pack.calibrated import calibration_tokens, convert_calibrated
 
 BITS = {"encoding": "int4_32", "resident_encoding": "int4_32_min", "table_encoding": "int8_32"}
@@ -90,8 +91,41 @@ def test_what_cannot_be_is_refused(tmp_path, text, llama):
         convert_calibrated(llama, tmp_path / "model", text, **BITS)
 
 
-def test_a_mixture_of_experts_is_refused(tmp_path, text):
-    source = make_checkpoint(tmp_path / "hf", VARIANTS["olmoe"])
-    with pytest.raises(UnsupportedModelError, match="convert it without --calibrate"):
-        convert_calibrated(source, tmp_path / "model", text, **BITS)
-    assert not (tmp_path / "model").exists()
+def words(seed, count):
+    """A text of words in random order: another seed's is held out and of the same kind."""
+    known = sorted(
+        {*SENTENCE.replace(".", "").split(), "cat", "sat", "under", "that", "old", "house", "until", "rained"}
+    )
+    return " ".join(np.random.default_rng(seed).choice(known, count).tolist())
+
+
+@pytest.mark.parametrize("name", ["olmoe", "qwen2_moe and a dense layer"])
+def test_codes_of_experts_are_chosen_by_the_tokens_routed_to_them(tmp_path, name, monkeypatch):
+    source, text = make_checkpoint(tmp_path / "hf", VARIANTS[name]), tmp_path / "words.txt"
+    text.write_text(words(0, 2000))
+    manifest = convert_calibrated(source, tmp_path / "chosen", text, encoding="int4_32")
+    assert verify(tmp_path / "chosen").ok
+    convert(source, tmp_path / "nearest", encoding="int4_32")
+    convert(source, tmp_path / "wide")
+    sequences = [ids[:60] for ids in calibration_tokens(source, words(1, 500), text)]
+    chosen, nearest, wide = (logits(tmp_path / each, sequences) for each in ("chosen", "nearest", "wide"))
+    assert np.square(chosen - wide).mean() < 0.8 * np.square(nearest - wide).mean()
+    monkeypatch.setattr("flashllm.pack.layers._SUMS_NBYTES", 1)  # an expert at a time
+    again = convert_calibrated(source, tmp_path / "again", text, encoding="int4_32")
+    assert again.files == manifest.files
+
+
+def test_matrices_of_experts_that_see_few_tokens_are_rounded_to_the_nearest(tmp_path):
+    source, few = make_checkpoint(tmp_path / "hf", VARIANTS["olmoe"]), tmp_path / "few.txt"
+    few.write_text(words(0, 25))
+    said, found = [], {}
+    convert_calibrated(source, tmp_path / "chosen", few, encoding="int4_32", say=said.append)
+    convert(source, tmp_path / "nearest", encoding="int4_32")
+    for each in ("chosen", "nearest"):
+        with open_weights(tmp_path / each) as weights:
+            found[each] = {
+                name: np.empty(weights.shapes[f"layers.1.{name}.weight"], np.float32) for name in ("up", "gate")
+            }
+            weights.read({f"layers.1.{name}.weight": array for name, array in found[each].items()})
+    assert "24 of 24 experts see fewer tokens of few.txt" in said[0]
+    assert all(np.array_equal(found["chosen"][name], found["nearest"][name]) for name in ("up", "gate"))

@@ -184,8 +184,9 @@ class PyBatchModel {
     model_.embed(ends.weights, bytes_of(rows), positions.data(), n, bytes_of(states));
   }
 
-  // `watch(x [tokens, width] fp32)`: sees the inputs of the layer's products, each once: those of query, key
-  // and value, of out, of up and gate, of down.
+  // `watch(x [tokens, width] fp32, neuron)`: sees the inputs of the layer's products, each once: those of
+  // query, key and value, then of out, with -1; then those of up and gate and those of down, with the first
+  // of their neurons: of each expert in turn.
   void run(const PyLentLayer& layer, const Written& states, const Longs& positions, nb::object attend,
            bool decoding, nb::object watch) {
     const std::size_t n = check_positions(positions);
@@ -193,9 +194,9 @@ class PyBatchModel {
     if (watch.is_none()) {
       model_.set_watch({});
     } else {
-      model_.set_watch([&](const float* x, std::size_t count, std::size_t width) {
+      model_.set_watch([&](const float* x, std::size_t count, std::size_t width, std::ptrdiff_t neuron) {
         const nb::gil_scoped_acquire locked;
-        watch(nb::ndarray<nb::numpy, const float, nb::ndim<2>>(x, {count, width}, nb::none()));
+        watch(nb::ndarray<nb::numpy, const float, nb::ndim<2>>(x, {count, width}, nb::none()), neuron);
       });
     }
     memory_.begin(std::move(attend));

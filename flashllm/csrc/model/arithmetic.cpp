@@ -36,12 +36,13 @@ void Arithmetic::round_inputs(std::size_t count, std::size_t width, float* x) {
   round(x, count * width);
 }
 
-void Arithmetic::take_inputs(const float* x, std::size_t count, std::size_t width, bool many) {
+void Arithmetic::take_inputs(const float* x, std::size_t count, std::size_t width, bool many,
+                             std::ptrdiff_t neuron) {
   inputs_ = x;
   width_ = width;
   many_ = many;
   packed_.reset();
-  if (watch_) watch_(x, count, width);
+  if (watch_) watch_(x, count, width, neuron);
 }
 
 void Arithmetic::project(const RowMatrix& weights, std::size_t count, float* out, bool rounded) {

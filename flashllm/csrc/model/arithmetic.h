@@ -34,14 +34,17 @@ class Arithmetic {
   // To 8 bits, token by token.
   void round_inputs(std::size_t count, std::size_t width, float* x);
   // The inputs [count, width] of the products that follow: `x` must stay as it is until the last of them.
-  // `many`: they are a prompt's.
-  void take_inputs(const float* x, std::size_t count, std::size_t width, bool many);
+  // `many`: they are a prompt's. `neuron`: the first of those that take or give these inputs; -1: they go
+  // to other matrices.
+  void take_inputs(const float* x, std::size_t count, std::size_t width, bool many,
+                   std::ptrdiff_t neuron = -1);
   // out [count, rows]: the inputs taken times the weights; rounded, or as they are summed.
   void project(const RowMatrix& weights, std::size_t count, float* out, bool rounded = true);
   // out [count, columns], rounded, of weights that lie by their inputs (linear_by_columns).
   void project_by_columns(const RowMatrix& weights, std::size_t count, float* out);
   // Sees the inputs [count, width] as they are taken; none: nobody does.
-  using Watch = std::function<void(const float* x, std::size_t count, std::size_t width)>;
+  using Watch =
+      std::function<void(const float* x, std::size_t count, std::size_t width, std::ptrdiff_t neuron)>;
   void set_watch(Watch watch) { watch_ = std::move(watch); }
 
   void round(float* values, std::size_t n);

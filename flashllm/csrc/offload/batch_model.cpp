@@ -18,6 +18,7 @@ ModelSpec unrounded(ModelSpec spec) {
 
 LentNeurons LentNeurons::run(std::size_t first, std::size_t count) const {
   LentNeurons part = *this;
+  part.first += static_cast<std::ptrdiff_t>(first);
   const auto take_rows = [&](RowMatrix& matrix) {
     if (matrix.data == nullptr) return;
     matrix.data += first * matrix.stride;
@@ -45,7 +46,7 @@ void LentFfn::compute(const LentNeurons& of, const float* x, std::size_t count, 
   const std::size_t neurons = of.up.rows;
   const bool gated = of.gate.data != nullptr;
   up_.resize(count * neurons);
-  arithmetic_.take_inputs(x, count, of.up.columns, many);
+  arithmetic_.take_inputs(x, count, of.up.columns, many, of.first);
   arithmetic_.project(of.up, count, up_.data());
   if (gated) {
     gate_.resize(count * neurons);
@@ -57,7 +58,7 @@ void LentFfn::compute(const LentNeurons& of, const float* x, std::size_t count, 
       for (std::size_t t = begin; t < end; ++t) apply(norm, nullptr, neurons, up_.data() + t * neurons);
     });
   arithmetic_.round(up_.data(), count * neurons);
-  arithmetic_.take_inputs(up_.data(), count, neurons, many);
+  arithmetic_.take_inputs(up_.data(), count, neurons, many, of.first);
   of.down_by_inputs ? arithmetic_.project_by_columns(of.down, count, y)
                     : arithmetic_.project(of.down, count, y);
 }

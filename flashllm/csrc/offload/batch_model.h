@@ -23,6 +23,7 @@ namespace flashllm {
 struct LentNeurons {
   RowMatrix up, gate, down;     // the gate has no data where there is none
   bool down_by_inputs = false;  // as linear_by_columns has it
+  std::ptrdiff_t first = 0;     // of the layer's neurons
 
   // `count` neurons from `first` on, without what `down` adds of its own.
   LentNeurons run(std::size_t first, std::size_t count) const;

@@ -18,7 +18,7 @@ from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.offload.runtime.ops import ROWS_TOGETHER, Attend, Positions, Projected, Tensors
 
 Array = NDArray[Any]
-Watch = Callable[[NDArray[np.float32]], None]  # x [tokens, width]
+Watch = Callable[[NDArray[np.float32], int], None]  # (x [tokens, width], first neuron)
 
 
 class HostOps:
@@ -45,8 +45,9 @@ class HostOps:
         decoding: bool = False,
         watch: Watch | None = None,
     ) -> Array:
-        """`watch` sees the inputs of the layer's products, in fp32: those of query, key and value, then of out, of up
-        and gate, of down, and so on for each part of the rows."""
+        """`watch` sees the inputs of the layer's products, in fp32: those of query, key and value, then of out, both
+        with -1; those of up and gate, then of down, with the first of their neurons: of each expert that any row goes
+        to. And so on for each part of the rows."""
         if tensors.lent is None:
             encodings = {
                 f"{name}.weight": matrix.packing.encoding
