@@ -46,6 +46,8 @@ CODED_SHAPE, TINY_CODED_SHAPE = (4096, 4096), (64, 256)
 SPARSE = (4096, 16384, 0.10, 4)  # d_model, d_ff, share active, layers cached
 ATTENTION = (32, 128, [128, 512, 2048])  # heads, head_dim, positions
 PROMPT = (128, 16384, 4096)  # tokens, rows, columns
+PASS_TOKENS, PROMPT_TOKENS = (1, 2, 4, 8), (32, 128, 256)
+TOKENS = [("int4_32", "int8"), ("int8_32", "int16"), ("q4_k", "int8"), ("q6_k", "int8"), ("mxfp4", "int8")]
 TINY_PROMPT = (9, 64, 48)
 TINY_LINEARS = [(64, 48)]
 TINY_SPARSE = (64, 256, 0.10, 2)
@@ -263,6 +265,38 @@ def bench_prompt(dtype: str, shape: tuple[int, int, int], pool: _core.ThreadPool
     return {"name": "prompt", "dtype": dtype, "tokens": tokens, "rows": rows, "columns": columns, **result}
 
 
+def bench_tokens(encoding: str, inputs: str, shape: tuple[int, int], pool: _core.ThreadPool) -> dict[str, Any]:
+    """A coded matrix times the tokens of a pass or a prompt, in GFLOP/s, the counts of tokens in turn: the best of the
+    rounds, by processor time, so that neighbours matter less. The roof is torch's product of fp32."""
+    rows, columns = shape
+    codes = random_codes(encoding, shape).view(np.uint8).reshape(rows, -1)
+    linear = _core.Linear(
+        as_loaded(torch.from_numpy(codes)).numpy(), None, "float32", pool, "auto", encoding, columns, inputs
+    )
+    weight = torch.randn(rows, columns)
+    ways: dict[str, tuple[int, Callable[[], Any]]] = {}
+    for tokens in (*PASS_TOKENS, *PROMPT_TOKENS):
+        x = np.random.default_rng(tokens).standard_normal((tokens, columns), np.float32)
+        run = linear.forward if tokens in PASS_TOKENS else linear.forward_many
+        ways[str(tokens)] = tokens, functools.partial(run, x, np.empty((tokens, rows), np.float32))
+    ways["torch_fp32"] = tokens, functools.partial(torch.matmul, torch.from_numpy(x), weight.T)
+    spent = dict.fromkeys(ways, float("inf"))
+    for _ in range(2 * ROUNDS):
+        for way, (_, run) in ways.items():
+            started = time.process_time()
+            run()
+            spent[way] = min(spent[way], max(time.process_time() - started, 1e-9))
+    flop = {way: 2 * tokens * rows * columns for way, (tokens, _) in ways.items()}
+    return {
+        "name": "tokens",
+        "dtype": f"{encoding} x {inputs}",
+        "rows": rows,
+        "columns": columns,
+        "gflop_per_cpu_s": {way: round(flop[way] / seconds / 1e9, 1) for way, seconds in spent.items()},
+        "times_of_one": {str(n): round(spent[str(n)] / spent["1"], 2) for n in PASS_TOKENS},
+    }
+
+
 def call_microseconds(pool: _core.ThreadPool, seconds: float) -> float:
     """What a native call costs from Python when there is next to nothing to compute, the pool's threads included."""
     linear = _core.Linear(np.zeros((64, 64), np.float32), None, "float32", pool)
@@ -347,6 +381,10 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(prompts[-1]), flush=True)
     for encoding, inputs in CODED:
         take(functools.partial(bench_coded, encoding, inputs, TINY_CODED_SHAPE if args.tiny else CODED_SHAPE, rounds))
+    tokens = []
+    for encoding, inputs in TOKENS:
+        tokens.append(bench_tokens(encoding, inputs, TINY_CODED_SHAPE if args.tiny else CODED_SHAPE, rounds.pool))
+        print(json.dumps(tokens[-1]), flush=True)
     document = {
         "benchmark": "kernels",
         "threads": args.threads,
@@ -356,6 +394,7 @@ def main(argv: list[str] | None = None) -> int:
         "call_us": round(call_microseconds(rounds.pool, args.seconds), 2),
         "results": results,
         "prompts": prompts,
+        "tokens": tokens,
     }
     if args.markdown is not None:
         args.markdown.write_text(as_markdown(document), encoding="utf-8")

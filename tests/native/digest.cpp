@@ -67,7 +67,7 @@ void add_planes(SimdLevel level, std::mt19937& random, Digest& digest) {
     const float values[] = {0.5F, -1.25F, 3.0F};
     std::vector<float> sums(kWidth), wide(kWidth);
     kernels.add_scaled_rows(rows, ids, values, 3, plane, kWidth, 0, kWidth, sums.data());
-    kernels.widen(row.data(), 63, plane, kWidth, 0, kWidth, wide.data());
+    kernels.widen(row.data(), row.size(), 63, 1, plane, kWidth, 0, kWidth, wide.data(), kWidth);
     digest.add(sums);
     digest.add(wide);
   }

@@ -74,7 +74,7 @@ void DenseFfn::add(std::size_t number, const std::byte* rows, std::size_t count)
   if (plane_ != nullptr)
     return add_rows(PlaneRows(rows + format_.down, format_.stride, first, format_.d_model, format_.down_codec,
                               *plane_, level_),
-                    count, format_.d_model, h, padded, part.x.tokens(), part.y.data(), y_stride_, pool_,
+                    count, format_.d_model, {h, 1, padded}, part.x.tokens(), part.y.data(), y_stride_, pool_,
                     level_);
   add_rows(format_.matrix(rows, count, format_.down), h, padded, part.x.tokens(), part.y.data(), y_stride_,
            pool_, level_);

@@ -8,7 +8,6 @@ namespace flashllm {
 namespace {
 
 constexpr std::size_t kTogether = 16;  // neurons that all tokens use while they are in the processor's cache
-constexpr std::size_t kSummedTogether = 64;
 
 }  // namespace
 
@@ -64,7 +63,20 @@ void TokenFfn::multiply(const std::byte* rows, std::size_t count, const float* u
 // Columns in the order of ids.
 void TokenFfn::add(const std::byte* rows, std::size_t count) {
   const float* h = h_.data() + first_;
+  const std::int32_t first = next_;
   if (norm_) first_ += count;
+  next_ += static_cast<std::int32_t>(count);
+  // Whole vectors; the scalar level rounds a vector's end once.
+  if (tokens_ > 1 && format_.d_model % kColumnPad == 0 && level_ != SimdLevel::scalar) {
+    if (plane_ != nullptr)
+      add_rows(PlaneRows(rows + format_.down, format_.stride, static_cast<std::size_t>(first),
+                         format_.d_model, format_.down_codec, *plane_, level_),
+               count, format_.d_model, {h, stride_, 1}, tokens_, y_, format_.d_model, pool_, level_);
+    else
+      add_rows_few(format_.matrix(rows, count, format_.down), {h, stride_, 1}, tokens_, y_, format_.d_model,
+                   pool_, level_);
+    return;
+  }
   columns_.resize(count);
   for (std::size_t i = 0; i < count; ++i) columns_[i] = rows + i * format_.stride + format_.down;
   if (plane_ == nullptr) {
@@ -73,29 +85,30 @@ void TokenFfn::add(const std::byte* rows, std::size_t count) {
     return;
   }
   ids_.resize(count);
-  std::iota(ids_.begin(), ids_.end(), next_);
-  next_ += static_cast<std::int32_t>(count);
-  const std::size_t together = tokens_ == 1 ? count : kSummedTogether;
-  for (std::size_t i = 0; i < count; i += together) {
-    const PlaneColumns columns{columns_.data() + i, ids_.data() + i,    std::min(together, count - i),
-                               format_.d_model,     format_.down_codec, plane_};
-    for (std::size_t t = 0; t < tokens_; ++t)
-      sum_scattered(columns, h + t * stride_ + i, y_ + t * format_.d_model, pool_, level_);
-  }
+  std::iota(ids_.begin(), ids_.end(), first);
+  const PlaneColumns columns{columns_.data(), ids_.data(),        count,
+                             format_.d_model, format_.down_codec, plane_};
+  for (std::size_t t = 0; t < tokens_; ++t)
+    sum_scattered(columns, h + t * stride_, y_ + t * format_.d_model, pool_, level_);
 }
 
 void TokenFfn::activations(const RowMatrix& driver, const RowMatrix* up, std::size_t begin, std::size_t end) {
-  float gathered[kTogether];
+  constexpr std::size_t kTokens = 8;  // which use a weight while it is unpacked
+  float gathered[kTokens * kTogether];
   for (std::size_t r = begin; r < end; r += kTogether) {
     const std::size_t n = std::min(kTogether, end - r);
-    for (std::size_t t = 0; t < tokens_; ++t) {
-      float* h = h_.data() + t * stride_ + first_ + r;
-      dot_block(driver, r, n, x_, t, h, level_);
-      activate(activation_, 0.0F, h, n);
-      if (up == nullptr) continue;
-      dot_block(*up, r, n, x_, t, gathered, level_);
-      activate(activation_.of_up(), 0.0F, gathered, n);
-      for (std::size_t i = 0; i < n; ++i) h[i] *= gathered[i];
+    for (std::size_t first = 0; first < tokens_; first += kTokens) {
+      const std::size_t tokens = std::min(kTokens, tokens_ - first);
+      float* values = h_.data() + first * stride_ + first_ + r;
+      dot_block(driver, r, n, x_, first, tokens, values, stride_, level_);
+      if (up != nullptr) dot_block(*up, r, n, x_, first, tokens, gathered, kTogether, level_);
+      for (std::size_t t = 0; t < tokens; ++t) {
+        float *h = values + t * stride_, *by = gathered + t * kTogether;
+        activate(activation_, 0.0F, h, n);
+        if (up == nullptr) continue;
+        activate(activation_.of_up(), 0.0F, by, n);
+        for (std::size_t i = 0; i < n; ++i) h[i] *= by[i];
+      }
     }
   }
 }

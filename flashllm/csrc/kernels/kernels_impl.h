@@ -301,8 +301,9 @@ inline void multiply_strip(TileRows a, std::size_t rows, TileColumns b, std::siz
   if constexpr (V < kTileVectors)
     for (; r + 2 * kTileRows <= rows; r += 2 * kTileRows)
       multiply_tile<2 * kTileRows, V>(from(r), b, terms, c + r * c_row, c_row);
-  for (; r + kTileRows <= rows; r += kTileRows)
+  for (; r + kTileRows <= rows && rows - r != kTileRows + 2; r += kTileRows)
     multiply_tile<kTileRows, V>(from(r), b, terms, c + r * c_row, c_row);
+  for (; r + 4 <= rows; r += 4) multiply_tile<4, V>(from(r), b, terms, c + r * c_row, c_row);
   for (; r + 2 <= rows; r += 2) multiply_tile<2, V>(from(r), b, terms, c + r * c_row, c_row);
   for (; r < rows; ++r) multiply_tile<1, V>(from(r), b, terms, c + r * c_row, c_row);
 }
@@ -345,7 +346,19 @@ inline void from_f32_f32(const float* from, std::size_t n, void* to) {
 }
 inline void from_f32_f16(const float* from, std::size_t n, void* to) {
   auto* target = static_cast<std::uint16_t*>(to);
-  for (std::size_t j = 0; j < n; ++j) target[j] = float_to_half(from[j]);
+  std::size_t j = 0;
+#if defined(__F16C__)
+  for (; j + 8 <= n; j += 8) {  // of what is not a number only the sign stays, as in float_to_half
+    const __m256 values = _mm256_loadu_ps(from + j);
+    const __m256i unordered = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
+    const __m128i payload = _mm_and_si128(
+        _mm_packs_epi32(_mm256_castsi256_si128(unordered), _mm256_extracti128_si256(unordered, 1)),
+        _mm_set1_epi16(0x01FF));
+    const __m128i halves = _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target + j), _mm_andnot_si128(payload, halves));
+  }
+#endif
+  for (; j < n; ++j) target[j] = float_to_half(from[j]);
 }
 inline void from_f32_bf16(const float* from, std::size_t n, void* to) {
   auto* target = static_cast<std::uint16_t*>(to);

@@ -342,13 +342,17 @@ void add_rows(const LinearWeights& weights, const float* scales, std::size_t pad
               float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
   if (in_pairs(weights.dtype, weights.columns, level))
     return add_rows_in_pairs(weights, scales, padded, tokens, y, y_stride, pool, *pair_kernels(level));
-  add_rows(DtypeRows(weights, level), weights.rows, weights.columns, scales, padded, tokens, y, y_stride,
-           pool, level);
+  add_rows(weights, {scales, 1, padded}, tokens, y, y_stride, pool, level);
 }
 
-void add_rows(const WideRows& weights, std::size_t rows, std::size_t columns, const float* scales,
-              std::size_t padded, std::size_t tokens, float* y, std::size_t y_stride, ThreadPool& pool,
-              SimdLevel level) {
+void add_rows(const LinearWeights& weights, TileRows scales, std::size_t tokens, float* y,
+              std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
+  add_rows(DtypeRows(weights, level), weights.rows, weights.columns, scales, tokens, y, y_stride, pool,
+           level);
+}
+
+void add_rows(const WideRows& weights, std::size_t rows, std::size_t columns, TileRows scales,
+              std::size_t tokens, float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
   const MultiplyAdd multiply_add = multiply_add_kernel(level);
   pool.parallel_for(columns, kColumns, [&](std::size_t begin, std::size_t end) {
     alignas(64) float wide[kSummed * kColumns];
@@ -360,8 +364,8 @@ void add_rows(const WideRows& weights, std::size_t rows, std::size_t columns, co
         weights.widen(i, together, j, count, wide, kColumns);
         for (std::size_t s = 0; s < together; ++s)
           std::fill(wide + s * kColumns + count, wide + s * kColumns + width, 0.0F);
-        multiply_add({scales + i * padded, 1, padded}, tokens, {wide, kColumns}, width, together, y + j,
-                     y_stride);
+        multiply_add({scales.data + i * scales.step, scales.row, scales.step}, tokens, {wide, kColumns},
+                     width, together, y + j, y_stride);
       }
     }
   });

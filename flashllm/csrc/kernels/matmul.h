@@ -83,9 +83,11 @@ void product_rows(const WideRows& weights, std::size_t rows, const PackedTokens&
 // are rounded to bf16 first.
 void add_rows(const LinearWeights& weights, const float* scales, std::size_t padded, std::size_t tokens,
               float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level);
-// The same of weights [rows, columns] of any form, never in pairs.
-void add_rows(const WideRows& weights, std::size_t rows, std::size_t columns, const float* scales,
-              std::size_t padded, std::size_t tokens, float* y, std::size_t y_stride, ThreadPool& pool,
-              SimdLevel level);
+// The same of weights [rows, columns] of any form, never in pairs; the scale of row i and token m is
+// scales.data[m * scales.row + i * scales.step].
+void add_rows(const WideRows& weights, std::size_t rows, std::size_t columns, TileRows scales,
+              std::size_t tokens, float* y, std::size_t y_stride, ThreadPool& pool, SimdLevel level);
+void add_rows(const LinearWeights& weights, TileRows scales, std::size_t tokens, float* y,
+              std::size_t y_stride, ThreadPool& pool, SimdLevel level);
 
 }  // namespace flashllm

@@ -154,6 +154,8 @@ struct CodedDot {
     std::size_t u = 0;
     for (; u + kScaled <= units; u += kScaled) {
       for (std::size_t t = 0; t < T; ++t) scale_units(row, x[t], u, kScaled, scales[t], offset[t]);
+      for (std::size_t line = 0; line < kScaled * kUnitNbytes; line += kCacheLine)
+        __builtin_prefetch(row.codes + u * kUnitNbytes + line + kCodedAhead, 0, 2);
 #pragma GCC unroll 8
       for (std::size_t i = 0; i < kScaled; ++i)
         for (std::size_t t = 0; t < T; ++t) add_unit(row, inputs[t], x[t], scales[t], u, i, sum[t][i % 2]);
@@ -206,13 +208,17 @@ void dot_matrix_coded_inputs(const void* data, std::size_t stride, std::size_t n
 template <typename D>
 void dot_tokens_coded_inputs(const void* data, std::size_t stride, std::size_t n, const CodedInputs* x,
                              std::size_t tokens, std::size_t k, float* out, std::size_t out_stride) {
-  constexpr std::size_t kTokens = 4;
-  std::size_t t = 0;
-  for (; t + kTokens <= tokens; t += kTokens)
+  const auto* first = static_cast<const std::byte*>(data);
+  for (std::size_t t = 0; t < tokens;) {
+    const std::size_t left = tokens - t;
+    if (left == 1) return dot_matrix_coded_inputs<D>(data, stride, n, x[t], k, out + t * out_stride);
+    const auto dot = left == 2   ? D::template dot_row<2>
+                     : left == 3 ? D::template dot_row<3>
+                                 : D::template dot_row<4>;
     for (std::size_t r = 0; r < n; ++r)
-      D::template dot_row<kTokens>(D::G::at(static_cast<const std::byte*>(data) + r * stride, k), x + t, k,
-                                   out + t * out_stride + r, out_stride);
-  for (; t < tokens; ++t) dot_matrix_coded_inputs<D>(data, stride, n, x[t], k, out + t * out_stride);
+      dot(D::G::at(first + r * stride, k), x + t, k, out + t * out_stride + r, out_stride);
+    t += left < 4 ? left : 4;
+  }
 }
 
 template <typename Input, typename Units>

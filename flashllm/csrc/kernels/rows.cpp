@@ -15,6 +15,7 @@ namespace flashllm {
 namespace {
 
 constexpr std::size_t kRowGrain = 16;       // rows a thread takes at a time
+constexpr std::size_t kTokensTogether = 8;  // whose inputs are handed over together
 constexpr std::size_t kSummed = 64;         // vectors that many tokens use together
 constexpr std::size_t kFewTokens = 7;       // that sum vectors one by one
 constexpr std::size_t kExpanded = 1 << 21;  // weights of bf12 expanded together
@@ -129,39 +130,15 @@ std::size_t vector_nbytes(RowCodec codec, std::size_t length) {
   return groups * ((shape.has_minimum ? 2 : 1) * sizeof(std::uint16_t) + shape.group * shape.bits / 8);
 }
 
-namespace {
-
-void linear_coded(const RowMatrix& matrix, const RowInputs& x, std::size_t tokens, float* out,
-                  ThreadPool& pool, SimdLevel level) {
-  const auto dot = coded_input_kernels(level, matrix.codec, x.form()).dot_tokens;
-  std::vector<CodedInputs> inputs(tokens);
-  for (std::size_t m = 0; m < tokens; ++m) inputs[m] = x.codes(m);
-  pool.parallel_for(matrix.rows, kRowGrain, [&](std::size_t begin, std::size_t end) {
-    // All tokens use a small block of rows while it is in the processor's cache.
-    for (std::size_t r = begin; r < end; r += kRowGrain) {
-      const std::size_t count = std::min(kRowGrain, end - r);
-      dot(matrix.data + r * matrix.stride, matrix.stride, count, inputs.data(), tokens, matrix.columns,
-          out + r, matrix.rows);
-      if (matrix.bias == nullptr) continue;
-      for (std::size_t m = 0; m < tokens; ++m)
-        for (std::size_t i = r; i < r + count; ++i) out[m * matrix.rows + i] += matrix.bias[i];
-    }
-  });
-}
-
-}  // namespace
-
 void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* out, ThreadPool& pool,
             SimdLevel level) {
   if (is_coded(matrix.codec)) {
     const RowInputs inputs(x, tokens, matrix.columns, matrix.inputs);
-    if (tokens > 1 && inputs.has_codes()) return linear_coded(matrix, inputs, tokens, out, pool, level);
     return pool.parallel_for(matrix.rows, kRowGrain, [&](std::size_t begin, std::size_t end) {
       // All tokens use a small block of rows while it is in the processor's cache.
       const std::size_t block = tokens == 1 ? end - begin : kRowGrain;
       for (std::size_t r = begin; r < end; r += block)
-        for (std::size_t m = 0; m < tokens; ++m)
-          dot_block(matrix, r, std::min(block, end - r), inputs, m, out + m * matrix.rows + r, level);
+        dot_block(matrix, r, std::min(block, end - r), inputs, 0, tokens, out + r, matrix.rows, level);
     });
   }
   if (matrix.codec != RowCodec::int8) return linear(plain(matrix), x, tokens, out, pool, level);
@@ -174,18 +151,26 @@ void linear(const RowMatrix& matrix, const float* x, std::size_t tokens, float* 
 }
 
 void dot_block(const RowMatrix& matrix, std::size_t first, std::size_t count, const RowInputs& x,
-               std::size_t token, float* out, SimdLevel level) {
+               std::size_t token, std::size_t tokens, float* out, std::size_t out_stride, SimdLevel level) {
   const std::byte* rows = matrix.data + first * matrix.stride;
   if (x.has_codes()) {
-    coded_input_kernels(level, matrix.codec, x.form())
-        .dot_matrix(rows, matrix.stride, count, x.codes(token), matrix.columns, out);
+    const CodedInputKernels& kernels = coded_input_kernels(level, matrix.codec, x.form());
+    for (std::size_t t = 0; t < tokens; t += kTokensTogether) {
+      CodedInputs inputs[kTokensTogether];
+      const std::size_t together = std::min(kTokensTogether, tokens - t);
+      for (std::size_t i = 0; i < together; ++i) inputs[i] = x.codes(token + t + i);
+      kernels.dot_tokens(rows, matrix.stride, count, inputs, together, matrix.columns, out + t * out_stride,
+                         out_stride);
+    }
   } else {
     const auto dot = is_coded(matrix.codec) ? codec_kernels(level, matrix.codec).dot_matrix
                                             : kernel_table(level, dtype_of(matrix.codec)).dot_matrix;
-    dot(rows, matrix.stride, count, x.floats(token), matrix.columns, out);
+    for (std::size_t t = 0; t < tokens; ++t)
+      dot(rows, matrix.stride, count, x.floats(token + t), matrix.columns, out + t * out_stride);
   }
   if (matrix.bias == nullptr) return;
-  for (std::size_t i = 0; i < count; ++i) out[i] += matrix.bias[first + i];
+  for (std::size_t t = 0; t < tokens; ++t)
+    for (std::size_t i = 0; i < count; ++i) out[t * out_stride + i] += matrix.bias[first + i];
 }
 
 void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel level) {
@@ -273,8 +258,16 @@ void add_rows(const RowMatrix& matrix, const float* scales, std::size_t padded, 
   if (matrix.codec == RowCodec::bf12 && in_pairs(Dtype::bf16, matrix.columns, level))
     return add_rows(Expanded(matrix, 0, matrix.rows, pool, level).weights(), scales, padded, tokens, y,
                     y_stride, pool, level);
-  add_rows(CodedRows(matrix, level), matrix.rows, matrix.columns, scales, padded, tokens, y, y_stride, pool,
-           level);
+  add_rows(CodedRows(matrix, level), matrix.rows, matrix.columns, {scales, 1, padded}, tokens, y, y_stride,
+           pool, level);
+}
+
+void add_rows_few(const RowMatrix& matrix, TileRows scales, std::size_t tokens, float* y,
+                  std::size_t y_stride, ThreadPool& pool, SimdLevel level) {
+  if (is_coded(matrix.codec))
+    return add_rows(CodedRows(matrix, level), matrix.rows, matrix.columns, scales, tokens, y, y_stride, pool,
+                    level);
+  add_rows(plain(matrix), scales, tokens, y, y_stride, pool, level);
 }
 
 void linear_by_columns(const RowMatrix& matrix, const std::byte* x, std::size_t tokens, Dtype dtype,

@@ -40,9 +40,10 @@ inline void dot_all(const RowMatrix& matrix, const float* x, float* out, ThreadP
   linear(matrix, x, 1, out, pool, level);
 }
 
-// The same of rows [first, first + count) and one token of x, by the calling thread. Not of int8 rows.
+// The same of rows [first, first + count) and `tokens` tokens of x from `token` on, whose outputs lie
+// `out_stride` apart, by the calling thread. Not of int8 rows.
 void dot_block(const RowMatrix& matrix, std::size_t first, std::size_t count, const RowInputs& x,
-               std::size_t token, float* out, SimdLevel level);
+               std::size_t token, std::size_t tokens, float* out, std::size_t out_stride, SimdLevel level);
 
 // Row `row`, widened to fp32. Not of int8.
 void widen_row(const RowMatrix& matrix, std::size_t row, float* to, SimdLevel level);
@@ -57,6 +58,9 @@ void product_rows(const RowMatrix& matrix, const PackedTokens& x, float* product
                   SimdLevel level);
 void add_rows(const RowMatrix& matrix, const float* scales, std::size_t padded, std::size_t tokens, float* y,
               std::size_t y_stride, ThreadPool& pool, SimdLevel level);
+// Never in pairs, so that every token has the bits of sum_scattered, but at the scalar level.
+void add_rows_few(const RowMatrix& matrix, TileRows scales, std::size_t tokens, float* y,
+                  std::size_t y_stride, ThreadPool& pool, SimdLevel level);
 
 // out[m][j] = sum_i x[m][i] * rows[i][j] (+ bias[j]), in the order of i whatever the tokens, rounded to
 // `out_dtype`: products with a matrix that lies by its inputs, as down columns do. x: [tokens, rows], of

@@ -42,9 +42,11 @@ struct PlaneKernels {
   void (*add_scaled_rows)(const void* const* rows, const std::int32_t* ids, const float* values,
                           std::size_t n, const ScalePlane& plane, std::size_t k, std::size_t begin,
                           std::size_t end, float* y);
-  // weights [first, first + n) of neuron `id`, `first` a multiple of kCodeUnit
-  void (*widen)(const void* row, std::size_t id, const ScalePlane& plane, std::size_t k, std::size_t first,
-                std::size_t n, float* to);
+  // weights [first, first + n) of neurons [id, id + count), whose columns are `stride` bytes apart, into rows
+  // `to_stride` floats apart; `first` is a multiple of kCodeUnit
+  void (*widen)(const void* rows, std::size_t stride, std::size_t id, std::size_t count,
+                const ScalePlane& plane, std::size_t k, std::size_t first, std::size_t n, float* to,
+                std::size_t to_stride);
 };
 // Throws CoreError for a codec without a plane, one of other scales, and where the processor lacks the level.
 const PlaneKernels& plane_kernels(SimdLevel level, RowCodec codec, const ScalePlane& plane);
@@ -78,9 +80,8 @@ class PlaneRows : public WideRows {
         kernels_(plane_kernels(level, codec, plane)) {}
   void widen(std::size_t begin, std::size_t count, std::size_t first, std::size_t width, float* to,
              std::size_t stride) const override {
-    for (std::size_t i = 0; i < count; ++i)
-      kernels_.widen(data_ + (begin + i) * stride_, first_ + begin + i, plane_, k_, first, width,
-                     to + i * stride);
+    kernels_.widen(data_ + begin * stride_, stride_, first_ + begin, count, plane_, k_, first, width, to,
+                   stride);
   }
 
  private:

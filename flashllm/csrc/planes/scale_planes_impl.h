@@ -107,25 +107,35 @@ void add_plane_rows(const void* const* rows, const std::int32_t* ids, const floa
     add_plane_columns<Scales, 1>(rows + i, ids + i, values + i, nullptr, plane, k, begin, end, y);
 }
 
+// Neurons of one group take the scales that were loaded once.
 template <typename Scales>
-void widen_plane_row(const void* row, std::size_t id, const ScalePlane& plane, std::size_t k,
-                     std::size_t first, std::size_t n, float* to) {
-  const Scales of_row(plane, id, k);
-  for (std::size_t j = 0; j < n; j += kCodeUnit) {
-    float padded[kCodeUnit];
-    float* at = n - j < kCodeUnit ? padded : to + j;
-    UnitScales scales;
-    of_row.load(plane, first + j, scales);
-    Vec weights[kUnitVectors];
-    Scales::decode(static_cast<const std::uint8_t*>(row) + (first + j) / 8 * Scales::kBits, scales, weights);
-    for (std::size_t v = 0; v < kUnitVectors; ++v) weights[v].store(at + v * Vec::kWidth);
-    if (at == padded) __builtin_memcpy(to + j, padded, (n - j) * sizeof(float));
+void widen_plane_rows(const void* rows, std::size_t stride, std::size_t id, std::size_t count,
+                      const ScalePlane& plane, std::size_t k, std::size_t first, std::size_t n, float* to,
+                      std::size_t to_stride) {
+  for (std::size_t begin = 0, end = 0; begin < count; begin = end) {
+    const Scales of_group(plane, id + begin, k);
+    const std::size_t left = plane.group - (id + begin) % plane.group;
+    end = left < count - begin ? begin + left : count;
+    for (std::size_t j = 0; j < n; j += kCodeUnit) {
+      UnitScales scales;
+      of_group.load(plane, first + j, scales);
+      const auto* unit =
+          static_cast<const std::uint8_t*>(rows) + begin * stride + (first + j) / 8 * Scales::kBits;
+      for (std::size_t i = begin; i < end; ++i, unit += stride) {
+        float padded[kCodeUnit];
+        float* at = n - j < kCodeUnit ? padded : to + i * to_stride + j;
+        Vec weights[kUnitVectors];
+        Scales::decode(unit, scales, weights);
+        for (std::size_t v = 0; v < kUnitVectors; ++v) weights[v].store(at + v * Vec::kWidth);
+        if (at == padded) __builtin_memcpy(to + i * to_stride + j, padded, (n - j) * sizeof(float));
+      }
+    }
   }
 }
 
 template <typename Scales>
 constexpr PlaneKernels plane_kernels_of() {
-  return {add_plane_rows<Scales>, widen_plane_row<Scales>};
+  return {add_plane_rows<Scales>, widen_plane_rows<Scales>};
 }
 
 const PlaneKernels kPlanes[kPlaneCodecs][kPlaneForms] = {
