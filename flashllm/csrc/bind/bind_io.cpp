@@ -158,10 +158,6 @@ class PyDirectWriter {
     const Forget forget{*this};
     unlocked([&] { writer_->wait(ticket); });
   }
-  void wait_all() {
-    const Forget forget{*this};
-    unlocked([&] { writer_->wait_all(); });
-  }
   void close() {
     const Forget forget{*this};
     unlocked([&] { writer_->close(); });
@@ -254,17 +250,13 @@ void init_io(nb::module_& m) {
       .def_prop_ro("size", [](PyDirectWriter& self) { return self.native().size(); })
       .def_prop_ro("direct", [](PyDirectWriter& self) { return self.native().direct(); })
       .def_prop_ro("fallback_reason", [](PyDirectWriter& self) { return self.native().fallback_reason(); })
-      .def_prop_ro("memory_alignment", [](PyDirectWriter& self) { return self.native().memory_alignment(); })
       .def("write", &PyDirectWriter::write, nb::arg("offset"), nb::arg("array"))
       .def(
           "finished",
           [](PyDirectWriter& self, std::uint64_t ticket) { return self.native().finished(ticket); },
           nb::arg("ticket"))
       .def("wait", &PyDirectWriter::wait, nb::arg("ticket"))
-      .def("wait_all", &PyDirectWriter::wait_all)
-      .def("close", &PyDirectWriter::close)
-      .def("take_bytes", [](PyDirectWriter& self) { return self.native().take_bytes(); })
-      .def("busy_ns", [](PyDirectWriter& self) { return self.native().busy_ns(); });
+      .def("close", &PyDirectWriter::close);
 }
 
 }  // namespace flashllm
