@@ -27,6 +27,7 @@ from flashllm.replies.formats import find
 from flashllm.serve.app import Api, Served, make_app
 from flashllm.serve.dialects.anthropic import Anthropic
 from flashllm.serve.dialects.ollama import Ollama
+from flashllm.serve.dialects.responses import Responses
 from flashllm.serve.metrics import Metrics
 from flashllm.serve.worker import ServedModel, Worker
 
@@ -134,7 +135,7 @@ def app_of(
     ) as worker:
         api = Api(served, worker, metrics)
         app = make_app(
-            [*api.routes(), *Anthropic(api).routes(), *Ollama(api).routes()],
+            [*api.routes(), *Responses(api).routes(), *Anthropic(api).routes(), *Ollama(api).routes()],
             metrics,
             key=options.key,
             hosts=options.hosts,
