@@ -180,8 +180,7 @@ class _Form:
             "tools": [],
             "store": False,
         }
-        self._status = "in_progress"
-        self._error: Document | None = None
+        self._status, self._error = "in_progress", dict[str, str]()
 
     def take(self, event: Began | Chosen | Ended) -> list[Document]:
         """Count an event; the documents that it makes."""
@@ -219,7 +218,7 @@ class _Form:
         return {
             **self._head,
             "status": self._status,
-            "error": self._error,
+            "error": self._error or None,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
             "output": [*self._output] if ended else [],
             "usage": usage if ended else None,
