@@ -31,6 +31,12 @@ def text(name: str, value: Any) -> str:
     return value
 
 
+def mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise BadRequest(f"{name} must be an object, not {short(value)}", param=name)
+    return value
+
+
 def integer(body: Mapping[str, Any], name: str, low: int, high: int = 2**63 - 1) -> int:
     """The field `name` as a whole number; true and 1.0 are none."""
     value = body[name]

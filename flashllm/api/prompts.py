@@ -182,6 +182,13 @@ class PromptEncoder:
             most=request.thinking_tokens,
         )
 
+    def conversation(self, request: Request) -> str:
+        """A conversation's text. BadRequest for what the model's template cannot be told, else as `Template.render`."""
+        messages = [message for message in request.prompt if isinstance(message, dict)]
+        if self.template is None and self.plain_chat and not (request.tools or request.template_values):
+            return plain_text(messages)
+        return self._render(request, messages)
+
     def _render(self, request: Request, messages: Sequence[Message]) -> str:
         """The conversation's text. BadRequest for what this model's template cannot be told, else as `render`."""
         template, values = self.template, dict(request.template_values)
@@ -212,16 +219,13 @@ class PromptEncoder:
         if request.options.stop and self.tokenizer is None:
             raise BadRequest("stop needs the model's tokenizer, which is missing", request.custom_id, param="stop")
         if request.kind == "chat":
-            messages = [message for message in prompt if isinstance(message, dict)]
-            if self.template is None and self.plain_chat and not (request.tools or request.template_values):
-                text = plain_text(messages)
-                return (yield from self._encode(text, add_special=True, custom_id=request.custom_id))
             try:
-                text = self._render(request, messages)
-            except FlashError as error:  # it refuses this conversation, or fails over it
+                text = self.conversation(request)
+            except FlashError as error:  # the template refuses this conversation, or fails over it
                 raise Unanswerable(str(error)) from error
-            # The template writes the special tokens.
-            return (yield from self._encode(text, add_special=False, custom_id=request.custom_id))
+            # A template writes the special tokens.
+            plain = self.template is None
+            return (yield from self._encode(text, add_special=plain, custom_id=request.custom_id))
         if isinstance(prompt, str):
             return (yield from self._encode(prompt, add_special=True, custom_id=request.custom_id))
         ids = [each for each in prompt if isinstance(each, int)]

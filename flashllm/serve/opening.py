@@ -27,6 +27,8 @@ from flashllm.replies.formats import find
 from flashllm.serve.app import Api, Served, make_app
 from flashllm.serve.dialects.anthropic import Anthropic
 from flashllm.serve.dialects.ollama import Ollama
+from flashllm.serve.dialects.responses import Responses
+from flashllm.serve.dialects.tokens import Tokens
 from flashllm.serve.metrics import Metrics
 from flashllm.serve.worker import ServedModel, Worker
 
@@ -134,7 +136,7 @@ def app_of(
     ) as worker:
         api = Api(served, worker, metrics)
         app = make_app(
-            [*api.routes(), *Anthropic(api).routes(), *Ollama(api).routes()],
+            [*api.routes(), *(route for one in (Responses, Anthropic, Ollama, Tokens) for route in one(api).routes())],
             metrics,
             key=options.key,
             hosts=options.hosts,

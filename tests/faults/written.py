@@ -39,7 +39,7 @@ from flashllm.offload.jobs.lines import Line
 from flashllm.offload.jobs.results import Results
 from flashllm.offload.shape import load_shape
 from flashllm.parked.file import identity, read_parked, write_parked
-from flashllm.serve import ollama
+from flashllm.serve.dialects import ollama
 
 CODED = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 64, "hidden_act": "silu"}  # fmt: skip

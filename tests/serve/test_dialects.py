@@ -9,6 +9,7 @@ from test_offered_tools import CALL, HERMES, SHORT, WEATHER
 
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
+from flashllm.generate.tokenizer import Tokenizer
 
 TOOL = {"name": "get_weather", "description": "The weather", "input_schema": SHORT["function"]["parameters"]}
 BEARER = {"Authorization": "Bearer secret"}
@@ -218,3 +219,23 @@ def test_ollamas_tools_reasoning_and_format(http, say, seen):
         "/api/chat", headers=BEARER, json={**body, "tools": [], "format": schema, "stream": False}
     ).json()
     assert json.loads(answer["message"]["content"]) == ["yes"]
+
+
+def test_prompts_as_tokens(http, say, tools_path):
+    def post(path, **body):
+        response = http.post(path, json=body)
+        return response.json() if response.status_code == 200 else response.json()["error"]["message"]
+
+    tokenizer = Tokenizer.load(tools_path)
+    text = post("/apply-template", messages=ASK, tools=[WEATHER])["prompt"]
+    assert text.startswith("T{")
+    assert text.endswith(";user:Rain?;assistant:")
+    ids = tokenizer.encode(text, add_special=False)
+    assert post("/tokenize", messages=ASK, tools=[WEATHER], model="tiny")["tokens"] == ids
+    ids = tokenizer.encode("One day")
+    assert post("/tokenize", content="One day") == {"tokens": ids, "count": len(ids), "max_model_len": 1024}
+    assert post("/detokenize", tokens=ids)["content"] == tokenizer.decode(ids)
+    assert "the field 'tokens' is unknown" in post("/tokenize", tokens=ids)
+    assert "not below the model's vocabulary" in post("/detokenize", tokens=[10**6])
+    assert "messages must be a list" in post("/apply-template")
+    assert "there is no model 'other'" in post("/tokenize", content="x", model="other")

@@ -215,7 +215,7 @@ def test_unknown_models_paths_and_methods(http):
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     for path in (
         "/v1/embeddings",
-        "/v1/responses",
+        "/v1/embeddings",
         "/v2",
         "/v1/chat/completions/",
         "/%2e%2e/etc/passwd",

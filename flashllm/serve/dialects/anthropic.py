@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from flashllm.api.fields import BadRequest, flag, short, text
+from flashllm.api.fields import BadRequest, flag, mapping, short, text
 from flashllm.api.requests import parse_body
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.replies import written
@@ -84,16 +84,16 @@ class Anthropic:
         chat |= _tools(body) | self._thinking(body.get("thinking", {}))
         if "stop_sequences" in body:
             chat["stop"] = body["stop_sequences"]
-        shape = _object("output_config", body.get("output_config", {})).get("format")
+        shape = mapping("output_config", body.get("output_config", {})).get("format")
         if shape is not None:
-            schema = _object("output_config.format", shape).get("schema")
+            schema = mapping("output_config.format", shape).get("schema")
             chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
         request = parse_body(chat, "chat", custom_id=f"msg_{secrets.token_hex(12)}", defaults=defaults)
         return Asked.chat(request, stream="stream" in body and flag(body, "stream"))
 
     def _thinking(self, given: Any) -> Document:
         """What the field `thinking` asks of a template that knows it; others reason as they do."""
-        kind = _object("thinking", given).get("type")
+        kind = mapping("thinking", given).get("type")
         values: Document = {}
         if "budget_tokens" in given and kind == "enabled":
             values["thinking_token_budget"] = given["budget_tokens"]
@@ -120,12 +120,6 @@ def _error(error: ApiError) -> Document:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def _object(name: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise BadRequest(f"{name} must be an object, not {short(value)}", param=name)
-    return value
-
-
 def _system(value: Any) -> list[Document]:
     texts = [each for each in _texts("system", value or [], ("text",)) if not each.startswith(_BILLING)]
     return [{"role": "system", "content": "\n".join(texts)}] if texts else []
@@ -137,7 +131,7 @@ def _blocks(where: str, value: Any) -> list[Mapping[str, Any]]:
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
         raise BadRequest(f"{where}: content must be a text or a list of blocks, not {short(value)}", param=where)
-    return [_object(f"{where}[{place}]", block) for place, block in enumerate(value)]
+    return [mapping(f"{where}[{place}]", block) for place, block in enumerate(value)]
 
 
 def _texts(where: str, value: Any, kinds: Sequence[str]) -> list[str]:
@@ -157,7 +151,7 @@ def _messages(value: Any) -> list[Document]:
     messages: list[Document] = []
     for place, given in enumerate(value):
         where = f"messages[{place}]"
-        role = _object(where, given).get("role")
+        role = mapping(where, given).get("role")
         said: list[str] = []
         calls: list[Document] = []
         thought = ""
@@ -191,10 +185,10 @@ def _tools(body: Mapping[str, Any]) -> Document:
         raise BadRequest(f"tools must be a list, not {short(given)}", param="tools")
     tools = []
     for place, tool in enumerate(given):
-        if _object(f"tools[{place}]", tool).get("type", "custom") == "custom":
+        if mapping(f"tools[{place}]", tool).get("type", "custom") == "custom":
             function = {"name": tool.get("name"), "description": tool.get("description")}
             tools.append({"type": "function", "function": function | {"parameters": tool.get("input_schema")}})
-    choice = _object("tool_choice", body.get("tool_choice", {"type": "auto"}))
+    choice = mapping("tool_choice", body.get("tool_choice", {"type": "auto"}))
     values: Document = {"tools": tools} if tools else {}
     if choice.get("type") == "tool":
         values["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
