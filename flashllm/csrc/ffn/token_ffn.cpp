@@ -66,8 +66,10 @@ void TokenFfn::add(const std::byte* rows, std::size_t count) {
   const std::int32_t first = next_;
   if (norm_) first_ += count;
   next_ += static_cast<std::int32_t>(count);
-  // Whole vectors; the scalar level rounds a vector's end once.
-  if (tokens_ > 1 && format_.d_model % kColumnPad == 0 && level_ != SimdLevel::scalar) {
+  // Columns are widened for all tokens, where those are enough to pay for it. Whole vectors; the scalar level
+  // rounds a vector's end once.
+  const std::size_t pays = plane_ != nullptr ? 2 : 3;
+  if (tokens_ >= pays && format_.d_model % kColumnPad == 0 && level_ != SimdLevel::scalar) {
     if (plane_ != nullptr)
       add_rows(PlaneRows(rows + format_.down, format_.stride, static_cast<std::size_t>(first),
                          format_.d_model, format_.down_codec, *plane_, level_),
