@@ -152,7 +152,8 @@ def test_same_bits_whatever_is_prefetched(tiny, load, undisturbed, monkeypatch, 
     tokens, logits = undisturbed
     assert torch.equal(flash(ids_of(6)).logits, logits)
     flash.engine.meter.restart()
-    assert [greedy(flash, ids_of(length)) for length in (30, 4)] == tokens
+    # The few tokens first: a prompt's rows stay where all have room, and nothing is left to prefetch.
+    assert [greedy(flash, ids_of(length)) for length in (4, 30)] == tokens[::-1]
     times = flash.engine.meter.take()
     assert times.prefetched >= times.prefetch_used
     assert times.prefetched > 0
