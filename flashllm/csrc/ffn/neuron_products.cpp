@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/levels.h"
+#include "kernels/levels/levels.h"
 
 namespace flashllm {
 

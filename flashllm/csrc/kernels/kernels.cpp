@@ -7,7 +7,7 @@
 
 #include "io/error.h"
 #include "io/memory.h"
-#include "kernels/levels.h"
+#include "kernels/levels/levels.h"
 
 namespace flashllm {
 

@@ -7,8 +7,8 @@
 
 #include "io/error.h"
 #include "io/xxh3.h"
-#include "kernels/kernels_int8.h"
-#include "kernels/levels.h"
+#include "kernels/levels/kernels_int8.h"
+#include "kernels/levels/levels.h"
 
 namespace flashllm {
 

@@ -1,7 +1,7 @@
 #include "planes/scale_planes.h"
 
 #include "io/error.h"
-#include "kernels/levels.h"
+#include "kernels/levels/levels.h"
 #include "kernels/rows.h"
 
 namespace flashllm {

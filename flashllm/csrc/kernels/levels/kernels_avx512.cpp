@@ -9,7 +9,7 @@
 #include <immintrin.h>
 
 #include "kernels/half.h"
-#include "kernels/levels.h"
+#include "kernels/levels/levels.h"
 
 namespace flashllm::avx512 {
 
@@ -153,16 +153,16 @@ inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where either is NaN
 
-#include "kernels/eight_x86.h"
+#include "kernels/levels/eight_x86.h"
 
 }  // namespace
 
-#include "kernels/kernels_impl.h"
-#include "kernels/row_codecs_impl.h"
-#include "kernels/row_codecs_inputs_impl.h"
+#include "kernels/levels/kernels_impl.h"
+#include "kernels/levels/row_codecs_impl.h"
+#include "kernels/levels/row_codecs_inputs_impl.h"
 #include "planes/scale_planes_impl.h"
 
-#include "kernels/level_impl.h"
+#include "kernels/levels/level_impl.h"
 
 }  // namespace flashllm::avx512
 

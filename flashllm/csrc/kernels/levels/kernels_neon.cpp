@@ -5,7 +5,7 @@
 #include <arm_neon.h>
 
 #include "kernels/half.h"
-#include "kernels/levels.h"
+#include "kernels/levels/levels.h"
 
 namespace flashllm::neon {
 
@@ -226,12 +226,12 @@ inline Eight operator*(const Eight& a, const Eight& b) {
 
 }  // namespace
 
-#include "kernels/kernels_impl.h"
-#include "kernels/row_codecs_impl.h"
-#include "kernels/row_codecs_inputs_impl.h"
+#include "kernels/levels/kernels_impl.h"
+#include "kernels/levels/row_codecs_impl.h"
+#include "kernels/levels/row_codecs_inputs_impl.h"
 #include "planes/scale_planes_impl.h"
 
-#include "kernels/level_impl.h"
+#include "kernels/levels/level_impl.h"
 
 }  // namespace flashllm::neon
 

@@ -1,4 +1,4 @@
-#include "kernels/kernels_int8.h"
+#include "kernels/levels/kernels_int8.h"
 
 #if defined(__x86_64__)
 #if defined(__GNUC__) && !defined(__clang__)

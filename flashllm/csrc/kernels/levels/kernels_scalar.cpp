@@ -1,6 +1,6 @@
 // The portable level: no intrinsics. Eight lanes, so that a compiler may vectorise what the target has.
 #include "kernels/half.h"
-#include "kernels/levels.h"
+#include "kernels/levels/levels.h"
 
 namespace flashllm::scalar {
 
@@ -202,11 +202,11 @@ Eight operator*(const Eight& a, const Eight& b) {
 
 }  // namespace
 
-#include "kernels/kernels_impl.h"
-#include "kernels/row_codecs_impl.h"
-#include "kernels/row_codecs_inputs_impl.h"
+#include "kernels/levels/kernels_impl.h"
+#include "kernels/levels/row_codecs_impl.h"
+#include "kernels/levels/row_codecs_inputs_impl.h"
 #include "planes/scale_planes_impl.h"
 
-#include "kernels/level_impl.h"
+#include "kernels/levels/level_impl.h"
 
 }  // namespace flashllm::scalar

@@ -127,7 +127,7 @@ struct Lossless12 {
   }
 };
 
-#include "kernels/carried_codecs_impl.h"
+#include "kernels/levels/carried_codecs_impl.h"
 
 // A step of R vectors in the reordered form, escapes and all; apart, because a call would put the sums of the
 // other steps into memory.
