@@ -35,6 +35,22 @@ _MAX_JSON_VALUES = 2_000_000  # a value takes up to 100 bytes of memory, and as 
 Progress = Callable[[str, int, int], None]  # (what, bytes done, bytes in all)
 
 
+class Closing:
+    """Base of what holds files, threads or memory: a `with` statement closes it."""
+
+    def close(self) -> None:
+        """Give back what is held; again, nothing."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
     """An OSError raised inside names the file `path` where it names none, as those of calls on a descriptor."""

@@ -9,13 +9,13 @@ computes single tokens. What a sequence gets never depends on what else is in th
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm.base.files import Closing
 from flashllm.base.machine import available_nbytes, process_nbytes
 from flashllm.base.processes import OneProcess, beside_nbytes
 from flashllm.config import RunConfig
@@ -44,7 +44,7 @@ class Observer(Protocol):
         """h: the activations [neurons, tokens] of the neurons from `first` on; what is written into it counts."""
 
 
-class Model(OneProcess):
+class Model(OneProcess, Closing):
     """A model in memory, as far as it fits; a context manager. One thread at a time computes, others wait.
 
     A forked child cannot use it: every call but `close`, which does nothing there, raises UsageError.
@@ -334,11 +334,3 @@ class Model(OneProcess):
             parts.native.interrupt()
             if parts.trace is not None:
                 parts.trace.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

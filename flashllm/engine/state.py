@@ -9,13 +9,13 @@ bytes are the native core's.
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm.base.files import Closing
 from flashllm.base.processes import OneProcess
 from flashllm.base.units import format_size
 from flashllm.errors import BudgetError, ContextFull, UsageError
@@ -126,7 +126,7 @@ class StateMemory(OneProcess):
             self._closed, self._caches = True, ()
 
 
-class SequenceState:
+class SequenceState(Closing):
     """The state of a sequence's tokens; a context manager. Its memory goes back when it is closed or forgotten."""
 
     def __init__(self, memory: StateMemory) -> None:
@@ -224,11 +224,3 @@ class SequenceState:
         self._memory.check_process()
         if self.closed:
             raise UsageError("this sequence is closed and its memory given back; take a new one")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

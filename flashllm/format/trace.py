@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.arch.spec import Architecture
-from flashllm.base.files import HashingWriter, open_for_reading, pread_into
+from flashllm.base.files import Closing, HashingWriter, open_for_reading, pread_into
 from flashllm.errors import FormatError, UsageError
 from flashllm.format.safetensors import SafetensorsHeader, encode_header, read_header
 
@@ -115,7 +115,7 @@ class TraceWriter:
         self._writer.__exit__(kind, value, tb)
 
 
-class Trace:
+class Trace(Closing):
     """An open trace; a context manager. Raises FormatError for a file that is no trace."""
 
     def __init__(self, path: Path) -> None:
@@ -166,12 +166,6 @@ class Trace:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def _parse(header: SafetensorsHeader) -> TraceInfo:

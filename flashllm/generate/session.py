@@ -8,12 +8,12 @@ it was after the last record.
 from array import array
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm.base.files import Closing
 from flashllm.engine.meter import StepTimes
 from flashllm.errors import ContextFull, UsageError
 from flashllm.generate.detokenizer import Decoder, Detokenizer
@@ -69,7 +69,7 @@ def common_prefix(tokens: Sequence[int], ids: Sequence[int], most: int) -> int:
     return next((at for at in range(most) if tokens[at] != ids[at]), most)
 
 
-class Session:
+class Session(Closing):
     """One conversation with a loaded model: its tokens, its KV cache, and the streams that extend them.
 
     Several sessions of one model may be open; each pays for the tokens it has. With a `template` the turns of
@@ -197,14 +197,6 @@ class Session:
         self._turn += 1
         if sequence is not None:
             sequence.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def stream(self, text: str, *, add_special: bool = True) -> Iterator[PrefillRecord | TokenRecord]:
         """Append `text` to the context and generate. Raises ContextFull, FlashIOError, ChecksumError."""

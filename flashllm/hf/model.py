@@ -7,7 +7,6 @@ Translates between batches of padded columns (theirs) and sequences of tokens (t
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, cast
 
 import numpy as np
@@ -18,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
+from flashllm.base.files import Closing
 from flashllm.base.units import parse_size
 from flashllm.config import RunConfig
 from flashllm.convert.locate import resolve_model
@@ -33,7 +33,7 @@ from flashllm.hf.torch_threads import one_torch_thread
 _IGNORED = -100  # a label that does not count
 
 
-class FlashModel(FixedModel):  # type: ignore[no-untyped-call]
+class FlashModel(FixedModel, Closing):  # type: ignore[no-untyped-call]
     """A causal LM over `engine`; a context manager, which closes it. Made by `from_pretrained`."""
 
     @classmethod
@@ -172,14 +172,6 @@ class FlashModel(FixedModel):  # type: ignore[no-untyped-call]
     def close(self) -> None:
         """Release threads, files and memory. The model cannot be used afterwards; once more is harmless."""
         self.engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _checked_cache(self, given: Cache | None, *, rows: int) -> FlashCache:
         if given is None:

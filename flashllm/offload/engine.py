@@ -8,12 +8,12 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from flashllm.api.fields import BadRequest
 from flashllm.api.prompts import Unanswerable
 from flashllm.api.requests import Request
+from flashllm.base.files import Closing
 from flashllm.base.units import parse_size
 from flashllm.errors import UsageError
 from flashllm.generate.grammar import Constraint
@@ -50,7 +50,7 @@ class Output:
     error: str | None
 
 
-class OffloadEngine:
+class OffloadEngine(Closing):
     """A model that answers many prompts at once. A context manager; `close` frees weights, cache and scratch files.
 
     Weights are loaded when the first prompts come, because the policy depends on how long they are. A later call with
@@ -175,14 +175,6 @@ class OffloadEngine:
         if runner is not None:
             runner.close()
         self._model.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _answers(
         self,

@@ -8,13 +8,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, cast
 
 from flashllm.api.answers import chat_message
 from flashllm.api.prompts import Reading
 from flashllm.api.requests import Request
 from flashllm.base.command_line import say
+from flashllm.base.files import Closing
 from flashllm.errors import Cancelled, ContextFull, FlashError
 from flashllm.format.manifest import Manifest
 from flashllm.generate.grammar import Matcher
@@ -91,7 +91,7 @@ class Job:
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 
-class Worker:
+class Worker(Closing):
     """Runs jobs until it is closed; a context manager. `submit`, `cancel_all` and the properties: from any thread."""
 
     def __init__(
@@ -185,14 +185,6 @@ class Worker:
             self._changed.notify()
         self._thread.join()
         self._conversations.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _make_room(self) -> bool:
         return self._conversations.forget_oldest()

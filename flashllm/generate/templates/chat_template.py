@@ -8,9 +8,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self
 
+from flashllm.base.files import Closing
 from flashllm.errors import FormatError, UsageError
 from flashllm.generate.templates.frames import Kind
 from flashllm.generate.templates.renderer import Exceeded, Renderer
@@ -19,7 +19,7 @@ from flashllm.generate.tokenizer import Tokenizer
 MAX_TEMPLATE_CHARS = 1_000_000
 
 
-class ChatTemplate:
+class ChatTemplate(Closing):
     """One template. Used from any thread; closed it ends its process."""
 
     @classmethod
@@ -109,14 +109,6 @@ class ChatTemplate:
     def close(self) -> None:
         """End the process."""
         self._renderer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @contextmanager

@@ -8,9 +8,8 @@ As many blocks of the policy as there are stages are in flight at once.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from flashllm.base.files import Closing
 from flashllm.errors import FlashError, PeerLost, UsageError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs import sequences as jobs
@@ -40,7 +39,7 @@ class StageMeasure:
     bytes_written: int
 
 
-class PipelineRunner:
+class PipelineRunner(Closing):
     """A model over the processes of a ring, seen from the last one: like `Runner`. A context manager.
 
     The ring outlives it. Raises as Runner does for this process's part, and PeerLost, with its message, where another
@@ -122,14 +121,6 @@ class PipelineRunner:
 
     def close(self) -> None:
         self._runner.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def serve(

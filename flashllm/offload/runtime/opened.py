@@ -2,10 +2,10 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
 from flashllm import _core
+from flashllm.base.files import Closing
 from flashllm.base.machine import num_cores
 from flashllm.base.units import format_size
 from flashllm.errors import BudgetError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flashllm.offload.runtime.accelerator.tier import AcceleratorTier
 
 
-class OpenModel:
+class OpenModel(Closing):
     """A context manager. Raises what `open_weights` raises, and what the device does."""
 
     def __init__(
@@ -85,14 +85,6 @@ class OpenModel:
 
     def close(self) -> None:
         self._parts.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _open_tier(self, dtype: str, layout: Literal["plain"] | CacheLayout) -> "HostTier | AcceleratorTier":
         options, shape = self.options, self.source.model_shape

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flashllm.base.files import Closing
 from flashllm.base.machine import return_freed_memory
 from flashllm.base.processes import OneProcess
 from flashllm.errors import FlashError
@@ -62,7 +62,7 @@ class Neighbours(Protocol):
         """From the stage before this: the places that run, and the values."""
 
 
-class Runner(OneProcess):
+class Runner(OneProcess, Closing):
     """A model, or a stage of one, loaded as a policy says, ready to run blocks of sequences. A context manager.
 
     A forked child cannot use it: `run` raises UsageError there, and `close` does nothing.
@@ -146,14 +146,6 @@ class Runner(OneProcess):
     def close(self) -> None:
         if not self.in_child:
             self._parts.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def sizes_of(sequences: Sequence[jobs.Sequence]) -> list[tuple[int, int]]:

@@ -13,13 +13,13 @@ import shutil
 import tempfile
 import threading
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm.base.files import Closing
 from flashllm.base.units import format_size
 from flashllm.errors import FlashIOError
 
@@ -104,7 +104,7 @@ class ScratchFile:
             self._fd = -1
 
 
-class Scratch:
+class Scratch(Closing):
     """A locked directory for scratch files of at most `nbytes` together, below `parent`; a context manager."""
 
     def __init__(self, parent: Path, nbytes: int) -> None:
@@ -143,12 +143,6 @@ class Scratch:
                 shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def check_space(parent: Path, nbytes: int) -> None:

@@ -13,8 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,7 @@ from flashllm.arch.registry import block_spec, bundle_names, claims, complete_co
 from flashllm.arch.spec import Architecture, BlockSpec
 from flashllm.arch.tensors import Shape
 from flashllm.base.dtypes import WEIGHT_DTYPE_BY_CODE, WEIGHT_DTYPES, WeightDtype, cast
-from flashllm.base.files import drop_page_cache
+from flashllm.base.files import Closing, drop_page_cache
 from flashllm.base.group_codes import GROUP_CODES
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.checkpoint.pieces import read_rows
@@ -53,7 +52,7 @@ class Extent:
     nbytes: int
 
 
-class WeightSource(ABC):
+class WeightSource(ABC, Closing):
     """An open model. A context manager; tensors are in `dtype.storage` (bfloat16: its bits, uint16)."""
 
     def __init__(self, path: Path, config: Mapping[str, Any], dtype: WeightDtype, stage: Stage | None) -> None:
@@ -142,12 +141,6 @@ class WeightSource(ABC):
     def close(self) -> None:
         """Close the model's files."""
         self._files.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def matrix_name(layer: int, matrix: str) -> str:

@@ -11,13 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
+from flashllm.base.files import Closing
 from flashllm.errors import UnsupportedModelError, UsageError
 from flashllm.offload.planner.packing import Packing
 from flashllm.offload.runtime.ops import Array, Matrix, Tensors
@@ -40,7 +40,7 @@ Bytes = NDArray[np.uint8]
 _TURNED = 512  # inputs of a matrix that are brought together at a time
 
 
-class WeightStore:
+class WeightStore(Closing):
     """A model's weights, each on its tier. A context manager; every method may be called from any thread.
 
     The caller sees to it that a staging buffer is not loaded while it is used.
@@ -175,12 +175,6 @@ class WeightStore:
         self._files.clear()
         self._buffers.clear()
         self._memory.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     # At the start ----------------------------------------------------------------------------------------------
 
