@@ -35,7 +35,6 @@ class Ablation:
     cached: bool = True  # neurons stay in memory from token to token (paper A, section 3.1)
     bundled: bool = True  # a neuron's matrices are read as one row, not one by one (paper A, section 3.2)
     merged: bool = True  # misses that are neighbours on flash are read in one request
-    placed: bool = True  # misses are read from the reordered copy, where the model has one
     overlap: bool = True  # hits are multiplied while misses are read
     kernels: bool = True  # products use this processor's vector instructions; off: plain loops
     prefetch: bool = True  # the next layer's rows are prefetched, where there are predictors for it

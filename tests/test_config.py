@@ -34,7 +34,7 @@ def test_everything_that_can_be_given():
         speculate=Path("draft"),
         direct=False,
         verify_checksums=False,
-        ablation=Ablation(placed=False),
+        ablation=Ablation(merged=False),
     )
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from flashllm.format.trace import Stream, TraceInfo, TraceWriter, pack_bits
+from flashllm.format.trace import Stream, TraceInfo, TraceWriter, pack_bits, unpack_bits
 
 
 def write_trace(path, active):
@@ -16,3 +16,9 @@ def write_trace(path, active):
             writer.append(token)
         writer.finish()
     return path
+
+
+def masks_of(trace, layer, stream=Stream.ACTIVE):
+    """One layer's stream over all tokens of an open trace, [tokens, neurons]."""
+    bits = np.stack([trace.token(token)[layer, stream] for token in range(trace.info.num_tokens)])
+    return unpack_bits(bits, trace.info.num_neurons)

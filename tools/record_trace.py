@@ -2,8 +2,7 @@
 
 One dense pass a sequence; the predictors are asked about each layer's real FFN input, by the engine's own kernels. The
 prefetch set of a layer is its predictor's answer to the input of the layer before. The trace's format is
-flashllm/format/trace.py; replay it with bench/cache/cache_replay.py, or place neurons by it with
-flashllm/convert/reorder.py.
+flashllm/format/trace.py; replay it with bench/cache/cache_replay.py.
 """
 
 import argparse

@@ -6,9 +6,8 @@ hybrid       half of the weights in memory, or what the limit leaves room for; t
 + predictor  only the predicted neurons are read, all of them for every token, matrix by matrix
 + windowing  those of the last tokens stay in memory (five tokens, fewer where they do not fit)
 + bundling   a neuron's matrices are one read
-then our own: + overlap and merging, + policy, + placement (of a model made with `convert/reorder.py`), + prefetch.
-The last row takes one part away again: all of that, but with the kernels' plain loops instead of those for this
-processor.
+then our own: + overlap and merging, + policy, + prefetch. The last row takes one part away again: all of that, but
+with the kernels' plain loops instead of those for this processor.
 
 The variants take turns in every round. The last line is one JSON document.
 """
@@ -26,28 +25,25 @@ from memory_group import GroupError
 from flashllm.base.units import parse_size
 from flashllm.config import Ablation
 from flashllm.convert.locate import is_demo, resolve_model
-from flashllm.format.manifest import open_model_dir
 
 # Each row's settings of the worker; what a row does not name is as in the row before it.
 ROWS: dict[str, dict[str, Any]] = {
     "+ predictor": {"ablation": {"cached": False, "bundled": False, "merged": False, "overlap": False,
-                                 "prefetch": False, "placed": False},
+                                 "prefetch": False},
                     "options": {"cache_policy": "window"}},
     "+ windowing": {"ablation": {"cached": True}},
     "+ bundling": {"ablation": {"bundled": True}},
     "+ overlap, merging": {"ablation": {"merged": True, "overlap": True}},
     "+ policy": {"options": {"cache_policy": "frequency"}},
-    "+ placement": {"ablation": {"placed": True}},
     "+ prefetch": {"ablation": {"prefetch": True}},
     "− kernels": {"ablation": {"kernels": False}},
 }  # fmt: skip
-PLACEMENT = "+ placement"
 
 
 class Variants:
     """The rows of the table, as settings of the worker."""
 
-    def __init__(self, args: argparse.Namespace, *, placed: bool) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.rows: dict[str, dict[str, Any]] = {}
         merged: dict[str, Any] = {"ablation": {}, "options": {}}
@@ -58,8 +54,7 @@ class Variants:
             }
             unknown = set(merged["ablation"]) - {field.name for field in dataclasses.fields(Ablation)}
             assert not unknown, f"{name}: no such part {unknown}"
-            if name != PLACEMENT or placed:
-                self.rows[name] = merged
+            self.rows[name] = merged
 
     def settings(self, name: str) -> dict[str, Any]:
         args = self.args
@@ -83,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     directory = resolve_model(args.model, convert_on_first_use=False)
-    variants = Variants(args, placed=open_model_dir(directory).permutation is not None)
+    variants = Variants(args)
     workers = Workers(directory, memory=args.memory if args.cgroup else None, read_first=args.read_first)
     runs: dict[str, list[dict[str, Any]]] = {}
     try:

@@ -13,7 +13,7 @@ from typing import Any
 
 from memory_group import MemoryGroup, drop_page_cache
 
-from flashllm.format.model_files import FFN, PLACED, RESIDENT
+from flashllm.format.model_files import FFN, RESIDENT
 
 WORKER = Path(__file__).with_name("breakdown_worker.py")
 PAPER_READER = {"io_backend": "threads", "io_threads": 32}  # paper A, section 4
@@ -47,7 +47,7 @@ class Workers:
     def run(self, settings: dict[str, Any], *, capped: bool = True, memory: int | None = None) -> dict[str, Any]:
         """What the worker printed. `memory`: another limit than the usual. SystemExit where it failed."""
         if self._read_first and settings["task"] in ("dense", "flash"):
-            self.run({"task": "read_through", "files": self._files_of(settings)}, capped=False)
+            self.run({"task": "read_through", "files": [RESIDENT, FFN]}, capped=False)
         command = [sys.executable, str(WORKER), json.dumps({**self._common, **settings})]
         memory = self._memory if memory is None else memory
         if memory is None or not capped:
@@ -56,11 +56,6 @@ class Workers:
             drop_page_cache()
             done = subprocess.run(group.entering(command), stdout=subprocess.PIPE, text=True, check=False)
             return {**_result(done), "group_peak_bytes": group.peak_nbytes}
-
-    def _files_of(self, settings: dict[str, Any]) -> list[str]:
-        """What an engine reads; what it reads at random comes last, and so is the freshest."""
-        placed = settings["task"] == "flash" and settings.get("ablation", {}).get("placed", True)
-        return [RESIDENT, FFN, *([PLACED] if placed and (self._directory / PLACED).exists() else [])]
 
 
 def _result(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:

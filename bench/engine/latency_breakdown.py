@@ -42,7 +42,7 @@ EXTRA = ("paper24", "streamed")  # only where they are asked for
 PAPER = {
     **PAPER_READER,
     "options": {"cache_policy": "window", "window": DEFAULT_WINDOW},
-    "ablation": {"merged": False, "overlap": False, "prefetch": False, "placed": False},
+    "ablation": {"merged": False, "overlap": False, "prefetch": False},
 }
 PAPER_SHARE = 0.24  # of the FFN in memory (paper A, section 4)
 
@@ -164,7 +164,6 @@ def conditions(run: Run) -> dict[str, Any]:
         "activity": first.get("activity", "all neurons"),
         "dtype": run.manifest.dtype,
         "model_bytes": sum(run.manifest.files[name].nbytes for name in (FFN, RESIDENT)),
-        "placed": run.manifest.permutation is not None,
         "memory": args.memory,
         "cgroup": args.cgroup,
         "direct_io": all(result["direct_io"] for results in run.results.values() for result in results),

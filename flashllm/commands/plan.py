@@ -171,7 +171,6 @@ def _estimate(model: "ModelDir", plan: "Plan") -> "_Estimate | None":
     """The expected token; None where the drive has no profile, in mode oracle, and of a mixture's experts that
     are computed whole."""
     from flashllm.format.model_files import TRACE
-    from flashllm.format.placed import read_places
     from flashllm.format.trace import Trace
     from flashllm.plan.activity import from_shares, from_trace
     from flashllm.plan.latency import dense_token, estimate_token, product_nbytes
@@ -182,7 +181,7 @@ def _estimate(model: "ModelDir", plan: "Plan") -> "_Estimate | None":
     else:
         with Trace(model.path / TRACE) as opened:
             opened.check_model(model.architecture)
-            activity = from_trace(opened, plan.memory, plan.popularity, gap, read_places(model.path, model.manifest))
+            activity = from_trace(opened, plan.memory, plan.popularity, gap)
     if plan.profile is None:
         return None
     if plan.mode == "dense" and not model.architecture.experts:

@@ -3,7 +3,6 @@
 from typing import Literal, TypedDict
 
 from flashllm.convert.checkpoint.coded import CodedWeights
-from flashllm.format.trace import Trace
 
 # Where the gates of a gated FFN go: into the neurons' rows, or into memory, where they name the active neurons.
 # With "4bit" they go into the rows, and in 4 bits into memory as predictors.
@@ -23,6 +22,5 @@ class Choices(TypedDict, total=False):
     predictors: bool  # make untrained ones, to use the model with before better ones are trained; none where no
     # activation is ever zero, and none where the gates name the neurons
     gate: GatePlace  # of a gated FFN; by default "rows"
-    reorder: Trace | None  # of this model: write the neurons again in the order in which they are best read
     coded: CodedWeights | None  # weights that are written as they are, and not encoded
     keep: bool  # without encodings and `coded`: the weights of a quantised checkpoint keep their codes and scales

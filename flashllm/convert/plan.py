@@ -38,10 +38,8 @@ from flashllm.convert.tokenizer import TOKENIZER, make_tokenizer
 from flashllm.convert.untrained.predictor import coded_gates_nbytes, default_rank, untrained_nbytes
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.model_files import ffn_tensor
-from flashllm.format.placed import placed_nbytes
 from flashllm.format.rows import RowLayout
 from flashllm.format.safetensors import encode_header
-from flashllm.format.trace import Trace
 
 _METADATA = {"format": "pt"}  # transformers asks whose tensors these are
 
@@ -70,7 +68,6 @@ class ConversionPlan:
     predictor_rank: int = 0  # 0: none are made
     coded_gates: bool = False  # are the predictors
     own_predictors: OwnPredictors | None = None  # of the checkpoint, which are the model's
-    reorder: Trace | None = None  # from which the order of the neurons' second copy is learned
     coded: CodedWeights | None = None  # what is written as it is
     kept: KeptWeights | None = None  # `coded`, where it is the checkpoint's own
 
@@ -91,8 +88,7 @@ class ConversionPlan:
         predictors += coded_gates_nbytes(self.architecture) if self.coded_gates else 0
         predictors += self.own_predictors.nbytes if self.own_predictors is not None else 0
         companions = sum(path.stat().st_size for path in self.companions) + sum(map(len, self.made.values()))
-        placed = 0 if self.reorder is None else placed_nbytes(self.layout, self.architecture.num_layers)
-        return self.ffn_nbytes + self.resident_nbytes + companions + predictors + placed
+        return self.ffn_nbytes + self.resident_nbytes + companions + predictors
 
     @property
     def kept_line(self) -> str:
@@ -118,8 +114,7 @@ class ConversionPlan:
         coded |= {"other_encodings": dict(self.other_encodings)} if self.other_encodings else {}
         rank: dict[str, Any] = {"predictor_rank": self.predictor_rank} if self.predictor_rank else {}
         rank |= {"coded_gates": True} if self.coded_gates else {}
-        order = {} if self.reorder is None else {"reorder": self.reorder.fingerprint()}
-        order |= {} if self.coded is None else {"coded": self.coded.fingerprint()}
+        own = {} if self.coded is None else {"coded": self.coded.fingerprint()}
         return {
             "version": flashllm.__version__,
             "source": source,
@@ -127,7 +122,7 @@ class ConversionPlan:
             "headers": headers,
             **coded,
             **rank,
-            **order,
+            **own,
         }
 
     @property
@@ -153,15 +148,13 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
     errors of `make_tokenizer` pass through.
     """
     dtype = choices.get("dtype") or checkpoint.preferred_dtype
-    gate, reorder = choices.get("gate", "rows"), choices.get("reorder")
+    gate = choices.get("gate", "rows")
     architecture, block = resolve(checkpoint.config), block_spec(checkpoint.config)
-    if reorder is not None:
-        reorder.check_model(architecture)
     names, expected = checked_tensors(checkpoint)
     claimed = claims(checkpoint.config)
     source_dtype = _source_dtype(checkpoint, [names[name] for name in expected], mixed_allowed=dtype is not None)
     target = source_dtype if dtype is None else WEIGHT_DTYPES[dtype]
-    _check_gate(checkpoint, architecture, gate, reorder)
+    _check_gate(checkpoint, architecture, gate)
     storage = storage_of(Sources(checkpoint, names, claimed), architecture, target, choices)
     layout, kept, entries = storage.layout, storage.kept, storage.entries
     # Other gates than those in the rows name the active neurons themselves.
@@ -195,7 +188,6 @@ def plan_conversion(checkpoint: Checkpoint, **choices: Unpack[Choices]) -> Conve
         predictor_rank=default_rank(architecture.d_model) if wants_predictors and own is None else 0,
         own_predictors=own,
         coded_gates=gate == "4bit",
-        reorder=reorder,
         coded=choices.get("coded") if kept is None else kept,
         kept=kept,
     )
@@ -216,14 +208,14 @@ def _activations(checkpoint: Checkpoint, storage: Storage, asked: Activations | 
     return None if asked == "float32" else asked
 
 
-def _check_gate(checkpoint: Checkpoint, architecture: Architecture, gate: GatePlace, reorder: Trace | None) -> None:
+def _check_gate(checkpoint: Checkpoint, architecture: Architecture, gate: GatePlace) -> None:
     """UsageError where the model has no gates, or experts, which need none named."""
     if gate != "rows" and not architecture.gated:
         raise UsageError(f"{checkpoint.path}: the FFN of this model has no gate, which --gate and --sparsify need")
-    if architecture.experts and (gate != "rows" or reorder is not None):
+    if architecture.experts and gate != "rows":
         raise UsageError(
-            f"{checkpoint.path}: a mixture of experts, whose router names the neurons and whose experts lie in one "
-            "piece; --gate, --sparsify and reorder are for other models"
+            f"{checkpoint.path}: a mixture of experts, whose router names the neurons; --gate and --sparsify are for "
+            "other models"
         )
 
 

@@ -10,7 +10,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -25,7 +25,6 @@ from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.checkpoint.source import Checkpoint, OwnPredictors
 from flashllm.convert.choices import Choices
 from flashllm.convert.known import KNOWN
-from flashllm.convert.placed import permutation_of, write_placed
 from flashllm.convert.plan import ConversionPlan, plan_conversion
 from flashllm.convert.storage import ResidentEntry
 from flashllm.convert.untrained.file import made_predictors
@@ -33,10 +32,9 @@ from flashllm.convert.weights import Weights
 from flashllm.errors import FlashIOError, UsageError
 from flashllm.format.manifest import MANIFEST, PARTIAL_SUFFIX, Manifest
 from flashllm.format.manifest_values import FileEntry, Source
-from flashllm.format.model_files import FFN, PLACED, PREDICTORS, RESIDENT
+from flashllm.format.model_files import FFN, PREDICTORS, RESIDENT
 from flashllm.format.partial import PartialDirectory, check_space, open_partial
 from flashllm.format.rows import CODED_ENCODINGS, checksum_rows, row_checksums
-from flashllm.format.trace import Trace
 
 Say = Callable[[str], None]
 
@@ -57,8 +55,8 @@ def convert(
     is assumed. On one machine the same choices give the same bytes.
 
     Works in `dst`.partial, and resumes what it finds there.
-    Raises UsageError (`dst` exists, `src` is no checkpoint, the trace is another model's), UnsupportedModelError,
-    FormatError (`src` is damaged), FlashIOError (no space, a failed read or write). Never writes to `src`.
+    Raises UsageError (`dst` exists, `src` is no checkpoint), UnsupportedModelError, FormatError (`src` is damaged),
+    FlashIOError (no space, a failed read or write). Never writes to `src`.
     """
     src = Path(src)
     name = source_name if source_name is not None else os.path.basename(os.path.abspath(src))
@@ -83,21 +81,14 @@ def convert_checkpoint(
         say(plan.kept_line)
     if checkpoint.assumed is not None and say is not None and source_name not in KNOWN:
         say(checkpoint.assumed)
-    with new_model_directory(dst, plan.identity(), plan.total_nbytes) as partial:
-        return _Conversion(plan, partial, progress).run(Path(os.path.abspath(dst)), source_name)
-
-
-@contextlib.contextmanager
-def new_model_directory(dst: Path, identity: Mapping[str, Any], nbytes: int) -> Iterator[PartialDirectory]:
-    """`dst`.partial, begun or resumed, for a model of `nbytes`. OSErrors become FlashIOErrors that say what to do."""
     dst = Path(os.path.abspath(dst))
     partial_path = dst.with_name(dst.name + PARTIAL_SUFFIX)
     try:
-        check_space(dst.parent, partial_path, nbytes)
-        with open_partial(partial_path, dst, identity) as partial:
-            yield partial
+        check_space(dst.parent, partial_path, plan.total_nbytes)
+        with open_partial(partial_path, dst, plan.identity()) as partial:
+            return _Conversion(plan, partial, progress).run(dst, source_name)
     except OSError as error:
-        raise FlashIOError(_explain(error, dst, partial_path, nbytes)) from error
+        raise FlashIOError(_explain(error, dst, partial_path, plan.total_nbytes)) from error
 
 
 def _check_request(dst: Path, choices: Choices) -> None:
@@ -146,7 +137,7 @@ class _Conversion:
         self._weights = Weights(plan)
 
     def run(self, dst: Path, source_name: str) -> Manifest:
-        """1. neurons, 2. everything else, 3. predictors, 4. the neurons reordered, 5. the manifest, 6. the name."""
+        """1. neurons, 2. everything else, 3. predictors, 4. the manifest, 5. the name."""
         self._write_ffn()
         self._write_resident()
         for path in self._plan.companions:
@@ -159,8 +150,6 @@ class _Conversion:
             self._write_own_predictors(self._plan.own_predictors)
         elif self._plan.predictor_rank or self._plan.coded_gates:
             self._write_predictors()
-        if self._plan.reorder is not None:
-            self._write_placed(self._plan.reorder)
         manifest = Manifest(
             flashllm_version=flashllm.__version__,
             architecture=self._plan.architecture,
@@ -172,7 +161,6 @@ class _Conversion:
             activations=self._plan.activations,
             checksum_rows=max(self._together),
             files=self._files,
-            permutation=None if self._plan.reorder is None else permutation_of(self._plan.reorder),
             stream_block_rows=self._plan.layout.stream_block_rows,
             source=Source(name=source_name, dtype=self._plan.source_dtype.name),
         )
@@ -259,14 +247,6 @@ class _Conversion:
             for data in made_predictors(self._plan, self._weights, self._files[FFN].sha256):
                 self._write(writer, PREDICTORS, data)
             self._files[PREDICTORS] = FileEntry(sha256=writer.finish(), nbytes=writer.position)
-
-    def _write_placed(self, trace: Trace) -> None:
-        before = self._done_nbytes
-
-        def report(what: str, done: int, total: int) -> None:
-            self._report(what, before + done - self._done_nbytes)
-
-        self._files[PLACED] = write_placed(self._partial.path, self._plan.layout, self._checksums, trace, report)
 
     def _copy(self, path: Path) -> None:
         with HashingWriter(self._partial.path / path.name) as writer:

@@ -20,14 +20,12 @@ from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import (
     FFN,
-    PLACED,
     PREDICTORS,
     RESIDENT,
     TRACE,
     checksums_tensor,
     ffn_tensor,
 )
-from flashllm.format.placed import read_places
 from flashllm.format.predictors import PREFETCH, relu_encodings
 from flashllm.format.rows import PAGE_NBYTES
 from flashllm.format.safetensors import read_header
@@ -174,15 +172,11 @@ class _Builder:
         return MAX_REQUEST if ablation.merged else max(rows.stride, PAGE_NBYTES)
 
     def _neuron_source(self) -> _core.NeuronSource:
-        """The source that layers with a neuron cache read: the reordered copy where there is one."""
+        """The source that layers with a neuron cache read."""
         manifest, memory, ablation = self._manifest, self._plan.memory, self._config.ablation
-        self._places = read_places(self._path, manifest) if ablation.placed else None
-        self._neurons_file = self._file
-        if self._places is not None:
-            self._neurons_file = _core.DirectFile(str(self._path / PLACED), direct=self._config.direct)
         return _core.NeuronSource(
             reader=self._reader,
-            file=self._neurons_file,
+            file=self._file,
             cache_policy=memory.cache_policy if ablation.cached else "none",
             window=memory.window,
             unit_rows=manifest.architecture.unit_rows,
@@ -192,10 +186,8 @@ class _Builder:
         )
 
     def _caches(self, checksums: list[NDArray[np.uint64]], offsets: list[int]) -> list[_core.LayerRows | None]:
-        """Rows of each layer that has a neuron cache; after `_neuron_source`."""
-        manifest, popularity, places = self._manifest, self._plan.popularity, self._places
-        if places is not None:
-            offsets = _row_offsets(self._path / PLACED, manifest)
+        """Rows of each layer that has a neuron cache."""
+        manifest, popularity = self._manifest, self._plan.popularity
         unit = manifest.architecture.unit_rows
         return [
             None
@@ -205,7 +197,6 @@ class _Builder:
                 offset=offsets[layer],
                 checksums=checksums[layer],
                 checksum_rows=manifest.checksum_rows_of(layer),
-                row_of=None if places is None else places[layer],
                 popularity=None if popularity is None else np.ascontiguousarray(popularity[layer][::unit]),
             )
             for layer in range(manifest.architecture.num_layers)
@@ -263,7 +254,7 @@ class _Builder:
                 stride=rows.stride,
                 num_neurons=max(self._manifest.architecture.every_width),
                 reader=self._reader,
-                file=self._neurons_file,
+                file=self._file,
             )
             for _ in range(2)
         ]

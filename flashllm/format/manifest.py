@@ -40,7 +40,6 @@ from flashllm.format.manifest_values import (
     ROW_KEYS,
     Calibration,
     FileEntry,
-    Permutation,
     Quality,
     Source,
     Sparsity,
@@ -61,7 +60,6 @@ from flashllm.format.model_files import (
     PREDICTORS,
     RESIDENT,
     check_ffn_header,
-    check_placed_header,
     check_resident_header,
     check_resident_tensors,
     gate_tensor,
@@ -99,7 +97,6 @@ class Manifest:
     down_scales: tuple[str, ...] = ()  # of each layer, where down columns have theirs in memory: of `SCALE_FORMS`
     activations: str | None = None  # one of ACTIVATIONS, a token at a time; else fp32
     checksum_rows: int = 1  # rows of mixtures that share a checksum; more than one only where experts are read whole
-    permutation: Permutation | None = None
     calibration: Calibration | None = None
     sparsity: Sparsity | None = None
     quality: Quality | None = None  # of fewer bits, where it was measured
@@ -137,10 +134,6 @@ class Manifest:
         for name in (CONFIG, FFN, RESIDENT):
             if name not in self.files:
                 raise ValueError(f"files does not list {name}")
-        if self.permutation is not None and self.architecture.widths:
-            raise ValueError("neurons are placed only where all layers have as many")
-        if (self.permutation is not None) != (PLACED in self.files):
-            raise ValueError(f"permutation and {PLACED} belong together; one of them is missing")
         if self.calibration is not None and len(self.calibration.req) != self.architecture.num_layers:
             raise ValueError(f"calibration has {len(self.calibration.req)} layers, not {self.architecture.num_layers}")
         if self.sparsity is not None:
@@ -180,7 +173,7 @@ class Manifest:
         check_int("checksum_rows", rows, 1, self.rows.d_ff)
         runs = [self.architecture.unit_rows, self.architecture.shared_neurons]
         blocks = [self.stream_block_rows] if max(runs) > self.stream_block_rows else []
-        if rows != 1 and (self.permutation is not None or any(run % rows for run in (*runs, *blocks))):
+        if rows != 1 and any(run % rows for run in (*runs, *blocks)):
             raise ValueError(f"checksum_rows must divide what is read together, {[*runs, *blocks]} rows, not be {rows}")
 
     def layout(self, layer: int) -> RowLayout:
@@ -275,16 +268,16 @@ class Manifest:
                 "checksum_rows": 1,
                 **value,
             }
+            value.pop("permutation", None)  # of earlier versions, as the copy of the neurons that it was about
         fields = fields_of(cls, value, "the manifest")
         fields["architecture"] = read_architecture(fields["architecture"])
         fields["rows"] = read_rows(fields["rows"], fields["architecture"])
         fields["calibration"] = read_calibration(fields["calibration"])
         fields["sparsity"] = read_sparsity(fields["sparsity"])
         fields["quality"] = read_optional(Quality, fields["quality"], "quality")
-        fields["permutation"] = read_optional(Permutation, fields["permutation"], "permutation")
         if not isinstance(fields["other_encodings"], dict):
             raise ValueError("other_encodings must be an object")
-        fields["files"] = read_files(fields["files"])
+        fields["files"] = {name: entry for name, entry in read_files(fields["files"]).items() if name != PLACED}
         fields["source"] = read_value(Source, fields["source"], "source")
         fields["down_scales"] = tuple(check_list(fields["down_scales"], "down_scales"))
         return cls(**fields)
@@ -311,7 +304,6 @@ class Manifest:
                 if name != "down_encoding" or self.rows.down_encoding is not None
             },
             "files": {name: dataclasses.asdict(self.files[name]) for name in sorted(self.files)},
-            "permutation": None if self.permutation is None else dataclasses.asdict(self.permutation),
             "calibration": None if self.calibration is None else dataclasses.asdict(self.calibration),
             **({} if self.sparsity is None else {"sparsity": dataclasses.asdict(self.sparsity)}),
             **({} if self.quality is None else {"quality": dataclasses.asdict(self.quality)}),
@@ -370,8 +362,6 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
         others=manifest.other_encodings,
         planes=manifest.planes,
     )
-    if PLACED in manifest.files:
-        check_placed_header(read_header(directory / PLACED), manifest.rows, len(layouts))
     if PREDICTORS in manifest.files:
         predictor_ranks(directory / PREDICTORS, manifest)
 

@@ -57,18 +57,6 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Permutation:
-    """The neurons lie on flash a second time, in `placed.safetensors`, in an order learned from a trace."""
-
-    learned_on: str  # the trace's description
-    tokens: int
-
-    def __post_init__(self) -> None:
-        check_str("learned_on", self.learned_on, 10_000)
-        check_int("tokens", self.tokens, 1, 2**63 - 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Sparsity:
     """Neurons whose gate's activation is of a smaller magnitude than their layer's cut count as zero (Lee et al., 2024:
     CATS), and what that cost on the text where it was measured."""

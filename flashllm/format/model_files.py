@@ -14,7 +14,7 @@ from flashllm.format.safetensors import DATA_ALIGNMENT, SafetensorsHeader
 FFN = "ffn.safetensors"
 RESIDENT = "resident.safetensors"
 PREDICTORS = "predictors.safetensors"
-PLACED = "placed.safetensors"  # the neurons again, in the order in which they are read; see flashllm/format/placed.py
+PLACED = "placed.safetensors"  # of earlier versions: the neurons again, in another order; not read any more
 POPULARITY = "popularity.safetensors"  # how often each neuron is active; see flashllm/format/popularity.py
 TRACE = "trace.safetensors"  # in models of dummy weights: activity that takes the place of the predictor's answer
 CONFIG = "config.json"
@@ -29,11 +29,6 @@ PREDICTOR_METADATA = {"format": "flashllm-predictors", "version": "1"}
 def ffn_tensor(layer: int) -> str:
     """Name of a layer's rows in `ffn.safetensors`."""
     return f"layers.{layer}.ffn"
-
-
-def order_tensor(layer: int) -> str:
-    """Name in `placed.safetensors` of the neuron in each of a layer's rows."""
-    return f"layers.{layer}.order"
 
 
 def checksums_tensor(layer: int) -> str:
@@ -82,19 +77,6 @@ def check_ffn_header(header: SafetensorsHeader, layouts: Sequence[RowLayout]) ->
         raise FormatError(f"{header.path}: must hold {names[0]} to {names[-1]} in this order and nothing else")
     for name, layout in zip(names, layouts, strict=True):
         header.expect(name, layout.safetensors_dtype, layout.shape)
-    _check_alignment(header)
-
-
-def check_placed_header(header: SafetensorsHeader, layout: RowLayout, num_layers: int) -> None:
-    """`placed.safetensors` holds exactly the layers' rows, and behind them their orders. FormatError otherwise."""
-    rows = [ffn_tensor(layer) for layer in range(num_layers)]
-    orders = [order_tensor(layer) for layer in range(num_layers)]
-    if list(header.tensors) != [*rows, *orders]:
-        raise FormatError(f"{header.path}: must hold {rows[0]} to {rows[-1]}, then {orders[0]} to {orders[-1]}")
-    for name in rows:
-        header.expect(name, layout.safetensors_dtype, layout.shape)
-    for name in orders:
-        header.expect(name, "I32", (layout.d_ff,))
     _check_alignment(header)
 
 

@@ -2,8 +2,8 @@
 
 A trace is a safetensors file with one tensor `activity`, uint8 [tokens, layers, 3, row_nbytes]: for each layer three
 bit sets over the neurons by original id (bit i of byte i // 8 is 1 << i % 8), in the order of `Stream`. Its metadata
-says where it came from. Traces drive cache replay and placement, and stand in for the predictor's answer in models
-whose weights are dummies. Reads one token at a time, with `pread`; imports no torch.
+says where it came from. Traces drive cache replay, and stand in for the predictor's answer in models whose weights
+are dummies. Reads one token at a time, with `pread`; imports no torch.
 """
 
 import os
@@ -136,20 +136,6 @@ class Trace(Closing):
         buffer = np.empty(self.info.token_shape, np.uint8)
         self.read_into(token, buffer)
         return buffer
-
-    def masks(self, layer: int, stream: Stream = Stream.ACTIVE) -> NDArray[np.bool_]:
-        """One layer's stream over all tokens, [tokens, num_neurons]: for analysis, not for the token loop."""
-        layers, streams, nbytes = self.info.token_shape
-        bits = np.empty((self.info.num_tokens, nbytes), np.uint8)
-        for token, row in enumerate(bits):
-            set_number = (token * layers + layer) * streams + stream
-            pread_into(self._fd, row.data, self._offset + set_number * nbytes, self.path)
-        return unpack_bits(bits, self.info.num_neurons)
-
-    def fingerprint(self) -> list[object]:
-        """Size, modification time and description: changes when the file does."""
-        status = os.fstat(self._fd)
-        return [status.st_size, status.st_mtime_ns, self.info.description]
 
     def check_model(self, architecture: Architecture) -> None:
         """UsageError unless the trace is of a model of this shape."""

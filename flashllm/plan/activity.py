@@ -56,19 +56,12 @@ class ExpectedActivity:
     source: str
 
 
-def from_trace(
-    trace: Trace,
-    plan: MemoryPlan,
-    popularity: Sequence[Shares] | None,
-    gap: int,
-    places: Sequence[NDArray[np.int32]] | None = None,
-) -> ExpectedActivity:
+def from_trace(trace: Trace, plan: MemoryPlan, popularity: Sequence[Shares] | None, gap: int) -> ExpectedActivity:
     """Means over the last of the trace's first tokens, replayed through caches of the plan's size.
 
     Args:
         popularity: what the policy starts from in this model, by layer; None where it starts from nothing.
         gap: bytes between two rows that are read through.
-        places: each neuron's row on flash, by layer; None where they lie in the order of ids.
     """
     info = trace.info
     tokens = min(info.num_tokens, REPLAYED_TOKENS)
@@ -96,8 +89,7 @@ def from_trace(
             misses = misses[misses < info.num_neurons]
             if token >= skipped:
                 firing = np.count_nonzero(active & masks[layer, Stream.FIRING])
-                rows = misses if places is None else np.sort(places[layer][misses]).astype(np.int64)
-                requests = count_requests(rows, plan.row_nbytes, gap)
+                requests = count_requests(misses, plan.row_nbytes, gap)
                 sums[layer] += (np.count_nonzero(active), firing, len(misses), *requests)
                 lists[layer].add(active[::unit][named])
     counted = tokens - skipped

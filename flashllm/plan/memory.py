@@ -233,7 +233,7 @@ def _weights(manifest: Manifest, *, dense: bool) -> dict[str, int]:
     checksums = 8 * sum(manifest.checksums)
     apart = manifest.resident_gate_nbytes + manifest.planes_nbytes + checksums
     return {
-        "resident": manifest.files[RESIDENT].nbytes - apart + _places_nbytes(manifest),
+        "resident": manifest.files[RESIDENT].nbytes - apart,
         "checksums": checksums,
         "gates": manifest.resident_gate_nbytes,
         "planes": manifest.planes_nbytes,
@@ -244,11 +244,6 @@ def _weights(manifest: Manifest, *, dense: bool) -> dict[str, int]:
 def state_shape(manifest: Manifest, block: BlockSpec, context: int, bits: int | None) -> _core.StateShape:
     """The state that a sequence of at most `context` tokens leaves behind, and its pages."""
     return _core.StateShape(block, context, manifest.prefill_block_tokens, manifest.dtype, bits or 0)
-
-
-def _places_nbytes(manifest: Manifest) -> int:
-    """Bytes of the neurons' places, in models whose neurons are reordered."""
-    return 0 if manifest.permutation is None else 4 * manifest.architecture.num_layers * manifest.rows.d_ff
 
 
 def _bounce_nbytes(stride: int, io_threads: int) -> int:

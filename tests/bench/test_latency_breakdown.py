@@ -11,7 +11,7 @@ import pytest
 from engine_runs import Workers
 
 from flashllm.format.manifest import open_model_dir
-from flashllm.format.model_files import FFN, PLACED, RESIDENT
+from flashllm.format.model_files import FFN, RESIDENT
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "engine"
 TOOLS = BENCH.parents[1] / "tools"
@@ -118,15 +118,13 @@ def test_an_engines_files_are_read_before_it_runs(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, 0, stdout="{}\n")
 
     monkeypatch.setattr(engine_runs.subprocess, "run", run)
-    (tmp_path / PLACED).touch()
     workers = Workers(tmp_path, memory=None, read_first=True)
     workers.roof(0.1)
     workers.run({"task": "flash"})
-    workers.run({"task": "flash", "ablation": {"placed": False}})
     workers.run({"task": "dense"})
-    assert [settings["task"] for settings in asked] == ["roof", *["read_through", "flash"] * 2, "read_through", "dense"]
+    assert [settings["task"] for settings in asked] == ["roof", "read_through", "flash", "read_through", "dense"]
     files = [settings["files"] for settings in asked if settings["task"] == "read_through"]
-    assert files == [[RESIDENT, FFN, PLACED], [RESIDENT, FFN], [RESIDENT, FFN]]
+    assert files == [[RESIDENT, FFN]] * 2
     asked.clear()
     Workers(tmp_path, memory=None).run({"task": "flash"})
     assert [settings["task"] for settings in asked] == ["flash"]

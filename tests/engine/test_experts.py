@@ -366,7 +366,7 @@ def test_refusals_say_what_to_do(tiny, directory, tmp_path):
     with pytest.raises(UsageError, match=r"oracle is not for mixtures of experts.*--mode sparse"):
         Model.open(directory, RunConfig(mode="oracle", **RUN))
     for gate in ("resident", "4bit"):
-        with pytest.raises(UsageError, match="--gate, --sparsify and reorder are for other models"):
+        with pytest.raises(UsageError, match="--gate and --sparsify are for other models"):
             convert(tiny[0], tmp_path / "gates", gate=gate)
     observed = pytest.raises(UsageError, match="a mixture of experts computes cannot be observed")
     with opened(directory) as model, model.new_sequence() as sequence, observed:

@@ -232,7 +232,6 @@ def test_predictors_of_other_shapes_are_refused(tmp_path, a, b, bias):
         ({"window": 0}, "window"),
         ({"cache_policy": "lru"}, "cache policy must be window, frequency or none, got lru"),
         ({"popularity": np.zeros(23, np.float32)}, "popularity has the wrong length"),
-        ({"row_of": np.zeros(24, np.int32)}, "a row of its own"),
         ({"bypass_rows": _core.allocate(4096)[8:]}, "bypass rows must start at a multiple of 64"),
         ({"activation": "tanh"}, "tanh"),
         ({"encoding": "int8"}, "int8"),
@@ -255,7 +254,7 @@ def _layer(ffn, **change):
     biases |= parts(**{"gate.weight": None})
     source = parts(reader=_core.Reader(1), file=_core.DirectFile(str(ffn.path)), cache_policy="window", window=1)
     source |= parts(bypass_rows=None)
-    rows = parts(memory=_core.allocate(4096), offset=FILE_OFFSET, checksums=ffn.checksums, popularity=None, row_of=None)
+    rows = parts(memory=_core.allocate(4096), offset=FILE_OFFSET, checksums=ffn.checksums, popularity=None)
     layout = parts(encoding="float32", stride=512, d_model=64, up=0, gate=-1, down=256)
     layer = parts(neurons=24, activation="relu")
     assert not change

@@ -84,7 +84,6 @@ def test_the_literal_manifest(original):
             "stride": 512,
             "num_rows": 256,
         },
-        "permutation": None,
         "calibration": None,
         "sparse_prefill_tokens": 8,
         "prefill_block_tokens": 256,
@@ -155,9 +154,6 @@ BAD = {
     "size negative": (_set("files", "config.json", "nbytes", -1), "nbytes must be an integer from 0"),
     "hash short": (_set("files", "config.json", "sha256", "00"), "sha256 must be 64 hexadecimal digits"),
     "hash upper case": (_set("files", "config.json", "sha256", "A" * 64), "sha256 must be 64"),
-    "permutation empty": (_set("permutation", {}), "permutation"),
-    "permutation without its file": (_set("permutation", {"learned_on": "", "tokens": 1}), "belong together"),
-    "permutation of no tokens": (_set("permutation", {"learned_on": "", "tokens": 0}), "tokens must be"),
     "calibration a number": (_set("calibration", 3), "calibration must be an object"),
     "calibration of other layers": (
         _set("calibration", {"window": 1, "mean_active": [1], "req": [1], "tokens": 1, "text": ""}),

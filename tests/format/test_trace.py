@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from traces import masks_of
 
 from flashllm.errors import FormatError
 from flashllm.format.safetensors import encode_header
@@ -41,7 +42,7 @@ def test_what_is_written_is_read(tmp_path, masks):
     assert (tmp_path / "t").stat().st_size == nbytes
     with Trace(tmp_path / "t") as trace:
         assert trace.info == info(sequence_starts=(0, 2))
-        assert np.array_equal(trace.masks(1, Stream.PREFETCH), masks[:, 1, Stream.PREFETCH])
+        assert np.array_equal(masks_of(trace, 1, Stream.PREFETCH), masks[:, 1, Stream.PREFETCH])
         assert np.array_equal(trace.token(4), pack_bits(masks[1])), "a trace counts on from its start"
 
 

@@ -1,5 +1,6 @@
 """Every flipped byte of every listed file is found, in the FFN with its layer and neuron."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -8,8 +9,11 @@ import numpy as np
 import pytest
 from tiny_models import make_tiny_opt
 
+from flashllm.cli import main
 from flashllm.convert.run import convert
 from flashllm.errors import FormatError, UsageError
+from flashllm.format.install import install_files
+from flashllm.format.manifest import open_model_dir
 from flashllm.format.report.verify import MAX_LISTED_ROWS, verify
 from flashllm.format.safetensors import read_header
 
@@ -52,6 +56,29 @@ def test_a_good_model_and_its_numbers(model):
     sizes = sum((model / name).stat().st_size for name in os.listdir(model) if name != "flashllm.json")
     assert report.nbytes == sizes == seen[-1][1] == seen[-1][2]
     assert report.path == str(model)
+
+
+def test_a_copy_of_the_neurons_of_an_earlier_version_is_not_used(model, tmp_path, capsys):
+    old = shutil.copytree(model, tmp_path / "old")
+    copy = old / "placed.safetensors"
+    copy.write_bytes(bytes(70_000))
+    value = json.loads((old / "flashllm.json").read_text())
+    del value["sha256"]
+    value["permutation"] = {"learned_on": "a book", "tokens": 1000}
+    value["files"][copy.name] = {"nbytes": 70_000, "sha256": hashlib.sha256(copy.read_bytes()).hexdigest()}
+    (old / "flashllm.json").write_text(json.dumps(value))
+    assert open_model_dir(old).files == open_model_dir(model).files
+    said = "placed.safetensors (70 kB): a second copy of the neurons, which is not used any more; it can be removed"
+    for verb in ("verify", "inspect"):
+        assert main([verb, str(old)]) == 0
+        assert capsys.readouterr().out.count(said) == 1
+    install_files(old, {})  # writes the manifest anew
+    assert verify(old).ok
+    copy.unlink()
+    (old / "flashllm.json").write_text(json.dumps(value))  # which lists the copy
+    report = verify(old)
+    assert report.ok
+    assert report.unused is None
 
 
 def _places():

@@ -42,17 +42,6 @@ struct Flash {
     contents = rows;
     x.resize(kWidth);
     for (float& value : x) value = normal(random);
-    // The same neurons in another order.
-    row_of.resize(kNeurons);
-    for (std::int32_t n = 0; n < kNeurons; ++n) row_of[static_cast<std::size_t>(n)] = n;
-    std::shuffle(row_of.begin(), row_of.end(), random);
-    std::vector<float> placed = rows;
-    const auto row = [](std::vector<float>& all, std::int32_t r) {
-      return all.data() + kOffset / 4 + static_cast<std::size_t>(r) * kStride / 4;
-    };
-    for (std::int32_t n = 0; n < kNeurons; ++n)
-      std::memcpy(row(placed, row_of[static_cast<std::size_t>(n)]), row(rows, n), kStride);
-    placed_file = written(path + ".placed", placed);
   }
   static std::unique_ptr<DirectFile> written(const std::string& path, const std::vector<float>& values) {
     const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
@@ -94,9 +83,8 @@ struct Flash {
     norm = {weights.data(), kNeurons, 1e-5F, rounds};
   }
 
-  std::unique_ptr<DirectFile> file, placed_file;
+  std::unique_ptr<DirectFile> file;
   std::vector<std::uint64_t> sums, sums_of_two;
-  std::vector<std::int32_t> row_of;         // in the placed file
   std::vector<float> contents, x, weights;  // of the file; inputs; of the norm
   NeuronNorm norm;
 };
@@ -104,20 +92,18 @@ struct Flash {
 // A layer with all it refers to.
 struct Layer {
   Layer(const Flash& flash, std::int32_t capacity, std::int32_t window, int threads, int io_threads,
-        std::int32_t bypass = 0, bool placed = false)
-      : Layer(flash, options(flash, capacity, window, bypass, placed), threads, io_threads) {}
+        std::int32_t bypass = 0)
+      : Layer(flash, options(flash, capacity, window, bypass), threads, io_threads) {}
   Layer(const Flash& flash, const FfnLayerOptions& options, int threads, int io_threads)
       : pool(threads),
         reader(reader_options(io_threads)),
         memory(nbytes(options, std::max(1, options.capacity))),
         bypass_memory(nbytes(options, std::max(1, options.bypass_capacity))),
-        layer(options, reader, options.row_of != nullptr ? *flash.placed_file : *flash.file, pool,
-              memory.data(), bypass_memory.data(), counters) {}
+        layer(options, reader, *flash.file, pool, memory.data(), bypass_memory.data(), counters) {}
   // With bypass rows by frequency, without by the window.
   static FfnLayerOptions options(const Flash& flash, std::int32_t capacity, std::int32_t window,
-                                 std::int32_t bypass, bool placed) {
+                                 std::int32_t bypass) {
     FfnLayerOptions result = flash.options(capacity, window);
-    if (placed) result.row_of = flash.row_of.data();
     if (bypass > 0) result.cache_policy = "frequency";
     result.bypass_capacity = bypass;
     return result;

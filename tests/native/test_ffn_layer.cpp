@@ -43,13 +43,12 @@ class Told final : public Predictor {
 void bits_depend_on_the_active_set_alone(const Flash& flash, int tokens) {
   Layer whole(flash, kNeurons, 3, 1, 1), narrow(flash, 3, 2, 2, 4), middle(flash, 17, 5, 3, 2);
   Layer frequency(flash, 11, 1, 2, 3, 5), scarce(flash, 2, 1, 1, 2, 1);
-  Layer placed(flash, 9, 2, 1, 3, 0, true);
   FfnLayerOptions plain = flash.options(12, 1);
   plain.cache_policy = "none";
   plain.bypass_capacity = 3;
   plain.wait_first = plain.split_rows = true;
   Layer naive(flash, plain, 2, 2);
-  const std::vector<Layer*> layers = {&narrow, &middle, &frequency, &scarce, &placed, &naive};
+  const std::vector<Layer*> layers = {&narrow, &middle, &frequency, &scarce, &naive};
   std::mt19937 random(2);
   for (int token = 0; token < tokens; ++token) {
     const std::vector<std::int32_t> active = random_active(random);
@@ -69,8 +68,8 @@ void bits_depend_on_the_active_set_alone(const Flash& flash, int tokens) {
 // given up leaves no trace. What is read for a token that turns out wrong is counted.
 void tokens_together_are_tokens_alone(const Flash& flash, int passes) {
   Layer whole(flash, kNeurons, 3, 1, 1), narrow(flash, 3, 2, 2, 4), middle(flash, 17, 5, 3, 2);
-  Layer frequency(flash, 11, 1, 2, 3, 5), scarce(flash, 2, 1, 1, 2, 1), placed(flash, 9, 2, 1, 3, 0, true);
-  const std::vector<Layer*> layers = {&narrow, &middle, &frequency, &scarce, &placed};
+  Layer frequency(flash, 11, 1, 2, 3, 5), scarce(flash, 2, 1, 1, 2, 1);
+  const std::vector<Layer*> layers = {&narrow, &middle, &frequency, &scarce};
   std::mt19937 random(6);
   std::normal_distribution<float> normal;
   std::vector<float> x(FfnTokens::kMost * kWidth), y(x.size()), expected(x.size());

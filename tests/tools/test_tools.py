@@ -12,6 +12,7 @@ import tools_path  # noqa: F401
 import torch
 from install_popularity import measure_popularity
 from predictor_files import MARGIN
+from traces import masks_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flashllm.config import RunConfig
@@ -110,7 +111,9 @@ def test_a_trace_is_what_the_model_did(tiny, tmp_path):
     assert recorded.returncode == 0, recorded.stderr
     with Trace(out) as trace:
         info = trace.info
-        active, firing, prefetch = (np.stack([trace.masks(layer, stream) for layer in range(3)]) for stream in Stream)
+        active, firing, prefetch = (
+            np.stack([masks_of(trace, layer, stream) for layer in range(3)]) for stream in Stream
+        )
     assert (info.num_tokens, info.num_layers, info.num_neurons, info.synthetic) == (220, 3, 512, False)
     assert info.sequence_starts[0] == 0
     assert len(info.sequence_starts) >= 3  # of 96 tokens at most
@@ -156,7 +159,7 @@ def test_a_synthetic_model_computes_what_its_trace_says(synthetic):
     prompt, steps = 12, 9
     tokens = {}
     with Trace(synthetic / "trace.safetensors") as trace:
-        active = [trace.masks(layer).sum(1) for layer in range(2)]
+        active = [masks_of(trace, layer).sum(1) for layer in range(2)]
     for window in (1, 4):
         with Model.open(synthetic, RunConfig(window=window, context=64)) as model, model.new_sequence() as sequence:
             logits = model.step([(sequence, range(prompt))])
@@ -180,7 +183,7 @@ def test_synthetic_experts_are_those_of_their_trace(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "8 of 16 experts" in done.stderr
     with Trace(out / "trace.safetensors") as trace:
-        masks = trace.masks(1).reshape(20, 16, size)
+        masks = masks_of(trace, 1).reshape(20, 16, size)
     assert np.array_equal(masks.any(-1), masks.all(-1))
     assert np.all(masks.any(-1).sum(-1) == chosen)
     with Model.open(out, RunConfig(threads=1, io_threads=4)) as model, model.new_sequence() as sequence:
@@ -200,8 +203,8 @@ def test_a_synthetic_gated_model_runs_by_its_trace(tmp_path, gate):
     done = run("tools/make_synthetic_gated.py", out, "--gate", gate, *sizes)
     assert done.returncode == 0, done.stderr
     with Trace(out / "trace.safetensors") as trace:
-        active = [trace.masks(layer).sum(1) for layer in range(2)]
-        firing = [trace.masks(layer, Stream.FIRING).sum(1) for layer in range(2)]
+        active = [masks_of(trace, layer).sum(1) for layer in range(2)]
+        firing = [masks_of(trace, layer, Stream.FIRING).sum(1) for layer in range(2)]
     assert all(np.array_equal(a, f) == (gate == "resident") for a, f in zip(active, firing, strict=True))
     with Model.open(out, RunConfig(threads=1, io_threads=4)) as model, model.new_sequence() as sequence:
         model.step([(sequence, range(4, 16))])
@@ -217,17 +220,17 @@ def test_a_synthetic_trace_has_the_statistics_it_promises(tmp_path):
         assert run("tools/synthetic_trace.py", tmp_path / part, *size, "--part", part).returncode == 0
     with Trace(tmp_path / "learn") as learn, Trace(tmp_path / "judge") as judge:
         assert judge.info.synthetic
-        first, middle = judge.masks(0), judge.masks(1)
+        first, middle = masks_of(judge, 0), masks_of(judge, 1)
         assert first.mean() == pytest.approx(0.06, abs=0.015)
         assert middle.mean() == pytest.approx(0.10, abs=0.015)
         new = [(middle[t] & ~middle[t - 4 : t].any(0)).mean() for t in range(4, 300)]
         assert sum(new) / len(new) == pytest.approx(0.024, abs=0.006)  # paper A, section 3.1
-        firing, prefetch = judge.masks(1, Stream.FIRING), judge.masks(1, Stream.PREFETCH)
+        firing, prefetch = masks_of(judge, 1, Stream.FIRING), masks_of(judge, 1, Stream.PREFETCH)
         assert not (firing & ~middle).any()
         assert firing.sum() / middle.sum() == pytest.approx(1 / 3, abs=0.02)
         assert (prefetch & middle).sum() / middle.sum() == pytest.approx(0.6, abs=0.02)
         assert (prefetch & middle).sum() / prefetch.sum() == pytest.approx(0.8, abs=0.02)
-        assert not judge.masks(0, Stream.PREFETCH).any()
-        other = learn.masks(1)
+        assert not masks_of(judge, 0, Stream.PREFETCH).any()
+        other = masks_of(learn, 1)
         assert not np.array_equal(other, middle)
         assert np.corrcoef(other.mean(0), middle.mean(0))[0, 1] > 0.95  # the same popularity

@@ -67,17 +67,6 @@ nb::dict take(FfnCounters& counters) {
   return result;
 }
 
-bool is_permutation(const IdArray& rows) {
-  std::vector<bool> taken(rows.shape(0), false);
-  for (std::size_t i = 0; i < rows.shape(0); ++i) {
-    const std::int32_t row = rows.data()[i];
-    if (row < 0 || static_cast<std::size_t>(row) >= rows.shape(0) || taken[static_cast<std::size_t>(row)])
-      return false;
-    taken[static_cast<std::size_t>(row)] = true;
-  }
-  return true;
-}
-
 // A predictor's factor: floats, codes of 8 bits with a scale a row, groups of 4 bits, or what `encoding`
 // says.
 RowMatrix factor_of(const AnyArray& array, std::size_t rows, std::size_t columns,
@@ -175,11 +164,6 @@ PyFfnLayer::PyFfnLayer(FfnLayerOptions options, std::shared_ptr<ResidentTensors>
   const auto neurons = static_cast<std::size_t>(options.num_neurons);
   require(rows_.checksums.shape(0) * static_cast<std::size_t>(options.checksum_rows) >= neurons,
           "too few checksums");
-  if (rows_.row_of) {
-    require(rows_.row_of->shape(0) == neurons && is_permutation(*rows_.row_of),
-            "row_of must give every neuron a row of its own");
-    options.row_of = rows_.row_of->data();
-  }
   if (rows_.popularity) {
     require(rows_.popularity->shape(0) == static_cast<std::size_t>(units.count()),
             "popularity has the wrong length");
@@ -382,11 +366,9 @@ void init_ffn(nb::module_& m) {
            nb::arg("wait_first") = false, nb::arg("split_rows") = false);
 
   nb::class_<LayerRows>(m, "LayerRows")
-      .def(nb::init<ByteArray, std::uint64_t, ChecksumArray, std::int32_t, std::optional<IdArray>,
-                    std::optional<FloatArray>>(),
+      .def(nb::init<ByteArray, std::uint64_t, ChecksumArray, std::int32_t, std::optional<FloatArray>>(),
            nb::kw_only(), nb::arg("memory"), nb::arg("offset"), nb::arg("checksums"),
-           nb::arg("checksum_rows") = 1, nb::arg("row_of").none() = nb::none(),
-           nb::arg("popularity").none() = nb::none());
+           nb::arg("checksum_rows") = 1, nb::arg("popularity").none() = nb::none());
 
   nb::class_<PyFfnLayer>(m, "FfnLayer")
       .def(

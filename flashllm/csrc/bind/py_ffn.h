@@ -31,7 +31,6 @@ struct LayerRows {
   std::uint64_t offset = 0;  // of row 0
   ChecksumArray checksums;
   std::int32_t checksum_rows = 1;        // that share one
-  std::optional<IdArray> row_of;         // of each neuron; none: its id
   std::optional<FloatArray> popularity;  // of each unit
 };
 

@@ -20,15 +20,10 @@ RowSource source_of(const FfnLayerOptions& options) {
   };
   if (units.size < 1 || !whole(options.checksum_rows) || units.num_rows % options.checksum_rows != 0)
     throw CoreError(ErrorKind::usage, "a layer's units must have rows, and whole checksums");
-  if (units.size != 1 && (options.row_of != nullptr || options.norm))
-    throw CoreError(ErrorKind::usage, "rows in another order, and a norm over neurons, are not for experts");
-  RowSource source{units,
-                   options.file_offset,
-                   options.format.stride,
-                   options.checksums,
-                   options.checksum_rows,
-                   options.row_of,
-                   0};
+  if (units.size != 1 && options.norm)
+    throw CoreError(ErrorKind::usage, "a norm over neurons is not for experts");
+  RowSource source{
+      units, options.file_offset, options.format.stride, options.checksums, options.checksum_rows, 0};
   if (options.split_rows) {
     if (options.format.codec != options.format.down_codec)
       throw CoreError(ErrorKind::usage,

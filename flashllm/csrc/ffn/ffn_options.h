@@ -35,7 +35,6 @@ struct FfnLayerOptions {
   std::uint64_t file_offset = 0;             // of row 0
   const std::uint64_t* checksums = nullptr;  // as in RowSource
   std::int32_t checksum_rows = 1;
-  const std::int32_t* row_of = nullptr;  // as in RowSource
   SimdLevel simd = SimdLevel::scalar;
   // Switched on only to see what the other way is worth (paper A, table 2).
   bool wait_first = false;  // no product before the reads have landed

@@ -16,7 +16,7 @@ Prefetch::Prefetch(std::byte* rows, std::int32_t capacity, std::uint32_t stride,
       file_(file),
       row_of_(static_cast<std::size_t>(num_neurons), -1),
       wanted_(static_cast<std::size_t>(num_neurons), 0),
-      listed_at_(static_cast<std::size_t>(num_neurons), -1) {
+      unchosen_(static_cast<std::size_t>(num_neurons), 0) {
   chosen_.reserve(static_cast<std::size_t>(capacity));
   listed_.reserve(static_cast<std::size_t>(num_neurons));
   for (ReadBatch& wave : waves_) wave.jobs.reserve(static_cast<std::size_t>(capacity) / kWaves + 1);
@@ -28,7 +28,7 @@ void Prefetch::start(std::int32_t layer, const std::vector<std::int32_t>& neuron
   layer_ = layer;
   depth_ = &depth;
   listed_.assign(neurons.begin(), neurons.end());
-  choose_rows(std::min(neurons.size(), depth.worth_reading()), source);
+  choose_rows(std::min(neurons.size(), depth.worth_reading()));
   const std::size_t count = chosen_.size();
   for (std::size_t w = 0; w < kWaves; ++w) {
     ReadBatch& wave = waves_[w];
@@ -41,22 +41,22 @@ void Prefetch::start(std::int32_t layer, const std::vector<std::int32_t>& neuron
 }
 
 // In the order of the list, but neighbours on flash one after the other.
-void Prefetch::choose_rows(std::size_t most, const RowSource& source) {
-  const auto at = [this](std::int32_t row) -> std::int32_t& {
-    return listed_at_[static_cast<std::size_t>(row)];
+void Prefetch::choose_rows(std::size_t most) {
+  const auto unchosen = [this](std::int32_t neuron) -> std::uint8_t& {
+    return unchosen_[static_cast<std::size_t>(neuron)];
   };
   const auto end = listed_.begin() + static_cast<std::ptrdiff_t>(most);
-  std::for_each(listed_.begin(), end, [&](std::int32_t neuron) { at(source.row(neuron)) = neuron; });
-  const auto rows = static_cast<std::int32_t>(listed_at_.size());
-  for (auto neuron = listed_.begin(); neuron != end; ++neuron) {
-    std::int32_t row = source.row(*neuron);
-    if (at(row) < 0) continue;  // came with a neighbour
-    while (row > 0 && at(row - 1) >= 0) --row;
-    for (; row < rows && at(row) >= 0; ++row) {
-      const std::int32_t chosen = std::exchange(at(row), -1);
+  std::for_each(listed_.begin(), end, [&](std::int32_t neuron) { unchosen(neuron) = 1; });
+  const auto neurons = static_cast<std::int32_t>(unchosen_.size());
+  for (auto listed = listed_.begin(); listed != end; ++listed) {
+    std::int32_t neuron = *listed;
+    if (unchosen(neuron) == 0) continue;  // came with a neighbour
+    while (neuron > 0 && unchosen(neuron - 1) != 0) --neuron;
+    for (; neuron < neurons && unchosen(neuron) != 0; ++neuron) {
+      unchosen(neuron) = 0;
       if (chosen_.size() == static_cast<std::size_t>(capacity_)) continue;
-      row_of_[static_cast<std::size_t>(chosen)] = static_cast<std::int32_t>(chosen_.size());
-      chosen_.push_back(chosen);
+      row_of_[static_cast<std::size_t>(neuron)] = static_cast<std::int32_t>(chosen_.size());
+      chosen_.push_back(neuron);
     }
   }
 }

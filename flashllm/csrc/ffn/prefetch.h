@@ -104,7 +104,7 @@ class Prefetch {
  private:
   static constexpr std::size_t kWaves = 4;
 
-  void choose_rows(std::size_t most, const RowSource& source);
+  void choose_rows(std::size_t most);
   void add_stats(const ReadBatch& wave);
   std::int32_t neuron_of(const ReadJob& job) const {
     return chosen_[static_cast<std::size_t>(job.destination - rows_) / stride_];
@@ -119,11 +119,10 @@ class Prefetch {
   PrefetchDepth* depth_ = nullptr;
   std::vector<std::int32_t> listed_;
   std::array<ReadBatch, kWaves> waves_;
-  std::vector<std::int32_t> row_of_;  // [num_neurons]: row of the buffer, -1 where there is none
-  std::vector<std::int32_t> chosen_;  // the neuron of each row of the buffer
-  std::vector<std::uint8_t> wanted_;  // [num_neurons]
-  std::vector<std::int32_t>
-      listed_at_;  // [num_neurons]: by row of the file, the neuron listed, not yet chosen
+  std::vector<std::int32_t> row_of_;    // [num_neurons]: row of the buffer, -1 where there is none
+  std::vector<std::int32_t> chosen_;    // the neuron of each row of the buffer
+  std::vector<std::uint8_t> wanted_;    // [num_neurons]
+  std::vector<std::uint8_t> unchosen_;  // [num_neurons]: listed, and not yet chosen
   ReadStats stats_;
 };
 

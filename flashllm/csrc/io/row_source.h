@@ -33,27 +33,21 @@ struct RowSource {
   RowUnits units;
   std::uint64_t file_offset = 0;             // of row 0
   std::uint32_t stride = 0;                  // bytes of a row
-  const std::uint64_t* checksums = nullptr;  // of every `checksum_rows` rows, by neuron; nullptr: not checked
+  const std::uint64_t* checksums = nullptr;  // of every `checksum_rows` rows; nullptr: not checked
   std::int32_t checksum_rows = 1;            // of which units are whole multiples
-  const std::int32_t* row_of = nullptr;  // where units are neurons, a neuron's row; nullptr: in their order
   // 0: a unit is one read. Otherwise pieces of so many bytes, unchecked, as if a neuron's matrices lay apart
   // (what bundling is worth: paper A, section 3.2).
   std::uint32_t piece_nbytes = 0;
 
-  std::int32_t row(std::int32_t unit) const { return row_of != nullptr ? row_of[unit] : units.first(unit); }
-
   // The neuron whose row holds the byte at `offset` of the file, which lies in one of the layer's rows.
   std::int32_t neuron_at(std::uint64_t offset) const {
-    const auto at = static_cast<std::int32_t>((offset - file_offset) / stride);
-    return row_of == nullptr
-               ? at
-               : static_cast<std::int32_t>(std::find(row_of, row_of + units.num_rows, at) - row_of);
+    return static_cast<std::int32_t>((offset - file_offset) / stride);
   }
 
   // The read of a whole unit.
   ReadJob job(std::int32_t unit, std::byte* destination) const {
     ReadJob result;
-    result.offset = file_offset + static_cast<std::uint64_t>(row(unit)) * stride;
+    result.offset = file_offset + static_cast<std::uint64_t>(units.first(unit)) * stride;
     result.nbytes = static_cast<std::uint64_t>(units.rows(unit)) * stride;
     result.destination = destination;
     if (checksums != nullptr) {

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm.base.files import Progress, drop_page_cache, iterate_chunks, open_for_reading, pread_bytes, pread_into
+from flashllm.base.units import format_size
 from flashllm.errors import FlashError
 from flashllm.format.manifest import MANIFEST, Manifest, check_directory, open_model_dir, size_problem
 from flashllm.format.model_files import (
@@ -25,7 +26,6 @@ from flashllm.format.model_files import (
     check_resident_header,
     checksums_tensor,
 )
-from flashllm.format.placed import read_orders
 from flashllm.format.rows import row_checksums
 from flashllm.format.safetensors import DATA_ALIGNMENT, MAX_HEADER_NBYTES, open_safetensors, read_header
 
@@ -52,6 +52,7 @@ class VerifyReport:
     num_files: int
     nbytes: int
     problems: tuple[Problem, ...]
+    unused: str | None = None  # as `unused_line`
 
     @property
     def ok(self) -> bool:
@@ -61,9 +62,8 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class _BadRow:
-    file: str
     layer: int
-    row: int  # in the order of ids: the neuron, or padding
+    row: int  # the neuron, or padding
 
 
 def verify(path: Path, progress: Progress | None = None) -> VerifyReport:
@@ -74,6 +74,14 @@ def verify(path: Path, progress: Progress | None = None) -> VerifyReport:
     """
     path = Path(path)
     return _Verification(path, open_model_dir(path, check_files=False), progress).run()
+
+
+def unused_line(path: Path) -> str | None:
+    """A line on what an earlier version left in the model directory `path`; None where there is nothing."""
+    if not (path / PLACED).is_file():
+        return None
+    size = format_size((path / PLACED).stat().st_size)
+    return f"{PLACED} ({size}): a second copy of the neurons, which is not used any more; it can be removed"
 
 
 class _Verification:
@@ -97,8 +105,7 @@ class _Verification:
                 self._report(name, problem)
                 continue
             try:
-                has_rows = name in (FFN, PLACED)
-                chunks = self._row_chunks(name, bad_rows) if has_rows else iterate_chunks(self._path / name)
+                chunks = self._row_chunks(bad_rows) if name == FFN else iterate_chunks(self._path / name)
                 digest = self._hash(name, chunks)
             except FlashError as error:
                 self._report(name, str(error))
@@ -116,6 +123,7 @@ class _Verification:
             num_files=len(self._manifest.files),
             nbytes=self._done_nbytes,
             problems=tuple(self._problems),
+            unused=unused_line(self._path),
         )
 
     def _report(self, file: str, message: str) -> None:
@@ -130,13 +138,11 @@ class _Verification:
                 self._progress(name, self._done_nbytes, self._total_nbytes)
         return sha256.hexdigest()
 
-    def _row_chunks(self, name: str, bad_rows: list[_BadRow]) -> Iterator[memoryview]:
-        """The bytes of a file of neurons, checking every row on the way. Offsets come from the manifest: the header
+    def _row_chunks(self, bad_rows: list[_BadRow]) -> Iterator[memoryview]:
+        """The bytes of the neurons' file, checking every row on the way. Offsets come from the manifest: the header
         may be damaged."""
-        path, layout, layouts = self._path / name, self._manifest.rows, self._manifest.layouts
-        orders_nbytes = 4 * self._manifest.architecture.neurons if name == PLACED else 0
-        rows_nbytes = sum(each.layer_nbytes for each in layouts)
-        data_start = self._manifest.files[name].nbytes - rows_nbytes - orders_nbytes
+        path, layout, layouts = self._path / FFN, self._manifest.rows, self._manifest.layouts
+        data_start = self._manifest.files[FFN].nbytes - sum(each.layer_nbytes for each in layouts)
         if not 0 < data_start <= MAX_HEADER_NBYTES + DATA_ALIGNMENT or data_start % DATA_ALIGNMENT:
             yield from (memoryview(chunk) for chunk in iterate_chunks(path))
             return
@@ -146,13 +152,9 @@ class _Verification:
             drop_page_cache(fd)
             yield memoryview(pread_bytes(fd, data_start, 0, path))
             offset = data_start
-            orders = memoryview(pread_bytes(fd, orders_nbytes, data_start + rows_nbytes, path))
             for layer, layout in enumerate(layouts):
                 together = self._manifest.checksum_rows_of(layer)
                 expected, ids = self._recorded_checksums(layer), np.arange(0, layout.num_rows, together)
-                if name == PLACED:
-                    order = np.frombuffer(orders, "<i4").reshape(len(layouts), layout.d_ff)[layer]
-                    ids[: layout.d_ff] = np.clip(order, 0, layout.d_ff - 1)  # a damaged order names wrong rows
                 at_once = len(rows) // together * together
                 for first in range(0, layout.num_rows, at_once):
                     block = rows[: min(at_once, layout.num_rows - first)]
@@ -163,9 +165,8 @@ class _Verification:
                     if expected is not None:
                         block_ids = ids[first // together :][: -(-len(block) // together)]
                         wrong = block_ids[row_checksums(block, together) != expected[block_ids // together]]
-                        bad_rows.extend(_BadRow(name, layer, int(row)) for row in wrong)
+                        bad_rows.extend(_BadRow(layer, int(row)) for row in wrong)
                     yield data
-            yield orders
             drop_page_cache(fd)
         finally:
             os.close(fd)
@@ -184,30 +185,23 @@ class _Verification:
             return None
 
     def _report_rows(self, bad_rows: list[_BadRow], damaged: set[str]) -> None:
-        """Report rows unlike their checksums: the row is wrong where its file's hash is, else the checksum."""
-        for name in (FFN, PLACED):
-            of_file = [bad for bad in bad_rows if bad.file == name]
-            if name in damaged:
-                blamed = name
-            elif name == FFN:
-                blamed = RESIDENT
+        """Report rows unlike their checksums: the row is wrong where the file's hash is, else the checksum."""
+        blamed = FFN if FFN in damaged else RESIDENT
+        for bad in bad_rows[:MAX_LISTED_ROWS]:
+            neuron = bad.row if bad.row < self._manifest.architecture.width(bad.layer) else None
+            if blamed == RESIDENT:
+                tensor = checksums_tensor(bad.layer)
+                where = f"tensor {tensor}, item {bad.row // self._manifest.checksum_rows_of(bad.layer)} is wrong"
+                self._problems.append(self._problem(RESIDENT, where, bad.layer, neuron, tensor))
             else:
-                continue  # a wrong checksum is found with the rows of the FFN file
-            for bad in of_file[:MAX_LISTED_ROWS]:
-                neuron = bad.row if bad.row < self._manifest.architecture.width(bad.layer) else None
-                if blamed == RESIDENT:
-                    tensor = checksums_tensor(bad.layer)
-                    where = f"tensor {tensor}, item {bad.row // self._manifest.checksum_rows_of(bad.layer)} is wrong"
-                    self._problems.append(self._problem(RESIDENT, where, bad.layer, neuron, tensor))
-                else:
-                    what = "padding row" if neuron is None else "neuron"
-                    num_rows = self._manifest.layout(bad.layer).num_rows
-                    last = min(bad.row + self._manifest.checksum_rows_of(bad.layer), num_rows) - 1
-                    rows = f"{what} {bad.row}" if last == bad.row else f"{what}s {bad.row} to {last}"
-                    where = f"layer {bad.layer}, {rows}: wrong checksum"
-                    self._problems.append(self._problem(name, where, bad.layer, neuron))
-            if len(of_file) > MAX_LISTED_ROWS:
-                self._report(blamed, f"{self._path / blamed}: and {len(of_file) - MAX_LISTED_ROWS} more rows")
+                what = "padding row" if neuron is None else "neuron"
+                num_rows = self._manifest.layout(bad.layer).num_rows
+                last = min(bad.row + self._manifest.checksum_rows_of(bad.layer), num_rows) - 1
+                rows = f"{what} {bad.row}" if last == bad.row else f"{what}s {bad.row} to {last}"
+                where = f"layer {bad.layer}, {rows}: wrong checksum"
+                self._problems.append(self._problem(FFN, where, bad.layer, neuron))
+        if len(bad_rows) > MAX_LISTED_ROWS:
+            self._report(blamed, f"{self._path / blamed}: and {len(bad_rows) - MAX_LISTED_ROWS} more rows")
 
     def _problem(self, name: str, where: str, layer: int, neuron: int | None, tensor: str | None = None) -> Problem:
         message = f"{self._path / name}: {where}; {_ADVICE}"
@@ -221,8 +215,6 @@ class _Verification:
                 check_ffn_header(read_header(self._path / FFN), self._manifest.layouts)
             elif name == RESIDENT:
                 check_resident_header(read_header(self._path / RESIDENT), self._manifest.checksums)
-            elif name == PLACED:
-                read_orders(self._path / PLACED, self._manifest.rows, self._manifest.architecture.num_layers)
         except FlashError as error:
             self._report(name, f"{error}; {_ADVICE}")
             return
@@ -234,14 +226,13 @@ class _Verification:
 
     def _check_unlisted(self) -> None:
         for name in sorted(os.listdir(self._path)):
-            if name not in self._manifest.files and name not in (MANIFEST, MODEL_CARD) and not name.startswith("."):
+            known = name in self._manifest.files or name in (MANIFEST, MODEL_CARD, PLACED)
+            if not known and not name.startswith("."):
                 self._report(name, f"{self._path / name}: is not listed in {MANIFEST}; remove it")
 
     def _check_contents(self) -> None:
         """The hashes are right, the contents are not: an edited manifest, rows that never matched their checksums."""
         try:
             check_directory(self._path, self._manifest)
-            if PLACED in self._manifest.files:
-                read_orders(self._path / PLACED, self._manifest.rows, self._manifest.architecture.num_layers)
         except FlashError as error:
             self._report(MANIFEST, str(error))
