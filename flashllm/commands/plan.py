@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flashllm.plan.resolve import Plan
 
 _CLEARLY_LESS = 0.85  # of a time; estimates are as exact as that
+_SPREAD_NBYTES = 1 << 19  # the run is another process, whose libraries may take some pages more
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
 
     model = ModelDir.open(path)
     held = _libraries_of_a_run(path)
-    room = {"available": available_nbytes(), "process": process_nbytes()}
+    room = {"available": available_nbytes(), "process": process_nbytes() + _SPREAD_NBYTES}
     del held
     plan = resolve(config, model, **room)
     for notice in (*plan.reasons, *plan.notices):
