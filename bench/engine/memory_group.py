@@ -21,9 +21,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
+from flashllm.base.files import Closing
 from flashllm.base.units import format_size, parse_size
 
 _V1 = {
@@ -44,7 +44,7 @@ class GroupError(Exception):
     """No limit can be enforced here; the message says why."""
 
 
-class MemoryGroup:
+class MemoryGroup(Closing):
     """A control group with a limit in bytes; a context manager that removes it, with whatever still runs in it."""
 
     def __init__(self, limit_nbytes: int) -> None:
@@ -117,14 +117,6 @@ class MemoryGroup:
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.01)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def drop_page_cache() -> None:

@@ -37,6 +37,13 @@ def mapping(name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
+def objects(name: str, value: Any) -> list[Mapping[str, Any]]:
+    """The objects of a list."""
+    if not isinstance(value, list):
+        raise BadRequest(f"{name} must be a list, not {short(value)}", param=name)
+    return [mapping(f"{name}[{place}]", each) for place, each in enumerate(value)]
+
+
 def integer(body: Mapping[str, Any], name: str, low: int, high: int = 2**63 - 1) -> int:
     """The field `name` as a whole number; true and 1.0 are none."""
     value = body[name]

@@ -225,9 +225,10 @@ class Model(OneProcess, Closing):
         """Claim the memory of a pass, of whose new tokens so many are prompts', and say in how many stretches those go:
         in as few as the neuron caches can lend memory for. Each stretch reads what is not in memory once, and
         multiplies an expert with all of its tokens."""
-        plan, reads = self.plan.memory, self._reads_prompts()
+        plan = self.plan.memory
         parts = -(-tokens // plan.prompt_tokens)
         added = sum(sequence.nbytes_to_add(len(ids)) for sequence, ids in entries)
+        reads = parts > 1 and self._reads_prompts()
         stretches = 1 if reads or self.manifest.architecture.experts else parts
         while stretches < parts:
             stretch = plan.longest_stretch(tokens, stretches)

@@ -208,7 +208,7 @@ class Grammars:
                 made = LLMatcher.grammar_from_regex(text)
             case "lark":
                 made = LLMatcher.grammar_from_lark(text)
-        # An explosion is refused within a second and some 40 MB.
+        # An explosion was refused within a second and some 40 MB where it was tried.
         limits = LLParserLimits(max_lexer_states=20_000, max_grammar_size=100_000, verbose_errors=False)
         return LLMatcher(self._tables(), made, log_level=0, limits=limits)
 
@@ -228,7 +228,7 @@ class Grammars:
         return self._tokenizer
 
     def _place(self, constraint: Constraint, error: str) -> str:
-        """Where in a schema the innermost part stands that fails in the same way, as a JSON pointer."""
+        """JSON pointer to the innermost part of a schema that fails in the same way."""
         if constraint.kind != "json":
             return ""
         whole = json.loads(constraint.text)

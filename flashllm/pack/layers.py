@@ -65,7 +65,7 @@ class Layer(NamedTuple):
 
 
 class _Inputs:
-    """What goes into a matrix of `width` inputs; of fewer than `least` tokens nothing is said."""
+    """Sums over the inputs of a matrix, `width` wide; none where there are fewer than `least` tokens."""
 
     def __init__(self, width: int, span: int | None, least: int) -> None:
         span = span or width

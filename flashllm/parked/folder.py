@@ -184,7 +184,7 @@ def _entry(parked: Parked) -> Entry:
 
 
 def _left_behind(process: int) -> bool:
-    """Tell whether the files that a process began are nobody's.
+    """True where no process goes on writing the files that one began.
 
     This process has begun none yet, and in a container all that ever were have its id. What another container's is
     still writing may be taken for such a file: then it parks one conversation less.

@@ -79,6 +79,6 @@ def take_quick_profile(
 
 
 def _can_keep(store: Path) -> bool:
-    """True where the store can be written, as far as that can be told before."""
+    """True where nothing forbids to write the store."""
     folder = next(each for each in (store.parent, *store.parent.parents) if each.exists())
     return folder.is_dir() and os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= _STORE_NBYTES

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, kw_only=True)
 class BlockMeasure:
-    """What a block took; `busy` is each activity's own time, which overlap."""
+    """Costs of a block; `busy` is each activity's own time, and activities overlap."""
 
     prefill_s: float = 0.0
     decode_s: float = 0.0

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from flashllm.api.fields import BadRequest, flag, mapping, short, text
+from flashllm.api.fields import BadRequest, flag, mapping, objects, short, text
 from flashllm.api.requests import parse_body
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.replies import written
@@ -92,7 +92,7 @@ class Anthropic:
         return Asked.chat(request, stream="stream" in body and flag(body, "stream"))
 
     def _thinking(self, given: Any) -> Document:
-        """What the field `thinking` asks of a template that knows it; others reason as they do."""
+        """Fields of a chat: a budget and, for a template that knows it, whether the model reasons at all."""
         kind = mapping("thinking", given).get("type")
         values: Document = {}
         if "budget_tokens" in given and kind == "enabled":
@@ -180,12 +180,9 @@ def _messages(value: Any) -> list[Document]:
 
 
 def _tools(body: Mapping[str, Any]) -> Document:
-    given = body.get("tools", [])
-    if not isinstance(given, list):
-        raise BadRequest(f"tools must be a list, not {short(given)}", param="tools")
     tools = []
-    for place, tool in enumerate(given):
-        if mapping(f"tools[{place}]", tool).get("type", "custom") == "custom":
+    for tool in objects("tools", body.get("tools", [])):
+        if tool.get("type", "custom") == "custom":
             function = {"name": tool.get("name"), "description": tool.get("description")}
             tools.append({"type": "function", "function": function | {"parameters": tool.get("input_schema")}})
     choice = mapping("tool_choice", body.get("tool_choice", {"type": "auto"}))

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from flashllm.api.fields import BadRequest, flag, mapping, short, text
+from flashllm.api.fields import BadRequest, flag, mapping, objects, short, text
 from flashllm.api.requests import parse_body
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.replies import written
@@ -75,15 +75,10 @@ class Responses:
         if mapping("text.format", shape).get("type") == "json_schema":
             shape = {"type": "json_schema", "json_schema": {"schema": shape.get("schema")}}
         chat["response_format"] = shape
-        effort, template = (
-            mapping("reasoning", body.get("reasoning", {})).get("effort"),
-            self._api.served.encoder.template,
-        )
-        if (
-            effort is not None
-            and template is not None
-            and any(map(template.takes, ("reasoning_effort", "enable_thinking")))
-        ):
+        effort = mapping("reasoning", body.get("reasoning", {})).get("effort")
+        template = self._api.served.encoder.template
+        takes = template is not None and any(map(template.takes, ("reasoning_effort", "enable_thinking")))
+        if effort is not None and takes:
             chat["reasoning_effort"] = effort
         request = parse_body(chat, "chat", custom_id=f"resp_{secrets.token_hex(12)}", defaults=defaults)
         model = None if "model" not in body else text("model", body["model"])
@@ -141,12 +136,9 @@ def _messages(given: Any) -> list[Document]:
 
 
 def _tools(body: Mapping[str, Any]) -> Document:
-    given = body.get("tools", [])
-    if not isinstance(given, list):
-        raise BadRequest(f"tools must be a list, not {short(given)}", param="tools")
     tools = []
-    for place, tool in enumerate(given):
-        kind = mapping(f"tools[{place}]", tool).get("type")
+    for tool in objects("tools", body.get("tools", [])):
+        kind = tool.get("type")
         if kind in ("function", "custom"):
             function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
             if kind == "custom":
