@@ -6,6 +6,8 @@ Importing this package imports neither torch nor transformers; `flashllm.FlashMo
 
 from typing import TYPE_CHECKING, Any
 
+from flashllm.errors import needing
+
 if TYPE_CHECKING:
     from flashllm.hf.model import FlashModel
     from flashllm.offload.engine import OffloadEngine
@@ -16,7 +18,8 @@ __all__ = ["FlashModel", "OffloadEngine", "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name == "FlashModel":
-        from flashllm.hf.model import FlashModel
+        with needing("FlashModel"):
+            from flashllm.hf.model import FlashModel
 
         return FlashModel
     if name == "OffloadEngine":

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import flashllm
 from flashllm.base.text import one_line, prepare_streams, silence
-from flashllm.errors import FlashError, UsageError
+from flashllm.errors import FlashError, UsageError, needing
 
 # Verb -> its module, with `add_arguments(parser)` and `main(args) -> int`, and what it is for.
 VERBS = {
@@ -99,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, unknown = parser.parse_known_args(arguments)
         if unknown:
             parser.refuse(unknown, args)
-        status = int(args.main(args))
+        with needing(f"flashllm {verb}"):
+            status = int(args.main(args))
         sys.stdout.flush()  # here, where a closed pipe can still be handled
         return status
     except SystemExit as stop:  # of argparse: --help, --version, wrong use

@@ -3,6 +3,17 @@
 A message says what happened, where (file, layer, neuron, offset), and what to do about it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_EXTRA_OF = {  # package -> the extra that brings it
+    **dict.fromkeys(("torch", "transformers", "safetensors"), "hf"),
+    **dict.fromkeys(("starlette", "uvicorn", "prometheus_client"), "serve"),
+    "datasets": "train",
+    "matplotlib": "bench",
+    "scipy": "offload",
+}
+
 
 class FlashError(Exception):
     """Base of all errors of this package."""
@@ -29,6 +40,12 @@ class ChecksumError(FormatError):
     """Bytes read from flash (a row, or a whole file) do not have the checksum recorded at conversion."""
 
 
+class MissingPackage(FlashError, ImportError):
+    """A package of an extra is not installed; the message names the extra."""
+
+    exit_status = 2
+
+
 class NonFiniteError(FlashError):
     """The model computed a number that is not finite; the message says in which layer."""
 
@@ -51,3 +68,18 @@ class Cancelled(FlashError):
 
 class PeerLost(FlashError):
     """Another process of a pipeline failed, ended, or cannot be reached any more."""
+
+
+@contextmanager
+def needing(what: str, extra: str | None = None) -> Iterator[None]:
+    """Import for `what`: MissingPackage names the extra (or `extra`) where a package of one is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA_OF:
+            raise
+        extra = extra or _EXTRA_OF[package]
+        raise MissingPackage(
+            f"{what} needs {package}, which is not installed: pip install 'flashllm[{extra}]'"
+        ) from error

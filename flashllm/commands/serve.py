@@ -6,7 +6,6 @@ The port is taken before the model is loaded, so that a wrong one is an error at
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import ipaddress
 from pathlib import Path
 
@@ -83,17 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Serve until ctrl-C."""
-    from flashllm.errors import UsageError
+    # The server and its libraries come before the model, so that the memory plan counts them.
+    from flashllm.serve.server import Server, listen, url
 
-    for name in ("uvicorn", "starlette", "prometheus_client"):
-        if importlib.util.find_spec(name) is None:
-            raise UsageError(f"{name} is missing; install the server's packages: pip install 'flashllm[serve]'")
     key = None if args.api_key_file is None else read_key(args.api_key_file)
     path = find_model(args)
     with contextlib.ExitStack() as stack:
-        # The server and its libraries come before the model, so that the memory plan counts them.
-        from flashllm.serve.server import Server, listen, url
-
         sock = stack.enter_context(contextlib.closing(listen(args.host, args.port)))
         with loading(path):
             from flashllm.commands.chat import sampling_defaults

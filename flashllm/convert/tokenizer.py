@@ -13,7 +13,7 @@ import tokenizers
 
 from flashllm.base.files import read_bounded
 from flashllm.convert.checkpoint.child import ChildFailed, ask_child
-from flashllm.errors import FormatError, UnsupportedModelError
+from flashllm.errors import FormatError, UnsupportedModelError, needing
 
 TOKENIZER = "tokenizer.json"
 MAX_NBYTES = 256 * 2**20  # of tokenizer.json; the largest published ones have 35 MB
@@ -79,7 +79,8 @@ def make_tokenizer(directory: Path, companions: Iterable[Path]) -> bytes | None:
 
 def _build(directory: str) -> tuple[str | None, str]:
     """The text of `tokenizer.json`; None, and why, where none can be made. Runs in the child."""
-    from transformers import AutoTokenizer
+    with needing(f"{directory}: a tokenizer without {TOKENIZER}"):
+        from transformers import AutoTokenizer
 
     try:
         # A folder that is here; the hub is not asked.

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from flashllm.errors import UsageError
+from flashllm.errors import UsageError, needing
 
 Device = Literal["auto", "cpu", "cuda"]
 DEVICES: tuple[Device, ...] = ("auto", "cpu", "cuda")
@@ -29,10 +29,8 @@ def choose_accelerator(device: Device) -> str | None:
     """
     if device == "cpu" or (device == "auto" and not has_cuda()):
         return None
-    try:
+    with needing("--device cuda"):
         import torch
-    except ImportError:
-        raise UsageError("--device cuda needs torch: pip install torch, or use --device cpu") from None
     if not torch.cuda.is_available():
         built = "sees no GPU" if torch.version.cuda else f"{torch.__version__} is built without CUDA"
         raise UsageError(f"--device cuda: torch {built}; install its driver and a torch with CUDA, or use --device cpu")

@@ -188,12 +188,6 @@ def test_the_sockets_options_are_bounded():
         listen("no.such.host.invalid", 0)
 
 
-def test_missing_packages_are_named(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["serve"]) == 2
-    assert "pip install 'flashllm[serve]'" in capsys.readouterr().err
-
-
 def test_an_unforeseen_error_is_an_answer_and_says_no_text(capsys):
     from starlette.applications import Starlette
     from starlette.middleware import Middleware

@@ -18,9 +18,9 @@ _SMALL_DISK = 20 * 10**9
 _URING_MEMLOCK = 8 << 20  # what registered buffers of a run may need
 _EXTRAS = {  # package -> its extra, and what that is for
     "starlette": ("serve", "flashllm serve"),
-    "datasets": ("train", "training predictors on the hub's texts"),
+    "torch": ("hf", "FlashModel, pickled weights and tokenizers without tokenizer.json"),
+    "datasets": ("train", "training predictors"),
     "scipy": ("offload", "planning large batches"),
-    "gguf": ("gguf", "GGUF files"),
 }
 _MARKS: dict[State, str] = {"good": "ok  ", "note": "note", "bad": "BAD "}
 

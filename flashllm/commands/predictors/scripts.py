@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import flashllm
-from flashllm.errors import FlashError
+from flashllm.errors import FlashError, needing
 
 
 def sample_text() -> Path:
@@ -19,7 +19,8 @@ def load(name: str) -> ModuleType:
     folder = _folder()
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    return importlib.import_module(name)
+    with needing(f"predictors/{name}.py", "train"):
+        return importlib.import_module(name)
 
 
 def _folder() -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 from flashllm.base.files import drop_page_cache, file_status, open_for_reading, pread_bytes, pread_into
 from flashllm.convert.checkpoint.child import ChildFailed, ask_child
 from flashllm.convert.checkpoint.source import WeightFile, check_start
-from flashllm.errors import FlashError, FlashIOError, FormatError, UnsupportedModelError
+from flashllm.errors import FlashIOError, FormatError, UnsupportedModelError, needing
 from flashllm.format.safetensors import ITEMSIZES, TensorInfo
 
 _ZIP = b"PK\x03\x04"
@@ -101,14 +101,10 @@ def _checked(found: Mapping[str, Any], file_nbytes: int, path: Path) -> Mapping[
 def describe(*paths: str) -> list[dict[str, Any]]:
     """Tables of the files, tensor -> (safetensors' dtype code, shape, offset in the file, bytes). Runs in a child.
 
-    FlashError where torch is not installed; UnsupportedModelError and FormatError as `open_pickled`.
+    MissingPackage where torch is not installed; UnsupportedModelError and FormatError as `open_pickled`.
     """
-    try:
+    with needing(f"{paths[0]}: a file of pickled weights"):
         importlib.import_module("torch")
-    except ModuleNotFoundError as error:
-        raise FlashError(
-            f"{paths[0]}: pickled weights are read with torch, which is not installed: `pip install torch`"
-        ) from error
     return [_describe(path) for path in paths]
 
 

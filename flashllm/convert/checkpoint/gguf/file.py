@@ -4,7 +4,6 @@ The gguf package dequantises; the header is our own to read (header.py, layout.p
 (`-00001-of-00003.gguf`) is opened by its first.
 """
 
-import importlib
 import math
 import os
 import re
@@ -12,7 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from flashllm.convert.checkpoint.gguf.header import read_header
 from flashllm.convert.checkpoint.gguf.layout import PLAIN, dequantized, placed_tensors
 from flashllm.convert.checkpoint.gguf.metadata import Metadata
 from flashllm.convert.checkpoint.source import check_start
-from flashllm.errors import FlashError, FormatError
+from flashllm.errors import FormatError
 from flashllm.format.safetensors import TensorInfo
 
 SUFFIX = ".gguf"
@@ -188,7 +186,7 @@ def open_gguf(path: Path, stack: ExitStack) -> GgufContent:
     """The GGUF file `path`, or the files it is the first of; `stack` closes them.
 
     FormatError for a file that is empty, truncated, damaged, a git-LFS pointer, or missing from a split model;
-    UnsupportedModelError for a kind of tensor that cannot be dequantised; FlashError where gguf is not installed.
+    UnsupportedModelError for a kind of tensor that cannot be dequantised.
     """
     metadata, tensors, sparse = _open_one(path, stack)
     count = metadata.integer("split.count", 1, least=0, most=_MAX_FILES)  # 0: of files that were merged again
@@ -215,18 +213,9 @@ def _open_one(path: Path, stack: ExitStack) -> tuple[Metadata, dict[str, StoredT
     file_nbytes = file_status(fd, path).st_size
     sparse = file_nbytes >= 4 and pread_bytes(fd, 4, 0, path) == _SPARSE_MAGIC
     check_start(fd, file_nbytes, _SPARSE_MAGIC if sparse else _MAGIC, "a GGUF file", path)
-    gguf_package(path)
     header = read_header(fd, file_nbytes, path)
     tensors = {
         name: StoredTensor(path=path, fd=fd, **placed._asdict())
         for name, placed in placed_tensors(header, file_nbytes, path).items()
     }
     return Metadata(header.metadata, path), tensors, sparse
-
-
-def gguf_package(path: Path) -> ModuleType:
-    """The gguf package. FlashError, saying how to install it, where it is absent."""
-    try:
-        return importlib.import_module("gguf")
-    except ModuleNotFoundError as error:
-        raise FlashError(f"{path}: is read with the gguf package: `pip install 'flashllm[gguf]'`") from error
