@@ -109,7 +109,11 @@ def test_arithmetic_on_arm(tmp_path):
 
 def test_the_product_cannot_be_made_to_fail():
     """Its core has neither faults nor the other parts of the test build."""
-    code = "from flashllm import _core; print(hasattr(_core.DirectFile, 'inject'), hasattr(_core, 'hang_reads'))"
+    code = (
+        "from flashllm import _core; print(hasattr(_core.DirectFile, 'inject'), hasattr(_core, 'hang_reads'), "
+        "hasattr(_core.FfnLayer, 'set_trace'))"
+    )
     product = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert product.stdout.split() == ["False", "False"]
+    assert product.stdout.split() == ["False"] * 3
     assert hasattr(_core.DirectFile, "inject")
+    assert hasattr(_core.FfnLayer, "set_trace")

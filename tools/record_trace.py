@@ -16,6 +16,10 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import core_testing  # noqa: F401 - the core's test build, whose layers say what they name
 from relufication.text import texts_of
 
 from flashllm.base.dtypes import WEIGHT_DTYPES

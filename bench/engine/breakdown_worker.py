@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from dense_stream import BLOCK_NBYTES, MAX_REQUEST, READ_AHEAD, DenseStream
 from energy import joules
+from traced import TracedModel
 
 from flashllm import _core
 from flashllm.base.machine import num_cores, peak_process_nbytes, process_nbytes
 from flashllm.config import Ablation, RunConfig
-from flashllm.engine.model import Model
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import FFN, RESIDENT
@@ -71,7 +71,7 @@ def flash(settings: dict[str, Any]) -> dict[str, Any]:
         **settings.get("options", {}),
     )
     sampling = SamplingOptions(max_new_tokens=settings["tokens"] + 1, ignore_eos=True, **settings.get("sampling", {}))
-    with Model.open(directory, config) as model, Session(model, tokenizer, sampling) as session:
+    with TracedModel.open(directory, config) as model, Session(model, tokenizer, sampling) as session:
         prompt = np.random.default_rng(0).integers(10, model.vocab_size, settings["prompt_tokens"])
         records = iter(session.stream_ids(prompt.tolist()))
         prefill = next(records)

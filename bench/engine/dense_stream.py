@@ -5,6 +5,7 @@ dense model are here (all of its bytes, through our own kernel), not the model's
 bytes over bandwidth, and this one is meant to reach the bandwidth.
 """
 
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+import core_testing  # noqa: F401 - the core's test build, whose readers have a clock
 
 from flashllm import _core
 from flashllm.base.dtypes import WEIGHT_DTYPES

@@ -19,6 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+import core_testing  # noqa: F401 - the core's test build, whose layers say what they name
+
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.commands.predictors.scripts import sample_text

@@ -15,14 +15,12 @@ from flashllm import _core
 from flashllm.config import Backend, RunConfig
 from flashllm.engine.resident import Tensors, read_tensors
 from flashllm.engine.state import NeuronCache
-from flashllm.engine.trace_feed import TraceFeed
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import (
     FFN,
     PREDICTORS,
     RESIDENT,
-    TRACE,
     checksums_tensor,
     ffn_tensor,
 )
@@ -44,7 +42,6 @@ class Parts:
     caches: Sequence[NeuronCache]  # of each layer
     stream: _core.RowStream  # every layer's rows, in the order of ids
     native: _core.Model
-    trace: TraceFeed | None  # says what is active where the weights are dummies
     reader: ReaderChoice  # in use
     file: _core.DirectFile  # that rows are streamed from
     direct_io: bool
@@ -104,19 +101,14 @@ class _Builder:
             prefetch=self._plan.prefetch,
         )
         cached = [ffn for ffn in native.ffns if ffn is not None]
-        trace = None
         if self._sparse and PREDICTORS in self._manifest.files:
             self._load_predictors(native.ffns)
-        if self._sparse and TRACE in self._manifest.files:
-            trace = TraceFeed(self._path / TRACE, self._manifest, cached, window=self._plan.memory.window)
-            self._notices.append(trace.notice)
         return Parts(
             pool=self._pool,
             ffns=cached,
             caches=[ffn or self._keep_rows(stream, layer) for layer, ffn in enumerate(native.ffns)],
             stream=stream,
             native=native,
-            trace=trace,
             reader=self._reader_in_use,
             file=self._file,
             direct_io=self._file.direct,

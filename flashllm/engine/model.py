@@ -58,7 +58,6 @@ class Model(OneProcess, Closing):
         self._parts: Parts | None = build(directory, plan, config, self.meter.native)
         self.notices = self._parts.notices
         self.reader, self.direct_io = self._parts.reader, self._parts.direct_io
-        self.activity_source = "predictors" if self._parts.trace is None else self._parts.trace.source
         shape = state_shape(directory.manifest, directory.block, plan.memory.context, config.cache_bits)
         self._memory = StateMemory(plan.memory, self._parts.caches, _core.StatePool(shape))
         self._memory_limit = self._asked_limit = plan.memory.limit_nbytes
@@ -262,44 +261,28 @@ class Model(OneProcess, Closing):
         few = sorted(set(range(len(entries))) - set(many))
         results: list[Logits] = [np.empty((0, self.vocab_size), np.float32)] * len(entries)
         for kind, indices in ((self.plan.mode, few), ("prompt", many)):
-            for group in self._groups(parts, entries, indices, kind):
-                mine = [entries[index] for index in group]
-                if parts.trace is not None:
-                    positions = [seq.length + i for seq, ids in mine for i in range(len(ids))]
-                    parts.trace.load(positions, fills=kind == "prompt")
-                natives = [(seq.native, ids) for seq, ids in mine]
-                logits = parts.native.step(
-                    natives,
-                    kind,
-                    all_logits,
-                    observer,
-                    drafted,
-                    stretches,
-                    self._progress if kind == "prompt" else None,
-                )
-                if kind == "prompt":
-                    for sequence, ids in mine:
-                        sequence.add_prompted(len(ids))
-                if len(group) == len(entries):
-                    return logits
-                counts = [len(ids) if all_logits else 1 for _, ids in mine]
-                for index, rows in zip(group, np.split(logits, np.cumsum(counts)[:-1]), strict=True):
-                    results[index] = rows
+            if not indices:
+                continue
+            mine = [entries[index] for index in indices]
+            natives = [(seq.native, ids) for seq, ids in mine]
+            logits = parts.native.step(
+                natives,
+                kind,
+                all_logits,
+                observer,
+                drafted,
+                stretches,
+                self._progress if kind == "prompt" else None,
+            )
+            if kind == "prompt":
+                for sequence, ids in mine:
+                    sequence.add_prompted(len(ids))
+            if len(mine) == len(entries):
+                return logits
+            counts = [len(ids) if all_logits else 1 for _, ids in mine]
+            for index, rows in zip(indices, np.split(logits, np.cumsum(counts)[:-1]), strict=True):
+                results[index] = rows
         return np.concatenate(results)
-
-    def _groups(self, parts: Parts, entries: list[Entry], indices: list[int], kind: str) -> list[list[int]]:
-        """Entries that make one pass: all, but for as many tokens as a trace has at hand."""
-        if not indices:
-            return []
-        if parts.trace is None or kind == "prompt":
-            return [indices]
-        groups: list[list[int]] = [[]]
-        for index in indices:
-            held = sum(len(entries[other][1]) for other in groups[-1])
-            if groups[-1] and held + len(entries[index][1]) > parts.trace.pass_tokens:
-                groups.append([])
-            groups[-1].append(index)
-        return groups
 
     def _checked(self, ids: Ids) -> list[int]:
         ids = [int(token) for token in ids]
@@ -333,5 +316,3 @@ class Model(OneProcess, Closing):
                 return
             self._memory.close()
             parts.native.interrupt()
-            if parts.trace is not None:
-                parts.trace.close()

@@ -11,7 +11,7 @@ from flashllm.config import DEFAULT_WINDOW, Mode, RunConfig
 from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest import has_prefetch_predictors
 from flashllm.format.model_dir import ModelDir
-from flashllm.format.model_files import PREDICTORS, TRACE
+from flashllm.format.model_files import PREDICTORS
 from flashllm.format.popularity import Popularity, read_popularity
 from flashllm.plan.activity import from_shares
 from flashllm.plan.latency import dense_token, prefetch_pays, product_nbytes
@@ -129,8 +129,6 @@ def _sparse_prompts(mode: Mode, model: ModelDir) -> list[str]:
     """A notice. UsageError where prompts cannot be computed so."""
     if mode == "dense":
         raise UsageError(f"{model.path}: sparse prompts need mode sparse or oracle; in mode dense every neuron counts")
-    if TRACE in model.manifest.files:
-        raise UsageError(f"{model.path}: a trace says which neurons are active, so sparse prompts have no meaning")
     return [f"prompts are computed as mode {mode} computes single tokens, not densely"]
 
 

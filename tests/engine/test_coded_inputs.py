@@ -134,5 +134,5 @@ def test_wide_weights_and_bf12_take_fp32():
         linear.forward(x, out)
     for out in found[1:]:
         np.testing.assert_array_equal(found[0], out)
-    with pytest.raises(ValueError, match="unknown form of inputs"):
+    with pytest.raises(ValueError, match="inputs must be one of float32"):
         _core.Linear(weight, None, "float32", _core.ThreadPool(1), "auto", None, None, "int7")

@@ -461,7 +461,7 @@ def test_the_users_limit_on_threads():
 def test_the_backend_is_told(path):
     assert _core.Reader().backend == "threads"
     for backend in ("uring", ""):
-        with pytest.raises(ValueError, match="threads, io_uring or auto"):
+        with pytest.raises(ValueError, match="threads, io_uring, auto"):
             _core.Reader(backend=backend)
     for depth in (0, 1025):
         with pytest.raises(ValueError, match="queue_depth must be 1 to 1024"):

@@ -76,7 +76,10 @@ void check_weights(const ExpertsSpec& spec, std::mt19937& random) {
   std::vector<std::int32_t> active, units;
   predictor.predict(x.data(), 3, pool, best_simd_level(), active);
   CHECK(active.size() == spec.chosen * spec.size + spec.shared);
-  for (const std::int32_t neuron : active) CHECK(predictor.factors(3).of_neuron(neuron) != 0.0F);
+  std::vector<float> values(active.size(), 1.0F);
+  predictor.weigh(3, active.data(), active.data() + active.size(), values.data());
+  for (std::size_t i = 0; i < active.size(); ++i)
+    CHECK(values[i] == found[std::min(static_cast<std::size_t>(active[i]) / spec.size, spec.count)]);
   // The same experts as units.
   const RowUnits by_experts{neurons, static_cast<std::int32_t>(spec.size)};
   RouterPredictor whole(router, by_experts, nullptr);

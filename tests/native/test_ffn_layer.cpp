@@ -10,6 +10,7 @@
 
 #include "ffn_fixture.h"
 #include "io/error.h"
+#include "trace_predictor.h"
 
 namespace {
 
@@ -310,14 +311,19 @@ void a_trace_decides_what_fires(const Flash& flash) {
   trace.units = {kNeurons, 1};
   trace.active = active.data();
   trace.firing = firing.data();
-  layer.layer.set_trace(trace, trace);
+  follow(layer.layer, trace, trace);
   CHECK(layer.layer.predict(flash.x.data(), 0) == (std::vector<std::int32_t>{1, 2, 4, 5, 6, 7}));
   std::vector<float> y(kWidth), expected = right.forward(flash, {1, 4, 6});
-  layer.layer.forward(flash.x.data(), 0, layer.layer.predict(flash.x.data(), 0), y.data());
+  const auto forward = [&](std::size_t token) {
+    const std::vector<std::int32_t>& named = layer.layer.predict(flash.x.data(), token);
+    layer.layer.begin({flash.x.data(), &named, 1, token, 0, true});
+    layer.layer.finish(y.data());
+  };
+  forward(0);
   CHECK(layer.counters.misses == 6);
   // Neurons that fire by the trace and not by their weights add a thousandth of their down column.
   for (std::size_t j = 0; j < kWidth; ++j) CHECK(std::abs(y[j] - expected[j]) < 0.02F);
-  layer.layer.forward(flash.x.data(), 1, layer.layer.predict(flash.x.data(), 1), y.data());
+  forward(1);
   CHECK(same_bits(y, std::vector<float>(kWidth, 0.0F)));
   bool refused = false;
   try {

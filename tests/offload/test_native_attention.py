@@ -339,5 +339,5 @@ def test_what_does_not_fit_is_refused():
         native_attention((3, 0, 8), "float16", "auto")
     with pytest.raises(ValueError, match="2, 3, 4 or 8"):
         native_attention((3, 3, 8), "float16", "auto", layout="kivi", bits=5)
-    with pytest.raises(ValueError, match="unknown layout"):
+    with pytest.raises(ValueError, match="a layout of KV blocks must be one of"):
         native_attention((3, 3, 8), "float16", "auto", layout="dense")

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench_path  # noqa: F401
 import numpy as np
 import pytest
 import tools_path  # noqa: F401
 import torch
 from install_popularity import measure_popularity
 from predictor_files import MARGIN
+from traced import TracedModel
 from traces import masks_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -161,7 +163,10 @@ def test_a_synthetic_model_computes_what_its_trace_says(synthetic):
     with Trace(synthetic / "trace.safetensors") as trace:
         active = [masks_of(trace, layer).sum(1) for layer in range(2)]
     for window in (1, 4):
-        with Model.open(synthetic, RunConfig(window=window, context=64)) as model, model.new_sequence() as sequence:
+        with (
+            TracedModel.open(synthetic, RunConfig(window=window, context=64)) as model,
+            model.new_sequence() as sequence,
+        ):
             logits = model.step([(sequence, range(prompt))])
             model.meter.restart()
             tokens[window] = []
@@ -186,7 +191,7 @@ def test_synthetic_experts_are_those_of_their_trace(tmp_path):
         masks = masks_of(trace, 1).reshape(20, 16, size)
     assert np.array_equal(masks.any(-1), masks.all(-1))
     assert np.all(masks.any(-1).sum(-1) == chosen)
-    with Model.open(out, RunConfig(threads=1, io_threads=4)) as model, model.new_sequence() as sequence:
+    with TracedModel.open(out, RunConfig(threads=1, io_threads=4)) as model, model.new_sequence() as sequence:
         model.step([(sequence, range(4, 16))])
         model.meter.restart()
         for token in range(5):
@@ -206,7 +211,7 @@ def test_a_synthetic_gated_model_runs_by_its_trace(tmp_path, gate):
         active = [masks_of(trace, layer).sum(1) for layer in range(2)]
         firing = [masks_of(trace, layer, Stream.FIRING).sum(1) for layer in range(2)]
     assert all(np.array_equal(a, f) == (gate == "resident") for a, f in zip(active, firing, strict=True))
-    with Model.open(out, RunConfig(threads=1, io_threads=4)) as model, model.new_sequence() as sequence:
+    with TracedModel.open(out, RunConfig(threads=1, io_threads=4)) as model, model.new_sequence() as sequence:
         model.step([(sequence, range(4, 16))])
         model.meter.restart()
         model.step([(sequence, [4])])

@@ -18,34 +18,46 @@
 
 namespace flashllm {
 
-Dtype parse_dtype(const std::string& name) {
-  if (name == "float32") return Dtype::f32;
-  if (name == "float16") return Dtype::f16;
-  if (name == "bfloat16") return Dtype::bf16;
-  throw CoreError(ErrorKind::usage, "unknown dtype " + name);
-}
+namespace {
 
-RowCodec parse_codec(const std::string& name) {
-  if (name == "int8_32") return RowCodec::int8_32;
-  if (name == "int8_64") return RowCodec::int8_64;
-  if (name == "int4_32") return RowCodec::int4_32;
-  if (name == "int4_64") return RowCodec::int4_64;
-  if (name == "int4_32_min") return RowCodec::int4_32_min;
-  if (name == "int4_64_min") return RowCodec::int4_64_min;
-  if (name == "bf12") return RowCodec::bf12;
-  if (name == "int5_32") return RowCodec::int5_32;
-  if (name == "int5_32_min") return RowCodec::int5_32_min;
-  if (name == "q4_k") return RowCodec::q4_k;
-  if (name == "q5_k") return RowCodec::q5_k;
-  if (name == "q6_k") return RowCodec::q6_k;
-  if (name == "mxfp4") return RowCodec::mxfp4;
-  if (name == "codes4") return RowCodec::codes4;
-  if (name == "codes5") return RowCodec::codes5;
-  if (name == "codes6") return RowCodec::codes6;
-  if (name == "codes8") return RowCodec::codes8;
-  if (name == "codes_fp4") return RowCodec::codes_fp4;
-  return codec_of(parse_dtype(name));
-}
+constexpr Named<RowCodec> kCodecs[] = {{"float32", RowCodec::f32},
+                                       {"float16", RowCodec::f16},
+                                       {"bfloat16", RowCodec::bf16},
+                                       {"int8_32", RowCodec::int8_32},
+                                       {"int8_64", RowCodec::int8_64},
+                                       {"int4_32", RowCodec::int4_32},
+                                       {"int4_64", RowCodec::int4_64},
+                                       {"int4_32_min", RowCodec::int4_32_min},
+                                       {"int4_64_min", RowCodec::int4_64_min},
+                                       {"bf12", RowCodec::bf12},
+                                       {"int5_32", RowCodec::int5_32},
+                                       {"int5_32_min", RowCodec::int5_32_min},
+                                       {"q4_k", RowCodec::q4_k},
+                                       {"q5_k", RowCodec::q5_k},
+                                       {"q6_k", RowCodec::q6_k},
+                                       {"mxfp4", RowCodec::mxfp4},
+                                       {"codes4", RowCodec::codes4},
+                                       {"codes5", RowCodec::codes5},
+                                       {"codes6", RowCodec::codes6},
+                                       {"codes8", RowCodec::codes8},
+                                       {"codes_fp4", RowCodec::codes_fp4}};
+
+constexpr Named<InputForm> kInputs[] = {
+    {"float32", InputForm::f32}, {"int8", InputForm::int8}, {"int16", InputForm::int16}};
+
+constexpr Named<Activation::Kind> kActivations[] = {{"relu", Activation::relu},
+                                                    {"squared_relu", Activation::squared_relu},
+                                                    {"drelu", Activation::drelu},
+                                                    {"fatrelu", Activation::fatrelu},
+                                                    {"silu", Activation::silu},
+                                                    {"gelu", Activation::gelu},
+                                                    {"gelu_tanh", Activation::gelu_tanh},
+                                                    {"quick_gelu", Activation::quick_gelu},
+                                                    {"clamped_swiglu", Activation::clamped_swiglu}};
+
+}  // namespace
+
+RowCodec parse_codec(const std::string& name) { return by_name("an encoding", name, kCodecs); }
 
 ScalePlane plane_of(const AnyArray& scales, const std::optional<AnyArray>& minimums,
                     const std::optional<AnyArray>& factors, const std::optional<AnyArray>& minimum_factors,
@@ -77,52 +89,22 @@ ScalePlane plane_of(const AnyArray& scales, const std::optional<AnyArray>& minim
   return plane;
 }
 
+// The widest that was asked for and that the weights are multiplied by.
 InputForm parse_inputs(const std::string& name, RowCodec codec) {
-  if (name != "float32" && name != "int8" && name != "int16")
-    throw CoreError(ErrorKind::usage, "unknown form of inputs " + name);
-  // The widest that was asked for and that the weights are multiplied by.
-  if (name == "int16" && takes_inputs(codec, InputForm::int16)) return InputForm::int16;
-  return name != "float32" && takes_inputs(codec, InputForm::int8) ? InputForm::int8 : InputForm::f32;
+  const InputForm wanted = by_name("inputs", name, kInputs);
+  if (wanted == InputForm::int16 && takes_inputs(codec, wanted)) return wanted;
+  return wanted != InputForm::f32 && takes_inputs(codec, InputForm::int8) ? InputForm::int8 : InputForm::f32;
 }
 
-// "auto" is the best of this processor.
 SimdLevel parse_simd(const std::string& name) {
   if (name == "auto") return best_simd_level();
-  SimdLevel level = SimdLevel::scalar;
-  if (name == "neon") {
-    level = SimdLevel::neon;
-  } else if (name == "avx2") {
-    level = SimdLevel::avx2;
-  } else if (name == "avx512") {
-    level = SimdLevel::avx512;
-  } else if (name == "avx512_bf16") {
-    level = SimdLevel::avx512_bf16;
-  } else if (name != "scalar") {
-    throw CoreError(ErrorKind::usage, "unknown SIMD level " + name);
-  }
+  const SimdLevel level = by_name("a SIMD level", name, kSimdLevels);
   require_simd_level(level);
   return level;
 }
 
-namespace {
-
-Activation::Kind parse_activation_kind(const std::string& name) {
-  if (name == "relu") return Activation::relu;
-  if (name == "squared_relu") return Activation::squared_relu;
-  if (name == "drelu") return Activation::drelu;
-  if (name == "fatrelu") return Activation::fatrelu;
-  if (name == "silu") return Activation::silu;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  if (name == "quick_gelu") return Activation::quick_gelu;
-  if (name == "clamped_swiglu") return Activation::clamped_swiglu;
-  throw CoreError(ErrorKind::usage, "unknown activation " + name);
-}
-
-}  // namespace
-
 Activation parse_activation(const std::string& name, float threshold, float cut) {
-  return {parse_activation_kind(name), threshold, cut};
+  return {by_name("an activation", name, kActivations), threshold, cut};
 }
 
 Dtype dtype_of(const AnyArray& array) {
@@ -238,31 +220,10 @@ class PyLinear {
   RowMatrix weights_;
 };
 
-const char* simd_name(SimdLevel level) {
-  switch (level) {
-    case SimdLevel::avx512:
-      return "avx512";
-    case SimdLevel::avx512_bf16:
-      return "avx512_bf16";
-    case SimdLevel::avx2:
-      return "avx2";
-    case SimdLevel::neon:
-      return "neon";
-    case SimdLevel::scalar:
-      break;
-  }
-  return "scalar";
-}
-
 }  // namespace
 
 void init_compute(nb::module_& m) {
-  m.def("best_simd_level", [] { return simd_name(best_simd_level()); });
-  m.def("simd_levels", [] {
-    std::vector<std::string> names;
-    for (const SimdLevel level : simd_levels()) names.emplace_back(simd_name(level));
-    return names;
-  });
+  m.def("best_simd_level", [] { return name_of(best_simd_level(), kSimdLevels); });
 
   nb::class_<ThreadPool>(m, "ThreadPool")
       .def(nb::init<int>(), nb::arg("threads"))

@@ -23,8 +23,6 @@ namespace flashllm {
 
 namespace {
 
-constexpr std::size_t kTraceStreams = 3;  // the order of flashllm/format/trace.py
-
 std::vector<std::int32_t> checked_ids(const IdArray& active, std::int32_t units) {
   std::vector<std::int32_t> ids(active.data(), active.data() + active.shape(0));
   for (std::size_t i = 0; i < ids.size(); ++i)
@@ -46,25 +44,23 @@ std::int32_t units_in(const ByteArray& memory, std::size_t nbytes, std::int32_t 
 }
 
 nb::dict take(FfnCounters& counters) {
-  nb::dict result;
-  result["io_ns"] = counters.io_ns;
-  result["memory_ns"] = counters.memory_ns;
-  result["compute_ns"] = counters.compute_ns;
-  result["io_busy_ns"] = counters.io_busy_ns;
-  result["bytes_read"] = counters.bytes_read;
-  result["requests"] = counters.requests;
-  result["retries"] = counters.retries;
-  result["active"] = counters.active;
-  result["hits"] = counters.hits;
-  result["misses"] = counters.misses;
-  result["moves"] = counters.moves;
-  result["parts"] = counters.parts;
-  result["united"] = counters.united;
-  result["rejected_bytes"] = counters.rejected_bytes;
-  result["prefetched"] = counters.prefetched;
-  result["prefetch_used"] = counters.prefetch_used;
-  counters = FfnCounters{};
-  return result;
+  const FfnCounters taken = std::exchange(counters, {});
+  return dict_of({{"io_ns", taken.io_ns},
+                  {"memory_ns", taken.memory_ns},
+                  {"compute_ns", taken.compute_ns},
+                  {"io_busy_ns", taken.io_busy_ns},
+                  {"bytes_read", taken.bytes_read},
+                  {"requests", taken.requests},
+                  {"retries", taken.retries},
+                  {"active", taken.active},
+                  {"hits", taken.hits},
+                  {"misses", taken.misses},
+                  {"moves", taken.moves},
+                  {"parts", taken.parts},
+                  {"united", taken.united},
+                  {"rejected_bytes", taken.rejected_bytes},
+                  {"prefetched", taken.prefetched},
+                  {"prefetch_used", taken.prefetch_used}});
 }
 
 // A predictor's factor: floats, codes of 8 bits with a scale a row, groups of 4 bits, or what `encoding`
@@ -230,26 +226,6 @@ void PyFfnLayer::set_coded_gate(const AnyArray& codes, float margin) {
   keep(codes);
 }
 
-void PyFfnLayer::set_trace(TraceArray activity, std::size_t layer) {
-  const std::size_t set_nbytes = activity.shape(3);
-  require(activity.shape(2) == kTraceStreams && layer < activity.shape(1) && set_nbytes % 8 == 0 &&
-              set_nbytes * 8 >= static_cast<std::size_t>(layer_->num_neurons()),
-          "the trace does not fit the layer");
-  trace_array_ = std::move(activity);
-  const std::size_t set_words = set_nbytes / 8;
-  ActivityTrace active;
-  active.active =
-      reinterpret_cast<const std::uint64_t*>(trace_array_.data()) + layer * kTraceStreams * set_words;
-  active.firing = active.active + set_words;
-  active.token_words = trace_array_.shape(1) * kTraceStreams * set_words;
-  active.tokens = trace_array_.shape(0);
-  active.units = layer_->units();
-  ActivityTrace prefetched = active;
-  prefetched.active = active.firing + set_words;
-  prefetched.firing = nullptr;
-  layer_->set_trace(active, prefetched);
-}
-
 void PyFfnLayer::forward_active(std::uintptr_t x, const IdArray& active, std::uintptr_t y) {
   const std::vector<std::int32_t> ids = checked_ids(active, layer_->units().count());
   const nb::gil_scoped_release unlocked;
@@ -392,19 +368,14 @@ void init_ffn(nb::module_& m) {
            nb::arg("threshold"), nb::arg("a_encoding").none() = nb::none(),
            nb::arg("b_encoding").none() = nb::none())
       .def("set_coded_gate", &PyFfnLayer::set_coded_gate, nb::arg("codes"), nb::arg("margin"))
-      .def("set_trace", &PyFfnLayer::set_trace, nb::arg("activity"), nb::arg("layer"))
       .def("forward_active", &PyFfnLayer::forward_active, nb::arg("x"), nb::arg("active"), nb::arg("y"))
-      .def("predict", &PyFfnLayer::predict, nb::arg("x"))
       .def("begin_fill", &PyFfnLayer::begin_fill, nb::arg("x"), nb::arg("tokens"),
            nb::call_guard<nb::gil_scoped_release>())
       .def("fill_from", &PyFfnLayer::fill_from, nb::arg("rows"), nb::arg("first_neuron"), nb::arg("count"))
       .def(
           "set_capacity", [](PyFfnLayer& self, std::int32_t rows) { self.layer().set_capacity(rows); },
           nb::arg("rows"))
-      .def("cached", [](PyFfnLayer& self) { return self.layer().cached(); })
-      .def_prop_ro("capacity", [](PyFfnLayer& self) { return self.layer().capacity(); })
-      .def_prop_ro("current_window",
-                   [](PyFfnLayer& self) { return self.layer().cache().policy().current_window(); });
+      .def_prop_ro("capacity", [](PyFfnLayer& self) { return self.layer().capacity(); });
 }
 
 }  // namespace flashllm

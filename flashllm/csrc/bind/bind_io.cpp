@@ -17,31 +17,26 @@ namespace flashllm {
 
 namespace {
 
-nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> allocate(std::size_t nbytes) {
-  auto* buffer = new HugeBuffer(nbytes);
-  nb::capsule owner(buffer, [](void* p) noexcept { delete static_cast<HugeBuffer*>(p); });
-  return {buffer->data(), {nbytes}, owner};
-}
+using Bytes = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
+using Checksums = nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>>;
 
-nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>> xxh3_64_rows(const ConstRows& rows) {
+Bytes allocate(std::size_t nbytes) { return owned<Bytes>(std::make_unique<HugeBuffer>(nbytes), {nbytes}); }
+
+Checksums xxh3_64_rows(const ConstRows& rows) {
   const std::size_t stride = rows.shape(1);
   require(stride >= kMinHashed && stride % kHashedMultiple == 0,
           "rows to hash must be a multiple of 64 bytes and at least 512, got " + std::to_string(stride));
-  auto* sums = new std::vector<std::uint64_t>(rows.shape(0));
-  nb::capsule owner(sums, [](void* p) noexcept { delete static_cast<std::vector<std::uint64_t>*>(p); });
+  auto sums = std::make_unique<std::vector<std::uint64_t>>(rows.shape(0));
   {
     const nb::gil_scoped_release unlocked;
     for (std::size_t r = 0; r < sums->size(); ++r) (*sums)[r] = xxh3_64(rows.data() + r * stride, stride);
   }
-  return {sums->data(), {sums->size()}, owner};
+  return owned<Checksums>(std::move(sums), {rows.shape(0)});
 }
 
-ReadBackendKind parse_backend(const std::string& name) {
-  if (name == "threads") return ReadBackendKind::threads;
-  if (name == "io_uring") return ReadBackendKind::io_uring;
-  require(name == "auto", "backend must be threads, io_uring or auto, got " + name);
-  return ReadBackendKind::automatic;
-}
+constexpr Named<ReadBackendKind> kBackends[] = {{"threads", ReadBackendKind::threads},
+                                                {"io_uring", ReadBackendKind::io_uring},
+                                                {"auto", ReadBackendKind::automatic}};
 
 // A batch of reads as Python sees it: it keeps its destinations alive, and never dies with reads under way.
 class PyReadBatch {
@@ -101,15 +96,13 @@ class PyReadBatch {
       reader_->wait(batch_);
     }
     const ReadStats& stats = batch_.stats();
-    nb::dict result;
-    result["jobs"] = stats.jobs;
-    result["requests"] = stats.requests;
-    result["bytes"] = stats.bytes;
-    result["gap_bytes"] = stats.gap_bytes;
-    result["bounced"] = stats.bounced;
-    result["retries"] = stats.retries;
-    result["wall_ns"] = stats.wall_ns;
-    return result;
+    return dict_of({{"jobs", stats.jobs},
+                    {"requests", stats.requests},
+                    {"bytes", stats.bytes},
+                    {"gap_bytes", stats.gap_bytes},
+                    {"bounced", stats.bounced},
+                    {"retries", stats.retries},
+                    {"wall_ns", stats.wall_ns}});
   }
 
  private:
@@ -198,8 +191,7 @@ void init_io(nb::module_& m) {
       .def_prop_ro("size", &DirectFile::size)
       .def_prop_ro("direct", &DirectFile::direct)
       .def_prop_ro("fallback_reason", &DirectFile::fallback_reason)
-      .def_prop_ro("offset_alignment", &DirectFile::offset_alignment)
-      .def_prop_ro("memory_alignment", &DirectFile::memory_alignment);
+      .def_prop_ro("offset_alignment", &DirectFile::offset_alignment);
 
   nb::class_<Reader>(m, "Reader")
       .def(
@@ -212,7 +204,7 @@ void init_io(nb::module_& m) {
             options.max_gap = max_gap;
             options.max_request = max_request;
             options.verify = verify;
-            options.backend = parse_backend(backend);
+            options.backend = by_name("backend", backend, kBackends);
             options.queue_depth = queue_depth;
             options.patience = std::chrono::milliseconds(patience_ms);
             options.look = [] {
@@ -224,15 +216,8 @@ void init_io(nb::module_& m) {
           nb::arg("threads") = 32, nb::arg("max_gap") = 0, nb::arg("max_request") = std::uint64_t{1} << 20,
           nb::arg("verify") = true, nb::arg("backend") = "threads", nb::arg("queue_depth") = 64,
           nb::arg("patience_ms") = 60'000)
-      .def("take_busy_ns", &Reader::take_busy_ns)
-      .def_prop_ro("backend",
-                   [](const Reader& self) {
-                     return self.options().backend == ReadBackendKind::threads ? "threads" : "io_uring";
-                   })
-      .def_prop_ro("backend_reason", &Reader::backend_reason)
-      .def_prop_ro("queue_depth", [](const Reader& self) { return self.options().queue_depth; })
-      .def_prop_ro("threads", [](const Reader& self) { return self.options().threads; })
-      .def_prop_ro("verify", [](const Reader& self) { return self.options().verify; });
+      .def_prop_ro("backend", [](const Reader& self) { return name_of(self.options().backend, kBackends); })
+      .def_prop_ro("backend_reason", &Reader::backend_reason);
 
   nb::class_<PyReadBatch>(m, "ReadBatch")
       .def(nb::init<std::shared_ptr<Reader>, std::shared_ptr<DirectFile>>(), nb::arg("reader"),

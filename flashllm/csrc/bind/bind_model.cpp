@@ -27,13 +27,8 @@ namespace {
 using Logits = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
 using States = Exact<nb::ndarray<float, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
 
-Pass parse_pass(const std::string& name) {
-  if (name == "sparse") return Pass::sparse;
-  if (name == "oracle") return Pass::oracle;
-  if (name == "dense") return Pass::dense;
-  require(name == "prompt", "a pass is sparse, oracle, dense or prompt, not " + name);
-  return Pass::prompt;
-}
+constexpr Named<Pass> kPasses[] = {
+    {"sparse", Pass::sparse}, {"oracle", Pass::oracle}, {"dense", Pass::dense}, {"prompt", Pass::prompt}};
 
 // What a Python object sees of a dense pass: `input(layer, x [tokens, d_model])`, then for each block of
 // neurons `activations(layer, first, h [neurons, tokens])`, fp32; both arrays are valid during the call. What
@@ -114,19 +109,17 @@ class PyModel {
       if (all_logits || i + 1 == tokens.size() || tokens[i + 1].sequence != tokens[i].sequence)
         wanted.push_back(i);
     const std::size_t vocab = model_->spec().vocab;
-    auto logits = std::make_unique<float[]>(wanted.size() * vocab);
-    const Pass kind = parse_pass(pass);
+    auto logits = std::make_unique<std::vector<float>>(wanted.size() * vocab);
+    const Pass kind = by_name("a pass", pass, kPasses);
     PyTap tap(observer, d_model_);
     Tap* asked = observer.is_none() ? nullptr : &tap;
     progress_ = std::move(progress);
     checked_ = {};
     {
       const nb::gil_scoped_release unlocked;
-      model_->step(tokens, kind, wanted, logits.get(), asked, drafted, stretches);
+      model_->step(tokens, kind, wanted, logits->data(), asked, drafted, stretches);
     }
-    float* data = logits.release();
-    const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
-    return Logits(data, {wanted.size(), vocab}, owner);
+    return owned<Logits>(std::move(logits), {wanted.size(), vocab});
   }
 
   // states [tokens, d_model] that enter the first block

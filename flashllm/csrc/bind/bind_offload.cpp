@@ -70,10 +70,6 @@ void require_rows(const Array& array, std::size_t rows, std::size_t width, const
           std::string(what) + " must be [" + std::to_string(rows) + ", " + std::to_string(width) + "]");
 }
 
-const char* dtype_name(Dtype dtype) {
-  return dtype == Dtype::f32 ? "float32" : dtype == Dtype::f16 ? "float16" : "bfloat16";
-}
-
 // Keys and values are the caller's: `attend(first, queries, keys, values, out)` keeps those of the tokens
 // from number `first` of the call on, and fills `out`; arrays [tokens, width] of values of the dtype in fp32,
 // valid during the call.
@@ -108,8 +104,8 @@ class PyMemory final : public AttentionMemory {
 template <typename Weights>
 struct PyLent {
   PyLent(nb::dict arrays, std::map<std::string, std::string> encodings, Dtype dtype, SimdLevel simd)
-      : tensors(std::move(arrays), Encodings{dtype_name(dtype), std::move(encodings), "int16", true}, dtype,
-                simd) {}
+      : tensors(std::move(arrays), Encodings{name_of(dtype, kDtypes), std::move(encodings), "int16", true},
+                dtype, simd) {}
   PyLent(const PyLent&) = delete;
 
   ResidentTensors tensors;
@@ -241,12 +237,8 @@ class PyBatchModel {
   BatchModel model_;
 };
 
-KvLayout parse_layout(const std::string& name) {
-  if (name == "plain") return KvLayout::plain;
-  if (name == "hidden") return KvLayout::hidden;
-  if (name == "kivi") return KvLayout::kivi;
-  throw CoreError(ErrorKind::usage, "unknown layout of KV blocks " + name);
-}
+constexpr Named<KvLayout> kLayouts[] = {
+    {"plain", KvLayout::plain}, {"hidden", KvLayout::hidden}, {"kivi", KvLayout::kivi}};
 
 // Attention of a batch of sequences over their KV blocks, which lie in arenas [slots, bytes of a block].
 class PyBatchAttention {
@@ -256,7 +248,8 @@ class PyBatchAttention {
                    float softcap, const nb::object& alibi, const std::string& simd)
       : pool_(std::move(pool)),
         simd_(parse_simd(simd)),
-        format_(kv_heads, head_dim, parse_dtype(dtype), parse_layout(layout), bits) {
+        format_(kv_heads, head_dim, parse_dtype(dtype), by_name("a layout of KV blocks", layout, kLayouts),
+                bits) {
     require(heads != 0 && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
     shape_.heads = heads;
     shape_.kv_heads = kv_heads;

@@ -65,7 +65,6 @@ void init_stream(nb::module_& m) {
            nb::arg("block_rows"), nb::arg("ahead"))
       .def("begin", &PyRowStream::begin, nb::arg("layer"), nb::arg("then").none() = nb::none())
       .def("next", &PyRowStream::next)
-      .def("drain", [](PyRowStream& self) { self.stream().drain(); })
       .def("keep", &PyRowStream::keep, nb::arg("layer"), nb::arg("memory"))
       .def(
           "set_kept",
@@ -73,17 +72,7 @@ void init_stream(nb::module_& m) {
           nb::arg("layer"), nb::arg("rows"))
       .def(
           "kept", [](PyRowStream& self, std::size_t layer) { return self.stream().kept(layer); },
-          nb::arg("layer"))
-      .def("take", [](PyRowStream& self) {
-        const StreamTimes times = self.stream().take();
-        nb::dict result;
-        result["wait_ns"] = times.wait_ns;
-        result["busy_ns"] = times.busy_ns;
-        result["bytes"] = times.bytes;
-        result["requests"] = times.requests;
-        result["retries"] = times.retries;
-        return result;
-      });
+          nb::arg("layer"));
 }
 
 }  // namespace flashllm

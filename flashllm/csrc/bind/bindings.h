@@ -5,6 +5,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <initializer_list>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -42,7 +44,39 @@ T* at_address(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-Dtype parse_dtype(const std::string& name);
+template <typename T>
+struct Named {
+  const char* name;
+  T value;
+};
+
+// Throws CoreError, which says the names there are, for another one.
+template <typename T, std::size_t kCount>
+T by_name(const char* what, const std::string& name, const Named<T> (&values)[kCount]) {
+  std::string known;
+  for (const Named<T>& each : values) {
+    if (name == each.name) return each.value;
+    known += (known.empty() ? "" : ", ") + std::string(each.name);
+  }
+  throw CoreError(ErrorKind::usage, std::string(what) + " must be one of " + known + ", not " + name);
+}
+
+template <typename T, std::size_t kCount>
+const char* name_of(T value, const Named<T> (&values)[kCount]) {
+  const Named<T>* each = values;
+  while (each->value != value) ++each;
+  return each->name;
+}
+
+inline constexpr Named<Dtype> kDtypes[] = {
+    {"float32", Dtype::f32}, {"float16", Dtype::f16}, {"bfloat16", Dtype::bf16}};
+inline constexpr Named<SimdLevel> kSimdLevels[] = {{"scalar", SimdLevel::scalar},
+                                                   {"neon", SimdLevel::neon},
+                                                   {"avx2", SimdLevel::avx2},
+                                                   {"avx512", SimdLevel::avx512},
+                                                   {"avx512_bf16", SimdLevel::avx512_bf16}};
+
+inline Dtype parse_dtype(const std::string& name) { return by_name("a dtype", name, kDtypes); }
 RowCodec parse_codec(const std::string& name);  // a dtype's name, or a grouped codec's
 // What a codec's products take where a model says "float32", "int8" or "int16": the widest codes that it says
 // and its weights are multiplied by, else fp32.
@@ -60,6 +94,21 @@ ScalePlane plane_of(const AnyArray& scales, const std::optional<AnyArray>& minim
 
 // What a bound writer holds; nb::cast_error where it is another object. The caller keeps the object alive.
 DirectWriter& direct_writer_of(nb::handle writer);
+
+inline nb::dict dict_of(std::initializer_list<Named<std::uint64_t>> counts) {
+  nb::dict result;
+  for (const Named<std::uint64_t>& each : counts) result[each.name] = each.value;
+  return result;
+}
+
+// An array of what `holder` holds, which goes with it.
+template <typename Array, typename Holder>
+Array owned(std::unique_ptr<Holder> holder, std::initializer_list<std::size_t> shape) {
+  auto* data = holder->data();
+  const nb::capsule owner(holder.get(), [](void* held) noexcept { delete static_cast<Holder*>(held); });
+  holder.release();
+  return Array(data, shape, owner);
+}
 
 void init_io(nb::module_& m);
 void init_compute(nb::module_& m);

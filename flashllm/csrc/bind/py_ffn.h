@@ -41,8 +41,6 @@ FfnLayerOptions read_ffn(ResidentTensors& tensors, const RowFormat& rows, std::s
 
 class PyFfnLayer {
  public:
-  using TraceArray = Exact<nb::ndarray<const std::uint8_t, nb::ndim<4>, nb::device::cpu, nb::c_contig>>;
-
   // `options`: as read_ffn. Throws CoreError for what does not fit.
   PyFfnLayer(FfnLayerOptions options, std::shared_ptr<ResidentTensors> tensors,
              std::shared_ptr<NeuronSource> source, LayerRows rows, std::shared_ptr<ThreadPool> pool,
@@ -63,9 +61,6 @@ class PyFfnLayer {
                           const std::optional<std::string>& b_encoding);
   // The layer's gate in codes of 4 bits as the predictor: [num_neurons, bytes of a row].
   void set_coded_gate(const AnyArray& codes, float margin);
-  // activity: [tokens, layers, streams, bytes of a bit set] of whole words, kept and reread at every pass.
-  // Comes after the predictors.
-  void set_trace(TraceArray activity, std::size_t layer);
 
   // A token over a given active set (ascending units). x, y: [d_model] of the dtype.
   void forward_active(std::uintptr_t x, const IdArray& active, std::uintptr_t y);
@@ -90,7 +85,6 @@ class PyFfnLayer {
   std::vector<AnyArray> kept_;  // what predictors point to
   std::vector<FloatArray> biases_;
   std::shared_ptr<PyPrefetch> prefetch_;
-  TraceArray trace_array_;
   std::vector<float> x_, y_;
   std::unique_ptr<FfnLayer> layer_;
 };

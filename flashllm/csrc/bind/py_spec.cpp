@@ -11,21 +11,14 @@ namespace flashllm {
 
 namespace {
 
-NormPlace parse_norm_place(const std::string& name) {
-  if (name == "input") return NormPlace::input;
-  if (name == "sum") return NormPlace::sum;
-  if (name == "output") return NormPlace::output;
-  require(name == "both", "norms are at input, sum, output or both, not " + name);
-  return NormPlace::both;
-}
-
-HeadNorm parse_head_norm(const std::string& name) {
-  if (name == "none") return HeadNorm::none;
-  if (name == "head") return HeadNorm::head;
-  if (name == "heads") return HeadNorm::heads;
-  require(name == "projection", "query_key_norm is none, head, heads or projection, not " + name);
-  return HeadNorm::projection;
-}
+constexpr Named<NormPlace> kNormPlaces[] = {{"input", NormPlace::input},
+                                            {"sum", NormPlace::sum},
+                                            {"output", NormPlace::output},
+                                            {"both", NormPlace::both}};
+constexpr Named<HeadNorm> kHeadNorms[] = {{"none", HeadNorm::none},
+                                          {"head", HeadNorm::head},
+                                          {"heads", HeadNorm::heads},
+                                          {"projection", HeadNorm::projection}};
 
 void read_rotary(const SpecReader& reader, PySpec& read) {
   const bool is_half = reader.get<std::string>("rotary_style") == "half";
@@ -68,10 +61,10 @@ PySpec read_spec(const SpecReader& reader, Dtype dtype, SimdLevel level) {
   spec.block.heads = reader.get<std::size_t>("heads");
   spec.block.kv_heads = reader.get<std::size_t>("kv_heads");
   spec.block.head_dim = reader.get<std::size_t>("head_dim");
-  spec.block.norms = parse_norm_place(reader.get<std::string>("norms"));
+  spec.block.norms = by_name("norms", reader.get<std::string>("norms"), kNormPlaces);
   spec.block.parallel = reader.get<bool>("parallel");
   spec.block.shared_norm = reader.get<bool>("shared_norm");
-  spec.block.head_norm = parse_head_norm(reader.get<std::string>("query_key_norm"));
+  spec.block.head_norm = by_name("query_key_norm", reader.get<std::string>("query_key_norm"), kHeadNorms);
   spec.block.query_scale = reader.get<float>("query_scale");
   spec.block.attention_softcap = reader.number("attention_softcap");
   spec.block.residual_scale = reader.get<float>("residual_scale");

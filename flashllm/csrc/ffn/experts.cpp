@@ -161,15 +161,30 @@ void RouterPredictor::predict(const float* x, std::size_t token, ThreadPool& poo
     return;
   }
   inside_->predict(x, token, pool, level, named_);
-  const RunFactors factors = this->factors(token);
   for (const std::int32_t neuron : named_)
-    if (factors.of_neuron(neuron) != 0.0F) active.push_back(neuron);
+    if (weight(token, neuron) != 0.0F) active.push_back(neuron);
 }
 
-RunFactors RouterPredictor::factors(std::size_t token) const {
+float RouterPredictor::weight(std::size_t token, std::int32_t neuron) const {
   const ExpertsSpec& spec = router_.spec();
-  return {weights_.at(token).data(), static_cast<std::int32_t>(spec.size),
-          static_cast<std::int32_t>(spec.runs() - 1)};
+  return weights_.at(token)[std::min(static_cast<std::size_t>(neuron) / spec.size, spec.runs() - 1)];
+}
+
+void RouterPredictor::weigh(std::size_t token, const std::int32_t* begin, const std::int32_t* end,
+                            float* values) const {
+  for (; begin != end; ++begin, values += units_.size) {
+    const float weight = this->weight(token, units_.first(*begin));
+    for (std::int32_t row = 0; row < units_.rows(*begin); ++row) values[row] *= weight;
+  }
+}
+
+void RouterPredictor::add_biases(std::size_t token, float* y) const {
+  for (std::size_t run = 0; run < router_.spec().runs(); ++run) {
+    const float weight = weights_.at(token)[run];
+    const float* bias = router_.down_bias(run);
+    if (weight == 0.0F || bias == nullptr) continue;
+    for (std::size_t j = 0; j < router_.width(); ++j) y[j] += weight * bias[j];
+  }
 }
 
 }  // namespace flashllm

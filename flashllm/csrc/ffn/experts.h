@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "ffn/predictor.h"
+#include "io/row_source.h"
 #include "kernels/rows.h"
 #include "kernels/thread_pool.h"
 
@@ -106,9 +107,14 @@ class RouterPredictor final : public Predictor {
 
   void predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
                std::vector<std::int32_t>& active) override;
-  RunFactors factors(std::size_t token) const override;
+  // By the weight of a neuron's expert.
+  void weigh(std::size_t token, const std::int32_t* begin, const std::int32_t* end,
+             float* values) const override;
+  void add_biases(std::size_t token, float* y) const override;
 
  private:
+  float weight(std::size_t token, std::int32_t neuron) const;
+
   Router& router_;
   const RowUnits units_;
   std::unique_ptr<Predictor> inside_;

@@ -37,9 +37,8 @@ struct FfnMember {
 
   const float* x = nullptr;
   const std::vector<std::int32_t>* active = nullptr;
-  const float* gate_values = nullptr;     // by neuron, where the predictor has them
-  const std::uint64_t* firing = nullptr;  // of a trace
-  RunFactors factors;                     // of the experts that the router chose
+  const Predictor* named_by = nullptr;  // what named its units, under `number`; nullptr: the caller
+  std::size_t number = 0;
   const std::int32_t *begin = nullptr, *end = nullptr;
   float *all_values = nullptr, *values = nullptr;  // of its neurons, and of its part's: unit after unit
   Positions positions;

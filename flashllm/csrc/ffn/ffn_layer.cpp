@@ -10,7 +10,6 @@ namespace flashllm {
 
 namespace {
 
-constexpr float kTracedValue = 1e-3F;  // of a neuron that fires by the trace and not by its dummy weights
 constexpr std::size_t kCopyGrain = 4;  // rows a thread copies at a time
 
 RowSource source_of(const FfnLayerOptions& options) {
@@ -72,13 +71,6 @@ void FfnLayer::set_prefetch(std::unique_ptr<Predictor> predictor, Prefetch& buff
   depth_.emplace(static_cast<std::size_t>(buffer.capacity()));
 }
 
-void FfnLayer::set_trace(const ActivityTrace& active, const ActivityTrace& prefetched) {
-  is_traced_ = true;
-  predictor_ = std::make_unique<TracePredictor>(active, std::move(predictor_));
-  if (can_prefetch())
-    prefetch_predictor_ = std::make_unique<TracePredictor>(prefetched, std::move(prefetch_predictor_));
-}
-
 void FfnLayer::set_predictor(std::unique_ptr<Predictor> predictor) {
   predictor_ = std::move(predictor);
   if (router_ != nullptr)
@@ -105,7 +97,7 @@ void FfnLayer::set_router(std::unique_ptr<Router> router) {
 }
 
 const std::vector<std::int32_t>& FfnLayer::predict(const float* x, std::size_t token) {
-  if (!has_predictor())
+  if (predictor_ == nullptr)
     throw CoreError(ErrorKind::usage, "layer " + std::to_string(options_.layer) + " has no predictor");
   Stopwatch watch;
   predictor_->predict(x, token, pool_, options_.simd, active_);
@@ -148,9 +140,8 @@ void FfnLayer::begin(const FfnTokens& tokens) {
   if (holds_prefetch()) prefetch_->keep(group_.wanted());
   for (std::size_t t = 0; t < tokens.count; ++t) {
     FfnMember& member = group_[t];
-    member.gate_values = tokens.predicted ? predictor_->gate_values(tokens.first + t) : nullptr;
-    member.factors = tokens.predicted ? predictor_->factors(tokens.first + t) : RunFactors{};
-    member.firing = has_predictor() ? predictor_->firing(tokens.first + t) : nullptr;
+    member.named_by = tokens.predicted ? predictor_.get() : nullptr;
+    member.number = tokens.first + t;
     counters_.active += options_.units().rows_of(*member.active);
   }
   watch.charge(counters_.memory_ns);
@@ -188,7 +179,8 @@ void FfnLayer::finish(float* y) {
   if (options_.down_bias != nullptr)
     for (std::size_t t = 0; t < tokens; ++t)
       for (std::uint32_t j = 0; j < width; ++j) y[t * width + j] += options_.down_bias[j];
-  for (std::size_t t = 0; t < tokens; ++t) add_expert_biases(group_[t], y + t * width);
+  for (std::size_t t = 0; t < tokens; ++t)
+    if (group_[t].named_by != nullptr) group_[t].named_by->add_biases(group_[t].number, y + t * width);
   watch.charge(counters_.compute_ns);
   group_.clear();
   if (holds_prefetch()) end_prefetch();
@@ -272,8 +264,8 @@ void FfnLayer::multiply_part() {
   watch.restart();
   group_.each([&](const FfnMember& member) {
     up_products(member, member.positions.missed);
-    if (member.factors.of_run != nullptr) apply_factors(member);
-    if (member.firing != nullptr) apply_trace(member);
+    if (member.named_by != nullptr)
+      member.named_by->weigh(member.number, member.begin, member.end, member.values);
   });
   watch.charge(counters_.compute_ns);
 }
@@ -327,42 +319,7 @@ void FfnLayer::up_products(const FfnMember& member, const std::vector<std::int32
   products_.clear();
   for (const std::int32_t p : positions)
     products_.gather(member.begin[p], rows(member.begin[p]), values(member, p));
-  products_.up(member.x, member.gate_values);
-}
-
-// Of dummy weights about half of the values fire; by the trace fewer do. The arithmetic left is what a
-// trained model's would be.
-void FfnLayer::apply_trace(const FfnMember& member) {
-  const RowUnits units = options_.units();
-  for (std::ptrdiff_t p = 0; p < member.part_size(); ++p) {
-    const std::int32_t unit = member.begin[p];
-    for (std::int32_t row = 0; row < units.rows(unit); ++row) {
-      float& value = values(member, p)[row];
-      if (!in_bit_set(member.firing, units.first(unit) + row))
-        value = 0.0F;
-      else if (value == 0.0F)
-        value = kTracedValue;
-    }
-  }
-}
-
-// An expert's weight scales its neurons' values.
-void FfnLayer::apply_factors(const FfnMember& member) {
-  const RowUnits units = options_.units();
-  for (std::ptrdiff_t p = 0; p < member.part_size(); ++p) {
-    const float factor = member.factors.of_neuron(units.first(member.begin[p]));
-    for (std::int32_t row = 0; row < units.rows(member.begin[p]); ++row) values(member, p)[row] *= factor;
-  }
-}
-
-void FfnLayer::add_expert_biases(const FfnMember& member, float* y) const {
-  if (member.factors.of_run == nullptr || router_ == nullptr) return;
-  for (std::size_t run = 0; run < router_->spec().runs(); ++run) {
-    const float factor = member.factors.of_run[run];
-    const float* bias = router_->down_bias(run);
-    if (factor == 0.0F || bias == nullptr) continue;
-    for (std::uint32_t j = 0; j < options_.format.d_model; ++j) y[j] += factor * bias[j];
-  }
+  products_.up(member.x, member.named_by ? member.named_by->gate_values(member.number) : nullptr);
 }
 
 void FfnLayer::down_sum(const FfnMember& member, float* y) {
@@ -432,8 +389,7 @@ void FfnLayer::begin_fill(const float* x, std::size_t tokens, const std::vector<
 
 void FfnLayer::observe(const std::vector<std::vector<std::int32_t>>& active) {
   Stopwatch watch;
-  if (!is_traced_)
-    for (const std::vector<std::int32_t>& units : active) cache_.observe(units);
+  for (const std::vector<std::int32_t>& units : active) cache_.observe(units);
   watch.charge(counters_.memory_ns);
 }
 

@@ -47,23 +47,22 @@ class FfnLayer {
 
   // Of a mixture of experts: what names neurons within them.
   void set_predictor(std::unique_ptr<Predictor> predictor);
-  bool has_predictor() const { return predictor_ != nullptr; }
   // The predictor wants what the FFN's norm is applied to, in the place of the FFN's input.
   void predict_by_stream() { by_stream_ = true; }
   bool predicts_by_stream() const { return by_stream_; }
   // The resident gate, of a layer that has one, names the active neurons.
   void predict_by_gate();
   // The neurons are those of experts: the router names them; the predictor there is, neurons within them,
-  // where units are neurons. Comes before a trace. Throws CoreError where it does not
-  // fit the layer.
+  // where units are neurons. Throws CoreError where it does not fit the layer.
   void set_router(std::unique_ptr<Router> router);
   Router* router() const { return router_.get(); }  // nullptr: there are no experts
   // `predictor` tells this layer's active neurons from the input of the layer before; `buffer`, which layers
   // may share where two that follow each other do not, holds what is read on its word. Units are neurons.
   void set_prefetch(std::unique_ptr<Predictor> predictor, Prefetch& buffer);
   bool can_prefetch() const { return prefetch_ != nullptr; }
-  // From now on the trace says what is active, in the predictors' place.
-  void set_trace(const ActivityTrace& active, const ActivityTrace& prefetched);
+  // What names the active neurons, and those to prefetch, for measurements to put something before them.
+  std::unique_ptr<Predictor>& predictor() { return predictor_; }
+  std::unique_ptr<Predictor>& prefetch_predictor() { return prefetch_predictor_; }
 
   // The units predicted active for x [d_model], what the predictor wants of the pass's token number
   // `token`; ascending, valid until the next call. Throws CoreError where there is no predictor.
@@ -101,7 +100,7 @@ class FfnLayer {
   void begin_fill(const float* x, std::size_t tokens, const std::vector<std::int32_t>* passing = nullptr);
   void fill_from(const std::byte* rows, std::int32_t first_neuron, std::int32_t count);
   void abandon_fill() { cache_.abandon_fill(); }
-  // The policy hears which units a prompt's tokens went to; not where a trace says what tokens use.
+  // The policy hears which units a prompt's tokens went to.
   void observe(const std::vector<std::vector<std::int32_t>>& active);
   // The rows of a unit that is cached, or nullptr; until a row that comes after them is filled in.
   const std::byte* cached_rows(std::int32_t unit) const {
@@ -137,9 +136,6 @@ class FfnLayer {
 
   void place_rows(bool again);
   void up_products(const FfnMember& member, const std::vector<std::int32_t>& positions);
-  void apply_trace(const FfnMember& member);
-  void apply_factors(const FfnMember& member);
-  void add_expert_biases(const FfnMember& member, float* y) const;
   void down_sum(const FfnMember& member, float* y);
   void copy_newcomers();
 
@@ -164,7 +160,7 @@ class FfnLayer {
   NeuronCache cache_;
   std::unique_ptr<Router> router_;
   std::unique_ptr<Predictor> predictor_, prefetch_predictor_;
-  bool by_stream_ = false, is_traced_ = false;
+  bool by_stream_ = false;
   Prefetch* prefetch_ = nullptr;  // nullptr: nothing is prefetched for this layer
   std::optional<PrefetchDepth> depth_;
 

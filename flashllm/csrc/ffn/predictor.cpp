@@ -4,8 +4,6 @@
 #include <cmath>
 #include <limits>
 
-#include "io/error.h"
-
 namespace flashllm {
 
 namespace {
@@ -106,22 +104,6 @@ void GatePredictor::predict(const float* x, std::size_t token, ThreadPool& pool,
   active.clear();
   for (std::size_t neuron = 0; neuron < values.size(); ++neuron)
     if (values[neuron] != 0.0F) active.push_back(static_cast<std::int32_t>(neuron));
-}
-
-void TracePredictor::predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
-                             std::vector<std::int32_t>& active) {
-  if (token >= trace_.tokens)
-    throw CoreError(ErrorKind::usage, "the pass has more tokens than the trace at hand");
-  if (real_) real_->predict(x, token, pool, level, active);
-  const std::uint64_t* set = trace_.active + token * trace_.token_words;
-  active.clear();
-  for (std::int32_t unit = 0; unit < trace_.units.count(); ++unit)
-    if (in_bit_set(set, trace_.units.first(unit))) active.push_back(unit);
-}
-
-const std::uint64_t* TracePredictor::firing(std::size_t token) const {
-  if (trace_.firing == nullptr || token >= trace_.tokens) return nullptr;
-  return trace_.firing + token * trace_.token_words;
 }
 
 }  // namespace flashllm

@@ -1,31 +1,18 @@
 // Predictors: which neurons of a layer will fire, from the input of its FFN or of the FFN before. They name
 // units (io/row_source.h): neurons, or of a mixture's router experts.
 //
-// A trained map of low rank, the gate itself, or a recorded trace: one interface. What a predictor names is
-// computed exactly; what it does not name is left out.
+// A trained map of low rank, or the gate itself: one interface. What a predictor names is computed exactly;
+// what it does not name is left out.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <utility>
 #include <vector>
 
-#include "io/row_source.h"
 #include "kernels/rows.h"
 #include "kernels/thread_pool.h"
 
 namespace flashllm {
-
-// What neurons' values are multiplied by: one factor for each run of `size` neurons, the last one for all
-// behind.
-struct RunFactors {
-  const float* of_run = nullptr;  // nullptr: there are none
-  std::int32_t size = 1, last = 0;
-
-  float of_neuron(std::int32_t neuron) const { return of_run[std::min(neuron / size, last)]; }
-};
 
 class Predictor {
  public:
@@ -40,11 +27,13 @@ class Predictor {
   // took it; else nullptr. Those of the neurons not named are zero.
   virtual const float* gate_values(std::size_t /*token*/) const { return nullptr; }
 
-  // A bit set of the neurons that fire for the token, where that is known without the weights; else nullptr.
-  virtual const std::uint64_t* firing(std::size_t /*token*/) const { return nullptr; }
+  // Weighs the values of some of the units last named under this number, those of a unit's neurons one after
+  // the other.
+  virtual void weigh(std::size_t /*token*/, const std::int32_t* /*begin*/, const std::int32_t* /*end*/,
+                     float* /*values*/) const {}
 
-  // The factors of the neurons' values for the x last predicted for under this number.
-  virtual RunFactors factors(std::size_t /*token*/) const { return {}; }
+  // Adds to y [d_model] what comes with the units last named under this number, beside their neurons.
+  virtual void add_biases(std::size_t /*token*/, float* /*y*/) const {}
 };
 
 // A low-rank map (paper A, section 3.1): active where b (a x) + bias > threshold. With `relu` it is
@@ -102,39 +91,5 @@ class CodedGatePredictor final : public Predictor {
   FiringRange named_;  // widened by the margin
   std::vector<float> products_;
 };
-
-// Activity recorded or made up, for models whose weights are dummies: a bit set over the neurons for each
-// token of a pass. Of experts a neuron's bit is that of all. Where there is a real predictor it runs as well,
-// for the time it takes.
-struct ActivityTrace {
-  const std::uint64_t* active = nullptr;
-  const std::uint64_t* firing = nullptr;  // the neurons of `active` whose value counts; nullptr: not known
-  std::size_t token_words = 0;            // from a token's set to the next one's
-  std::size_t tokens = 0;                 // at hand
-  RowUnits units;
-};
-
-class TracePredictor final : public Predictor {
- public:
-  // Keeps the trace's pointers, whose bits may change from pass to pass.
-  TracePredictor(const ActivityTrace& trace, std::unique_ptr<Predictor> real)
-      : trace_(trace), real_(std::move(real)) {}
-
-  // Throws CoreError for a token the trace does not have.
-  void predict(const float* x, std::size_t token, ThreadPool& pool, SimdLevel level,
-               std::vector<std::int32_t>& active) override;
-  const float* gate_values(std::size_t token) const override {
-    return real_ ? real_->gate_values(token) : nullptr;
-  }
-  const std::uint64_t* firing(std::size_t token) const override;
-
- private:
-  ActivityTrace trace_;
-  std::unique_ptr<Predictor> real_;
-};
-
-inline bool in_bit_set(const std::uint64_t* set, std::int32_t neuron) {
-  return (set[neuron / 64] >> (neuron % 64) & 1) != 0;
-}
 
 }  // namespace flashllm

@@ -1,0 +1,59 @@
+"""A model of dummy weights, computed as its trace says: recorded or made-up activity takes the predictors' place.
+
+Everything but that is the engine's own: reads, caches, products, and the predictors, which run for the time they take.
+Of a directory without a trace the model is as it comes. Import this before the native core: the seam is in its test
+build alone. Of a mixture's prompt the caches hear what the dummy routers choose, but for the last tokens.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+import core_testing  # noqa: F401
+
+from flashllm.config import RunConfig
+from flashllm.engine.model import Entry, Logits, Model
+from flashllm.format.model_dir import ModelDir
+from flashllm.format.model_files import TRACE
+from flashllm.format.trace import Trace
+from flashllm.plan.resolve import Plan
+
+
+class TracedModel(Model):
+    """`activity_source` says who names the active neurons: for records."""
+
+    def __init__(self, directory: ModelDir, plan: Plan, config: RunConfig) -> None:
+        super().__init__(directory, plan, config)
+        self.activity_source = "predictors"
+        self._trace: Trace | None = None
+        if plan.mode != "sparse" or TRACE not in directory.manifest.files:
+            return
+        self._trace = Trace(directory.path / TRACE)
+        self._trace.check_model(directory.architecture)
+        self._window = plan.memory.window
+        tokens = max(directory.manifest.sparse_prefill_tokens, self._window)
+        self._activity = np.zeros((tokens, *self._trace.info.token_shape), np.uint8)
+        for layer, ffn in enumerate(self.parts.native.ffns):
+            if ffn is not None:
+                ffn.set_trace(self._activity, layer)
+        self.activity_source = f"synthetic weights, {self._trace.info.description}"
+        self.notices.append(f"{self.activity_source}: times and bytes are real, the text is not")
+
+    def step(self, entries: list[Entry], **options: Any) -> Logits:
+        """As `Model.step`; of several sequences all are few tokens, or all are prompts."""
+        if self._trace is not None:
+            positions = [sequence.length + i for sequence, ids in entries for i in range(len(ids))]
+            if options.get("as_prompt") or any(self.is_prompt(len(ids)) for _, ids in entries):
+                positions = positions[-self._window :]  # fill the caches
+            for token, position in enumerate(positions[: len(self._activity)]):
+                self._trace.read_into(position, self._activity[token])
+        return super().step(entries, **options)
+
+    def close(self) -> None:
+        super().close()
+        if self._trace is not None:
+            self._trace.close()
