@@ -10,7 +10,7 @@ A form is data. A mark in the text opens reasoning, or a call, which is written 
 - "message": a head with the name, then text up to a mark. A head without a name opens reasoning, or the answer's text.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from flashllm.errors import UsageError
@@ -239,6 +239,8 @@ FORMATS = (
     ),
     Format(name="thinking", written=("think>",)),
 )
+# For models whose template takes no tools: they are told of them, and call them, in text. No template says so.
+GENERIC = replace(next(each for each in FORMATS if each.name == "hermes"), name="generic", written=())
 
 
 def find(template: str, name: str | None = None) -> Format | None:
@@ -248,8 +250,9 @@ def find(template: str, name: str | None = None) -> Format | None:
     """
     if name is None:
         return next((each for each in FORMATS if all(mark in template for mark in each.written)), None)
-    for each in FORMATS:
+    known = (*FORMATS, GENERIC)
+    for each in known:
         if each.name == name:
             return each
-    names = ", ".join(each.name for each in FORMATS)
+    names = ", ".join(each.name for each in known)
     raise UsageError(f"--tool-format: there is no format {name!r}; the formats are {names}")
