@@ -242,7 +242,7 @@ def run(name: str, program: str, model: Path, log: Path | None, *, scripted: boo
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=300,
+                timeout=900,
             )
             seconds = time.monotonic() - began
         if log is not None:

@@ -17,7 +17,7 @@ from flashllm.generate.detokenizer import Decoder
 from flashllm.generate.grammar import WRITTEN, Constraint, Grammars, Matcher, Reasoning
 from flashllm.replies.formats import GENERIC, Format
 from flashllm.replies.parser import Parser
-from flashllm.replies.required import grammar_of, held_by
+from flashllm.replies.required import grammar_of
 from flashllm.replies.written import dump
 
 _END_TOKENS = 16  # of a prompt, that may open reasoning
@@ -151,14 +151,13 @@ class PromptEncoder:
         tools = [
             each for each in request.tools if each["function"]["name"] in request.must_call or not request.must_call
         ]
-        if tools and held_by(form, marks) is None:
-            asked = f"{param}: an answer cannot be held to this model's form of calls"
-            raise BadRequest(f'{asked}; use tool_choice "auto" alone', request.custom_id, param=param)
         schema = None if constraint is None or request.must_call else json.loads(constraint.text)
-        return Constraint(
-            "lark",
-            grammar_of(form, marks, written=WRITTEN, tools=tools, one_call=request.one_call, schema=schema),
-        )
+        try:
+            text = grammar_of(form, marks, written=WRITTEN, tools=tools, one_call=request.one_call, schema=schema)
+        except ValueError as error:
+            asked = f"{param}: an answer cannot be held to this model's form of calls ({error})"
+            raise BadRequest(f'{asked}; use tool_choice "auto" alone', request.custom_id, param=param) from None
+        return Constraint("lark", text)
 
     def _opened(self, decoder: Decoder, ids: Sequence[int]) -> tuple[str, str] | None:
         """The marks of the reasoning that the prompt `ids` has opened, if it has."""

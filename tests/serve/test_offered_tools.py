@@ -356,14 +356,19 @@ def test_a_completion_held_to_a_regular_expression(client, say):
     }
 
 
-def test_a_form_that_calls_cannot_be_held_to(say, model, path):
-    """Arguments between marks of their own: nothing is promised that is not kept."""
+def test_calls_between_marks_of_their_own(say, model, path):
+    """An answer is held to them; what their way of writing cannot be held to is a 400."""
     template = "{% if tools %}<function=<parameter={% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    say("I would rather talk.")
     with running(model, path, template=template) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
-        body = {"messages": ASK, "tools": [SHORT], "tool_choice": "required"}
+        body = {"messages": ASK, "tools": [SHORT], "tool_choice": "required", "parallel_tool_calls": False}
+        (call,) = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["city"] in ("Köln", "Bonn")
+        parameters = {"properties": {"city": {"type": "string", "pattern": "^K"}}}
+        body["tools"] = [{"type": "function", "function": {"name": "set", "parameters": parameters}}]
         error = http.post("/v1/chat/completions", json=body).json()["error"]
     assert error["param"] == "tool_choice"
-    assert "cannot be held to this model's form of calls" in error["message"]
+    assert "cannot be held to this model's form of calls (set: its schema has 'pattern'" in error["message"]
 
 
 def test_a_template_without_tools_is_told_of_them_in_text(model, path, say, seen):
