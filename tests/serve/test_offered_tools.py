@@ -359,7 +359,7 @@ def test_a_completion_held_to_a_regular_expression(client, say):
 def test_calls_between_marks_of_their_own(say, model, path):
     """An answer is held to them; what their way of writing cannot be held to is a 400."""
     template = "{% if tools %}<function=<parameter={% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
-    say("I would rather talk.")
+    say("<tool_call>I would rather talk.")
     with running(model, path, template=template) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
         body = {"messages": ASK, "tools": [SHORT], "tool_choice": "required", "parallel_tool_calls": False}
         (call,) = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["tool_calls"]
