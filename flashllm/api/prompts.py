@@ -15,9 +15,9 @@ from flashllm.api.requests import Request
 from flashllm.errors import BudgetError, FlashError, FormatError, UsageError
 from flashllm.generate.detokenizer import Decoder
 from flashllm.generate.grammar import WRITTEN, Constraint, Grammars, Matcher, Reasoning
-from flashllm.replies.formats import Format
+from flashllm.replies.formats import GENERIC, Format
 from flashllm.replies.parser import Parser
-from flashllm.replies.required import grammar_of, held_by
+from flashllm.replies.required import grammar_of
 from flashllm.replies.written import dump
 
 _END_TOKENS = 16  # of a prompt, that may open reasoning
@@ -151,14 +151,13 @@ class PromptEncoder:
         tools = [
             each for each in request.tools if each["function"]["name"] in request.must_call or not request.must_call
         ]
-        if tools and held_by(form, marks) is None:
-            asked = f"{param}: an answer cannot be held to this model's form of calls"
-            raise BadRequest(f'{asked}; use tool_choice "auto" alone', request.custom_id, param=param)
         schema = None if constraint is None or request.must_call else json.loads(constraint.text)
-        return Constraint(
-            "lark",
-            grammar_of(form, marks, written=WRITTEN, tools=tools, one_call=request.one_call, schema=schema),
-        )
+        try:
+            text = grammar_of(form, marks, written=WRITTEN, tools=tools, one_call=request.one_call, schema=schema)
+        except ValueError as error:
+            asked = f"{param}: an answer cannot be held to this model's form of calls ({error})"
+            raise BadRequest(f'{asked}; use tool_choice "auto" alone', request.custom_id, param=param) from None
+        return Constraint("lark", text)
 
     def _opened(self, decoder: Decoder, ids: Sequence[int]) -> tuple[str, str] | None:
         """The marks of the reasoning that the prompt `ids` has opened, if it has."""
@@ -194,9 +193,13 @@ class PromptEncoder:
         template, values = self.template, dict(request.template_values)
         if template is None:
             raise BadRequest("the model has no chat template; use /v1/completions", request.custom_id)
-        if request.tools and not template.takes("tools"):
-            raise BadRequest("tools: this model's chat template takes none", request.custom_id, param="tools")
-        if request.tools and (self.answers is None or not self.answers.calls):
+        tools = request.tools
+        if self.answers is GENERIC and not template.takes("tools"):
+            messages, tools = _in_text(messages, tools), ()
+        if tools and not template.takes("tools"):
+            message = "tools: this model's chat template takes none; `serve --tool-format generic` writes them as text"
+            raise BadRequest(message, request.custom_id, param="tools")
+        if tools and (self.answers is None or not self.answers.calls):
             message = "tools: the form in which this model writes calls is not known; `serve --tool-format` names one"
             raise BadRequest(message, request.custom_id, param="tools")
         if "reasoning_effort" in values and not template.takes("reasoning_effort"):
@@ -206,13 +209,13 @@ class PromptEncoder:
                 asked = "reasoning_effort" if "reasoning_effort" in request.template_values else "chat_template_kwargs"
                 raise BadRequest(f"{asked}: this model's chat template has no {name}", request.custom_id, param=asked)
         try:
-            return template.render(messages, tools=request.tools, values=values)
+            return template.render(messages, tools=tools, values=values)
         except FormatError:
             # Some templates write a call's arguments as the text that they are in a request.
             texts = [_with_texts(message) for message in messages]
             if texts == list(messages):
                 raise
-            return template.render(texts, tools=request.tools, values=values)
+            return template.render(texts, tools=tools, values=values)
 
     def _ids(self, request: Request) -> Generator[None, None, list[int]]:
         prompt = request.prompt
@@ -262,6 +265,40 @@ def _with_texts(message: Message) -> Message:
     pairs = zip(message.get("tool_calls", ()), texts, strict=True)
     written = [{**call, "function": {**call["function"], "arguments": text}} for call, text in pairs]
     return {**message, "tool_calls": written} if written else message
+
+
+_TOOLS = """You may call functions. Each has a line here, as JSON:
+<tools>
+{}
+</tools>
+To call one, write its name and its arguments so, and then wait for the result:
+<tool_call>
+{{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}
+</tool_call>"""
+
+
+def _in_text(messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
+    """The conversation for a template without tools: they are told at its beginning, calls and results are text."""
+    told: list[Message] = []
+    for message in messages:
+        text, role = message["content"], message["role"]
+        for call in message.get("tool_calls", ()):
+            function = {name: call["function"][name] for name in ("name", "arguments")}
+            text += f"\n<tool_call>\n{dump(function)}\n</tool_call>"
+        if role == "tool":
+            text = f"<tool_response>\n{text}\n</tool_response>"
+            role = "user"
+        if told and told[-1]["role"] == role == "user":  # templates expect turns
+            told[-1]["content"] += f"\n{text}"
+        else:
+            told.append({"role": role, "content": text.strip() if role == "assistant" else text})
+    if tools:
+        said = _TOOLS.format("\n".join(dump(tool["function"]) for tool in tools))
+        if told[0]["role"] == "system":
+            told[0]["content"] += f"\n\n{said}"
+        else:
+            told.insert(0, {"role": "system", "content": said})
+    return told
 
 
 def plain_text(messages: Sequence[Mapping[str, str]]) -> str:

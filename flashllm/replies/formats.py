@@ -10,7 +10,7 @@ A form is data. A mark in the text opens reasoning, or a call, which is written 
 - "message": a head with the name, then text up to a mark. A head without a name opens reasoning, or the answer's text.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from flashllm.errors import UsageError
@@ -35,12 +35,17 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """How calls are written where an answer is held to them: NAME, ARGUMENTS (JSON) and NUMBER stand for others."""
+    """How calls are written where an answer is held to them: NAME, ARGUMENTS and NUMBER stand for others.
+
+    Arguments are JSON; or each is a `parameter`, in which KEY and VALUE stand for others, and all are `joined`.
+    """
 
     call: str
     before: str = ""
     between: str | None = None  # None: there is one call
     behind: str = ""
+    parameter: str = ""
+    joined: str = ""
     needs: tuple[str, ...] = ()  # special tokens without which calls are written in another way
 
 
@@ -169,16 +174,36 @@ FORMATS = (
         written=("<minimax:tool_call>",),
         section=("<minimax:tool_call>", "</minimax:tool_call>"),
         calls=(_parameters("<invoke name=", _NAMED, "</invoke>", "<parameter name=", ">", "</parameter>"),),
+        held=(
+            Held(
+                before="<minimax:tool_call>\n",
+                call='<invoke name="NAME">\nARGUMENTS</invoke>',
+                parameter='<parameter name="KEY">VALUE</parameter>\n',
+                between="\n",
+                behind="\n</minimax:tool_call>",
+            ),
+        ),
     ),
     Format(
         name="gemma4",
         written=("<|tool_call>",),
         thinking=(("<|channel>thought", "<channel|>"),),
+        held=(
+            Held(call="<|tool_call>call:NAME{ARGUMENTS}<tool_call|>", parameter="KEY:VALUE", joined=",", between=""),
+        ),
         calls=(_bare("<|tool_call>", "<tool_call|>", '<|"|>'),),
     ),
     Format(
         name="functiongemma",
         written=("<start_function_call>",),
+        held=(
+            Held(
+                call="<start_function_call>call:NAME{ARGUMENTS}<end_function_call>",
+                parameter="KEY:VALUE",
+                joined=",",
+                between="",
+            ),
+        ),
         calls=(_bare("<start_function_call>", "<end_function_call>", "<escape>"),),
     ),
     Format(
@@ -194,11 +219,25 @@ FORMATS = (
         written=("<function=", "<parameter="),
         section=("<tool_call>", "</tool_call>"),
         calls=(_parameters("<function=", _NAMED, "</function>", "<parameter=", ">", "</parameter>"),),
+        held=(
+            Held(
+                call="<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
+                parameter="<parameter=KEY>\nVALUE\n</parameter>\n",
+                between="\n",
+            ),
+        ),
     ),
     Format(
         name="glm",
         written=("<arg_key>",),
         calls=(_parameters("<tool_call>", _WORD, "</tool_call>", "<arg_key>", "<arg_value>", "</arg_value>"),),
+        held=(
+            Held(
+                call="<tool_call>NAME\nARGUMENTS</tool_call>",
+                parameter="<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
+                between="\n",
+            ),
+        ),
     ),
     Format(
         name="nemotron",
@@ -239,6 +278,8 @@ FORMATS = (
     ),
     Format(name="thinking", written=("think>",)),
 )
+# For models whose template takes no tools: they are told of them, and call them, in text. No template says so.
+GENERIC = replace(next(each for each in FORMATS if each.name == "hermes"), name="generic", written=())
 
 
 def find(template: str, name: str | None = None) -> Format | None:
@@ -248,8 +289,9 @@ def find(template: str, name: str | None = None) -> Format | None:
     """
     if name is None:
         return next((each for each in FORMATS if all(mark in template for mark in each.written)), None)
-    for each in FORMATS:
+    known = (*FORMATS, GENERIC)
+    for each in known:
         if each.name == name:
             return each
-    names = ", ".join(each.name for each in FORMATS)
+    names = ", ".join(each.name for each in known)
     raise UsageError(f"--tool-format: there is no format {name!r}; the formats are {names}")

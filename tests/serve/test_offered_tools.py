@@ -20,6 +20,7 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     },
 }
+GIVEN = {"name": "now", "arguments": '{"zone": "CET"}'}
 NOW = {"type": "function", "function": {"name": "now"}}
 ASK = [{"role": "user", "content": "Rain?"}]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln", "days": 3}}\n</tool_call>'
@@ -355,11 +356,47 @@ def test_a_completion_held_to_a_regular_expression(client, say):
     }
 
 
-def test_a_form_that_calls_cannot_be_held_to(say, model, path):
-    """Arguments between marks of their own: nothing is promised that is not kept."""
+def test_calls_between_marks_of_their_own(say, model, path):
+    """An answer is held to them; what their way of writing cannot be held to is a 400."""
     template = "{% if tools %}<function=<parameter={% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    say("<tool_call>I would rather talk.")
     with running(model, path, template=template) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
-        body = {"messages": ASK, "tools": [SHORT], "tool_choice": "required"}
+        body = {"messages": ASK, "tools": [SHORT], "tool_choice": "required", "parallel_tool_calls": False}
+        (call,) = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["city"] in ("Köln", "Bonn")
+        parameters = {"properties": {"city": {"type": "string", "pattern": "^K"}}}
+        body["tools"] = [{"type": "function", "function": {"name": "set", "parameters": parameters}}]
         error = http.post("/v1/chat/completions", json=body).json()["error"]
     assert error["param"] == "tool_choice"
-    assert "cannot be held to this model's form of calls" in error["message"]
+    assert "cannot be held to this model's form of calls (set: its schema has 'pattern'" in error["message"]
+
+
+def test_a_template_without_tools_is_told_of_them_in_text(model, path, say, seen):
+    """Asked for, the generic form: tools in the system message, calls and results as text, in turns."""
+    plain = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"
+    messages = [
+        {"role": "system", "content": "Help."},
+        *ASK,
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "type": "function", "function": GIVEN}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "user", "content": "And now?"},
+    ]
+    say(CALL)
+    for form, expected in (("generic", None), (None, "takes none; `serve --tool-format generic`")):
+        with (
+            running(model, path, template=plain, tool_format=form) as (url, _),
+            openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
+        ):
+            if expected is not None:
+                with pytest.raises(openai.BadRequestError, match=expected):
+                    ask(client, messages)
+                continue
+            (call,) = ask(client, messages).choices[0].message.tool_calls
+            assert call.function.name == "get_weather"
+            ask(client, tools=())
+    assert '{"name": "get_weather"' in seen[0]
+    written = '<tool_call>\n{"name": "now", "arguments": {"zone": "CET"}}\n</tool_call>'
+    assert seen[0].startswith("system:Help.\n\nYou may call")
+    told = f"user:Rain?;assistant:{written};user:<tool_response>\nrain\n</tool_response>\nAnd now?;assistant:"
+    assert seen[0].endswith(told)
+    assert seen[1] == "user:Rain?;assistant:"
