@@ -170,6 +170,10 @@ class Ffn:
         self.layer.forward_active(x.data_ptr(), np.array(sorted(active), dtype=np.int32), y.data_ptr())
         return y
 
+    def predict_by(self, a, b, bias, threshold) -> None:
+        """From now on b (a x) + bias > threshold names the neurons."""
+        self.layer.set_predictor({"a": a, "b": b, "bias": bias, "threshold": np.float32(threshold)})
+
     def predicted(self, x) -> torch.Tensor:
         """y [tokens, d_model] for x, each token over what the layer predicts."""
         return torch.stack([self(row, self.layer.predict(row.data_ptr())) for row in x])

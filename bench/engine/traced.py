@@ -3,6 +3,10 @@
 Everything but that is the engine's own: reads, caches, products, and the predictors, which run for the time they take.
 Of a directory without a trace the model is as it comes. Import this before the native core: the seam is in its test
 build alone. Of a mixture's prompt the caches hear what the dummy routers choose, but for the last tokens.
+
+    python bench/engine/traced.py generate MODEL [OPTION ...]
+
+runs a command of flashllm on such a model.
 """
 
 import sys
@@ -15,7 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import core_testing  # noqa: F401
 
+from flashllm import cli
 from flashllm.config import RunConfig
+from flashllm.engine import model as engine
 from flashllm.engine.model import Entry, Logits, Model
 from flashllm.format.model_dir import ModelDir
 from flashllm.format.model_files import TRACE
@@ -57,3 +63,12 @@ class TracedModel(Model):
         super().close()
         if self._trace is not None:
             self._trace.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    engine.Model = TracedModel  # type: ignore[misc]  # commands import it when they run
+    return cli.main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

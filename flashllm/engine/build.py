@@ -208,34 +208,12 @@ class _Builder:
 
     def _load_predictors(self, ffns: Sequence[_core.FfnLayer | None]) -> None:
         tensors = self._read(PREDICTORS)
-        encodings = relu_encodings(read_header(self._path / PREDICTORS))
-
-        def install(layer: int, kind: str, buffer: _core.Prefetch | None) -> None:
-            if (ffn := ffns[layer]) is None:  # every token computes every neuron of it
-                return
-            if encodings is not None:
-                a, b, threshold = (f"layers.{layer}.{part}" for part in ("a", "b", "threshold"))
-                limit = float(tensors[threshold].item())
-                ffn.set_relu_predictor(tensors[a], tensors[b], limit, encodings.get(a), encodings.get(b))
-                return
-            if not kind and f"layers.{layer}.gate" in tensors:
-                gate, margin = tensors[f"layers.{layer}.gate"], tensors[f"layers.{layer}.margin"]
-                ffn.set_coded_gate(gate, float(margin.item()))
-                return
-            names = {part: f"layers.{layer}.{kind}{part}" for part in ("a", "b", "bias", "threshold")}
-            ffn.set_predictor(
-                tensors[names["a"]],
-                tensors[names["b"]],
-                tensors[names["bias"]],
-                float(tensors[names["threshold"]].item()),
-                tensors.get(f"{names['a']}_scale"),  # of 8-bit factors
-                tensors.get(f"{names['b']}_scale"),
-                buffer,
-            )
-
+        encodings = relu_encodings(read_header(self._path / PREDICTORS)) or {}
+        # Where every token computes every neuron of a layer, none is predicted.
+        layers = [(layer, ffn) for layer, ffn in enumerate(ffns) if ffn is not None]
         if not self._manifest.resident_gate:  # it names them itself
-            for layer in range(len(ffns)):
-                install(layer, "", None)
+            for layer, ffn in layers:
+                ffn.set_predictor(tensors, f"layers.{layer}.", encodings)
         if not self._plan.prefetch:
             return
         # Layers that follow each other read into two buffers in turn: one is used while the other fills.
@@ -250,9 +228,10 @@ class _Builder:
             )
             for _ in range(2)
         ]
-        for layer in range(len(ffns)):
-            if f"layers.{layer}.{PREFETCH}a" in tensors:
-                install(layer, PREFETCH, buffers[layer % 2])
+        for layer, ffn in layers:
+            prefix = f"layers.{layer}.{PREFETCH}"
+            if f"{prefix}a" in tensors:
+                ffn.set_predictor(tensors, prefix, prefetch=buffers[layer % 2])
 
 
 class _KeptRows:

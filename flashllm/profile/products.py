@@ -65,48 +65,16 @@ def gathered_bps(encoding: str, *, nbytes: int, pool: _core.ThreadPool, file: Pa
 
     `encoding` is of ROW_ENCODINGS. Nothing is read from `file`: a layer must have one.
     """
-    dtype = _dtype_beside(encoding)
     layout = RowLayout(encoding=encoding, d_model=_D_MODEL, d_ff=1)
-    stride = layout.stride
-    neurons = max(1, nbytes // stride)
-    inputs = _inputs(encoding)
-    layer = _core.FfnLayer(
-        layer=0,
-        tensors=_core.ResidentTensors({}, dtype=dtype, encoding=encoding, other_encodings={}, inputs=inputs),
-        row_format=layout.native(inputs),
-        neurons=neurons,
-        activation="relu",
-        source=_core.NeuronSource(
-            reader=_core.Reader(1),
-            file=_core.DirectFile(str(file)),
-            cache_policy="window",
-            window=2**30,  # nothing leaves
-        ),
-        rows=_core.LayerRows(memory=_core.allocate(neurons * stride), offset=0, checksums=np.zeros(neurons, np.uint64)),
-        pool=pool,
-        counters=_core.Counters(),
-    )
-    # A predictor that names every neuron, so that all rows are taken over into the cache.
-    a, b = np.zeros((1, _D_MODEL), np.float16), np.zeros((neurons, 1), np.float16)
-    layer.set_predictor(a, b, np.ones(neurons, np.float32), 0.0)
-    x, y = _filled((_D_MODEL,), dtype), np.empty(_D_MODEL, WEIGHT_DTYPES[dtype].storage)
-    vectors = np.repeat(_encoded(np.full(_D_MODEL, _INPUT, np.float32), encoding)[None], min(neurons, 256), axis=0)
-    block = np.empty((len(vectors), stride), np.uint8)
-    pack_rows(layout, {"up": vectors, "down": vectors}, block)
-    layer.begin_fill(x.ctypes.data, 1)
-    for first in range(0, neurons, len(block)):
-        count = min(len(block), neurons - first)
-        layer.fill_from(block[:count], first, count)
+    neurons = max(1, nbytes // layout.stride)
+    vector = _encoded(np.full(_D_MODEL, _INPUT, np.float32), encoding)[None]
+    row = np.empty((1, layout.stride), np.uint8)
+    pack_rows(layout, {"up": vector, "down": vector}, row)
+    products = _core.GatheredProducts(layout.native(_inputs(encoding)), row, neurons, str(file), pool)
     random, count = np.random.default_rng(0), max(1, int(_ACTIVE_SHARE * neurons))
     active = [np.sort(random.choice(neurons, count, replace=False)).astype(np.int32) for _ in range(10)]
     turn = itertools.cycle(active)
-    return (
-        count
-        * stride
-        / seconds_of(
-            lambda: layer.forward_active(x.ctypes.data, next(turn), y.ctypes.data), at_least_s=seconds, calls=_CALLS
-        )
-    )
+    return count * layout.stride / seconds_of(lambda: products.run(next(turn)), at_least_s=seconds, calls=_CALLS)
 
 
 def _dtype_beside(encoding: str) -> str:

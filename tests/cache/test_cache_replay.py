@@ -89,7 +89,7 @@ def test_replay_reads_what_the_engine_reads(tmp_path, capacity, window):
 def filled(layer):
     """With what its policy knows to be popular in the cache."""
     nothing = torch.zeros(1, layer.ffn.d_model)
-    layer.layer.set_predictor(nothing, torch.zeros(NEURONS, 1), np.zeros(NEURONS, np.float32), threshold=1.0)
+    layer.predict_by(nothing, torch.zeros(NEURONS, 1), np.zeros(NEURONS, np.float32), 1.0)
     layer.layer.begin_fill(nothing.data_ptr(), 1)
     layer.layer.fill_from(layer.ffn.rows, 0, NEURONS)
     return layer

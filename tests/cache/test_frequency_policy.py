@@ -86,9 +86,7 @@ def test_known_popularity_fills_the_cache_after_a_prefill(ffn):
     popularity = np.linspace(0, 1, NEURONS, dtype=np.float32)
     layer = Ffn(ffn, capacity=5, cache_policy="frequency", popularity=popularity)
     nothing = torch.zeros(1, ffn.d_model)
-    layer.layer.set_predictor(
-        torch.zeros(1, ffn.d_model), torch.zeros(NEURONS, 1), np.zeros(NEURONS, np.float32), threshold=1.0
-    )
+    layer.predict_by(torch.zeros(1, ffn.d_model), torch.zeros(NEURONS, 1), np.zeros(NEURONS, np.float32), 1.0)
     layer.layer.begin_fill(nothing.data_ptr(), 1)
     layer.layer.fill_from(ffn.rows, 0, NEURONS)
     assert sorted(layer.layer.cached()) == [11, 12, 13, 14, 15]

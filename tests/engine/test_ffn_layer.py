@@ -113,7 +113,7 @@ def test_exposed_times_cover_the_call(tmp_path):
 def _with_predictor(ffn, **options):
     """A layer whose predictor finds exactly the neurons that fire: rank d_model, the up projection itself."""
     layer = Ffn(ffn, **options)
-    layer.layer.set_predictor(torch.eye(ffn.d_model), ffn.up.float().contiguous(), ffn.up_bias, 0.0)
+    layer.predict_by(torch.eye(ffn.d_model), ffn.up.float().contiguous(), ffn.up_bias, 0.0)
     return layer
 
 
@@ -184,7 +184,7 @@ def test_forward_uses_what_predict_says_token_by_token(tmp_path, dtype):
     a, b = torch.randn(8, 64, generator=random), torch.randn(40, 8, generator=random)
     bias = torch.randn(40, generator=random).numpy()
     for one in (layer, other):
-        one.layer.set_predictor(a.to(TORCH_DTYPES[dtype]), b.to(TORCH_DTYPES[dtype]), bias, 1.5)
+        one.predict_by(a.to(TORCH_DTYPES[dtype]), b.to(TORCH_DTYPES[dtype]), bias, 1.5)
     x = torch.stack([random_input(ffn, seed) for seed in range(6)]).contiguous()
     for row, out in zip(x, layer.predicted(x), strict=True):
         active = other.layer.predict(row.data_ptr())
@@ -210,7 +210,7 @@ def test_a_layer_without_predictor_says_so(tmp_path):
 def test_predictors_of_other_shapes_are_refused(tmp_path, a, b, bias):
     layer = Ffn(write_ffn(tmp_path / "f"))
     with pytest.raises(ValueError, match="do not fit"):
-        layer.layer.set_predictor(torch.zeros(a), torch.zeros(b), np.zeros(bias, np.float32), 0.0)
+        layer.predict_by(torch.zeros(a), torch.zeros(b), np.zeros(bias, np.float32), 0.0)
 
 
 @pytest.mark.parametrize(

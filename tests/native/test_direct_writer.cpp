@@ -45,13 +45,11 @@ void test_callers(const std::string& path, int threads, int scale) {
         for (std::size_t page = caller; page < pages; page += kCallers) {
           const std::uint64_t ticket = writer.write(page * kPage, data.data() + page * kPage, kPage);
           if (page % 2 == 0) writer.wait(ticket);
-          if (page % 5 == 0) CHECK(writer.busy_ns() > 0);
         }
         writer.wait_all();
       });
     }
     for (std::thread& caller : callers) caller.join();
-    CHECK(writer.take_bytes() == pages * kPage);
   }
   CHECK(holds(path, data.data(), pages * kPage));
   std::remove(path.c_str());
@@ -86,7 +84,7 @@ void test_close(const std::string& path) {
     failed = error.kind() == ErrorKind::io && error.offset() != CoreError::kNoOffset;
   }
   CHECK(failed);
-  CHECK(failing.take_bytes() == 5 * 8 * kPage);
+  CHECK(holds(path, data.data(), 64 * kPage));  // writes behind a failed one are made
   std::remove(path.c_str());
 }
 

@@ -61,10 +61,10 @@ def test_what_is_written_is_read_back(tmp_path_factory, sizes, threads, seed):
     ]
     writer.wait(tickets[0])
     writer.wait(tickets[0])
-    assert writer.finished(tickets[0])
+    assert _core.finished(writer, tickets[0])
     for ticket in tickets:
         writer.wait(ticket)
-    assert all(writer.finished(ticket) for ticket in tickets)
+    assert all(_core.finished(writer, ticket) for ticket in tickets)
     assert np.array_equal(contents(writer), data)
     reader = _core.DirectFile(writer.path)
     assert (reader.direct, reader.size) == (writer.direct, total)

@@ -180,6 +180,17 @@ def test_a_synthetic_model_computes_what_its_trace_says(synthetic):
     assert tokens[1] == tokens[4]
 
 
+def test_a_command_runs_on_a_synthetic_model_by_its_trace(synthetic):
+    asked = ["generate", synthetic, "--prompt", "Once", "--max-new-tokens", 3, "--json"]
+    done = run("bench/engine/traced.py", *asked)
+    assert done.returncode == 0, done.stderr
+    assert "synthetic weights, synthetic trace" in done.stderr
+    with Trace(synthetic / "trace.safetensors") as trace:
+        active = sum(masks_of(trace, layer).sum(1) for layer in range(2)).tolist()
+    found = [token["active"] for token in json.loads(done.stdout)["tokens"][1:]]  # the first comes out of the prompt
+    assert found in [active[first : first + 2] for first in range(len(active))]
+
+
 def test_synthetic_experts_are_those_of_their_trace(tmp_path):
     out, size, chosen = tmp_path / "model", 32, 8
     small = {"hidden_size": 64, "intermediate_size": size, "num_attention_heads": 4, "num_experts": 16}

@@ -13,6 +13,7 @@
 #include "kernels/kernels.h"
 #include "kernels/matmul.h"
 #include "kernels/rows.h"
+#include "model/arithmetic.h"
 #include "pack/group_fit.h"
 #include "pack/row_encode.h"
 
@@ -59,36 +60,6 @@ constexpr Named<Activation::Kind> kActivations[] = {{"relu", Activation::relu},
 
 RowCodec parse_codec(const std::string& name) { return by_name("an encoding", name, kCodecs); }
 
-ScalePlane plane_of(const AnyArray& scales, const std::optional<AnyArray>& minimums,
-                    const std::optional<AnyArray>& factors, const std::optional<AnyArray>& minimum_factors,
-                    std::size_t neurons, std::size_t width) {
-  constexpr std::size_t kUnit = 32;
-  ScalePlane plane;
-  plane.group = factors && factors->shape(0) * kUnit > neurons ? kUnit / 2 : kUnit;
-  const auto check_shape = [&](const AnyArray& array, std::size_t group, bool fits) {
-    require(fits && array.ndim() == 2 && array.shape(0) * group == neurons && array.shape(1) == width,
-            "a plane of scales does not fit the layer");
-    return array.data();
-  };
-  const auto check = [&](const AnyArray& array, std::size_t group, bool half) {
-    return check_shape(array, group,
-                       half ? dtype_of(array) == Dtype::f16 : array.dtype() == nb::dtype<std::int8_t>());
-  };
-  if (scales.dtype() == nb::dtype<std::uint8_t>()) {
-    plane.powers = static_cast<const std::uint8_t*>(
-        check_shape(scales, kUnit, !minimums && !factors && !minimum_factors));
-    return plane;
-  }
-  const std::size_t shared = factors ? kSharedFactors : plane.group;
-  plane.scales = static_cast<const std::uint16_t*>(check(scales, shared, true));
-  if (minimums) plane.minimums = static_cast<const std::uint16_t*>(check(*minimums, shared, true));
-  if (factors) plane.factors = static_cast<const std::int8_t*>(check(*factors, plane.group, false));
-  require(minimum_factors.has_value() == (factors && minimums), "a plane lacks factors, or has too many");
-  if (minimum_factors)
-    plane.minimum_factors = static_cast<const std::int8_t*>(check(*minimum_factors, plane.group, false));
-  return plane;
-}
-
 // The widest that was asked for and that the weights are multiplied by.
 InputForm parse_inputs(const std::string& name, RowCodec codec) {
   const InputForm wanted = by_name("inputs", name, kInputs);
@@ -118,10 +89,8 @@ Dtype dtype_of(const AnyArray& array) {
 
 namespace {
 
-using Rows = Exact<nb::ndarray<nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
-using Groups = Exact<nb::ndarray<const float, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
-using Halves = Exact<nb::ndarray<std::uint16_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
-using WrittenRows = Exact<nb::ndarray<std::uint8_t, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
+using Rows = Array<Two>;
+using Halves = Array<std::uint16_t, One>;
 
 // OverflowError in Python.
 void throw_unless_whole(Encoded result) {
@@ -192,16 +161,10 @@ class PyLinear {
     auto* last = static_cast<std::byte*>(out.data());
     if (by_inputs_) return linear_by_columns(weights_, from, tokens, dtype_, to, last, *pool_, simd_);
     std::vector<float> wide(tokens * inputs()), made(tokens * width());
-    const KernelTable &widen = kernel_table(simd_, dtype_), &narrow = kernel_table(simd_, to);
-    pool_->parallel_for(tokens, 1, [&](std::size_t begin, std::size_t end) {
-      widen.to_f32(from + begin * inputs() * dtype_nbytes(dtype_), (end - begin) * inputs(),
-                   wide.data() + begin * inputs());
-    });
+    Arithmetic arithmetic(dtype_, *pool_, simd_, simd_);
+    arithmetic.widen(from, wide.size(), wide.data());
     linear(weights_, wide.data(), tokens, made.data(), *pool_, simd_);
-    pool_->parallel_for(tokens, 1, [&](std::size_t begin, std::size_t end) {
-      narrow.from_f32(made.data() + begin * width(), (end - begin) * width(),
-                      last + begin * width() * dtype_nbytes(to));
-    });
+    arithmetic.narrow(made.data(), made.size(), last);
   }
 
   void check(const Rows& x, const Rows& out, Dtype out_dtype) const {
@@ -243,7 +206,7 @@ void init_compute(nb::module_& m) {
 
   m.def(
       "fit_groups",
-      [](const Groups& weights, const std::string& encoding, const Halves& scales,
+      [](const FloatRows& weights, const std::string& encoding, const Halves& scales,
          const std::optional<Halves>& minimums) {
         const GroupShape shape = group_shape(parse_codec(encoding));
         require(weights.shape(1) == shape.group && shape.has_minimum == minimums.has_value() &&
@@ -258,7 +221,7 @@ void init_compute(nb::module_& m) {
       nb::arg("weights"), nb::arg("encoding"), nb::arg("scales"), nb::arg("minimums").none());
   m.def(
       "encode_rows",
-      [](const Rows& weights, const std::string& dtype, const std::string& encoding, const WrittenRows& out,
+      [](const Rows& weights, const std::string& dtype, const std::string& encoding, const ByteRows& out,
          ThreadPool& pool) {
         const RowCodec codec = parse_codec(encoding);
         const Dtype parsed = parse_dtype(dtype);

@@ -17,21 +17,12 @@
 #include "bind/py_ffn.h"
 #include "cache/cache_replay.h"
 #include "ffn/ffn_layer.h"
+#include "ffn/gathered_products.h"
 #include "io/xxh3.h"
 
 namespace flashllm {
 
 namespace {
-
-std::vector<std::int32_t> checked_ids(const IdArray& active, std::int32_t units) {
-  std::vector<std::int32_t> ids(active.data(), active.data() + active.shape(0));
-  for (std::size_t i = 0; i < ids.size(); ++i)
-    require(ids[i] >= 0 && ids[i] < units && (i == 0 || ids[i] > ids[i - 1]),
-            "active neurons must be ascending ids of this layer");
-  return ids;
-}
-
-std::byte* bytes_of(const ByteArray& array) { return reinterpret_cast<std::byte*>(array.data()); }
 
 // How many units of `nbytes` memory holds, at most `most`.
 std::int32_t units_in(const ByteArray& memory, std::size_t nbytes, std::int32_t most,
@@ -63,36 +54,92 @@ nb::dict take(FfnCounters& counters) {
                   {"prefetch_used", taken.prefetch_used}});
 }
 
-// A predictor's factor: floats, codes of 8 bits with a scale a row, groups of 4 bits, or what `encoding`
-// says.
-RowMatrix factor_of(const AnyArray& array, std::size_t rows, std::size_t columns,
-                    const std::optional<AnyArray>& scale,
-                    const std::optional<std::string>& encoding = std::nullopt) {
-  const bool codes = array.dtype() == nb::dtype<std::int8_t>();
-  const bool groups = !encoding && array.dtype() == nb::dtype<std::uint8_t>();
-  require(codes == scale.has_value(), "8-bit predictor factors need scales, and others have none");
+RowMatrix matrix_of(const AnyArray& array, RowCodec codec, std::size_t rows, std::size_t columns) {
   RowMatrix matrix;
-  matrix.codec = encoding ? parse_codec(*encoding)
-                 : groups ? RowCodec::int4_32
-                 : codes  ? RowCodec::int8
-                          : codec_of(dtype_of(array));
-  if (groups) matrix.inputs = InputForm::int8;
+  matrix.codec = codec;
   matrix.data = static_cast<const std::byte*>(array.data());
   matrix.rows = rows;
   matrix.columns = columns;
-  matrix.stride = vector_nbytes(matrix.codec, columns);
-  require(!has_plane(matrix.codec) && array.ndim() == 2 && array.shape(0) == rows &&
+  matrix.stride = vector_nbytes(codec, columns);
+  require(!has_plane(codec) && array.ndim() == 2 && array.shape(0) == rows &&
               array.nbytes() == rows * matrix.stride,
-          "predictor factors do not fit the layer");
-  if (codes) {
-    require(scale->ndim() == 1 && scale->shape(0) == rows && dtype_of(*scale) == Dtype::f16,
-            "an 8-bit predictor factor needs one float16 scale a row");
-    matrix.scales = static_cast<const std::uint16_t*>(scale->data());
-  }
+          "a predictor's tensors do not fit the layer");
   return matrix;
 }
 
+// A predictor by its tensors, which must stay.
+class PredictorReader {
+ public:
+  PredictorReader(const nb::dict& tensors, const std::string& prefix,
+                  const std::map<std::string, std::string>& encodings)
+      : tensors_(tensors), prefix_(prefix), encodings_(encodings) {}
+
+  bool contains(const std::string& name) const { return tensors_.contains((prefix_ + name).c_str()); }
+  template <typename Array = AnyArray>
+  Array get(const std::string& name) const {
+    return nb::cast<Array>(tensors_[(prefix_ + name).c_str()]);
+  }
+  float number(const char* name) const {
+    return nb::cast<float>(tensors_[(prefix_ + name).c_str()].attr("item")());
+  }
+  // Floats, codes of 8 bits with a scale a row, groups of 4 bits, or what an encoding says.
+  RowMatrix factor(const std::string& name, std::size_t rows, std::size_t columns) const {
+    const auto array = get(name);
+    const auto encoding = encodings_.find(prefix_ + name);
+    if (encoding != encodings_.end()) return matrix_of(array, parse_codec(encoding->second), rows, columns);
+    const bool codes = array.dtype() == nb::dtype<std::int8_t>();
+    require(codes == contains(name + "_scale"), "8-bit predictor factors need scales, and others have none");
+    if (array.dtype() == nb::dtype<std::uint8_t>()) {
+      RowMatrix groups = matrix_of(array, RowCodec::int4_32, rows, columns);
+      groups.inputs = InputForm::int8;
+      return groups;
+    }
+    if (!codes) return matrix_of(array, codec_of(dtype_of(array)), rows, columns);
+    RowMatrix matrix = matrix_of(array, RowCodec::int8, rows, columns);
+    const auto scale = get(name + "_scale");
+    require(scale.ndim() == 1 && scale.shape(0) == rows && dtype_of(scale) == Dtype::f16,
+            "an 8-bit predictor factor needs one float16 scale a row");
+    matrix.scales = static_cast<const std::uint16_t*>(scale.data());
+    return matrix;
+  }
+
+ private:
+  const nb::dict& tensors_;
+  const std::string& prefix_;
+  const std::map<std::string, std::string>& encodings_;
+};
+
+std::unique_ptr<Predictor> read_low_rank(const PredictorReader& reader, std::size_t neurons,
+                                         std::size_t width) {
+  const auto rank = reader.get("a").shape(0);
+  const RowMatrix a = reader.factor("a", rank, width);
+  RowMatrix b = reader.factor("b", neurons, rank);
+  const bool relu = !reader.contains("bias");
+  if (!relu) {
+    const auto bias = reader.get<FloatArray>("bias");
+    require(bias.shape(0) == neurons, "a predictor's tensors do not fit the layer");
+    b.bias = bias.data();
+  }
+  return std::make_unique<LowRankPredictor>(a, b, reader.number("threshold"), relu);
+}
+
+std::unique_ptr<Predictor> read_coded_gate(const PredictorReader& reader, const FfnLayer& layer) {
+  require(layer.layout().gated(), "a coded gate needs the gate itself in the rows");
+  const auto neurons = static_cast<std::size_t>(layer.num_neurons());
+  RowMatrix gate = matrix_of(reader.get("gate"), RowCodec::int4_64, neurons, layer.width());
+  gate.bias = layer.gate_bias();
+  return std::make_unique<CodedGatePredictor>(gate, layer.activation(), reader.number("margin"));
+}
+
 }  // namespace
+
+std::vector<std::int32_t> checked_ids(const IdArray& active, std::int32_t units) {
+  std::vector<std::int32_t> ids(active.data(), active.data() + active.shape(0));
+  for (std::size_t i = 0; i < ids.size(); ++i)
+    require(ids[i] >= 0 && ids[i] < units && (i == 0 || ids[i] > ids[i - 1]),
+            "active neurons must be ascending ids of this layer");
+  return ids;
+}
 
 // A prefetch buffer with all it refers to.
 class PyPrefetch {
@@ -143,9 +190,7 @@ PyFfnLayer::PyFfnLayer(FfnLayerOptions options, std::shared_ptr<ResidentTensors>
       source_(std::move(source)),
       rows_(std::move(rows)),
       pool_(std::move(pool)),
-      counters_(std::move(counters)),
-      x_(options.format.d_model),
-      y_(options.format.d_model) {
+      counters_(std::move(counters)) {
   options.cache_policy = source_->cache_policy;
   options.window = source_->window;
   options.unit_rows = source_->unit_rows;
@@ -177,15 +222,15 @@ PyFfnLayer::PyFfnLayer(FfnLayerOptions options, std::shared_ptr<ResidentTensors>
   rows_.popularity.reset();  // read by the constructor alone
 }
 
-void PyFfnLayer::set_predictor(const AnyArray& a, const AnyArray& b, const FloatArray& bias, float threshold,
-                               const std::optional<AnyArray>& a_scale, const std::optional<AnyArray>& b_scale,
+void PyFfnLayer::set_predictor(const nb::dict& tensors, const std::string& prefix,
+                               const std::map<std::string, std::string>& encodings,
                                std::shared_ptr<PyPrefetch> prefetch) {
-  const auto neurons = static_cast<std::size_t>(layer_->num_neurons());
-  require(bias.shape(0) == neurons, "predictor factors do not fit the layer");
-  const RowMatrix first = factor_of(a, a.shape(0), layer_->width(), a_scale);
-  RowMatrix second = factor_of(b, neurons, a.shape(0), b_scale);
-  second.bias = bias.data();
-  auto predictor = std::make_unique<LowRankPredictor>(first, second, threshold);
+  const PredictorReader reader(tensors, prefix, encodings);
+  const bool is_gate = reader.contains("gate");
+  auto predictor =
+      is_gate ? read_coded_gate(reader, *layer_)
+              : read_low_rank(reader, static_cast<std::size_t>(layer_->num_neurons()), layer_->width());
+  if (!is_gate && !reader.contains("bias")) layer_->predict_by_stream();
   if (prefetch == nullptr) {
     layer_->set_predictor(std::move(predictor));
   } else {
@@ -194,73 +239,7 @@ void PyFfnLayer::set_predictor(const AnyArray& a, const AnyArray& b, const Float
     layer_->set_prefetch(std::move(predictor), prefetch->buffer());
     prefetch_ = std::move(prefetch);
   }
-  keep(a, b, a_scale, b_scale);
-  biases_.push_back(bias);
-}
-
-void PyFfnLayer::set_relu_predictor(const AnyArray& a, const AnyArray& b, float threshold,
-                                    const std::optional<std::string>& a_encoding,
-                                    const std::optional<std::string>& b_encoding) {
-  const auto neurons = static_cast<std::size_t>(layer_->num_neurons());
-  const RowMatrix first = factor_of(a, a.shape(0), layer_->width(), std::nullopt, a_encoding);
-  const RowMatrix second = factor_of(b, neurons, a.shape(0), std::nullopt, b_encoding);
-  layer_->set_predictor(std::make_unique<LowRankPredictor>(first, second, threshold, true));
-  layer_->predict_by_stream();
-  keep(a, b);
-}
-
-void PyFfnLayer::set_coded_gate(const AnyArray& codes, float margin) {
-  const auto neurons = static_cast<std::size_t>(layer_->num_neurons());
-  RowMatrix gate;
-  gate.codec = RowCodec::int4_64;
-  gate.rows = neurons;
-  gate.columns = layer_->width();
-  gate.stride = vector_nbytes(gate.codec, gate.columns);
-  require(layer_->layout().gated(), "a coded gate needs the gate itself in the rows");
-  require(codes.ndim() == 2 && codes.dtype() == nb::dtype<std::uint8_t>() && codes.shape(0) == neurons &&
-              codes.shape(1) == gate.stride,
-          "a coded gate does not fit the layer");
-  gate.data = static_cast<const std::byte*>(codes.data());
-  gate.bias = layer_->gate_bias();
-  layer_->set_predictor(std::make_unique<CodedGatePredictor>(gate, layer_->activation(), margin));
-  keep(codes);
-}
-
-void PyFfnLayer::forward_active(std::uintptr_t x, const IdArray& active, std::uintptr_t y) {
-  const std::vector<std::int32_t> ids = checked_ids(active, layer_->units().count());
-  const nb::gil_scoped_release unlocked;
-  load(x, 0);
-  layer_->forward(x_.data(), 0, ids, y_.data());
-  store(y, 0);
-}
-
-void PyFfnLayer::begin_fill(std::uintptr_t x, std::size_t tokens) {
-  std::vector<float> inputs(tokens * x_.size());
-  tensors_->kernels().to_f32(at_address<const void>(x), inputs.size(), inputs.data());
-  layer_->begin_fill(inputs.data(), tokens);
-}
-
-void PyFfnLayer::fill_from(const ConstBytes& rows, std::int32_t first_neuron, std::int32_t count) {
-  require(first_neuron >= 0 && count >= 0 && count <= INT32_MAX - first_neuron &&
-              rows.nbytes() >= static_cast<std::size_t>(count) * layer_->layout().stride,
-          "rows to fill from must be `count` whole rows from a neuron on");
-  const nb::gil_scoped_release unlocked;
-  layer_->fill_from(reinterpret_cast<const std::byte*>(rows.data()), first_neuron, count);
-}
-
-std::vector<std::int32_t> PyFfnLayer::predict(std::uintptr_t x) {
-  load(x, 0);
-  return layer_->predict(x_.data(), 0);
-}
-
-void PyFfnLayer::load(std::uintptr_t x, std::size_t token) {
-  const std::size_t nbytes = x_.size() * dtype_nbytes(tensors_->dtype());
-  tensors_->kernels().to_f32(at_address<const std::byte>(x) + token * nbytes, x_.size(), x_.data());
-}
-
-void PyFfnLayer::store(std::uintptr_t y, std::size_t token) {
-  const std::size_t nbytes = y_.size() * dtype_nbytes(tensors_->dtype());
-  tensors_->kernels().from_f32(y_.data(), y_.size(), at_address<std::byte>(y) + token * nbytes);
+  predictors_.push_back(tensors);
 }
 
 void init_ffn(nb::module_& m) {
@@ -346,32 +325,30 @@ void init_ffn(nb::module_& m) {
            nb::kw_only(), nb::arg("memory"), nb::arg("offset"), nb::arg("checksums"),
            nb::arg("checksum_rows") = 1, nb::arg("popularity").none() = nb::none());
 
-  nb::class_<PyFfnLayer>(m, "FfnLayer")
+  nb::class_<GatheredProducts>(m, "GatheredProducts")
       .def(
           "__init__",
-          [](PyFfnLayer* self, std::size_t layer, std::shared_ptr<ResidentTensors> tensors,
-             const RowFormat& format, std::size_t neurons, const std::string& activation, float cut,
-             std::shared_ptr<NeuronSource> source, const LayerRows& rows, std::shared_ptr<ThreadPool> pool,
-             std::shared_ptr<FfnCounters> counters) {
-            const Activation kind = parse_activation(activation, 0.0F, cut);
-            const FfnLayerOptions options = read_ffn(*tensors, format, layer, neurons, kind);
-            new (self) PyFfnLayer(options, std::move(tensors), std::move(source), rows, std::move(pool),
-                                  std::move(counters));
+          [](GatheredProducts* self, const RowFormat& format, const ConstBytes& row, std::int32_t neurons,
+             const std::string& path, ThreadPool& pool) {
+            require(row.nbytes() == format.stride && neurons > 0,
+                    "rows need neurons, of `stride` bytes each");
+            new (self) GatheredProducts(format, bytes_of(row), neurons, path, pool);
           },
-          nb::kw_only(), nb::arg("layer"), nb::arg("tensors"), nb::arg("row_format"), nb::arg("neurons"),
-          nb::arg("activation"), nb::arg("activation_cut") = 0.0F, nb::arg("source"), nb::arg("rows"),
-          nb::arg("pool"), nb::arg("counters"))
-      .def("set_predictor", &PyFfnLayer::set_predictor, nb::arg("a"), nb::arg("b"), nb::arg("bias"),
-           nb::arg("threshold"), nb::arg("a_scale").none() = nb::none(),
-           nb::arg("b_scale").none() = nb::none(), nb::arg("prefetch").none() = nb::none())
-      .def("set_relu_predictor", &PyFfnLayer::set_relu_predictor, nb::arg("a"), nb::arg("b"),
-           nb::arg("threshold"), nb::arg("a_encoding").none() = nb::none(),
-           nb::arg("b_encoding").none() = nb::none())
-      .def("set_coded_gate", &PyFfnLayer::set_coded_gate, nb::arg("codes"), nb::arg("margin"))
-      .def("forward_active", &PyFfnLayer::forward_active, nb::arg("x"), nb::arg("active"), nb::arg("y"))
-      .def("begin_fill", &PyFfnLayer::begin_fill, nb::arg("x"), nb::arg("tokens"),
-           nb::call_guard<nb::gil_scoped_release>())
-      .def("fill_from", &PyFfnLayer::fill_from, nb::arg("rows"), nb::arg("first_neuron"), nb::arg("count"))
+          nb::arg("row_format"), nb::arg("row"), nb::arg("neurons"), nb::arg("path"), nb::arg("pool"),
+          nb::keep_alive<1, 6>())
+      .def(
+          "run",
+          [](GatheredProducts& self, const IdArray& active) {
+            const std::vector<std::int32_t> ids = checked_ids(active, self.num_neurons());
+            const nb::gil_scoped_release unlocked;
+            self.run(ids);
+          },
+          nb::arg("active"));
+
+  nb::class_<PyFfnLayer>(m, "FfnLayer")
+      .def("set_predictor", &PyFfnLayer::set_predictor, nb::arg("tensors"), nb::arg("prefix") = "",
+           nb::arg("encodings") = std::map<std::string, std::string>(),
+           nb::arg("prefetch").none() = nb::none())
       .def(
           "set_capacity", [](PyFfnLayer& self, std::int32_t rows) { self.layer().set_capacity(rows); },
           nb::arg("rows"))

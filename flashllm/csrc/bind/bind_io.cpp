@@ -236,10 +236,6 @@ void init_io(nb::module_& m) {
       .def_prop_ro("direct", [](PyDirectWriter& self) { return self.native().direct(); })
       .def_prop_ro("fallback_reason", [](PyDirectWriter& self) { return self.native().fallback_reason(); })
       .def("write", &PyDirectWriter::write, nb::arg("offset"), nb::arg("array"))
-      .def(
-          "finished",
-          [](PyDirectWriter& self, std::uint64_t ticket) { return self.native().finished(ticket); },
-          nb::arg("ticket"))
       .def("wait", &PyDirectWriter::wait, nb::arg("ticket"))
       .def("close", &PyDirectWriter::close);
 }

@@ -25,7 +25,7 @@ namespace flashllm {
 namespace {
 
 using Logits = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
-using States = Exact<nb::ndarray<float, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
+using States = Array<float, Two>;
 
 constexpr Named<Pass> kPasses[] = {
     {"sparse", Pass::sparse}, {"oracle", Pass::oracle}, {"dense", Pass::dense}, {"prompt", Pass::prompt}};

@@ -26,23 +26,10 @@ namespace flashllm {
 namespace {
 
 // Arrays of values of some dtype: those that are read, and those that are written.
-using Values = Exact<nb::ndarray<nb::ro, nb::device::cpu, nb::c_contig>>;
-using Written = Exact<nb::ndarray<nb::device::cpu, nb::c_contig>>;
-using Arena = Exact<nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
-using WrittenArena = Exact<nb::ndarray<std::uint8_t, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
-using Table = Exact<nb::ndarray<const std::int32_t, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
-using Longs = Exact<nb::ndarray<const std::int64_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
-using Floats = Exact<nb::ndarray<float, nb::device::cpu, nb::c_contig>>;
-using FloatRows = Exact<nb::ndarray<const float, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
-
-template <typename Array>
-auto bytes_of(const Array& array) {
-  if constexpr (std::is_const_v<std::remove_pointer_t<decltype(array.data())>>) {
-    return reinterpret_cast<const std::byte*>(array.data());
-  } else {
-    return reinterpret_cast<std::byte*>(array.data());
-  }
-}
+using Values = Array<nb::ro>;
+using Floats = Array<float>;
+using Table = Array<const std::int32_t, Two>;
+using Longs = Array<const std::int64_t, One>;
 
 // bf16 comes as uint16 from numpy, which has no such type.
 template <typename Array>
@@ -168,7 +155,7 @@ class PyBatchModel {
     return lent;
   }
 
-  void embed(const PyLentEnds& ends, const Values& rows, const Longs& positions, const Written& states) {
+  void embed(const PyLentEnds& ends, const Values& rows, const Longs& positions, const AnyArray& states) {
     const std::size_t n = check_positions(positions);
     const ModelSpec& spec = read_.spec;
     require_dtype(rows, spec.block.dtype, "rows");
@@ -183,7 +170,7 @@ class PyBatchModel {
   // `watch(x [tokens, width] fp32, neuron)`: sees the inputs of the layer's products, each once: those of
   // query, key and value, then of out, with -1; then those of up and gate and those of down, with the first
   // of their neurons: of each expert in turn.
-  void run(const PyLentLayer& layer, const Written& states, const Longs& positions, nb::object attend,
+  void run(const PyLentLayer& layer, const AnyArray& states, const Longs& positions, nb::object attend,
            bool decoding, nb::object watch) {
     const std::size_t n = check_positions(positions);
     check_states(states, n);
@@ -263,7 +250,7 @@ class PyBatchAttention {
   std::size_t block_nbytes() const { return format_.block_nbytes(); }
   std::size_t sealed_nbytes() const { return format_.sealed_nbytes(); }
 
-  void write(const FloatRows& keys, const FloatRows& values, const WrittenArena& arena, const IdArray& slots,
+  void write(const FloatRows& keys, const FloatRows& values, const ByteRows& arena, const IdArray& slots,
              const IdArray& positions) const {
     constexpr std::size_t kGrain = 16;
     const std::size_t n = slots.shape(0), width = format_.kv_heads() * format_.head_dim();
@@ -282,7 +269,7 @@ class PyBatchAttention {
     });
   }
 
-  void seal(const Arena& arena, const IdArray& slots, const WrittenArena& out_arena,
+  void seal(const ConstRows& arena, const IdArray& slots, const ByteRows& out_arena,
             const IdArray& out_slots) const {
     check_arena(arena, false);
     check_arena(out_arena, true);
@@ -302,7 +289,7 @@ class PyBatchAttention {
 
   // Causal attention of consecutive tokens, the first at `first_position`, over the plain blocks that lie one
   // after another from `first_slot` on.
-  void prompt(const FloatRows& q, const Arena& arena, std::size_t first_slot, std::size_t first_position,
+  void prompt(const FloatRows& q, const ConstRows& arena, std::size_t first_slot, std::size_t first_position,
               const Floats& out, std::size_t window, const std::optional<FloatArray>& sinks) const {
     check_queries(q, out);
     check_arena(arena, false);
@@ -320,8 +307,8 @@ class PyBatchAttention {
   // Attention of one token a sequence, to its first lengths[i] positions, its own included, which lie in the
   // blocks [offsets[i], offsets[i + 1]) of the table: the last one, which it is in, is plain and in the first
   // arena; those before it are sealed, in the other arenas, where they are packed.
-  void decode(const FloatRows& q, const std::vector<Arena>& arenas, const Table& table, const Longs& offsets,
-              const Longs& lengths, const Floats& out, double share, std::size_t window,
+  void decode(const FloatRows& q, const std::vector<ConstRows>& arenas, const Table& table,
+              const Longs& offsets, const Longs& lengths, const Floats& out, double share, std::size_t window,
               const std::optional<FloatArray>& sinks) const {
     check_queries(q, out);
     const std::size_t n = q.shape(0);
@@ -385,13 +372,13 @@ class PyBatchAttention {
   }
 
   // Where each block of the table lies.
-  static std::vector<const std::byte*> check_table(const std::vector<Arena>& arenas, const Table& table) {
+  static std::vector<const std::byte*> check_table(const std::vector<ConstRows>& arenas, const Table& table) {
     std::vector<const std::byte*> blocks(table.shape(0));
     for (std::size_t b = 0; b < blocks.size(); ++b) {
       const std::int32_t number = table.data()[2 * b], slot = table.data()[2 * b + 1];
       require(number >= 0 && static_cast<std::size_t>(number) < arenas.size(),
               "no arena " + std::to_string(number));
-      const Arena& arena = arenas[static_cast<std::size_t>(number)];
+      const ConstRows& arena = arenas[static_cast<std::size_t>(number)];
       check_slot(slot, arena.shape(0));
       blocks[b] = bytes_of(arena) + static_cast<std::size_t>(slot) * arena.shape(1);
     }

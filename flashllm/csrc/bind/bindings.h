@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "ffn/ffn_layer.h"
@@ -23,19 +24,36 @@ namespace nb = nanobind;
 // An array taken as it is or not at all. nanobind would hand over a converted copy of one with another dtype
 // or with gaps: reads would land in the copy, and weights would be held twice. (`noconvert` did not prevent
 // it in nanobind 3.1.)
-template <typename Array>
-struct Exact : Array {
+template <typename Taken>
+struct Exact : Taken {
   Exact() = default;
-  explicit Exact(Array array) : Array(std::move(array)) {}
+  explicit Exact(Taken array) : Taken(std::move(array)) {}
 };
 
-using AnyArray = Exact<nb::ndarray<nb::device::cpu, nb::c_contig>>;
-using ByteArray = Exact<nb::ndarray<std::uint8_t, nb::device::cpu, nb::c_contig>>;
-using ConstBytes = Exact<nb::ndarray<const std::uint8_t, nb::device::cpu, nb::c_contig>>;
-using ConstRows = Exact<nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::device::cpu, nb::c_contig>>;
-using ChecksumArray = Exact<nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
-using FloatArray = Exact<nb::ndarray<const float, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
-using IdArray = Exact<nb::ndarray<const std::int32_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>>;
+// `Of`: a type of values, their number of dimensions; none: any.
+template <typename... Of>
+using Array = Exact<nb::ndarray<Of..., nb::device::cpu, nb::c_contig>>;
+using One = nb::ndim<1>;
+using Two = nb::ndim<2>;
+
+using AnyArray = Array<>;
+using ByteArray = Array<std::uint8_t>;
+using ByteRows = Array<std::uint8_t, Two>;
+using ConstBytes = Array<const std::uint8_t>;
+using ConstRows = Array<const std::uint8_t, Two>;
+using ChecksumArray = Array<const std::uint64_t, One>;
+using FloatArray = Array<const float, One>;
+using FloatRows = Array<const float, Two>;
+using IdArray = Array<const std::int32_t, One>;
+
+template <typename Array>
+auto bytes_of(const Array& array) {
+  if constexpr (std::is_const_v<std::remove_pointer_t<decltype(array.data())>>) {
+    return reinterpret_cast<const std::byte*>(array.data());
+  } else {
+    return reinterpret_cast<std::byte*>(array.data());
+  }
+}
 
 // Hot calls take addresses (a tensor's data_ptr) checked by the one Python wrapper; everything else takes
 // arrays.
@@ -86,12 +104,6 @@ SimdLevel parse_simd(const std::string& name);  // "auto", or a level's name
 Activation parse_activation(const std::string& name, float threshold = 0.0F, float cut = 0.0F);
 Dtype dtype_of(const AnyArray& array);
 
-// Of a layer whose down columns have their scales apart (planes/scale_planes.h); arrays [rows, width],
-// `scales` of bytes for FP4. Throws CoreError where they do not belong together.
-ScalePlane plane_of(const AnyArray& scales, const std::optional<AnyArray>& minimums,
-                    const std::optional<AnyArray>& factors, const std::optional<AnyArray>& minimum_factors,
-                    std::size_t neurons, std::size_t width);
-
 // What a bound writer holds; nb::cast_error where it is another object. The caller keeps the object alive.
 DirectWriter& direct_writer_of(nb::handle writer);
 
@@ -120,18 +132,18 @@ void init_offload(nb::module_& m);
 
 }  // namespace flashllm
 
-template <typename Array>
-struct nanobind::detail::type_caster<flashllm::Exact<Array>> {
-  NB_TYPE_CASTER(flashllm::Exact<Array>, make_caster<Array>::Name)
+template <typename Taken>
+struct nanobind::detail::type_caster<flashllm::Exact<Taken>> {
+  NB_TYPE_CASTER(flashllm::Exact<Taken>, make_caster<Taken>::Name)
 
   bool from_python(handle source, std::uint32_t flags, cleanup_list* cleanup) noexcept {
-    make_caster<Array> caster;
+    make_caster<Taken> caster;
     if (!caster.from_python(source, flags & ~static_cast<std::uint32_t>(cast_flags::convert), cleanup))
       return false;
-    value = flashllm::Exact<Array>(std::move(caster.value));
+    value = flashllm::Exact<Taken>(std::move(caster.value));
     return true;
   }
-  static handle from_cpp(const flashllm::Exact<Array>& array, rv_policy policy, cleanup_list* cleanup) {
-    return make_caster<Array>::from_cpp(array, policy, cleanup);
+  static handle from_cpp(const flashllm::Exact<Taken>& array, rv_policy policy, cleanup_list* cleanup) {
+    return make_caster<Taken>::from_cpp(array, policy, cleanup);
   }
 };

@@ -1,6 +1,5 @@
 #include "bind/resident_tensors.h"
 
-#include <optional>
 #include <utility>
 
 namespace flashllm {
@@ -29,13 +28,44 @@ const std::byte* ResidentTensors::coded(const std::string& name, std::size_t nby
 }
 
 ScalePlane ResidentTensors::plane(const std::string& prefix, std::size_t neurons, std::size_t width) {
-  const auto part = [&](const char* name) {
-    const std::string key = prefix + name;
-    return contains(key) ? std::optional(nb::cast<AnyArray>(tensors_[key.c_str()])) : std::nullopt;
+  constexpr std::size_t kUnit = 32;
+  const auto has = [&](const char* part) { return contains(prefix + part); };
+  const auto array = [&](const char* part) { return nb::cast<AnyArray>(tensors_[(prefix + part).c_str()]); };
+  // The values of a part, one for every `group` neurons; nullptr where there is no such part.
+  const auto values = [&](const char* part, std::size_t group, const auto& is_of_type) -> const void* {
+    if (!has(part)) return nullptr;
+    const AnyArray found = array(part);
+    require(is_of_type(found) && found.ndim() == 2 && found.shape(0) * group == neurons &&
+                found.shape(1) == width,
+            "a plane of scales does not fit the layer");
+    return found.data();
   };
-  const auto scales = part("scales");
-  require(scales.has_value(), prefix + "scales is missing");
-  return plane_of(*scales, part("minimums"), part("factors"), part("minimum_factors"), neurons, width);
+  const auto halves = [&](const char* part, std::size_t group) {
+    const auto is_half = [](const AnyArray& found) { return dtype_of(found) == Dtype::f16; };
+    return static_cast<const std::uint16_t*>(values(part, group, is_half));
+  };
+  const auto bytes = [&](const char* part, std::size_t group) {
+    const auto is_byte = [](const AnyArray& found) { return found.dtype() == nb::dtype<std::int8_t>(); };
+    return static_cast<const std::int8_t*>(values(part, group, is_byte));
+  };
+  require(has("scales"), prefix + "scales is missing");
+  ScalePlane plane;
+  plane.group = has("factors") && array("factors").shape(0) * kUnit > neurons ? kUnit / 2 : kUnit;
+  const auto is_power = [](const AnyArray& found) { return found.dtype() == nb::dtype<std::uint8_t>(); };
+  if (is_power(array("scales"))) {
+    require(!has("minimums") && !has("factors") && !has("minimum_factors"),
+            "a plane of scales does not fit the layer");
+    plane.powers = static_cast<const std::uint8_t*>(values("scales", kUnit, is_power));
+    return plane;
+  }
+  const std::size_t shared = has("factors") ? kSharedFactors : plane.group;
+  plane.scales = halves("scales", shared);
+  plane.minimums = halves("minimums", shared);
+  plane.factors = bytes("factors", plane.group);
+  plane.minimum_factors = bytes("minimum_factors", plane.group);
+  require((plane.minimum_factors != nullptr) == (plane.factors != nullptr && plane.minimums != nullptr),
+          "a plane lacks factors, or has too many");
+  return plane;
 }
 
 RowMatrix ResidentTensors::linear(const std::string& name, std::size_t rows, std::size_t columns) {

@@ -37,7 +37,6 @@ class NeuronCache {
 
   std::int32_t num_units() const { return slots_.num_units(); }
   std::int32_t capacity() const { return slots_.capacity(); }
-  std::int32_t max_capacity() const { return max_capacity_; }
   // The most units of a token that have room at once.
   std::size_t part_size() const {
     return static_cast<std::size_t>(slots_.capacity() + slots_.bypass_capacity());
@@ -71,9 +70,10 @@ class NeuronCache {
   bool awaits(std::int32_t unit) const;  // it is to be filled in, and was not there whole yet
   void abandon_fill();
 
-  // Changes how many slots there are, up to `max_capacity` (paper A, appendix C.3: a window that changes at a
-  // fixed limit). Shrinking evicts what the policy would evict first and gives the pages of the slots behind
-  // back to the system. Throws CoreError for a number that cannot be; never between `admit` and `end_part`.
+  // Changes how many slots there are, up to as many as at first (paper A, appendix C.3: a window that changes
+  // at a fixed limit). Shrinking evicts what the policy would evict first and gives the pages of the slots
+  // behind back to the system. Throws CoreError for a number that cannot be; never between `admit` and
+  // `end_part`.
   void set_capacity(std::int32_t capacity);
 
   std::uint64_t take_moves();  // units copied from slot to slot since the last call

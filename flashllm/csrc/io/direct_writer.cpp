@@ -142,7 +142,7 @@ std::uint64_t DirectWriter::write(std::uint64_t offset, const std::byte* data, s
     ticket = next_ticket_++;
     writes_.emplace(ticket, Write{offset, data, nbytes, 0, nbytes, nullptr});
     unclaimed_.push_back(ticket);
-    if (under_way_++ == 0) busy_since_ = std::chrono::steady_clock::now();
+    ++under_way_;
   }
   work_.notify_all();
   return ticket;
@@ -163,9 +163,7 @@ void DirectWriter::finish(const Piece& piece, std::exception_ptr error) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Write& write = writes_.at(piece.ticket);
   write.unfinished -= piece.nbytes;
-  if (error == nullptr) {
-    bytes_ += piece.nbytes;
-  } else {
+  if (error != nullptr) {
     if (write.error == nullptr) write.error = std::move(error);
     if (write.claimed != write.nbytes) {  // the rest is not tried
       write.unfinished -= write.nbytes - write.claimed;
@@ -175,10 +173,7 @@ void DirectWriter::finish(const Piece& piece, std::exception_ptr error) {
   }
   if (write.unfinished != 0) return;
   if (write.error == nullptr) writes_.erase(piece.ticket);
-  if (--under_way_ == 0)
-    busy_ns_ += static_cast<std::uint64_t>(
-        std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - busy_since_)
-            .count());
+  --under_way_;
   done_.notify_all();
 }
 
@@ -285,19 +280,6 @@ void DirectWriter::close() {
   }
   stop();  // threads end when nothing is left to write
   wait_all();
-}
-
-std::uint64_t DirectWriter::take_bytes() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return std::exchange(bytes_, 0);
-}
-
-std::uint64_t DirectWriter::busy_ns() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (under_way_ == 0) return busy_ns_;
-  return busy_ns_ + static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
-                                                   std::chrono::steady_clock::now() - busy_since_)
-                                                   .count());
 }
 
 }  // namespace flashllm

@@ -3,7 +3,6 @@
 // must tell the user. The file is the caller's to remove. Nothing is synced: it is for scratch.
 #pragma once
 
-#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -52,11 +51,6 @@ class DirectWriter {
   // wait_all, then the threads end and the file is closed. A second call does nothing.
   void close();
 
-  // Bytes written since the last call.
-  std::uint64_t take_bytes();
-  // Time in which at least one write was under way, since the file was made.
-  std::uint64_t busy_ns();
-
  private:
   struct Write {
     std::uint64_t offset;
@@ -96,8 +90,6 @@ class DirectWriter {
   std::deque<std::uint64_t> unclaimed_;    // tickets with bytes that no thread has taken
   std::uint64_t next_ticket_ = 0;
   std::size_t under_way_ = 0;
-  std::uint64_t bytes_ = 0, busy_ns_ = 0;
-  std::chrono::steady_clock::time_point busy_since_;
   bool stopping_ = false, closed_ = false;
   std::vector<std::thread> threads_;
 };

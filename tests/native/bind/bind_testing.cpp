@@ -39,8 +39,9 @@ void inject_write_fault(DirectWriter& file, const std::string& kind, std::uint64
 void init_testing(nb::module_& m) {
   init_kv_attention(m);
   init_inspection(m);
-  add_method(m.attr("DirectFile"), "inject", &inject_fault, nb::arg("kind"), nb::arg("first"),
-             nb::arg("count") = 1, nb::arg("argument") = 0);
+  bound<DirectFile>(m, "DirectFile")
+      .def("inject", &inject_fault, nb::arg("kind"), nb::arg("first"), nb::arg("count") = 1,
+           nb::arg("argument") = 0);
 
   m.def("digest", [](const std::string& simd) { return digest_of(parse_simd(simd)); }, nb::arg("simd"));
 

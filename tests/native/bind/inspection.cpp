@@ -1,9 +1,12 @@
 // What tests and benchmarks see and set of the core's parts, and the product does not: traces, clocks, and
 // what is cached.
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bind/bindings.h"
@@ -16,7 +19,7 @@ namespace flashllm {
 
 namespace {
 
-using Activity = Exact<nb::ndarray<const std::uint8_t, nb::ndim<4>, nb::device::cpu, nb::c_contig>>;
+using Activity = Array<const std::uint8_t, nb::ndim<4>>;
 constexpr std::size_t kTraceStreams = 3;  // the order of flashllm/format/trace.py
 
 // activity: [tokens, layers, streams, bytes of a bit set] of whole words, reread at every pass.
@@ -37,6 +40,41 @@ void set_trace(PyFfnLayer& self, const Activity& activity, std::size_t layer) {
   follow(self.layer(), active, prefetched);
 }
 
+// x: [tokens, d_model] of the dtype at an address, in fp32.
+std::vector<float> widened(const PyFfnLayer& self, std::uintptr_t x, std::size_t tokens) {
+  std::vector<float> inputs(tokens * self.layer().width());
+  self.tensors().kernels().to_f32(at_address<const void>(x), inputs.size(), inputs.data());
+  return inputs;
+}
+
+// A token over a given active set (ascending units). x, y: [d_model] of the dtype.
+void forward_active(PyFfnLayer& self, std::uintptr_t x, const IdArray& active, std::uintptr_t y) {
+  const std::vector<std::int32_t> ids = checked_ids(active, self.layer().units().count());
+  const nb::gil_scoped_release unlocked;
+  std::vector<float> out(self.layer().width());
+  self.layer().forward(widened(self, x, 1).data(), 0, ids, out.data());
+  self.tensors().kernels().from_f32(out.data(), out.size(), at_address<std::byte>(y));
+}
+
+void fill_from(PyFfnLayer& self, const ConstBytes& rows, std::int32_t first_neuron, std::int32_t count) {
+  require(first_neuron >= 0 && count >= 0 && count <= INT32_MAX - first_neuron &&
+              rows.nbytes() >= static_cast<std::size_t>(count) * self.layer().layout().stride,
+          "rows to fill from must be `count` whole rows from a neuron on");
+  const nb::gil_scoped_release unlocked;
+  self.layer().fill_from(bytes_of(rows), first_neuron, count);
+}
+
+// A layer by itself: a model's are inside it.
+void make_layer(PyFfnLayer* self, std::size_t layer, std::shared_ptr<ResidentTensors> tensors,
+                const RowFormat& format, std::size_t neurons, const std::string& activation, float cut,
+                std::shared_ptr<NeuronSource> source, const LayerRows& rows, std::shared_ptr<ThreadPool> pool,
+                std::shared_ptr<FfnCounters> counters) {
+  const FfnLayerOptions options =
+      read_ffn(*tensors, format, layer, neurons, parse_activation(activation, 0.0F, cut));
+  new (self)
+      PyFfnLayer(options, std::move(tensors), std::move(source), rows, std::move(pool), std::move(counters));
+}
+
 nb::dict take(PyRowStream& self) {
   const StreamTimes times = self.stream().take();
   return dict_of({{"wait_ns", times.wait_ns},
@@ -55,24 +93,47 @@ void init_inspection(nb::module_& m) {
     return names;
   });
 
-  add_property(m.attr("DirectFile"), "memory_alignment", &DirectFile::memory_alignment);
+  bound<DirectFile>(m, "DirectFile").def_prop_ro("memory_alignment", &DirectFile::memory_alignment);
 
-  const nb::object reader = m.attr("Reader");
-  add_method(reader, "take_busy_ns", &Reader::take_busy_ns);
-  add_property(reader, "threads", [](const Reader& self) { return self.options().threads; });
-  add_property(reader, "queue_depth", [](const Reader& self) { return self.options().queue_depth; });
-  add_property(reader, "verify", [](const Reader& self) { return self.options().verify; });
+  bound<Reader>(m, "Reader")
+      .def("take_busy_ns", &Reader::take_busy_ns)
+      .def_prop_ro("threads", [](const Reader& self) { return self.options().threads; })
+      .def_prop_ro("queue_depth", [](const Reader& self) { return self.options().queue_depth; })
+      .def_prop_ro("verify", [](const Reader& self) { return self.options().verify; });
 
-  const nb::object stream = m.attr("RowStream");
-  add_method(stream, "drain", [](PyRowStream& self) { self.stream().drain(); });
-  add_method(stream, "take", &take);
+  // Of a bound writer.
+  m.def(
+      "finished",
+      [](nb::handle writer, std::uint64_t ticket) { return direct_writer_of(writer).finished(ticket); },
+      nb::arg("writer"), nb::arg("ticket"));
 
-  const nb::object layer = m.attr("FfnLayer");
-  add_method(layer, "set_trace", &set_trace, nb::arg("activity"), nb::arg("layer"), nb::keep_alive<1, 2>());
-  add_method(layer, "predict", &PyFfnLayer::predict, nb::arg("x"));
-  add_method(layer, "cached", [](PyFfnLayer& self) { return self.layer().cached(); });
-  add_property(layer, "current_window",
-               [](PyFfnLayer& self) { return self.layer().cache().policy().current_window(); });
+  bound<PyRowStream>(m, "RowStream")
+      .def("drain", [](PyRowStream& self) { self.stream().drain(); })
+      .def("take", &take);
+
+  bound<PyFfnLayer>(m, "FfnLayer")
+      .def("__init__", &make_layer, nb::kw_only(), nb::arg("layer"), nb::arg("tensors"),
+           nb::arg("row_format"), nb::arg("neurons"), nb::arg("activation"), nb::arg("activation_cut") = 0.0F,
+           nb::arg("source"), nb::arg("rows"), nb::arg("pool"), nb::arg("counters"))
+      .def("set_trace", &set_trace, nb::arg("activity"), nb::arg("layer"), nb::keep_alive<1, 2>())
+      .def("forward_active", &forward_active, nb::arg("x"), nb::arg("active"), nb::arg("y"))
+      .def(
+          "predict",
+          [](PyFfnLayer& self, std::uintptr_t x) {
+            return self.layer().predict(widened(self, x, 1).data(), 0);
+          },
+          nb::arg("x"))
+      .def(
+          "begin_fill",
+          [](PyFfnLayer& self, std::uintptr_t x, std::size_t tokens) {
+            const nb::gil_scoped_release unlocked;
+            self.layer().begin_fill(widened(self, x, tokens).data(), tokens);
+          },
+          nb::arg("x"), nb::arg("tokens"))
+      .def("fill_from", &fill_from, nb::arg("rows"), nb::arg("first_neuron"), nb::arg("count"))
+      .def("cached", [](PyFfnLayer& self) { return self.layer().cached(); })
+      .def_prop_ro("current_window",
+                   [](PyFfnLayer& self) { return self.layer().cache().policy().current_window(); });
 }
 
 }  // namespace flashllm

@@ -13,8 +13,8 @@ namespace flashllm {
 
 namespace {
 
-using Rows = Exact<nb::ndarray<const float, nb::ndim<3>, nb::device::cpu, nb::c_contig>>;
-using Output = Exact<nb::ndarray<float, nb::ndim<3>, nb::device::cpu, nb::c_contig>>;
+using Rows = Array<const float, nb::ndim<3>>;
+using Output = Array<float, nb::ndim<3>>;
 
 // One sequence of one layer.
 class PyKvAttention {
