@@ -127,9 +127,8 @@ def test_a_conversation_in_a_browser(tiny, model):
         assert tab.locator("#system").input_value() == "Be brief."
         assert tab.locator("#key").input_value() == ""
         # 4. What the server refuses is said.
-        tab.locator("#max_tokens").fill("5000", force=True)
-        tab.locator("#text").fill("more")
+        tab.locator("#text").fill("more " * 90)
         tab.locator("#text").press("Enter")
         expect(tab.locator("#status.error")).to_contain_text("more than the model's 96 positions")
-        assert tab.locator("#text").input_value() == "more"
+        assert tab.locator("#text").input_value() == "more " * 90
         assert problems == ["Failed to load resource: the server responded with a status of 400 (Bad Request)"]
