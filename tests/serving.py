@@ -12,6 +12,17 @@ from flashllm.serve.server import Server, listen, url
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
+# With tools, calls and reasoning, in the manner of Hermes.
+HERMES = """{%- if tools %}T{% for tool in tools %}{{ tool | tojson }}{% endfor %};{% endif %}
+{%- for m in messages %}{{ m.role }}:
+{%- if m.role == 'tool' %}<{{ m.name }}/{{ m.tool_call_id }}>{% endif %}
+{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>
+{%- if call.function.arguments is mapping %}{{ call.function.arguments.items() | list }}{% endif %}
+{{- call.function | tojson }}</tool_call>{% endfor %};{% endfor %}
+{%- if add_generation_prompt %}assistant:
+{%- if enable_thinking is false %}<think></think>{% elif enable_thinking %}<think>
+{% endif %}{% endif %}"""
 
 
 class SlowModel:

@@ -90,7 +90,8 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         """The list of models: the one there is."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        # Codex reads `models`, a catalogue of its own, and complains where there is none.
+        return JSONResponse({"object": "list", "data": [self._card()], "models": []})
 
     async def model(self, request: Request) -> Response:
         """The one model."""
@@ -214,9 +215,11 @@ class Api:
         body.raw = b""
         self.check_name(asked.model)
         prompts: list[tuple[Wanted, list[int]]] = []
-        for wanted in asked.requests:
+        for given in asked.requests:
             if prompts:
                 yield
+            # Agents ask for as many tokens as large models give: a chat's answer ends where the context does.
+            wanted = dataclasses.replace(given, max_new_given=given.max_new_given and kind != "chat")
             ids = yield from encoder.steps(wanted)
             options = dataclasses.replace(wanted.options, max_new_tokens=encoder.max_new_tokens(wanted, len(ids)))
             prompts.append((dataclasses.replace(wanted, options=options), ids))

@@ -211,15 +211,21 @@ class DocumentStream(Response):
 
     media_type = "application/x-ndjson"
     form = "{}\n"  # of a document
-    waiting = ""  # what is sent where none comes for a while
+    comment = ""  # sent where none comes for a while, and the dialect has no document for that
     done = ""  # what is sent after the last
 
     def __init__(
-        self, next_document: Callable[[], Awaitable[Mapping[str, Any] | None]], gone: Callable[[], None]
+        self,
+        next_document: Callable[[], Awaitable[Mapping[str, Any] | None]],
+        gone: Callable[[], None],
+        waiting: Callable[[], Mapping[str, Any] | None] = lambda: None,
     ) -> None:
-        """`next_document` gives None after the last; `gone` is called where the client goes away, or at the end."""
+        """`next_document` gives None after the last; `gone` is called where the client goes away, or at the end.
+
+        `waiting` gives a document that says that there will be more.
+        """
         self.status_code, self.background = 200, None
-        self._next, self._gone = next_document, gone
+        self._next, self._gone, self._waiting = next_document, gone, waiting
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     def written(self, document: Mapping[str, Any]) -> str:
@@ -238,7 +244,8 @@ class DocumentStream(Response):
                     while True:
                         finished, _ = await asyncio.wait([following], timeout=KEEP_ALIVE_S)
                         if not finished:
-                            await write(self.waiting)
+                            said = self._waiting()
+                            await write(self.comment if said is None else self.written(said))
                             continue
                         if (document := following.result()) is None:
                             break
@@ -256,7 +263,7 @@ class EventStream(DocumentStream):
 
     media_type = "text/event-stream"
     form = "data: {}\n\n"
-    waiting = ": still at work\n\n"
+    comment = ": still at work\n\n"
     done = "data: [DONE]\n\n"
 
 

@@ -3,7 +3,7 @@
 import httpx
 import openai
 import pytest
-from serving import SlowModel, running
+from serving import HERMES, ScriptedModel, SlowModel, running
 from tiny_models import make_tiny_opt, make_tokenizer
 
 from flashllm.config import RunConfig
@@ -61,12 +61,26 @@ def tools_path(tmp_path_factory):
     return root / "flash"
 
 
+@pytest.fixture(scope="module")
+def scripted(tools_path):
+    """A model that says what it is told to."""
+    with Model.open(tools_path, RunConfig(mode="dense", threads=1, io_threads=4)) as model:
+        yield ScriptedModel(model)
+
+
+@pytest.fixture(scope="module")
+def hermes(scripted, tools_path):
+    """(URL, worker) of a server over it, which asks for the key "secret"."""
+    with running(scripted, tools_path, template=HERMES, key=b"secret") as served:
+        yield served
+
+
 @pytest.fixture
-def say(model, tools_path):
+def say(scripted, tools_path):
     """Let the next answers be a text."""
     tokenizer = Tokenizer.load(tools_path)
     end = next(iter(tokenizer.end_ids))
-    return lambda text: model.say([*tokenizer.encode(text, add_special=False), end])
+    return lambda text: scripted.say([*tokenizer.encode(text, add_special=False), end])
 
 
 @pytest.fixture

@@ -82,3 +82,12 @@ test("bytes for people", () => {
   const shown = [0, 999, 999.6, 1500, 99950, 123456, 7e9].map(formatBytes);
   assert.deepEqual(shown, ["0 B", "999 B", "1.0 kB", "1.5 kB", "100 kB", "123 kB", "7.0 GB"]);
 });
+
+test("calls add up from their pieces", () => {
+  const answer = new Answer();
+  const piece = (index, said) => ({ choices: [{ delta: { tool_calls: [{ index, function: said }] } }] });
+  answer.take(piece(0, { name: "now", arguments: "" }));
+  for (const part of ["{", "}"]) answer.take(piece(0, { arguments: part }));
+  answer.take(piece(1, { name: "write", arguments: "{}" }));
+  assert.deepEqual(answer.calls, [{ name: "now", text: "{}" }, { name: "write", text: "{}" }]);
+});

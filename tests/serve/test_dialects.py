@@ -4,11 +4,8 @@ import json
 
 import httpx
 import pytest
-from serving import ScriptedModel, running
-from test_offered_tools import CALL, HERMES, SHORT, WEATHER
+from test_offered_tools import CALL, SHORT, WEATHER
 
-from flashllm.config import RunConfig
-from flashllm.engine.model import Model
 from flashllm.generate.tokenizer import Tokenizer
 
 TOOL = {"name": "get_weather", "description": "The weather", "input_schema": SHORT["function"]["parameters"]}
@@ -17,17 +14,8 @@ ASK = [{"role": "user", "content": "Rain?"}]
 
 
 @pytest.fixture(scope="module")
-def model(tools_path):
-    with Model.open(tools_path, RunConfig(mode="dense", threads=1, io_threads=4)) as model:
-        yield ScriptedModel(model)
-
-
-@pytest.fixture(scope="module")
-def http(model, tools_path):
-    with (
-        running(model, tools_path, template=HERMES, key=b"secret") as (url, _),
-        httpx.Client(base_url=url, timeout=60, headers={"x-api-key": "secret"}) as http,
-    ):
+def http(hermes):
+    with httpx.Client(base_url=hermes[0], timeout=60, headers={"x-api-key": "secret"}) as http:
         yield http
 
 
@@ -239,3 +227,62 @@ def test_prompts_as_tokens(http, say, tools_path):
     assert "not below the model's vocabulary" in post("/detokenize", tokens=[10**6])
     assert "messages must be a list" in post("/apply-template")
     assert "there is no model 'other'" in post("/tokenize", content="x", model="other")
+
+
+def test_an_answer_ends_where_the_context_does(http, say):
+    """Agents ask for as many tokens as large models give."""
+    say("Yes.")
+    assert ask(http, max_tokens=32_000).json()["stop_reason"] == "end_turn"
+
+
+def test_ollamas_prompts(http, say, seen):
+    say("<think>Hm.</think>It rains.")
+    body = {"model": "tiny", "prompt": "Rain?", "system": "Help.", "options": {"temperature": 0}, "suffix": ""}
+    whole = http.post("/api/generate", json={**body, "stream": False}).json()
+    assert (whole["response"], whole["thinking"], whole["done"]) == ("It rains.", "Hm.", True)
+    assert seen[-1] == "system:Help.;user:Rain?;assistant:"
+    *lines, last = [json.loads(line) for line in http.post("/api/generate", json=body).text.splitlines()]
+    assert "".join(line["response"] for line in lines) == "It rains."
+    assert (last["done"], last["response"], last["eval_count"]) == (True, "", whole["eval_count"])
+    say("It <think>rains.")
+    raw = {"prompt": "It", "raw": True, "stream": False, "options": {"temperature": 0, "num_predict": 500}}
+    answer = http.post("/api/generate", json=raw).json()
+    assert (answer["response"], answer["done_reason"]) == ("It rains.", "stop")  # as a completion
+    assert len(seen) == 2
+    for wrong, says in (({"context": [1]}, "'context' is unknown"), ({"prompt": None}, "prompt must be a text")):
+        response = http.post("/api/generate", json={**body, **wrong})
+        assert (response.status_code, says in response.json()["error"]) == (400, True)
+
+
+@pytest.fixture
+def held(scripted, monkeypatch):
+    """Set, it lets passes run."""
+    monkeypatch.setattr("flashllm.serve.http.KEEP_ALIVE_S", 0.1)
+    scripted.runs.clear()
+    yield scripted.runs
+    scripted.runs.set()
+
+
+@pytest.mark.parametrize(
+    ("path", "first"),
+    [
+        ("/v1/messages", '{"type": "ping"}'),
+        ("/v1/responses", '{"type": "response.created", "sequence_number": 0,'),
+        ("/v1/responses", '{"type": "response.in_progress", "sequence_number": 1,'),
+        ("/api/chat", '"message": {"role": "assistant", "content": ""}, "done": false}'),
+        ("/api/generate", '"response": "", "done": false}'),
+    ],
+)
+def test_a_long_prompt_is_waited_for_with_events(http, held, say, path, first):
+    """Clients give up a stream in which no event comes for long; comments are none to them."""
+    say("Yes.")
+    body = {"model": "tiny", "messages": ASK, "stream": True, "max_tokens": 50}
+    body = {"/v1/responses": {"input": "Rain?", "stream": True}, "/api/generate": {"prompt": "Rain?"}}.get(path, body)
+    body = body if not path.startswith("/api/chat") else {"messages": ASK}
+    with http.stream("POST", path, json=body) as response:
+        lines = response.iter_lines()
+        assert next(line for line in lines if first in line)
+        held.set()
+        rest = list(lines)
+    assert "Y" in "".join(rest)
+    assert not any("response.created" in line for line in rest)

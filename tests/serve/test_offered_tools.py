@@ -5,10 +5,8 @@ import json
 import httpx
 import openai
 import pytest
-from serving import ScriptedModel, running
+from serving import running
 
-from flashllm.config import RunConfig
-from flashllm.engine.model import Model
 from flashllm.errors import UsageError
 from flashllm.serve.opening import ServerOptions
 
@@ -23,17 +21,8 @@ WEATHER = {
 GIVEN = {"name": "now", "arguments": '{"zone": "CET"}'}
 NOW = {"type": "function", "function": {"name": "now"}}
 ASK = [{"role": "user", "content": "Rain?"}]
+KEY = {"x-api-key": "secret"}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln", "days": 3}}\n</tool_call>'
-HERMES = """{%- if tools %}T{% for tool in tools %}{{ tool | tojson }}{% endfor %};{% endif %}
-{%- for m in messages %}{{ m.role }}:
-{%- if m.role == 'tool' %}<{{ m.name }}/{{ m.tool_call_id }}>{% endif %}
-{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
-{%- for call in m.tool_calls or [] %}<tool_call>
-{%- if call.function.arguments is mapping %}{{ call.function.arguments.items() | list }}{% endif %}
-{{- call.function | tojson }}</tool_call>{% endfor %};{% endfor %}
-{%- if add_generation_prompt %}assistant:
-{%- if enable_thinking is false %}<think></think>{% elif enable_thinking %}<think>
-{% endif %}{% endif %}"""
 GOES_ON = """{% for m in messages %}{{ m.role }}:{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
 </tool_call>{% endfor %}</s>{% endfor %}{% if tools %}{% endif %}{% if add_generation_prompt %}assistant:{% endif %}"""
@@ -44,26 +33,9 @@ DEEPSEEK = (
 )
 
 
-@pytest.fixture(scope="module")
-def path(tools_path):
-    return tools_path
-
-
-@pytest.fixture(scope="module")
-def model(path):
-    with Model.open(path, RunConfig(mode="dense", threads=1, io_threads=4)) as model:
-        yield ScriptedModel(model)
-
-
-@pytest.fixture(scope="module")
-def hermes(model, path):
-    with running(model, path, template=HERMES) as served:
-        yield served
-
-
 @pytest.fixture
 def client(hermes):
-    with openai.OpenAI(base_url=f"{hermes[0]}/v1", api_key="any", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{hermes[0]}/v1", api_key="secret", max_retries=0, timeout=60) as client:
         yield client
 
 
@@ -141,8 +113,8 @@ def test_the_conversation_goes_on(client, say, seen, hermes):
     assert f";tool:<get_weather/{message.tool_calls[0].id}>rain;assistant:" in text
 
 
-def test_the_next_turn_of_a_conversation_with_calls_reuses_the_answer(say, model, path):
-    with running(model, path, template=GOES_ON) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+def test_the_next_turn_of_a_conversation_with_calls_reuses_the_answer(say, scripted, tools_path):
+    with running(scripted, tools_path, template=GOES_ON) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
         body = {"messages": ASK, "tools": [WEATHER], "temperature": 0}
         say(CALL)
         first = http.post("/v1/chat/completions", json=body).json()
@@ -209,8 +181,8 @@ def test_log_probabilities_are_of_every_token(client, say):
     assert len(tokens) == whole.usage.completion_tokens
 
 
-def test_marks_that_are_special_tokens_are_read(model, path, say):
-    with running(model, path, template=MISTRAL) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+def test_marks_that_are_special_tokens_are_read(scripted, tools_path, say):
+    with running(scripted, tools_path, template=MISTRAL) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
         say('[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{"city": "Köln"}<|im_end|>')
         body = {"messages": ASK, "tools": [NOW], "temperature": 0}
         message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
@@ -218,23 +190,23 @@ def test_marks_that_are_special_tokens_are_read(model, path, say):
     assert message["tool_calls"] == [{"id": "abcdefghi", "type": "function", "function": function}]
 
 
-def test_a_template_that_writes_arguments_as_text(model, path, say, seen):
+def test_a_template_that_writes_arguments_as_text(scripted, tools_path, say, seen):
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
     messages = [
         *ASK,
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "x"},
     ]
-    with running(model, path, template=DEEPSEEK) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+    with running(scripted, tools_path, template=DEEPSEEK) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
         say("Yes.")
         answer = http.post("/v1/chat/completions", json={"messages": messages, "tools": [NOW], "temperature": 0}).json()
     assert answer["choices"][0]["message"]["content"] == "Yes."
     assert 'now{"a": 1}' in seen[-1]
 
 
-def test_a_template_of_its_own_for_tools(model, path, say, seen):
+def test_a_template_of_its_own_for_tools(scripted, tools_path, say, seen):
     templates = {"default": "plain{{ messages[0].content }}", "tool_use": "<tool_call>{{ tools | length }}tools"}
-    with running(model, path, template=templates) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+    with running(scripted, tools_path, template=templates) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
         say("Yes.")
         for tools in ([NOW, WEATHER], []):
             http.post(
@@ -243,9 +215,9 @@ def test_a_template_of_its_own_for_tools(model, path, say, seen):
     assert seen == ["<tool_call>2tools", "plainRain?"]
 
 
-def test_a_template_that_reads_tools_from_the_first_message(model, path, say, seen):
+def test_a_template_that_reads_tools_from_the_first_message(scripted, tools_path, say, seen):
     template = "{% for m in messages %}{{ m.role }}{% if 'tools' in m %}<|tool|>{{ m['tools'] }}{% endif %}{% endfor %}"
-    with running(model, path, template=template) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+    with running(scripted, tools_path, template=template) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
         say('functools[{"name": "now", "arguments": {}}]')
         body = {"messages": ASK, "tools": [NOW], "temperature": 0}
         message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
@@ -268,11 +240,14 @@ def test_a_template_that_reads_tools_from_the_first_message(model, path, say, se
         (None, {}, "the model has no chat template"),
     ],
 )
-def test_tools_that_a_model_cannot_have(model, path, say, case):
+def test_tools_that_a_model_cannot_have(scripted, tools_path, say, case):
     template, options, message = case
     say("Yes.")
     body = {"messages": ASK, "tools": [NOW], "max_tokens": 3, "temperature": 0}
-    with running(model, path, template=template, **options) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+    with (
+        running(scripted, tools_path, template=template, **options) as (url, _),
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
         answer = http.post("/v1/chat/completions", json=body)
     assert answer.status_code == (200 if message is None else 400)
     assert message is None or message in answer.json()["error"]["message"]
@@ -286,7 +261,7 @@ def test_a_format_that_there_is_not_is_refused_before_the_model_is_loaded():
 def test_ollama_has_thinking_apart(hermes, say):
     say("<think>\nHm.\n</think>\n\nYes.")
     body = {"model": "tiny", "messages": ASK, "options": {"temperature": 0}}
-    with httpx.Client(base_url=hermes[0], timeout=60) as http:
+    with httpx.Client(base_url=hermes[0], timeout=60, headers=KEY) as http:
         whole = http.post("/api/chat", json={**body, "stream": False}).json()["message"]
         lines = http.post("/api/chat", json=body).text.splitlines()
     assert whole == {"role": "assistant", "content": "Yes.", "thinking": "Hm."}
@@ -356,11 +331,11 @@ def test_a_completion_held_to_a_regular_expression(client, say):
     }
 
 
-def test_calls_between_marks_of_their_own(say, model, path):
+def test_calls_between_marks_of_their_own(say, scripted, tools_path):
     """An answer is held to them; what their way of writing cannot be held to is a 400."""
     template = "{% if tools %}<function=<parameter={% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
     say("<tool_call>I would rather talk.")
-    with running(model, path, template=template) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+    with running(scripted, tools_path, template=template) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
         body = {"messages": ASK, "tools": [SHORT], "tool_choice": "required", "parallel_tool_calls": False}
         (call,) = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["tool_calls"]
         assert json.loads(call["function"]["arguments"])["city"] in ("Köln", "Bonn")
@@ -371,7 +346,7 @@ def test_calls_between_marks_of_their_own(say, model, path):
     assert "cannot be held to this model's form of calls (set: its schema has 'pattern'" in error["message"]
 
 
-def test_a_template_without_tools_is_told_of_them_in_text(model, path, say, seen):
+def test_a_template_without_tools_is_told_of_them_in_text(scripted, tools_path, say, seen):
     """Asked for, the generic form: tools in the system message, calls and results as text, in turns."""
     plain = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"
     messages = [
@@ -384,7 +359,7 @@ def test_a_template_without_tools_is_told_of_them_in_text(model, path, say, seen
     say(CALL)
     for form, expected in (("generic", None), (None, "takes none; `serve --tool-format generic`")):
         with (
-            running(model, path, template=plain, tool_format=form) as (url, _),
+            running(scripted, tools_path, template=plain, tool_format=form) as (url, _),
             openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
         ):
             if expected is not None:

@@ -1,5 +1,6 @@
 """The page: what it may load, its own tests, and one conversation in a real browser."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import SlowModel, running
+from serving import HERMES, SlowModel, running
+from test_offered_tools import CALL, WEATHER
 
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.serve import page
@@ -54,7 +56,7 @@ def test_the_pages_own_tests():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "# pass 8" in done.stdout
+    assert "# pass 9" in done.stdout
 
 
 class Talker(SlowModel):
@@ -73,23 +75,56 @@ class Talker(SlowModel):
         return logits
 
 
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_a_conversation_in_a_browser(tiny, model):
+@pytest.fixture
+def browser():
     sync_api = pytest.importorskip("playwright.sync_api")
-    talker = Talker(model._model, Tokenizer.load(tiny().path()), EVIL)
     with (
-        running(talker, tiny().path()) as (address, worker),
         sync_api.sync_playwright() as playwright,
         playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser,
     ):
-        tab, expect = browser.new_page(), sync_api.expect
+        yield browser, sync_api.expect
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_reasoning_is_folded_and_calls_are_shown(browser, scripted, tools_path, say):
+    tab, expect = browser[0].new_page(), browser[1]
+    say(f"<think>\nHm, {EVIL}\n</think>\n\nI look.\n{CALL}")
+    with running(scripted, tools_path, template=HERMES) as (address, _):
+        tab.goto(address)
+        tab.locator("aside summary").click()
+        tab.locator("#temperature").fill("0")
+        tab.locator("#tools").fill("[")
+        tab.locator("#text").fill("Rain?")
+        tab.locator("#text").press("Enter")
+        expect(tab.locator("#status.error")).to_have_text("The tools in Settings are not JSON.")
+        tab.locator("#tools").fill(json.dumps([WEATHER]))
+        tab.locator("#text").press("Enter")
+        expect(tab.locator("#send")).to_be_visible()
+        expect(tab.locator(".assistant .said")).to_have_text("I look.")
+        expect(tab.locator(".assistant .call")).to_have_text('get_weather({"city": "Köln", "days": 3})')
+        thought = tab.locator(".assistant .thought")
+        assert not thought.evaluate("element => element.open")
+        expect(thought).to_have_text(f"ReasoningHm, {EVIL}")
+        expect(tab).to_have_title("flashllm")
+        tab.reload()
+        expect(tab.locator(".assistant .call")).to_have_count(1)
+        expect(tab.locator(".assistant .thought")).to_have_count(1)
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_conversation_in_a_browser(tiny, model, browser):
+    browser, expect = browser
+    talker = Talker(model._model, Tokenizer.load(tiny().path()), EVIL)
+    with running(talker, tiny().path()) as (address, worker):
+        tab = browser.new_page()
         problems = []
         tab.on("console", lambda line: problems.append(line.text) if line.type == "error" else None)
         tab.on("pageerror", lambda error: problems.append(str(error)))
         tab.goto(address)
         expect(tab.locator("#model")).to_have_text("tiny, 96 tokens of context")
-        tab.locator("summary").click()
+        tab.locator("aside summary").click()
         tab.locator("#temperature").fill("0")
         tab.locator("#max_tokens").fill(str(len(talker.ids)))
         # 1. An answer that is markup stays text.
@@ -127,9 +162,8 @@ def test_a_conversation_in_a_browser(tiny, model):
         assert tab.locator("#system").input_value() == "Be brief."
         assert tab.locator("#key").input_value() == ""
         # 4. What the server refuses is said.
-        tab.locator("#max_tokens").fill("5000", force=True)
-        tab.locator("#text").fill("more")
+        tab.locator("#text").fill("more " * 90)
         tab.locator("#text").press("Enter")
         expect(tab.locator("#status.error")).to_contain_text("more than the model's 96 positions")
-        assert tab.locator("#text").input_value() == "more"
+        assert tab.locator("#text").input_value() == ("more " * 90).strip()
         assert problems == ["Failed to load resource: the server responded with a status of 400 (Bad Request)"]

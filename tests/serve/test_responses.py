@@ -4,28 +4,15 @@ import json
 
 import openai
 import pytest
-from serving import ScriptedModel, running
-from test_offered_tools import CALL, HERMES, SHORT
-
-from flashllm.config import RunConfig
-from flashllm.engine.model import Model
+from test_offered_tools import CALL, SHORT
 
 TOOL = {"type": "function", "name": "get_weather", "parameters": SHORT["function"]["parameters"], "strict": True}
 SAID = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"
 
 
 @pytest.fixture(scope="module")
-def model(tools_path):
-    with Model.open(tools_path, RunConfig(mode="dense", threads=1, io_threads=4)) as model:
-        yield ScriptedModel(model)
-
-
-@pytest.fixture(scope="module")
-def responses(model, tools_path):
-    with (
-        running(model, tools_path, template=HERMES) as (url, _),
-        openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60) as client,
-    ):
+def responses(hermes):
+    with openai.OpenAI(base_url=f"{hermes[0]}/v1", api_key="secret", max_retries=0, timeout=60) as client:
         yield client.responses
 
 

@@ -1,11 +1,11 @@
-"""Ollama's dialect, as far as its clients need it to list the model and to chat: /api/version, tags, ps, show, chat.
+"""Ollama's dialect, as far as its clients need it: /api/version, tags, ps, show, chat and generate.
 
 The same job, the same worker, the same checks; only the names differ.
 """
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 import flashllm
 from flashllm.api.answers import chat_delta
-from flashllm.api.fields import BadRequest, flag, short
+from flashllm.api.fields import BadRequest, flag, short, text
 from flashllm.api.requests import parse_body
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.replies import written
@@ -34,7 +34,9 @@ _OPTIONS = {  # Ollama's name -> OpenAI's
     "num_predict": "max_tokens",
 }
 _IGNORED = frozenset(("keep_alive", "num_ctx", "num_thread", "use_mmap", "num_gpu"))  # they change no answer here
+_PROMPT = frozenset(("model", "options", "stream", "think", "format", *_IGNORED))  # of a body of /api/generate
 Endpoint = Callable[[Request], Awaitable[Response]]
+Tell = Callable[[Sequence[Said]], dict[str, Any]]  # fields of a line that tell what is said
 _LATEST = ":latest"  # clients add it to a name without a tag
 
 
@@ -52,6 +54,7 @@ class Ollama:
             Route("/api/ps", self.tags),
             Route("/api/show", _told(self.show), methods=["POST"]),
             Route("/api/chat", _told(self.chat), methods=["POST"]),
+            Route("/api/generate", _told(self.generate), methods=["POST"]),
         ]
 
     async def version(self, request: Request) -> Response:
@@ -83,13 +86,22 @@ class Ollama:
 
     async def chat(self, request: Request) -> Response:
         """A chat: by default a stream of JSON lines."""
-        answering = await self._api.begin(request, "chat", _understand)
-        form = _Form(self._api.served.name)
+        return await self._answer(request, _understand, _message)
+
+    async def generate(self, request: Request) -> Response:
+        """A chat of one turn, or a completion of a raw prompt: by default a stream of JSON lines."""
+        return await self._answer(request, _understand_prompt, _response)
+
+    async def _answer(
+        self, request: Request, understand: Callable[[bytes, SamplingOptions], Asked], tell: "Tell"
+    ) -> Response:
+        answering = await self._api.begin(request, "chat", understand)
+        form = _Form(self._api.served.name, tell)
         if answering.asked.stream:
             documents = answering.documents(form.take, form.last, lambda error: {"error": str(error)})
-            return DocumentStream(documents, answering.cancel)
+            return DocumentStream(documents, answering.cancel, form.waiting)
         await answering.finish(request, form.take)
-        return JSONResponse({**form.last(), "message": _message(form.said)})
+        return JSONResponse({**form.last(), **tell(form.said)})
 
     def _details(self) -> dict[str, Any]:
         return {"format": "flashllm", "family": "flashllm", "families": ["flashllm"], "quantization_level": ""}
@@ -110,8 +122,9 @@ def _told(endpoint: Endpoint) -> Endpoint:
 class _Form:
     """Ollama's answer, of a job's events."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, tell: Tell) -> None:
         self.said: list[Said] = []
+        self._tell = tell
         self._call: list[Said] = []  # that is not whole
         self._model, self._started = model, time.perf_counter_ns()
         self._prompt_tokens, self._prompt_ns = 0, 0
@@ -146,6 +159,10 @@ class _Form:
                 self._call = []
         return self._line(told, done=False) if told else None
 
+    def waiting(self) -> dict[str, Any]:
+        """A line that says nothing yet."""
+        return self._line((), done=False)
+
     def last(self) -> dict[str, Any]:
         return {
             **self._line((), done=True),
@@ -159,8 +176,13 @@ class _Form:
         }
 
     def _line(self, said: Sequence[Said], *, done: bool) -> dict[str, Any]:
-        message = _message(said)
-        return {"model": self._model, "created_at": _time(time.time()), "message": message, "done": done}
+        return {"model": self._model, "created_at": _time(time.time()), **self._tell(said), "done": done}
+
+
+def _response(said: Sequence[Said]) -> dict[str, Any]:
+    delta = chat_delta(said)
+    thinking = {"thinking": delta["reasoning_content"]} if "reasoning_content" in delta else {}
+    return {"response": delta.get("content", ""), **thinking}
 
 
 def _message(said: Sequence[Said]) -> dict[str, Any]:
@@ -168,7 +190,7 @@ def _message(said: Sequence[Said]) -> dict[str, Any]:
     thinking = {"thinking": delta["reasoning_content"]} if "reasoning_content" in delta else {}
     calls = [{"function": _function(**call["function"])} for call in delta.get("tool_calls", ())]
     message = {"role": "assistant", "content": delta.get("content", ""), **thinking}
-    return {**message, "tool_calls": calls} if calls else message
+    return {"message": {**message, "tool_calls": calls} if calls else message}
 
 
 def _function(name: str, arguments: str) -> dict[str, Any]:
@@ -178,7 +200,24 @@ def _function(name: str, arguments: str) -> dict[str, Any]:
 
 def _understand(raw: bytes, defaults: SamplingOptions) -> Asked:
     """A body of /api/chat. BadRequest names the field, by Ollama's name where it has one."""
-    body = parse_object(raw)
+    return _asked(parse_object(raw), "chat", defaults)
+
+
+def _understand_prompt(raw: bytes, defaults: SamplingOptions) -> Asked:
+    """A body of /api/generate. A raw prompt goes to the model as it is, any other through its chat template."""
+    given = parse_object(raw)
+    body = {name: value for name, value in given.items() if name in _PROMPT}
+    for name, value in given.items():
+        if name not in _PROMPT and name not in ("prompt", "system", "raw") and value not in ("", []):
+            raise BadRequest(f"the field {name[:80]!r} is unknown", param=name[:80])
+    prompt = text("prompt", given.get("prompt"))
+    if "raw" in given and flag(given, "raw"):
+        return _asked({**body, "prompt": prompt}, "completion", defaults)
+    system = [{"role": "system", "content": given["system"]}] if given.get("system") else []
+    return _asked({**body, "messages": [*system, {"role": "user", "content": prompt}]}, "chat", defaults)
+
+
+def _asked(body: dict[str, Any], kind: Literal["chat", "completion"], defaults: SamplingOptions) -> Asked:
     options = body.pop("options", {})
     if not isinstance(options, dict):
         raise BadRequest(f"options must be an object, not {short(options)}", param="options")
@@ -203,7 +242,7 @@ def _understand(raw: bytes, defaults: SamplingOptions) -> Asked:
         json_schema = {"type": "json_schema", "json_schema": {"schema": form}}
         ours["response_format"] = {"type": "json_object"} if form == "json" else json_schema
     rest = {name: value for name, value in body.items() if name not in ("stream", *_IGNORED)}
-    request = parse_body({**rest, **ours}, "chat", custom_id="ollama", defaults=defaults)
+    request = parse_body({**rest, **ours}, kind, custom_id="ollama", defaults=defaults)
     return Asked.chat(request, stream=stream, model=_model(body))
 
 

@@ -51,7 +51,8 @@ class Responses:
         answering = await self._api.begin(request, "chat", self._understand)
         form = _Form(self._api.served.name, answering.asked)
         if answering.asked.stream:
-            return NamedEventStream(answering.documents(form.take, form.last, form.failed), answering.cancel)
+            documents = answering.documents(form.take, form.last, form.failed)
+            return NamedEventStream(documents, answering.cancel, form.waiting)
         await answering.finish(request, form.take)
         return JSONResponse(form.last()[-1]["response"])
 
@@ -179,7 +180,7 @@ class _Form:
         match event:
             case Began(_, record):
                 self._input, self._cached = record.tokens + record.reused_tokens, record.reused_tokens
-                return [self._event(f"response.{kind}", response=self._whole()) for kind in ("created", "in_progress")]
+                return [self.waiting(), *([self.waiting()] if self._number == 1 else [])]
             case Chosen(_, _, said):
                 self._new += 1
                 self._thought += any(each.kind == "reasoning" for each in said)
@@ -188,6 +189,10 @@ class _Form:
                 documents = [document for each in said for document in self._say(each)]
                 self._status = "completed" if reason in ("eos", "stop") else "incomplete"
                 return documents + self._close()
+
+    def waiting(self) -> Document:
+        """The document that says that there will be more. Clients give up a stream in which they see none for long."""
+        return self._event(f"response.{'in_progress' if self._number else 'created'}", response=self._whole())
 
     def last(self) -> list[Document]:
         """The last document of a stream."""

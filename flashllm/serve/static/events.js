@@ -42,6 +42,7 @@ export async function* documentsOf(body) {
 export class Answer {
   text = "";
   reasoning = "";
+  calls = []; // of tools, each {name, text}: its arguments as they come
   finish = null; // why it ended
   error = null; // a message
   prompt = null; // timings of the prompt
@@ -57,6 +58,10 @@ export class Answer {
     for (const choice of document.choices ?? []) {
       this.text += choice.delta?.content ?? "";
       this.reasoning += choice.delta?.reasoning_content ?? "";
+      for (const { index, function: said } of choice.delta?.tool_calls ?? []) {
+        this.calls[index] ??= { name: said.name, text: "" };
+        this.calls[index].text += said.arguments;
+      }
       this.finish = choice.finish_reason ?? this.finish;
     }
     if (document.timings === undefined) return;

@@ -8,14 +8,14 @@ const NUMBERS = ["temperature", "top_p", "top_k", "repetition_penalty", "max_tok
 const $ = (id) => document.getElementById(id);
 
 const chart = new Chart($("chart"), (line) => ($("token").textContent = line));
-let messages = []; // {role, content, stopped?}
+let messages = []; // {role, content, reasoning?, calls?, stopped?}
 let running = null; // AbortController of the answer that comes now
 
 function restore() {
   try {
     const stored = JSON.parse(sessionStorage.getItem(STORED)) ?? {};
     messages = Array.isArray(stored.messages) ? stored.messages : [];
-    for (const name of ["system", ...NUMBERS]) $(name).value = stored.settings?.[name] ?? "";
+    for (const name of ["system", "tools", ...NUMBERS]) $(name).value = stored.settings?.[name] ?? "";
   } catch {
     messages = [];
   }
@@ -25,7 +25,7 @@ function restore() {
 
 /** Keeps the conversation for a reload. The API key is not kept. */
 function store() {
-  const settings = Object.fromEntries(["system", ...NUMBERS].map((name) => [name, $(name).value]));
+  const settings = Object.fromEntries(["system", "tools", ...NUMBERS].map((name) => [name, $(name).value]));
   try {
     sessionStorage.setItem(STORED, JSON.stringify({ messages, settings }));
   } catch {
@@ -34,11 +34,32 @@ function store() {
 }
 
 function turn(message) {
-  const element = document.createElement("p");
+  const element = document.createElement("div");
   element.className = `turn ${message.role}`;
   element.classList.toggle("stopped", Boolean(message.stopped));
-  element.textContent = message.content;
+  fill(element, message);
   return element;
+}
+
+/** Shows what a message says by now: its reasoning folded, its text, its calls. What is unfolded stays so. */
+function fill(element, { content, reasoning = "", calls = [] }) {
+  const parts = [
+    ["thought", "details", reasoning],
+    ["said", "span", content],
+    ...calls.map(({ name, text }, index) => [`call call-${index}`, "code", `${name}(${text})`]),
+  ];
+  for (const [name, tag, text] of parts) {
+    if (text === "") continue;
+    let part = element.querySelector(`.${name.split(" ").at(-1)}`);
+    if (part === null) {
+      part = document.createElement(tag);
+      part.className = name;
+      if (tag === "details") part.append(Object.assign(document.createElement("summary"), { textContent: "Reasoning" }), "");
+      element.append(part);
+    }
+    if (tag === "details") part.lastChild.data = text;
+    else part.textContent = text;
+  }
 }
 
 function scroll(always) {
@@ -64,8 +85,17 @@ async function failure(response) {
   }
 }
 
-function body() {
+function toolsOf(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    throw new Error("The tools in Settings are not JSON.");
+  }
+}
+
+function request() {
   const system = $("system").value.trim();
+  const tools = $("tools").value.trim();
   const numbers = NUMBERS.filter((name) => $(name).value !== "").map((name) => [name, Number($(name).value)]);
   return JSON.stringify({
     messages: [
@@ -74,13 +104,13 @@ function body() {
     ],
     stream: true,
     stream_options: { include_usage: true, include_timings: true },
+    ...(tools && { tools: toolsOf(tools) }),
     ...Object.fromEntries(numbers),
   });
 }
 
 async function ask(text) {
   messages.push({ role: "user", content: text });
-  const request = body();
   const reply = { role: "assistant", content: "" };
   const element = turn(reply);
   $("log").append(turn(messages.at(-1)), element);
@@ -90,13 +120,13 @@ async function ask(text) {
   busy(true);
   say("The prompt is being read.");
   try {
-    const options = { method: "POST", headers: headers(), body: request, signal: running.signal };
+    const options = { method: "POST", headers: headers(), body: request(), signal: running.signal };
     const response = await fetch("v1/chat/completions", options);
     if (!response.ok) throw new Error(await failure(response));
     for await (const document of documentsOf(response.body)) {
       answer.take(document);
-      reply.content = answer.text;
-      element.textContent = answer.text || answer.reasoning;
+      Object.assign(reply, { content: answer.text, reasoning: answer.reasoning, calls: answer.calls });
+      fill(element, reply);
       if (answer.prompt !== null) say("");
       show(answer);
       scroll(false);
@@ -110,7 +140,7 @@ async function ask(text) {
     else say(`${error.message}`, true);
   } finally {
     element.classList.toggle("stopped", Boolean(reply.stopped));
-    if (reply.content === "" && reply.stopped) {
+    if (reply.content === "" && !reply.calls?.length && reply.stopped) {
       element.remove();
       messages.pop();
       $("log").lastElementChild.remove();
@@ -182,7 +212,7 @@ $("new").addEventListener("click", () => {
   store();
 });
 $("key").addEventListener("change", introduce);
-for (const name of ["system", ...NUMBERS]) $(name).addEventListener("change", store);
+for (const name of ["system", "tools", ...NUMBERS]) $(name).addEventListener("change", store);
 
 restore();
 introduce();
