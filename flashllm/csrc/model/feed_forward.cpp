@@ -155,7 +155,7 @@ void FeedForward::each_block(std::size_t layer, int then, const Body& body) {
   RowBlock block;
   while (stream_.next(block)) {
     charge_stream();
-    body(block, std::min(block.count, blocks_[layer].neurons - block.first_row));
+    body(block, std::min(block.count, blocks_[layer].spec.neurons - block.first_row));
     watch_.charge(counters_.compute_ns);
   }
 }
@@ -339,7 +339,7 @@ const ScalePlane* FeedForward::plane(const BlockWeights& weights) const {
 }
 
 Activation FeedForward::activation(const BlockWeights& weights) const {
-  return {activation_.kind, weights.activation_threshold, weights.activation_cut};
+  return {activation_.kind, weights.spec.activation_threshold, weights.spec.activation_cut};
 }
 
 // The rows that a dense pass wants after this layer's; none where the next pass is not known.

@@ -123,7 +123,7 @@ void Model::run(std::vector<Part>& stretch) {
 // them.
 void Model::run_layer(std::size_t layer, const std::vector<Part>& stretch) {
   const BlockWeights& weights = weights_.blocks[layer];
-  if (spec_.block.parallel) attended_.resize(hidden_.size());
+  if (weights.spec.parallel) attended_.resize(hidden_.size());
   const auto of_part = [&](std::vector<float>& values, const Part& part) {
     return values.empty() ? nullptr : values.data() + part.first * spec_.block.d_model;
   };
@@ -145,6 +145,12 @@ void Model::run_layer(std::size_t layer, const std::vector<Part>& stretch) {
 void Model::run_block(std::size_t layer, std::size_t kv_layer, const std::vector<Token>& tokens,
                       float* states, Tap* tap) {
   require(layer < num_layers(), "a layer beyond those there are");
+  const AttentionSpec& attention = weights_.blocks[layer].spec.attention;
+  for (const Token& token : tokens) {
+    const LayerKv& kept = token.sequence->shape().layer(kv_layer);
+    require(kept.kv_heads == attention.kv_heads && kept.head_dim == attention.head_dim,
+            "a sequence must have room for this layer's keys and values");
+  }
   watch_.restart();
   const Part part{tokens.data(), tokens.size(), Pass::prompt, false, true, true, tap, kv_layer, 0};
   layer_.set_positions(part);

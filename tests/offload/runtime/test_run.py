@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offload_runs import CPU, DEVICE, DISK, LENGTHS, MIXED, answers, policy, sequences
 
 from flashllm import _core
-from flashllm.arch.spec import BlockSpec, LayerSpec
+from flashllm.arch.spec import Attention, BlockSpec, LayerSpec
 from flashllm.errors import BudgetError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs.sequences import Sequence
@@ -96,9 +96,9 @@ def prompts_of(*lengths):
 
 
 _BLOCK = BlockSpec(
-    d_model=64, embed_dim=64, vocab_size=70, context=8, heads=4, kv_heads=4, head_dim=16, query_scale=1.0, norm="rms",
-    norm_epsilon=1e-5, final_norm=False, positions="none", activation="relu", gated=False,
-    tied_head=False, layers=(LayerSpec(rotary=None, neurons=64),),
+    d_model=64, embed_dim=64, vocab_size=70, context=8, norm="rms",
+    norm_epsilon=1e-5, final_norm=False, activation="relu", gated=False, tied_head=False,
+    layers=(LayerSpec(mixer=Attention(heads=4, kv_heads=4, head_dim=16, query_scale=1.0), neurons=64),),
 )  # fmt: skip
 
 
