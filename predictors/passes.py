@@ -153,14 +153,16 @@ class LayerPass:
     def __init__(self, model: Model, shape: PassShape) -> None:
         self._native, self._shape = model.parts.native, shape
         self._block, self._dtype = model.directory.block, model.manifest.dtype
+        self._kept = (0, 0)
         self._use(0)
 
     def _use(self, layer: int) -> None:
         """Room for the keys and values of one layer, which every layer of as many uses in turn."""
         block = replace(self._block, layers=self._block.layers[layer : layer + 1])
-        if layer and block.kv_dim == self._kv_dim:
+        kept, tokens = (block.layers[0].mixer.kv_heads, block.layers[0].mixer.head_dim), self._shape.tokens
+        if kept == self._kept:
             return
-        self._kv_dim, tokens = block.kv_dim, self._shape.tokens
+        self._kept = kept
         pool = _core.StatePool(_core.StateShape(block, tokens, tokens, self._dtype))
         self._sequences = [_core.SequenceState(pool) for _ in range(self._shape.batch_samples)]
 

@@ -62,7 +62,9 @@ def test_delays_change_no_token(models, tmp_path, seed):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("name", ["llama", "llama widths", "differing layers", "bloom", "bitnet", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama widths", "differing layers", "bloom", "bitnet", "qwen2_moe", "gpt_oss"]
+)
 def test_an_answer_does_not_depend_on_its_batch(tmp_path, dtype, bits, name):
     """Bit for bit: in 16 bit, compressed or not, alone and among others."""
     path = make_checkpoint(tmp_path / "hf", VARIANTS[name], dtype=dtype)
