@@ -152,10 +152,19 @@ class LayerPass:
 
     def __init__(self, model: Model, shape: PassShape) -> None:
         self._native, self._shape = model.parts.native, shape
-        # Room for the keys and values of one layer, which every layer uses in turn.
-        block = replace(model.directory.block, layers=model.directory.block.layers[:1])
-        pool = _core.StatePool(_core.StateShape(block, shape.tokens, shape.tokens, model.manifest.dtype))
-        self._sequences = [_core.SequenceState(pool) for _ in range(shape.batch_samples)]
+        self._block, self._dtype = model.directory.block, model.manifest.dtype
+        self._kept = (0, 0)
+        self._use(0)
+
+    def _use(self, layer: int) -> None:
+        """Room for the keys and values of one layer, which every layer of as many uses in turn."""
+        block = replace(self._block, layers=self._block.layers[layer : layer + 1])
+        kept, tokens = (block.layers[0].mixer.kv_heads, block.layers[0].mixer.head_dim), self._shape.tokens
+        if kept == self._kept:
+            return
+        self._kept = kept
+        pool = _core.StatePool(_core.StateShape(block, tokens, tokens, self._dtype))
+        self._sequences = [_core.SequenceState(pool) for _ in range(self._shape.batch_samples)]
 
     def embed(self, ids: NDArray[np.int64]) -> Floats:
         """The states [samples, tokens, d_model] that enter layer 0, for ids [samples, tokens]."""
@@ -179,6 +188,7 @@ class LayerPass:
     def observe(self, layer: int, states: Floats, observer: Observer) -> Floats:
         """The states after the layer; `observer` sees its FFN."""
         after = states.copy()
+        self._use(layer)
         entries = [(sequence, states.shape[1]) for sequence in self._sequences[: len(states)]]
         self._native.run_block(layer, entries, after.reshape(-1, self._shape.d_model), observer)
         return after

@@ -139,5 +139,5 @@ def pass_nbytes(shape: PassShape, block: BlockSpec, manifest: Manifest) -> int:
     # Activations of a block of neurons: the core's, and the three copies that become codes.
     activations = 4 * (len(manifest.rows.matrices) - 1 + 3) * min(manifest.stream_block_rows, shape.d_ff)
     codes = 3 * shape.d_ff
-    kv = shape.kv_positions * block.kv_nbytes_per_token(1, WEIGHT_DTYPES[manifest.dtype].itemsize)
+    kv = shape.kv_positions * 2 * block.kv_dim * WEIGHT_DTYPES[manifest.dtype].itemsize
     return shape.batch_tokens * (states + activations + codes) + kv

@@ -2,16 +2,19 @@
 
 import copy
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from tiny_models import make_tokenizer
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from flashllm.arch.family import decoder_block
+from flashllm.arch.llama.names import BEFORE, BEHIND, LLAMA_DEFAULTS, row
+from flashllm.arch.registry import ARCHITECTURES
 from flashllm.convert.run import convert
 
 VOCAB, CONTEXT, LAYERS = 300, 160, 3
@@ -39,9 +42,40 @@ _SIZES = {  # of model_types whose config has other keys
     "gpt2": {"n_embd": 64, "n_inner": 96, "n_head": 4, "n_positions": CONTEXT},
 }
 _WIDTHS = [96, 160, 40]  # neurons of layers that differ
-_TEACHERS = {"sparsellama": "llama", "bamboo": "mistral"}  # whose code computes them, but for the activation
+_TEACHERS = {
+    "sparsellama": "llama",
+    "bamboo": "mistral",
+    "differing": "llama",
+}  # whose code computes them, but for the activation
 _ROPE = {"rope_theta": 500.0}
 _SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron")  # that keep their norms' weight - 1
+
+# An architecture of the tests' own: each layer is another family's, with heads, a head size and a rotation of its own.
+_FAMILIES = {
+    "llama": {},
+    "olmo2": {"norms": "output", "query_key_norm": "projection"},
+    "qwen3": {"query_key_norm": "head"},
+}
+
+
+def _layer_config(config: dict[str, Any], layer: int) -> dict[str, Any]:
+    of_layer = dict(
+        zip(
+            ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim"),
+            config["kinds"][layer],
+            strict=True,
+        )
+    )
+    return {**config, **of_layer, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0 * 10**layer}}
+
+
+def _differing(config: dict[str, Any]) -> Any:
+    configs = [_layer_config(config, layer) for layer in range(LAYERS)]
+    blocks = [decoder_block(each, **_FAMILIES[each["model_type"]]) for each in configs]
+    return replace(blocks[0], layers=tuple(block.layers[i] for i, block in enumerate(blocks)))
+
+
+ARCHITECTURES["differing"] = row("differing", defaults=LLAMA_DEFAULTS, block=_differing, norms={**BEFORE, **BEHIND})
 
 
 @dataclass(frozen=True)
@@ -66,6 +100,14 @@ VARIANTS = {
     "llama relu": Variant("llama", {"hidden_act": "relu"}),
     "llama widths": Variant("llama", {"hidden_act": "silu", "intermediate_size": _WIDTHS}),
     "llama relu widths": Variant("llama", {"hidden_act": "relu", "mlp_bias": True, "intermediate_size": _WIDTHS}),
+    "differing layers": Variant(
+        "differing",
+        {"hidden_act": "silu", "kinds": [["llama", 4, 2, 16], ["olmo2", 2, 1, 24], ["qwen3", 8, 4, 12]]},
+    ),
+    "differing relu layers": Variant(
+        "differing",
+        {"hidden_act": "relu", "kinds": [["qwen3", 2, 2, 40], ["qwen3", 6, 1, 8], ["olmo2", 4, 4, 16]]},
+    ),
     "llama squared relu": Variant("llama", {"hidden_act": "relu2"}),
     "llama without grouped queries": Variant("llama", {"hidden_act": "relu", "num_key_value_heads": 4}),
     "llama one key-value head": Variant("llama", {"hidden_act": "relu", "num_key_value_heads": 1}),
@@ -255,6 +297,21 @@ def give_widths(model: PreTrainedModel, widths: list[int]) -> None:
         layer.mlp = type(layer.mlp)(config)
 
 
+def give_layers(model: PreTrainedModel, config: dict[str, Any]) -> None:
+    """Layers of other families, each with its own heads and rotation."""
+    for index in range(LAYERS):
+        own = _layer_config(config, index)
+        known = CONFIG_MAPPING[own["model_type"]].from_dict({**own, "layer_types": None})
+        known._attn_implementation = model.config._attn_implementation
+        other = AutoModel.from_config(known)
+        model.model.layers[index] = other.layers[index]
+
+        def turn(module: Any, args: Any, kwargs: Any, rotary: Any = other.rotary_emb) -> Any:
+            return args, {**kwargs, "position_embeddings": rotary(args[0], kwargs["position_ids"])}
+
+        model.model.layers[index].register_forward_pre_hook(turn, with_kwargs=True)
+
+
 def open_model(path: Path) -> PreTrainedModel:
     """transformers' model of the checkpoint folder `path`. Model types that it lacks are computed by their teachers'
     code with another activation, layers of other widths by its own modules."""
@@ -267,6 +324,11 @@ def open_model(path: Path) -> PreTrainedModel:
         model.load_state_dict(load_file(path / "model.safetensors"), strict=True)
         return model
     teacher = _TEACHERS.get(config["model_type"])
+    if config["model_type"] == "differing":
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[teacher].from_dict({**config, "model_type": teacher}))
+        give_layers(model, config)
+        model.load_state_dict(load_file(path / "model.safetensors"), strict=True)
+        return model.eval()
     if teacher is None:
         return AutoModelForCausalLM.from_pretrained(path).eval()
     known = CONFIG_MAPPING[teacher].from_dict({**config, "model_type": teacher, "hidden_act": "relu"})
@@ -289,6 +351,8 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
     widths = variant.config.get("intermediate_size")
     if isinstance(widths, list):
         give_widths(model, widths)
+    if variant.model_type == "differing":
+        give_layers(model, {**model.config.to_dict(), **variant.config})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):

@@ -77,7 +77,7 @@ class ReferenceDecoder:
             h = self._linear("project_in", h)
         if block.embedding_norm:
             h = self._norm("embedding_norm", h)
-        if block.positions == "learned":
+        if block.learned_positions:
             h = h + tensors["positions.weight"][positions + block.position_offset]
         for layer in range(len(self.ffn)):
             h = self._layer(layer, h, positions)
@@ -90,13 +90,13 @@ class ReferenceDecoder:
         return self._capped(logits, block.logit_softcap)
 
     def _layer(self, layer, h, positions):
-        block, at = self.block, f"layers.{layer}."
+        block, spec, at = self.block, self.block.layers[layer], f"layers.{layer}."
 
         def before(name, states):
-            return self._rounded(self._norm(at + name, states) if block.norms in ("input", "both") else states)
+            return self._rounded(self._norm(at + name, states) if spec.norms in ("input", "both") else states)
 
         def behind(name, states):
-            states = self._norm(at + name, states) if block.norms in ("output", "both") else states
+            states = self._norm(at + name, states) if spec.norms in ("output", "both") else states
             return states * block.residual_scale
 
         def attention(states):
@@ -104,14 +104,14 @@ class ReferenceDecoder:
             return behind("attention_output_norm", made)
 
         def ffn(states):
-            made = self._ffn(layer, before("attention_norm" if block.shared_norm else "ffn_norm", states))
+            made = self._ffn(layer, before("attention_norm" if spec.shared_norm else "ffn_norm", states))
             return behind("ffn_output_norm", made)
 
-        if block.parallel:
+        if spec.parallel:
             return h + attention(h) + ffn(h)
         for name, part in (("attention_norm", attention), ("ffn_norm", ffn)):
             h = h + part(h)
-            h = self._norm(at + name, h) if block.norms == "sum" else h
+            h = self._norm(at + name, h) if spec.norms == "sum" else h
         return h
 
     @staticmethod
@@ -134,30 +134,31 @@ class ReferenceDecoder:
 
     def _heads(self, layer, part, x, heads):
         """[tokens, heads, head_dim] of a projection, with its norm."""
-        block, name = self.block, f"layers.{layer}.{part}"
+        mixer, name = self.block.layers[layer].mixer, f"layers.{layer}.{part}"
         made = self._linear(name, x)
-        if part != "value" and block.query_key_norm == "projection":
+        if part != "value" and mixer.query_key_norm == "projection":
             made = self._norm(name + "_norm", made)
-        made = made.view(len(x), heads, block.head_dim)
-        return self._norm(name + "_norm", made) if part != "value" and block.query_key_norm.startswith("h") else made
+        made = made.view(len(x), heads, mixer.head_dim)
+        return self._norm(name + "_norm", made) if part != "value" and mixer.query_key_norm.startswith("h") else made
 
     def _attention(self, layer, x, positions):
-        block, rotary = self.block, self.block.layers[layer].rotary
-        query = self._heads(layer, "query", x, block.heads)
-        key, value = (self._heads(layer, part, x, block.kv_heads) for part in ("key", "value"))
-        query, key = self._rotate(query, positions, rotary) * block.query_scale, self._rotate(key, positions, rotary)
-        key, value = (states.repeat_interleave(block.heads // block.kv_heads, 1) for states in (key, value))
-        scores = self._capped(torch.einsum("qhd,khd->hqk", query, key), block.attention_softcap)
-        scores = scores + self._alibi(positions)
+        mixer = self.block.layers[layer].mixer
+        query = self._heads(layer, "query", x, mixer.heads)
+        key, value = (self._heads(layer, part, x, mixer.kv_heads) for part in ("key", "value"))
+        query, key = (self._rotate(states, positions, mixer.rotary) for states in (query, key))
+        query = query * mixer.query_scale
+        key, value = (states.repeat_interleave(mixer.heads // mixer.kv_heads, 1) for states in (key, value))
+        scores = self._capped(torch.einsum("qhd,khd->hqk", query, key), mixer.softcap)
+        scores = scores + self._alibi(mixer.alibi, positions)
         distance = positions[None, :, None] - positions[None, None, :]
-        window = block.layers[layer].window or len(x)
+        window = mixer.window or len(x)
         scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
         sinks = self.tensors.get(f"layers.{layer}.sinks")
         if sinks is not None:
             scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(x), 1)), -1)
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(x)], value)
         mixed = mixed.reshape(len(x), -1)
-        if block.sub_norms:
+        if self.block.sub_norms:
             mixed = self._norm(f"layers.{layer}.attention_sub_norm", mixed)
         return self._linear(f"layers.{layer}.out", self._rounded(mixed))
 
@@ -168,9 +169,9 @@ class ReferenceDecoder:
         scale = 127 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
         return (x * scale).round() / scale
 
-    def _alibi(self, positions):
+    @staticmethod
+    def _alibi(alibi, positions):
         """What is added to scores [heads, queries, keys], but for a constant of each query."""
-        alibi = self.block.alibi
         if alibi is None:
             return 0.0
         terms = torch.tensor(alibi.slopes)[:, None, None] * positions.float()
@@ -178,14 +179,14 @@ class ReferenceDecoder:
             terms = (torch.tensor(alibi.slopes).bfloat16()[:, None, None] * positions).float()
         return alibi.scale * terms
 
-    def _rotate(self, states, positions, rotary):
-        if rotary is None:
+    @staticmethod
+    def _rotate(states, positions, chosen):
+        if chosen is None:
             return states
-        chosen = self.block.rotary[rotary]
         angles = positions[:, None].float() * torch.tensor(chosen.inverse_frequency)
         cos, sin = (part(angles)[:, None] * chosen.scaling for part in (torch.cos, torch.sin))
         turned, rest = states[..., : chosen.dims], states[..., chosen.dims :]
-        if self.block.rotary_style == "half":
+        if chosen.style == "half":
             first, second = turned.chunk(2, -1)
             return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
         first, second = turned[..., ::2], turned[..., 1::2]

@@ -19,7 +19,6 @@ _MATRICES = {
     "down": "mlp.experts.{e}.down_proj",
 }
 _NORMS = {"attention_norm": ("input_layernorm", always), "ffn_norm": ("post_attention_layernorm", always)}
-_HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 _DEFAULTS: dict[str, Any] = {
     "num_attention_heads": 16,
     "num_key_value_heads": None,
@@ -109,8 +108,6 @@ OLMOE = _row(
     router="mlp.gate",
     block=_olmoe,
     attention=_projections(says("attention_bias"), says("attention_bias")),
-    head_norms=_HEAD_NORMS,
-    head_norm=always,
 )
 
 
@@ -201,8 +198,6 @@ QWEN3_MOE = _row(
     block=_qwen3_moe,
     dense_matrices=_QWEN_DENSE,
     attention=_projections(says("attention_bias"), says("attention_bias")),
-    head_norms=_HEAD_NORMS,
-    head_norm=always,
 )
 
 # Mixtral (Jiang et al., 2024).

@@ -4,17 +4,20 @@ A file says where its model_type differs. Plain values; knows no model_type.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, Literal
 
 from flashllm.arch.mixture import ExpertsSpec
 from flashllm.arch.rotary import DEFAULT_THETA, rotary, trained_context
 from flashllm.arch.spec import (
     MAX_CONTEXT,
     MAX_LAYERS,
+    Attention,
     BlockSpec,
     Config,
     LayerSpec,
+    Rotary,
     check_number,
     check_size,
     known_activation,
@@ -107,6 +110,9 @@ def fused(part: int, heads: Callable[[Config], int] | None = None) -> Callable[[
     return rows
 
 
+_HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
+
+
 def decoder(
     model_type: str,
     *,
@@ -116,8 +122,7 @@ def decoder(
     attention: tuple[ResidentTensor, ...],
     norms: Mapping[str, tuple[str, When]],
     norm_bias: When = never,
-    head_norms: Mapping[str, str] | None = None,
-    head_norm: When = never,
+    head_norms: Mapping[str, str] = _HEAD_NORMS,
     ffn_bias: When = never,
     ffn_tensors: tuple[ResidentTensor, ...] = (),
     names: Mapping[str, str] | None = None,
@@ -127,8 +132,8 @@ def decoder(
 ) -> ArchitectureSpec:
     """A table with these tensors, and Llama's names where `names` (base, embedding, embedding_norm, positions, layer,
     final_norm) says nothing else. `norms`: canonical name -> state_dict name within a layer, and the models that have
-    it; a name with a dot behind it is the same norm under another name. `ffn_tensors`: more of the FFN that is
-    resident, by its name within a layer."""
+    it there, in those layers that have it; a name with a dot behind it is the same norm under another name.
+    `ffn_tensors`: more of the FFN that is resident, by its name within a layer."""
     named = {"base": "model.", "embedding": "embed_tokens", "layer": "layers.{i}.", "final_norm": "norm"}
     named |= names or {}
     base, layer = named["base"], named["base"] + named["layer"]
@@ -137,9 +142,9 @@ def decoder(
     def norm_of(name: str, source: str, when: When) -> tuple[ResidentTensor, ...]:
         return norm_tensors(name, source, weight=when, bias=lambda config: when(config) and norm_bias(config))
 
-    def norms_of(part: str) -> tuple[ResidentTensor, ...]:
+    def norms_of(part: str, norms: Mapping[str, tuple[str, When]] = norms) -> tuple[ResidentTensor, ...]:
         return tuple(
-            tensor
+            replace(tensor, layers=partial(LayerSpec.has_norm, name=name.rstrip(".")))
             for name, (source, when) in norms.items()
             if name.startswith(part)
             for tensor in norm_of(f"layers.{{i}}.{name.rstrip('.')}", layer + source, when)
@@ -157,16 +162,7 @@ def decoder(
             *(norm_of("embedding_norm", base + embedding_norm, always) if embedding_norm else ()),
             *norms_of("attention"),
             *(replace(tensor, source=layer + tensor.source) for tensor in attention),
-            *(
-                tensor
-                for name, source in (head_norms or {}).items()
-                for tensor in norm_tensors(
-                    f"layers.{{i}}.{name}",
-                    layer + source,
-                    weight=head_norm,
-                    bias=lambda config: head_norm(config) and norm_bias(config),
-                )
-            ),
+            *norms_of("", {name: (source, always) for name, source in head_norms.items()}),
             *norms_of("ffn"),
             *(() if ffn_bias is never else bias_tensors(matrices, ffn_bias)),
             *(replace(tensor, source=layer + tensor.source) for tensor in ffn_tensors),
@@ -206,58 +202,65 @@ def decoder_block(
     *,
     epsilon: str = "rms_norm_eps",
     activation: str = "hidden_act",
+    positions: Literal["rotary", "learned", "none"] = "rotary",
     theta: float = DEFAULT_THETA,
     rotary_share: float = 1.0,
-    layers: tuple[LayerSpec, ...] | None = None,
+    rotary_style: Literal["half", "interleaved"] = "half",
+    rotary_of: Mapping[str, Rotary] | None = None,
     experts: ExpertsSpec | None = None,
     dense_layers: Collection[int] = (),
     **traits: Any,
 ) -> BlockSpec:
-    """The block of a complete config with Llama's keys, rotary positions and RMS norms; `traits` say otherwise.
+    """The block of a complete config with Llama's keys, rotary positions and RMS norms; `traits` say otherwise, of the
+    block, of every layer or of every layer's attention.
 
-    `epsilon` and `activation` are keys of the config, `theta` and `rotary_share` defaults of its rotary embedding.
-    `layers`: by default those of `layer_specs`; all but `dense_layers` are mixtures of `experts`, where it has any.
+    `epsilon` and `activation` are keys of the config, `theta` and `rotary_share` defaults of its rotary embedding;
+    `rotary_of`: those of each type of layer. All layers but `dense_layers` are mixtures of `experts`, where it has any.
     """
     head_dim = head_size(config)
-    values: dict[str, Any] = {
-        "d_model": check_size("hidden_size", config["hidden_size"]),
-        "embed_dim": config["hidden_size"],
-        "vocab_size": check_size("vocab_size", config["vocab_size"], 2**30),
-        "context": _context(config, traits),
+    is_alike = positions == "rotary" and rotary_of is None
+    turned = rotary(config, head_dim, theta=theta, share=rotary_share) if is_alike else None
+    mixer: dict[str, Any] = {
         "heads": config["num_attention_heads"],
         "kv_heads": kv_heads(config),
         "head_dim": head_dim,
         "query_scale": head_dim**-0.5,
-        "norm": "rms",
-        "norm_epsilon": check_number(epsilon, config[epsilon]),
-        "final_norm": True,
-        "positions": "rotary",
-        "activation": known_activation(config, activation, ACTIVATION_NAMES),
-        "gated": True,
-        "tied_head": bool(config["tie_word_embeddings"]),
+        "rotary": None if turned is None else replace(turned, style=rotary_style),
+        **_taken(Attention, traits),
     }
-    if traits.get("positions", "rotary") == "rotary" and "rotary" not in traits:
-        values["rotary"] = (rotary(config, head_dim, theta=theta, share=rotary_share),)
-    layers = layer_specs(config) if layers is None else layers
-    if traits.get("positions", "rotary") != "rotary":
-        layers = tuple(replace(layer, rotary=None) for layer in layers)
+    layers = layer_specs(config, Attention(**mixer), rotary_of=rotary_of, **_taken(LayerSpec, traits))
     if experts is not None:
         layers = tuple(
             layer if i in dense_layers else replace(layer, neurons=experts.neurons, experts=experts)
             for i, layer in enumerate(layers)
         )
+    context = check_size("max_position_embeddings", config["max_position_embeddings"], MAX_CONTEXT)
+    values: dict[str, Any] = {
+        "d_model": check_size("hidden_size", config["hidden_size"]),
+        "embed_dim": config["hidden_size"],
+        "vocab_size": check_size("vocab_size", config["vocab_size"], 2**30),
+        "context": trained_context(config) if is_alike else context,
+        "norm": "rms",
+        "norm_epsilon": check_number(epsilon, config[epsilon]),
+        "final_norm": True,
+        "learned_positions": positions == "learned",
+        "activation": known_activation(config, activation, ACTIVATION_NAMES),
+        "gated": True,
+        "tied_head": bool(config["tie_word_embeddings"]),
+    }
     return BlockSpec(**{**values, "layers": layers, **traits})
 
 
-def _context(config: Config, traits: Mapping[str, Any]) -> int:
-    if traits.get("positions", "rotary") == "rotary" and "rotary" not in traits:
-        return trained_context(config)
-    return check_size("max_position_embeddings", config["max_position_embeddings"], MAX_CONTEXT)
+def _taken(of: type[Any], traits: dict[str, Any]) -> dict[str, Any]:
+    """Those of `traits` that are fields of a class; they are left there no more."""
+    return {each.name: traits.pop(each.name) for each in fields(of) if each.name in traits}
 
 
-def layer_specs(config: Config, *, rotary_of: Mapping[str, int | None] | None = None) -> tuple[LayerSpec, ...]:
+def layer_specs(
+    config: Config, mixer: Attention, *, rotary_of: Mapping[str, Rotary] | None = None, **traits: Any
+) -> tuple[LayerSpec, ...]:
     """The layers: sliding windows by `layer_types` (all layers where there are none), FATReLU's thresholds, the rotary
-    embedding by type, the neurons (one number, or a list of each layer's)."""
+    embedding by type, the neurons (one number, or a list of each layer's); `mixer` and `traits` are of all."""
     count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
     window = config.get("sliding_window")
     if window is not None and check_size("sliding_window", window, 2**30) >= config["max_position_embeddings"]:
@@ -274,12 +277,20 @@ def layer_specs(config: Config, *, rotary_of: Mapping[str, int | None] | None = 
     widths = neurons if isinstance(neurons, list) else [neurons] * count
     if len(widths) != count:
         raise ValueError(f"intermediate_size must be a number or a list of {count}, not {len(widths)} numbers")
+    mixers = {
+        kind: replace(
+            mixer,
+            rotary=mixer.rotary if rotary_of is None else rotary_of[kind],
+            window=window if kind == "sliding_attention" else None,
+        )
+        for kind in set(types)
+    }
     return tuple(
         LayerSpec(
-            rotary=0 if rotary_of is None else rotary_of[kind],
-            window=window if kind == "sliding_attention" else None,
+            mixer=mixers[kind],
             neurons=check_size("intermediate_size", width),
             activation_threshold=threshold,
+            **traits,
         )
         for kind, width, threshold in zip(types, widths, _thresholds(config, count), strict=True)
     )

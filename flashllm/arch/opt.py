@@ -3,7 +3,16 @@
 Learned positions from row 2 on, layer norms, one key-value head a head, a plain FFN: ReLU, or Galactica's GELU.
 """
 
-from flashllm.arch.spec import MAX_CONTEXT, MAX_LAYERS, BlockSpec, Config, LayerSpec, check_size, known_activation
+from flashllm.arch.spec import (
+    MAX_CONTEXT,
+    MAX_LAYERS,
+    Attention,
+    BlockSpec,
+    Config,
+    LayerSpec,
+    check_size,
+    known_activation,
+)
 from flashllm.arch.tensors import ArchitectureSpec, ResidentTensor
 
 _BASE = "model.decoder."
@@ -38,26 +47,26 @@ def _block(config: Config) -> BlockSpec:
     if d_model % heads:
         raise ValueError(f"{heads} heads do not divide hidden_size {d_model}")
     projected = check_size("word_embed_proj_dim", config["word_embed_proj_dim"]) if _is_projected(config) else d_model
+    size = d_model // heads
+    layer = LayerSpec(
+        mixer=Attention(heads=heads, kv_heads=heads, head_dim=size, query_scale=size**-0.5),
+        norms="input" if config["do_layer_norm_before"] else "sum",
+        neurons=check_size("ffn_dim", config["ffn_dim"]),
+    )
     return BlockSpec(
         d_model=d_model,
         embed_dim=projected,
         vocab_size=check_size("vocab_size", config["vocab_size"], 2**30),
         context=check_size("max_position_embeddings", config["max_position_embeddings"], MAX_CONTEXT),
-        heads=heads,
-        kv_heads=heads,
-        head_dim=d_model // heads,
-        query_scale=(d_model // heads) ** -0.5,
         norm="layer",
         norm_epsilon=_EPSILON,
-        norms="input" if config["do_layer_norm_before"] else "sum",
         final_norm=_has_final_norm(config),
-        positions="learned",
+        learned_positions=True,
         position_offset=_POSITION_OFFSET,
         activation=known_activation(config, "activation_function", {"relu": "relu", "gelu": "gelu"}),
         gated=False,
         tied_head=bool(config["tie_word_embeddings"]),
-        layers=(LayerSpec(rotary=None, neurons=check_size("ffn_dim", config["ffn_dim"])),)
-        * check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS),
+        layers=(layer,) * check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS),
     )
 
 

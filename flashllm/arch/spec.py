@@ -1,11 +1,11 @@
-"""A decoder block's computation: a `BlockSpec` is all that the native core knows of an architecture. And what a
+"""A decoder's computation: a `BlockSpec` is all that the native core knows of an architecture. And what a
 manifest records of one (`Architecture`). Plain values: no tensors and no files.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from flashllm.arch.mixture import ExpertsSpec
 from flashllm.base.checks import is_number
@@ -30,6 +30,7 @@ class Rotary:
 
     inverse_frequency: tuple[float, ...]  # radians a position of each pair of dimensions
     scaling: float = 1.0  # of cosines and sines
+    style: Literal["half", "interleaved"] = "half"  # the partner of dimension j: j + dims / 2, or j + 1
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(frequency) for frequency in self.inverse_frequency):
@@ -55,44 +56,11 @@ class Alibi:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSpec:
-    """A layer's own part of the spec: its attention's reach and rotation, and its feed-forward part."""
+class Attention:
+    """The mixer that attends to keys and values by a softmax (Vaswani et al., 2017)."""
 
-    rotary: int | None = 0  # of `BlockSpec.rotary`; None: this layer turns nothing
-    window: int | None = None  # positions a query sees, its own included; None: all before it
-    neurons: int  # of the feed-forward part
-    experts: ExpertsSpec | None = None  # that the neurons belong to; None: the feed-forward part is dense
-    activation_threshold: float = 0.0  # of fatrelu: what is not above it becomes zero
-    activation_cut: float = 0.0  # of any: results of a smaller magnitude become zero (Lee et al., 2024: CATS)
+    kind: ClassVar[str] = "attention"
 
-    def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"a sliding window must be at least 1, not {self.window}")
-        check_size("a layer's neurons", self.neurons)
-        if self.experts is not None and self.neurons != self.experts.neurons:
-            raise ValueError(f"{self.experts.neurons} neurons of experts are not {self.neurons}")
-        for name in ("activation_threshold", "activation_cut"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name} must be a number from 0, not {getattr(self, name)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockSpec:
-    """How a decoder computes, handed to the native core as it is.
-
-    `norms` says where a block h += f(h) has norms, for f the attention and then the FFN:
-
-        input:  h += f(norm(h))           sum:  h = norm(h + f(h))
-        output: h += output_norm(f(h))    both: h += output_norm(f(norm(h)))
-
-    A `parallel` block adds attention and FFN of the same h. A gated FFN is down(activation(gate(x)) * up(x)), any other
-    down(activation(up(x))).
-    """
-
-    d_model: int
-    embed_dim: int  # of the embedding and the head; project_in and project_out where it differs from d_model
-    vocab_size: int
-    context: int  # positions the model knows
     heads: int
     kv_heads: int  # divides heads
     head_dim: int
@@ -100,75 +68,23 @@ class BlockSpec:
     # A norm of queries and keys before their rotation: of each head with one weight [head_dim] for all, of each head
     # with its own weight ("heads": [heads, head_dim]), or of all heads together ("projection").
     query_key_norm: Literal["none", "head", "heads", "projection"] = "none"
-    attention_softcap: float | None = None  # scores are cap * tanh(score / cap) (Gemma 2)
-    norm: Literal["layer", "rms"]
-    norm_epsilon: float
-    norm_shift: float = 0.0  # added to norms' weights when they are used: 1 where checkpoints keep weight - 1
-    norms: Literal["input", "sum", "output", "both"] = "input"
-    parallel: bool = False
-    shared_norm: bool = False  # of a parallel block: the FFN reads what the attention reads
-    sub_norms: bool = False  # before the output projection and before the down projection, over all of their inputs
-    # The inputs of a block's products are rounded to 255 multiples of the token's largest (Ma et al., 2024: BitNet).
-    rounded_inputs: bool = False
-    embedding_norm: bool = False  # of the embedded tokens, before the first block
-    final_norm: bool  # before the head
-    positions: Literal["learned", "rotary", "none"]
-    position_offset: int = 0  # row of positions.weight of the first token
-    rotary: tuple[Rotary, ...] = ()  # those that layers choose from
-    rotary_style: Literal["half", "interleaved"] = "half"  # the partner of dimension j: j + dims / 2, or j + 1
+    rotary: Rotary | None = None  # None: nothing is turned
+    window: int | None = None  # positions a query sees, its own included; None: all before it
+    softcap: float | None = None  # scores are cap * tanh(score / cap) (Gemma 2)
     alibi: Alibi | None = None
-    layers: tuple[LayerSpec, ...]  # every layer
-    activation: str  # one of ACTIVATIONS
-    gated: bool
-    tied_head: bool  # the head is the embedding
-    embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what a block adds to h
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None  # logits are cap * tanh(logit / cap)
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "embed_dim", "vocab_size", "heads", "kv_heads", "head_dim"):
-            check_size(name, getattr(self, name), 2**30 if name == "vocab_size" else MAX_DIMENSION)
-        check_size("context", self.context, MAX_CONTEXT)
+        for name in ("heads", "kv_heads", "head_dim"):
+            check_size(name, getattr(self, name))
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.kv_heads} key-value heads do not divide {self.heads} heads")
-        if not (math.isfinite(self.norm_epsilon) and self.norm_epsilon >= 0):
-            raise ValueError(f"norm_epsilon must be a number from 0, not {self.norm_epsilon}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, not {str(self.activation)[:80]!r}")
-        if self.activation in ("drelu", "clamped_swiglu") and not self.gated:
-            raise ValueError(f"activation {self.activation} needs a gate")
-        if (self.positions == "rotary") != bool(self.rotary):
-            raise ValueError("rotary embeddings belong to rotary positions, and they need one")
+        if self.rotary is not None and self.rotary.dims > self.head_dim:
+            raise ValueError(f"{self.rotary.dims} rotary dimensions do not fit heads of {self.head_dim}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"a sliding window must be at least 1, not {self.window}")
         if self.alibi is not None and len(self.alibi.slopes) != self.heads:
             raise ValueError(f"{len(self.alibi.slopes)} slopes do not fit {self.heads} heads")
-        for rotary in self.rotary:
-            if rotary.dims > self.head_dim:
-                raise ValueError(f"{rotary.dims} rotary dimensions do not fit heads of {self.head_dim}")
-        if not 0 < len(self.layers) <= MAX_LAYERS:
-            raise ValueError(f"a model has from 1 to {MAX_LAYERS} layers, not {len(self.layers)}")
-        for layer in self.layers:
-            if layer.rotary is not None and not 0 <= layer.rotary < len(self.rotary):
-                raise ValueError(f"a layer wants rotary embedding {layer.rotary} of {len(self.rotary)}")
-        if len({layer.experts for layer in self.layers} - {None}) > 1:
-            raise ValueError("layers that are mixtures of experts must be alike")
-        for name in ("attention_softcap", "logit_softcap"):
-            cap = getattr(self, name)
-            if cap is not None and not (math.isfinite(cap) and cap > 0):
-                raise ValueError(f"{name} must be a number above 0, not {cap}")
-        if self.parallel and self.norms != "input":
-            raise ValueError("a parallel block has its norms before attention and FFN")
-        if self.shared_norm and not self.parallel:
-            raise ValueError("only a parallel block shares its norm")
-        if self.rounded_inputs and (self.norms != "input" or self.parallel or not self.sub_norms):
-            raise ValueError("inputs are rounded behind norms: those of a block's inputs, and sub_norms")
-        if self.sub_norms and (self.norm != "rms" or self.experts is not None):
-            raise ValueError("sub_norms are RMS norms, and not of a mixture of experts")
-
-    @property
-    def experts(self) -> ExpertsSpec | None:
-        """The experts of those layers that are mixtures of them; None where no layer is."""
-        return next((layer.experts for layer in self.layers if layer.experts is not None), None)
+        _check_cap("softcap", self.softcap)
 
     @property
     def query_dim(self) -> int:
@@ -180,6 +96,52 @@ class BlockSpec:
         """Outputs of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """A layer: its mixer, which lets tokens see earlier ones, its feed-forward part, and where its norms are.
+
+    `norms` says where it does h += f(h), for f the mixer and then the feed-forward part:
+
+        input:  h += f(norm(h))           sum:  h = norm(h + f(h))
+        output: h += output_norm(f(h))    both: h += output_norm(f(norm(h)))
+
+    A `parallel` layer adds both of the same h.
+    """
+
+    mixer: Attention
+    norms: Literal["input", "sum", "output", "both"] = "input"
+    parallel: bool = False
+    shared_norm: bool = False  # of a parallel layer: the FFN reads what the mixer reads
+    neurons: int  # of the feed-forward part
+    experts: ExpertsSpec | None = None  # that the neurons belong to; None: the feed-forward part is dense
+    activation_threshold: float = 0.0  # of fatrelu: what is not above it becomes zero
+    activation_cut: float = 0.0  # of any: results of a smaller magnitude become zero (Lee et al., 2024: CATS)
+
+    def __post_init__(self) -> None:
+        if self.parallel and self.norms != "input":
+            raise ValueError("a parallel layer has its norms before attention and FFN")
+        if self.shared_norm and not self.parallel:
+            raise ValueError("only a parallel layer shares its norm")
+        check_size("a layer's neurons", self.neurons)
+        if self.experts is not None and self.neurons != self.experts.neurons:
+            raise ValueError(f"{self.experts.neurons} neurons of experts are not {self.neurons}")
+        for name in ("activation_threshold", "activation_cut"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name} must be a number from 0, not {getattr(self, name)}")
+
+    def has_norm(self, name: str) -> bool:
+        """True where it has the norm of this canonical name."""
+        before, behind, of_heads = self.norms != "output", self.norms in ("output", "both"), self.mixer.query_key_norm
+        return {
+            "attention_norm": before,
+            "ffn_norm": before and not self.shared_norm,
+            "attention_output_norm": behind,
+            "ffn_output_norm": behind,
+            "query_norm": of_heads != "none",
+            "key_norm": of_heads != "none",
+        }.get(name, True)
+
     @property
     def ffn_input_norm(self) -> str | None:
         """Canonical name, within a layer, of the norm whose output the FFN reads; None where it reads the sum."""
@@ -187,9 +149,83 @@ class BlockSpec:
             return None
         return "attention_norm" if self.norms == "sum" or self.shared_norm else "ffn_norm"
 
-    def kv_nbytes_per_token(self, num_layers: int, itemsize: int) -> int:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec:
+    """How a decoder computes, handed to the native core as it is: what lies before and behind its layers, what they
+    have in common, and each of them.
+
+    A gated FFN is down(activation(gate(x)) * up(x)), any other down(activation(up(x))).
+    """
+
+    d_model: int
+    embed_dim: int  # of the embedding and the head; project_in and project_out where it differs from d_model
+    vocab_size: int
+    context: int  # positions the model knows
+    norm: Literal["layer", "rms"]
+    norm_epsilon: float
+    norm_shift: float = 0.0  # added to norms' weights when they are used: 1 where checkpoints keep weight - 1
+    sub_norms: bool = False  # before the output projection and before the down projection, over all of their inputs
+    # The inputs of a layer's products are rounded to 255 multiples of the token's largest (Ma et al., 2024: BitNet).
+    rounded_inputs: bool = False
+    embedding_norm: bool = False  # of the embedded tokens, before the first layer
+    final_norm: bool  # before the head
+    learned_positions: bool = False  # they are added to the embedding
+    position_offset: int = 0  # row of positions.weight of the first token
+    layers: tuple[LayerSpec, ...]  # every layer
+    activation: str  # one of ACTIVATIONS
+    gated: bool
+    tied_head: bool  # the head is the embedding
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what a layer adds to h
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None  # logits are cap * tanh(logit / cap)
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "embed_dim", "vocab_size"):
+            check_size(name, getattr(self, name), 2**30 if name == "vocab_size" else MAX_DIMENSION)
+        check_size("context", self.context, MAX_CONTEXT)
+        if not (math.isfinite(self.norm_epsilon) and self.norm_epsilon >= 0):
+            raise ValueError(f"norm_epsilon must be a number from 0, not {self.norm_epsilon}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, not {str(self.activation)[:80]!r}")
+        if self.activation in ("drelu", "clamped_swiglu") and not self.gated:
+            raise ValueError(f"activation {self.activation} needs a gate")
+        if not 0 < len(self.layers) <= MAX_LAYERS:
+            raise ValueError(f"a model has from 1 to {MAX_LAYERS} layers, not {len(self.layers)}")
+        if len({layer.experts for layer in self.layers} - {None}) > 1:
+            raise ValueError("layers that are mixtures of experts must be alike")
+        _check_cap("logit_softcap", self.logit_softcap)
+        if self.rounded_inputs and (
+            not self.sub_norms or any(layer.norms != "input" or layer.parallel for layer in self.layers)
+        ):
+            raise ValueError("inputs are rounded behind norms: those of a layer's inputs, and sub_norms")
+        if self.sub_norms and (self.norm != "rms" or self.experts is not None):
+            raise ValueError("sub_norms are RMS norms, and not of a mixture of experts")
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """The experts of those layers that are mixtures of them; None where no layer is."""
+        return next((layer.experts for layer in self.layers if layer.experts is not None), None)
+
+    @property
+    def heads(self) -> int:
+        """Heads of the layer that has most."""
+        return max(layer.mixer.heads for layer in self.layers)
+
+    @property
+    def query_dim(self) -> int:
+        """`Attention.query_dim` of the layer that has most."""
+        return max(layer.mixer.query_dim for layer in self.layers)
+
+    @property
+    def kv_dim(self) -> int:
+        """`Attention.kv_dim` of the layer that has most."""
+        return max(layer.mixer.kv_dim for layer in self.layers)
+
+    def kv_nbytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values of one token over all layers."""
-        return 2 * num_layers * self.kv_dim * itemsize
+        return 2 * itemsize * sum(layer.mixer.kv_dim for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +322,11 @@ class Architecture:
     def sparse(self) -> bool:
         """True where most neurons are exactly zero for a token, so that modes sparse and oracle make sense."""
         return self.activation in SPARSE_ACTIVATIONS
+
+
+def _check_cap(name: str, cap: float | None) -> None:
+    if cap is not None and not (math.isfinite(cap) and cap > 0):
+        raise ValueError(f"{name} must be a number above 0, not {cap}")
 
 
 def check_size(name: str, value: Any, limit: int = MAX_DIMENSION) -> int:

@@ -9,7 +9,7 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     layers.{i}.attention_norm.weight, .bias     layers.{i}.ffn_norm.weight, .bias           [d_model]
     layers.{i}.attention_output_norm, layers.{i}.ffn_output_norm: the same
     layers.{i}.query.weight [heads * head_dim, d_model], .bias; key and value with kv_heads
-    layers.{i}.query_norm.weight, .bias; key_norm: of the width that `BlockSpec.query_key_norm` says
+    layers.{i}.query_norm.weight, .bias; key_norm: of the width that `Attention.query_key_norm` says
     layers.{i}.out.weight [d_model, heads * head_dim], .bias
     layers.{i}.attention_sub_norm.weight [heads * head_dim]  layers.{i}.ffn_sub_norm.weight [d_ff]: see `sub_norms`
     layers.{i}.sinks [heads]: a score of each head that softmax counts and that belongs to no position
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashllm.arch.mixture import ExpertsSpec
-from flashllm.arch.spec import BlockSpec, Config, LayerSpec
+from flashllm.arch.spec import Attention, BlockSpec, Config, LayerSpec
 from flashllm.errors import FormatError
 
 Shape = tuple[int, ...]
@@ -168,10 +168,10 @@ def tensor_shape(name: str, block: BlockSpec, layer: LayerSpec) -> Shape:
 _ShapeOf = Callable[[BlockSpec, LayerSpec], Shape]
 
 
-def _projection(part: str, rows: Callable[[BlockSpec], int]) -> dict[str, _ShapeOf]:
+def _projection(part: str, rows: Callable[[Attention], int]) -> dict[str, _ShapeOf]:
     return {
-        f"layers.{{i}}.{part}.weight": lambda block, layer: (rows(block), block.d_model),
-        f"layers.{{i}}.{part}.bias": lambda block, layer: (rows(block),),
+        f"layers.{{i}}.{part}.weight": lambda block, layer: (rows(layer.mixer), block.d_model),
+        f"layers.{{i}}.{part}.bias": lambda block, layer: (rows(layer.mixer),),
     }
 
 
@@ -185,12 +185,13 @@ _NORMS = (
 )
 
 
-def _head_norm(part: str, heads: Callable[[BlockSpec], int]) -> dict[str, _ShapeOf]:
+def _head_norm(part: str, heads: Callable[[Attention], int]) -> dict[str, _ShapeOf]:
     def shape(block: BlockSpec, layer: LayerSpec) -> Shape:
-        if block.query_key_norm == "head":
-            return (block.head_dim,)
-        own = (heads(block), block.head_dim)
-        return own if block.query_key_norm == "heads" else (math.prod(own),)
+        mixer = layer.mixer
+        if mixer.query_key_norm == "head":
+            return (mixer.head_dim,)
+        own = (heads(mixer), mixer.head_dim)
+        return own if mixer.query_key_norm == "heads" else (math.prod(own),)
 
     return {f"layers.{{i}}.{part}_norm.{kind}": shape for kind in ("weight", "bias")}
 
@@ -211,16 +212,16 @@ _SHAPES: dict[str, _ShapeOf] = {
     "project_in.weight": lambda block, layer: (block.d_model, block.embed_dim),
     "project_out.weight": lambda block, layer: (block.embed_dim, block.d_model),
     **{f"{norm}.{part}": lambda block, layer: (block.d_model,) for norm in _NORMS for part in ("weight", "bias")},
-    **_projection("query", lambda block: block.query_dim),
-    **_projection("key", lambda block: block.kv_dim),
-    **_projection("value", lambda block: block.kv_dim),
-    **_head_norm("query", lambda block: block.heads),
-    **_head_norm("key", lambda block: block.kv_heads),
-    "layers.{i}.out.weight": lambda block, layer: (block.d_model, block.query_dim),
+    **_projection("query", lambda mixer: mixer.query_dim),
+    **_projection("key", lambda mixer: mixer.kv_dim),
+    **_projection("value", lambda mixer: mixer.kv_dim),
+    **_head_norm("query", lambda mixer: mixer.heads),
+    **_head_norm("key", lambda mixer: mixer.kv_heads),
+    "layers.{i}.out.weight": lambda block, layer: (block.d_model, layer.mixer.query_dim),
     "layers.{i}.out.bias": lambda block, layer: (block.d_model,),
-    **_norm("layers.{i}.attention_sub_norm", lambda block, layer: (block.query_dim,)),
+    **_norm("layers.{i}.attention_sub_norm", lambda block, layer: (layer.mixer.query_dim,)),
     **_norm("layers.{i}.ffn_sub_norm", lambda block, layer: (layer.neurons,)),
-    "layers.{i}.sinks": lambda block, layer: (block.heads,),
+    "layers.{i}.sinks": lambda block, layer: (layer.mixer.heads,),
     "layers.{i}.ffn.expert_down_bias": lambda block, layer: (_experts(layer).count, block.d_model),
     "layers.{i}.ffn.up_bias": lambda block, layer: (layer.neurons,),
     "layers.{i}.ffn.gate_bias": lambda block, layer: (layer.neurons,),

@@ -104,7 +104,7 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
         ("", f"{min(KV_BLOCK_TOKENS, memory.context)} tokens", f"{memory.context} tokens", ""),
         *((name, format_size(start), format_size(full), remarks.get(name, "")) for name, start, full in memory.rows()),
     ]
-    windowed = sum(layer.window is not None for layer in model.block.layers)
+    windowed = sum(layer.mixer.window is not None for layer in model.block.layers)
     if windowed:
         lines[-2] = (*lines[-2][:3], f"{windowed} of {len(model.block.layers)} layers keep a window's")
     by_popularity = plan.popularity is not None and memory.cache_policy != "window" and not memory.dense_layers

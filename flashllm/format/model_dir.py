@@ -124,7 +124,7 @@ class ModelDir:
     @property
     def kv_nbytes_per_token(self) -> int:
         """Bytes of keys and values of one token over all layers."""
-        return self.block.kv_nbytes_per_token(self.architecture.num_layers, self.dtype.itemsize)
+        return self.block.kv_nbytes_per_token(self.dtype.itemsize)
 
 
 _PLANE_DTYPES = {"F16": np.float16, "I8": np.int8, "U8": np.uint8}

@@ -23,7 +23,8 @@ _PLAN_DTYPE_BYTES = 2
 class ModelShape:
     """Sizes of a decoder-only model: attention, then an FFN of two or three matrices, in each layer.
 
-    Where layers differ, those of a layer are the average's; `largest` has the others.
+    Where layers differ, neurons are the average's, and `largest` has the others; heads are those of the layer that is
+    widest in them.
     """
 
     name: str
@@ -126,6 +127,7 @@ def shape_of(
     widths = [architecture.width(layer) for layer in layers]
     used = [architecture.cycle if layer in architecture.mixtures else architecture.width(layer) for layer in layers]
     average = [-(-sum(each) // len(layers)) for each in (widths, used)]
+    mixer = max((block.layers[layer].mixer for layer in layers), key=lambda each: each.query_dim + each.kv_dim)
     differ = len(set(widths)) + len(set(used)) > 2
     return ModelShape(
         name=name,
@@ -136,11 +138,11 @@ def shape_of(
         most_ffn=max(widths) if differ else 0,
         most_active=max(used) if differ and architecture.experts else 0,
         experts=architecture.experts,
-        heads=block.heads,
-        kv_heads=block.kv_heads,
-        head_dim=block.head_dim,
+        heads=mixer.heads,
+        kv_heads=mixer.kv_heads,
+        head_dim=mixer.head_dim,
         vocab=block.vocab_size,
-        positions=block.context + block.position_offset if block.positions == "learned" else 0,
+        positions=block.context + block.position_offset if block.learned_positions else 0,
         gated=block.gated,
         assembled=assembled or architecture.experts > 0,
         tied=block.tied_head,

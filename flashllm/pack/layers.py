@@ -100,9 +100,9 @@ class Calibration:
         self._ops = HostOps(self._block, source.dtype.name, pool)
         length = len(sequences[0])
         self._positions = np.arange(length, dtype=np.int64)
-        self._attention = batch_attention(self._block, source.dtype.name, pool)
-        blocks = -(-length // KV_BLOCK)
-        self._arena = np.asarray(_core.allocate(blocks * self._attention.block_nbytes)).reshape(blocks, -1)
+        self._attention = [batch_attention(layer.mixer, source.dtype.name, pool) for layer in self._block.layers]
+        self._blocks = -(-length // KV_BLOCK)
+        self._arena = _core.allocate(self._blocks * max(each.block_nbytes for each in self._attention))
         self._states = self._embedded(sequences)
 
     def read(self, layer: int) -> Layer:
@@ -183,12 +183,14 @@ class Calibration:
         return self._ops.logits(self._ends(names, vectors), self._states[sequence])
 
     def _run(self, number: int, tensors: Tensors, states: Array, watch: Watch | None = None) -> Array:
-        window, sinks = self._block.layers[number].window or 0, tensors.vectors.get("sinks")
+        window, sinks = self._block.layers[number].mixer.window or 0, tensors.vectors.get("sinks")
+        attention = self._attention[number]
+        arena = self._arena[: self._blocks * attention.block_nbytes].reshape(self._blocks, -1)
 
         def attend(first: int, made: Projected, out: Array) -> None:
             positions = self._positions[first : first + len(out)].astype(np.int32)
-            self._attention.write(made.keys, made.values, self._arena, positions // KV_BLOCK, positions)
-            self._attention.prompt(made.queries, self._arena, 0, first, out, window, sinks)
+            attention.write(made.keys, made.values, arena, positions // KV_BLOCK, positions)
+            attention.prompt(made.queries, arena, 0, first, out, window, sinks)
 
         return self._ops.layer(number, tensors, states, self._positions, attend, watch=watch)
 

@@ -79,5 +79,6 @@ def _stretch_nbytes(manifest: Manifest, block: BlockSpec) -> int:
         mixture = 2 * block.d_model + 4 * (experts.chosen + 1)
         if max(experts.size, experts.shared) > manifest.stream_block_rows:
             mixture += 2 * block.d_model + _COLUMN_PADS
-    floats = (2 if block.parallel else 1) * block.d_model + sum(rotary.dims for rotary in block.rotary)
+    floats = (2 if any(layer.parallel for layer in block.layers) else 1) * block.d_model
+    floats += sum(each.dims for each in {layer.mixer.rotary for layer in block.layers} if each is not None)
     return 4 * (floats + max(dense, mixture))

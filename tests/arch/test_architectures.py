@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from arch_models import LAYERS, VARIANTS, give_widths, make_config
+from arch_models import LAYERS, VARIANTS, give_layers, give_widths, make_config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto import modeling_auto
@@ -25,7 +25,7 @@ from flashllm.arch.registry import (
     source_shapes,
     spec_of,
 )
-from flashllm.arch.spec import Architecture, LayerSpec, Rotary
+from flashllm.arch.spec import Alibi, Architecture, Attention, LayerSpec, Rotary
 from flashllm.arch.tensors import ResidentTensor
 from flashllm.errors import FormatError, UnsupportedModelError
 
@@ -133,7 +133,7 @@ def test_what_is_said_to_run_under_another_name_does(runs, name):
         resolve({**config.to_dict(), "model_type": name})
 
 
-@pytest.mark.parametrize("model_type", sorted(set(ARCHITECTURES) - {"bamboo", "sparsellama"}))
+@pytest.mark.parametrize("model_type", sorted(set(ARCHITECTURES) - {"bamboo", "sparsellama", "differing"}))
 def test_an_empty_config_means_what_transformers_makes_of_it(model_type):
     """Defaults of every model_type, and the config that transformers saves of it."""
     saved = CONFIG_MAPPING[model_type]().to_dict()
@@ -144,21 +144,25 @@ def test_an_empty_config_means_what_transformers_makes_of_it(model_type):
 
 def test_configs_of_the_hub_before_transformers_5():
     neox = {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 500, "hidden_size": 128}
-    (rotary,) = block_spec({**neox, "num_attention_heads": 4}).rotary
+    rotary = block_spec({**neox, "num_attention_heads": 4}).layers[0].mixer.rotary
     assert rotary.dims == 16
     assert rotary.inverse_frequency[1] == pytest.approx(500 ** (-2 / 16))
     gemma3 = block_spec({"model_type": "gemma3_text", "rope_theta": 5e5, "rope_local_base_freq": 300.0})
-    assert [one.inverse_frequency[1] for one in gemma3.rotary] == pytest.approx([5e5 ** (-1 / 128), 300 ** (-1 / 128)])
+    found = [layer.mixer.rotary.inverse_frequency[1] for layer in gemma3.layers[4:6]]
+    assert found == pytest.approx([300 ** (-1 / 128), 5e5 ** (-1 / 128)])
     phi3 = {"type": "su", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     block = block_spec({"model_type": "phi3", "rope_scaling": phi3, "max_position_embeddings": 131072})
     assert block.context == 4096  # beyond, transformers computes other frequencies
-    assert block.rotary[0].scaling == pytest.approx((1 + np.log(32) / np.log(4096)) ** 0.5)
+    assert block.layers[0].mixer.rotary.scaling == pytest.approx((1 + np.log(32) / np.log(4096)) ** 0.5)
 
 
 def test_kv_bytes():
     # keys and values, 2 layers, 2 heads of 32, two bytes
-    assert block_spec(TINY).kv_nbytes_per_token(2, 2) == 2 * 2 * 2 * 32 * 2
-    assert block_spec({**LLAMA, "num_key_value_heads": 1}).kv_nbytes_per_token(2, 2) == 2 * 2 * 1 * 16 * 2
+    assert block_spec({**TINY, "num_hidden_layers": 2}).kv_nbytes_per_token(2) == 2 * 2 * 2 * 32 * 2
+    assert (
+        block_spec({**LLAMA, "num_hidden_layers": 2, "num_key_value_heads": 1}).kv_nbytes_per_token(2)
+        == 2 * 2 * 1 * 16 * 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,10 +278,13 @@ def test_tensors_are_those_of_the_hugging_face_model(name):
         model = AutoModelForCausalLM.from_config(config)
         if isinstance(widths, list):
             give_widths(model, widths)
+        if VARIANTS[name].model_type == "differing":
+            give_layers(model, {**config.to_dict(), **VARIANTS[name].config})
     expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
         del expected["lm_head.weight"]
-    config = config.to_dict() | ({"intermediate_size": widths} if isinstance(widths, list) else {})
+    given = {key: value for key, value in VARIANTS[name].config.items() if key in ("intermediate_size", "kinds")}
+    config = config.to_dict() | given | ({"model_type": "differing"} if "kinds" in given else {})
     expected = in_checkpoints(expected, spec_of(config), LAYERS)
     assert set(resident_sources(config)) == set(resident_shapes(config))
     assert source_shapes(config) == expected
@@ -334,35 +341,42 @@ def test_a_spec_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="fc1' is not a canonical name"):
         dataclasses.replace(OPT, resident=(ResidentTensor(name="layers.{i}.fc1", source="x"),))
     block = block_spec(LLAMA)
+    layer, mixer = block.layers[0], block.layers[0].mixer
     wide = Rotary(inverse_frequency=(1.0,) * 9)
     for change, message in (
         ({"activation": "tanh"}, "activation must be one of"),
         ({"activation": "drelu", "gated": False}, "activation drelu needs a gate"),
-        ({"kv_heads": 3}, "3 key-value heads do not divide 4 heads"),
-        ({"rotary": ()}, "rotary embeddings belong to rotary positions"),
-        ({"rotary": (wide,)}, "18 rotary dimensions do not fit heads of 16"),
         ({"norm_epsilon": -1.0}, "norm_epsilon must be"),
-        ({"layers": (LayerSpec(rotary=1, neurons=9),)}, "a layer wants rotary embedding 1 of 1"),
         ({"layers": ()}, "a model has from 1 to"),
         ({"layers": (_mixture(8), _mixture(4))}, "mixtures of experts must be alike"),
-        ({"attention_softcap": 0.0}, "attention_softcap must be a number above 0"),
-        ({"parallel": True, "norms": "both"}, "a parallel block has its norms before"),
-        ({"shared_norm": True}, "only a parallel block shares"),
+        ({"logit_softcap": 0.0}, "logit_softcap must be a number above 0"),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(block, **change)
     for change, message in (
+        ({"kv_heads": 3}, "3 key-value heads do not divide 4 heads"),
+        ({"head_dim": 0}, "head_dim must be an integer from 1"),
+        ({"rotary": wide}, "18 rotary dimensions do not fit heads of 16"),
         ({"window": 0}, "sliding window must be"),
+        ({"softcap": 0.0}, "softcap must be a number above 0"),
+        ({"alibi": Alibi(slopes=(0.5,))}, "1 slopes do not fit 4 heads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(mixer, **change)
+    for change, message in (
+        ({"parallel": True, "norms": "both"}, "a parallel layer has its norms before"),
+        ({"shared_norm": True}, "only a parallel layer shares"),
         ({"activation_threshold": -1.0}, "threshold"),
         ({"neurons": 0}, "neurons must be an integer from 1"),
         ({"experts": ExpertsSpec(count=8, chosen=2, size=3)}, "24 neurons of experts are not 9"),
     ):
         with pytest.raises(ValueError, match=message):
-            LayerSpec(**{"neurons": 9, **change})
+            dataclasses.replace(layer, **{"neurons": 9, **change})
 
 
 def _mixture(count):
-    return LayerSpec(neurons=3 * count, experts=ExpertsSpec(count=count, chosen=2, size=3))
+    mixer = Attention(heads=1, kv_heads=1, head_dim=8, query_scale=1.0)
+    return LayerSpec(mixer=mixer, neurons=3 * count, experts=ExpertsSpec(count=count, chosen=2, size=3))
 
 
 def test_layers_may_differ():
@@ -414,7 +428,7 @@ def test_rotary_frequencies_are_those_of_transformers(rope):
     compute = LlamaRotaryEmbedding.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
     frequencies, scaling = compute(theirs)
     block = block_spec(config)
-    (mine,) = block.rotary
+    (mine,) = {layer.mixer.rotary for layer in block.layers}
     assert (mine.dims, mine.scaling) == (128, pytest.approx(scaling))
     torch.testing.assert_close(torch.tensor(mine.inverse_frequency), frequencies, rtol=1e-6, atol=0)
     # As transformers saves it today, the config means the same.

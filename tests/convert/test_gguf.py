@@ -29,7 +29,7 @@ from flashllm.convert.checkpoint.gguf.models import MIXTURES, MODELS, paired_row
 from flashllm.convert.checkpoint.opened import open_checkpoint
 from flashllm.convert.locate import find_checkpoint, find_folder, source_key
 from flashllm.convert.run import convert
-from flashllm.errors import FlashError, FormatError, UnsupportedModelError, UsageError
+from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.model_files import FFN, RESIDENT
 
 QUANTISED = [kind for kind in KINDS if kind.name in gguf.quants.__dict__ and kind.name not in ("F32", "F16", "BF16")]
@@ -442,13 +442,6 @@ def test_files_that_are_no_gguf(tmp_path, content, message):
     (tmp_path / "model.gguf").write_bytes(content)
     with pytest.raises(FormatError, match=rf"model\.gguf: .*{message}"):
         _open(tmp_path / "model.gguf")
-
-
-def test_without_the_package_the_error_says_how_to_get_it(source, tmp_path, monkeypatch):
-    path = write_gguf(source, tmp_path / "model.gguf")
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(FlashError, match=r"pip install 'flashllm\[gguf\]'"):
-        _open(path)
 
 
 def test_commands_take_a_file(source, tmp_path, monkeypatch, capsys):

@@ -72,7 +72,11 @@ struct Block {
     result.key = key.weights;
     result.value = value.weights;
     result.out = out.weights;
-    result.neurons = static_cast<std::size_t>(kNeurons);
+    result.spec.attention.heads = kHeads;
+    result.spec.attention.kv_heads = kKvHeads;
+    result.spec.attention.head_dim = kHeadDim;
+    result.spec.attention.query_scale = 0.25F;
+    result.spec.neurons = static_cast<std::size_t>(kNeurons);
     result.ffn = &ffn.layer;
     return result;
   }
@@ -98,11 +102,6 @@ struct Whole {
     const Norm::Kind kind = settings.rotary ? Norm::Kind::rms : Norm::Kind::layer;
     ModelSpec spec;
     spec.block.d_model = kWidth;
-    spec.block.heads = kHeads;
-    spec.block.kv_heads = kKvHeads;
-    spec.block.head_dim = kHeadDim;
-    spec.block.norms = settings.rotary ? NormPlace::sum : NormPlace::input;
-    spec.block.query_scale = 0.25F;
     spec.vocab = kVocab;
     spec.embed_dim = kWidth;
     spec.block_tokens = settings.block_tokens;
@@ -119,7 +118,8 @@ struct Whole {
     weights.final_norm = final_norm.norm(kind);
     for (const auto& block : blocks) {
       weights.blocks.push_back(block->weights(kind));
-      weights.blocks.back().rotary = settings.rotary ? 0 : -1;
+      weights.blocks.back().spec.attention.rotary = settings.rotary ? 0 : -1;
+      weights.blocks.back().spec.norms = settings.rotary ? NormPlace::sum : NormPlace::input;
     }
     model = std::make_unique<Model>(spec, weights, flash.options(1, 1).format, Activation::relu, *stream,
                                     pool, counters, best_simd_level(), [this] {

@@ -106,9 +106,9 @@ def test_the_cache_takes_what_the_runtime_allocates(model, where, packing, lengt
     assert attention.block_nbytes == costs.block_bytes
     assert attention.sealed_nbytes == costs.sealed_bytes
     places = arrange([(prompt_len, prompt_len + gen_len - 1)] * policy.block_size, policy)
-    found = KvCache.nbytes(attention, places, layers=shape.layers)
+    found = KvCache.nbytes([attention] * shape.layers, places)
     assert host_peaks.cache(costs).value(policy.placement) == pytest.approx(found, rel=1e-9)
-    on_disk = KvCache.disk_nbytes(attention, places, layers=shape.layers)
+    on_disk = KvCache.disk_nbytes([attention] * shape.layers, places)
     on_disk += Activations.disk_nbytes(places, width=shape.hidden, itemsize=2)
     limits = {name: form.value(policy.placement) for name, form, _ in host_peaks.host_limits(costs)}
     assert limits["disk"] == pytest.approx(on_disk, abs=4096 * policy.num_batches)

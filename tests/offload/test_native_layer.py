@@ -5,13 +5,15 @@ import pytest
 from native_arrays import DTYPES, LEVELS, narrow, random_values
 
 from flashllm import _core
-from flashllm.arch.spec import BlockSpec, LayerSpec, Rotary
+from flashllm.arch.spec import Attention, BlockSpec, LayerSpec, Rotary
 
 D, NEURONS, ROWS = 32, 48, 11
+ROTARY = Rotary(inverse_frequency=(1.0, 0.1))
+MIXER = Attention(heads=2, kv_heads=1, head_dim=16, query_scale=0.25, rotary=ROTARY)
 BLOCK = BlockSpec(
-    d_model=D, embed_dim=D, vocab_size=40, context=64, heads=2, kv_heads=1, head_dim=16, query_scale=0.25, norm="rms",
-    norm_epsilon=1e-6, final_norm=True, positions="rotary", rotary=(Rotary(inverse_frequency=(1.0, 0.1)),),
-    activation="silu", gated=True, tied_head=False, layers=(LayerSpec(neurons=NEURONS),),
+    d_model=D, embed_dim=D, vocab_size=40, context=64, norm="rms",
+    norm_epsilon=1e-6, final_norm=True, activation="silu", gated=True, tied_head=False,
+    layers=(LayerSpec(mixer=MIXER, neurons=NEURONS),),
 )  # fmt: skip
 SHAPES = {
     "query": (32, D), "key": (16, D), "value": (16, D), "out": (D, 32), "up": (NEURONS, D), "gate": (NEURONS, D),

@@ -19,7 +19,7 @@ import trainer
 from arch_models import VARIANTS, make_checkpoint, make_model
 from fit import fires
 from masked import load_predictors
-from passes import BATCH_TOKENS, PassShape, kept_positions
+from passes import BATCH_TOKENS, LayerPass, PassShape, kept_positions
 from recipes import Recipe
 from safetensors.torch import load_file
 from tiny_models import SENTENCES
@@ -154,7 +154,7 @@ def test_no_more_is_held_than_planned(bare, data, monkeypatch):
     for tokens in (2, 24, 64, 65, 5000):
         shape = PassShape(samples=9, tokens=tokens, kept=1, d_model=64, d_ff=512)
         assert shape.batch_samples == 1 or shape.batch_tokens <= shape.kv_positions <= BATCH_TOKENS
-        held = 4 * 10 * 64 * shape.batch_tokens + shape.kv_positions * block.kv_nbytes_per_token(1, 2)
+        held = 4 * 10 * 64 * shape.batch_tokens + shape.kv_positions * 2 * block.kv_dim * 2
         assert pass_nbytes(shape, block, manifest) > held
 
 
@@ -484,3 +484,29 @@ def test_layers_may_have_other_widths(data, tmp_path):
         sequence = loaded.new_sequence()
         loaded.step([(sequence, [5, 6, 7])])
         assert 0 < loaded.meter.take().active < 3 * sum(widths)
+
+
+def test_layers_that_differ_in_heads_are_passed_one_by_one(variant_of, opened):
+    """Each with room for its own keys and values: the FFNs see what they see in a prompt's pass through all."""
+    model = opened(variant_of("differing relu layers")[1], mode="dense")
+    shape = PassShape(samples=2, tokens=20, kept=20, d_model=64, d_ff=96)
+    ids, one = np.random.default_rng(0).integers(4, 300, (2, 20)), LayerPass(model, shape)
+    states, kept, edges = one.embed(ids), np.tile(np.arange(20), (2, 1)), np.ones((2, 96), np.float32)
+    expected = Inputs()
+    model.step([(model.new_sequence(), row.tolist()) for row in ids], observer=expected)
+    for layer in range(3):
+        states, inputs, _ = one.run(layer, states, kept, edges)
+        np.testing.assert_array_equal(inputs, expected.seen[layer])
+
+
+class Inputs:
+    """Observer of the FFNs' inputs."""
+
+    def __init__(self):
+        self.seen = []
+
+    def input(self, layer, x):
+        self.seen.append(x.copy())
+
+    def activations(self, layer, first, h):
+        pass

@@ -78,7 +78,7 @@ def relufied_config(config: Mapping[str, Any], thresholds: list[float]) -> dict[
     if before.sparse:
         raise UnsupportedModelError(f"{model_type}: its activation {before.activation} is sparse already; convert it")
     block = block_spec(config)
-    if block.norms != "input" or block.residual_scale != 1:
+    if any(layer.norms != "input" for layer in block.layers) or block.residual_scale != 1:
         raise UnsupportedModelError(
             f"{model_type}: relufy fits FFNs whose output is added as it is, without norm or scale; {KINDS}"
         )

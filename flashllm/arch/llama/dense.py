@@ -11,7 +11,6 @@ from flashllm.arch.family import (
     fused,
     head_size,
     kv_heads,
-    layer_specs,
     linear_tensors,
     never,
     says,
@@ -63,7 +62,6 @@ QWEN3 = row(
     defaults={**_QWEN, "head_dim": 128, "attention_bias": False},
     block=lambda config: _qwen(config, query_key_norm="head"),
     attention=BIASED,
-    head_norm=always,
 )
 
 # Phi-3 (Abdin et al., 2024): query, key, value in one tensor; gate and up in one tensor.
@@ -118,8 +116,8 @@ def _gemma2(config: Config, **traits: Any) -> BlockSpec:
         norms="both",
         query_scale=scalar**-0.5,
         logit_softcap=_optional(config, "final_logit_softcapping"),
-        attention_softcap=_optional(config, "attn_logit_softcapping"),
-        **{"layers": layer_specs(config), **traits},
+        softcap=_optional(config, "attn_logit_softcapping"),
+        **traits,
     )
 
 
@@ -137,8 +135,10 @@ def _gemma3(config: Config) -> BlockSpec:
     return _gemma2(
         {**bare, "attn_logit_softcapping": None},
         query_key_norm="head",
-        rotary=(rotary_of(everything, bare, width, theta=1_000_000.0), rotary_of(window, local, width)),
-        layers=layer_specs(config, rotary_of={"full_attention": 0, "sliding_attention": 1}),
+        rotary_of={
+            "full_attention": rotary_of(everything, bare, width, theta=1_000_000.0),
+            "sliding_attention": rotary_of(window, local, width),
+        },
     )
 
 
@@ -188,7 +188,6 @@ GEMMA3 = row(
     block=_gemma3,
     attention=BIASED,
     norms=AROUND,
-    head_norm=always,
 )
 
 
@@ -230,7 +229,6 @@ OLMO2 = row(
     block=lambda config: decoder_block(config, norms="output", query_key_norm="projection"),
     attention=BIASED,
     norms=BEHIND,
-    head_norm=always,
 )
 
 
@@ -244,11 +242,12 @@ def _smollm3(config: Config) -> BlockSpec:
     if len(turns) != count:
         raise ValueError(f"no_rope_layers must be a list of {count} numbers")
     window = config["sliding_window"] if config["use_sliding_window"] else None
-    layers = tuple(
-        replace(layer, rotary=0 if turned else None)
-        for turned, layer in zip(turns, layer_specs({**config, "sliding_window": window}), strict=True)
+    block = decoder_block({**config, "sliding_window": window}, theta=2_000_000.0)
+    layers = (
+        layer if turned else replace(layer, mixer=replace(layer.mixer, rotary=None))
+        for turned, layer in zip(turns, block.layers, strict=True)
     )
-    return decoder_block({**config, "sliding_window": None}, theta=2_000_000.0, layers=layers)
+    return replace(block, layers=tuple(layers))
 
 
 SMOLLM3 = row(
@@ -300,10 +299,6 @@ STABLELM = row(
     },
     block=_stablelm,
     attention=projections(says("use_qkv_bias"), never),
-    norms={
-        "attention_norm": ("input_layernorm", always),
-        "ffn_norm": ("post_attention_layernorm", lambda config: not config["use_parallel_residual"]),
-    },
     norm_bias=always,
 )
 # StarCoder 2 (Lozhkov et al., 2024): layer norms, no gate, windows.
@@ -366,7 +361,6 @@ COHERE = row(
     block=_cohere,
     attention=BIASED,
     norms={"attention_norm": ("input_layernorm", always)},
-    head_norm=says("use_qk_norm"),
 )
 
 # GLM-4 9B (GLM Team, 2024): half of each head turned, neighbours together; gate and up in one tensor.

@@ -23,7 +23,6 @@ AROUND = {
     "ffn_norm": ("pre_feedforward_layernorm", always),
     "ffn_output_norm": ("post_feedforward_layernorm", always),
 }
-HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 FUSED_GATE = {"up": "mlp.gate_up_proj", "gate": "mlp.gate_up_proj", "down": "mlp.down_proj"}
 GATE_PARTS = {  # the gate's rows come first
     "gate": lambda config: Part(count=check_size("intermediate_size", config["intermediate_size"])),
@@ -64,7 +63,6 @@ def row(model_type: str, *, defaults: Mapping[str, Any], **others: Any) -> Archi
         "matrices": GATED,
         "attention": BARE,
         "norms": BEFORE,
-        "head_norms": HEAD_NORMS if "head_norm" in others else None,
         "ignored": ("model.layers.*.self_attn.rotary_emb.inv_freq",),
         **others,
     }

@@ -69,7 +69,7 @@ class _Driver:
 
     def norm(self) -> tuple[_Vector, _Vector]:
         """Weight and bias of the norm before the FFN, as they are used; of no norm, as of one that has none."""
-        name = self._plan.block.ffn_input_norm
+        name = self._plan.block.layers[self._layer].ffn_input_norm
         weight, bias = (self._weights.vector(f"layers.{self._layer}.{name}.{part}") for part in ("weight", "bias"))
         shift = np.float32(self._plan.block.norm_shift)
         return weight + shift if weight is not None and shift else weight, bias

@@ -87,7 +87,7 @@ class PyModel {
     spec.prefetch = prefetch;
     d_model_ = spec.block.d_model;
     require(rows.d_model == d_model_, "rows are as wide as the model");
-    const std::size_t num_layers = nb::len(reader.get<nb::tuple>("layers"));
+    const std::size_t num_layers = read_.layers.size();
     require(caches.size() == num_layers, "every layer needs a cache, or None");
     ModelWeights weights = read_ends(*tensors_, read_, reader);
     for (std::size_t i = 0; i < num_layers; ++i)
@@ -172,10 +172,11 @@ class PyModel {
                              const std::optional<LayerRows>& cache) {
     const SpecReader of_layer(reader.get<nb::tuple>("layers")[index]);
     const std::string layer = "layers." + std::to_string(index) + ".";
-    BlockWeights weights = read_block(*tensors_, layer, read_, reader, of_layer);
-    const Activation activation = parse_activation(reader.get<std::string>("activation"),
-                                                   weights.activation_threshold, weights.activation_cut);
-    FfnLayerOptions ffn = read_ffn(*tensors_, rows, index, weights.neurons, activation);
+    BlockWeights weights = read_block(*tensors_, layer, read_, reader, index);
+    const Activation activation =
+        parse_activation(reader.get<std::string>("activation"), weights.spec.activation_threshold,
+                         weights.spec.activation_cut);
+    FfnLayerOptions ffn = read_ffn(*tensors_, rows, index, weights.spec.neurons, activation);
     ffn.norm = weights.neuron_norm;
     weights.up_bias = ffn.up_bias;
     weights.gate_bias = ffn.gate_bias;

@@ -119,16 +119,15 @@ class PyBatchModel {
   std::unique_ptr<PyLentLayer> lend_layer(std::size_t number, nb::dict tensors,
                                           std::map<std::string, std::string> encodings,
                                           bool down_by_inputs) const {
-    const nb::tuple layers = reader_.get<nb::tuple>("layers");
-    require(number < nb::len(layers), "a layer beyond those there are");
-    const SpecReader of_layer(layers[number]);
+    require(number < read_.layers.size(), "a layer beyond those there are");
+    const SpecReader of_layer(reader_.get<nb::tuple>("layers")[number]);
     auto lent = std::make_unique<PyLentLayer>(std::move(tensors), std::move(encodings),
                                               read_.spec.block.dtype, simd_);
     ResidentTensors& from = lent->tensors;
     LentLayer& weights = lent->weights;
     weights.number = number;
-    weights.block = read_block(from, "", read_, reader_, of_layer);
-    const std::size_t count = weights.block.neurons, width = read_.spec.block.d_model;
+    weights.block = read_block(from, "", read_, reader_, number);
+    const std::size_t count = weights.block.spec.neurons, width = read_.spec.block.d_model;
     LentNeurons& neurons = weights.neurons;
     neurons.up = from.linear("up", count, width);
     neurons.up.bias = from.floats("ffn.up_bias", count);

@@ -22,9 +22,11 @@ StateShape read_shape(nb::object block, std::size_t context, std::size_t part_to
                       const std::string& dtype, int bits) {
   const SpecReader reader(std::move(block));
   std::vector<LayerKv> layers;
-  for (const nb::handle each : reader.get<nb::tuple>("layers"))
-    layers.push_back({reader.get<std::size_t>("kv_heads"), reader.get<std::size_t>("head_dim"),
-                      SpecReader(nb::borrow(each)).get_or<std::size_t>("window", 0)});
+  for (const nb::handle each : reader.get<nb::tuple>("layers")) {
+    const SpecReader mixer(each.attr("mixer"));
+    layers.push_back({mixer.get<std::size_t>("kv_heads"), mixer.get<std::size_t>("head_dim"),
+                      mixer.get_or<std::size_t>("window", 0)});
+  }
   return StateShape(layers, context, part_tokens, parse_dtype(dtype), bits);
 }
 

@@ -14,7 +14,7 @@ ModelWeights read_ends(ResidentTensors& tensors, const PySpec& read, const SpecR
   };
   ModelWeights weights;
   weights.embedding = linear("embedding", spec.vocab, spec.embed_dim);
-  if (reader.get<std::string>("positions") == "learned" && is_there("positions.weight"))
+  if (reader.get<bool>("learned_positions") && is_there("positions.weight"))
     weights.positions =
         tensors.matrix("positions", read.context + spec.position_offset, d_model, codec_of(spec.block.dtype));
   if (spec.embed_dim != d_model) {
@@ -31,13 +31,14 @@ ModelWeights read_ends(ResidentTensors& tensors, const PySpec& read, const SpecR
 }
 
 BlockWeights read_block(ResidentTensors& tensors, const std::string& layer, const PySpec& read,
-                        const SpecReader& reader, const SpecReader& of_layer) {
-  const BlockSpec& spec = read.spec.block;
+                        const SpecReader& reader, std::size_t index) {
+  const BlockSpec& model = read.spec.block;
+  const LayerSpec& spec = read.layers.at(index);
+  const AttentionSpec& attention = spec.attention;
   const NormStyle& style = read.norms;
-  const std::size_t d_model = spec.d_model;
-  const std::size_t d_ff = of_layer.get<std::size_t>("neurons"), attended = spec.heads * spec.head_dim,
-                    cached = spec.kv_heads * spec.head_dim;
+  const std::size_t d_model = model.d_model, attended = attention.query_dim(), cached = attention.kv_dim();
   BlockWeights weights;
+  weights.spec = spec;
   if (spec.norms != NormPlace::output) {
     weights.attention_norm = tensors.norm(layer + "attention_norm", style, d_model);
     if (!spec.shared_norm) weights.ffn_norm = tensors.norm(layer + "ffn_norm", style, d_model);
@@ -46,31 +47,27 @@ BlockWeights read_block(ResidentTensors& tensors, const std::string& layer, cons
     weights.attention_output_norm = tensors.norm(layer + "attention_output_norm", style, d_model);
     weights.ffn_output_norm = tensors.norm(layer + "ffn_output_norm", style, d_model);
   }
-  if (spec.head_norm != HeadNorm::none) {
-    const bool together = spec.head_norm == HeadNorm::projection, own = spec.head_norm == HeadNorm::heads;
+  if (attention.head_norm != HeadNorm::none) {
+    const bool together = attention.head_norm == HeadNorm::projection,
+               own = attention.head_norm == HeadNorm::heads;
     const auto norm = [&](const char* name, std::size_t all) {
-      return tensors.norm(layer + name, style, together ? all : spec.head_dim,
-                          together || own ? all : spec.head_dim);
+      return tensors.norm(layer + name, style, together ? all : attention.head_dim,
+                          together || own ? all : attention.head_dim);
     };
     weights.query_norm = norm("query_norm", attended);
     weights.key_norm = norm("key_norm", cached);
   }
   if (reader.get<bool>("sub_norms")) {
     weights.mixed_norm = tensors.norm(layer + "attention_sub_norm", style, attended);
-    weights.neuron_norm = {tensors.floats(layer + "ffn_sub_norm.weight", d_ff), d_ff, style.epsilon,
-                           spec.rounded_inputs};
+    weights.neuron_norm = {tensors.floats(layer + "ffn_sub_norm.weight", spec.neurons), spec.neurons,
+                           style.epsilon, model.rounded_inputs};
     require(static_cast<bool>(weights.neuron_norm), layer + "ffn_sub_norm.weight is missing");
   }
-  weights.neurons = d_ff;
-  weights.rotary = of_layer.get_or("rotary", -1);
-  weights.activation_threshold = of_layer.get<float>("activation_threshold");
-  weights.activation_cut = of_layer.get<float>("activation_cut");
-  weights.attention_window = of_layer.get_or<std::size_t>("window", 0);
   weights.query = tensors.linear(layer + "query", attended, d_model);
   weights.key = tensors.linear(layer + "key", cached, d_model);
   weights.value = tensors.linear(layer + "value", cached, d_model);
   weights.out = tensors.linear(layer + "out", d_model, attended);
-  weights.sinks = tensors.floats(layer + "sinks", spec.heads);
+  weights.sinks = tensors.floats(layer + "sinks", attention.heads);
   return weights;
 }
 

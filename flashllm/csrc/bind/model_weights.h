@@ -16,12 +16,11 @@ namespace flashllm {
 ModelWeights read_ends(ResidentTensors& tensors, const PySpec& read, const SpecReader& reader,
                        bool in_part = false);
 
-// A layer but for the rows of its neurons, out of tensors whose names begin with `layer`. `of_layer`: its
-// LayerSpec.
+// The layer of this index but for the rows of its neurons, out of tensors whose names begin with `layer`.
 BlockWeights read_block(ResidentTensors& tensors, const std::string& layer, const PySpec& read,
-                        const SpecReader& reader, const SpecReader& of_layer);
+                        const SpecReader& reader, std::size_t index);
 
-// Of a mixture of experts, out of the same; nullptr where the layer is none.
+// Of a mixture of experts, whose LayerSpec is `of_layer`, out of the same; nullptr where the layer is none.
 std::unique_ptr<Router> read_router(ResidentTensors& tensors, const std::string& layer,
                                     const SpecReader& of_layer, std::size_t d_model);
 

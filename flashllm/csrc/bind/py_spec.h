@@ -43,11 +43,11 @@ struct PySpec {
   ModelSpec spec;
   NormStyle norms;
   std::size_t context = 0;
-  std::list<std::vector<float>> frequencies;
-  std::vector<float> slopes;
+  std::vector<LayerSpec> layers;
+  std::list<std::vector<float>> frequencies, slopes;
 };
 
-// Of a BlockSpec's `alibi`, which may be None. What it points to is in `slopes`.
+// Of an Attention's `alibi`, which may be None. What it points to is in `slopes`.
 Alibi read_alibi(const nb::object& alibi, std::size_t heads, std::vector<float>& slopes);
 
 // Throws CoreError where options do not fit each other, and what Python throws where there is none of a name.

@@ -1,7 +1,7 @@
-// What a decoder block is made of: the options that an architecture chooses (flashllm/arch), and a block's
-// weights.
+// What a decoder layer, or block, is made of: the options that an architecture chooses (flashllm/arch), and a
+// layer's weights.
 //
-// A block is h += f(h) for f the attention and then the FFN, or, parallel, for the sum of both of the same h.
+// A layer is h += f(h) for f the mixer and then the FFN, or, parallel, for the sum of both of the same h.
 // Where the norms are (NormPlace):
 //
 //   input:  h += f(norm(h))           sum:  h = norm(h + f(h))
@@ -32,43 +32,56 @@ enum class HeadNorm {
   projection,  // all heads together
 };
 
-struct BlockSpec {
-  Dtype dtype = Dtype::f32;
-  std::size_t d_model = 0;
+// The mixer that attends to keys and values.
+struct AttentionSpec {
   std::size_t heads = 0;
   std::size_t kv_heads = 0;  // divides heads: grouped queries
   std::size_t head_dim = 0;
-  NormPlace norms = NormPlace::input;
-  bool parallel = false;
-  bool shared_norm = false;  // of a parallel block: the FFN reads what the attention reads
   HeadNorm head_norm = HeadNorm::none;
-  float query_scale = 1.0F;        // of a query, before its products with the keys
-  float attention_softcap = 0.0F;  // scores are cap * tanh(score / cap); 0: as they are
-  float residual_scale = 1.0F;     // of what is added to h
-  bool rounded_inputs = false;  // of a block's products: to 8 bits (round_to_8_bits); NormPlace::input alone
+  float query_scale = 1.0F;  // of a query, before its products with the keys
+  int rotary = -1;           // of the model's rotary embeddings; -1: none
+  std::size_t window = 0;    // positions that a query sees, its own included; 0: all before it
+  float softcap = 0.0F;      // scores are cap * tanh(score / cap); 0: as they are
   Alibi alibi;
+
+  std::size_t query_dim() const { return heads * head_dim; }
+  std::size_t kv_dim() const { return kv_heads * head_dim; }
 };
 
-// Its parts must live as long as the block.
+struct LayerSpec {
+  AttentionSpec attention;  // its mixer
+  NormPlace norms = NormPlace::input;
+  bool parallel = false;
+  bool shared_norm = false;           // of a parallel layer: the FFN reads what the attention reads
+  std::size_t neurons = 0;            // of the FFN
+  float activation_threshold = 0.0F;  // of fatrelu
+  float activation_cut = 0.0F;        // of any activation
+};
+
+// What all layers have in common.
+struct BlockSpec {
+  Dtype dtype = Dtype::f32;
+  std::size_t d_model = 0;
+  float residual_scale = 1.0F;  // of what is added to h
+  bool rounded_inputs = false;  // of a layer's products: to 8 bits (round_to_8_bits); NormPlace::input alone
+};
+
+// Its parts must live as long as the layer.
 struct BlockWeights {
+  LayerSpec spec;
   Norm attention_norm, ffn_norm;                // those that NormPlace wants
   Norm attention_output_norm, ffn_output_norm;  // the same
   Norm query_norm, key_norm;                    // of one head, or of the projection
   Norm mixed_norm;         // of all heads' outputs, before `out`; of width 0: there is none
   NeuronNorm neuron_norm;  // before the down columns
   RowMatrix query, key, value, out;
-  const float* sinks = nullptr;       // [heads] or nullptr: see AttentionShape
-  const float* up_bias = nullptr;     // [neurons] or nullptr
-  const float* gate_bias = nullptr;   // [neurons] or nullptr
-  const float* down_bias = nullptr;   // [d_model] or nullptr
-  const std::byte* gate = nullptr;    // [neurons, d_model] in the rows' codec, where rows hold no gate
-  ScalePlane plane;                   // of down columns whose scales lie apart
-  std::size_t neurons = 0;            // of the FFN
-  FfnLayer* ffn = nullptr;            // nullptr: this layer has no neuron cache and runs dense
-  float activation_threshold = 0.0F;  // of fatrelu
-  float activation_cut = 0.0F;        // of any activation
-  int rotary = -1;                    // of the model's rotary embeddings; -1: none
-  std::size_t attention_window = 0;   // positions that a query sees, its own included; 0: all before it
+  const float* sinks = nullptr;      // [heads] or nullptr: see AttentionShape
+  const float* up_bias = nullptr;    // [neurons] or nullptr
+  const float* gate_bias = nullptr;  // [neurons] or nullptr
+  const float* down_bias = nullptr;  // [d_model] or nullptr
+  const std::byte* gate = nullptr;   // [neurons, d_model] in the rows' codec, where rows hold no gate
+  ScalePlane plane;                  // of down columns whose scales lie apart
+  FfnLayer* ffn = nullptr;           // nullptr: this layer has no neuron cache and runs dense
 };
 
 }  // namespace flashllm

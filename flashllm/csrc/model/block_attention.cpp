@@ -18,8 +18,8 @@ void BlockAttention::set_positions(const Part& part) {
 }
 
 void BlockAttention::attend(const BlockWeights& weights, const Part& part, float* out) {
-  const std::size_t count = part.count, attended = spec_.heads * spec_.head_dim,
-                    cached = spec_.kv_heads * spec_.head_dim;
+  const AttentionSpec& spec = weights.spec.attention;
+  const std::size_t count = part.count, attended = spec.query_dim(), cached = spec.kv_dim();
   query_.resize(count * attended);
   keys_.resize(count * cached);
   values_.resize(count * cached);
@@ -39,31 +39,30 @@ void BlockAttention::attend(const BlockWeights& weights, const Part& part, float
 
 // query_ and keys_: their norms, their rotation, the scale of the queries.
 void BlockAttention::prepare_heads(const BlockWeights& weights, const Part& part) {
-  const std::size_t count = part.count, attended = spec_.heads * spec_.head_dim,
-                    cached = spec_.kv_heads * spec_.head_dim;
-  if (spec_.head_norm != HeadNorm::none) {
-    const bool together = spec_.head_norm == HeadNorm::projection, own = spec_.head_norm == HeadNorm::heads;
+  const AttentionSpec& spec = weights.spec.attention;
+  const std::size_t count = part.count, attended = spec.query_dim(), cached = spec.kv_dim();
+  if (spec.head_norm != HeadNorm::none) {
+    const bool together = spec.head_norm == HeadNorm::projection, own = spec.head_norm == HeadNorm::heads;
     arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
       for (std::size_t t = begin; t < end; ++t) {
-        normalize_heads(weights.query_norm, together ? 1 : spec_.heads, own, query_.data() + t * attended);
-        normalize_heads(weights.key_norm, together ? 1 : spec_.kv_heads, own, keys_.data() + t * cached);
+        normalize_heads(weights.query_norm, together ? 1 : spec.heads, own, query_.data() + t * attended);
+        normalize_heads(weights.key_norm, together ? 1 : spec.kv_heads, own, keys_.data() + t * cached);
       }
     });
     arithmetic_.round(query_.data(), count * attended);
     arithmetic_.round(keys_.data(), count * cached);
   }
-  const RotaryTable* rotary =
-      weights.rotary >= 0 ? &rotary_[static_cast<std::size_t>(weights.rotary)] : nullptr;
-  if (rotary == nullptr && spec_.query_scale == 1.0F) return;
+  const RotaryTable* rotary = spec.rotary >= 0 ? &rotary_[static_cast<std::size_t>(spec.rotary)] : nullptr;
+  if (rotary == nullptr && spec.query_scale == 1.0F) return;
   arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
     for (std::size_t t = begin; t < end; ++t) {
       float* query = query_.data() + t * attended;
       if (rotary != nullptr) {
-        rotary->apply(part.first + t, query, spec_.heads, spec_.head_dim);
-        rotary->apply(part.first + t, keys_.data() + t * cached, spec_.kv_heads, spec_.head_dim);
+        rotary->apply(part.first + t, query, spec.heads, spec.head_dim);
+        rotary->apply(part.first + t, keys_.data() + t * cached, spec.kv_heads, spec.head_dim);
       }
-      if (spec_.query_scale != 1.0F)
-        for (std::size_t i = 0; i < attended; ++i) query[i] *= spec_.query_scale;
+      if (spec.query_scale != 1.0F)
+        for (std::size_t i = 0; i < attended; ++i) query[i] *= spec.query_scale;
     }
   });
   if (rotary != nullptr) arithmetic_.round(keys_.data(), count * cached);
@@ -71,15 +70,16 @@ void BlockAttention::prepare_heads(const BlockWeights& weights, const Part& part
 }
 
 AttentionShape BlockAttention::shape(const BlockWeights& weights) const {
+  const AttentionSpec& spec = weights.spec.attention;
   AttentionShape shape;
-  shape.heads = spec_.heads;
-  shape.kv_heads = spec_.kv_heads;
-  shape.head_dim = spec_.head_dim;
+  shape.heads = spec.heads;
+  shape.kv_heads = spec.kv_heads;
+  shape.head_dim = spec.head_dim;
   shape.dtype = spec_.dtype;
-  shape.softcap = spec_.attention_softcap;
-  shape.window = weights.attention_window;
+  shape.softcap = spec.softcap;
+  shape.window = spec.window;
   shape.sinks = weights.sinks;
-  shape.alibi = spec_.alibi;
+  shape.alibi = spec.alibi;
   return shape;
 }
 

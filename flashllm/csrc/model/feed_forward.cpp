@@ -156,7 +156,7 @@ void FeedForward::each_block(std::size_t layer, int then, const Body& body) {
   RowBlock block;
   while (stream_.next(block)) {
     charge_stream();
-    body(block, std::min(block.count, blocks_[layer].neurons - block.first_row));
+    body(block, std::min(block.count, blocks_[layer].spec.neurons - block.first_row));
     watch_.charge(counters_.compute_ns);
   }
 }
@@ -299,7 +299,7 @@ void FeedForward::give(FfnStretch& stretch, const FfnTurn& turn) {
 void FeedForward::add_neurons(FfnStretch& stretch, std::size_t layer, const Part& last, const RowBlock& block,
                               const std::function<void()>& look) {
   const BlockWeights& weights = blocks_[layer];
-  const std::size_t count = std::min(block.count, weights.neurons - block.first_row);
+  const std::size_t count = std::min(block.count, weights.spec.neurons - block.first_row);
   const bool waits = static_cast<bool>(weights.neuron_norm);
   if (last.fills && weights.ffn != nullptr && !stretch.is_applied) fill_from(*weights.ffn, block, count);
   for (std::size_t part = 0; part < stretch.dense.parts(); ++part) {
@@ -382,7 +382,7 @@ const ScalePlane* FeedForward::plane(const BlockWeights& weights) const {
 }
 
 Activation FeedForward::activation(const BlockWeights& weights) const {
-  return {activation_.kind, weights.activation_threshold, weights.activation_cut};
+  return {activation_.kind, weights.spec.activation_threshold, weights.spec.activation_cut};
 }
 
 // The rows that a dense pass wants after this layer's; none where the next pass is not known.

@@ -21,7 +21,7 @@ unsigned exponent_is_full(float value) {  // of infinities, and of what is no nu
 }  // namespace
 
 void Layer::run(std::size_t layer, const BlockWeights& weights, const Part& part, float* states) {
-  if (spec_.parallel) attended_.resize(part.count * spec_.d_model);
+  if (weights.spec.parallel) attended_.resize(part.count * spec_.d_model);
   const float* input = attend(layer, weights, part, states, attended_.data());
   ffn_.run({layer, part, input, states, projected_.data()});
   add_ffn(layer, weights, part, states, attended_.data());
@@ -30,7 +30,7 @@ void Layer::run(std::size_t layer, const BlockWeights& weights, const Part& part
 const float* Layer::attend(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
                            float* attended) {
   const std::size_t count = part.count, n = count * spec_.d_model;
-  const bool before = norms_input(spec_.norms), behind = norms_output(spec_.norms);
+  const bool before = norms_input(weights.spec.norms), behind = norms_output(weights.spec.norms);
   normed_.resize(n);
   projected_.resize(std::max(projected_.size(), n));  // parts of a stretch differ in length
   if (before) arithmetic_.normalize(weights.attention_norm, count, states, normed_.data());
@@ -39,13 +39,15 @@ const float* Layer::attend(std::size_t layer, const BlockWeights& weights, const
   attention_.attend(weights, part, projected_.data());
   if (behind)
     arithmetic_.normalize(weights.attention_output_norm, count, projected_.data(), projected_.data());
-  if (spec_.parallel) {
+  if (weights.spec.parallel) {
     std::copy_n(projected_.data(), n, attended);
   } else {
     add_projected(count, states);
-    if (spec_.norms == NormPlace::sum) arithmetic_.normalize(weights.attention_norm, count, states, states);
+    if (weights.spec.norms == NormPlace::sum)
+      arithmetic_.normalize(weights.attention_norm, count, states, states);
   }
-  if (before && !spec_.shared_norm) arithmetic_.normalize(weights.ffn_norm, count, states, normed_.data());
+  if (before && !weights.spec.shared_norm)
+    arithmetic_.normalize(weights.ffn_norm, count, states, normed_.data());
   if (spec_.rounded_inputs) arithmetic_.round_inputs(count, spec_.d_model, normed_.data());
   const float* input = before ? normed_.data() : states;
   check_finite(layer, input, count);  // a predictor names no neurons for it, and nothing would show
@@ -55,16 +57,16 @@ const float* Layer::attend(std::size_t layer, const BlockWeights& weights, const
 void Layer::add_ffn(std::size_t layer, const BlockWeights& weights, const Part& part, float* states,
                     const float* attended) {
   const std::size_t count = part.count, n = count * spec_.d_model;
-  if (norms_output(spec_.norms)) {
+  if (norms_output(weights.spec.norms)) {
     arithmetic_.round(projected_.data(), n);
     arithmetic_.normalize(weights.ffn_output_norm, count, projected_.data(), projected_.data());
   }
-  if (spec_.parallel) {
+  if (weights.spec.parallel) {
     arithmetic_.round(projected_.data(), n);
     for (std::size_t i = 0; i < n; ++i) projected_[i] += attended[i];
   }
   add_projected(count, states);
-  if (spec_.norms == NormPlace::sum) arithmetic_.normalize(weights.ffn_norm, count, states, states);
+  if (weights.spec.norms == NormPlace::sum) arithmetic_.normalize(weights.ffn_norm, count, states, states);
   check_finite(layer, states, count);
 }
 

@@ -46,6 +46,12 @@ void Model::step(const std::vector<Token>& tokens, Pass pass, const std::vector<
 void Model::run_block(std::size_t layer, std::size_t kv_layer, const std::vector<Token>& tokens,
                       float* states, Tap* tap) {
   require(layer < num_layers(), "a layer beyond those there are");
+  const AttentionSpec& attention = weights_.blocks[layer].spec.attention;
+  for (const Token& token : tokens) {
+    const LayerKv& kept = token.sequence->shape().layer(kv_layer);
+    require(kept.kv_heads == attention.kv_heads && kept.head_dim == attention.head_dim,
+            "a sequence must have room for this layer's keys and values");
+  }
   watch_.restart();
   const Part part{tokens.data(), tokens.size(), Pass::prompt, false, true, true, tap, kv_layer, 0};
   layer_.set_positions(part);
@@ -167,7 +173,6 @@ void RunningPass::start_stretch() {
     first.sequence->reserve(last.position + 1, first.position);
   });
   hidden_.resize(whole.count * model_.spec_.block.d_model);
-  if (ffn_ && model_.spec_.block.parallel) attended_.resize(hidden_.size());
   for (const Part& part : stretch_) model_.ends_.embed(part.tokens, part.count, of_part(hidden_, part));
   model_.layer_.set_positions(whole);
   layer_ = 0;
@@ -193,9 +198,10 @@ void RunningPass::run_layer() {
 void RunningPass::attend_part() {
   Part& part = stretch_[part_];
   part.kv_layer = layer_;
+  const BlockWeights& weights = model_.weights_.blocks[layer_];
+  if (weights.spec.parallel) attended_.resize(hidden_.size());
   float* states = of_part(hidden_, part);
-  const float* x =
-      model_.layer_.attend(layer_, model_.weights_.blocks[layer_], part, states, of_part(attended_, part));
+  const float* x = model_.layer_.attend(layer_, weights, part, states, of_part(attended_, part));
   model_.ffn_.take(*ffn_, {layer_, part, x, states, nullptr});
   model_.look();
   if (++part_ != stretch_.size()) return;

@@ -59,6 +59,7 @@ class StateShape {
 
   const std::vector<Kind>& kinds() const { return kinds_; }
   const std::vector<Place>& layers() const { return layers_; }
+  const LayerKv& layer(std::size_t number) const { return kinds_.at(layers_.at(number).kind).layer; }
   std::size_t context() const { return context_; }
   Dtype dtype() const { return dtype_; }
   bool is_packed() const { return kinds_[0].format.is_packed(); }

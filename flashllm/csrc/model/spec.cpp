@@ -15,16 +15,21 @@ bool fits(const RowMatrix& weights, const BlockSpec& spec, std::size_t rows, std
 
 void check_block(const ModelSpec& model, const BlockWeights& weights) {
   const BlockSpec& spec = model.block;
-  const std::size_t attended = spec.heads * spec.head_dim, cached = spec.kv_heads * spec.head_dim;
+  const LayerSpec& layer = weights.spec;
+  const AttentionSpec& attention = layer.attention;
+  require(attention.head_dim != 0 && attention.kv_heads != 0 && attention.heads != 0 &&
+              attention.heads % attention.kv_heads == 0,
+          "a layer's sizes must not be zero, and its heads a multiple of kv_heads");
+  const std::size_t attended = attention.query_dim(), cached = attention.kv_dim();
   const auto wide = [&](const Norm& norm, bool wanted) { return !wanted || norm.width == spec.d_model; };
-  const bool input = spec.norms != NormPlace::output, output = norms_output(spec.norms);
-  require(wide(weights.attention_norm, input) && wide(weights.ffn_norm, input && !spec.shared_norm) &&
+  const bool input = layer.norms != NormPlace::output, output = norms_output(layer.norms);
+  require(wide(weights.attention_norm, input) && wide(weights.ffn_norm, input && !layer.shared_norm) &&
               wide(weights.attention_output_norm, output) && wide(weights.ffn_output_norm, output),
           "a block's norms do not fit the model");
-  const bool together = spec.head_norm == HeadNorm::projection;
-  require(spec.head_norm == HeadNorm::none ||
-              (weights.query_norm.width == (together ? attended : spec.head_dim) &&
-               weights.key_norm.width == (together ? cached : spec.head_dim)),
+  const bool together = attention.head_norm == HeadNorm::projection;
+  require(attention.head_norm == HeadNorm::none ||
+              (weights.query_norm.width == (together ? attended : attention.head_dim) &&
+               weights.key_norm.width == (together ? cached : attention.head_dim)),
           "a block's norms of queries and keys do not fit the model");
   require(
       fits(weights.query, spec, attended, spec.d_model) && fits(weights.key, spec, cached, spec.d_model) &&
@@ -32,22 +37,23 @@ void check_block(const ModelSpec& model, const BlockWeights& weights) {
       "a block's projections do not fit the model");
   require(weights.ffn == nullptr || weights.ffn->width() == spec.d_model,
           "a block's FFN does not fit the model");
-  require(!spec.rounded_inputs || (spec.norms == NormPlace::input && !spec.parallel),
+  require(!spec.rounded_inputs || (layer.norms == NormPlace::input && !layer.parallel),
           "inputs are rounded where a block's norms are, before attention and FFN");
   require(weights.mixed_norm.width == 0 || weights.mixed_norm.width == attended,
           "the norm before a block's output projection does not fit the model");
-  require(weights.rotary < static_cast<int>(model.rotary.size()),
-          "a block wants a rotary embedding beyond those there are");
-  require(weights.neurons != 0, "a block's FFN must have neurons");
-  require(!weights.neuron_norm || weights.neuron_norm.neurons == weights.neurons,
+  require(attention.rotary < 0 ||
+              (attention.rotary < static_cast<int>(model.rotary.size()) &&
+               model.rotary[static_cast<std::size_t>(attention.rotary)].dims <= attention.head_dim),
+          "a block's rotary embedding is beyond those there are, or wider than its heads");
+  require(layer.neurons != 0, "a block's FFN must have neurons");
+  require(!weights.neuron_norm || weights.neuron_norm.neurons == layer.neurons,
           "the norm before a block's down columns does not fit the model");
 }
 
 void check_fits(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows) {
   const BlockSpec& block = spec.block;
-  require(block.d_model != 0 && block.head_dim != 0 && spec.vocab != 0 && spec.block_tokens != 0,
+  require(block.d_model != 0 && spec.vocab != 0 && spec.block_tokens != 0,
           "a model's sizes must not be zero");
-  require(block.kv_heads != 0 && block.heads % block.kv_heads == 0, "heads must be a multiple of kv_heads");
   require(fits(weights.embedding, block, spec.vocab, spec.embed_dim) &&
               fits(weights.head, block, spec.vocab, spec.embed_dim),
           "the embedding or the head does not fit the model");

@@ -66,8 +66,8 @@ void LentFfn::compute(const LentNeurons& of, const float* x, std::size_t count, 
 // up_ = activation(up_), or activation(gate_) * up_, where the activation is rounded before the product.
 void LentFfn::activate(std::size_t n, bool gated) {
   Activation activation = activation_;
-  activation.threshold = weights_->block.activation_threshold;
-  activation.cut = weights_->block.activation_cut;
+  activation.threshold = weights_->block.spec.activation_threshold;
+  activation.cut = weights_->block.spec.activation_cut;
   float *up = up_.data(), *driver = gated ? gate_.data() : up;
   arithmetic_.pool().parallel_for(n, kValueGrain, [&](std::size_t begin, std::size_t end) {
     flashllm::activate(activation, 0.0F, driver + begin, end - begin);

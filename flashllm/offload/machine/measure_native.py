@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.arch.spec import BlockSpec, LayerSpec, Rotary
+from flashllm.arch.spec import Attention, BlockSpec, LayerSpec, Rotary
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.base.dtypes import cast as cast_dtype
 from flashllm.offload.planner.packing import WeightPacking
@@ -257,22 +257,18 @@ def _rate(work: Callable[[], object], seconds: float) -> float:
 
 
 def _tiny_block(width: int = _TINY) -> BlockSpec:
+    rotary = Rotary(inverse_frequency=(1.0,) * (width // 2))
+    mixer = Attention(heads=1, kv_heads=1, head_dim=width, query_scale=0.5, rotary=rotary)
     return BlockSpec(
         d_model=width,
         embed_dim=width,
         vocab_size=1,
         context=KV_BLOCK,
-        heads=1,
-        kv_heads=1,
-        head_dim=width,
-        query_scale=0.5,
         norm="rms",
         norm_epsilon=1e-6,
         final_norm=True,
-        positions="rotary",
-        rotary=(Rotary(inverse_frequency=(1.0,) * (width // 2)),),
         activation="silu",
         gated=True,
         tied_head=True,
-        layers=(LayerSpec(neurons=width),),
+        layers=(LayerSpec(mixer=mixer, neurons=width),),
     )

@@ -69,14 +69,13 @@ class HostTier:
 
     def open_cache(
         self,
-        attention: _core.BatchAttention,
+        attention: Sequence[_core.BatchAttention],
         sizes: Sizes,
         policy: Policy,
         *,
-        layers: int,
         disk: DiskFile | None,
     ) -> KvCache:
-        return KvCache(attention, arrange(sizes, policy), layers=layers, disk=disk, share=policy.attention_sparsity)
+        return KvCache(attention, arrange(sizes, policy), disk=disk, share=policy.attention_sparsity)
 
     def weights_need(self, plan: WeightPlan) -> tuple[Need, Need]:
         """While a run lasts, and besides while the weights are brought to their tiers."""
@@ -88,13 +87,13 @@ class HostTier:
         )
         return kept, Need(cpu=plan.start_nbytes)
 
-    def block_need(self, attention: _core.BatchAttention, sizes: Sizes, policy: Policy, *, layers: int) -> Need:
+    def block_need(self, attention: Sequence[_core.BatchAttention], sizes: Sizes, policy: Policy) -> Need:
         """Needs of a block of sequences: cache, hidden states, working memory."""
         whole, mine = arrange(sizes, policy), arrange(sizes, policy, tiers_of="g")
-        cache, own = (KvCache.nbytes(attention, each, layers=layers) for each in (whole, mine))
+        cache, own = (KvCache.nbytes(attention, each) for each in (whole, mine))
         states = states_need(whole, self._shape)
         rows, sequences = largest_batch(whole)
-        on_disk = KvCache.disk_nbytes(attention, whole, layers=layers)
+        on_disk = KvCache.disk_nbytes(attention, whole)
         return states + Need(
             device=own + working(self._shape, rows, sequences),
             cpu=max(0, cache - own),

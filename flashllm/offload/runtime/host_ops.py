@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashllm import _core
-from flashllm.arch.spec import BlockSpec
+from flashllm.arch.spec import Attention, BlockSpec
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.offload.runtime.ops import ROWS_TOGETHER, Attend, Positions, Projected, Tensors
 
@@ -102,7 +102,7 @@ class HostOps:
 
 
 def batch_attention(
-    block: BlockSpec,
+    mixer: Attention,
     dtype: str,
     pool: _core.ThreadPool,
     *,
@@ -110,15 +110,15 @@ def batch_attention(
     bits: int = 4,
     simd: str = "auto",
 ) -> _core.BatchAttention:
-    """Attention of a model's layers over a cache of that layout."""
+    """Attention of a layer over a cache of that layout."""
     return _core.BatchAttention(
-        heads=block.heads,
-        kv_heads=block.kv_heads,
-        head_dim=block.head_dim,
+        heads=mixer.heads,
+        kv_heads=mixer.kv_heads,
+        head_dim=mixer.head_dim,
         dtype=dtype,
         scale=1.0,  # queries are scaled already
-        softcap=block.attention_softcap or 0.0,
-        alibi=block.alibi,
+        softcap=mixer.softcap or 0.0,
+        alibi=mixer.alibi,
         layout=layout,
         bits=bits,
         pool=pool,

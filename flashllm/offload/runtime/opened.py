@@ -42,9 +42,17 @@ class OpenModel(Closing):
             dtype = self.source.dtype.name
             layout: Literal["plain"] | CacheLayout = options.cache_layout if policy.compress_cache else "plain"
             self.tier = self._open_tier(dtype, layout)
-            self.attention = batch_attention(
-                self.block, dtype, self.pool, layout=layout, bits=options.cache_bits, simd=options.simd
-            )
+            self.attention = [
+                batch_attention(
+                    self.block.layers[self.source.stage.first + layer].mixer,
+                    dtype,
+                    self.pool,
+                    layout=layout,
+                    bits=options.cache_bits,
+                    simd=options.simd,
+                )
+                for layer in range(self.source.num_layers)
+            ]
             bits = options.weight_bits if policy.compress_weights else None
             self.plan = plan_weights(self.source, policy, bits=bits)
             self.weights, self._starting = self.tier.weights_need(self.plan)
@@ -52,8 +60,7 @@ class OpenModel(Closing):
 
     def need(self, sizes: Sizes) -> Need:
         """Bytes that a block of sequences takes of each tier, the weights included."""
-        layers = self.source.num_layers
-        return self.weights + self.tier.block_need(self.attention, sizes, self.policy, layers=layers)
+        return self.weights + self.tier.block_need(self.attention, sizes, self.policy)
 
     def shortage(self, sizes: Sizes | None) -> tuple[int, int]:
         """Bytes by which memory, and an accelerator's own, are too small for a block, or for bringing the weights.

@@ -190,10 +190,9 @@ class _Run:
         self._began = self._prefilled = 0.0
         self._is_ending: Callable[[], bool] = lambda: False
         self._measure = BlockMeasure(prompt_tokens=sum(len(sequence.prompt) for sequence in sequences))
-        layers, tier = runner.num_layers, runner._opened.tier
         runner._opened.check(sizes)
         self._measure.tiers = asdict(runner.need(sizes))
-        kv_disk = KvCache.disk_nbytes(runner._attention, self._arrangement, layers=layers)
+        kv_disk = KvCache.disk_nbytes(runner._attention, self._arrangement)
         itemsize = runner._ops.storage.itemsize
         hidden_disk = Activations.disk_nbytes(self._arrangement, width=block.d_model, itemsize=itemsize)
         self._scratch = Scratch(runner._scratch_folder, kv_disk + hidden_disk)
@@ -202,7 +201,7 @@ class _Run:
             parts.enter_context(self._scratch)
             if kv_disk + hidden_disk:
                 self._disk = DiskFile(self._scratch.create("run", kv_disk + hidden_disk), runner._reader)
-            self._kv = tier.open_cache(runner._attention, sizes, policy, layers=layers, disk=self._disk)
+            self._kv = runner._opened.tier.open_cache(runner._attention, sizes, policy, disk=self._disk)
             self._activations = Activations(
                 self._arrangement, runner._ops, width=block.d_model, disk=self._disk, offset=kv_disk
             )
@@ -338,7 +337,7 @@ class _Run:
 
     def _window(self, step: Step) -> int:
         """Positions that a token sees in the step's layer; 0: all before it."""
-        return self.r.block.layers[self.r.stage.first + step.layer].window or 0
+        return self.r.block.layers[self.r.stage.first + step.layer].mixer.window or 0
 
     def _positions(self, batch: _Batch, token: int) -> NDArray[np.int64]:
         if token == 0:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offload_runs import CPU, DEVICE, DISK, LENGTHS, MIXED, answers, policy, sequences
 
 from flashllm import _core
-from flashllm.arch.spec import BlockSpec, LayerSpec
+from flashllm.arch.spec import Attention, BlockSpec, LayerSpec
 from flashllm.errors import BudgetError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.offload.jobs.sequences import Sequence
@@ -62,7 +62,9 @@ def test_delays_change_no_token(models, tmp_path, seed):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("name", ["llama", "llama widths", "bloom", "bitnet", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama widths", "differing layers", "bloom", "bitnet", "qwen2_moe", "gpt_oss"]
+)
 def test_an_answer_does_not_depend_on_its_batch(tmp_path, dtype, bits, name):
     """Bit for bit: in 16 bit, compressed or not, alone and among others."""
     path = make_checkpoint(tmp_path / "hf", VARIANTS[name], dtype=dtype)
@@ -80,7 +82,7 @@ def test_what_lies_behind_a_window_is_not_read(tmp_path):
     (prompt,), new, window = prompts_of(150), 40, 37
     (tmp_path / "scratch").mkdir()
     with Runner(path, policy(cache=DISK), scratch=tmp_path / "scratch") as runner:
-        block = runner._attention.sealed_nbytes
+        block = runner._attention[0].sealed_nbytes
         (sequence,) = sequences([prompt], new)
         measure = runner.run([sequence])
         layers = runner.num_layers
@@ -96,9 +98,9 @@ def prompts_of(*lengths):
 
 
 _BLOCK = BlockSpec(
-    d_model=64, embed_dim=64, vocab_size=70, context=8, heads=4, kv_heads=4, head_dim=16, query_scale=1.0, norm="rms",
-    norm_epsilon=1e-5, final_norm=False, positions="none", activation="relu", gated=False,
-    tied_head=False, layers=(LayerSpec(rotary=None, neurons=64),),
+    d_model=64, embed_dim=64, vocab_size=70, context=8, norm="rms",
+    norm_epsilon=1e-5, final_norm=False, activation="relu", gated=False, tied_head=False,
+    layers=(LayerSpec(mixer=Attention(heads=4, kv_heads=4, head_dim=16, query_scale=1.0), neurons=64),),
 )  # fmt: skip
 
 

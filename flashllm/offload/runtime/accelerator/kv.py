@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from flashllm.arch.spec import BlockSpec
+from flashllm.arch.spec import Attention
 from flashllm.offload.runtime.accelerator.codec import (
     GROUP,
     codes_nbytes,
@@ -38,14 +38,14 @@ Layout = Literal["plain", "hidden", "kivi"]
 class DeviceFormat:
     """How the device holds keys and values."""
 
-    block: BlockSpec
+    mixer: Attention  # of every layer
     layout: Layout
     bits: int
     itemsize: int  # of the model's dtype
 
     def nbytes(self, sequences: int, positions: int) -> int:
         """Bytes of a layer's cache of `sequences` of at most `positions`."""
-        rows, width = sequences * self.block.kv_heads, self.block.head_dim
+        rows, width = sequences * self.mixer.kv_heads, self.mixer.head_dim
         if self.layout == "plain":
             return 2 * rows * positions * width * self.itemsize
         blocks, groups = positions // KV_BLOCK, -(-width // GROUP)
@@ -59,7 +59,7 @@ class _Plain:
     """Keys or values of a batch in a layer: [sequences, heads, positions, head_dim]."""
 
     def __init__(self, made: DeviceFormat, device: TorchDevice, sequences: int, positions: int) -> None:
-        shape = (sequences, made.block.kv_heads, positions, made.block.head_dim)
+        shape = (sequences, made.mixer.kv_heads, positions, made.mixer.head_dim)
         self._values = torch.zeros(shape, dtype=device.dtype, device=device.device)
 
     def fill(self, row: int, values: Tensor) -> None:
@@ -84,7 +84,7 @@ class _Packed:
     def __init__(
         self, made: DeviceFormat, device: TorchDevice, sequences: int, positions: int, *, by_channel: bool
     ) -> None:
-        heads, self._width = made.block.kv_heads, made.block.head_dim
+        heads, self._width = made.mixer.kv_heads, made.mixer.head_dim
         self._bits, self._by_channel, self._dtype = made.bits, by_channel, device.dtype
         blocks = positions // KV_BLOCK
         first = (sequences, heads, blocks)
@@ -274,10 +274,10 @@ class SplitKv:
 
     def _heads(self, x: Tensor) -> Tensor:
         """[tokens, heads * head_dim] -> [heads, tokens, head_dim]."""
-        return x.view(len(x), -1, self._made.block.head_dim).transpose(0, 1)
+        return x.view(len(x), -1, self._made.mixer.head_dim).transpose(0, 1)
 
     def _attend_prompt(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        group = self._made.block.heads // self._made.block.kv_heads
+        group = self._made.mixer.heads // self._made.mixer.kv_heads
         if group > 1:  # torch's kernels for grouped queries take up memory by the square of the length in fp32
             keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
         attended = functional.scaled_dot_product_attention(
@@ -287,15 +287,15 @@ class SplitKv:
 
     def _attend_step(self, step: _Step, batch: _DeviceBatch, layer: int, made: Projected, out: Tensor) -> None:
         """Keep a key and a value a sequence, and attend for all of them at once."""
-        block, keys, values = self._made.block, batch.keys[layer], batch.values[layer]
-        width, group = block.head_dim, block.heads // block.kv_heads
-        keys.add(step.where, step.places, made.keys.view(-1, block.kv_heads, width))
-        values.add(step.where, step.places, made.values.view(-1, block.kv_heads, width))
+        mixer, keys, values = self._made.mixer, batch.keys[layer], batch.values[layer]
+        width, group = mixer.head_dim, mixer.heads // mixer.kv_heads
+        keys.add(step.where, step.places, made.keys.view(-1, mixer.kv_heads, width))
+        values.add(step.where, step.places, made.values.view(-1, mixer.kv_heads, width))
         longest = max(step.positions) + 1
         every_key, every_value = keys.all(longest), values.all(longest)
         valid = self._valid(step.lengths, longest, every_key.shape[2])
-        queries = torch.zeros((batch.count, block.kv_heads, group, width), dtype=out.dtype, device=out.device)
-        queries[step.where] = made.queries.view(-1, block.kv_heads, group, width)
+        queries = torch.zeros((batch.count, mixer.kv_heads, group, width), dtype=out.dtype, device=out.device)
+        queries[step.where] = made.queries.view(-1, mixer.kv_heads, group, width)
         if self._share < 1.0:
             attended = self._attend_sparsely(queries, every_key, every_value, valid, step)
         else:

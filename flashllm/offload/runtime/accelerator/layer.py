@@ -46,20 +46,20 @@ class TorchLayers(TorchOps):
         def linear(name: str, inputs: Tensor) -> Tensor:
             return self.linear(tensors.matrices[name], inputs, decoding=decoding)
 
-        mixed = self.empty(len(x), block.query_dim)
+        mixed = self.empty(len(x), layer.mixer.query_dim)
         attend(0, self._project(layer, tensors, x, linear, positions), mixed)
 
         def attention(rows: slice) -> Tensor:
-            return self._behind(tensors, "attention_output_norm", linear("out", mixed[rows]))
+            return self._behind(layer, tensors, "attention_output_norm", linear("out", mixed[rows]))
 
         def ffn(rows: slice) -> Tensor:
-            inputs = self._before(tensors, "attention_norm" if block.shared_norm else "ffn_norm", x[rows])
+            inputs = self._before(layer, tensors, "attention_norm" if layer.shared_norm else "ffn_norm", x[rows])
             hidden = linear("up", inputs)
             gate = linear("gate", inputs) if block.gated else None
             self.activate(hidden, gate, layer.activation_threshold)
-            return self._behind(tensors, "ffn_output_norm", linear("down", hidden))
+            return self._behind(layer, tensors, "ffn_output_norm", linear("down", hidden))
 
-        if block.parallel:
+        if layer.parallel:
             for rows in _parts(len(x)):
                 made = ffn(rows)
                 made += attention(rows)
@@ -68,7 +68,7 @@ class TorchLayers(TorchOps):
         for norm, part in (("attention_norm", attention), ("ffn_norm", ffn)):
             for rows in _parts(len(x)):
                 self._add(x[rows], part(rows))
-                if block.norms == "sum":
+                if layer.norms == "sum":
                     x[rows] = self.norm(_norm(tensors, norm), x[rows])
         return x
 
@@ -85,13 +85,13 @@ class TorchLayers(TorchOps):
             scores = np.float32(block.logit_softcap) * np.tanh(scores / np.float32(block.logit_softcap))
         return scores
 
-    def _before(self, tensors: Tensors, norm: str, x: Tensor) -> Tensor:
+    def _before(self, layer: LayerSpec, tensors: Tensors, norm: str, x: Tensor) -> Tensor:
         """The input of attention or FFN, of the states x."""
-        return self.norm(_norm(tensors, norm), x) if self._block.norms in ("input", "both") else x
+        return self.norm(_norm(tensors, norm), x) if layer.norms in ("input", "both") else x
 
-    def _behind(self, tensors: Tensors, norm: str, y: Tensor) -> Tensor:
+    def _behind(self, layer: LayerSpec, tensors: Tensors, norm: str, y: Tensor) -> Tensor:
         """The part of attention's or FFN's output y that is added to the states."""
-        return self.norm(_norm(tensors, norm), y) if self._block.norms in ("output", "both") else y
+        return self.norm(_norm(tensors, norm), y) if layer.norms in ("output", "both") else y
 
     def _add(self, x: Tensor, y: Tensor) -> None:
         """x += y, which may be changed."""
@@ -102,20 +102,20 @@ class TorchLayers(TorchOps):
     def _project(
         self, layer: LayerSpec, tensors: Tensors, x: Tensor, linear: Linear, positions: Positions
     ) -> Projected:
-        block = self._block
-        made = Projected(*(self.empty(len(x), width) for width in (block.query_dim, block.kv_dim, block.kv_dim)))
+        mixer = layer.mixer
+        made = Projected(*(self.empty(len(x), width) for width in (mixer.query_dim, mixer.kv_dim, mixer.kv_dim)))
         for rows in _parts(len(x)):
-            inputs = self._before(tensors, "attention_norm", x[rows])
+            inputs = self._before(layer, tensors, "attention_norm", x[rows])
             for name, out in zip(("query", "key", "value"), made, strict=True):
                 out[rows] = linear(name, inputs)
-        if block.query_key_norm != "none":
-            self.norm_heads(_norm(tensors, "query_norm"), made.queries, block.heads)
-            self.norm_heads(_norm(tensors, "key_norm"), made.keys, block.kv_heads)
-        if layer.rotary is not None:
-            self.rotate(made.queries, block.heads, positions, layer.rotary, block.query_scale)
-            self.rotate(made.keys, block.kv_heads, positions, layer.rotary)
-        elif block.query_scale != 1.0:
-            made.queries.mul_(block.query_scale)
+        if mixer.query_key_norm != "none":
+            self.norm_heads(_norm(tensors, "query_norm"), made.queries, mixer.heads, mixer.query_key_norm)
+            self.norm_heads(_norm(tensors, "key_norm"), made.keys, mixer.kv_heads, mixer.query_key_norm)
+        if mixer.rotary is not None:
+            self.rotate(made.queries, mixer.heads, positions, mixer.rotary, mixer.query_scale)
+            self.rotate(made.keys, mixer.kv_heads, positions, mixer.rotary)
+        elif mixer.query_scale != 1.0:
+            made.queries.mul_(mixer.query_scale)
         return made
 
 

@@ -1,5 +1,7 @@
 """The device tier on an accelerator, by torch, where `HostTier` is not. What is off the device is in memory."""
 
+from collections.abc import Sequence
+
 from flashllm import _core
 from flashllm.arch.spec import BlockSpec
 from flashllm.errors import UsageError
@@ -39,10 +41,8 @@ class AcceleratorTier:
         """`limit` is of its memory; `layout` and `bits` are the cache's. UsageError and BudgetError as `TorchDevice`,
         UnsupportedModelError as `TorchOps`."""
         self._device = TorchDevice(name, dtype, limit=limit)
-        self._shape, self._format = (
-            shape,
-            DeviceFormat(block=block, layout=layout, bits=bits, itemsize=shape.dtype_bytes),
-        )
+        self._shape, mixer = shape, block.layers[0].mixer
+        self._format = DeviceFormat(mixer=mixer, layout=layout, bits=bits, itemsize=shape.dtype_bytes)
         self.ops: Ops = TorchLayers(block, self._device)
 
     @property
@@ -59,11 +59,11 @@ class AcceleratorTier:
         return DeviceWeights(source, plan, device=self._device, pool=pool, scratch=scratch, reader=reader)
 
     def open_cache(
-        self, attention: _core.BatchAttention, sizes: Sizes, policy: Policy, *, layers: int, disk: DiskFile | None
+        self, attention: Sequence[_core.BatchAttention], sizes: Sizes, policy: Policy, *, disk: DiskFile | None
     ) -> SplitKv:
         share = policy.attention_sparsity
-        beside = KvCache(attention, arrange(sizes, policy, tiers_of="cd"), layers=layers, disk=disk, share=share)
-        return SplitKv(self._format, self._device, arrange(sizes, policy), beside, layers=layers, share=share)
+        beside = KvCache(attention, arrange(sizes, policy, tiers_of="cd"), disk=disk, share=share)
+        return SplitKv(self._format, self._device, arrange(sizes, policy), beside, layers=len(attention), share=share)
 
     def weights_need(self, plan: WeightPlan) -> tuple[Need, Need]:
         kept = Need(
@@ -74,7 +74,7 @@ class AcceleratorTier:
         )
         return kept, Need(cpu=plan.start_nbytes + plan.arriving_nbytes)
 
-    def block_need(self, attention: _core.BatchAttention, sizes: Sizes, policy: Policy, *, layers: int) -> Need:
+    def block_need(self, attention: Sequence[_core.BatchAttention], sizes: Sizes, policy: Policy) -> Need:
         whole, beside = arrange(sizes, policy), arrange(sizes, policy, tiers_of="cd")
         rows, sequences = largest_batch(whole)
         others = max(sum(place.prompt for place in batch) for batch in beside.batches)
@@ -83,12 +83,12 @@ class AcceleratorTier:
         sparse = policy.attention_sparsity < 1
         on_device = working_nbytes(self._shape, rows, sequences, positions, packs=packs, sparse=sparse)
         # On their way out: keys and values of a prompt, and its states.
-        on_disk = KvCache.disk_nbytes(attention, beside, layers=layers)
+        on_disk = KvCache.disk_nbytes(attention, beside)
         wide = self._shape.kv_token_bytes // self._shape.dtype_bytes * 4  # as the core takes them
         passing = others * (self._shape.kv_token_bytes + wide) + rows * self._shape.activation_token_bytes
         return states_need(whole, self._shape) + Need(
-            device=SplitKv.nbytes(self._format, whole, layers=layers) + on_device,
-            cpu=KvCache.nbytes(attention, beside, layers=layers) + passing + sequences * self._shape.vocab * 4,
+            device=SplitKv.nbytes(self._format, whole, layers=len(attention)) + on_device,
+            cpu=KvCache.nbytes(attention, beside) + passing + sequences * self._shape.vocab * 4,
             disk=on_disk,
             scratch=on_disk,
         )

@@ -7,14 +7,14 @@ the CPU promise that they do not; these promise agreement within the dtype's tol
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from flashllm.arch.spec import BlockSpec
+from flashllm.arch.spec import BlockSpec, Rotary
 from flashllm.base.dtypes import WEIGHT_DTYPES
 from flashllm.errors import UnsupportedModelError
 from flashllm.offload.runtime.accelerator.codec import PackedMatrix
@@ -28,10 +28,10 @@ _HEAD_ROWS = 8192  # outputs of the head computed together, where torch has no f
 # Traits of a block that are computed here or in layer.py; a block with another one that is not at its default is
 # refused.
 _KNOWN = (
-    *("d_model", "embed_dim", "vocab_size", "context", "heads", "kv_heads", "head_dim", "query_scale", "tied_head"),
-    *("norm", "norm_epsilon", "norm_shift", "norms", "query_key_norm", "parallel", "shared_norm", "final_norm"),
-    *("positions", "position_offset", "rotary", "rotary_style", "layers", "activation", "gated"),
+    *("d_model", "embed_dim", "vocab_size", "context", "tied_head", "norm", "norm_epsilon", "norm_shift", "final_norm"),
+    *("learned_positions", "position_offset", "layers", "activation", "gated"),
     *("embedding_scale", "residual_scale", "logit_scale", "logit_softcap"),
+    *("heads", "kv_heads", "head_dim", "query_scale", "query_key_norm", "rotary", "window"),  # of attention
 )
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
@@ -62,9 +62,11 @@ class TorchOps:
             )
         self.storage = WEIGHT_DTYPES[device.dtype_name].storage
         self._block, self._device = block, device
-        self._frequencies = [
-            torch.tensor(rotary.inverse_frequency, dtype=torch.float32, device=device.device) for rotary in block.rotary
-        ]
+        self._frequencies = {
+            rotary: torch.tensor(rotary.inverse_frequency, dtype=torch.float32, device=device.device)
+            for rotary in {layer.mixer.rotary for layer in block.layers}
+            if rotary is not None
+        }
         self._wide_products = _has_wide_products(device)
 
     def task(self) -> AbstractContextManager[None]:
@@ -113,12 +115,12 @@ class TorchOps:
             wide += norm.bias
         return wide.to(x.dtype)
 
-    def norm_heads(self, norm: Norm, x: Tensor, heads: int) -> None:
-        if self._block.query_key_norm == "projection":
+    def norm_heads(self, norm: Norm, x: Tensor, heads: int, kind: str) -> None:
+        if kind == "projection":
             x.copy_(self.norm(norm, x))
             return
         turned = x.view(len(x), heads, -1)
-        if self._block.query_key_norm == "heads":
+        if kind == "heads":
             norm = Norm(*(None if part is None else part.view(heads, -1) for part in (norm.weight, norm.bias)))
         turned.copy_(self._norm_of_heads(norm, turned))
 
@@ -128,19 +130,18 @@ class TorchOps:
         made = made if norm.weight is None else made * norm.weight
         return made if norm.bias is None else made + norm.bias
 
-    def rotate(self, x: Tensor, heads: int, positions: NDArray[np.int64], rotary: int, factor: float = 1.0) -> None:
+    def rotate(self, x: Tensor, heads: int, positions: NDArray[np.int64], rotary: Rotary, factor: float = 1.0) -> None:
         for first in range(0, len(x), ROWS_TOGETHER):
             part = slice(first, first + ROWS_TOGETHER)
             self._rotate(x[part], heads, positions[part], rotary, factor)
 
-    def _rotate(self, x: Tensor, heads: int, positions: NDArray[np.int64], rotary: int, factor: float) -> None:
-        block, chosen = self._block, self._block.rotary[rotary]
-        dims = chosen.dims
+    def _rotate(self, x: Tensor, heads: int, positions: NDArray[np.int64], rotary: Rotary, factor: float) -> None:
+        dims = rotary.dims
         angles = self._device.from_host(positions).float()[:, None, None] * self._frequencies[rotary]
-        cosines, sines = angles.cos() * chosen.scaling, angles.sin() * chosen.scaling
+        cosines, sines = angles.cos() * rotary.scaling, angles.sin() * rotary.scaling
         turned = x.view(len(x), heads, -1)
         wide = turned.float()
-        if block.rotary_style == "half":
+        if rotary.style == "half":
             first, second = wide[..., : dims // 2], wide[..., dims // 2 : dims]
         else:
             first, second = wide[..., 0:dims:2], wide[..., 1:dims:2]
@@ -182,10 +183,16 @@ class TorchOps:
 
 def lacking(block: BlockSpec) -> list[str]:
     """The traits of a block that torch's operations lack, by name."""
-    unknown = [each.name for each in fields(block) if each.name not in _KNOWN]
-    defaults: dict[str, Any] = {each.name: each.default for each in fields(block)}
-    unknown = [name for name in unknown if getattr(block, name) != defaults[name]]
-    if any(layer.window is not None for layer in block.layers):
+    mixers = [layer.mixer for layer in block.layers]
+    unknown = [
+        each.name
+        for of in (block, mixers[0])
+        for each in fields(of)
+        if each.name not in _KNOWN and getattr(of, each.name) != each.default
+    ]
+    if len({(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.softcap, mixer.alibi) for mixer in mixers}) > 1:
+        unknown.append("layers that differ in heads")
+    if any(mixer.window is not None for mixer in mixers):
         unknown.append("sliding windows")
     if block.experts is not None:
         unknown.append("mixtures of experts")

@@ -4,6 +4,7 @@
 to be moved, `store` moves: full blocks are sealed (packed where the cache is compressed) and go to their tier.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +25,11 @@ _OPEN, _SEALED, _STAGED = range(3)  # arenas, as tables name them
 
 @dataclass(slots=True)
 class _Step:
-    """Places of a batch's sequences in one decoding step, the same for all layers but for the slots' first."""
+    """Places of a batch's sequences in one decoding step, the same for all layers."""
 
     rows: tuple[int, ...]  # places of the batch that take part
     positions: NDArray[np.int32]
-    table: NDArray[np.int32]  # [blocks, 2]: arena, slot in a layer's share of it
+    table: NDArray[np.int32]  # [blocks, 2]: arena of the layer, slot
     offsets: NDArray[np.int64]
 
 
@@ -37,37 +38,39 @@ class KvCache:
 
     def __init__(
         self,
-        attention: _core.BatchAttention,
+        attention: Sequence[_core.BatchAttention],
         arrangement: Arrangement,
         *,
-        layers: int,
         disk: DiskFile | None,
         share: float = 1.0,
     ) -> None:
-        """`share` of the values is read in decoding: the likeliest positions (top-k sparse attention, section 5).
-
-        `disk` holds `arrangement.disk_slots * layers` sealed blocks; None where there are none.
+        """`attention` is each layer's. `share` of the values is read in decoding: the likeliest positions (top-k sparse
+        attention, section 5). `disk` holds `arrangement.disk_slots` sealed blocks a layer; None where there are none.
         """
         self._attention, self._arrangement, self._disk, self._share = attention, arrangement, disk, share
-        block, sealed = attention.block_nbytes, attention.sealed_nbytes
-        self._open = _arena(layers * arrangement.open_slots, block)
-        self._sealed = _arena(layers * arrangement.sealed_slots, sealed)
-        self._staged = [_arena(arrangement.staged_slots, sealed) for _ in range(BUFFERS)]
-        self._prompt = [_arena(arrangement.prompt_slots, block) for _ in range(BUFFERS)]
-        self._outbox = _arena(arrangement.prompt_slots if arrangement.disk_slots else 0, sealed)  # of `store` alone
+        blocks, sealed = ([one.block_nbytes for one in attention], [one.sealed_nbytes for one in attention])
+        disk_nbytes = [arrangement.disk_slots * each for each in sealed]
+        self._disk_first = [0, *itertools.accumulate(disk_nbytes)]  # byte of each layer's blocks
+        self._open = _arenas(arrangement.open_slots, blocks)
+        self._sealed = _arenas(arrangement.sealed_slots, sealed)
+        # Layers take turns in these.
+        self._staged = [_shared(arrangement.staged_slots, sealed) for _ in range(BUFFERS)]
+        self._prompt = [_shared(arrangement.prompt_slots, blocks) for _ in range(BUFFERS)]
+        self._outbox = _shared(arrangement.prompt_slots if arrangement.disk_slots else 0, sealed)  # of `store` alone
         self._steps: dict[tuple[int, int], _Step] = {}  # (batch, token) -> where the batch is
 
     @staticmethod
-    def nbytes(attention: _core.BatchAttention, arrangement: Arrangement, *, layers: int) -> int:
+    def nbytes(attention: Sequence[_core.BatchAttention], arrangement: Arrangement) -> int:
         """Bytes of memory that a cache of this arrangement takes."""
-        block, sealed = attention.block_nbytes, attention.sealed_nbytes
-        arenas = layers * (arrangement.open_slots * block + arrangement.sealed_slots * sealed)
+        blocks, sealed_ones = ([one.block_nbytes for one in attention], [one.sealed_nbytes for one in attention])
+        arenas = arrangement.open_slots * sum(blocks) + arrangement.sealed_slots * sum(sealed_ones)
+        block, sealed = max(blocks), max(sealed_ones)
         buffers = BUFFERS * (arrangement.staged_slots * sealed + arrangement.prompt_slots * block)
         return arenas + buffers + (arrangement.prompt_slots * sealed if arrangement.disk_slots else 0)
 
     @staticmethod
-    def disk_nbytes(attention: _core.BatchAttention, arrangement: Arrangement, *, layers: int) -> int:
-        return layers * arrangement.disk_slots * attention.sealed_nbytes
+    def disk_nbytes(attention: Sequence[_core.BatchAttention], arrangement: Arrangement) -> int:
+        return arrangement.disk_slots * sum(each.sealed_nbytes for each in attention)
 
     # A prompt ------------------------------------------------------------------------------------------------------
 
@@ -83,13 +86,15 @@ class KvCache:
         self.keep_prompt(task, made.keys, made.values, first)
         for place, rows, positions in self._pieces(task, first, len(out)):
             arena, slot = self._prompt_blocks(task, place)
-            self._attention.prompt(made.queries[rows], arena, slot, int(positions[0]), out[rows], window, sinks)
+            attention = self._attention[task.step.layer]
+            attention.prompt(made.queries[rows], arena, slot, int(positions[0]), out[rows], window, sinks)
 
     def keep_prompt(self, task: Task, keys: Array, values: Array, first: int = 0) -> None:
         """Keep what `prompt` keeps, where something else attends: keys and values [tokens, kv_heads * head_dim]."""
         for place, rows, positions in self._pieces(task, first, len(keys)):
             arena, slot = self._prompt_blocks(task, place)
-            self._attention.write(keys[rows], values[rows], arena, slot + positions // KV_BLOCK, positions)
+            attention = self._attention[task.step.layer]
+            attention.write(keys[rows], values[rows], arena, slot + positions // KV_BLOCK, positions)
 
     def _pieces(self, task: Task, first: int, count: int) -> Iterator[tuple[Place, slice, NDArray[np.int32]]]:
         """The sequences of which a batch's tokens [first, first + count) are: rows of these, and their positions."""
@@ -103,27 +108,27 @@ class KvCache:
     def _prompt_blocks(self, task: Task, place: Place) -> tuple[Bytes, int]:
         """The arena that a prompt's blocks are written to, and the first one's slot."""
         if place.moves:
-            return self._prompt[task.square], place.prompt_slot
-        return self._open, self._open_slot(place, task.step.layer)
+            return self._prompt[task.square][task.step.layer], place.prompt_slot
+        return self._open[task.step.layer], place.open_slot
 
     def store_prompt(self, task: Task) -> None:
         """Move what `prompt` left in the buffer: full blocks to their tier, the rest to the tail."""
         written: list[tuple[int, Array]] = []
-        arena, layer = self._prompt[task.square], task.step.layer
+        layer = task.step.layer
+        attention, arena, outbox = self._attention[layer], self._prompt[task.square][layer], self._outbox[layer]
         for place in self._arrangement.batches[task.step.batch]:
             if not place.moves:
                 continue
             full, tail = place.prompt // KV_BLOCK, place.prompt % KV_BLOCK
             source = np.arange(place.prompt_slot, place.prompt_slot + full, dtype=np.int32)
             if full and place.on_disk:
-                self._attention.seal(arena, source, self._outbox, source)
-                sealed = self._outbox[place.prompt_slot : place.prompt_slot + full]
+                attention.seal(arena, source, outbox, source)
+                sealed = outbox[place.prompt_slot : place.prompt_slot + full]
                 written.append((self._disk_offset(place, layer, 0), sealed))
             elif full:
-                home = source - place.prompt_slot + self._sealed_slot(place, layer)
-                self._attention.seal(arena, source, self._sealed, home)
+                attention.seal(arena, source, self._sealed[layer], source - place.prompt_slot + place.sealed_slot)
             if tail:
-                self._open[self._open_slot(place, layer)] = arena[place.prompt_slot + full]
+                self._open[layer][place.open_slot] = arena[place.prompt_slot + full]
         if written:
             self._on_disk().write(written)
 
@@ -163,7 +168,8 @@ class KvCache:
                 continue
             first, end = max(0, position + 1 - window) // KV_BLOCK if window else 0, position // KV_BLOCK
             if first < end:
-                staged = self._staged[task.square][place.staged_slot + first : place.staged_slot + end]
+                staged = self._staged[task.square][task.step.layer]
+                staged = staged[place.staged_slot + first : place.staged_slot + end]
                 runs.append((self._disk_offset(place, task.step.layer, first), staged))
         if runs:
             self._on_disk().read(runs)
@@ -176,17 +182,15 @@ class KvCache:
         step, places = self._steps[task.step.batch, task.step.token], self._arrangement.batches[task.step.batch]
         few = slice(first, first + len(out))
         positions, rows = step.positions[few], step.rows[few]
-        per_layer = np.array([self._arrangement.open_slots, self._arrangement.sealed_slots, 0], np.int32) * layer
         tails = np.array([places[row].open_slot for row in rows], np.int32)
         moves = np.array([places[row].moves for row in rows])
-        slots = per_layer[_OPEN] + tails + np.where(moves, 0, positions // KV_BLOCK)
-        self._attention.write(made.keys, made.values, self._open, slots.astype(np.int32), positions)
-        table = step.table.copy()
-        table[:, 1] += per_layer[table[:, 0]]
-        self._attention.decode(
+        slots = tails + np.where(moves, 0, positions // KV_BLOCK)
+        attention = self._attention[layer]
+        attention.write(made.keys, made.values, self._open[layer], slots.astype(np.int32), positions)
+        attention.decode(
             made.queries,
-            [self._open, self._sealed, self._staged[task.square]],
-            table,
+            [self._open[layer], self._sealed[layer], self._staged[task.square][layer]],
+            step.table,
             step.offsets[first : few.stop + 1],
             positions.astype(np.int64) + 1,
             out,
@@ -198,32 +202,26 @@ class KvCache:
     def store_step(self, task: Task) -> None:
         """Seal the tails that the step filled, and move them to their tier."""
         batch, layer = task.step.batch, task.step.layer
-        step = self._steps[batch, task.step.token]
+        step, attention, outbox = self._steps[batch, task.step.token], self._attention[layer], self._outbox[layer]
         written: list[tuple[int, Array]] = []
         for row, position in zip(step.rows, step.positions.tolist(), strict=True):
             place = self._arrangement.batches[batch][row]
             if not place.moves or (position + 1) % KV_BLOCK:
                 continue
-            tail = np.array([self._open_slot(place, layer)], np.int32)
+            tail = np.array([place.open_slot], np.int32)
             block = position // KV_BLOCK
             if place.on_disk:
                 slot = len(written)
-                self._attention.seal(self._open, tail, self._outbox, np.array([slot], np.int32))
-                written.append((self._disk_offset(place, layer, block), self._outbox[slot : slot + 1]))
+                attention.seal(self._open[layer], tail, outbox, np.array([slot], np.int32))
+                written.append((self._disk_offset(place, layer, block), outbox[slot : slot + 1]))
             else:
-                home = np.array([self._sealed_slot(place, layer) + block], np.int32)
-                self._attention.seal(self._open, tail, self._sealed, home)
+                home = np.array([place.sealed_slot + block], np.int32)
+                attention.seal(self._open[layer], tail, self._sealed[layer], home)
         if written:
             self._on_disk().write(written)
 
-    def _open_slot(self, place: Place, layer: int) -> int:
-        return layer * self._arrangement.open_slots + place.open_slot
-
-    def _sealed_slot(self, place: Place, layer: int) -> int:
-        return layer * self._arrangement.sealed_slots + place.sealed_slot
-
     def _disk_offset(self, place: Place, layer: int, block: int) -> int:
-        return (layer * self._arrangement.disk_slots + place.sealed_slot + block) * self._attention.sealed_nbytes
+        return self._disk_first[layer] + (place.sealed_slot + block) * self._attention[layer].sealed_nbytes
 
     def _on_disk(self) -> DiskFile:
         if self._disk is None:
@@ -231,6 +229,14 @@ class KvCache:
         return self._disk
 
 
-def _arena(slots: int, nbytes: int) -> Bytes:
-    memory = np.asarray(_core.allocate(max(slots, 1) * nbytes))
-    return memory[: max(slots, 1) * nbytes].reshape(max(slots, 1), nbytes)
+def _arenas(slots: int, nbytes: Sequence[int]) -> list[Bytes]:
+    """[slots, bytes of a block] of each layer, one behind the other in one piece of memory."""
+    sizes = [max(slots, 1) * each for each in nbytes]
+    parts = np.split(np.asarray(_core.allocate(sum(sizes)))[: sum(sizes)], np.cumsum(sizes)[:-1].tolist())
+    return [part.reshape(-1, each) for part, each in zip(parts, nbytes, strict=True)]
+
+
+def _shared(slots: int, nbytes: Sequence[int]) -> list[Bytes]:
+    """The same for each layer in the same memory."""
+    memory = np.asarray(_core.allocate(max(slots, 1) * max(nbytes)))
+    return [memory[: max(slots, 1) * each].reshape(-1, each) for each in nbytes]

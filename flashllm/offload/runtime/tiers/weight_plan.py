@@ -166,7 +166,7 @@ def plan_weights(
 
 def weight_packing(source: WeightSource, bits: int) -> WeightPacking:
     """How the model's matrices are packed."""
-    shared = source.block.kv_heads < source.block.heads
+    shared = any(layer.mixer.kv_heads < layer.mixer.heads for layer in source.block.layers)
     return WeightPacking(bits=bits, layers=source.stage.layers, shares_keys=shared)
 
 
