@@ -22,16 +22,13 @@ from flashllm.config import RunConfig
 from flashllm.engine.build import Parts, build
 from flashllm.engine.group_limit import GroupLimit
 from flashllm.engine.meter import Meter
+from flashllm.engine.passes import Entry, Ids, Logits, Pass
 from flashllm.engine.state import SequenceState, StateMemory
 from flashllm.errors import UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_dir import ModelDir
 from flashllm.plan.memory import MAX_VERIFIED, TORCH_GROWTH, state_shape
 from flashllm.plan.resolve import Plan, resolve
-
-Ids = Sequence[int]
-Entry = tuple[SequenceState, Ids]
-Logits = NDArray[np.float32]
 
 
 class Observer(Protocol):
@@ -175,6 +172,29 @@ class Model(OneProcess, Closing):
         `drafted` ids of a pass of one sequence are guesses, at most `most_drafted`: the neuron caches learn nothing
         from them until `accept` says which were right.
         """
+        with (
+            self._memory.lock,
+            self.begin(entries, all_logits=all_logits, as_prompt=as_prompt, observer=observer, drafted=drafted) as one,
+        ):
+            logits = one.advance()
+        assert logits is not None
+        return logits
+
+    def begin(
+        self,
+        entries: Sequence[Entry],
+        *,
+        all_logits: bool = False,
+        as_prompt: bool = False,
+        observer: Observer | None = None,
+        drafted: int = 0,
+    ) -> Pass:
+        """As `step`, of which nothing is computed yet: the pass goes on by its `advance`, and others may in between.
+
+        Its memory is claimed. A long prompt reads each layer once, however often it waits; what others read by the same
+        stream of rows in between (longer prompts, layers that every token reads) may cost it the few blocks that were
+        on their way.
+        """
         parts = self.parts
         if observer is not None and self.manifest.architecture.experts:
             raise UsageError(
@@ -188,27 +208,28 @@ class Model(OneProcess, Closing):
         many = [index for index, (_, ids) in enumerate(entries) if as_prompt or self.is_prompt(len(ids))]
         if len({sequence.number for sequence, _ in entries}) != len(entries):
             raise UsageError("a sequence is twice in a pass")
+        few = sorted(set(range(len(entries))) - set(many))
+        groups = [(kind, indices) for kind, indices in ((self.plan.mode, few), ("prompt", many)) if indices]
         with self._memory.lock:
+            for sequence, _ in entries:
+                sequence.check_free()
             self._set_limit(min(self._asked_limit, self._group.lowered() or self._asked_limit))
-            lengths = [sequence.length for sequence, _ in entries]
-            stretches = self._claim(entries, sum(len(entries[index][1]) for index in many))
+            claimed, stretches = self._claim(entries, sum(len(entries[index][1]) for index in many))
             self._drafting = entries[0][0] if drafted else None
-            try:
-                return self._run(
-                    parts,
-                    entries,
-                    many,
+
+            def make(kind: str, mine: Sequence[Entry]) -> _core.Pass:
+                return _core.Pass(
+                    parts.native,
+                    [(seq.native, ids) for seq, ids in mine],
+                    kind,
+                    all_logits,
+                    observer,
+                    drafted,
                     stretches,
-                    all_logits=all_logits,
-                    observer=observer,
-                    drafted=drafted,
+                    self._progress if kind == "prompt" else None,
                 )
-            except BaseException:
-                for (sequence, _), length in zip(entries, lengths, strict=True):
-                    sequence.keep(length)
-                raise
-            finally:
-                self._memory.claim(0)  # what was lent goes back
+
+            return Pass(entries, groups, make, memory=self._memory, claimed=claimed, all_logits=all_logits)
 
     def accept(self, sequence: SequenceState, count: int) -> None:
         """Accept the first `count` of the tokens drafted in the last step, which was of `sequence`.
@@ -220,25 +241,28 @@ class Model(OneProcess, Closing):
                 self._drafting = None
                 self._parts.native.accept(count)
 
-    def _claim(self, entries: list[Entry], tokens: int) -> int:
-        """Claim the memory of a pass, of whose new tokens so many are prompts', and say in how many stretches those go:
-        in as few as the neuron caches can lend memory for. Each stretch reads what is not in memory once, and
+    def _claim(self, entries: Sequence[Entry], tokens: int) -> tuple[int, int]:
+        """Claim the memory of a pass, of whose new tokens so many are prompts': its bytes, and in how many stretches
+        those go: in as few as the neuron caches can lend memory for. Each stretch reads what is not in memory once, and
         multiplies an expert with all of its tokens."""
         plan = self.plan.memory
         parts = -(-tokens // plan.prompt_tokens)
         added = sum(sequence.nbytes_to_add(len(ids)) for sequence, ids in entries)
         reads = parts > 1 and self._reads_prompts()
         stretches = 1 if reads or self.manifest.architecture.experts else parts
+        alone = self._memory.passes == 0
         while stretches < parts:
             stretch = plan.longest_stretch(tokens, stretches)
             of_stretch = sum(sequence.nbytes_to_add(len(ids), stretch) for sequence, ids in entries)
-            lent = plan.lent_nbytes(stretch) + of_stretch - added
+            lent = plan.lent_nbytes(stretch, alone=alone) + of_stretch - added
             if self._memory.can_lend(lent, added, rows=reads):
                 self._memory.claim(added + lent)
-                return stretches
+                return added + lent, stretches
             stretches *= 2
+        if parts:
+            added += plan.lent_nbytes(min(tokens, plan.prompt_tokens), alone=alone)
         self._memory.claim(added)
-        return parts
+        return added, parts
 
     def _reads_prompts(self) -> bool:
         """False where every row that a prompt reads stays in memory: its parts read nothing twice."""
@@ -246,43 +270,6 @@ class Model(OneProcess, Closing):
             return True
         held = sum(cache.capacity for cache in self.parts.caches)
         return held < sum(layout.num_rows for layout in self.manifest.layouts)
-
-    def _run(
-        self,
-        parts: Parts,
-        entries: list[Entry],
-        many: list[int],
-        stretches: int,
-        *,
-        all_logits: bool,
-        observer: Observer | None,
-        drafted: int,
-    ) -> Logits:
-        few = sorted(set(range(len(entries))) - set(many))
-        results: list[Logits] = [np.empty((0, self.vocab_size), np.float32)] * len(entries)
-        for kind, indices in ((self.plan.mode, few), ("prompt", many)):
-            if not indices:
-                continue
-            mine = [entries[index] for index in indices]
-            natives = [(seq.native, ids) for seq, ids in mine]
-            logits = parts.native.step(
-                natives,
-                kind,
-                all_logits,
-                observer,
-                drafted,
-                stretches,
-                self._progress if kind == "prompt" else None,
-            )
-            if kind == "prompt":
-                for sequence, ids in mine:
-                    sequence.add_prompted(len(ids))
-            if len(mine) == len(entries):
-                return logits
-            counts = [len(ids) if all_logits else 1 for _, ids in mine]
-            for index, rows in zip(indices, np.split(logits, np.cumsum(counts)[:-1]), strict=True):
-                results[index] = rows
-        return np.concatenate(results)
 
     def _checked(self, ids: Ids) -> list[int]:
         ids = [int(token) for token in ids]

@@ -48,15 +48,38 @@ class StateMemory(OneProcess):
         self._plan, self._caches = plan, caches
         self._withheld = 0  # blocks whose memory a lowered limit leaves unused
         self._total: int | None = None  # blocks that the caches' rows allow for, those withheld included
+        self._held: dict[object, int] = {}  # bytes that passes under way have claimed and not taken
         self._closed = False
 
     @property
     def blocks(self) -> int:
-        """KV blocks in use, over all sequences."""
+        """KV blocks in use, over all sequences, and the memory of as many that passes under way have claimed."""
         return self._blocks_with(0)
 
     def _blocks_with(self, nbytes: int) -> int:
-        return -(-(self.pool.nbytes + nbytes) // self._plan.kv_block_nbytes)
+        return -(-(self.pool.nbytes + sum(self._held.values()) + nbytes) // self._plan.kv_block_nbytes)
+
+    @property
+    def passes(self) -> int:
+        """Passes under way."""
+        return len(self._held)
+
+    def hold(self, holder: object, nbytes: int) -> None:
+        """Of what was claimed, a pass under way has so many bytes yet to take."""
+        with self.lock:
+            self._held[holder] = nbytes
+
+    def taken(self, holder: object, nbytes: int) -> None:
+        """It took so many of them."""
+        with self.lock:
+            self._held[holder] = max(0, self._held[holder] - nbytes)
+
+    def release(self, holder: object) -> None:
+        """It is over: what it claimed and has not taken goes back."""
+        with self.lock:
+            self._held.pop(holder, None)
+            if not self._closed:
+                self.claim(0)
 
     def check_open(self) -> None:
         """UsageError where the model is closed, or this is a forked child."""
@@ -132,6 +155,7 @@ class SequenceState(Closing):
     def __init__(self, memory: StateMemory) -> None:
         self.native, self._memory = _core.SequenceState(memory.pool), memory
         self.number = next(_numbers)
+        self.in_pass = False  # until that ends nobody else may change it
         self.prompted = 0  # tokens, from the first, that were computed as a prompt's after nothing but such tokens
         self.closed = False
 
@@ -167,6 +191,7 @@ class SequenceState(Closing):
     def keep(self, length: int) -> int:
         """Keep the first `can_keep(length)` tokens, and say how many they are."""
         with self._memory.lock:
+            self.check_free()
             kept = self.native.keep(self.can_keep(length))
             self.prompted = min(self.prompted, kept)
             return kept
@@ -181,6 +206,7 @@ class SequenceState(Closing):
         self._check_open()
         other._check_open()
         with self._memory.lock:
+            self.check_free()
             self.native.copy_from(other.native)
             self.prompted = other.prompted
 
@@ -219,6 +245,11 @@ class SequenceState(Closing):
         with self._memory.lock:
             self.closed = True
             self.native.keep(0)
+
+    def check_free(self) -> None:
+        """UsageError where a pass under way has the sequence."""
+        if self.in_pass:
+            raise UsageError("a pass under way has this sequence; end or close that first")
 
     def _check_open(self) -> None:
         self._memory.check_process()

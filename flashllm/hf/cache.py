@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import Cache
 
-from flashllm.engine.model import Logits, Model
+from flashllm.engine.model import Model
+from flashllm.engine.passes import Logits
 from flashllm.engine.state import SequenceState
 from flashllm.errors import UsageError
 

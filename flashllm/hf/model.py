@@ -21,7 +21,8 @@ from flashllm.base.files import Closing
 from flashllm.base.units import parse_size
 from flashllm.config import RunConfig
 from flashllm.convert.locate import resolve_model
-from flashllm.engine.model import Logits, Model
+from flashllm.engine.model import Model
+from flashllm.engine.passes import Logits
 from flashllm.errors import UsageError
 from flashllm.generate.grammar import Constraint, Grammars
 from flashllm.generate.tokenizer import Tokenizer

@@ -103,9 +103,10 @@ class MemoryPlan:
         parts = -(-tokens // self.prompt_tokens)
         return -(-parts // stretches) * -(-tokens // parts)
 
-    def lent_nbytes(self, stretch: int) -> int:
-        """Bytes that a stretch of so many tokens keeps beyond the workspace: the neuron caches lend them."""
-        return max(0, stretch - min(self.prompt_tokens, self.context)) * self.stretch_nbytes
+    def lent_nbytes(self, stretch: int, *, alone: bool = True) -> int:
+        """Bytes that a stretch of so many tokens keeps beyond the workspace: the neuron caches lend them. Beside other
+        passes under way all of its bytes."""
+        return max(0, stretch - alone * min(self.prompt_tokens, self.context)) * self.stretch_nbytes
 
     def neuron_cache_nbytes(self, blocks: int) -> int:
         """Bytes of all layers' caches and of the bypass rows while `blocks` KV blocks are in use."""

@@ -18,6 +18,7 @@ from arch_models import CONTEXT, LAYERS, VARIANTS, make_model, open_model
 from arch_reference import ReferenceDecoder
 from offload_runs import MIXED, answers, policy
 
+from flashllm import _core
 from flashllm.arch.registry import ARCHITECTURES
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
@@ -200,7 +201,7 @@ def test_a_prompt_in_stretches(made, way):
     for stretches in (1, 2, 3, 0):
         with model.new_sequence() as sequence, model.new_sequence() as other:
             entries = [(sequence.native, made.ids), (other.native, made.ids[:45])]
-            found = model.parts.native.step(entries, "prompt", True, None, 0, stretches)
+            found = _core.Pass(model.parts.native, entries, "prompt", True, None, 0, stretches).advance(1e9)
             same(found[:CONTEXT], expected)
             same(found[CONTEXT:], expected[:45])
 

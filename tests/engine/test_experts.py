@@ -8,6 +8,7 @@ import torch
 from arch_models import LAYERS, VARIANTS, make_checkpoint, open_model
 from safetensors.torch import load_file, save_file
 
+from flashllm import _core
 from flashllm.cli import main
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
@@ -202,7 +203,7 @@ def test_prompts_in_stretches_have_the_bits_of_one(directory, policy, cache_rows
     with opened(directory, cache_rows=cache_rows, cache_policy=policy, prompt_tokens=16) as model:
         for index, prompt in enumerate(prompts):
             entries = [(model.new_sequence().native, prompt)]
-            found = model.parts.native.step(entries, "prompt", False, None, 0, 1 + index % 3)
+            found = _core.Pass(model.parts.native, entries, "prompt", False, None, 0, 1 + index % 3).advance(1e9)
             np.testing.assert_array_equal(found, expected[index])
             assert generated(model, ids(9)).shape[0] == 12
 

@@ -208,6 +208,38 @@ void company_changes_nothing(const Flash& flash) {
   }
 }
 
+// Two prompts a step each in turn, a token between them, and one that is given up.
+void waiting_changes_nothing(const Flash& flash, bool rotary) {
+  Whole whole(flash, {2, 12, 20, rotary});
+  const auto sequence = whole.sequence();
+  const std::vector<std::int32_t> ids = ids_of(90, 6), others = ids_of(50, 7);
+  const std::vector<float> expected = whole.step(*whole.sequence(), ids, Pass::prompt),
+                           expected_others = whole.step(*whole.sequence(), others, Pass::prompt);
+  const std::vector<float> token = whole.step(*sequence, {5}, Pass::sparse);
+  const auto first = whole.sequence(), second = whole.sequence(), third = whole.sequence();
+  const auto begin = [&](SequenceState& state, const std::vector<std::int32_t>& of, float* logits) {
+    std::vector<Token> tokens;
+    for (std::size_t i = 0; i < of.size(); ++i) tokens.push_back({&state, i, of[i]});
+    return std::make_unique<RunningPass>(*whole.model, tokens, Pass::prompt,
+                                         std::vector<std::size_t>{of.size() - 1}, logits, nullptr, 0, 2);
+  };
+  std::vector<float> logits(3 * kVocab);
+  const auto one = begin(*first, ids, logits.data()), two = begin(*second, others, logits.data() + kVocab);
+  const auto stop = [] { return true; };
+  bool one_ended = false, two_ended = false;
+  while (!one_ended || !two_ended) {
+    if (!one_ended) one_ended = one->advance(stop);
+    sequence->keep(0);
+    CHECK(whole.step(*sequence, {5}, Pass::sparse) == token);
+    if (!two_ended) two_ended = two->advance(stop);
+    const auto three = begin(*third, ids, logits.data() + 2 * kVocab);
+    CHECK(!three->advance(stop) && !three->advance(stop));
+  }
+  CHECK(third->length() == 0 && first->length() == 90 && second->length() == 50);
+  CHECK(std::memcmp(logits.data(), expected.data(), 4 * kVocab) == 0);
+  CHECK(std::memcmp(logits.data() + kVocab, expected_others.data(), 4 * kVocab) == 0);
+}
+
 void interrupted_passes_leave_no_trace(const Flash& flash) {
   Whole whole(flash, {2, 12, 20, false});
   const std::vector<float> expected = conversation(whole, 5);
@@ -293,6 +325,7 @@ void test_model(const std::string& directory, int scale) {
   settings_change_nothing(flash, false);
   settings_change_nothing(flash, true);
   company_changes_nothing(flash);
+  for (const bool rotary : {false, true}) waiting_changes_nothing(flash, rotary);
   interrupted_passes_leave_no_trace(flash);
   wrong_tokens_are_refused(flash);
   // Last: from then on memory is kept. So is this file, from which that read still reads once it may go on.

@@ -99,27 +99,14 @@ class PyModel {
 
   const std::vector<std::shared_ptr<PyFfnLayer>>& ffns() const { return ffns_; }
 
-  // Logits [entries, vocab] after each entry's last token, or [tokens, vocab] after every token. `progress`
-  // is called, where it is not None, a few times a second: (done, total) of Model::Progress.
-  Logits step(const std::vector<Entry>& entries, const std::string& pass, bool all_logits,
-              nb::object observer, std::size_t drafted, std::size_t stretches, nb::object progress) {
-    std::vector<Token> tokens = tokens_of(entries);
-    std::vector<std::size_t> wanted;
-    for (std::size_t i = 0; i < tokens.size(); ++i)
-      if (all_logits || i + 1 == tokens.size() || tokens[i + 1].sequence != tokens[i].sequence)
-        wanted.push_back(i);
-    const std::size_t vocab = model_->spec().vocab;
-    auto logits = std::make_unique<std::vector<float>>(wanted.size() * vocab);
-    const Pass kind = by_name("a pass", pass, kPasses);
-    PyTap tap(observer, d_model_);
-    Tap* asked = observer.is_none() ? nullptr : &tap;
-    progress_ = std::move(progress);
+  Model& model() { return *model_; }
+  std::size_t d_model() const { return d_model_; }
+  // Of the pass that goes on from here. `progress` is called, where it is not None, a few times a second:
+  // (done, total) of RunningPass::Progress.
+  void look_at(const RunningPass* pass, const nb::object* progress) {
+    running_ = pass;
+    progress_ = progress;
     checked_ = {};
-    {
-      const nb::gil_scoped_release unlocked;
-      model_->step(tokens, kind, wanted, logits->data(), asked, drafted, stretches);
-    }
-    return owned<Logits>(std::move(logits), {wanted.size(), vocab});
   }
 
   // states [tokens, d_model] that enter the first block
@@ -161,14 +148,14 @@ class PyModel {
     checked_ = now;
     const nb::gil_scoped_acquire locked;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    const Model::Progress& progress = model_->progress();
-    if (!progress_.is_none()) progress_(progress.done, progress.total);
+    if (!progress_->is_none()) (*progress_)(running_->progress().done, running_->progress().total);
     if (!cancelled_.load(std::memory_order_relaxed)) return;
     const nb::object type = nb::module_::import_("flashllm.errors").attr("Cancelled");
     PyErr_SetString(type.ptr(), "the computation was ended by another thread");
     throw nb::python_error();
   }
 
+  friend class PyPass;
   static std::vector<Token> tokens_of(const std::vector<Entry>& entries) {
     std::vector<Token> tokens;
     for (const auto& [sequence, ids] : entries) {
@@ -214,8 +201,59 @@ class PyModel {
   std::size_t d_model_ = 0;
   std::atomic<bool> cancelled_{false};
   std::chrono::steady_clock::time_point checked_;
-  nb::object progress_ = nb::none();  // of the last step
+  const RunningPass* running_ = nullptr;
+  const nb::object* progress_ = nullptr;
   std::unique_ptr<Model> model_;
+};
+
+// A RunningPass, and what it refers to but for the model and the sequences. One thread at a time.
+class PyPass {
+ public:
+  PyPass(PyModel& model, const std::vector<Entry>& entries, const std::string& pass, bool all_logits,
+         nb::object observer, std::size_t drafted, std::size_t stretches, nb::object progress)
+      : model_(model),
+        tap_(observer, model.d_model()),
+        progress_(std::move(progress)),
+        vocab_(model.model().spec().vocab) {
+    std::vector<Token> tokens = PyModel::tokens_of(entries);
+    std::vector<std::size_t> wanted;
+    for (std::size_t i = 0; i < tokens.size(); ++i)
+      if (all_logits || i + 1 == tokens.size() || tokens[i + 1].sequence != tokens[i].sequence)
+        wanted.push_back(i);
+    rows_ = wanted.size();
+    logits_ = std::make_unique<std::vector<float>>(rows_ * vocab_);
+    pass_.emplace(model.model(), std::move(tokens), by_name("a pass", pass, kPasses), std::move(wanted),
+                  logits_->data(), observer.is_none() ? nullptr : &tap_, drafted, stretches);
+  }
+
+  // Logits [entries, vocab] after each entry's last token, or [tokens, vocab] after every token; None where
+  // `seconds` have gone before the pass has ended.
+  std::optional<Logits> advance(double seconds) {
+    using Clock = std::chrono::steady_clock;
+    const Clock::time_point began = Clock::now();
+    bool has_ended = false;
+    model_.look_at(&*pass_, &progress_);
+    {
+      const nb::gil_scoped_release unlocked;
+      const auto stop = [&] {
+        return std::chrono::duration<double>(Clock::now() - began).count() >= seconds;
+      };
+      has_ended = pass_->advance(stop);
+    }
+    if (!has_ended) return std::nullopt;
+    return owned<Logits>(std::move(logits_), {rows_, vocab_});
+  }
+
+  void close() { pass_->close(); }
+
+ private:
+  PyModel& model_;
+  PyTap tap_;
+  const nb::object progress_;
+  const std::size_t vocab_;
+  std::size_t rows_ = 0;
+  std::unique_ptr<std::vector<float>> logits_;
+  std::optional<RunningPass> pass_;
 };
 
 }  // namespace
@@ -230,15 +268,20 @@ void init_model(nb::module_& m) {
            nb::arg("source"), nb::arg("caches"), nb::arg("pool"), nb::arg("counters"),
            nb::arg("block_tokens"), nb::arg("fill_tokens"), nb::arg("prefetch"))
       .def_prop_ro("ffns", &PyModel::ffns)
-      .def("step", &PyModel::step, nb::arg("entries"), nb::arg("pass_"), nb::arg("all_logits") = false,
-           nb::arg("observer").none() = nb::none(), nb::arg("drafted") = 0, nb::arg("stretches") = 0,
-           nb::arg("progress").none() = nb::none())
       .def("accept", &PyModel::accept, nb::arg("count"), nb::call_guard<nb::gil_scoped_release>())
       .def("embed", &PyModel::embed, nb::arg("entries"), nb::arg("states"))
       .def("run_block", &PyModel::run_block, nb::arg("layer"), nb::arg("entries"), nb::arg("states"),
            nb::arg("observer").none() = nb::none())
       .def("interrupt", &PyModel::interrupt)
       .def("cancel", &PyModel::cancel, nb::arg("on"));
+  nb::class_<PyPass>(m, "Pass")
+      .def(nb::init<PyModel&, const std::vector<Entry>&, const std::string&, bool, nb::object, std::size_t,
+                    std::size_t, nb::object>(),
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::arg("model"), nb::arg("entries"),
+           nb::arg("pass_"), nb::arg("all_logits") = false, nb::arg("observer").none() = nb::none(),
+           nb::arg("drafted") = 0, nb::arg("stretches") = 0, nb::arg("progress").none() = nb::none())
+      .def("advance", &PyPass::advance, nb::arg("seconds"))
+      .def("close", &PyPass::close, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace flashllm

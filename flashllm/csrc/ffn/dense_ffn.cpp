@@ -94,9 +94,13 @@ void DenseFfn::finish(std::size_t number, const float* down_bias, std::byte* y) 
   clear();
 }
 
+void DenseFfn::rest() noexcept {
+  for (auto* buffer : {&h_, &up_}) std::vector<float>().swap(*buffer);
+}
+
 void DenseFfn::clear() noexcept {
   parts_.clear();
-  for (auto* buffer : {&h_, &up_}) std::vector<float>().swap(*buffer);
+  rest();
 }
 
 void DenseFfn::finish_into(std::size_t number, const std::int32_t* at, const float* factors,

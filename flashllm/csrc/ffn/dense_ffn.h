@@ -46,6 +46,8 @@ class DenseFfn {
   // bias: [d_model] or nullptr.
   void finish_into(std::size_t part, const std::int32_t* at, const float* factors, const float* bias,
                    float* y);
+  // Between two blocks: lets go of what only one of them needs.
+  void rest() noexcept;
   // Lets go of all parts.
   void clear() noexcept;
 

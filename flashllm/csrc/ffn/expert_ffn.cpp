@@ -30,12 +30,11 @@ void ExpertFfn::take(const float* x, std::size_t tokens) {
   kernels_.from_f32(x, n, x_.data() + before);
 }
 
-const std::vector<RowRun>& ExpertFfn::runs() {
+void ExpertFfn::end() {
   runs_.clear();
   for (const ExpertTokens::Run& run : experts_.end()) runs_.push_back({run.first, run.count, nullptr});
   run_ = rows_ = 0;
   y_.assign(experts_.tokens() * format_.d_model, 0.0F);
-  return runs_;
 }
 
 // An expert whose rows come at once serves some of its tokens after the other; of others, all wait for the
@@ -83,6 +82,11 @@ void ExpertFfn::gather(std::size_t begin, std::size_t end) {
 void ExpertFfn::give(std::size_t first, std::size_t count, float* y) {
   std::copy_n(y_.data() + first * format_.d_model, count * format_.d_model, y);
   if (first + count == experts_.tokens()) clear();
+}
+
+void ExpertFfn::rest() noexcept {
+  dense_.rest();
+  std::vector<std::byte>().swap(gathered_);
 }
 
 void ExpertFfn::clear() noexcept {

@@ -28,13 +28,17 @@ class ExpertFfn {
   // The next tokens: x [tokens, d_model] fp32, of values that the dtype has.
   void take(const float* x, std::size_t tokens);
   const ExpertTokens& experts() const { return experts_; }
-  // After the last tokens: which rows are to be handed in, ascending.
-  const std::vector<RowRun>& runs();
+  // After the last tokens: `runs` says which rows are to be handed in, ascending.
+  void end();
+  const std::vector<RowRun>& runs() const { return runs_; }
+  // The first row that has not been.
+  std::size_t next_row() const { return run_ == runs_.size() ? 0 : runs_[run_].first_row + rows_; }
   // The next rows of those, none of two runs. Biases: [num_neurons] or nullptr.
   void add(const RowBlock& block, const float* up_bias, const float* gate_bias);
   // After the last rows: y [count, d_model] of the tokens from `first` on. With the last of all, lets go of
   // them.
   void give(std::size_t first, std::size_t count, float* y);
+  void rest() noexcept;  // as DenseFfn::rest
   void clear() noexcept;
 
  private:

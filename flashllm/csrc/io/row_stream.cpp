@@ -37,6 +37,11 @@ bool RowStream::is_kept(const Place& place) const {
          place.first_row + place.count <= kept_[static_cast<std::size_t>(place.layer)].filled;
 }
 
+bool RowStream::is_pending(const Place& place) const {
+  return std::any_of(pending_.begin(), pending_.end(),
+                     [&](const Pending& pending) { return pending.place == place; });
+}
+
 RowRun RowStream::all_rows(int layer) const {
   return {0, layers_.at(static_cast<std::size_t>(layer)).num_rows, nullptr};
 }
@@ -48,13 +53,13 @@ void RowStream::add_places(int layer, const RowRun& run, std::vector<Place>& pla
                       run.rows == nullptr ? nullptr : run.rows + (row - run.first_row) * stride_});
 }
 
-void RowStream::begin(int layer, int then) {
+void RowStream::begin(int layer, int then, std::size_t passed) {
   places_.clear();
   add_places(layer, all_rows(layer), places_);
-  begin_places(then);
+  begin_places(then, passed);
 }
 
-void RowStream::begin(int layer, const std::vector<RowRun>& runs) {
+void RowStream::begin(int layer, const std::vector<RowRun>& runs, std::size_t passed) {
   const std::size_t num_rows = all_rows(layer).count;
   places_.clear();
   for (const RowRun& run : runs) {
@@ -62,20 +67,24 @@ void RowStream::begin(int layer, const std::vector<RowRun>& runs) {
       throw CoreError(ErrorKind::usage, "a layer has " + std::to_string(num_rows) + " rows; more are wanted");
     add_places(layer, run, places_);
   }
-  begin_places(kNoLayer);
+  begin_places(kNoLayer, passed);
 }
 
-void RowStream::begin_places(int then) {
+void RowStream::begin_places(int then, std::size_t passed) {
   place_ = 0;
+  places_.erase(places_.begin(), places_.begin() + static_cast<std::ptrdiff_t>(passed));
   wanted_ = places_;
   if (then != kNoLayer) add_places(then, all_rows(then), wanted_);
-  wanted_.erase(
-      std::remove_if(wanted_.begin(), wanted_.end(), [this](const Place& place) { return is_kept(place); }),
-      wanted_.end());
+  // What is on its way already is waited for, though it may be in memory by now.
+  const auto has = [this](const Place& place) { return is_kept(place) && !is_pending(place); };
+  wanted_.erase(std::remove_if(wanted_.begin(), wanted_.end(), has), wanted_.end());
   // Reads under way are used where they are those wanted now; else an interrupted pass left them.
   bool matches = pending_.size() <= wanted_.size();
   for (std::size_t i = 0; matches && i < pending_.size(); ++i) matches = pending_[i].place == wanted_[i];
-  if (!matches) pending_.clear();
+  if (!matches) {
+    pending_.clear();
+    wanted_.erase(std::remove_if(wanted_.begin(), wanted_.end(), has), wanted_.end());
+  }
   submitted_ = pending_.size();
   if (submitted_ == 0) reader_.take_busy_ns();  // time of earlier passes does not count
 }
@@ -86,7 +95,7 @@ bool RowStream::next(RowBlock& block) {
   while (pending_.size() <= ahead_ && submitted_ < wanted_.size()) submit(wanted_[submitted_]);
   const Place place = places_[place_];
   Kept& kept = kept_[static_cast<std::size_t>(place.layer)];
-  if (is_kept(place)) {
+  if (pending_.empty() || !(pending_.front().place == place)) {  // it was in memory
     block = {place.first_row, place.count,
              place.rows != nullptr ? place.rows : kept.memory + place.first_row * stride_};
     ++place_;
@@ -121,9 +130,8 @@ void RowStream::submit(const Place& place) {
   const Kept& kept = kept_[static_cast<std::size_t>(place.layer)];
   const std::size_t count = place.count;
   // Where a layer follows itself its rows may be on their way already.
-  const bool stays = place.first_row + count <= kept.rows && place.first_row >= kept.filled &&
-                     std::none_of(pending_.begin(), pending_.end(),
-                                  [&](const Pending& pending) { return pending.place == place; });
+  const bool stays =
+      place.first_row + count <= kept.rows && place.first_row >= kept.filled && !is_pending(place);
   std::byte* rows =
       stays ? kept.memory + place.first_row * stride_ : staging_.data() + buffer * buffer_nbytes_;
   ReadJob job;

@@ -58,12 +58,13 @@ class RowStream {
   RowStream(const RowStream&) = delete;
   RowStream& operator=(const RowStream&) = delete;
 
-  // Starts at the layer's first row. `then`: the layer that is wanted next, whose first blocks are read while
-  // the caller works on other things.
-  void begin(int layer, int then = kNoLayer);
+  // Starts at the layer's first row, or behind its first `passed` blocks: others may have used the stream in
+  // between. `then`: the layer that is wanted next, whose first blocks are read while the caller works on
+  // other things.
+  void begin(int layer, int then = kNoLayer, std::size_t passed = 0);
   // The same of these rows alone, ascending runs; no block has rows of two of them. Runs that are in memory
   // stay there until the next one's blocks are asked for.
-  void begin(int layer, const std::vector<RowRun>& runs);
+  void begin(int layer, const std::vector<RowRun>& runs, std::size_t passed = 0);
   // The next block of the layer; false after the last one. Throws CoreError, which names the layer and the
   // row.
   bool next(RowBlock& block);
@@ -105,9 +106,10 @@ class RowStream {
   };
 
   bool is_kept(const Place& place) const;
+  bool is_pending(const Place& place) const;
   RowRun all_rows(int layer) const;
   void add_places(int layer, const RowRun& run, std::vector<Place>& places) const;
-  void begin_places(int then);
+  void begin_places(int then, std::size_t passed);
   void submit(const Place& place);
   void settle(std::size_t buffer) noexcept;
   [[noreturn]] void rethrow_with_place(const CoreError& error, int layer) const;

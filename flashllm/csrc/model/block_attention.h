@@ -43,6 +43,8 @@ class BlockAttention {
 
   // The positions of a part's tokens, or of a stretch's, which hold for all blocks.
   void set_positions(const Part& part);
+  // What they are turned by: kept while other passes come, and put back.
+  std::vector<RotaryTable>& positions() { return rotary_; }
   // The inputs taken (Arithmetic::take_inputs) -> out [tokens, d_model].
   void attend(const BlockWeights& weights, const Part& part, float* out);
 

@@ -25,17 +25,18 @@ FeedForward::FeedForward(const ModelSpec& spec, const std::vector<BlockWeights>&
       counters_(counters),
       watch_(watch),
       arithmetic_(arithmetic),
-      dense_(rows, spec.block.dtype, arithmetic.pool(), arithmetic.level()),
       few_(rows, arithmetic.pool(), arithmetic.level()),
-      experts_(rows, spec.block.dtype, spec.block_tokens, arithmetic.pool(), arithmetic.level()) {
+      alone_(new_stretch()) {
   require(blocks.size() == stream.num_layers(), "every block needs rows to stream");
 }
 
 void FeedForward::run(const FfnTurn& turn) {
   if (turn.part.is_prompt()) {
-    take(turn);
-    stream(turn.layer, turn.part, [] {});
-    return give(turn);
+    take(alone_, turn);
+    begin_rows(alone_, turn.layer, turn.part);
+    while (next_rows(alone_, turn.layer, turn.part, [] {})) {
+    }
+    return give(alone_, turn);
   }
   watch_.charge(counters_.compute_ns);
   const FfnLayer* ffn = blocks_[turn.layer].ffn;
@@ -69,8 +70,8 @@ void FeedForward::interrupt() noexcept {
 
 void FeedForward::give_up() noexcept {
   stream_.drain();
-  dense_.clear();
-  experts_.clear();
+  alone_.dense.clear();
+  alone_.experts.clear();
   for (const BlockWeights& each : blocks_) {
     if (each.ffn == nullptr) continue;
     each.ffn->abandon();
@@ -187,88 +188,129 @@ void FeedForward::run_every(const FfnTurn& turn) {
 
 // A prompt's stretch
 
-void FeedForward::take(const FfnTurn& turn) {
+FfnStretch FeedForward::new_stretch() const {
+  const SimdLevel level = arithmetic_.level();
+  return {DenseFfn(rows_, spec_.block.dtype, arithmetic_.pool(), level),
+          ExpertFfn(rows_, spec_.block.dtype, spec_.block_tokens, arithmetic_.pool(), level)};
+}
+
+void FeedForward::take(FfnStretch& stretch, const FfnTurn& turn) {
   const BlockWeights& weights = blocks_[turn.layer];
   const std::size_t count = turn.part.count;
   Tap* tap = turn.part.tap;
   const bool is_first = turn.part.number == 0;
   if (is_routed(turn.layer)) {
     require(tap == nullptr, "what the experts of a mixture see and compute cannot be observed");
-    if (is_first) experts_.begin(*weights.ffn->router(), activation(weights), plane(weights));
-    experts_.take(turn.x, count);
+    if (is_first) stretch.experts.begin(*weights.ffn->router(), activation(weights), plane(weights));
+    stretch.experts.take(turn.x, count);
   } else {
     if (tap != nullptr) tap->input(turn.layer, turn.x, count);
-    if (is_first) dense_.begin(activation(weights), weights.neuron_norm, plane(weights));
-    dense_.take(arithmetic_.narrowed(turn.x, count * spec_.block.d_model), count);
+    if (is_first) stretch.dense.begin(activation(weights), weights.neuron_norm, plane(weights));
+    stretch.dense.take(arithmetic_.narrowed(turn.x, count * spec_.block.d_model), count);
   }
-  if (turn.part.fills && weights.ffn != nullptr) begin_fill(turn);
+  if (turn.part.fills && weights.ffn != nullptr) begin_fill(stretch, turn);
   watch_.charge(counters_.compute_ns);
 }
 
-// `last`: of the stretch.
-void FeedForward::stream(std::size_t layer, const Part& last, const std::function<void()>& look) {
+// Of a mixture every expert that a token of the stretch goes to, once: from the cache, or read, and then the
+// cache may take it.
+void FeedForward::begin_rows(FfnStretch& stretch, std::size_t layer, const Part& last) {
   watch_.charge(counters_.compute_ns);
-  is_routed(layer) ? stream_experts(layer, last, look) : stream_neurons(layer, last, look);
+  stretch.blocks = 0;
+  stretch.is_applied = false;
+  if (is_routed(layer)) {
+    if (spec_.fill_tokens != 0 && !last.fills) begin_fill(stretch, layer, last, nullptr, 0);
+    stretch.experts.end();
+  }
+  stream_rows(stretch, layer, last);
+}
+
+// What others have forgotten of the fill, the rows that still come are wanted for again; and the experts that
+// are in memory may be others.
+void FeedForward::resume_rows(FfnStretch& stretch, std::size_t layer, const Part& last) {
+  FfnLayer* ffn = blocks_[layer].ffn;
+  if (ffn != nullptr && is_routed(layer) && spec_.fill_tokens != 0) {
+    const std::int32_t size = ffn->units().size;
+    std::vector<std::int32_t> passing = stretch.experts.experts().units(static_cast<std::size_t>(size));
+    const auto next = static_cast<std::int32_t>(stretch.experts.next_row()) / size;
+    passing.erase(passing.begin(), std::lower_bound(passing.begin(), passing.end(), next));
+    ffn->begin_fill(nullptr, 0, &passing);
+  } else if (ffn != nullptr && last.fills) {
+    ffn->begin_fill(nullptr, 0);
+  }
+  watch_.restart();
+  stream_rows(stretch, layer, last);
+}
+
+// The rows from the stretch's next block on.
+void FeedForward::stream_rows(const FfnStretch& stretch, std::size_t layer, const Part& last) {
+  if (is_routed(layer)) {
+    std::vector<RowRun> runs;
+    for (const RowRun& run : stretch.experts.runs()) add_units(*blocks_[layer].ffn, run, runs);
+    stream_.begin(static_cast<int>(layer), runs, stretch.blocks);
+  } else {
+    const bool again = blocks_[layer].neuron_norm && !stretch.is_applied;
+    stream_.begin(static_cast<int>(layer), again ? static_cast<int>(layer) : layer_after(layer, last),
+                  stretch.blocks);
+  }
   watch_.charge(counters_.compute_ns);
 }
 
-void FeedForward::give(const FfnTurn& turn) {
+// A block of rows for all parts; false after the last.
+bool FeedForward::next_rows(FfnStretch& stretch, std::size_t layer, const Part& last,
+                            const std::function<void()>& look) {
+  const BlockWeights& weights = blocks_[layer];
+  RowBlock block;
+  if (!stream_.next(block)) {
+    if (!weights.neuron_norm || stretch.is_applied) return false;
+    stretch.dense.apply();
+    stretch.is_applied = true;
+    stretch.blocks = 0;
+    stream_rows(stretch, layer, last);
+    return true;
+  }
+  charge_stream();
+  ++stretch.blocks;
+  if (is_routed(layer)) {
+    if (spec_.fill_tokens != 0) fill_from(*weights.ffn, block, block.count);
+    stretch.experts.add(block, weights.up_bias, weights.gate_bias);
+    look();
+  } else {
+    add_neurons(stretch, layer, last, block, look);
+  }
+  watch_.charge(counters_.compute_ns);
+  return true;
+}
+
+void FeedForward::give(FfnStretch& stretch, const FfnTurn& turn) {
   const BlockWeights& weights = blocks_[turn.layer];
   const std::size_t count = turn.part.count, n = count * spec_.block.d_model;
   if (is_routed(turn.layer)) {
-    experts_.give(turn.part.first, count, turn.y);
+    stretch.experts.give(turn.part.first, count, turn.y);
   } else {
     std::byte* narrow = arithmetic_.narrow_scratch(n);
-    dense_.finish(turn.part.number, weights.down_bias, narrow);
+    stretch.dense.finish(turn.part.number, weights.down_bias, narrow);
     arithmetic_.widen(narrow, n, turn.y);
   }
   watch_.charge(counters_.compute_ns);
 }
 
-// Every row, once for all parts; the neuron cache takes what it wants as they pass by.
-void FeedForward::stream_neurons(std::size_t layer, const Part& last, const std::function<void()>& look) {
+// A block of neurons for all parts; the neuron cache takes what it wants of it.
+void FeedForward::add_neurons(FfnStretch& stretch, std::size_t layer, const Part& last, const RowBlock& block,
+                              const std::function<void()>& look) {
   const BlockWeights& weights = blocks_[layer];
-  Tap* tap = last.tap;
-  const bool fills = last.fills && weights.ffn != nullptr;
+  const std::size_t count = std::min(block.count, weights.neurons - block.first_row);
   const bool waits = static_cast<bool>(weights.neuron_norm);
-  const int then = waits ? static_cast<int>(layer) : layer_after(layer, last);
-  each_block(layer, then, [&](const RowBlock& block, std::size_t count) {
-    if (fills) fill_from(*weights.ffn, block, count);
-    for (std::size_t part = 0; part < dense_.parts(); ++part) {
-      float* h = dense_.activations(part, block.rows, count, part_of(weights.up_bias, block.first_row),
-                                    part_of(weights.gate_bias, block.first_row),
-                                    gate_rows(weights, block.first_row));
-      if (tap != nullptr) tap->activations(layer, block.first_row, count, h, dense_.padded(part));
-      if (!waits) dense_.add(part, block.rows, count);
-      look();
+  if (last.fills && weights.ffn != nullptr && !stretch.is_applied) fill_from(*weights.ffn, block, count);
+  for (std::size_t part = 0; part < stretch.dense.parts(); ++part) {
+    if (!stretch.is_applied) {
+      float* h = stretch.dense.activations(part, block.rows, count, part_of(weights.up_bias, block.first_row),
+                                           part_of(weights.gate_bias, block.first_row),
+                                           gate_rows(weights, block.first_row));
+      if (last.tap != nullptr)
+        last.tap->activations(layer, block.first_row, count, h, stretch.dense.padded(part));
     }
-  });
-  if (!waits) return;
-  dense_.apply();
-  each_block(layer, layer_after(layer, last), [&](const RowBlock& block, std::size_t count) {
-    for (std::size_t part = 0; part < dense_.parts(); ++part) {
-      dense_.add(part, block.rows, count);
-      look();
-    }
-  });
-}
-
-// Every expert that a token of the stretch goes to, once: from the cache, or read, and then the cache may
-// take it.
-void FeedForward::stream_experts(std::size_t layer, const Part& last, const std::function<void()>& look) {
-  const BlockWeights& weights = blocks_[layer];
-  FfnLayer& ffn = *weights.ffn;
-  if (spec_.fill_tokens != 0 && !last.fills) begin_fill(layer, last, nullptr, 0);
-  std::vector<RowRun> runs;
-  for (const RowRun& run : experts_.runs()) add_units(ffn, run, runs);
-  stream_.begin(static_cast<int>(layer), runs);
-  watch_.charge(counters_.compute_ns);
-  RowBlock block;
-  while (stream_.next(block)) {
-    charge_stream();
-    if (spec_.fill_tokens != 0) fill_from(ffn, block, block.count);
-    experts_.add(block, weights.up_bias, weights.gate_bias);
-    watch_.charge(counters_.compute_ns);
+    if (!waits || stretch.is_applied) stretch.dense.add(part, block.rows, count);
     look();
   }
 }
@@ -286,22 +328,23 @@ void FeedForward::add_units(const FfnLayer& ffn, const RowRun& run, std::vector<
 }
 
 // The neuron cache learns which rows it wants for the pass's last tokens; the layer counts its own time.
-void FeedForward::begin_fill(const FfnTurn& turn) {
+void FeedForward::begin_fill(const FfnStretch& stretch, const FfnTurn& turn) {
   const std::size_t recent = std::min(turn.part.count, spec_.fill_tokens);
   const float* x = seen(turn) + (turn.part.count - recent) * spec_.block.d_model;
   watch_.charge(counters_.compute_ns);
   if (is_routed(turn.layer))
-    begin_fill(turn.layer, turn.part, x, recent);
+    begin_fill(stretch, turn.layer, turn.part, x, recent);
   else
     blocks_[turn.layer].ffn->begin_fill(x, recent);
   watch_.restart();
 }
 
 // The same of a mixture, for all tokens of a stretch, whose last `recent` are x.
-void FeedForward::begin_fill(std::size_t layer, const Part& last, const float* x, std::size_t recent) {
+void FeedForward::begin_fill(const FfnStretch& stretch, std::size_t layer, const Part& last, const float* x,
+                             std::size_t recent) {
   watch_.charge(counters_.compute_ns);
   FfnLayer& ffn = *blocks_[layer].ffn;
-  const ExpertTokens& experts = experts_.experts();
+  const ExpertTokens& experts = stretch.experts.experts();
   const auto size = static_cast<std::size_t>(ffn.units().size);
   if (size != 1) ffn.observe(experts.units_of_tokens(size, 0, last.first + last.count - recent));
   const std::vector<std::int32_t> passing = experts.units(size);

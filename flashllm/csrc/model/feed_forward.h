@@ -29,6 +29,14 @@
 
 namespace flashllm {
 
+// What a prompt's stretch has at a layer's FFN while its parts come, and the rows.
+struct FfnStretch {
+  DenseFfn dense;
+  ExpertFfn experts;
+  std::size_t blocks = 0;   // of rows that have passed
+  bool is_applied = false;  // the norm between the neurons: the rows pass again
+};
+
 class FeedForward final : public FfnPart {
  public:
   // Keeps references to all but the format and the activation. `watch`: of the pass.
@@ -40,10 +48,15 @@ class FeedForward final : public FfnPart {
   void run(const FfnTurn& turn) override;
 
   // A prompt's stretch at a layer: its parts are taken in turn, then the rows stream by once for all of them,
-  // then each part is given its y. `look` is called every few products, and may throw.
-  void take(const FfnTurn& turn);
-  void stream(std::size_t layer, const Part& last, const std::function<void()>& look);
-  void give(const FfnTurn& turn);
+  // block by block until there are none, then each part is given its y. Between any two of these calls
+  // another pass may come: then the rows go on with `resume_rows`. `last`: part of the stretch. `look` is
+  // called every few products, and may throw.
+  FfnStretch new_stretch() const;
+  void take(FfnStretch& stretch, const FfnTurn& turn);
+  void begin_rows(FfnStretch& stretch, std::size_t layer, const Part& last);
+  void resume_rows(FfnStretch& stretch, std::size_t layer, const Part& last);
+  bool next_rows(FfnStretch& stretch, std::size_t layer, const Part& last, const std::function<void()>& look);
+  void give(FfnStretch& stretch, const FfnTurn& turn);
 
   // As FfnLayer::accept, of every layer.
   void accept(std::size_t count);
@@ -56,13 +69,15 @@ class FeedForward final : public FfnPart {
   void run_active(const FfnTurn& turn);
   void run_firing(const FfnTurn& turn);
   void run_every(const FfnTurn& turn);
-  void stream_neurons(std::size_t layer, const Part& last, const std::function<void()>& look);
-  void stream_experts(std::size_t layer, const Part& last, const std::function<void()>& look);
+  void stream_rows(const FfnStretch& stretch, std::size_t layer, const Part& last);
+  void add_neurons(FfnStretch& stretch, std::size_t layer, const Part& last, const RowBlock& block,
+                   const std::function<void()>& look);
 
   FfnTokens together(const FfnTurn& turn, std::size_t first, bool predicted) const;
   void find_firing(const FfnTurn& turn);
-  void begin_fill(const FfnTurn& turn);
-  void begin_fill(std::size_t layer, const Part& last, const float* x, std::size_t recent);
+  void begin_fill(const FfnStretch& stretch, const FfnTurn& turn);
+  void begin_fill(const FfnStretch& stretch, std::size_t layer, const Part& last, const float* x,
+                  std::size_t recent);
   static void add_units(const FfnLayer& ffn, const RowRun& run, std::vector<RowRun>& runs);
   void fill_from(FfnLayer& ffn, const RowBlock& block, std::size_t count);
   template <typename Body>
@@ -84,9 +99,8 @@ class FeedForward final : public FfnPart {
   FfnCounters& counters_;
   Stopwatch& watch_;
   Arithmetic& arithmetic_;
-  DenseFfn dense_;
   TokenFfn few_;
-  ExpertFfn experts_;
+  FfnStretch alone_;                               // of a part that passes one layer
   std::vector<std::vector<std::int32_t>> active_;  // of tokens that go through an FFN together
 };
 

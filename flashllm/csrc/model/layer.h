@@ -37,6 +37,7 @@ class Layer {
 
   // The positions of a part's tokens, or of a stretch's, which hold for all layers.
   void set_positions(const Part& part) { attention_.set_positions(part); }
+  std::vector<RotaryTable>& positions() { return attention_.positions(); }
   // states [tokens, d_model], in place. Throws CoreError (numbers) for states that are not finite.
   void run(std::size_t layer, const BlockWeights& weights, const Part& part, float* states);
 

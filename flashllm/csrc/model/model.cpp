@@ -1,6 +1,7 @@
 #include "model/model.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "io/error.h"
 
@@ -39,107 +40,7 @@ Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat
 
 void Model::step(const std::vector<Token>& tokens, Pass pass, const std::vector<std::size_t>& wanted,
                  float* logits, Tap* tap, std::size_t drafted, std::size_t stretches) {
-  watch_.restart();
-  const bool is_prompt = pass == Pass::prompt;
-  require(tap == nullptr || is_prompt, "only a prompt's pass can be observed");
-  const std::size_t most = std::max<std::size_t>(1, spec_.block_tokens), width = spec_.block.d_model;
-  require(drafted == 0 ||
-              (!is_prompt && drafted < tokens.size() && tokens.size() <= std::min(most, FfnTokens::kMost)),
-          "a pass cannot have so many drafted tokens");
-  // 1. Many tokens go in parts of about equal length, a prompt's in stretches of about as many parts. Who
-  // observes sees a part at a time.
-  const std::size_t parts = (tokens.size() + most - 1) / most;
-  if (stretches == 0 || !is_prompt || tap != nullptr) stretches = parts;
-  stretches = std::min(stretches, parts);
-  progress_ = {0, parts * num_layers()};
-  auto next_wanted = wanted.begin();
-  try {
-    for (std::size_t i = 0; i < stretches; ++i) {
-      std::vector<Part> stretch;
-      const std::size_t first = tokens.size() * (parts * i / stretches) / parts;
-      for (std::size_t p = parts * i / stretches; p < parts * (i + 1) / stretches; ++p) {
-        const std::size_t begin = tokens.size() * p / parts, end = tokens.size() * (p + 1) / parts;
-        const bool fills = is_prompt && spec_.fill_tokens != 0 && p + 1 == parts;
-        stretch.push_back({tokens.data() + begin, end - begin, pass, fills, i + 1 == stretches, false, tap, 0,
-                           drafted, stretch.size(), begin - first});
-      }
-      run(stretch);
-      // 2. Logits of those that are wanted, a part at a time.
-      for (const Part& part : stretch) {
-        const std::size_t end = first + part.first + part.count;
-        std::vector<float> states;
-        for (; next_wanted != wanted.end() && *next_wanted < end; ++next_wanted) {
-          const float* row = hidden_.data() + (*next_wanted - first) * width;
-          states.insert(states.end(), row, row + width);
-        }
-        const std::size_t rows = states.size() / width;
-        if (rows != 0) ends_.head(states.data(), rows, is_prompt, logits);
-        logits += rows * spec_.vocab;
-      }
-    }
-  } catch (...) {
-    interrupt();
-    for (const Token& token : tokens) token.sequence->keep(token.sequence->length());
-    release_states(most);
-    throw;
-  }
-  // 3. Nothing can fail any more: the sequences get their tokens.
-  for_each_sequence(tokens.data(), tokens.size(),
-                    [](const Token&, const Token& last) { last.sequence->commit(last.position + 1); });
-  release_states(most);
-  watch_.charge(counters_.compute_ns);
-}
-
-// What a stretch took and a part has no use for.
-void Model::release_states(std::size_t part_tokens) noexcept {
-  for (std::vector<float>* states : {&hidden_, &attended_})
-    if (states->size() > part_tokens * spec_.block.d_model) std::vector<float>().swap(*states);
-}
-
-// The parts of a stretch, from their tokens to their last states.
-void Model::run(std::vector<Part>& stretch) {
-  const std::size_t width = spec_.block.d_model;
-  Part whole = stretch[0];
-  whole.count = stretch.back().first + stretch.back().count;
-  for_each_sequence(whole.tokens, whole.count, [](const Token& first, const Token& last) {
-    first.sequence->reserve(last.position + 1, first.position);
-  });
-  hidden_.resize(whole.count * width);
-  for (const Part& part : stretch) ends_.embed(part.tokens, part.count, hidden_.data() + part.first * width);
-  layer_.set_positions(whole);
-  for (std::size_t layer = 0; layer < num_layers(); ++layer) {
-    for (Part& part : stretch) part.kv_layer = layer;
-    if (whole.is_prompt()) {
-      run_layer(layer, stretch);
-      continue;
-    }
-    layer_.run(layer, weights_.blocks[layer], stretch[0], hidden_.data());
-    ++progress_.done;
-    if (whole.pass != Pass::sparse || whole.count > kShortPass) look();
-  }
-}
-
-// All parts of a prompt's stretch go through the attention; then the FFN's rows pass by, once for all of
-// them.
-void Model::run_layer(std::size_t layer, const std::vector<Part>& stretch) {
-  const BlockWeights& weights = weights_.blocks[layer];
-  if (spec_.block.parallel) attended_.resize(hidden_.size());
-  const auto of_part = [&](std::vector<float>& values, const Part& part) {
-    return values.empty() ? nullptr : values.data() + part.first * spec_.block.d_model;
-  };
-  for (const Part& part : stretch) {
-    float* states = of_part(hidden_, part);
-    const float* x = layer_.attend(layer, weights, part, states, of_part(attended_, part));
-    ffn_.take({layer, part, x, states, nullptr});
-    look();
-  }
-  ffn_.stream(layer, stretch.back(), [this] { look(); });
-  for (const Part& part : stretch) {
-    float* states = of_part(hidden_, part);
-    ffn_.give({layer, part, nullptr, states, layer_.outputs()});
-    layer_.add_ffn(layer, weights, part, states, of_part(attended_, part));
-    ++progress_.done;
-  }
+  RunningPass(*this, tokens, pass, wanted, logits, tap, drafted, stretches).advance([] { return false; });
 }
 
 void Model::run_block(std::size_t layer, std::size_t kv_layer, const std::vector<Token>& tokens,
@@ -165,6 +66,176 @@ void Model::look() {
     ffn_.interrupt();
     throw;
   }
+}
+
+// Many tokens go in parts of about equal length, a prompt's in stretches of about as many parts. Who observes
+// sees a part at a time.
+RunningPass::RunningPass(Model& model, std::vector<Token> tokens, Pass pass, std::vector<std::size_t> wanted,
+                         float* logits, Tap* tap, std::size_t drafted, std::size_t stretches)
+    : model_(model),
+      tokens_(std::move(tokens)),
+      pass_(pass),
+      wanted_(std::move(wanted)),
+      logits_(logits),
+      tap_(tap),
+      drafted_(drafted) {
+  const bool is_prompt = pass == Pass::prompt;
+  require(tap == nullptr || is_prompt, "only a prompt's pass can be observed");
+  const std::size_t most = std::max<std::size_t>(1, model.spec_.block_tokens);
+  require(drafted == 0 ||
+              (!is_prompt && drafted < tokens_.size() && tokens_.size() <= std::min(most, FfnTokens::kMost)),
+          "a pass cannot have so many drafted tokens");
+  parts_ = (tokens_.size() + most - 1) / most;
+  stretches_ = stretches == 0 || !is_prompt || tap != nullptr ? parts_ : std::min(stretches, parts_);
+  progress_ = {0, parts_ * model.num_layers()};
+  if (is_prompt) ffn_.emplace(model.ffn_.new_stretch());
+}
+
+// Others may have passed since: what they share with this pass is put back.
+void RunningPass::resume() {
+  require(!is_over_, "the pass is over");
+  model_.watch_.restart();
+  if (phase_ == Phase::start) return;
+  model_.layer_.positions() = std::move(positions_);
+  if (phase_ == Phase::rows) model_.ffn_.resume_rows(*ffn_, layer_, stretch_.back());
+}
+
+void RunningPass::suspend() {
+  if (phase_ != Phase::start) positions_ = model_.layer_.positions();
+  if (ffn_) {
+    ffn_->dense.rest();
+    ffn_->experts.rest();
+  }
+  model_.watch_.charge(model_.counters_.compute_ns);
+}
+
+// Nothing can fail any more: the sequences get their tokens.
+void RunningPass::end() {
+  is_over_ = true;
+  for_each_sequence(tokens_.data(), tokens_.size(),
+                    [](const Token&, const Token& last) { last.sequence->commit(last.position + 1); });
+  model_.watch_.charge(model_.counters_.compute_ns);
+}
+
+void RunningPass::close() noexcept {
+  if (is_over_) return;
+  is_over_ = true;
+  model_.interrupt();
+  for (const Token& token : tokens_) token.sequence->keep(token.sequence->length());
+}
+
+bool RunningPass::step() {
+  switch (phase_) {
+    case Phase::start:
+      start_stretch();
+      break;
+    case Phase::layer:
+      run_layer();
+      break;
+    case Phase::attend:
+      attend_part();
+      break;
+    case Phase::rows:
+      if (!model_.ffn_.next_rows(*ffn_, layer_, stretch_.back(), [this] { model_.look(); }))
+        phase_ = Phase::add;
+      break;
+    case Phase::add:
+      add_part();
+      break;
+    case Phase::head:
+      make_logits();
+      break;
+  }
+  return number_ < stretches_;
+}
+
+// From the tokens to the states that enter the first layer.
+void RunningPass::start_stretch() {
+  const std::size_t count = tokens_.size(), begins = parts_ * number_ / stretches_,
+                    ends = parts_ * (number_ + 1) / stretches_;
+  stretch_.clear();
+  first_ = count * begins / parts_;
+  for (std::size_t p = begins; p < ends; ++p) {
+    const std::size_t begin = count * p / parts_, end = count * (p + 1) / parts_;
+    const bool fills = pass_ == Pass::prompt && model_.spec_.fill_tokens != 0 && p + 1 == parts_;
+    stretch_.push_back({tokens_.data() + begin, end - begin, pass_, fills, number_ + 1 == stretches_, false,
+                        tap_, 0, drafted_, stretch_.size(), begin - first_});
+  }
+  Part whole = stretch_[0];
+  whole.count = stretch_tokens();
+  for_each_sequence(whole.tokens, whole.count, [](const Token& first, const Token& last) {
+    first.sequence->reserve(last.position + 1, first.position);
+  });
+  hidden_.resize(whole.count * model_.spec_.block.d_model);
+  if (ffn_ && model_.spec_.block.parallel) attended_.resize(hidden_.size());
+  for (const Part& part : stretch_) model_.ends_.embed(part.tokens, part.count, of_part(hidden_, part));
+  model_.layer_.set_positions(whole);
+  layer_ = 0;
+  phase_ = ffn_ ? Phase::attend : Phase::layer;
+}
+
+float* RunningPass::of_part(std::vector<float>& values, const Part& part) const {
+  return values.empty() ? nullptr : values.data() + part.first * model_.spec_.block.d_model;
+}
+
+// A pass of few tokens at a layer.
+void RunningPass::run_layer() {
+  Part& part = stretch_[0];
+  part.kv_layer = layer_;
+  model_.layer_.run(layer_, model_.weights_.blocks[layer_], part, hidden_.data());
+  ++progress_.done;
+  if (pass_ != Pass::sparse || part.count > kShortPass) model_.look();
+  next_layer();
+}
+
+// A prompt at a layer: all parts of a stretch go through the attention; then the FFN's rows pass by, once for
+// all of them; then each part gets its sums.
+void RunningPass::attend_part() {
+  Part& part = stretch_[part_];
+  part.kv_layer = layer_;
+  float* states = of_part(hidden_, part);
+  const float* x =
+      model_.layer_.attend(layer_, model_.weights_.blocks[layer_], part, states, of_part(attended_, part));
+  model_.ffn_.take(*ffn_, {layer_, part, x, states, nullptr});
+  model_.look();
+  if (++part_ != stretch_.size()) return;
+  part_ = 0;
+  model_.ffn_.begin_rows(*ffn_, layer_, stretch_.back());
+  phase_ = Phase::rows;
+}
+
+void RunningPass::add_part() {
+  const Part& part = stretch_[part_];
+  float* states = of_part(hidden_, part);
+  model_.ffn_.give(*ffn_, {layer_, part, nullptr, states, model_.layer_.outputs()});
+  model_.layer_.add_ffn(layer_, model_.weights_.blocks[layer_], part, states, of_part(attended_, part));
+  ++progress_.done;
+  if (++part_ != stretch_.size()) return;
+  part_ = 0;
+  phase_ = Phase::attend;
+  next_layer();
+}
+
+void RunningPass::next_layer() {
+  if (++layer_ == model_.num_layers()) phase_ = Phase::head;
+}
+
+// Of the stretch's tokens that are wanted, a part at a time.
+void RunningPass::make_logits() {
+  const std::size_t width = model_.spec_.block.d_model;
+  for (const Part& part : stretch_) {
+    const std::size_t end = first_ + part.first + part.count;
+    std::vector<float> states;
+    for (; next_wanted_ != wanted_.size() && wanted_[next_wanted_] < end; ++next_wanted_) {
+      const float* row = hidden_.data() + (wanted_[next_wanted_] - first_) * width;
+      states.insert(states.end(), row, row + width);
+    }
+    const std::size_t rows = states.size() / width;
+    if (rows != 0) model_.ends_.head(states.data(), rows, ffn_.has_value(), logits_);
+    logits_ += rows * model_.spec_.vocab;
+  }
+  ++number_;
+  phase_ = Phase::start;
 }
 
 }  // namespace flashllm

@@ -8,10 +8,14 @@
 // in parts. A prompt's go layer by layer, a stretch of several parts at a time: whatever a layer reads from
 // flash is read once a stretch. Whatever leaves a step is rounded to the model's dtype; sums are fp32, each
 // in one order.
+//
+// A pass can wait between two of its steps, a part at a layer or a block of a layer's rows, while others
+// pass: what is read and what is computed stay the same.
 #pragma once
 
 #include <cstddef>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "ffn/counters.h"
@@ -37,11 +41,7 @@ class Model {
   const ModelSpec& spec() const { return spec_; }
   std::size_t num_layers() const { return weights_.blocks.size(); }
 
-  // logits: [wanted, vocab] after each token whose index is in `wanted` (ascending). Every sequence has its
-  // new tokens afterwards; where it throws (CoreError, or what `check` throws), none has changed. `tap`: of a
-  // prompt's pass, or nullptr. The last `drafted` tokens of a pass of few may be guesses: what the neuron
-  // caches learn of these waits for `accept`. `stretches`: of a prompt that nobody observes, at most one a
-  // part; 0: one a part.
+  // The whole of a RunningPass.
   void step(const std::vector<Token>& tokens, Pass pass, const std::vector<std::size_t>& wanted,
             float* logits, Tap* tap = nullptr, std::size_t drafted = 0, std::size_t stretches = 0);
   // Of the drafted tokens of the last step the first `count` were right.
@@ -53,19 +53,11 @@ class Model {
   void run_block(std::size_t layer, std::size_t kv_layer, const std::vector<Token>& tokens, float* states,
                  Tap* tap);
 
-  // Of the pass under way: its parts that have left a layer, and how many are to, over all layers.
-  struct Progress {
-    std::size_t done = 0, total = 0;
-  };
-  const Progress& progress() const { return progress_; }
-
   // After a pass that did not finish: no read stays under way, and no row counts that did not come.
   void interrupt() noexcept { ffn_.give_up(); }
 
  private:
-  void run(std::vector<Part>& stretch);
-  void run_layer(std::size_t layer, const std::vector<Part>& stretch);
-  void release_states(std::size_t part_tokens) noexcept;
+  friend class RunningPass;
   void look();  // calls `check`
 
   const ModelSpec spec_;
@@ -78,8 +70,79 @@ class Model {
   SequenceMemory memory_;
   FeedForward ffn_;
   Layer layer_;
+};
+
+// New tokens on their way through a model, which outlives them.
+class RunningPass {
+ public:
+  // logits: [wanted, vocab] after each token whose index is in `wanted` (ascending). `tap`: of a prompt's
+  // pass, or nullptr. The last `drafted` tokens of a pass of few may be guesses: what the neuron caches learn
+  // of these waits for `Model::accept`, before any other pass goes on. `stretches`: of a prompt that nobody
+  // observes, at most one a part; 0: one a part.
+  RunningPass(Model& model, std::vector<Token> tokens, Pass pass, std::vector<std::size_t> wanted,
+              float* logits, Tap* tap = nullptr, std::size_t drafted = 0, std::size_t stretches = 0);
+  ~RunningPass() { close(); }
+  RunningPass(const RunningPass&) = delete;
+  RunningPass& operator=(const RunningPass&) = delete;
+
+  // Goes on, at least one step, until it has ended or `stop` says so between two of them; whether it has
+  // ended. Every sequence has its new tokens then; where it throws (CoreError, or what the model's `check`
+  // throws), none has changed, and the pass is closed.
+  template <typename Stop>
+  bool advance(const Stop& stop) {
+    try {
+      resume();
+      while (step())
+        if (stop()) return suspend(), false;
+    } catch (...) {
+      close();
+      throw;
+    }
+    end();
+    return true;
+  }
+  // The sequences are as they were, if it has not ended.
+  void close() noexcept;
+
+  // Parts that have left a layer, and how many are to, over all layers.
+  struct Progress {
+    std::size_t done = 0, total = 0;
+  };
+  const Progress& progress() const { return progress_; }
+
+ private:
+  enum class Phase { start, layer, attend, rows, add, head };  // what the next step does
+  void resume();
+  void suspend();
+  void end();
+  bool step();  // whether there are more
+  void start_stretch();
+  void run_layer();
+  void attend_part();
+  void add_part();
+  void make_logits();
+  void next_layer();
+  float* of_part(std::vector<float>& values, const Part& part) const;
+  std::size_t stretch_tokens() const { return stretch_.back().first + stretch_.back().count; }
+
+  Model& model_;
+  const std::vector<Token> tokens_;
+  const Pass pass_;
+  const std::vector<std::size_t> wanted_;
+  float* logits_;
+  Tap* const tap_;
+  const std::size_t drafted_;
+  std::size_t parts_, stretches_;
+  std::size_t number_ = 0;     // of the stretch
+  std::vector<Part> stretch_;  // its parts
+  std::size_t first_ = 0;      // its first token
+  std::size_t layer_ = 0, part_ = 0, next_wanted_ = 0;
+  Phase phase_ = Phase::start;
+  bool is_over_ = false;
   // Of a stretch, [tokens, d_model]: states; what the attention of a parallel block adds to them.
   std::vector<float> hidden_, attended_;
+  std::optional<FfnStretch> ffn_;       // of a prompt
+  std::vector<RotaryTable> positions_;  // while it waits
   Progress progress_;
 };
 
