@@ -47,6 +47,22 @@ class SlowModel:
             raise fault
         return self._model.step(entries, **options)
 
+    def begin(self, entries, **options):
+        return Whole(lambda: self.step(entries, **options))
+
+
+class Whole:
+    """A pass that never waits."""
+
+    def __init__(self, step):
+        self._step = step
+
+    def advance(self, seconds):
+        return self._step()
+
+    def close(self):
+        pass
+
 
 class ScriptedModel(SlowModel):
     """A model that answers with the tokens it is told to `say`, whatever the prompt is."""
@@ -73,7 +89,8 @@ def running(model, path, *, template=TEMPLATE, **options):
     given = {"default": template} if isinstance(template, str) else template
     tokenizer.chat_templates, tokenizer.where = given or {}, "here"
     turns = ChatTemplate.of(tokenizer)
-    with app_of(model, tokenizer, turns, ServerOptions(**{"name": "tiny", **options}), limit=10**9) as (app, worker):
+    given = ServerOptions(**{"name": "tiny", "parallel": 1, **options})
+    with app_of(model, tokenizer, turns, given, limit=10**9) as (app, worker):
         sock = listen("127.0.0.1", 0)
         server = Server(app, stopping=worker.cancel_all)
         thread = threading.Thread(target=lambda: server.run(sockets=[sock]))

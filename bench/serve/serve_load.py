@@ -1,6 +1,7 @@
 """The server under load, and what it adds to a token.
 
     python bench/serve/serve_load.py [--model DIR] [--requests N] [--at-once N] [--rounds N] [--tokens N]
+    python bench/serve/serve_load.py [--model DIR] --tokens N --together 1 2 4 8
 
 First REQUESTS completions, AT_ONCE at a time: none may be lost, and memory must stay flat (resident bytes of the
 server's process after the first tenth, and at the end). Then the overhead: `flashllm generate --json` and a streamed
@@ -10,6 +11,7 @@ last: several chunks may arrive at once). The last line is one JSON document.
 """
 
 import argparse
+import itertools
 import json
 import re
 import statistics
@@ -18,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,6 +105,43 @@ def streamed(address: str, tokens: int) -> tuple[float, float]:
     return statistics.mean(inside[half:]), at_client
 
 
+def together(address: str, tokens: int, at_once: int) -> dict[str, float]:
+    """So many answers at once: tokens a second of all together, and of each at the median; the longest gap in one, in
+    ms, once also while a long prompt is computed."""
+
+    def work(number: int) -> list[float]:
+        body = {"prompt": f"{PROMPT} Number {number} was", "max_tokens": tokens, "temperature": 0, "stream": True}
+        arrivals = []
+        with (
+            httpx.Client(base_url=address, timeout=600) as http,
+            http.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}) as response,
+        ):
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    arrivals.append(time.perf_counter())
+        return arrivals
+
+    def longest_gaps(all_arrivals: list[list[float]]) -> list[float]:
+        return [max(b - a for a, b in itertools.pairwise(each)) for each in all_arrivals]
+
+    with ThreadPoolExecutor(at_once + 1) as pool:
+        work(0)
+        began = time.perf_counter()
+        alone = list(pool.map(work, range(at_once)))
+        seconds = time.perf_counter() - began
+        prompt = {"prompt": " ".join(f"word{n}" for n in range(600)), "max_tokens": 1}
+        asked = pool.submit(httpx.post, f"{address}/v1/completions", json=prompt, timeout=600)
+        beside = list(pool.map(work, range(at_once)))
+        asked.result()
+    return {
+        "at_once": at_once,
+        "tokens_a_second": at_once * tokens / seconds,
+        "of_each": statistics.median((len(each) - 1) / (each[-1] - each[0]) for each in alone),
+        "longest_gap_ms": 1e3 * max(longest_gaps(alone)),
+        "longest_gap_beside_a_prompt_ms": 1e3 * max(longest_gaps(beside)),
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="a model directory; the bundled demo by default")
@@ -109,8 +149,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7, help="of the overhead's comparison")
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--together", type=int, nargs="*", default=[], help="answers at once, instead of all else")
     args = parser.parse_args(argv)
     model = [args.model] if args.model else []
+    if args.together:
+        with server(model) as (address, _):
+            print(json.dumps({"together": [together(address, args.tokens, count) for count in args.together]}))
+        return 0
     with server(model) as (address, process):
         report = {"load": load(address, process, args.requests, args.at_once)}
         print(report["load"], file=sys.stderr)

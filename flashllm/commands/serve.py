@@ -19,7 +19,7 @@ _MIN_KEY_CHARS = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Example: flashllm serve MODEL --memory 7GB, then any OpenAI client with the base URL "
-        "http://127.0.0.1:8080/v1. Requests are answered in turn. ctrl-C stops."
+        "http://127.0.0.1:8080/v1. ctrl-C stops."
     )
     options.add_model(parser)
     group = parser.add_argument_group("server")
@@ -36,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--name", help="of the model, for clients (default: its source's, else its directory's)")
     group.add_argument(
         "--queue", metavar="N", type=whole(0, 10_000), default=32, help="requests that may wait (default: %(default)s)"
+    )
+    group.add_argument(
+        "--parallel",
+        metavar="N",
+        type=whole(1, 8),
+        help="requests that are answered at once; they share passes (default: 1 to 8, as memory allows)",
     )
     group.add_argument(
         "--keep",
@@ -104,6 +110,7 @@ def main(args: argparse.Namespace) -> int:
                     ServerOptions(
                         name=args.name,
                         max_waiting=args.queue,
+                        parallel=args.parallel,
                         keep=args.keep,
                         parking=args.park,
                         parking_nbytes=args.park_size,

@@ -25,17 +25,14 @@ class Pass(Closing):
         self,
         entries: Sequence[Entry],
         groups: Sequence[Group],
-        make: Callable[[str, Sequence[Entry]], _core.Pass],
+        begin: Callable[[str, Sequence[Entry]], _core.Pass],
         *,
         memory: StateMemory,
         claimed: int,
         all_logits: bool,
     ) -> None:
-        """`make(kind, entries)` makes a group's native pass.
-
-        `claimed`: bytes of `memory` that the pass has claimed, which are its own until it ends.
-        """
-        self._entries, self._groups, self._make = entries, list(groups), make
+        """`begin` makes a group's native pass. `claimed`: bytes of `memory` that are the pass's own until it ends."""
+        self._entries, self._groups, self._begin = entries, list(groups), begin
         self._memory, self._all_logits = memory, all_logits
         self._lengths = [sequence.length for sequence, _ in entries]
         self._results: dict[int, Logits] = {}  # of each entry; where a group has all of them, in the place of them all
@@ -72,7 +69,7 @@ class Pass(Closing):
         kind, indices = self._groups[0]
         mine = [self._entries[index] for index in indices]
         if self._native is None:
-            self._native = self._make(kind, mine)
+            self._native = self._begin(kind, mine)
         logits = self._native.advance(seconds)
         if logits is None:
             return False

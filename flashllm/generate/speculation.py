@@ -144,7 +144,7 @@ class Decoding:
             return self._ahead.popleft()[1]
         self.settle(rejected=bool(self._ahead))
         foreseen = list(certain)
-        if self._speculation is None and not foreseen:
+        if (self._speculation is None and not foreseen) or self._model.most_drafted < 1:
             self._width = 1
             logits: NDArray[np.float32] = self._model.step([(self._sequence, [token_id])])[0]
             return logits

@@ -29,6 +29,7 @@ from flashllm.plan.requests import PROMPT_NBYTES, requests_nbytes
 from flashllm.plan.shares import Shares, levels_beside, levels_by_need, levels_by_popularity
 
 MAX_VERIFIED = 8  # tokens that go through an FFN together: FfnTokens::kMost (csrc/ffn/ffn_group.h)
+MOST_PARALLEL = 8  # requests of a server at once: as many tokens go through an FFN together
 MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for one streaming block
 _THROUGH_NBYTES = 64 << 10  # of a request that reads through gaps: kMaxThrough (csrc/io/request_plan.h)
 # Growth of the process besides the planned buffers: pages of libraries at their first use, the interpreter's own
@@ -112,7 +113,7 @@ def plan_memory(
         "staging": 2 * prefetch_rows * manifest.rows.stride
         + _bounce_nbytes(manifest.rows.stride, io_threads + min(io_threads, STREAM_THREADS))
         + (io_threads * _THROUGH_NBYTES if max_gap else 0),
-        "workspace": _workspace_nbytes(block, context, verified),
+        "workspace": _workspace_nbytes(block, context, max(verified, MOST_PARALLEL if serves else 1)),
         "context": context,
         "context_blocks": -(-state.nbytes(context) // state.block_nbytes),
         "cache_policy": cache_policy,

@@ -6,6 +6,7 @@ from typing import Any
 from flashllm.plan.shares import Rows
 
 LENT_SHARE = 4  # bytes of the neuron caches, at least, for each that a prompt may borrow of them
+_USUAL_TOKENS = 4096  # of a request to a server, its answer included
 KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are allocated together
 
 
@@ -111,6 +112,14 @@ class MemoryPlan:
     def neuron_cache_nbytes(self, blocks: int) -> int:
         """Bytes of all layers' caches and of the bypass rows while `blocks` KV blocks are in use."""
         return (sum(self.cache_rows_at(blocks)) + self.bypass_rows) * self.row_nbytes
+
+    def parallel(self, most: int) -> int:
+        """How many requests of a usual length can go on at once, while the neurons keep half of their memory."""
+        half = (self.neuron_cache_nbytes(1)) // 2
+        rows = self.levels.sum(axis=1) + self.bypass_rows
+        blocks = self.level_blocks - 1 + int((rows * self.row_nbytes >= half).sum())
+        of_one = -(-min(self.context, _USUAL_TOKENS) // KV_BLOCK_TOKENS)
+        return max(1, min(most, blocks // of_one))
 
     @property
     def neuron_cache(self) -> int:

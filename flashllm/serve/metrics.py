@@ -12,7 +12,7 @@ _PROMPT_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
-    """Counters of one server. `see` is called from the worker's thread."""
+    """Counters of one server. `see` is called by one thread at a time."""
 
     def __init__(
         self,
@@ -23,7 +23,6 @@ class Metrics:
         memory_limit: int,
     ) -> None:
         self._registry = registry = CollectorRegistry()
-        self._first = False  # whether the next token is an answer's first
         self._requests = Counter(
             "flashllm_requests", "answers, by path and status", ["path", "status"], registry=registry
         )
@@ -63,15 +62,13 @@ class Metrics:
             self._prompt.inc(event.record.tokens)
             self._cached.inc(event.record.reused_tokens)
             self._prompt_s.observe(times.total_ms / 1e3)
-            self._first = True
         else:
             self._new.inc()
             self._token_s.observe(times.total_ms / 1e3)
             self._drafted.inc(max(0, event.record.pass_tokens - 1))
             # Without a pass of its own a token was foreseen; the first comes from the prompt's.
-            self._accepted.inc(event.record.pass_tokens == 0 and not self._first)
+            self._accepted.inc(event.record.pass_tokens == 0 and not event.is_first)
             self._rejected.inc(times.rejected_bytes)
-            self._first = False
         self._read.inc(times.bytes_read)
         self._hits.inc(times.hits)
         self._misses.inc(times.misses)

@@ -23,6 +23,7 @@ from flashllm.generate.templates.chat_template import opened_template
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.parked.file import identity
 from flashllm.parked.folder import ParkingFolder
+from flashllm.plan.memory import MOST_PARALLEL
 from flashllm.replies.formats import find
 from flashllm.serve.app import Api, Served, make_app
 from flashllm.serve.dialects.anthropic import Anthropic
@@ -38,7 +39,8 @@ class ServerOptions:
     """How a model is served."""
 
     name: str | None = None  # of the model; None: its hub id or its directory's name
-    max_waiting: int = 32  # requests besides the one that is answered
+    max_waiting: int = 32  # requests besides those that are answered
+    parallel: int | None = None  # requests that are answered at once; None: as the memory plan says
     keep: int = 4  # conversations in memory
     key: bytes | None = None  # that clients must send; None: none
     hosts: frozenset[str] | None = None  # names that the server goes by, besides addresses; None: any
@@ -70,6 +72,8 @@ def open_app(path: Path, config: RunConfig, options: ServerOptions) -> Iterator[
             template.check()
         else:
             say("no chat template: the model continues a conversation as one text")
+        if options.parallel is None:
+            options = dataclasses.replace(options, parallel=model.plan.memory.parallel(MOST_PARALLEL))
         if options.name is None:
             options = dataclasses.replace(options, name=_name(path, model))
         limit = model.plan.memory.limit_nbytes
@@ -130,6 +134,7 @@ def app_of(
         tokenizer,
         max_waiting=options.max_waiting,
         keep=options.keep,
+        parallel=options.parallel or 1,
         on_event=metrics.see,
         speculation=speculation,
         parking=parking,

@@ -1,6 +1,7 @@
-"""The one thread that computes: jobs wait in a bounded queue and are answered in turn. Knows no HTTP.
+"""The threads that answer: jobs wait in a bounded queue, and some of them are answered at once, each by a thread of its
+own; the model joins their passes (`flashllm.engine.shared`). Knows no HTTP.
 
-A job's events go to its `deliver`, from this thread. A cancelled job ends before its next token.
+A job's events go to its `deliver`, from its thread. A cancelled job ends before its next token.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from flashllm.api.prompts import Reading
 from flashllm.api.requests import Request
 from flashllm.base.command_line import say
 from flashllm.base.files import Closing
+from flashllm.engine.shared import SharedModel, Waiting
 from flashllm.errors import Cancelled, ContextFull, FlashError
 from flashllm.format.manifest import Manifest
 from flashllm.generate.grammar import Matcher
@@ -34,6 +36,14 @@ class ServedModel(LanguageModel, Protocol):
     @property
     def memory_limit(self) -> int: ...
     def keep_to(self, limit_nbytes: int) -> None: ...
+    def begin(
+        self,
+        entries: Sequence[tuple[Any, Sequence[int]]],
+        *,
+        all_logits: bool = False,
+        as_prompt: bool = False,
+        drafted: int = 0,
+    ) -> Waiting: ...
     def cancel(self, on: bool = True) -> None: ...
 
 
@@ -56,6 +66,7 @@ class Chosen:
     index: int
     record: TokenRecord
     said: tuple[Said, ...] = ()
+    is_first: bool = False  # of its answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,29 +113,34 @@ class Worker(Closing):
         max_waiting: int,
         keep: int,
         on_event: Callable[[Event], None],
+        parallel: int = 1,
         speculation: Speculation | None = None,
         parking: ParkingFolder | None = None,
     ) -> None:
-        """`max_waiting` jobs wait behind the one that runs; `keep` conversations stay in memory.
+        """`max_waiting` jobs wait behind the `parallel` ones that run; `keep` conversations stay in memory.
 
-        `on_event` sees all jobs' events, from the worker's thread. Conversations that leave memory go to `parking`.
+        `on_event` sees all jobs' events, one at a time. Conversations that leave memory go to `parking`.
         """
         self._max_waiting, self._on_event, self._tokenizer = max_waiting, on_event, tokenizer
         self._model = model
-        self._roomy = cast(LanguageModel, _RoomyModel(model, self._make_room))
+        self._shared = SharedModel(model, self._make_room)
+        self._speculation = speculation
+        self._keeping = threading.Lock()  # of the conversations
         self._conversations = Conversations(
-            lambda: Session(self._roomy, tokenizer, speculation=speculation),
+            self._new_session,
             limit=keep,
             max_tokens=model.context,
             is_prompt=model.is_prompt,
             parking=parking,
         )
+        self._telling = threading.Lock()
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
-        self._current: Job | None = None
+        self._running: set[Job] = set()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="flashllm-worker")
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, name=f"flashllm-worker-{n}") for n in range(parallel)]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def waiting(self) -> int:
@@ -134,16 +150,16 @@ class Worker(Closing):
     @property
     def busy(self) -> bool:
         """True while a job is computed."""
-        return self._current is not None
+        return bool(self._running)
 
     @property
     def alive(self) -> bool:
         """True while jobs are answered."""
-        return self._thread.is_alive() and not self._closing
+        return all(thread.is_alive() for thread in self._threads) and not self._closing
 
     @property
     def kept(self) -> int:
-        """Conversations in memory, the current one excepted."""
+        """Conversations in memory, those that go on excepted."""
         return len(self._conversations)
 
     def submit(self, job: Job) -> None:
@@ -160,11 +176,10 @@ class Worker(Closing):
         """End `job` before its next token, also in the midst of its prompt. Harmless where it has ended."""
         with self._changed:
             job.cancelled.set()
-            if self._current is job:
-                self._model.cancel()
             waited = job in self._waiting
             if waited:
                 self._waiting.remove(job)
+        self._shared.wake()
         if waited:
             self._tell(job, Finished())
 
@@ -172,28 +187,31 @@ class Worker(Closing):
         """End what runs and what waits; nothing is taken any more."""
         with self._changed:
             self._closing = True
-            for job in self._waiting:
+            for job in (*self._waiting, *self._running):
                 job.cancelled.set()
-            if self._current is not None:
-                self._current.cancelled.set()
-                self._model.cancel()
+        self._shared.wake()
 
     def close(self) -> None:
-        """As `cancel_all`; returns when the thread has ended and the conversations are freed."""
+        """As `cancel_all`; returns when the threads have ended and the conversations are freed."""
         self.cancel_all()
         with self._changed:
-            self._changed.notify()
-        self._thread.join()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
         self._conversations.close()
 
+    def _new_session(self) -> Session:
+        return Session(cast(LanguageModel, self._shared), self._tokenizer, speculation=self._speculation)
+
     def _make_room(self) -> bool:
-        return self._conversations.forget_oldest()
+        with self._keeping:
+            return self._conversations.forget_oldest()
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
             finished = Finished()
             try:
-                with contextlib.suppress(Cancelled):
+                with contextlib.suppress(Cancelled), self._shared.member(job.cancelled):
                     self._answer(job)
                 if self._closing and job.cancelled.is_set():
                     finished = Finished("the server is stopping", 503)
@@ -206,8 +224,7 @@ class Worker(Closing):
                 say(f"{type(error).__name__} while a request was answered (a bug in flashllm)")
                 finished = Finished(f"the server failed ({type(error).__name__})", 500)
             with self._changed:
-                self._current = None
-                self._model.cancel(False)
+                self._running.discard(job)
             self._tell(job, finished)
 
     def _next(self) -> Job | None:
@@ -216,11 +233,13 @@ class Worker(Closing):
                 if self._closing:
                     return None
                 self._changed.wait()
-            self._current = self._waiting.popleft()
-            return self._current
+            job = self._waiting.popleft()
+            self._running.add(job)
+            return job
 
     def _tell(self, job: Job, event: Event) -> None:
-        self._on_event(event)
+        with self._telling:
+            self._on_event(event)
         # Where the connection's loop has ended nobody is left to hear.
         with contextlib.suppress(RuntimeError):
             job.deliver(event)
@@ -231,16 +250,18 @@ class Worker(Closing):
                 return
             messages = [each for each in request.prompt if isinstance(each, dict)] if request.kind == "chat" else []
             if job.scored:  # every token's logits are wanted, so nothing can be reused
-                with Session(self._roomy, self._tokenizer) as session:
+                with self._new_session() as session:
                     self._generate(job, index, Place(session=session, keep=0), [])
                 continue
-            place = self._conversations.take(ids, turns_of(messages))
+            with self._keeping:
+                place = self._conversations.take(ids, turns_of(messages))
             said: list[Said] = []
             try:
                 self._generate(job, index, place, said)
             finally:
                 answer = chat_message(said)
-                self._conversations.give_back(place, digest([*messages, answer]) if messages and said else None)
+                with self._keeping:
+                    self._conversations.give_back(place, digest([*messages, answer]) if messages and said else None)
 
     def _generate(self, job: Job, index: int, place: Place, said: list[Said]) -> None:
         """Choice `index` of `job`, at `place`. What it says goes to `said` as it comes."""
@@ -249,6 +270,7 @@ class Worker(Closing):
         matcher = job.matchers[index] if job.matchers else None
         session.choose_by(request.options, logprobs=request.logprobs, decoder=decoder, matcher=matcher)
         stream = session.stream_prompt(ids, keep=place.keep, pause=place.pause, scored=job.scored)
+        is_first = True
         with contextlib.closing(stream):
             for record in stream:
                 if job.cancelled.is_set():
@@ -262,28 +284,11 @@ class Worker(Closing):
                     text = record.text
                     new = [Said("text", text)] if reading is None else reading.parser.feed(text)
                     said += new
-                    self._tell(job, Chosen(index, record, tuple(new)))
+                    self._tell(job, Chosen(index, record, tuple(new), is_first))
+                    is_first = False
                     if reading is not None and reading.parser.done:
                         self._tell(job, Ended(index, "stop"))
                         return
         last = [] if reading is None else reading.parser.finish()
         said += last
         self._tell(job, Ended(index, session.stopped or "length", tuple(last)))
-
-
-class _RoomyModel:
-    """A model that frees kept conversations where the memory for a pass is missing."""
-
-    def __init__(self, model: LanguageModel, make_room: Callable[[], bool]) -> None:
-        self._model, self._make_room = model, make_room
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def step(self, entries: Sequence[tuple[Any, Sequence[int]]], **options: Any) -> Any:
-        while True:
-            try:
-                return self._model.step(entries, **options)
-            except ContextFull:
-                if options.get("drafted") or not self._make_room():
-                    raise

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from serving import Whole
 
 from flashllm.api.requests import Request
 from flashllm.config import RunConfig
@@ -81,6 +82,9 @@ class PlacesModel:
 
     def is_prompt(self, tokens):
         return tokens > FEW
+
+    def begin(self, entries, **options):
+        return Whole(lambda: self.step(entries, **options))
 
     def step(self, entries, *, as_prompt=False):
         ((sequence, ids),) = entries

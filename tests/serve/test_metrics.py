@@ -20,9 +20,10 @@ def test_drafted_tokens_are_counted_and_those_that_were_right():
     for _ in range(2):
         metrics.see(Began(0, PrefillRecord(tokens=3, reused_tokens=1, dense=False, times=ZEROS)))
         # The first token is the prompt's. Then a pass with three drafted ones, two of them right, and a plain one.
-        for pass_tokens, rejected in ((0, 0), (4, 0), (0, 0), (0, 0), (1, 512)):
+        for at, (pass_tokens, rejected) in enumerate(((0, 0), (4, 0), (0, 0), (0, 0), (1, 512))):
             times = dataclasses.replace(ZEROS, rejected_bytes=rejected)
-            metrics.see(Chosen(0, TokenRecord(token_id=5, text="a", times=times, pass_tokens=pass_tokens)))
+            record = TokenRecord(token_id=5, text="a", times=times, pass_tokens=pass_tokens)
+            metrics.see(Chosen(0, record, is_first=at == 0))
     values = counted(metrics)
     assert values["flashllm_generated_tokens_total"] == 10
     assert values["flashllm_drafted_tokens_total"] == 6

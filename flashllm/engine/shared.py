@@ -1,0 +1,235 @@
+"""A model that several threads use at once, each as if it were its own: their passes are joined, and a long prompt
+waits between its parts so that no answer stands still (`flashllm.engine.turns`).
+
+No thread computes but those that ask: one of them takes the turns, its own and the others', until it has what it wants.
+"""
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashllm.engine.meter import StepTimes
+from flashllm.engine.turns import PATIENCE_S, SLICE_S, Turn, Turns
+from flashllm.errors import Cancelled, ContextFull
+
+_FEW = 8  # tokens of a pass that others join: more go by slices, as a prompt's do
+_COUNTS = tuple(each.name for each in fields(StepTimes) if each.type is int)
+_EXPOSED = ("io_ms", "memory_ms", "compute_ms")
+
+Entries = Sequence[tuple[Any, Sequence[int]]]
+Logits = NDArray[np.float32]
+
+
+class Waiting(Protocol):
+    """A pass that can wait: `flashllm.engine.passes.Pass`."""
+
+    def advance(self, seconds: float) -> Logits | None: ...
+    def close(self) -> None: ...
+
+
+class Steps(Protocol):
+    """The part of `flashllm.engine.model.Model` that is shared."""
+
+    @property
+    def meter(self) -> Any: ...
+    @property
+    def most_drafted(self) -> int: ...
+    def is_prompt(self, tokens: int) -> bool: ...
+    def step(
+        self, entries: Entries, *, all_logits: bool = False, as_prompt: bool = False, drafted: int = 0
+    ) -> Logits: ...
+    def begin(
+        self, entries: Entries, *, all_logits: bool = False, as_prompt: bool = False, drafted: int = 0
+    ) -> Waiting: ...
+    def cancel(self, on: bool = True) -> None: ...
+
+
+class ShareMeter:
+    """What a member has spent between two calls: all of the time that its passes took, and its part of their counts."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._started = time.perf_counter()
+
+    def add(self, times: StepTimes, part: int, of: int) -> None:
+        """A pass of `of` members, of which this is number `part`."""
+        for name in (*_EXPOSED, "io_busy_ms"):
+            self._sums[name] = self._sums.get(name, 0.0) + getattr(times, name)
+        for name in _COUNTS:
+            count = getattr(times, name)
+            self._sums[name] = self._sums.get(name, 0) + count * (part + 1) // of - count * part // of
+
+    def restart(self) -> None:
+        """As `Meter.restart`."""
+        self.take()
+
+    def take(self) -> StepTimes:
+        """As `Meter.take`. The time of others' passes is `other`."""
+        sums, self._sums = self._sums, {}
+        now = time.perf_counter()
+        total, self._started = 1e3 * (now - self._started), now
+        spent: dict[str, Any] = {name: sums.get(name, 0.0) for name in (*_EXPOSED, "io_busy_ms")}
+        spent |= {name: int(sums.get(name, 0)) for name in _COUNTS}
+        spent["other_ms"] = max(0.0, total - sum(spent[name] for name in _EXPOSED))
+        return StepTimes(**spent, total_ms=total)
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """Who uses the model, and what it waits for."""
+
+    cancelled: threading.Event
+    meter: ShareMeter
+    entries: Entries = ()
+    options: dict[str, Any] = field(default_factory=dict)  # of its step
+    running: Waiting | None = None
+    logits: Logits | None = None
+    error: Exception | None = None
+
+    @property
+    def has_answer(self) -> bool:
+        return self.logits is not None or self.error is not None
+
+
+class SharedModel:
+    """Of each thread that is a `member`, the model. Everything that is not here is the model's own."""
+
+    def __init__(self, model: Steps, make_room: Callable[[], bool]) -> None:
+        """`make_room` gives memory of sequences back, if it can: what it returns."""
+        self._model, self._make_room = model, make_room
+        self._changed = threading.Condition()
+        self._turns: Turns[_Member] = Turns()
+        self._turn: Turn[_Member] | None = None  # being computed
+        self._here = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    @contextlib.contextmanager
+    def member(self, cancelled: threading.Event) -> Iterator[None]:
+        """This thread uses the model. Once `cancelled` is set, and `wake` was called, its step raises Cancelled."""
+        self._here.member = member = _Member(cancelled, ShareMeter())
+        with self._changed:
+            self._turns.join(member)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._turns.leave(member)
+                self._changed.notify_all()
+            del self._here.member
+
+    @property
+    def meter(self) -> ShareMeter:
+        """This thread's."""
+        meter: ShareMeter = self._here.member.meter
+        return meter
+
+    @property
+    def most_drafted(self) -> int:
+        """As the model's; none beside others: their tokens make better use of a pass than guesses do."""
+        return 0 if len(self._turns) > 1 else self._model.most_drafted
+
+    def wake(self) -> None:
+        """Somebody was cancelled: a pass that is nobody else's ends at once."""
+        with self._changed:
+            if self._turn is not None and all(each.cancelled.is_set() for each in self._turn.members):
+                self._model.cancel()
+            self._changed.notify_all()
+
+    def step(self, entries: Entries, **options: Any) -> Logits:
+        """As `Model.step`; others' tokens may share the pass, or be computed before its end."""
+        member: _Member = self._here.member
+        tokens = sum(len(ids) for _, ids in entries)
+        prompt = bool(options.get("as_prompt")) or self._model.is_prompt(tokens) or tokens > _FEW
+        member.entries, member.options, member.logits, member.error = entries, options, None, None
+        patience_ends = time.perf_counter() + PATIENCE_S
+        with self._changed:
+            self._turns.ask(member, prompt=prompt)
+            self._changed.notify_all()
+            while not member.has_answer:
+                is_computed = self._turn is not None and member in self._turn.members
+                if member.cancelled.is_set() and not is_computed:
+                    member.error = Cancelled("the computation was ended by another thread")
+                    break
+                left = patience_ends - time.perf_counter()
+                turn = None if self._turn is not None else self._turns.next(patient=left > 0)
+                if turn is None:
+                    self._changed.wait(left if self._turn is None and self._turns.are_awaited and left > 0 else None)
+                    continue
+                self._take(turn)
+            self._turns.drop(member)
+            running, member.running = member.running, None
+        if running is not None:
+            running.close()
+        if member.error is not None:
+            raise member.error
+        assert member.logits is not None
+        logits, member.logits, member.entries = member.logits, None, ()
+        return logits
+
+    def _take(self, turn: Turn[_Member]) -> None:
+        """Compute it, by this thread, while others may ask."""
+        self._turn = turn
+        if all(each.cancelled.is_set() for each in turn.members):
+            self._model.cancel()
+        self._changed.release()
+        try:
+            if turn.is_slice:
+                self._go_on(turn.members[0])
+            else:
+                self._share(turn.members)
+            times = self._model.meter.take()
+            for part, each in enumerate(turn.members):
+                each.meter.add(times, part, len(turn.members))
+        finally:
+            self._changed.acquire()
+            self._turn = None
+            self._model.cancel(False)
+            for each in turn.members:
+                if each.has_answer:
+                    self._turns.drop(each)
+            self._changed.notify_all()
+
+    def _share(self, members: Sequence[_Member]) -> None:
+        """Few tokens of each. Where the pass fails each has one of its own, so that none fails for another."""
+        together = [each for each in members if not each.options]
+        if len(together) > 1:
+            with contextlib.suppress(Exception):
+                rows = self._model.step([entry for each in together for entry in each.entries])
+                for each in together:
+                    each.logits, rows = rows[: len(each.entries)], rows[len(each.entries) :]
+        for each in members:
+            if not each.has_answer:
+                self._attempt(each, functools.partial(self._model.step, each.entries, **each.options))
+
+    def _go_on(self, member: _Member) -> None:
+        def advance() -> Logits | None:
+            if member.running is None:
+                member.running = self._model.begin(member.entries, **member.options)
+            return member.running.advance(SLICE_S)
+
+        self._attempt(member, advance)
+
+    def _attempt(self, member: _Member, compute: Callable[[], Logits | None]) -> None:
+        while True:
+            try:
+                member.logits = compute()
+            except ContextFull as error:
+                if member.options.get("drafted"):
+                    member.error = error
+                elif self._make_room():
+                    continue
+                else:
+                    with self._changed:
+                        member.error = None if self._turns.block(member) else error
+            except Exception as error:
+                member.error = error
+            return

@@ -1,0 +1,94 @@
+"""Several requests at once: each has the answer that it would have alone, whoever comes, fails or leaves beside it."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from serving import running
+
+from flashllm.config import RunConfig
+from flashllm.engine.model import Model
+
+BODIES = [
+    {"prompt": "One day", "max_tokens": 20, "temperature": 0, "logprobs": 2},
+    {"prompt": "A long prompt of many words, which is more than a few tokens. ", "max_tokens": 9, "seed": 3},
+    {"prompt": "Two", "max_tokens": 24, "temperature": 1.2, "seed": 11},
+    {"prompt": ["Three", "Four of them"], "max_tokens": 8, "temperature": 0.7, "seed": 5},
+    {"prompt": "Five", "max_tokens": 20, "temperature": 0, "response_format": {"type": "regex", "regex": "[a-z ]{12}"}},
+    {"prompt": "Six", "max_tokens": 30, "temperature": 0, "stop": ["e"]},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    with Model.open(tiny().path(), RunConfig(threads=1, io_threads=4, memory=None)) as model:
+        yield model
+
+
+def answer(http, body):
+    response = http.post("/v1/completions", json={"ignore_eos": True, **body})
+    assert response.status_code == 200, response.text
+    return response.json()["choices"]
+
+
+def test_answers_are_those_alone(tiny, model):
+    with running(model, tiny().path(), parallel=1) as (address, _), httpx.Client(base_url=address, timeout=60) as http:
+        alone = [answer(http, body) for body in BODIES]
+    steps, shared = model.step, []
+
+    def counted(entries, **options):
+        shared.append(len(entries))
+        return steps(entries, **options)
+
+    model.step = counted
+    try:
+        with (
+            running(model, tiny().path(), parallel=4, keep=0) as (address, worker),
+            httpx.Client(base_url=address, timeout=60) as http,
+            ThreadPoolExecutor(12) as pool,
+        ):
+            left = threading.Event()
+
+            def leaving():
+                with http.stream(
+                    "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 60, "stream": True}
+                ) as it:
+                    next(it.iter_lines())
+                left.set()
+
+            gone = pool.submit(leaving)
+            found = list(pool.map(lambda body: answer(http, body), BODIES * 3))
+            gone.result()
+            assert left.is_set()
+            assert worker.alive
+        assert found == alone * 3
+        assert max(shared) > 1
+    finally:
+        del model.step
+
+
+def test_a_failure_is_its_own(tiny, model):
+    """A pass that fails for one of several is computed again for each."""
+    steps = model.step
+
+    def failing(entries, **options):
+        if any(list(ids) == [7] for _, ids in entries) or len(entries) > 1:
+            raise MemoryError
+        return steps(entries, **options)
+
+    model.step = failing
+    try:
+        with (
+            running(model, tiny().path(), parallel=3) as (address, _),
+            httpx.Client(base_url=address, timeout=60) as http,
+            ThreadPoolExecutor(3) as pool,
+        ):
+            good = {"prompt": [5, 6], "max_tokens": 10, "temperature": 0, "ignore_eos": True}
+            posted = [
+                pool.submit(http.post, "/v1/completions", json={**good, "prompt": prompt})
+                for prompt in ([5, 6], [7], [5, 9])
+            ]
+            assert [each.result().status_code for each in posted] == [200, 500, 200]
+    finally:
+        del model.step
