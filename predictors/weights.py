@@ -71,7 +71,8 @@ class LayerWeights:
     def norm(self) -> tuple[Floats | None, Floats | None]:
         """(scale, shift) [d_model] of the norm before the FFN; None where it has none."""
         block = self.model.directory.block
-        weight, bias = (self._vector(f"{block.ffn_input_norm}.{part}") for part in ("weight", "bias"))
+        name = block.layers[self.layer].ffn_input_norm
+        weight, bias = (self._vector(f"{name}.{part}") for part in ("weight", "bias"))
         return weight if weight is None else weight + np.float32(block.norm_shift), bias
 
     def _vector(self, name: str) -> Floats | None:

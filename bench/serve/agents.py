@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ import flashllm
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
+from flashllm.engine.passes import Pass
 from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.serve.opening import ServerOptions, app_of
@@ -148,7 +149,12 @@ class Scripted:
         return getattr(self._model, name)
 
     def step(self, entries: Any, **options: Any) -> Any:
-        logits = self._model.step(entries, **options)
+        return self._said(entries, self._model.step(entries, **options))
+
+    def begin(self, entries: Any, **options: Any) -> "Running":
+        return Running(self._model.begin(entries, **options), lambda logits: self._said(entries, logits))
+
+    def _said(self, entries: Any, logits: Any) -> Any:
         for row, (sequence, ids) in enumerate(entries):
             said, at = self._at.get(id(sequence), ([], 0))
             said, at = (self._answers[ids[-1]], 0) if ids[-1] in self._answers else (said, at)
@@ -157,6 +163,20 @@ class Scripted:
                 logits[row, said[at]] = 10
             self._at[id(sequence)] = (said, at + 1)
         return logits
+
+
+class Running:
+    """A pass that can wait, and what becomes of its logits."""
+
+    def __init__(self, running: Pass, said: Callable[[Any], Any]) -> None:
+        self._running, self._said = running, said
+
+    def advance(self, seconds: float) -> Any:
+        logits = self._running.advance(seconds)
+        return None if logits is None else self._said(logits)
+
+    def close(self) -> None:
+        self._running.close()
 
 
 def make_model(root: Path) -> Path:

@@ -172,6 +172,7 @@ class Model(OneProcess, Closing):
         `drafted` ids of a pass of one sequence are guesses, at most `most_drafted`: the neuron caches learn nothing
         from them until `accept` says which were right.
         """
+        self.check_process()  # before the lock, which another thread may hold for ever in a forked child
         with (
             self._memory.lock,
             self.begin(entries, all_logits=all_logits, as_prompt=as_prompt, observer=observer, drafted=drafted) as one,

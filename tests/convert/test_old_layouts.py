@@ -81,7 +81,7 @@ def test_llamas_of_2023(tmp_path, config):
     assert first == second
     blocks = [block_spec(json.loads((tmp_path / name / "config.json").read_text())) for name in ("old", "new")]
     assert blocks[0].norm_epsilon == blocks[1].norm_epsilon
-    assert blocks[0].kv_heads == blocks[1].kv_heads == 4
+    assert all(layer.mixer.kv_heads == 4 for block in blocks for layer in block.layers)
 
 
 def test_opts_of_2022(tmp_path):

@@ -87,7 +87,7 @@ class MaskedDecoder(ReferenceDecoder):
         self.factors, self.normed = factors, None
 
     def _norm(self, name, x):
-        if name.endswith(self.block.ffn_input_norm or "-"):
+        if name.endswith(self.block.layers[0].ffn_input_norm or "-"):
             self.normed = x
         return super()._norm(name, x)
 
