@@ -104,6 +104,36 @@ class PromptEncoder:
         message = f"the prompt {what} the model's {self.context} positions"
         return Unanswerable(message, code="context_length_exceeded")
 
+    def marks(self, request: Request, ids: Sequence[int]) -> Generator[None, None, tuple[int, ...]]:
+        """How many of the prompt's tokens other requests may begin with too, in steps: up to the first message of the
+        user's, and up to the last. None for what is no conversation."""
+        messages = [message for message in request.prompt if isinstance(message, dict)]
+        asked = [at for at, message in enumerate(messages) if message["role"] == "user"]
+        if request.kind != "chat" or self.template is None or self.tokenizer is None or not asked:
+            return ()
+        marks = []
+        try:
+            text = self._render(request, messages)
+        except FlashError:  # it took too long this time
+            return ()
+        for at in sorted({asked[0], asked[-1]}):
+            said = str(messages[at]["content"] or "").strip()
+            other = {**messages[at], "content": "b" if said.startswith("a") else "a"}
+            try:
+                pairs = zip(text, self._render(request, [*messages[:at], other]), strict=False)
+                alike = next((at for at, (one, two) in enumerate(pairs) if one != two), 0)
+                # The shorter side is encoded again; a token may be on both.
+                begins = alike <= len(text) // 2
+                shorter = text[:alike] if begins else text[alike:]
+                part = yield from self._encode(shorter, add_special=False, custom_id=request.custom_id)
+            except (FlashError, Unanswerable):  # the template refuses what ends there, or there is nothing before
+                continue
+            if begins:
+                marks.append(len(part) - (list(ids[: len(part)]) != part))
+            else:
+                marks.append(len(ids) - len(part) - (list(ids[-len(part) :]) != part))
+        return tuple(mark for mark in marks if mark > 0)
+
     def max_new_tokens(self, request: Request, prompt_tokens: int) -> int:
         """The new tokens allowed: as many as it says, or the default as far as the context has room."""
         wanted = request.options.max_new_tokens

@@ -76,6 +76,7 @@ class Request:
     constraint: Constraint | None = None  # the form of the answer's text; None: any
     thinking_tokens: int | None = None  # of reasoning, after which it is ended; None: any number
     template_values: Mapping[str, Any] = field(default_factory=dict)  # what else the chat template is told
+    marks: tuple[int, ...] = ()  # how many of the prompt's tokens others may begin with too, where that is known
 
 
 def parse_body(body: Mapping[str, Any], kind: Kind, *, custom_id: str, defaults: SamplingOptions) -> Request:

@@ -99,14 +99,17 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
     neurons = model.architecture.neurons
     shares = [f"{min(1.0, sum(rows) / neurons):.0%}" for rows in (memory.cache_rows, memory.full_cache_rows)]
     share = shares[0] if shares[0] == shares[1] else f"{shares[0]} to {shares[1]}"
-    remarks = {"requests": f"a server's: {format_size(requests_nbytes(memory.context))} more"}
+    remarks = {
+        "requests": f"a server's: {format_size(requests_nbytes(memory.context))} more",
+        "KV cache": f"a server keeps up to {format_size(memory.kept_nbytes)} between requests",
+    }
     lines = [
         ("", f"{min(KV_BLOCK_TOKENS, memory.context)} tokens", f"{memory.context} tokens", ""),
         *((name, format_size(start), format_size(full), remarks.get(name, "")) for name, start, full in memory.rows()),
     ]
     windowed = sum(layer.mixer.window is not None for layer in model.block.layers)
     if windowed:
-        lines[-2] = (*lines[-2][:3], f"{windowed} of {len(model.block.layers)} layers keep a window's")
+        lines[-2] = (*lines[-2][:3], f"{windowed} of {len(model.block.layers)} layers keep a window's; {lines[-2][3]}")
     by_popularity = plan.popularity is not None and memory.cache_policy != "window" and not memory.dense_layers
     shared_out = ", shared out by popularity" if by_popularity else ""
     lines[-1] = (*lines[-1][:3], f"{share} of {neurons} neurons{shared_out}")

@@ -45,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--keep",
-        metavar="N",
-        type=whole(0, 1000),
-        default=4,
-        help="conversations that stay in memory, in the place of neurons, for their next turn (default: %(default)s)",
+        metavar="SIZE",
+        type=_kept,
+        help="memory for conversations and what they begin with, in the place of neurons: requests that begin alike "
+        "compute the rest alone (default: as `flashllm plan` says; 0: none)",
     )
     group.add_argument(
         "--park",
@@ -129,6 +129,11 @@ def main(args: argparse.Namespace) -> int:
         say(f"serving at {url(sock)} (base URL of OpenAI clients: {url(sock)}/v1); ctrl-C stops")
         Server(app, stopping=worker.cancel_all, waiting=args.queue).run(sockets=[sock])
     return 0
+
+
+def _kept(text: str) -> int:
+    """As `size`, or 0."""
+    return 0 if text == "0" else size(text)
 
 
 def _names(host: str, more: list[str], address: str) -> frozenset[str] | None:

@@ -119,6 +119,16 @@ class Model(OneProcess, Closing):
             self._memory_limit = nbytes
 
     @property
+    def state_nbytes(self) -> int:
+        """Bytes that all sequences hold; what they share counts once."""
+        return self._memory.pool.nbytes
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of sequences that a server may keep between requests."""
+        return self.plan.memory.kept_nbytes
+
+    @property
     def arithmetic(self) -> str:
         """Choices that decide bits, with the model and the tokens: the mode, whether prompts are computed as it does,
         the bits of keys and values."""

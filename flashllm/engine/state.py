@@ -178,6 +178,17 @@ class SequenceState(Closing):
             )
         return self.native.nbytes_to_add(self.length + new, together)
 
+    @property
+    def nbytes_alone(self) -> int:
+        """Bytes that closing it gives back: those of pages that no other sequence shares."""
+        with self._memory.lock:
+            return 0 if self.closed else self.native.nbytes_alone
+
+    def mark(self, positions: Sequence[int]) -> None:
+        """Let passes that go beyond these positions leave, of whole pages before them, what `keep` can go back to."""
+        self._check_open()
+        self.native.mark(list(positions))
+
     def can_keep(self, length: int) -> int:
         """How many of the first `length` tokens `keep` would keep: all, or fewer where a sliding window's are gone.
 

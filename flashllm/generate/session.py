@@ -127,6 +127,15 @@ class Session(Closing):
         """True where turns are rendered as a conversation; otherwise the model continues the text."""
         return self._template is not None
 
+    @property
+    def nbytes_alone(self) -> int:
+        """Bytes that `close` gives back: those that no other session shares."""
+        return 0 if self._sequence is None else self._sequence.nbytes_alone
+
+    def mark(self, positions: Sequence[int]) -> None:
+        """Let the next prompt leave what sliding windows hold there, to go back to."""
+        self._open_sequence().mark(positions)
+
     def choose_by(
         self,
         options: SamplingOptions,
@@ -143,9 +152,9 @@ class Session(Closing):
         self.matcher = matcher
         self._sampler = Sampler(options.seed)
 
-    def shared_with(self, ids: Sequence[int], most: int) -> int:
-        """How many of the first `most` computed tokens are those of `ids` and could be kept."""
-        return self._open_sequence().can_keep(common_prefix(self._tokens, ids, min(most, self._computed)))
+    def can_keep(self, length: int) -> int:
+        """How many of the first `length` computed tokens could be kept: fewer where a sliding window's are gone."""
+        return self._open_sequence().can_keep(min(length, self._computed))
 
     def copy_prefix(self, other: "Session", length: int) -> None:
         """Become a copy of the first `length` computed tokens of `other`, a session of the same model, or of fewer.
@@ -207,21 +216,20 @@ class Session(Closing):
         yield from self._extend(list(ids))
 
     def stream_prompt(
-        self, ids: Sequence[int], *, keep: int = 0, pause: int = 0, scored: bool = False
+        self, ids: Sequence[int], *, keep: int = 0, scored: bool = False
     ) -> Generator[PrefillRecord | TokenRecord, None, None]:
         """Generate after the prompt `ids`, whose first `keep` tokens are the first of this session.
 
         What follows those is forgotten. Where they were all computed as a prompt's, the answer is that of `ids` alone:
-        the others are computed as a prompt's, however few they are, if `ids` is one, and else all of them anew. Tokens
-        up to `pause` get a pass of their own: what sliding windows then hold can be gone back to. With `scored` the
-        prefill's record has the log probabilities of the prompt; nothing may be kept then.
+        the others are computed as a prompt's, however few they are, if `ids` is one, and else all of them anew. With
+        `scored` the prefill's record has the log probabilities of the prompt; nothing may be kept then.
         """
         if self._tokens[:keep].tolist() != list(ids[:keep]) or (scored and keep):
             raise UsageError("the prompt does not begin with the tokens that are to be kept, or is scored")
         alone, prompt = keep <= self.prompted, self.model.is_prompt(len(ids))
         if alone and not prompt:
             keep = 0
-        yield from self._extend(list(ids[keep:]), keep=keep, dense=alone and prompt, pause=pause, scored=scored)
+        yield from self._extend(list(ids[keep:]), keep=keep, dense=alone and prompt, scored=scored)
 
     def stream_chat(self, user_text: str) -> Iterator[PrefillRecord | TokenRecord]:
         """One user turn: through the chat template where there is one, else as a continuation of the text so far."""
@@ -259,7 +267,6 @@ class Session(Closing):
         *,
         keep: int | None = None,
         dense: bool = False,
-        pause: int = 0,
         scored: bool = False,
     ) -> Iterator[PrefillRecord | TokenRecord]:
         """Generate after the first `keep` tokens of the context (None: all of it) and `new_ids`, which are computed as
@@ -283,9 +290,6 @@ class Session(Closing):
         self._computed = reused = sequence.keep(reused)
         pending = [*context[reused:], *new_ids]
         dense = dense or self.model.is_prompt(len(pending))
-        if dense and reused < pause < total:
-            self.model.step([(sequence, pending[: pause - reused])], as_prompt=True)
-            pending = pending[pause - reused :]
         logits, scores = self._compute_prompt(sequence, pending, scored=scored, dense=dense)
         self._tokens = context + array("q", new_ids)
         self._computed = len(self._tokens)  # last: after an interrupt in between it is too small, which costs only time

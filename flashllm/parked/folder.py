@@ -10,7 +10,6 @@ import hashlib
 import os
 import re
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from flashllm.base.files import read_json_object, write_atomically
 from flashllm.errors import ContextFull, FlashError, FlashIOError, FormatError
 from flashllm.generate.session import Session
 from flashllm.parked.file import Parked, read_header, read_parked, write_parked
+from flashllm.parked.tokens import Tokens
 from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
 
 MIN_TOKENS = 64  # of a conversation that is worth a file
@@ -32,7 +32,7 @@ class Entry:
     """A parked conversation of this model."""
 
     path: Path
-    tokens: "array[int]"
+    tokens: Tokens
     computed: int
     in_parts: bool  # its beginning can be taken up too: no sliding window has given up what is behind it
     pure: int  # `Session.prompted`
@@ -72,17 +72,18 @@ class ParkingFolder:
         self._make_room(0)
 
     def park(self, session: Session, *, after: bytes | None) -> bool:
-        """Write `session`, unless it is there, short, or more than may be written; whether it is there now."""
-        tokens = array("q", session.tokens)
+        """Write `session`, unless it is there, or what goes on from it, or it is short or more than may be written;
+        whether it is there now."""
         if session.computed < MIN_TOKENS:
             return False
-        pure = session.prompted
+        kinds, tokens, pure = session.save(), Tokens.of(session.tokens), session.prompted
         path = self._folder / f"{self._name(tokens)}{_SUFFIX}"
-        known = next((each for each in self.entries if each.path == path), None)
-        if known is not None and (known.pure, known.after) == (pure, after):
-            _touch(path, self._clock())
-            return True
-        kinds = session.save()
+        in_parts = _in_parts([len(pages) for pages in kinds], session.computed)
+        entry = Entry(path=path, tokens=tokens, computed=session.computed, in_parts=in_parts, pure=pure, after=after)
+        for known in self.entries:
+            if (known.path == path and (known.pure, known.after) == (pure, after)) or _goes_on(known, entry):
+                _touch(known.path, self._clock())
+                return True
         nbytes = sum(page.nbytes for pages in kinds for page in pages) + 8 * len(tokens)
         if nbytes > self._max_nbytes or self._written() + nbytes > self._daily_nbytes:
             return False
@@ -94,8 +95,6 @@ class ParkingFolder:
             self._count(written)
         except (FlashError, OSError):
             return False
-        in_parts = _in_parts([len(pages) for pages in kinds], session.computed)
-        entry = Entry(path=path, tokens=tokens, computed=session.computed, in_parts=in_parts, pure=pure, after=after)
         # What the new one continues is of no more use.
         for old in [each for each in self.entries if each.path == path or _goes_on(entry, each)]:
             self._drop(old, keep_file=old.path == path)
@@ -106,7 +105,7 @@ class ParkingFolder:
         """Make `session` what was parked. False where it cannot be read, or there is no memory: it is then empty."""
         try:
             parked = read_parked(entry.path, session, self._model, prompted=entry.pure)
-            if parked.tokens != entry.tokens:
+            if parked.tokens != entry.tokens.ids:
                 raise FormatError(f"{entry.path}: was replaced")
         except ContextFull:
             return False
@@ -117,8 +116,8 @@ class ParkingFolder:
         _touch(entry.path, self._clock())
         return True
 
-    def _name(self, tokens: "array[int]") -> str:
-        return hashlib.sha256(self._model.encode() + tokens.tobytes()).hexdigest()
+    def _name(self, tokens: Tokens) -> str:
+        return hashlib.sha256(self._model.encode() + tokens.ids.tobytes()).hexdigest()
 
     def _drop(self, entry: Entry, *, keep_file: bool = False) -> None:
         self.entries.remove(entry)
@@ -175,7 +174,7 @@ def _entry(parked: Parked) -> Entry:
         raise ValueError("no note of a server's")
     return Entry(
         path=parked.path,
-        tokens=parked.tokens,
+        tokens=Tokens.of(parked.tokens),
         computed=parked.computed,
         in_parts=_in_parts(parked.pages, parked.computed),
         pure=pure,
@@ -203,8 +202,14 @@ def _in_parts(pages: Sequence[int], computed: int) -> bool:
 
 
 def _goes_on(new: Entry, old: Entry) -> bool:
-    """True where whatever the old one gives the new one gives too, but for a conversation that is taken up again."""
-    return len(old.tokens) < len(new.tokens) and old.pure <= new.pure and new.tokens[: len(old.tokens)] == old.tokens
+    """True where whatever the old one gives the new one gives too, but for a conversation that is taken up again.
+
+    Where windows have given up what is behind them, a beginning that others may share is a file of its own.
+    """
+    if not new.in_parts and old.pure == old.computed:
+        return False
+    whole = new.tokens.shared_with(old.tokens) == len(old.tokens) < len(new.tokens)
+    return whole and old.pure <= new.pure
 
 
 def _touch(path: Path, now: float) -> None:

@@ -7,6 +7,7 @@ from flashllm.plan.shares import Rows
 
 LENT_SHARE = 4  # bytes of the neuron caches, at least, for each that a prompt may borrow of them
 _USUAL_TOKENS = 4096  # of a request to a server, its answer included
+KEPT_CONTEXTS = 4  # of memory that nothing else wants: more is asked for, `serve --keep`
 KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are allocated together
 
 
@@ -62,6 +63,13 @@ class MemoryPlan:
     def max_kv_blocks(self) -> int:
         """KV blocks that fit when every layer is at its minimum, over all sequences together."""
         return self.level_blocks + len(self.levels) - 1
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes that a server keeps between requests: a full context's, or up to KEPT_CONTEXTS of memory that no neuron
+        wants."""
+        free = min(self.level_blocks, (1 + KEPT_CONTEXTS) * self.context_blocks) - self.context_blocks
+        return max(self.context_blocks, free) * self.kv_block_nbytes
 
     def least_limit_nbytes(self, blocks: int) -> int:
         """The lowest limit that the loaded model keeps to while `blocks` KV blocks are in use."""
@@ -183,6 +191,7 @@ class MemoryPlan:
             "kv_block_tokens": KV_BLOCK_TOKENS,
             "max_kv_blocks": self.max_kv_blocks,
             "kv_cache_bytes": self.kv_block_nbytes,
+            "kept_bytes": self.kept_nbytes,
             "kv_cache_bytes_full": self.context_blocks * self.kv_block_nbytes,
             "neuron_cache_bytes": self.neuron_cache,
             "neuron_cache_bytes_full": self.neuron_cache_nbytes(self.context_blocks),

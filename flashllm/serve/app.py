@@ -222,7 +222,8 @@ class Api:
             wanted = dataclasses.replace(given, max_new_given=given.max_new_given and kind != "chat")
             ids = yield from encoder.steps(wanted)
             options = dataclasses.replace(wanted.options, max_new_tokens=encoder.max_new_tokens(wanted, len(ids)))
-            prompts.append((dataclasses.replace(wanted, options=options), ids))
+            marks = yield from encoder.marks(wanted, ids)
+            prompts.append((dataclasses.replace(wanted, options=options, marks=marks), ids))
         return asked, prompts, [encoder.matcher(*each) for each in prompts]
 
 

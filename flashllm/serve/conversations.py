@@ -1,4 +1,4 @@
-"""Sessions kept between requests, and what of them a new request may reuse. Knows no connection and no text.
+"""A store of what requests leave behind, and what of it a new one may reuse. Knows no connection and no text.
 
 The rule (design contract 2 makes a prompt's bits depend on the prompt alone):
 
@@ -10,20 +10,42 @@ The rule (design contract 2 makes a prompt's bits depend on the prompt alone):
   `flashllm chat` does from turn to turn. A conversation that is no longer kept is computed again as a prompt, so the
   last bits of what follows may differ.
 - What is parked on disk comes back with its bits, so the rule is the same for it.
+
+Kept are each conversation's end, and the one before, as a request may be made again; and beginnings of whole pages that
+several prompts have, or may have. They share pages, which cost memory once. Where memory is wanted, that one goes first
+whose bytes spare the least: tokens to compute again, for each byte, times how often they were of use, and times its
+length, as short ones are soon computed again and there are many. What is not used ages by what goes meanwhile
+(GreedyDual-Size-Frequency).
 """
 
 import hashlib
 import json
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flashllm.generate.session import Session, common_prefix
+from flashllm.generate.session import Session
 from flashllm.parked.folder import Entry, ParkingFolder
+from flashllm.parked.tokens import Tokens
+from flashllm.plan.memory_plan import KV_BLOCK_TOKENS
 from flashllm.replies.written import load
 
 MIN_SHARED_TOKENS = 8  # fewer are not worth a copy
 MIN_PARKED_TOKENS = 32  # that parking spares, more than memory does: fewer are not worth reading it
+_TOKEN_NBYTES = 16  # of a kept token's id
+_MOST_USES = 8  # that count: what was of use often is forgotten too
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Kept:
+    session: Session
+    tokens: Tokens  # of its prompt, until it has ended
+    after: bytes | None = None  # digest of the conversation so far, its last answer included
+    is_beginning: bool = False
+    uses: int = 0
+    clock: float = 0.0  # of the store, when it was of use last
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,126 +54,213 @@ class Place:
 
     session: Session
     keep: int  # tokens of the prompt that the session holds
-    pause: int = 0  # tokens of it that other prompts begin with too
+    made: _Kept | None = None  # what is kept of it
+    source: _Kept | None = None  # the conversation that it goes on from
+    marks: Sequence[int] = ()  # tokens that other prompts begin with, or may
 
 
-@dataclass(slots=True, kw_only=True)
-class _Kept:
-    session: Session
-    after: bytes | None  # digest of the conversation so far, its last answer included
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """A prompt, and what it may reuse."""
+
+    prompt: Tokens
+    turns: Sequence[bytes]
+    dense: bool
+
+    def goes_on(self, tokens: Tokens, after: bytes | None) -> bool:
+        """True where it is the next turn of a conversation of these tokens."""
+        whole = tokens.shared_with(self.prompt) == len(tokens) < len(self.prompt)
+        return whole or (after is not None and after in self.turns)
+
+    def reusable(self, tokens: Tokens, computed: int, pure: int, *, goes_on: bool) -> int:
+        """How many of so many computed tokens it may reuse, the `pure` ones a prompt's after nothing but such."""
+        # Its last token is computed always: its logits are wanted.
+        most = min(tokens.shared_with(self.prompt), computed, len(self.prompt) - 1)
+        if goes_on:
+            return most if self.dense or pure < most else 0
+        return min(pure, most) if self.dense and min(pure, most) >= MIN_SHARED_TOKENS else 0
 
 
 class Conversations:
-    """At most `limit` sessions, those used last; together they hold at most `max_tokens`. For one thread."""
+    """The store. One thread at a time; several places may be out at once."""
 
     def __init__(
         self,
         new_session: Callable[[], Session],
         *,
-        limit: int,
-        max_tokens: int,
+        budget: int,
+        held: Callable[[], int],
         is_prompt: Callable[[int], bool],
         parking: ParkingFolder | None = None,
     ) -> None:
-        """`new_session` makes an empty one. `is_prompt`: the model's. What leaves memory goes to `parking`."""
+        """`new_session` makes an empty one, `held` counts the bytes of all there are, what they share once.
+
+        What is kept holds at most `budget` bytes; what leaves memory goes to `parking`. `is_prompt`: the model's.
+        """
         self._parking = parking
-        self._new_session, self._limit, self._max_tokens = new_session, limit, max_tokens
+        self._new_session, self._budget, self._held = new_session, budget, held
         self._is_prompt = is_prompt
-        self._kept: list[_Kept] = []  # that used last is last
+        self._kept: list[_Kept] = []
+        self._out: list[_Kept] = []
+        self._links: Counter[bytes] = Counter()  # how many of those kept begin so
+        self._clock = 0.0
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def take(self, ids: Sequence[int], turns: Sequence[bytes] = ()) -> Place:
-        """A place to generate after the prompt `ids`. `turns` are the digests of the conversations it goes on from."""
-        dense = self._is_prompt(len(ids))
-        longest = len(ids) - 1  # the last token is computed always: its logits are wanted
-        self._recall(ids, turns, dense=dense, longest=longest)
-        # 1. The same conversation, going on.
-        goes_on = [one for one in self._kept if one.after in turns or _begins_with(ids, one.session.tokens)]
-        if goes_on:
-            shared, one = max(
-                ((one.session.shared_with(ids, longest), one) for one in goes_on), key=lambda pair: pair[0]
-            )
-            self._kept.remove(one)
-            return Place(session=one.session, keep=shared)
-        # 2. Another one that begins alike. Where its sliding windows have left more behind than can be copied, they
-        # are left a state to go back to.
-        session, kept = self._new_session(), [one.session for one in self._kept]
-        alike = [(one.shared_with(ids, min(one.prompted, longest)), at) for at, one in enumerate(kept)]
-        shared, best = max(alike, default=(0, 0))
-        begun = max((common_prefix(one.tokens, ids, min(one.prompted, longest)) for one in kept), default=0)
-        if not dense or begun < MIN_SHARED_TOKENS:
-            return Place(session=session, keep=0)
-        if shared >= MIN_SHARED_TOKENS:
-            self._kept.append(self._kept.pop(best))
-            session.copy_prefix(self._kept[-1].session, shared)
-        return Place(session=session, keep=session.computed, pause=begun)
+    def take(self, ids: Sequence[int], turns: Sequence[bytes] = (), marks: Sequence[int] = ()) -> Place:
+        """A place to generate after the prompt `ids`.
+
+        `turns` are the digests of the conversations it goes on from, `marks` the lengths of what other prompts may
+        begin with.
+        """
+        wanted = _Wanted(prompt=Tokens.of(ids), turns=turns, dense=self._is_prompt(len(ids)))
+        self._recall(wanted)
+        best = max(self._kept, key=lambda one: self._spared(wanted, one), default=None)
+        keep = 0 if best is None else self._spared(wanted, best)
+        session = self._new_session()
+        source = None
+        if best is not None and keep:
+            session.copy_prefix(best.session, keep)
+            source = best if self._goes_on(wanted, best) else None
+        for one in self._kept:
+            if one is source or (one.is_beginning and one.tokens.shared_with(wanted.prompt) == len(one.tokens)):
+                one.uses, one.clock = one.uses + 1, self._clock
+        # Where it parts from another prompt, a third one may.
+        begun = [one.tokens.shared_with(wanted.prompt) for one in self._kept if wanted.dense and source is None]
+        marks = sorted({*marks, max(begun, default=0)})
+        session.mark([mark for mark in marks if keep < mark < len(ids)])
+        made = _Kept(session=session, tokens=wanted.prompt, uses=0 if source is None else source.uses)
+        self._out.append(made)
+        return Place(session=session, keep=session.computed, made=made, source=source, marks=marks)
+
+    def lend(self, place: Place) -> None:
+        """From now on others may begin with what the prompt at `place`, which is computed, begins with."""
+        if place.made is not None and self._budget:
+            for mark in place.marks:
+                self._keep_beginning(place.made, mark // KV_BLOCK_TOKENS)
 
     def give_back(self, place: Place, after: bytes | None = None) -> None:
         """Keep the session of a request that ended, however it ended. `after`: digest of its conversation, if any."""
-        session = place.session
-        if session.computed == 0 or self._limit == 0:
+        session, made = place.session, place.made
+        if made is not None:
+            self._out.remove(made)
+        if made is None or session.computed == 0 or self._budget == 0:
             session.close()
             return
-        self._kept.append(_Kept(session=session, after=after))
-        while len(self._kept) > self._limit or self._held() > self._max_tokens:
-            if not self.forget_oldest():
-                return
+        self.lend(place)
+        made.tokens, made.after, made.clock = Tokens.of(session.tokens), after, self._clock
+        if after is None and any(_covers(one, made) for one in self._kept):
+            session.close()
+        else:
+            for one in [one for one in self._kept if _covers(made, one)]:
+                if not one.is_beginning and one is not place.source:
+                    self._drop(one)
+            self._add(made)
+        while self._kept_nbytes > self._budget and self.make_room():
+            pass
 
-    def forget_oldest(self) -> bool:
-        """Free the memory of the session used longest ago; whether there was one."""
+    def make_room(self) -> bool:
+        """Give back the memory that is worth least, or some of it; whether there was any."""
         if not self._kept:
             return False
-        oldest = self._kept.pop(0)
-        if self._parking is not None:
-            self._parking.park(oldest.session, after=oldest.after)
-        oldest.session.close()
+        least = min(self._kept, key=self._worth)
+        self._clock = max(self._clock, self._worth(least)[1])
+        self._let_go(least)
         return True
-
-    def _recall(self, ids: Sequence[int], turns: Sequence[bytes], *, dense: bool, longest: int) -> None:
-        """Bring back from disk what spares the request more than anything in memory does."""
-        if self._parking is None or self._limit == 0:
-            return
-
-        def spared(tokens: Sequence[int], shared: int, pure: int, after: bytes | None) -> int:
-            if after in turns or _begins_with(ids, tokens):
-                return shared if dense or pure < shared else 0
-            return min(pure, shared) if dense else 0
-
-        best = max(
-            (
-                spared(one.session.tokens, one.session.shared_with(ids, longest), one.session.prompted, one.after)
-                for one in self._kept
-            ),
-            default=0,
-        )
-
-        def parked(entry: Entry) -> int:
-            shared = common_prefix(entry.tokens, ids, min(entry.computed, longest))
-            whole = entry.in_parts or shared == entry.computed
-            return spared(entry.tokens, shared if whole else 0, entry.pure, entry.after)
-
-        found = max(self._parking.entries, key=parked, default=None)
-        if found is None or parked(found) < best + MIN_PARKED_TOKENS:
-            return
-        session = self._new_session()
-        if self._parking.load(found, session):
-            self._kept.append(_Kept(session=session, after=found.after))
-        else:
-            session.close()
 
     def close(self) -> None:
         """Forget all."""
-        while self.forget_oldest():
-            pass
+        for one in sorted(self._kept, key=lambda one: -len(one.tokens)):
+            self._let_go(one)
 
-    def _held(self) -> int:
-        return sum(one.session.computed for one in self._kept)
+    @property
+    def _kept_nbytes(self) -> int:
+        tokens = sum(len(one.tokens) for one in self._kept)
+        return self._held() - sum(one.session.nbytes_alone for one in self._out) + _TOKEN_NBYTES * tokens
+
+    def _goes_on(self, wanted: _Wanted, one: _Kept) -> bool:
+        return not one.is_beginning and wanted.goes_on(one.tokens, one.after)
+
+    def _spared(self, wanted: _Wanted, one: _Kept) -> int:
+        """Tokens that `one` spares the prompt."""
+        session, goes_on = one.session, self._goes_on(wanted, one)
+        return session.can_keep(wanted.reusable(one.tokens, session.computed, session.prompted, goes_on=goes_on))
+
+    def _worth(self, one: _Kept) -> tuple[bool, float]:
+        """What goes first has the least: first what gives memory back."""
+        links, freed = one.tokens.links, one.session.nbytes_alone
+        # Others have its first pages too.
+        pages = bisect_left(range(len(links)), True, key=lambda at: self._links[links[at]] == 1)
+        spares = (len(one.tokens) - pages * KV_BLOCK_TOKENS) / max(freed, 1)
+        return freed == 0, one.clock + (1 + min(one.uses, _MOST_USES)) * len(one.tokens) * spares
+
+    def _keep_beginning(self, made: _Kept, pages: int) -> None:
+        """Keep the first pages of `made`, a prompt's, beside it: they stay when it goes."""
+        length = pages * KV_BLOCK_TOKENS
+        if not 0 < length <= made.session.prompted:
+            return
+        tokens = Tokens(made.tokens.ids[:length], made.tokens.links[:pages])
+        if any(one.is_beginning and one.tokens.links == tokens.links for one in self._kept):
+            return
+        session = self._new_session()
+        session.copy_prefix(made.session, length)
+        if session.computed == length:
+            self._add(_Kept(session=session, tokens=tokens, is_beginning=True, clock=self._clock))
+        else:
+            session.close()
+
+    def _add(self, one: _Kept) -> None:
+        self._kept.append(one)
+        self._links.update(one.tokens.links)
+
+    def _drop(self, one: _Kept) -> None:
+        self._kept.remove(one)
+        self._links -= Counter(one.tokens.links)
+        one.session.close()
+
+    def _let_go(self, one: _Kept) -> None:
+        """Drop it from memory; what nothing else has goes to disk."""
+        covered = any(_covers(other, one) for other in self._kept if other is not one)
+        if self._parking is not None and not covered:
+            self._parking.park(one.session, after=one.after)
+        self._drop(one)
+
+    def _recall(self, wanted: _Wanted) -> None:
+        """Bring back from disk what spares the request more than anything in memory does."""
+        if self._parking is None or self._budget == 0:
+            return
+
+        def spared(entry: Entry) -> int:
+            goes_on = wanted.goes_on(entry.tokens, entry.after)
+            tokens = wanted.reusable(entry.tokens, entry.computed, entry.pure, goes_on=goes_on)
+            return tokens if entry.in_parts or tokens == entry.computed else 0
+
+        best = max((self._spared(wanted, one) for one in self._kept), default=0)
+        found = max(self._parking.entries, key=spared, default=None)
+        if found is None or spared(found) < best + MIN_PARKED_TOKENS:
+            return
+        session = self._new_session()
+        while not self._parking.load(found, session):
+            if found not in self._parking.entries or not self.make_room():
+                session.close()
+                return
+        one = _Kept(session=session, tokens=found.tokens, after=found.after, clock=self._clock)
+        one.is_beginning = found.after is None and found.pure == found.computed
+        if not wanted.goes_on(found.tokens, found.after):  # its other tokens are on disk
+            one.session, one.is_beginning, one.after = self._new_session(), True, None
+            one.session.copy_prefix(session, spared(found))
+            one.tokens = Tokens.of(one.session.tokens)
+            session.close()
+        self._add(one)
 
 
-def _begins_with(ids: Sequence[int], tokens: Sequence[int]) -> bool:
-    return 0 < len(tokens) < len(ids) and list(ids[: len(tokens)]) == list(tokens)
+def _covers(one: _Kept, other: _Kept) -> bool:
+    """True where `one` spares what the other does, but for a conversation that is taken up again."""
+    computed = other.session.computed
+    if one.tokens.shared_with(other.tokens) < computed or one.session.prompted < other.session.prompted:
+        return False
+    return not other.is_beginning or one.session.can_keep(computed) == computed
 
 
 def digest(messages: Sequence[Mapping[str, Any]]) -> bytes:

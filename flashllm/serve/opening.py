@@ -41,7 +41,7 @@ class ServerOptions:
     name: str | None = None  # of the model; None: its hub id or its directory's name
     max_waiting: int = 32  # requests besides those that are answered
     parallel: int | None = None  # requests that are answered at once; None: as the memory plan says
-    keep: int = 4  # conversations in memory
+    keep: int | None = None  # bytes of conversations in memory; None: as the model's plan says
     key: bytes | None = None  # that clients must send; None: none
     hosts: frozenset[str] | None = None  # names that the server goes by, besides addresses; None: any
     origins: frozenset[str] = frozenset()  # whose pages may use it
@@ -133,7 +133,7 @@ def app_of(
         model,
         tokenizer,
         max_waiting=options.max_waiting,
-        keep=options.keep,
+        keep=model.kept_nbytes if options.keep is None else options.keep,
         parallel=options.parallel or 1,
         on_event=metrics.see,
         speculation=speculation,

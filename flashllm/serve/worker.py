@@ -35,6 +35,10 @@ class ServedModel(LanguageModel, Protocol):
     def manifest(self) -> Manifest: ...
     @property
     def memory_limit(self) -> int: ...
+    @property
+    def state_nbytes(self) -> int: ...
+    @property
+    def kept_nbytes(self) -> int: ...
     def keep_to(self, limit_nbytes: int) -> None: ...
     def begin(
         self,
@@ -117,7 +121,8 @@ class Worker(Closing):
         speculation: Speculation | None = None,
         parking: ParkingFolder | None = None,
     ) -> None:
-        """`max_waiting` jobs wait behind the `parallel` ones that run; `keep` conversations stay in memory.
+        """`max_waiting` jobs wait behind the `parallel` ones that run; `keep` bytes of what they
+        leave behind stay in memory.
 
         `on_event` sees all jobs' events, one at a time. Conversations that leave memory go to `parking`.
         """
@@ -128,8 +133,8 @@ class Worker(Closing):
         self._keeping = threading.Lock()  # of the conversations
         self._conversations = Conversations(
             self._new_session,
-            limit=keep,
-            max_tokens=model.context,
+            budget=keep,
+            held=lambda: model.state_nbytes,
             is_prompt=model.is_prompt,
             parking=parking,
         )
@@ -159,7 +164,7 @@ class Worker(Closing):
 
     @property
     def kept(self) -> int:
-        """Conversations in memory, those that go on excepted."""
+        """Ends and beginnings of conversations in memory."""
         return len(self._conversations)
 
     def submit(self, job: Job) -> None:
@@ -205,7 +210,7 @@ class Worker(Closing):
 
     def _make_room(self) -> bool:
         with self._keeping:
-            return self._conversations.forget_oldest()
+            return self._conversations.make_room()
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -254,7 +259,7 @@ class Worker(Closing):
                     self._generate(job, index, Place(session=session, keep=0), [])
                 continue
             with self._keeping:
-                place = self._conversations.take(ids, turns_of(messages))
+                place = self._conversations.take(ids, turns_of(messages), request.marks)
             said: list[Said] = []
             try:
                 self._generate(job, index, place, said)
@@ -269,13 +274,15 @@ class Worker(Closing):
         decoder = None if reading is None else reading.decoder
         matcher = job.matchers[index] if job.matchers else None
         session.choose_by(request.options, logprobs=request.logprobs, decoder=decoder, matcher=matcher)
-        stream = session.stream_prompt(ids, keep=place.keep, pause=place.pause, scored=job.scored)
+        stream = session.stream_prompt(ids, keep=place.keep, scored=job.scored)
         is_first = True
         with contextlib.closing(stream):
             for record in stream:
                 if job.cancelled.is_set():
                     return
                 if isinstance(record, PrefillRecord):
+                    with self._keeping:
+                        self._conversations.lend(place)
                     self._tell(job, Began(index, record))
                     if not job.generate:
                         self._tell(job, Ended(index, "length"))

@@ -13,6 +13,7 @@ from flashllm.engine.model import Model
 from flashllm.errors import UsageError
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Session, TokenRecord
+from flashllm.parked.folder import ParkingFolder
 from flashllm.serve.conversations import Conversations
 
 NAMES = ("mistral window", "gemma3", "gpt_oss")
@@ -201,8 +202,8 @@ def test_prompts_that_begin_alike_share_what_the_windows_left(model):
     beginning = ids_of(500)
     conversations = Conversations(
         lambda: Session(model, Letters(), SamplingOptions(max_new_tokens=4)),
-        limit=4,
-        max_tokens=10**6,
+        budget=10**9,
+        held=lambda: model.state_nbytes,
         is_prompt=model.is_prompt,
     )
     reused = []
@@ -214,13 +215,53 @@ def test_prompts_that_begin_alike_share_what_the_windows_left(model):
             if isinstance(each, TokenRecord)
         ]
         place = conversations.take(ids)
-        records = list(place.session.stream_prompt(ids, keep=place.keep, pause=place.pause))
+        records = list(place.session.stream_prompt(ids, keep=place.keep))
         reused.append(records[0].reused_tokens)
         assert records[0].tokens + records[0].reused_tokens == 800
         assert [each.token_id for each in records[1:]] == expected
         conversations.give_back(place)
     assert reused == [0, 0, 500 // PAGE * PAGE]
     conversations.close()
+
+
+def test_prompts_that_are_told_to_begin_alike_share_it_at_once(model, tmp_path):
+    """The first leaves a state where the beginning ends, within its one pass; it stays when the first is gone, and is
+    parked by itself."""
+    beginning, budget = ids_of(500), 10**9
+
+    def opened():
+        return Conversations(
+            lambda: Session(model, Letters(), SamplingOptions(max_new_tokens=4)),
+            budget=budget,
+            held=lambda: model.state_nbytes,
+            is_prompt=model.is_prompt,
+            parking=ParkingFolder(tmp_path, "model", max_nbytes=10**9, daily_nbytes=10**9),
+        )
+
+    def asked(store, seed):
+        ids = [*beginning, *ids_of(300, seed)]
+        expected = [
+            each.token_id
+            for each in Session(model, Letters(), SamplingOptions(max_new_tokens=4)).stream_ids(ids)
+            if isinstance(each, TokenRecord)
+        ]
+        place = store.take(ids, marks=[500])
+        records = list(place.session.stream_prompt(ids, keep=place.keep))
+        assert [each.token_id for each in records[1:]] == expected
+        store.give_back(place, bytes([seed]))
+        return records[0].reused_tokens
+
+    store = opened()
+    assert [asked(store, seed) for seed in (1, 2)] == [0, 448]
+    assert store.make_room()
+    assert store.make_room()
+    assert len(store) == 1  # what both begin with
+    assert asked(store, 3) == 448
+    store.close()
+    assert held(model) == 0
+    store = opened()  # as after a restart
+    assert asked(store, 4) == 448
+    store.close()
 
 
 # Packed pages

@@ -219,6 +219,8 @@ void check_windows(const std::vector<std::size_t>& windows, int bits, int scale)
     const std::size_t few = std::min<std::size_t>(room, 1 + random() % 8);
     const auto before = static_cast<std::ptrdiff_t>(pool->nbytes());
     const std::size_t together = kPart * (1 + random() % 4);
+    const std::size_t mark = length + random() % (many + 1);
+    sequence.mark({mark});
     const std::ptrdiff_t most = before + sequence.nbytes_to_add(length + many, together);
     switch (room == 0 ? 5 : random() % 8) {
       case 0:
@@ -226,9 +228,11 @@ void check_windows(const std::vector<std::size_t>& windows, int bits, int scale)
         rows.append(sequence, length + many, false, together);
         CHECK(static_cast<std::ptrdiff_t>(pool->nbytes()) <= most);
         CHECK(sequence.can_keep(length) == length);
+        CHECK(sequence.can_keep(mark) >= mark / kKvBlock * kKvBlock);
         break;
       case 2:
       case 3: {
+        sequence.mark({});
         const std::ptrdiff_t added = sequence.nbytes_to_add(length + few);
         rows.append(sequence, length + few);
         CHECK(static_cast<std::ptrdiff_t>(pool->nbytes()) == before + added);
@@ -255,10 +259,15 @@ void check_windows(const std::vector<std::size_t>& windows, int bits, int scale)
         if (&sequence != &other) take_up(sequence, other);
     }
     std::size_t most_held = 0;
+    if (random() % 8 == 0) {  // what it holds alone goes back with it
+      const std::size_t alone = sequence.nbytes_alone(), held = pool->nbytes();
+      CHECK(sequence.keep(0) == 0 && pool->nbytes() == held - alone);
+    }
     for (const auto& each : sequences) {
       for (std::size_t layer = 0; layer < kLayers; ++layer)
         rows.check_seen(*each, layer, each->length(), each->length());
-      most_held += shape.nbytes(each->length());
+      // And what the last pass left of stretches that are longer than a part.
+      most_held += shape.nbytes(each->length()) + (3 * kPart / kKvBlock + 1) * shape.block_nbytes();
     }
     CHECK(pool->nbytes() <= most_held);
   }

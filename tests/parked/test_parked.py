@@ -203,7 +203,7 @@ def test_the_folder_keeps_to_its_limits(opened, directory, tmp_path):
     small = folder(max_nbytes=2 * size + 1000)
     assert len(small.entries) == 2
     assert parked(small, 70, 2)
-    assert sorted(entry.tokens[0] for entry in small.entries) == sorted(ids_of(70, seed)[0] for seed in (0, 2))
+    assert sorted(entry.tokens.ids[0] for entry in small.entries) == sorted(ids_of(70, seed)[0] for seed in (0, 2))
     assert not parked(folder(max_nbytes=1000), 70, 3)
     assert not list(tmp_path.glob("*.kv"))  # a smaller limit holds from the start
     # No more than so many bytes a day, counted over restarts.
@@ -295,7 +295,10 @@ def test_a_server_takes_conversations_up_after_a_restart(opened, directory, tmp_
 
     def served(model):
         folder = ParkingFolder(tmp_path, identity(directory, model.plan.mode), max_nbytes=BIG, daily_nbytes=BIG)
-        return Worker(model, TOKENIZER, max_waiting=4, keep=1, on_event=lambda event: None, parking=folder)
+        block = model.plan.memory.kv_block_nbytes
+        return Worker(
+            model, TOKENIZER, max_waiting=4, keep=3 * block + 10_000, on_event=lambda event: None, parking=folder
+        )
 
     with served(opened()) as worker:
         first = [answer(worker, ids) for ids in prompts]

@@ -6,10 +6,10 @@ import pytest
 from serving import HERMES, ScriptedModel, SlowModel, running
 from tiny_models import make_tiny_opt, make_tokenizer
 
+from flashllm.api.prompts import PromptEncoder
 from flashllm.config import RunConfig
 from flashllm.convert.run import convert
 from flashllm.engine.model import Model
-from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 
 
@@ -85,13 +85,13 @@ def say(scripted, tools_path):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What the template was rendered to."""
+    """Conversations' texts, as the template renders them."""
     texts = []
-    render = ChatTemplate.render
+    render = PromptEncoder.conversation
 
     def noted(self, *args, **options):
         texts.append(render(self, *args, **options))
         return texts[-1]
 
-    monkeypatch.setattr(ChatTemplate, "render", noted)
+    monkeypatch.setattr(PromptEncoder, "conversation", noted)
     return texts

@@ -3,12 +3,14 @@
 import threading
 import zlib
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import Whole
+from serving import Whole, running
 
+from flashllm.api.prompts import PromptEncoder
 from flashllm.api.requests import Request
 from flashllm.config import RunConfig
 from flashllm.engine.meter import Meter
@@ -16,12 +18,14 @@ from flashllm.engine.model import Model
 from flashllm.errors import ContextFull
 from flashllm.generate.sampling import SamplingOptions
 from flashllm.generate.session import Session
+from flashllm.generate.templates.chat_template import ChatTemplate
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.serve.conversations import Conversations, digest, turns_of
 from flashllm.serve.worker import Began, Chosen, Ended, Finished, Job, Worker
 
 FEW = 8
 VOCAB = 40
+BYTES = 10**6  # of a token's state
 
 
 class Letters:
@@ -53,6 +57,14 @@ class Places:
         del self.places[length:]
         return self.length
 
+    @property
+    def nbytes_alone(self):
+        others = {id(place) for other in self.model.sequences if other is not self for place in other.places}
+        return BYTES * sum(id(place) not in others for place in self.places)
+
+    def mark(self, positions):
+        pass
+
     def copy_from(self, other):
         self.places = list(other.places)
 
@@ -71,7 +83,11 @@ class PlacesModel:
         self.room, self.sequences = room, []
 
     def held(self):
-        return sum(each.length for each in self.sequences)
+        return len({id(place) for each in self.sequences for place in each.places})  # shared ones count once
+
+    @property
+    def state_nbytes(self):
+        return BYTES * self.held()
 
     def new_sequence(self):
         self.sequences.append(Places(self))
@@ -130,8 +146,24 @@ def run(worker, prompts, *, kind="completion", messages=(), count=4, logprobs=No
     return found
 
 
-def worker_of(model, *, keep=4, tokenizer=None):
+def worker_of(model, *, keep=200 * BYTES, tokenizer=None):
     return Worker(model, tokenizer or Letters(), max_waiting=8, keep=keep, on_event=lambda event: None)
+
+
+def store(model, tokens):
+    budget = (tokens + 1) * BYTES
+    return Conversations(
+        lambda: Session(model, Letters()), budget=budget, held=lambda: model.state_nbytes, is_prompt=model.is_prompt
+    )
+
+
+def ended(kept, ids, after=None, **options):
+    """A request of one new token; how many tokens of its prompt were there."""
+    place = kept.take(ids, **options)
+    place.session.choose_by(SamplingOptions(max_new_tokens=1))
+    list(place.session.stream_prompt(ids, keep=place.keep))
+    kept.give_back(place, after)
+    return place.keep
 
 
 def alone(ids, count=4):
@@ -151,7 +183,7 @@ prompts = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 def test_what_is_reused_changes_no_token(base, cuts, room):
     """Prompts that share beginnings of any length, in any order, with much memory and with little."""
     model = PlacesModel(room)
-    with worker_of(model, keep=3) as worker:
+    with worker_of(model, keep=120 * BYTES) as worker:
         said = []
         for which, length, more in cuts:
             ids = [*base[which % len(base)][:length], *more]
@@ -207,24 +239,119 @@ def test_what_follows_an_answer_is_not_another_conversations_beginning():
         ((answer, _, _),) = run(worker, [first])
         longer = [*first, *answer, *range(20, 32)]
         run(worker, [longer])
-        ids = [*longer[:24], 39]
+        ids = [*longer[:15], 39]
         ((found, reused, _),) = run(worker, [ids])
     assert reused == 12
     assert found == alone(ids)
 
 
+def test_a_turn_may_be_asked_again():
+    """With another question after the same answer, or the same one: as if the other had not been."""
+    first, again = list(range(12)), []
+    with worker_of(PlacesModel()) as worker:
+        ((answer, _, _),) = run(worker, [first])
+        for more in (range(20, 32), range(25, 37), range(20, 32)):
+            again.append(run(worker, [[*first, *answer, *more]])[0])
+    assert [reused for _, reused, _ in again] == [15, 15, 15]
+    assert again[0][0] == again[2][0]
+    chat = Session(PlacesModel(), Letters(), SamplingOptions(max_new_tokens=4, ignore_eos=True))
+    list(chat.stream_ids(first))
+    list(chat.stream_ids(list(range(25, 37))))
+    assert chat.tokens[-4:] == again[1][0]
+
+
 def test_no_more_is_kept_than_may_be():
     model = PlacesModel()
-    kept = Conversations(lambda: Session(model, Letters()), limit=3, max_tokens=50, is_prompt=model.is_prompt)
+    kept = store(model, 50)
     for number in range(5):
-        place = kept.take([number] * 20)
-        place.session.choose_by(SamplingOptions(max_new_tokens=1))
-        list(place.session.stream_prompt([number] * 20, keep=place.keep))
-        kept.give_back(place)
+        ended(kept, [number] * 20)
         assert model.held() <= 50
     assert len(kept) == 2
     kept.close()
     assert model.held() == 0
+
+
+AGENT, SUB_AGENT, TITLE = ([kind] * length for kind, length in ((1, 256), (2, 192), (3, 64)))
+
+
+def test_agents_do_not_evict_each_others_beginnings():
+    """A long conversation, between short ones of sub-agents and titles that nobody goes on with."""
+    model = PlacesModel()
+    model.context = 1000
+    kept = store(model, 256 + 192 + 64 + 300)
+    main, reused = list(AGENT), []
+    for turn in range(12):
+        main += [10 + turn] * 9
+        found = [
+            ended(kept, main, bytes([turn + 1]), turns=[bytes([turn])], marks=[256]),
+            ended(kept, [*SUB_AGENT, *[turn + 20] * 80], b"s" + bytes([turn]), marks=[192]),
+        ]
+        found += [
+            ended(kept, [*TITLE, *[title] * 60], b"t" + bytes([turn, title]), marks=[64]) for title in range(20, 28)
+        ]
+        reused.append(found)
+    assert reused[0][:3] == [0, 0, 0]
+    assert [found[:3] for found in reused[1:]] == [[256 + 9 * turn, 192, 64] for turn in range(1, 12)]
+    kept.close()
+    assert model.held() == 0
+
+
+def test_what_is_worth_least_goes_first():
+    """Ends before the beginnings that they share, and of those the ones that were of less use."""
+    model = PlacesModel()
+    kept = store(model, 10_000)
+    model.context = 1000
+    for kind, uses in ((1, 3), (2, 1)):
+        for number in range(uses + 1):
+            ended(kept, [*[kind] * 130, *[10 + number] * 100], bytes([kind, number]), marks=[130])
+    order = []
+    while before := list(kept._kept):
+        assert kept.make_room()
+        (gone,) = [one for one in before if one not in kept._kept]
+        order.append((gone.is_beginning, gone.tokens.ids[0]))
+    assert not kept.make_room()
+    assert [one for one, _ in order] == [False] * 6 + [True] * 2
+    assert [kind for _, kind in order[6:]] == [2, 1]
+    for kind, length in ((4, 500), (5, 70)):  # a short one is soon computed again
+        ended(kept, [kind] * length, bytes([kind]))
+    assert kept.make_room()
+    assert [one.tokens.ids[0] for one in kept._kept] == [4]
+
+
+def test_a_request_that_is_answered_lends_its_beginning():
+    """To one that comes meanwhile; and its session stays its own."""
+    model = PlacesModel()
+    kept = store(model, 1000)
+    prompts = [*range(70), 80], [*range(70), 90, 91]
+    first = kept.take(prompts[0], marks=[70])
+    first.session.choose_by(SamplingOptions(max_new_tokens=3))
+    stream = first.session.stream_prompt(prompts[0], keep=first.keep)
+    next(stream)
+    assert kept.take(prompts[1]).keep == 0
+    kept.lend(first)
+    second = kept.take(prompts[1])
+    assert second.session is not first.session
+    assert second.keep == 64
+    second.session.choose_by(SamplingOptions(max_new_tokens=1))
+    list(second.session.stream_prompt(prompts[1], keep=second.keep))
+    list(stream)
+    for place in (second, first):
+        kept.give_back(place)
+    assert len(kept) == 3
+
+
+def test_a_pass_that_fails_leaves_the_store_as_it_was():
+    model = PlacesModel()
+    kept = store(model, 1000)
+    ended(kept, list(range(40)))
+    before, model.room = (len(kept), model.held()), 100
+    place = kept.take([*range(40), *range(70)])
+    place.session.choose_by(SamplingOptions(max_new_tokens=1))
+    with pytest.raises(ContextFull):
+        list(place.session.stream_prompt([*range(40), *range(70)], keep=place.keep))
+    kept.give_back(place)
+    assert (len(kept), model.held()) == before
+    assert kept.take([*range(40), *range(70)]).keep == 40
 
 
 def test_an_answer_never_lacks_memory_that_kept_conversations_hold():
@@ -268,5 +395,72 @@ def test_reuse_changes_no_bit_of_the_real_model(tiny, dtype):
             found = run(worker, asked, logprobs=5)
         with worker_of(model, tokenizer=tokenizer, keep=0) as worker:
             expected = run(worker, asked, logprobs=5)
-    assert [reused for _, reused, _ in found] == [40, 39, 33, 17, 33]  # the first is forgotten: too many tokens
+    assert [reused for _, reused, _ in found] == [40, 39, 33, 17, 40]
     assert [(ids, scores) for ids, _, scores in found] == [(ids, scores) for ids, _, scores in expected]
+
+
+QWENS = (  # of the kind that drops reasoning from earlier turns
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>"
+    "{% if m.reasoning_content and loop.last %}({{ m.reasoning_content }}){% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_agents_over_http(tools_path):
+    """Turns of two agents with system prompts of their own: only what is new is computed."""
+    system = {name: f"You are {name}. " + "One day a little dog ran to the big tree. " * 8 for name in ("main", "sub")}
+    said = {name: [{"role": "system", "content": text}] for name, text in system.items()}
+    path = tools_path
+    with (
+        Model.open(path, RunConfig(mode="dense", threads=1, io_threads=4)) as model,
+        running(model, path, template=QWENS) as (address, worker),
+        httpx.Client(base_url=address, timeout=60) as http,
+    ):
+        cached = {"main": [], "sub": []}
+        for turn in range(3):
+            for name, messages in said.items():
+                # Each time another task for the sub-agent; the main one goes on.
+                asked = [*(messages if name == "main" else messages[:1]), {"role": "user", "content": f"Say {turn}"}]
+                body = {"messages": asked, "max_tokens": 4, "temperature": 0}
+                answer = http.post("/v1/chat/completions", json=body).json()
+                assert "usage" in answer, answer
+                usage = answer["usage"]
+                cached[name].append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
+                said[name] = [*asked, {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}]
+        assert worker.kept >= 2
+    for name, turns in cached.items():
+        assert turns[0][1] < 20
+        assert all(total - known < 40 for total, known in turns[1:]), (name, turns)
+
+
+def test_where_others_may_go_on(tiny):
+    """The marks are where the first and the last question begin, whatever the tokens that stand across them."""
+    tokenizer = Tokenizer.load(tiny().path())
+    tokenizer.chat_templates, tokenizer.where = {"default": QWENS}, "here"
+    with ChatTemplate.of(tokenizer) as template:
+        encoder = PromptEncoder(tokenizer=tokenizer, template=template, context=2000, vocab=300)
+        roles = ("system", "user", "assistant", "user")
+        for texts in (("Be kind. " * 30, "Hello", "Hi", "and now"), ("x", "a" * 90, "b", "a"), ("", "b", "", "b")):
+            messages = tuple({"role": role, "content": text} for role, text in zip(roles, texts, strict=True))
+            request = Request(
+                custom_id="",
+                kind="chat",
+                prompt=messages,
+                options=SamplingOptions(max_new_tokens=4),
+                max_new_given=True,
+                logprobs=None,
+            )
+            ids, marks = encoder.encode(request), []
+            steps = encoder.marks(request, ids)
+            try:
+                while True:
+                    next(steps)
+            except StopIteration as end:
+                marks = end.value
+            text = template.render(messages)
+            ends = [text.index("<user>") + 6, text.rindex("<user>") + 6]
+            assert len(marks) == 2
+            for mark, end in zip(marks, ends, strict=True):
+                before = tokenizer.decode(ids[:mark])
+                assert text.startswith(before)
+                assert end - 12 <= len(before) <= end

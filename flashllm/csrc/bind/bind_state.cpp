@@ -65,6 +65,8 @@ void init_state(nb::module_& m) {
       .def_prop_ro("length", &SequenceState::length)
       .def_prop_ro("context", [](const SequenceState& self) { return self.shape().context(); })
       .def("nbytes_to_add", &SequenceState::nbytes_to_add, nb::arg("length"), nb::arg("together") = 0)
+      .def_prop_ro("nbytes_alone", &SequenceState::nbytes_alone)
+      .def("mark", &SequenceState::mark, nb::arg("positions"))
       .def("commit", &SequenceState::commit, nb::arg("length"))
       .def("can_keep", &SequenceState::can_keep, nb::arg("length"))
       .def("keep", &SequenceState::keep, nb::arg("length"))

@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::size_t kSystemPage = 4096;
 
-constexpr std::size_t kCheckpoints = 2;    // of a sequence: the first, which others may share, and the last
+constexpr std::size_t kCheckpoints = 3;    // of a sequence: the first, which others may share, and two more
 constexpr std::size_t kPromptTokens = 16;  // of a pass that leaves a checkpoint
 constexpr std::size_t kMargin = kKvBlock;  // positions behind a window that are kept: for small steps back
 
@@ -153,14 +153,48 @@ std::ptrdiff_t SequenceState::nbytes_to_add(std::size_t length, std::size_t toge
   for (std::size_t i = 0; i < tables_.size(); ++i) {
     const auto& [plain, packed] = tables_[i];
     const std::size_t copied = must_copy(plain, length) ? 1 : 0;
-    sum +=
-        nbytes(i, false, copied + shape().held_pages(kind(i), false, more(pages_of(length), plain), together),
-               plain.held_alone(first_plain(i, length_)));
+    const auto added = [&](std::size_t new_pages, bool is_packed) {
+      const std::size_t held = shape().held_pages(kind(i), is_packed, new_pages, together);
+      const std::size_t marked = is_packed == shape().is_packed() ? marks_.size() : 0;
+      return std::min(new_pages, held + marked * pages_of(std::min(kind(i).layer.window, shape().context())));
+    };
+    sum += nbytes(i, false, copied + added(more(pages_of(length), plain), false),
+                  plain.held_alone(first_plain(i, length_)));
     if (shape().is_packed())
-      sum += nbytes(i, true, shape().held_pages(kind(i), true, more(length / kKvBlock, packed), together),
+      sum += nbytes(i, true, added(more(length / kKvBlock, packed), true),
                     packed.held_alone(first_kept(i, length_)));
   }
   return sum;
+}
+
+std::size_t SequenceState::nbytes_alone() const {
+  struct Held {
+    const std::byte* page;
+    long holders;
+    std::size_t nbytes;
+  };
+  std::vector<Held> held;
+  const auto add = [&](const std::vector<Page>& pages, std::size_t i, bool is_packed) {
+    for (const Page& page : pages)
+      if (page != nullptr) held.push_back({page.get(), page.use_count(), kind(i).page_nbytes(is_packed)});
+  };
+  for (std::size_t i = 0; i < tables_.size(); ++i) {
+    add(tables_[i].plain.pages, i, false);
+    add(tables_[i].packed.pages, i, true);
+    for (const Checkpoint& each : checkpoints_) add(each.pages[i], i, shape().is_packed());
+  }
+  std::sort(held.begin(), held.end(), [](const Held& a, const Held& b) { return a.page < b.page; });
+  std::size_t sum = 0;
+  for (std::size_t begin = 0, end = 0; begin < held.size(); begin = end) {
+    while (end < held.size() && held[end].page == held[begin].page) ++end;
+    if (static_cast<std::size_t>(held[begin].holders) == end - begin) sum += held[begin].nbytes;
+  }
+  return sum;
+}
+
+void SequenceState::mark(std::vector<std::size_t> positions) {
+  std::sort(positions.begin(), positions.end());
+  marks_ = std::move(positions);
 }
 
 // Pages that queries from `from` on do not see, but those that were there when the pass began.
@@ -180,13 +214,15 @@ void SequenceState::reserve(std::size_t length, std::size_t from) {
   require(from >= length_ && from <= length && length <= shape().context(),
           "a KV cache for " + std::to_string(shape().context()) + " tokens cannot hold " +
               std::to_string(length));
-  if (!in_pass_) start_ = length_;
+  const bool begins = !in_pass_;  // later, what makes a page another's is a checkpoint of whole pages
+  if (begins) start_ = length_;
   in_pass_ = true;
+  take_checkpoints(from);
   give_up(from);
   for (std::size_t i = 0; i < tables_.size(); ++i) {
     auto& [plain, packed] = tables_[i];
     PagePool& pool = pool_->of_kind(i, false);
-    if (must_copy(plain, length)) {
+    if (begins && must_copy(plain, length)) {
       const std::size_t last = length_ / kKvBlock;
       Page copy = pool.take();
       std::memcpy(copy.get(), plain.addresses[last], pool.page_nbytes());
@@ -231,22 +267,38 @@ KvView SequenceState::view(std::size_t layer) const {
 void SequenceState::commit(std::size_t length) {
   require(length >= length_ && length <= shape().context() && pages_of(length) <= tables_[0].plain.size(),
           "a KV cache can commit only positions that it has reserved");
+  take_checkpoints(length);
+  if (length - start_ >= kPromptTokens) take_checkpoint(length / kKvBlock * kKvBlock);
+  for (Checkpoint& made : of_pass_) {
+    if (checkpoints_.size() == kCheckpoints) checkpoints_.erase(checkpoints_.begin() + 1);
+    checkpoints_.push_back(std::move(made));
+  }
+  of_pass_.clear();
   length_ = length;
   in_pass_ = false;
-  if (length_ - start_ >= kPromptTokens) take_checkpoint();
 }
 
-void SequenceState::take_checkpoint() {
-  Checkpoint made{length_ / kKvBlock * kKvBlock, {}};
-  if (made.length == 0 || (!checkpoints_.empty() && made.length <= checkpoints_.back().length)) return;
+// Those of the marks that the pass has left behind when queries are at `from`.
+void SequenceState::take_checkpoints(std::size_t from) {
+  const auto passed = std::upper_bound(marks_.begin(), marks_.end(), from);
+  for (auto mark = marks_.begin(); mark != passed; ++mark)
+    if (*mark > length_) take_checkpoint(*mark / kKvBlock * kKvBlock);
+  marks_.erase(marks_.begin(), passed);
+}
+
+void SequenceState::take_checkpoint(std::size_t length) {
+  const std::vector<Checkpoint>& others = of_pass_.empty() ? checkpoints_ : of_pass_;
+  if (length == 0 || (!others.empty() && length <= others.back().length)) return;
+  Checkpoint made{length, {}};
   for (std::size_t i = 0; i < tables_.size(); ++i) {
     made.pages.emplace_back();
     if (kind(i).layer.window == 0) continue;
-    for (std::size_t at = kind(i).first_page(made.length); at < made.length / kKvBlock; ++at)
-      made.pages.back().push_back(page(i, at, made.length));
+    for (std::size_t at = kind(i).first_page(length); at < length / kKvBlock; ++at) {
+      if (page(i, at, length) == nullptr) return;
+      made.pages.back().push_back(page(i, at, length));
+    }
   }
-  if (checkpoints_.size() == kCheckpoints) checkpoints_.pop_back();
-  checkpoints_.push_back(std::move(made));
+  of_pass_.push_back(std::move(made));
 }
 
 // Whether every page that a query at `length` sees is there.
@@ -292,6 +344,7 @@ std::size_t SequenceState::keep(std::size_t length) {
 
 void SequenceState::cut(std::size_t length) {
   in_pass_ = false;
+  of_pass_.clear();
   for (auto& [plain, packed] : tables_) {
     plain.resize(pages_of(length));
     if (shape().is_packed()) packed.resize(length / kKvBlock);

@@ -11,8 +11,8 @@
 //
 // A layer with a window gives up the pages behind it, but for one, while a pass goes on; those that were
 // there before the pass stay until the next one begins, so that the last pass can always be undone. A
-// checkpoint keeps a window's pages as they were behind a prompt: keep(n) goes back to one where n's own are
-// gone.
+// checkpoint keeps a window's pages as they were behind a prompt, or at a mark within it: keep(n) goes back
+// to one where n's own are gone.
 #pragma once
 
 #include <cstddef>
@@ -106,6 +106,12 @@ class SequenceState {
   // `together`: tokens that it takes at a time; 0: the shape's.
   std::ptrdiff_t nbytes_to_add(std::size_t length, std::size_t together = 0) const;
 
+  // What would go back to the pool without this sequence.
+  std::size_t nbytes_alone() const;
+
+  // Passes that go beyond these positions leave a checkpoint before each, of whole pages.
+  void mark(std::vector<std::size_t> positions);
+
   // Makes the positions from `from` to `length` writable, those before being written; queries that follow are
   // at `from` or behind it. Throws CoreError (usage) beyond the context.
   void reserve(std::size_t length, std::size_t from);
@@ -175,11 +181,14 @@ class SequenceState {
   const Checkpoint* last_checkpoint(std::size_t length) const;
   void give_up(std::size_t from);
   void cut(std::size_t length);
-  void take_checkpoint();
+  void take_checkpoints(std::size_t from);
+  void take_checkpoint(std::size_t length);
 
   std::shared_ptr<const StatePool> pool_;
   std::vector<Table> tables_;            // by kind
   std::vector<Checkpoint> checkpoints_;  // by length
+  std::vector<Checkpoint> of_pass_;      // those that the pass has taken
+  std::vector<std::size_t> marks_;
   std::size_t length_ = 0;
   std::size_t start_ = 0;  // committed positions when the last pass began
   bool in_pass_ = false;
