@@ -101,7 +101,7 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
     share = shares[0] if shares[0] == shares[1] else f"{shares[0]} to {shares[1]}"
     remarks = {
         "requests": f"a server's: {format_size(requests_nbytes(memory.context))} more",
-        "KV cache": f"a server keeps up to {format_size(memory.kept_nbytes)} between requests",
+        "KV cache": f"a server: {memory.parallel} at once, {format_size(memory.kept_nbytes)} kept between requests",
     }
     lines = [
         ("", f"{min(KV_BLOCK_TOKENS, memory.context)} tokens", f"{memory.context} tokens", ""),

@@ -23,13 +23,12 @@ from flashllm.errors import BudgetError, UsageError
 from flashllm.format.manifest import Manifest
 from flashllm.format.model_files import PREDICTORS, RESIDENT
 from flashllm.format.rows import PAGE_NBYTES
-from flashllm.plan.memory_plan import MemoryPlan
+from flashllm.plan.memory_plan import MOST_PARALLEL, MemoryPlan
 from flashllm.plan.prompts import PromptShape, prompt_shapes
 from flashllm.plan.requests import PROMPT_NBYTES, requests_nbytes
 from flashllm.plan.shares import Shares, levels_beside, levels_by_need, levels_by_popularity
 
 MAX_VERIFIED = 8  # tokens that go through an FFN together: FfnTokens::kMost (csrc/ffn/ffn_group.h)
-MOST_PARALLEL = 8  # requests of a server at once: as many tokens go through an FFN together
 MAX_REQUEST = 1 << 19  # bytes of one read request: several are in flight for one streaming block
 _THROUGH_NBYTES = 64 << 10  # of a request that reads through gaps: kMaxThrough (csrc/io/request_plan.h)
 # Growth of the process besides the planned buffers: pages of libraries at their first use, the interpreter's own

@@ -6,6 +6,7 @@ from typing import Any
 from flashllm.plan.shares import Rows
 
 LENT_SHARE = 4  # bytes of the neuron caches, at least, for each that a prompt may borrow of them
+MOST_PARALLEL = 8  # requests of a server at once: as many tokens go through an FFN together
 _USUAL_TOKENS = 4096  # of a request to a server, its answer included
 KEPT_CONTEXTS = 4  # of memory that nothing else wants: more is asked for, `serve --keep`
 KV_BLOCK_TOKENS = 64  # positions of a sequence whose keys and values are allocated together
@@ -121,13 +122,14 @@ class MemoryPlan:
         """Bytes of all layers' caches and of the bypass rows while `blocks` KV blocks are in use."""
         return (sum(self.cache_rows_at(blocks)) + self.bypass_rows) * self.row_nbytes
 
-    def parallel(self, most: int) -> int:
+    @property
+    def parallel(self) -> int:
         """How many requests of a usual length can go on at once, while the neurons keep half of their memory."""
-        half = (self.neuron_cache_nbytes(1)) // 2
+        half = self.neuron_cache_nbytes(1) // 2
         rows = self.levels.sum(axis=1) + self.bypass_rows
         blocks = self.level_blocks - 1 + int((rows * self.row_nbytes >= half).sum())
         of_one = -(-min(self.context, _USUAL_TOKENS) // KV_BLOCK_TOKENS)
-        return max(1, min(most, blocks // of_one))
+        return max(1, min(MOST_PARALLEL, blocks // of_one))
 
     @property
     def neuron_cache(self) -> int:
@@ -192,6 +194,7 @@ class MemoryPlan:
             "max_kv_blocks": self.max_kv_blocks,
             "kv_cache_bytes": self.kv_block_nbytes,
             "kept_bytes": self.kept_nbytes,
+            "parallel": self.parallel,
             "kv_cache_bytes_full": self.context_blocks * self.kv_block_nbytes,
             "neuron_cache_bytes": self.neuron_cache,
             "neuron_cache_bytes_full": self.neuron_cache_nbytes(self.context_blocks),

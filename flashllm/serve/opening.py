@@ -23,7 +23,6 @@ from flashllm.generate.templates.chat_template import opened_template
 from flashllm.generate.tokenizer import Tokenizer
 from flashllm.parked.file import identity
 from flashllm.parked.folder import ParkingFolder
-from flashllm.plan.memory import MOST_PARALLEL
 from flashllm.replies.formats import find
 from flashllm.serve.app import Api, Served, make_app
 from flashllm.serve.dialects.anthropic import Anthropic
@@ -73,7 +72,7 @@ def open_app(path: Path, config: RunConfig, options: ServerOptions) -> Iterator[
         else:
             say("no chat template: the model continues a conversation as one text")
         if options.parallel is None:
-            options = dataclasses.replace(options, parallel=model.plan.memory.parallel(MOST_PARALLEL))
+            options = dataclasses.replace(options, parallel=model.plan.memory.parallel)
         if options.name is None:
             options = dataclasses.replace(options, name=_name(path, model))
         limit = model.plan.memory.limit_nbytes
