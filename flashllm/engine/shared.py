@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from flashllm.engine.meter import StepTimes
 from flashllm.engine.turns import PATIENCE_S, SLICE_S, Turn, Turns
-from flashllm.errors import Cancelled, ContextFull
+from flashllm.errors import BudgetError, Cancelled, ContextFull
+from flashllm.plan.memory import MAX_VERIFIED
 
-_FEW = 8  # tokens of a pass that others join: more go by slices, as a prompt's do
 _COUNTS = tuple(each.name for each in fields(StepTimes) if each.type is int)
 _EXPOSED = ("io_ms", "memory_ms", "compute_ms")
 
@@ -52,7 +52,7 @@ class Steps(Protocol):
 
 
 class ShareMeter:
-    """What a member has spent between two calls: all of the time that its passes took, and its part of their counts."""
+    """A member's own meter: between two calls, the whole time of its passes and its part of their counts."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
@@ -99,7 +99,7 @@ class _Member:
 
 
 class SharedModel:
-    """Of each thread that is a `member`, the model. Everything that is not here is the model's own."""
+    """The model for each thread that is a `member`, as if it were alone. What is not here is the model's own."""
 
     def __init__(self, model: Steps, make_room: Callable[[], bool]) -> None:
         """`make_room` gives memory of sequences back, if it can: what it returns."""
@@ -147,8 +147,8 @@ class SharedModel:
     def step(self, entries: Entries, **options: Any) -> Logits:
         """As `Model.step`; others' tokens may share the pass, or be computed before its end."""
         member: _Member = self._here.member
-        tokens = sum(len(ids) for _, ids in entries)
-        prompt = bool(options.get("as_prompt")) or self._model.is_prompt(tokens) or tokens > _FEW
+        tokens = sum(len(ids) for _, ids in entries)  # others join few of them; more go by slices, as a prompt's do
+        prompt = bool(options.get("as_prompt")) or self._model.is_prompt(tokens) or tokens > MAX_VERIFIED
         member.entries, member.options, member.logits, member.error = entries, options, None, None
         patience_ends = time.perf_counter() + PATIENCE_S
         with self._changed:
@@ -222,8 +222,8 @@ class SharedModel:
         while True:
             try:
                 member.logits = compute()
-            except ContextFull as error:
-                if member.options.get("drafted"):
+            except (ContextFull, BudgetError) as error:  # it does not fit, or no longer: the limit was lowered
+                if member.options.get("drafted") and isinstance(error, ContextFull):
                     member.error = error
                 elif self._make_room():
                     continue

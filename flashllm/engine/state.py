@@ -65,7 +65,7 @@ class StateMemory(OneProcess):
         return len(self._held)
 
     def hold(self, holder: object, nbytes: int) -> None:
-        """Of what was claimed, a pass under way has so many bytes yet to take."""
+        """Set aside so many of the bytes claimed for a pass under way, which takes them as it goes."""
         with self.lock:
             self._held[holder] = nbytes
 

@@ -22,7 +22,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Turn(Generic[Key]):
-    """What is computed next: few tokens of several members, or a slice of one's prompt."""
+    """The next computation: few tokens of several members, or a slice of one member's prompt."""
 
     members: tuple[Key, ...]
     is_slice: bool = False
@@ -77,7 +77,7 @@ class Turns(Generic[Key]):
         return False
 
     def next(self, *, patient: bool) -> Turn[Key] | None:
-        """Whose turn begins now; None: nobody's, or `patient` those who are about to ask are waited for."""
+        """Begin the next turn. None: no member asks, or `patient` waits for those that are about to ask."""
         few = tuple(member for member in self._few if member not in self._blocked)
         prompts = [member for member in self._prompts if member not in self._blocked]
         if prompts and (not few or not self._sliced):
@@ -93,5 +93,5 @@ class Turns(Generic[Key]):
 
     @property
     def are_awaited(self) -> bool:
-        """True where nobody's turn begins because some are about to ask."""
+        """True where a patient turn would wait for members that are about to ask."""
         return bool(self._away) and any(member not in self._blocked for member in self._few)

@@ -9,14 +9,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from flashllm.api.answers import chat_message
 from flashllm.api.prompts import Reading
 from flashllm.api.requests import Request
 from flashllm.base.command_line import say
 from flashllm.base.files import Closing
-from flashllm.engine.shared import SharedModel, Waiting
+from flashllm.engine.shared import SharedModel, Steps
 from flashllm.errors import Cancelled, ContextFull, FlashError
 from flashllm.format.manifest import Manifest
 from flashllm.generate.grammar import Matcher
@@ -28,7 +28,7 @@ from flashllm.replies.parser import Event as Said
 from flashllm.serve.conversations import Conversations, Place, digest, turns_of
 
 
-class ServedModel(LanguageModel, Protocol):
+class ServedModel(LanguageModel, Steps, Protocol):
     """The part of `flashllm.engine.model.Model` that the worker and the server over it need."""
 
     @property
@@ -40,15 +40,6 @@ class ServedModel(LanguageModel, Protocol):
     @property
     def kept_nbytes(self) -> int: ...
     def keep_to(self, limit_nbytes: int) -> None: ...
-    def begin(
-        self,
-        entries: Sequence[tuple[Any, Sequence[int]]],
-        *,
-        all_logits: bool = False,
-        as_prompt: bool = False,
-        drafted: int = 0,
-    ) -> Waiting: ...
-    def cancel(self, on: bool = True) -> None: ...
 
 
 class QueueFull(Exception):

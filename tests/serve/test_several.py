@@ -9,6 +9,8 @@ from serving import running
 
 from flashllm.config import RunConfig
 from flashllm.engine.model import Model
+from flashllm.engine.shared import SharedModel
+from flashllm.errors import BudgetError, ContextFull
 
 BODIES = [
     {"prompt": "One day", "max_tokens": 20, "temperature": 0, "logprobs": 2},
@@ -92,3 +94,29 @@ def test_a_failure_is_its_own(tiny, model):
             assert [each.result().status_code for each in posted] == [200, 500, 200]
     finally:
         del model.step
+
+
+@pytest.mark.parametrize("error", [ContextFull, BudgetError])  # there is no more memory, or less than there was
+def test_what_is_kept_makes_room(model, error):
+    room, least = [], 2
+    steps = model.step
+
+    def step(entries, **options):
+        if len(room) < least:
+            raise error("no memory")
+        return steps(entries, **options)
+
+    def make_room():
+        room.append(None)
+        return len(room) <= least
+
+    shared = SharedModel(model, make_room)
+    with pytest.MonkeyPatch.context() as patch, model.new_sequence() as sequence, shared.member(threading.Event()):
+        patch.setattr(model, "step", step)
+        assert len(shared.step([(sequence, [5])])) == 1
+        assert len(room) == least
+        room.clear()
+        least = 9
+        patch.setattr(shared, "_make_room", lambda: False)
+        with pytest.raises(error, match="no memory"):
+            shared.step([(sequence, [6])])
