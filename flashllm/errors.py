@@ -6,7 +6,7 @@ A message says what happened, where (file, layer, neuron, offset), and what to d
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_EXTRA_OF = {  # package -> the extra that brings it
+EXTRA_OF = {  # package -> the extra that brings it
     **dict.fromkeys(("torch", "transformers", "safetensors"), "hf"),
     **dict.fromkeys(("starlette", "uvicorn", "prometheus_client"), "serve"),
     "datasets": "train",
@@ -77,9 +77,9 @@ def needing(what: str, extra: str | None = None) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in _EXTRA_OF:
+        if package not in EXTRA_OF:
             raise
-        extra = extra or _EXTRA_OF[package]
+        extra = extra or EXTRA_OF[package]
         raise MissingPackage(
             f"{what} needs {package}, which is not installed: pip install 'flashllm[{extra}]'"
         ) from error

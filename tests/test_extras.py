@@ -42,7 +42,7 @@ def environment(tmp_path_factory):
 
     def get(but=frozenset()):
         folder = tmp_path_factory.mktemp("refuse")
-        (folder / "sitecustomize.py").write_text(REFUSE.format(names=set(errors._EXTRA_OF) - but))
+        (folder / "sitecustomize.py").write_text(REFUSE.format(names=set(errors.EXTRA_OF) - but))
         return {**os.environ, "PYTHONPATH": str(folder), "HOME": str(folder)}
 
     return get
@@ -128,7 +128,7 @@ def test_python_names_the_extra(environment):
     assert done.stdout == "FlashModel needs torch, which is not installed: pip install 'flashllm[hf]'\n"
 
 
-@pytest.mark.parametrize("package", sorted(errors._EXTRA_OF))
+@pytest.mark.parametrize("package", sorted(errors.EXTRA_OF))
 def test_the_extra_brings_the_package(package):
     with pytest.raises(MissingPackage, match=r"this needs \w+, .*flashllm\[(\w+)\]") as refused, needing("this"):
         raise ModuleNotFoundError("", name=f"{package}.inside")

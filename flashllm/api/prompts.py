@@ -15,6 +15,7 @@ from flashllm.api.requests import Request
 from flashllm.errors import BudgetError, FlashError, FormatError, UsageError
 from flashllm.generate.detokenizer import Decoder
 from flashllm.generate.grammar import WRITTEN, Constraint, Grammars, Matcher, Reasoning
+from flashllm.generate.session import common_prefix
 from flashllm.replies.formats import GENERIC, Format
 from flashllm.replies.parser import Parser
 from flashllm.replies.required import grammar_of
@@ -120,8 +121,8 @@ class PromptEncoder:
             said = str(messages[at]["content"] or "").strip()
             other = {**messages[at], "content": "b" if said.startswith("a") else "a"}
             try:
-                pairs = zip(text, self._render(request, [*messages[:at], other]), strict=False)
-                alike = next((at for at, (one, two) in enumerate(pairs) if one != two), 0)
+                changed = self._render(request, [*messages[:at], other])
+                alike = common_prefix(text, changed, min(len(text), len(changed)))
                 # The shorter side is encoded again; a token may be on both.
                 begins = alike <= len(text) // 2
                 shorter = text[:alike] if begins else text[alike:]

@@ -64,9 +64,9 @@ class TokenRecord:
     pass_tokens: int = 0  # of the pass in its time: 1, and those drafted; 0: an earlier pass foresaw it
 
 
-def common_prefix(tokens: Sequence[int], ids: Sequence[int], most: int) -> int:
-    """How many of the first `most` tokens are those of `ids`."""
-    return next((at for at in range(most) if tokens[at] != ids[at]), most)
+def common_prefix(one: Sequence[object], other: Sequence[object], most: int) -> int:
+    """How many of the first `most` items, tokens or characters, are alike."""
+    return next((at for at in range(most) if one[at] != other[at]), most)
 
 
 class Session(Closing):

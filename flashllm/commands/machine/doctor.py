@@ -16,11 +16,11 @@ State = Literal["good", "note", "bad"]
 _SMALL_MEMORY = 2 * 10**9
 _SMALL_DISK = 20 * 10**9
 _URING_MEMLOCK = 8 << 20  # what registered buffers of a run may need
-_EXTRAS = {  # package -> its extra, and what that is for
-    "starlette": ("serve", "flashllm serve"),
-    "torch": ("hf", "FlashModel, pickled weights and tokenizers without tokenizer.json"),
-    "datasets": ("train", "training predictors"),
-    "scipy": ("offload", "planning large batches"),
+_NEEDED_FOR = {  # package of an extra -> what it is for
+    "starlette": "flashllm serve",
+    "torch": "FlashModel, pickled weights and tokenizers without tokenizer.json",
+    "datasets": "training predictors",
+    "scipy": "planning large batches",
 }
 _MARKS: dict[State, str] = {"good": "ok  ", "note": "note", "bad": "BAD "}
 
@@ -203,7 +203,9 @@ def _profile(folder: Path, store: Path) -> Finding:
 def _packages() -> Iterator[Finding]:
     import importlib.util
 
-    missing = {extra: use for name, (extra, use) in _EXTRAS.items() if importlib.util.find_spec(name) is None}
+    from flashllm.errors import EXTRA_OF
+
+    missing = {EXTRA_OF[name]: use for name, use in _NEEDED_FOR.items() if importlib.util.find_spec(name) is None}
     if not missing:
         yield Finding("packages", "good", "all extras are installed")
     for extra, use in missing.items():
