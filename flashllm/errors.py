@@ -58,6 +58,10 @@ class ContextFull(FlashError):
     """The KV cache has no room for the tokens asked for: the context's limit, or the memory's."""
 
 
+class FormError(FlashError):
+    """An answer cannot go on in the form that was asked for."""
+
+
 class UnsupportedModelError(FlashError):
     """The architecture, or a feature of it, is not known to `flashllm.arch`."""
 

@@ -5,8 +5,9 @@ with the same text as before.
     python bench/faults/attacks.py soak MODEL=MEMORY[@CONTEXT]      2,000 requests in the middle of all of them
 
 Attacks: prompts of megabytes; bodies that stop in the middle; connections that never send their headers, more than
-there are descriptors. Needs root and a memory control group (bench/engine/memory_group.py). The last line is one JSON
-document.
+there are descriptors; readers that never read. The 2,000 requests are of every dialect, whole and streamed, with
+schemas and tools, and some clients leave in the middle. Needs root and a memory control group
+(bench/engine/memory_group.py). The last line is one JSON document.
 """
 
 import argparse
@@ -41,6 +42,7 @@ DESCRIPTORS = 1024  # of the server
 ANSWER_S = 2.0
 ATTACK_S = 12.0
 CLIENTS = 3  # of a soak
+LEAVING = 0.3  # share of its streams that a client leaves once before it asks again
 CHAT = {"messages": [{"role": "user", "content": "Say something about the sea."}], "max_tokens": 4, "temperature": 0}
 
 Row = dict[str, Any]
@@ -48,12 +50,24 @@ Attack = Callable[[int, int, Event], None]  # port, largest body, when to stop
 
 
 def ask(port: int, path: str, document: Any, timeout: float = 60) -> tuple[int, Any]:
-    """Status and answer."""
+    """Status and answer; of a stream the list of its documents."""
     with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=timeout)) as connection:
         body = document if isinstance(document, bytes) else json.dumps(document).encode()
         connection.request("POST", path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
-        return response.status, json.loads(response.read())
+        body = response.read()
+        kind = response.headers["Content-Type"].partition(";")[0]
+        if kind == "application/json":
+            return response.status, json.loads(body)
+        lines = [line.removeprefix(b"data: ") for line in body.splitlines()]
+        return response.status, [json.loads(line) for line in lines if line.startswith(b"{")]
+
+
+def leave(port: int, path: str, document: Any) -> None:
+    """Ask, and go away after the first bytes of the answer."""
+    with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request("POST", path, json.dumps(document), {"Content-Type": "application/json"})
+        connection.getresponse().read(1)
 
 
 def chat_text(answer: Any) -> str:
@@ -115,10 +129,25 @@ def silent_connections(port: int, body: int, stop: Event) -> None:
         silent_connections(port, body, stop)
 
 
+def deaf_readers(port: int, body: int, stop: Event) -> None:
+    """Four connections that ask for long streams, with 20 alternatives of each token, and never read."""
+    asked = {**CHAT, "max_tokens": 400, "stream": True, "logprobs": True, "top_logprobs": 20}
+    sent = json.dumps(asked).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n"
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            sock = stack.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            sock.connect(("127.0.0.1", port))
+            sock.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + sent)
+        stop.wait()
+
+
 ATTACKS: dict[str, Attack] = {
     "prompts of megabytes": long_prompts,
     "bodies that stop": stuck_bodies,
     "connections without headers": silent_connections,
+    "readers that never read": deaf_readers,
 }
 
 
@@ -138,7 +167,9 @@ def attacked(attacks: list[Attack], port: int, body: int) -> Iterator[None]:
 
 
 def command(model: str, limit: int, context: int | None) -> list[str]:
-    options = [] if context is None else ["--context", str(context)]
+    options = (
+        ["--tool-format", "generic"] if context is None else ["--tool-format", "generic", "--context", str(context)]
+    )
     return [*FLASHLLM, "serve", model, "--port", "0", "--memory", str(limit), *options]
 
 
@@ -199,6 +230,9 @@ def hold(target: Target) -> Iterator[tuple[Row, str]]:
 def soak(target: Target, requests: int) -> Iterator[tuple[Row, str]]:
     """Mixed requests, each of which has one right answer, while all attacks go on."""
     rng = random.Random(0)
+    hello = [{"role": "user", "content": "Hi"}]
+    schema = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+    tool = {"name": "paint", "parameters": schema}
     kinds: list[tuple[str, Any]] = [
         *(("/v1/completions", {"prompt": f"The {word} went", "max_tokens": 3, "temperature": 0})
           for word in ("dog", "cat", "old man", "river")),
@@ -208,14 +242,33 @@ def soak(target: Target, requests: int) -> Iterator[tuple[Row, str]]:
         ("/v1/completions", {"prompt": ["One", "Two"], "max_tokens": 2, "temperature": 0}),
         ("/v1/completions", {"prompt": "x", "max_tokens": "many"}),
         ("/v1/completions", {"prompt": "x", "\ud800": 1}),
-        ("/api/chat", {"messages": [{"role": "user", "content": "Hi"}], "stream": False,
-                       "options": {"num_predict": 2, "temperature": 0}}),
+        *(("/v1/chat/completions", {**CHAT, "max_tokens": 40, "stream": stream, **form})
+          for stream in (False, True)
+          for form in ({"response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}},
+                       {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"},
+                       {"response_format": {"type": "regex", "regex": "(a|b){3}"}})),
+        *(("/v1/responses", {"input": "Hi", "max_output_tokens": 3, "temperature": 0, "stream": stream})
+          for stream in (False, True)),
+        *(("/v1/messages", {"model": "x", "messages": hello, "max_tokens": 3, "temperature": 0, "stream": stream})
+          for stream in (False, True)),
+        ("/v1/messages/count_tokens", {"model": "x", "messages": hello}),
+        *((path, {**asked, "stream": stream, "options": {"num_predict": 2, "temperature": 0}})
+          for path, asked in (("/api/chat", {"messages": hello}), ("/api/generate", {"prompt": "Hi"}))
+          for stream in (False, True)),
+        ("/tokenize", {"content": "a text"}),
+        ("/v1/chat/completions", {**CHAT, "response_format": {"type": "regex", "regex": "((a{99}){99}){99}"}}),
     ]  # fmt: skip
+    streams = [index for index, (_, document) in enumerate(kinds) if document.get("stream")]
 
     def sense(answer: Any) -> str:
-        """What must be the same each time."""
-        told = answer.get("choices", answer.get("message", answer.get("error")))
-        return json.dumps(told)
+        """What must be the same each time: all but names, times and what was there already."""
+        if isinstance(answer, list):
+            return json.dumps([sense(each) for each in answer])
+        if isinstance(answer, dict):
+            varying = ("id", "item_id", "call_id", "response_id", "created", "created_at", "usage", "completed_at")
+            kept = {name: sense(each) for name, each in answer.items() if name not in varying}
+            return json.dumps({name: each for name, each in kept.items() if not name.endswith("_duration")})
+        return json.dumps(answer)
 
     with target.serving() as (group, process, port, said):
         expected = [(status, sense(answer)) for status, answer in (ask(port, *kind) for kind in kinds)]
@@ -224,6 +277,8 @@ def soak(target: Target, requests: int) -> Iterator[tuple[Row, str]]:
         def request(index: int) -> None:
             for _ in range(50):  # a server that has no room for one says so
                 try:
+                    if index in streams and rng.random() < LEAVING:
+                        leave(port, *kinds[index])
                     status, answer = ask(port, *kinds[index])
                 except (OSError, HTTPException, ValueError) as error:
                     status, answer = 0, {"error": str(error)}

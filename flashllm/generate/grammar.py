@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from flashllm.errors import FlashError, UsageError
+from flashllm.errors import FormError, UsageError
 from flashllm.generate.detokenizer import Decoder
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Reasoning:
 
 
 class Matcher:
-    """One answer's way through a grammar, which it is told token by token (`accept`). FlashError where it is lost."""
+    """One answer's way through a grammar, which it is told token by token (`accept`). FormError where it is lost."""
 
     def __init__(
         self, state: "LLMatcher | None", vocab: int, end_ids: Sequence[int], reasoning: Reasoning | None = None
@@ -110,7 +110,7 @@ class Matcher:
         if self._may_open and self._reasoning is not None:
             may[self._reasoning.open_id] = True
         if not may.any():
-            raise FlashError("no token of the model goes on as the answer's form demands")
+            raise FormError("no token of the model goes on as the answer's form demands")
         return np.where(may, logits, np.float32(-np.inf))
 
     def accept(self, token_id: int) -> None:
@@ -140,7 +140,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._state is not None and self._state.is_error():
-            raise FlashError(f"the answer's form is too complex here: {_one_line(self._state.get_error())}")
+            raise FormError(f"the answer's form is too complex here: {_one_line(self._state.get_error())}")
 
 
 class Grammar:
@@ -191,7 +191,7 @@ class Grammars:
             grammar = Grammar(state, self.vocab, self._end_ids)
             try:
                 grammar.start().masked(np.zeros(self.vocab, np.float32))
-            except FlashError:
+            except FormError:
                 raise UsageError(f"{refused}: no answer has it, or it is too complex") from None
         self._compiled[constraint] = grammar
         if len(self._compiled) > _KEPT:
@@ -208,8 +208,14 @@ class Grammars:
                 made = LLMatcher.grammar_from_regex(text)
             case "lark":
                 made = LLMatcher.grammar_from_lark(text)
-        # An explosion was refused within a second and some 40 MB where it was tried.
-        limits = LLParserLimits(max_lexer_states=20_000, max_grammar_size=100_000, verbose_errors=False)
+        # An explosion was refused within 0.1 s and 20 MB where it was tried: fuel counts the automaton's expressions.
+        limits = LLParserLimits(
+            max_lexer_states=20_000,
+            max_grammar_size=100_000,
+            initial_lexer_fuel=100_000,
+            step_lexer_fuel=50_000,
+            verbose_errors=False,
+        )
         return LLMatcher(self._tables(), made, log_level=0, limits=limits)
 
     def _tables(self) -> "LLTokenizer":

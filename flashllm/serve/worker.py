@@ -17,7 +17,7 @@ from flashllm.api.requests import Request
 from flashllm.base.command_line import say
 from flashllm.base.files import Closing
 from flashllm.engine.shared import SharedModel, Steps
-from flashllm.errors import Cancelled, ContextFull, FlashError
+from flashllm.errors import Cancelled, ContextFull, FlashError, FormError
 from flashllm.format.manifest import Manifest
 from flashllm.generate.grammar import Matcher
 from flashllm.generate.language_model import LanguageModel
@@ -211,7 +211,7 @@ class Worker(Closing):
                     self._answer(job)
                 if self._closing and job.cancelled.is_set():
                     finished = Finished("the server is stopping", 503)
-            except ContextFull as error:
+            except (ContextFull, FormError) as error:
                 finished = Finished(str(error), 400)
             except FlashError as error:
                 say(str(error))

@@ -11,7 +11,7 @@ from test_session import TOKENIZER, PrefixModel
 from flashllm.config import RunConfig
 from flashllm.convert.locate import demo_path
 from flashllm.engine.model import Model
-from flashllm.errors import UsageError
+from flashllm.errors import FormError, UsageError
 from flashllm.generate.grammar import Constraint, Grammars, Reasoning
 from flashllm.generate.lookup import PromptLookup
 from flashllm.generate.sampling import SamplingOptions
@@ -169,6 +169,18 @@ def test_schemas_that_explode_end_soon():
         except UsageError:
             pass
         assert time.process_time() - began < 20  # a bound, not a speed: without limits it would be hours
+
+
+def test_a_form_that_explodes_behind_its_beginning_ends_the_answer():
+    matcher = grammars().compile(Constraint("regex", "((a{99}){99}){99}")).start()
+
+    def go_on():
+        for _ in range(10_000):
+            logits = matcher.masked(np.zeros(300, np.float32))
+            matcher.accept(matcher.forced[0] if matcher.forced else int(logits.argmax()))
+
+    with pytest.raises(FormError, match="too complex here"):
+        go_on()
 
 
 def test_compiled_grammars_are_kept_and_their_memory_is_asked_for():

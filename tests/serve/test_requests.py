@@ -200,6 +200,12 @@ def test_bad_fields(http, path, fields, message):
     assert error["param"] or "nested" in message or "differ" in message
 
 
+def test_a_form_that_explodes_in_the_answer(http):
+    body = {"prompt": "hello", "response_format": {"type": "regex", "regex": "((a{99}){99}){99}"}}
+    error = assert_is_error(_post(http, COMPLETION, json.dumps(body).encode()), 400, "too complex here")
+    assert error["type"] == "invalid_request_error"
+
+
 def _post(http, path, body, **headers):
     return http.post(path, content=body, headers={"Content-Type": "application/json", **headers})
 
