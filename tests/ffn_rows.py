@@ -172,7 +172,7 @@ class Ffn:
 
     def predict_by(self, a, b, bias, threshold) -> None:
         """From now on b (a x) + bias > threshold names the neurons."""
-        self.layer.set_predictor({"a": a, "b": b, "bias": bias, "threshold": np.float32(threshold)})
+        self.layer.set_predictor({"a": a, "b": b, "bias": bias, "threshold": np.full(1, threshold, np.float32)})
 
     def predicted(self, x) -> torch.Tensor:
         """y [tokens, d_model] for x, each token over what the layer predicts."""

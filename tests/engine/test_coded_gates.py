@@ -83,7 +83,7 @@ def test_every_level_names_what_the_codes_say(tmp_path, simd, d_model, cut):
     ffn = write_ffn(tmp_path / "f", num_neurons=90, d_model=d_model, gated=True)
     layer = Ffn(ffn, activation="silu" if cut else "relu", activation_cut=cut, simd=simd, threads=2)
     codes = GATE_CODE.encode(ffn.gate.float().numpy() / 8)
-    layer.layer.set_predictor({"gate": codes, "margin": np.float16(0.05)})
+    layer.layer.set_predictor({"gate": codes, "margin": np.full(1, 0.05, np.float16)})
     above, low, high = _core.firing_range("silu" if cut else "relu", 0.0, cut)
     for seed in range(20):
         x = random_input(ffn, seed)
@@ -102,10 +102,10 @@ def test_every_level_names_what_the_codes_say(tmp_path, simd, d_model, cut):
 def test_codes_of_another_shape_are_refused(tmp_path, codes):
     ffn = write_ffn(tmp_path / "f", num_neurons=90, gated=True)
     with pytest.raises(ValueError, match="do not fit the layer"):
-        Ffn(ffn).layer.set_predictor({"gate": np.zeros(codes, np.uint8), "margin": np.float16(0)})
+        Ffn(ffn).layer.set_predictor({"gate": np.zeros(codes, np.uint8), "margin": np.zeros(1, np.float16)})
     plain = write_ffn(tmp_path / "g", num_neurons=90)
     with pytest.raises(ValueError, match="needs the gate itself in the rows"):
-        Ffn(plain).layer.set_predictor({"gate": np.zeros((90, 34), np.uint8), "margin": np.float16(0)})
+        Ffn(plain).layer.set_predictor({"gate": np.zeros((90, 34), np.uint8), "margin": np.zeros(1, np.float16)})
 
 
 def test_logits_are_nearly_the_oracles(directory_of):

@@ -10,7 +10,6 @@ using namespace attention_tests;
 struct Problem {
   std::size_t heads, kv_heads, head_dim, length;
   Dtype dtype;
-  const float* slopes = nullptr;  // [heads]
 
   AttentionShape shape() const {
     AttentionShape shape;
@@ -19,7 +18,6 @@ struct Problem {
     shape.head_dim = head_dim;
     shape.dtype = dtype;
     shape.scale = 1.0F / std::sqrt(static_cast<float>(head_dim));
-    shape.alibi.slopes = slopes;
     return shape;
   }
 };
@@ -37,8 +35,6 @@ void check_token(const Problem& problem, const Cached& cached, std::size_t posit
       for (std::size_t j = 0; j < dim; ++j)
         score += static_cast<double>(q[h * dim + j]) * cached.keys[p * cached.row + offset + j];
       score *= static_cast<double>(problem.shape().scale);
-      if (problem.slopes != nullptr)
-        score -= static_cast<double>(problem.slopes[h]) * static_cast<double>(position - p);
       total += weights[p] = std::exp(score);
     }
     for (std::size_t j = 0; j < dim; ++j) {
@@ -94,9 +90,6 @@ std::vector<float> step_by_step(const Problem& problem, const Cached& cached, st
       rows.push_back(values.data() + p * row);
     }
     kernels.dot_matrix(keys.data(), row, length, q + h * dim, dim, scores.data());
-    if (problem.slopes != nullptr)
-      for (std::size_t p = 0; p < length; ++p)
-        scores[p] += problem.shape().alibi.bias(h, p, position) / problem.shape().scale;
     softmax_kernel(level)(scores.data(), length, problem.shape().scale);
     for (std::size_t p = 0; p < length; p += 64)
       kernels.add_scaled_rows(rows.data() + p, scores.data() + p, std::min<std::size_t>(64, length - p), 0,

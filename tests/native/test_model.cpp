@@ -76,6 +76,7 @@ struct Block {
     result.spec.attention.kv_heads = kKvHeads;
     result.spec.attention.head_dim = kHeadDim;
     result.spec.attention.query_scale = 0.25F;
+    result.spec.activation = Activation::relu;
     result.spec.neurons = static_cast<std::size_t>(kNeurons);
     result.ffn = &ffn.layer;
     return result;
@@ -110,7 +111,7 @@ struct Whole {
     weights.embedding = weights.head = embedding.weights;
     weights.embedding.bias = weights.head.bias = nullptr;
     if (settings.rotary) {
-      spec.rotary = {{frequencies.data(), 2 * frequencies.size(), Rotary::Style::half, 1.0F}};
+      spec.rotary = {{frequencies, Rotary::Style::half, 1.0F}};
     } else {
       weights.positions = positions.weights;
       spec.position_offset = 2;
@@ -121,8 +122,8 @@ struct Whole {
       weights.blocks.back().spec.attention.rotary = settings.rotary ? 0 : -1;
       weights.blocks.back().spec.norms = settings.rotary ? NormPlace::sum : NormPlace::input;
     }
-    model = std::make_unique<Model>(spec, weights, flash.options(1, 1).format, Activation::relu, *stream,
-                                    pool, counters, best_simd_level(), [this] {
+    model = std::make_unique<Model>(spec, weights, flash.options(1, 1).format, *stream, pool, counters,
+                                    best_simd_level(), [this] {
                                       if (checks_left-- == 0) throw std::runtime_error("interrupted");
                                     });
   }

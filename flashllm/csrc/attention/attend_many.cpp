@@ -224,13 +224,13 @@ class TileAttention {
     }
     if (shape_.softcap != 0.0F)
       for (std::size_t k = 0; k < n; ++k) cap_scores(shape_, scores + k * width_, width);
-    if (shape_.alibi.slopes == nullptr) return;
+    if (shape_.alibi == nullptr) return;
     const std::size_t first = static_cast<std::size_t>(scores - scores_.get());
     for (std::size_t i = 0; i < std::min(width, columns_ - std::min(columns_, first)); ++i) {
       const std::size_t head = tile_.first_head + (first + i) / tile_.positions;
       for (std::size_t k = 0; k < n; ++k)
         scores[k * width_ + i] +=
-            shape_.alibi.bias(head, start_ + k, ends_[first + i] - 1) / shape_.softmax_scale();
+            shape_.alibi->bias(head, start_ + k, ends_[first + i] - 1) / shape_.softmax_scale();
     }
   }
 

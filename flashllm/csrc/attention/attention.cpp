@@ -158,9 +158,9 @@ void cap_scores(const AttentionShape& shape, float* scores, std::size_t n) {
 void raise_and_weigh(const AttentionShape& shape, std::size_t head, std::size_t first, std::size_t seen,
                      float* scores, Softmax softmax) {
   cap_scores(shape, scores, seen);
-  if (shape.alibi.slopes != nullptr)
+  if (shape.alibi != nullptr)
     for (std::size_t i = 0; i < seen; ++i)
-      scores[i] += shape.alibi.bias(head, first + i, first + seen - 1) / shape.softmax_scale();
+      scores[i] += shape.alibi->bias(head, first + i, first + seen - 1) / shape.softmax_scale();
   if (shape.sinks != nullptr) scores[seen] = shape.sinks[head] / shape.softmax_scale();
   softmax(scores, seen + (shape.sinks == nullptr ? 0 : 1), shape.softmax_scale());
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <vector>
 
 #include "kernels/kernels.h"
 
@@ -40,7 +41,7 @@ struct KvView {
 // What is added to a head's scores by position (Press et al. 2022, ALiBi): scale * slope * position, of which
 // the query's own is taken away, so that it grows with the distance; softmax does not see the difference.
 struct Alibi {
-  const float* slopes = nullptr;  // [heads]; nullptr: nothing is added
+  std::vector<float> slopes;  // of each head; none: nothing is added
   float scale = 1.0F;
   bool rounded = false;  // the position, and slope * position, to bf16 (Falcon-RW, as it was trained)
 
@@ -65,7 +66,7 @@ struct AttentionShape {
   // [heads] or nullptr: a score of each head that softmax counts and that belongs to no position (attention
   // sinks, Xiao et al. 2024, as gpt-oss learns them); it is neither scaled nor capped.
   const float* sinks = nullptr;
-  Alibi alibi;  // added after the scale and the soft cap
+  const Alibi* alibi = nullptr;  // added after the scale and the soft cap; nullptr: nothing is
 
   // The first of `length` positions that the last one sees.
   std::size_t first_seen(std::size_t length) const {

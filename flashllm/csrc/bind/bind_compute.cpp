@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "bind/bindings.h"
@@ -46,6 +47,16 @@ constexpr Named<RowCodec> kCodecs[] = {{"float32", RowCodec::f32},
 constexpr Named<InputForm> kInputs[] = {
     {"float32", InputForm::f32}, {"int8", InputForm::int8}, {"int16", InputForm::int16}};
 
+constexpr nb::dlpack::dtype type_of(nb::dlpack::dtype_code code, std::uint8_t bits) {
+  return {static_cast<std::uint8_t>(code), bits, 1};
+}
+constexpr std::pair<nb::dlpack::dtype, Element> kElements[] = {
+    {type_of(nb::dlpack::dtype_code::Float, 32), Element::f32},
+    {type_of(nb::dlpack::dtype_code::Float, 16), Element::f16},
+    {type_of(nb::dlpack::dtype_code::Bfloat, 16), Element::bf16},
+    {type_of(nb::dlpack::dtype_code::Int, 8), Element::i8},
+    {type_of(nb::dlpack::dtype_code::UInt, 8), Element::u8}};
+
 constexpr Named<Activation::Kind> kActivations[] = {{"relu", Activation::relu},
                                                     {"squared_relu", Activation::squared_relu},
                                                     {"drelu", Activation::drelu},
@@ -60,12 +71,13 @@ constexpr Named<Activation::Kind> kActivations[] = {{"relu", Activation::relu},
 
 RowCodec parse_codec(const std::string& name) { return by_name("an encoding", name, kCodecs); }
 
-// The widest that was asked for and that the weights are multiplied by.
-InputForm parse_inputs(const std::string& name, RowCodec codec) {
-  const InputForm wanted = by_name("inputs", name, kInputs);
-  if (wanted == InputForm::int16 && takes_inputs(codec, wanted)) return wanted;
-  return wanted != InputForm::f32 && takes_inputs(codec, InputForm::int8) ? InputForm::int8 : InputForm::f32;
+std::map<std::string, RowCodec> parse_codecs(const std::map<std::string, std::string>& names) {
+  std::map<std::string, RowCodec> codecs;
+  for (const auto& [of, name] : names) codecs.emplace(of, parse_codec(name));
+  return codecs;
 }
+
+InputForm parse_inputs(const std::string& name) { return by_name("inputs", name, kInputs); }
 
 SimdLevel parse_simd(const std::string& name) {
   if (name == "auto") return best_simd_level();
@@ -78,13 +90,16 @@ Activation parse_activation(const std::string& name, float threshold, float cut)
   return {by_name("an activation", name, kActivations), threshold, cut};
 }
 
-Dtype dtype_of(const AnyArray& array) {
-  if (array.dtype() == nb::dtype<float>()) return Dtype::f32;
-  if (array.dtype().bits == 16) {
-    if (array.dtype().code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float)) return Dtype::f16;
-    if (array.dtype().code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat)) return Dtype::bf16;
-  }
-  throw CoreError(ErrorKind::usage, "weights must be float32, float16 or bfloat16");
+TensorSource tensors_of(nb::dict arrays) {
+  return [arrays = std::move(arrays)](const std::string& name) -> std::optional<Tensor> {
+    if (!arrays.contains(name.c_str())) return std::nullopt;
+    const auto array = nb::cast<AnyArray>(arrays[name.c_str()]);
+    Tensor tensor{static_cast<const std::byte*>(array.data()), Element::other, array.itemsize(), {}};
+    for (const auto& [type, element] : kElements)
+      if (array.dtype() == type) tensor.element = element;
+    for (std::size_t i = 0; i < array.ndim(); ++i) tensor.shape.push_back(array.shape(i));
+    return tensor;
+  };
 }
 
 namespace {
@@ -117,7 +132,7 @@ class PyLinear {
     weights_.codec = encoding.has_value() ? parse_codec(*encoding) : codec_of(dtype_);
     weights_.data = static_cast<const std::byte*>(weight_.data());
     weights_.rows = weight_.shape(0);
-    weights_.inputs = parse_inputs(inputs, weights_.codec);
+    weights_.inputs = inputs_of(weights_.codec, parse_inputs(inputs));
     weights_.columns = columns.value_or(weight_.shape(1));
     weights_.stride = vector_nbytes(weights_.codec, weights_.columns);
     require(by_inputs ? weights_.codec != RowCodec::bf12 && is_coded(weights_.codec)

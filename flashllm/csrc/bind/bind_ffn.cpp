@@ -18,6 +18,7 @@
 #include "cache/cache_replay.h"
 #include "ffn/ffn_layer.h"
 #include "ffn/gathered_products.h"
+#include "ffn/read_predictor.h"
 #include "io/xxh3.h"
 
 namespace flashllm {
@@ -54,83 +55,6 @@ nb::dict take(FfnCounters& counters) {
                   {"prefetch_used", taken.prefetch_used}});
 }
 
-RowMatrix matrix_of(const AnyArray& array, RowCodec codec, std::size_t rows, std::size_t columns) {
-  RowMatrix matrix;
-  matrix.codec = codec;
-  matrix.data = static_cast<const std::byte*>(array.data());
-  matrix.rows = rows;
-  matrix.columns = columns;
-  matrix.stride = vector_nbytes(codec, columns);
-  require(!has_plane(codec) && array.ndim() == 2 && array.shape(0) == rows &&
-              array.nbytes() == rows * matrix.stride,
-          "a predictor's tensors do not fit the layer");
-  return matrix;
-}
-
-// A predictor by its tensors, which must stay.
-class PredictorReader {
- public:
-  PredictorReader(const nb::dict& tensors, const std::string& prefix,
-                  const std::map<std::string, std::string>& encodings)
-      : tensors_(tensors), prefix_(prefix), encodings_(encodings) {}
-
-  bool contains(const std::string& name) const { return tensors_.contains((prefix_ + name).c_str()); }
-  template <typename Array = AnyArray>
-  Array get(const std::string& name) const {
-    return nb::cast<Array>(tensors_[(prefix_ + name).c_str()]);
-  }
-  float number(const char* name) const {
-    return nb::cast<float>(tensors_[(prefix_ + name).c_str()].attr("item")());
-  }
-  // Floats, codes of 8 bits with a scale a row, groups of 4 bits, or what an encoding says.
-  RowMatrix factor(const std::string& name, std::size_t rows, std::size_t columns) const {
-    const auto array = get(name);
-    const auto encoding = encodings_.find(prefix_ + name);
-    if (encoding != encodings_.end()) return matrix_of(array, parse_codec(encoding->second), rows, columns);
-    const bool codes = array.dtype() == nb::dtype<std::int8_t>();
-    require(codes == contains(name + "_scale"), "8-bit predictor factors need scales, and others have none");
-    if (array.dtype() == nb::dtype<std::uint8_t>()) {
-      RowMatrix groups = matrix_of(array, RowCodec::int4_32, rows, columns);
-      groups.inputs = InputForm::int8;
-      return groups;
-    }
-    if (!codes) return matrix_of(array, codec_of(dtype_of(array)), rows, columns);
-    RowMatrix matrix = matrix_of(array, RowCodec::int8, rows, columns);
-    const auto scale = get(name + "_scale");
-    require(scale.ndim() == 1 && scale.shape(0) == rows && dtype_of(scale) == Dtype::f16,
-            "an 8-bit predictor factor needs one float16 scale a row");
-    matrix.scales = static_cast<const std::uint16_t*>(scale.data());
-    return matrix;
-  }
-
- private:
-  const nb::dict& tensors_;
-  const std::string& prefix_;
-  const std::map<std::string, std::string>& encodings_;
-};
-
-std::unique_ptr<Predictor> read_low_rank(const PredictorReader& reader, std::size_t neurons,
-                                         std::size_t width) {
-  const auto rank = reader.get("a").shape(0);
-  const RowMatrix a = reader.factor("a", rank, width);
-  RowMatrix b = reader.factor("b", neurons, rank);
-  const bool relu = !reader.contains("bias");
-  if (!relu) {
-    const auto bias = reader.get<FloatArray>("bias");
-    require(bias.shape(0) == neurons, "a predictor's tensors do not fit the layer");
-    b.bias = bias.data();
-  }
-  return std::make_unique<LowRankPredictor>(a, b, reader.number("threshold"), relu);
-}
-
-std::unique_ptr<Predictor> read_coded_gate(const PredictorReader& reader, const FfnLayer& layer) {
-  require(layer.layout().gated(), "a coded gate needs the gate itself in the rows");
-  const auto neurons = static_cast<std::size_t>(layer.num_neurons());
-  RowMatrix gate = matrix_of(reader.get("gate"), RowCodec::int4_64, neurons, layer.width());
-  gate.bias = layer.gate_bias();
-  return std::make_unique<CodedGatePredictor>(gate, layer.activation(), reader.number("margin"));
-}
-
 }  // namespace
 
 std::vector<std::int32_t> checked_ids(const IdArray& active, std::int32_t units) {
@@ -161,29 +85,7 @@ class PyPrefetch {
   std::unique_ptr<Prefetch> buffer_;
 };
 
-FfnLayerOptions read_ffn(ResidentTensors& tensors, const RowFormat& rows, std::size_t layer,
-                         std::size_t neurons, Activation activation) {
-  const std::string name = "layers." + std::to_string(layer) + ".";
-  FfnLayerOptions options;
-  options.format = rows;
-  options.layer = static_cast<std::int32_t>(layer);
-  options.num_neurons = static_cast<std::int32_t>(neurons);
-  options.activation = activation;
-  options.simd = tensors.level();
-  options.up_bias = tensors.floats(name + "ffn.up_bias", neurons);
-  options.gate_bias = tensors.floats(name + "ffn.gate_bias", neurons);
-  options.down_bias = tensors.floats(name + "ffn.down_bias", rows.d_model);
-  if (tensors.contains(name + "gate.weight")) {
-    require(!rows.gated(), "a resident gate is of rows that hold none");
-    options.gate = tensors.matrix(name + "gate", neurons, rows.d_model, rows.codec).data;
-  }
-  if (has_plane(rows.down_codec)) options.plane = tensors.plane(name + "down.", neurons, rows.d_model);
-  require(rows.gated() || options.gate != nullptr || options.gate_bias == nullptr,
-          "an FFN without a gate has no gate bias");
-  return options;
-}
-
-PyFfnLayer::PyFfnLayer(FfnLayerOptions options, std::shared_ptr<ResidentTensors> tensors,
+PyFfnLayer::PyFfnLayer(FfnLayerOptions options, std::shared_ptr<NamedTensors> tensors,
                        std::shared_ptr<NeuronSource> source, LayerRows rows, std::shared_ptr<ThreadPool> pool,
                        std::shared_ptr<FfnCounters> counters)
     : tensors_(std::move(tensors)),
@@ -225,20 +127,9 @@ PyFfnLayer::PyFfnLayer(FfnLayerOptions options, std::shared_ptr<ResidentTensors>
 void PyFfnLayer::set_predictor(const nb::dict& tensors, const std::string& prefix,
                                const std::map<std::string, std::string>& encodings,
                                std::shared_ptr<PyPrefetch> prefetch) {
-  const PredictorReader reader(tensors, prefix, encodings);
-  const bool is_gate = reader.contains("gate");
-  auto predictor =
-      is_gate ? read_coded_gate(reader, *layer_)
-              : read_low_rank(reader, static_cast<std::size_t>(layer_->num_neurons()), layer_->width());
-  if (!is_gate && !reader.contains("bias")) layer_->predict_by_stream();
-  if (prefetch == nullptr) {
-    layer_->set_predictor(std::move(predictor));
-  } else {
-    require(prefetch->buffer().stride() == layer_->layout().stride,
-            "prefetched rows have another stride than the layer's");
-    layer_->set_prefetch(std::move(predictor), prefetch->buffer());
-    prefetch_ = std::move(prefetch);
-  }
+  read_predictor({tensors_of(tensors), prefix, parse_codecs(encodings)}, *layer_,
+                 prefetch ? &prefetch->buffer() : nullptr);
+  if (prefetch) prefetch_ = std::move(prefetch);
   predictors_.push_back(tensors);
 }
 
@@ -294,21 +185,23 @@ void init_ffn(nb::module_& m) {
              std::uint32_t down, const std::string& inputs) {
             const RowCodec codec = parse_codec(encoding);
             RowFormat format{codec, parse_codec(down_encoding), stride, d_model, up, down, gate};
-            format.inputs = parse_inputs(inputs, codec);
+            format.inputs = inputs_of(codec, parse_inputs(inputs));
             format.check();
             new (self) RowFormat(format);
           },
           nb::kw_only(), nb::arg("encoding"), nb::arg("down_encoding"), nb::arg("stride"), nb::arg("d_model"),
           nb::arg("up"), nb::arg("gate"), nb::arg("down"), nb::arg("inputs"));
 
-  nb::class_<ResidentTensors>(m, "ResidentTensors")
+  nb::class_<NamedTensors>(m, "ResidentTensors")
       .def(
           "__init__",
-          [](ResidentTensors* self, nb::dict tensors, const std::string& dtype, const std::string& encoding,
-             std::map<std::string, std::string> other_encodings, const std::string& inputs,
+          [](NamedTensors* self, nb::dict tensors, const std::string& dtype, const std::string& encoding,
+             const std::map<std::string, std::string>& other_encodings, const std::string& inputs,
              const std::string& simd) {
-            new (self) ResidentTensors(std::move(tensors), {encoding, std::move(other_encodings), inputs},
-                                       parse_dtype(dtype), parse_simd(simd));
+            new (self)
+                NamedTensors(tensors_of(std::move(tensors)),
+                             {parse_codec(encoding), parse_codecs(other_encodings), parse_inputs(inputs)},
+                             parse_dtype(dtype), parse_simd(simd));
           },
           nb::arg("tensors"), nb::kw_only(), nb::arg("dtype"), nb::arg("encoding"),
           nb::arg("other_encodings"), nb::arg("inputs"), nb::arg("simd") = "auto");

@@ -13,11 +13,9 @@
 #include <vector>
 
 #include "bind/bindings.h"
-#include "bind/model_weights.h"
 #include "bind/py_ffn.h"
 #include "bind/py_row_stream.h"
 #include "bind/py_spec.h"
-#include "bind/resident_tensors.h"
 #include "model/model.h"
 
 namespace flashllm {
@@ -68,7 +66,7 @@ using Entry = std::tuple<SequenceState*, std::vector<std::int32_t>>;
 class PyModel {
  public:
   // caches: of each layer whose neurons `source` reads; None: every token computes every neuron of it.
-  PyModel(nb::object block, std::shared_ptr<ResidentTensors> tensors, const RowFormat& rows,
+  PyModel(nb::handle block, std::shared_ptr<NamedTensors> tensors, const RowFormat& rows,
           std::shared_ptr<PyRowStream> stream, std::shared_ptr<NeuronSource> source,
           const std::vector<std::optional<LayerRows>>& caches, std::shared_ptr<ThreadPool> pool,
           std::shared_ptr<FfnCounters> counters, std::size_t block_tokens, std::size_t fill_tokens,
@@ -78,23 +76,19 @@ class PyModel {
         source_(std::move(source)),
         pool_(std::move(pool)),
         counters_(std::move(counters)) {
-    const SpecReader reader(std::move(block));
-    const SimdLevel level = tensors_->level();
-    read_ = read_spec(reader, tensors_->dtype(), level);
-    ModelSpec& spec = read_.spec;
+    Architecture of = read_architecture(block, tensors_->dtype());
+    ModelSpec& spec = of.model;
     spec.block_tokens = block_tokens;
     spec.fill_tokens = fill_tokens;
     spec.prefetch = prefetch;
     d_model_ = spec.block.d_model;
     require(rows.d_model == d_model_, "rows are as wide as the model");
-    const std::size_t num_layers = read_.layers.size();
-    require(caches.size() == num_layers, "every layer needs a cache, or None");
-    ModelWeights weights = read_ends(*tensors_, read_, reader);
-    for (std::size_t i = 0; i < num_layers; ++i)
-      weights.blocks.push_back(block_weights(i, reader, rows, caches[i]));
-    const Activation activation = parse_activation(reader.get<std::string>("activation"));
-    model_ = std::make_unique<Model>(spec, weights, rows, activation, stream_->stream(), *pool_, *counters_,
-                                     level, [this] { check(); });
+    require(caches.size() == of.layers.size(), "every layer needs a cache, or None");
+    ModelWeights weights = read_ends(*tensors_, of);
+    for (std::size_t i = 0; i < caches.size(); ++i)
+      weights.blocks.push_back(block_weights(of, i, rows, caches[i]));
+    model_ = std::make_unique<Model>(spec, weights, rows, stream_->stream(), *pool_, *counters_,
+                                     tensors_->level(), [this] { check(); });
   }
 
   const std::vector<std::shared_ptr<PyFfnLayer>>& ffns() const { return ffns_; }
@@ -168,15 +162,11 @@ class PyModel {
     return tokens;
   }
 
-  BlockWeights block_weights(std::size_t index, const SpecReader& reader, const RowFormat& rows,
+  BlockWeights block_weights(const Architecture& of, std::size_t index, const RowFormat& rows,
                              const std::optional<LayerRows>& cache) {
-    const SpecReader of_layer(reader.get<nb::tuple>("layers")[index]);
     const std::string layer = "layers." + std::to_string(index) + ".";
-    BlockWeights weights = read_block(*tensors_, layer, read_, reader, index);
-    const Activation activation =
-        parse_activation(reader.get<std::string>("activation"), weights.spec.activation_threshold,
-                         weights.spec.activation_cut);
-    FfnLayerOptions ffn = read_ffn(*tensors_, rows, index, weights.spec.neurons, activation);
+    BlockWeights weights = read_block(*tensors_, layer, of, index);
+    FfnLayerOptions ffn = read_ffn(*tensors_, rows, index, weights.spec.neurons, weights.spec.activation);
     ffn.norm = weights.neuron_norm;
     weights.up_bias = ffn.up_bias;
     weights.gate_bias = ffn.gate_bias;
@@ -187,17 +177,16 @@ class PyModel {
                           : nullptr);
     if (!cache) return weights;
     weights.ffn = &ffns_.back()->layer();
-    if (auto router = read_router(*tensors_, layer, of_layer, d_model_))
+    if (auto router = read_router(*tensors_, layer, weights.spec.experts, d_model_))
       weights.ffn->set_router(std::move(router));
     return weights;
   }
 
-  std::shared_ptr<ResidentTensors> tensors_;
+  std::shared_ptr<NamedTensors> tensors_;
   std::shared_ptr<PyRowStream> stream_;
   std::shared_ptr<NeuronSource> source_;
   std::shared_ptr<ThreadPool> pool_;
   std::shared_ptr<FfnCounters> counters_;
-  PySpec read_;
   std::vector<std::shared_ptr<PyFfnLayer>> ffns_;
   std::size_t d_model_ = 0;
   std::atomic<bool> cancelled_{false};
@@ -263,10 +252,10 @@ class PyPass {
 
 void init_model(nb::module_& m) {
   nb::class_<PyModel>(m, "Model")
-      .def(nb::init<nb::object, std::shared_ptr<ResidentTensors>, const RowFormat&,
-                    std::shared_ptr<PyRowStream>, std::shared_ptr<NeuronSource>,
-                    const std::vector<std::optional<LayerRows>>&, std::shared_ptr<ThreadPool>,
-                    std::shared_ptr<FfnCounters>, std::size_t, std::size_t, bool>(),
+      .def(nb::init<nb::handle, std::shared_ptr<NamedTensors>, const RowFormat&, std::shared_ptr<PyRowStream>,
+                    std::shared_ptr<NeuronSource>, const std::vector<std::optional<LayerRows>>&,
+                    std::shared_ptr<ThreadPool>, std::shared_ptr<FfnCounters>, std::size_t, std::size_t,
+                    bool>(),
            nb::kw_only(), nb::arg("block"), nb::arg("tensors"), nb::arg("row_format"), nb::arg("stream"),
            nb::arg("source"), nb::arg("caches"), nb::arg("pool"), nb::arg("counters"),
            nb::arg("block_tokens"), nb::arg("fill_tokens"), nb::arg("prefetch"))

@@ -15,9 +15,7 @@
 
 #include "attention/kv_block.h"
 #include "bind/bindings.h"
-#include "bind/model_weights.h"
 #include "bind/py_spec.h"
-#include "bind/resident_tensors.h"
 #include "kernels/kernels.h"
 #include "offload/batch_model.h"
 
@@ -90,12 +88,12 @@ class PyMemory final : public AttentionMemory {
 // in fp32.
 template <typename Weights>
 struct PyLent {
-  PyLent(nb::dict arrays, std::map<std::string, std::string> encodings, Dtype dtype, SimdLevel simd)
-      : tensors(std::move(arrays), Encodings{name_of(dtype, kDtypes), std::move(encodings), "int16", true},
-                dtype, simd) {}
+  PyLent(nb::dict arrays, const std::map<std::string, std::string>& encodings, Dtype dtype, SimdLevel simd)
+      : tensors(tensors_of(std::move(arrays)),
+                {codec_of(dtype), parse_codecs(encodings), InputForm::int16, true}, dtype, simd) {}
   PyLent(const PyLent&) = delete;
 
-  ResidentTensors tensors;
+  NamedTensors tensors;
   Weights weights;
 };
 using PyLentLayer = PyLent<LentLayer>;
@@ -103,60 +101,55 @@ using PyLentEnds = PyLent<ModelWeights>;
 
 class PyBatchModel {
  public:
-  PyBatchModel(nb::object block, const std::string& dtype, std::shared_ptr<ThreadPool> pool,
+  PyBatchModel(nb::handle block, const std::string& dtype, std::shared_ptr<ThreadPool> pool,
                std::size_t rows_together, const std::string& simd)
       : pool_(std::move(pool)),
         simd_(parse_simd(simd)),
-        reader_(std::move(block)),
-        read_(read_spec(reader_, parse_dtype(dtype), simd_)),
-        model_(read_.spec, parse_activation(reader_.get<std::string>("activation")), rows_together, memory_,
-               *pool_, simd_) {
+        of_(read_architecture(block, parse_dtype(dtype))),
+        model_(of_.model, rows_together, memory_, *pool_, simd_) {
     require(rows_together != 0, "rows_together must be positive");
   }
 
   // The model's layer `number`: tensors by canonical name without the layer's, vectors in fp32 and with their
   // norms' shift; matrices of the dtype, or bytes of the encoding that `encodings` has for them.
   std::unique_ptr<PyLentLayer> lend_layer(std::size_t number, nb::dict tensors,
-                                          std::map<std::string, std::string> encodings,
+                                          const std::map<std::string, std::string>& encodings,
                                           bool down_by_inputs) const {
-    require(number < read_.layers.size(), "a layer beyond those there are");
-    const SpecReader of_layer(reader_.get<nb::tuple>("layers")[number]);
-    auto lent = std::make_unique<PyLentLayer>(std::move(tensors), std::move(encodings),
-                                              read_.spec.block.dtype, simd_);
-    ResidentTensors& from = lent->tensors;
+    require(number < of_.layers.size(), "a layer beyond those there are");
+    auto lent = std::make_unique<PyLentLayer>(std::move(tensors), encodings, of_.model.block.dtype, simd_);
+    NamedTensors& from = lent->tensors;
     LentLayer& weights = lent->weights;
     weights.number = number;
-    weights.block = read_block(from, "", read_, reader_, number);
-    const std::size_t count = weights.block.spec.neurons, width = read_.spec.block.d_model;
+    weights.block = read_block(from, "", of_, number);
+    const std::size_t count = weights.block.spec.neurons, width = of_.model.block.d_model;
     LentNeurons& neurons = weights.neurons;
     neurons.up = from.linear("up", count, width);
     neurons.up.bias = from.floats("ffn.up_bias", count);
-    if (reader_.get<bool>("gated")) {
+    if (of_.gated) {
       neurons.gate = from.linear("gate", count, width);
       neurons.gate.bias = from.floats("ffn.gate_bias", count);
     }
     neurons.down_by_inputs = down_by_inputs;
     neurons.down = down_by_inputs ? from.linear("down", count, width) : from.linear("down", width, count);
     neurons.down.bias = from.floats("ffn.down_bias", width);
-    weights.router = read_router(from, "", of_layer, width);
+    weights.router = read_router(from, "", weights.block.spec.experts, width);
     require(weights.router == nullptr || down_by_inputs || !is_coded(neurons.down.codec),
             "the columns of an expert cannot be taken out of rows of codes");
-    check_block(read_.spec, weights.block);
+    check_block(of_.model, weights.block);
     return lent;
   }
 
   // What lies before or behind the layers: what of it is there, the embedding's rows left out.
   std::unique_ptr<PyLentEnds> lend_ends(nb::dict tensors) const {
-    std::map<std::string, std::string> none;
-    auto lent =
-        std::make_unique<PyLentEnds>(std::move(tensors), std::move(none), read_.spec.block.dtype, simd_);
-    lent->weights = read_ends(lent->tensors, read_, reader_, true);
+    auto lent = std::make_unique<PyLentEnds>(std::move(tensors), std::map<std::string, std::string>(),
+                                             of_.model.block.dtype, simd_);
+    lent->weights = read_ends(lent->tensors, of_, true);
     return lent;
   }
 
   void embed(const PyLentEnds& ends, const Values& rows, const Longs& positions, const AnyArray& states) {
     const std::size_t n = check_positions(positions);
-    const ModelSpec& spec = read_.spec;
+    const ModelSpec& spec = of_.model;
     require_dtype(rows, spec.block.dtype, "rows");
     require_rows(rows, n, spec.embed_dim, "rows");
     check_states(states, n);
@@ -197,7 +190,7 @@ class PyBatchModel {
     require(states.ndim() == 2, "states must be [rows, d_model]");
     const std::size_t n = states.shape(0);
     check_states(states, n);
-    require_rows(logits, n, read_.spec.vocab, "logits");
+    require_rows(logits, n, of_.model.vocab, "logits");
     require(ends.weights.head.data != nullptr, "the head is not there");
     const nb::gil_scoped_release unlocked;
     model_.head(ends.weights, bytes_of(states), n, logits.data());
@@ -206,8 +199,8 @@ class PyBatchModel {
  private:
   template <typename Array>
   void check_states(const Array& states, std::size_t rows) const {
-    require_dtype(states, read_.spec.block.dtype, "states");
-    require_rows(states, rows, read_.spec.block.d_model, "states");
+    require_dtype(states, of_.model.block.dtype, "states");
+    require_rows(states, rows, of_.model.block.d_model, "states");
   }
   static std::size_t check_positions(const Longs& positions) {
     for (std::size_t t = 0; t < positions.shape(0); ++t)
@@ -217,8 +210,7 @@ class PyBatchModel {
 
   std::shared_ptr<ThreadPool> pool_;
   SimdLevel simd_;
-  const SpecReader reader_;
-  const PySpec read_;
+  const Architecture of_;
   PyMemory memory_;
   BatchModel model_;
 };
@@ -231,9 +223,10 @@ class PyBatchAttention {
  public:
   PyBatchAttention(std::size_t heads, std::size_t kv_heads, std::size_t head_dim, const std::string& dtype,
                    float scale, std::shared_ptr<ThreadPool> pool, const std::string& layout, int bits,
-                   float softcap, const nb::object& alibi, const std::string& simd)
+                   float softcap, nb::handle alibi, const std::string& simd)
       : pool_(std::move(pool)),
         simd_(parse_simd(simd)),
+        alibi_(read_alibi(alibi)),
         format_(kv_heads, head_dim, parse_dtype(dtype), by_name("a layout of KV blocks", layout, kLayouts),
                 bits) {
     require(heads != 0 && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
@@ -243,7 +236,8 @@ class PyBatchAttention {
     shape_.dtype = format_.dtype();
     shape_.scale = scale;
     shape_.softcap = softcap;
-    shape_.alibi = read_alibi(alibi, heads, slopes_);
+    require(alibi_.slopes.empty() || alibi_.slopes.size() == heads, "every head needs a slope");
+    if (!alibi_.slopes.empty()) shape_.alibi = &alibi_;
   }
 
   std::size_t block_nbytes() const { return format_.block_nbytes(); }
@@ -392,7 +386,7 @@ class PyBatchAttention {
 
   std::shared_ptr<ThreadPool> pool_;
   SimdLevel simd_;
-  std::vector<float> slopes_;
+  const Alibi alibi_;
   KvBlockFormat format_;
   AttentionShape shape_;
 };
@@ -411,7 +405,7 @@ void init_offload(nb::module_& m) {
   nb::class_<PyLentLayer>(m, "LentLayer");
   nb::class_<PyLentEnds>(m, "LentEnds");
   nb::class_<PyBatchModel>(m, "BatchModel")
-      .def(nb::init<nb::object, const std::string&, std::shared_ptr<ThreadPool>, std::size_t,
+      .def(nb::init<nb::handle, const std::string&, std::shared_ptr<ThreadPool>, std::size_t,
                     const std::string&>(),
            nb::kw_only(), nb::arg("block"), nb::arg("dtype"), nb::arg("pool"), nb::arg("rows_together"),
            nb::arg("simd") = "auto")
@@ -426,7 +420,7 @@ void init_offload(nb::module_& m) {
 
   nb::class_<PyBatchAttention>(m, "BatchAttention")
       .def(nb::init<std::size_t, std::size_t, std::size_t, const std::string&, float,
-                    std::shared_ptr<ThreadPool>, const std::string&, int, float, nb::object,
+                    std::shared_ptr<ThreadPool>, const std::string&, int, float, nb::handle,
                     const std::string&>(),
            nb::kw_only(), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("dtype"),
            nb::arg("scale"), nb::arg("pool"), nb::arg("layout") = "plain", nb::arg("bits") = 4,

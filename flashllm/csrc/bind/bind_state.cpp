@@ -17,19 +17,6 @@ namespace {
 
 using Bytes = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
 
-// Of the layers of `block`, a BlockSpec.
-StateShape read_shape(nb::object block, std::size_t context, std::size_t part_tokens,
-                      const std::string& dtype, int bits) {
-  const SpecReader reader(std::move(block));
-  std::vector<LayerKv> layers;
-  for (const nb::handle each : reader.get<nb::tuple>("layers")) {
-    const SpecReader mixer(each.attr("mixer"));
-    layers.push_back({mixer.get<std::size_t>("kv_heads"), mixer.get<std::size_t>("head_dim"),
-                      mixer.get_or<std::size_t>("window", 0)});
-  }
-  return StateShape(layers, context, part_tokens, parse_dtype(dtype), bits);
-}
-
 // The pages of `owner`, which lives as long as the arrays.
 std::vector<std::vector<Bytes>> arrays_of(nb::handle owner, const SequenceState::Spans& spans) {
   std::vector<std::vector<Bytes>> arrays;
@@ -48,9 +35,12 @@ void init_state(nb::module_& m) {
   nb::class_<StateShape>(m, "StateShape")
       .def(
           "__init__",
-          [](StateShape* self, nb::object block, std::size_t context, std::size_t part_tokens,
+          [](StateShape* self, nb::handle block, std::size_t context, std::size_t part_tokens,
              const std::string& dtype, int bits) {
-            new (self) StateShape(read_shape(std::move(block), context, part_tokens, dtype, bits));
+            std::vector<LayerKv> layers;
+            for (const LayerSpec& layer : read_architecture(block).layers)
+              layers.push_back({layer.attention.kv_heads, layer.attention.head_dim, layer.attention.window});
+            new (self) StateShape(layers, context, part_tokens, parse_dtype(dtype), bits);
           },
           nb::arg("block"), nb::arg("context"), nb::arg("part_tokens"), nb::arg("dtype"), nb::arg("bits") = 0)
       .def_prop_ro("block_nbytes", &StateShape::block_nbytes)

@@ -6,6 +6,7 @@
 #include <nanobind/ndarray.h>
 
 #include <initializer_list>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,6 +17,8 @@
 #include "io/direct_writer.h"
 #include "io/error.h"
 #include "kernels/kernels.h"
+#include "kernels/rows.h"
+#include "kernels/tensor.h"
 
 namespace flashllm {
 
@@ -96,13 +99,12 @@ inline constexpr Named<SimdLevel> kSimdLevels[] = {{"scalar", SimdLevel::scalar}
 
 inline Dtype parse_dtype(const std::string& name) { return by_name("a dtype", name, kDtypes); }
 RowCodec parse_codec(const std::string& name);  // a dtype's name, or a grouped codec's
-// What a codec's products take where a model says "float32", "int8" or "int16": the widest codes that it says
-// and its weights are multiplied by, else fp32.
-InputForm parse_inputs(const std::string& name, RowCodec codec);
+std::map<std::string, RowCodec> parse_codecs(const std::map<std::string, std::string>& names);
+InputForm parse_inputs(const std::string& name);
 SimdLevel parse_simd(const std::string& name);  // "auto", or a level's name
-// `threshold`: of fatrelu.
 Activation parse_activation(const std::string& name, float threshold = 0.0F, float cut = 0.0F);
-Dtype dtype_of(const AnyArray& array);
+// The arrays of a dict.
+TensorSource tensors_of(nb::dict arrays);
 
 // What a bound writer holds; nb::cast_error where it is another object. The caller keeps the object alive.
 DirectWriter& direct_writer_of(nb::handle writer);

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "bind/bindings.h"
-#include "bind/resident_tensors.h"
+#include "model/weights.h"
 
 namespace flashllm {
 
@@ -35,23 +35,18 @@ struct LayerRows {
   std::optional<FloatArray> popularity;  // of each unit
 };
 
-// The weights of a layer's neurons that are resident, `layers.LAYER.` before their names. Throws CoreError
-// where they do not fit the rows.
-FfnLayerOptions read_ffn(ResidentTensors& tensors, const RowFormat& rows, std::size_t layer,
-                         std::size_t neurons, Activation activation);
-
 // Throws CoreError for others than ascending ids below `units`.
 std::vector<std::int32_t> checked_ids(const IdArray& active, std::int32_t units);
 
 class PyFfnLayer {
  public:
   // `options`: as read_ffn. Throws CoreError for what does not fit.
-  PyFfnLayer(FfnLayerOptions options, std::shared_ptr<ResidentTensors> tensors,
+  PyFfnLayer(FfnLayerOptions options, std::shared_ptr<NamedTensors> tensors,
              std::shared_ptr<NeuronSource> source, LayerRows rows, std::shared_ptr<ThreadPool> pool,
              std::shared_ptr<FfnCounters> counters);
 
   FfnLayer& layer() const { return *layer_; }
-  const ResidentTensors& tensors() const { return *tensors_; }
+  const NamedTensors& tensors() const { return *tensors_; }
 
   // Of one of the kinds of flashllm/format/predictors.py, whose tensors' names begin with `prefix`;
   // `encodings`: of some of them, by name. With `prefetch` it is the predictor that tells this layer's
@@ -61,7 +56,7 @@ class PyFfnLayer {
                      std::shared_ptr<PyPrefetch> prefetch);
 
  private:
-  std::shared_ptr<ResidentTensors> tensors_;
+  std::shared_ptr<NamedTensors> tensors_;
   std::shared_ptr<NeuronSource> source_;
   LayerRows rows_;
   std::shared_ptr<ThreadPool> pool_;

@@ -6,17 +6,7 @@
 #include <algorithm>
 #include <string>
 
-#include "kernels/kernels.h"
-
 namespace flashllm {
-
-Alibi read_alibi(const nb::object& alibi, std::size_t heads, std::vector<float>& slopes) {
-  if (alibi.is_none()) return {};
-  const SpecReader reader(alibi);
-  slopes = reader.get<std::vector<float>>("slopes");
-  require(slopes.size() == heads, "every head needs a slope");
-  return {slopes.data(), reader.get<float>("scale"), reader.get<bool>("rounded")};
-}
 
 namespace {
 
@@ -28,90 +18,135 @@ constexpr Named<HeadNorm> kHeadNorms[] = {{"none", HeadNorm::none},
                                           {"head", HeadNorm::head},
                                           {"heads", HeadNorm::heads},
                                           {"projection", HeadNorm::projection}};
+constexpr Named<Norm::Kind> kNorms[] = {{"layer", Norm::Kind::layer}, {"rms", Norm::Kind::rms}};
+constexpr Named<Rotary::Style> kStyles[] = {{"half", Rotary::Style::half},
+                                            {"interleaved", Rotary::Style::interleaved}};
+constexpr Named<bool> kSoftmaxes[] = {{"all", true}, {"chosen", false}};
 
-// Which of the model's rotary embeddings this one is, `seen` having those before it; -1 for None.
-int read_rotary(const nb::object& rotary, std::vector<nb::object>& seen, PySpec& read) {
-  if (rotary.is_none()) return -1;
-  const auto same = std::find_if(seen.begin(), seen.end(), [&](const nb::object& each) {
-    return each.is(rotary) || each.equal(rotary);
-  });
-  const auto index = static_cast<int>(same - seen.begin());
-  if (same != seen.end()) return index;
-  seen.push_back(rotary);
-  const SpecReader reader(rotary);
-  read.frequencies.push_back(reader.get<std::vector<float>>("inverse_frequency"));
-  Rotary made;
-  made.inverse_frequency = read.frequencies.back().data();
-  made.dims = 2 * read.frequencies.back().size();
-  made.style = reader.get<std::string>("style") == "half" ? Rotary::Style::half : Rotary::Style::interleaved;
-  made.scaling = reader.get<float>("scaling");
-  read.spec.rotary.push_back(made);
-  return index;
-}
+// Attributes of a Python object, each read into what it is here. One that is None leaves what is there.
+class Attributes {
+ public:
+  explicit Attributes(nb::handle object) : object_(nb::borrow(object)) {}
 
-AttentionSpec read_attention(const SpecReader& reader, std::vector<nb::object>& rotaries, PySpec& read) {
-  AttentionSpec spec;
-  spec.heads = reader.get<std::size_t>("heads");
-  spec.kv_heads = reader.get<std::size_t>("kv_heads");
-  spec.head_dim = reader.get<std::size_t>("head_dim");
-  spec.head_norm = by_name("query_key_norm", reader.get<std::string>("query_key_norm"), kHeadNorms);
-  spec.query_scale = reader.get<float>("query_scale");
-  spec.rotary = read_rotary(reader.get<nb::object>("rotary"), rotaries, read);
-  spec.window = reader.get_or<std::size_t>("window", 0);
-  spec.softcap = reader.number("softcap");
-  read.slopes.emplace_back();
-  spec.alibi = read_alibi(reader.get<nb::object>("alibi"), spec.heads, read.slopes.back());
-  return spec;
-}
-
-void read_layers(const SpecReader& reader, PySpec& read) {
-  std::vector<nb::object> rotaries;
-  for (const nb::handle each : reader.get<nb::tuple>("layers")) {
-    const SpecReader layer(nb::borrow(each));
-    const SpecReader mixer(layer.get<nb::object>("mixer"));
-    const auto kind = mixer.get<std::string>("kind");
-    require(kind == "attention", "a mixer is attention, not " + kind);
-    LayerSpec spec;
-    spec.attention = read_attention(mixer, rotaries, read);
-    spec.norms = by_name("norms", layer.get<std::string>("norms"), kNormPlaces);
-    spec.parallel = layer.get<bool>("parallel");
-    spec.shared_norm = layer.get<bool>("shared_norm");
-    spec.neurons = layer.get<std::size_t>("neurons");
-    spec.activation_threshold = layer.get<float>("activation_threshold");
-    spec.activation_cut = layer.get<float>("activation_cut");
-    read.layers.push_back(spec);
+  template <typename T>
+  void operator()(const char* name, T& to) const {
+    const nb::object value = object_.attr(name);
+    if (!value.is_none()) to = nb::cast<T>(value);
   }
+  // One of these names.
+  template <typename T, std::size_t kCount>
+  void operator()(const char* name, T& to, const Named<T> (&names)[kCount]) const {
+    to = by_name(name, nb::cast<std::string>(object_.attr(name)), names);
+  }
+  // An object of its own: `read(its attributes, what it is here, ...)`.
+  template <typename T, typename... More>
+  void operator()(const char* name, T& to, void (*read)(const Attributes&, T&, More&...),
+                  More&... more) const {
+    const nb::object value = object_.attr(name);
+    if (!value.is_none()) read(Attributes(value), to, more...);
+  }
+  nb::object object(const char* name) const { return object_.attr(name); }
+
+ private:
+  nb::object object_;
+};
+
+void read(const Attributes& from, Alibi& to) {
+  from("slopes", to.slopes);
+  from("scale", to.scale);
+  from("rounded", to.rounded);
 }
 
-float rounded(float value, Dtype dtype, SimdLevel level) {
-  const KernelTable& kernels = kernel_table(level, dtype);
-  std::byte bits[sizeof(float)];
-  kernels.from_f32(&value, 1, bits);
-  kernels.to_f32(bits, 1, &value);
-  return value;
+// Which of the model's rotary embeddings it is.
+void read(const Attributes& from, int& index, std::vector<Rotary>& all) {
+  Rotary to;
+  from("inverse_frequency", to.inverse_frequency);
+  from("scaling", to.scaling);
+  from("style", to.style, kStyles);
+  const auto same = std::find(all.begin(), all.end(), to);
+  index = static_cast<int>(same - all.begin());
+  if (same == all.end()) all.push_back(std::move(to));
+}
+
+void read(const Attributes& from, ExpertsSpec& to) {
+  from("count", to.count);
+  from("chosen", to.chosen);
+  from("size", to.size);
+  from("shared", to.shared);
+  from("softmax_of", to.softmax_of_all, kSoftmaxes);
+  from("normalized", to.normalized);
+}
+
+void read_attention(const Attributes& from, LayerSpec& layer, ModelSpec& model) {
+  AttentionSpec& to = layer.attention;
+  from("heads", to.heads);
+  from("kv_heads", to.kv_heads);
+  from("head_dim", to.head_dim);
+  from("query_scale", to.query_scale);
+  from("query_key_norm", to.head_norm, kHeadNorms);
+  from("rotary", to.rotary, &read, model.rotary);
+  from("window", to.window);
+  from("softcap", to.softcap);
+  from("alibi", to.alibi, &read);
+}
+
+// By their `kind`.
+constexpr Named<void (*)(const Attributes&, LayerSpec&, ModelSpec&)> kMixers[] = {
+    {"attention", &read_attention}};
+
+void read(const Attributes& from, LayerSpec& to, ModelSpec& model) {
+  const Attributes mixer(from.object("mixer"));
+  by_name("a mixer", nb::cast<std::string>(mixer.object("kind")), kMixers)(mixer, to, model);
+  from("norms", to.norms, kNormPlaces);
+  from("parallel", to.parallel);
+  from("shared_norm", to.shared_norm);
+  from("neurons", to.neurons);
+  from("experts", to.experts, &read);
+  from("activation_threshold", to.activation.threshold);
+  from("activation_cut", to.activation.cut);
+}
+
+void read(const Attributes& from, Architecture& to) {
+  ModelSpec& model = to.model;
+  from("d_model", model.block.d_model);
+  from("residual_scale", model.block.residual_scale);
+  from("rounded_inputs", model.block.rounded_inputs);
+  from("vocab_size", model.vocab);
+  from("embed_dim", model.embed_dim);
+  from("position_offset", model.position_offset);
+  from("embedding_scale", model.embedding_scale);
+  from("logit_scale", model.logit_scale);
+  from("logit_softcap", model.logit_softcap);
+  from("norm", to.norms.kind, kNorms);
+  from("norm_epsilon", to.norms.epsilon);
+  from("norm_shift", to.norms.shift);
+  from("context", to.context);
+  from("gated", to.gated);
+  from("sub_norms", to.sub_norms);
+  from("embedding_norm", to.embedding_norm);
+  from("final_norm", to.final_norm);
+  from("learned_positions", to.learned_positions);
+  from("tied_head", to.tied_head);
+  const Activation activation = parse_activation(nb::cast<std::string>(from.object("activation")));
+  for (const nb::handle layer : from.object("layers")) {
+    to.layers.emplace_back().activation = activation;
+    read(Attributes(layer), to.layers.back(), model);
+  }
 }
 
 }  // namespace
 
-PySpec read_spec(const SpecReader& reader, Dtype dtype, SimdLevel level) {
-  PySpec read;
-  ModelSpec& spec = read.spec;
-  spec.block.dtype = dtype;
-  spec.block.d_model = reader.get<std::size_t>("d_model");
-  spec.block.residual_scale = reader.get<float>("residual_scale");
-  spec.block.rounded_inputs = reader.get<bool>("rounded_inputs");
-  read_layers(reader, read);
-  spec.vocab = reader.get<std::size_t>("vocab_size");
-  spec.embed_dim = reader.get<std::size_t>("embed_dim");
-  spec.position_offset = reader.get<std::size_t>("position_offset");
-  spec.logit_scale = reader.get<float>("logit_scale");
-  spec.logit_softcap = reader.number("logit_softcap");
-  spec.embedding_scale = rounded(reader.get<float>("embedding_scale"), dtype, level);
-  read.context = reader.get<std::size_t>("context");
-  read.norms.kind = reader.get<std::string>("norm") == "rms" ? Norm::Kind::rms : Norm::Kind::layer;
-  read.norms.epsilon = reader.get<float>("norm_epsilon");
-  read.norms.shift = reader.get<float>("norm_shift");
-  return read;
+Architecture read_architecture(nb::handle block, Dtype dtype) {
+  Architecture result;
+  result.model.block.dtype = dtype;
+  read(Attributes(block), result);
+  return result;
+}
+
+Alibi read_alibi(nb::handle alibi) {
+  Alibi result;
+  if (!alibi.is_none()) read(Attributes(alibi), result);
+  return result;
 }
 
 }  // namespace flashllm

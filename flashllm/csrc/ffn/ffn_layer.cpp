@@ -66,6 +66,7 @@ FfnLayer::~FfnLayer() {
 void FfnLayer::set_prefetch(std::unique_ptr<Predictor> predictor, Prefetch& buffer) {
   if (options_.unit_rows != 1)
     throw CoreError(ErrorKind::usage, "experts are not prefetched: their own layer's router names them");
+  require(buffer.stride() == layout().stride, "prefetched rows have another stride than the layer's");
   prefetch_predictor_ = std::move(predictor);
   prefetch_ = &buffer;
   depth_.emplace(static_cast<std::size_t>(buffer.capacity()));

@@ -1,19 +1,11 @@
 #include "kernels/rotary.h"
 
 #include <cmath>
-#include <string>
-
-#include "io/error.h"
 
 namespace flashllm {
 
-RotaryTable::RotaryTable(const Rotary& rotary) : rotary_(rotary) {
-  if (rotary.dims % 2 != 0)
-    throw CoreError(ErrorKind::usage, "rotary dimensions come in pairs, got " + std::to_string(rotary.dims));
-}
-
 void RotaryTable::set_positions(const std::size_t* positions, std::size_t n) {
-  const std::size_t pairs = rotary_.dims / 2;
+  const std::size_t pairs = rotary_.inverse_frequency.size();
   cosines_.resize(n * pairs);
   sines_.resize(n * pairs);
   for (std::size_t token = 0; token < n; ++token) {
@@ -27,7 +19,7 @@ void RotaryTable::set_positions(const std::size_t* positions, std::size_t n) {
 }
 
 void RotaryTable::apply(std::size_t index, float* heads, std::size_t count, std::size_t head_dim) const {
-  const std::size_t pairs = rotary_.dims / 2;
+  const std::size_t pairs = rotary_.inverse_frequency.size();
   const float* cosine = cosines_.data() + index * pairs;
   const float* sine = sines_.data() + index * pairs;
   const bool is_half = rotary_.style == Rotary::Style::half;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <utility>
 #include <vector>
 
 namespace flashllm {
@@ -10,16 +11,19 @@ namespace flashllm {
 struct Rotary {
   // Which elements are a pair: i and i + dims / 2 (Llama, GPT-NeoX), or 2 i and 2 i + 1 (GPT-J).
   enum class Style { half, interleaved };
-  const float* inverse_frequency = nullptr;  // [dims / 2]
-  std::size_t dims = 0;                      // elements turned, the first of each head; even
+  std::vector<float> inverse_frequency;  // of each pair
   Style style = Style::half;
   float scaling = 1.0F;  // of cosines and sines (transformers' attention_scaling)
+
+  std::size_t dims() const { return 2 * inverse_frequency.size(); }  // turned, the first of each head
+  bool operator==(const Rotary& other) const {
+    return inverse_frequency == other.inverse_frequency && style == other.style && scaling == other.scaling;
+  }
 };
 
 class RotaryTable {
  public:
-  // `rotary.inverse_frequency` must outlive the table. Throws CoreError (usage) where `dims` is odd.
-  explicit RotaryTable(const Rotary& rotary);
+  explicit RotaryTable(Rotary rotary) : rotary_(std::move(rotary)) {}
 
   // Angles of a pass's tokens: position * inverse_frequency in fp32, as in transformers.
   void set_positions(const std::size_t* positions, std::size_t n);

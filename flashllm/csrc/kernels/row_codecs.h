@@ -125,6 +125,11 @@ constexpr bool takes_inputs(RowCodec codec, InputForm inputs) {
   if (!is_coded(codec) || has_plane(codec) || codec == RowCodec::bf12) return false;
   return inputs == InputForm::int8 || static_cast<std::size_t>(codec) < kFirstCoded + kInt16Codecs;
 }
+// The widest form, up to the one that is wanted, that the codec's vectors are multiplied by.
+constexpr InputForm inputs_of(RowCodec codec, InputForm wanted) {
+  if (takes_inputs(codec, wanted)) return wanted;
+  return takes_inputs(codec, InputForm::int8) ? InputForm::int8 : InputForm::f32;
+}
 
 // k inputs in units of kCodeUnit, padded with zeros to a multiple of 8 units.
 struct CodedInputs {

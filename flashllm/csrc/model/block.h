@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "attention/attention.h"
+#include "ffn/experts.h"
 #include "ffn/ffn_layer.h"
 #include "ffn/neuron_norm.h"
 #include "kernels/kernels.h"
@@ -52,10 +53,10 @@ struct LayerSpec {
   AttentionSpec attention;  // its mixer
   NormPlace norms = NormPlace::input;
   bool parallel = false;
-  bool shared_norm = false;           // of a parallel layer: the FFN reads what the attention reads
-  std::size_t neurons = 0;            // of the FFN
-  float activation_threshold = 0.0F;  // of fatrelu
-  float activation_cut = 0.0F;        // of any activation
+  bool shared_norm = false;  // of a parallel layer: the FFN reads what the attention reads
+  std::size_t neurons = 0;   // of the FFN
+  ExpertsSpec experts;       // that they belong to; of none where the FFN is dense
+  Activation activation;
 };
 
 // What all layers have in common.

@@ -79,7 +79,7 @@ AttentionShape BlockAttention::shape(const BlockWeights& weights) const {
   shape.softcap = spec.softcap;
   shape.window = spec.window;
   shape.sinks = weights.sinks;
-  shape.alibi = spec.alibi;
+  if (!spec.alibi.slopes.empty()) shape.alibi = &spec.alibi;
   return shape;
 }
 

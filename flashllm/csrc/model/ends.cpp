@@ -23,8 +23,10 @@ void Ends::embed(const Token* tokens, std::size_t count, float* states) {
 
 void Ends::embed_rows(float* rows, const Token* tokens, std::size_t count, float* states) {
   const std::size_t width = spec_.block.d_model;
-  if (spec_.embedding_scale != 1.0F) {
-    for (std::size_t i = 0; i < count * spec_.embed_dim; ++i) rows[i] *= spec_.embedding_scale;
+  float scale = spec_.embedding_scale;
+  arithmetic_.round(&scale, 1);
+  if (scale != 1.0F) {
+    for (std::size_t i = 0; i < count * spec_.embed_dim; ++i) rows[i] *= scale;
     arithmetic_.round(rows, count * spec_.embed_dim);
   }
   if (spec_.embed_dim != width) {

@@ -15,12 +15,11 @@ const float* part_of(const float* bias, std::size_t first) {
 }  // namespace
 
 FeedForward::FeedForward(const ModelSpec& spec, const std::vector<BlockWeights>& blocks,
-                         const RowFormat& rows, Activation activation, RowStream& stream,
-                         FfnCounters& counters, Stopwatch& watch, Arithmetic& arithmetic)
+                         const RowFormat& rows, RowStream& stream, FfnCounters& counters, Stopwatch& watch,
+                         Arithmetic& arithmetic)
     : spec_(spec),
       blocks_(blocks),
       rows_(rows),
-      activation_(activation),
       stream_(stream),
       counters_(counters),
       watch_(watch),
@@ -131,7 +130,7 @@ void FeedForward::find_firing(const FfnTurn& turn) {
     }
     const ScatteredRows scattered{rows.data(), count, width, rows_.codec, rows_.inputs};
     for (std::size_t t = 0; t < tokens; ++t) {
-      dot_scattered(scattered, turn.x + t * width, ids.data(), driver_bias, activation(weights),
+      dot_scattered(scattered, turn.x + t * width, ids.data(), driver_bias, weights.spec.activation,
                     values.data(), arithmetic_.pool(), arithmetic_.level());
       for (std::size_t i = 0; i < count; ++i)
         if (values[i] != 0.0F) active_[t].push_back(ids[i]);
@@ -167,7 +166,7 @@ void FeedForward::run_every(const FfnTurn& turn) {
   const BlockWeights& weights = blocks_[turn.layer];
   const std::size_t width = spec_.block.d_model, tokens = turn.part.count;
   const bool waits = static_cast<bool>(weights.neuron_norm);
-  few_.begin(turn.x, tokens, activation(weights), turn.y, plane(weights));
+  few_.begin(turn.x, tokens, weights.spec.activation, turn.y, plane(weights));
   if (waits) few_.keep_values(weights.neuron_norm);
   each_block(turn.layer, waits ? static_cast<int>(turn.layer) : layer_after(turn.layer, turn.part),
              [&](const RowBlock& block, std::size_t count) {
@@ -201,11 +200,11 @@ void FeedForward::take(FfnStretch& stretch, const FfnTurn& turn) {
   const bool is_first = turn.part.number == 0;
   if (is_routed(turn.layer)) {
     require(tap == nullptr, "what the experts of a mixture see and compute cannot be observed");
-    if (is_first) stretch.experts.begin(*weights.ffn->router(), activation(weights), plane(weights));
+    if (is_first) stretch.experts.begin(*weights.ffn->router(), weights.spec.activation, plane(weights));
     stretch.experts.take(turn.x, count);
   } else {
     if (tap != nullptr) tap->input(turn.layer, turn.x, count);
-    if (is_first) stretch.dense.begin(activation(weights), weights.neuron_norm, plane(weights));
+    if (is_first) stretch.dense.begin(weights.spec.activation, weights.neuron_norm, plane(weights));
     stretch.dense.take(arithmetic_.narrowed(turn.x, count * spec_.block.d_model), count);
   }
   if (turn.part.fills && weights.ffn != nullptr) begin_fill(stretch, turn);
@@ -379,10 +378,6 @@ const std::byte* FeedForward::gate_rows(const BlockWeights& weights, std::size_t
 
 const ScalePlane* FeedForward::plane(const BlockWeights& weights) const {
   return has_plane(rows_.down_codec) ? &weights.plane : nullptr;
-}
-
-Activation FeedForward::activation(const BlockWeights& weights) const {
-  return {activation_.kind, weights.spec.activation_threshold, weights.spec.activation_cut};
 }
 
 // The rows that a dense pass wants after this layer's; none where the next pass is not known.

@@ -39,10 +39,9 @@ struct FfnStretch {
 
 class FeedForward final : public FfnPart {
  public:
-  // Keeps references to all but the format and the activation. `watch`: of the pass.
+  // Keeps references to all but the format. `watch`: of the pass.
   FeedForward(const ModelSpec& spec, const std::vector<BlockWeights>& blocks, const RowFormat& rows,
-              Activation activation, RowStream& stream, FfnCounters& counters, Stopwatch& watch,
-              Arithmetic& arithmetic);
+              RowStream& stream, FfnCounters& counters, Stopwatch& watch, Arithmetic& arithmetic);
 
   // Throws CoreError.
   void run(const FfnTurn& turn) override;
@@ -87,14 +86,12 @@ class FeedForward final : public FfnPart {
   const float* seen(const FfnTurn& turn) const;
   const std::byte* gate_rows(const BlockWeights& weights, std::size_t first) const;
   const ScalePlane* plane(const BlockWeights& weights) const;  // nullptr: columns have their own scales
-  Activation activation(const BlockWeights& weights) const;
   bool is_routed(std::size_t layer) const;
   int layer_after(std::size_t layer, const Part& part) const;
 
   const ModelSpec& spec_;
   const std::vector<BlockWeights>& blocks_;
   const RowFormat rows_;
-  const Activation activation_;
   RowStream& stream_;
   FfnCounters& counters_;
   Stopwatch& watch_;

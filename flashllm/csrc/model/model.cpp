@@ -23,9 +23,8 @@ SimdLevel level_of_all(const ModelWeights& weights, SimdLevel level) {
 
 }  // namespace
 
-Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows, Activation activation,
-             RowStream& stream, ThreadPool& pool, FfnCounters& counters, SimdLevel level,
-             std::function<void()> check)
+Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows, RowStream& stream,
+             ThreadPool& pool, FfnCounters& counters, SimdLevel level, std::function<void()> check)
     : spec_(spec),
       weights_(weights),
       counters_(counters),
@@ -33,7 +32,7 @@ Model::Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat
       arithmetic_(spec.block.dtype, pool, level, level_of_all(weights, level)),
       ends_(spec_, weights_, arithmetic_),
       memory_(pool, level),
-      ffn_(spec_, weights_.blocks, rows, activation, stream, counters, watch_, arithmetic_),
+      ffn_(spec_, weights_.blocks, rows, stream, counters, watch_, arithmetic_),
       layer_(spec_.block, spec_.rotary, arithmetic_, memory_, ffn_) {
   check_fits(spec_, weights_, rows);
 }

@@ -34,9 +34,8 @@ class Model {
  public:
   // Keeps references to all of them. `check` is called between layers, parts and blocks of rows of a pass of
   // more than a few tokens, and may throw, to end it. Throws CoreError where the weights do not fit the spec.
-  Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows, Activation activation,
-        RowStream& stream, ThreadPool& pool, FfnCounters& counters, SimdLevel level,
-        std::function<void()> check);
+  Model(const ModelSpec& spec, const ModelWeights& weights, const RowFormat& rows, RowStream& stream,
+        ThreadPool& pool, FfnCounters& counters, SimdLevel level, std::function<void()> check);
 
   const ModelSpec& spec() const { return spec_; }
   std::size_t num_layers() const { return weights_.blocks.size(); }

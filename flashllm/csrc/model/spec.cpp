@@ -43,8 +43,10 @@ void check_block(const ModelSpec& model, const BlockWeights& weights) {
           "the norm before a block's output projection does not fit the model");
   require(attention.rotary < 0 ||
               (attention.rotary < static_cast<int>(model.rotary.size()) &&
-               model.rotary[static_cast<std::size_t>(attention.rotary)].dims <= attention.head_dim),
+               model.rotary[static_cast<std::size_t>(attention.rotary)].dims() <= attention.head_dim),
           "a block's rotary embedding is beyond those there are, or wider than its heads");
+  require(attention.alibi.slopes.empty() || attention.alibi.slopes.size() == attention.heads,
+          "every head needs a slope");
   require(layer.neurons != 0, "a block's FFN must have neurons");
   require(!weights.neuron_norm || weights.neuron_norm.neurons == layer.neurons,
           "the norm before a block's down columns does not fit the model");

@@ -16,7 +16,7 @@ struct ModelSpec {
   std::size_t vocab = 0;
   std::size_t embed_dim = 0;        // of the embedding; d_model unless it is projected
   std::size_t position_offset = 0;  // of the first row of the position embedding that is used
-  float embedding_scale = 1.0F;
+  float embedding_scale = 1.0F;     // is rounded to the model's dtype
   float logit_scale = 1.0F;
   bool rounded_logits = true;      // to the model's dtype
   float logit_softcap = 0.0F;      // logits are cap * tanh(logit / cap); 0: as they are

@@ -65,9 +65,7 @@ void LentFfn::compute(const LentNeurons& of, const float* x, std::size_t count, 
 
 // up_ = activation(up_), or activation(gate_) * up_, where the activation is rounded before the product.
 void LentFfn::activate(std::size_t n, bool gated) {
-  Activation activation = activation_;
-  activation.threshold = weights_->block.spec.activation_threshold;
-  activation.cut = weights_->block.spec.activation_cut;
+  const Activation& activation = weights_->block.spec.activation;
   float *up = up_.data(), *driver = gated ? gate_.data() : up;
   arithmetic_.pool().parallel_for(n, kValueGrain, [&](std::size_t begin, std::size_t end) {
     flashllm::activate(activation, 0.0F, driver + begin, end - begin);
@@ -105,12 +103,12 @@ void LentFfn::run_experts(const FfnTurn& turn) {
   }
 }
 
-BatchModel::BatchModel(const ModelSpec& spec, Activation activation, std::size_t rows_together,
-                       AttentionMemory& memory, ThreadPool& pool, SimdLevel level)
+BatchModel::BatchModel(const ModelSpec& spec, std::size_t rows_together, AttentionMemory& memory,
+                       ThreadPool& pool, SimdLevel level)
     : spec_(unrounded(spec)),
       rows_together_(rows_together),
       arithmetic_(spec.block.dtype, pool, level, level, true),
-      ffn_(activation, arithmetic_),
+      ffn_(arithmetic_),
       layer_(spec_.block, spec_.rotary, arithmetic_, memory, ffn_) {}
 
 template <typename Body>

@@ -40,7 +40,7 @@ struct LentLayer {
 // mixture of experts each that any token goes to is computed once, for those tokens.
 class LentFfn final : public FfnPart {
  public:
-  LentFfn(Activation activation, Arithmetic& arithmetic) : activation_(activation), arithmetic_(arithmetic) {}
+  explicit LentFfn(Arithmetic& arithmetic) : arithmetic_(arithmetic) {}
   void use(const LentLayer& weights) { weights_ = &weights; }
   void run(const FfnTurn& turn) override;
 
@@ -49,7 +49,6 @@ class LentFfn final : public FfnPart {
   void activate(std::size_t n, bool gated);
   void run_experts(const FfnTurn& turn);
 
-  const Activation activation_;
   Arithmetic& arithmetic_;
   const LentLayer* weights_ = nullptr;
   // Scratch of a part: [tokens, neurons]; of an expert's tokens, [tokens, d_model].
@@ -60,8 +59,8 @@ class LentFfn final : public FfnPart {
 class BatchModel {
  public:
   // Keeps references to the pool and the memory. At most `rows_together` tokens go through a layer together.
-  BatchModel(const ModelSpec& spec, Activation activation, std::size_t rows_together, AttentionMemory& memory,
-             ThreadPool& pool, SimdLevel level);
+  BatchModel(const ModelSpec& spec, std::size_t rows_together, AttentionMemory& memory, ThreadPool& pool,
+             SimdLevel level);
 
   const ModelSpec& spec() const { return spec_; }
   void set_watch(Arithmetic::Watch watch) { arithmetic_.set_watch(std::move(watch)); }

@@ -1,5 +1,5 @@
-// A model's resident weights by their canonical names (flashllm/arch/tensors.py), as the core's kernels take
-// them. Every array is checked against the sizes it is asked for; vectors are widened to fp32 and kept here.
+// A model's resident weights by their canonical names (flashllm/arch/tensors.py), as kernels take them. Every
+// array is checked against the sizes it is asked for; vectors are widened to fp32 and kept here.
 #pragma once
 
 #include <map>
@@ -7,34 +7,41 @@
 #include <string>
 #include <vector>
 
-#include "bind/bindings.h"
-#include "bind/py_spec.h"
 #include "kernels/norm.h"
 #include "kernels/rows.h"
+#include "kernels/tensor.h"
+#include "planes/scale_planes.h"
 
 namespace flashllm {
 
-// How matrices are stored, by the names of the codecs.
+// How matrices are stored.
 struct Encodings {
-  std::string resident;                       // of most
-  std::map<std::string, std::string> others;  // by tensor
-  std::string inputs;                         // what they are multiplied by, as parse_inputs
-  bool wide_vectors = false;  // are in fp32, with their norms' shift: they are used as they lie
+  RowCodec resident = RowCodec::f32;       // of most
+  std::map<std::string, RowCodec> others;  // by tensor
+  InputForm inputs = InputForm::f32;       // what they are multiplied by, as inputs_of
+  bool wide_vectors = false;               // are in fp32, with their norms' shift: they are used as they lie
 };
 
-class ResidentTensors {
- public:
-  // tensors: of the dtype (bf16 as uint16), or bytes of an encoding. Throws CoreError, as all below, where
-  // something is missing or does not fit.
-  ResidentTensors(nb::dict tensors, Encodings encodings, Dtype dtype, SimdLevel level);
+// What all norms of a model have in common.
+struct NormStyle {
+  Norm::Kind kind = Norm::Kind::layer;
+  float epsilon = 0.0F;
+  float shift = 0.0F;  // of their weights
+};
 
-  ResidentTensors(const ResidentTensors&) = delete;
-  ResidentTensors& operator=(const ResidentTensors&) = delete;
+class NamedTensors {
+ public:
+  // tensors: of the dtype (bf16 also as other elements of 16 bits), or bytes of an encoding. All below throw
+  // CoreError where something is missing or does not fit.
+  NamedTensors(TensorSource tensors, Encodings encodings, Dtype dtype, SimdLevel level);
+
+  NamedTensors(const NamedTensors&) = delete;
+  NamedTensors& operator=(const NamedTensors&) = delete;
 
   Dtype dtype() const { return dtype_; }
   SimdLevel level() const { return level_; }
   const KernelTable& kernels() const { return kernels_; }
-  bool contains(const std::string& name) const { return tensors_.contains(name.c_str()); }
+  bool contains(const std::string& name) const { return tensors_(name).has_value(); }
   // NAME.weight [rows, columns] in the encoding that is its own, and NAME.bias, if there is one.
   RowMatrix linear(const std::string& name, std::size_t rows, std::size_t columns);
   // The same in this codec.
@@ -50,12 +57,10 @@ class ResidentTensors {
   ScalePlane plane(const std::string& prefix, std::size_t neurons, std::size_t width);
 
  private:
-  const std::byte* tensor(const std::string& name, std::size_t elements);
-  const std::byte* coded(const std::string& name, std::size_t nbytes);
+  const std::byte* tensor(const std::string& name, std::size_t elements, RowCodec codec, std::size_t nbytes);
 
-  nb::dict tensors_;
+  const TensorSource tensors_;
   const Encodings encodings_;
-  const RowCodec resident_codec_;
   const Dtype dtype_;
   const SimdLevel level_;
   const KernelTable& kernels_;

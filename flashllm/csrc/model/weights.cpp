@@ -1,41 +1,40 @@
-#include "bind/model_weights.h"
+#include "model/weights.h"
 
-#include <nanobind/stl/string.h>
+#include "io/error.h"
 
 namespace flashllm {
 
-ModelWeights read_ends(ResidentTensors& tensors, const PySpec& read, const SpecReader& reader, bool in_part) {
-  const ModelSpec& spec = read.spec;
+ModelWeights read_ends(NamedTensors& tensors, const Architecture& of, bool in_part) {
+  const ModelSpec& spec = of.model;
   const std::size_t d_model = spec.block.d_model;
-  const auto is_there = [&](const char* name) { return !in_part || tensors.contains(name); };
+  const auto is_there = [&](const std::string& name) {
+    return !in_part || tensors.contains(name + ".weight");
+  };
   const auto linear = [&](const char* name, std::size_t rows, std::size_t columns) {
-    return is_there((std::string(name) + ".weight").c_str()) ? tensors.linear(name, rows, columns)
-                                                             : RowMatrix{};
+    return is_there(name) ? tensors.linear(name, rows, columns) : RowMatrix{};
   };
   ModelWeights weights;
   weights.embedding = linear("embedding", spec.vocab, spec.embed_dim);
-  if (reader.get<bool>("learned_positions") && is_there("positions.weight"))
+  if (of.learned_positions && is_there("positions"))
     weights.positions =
-        tensors.matrix("positions", read.context + spec.position_offset, d_model, codec_of(spec.block.dtype));
+        tensors.matrix("positions", of.context + spec.position_offset, d_model, codec_of(spec.block.dtype));
   if (spec.embed_dim != d_model) {
     weights.project_in = linear("project_in", d_model, spec.embed_dim);
     weights.project_out = linear("project_out", spec.embed_dim, d_model);
   }
-  if (reader.get<bool>("embedding_norm"))
-    weights.embedding_norm = tensors.norm("embedding_norm", read.norms, d_model);
-  if (reader.get<bool>("final_norm")) weights.final_norm = tensors.norm("final_norm", read.norms, d_model);
-  weights.head =
-      reader.get<bool>("tied_head") ? weights.embedding : linear("head", spec.vocab, spec.embed_dim);
+  if (of.embedding_norm) weights.embedding_norm = tensors.norm("embedding_norm", of.norms, d_model);
+  if (of.final_norm) weights.final_norm = tensors.norm("final_norm", of.norms, d_model);
+  weights.head = of.tied_head ? weights.embedding : linear("head", spec.vocab, spec.embed_dim);
   weights.head.bias = tensors.floats("head.bias", spec.vocab);
   return weights;
 }
 
-BlockWeights read_block(ResidentTensors& tensors, const std::string& layer, const PySpec& read,
-                        const SpecReader& reader, std::size_t index) {
-  const BlockSpec& model = read.spec.block;
-  const LayerSpec& spec = read.layers.at(index);
+BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const Architecture& of,
+                        std::size_t index) {
+  const BlockSpec& model = of.model.block;
+  const LayerSpec& spec = of.layers.at(index);
   const AttentionSpec& attention = spec.attention;
-  const NormStyle& style = read.norms;
+  const NormStyle& style = of.norms;
   const std::size_t d_model = model.d_model, attended = attention.query_dim(), cached = attention.kv_dim();
   BlockWeights weights;
   weights.spec = spec;
@@ -57,7 +56,7 @@ BlockWeights read_block(ResidentTensors& tensors, const std::string& layer, cons
     weights.query_norm = norm("query_norm", attended);
     weights.key_norm = norm("key_norm", cached);
   }
-  if (reader.get<bool>("sub_norms")) {
+  if (of.sub_norms) {
     weights.mixed_norm = tensors.norm(layer + "attention_sub_norm", style, attended);
     weights.neuron_norm = {tensors.floats(layer + "ffn_sub_norm.weight", spec.neurons), spec.neurons,
                            style.epsilon, model.rounded_inputs};
@@ -71,18 +70,9 @@ BlockWeights read_block(ResidentTensors& tensors, const std::string& layer, cons
   return weights;
 }
 
-std::unique_ptr<Router> read_router(ResidentTensors& tensors, const std::string& layer,
-                                    const SpecReader& of_layer, std::size_t d_model) {
-  const nb::object of_experts = of_layer.get<nb::object>("experts");
-  if (of_experts.is_none()) return nullptr;
-  const SpecReader experts(of_experts);
-  ExpertsSpec spec;
-  spec.count = experts.get<std::size_t>("count");
-  spec.chosen = experts.get<std::size_t>("chosen");
-  spec.size = experts.get<std::size_t>("size");
-  spec.shared = experts.get<std::size_t>("shared");
-  spec.softmax_of_all = experts.get<std::string>("softmax_of") == "all";
-  spec.normalized = experts.get<bool>("normalized");
+std::unique_ptr<Router> read_router(NamedTensors& tensors, const std::string& layer, const ExpertsSpec& spec,
+                                    std::size_t d_model) {
+  if (spec.count == 0) return nullptr;
   const Dtype dtype = tensors.dtype();
   const auto matrix = [&](const char* name, std::size_t rows) {
     return tensors.matrix(layer + name, rows, d_model, codec_of(dtype));
@@ -93,6 +83,28 @@ std::unique_ptr<Router> read_router(ResidentTensors& tensors, const std::string&
       tensors.level());
   made->set_down_bias(tensors.floats(layer + "ffn.expert_down_bias", spec.count * d_model));
   return made;
+}
+
+FfnLayerOptions read_ffn(NamedTensors& tensors, const RowFormat& rows, std::size_t layer, std::size_t neurons,
+                         Activation activation) {
+  const std::string name = "layers." + std::to_string(layer) + ".";
+  FfnLayerOptions options;
+  options.format = rows;
+  options.layer = static_cast<std::int32_t>(layer);
+  options.num_neurons = static_cast<std::int32_t>(neurons);
+  options.activation = activation;
+  options.simd = tensors.level();
+  options.up_bias = tensors.floats(name + "ffn.up_bias", neurons);
+  options.gate_bias = tensors.floats(name + "ffn.gate_bias", neurons);
+  options.down_bias = tensors.floats(name + "ffn.down_bias", rows.d_model);
+  if (tensors.contains(name + "gate.weight")) {
+    require(!rows.gated(), "a resident gate is of rows that hold none");
+    options.gate = tensors.matrix(name + "gate", neurons, rows.d_model, rows.codec).data;
+  }
+  if (has_plane(rows.down_codec)) options.plane = tensors.plane(name + "down.", neurons, rows.d_model);
+  require(rows.gated() || options.gate != nullptr || options.gate_bias == nullptr,
+          "an FFN without a gate has no gate bias");
+  return options;
 }
 
 }  // namespace flashllm
