@@ -140,9 +140,7 @@ struct CodedInputs {
 struct CodedInputKernels {
   // As CodecKernels's.
   void (*dot_rows)(const void* const* rows, std::size_t n, const CodedInputs& x, std::size_t k, float* out);
-  void (*dot_matrix)(const void* data, std::size_t stride, std::size_t n, const CodedInputs& x, std::size_t k,
-                     float* out);
-  // The same of many tokens, out[t * out_stride + r], each with the bits it has alone.
+  // Of rows `stride` bytes apart and many tokens, out[t * out_stride + r], each with the bits it has alone.
   void (*dot_tokens)(const void* data, std::size_t stride, std::size_t n, const CodedInputs* x,
                      std::size_t tokens, std::size_t k, float* out, std::size_t out_stride);
 };

@@ -79,8 +79,14 @@ struct Eight {
     const auto* bytes = reinterpret_cast<const __m128i*>(codes);
     const __m256i low = _mm256_cvtepi8_epi16(_mm_loadu_si128(bytes));
     const __m256i high = _mm256_cvtepi8_epi16(_mm_loadu_si128(bytes + 1));
-    return {_mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_madd_epi16(low, _mm256_loadu_si256(words)),
-                                                _mm256_madd_epi16(high, _mm256_loadu_si256(words + 1))))};
+    const __m256i first = _mm256_loadu_si256(words), second = _mm256_loadu_si256(words + 1);
+#if defined(__AVX512VNNI__)
+    const __m256i some = _mm256_dpwssd_epi32(_mm256_setzero_si256(), low, first);
+    return {_mm256_cvtepi32_ps(_mm256_dpwssd_epi32(some, high, second))};
+#else
+    return {
+        _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_madd_epi16(low, first), _mm256_madd_epi16(high, second)))};
+#endif
   }
 
  private:

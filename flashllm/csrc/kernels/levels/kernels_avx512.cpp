@@ -1,4 +1,4 @@
-// AVX-512 F/BW/VL: sixteen floats a vector.
+// AVX-512 F/BW/VL/DQ/VNNI: sixteen floats a vector.
 #if defined(__x86_64__)
 
 #if defined(__GNUC__) && !defined(__clang__)

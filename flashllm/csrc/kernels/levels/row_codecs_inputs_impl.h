@@ -5,6 +5,10 @@
 // of int16 ones. Codes of 4 and 5 bits begin at 0, those of 6 at -32. dot_fp4_unit: the same of kFp4FromZero.
 
 constexpr std::size_t kScaled = 8;  // units whose scales are multiplied together
+template <std::size_t T>
+constexpr std::size_t kRowsOf = T == 1   ? kRows
+                                : T == 2 ? 2
+                                         : 1;  // rows that T tokens take together
 
 // What is peculiar to a codec: bits a code, scales a unit, what its codes are offset by, products of a unit.
 // scales(row, u): those of kScaled units from unit u, a multiple of kScaled, on; behind a row's last ones lie
@@ -77,154 +81,123 @@ struct CodedDot {
   using Row = typename Units::Row;
   static constexpr std::size_t kUnitNbytes = kCodeUnit * Units::kBits / 8;
   static constexpr bool kPairs = Units::kScales == 2;
+  static constexpr std::size_t kScaleCount = Units::kScales * kScaled;
   static_assert(Units::kScales == 1 || (kPairs && !Units::kOffset), "a unit has one scale, or two alone");
 
-  // The scales of kScaled units of a row, times those of the inputs where a unit has one; `left`: units that
-  // the row still has. Adds what their codes are offset by.
-  static void scale_units(const Row& row, const CodedInputs& x, std::size_t u, std::size_t left,
-                          float* scales, Eight& offset) {
+  // The scales of kScaled units of a row for T tokens, times those of the inputs where a unit has one;
+  // `left`: units that the row still has. Adds what their codes are offset by.
+  template <std::size_t T>
+  static void scale_units(const Row& row, const CodedInputs* x, std::size_t u, std::size_t left,
+                          float (*scales)[kScaleCount], Eight* offset) {
+    const Eight scale = Units::scales(row, u);
     if constexpr (kPairs) {
-      Units::scales(row, u).store(scales);
-      Units::later_scales(row, u).store(scales + kScaled);
+      scale.store(scales[0]);
+      Units::later_scales(row, u).store(scales[0] + kScaled);
     } else {
-      const Eight scale = Units::scales(row, u);
-      (scale * Eight::load(x.scales + u)).store(scales);
+      for (std::size_t t = 0; t < T; ++t) (scale * Eight::load(x[t].scales + u)).store(scales[t]);
+      __asm__("" : : "r"(scales) : "memory");  // broadcast from there, not shuffled out of a register
       if constexpr (Units::kOffset) {
-        const Eight by = Units::offsets(row, u, scale);
-        offset = fma(left < kScaled ? by.first(left) : by, Eight::load(x.sums + u), offset);
+        const Eight all = Units::offsets(row, u, scale), by = left < kScaled ? all.first(left) : all;
+        for (std::size_t t = 0; t < T; ++t) offset[t] = fma(by, Eight::load(x[t].sums + u), offset[t]);
       }
     }
   }
 
-  // The terms of unit u + i.
-  static void add_unit(const Row& row, const Input* inputs, const CodedInputs& x, const float* scales,
-                       std::size_t u, std::size_t i, Eight& to) {
-    const Eight products = Units::products(row.codes + (u + i) * kUnitNbytes, inputs + (u + i) * kCodeUnit);
-    if constexpr (kPairs)
-      to = fma(products * Eight::set_halves(scales + 2 * i), Eight::set(x.scales[u + i]), to);
-    else
-      to = fma(products, Eight::set(scales[i]), to);
+  // The terms of unit u + i for T tokens, which use its codes while they are unpacked.
+  template <std::size_t T>
+  static void add_unit(const Row& row, const CodedInputs* x, const float (*scales)[kScaleCount],
+                       std::size_t u, std::size_t i, Eight (*sum)[2]) {
+    for (std::size_t t = 0; t < T; ++t) {
+      const Eight products = Units::products(row.codes + (u + i) * kUnitNbytes,
+                                             static_cast<const Input*>(x[t].codes) + (u + i) * kCodeUnit);
+      Eight& to = sum[t][i % 2];
+      if constexpr (kPairs)
+        to = fma(products * Eight::set_halves(scales[0] + 2 * i), Eight::set(x[t].scales[u + i]), to);
+      else
+        to = fma(products, Eight::set(scales[t][i]), to);
+    }
   }
 
-  // out[r] of R rows; next[r]: what to fetch while row[r] is read.
-  template <std::size_t R>
-  static void dot(const Row* row, const Row* next, const CodedInputs& x, std::size_t k, float* out) {
+  // out[t * out_stride + r] of R rows and T tokens, each sum in one order; next[r]: what to fetch while
+  // row[r] is read.
+  template <std::size_t R, std::size_t T>
+  static void dot(const Row* row, const Row* next, const CodedInputs* x, std::size_t k, float* out,
+                  std::size_t out_stride) {
     const std::size_t units = (k + kCodeUnit - 1) / kCodeUnit;
-    const auto* inputs = static_cast<const Input*>(x.codes);
-    Eight sum[R][2], offset[R];
-    float scales[R][Units::kScales * kScaled];
-    for (std::size_t r = 0; r < R; ++r) sum[r][0] = sum[r][1] = offset[r] = Eight::zero();
+    Eight sum[R][T][2], offset[R][T];
+    float scales[R][kPairs ? 1 : T][kScaleCount];
+    for (std::size_t r = 0; r < R; ++r)
+      for (std::size_t t = 0; t < T; ++t) sum[r][t][0] = sum[r][t][1] = offset[r][t] = Eight::zero();
     if (next != nullptr)
       for (std::size_t r = 0; r < R; ++r) G::prefetch_groups(next[r]);
-    std::size_t u = 0;
-    for (; u + kScaled <= units; u += kScaled) {
+    for (std::size_t u = 0; u < units; u += kScaled) {
+      const std::size_t left = units - u < kScaled ? units - u : kScaled;
       for (std::size_t r = 0; r < R; ++r) {
-        scale_units(row[r], x, u, kScaled, scales[r], offset[r]);
+        scale_units<T>(row[r], x, u, left, scales[r], offset[r]);
         if (next != nullptr)
           for (std::size_t line = 0; line < kScaled * kUnitNbytes; line += kCacheLine)
             __builtin_prefetch(next[r].codes + u * kUnitNbytes + line, 0, 2);
       }
 #pragma GCC unroll 8
-      for (std::size_t i = 0; i < kScaled; ++i)
-        for (std::size_t r = 0; r < R; ++r) add_unit(row[r], inputs, x, scales[r], u, i, sum[r][i % 2]);
-    }
-    if (u < units) {
-      for (std::size_t r = 0; r < R; ++r) {
-        scale_units(row[r], x, u, units - u, scales[r], offset[r]);
-        for (std::size_t i = 0; u + i < units; ++i)
-          add_unit(row[r], inputs, x, scales[r], u, i, i % 2 == 0 ? sum[r][0] : sum[r][1]);
+      for (std::size_t i = 0; i < kScaled; ++i) {
+        if (i == left) break;
+        for (std::size_t r = 0; r < R; ++r) add_unit<T>(row[r], x, scales[r], u, i, sum[r]);
       }
     }
-    for (std::size_t r = 0; r < R; ++r) out[r] = ((sum[r][0] + sum[r][1]) + offset[r]).sum();
-  }
-
-  // out[t * out_stride] of one row and T tokens, which use its codes while they are unpacked; each sum is
-  // that of `dot`.
-  template <std::size_t T>
-  static void dot_row(const Row& row, const CodedInputs* x, std::size_t k, float* out,
-                      std::size_t out_stride) {
-    const std::size_t units = (k + kCodeUnit - 1) / kCodeUnit;
-    const Input* inputs[T];
-    Eight sum[T][2], offset[T];
-    float scales[T][Units::kScales * kScaled];
-    for (std::size_t t = 0; t < T; ++t) {
-      inputs[t] = static_cast<const Input*>(x[t].codes);
-      sum[t][0] = sum[t][1] = offset[t] = Eight::zero();
-    }
-    std::size_t u = 0;
-    for (; u + kScaled <= units; u += kScaled) {
-      for (std::size_t t = 0; t < T; ++t) scale_units(row, x[t], u, kScaled, scales[t], offset[t]);
-      for (std::size_t line = 0; line < kScaled * kUnitNbytes; line += kCacheLine)
-        __builtin_prefetch(row.codes + u * kUnitNbytes + line + kCodedAhead, 0, 2);
-#pragma GCC unroll 8
-      for (std::size_t i = 0; i < kScaled; ++i)
-        for (std::size_t t = 0; t < T; ++t) add_unit(row, inputs[t], x[t], scales[t], u, i, sum[t][i % 2]);
-    }
-    if (u < units) {
-      for (std::size_t t = 0; t < T; ++t) {
-        scale_units(row, x[t], u, units - u, scales[t], offset[t]);
-        for (std::size_t i = 0; u + i < units; ++i)
-          add_unit(row, inputs[t], x[t], scales[t], u, i, i % 2 == 0 ? sum[t][0] : sum[t][1]);
-      }
-    }
-    for (std::size_t t = 0; t < T; ++t) out[t * out_stride] = ((sum[t][0] + sum[t][1]) + offset[t]).sum();
+    for (std::size_t r = 0; r < R; ++r)
+      for (std::size_t t = 0; t < T; ++t)
+        out[t * out_stride + r] = ((sum[r][t][0] + sum[r][t][1]) + offset[r][t]).sum();
   }
 };
 
-// Rows [0, n) of at(r), kRows at a time; while they are read, those `ahead` on are fetched.
-template <typename D, typename At>
-void dot_each_row(const At& at, std::size_t n, std::size_t ahead, const CodedInputs& x, std::size_t k,
-                  float* out) {
-  typename D::Row row[kRows], next[kRows];
+// Rows [0, n) of at(r) with T tokens; while some are read, those `ahead` on are fetched, up to row `fetched`.
+template <typename D, std::size_t T, typename At>
+void dot_each_row(const At& at, std::size_t n, std::size_t ahead, std::size_t fetched, const CodedInputs* x,
+                  std::size_t k, float* out, std::size_t out_stride) {
+  constexpr std::size_t R = kRowsOf<T>;
+  typename D::Row row[R], next[R];
   std::size_t r = 0;
-  for (; r + kRows <= n; r += kRows) {
-    const bool more = r + ahead + kRows <= n;
-    for (std::size_t i = 0; i < kRows; ++i) {
+  for (; r + R <= n; r += R) {
+    const bool more = r + ahead + R <= fetched;
+    for (std::size_t i = 0; i < R; ++i) {
       row[i] = D::G::at(at(r + i), k);
       if (more) next[i] = D::G::at(at(r + ahead + i), k);
     }
-    D::template dot<kRows>(row, more ? next : nullptr, x, k, out + r);
+    D::template dot<R, T>(row, more ? next : nullptr, x, k, out + r, out_stride);
   }
   for (; r < n; ++r) {
     row[0] = D::G::at(at(r), k);
-    D::template dot<1>(row, nullptr, x, k, out + r);
+    D::template dot<1, T>(row, nullptr, x, k, out + r, out_stride);
   }
 }
 
 template <typename D>
 void dot_rows_coded_inputs(const void* const* rows, std::size_t n, const CodedInputs& x, std::size_t k,
                            float* out) {
-  dot_each_row<D>([rows](std::size_t r) { return rows[r]; }, n, kRows, x, k, out);
+  dot_each_row<D, 1>([rows](std::size_t r) { return rows[r]; }, n, kRows, n, &x, k, out, 0);
 }
 
-template <typename D>
-void dot_matrix_coded_inputs(const void* data, std::size_t stride, std::size_t n, const CodedInputs& x,
-                             std::size_t k, float* out) {
-  const auto* first = static_cast<const std::byte*>(data);
-  const std::size_t ahead = (kCodedAhead / stride + kRows) / kRows * kRows;
-  dot_each_row<D>([=](std::size_t r) { return first + r * stride; }, n, ahead, x, k, out);
-}
-
+// What is fetched lies whole rows on, and may be what comes behind the last one.
 template <typename D>
 void dot_tokens_coded_inputs(const void* data, std::size_t stride, std::size_t n, const CodedInputs* x,
                              std::size_t tokens, std::size_t k, float* out, std::size_t out_stride) {
   const auto* first = static_cast<const std::byte*>(data);
-  for (std::size_t t = 0; t < tokens;) {
-    const std::size_t left = tokens - t;
-    if (left == 1) return dot_matrix_coded_inputs<D>(data, stride, n, x[t], k, out + t * out_stride);
-    const auto dot = left == 2   ? D::template dot_row<2>
-                     : left == 3 ? D::template dot_row<3>
-                                 : D::template dot_row<4>;
-    for (std::size_t r = 0; r < n; ++r)
-      dot(D::G::at(first + r * stride, k), x + t, k, out + t * out_stride + r, out_stride);
-    t += left < 4 ? left : 4;
+  const auto at = [=](std::size_t r) { return first + r * stride; };
+  const std::size_t ahead = (kCodedAhead / stride + kRows) / kRows * kRows;
+  for (std::size_t t = 0; t < tokens; t += 4) {
+    const std::size_t left = tokens - t, fetched = t == 0 ? n + ahead : 0;
+    const auto dot = left == 1   ? dot_each_row<D, 1, decltype(at)>
+                     : left == 2 ? dot_each_row<D, 2, decltype(at)>
+                     : left == 3 ? dot_each_row<D, 3, decltype(at)>
+                                 : dot_each_row<D, 4, decltype(at)>;
+    dot(at, n, ahead, fetched, x + t, k, out + t * out_stride, out_stride);
   }
 }
 
 template <typename Input, typename Units>
 constexpr CodedInputKernels input_kernels_of() {
   using D = CodedDot<Input, Units>;
-  return {dot_rows_coded_inputs<D>, dot_matrix_coded_inputs<D>, dot_tokens_coded_inputs<D>};
+  return {dot_rows_coded_inputs<D>, dot_tokens_coded_inputs<D>};
 }
 
 // In the order of RowCodec.
@@ -235,7 +208,7 @@ const CodedInputKernels kInt8[kCodedCodecs] = {
     input_kernels_of<std::int8_t, GroupedUnits<4, 64, false>>(),
     input_kernels_of<std::int8_t, GroupedUnits<4, 32, true>>(),
     input_kernels_of<std::int8_t, GroupedUnits<4, 64, true>>(),
-    {nullptr, nullptr, nullptr},  // bf12
+    {nullptr, nullptr},  // bf12
     input_kernels_of<std::int8_t, CarriedUnits<5, 32, false, false>>(),
     input_kernels_of<std::int8_t, CarriedUnits<5, 32, true, false>>(),
     input_kernels_of<std::int8_t, CarriedUnits<4, 32, true, true>>(),
