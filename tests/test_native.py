@@ -21,7 +21,7 @@ SANITIZERS = {
 }
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 OF_ARITHMETIC = [
-    *("attention/*.cpp", "kernels/**/*.cpp", "offload/*.cpp", "planes/*.cpp", "pack/*.cpp"),
+    *("attention/*.cpp", "kernels/**/*.cpp", "planes/*.cpp", "pack/*.cpp"),
     *("io/memory.cpp", "io/xxh3.cpp"),
     *(f"ffn/{name}.cpp" for name in ("dense_ffn", "expert_ffn", "experts", "neuron_norm", "predictor")),
     *("model/page_pool.cpp", "model/sequence_state.cpp"),

@@ -75,6 +75,7 @@ class PromptEncoder:
     end_ids: frozenset[int] = frozenset()  # where there is no tokenizer to say them
     answers: Format | None = None  # the form of the model's reasoning and calls; None: answers are plain text
     grammars: Grammars | None = None  # None: no answer is held to a form
+    shares: bool = True  # what a prompt begins with may be kept for others
     plain_chat: bool = False  # without a template, the messages of a conversation are one text to continue
 
     def encode(self, request: Request) -> list[int]:
@@ -107,7 +108,9 @@ class PromptEncoder:
 
     def marks(self, request: Request, ids: Sequence[int]) -> Generator[None, None, tuple[int, ...]]:
         """How many of the prompt's tokens other requests may begin with too, in steps: up to the first message of the
-        user's, and up to the last. None for what is no conversation."""
+        user's, and up to the last. None for what is no conversation, or where nothing is kept for them."""
+        if not self.shares:
+            return ()
         messages = [message for message in request.prompt if isinstance(message, dict)]
         asked = [at for at, message in enumerate(messages) if message["role"] == "user"]
         if request.kind != "chat" or self.template is None or self.tokenizer is None or not asked:

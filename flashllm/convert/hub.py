@@ -19,7 +19,6 @@ from flashllm.convert.checkpoint.source import ADAPTER, ADAPTER_HINT
 from flashllm.errors import FlashError, FlashIOError, FormatError, UnsupportedModelError, UsageError
 from flashllm.format.model_files import CONFIG
 
-_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 _COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 _SINGLE = "model.safetensors"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")

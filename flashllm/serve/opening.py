@@ -103,6 +103,7 @@ def app_of(
     parking: ParkingFolder | None = None,
 ) -> Iterator[tuple[Starlette, Worker]]:
     """The application over a loaded model. `limit`: bytes that the process may hold, to be told to clients."""
+    keep = model.kept_nbytes if options.keep is None else options.keep
     served = Served(
         name=options.name or "model",
         encoder=PromptEncoder(
@@ -118,6 +119,7 @@ def app_of(
                 model.vocab_size,
                 make_room=lambda nbytes: model.keep_to(model.memory_limit - nbytes),
             ),
+            shares=keep > 0,
             plain_chat=True,
         ),
         tokenizer=tokenizer,
@@ -132,7 +134,7 @@ def app_of(
         model,
         tokenizer,
         max_waiting=options.max_waiting,
-        keep=model.kept_nbytes if options.keep is None else options.keep,
+        keep=keep,
         parallel=options.parallel or 1,
         on_event=metrics.see,
         speculation=speculation,

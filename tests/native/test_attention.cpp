@@ -10,6 +10,7 @@ using namespace attention_tests;
 struct Problem {
   std::size_t heads, kv_heads, head_dim, length;
   Dtype dtype;
+  const Alibi* alibi = nullptr;
 
   AttentionShape shape() const {
     AttentionShape shape;
@@ -18,6 +19,7 @@ struct Problem {
     shape.head_dim = head_dim;
     shape.dtype = dtype;
     shape.scale = 1.0F / std::sqrt(static_cast<float>(head_dim));
+    shape.alibi = alibi;
     return shape;
   }
 };
@@ -35,6 +37,8 @@ void check_token(const Problem& problem, const Cached& cached, std::size_t posit
       for (std::size_t j = 0; j < dim; ++j)
         score += static_cast<double>(q[h * dim + j]) * cached.keys[p * cached.row + offset + j];
       score *= static_cast<double>(problem.shape().scale);
+      if (problem.alibi != nullptr)
+        score -= static_cast<double>(problem.alibi->slopes[h]) * static_cast<double>(position - p);
       total += weights[p] = std::exp(score);
     }
     for (std::size_t j = 0; j < dim; ++j) {
@@ -90,6 +94,9 @@ std::vector<float> step_by_step(const Problem& problem, const Cached& cached, st
       rows.push_back(values.data() + p * row);
     }
     kernels.dot_matrix(keys.data(), row, length, q + h * dim, dim, scores.data());
+    if (problem.alibi != nullptr)
+      for (std::size_t p = 0; p < length; ++p)
+        scores[p] += problem.alibi->bias(h, p, position) / problem.shape().scale;
     softmax_kernel(level)(scores.data(), length, problem.shape().scale);
     for (std::size_t p = 0; p < length; p += 64)
       kernels.add_scaled_rows(rows.data() + p, scores.data() + p, std::min<std::size_t>(64, length - p), 0,
@@ -178,16 +185,16 @@ void check_packed(Dtype dtype, int bits, SimdLevel level) {
 
 void test_attention(int scale) {
   const std::size_t step = scale > 1 ? 7 : 31;  // between the queries computed alone
-  constexpr float kSlopes[] = {0.5F, 0.25F, 0.0625F, 0.7F};
+  const Alibi alibi{{0.5F, 0.25F, 0.0625F, 0.7F}};
   for (const SimdLevel level : simd_levels()) {
     for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
       for (const int bits : {4, 8}) check_packed(dtype, bits, level);
       check_problem({4, 2, 16, 1, dtype}, level, step);
       check_problem({4, 4, 16, 64, dtype}, level, step);
       check_problem({6, 2, 80, 65, dtype}, level, step);
-      check_problem({4, 2, 16, 70, dtype, kSlopes}, level, step);  // distances added to scores
-      check_problem({3, 1, 20, 70, dtype}, level, step);           // rows that are not whole vectors
-      check_problem({2, 1, 7, 67, dtype}, level, step);            // nor pairs
+      check_problem({4, 2, 16, 70, dtype, &alibi}, level, step);  // distances added to scores
+      check_problem({3, 1, 20, 70, dtype}, level, step);          // rows that are not whole vectors
+      check_problem({2, 1, 7, 67, dtype}, level, step);           // nor pairs
       if (scale == 1) continue;
       check_problem({2, 2, 64, 131, dtype}, level, step);
       check_problem({8, 2, 128, 150, dtype}, level, step);

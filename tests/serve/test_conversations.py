@@ -1,5 +1,6 @@
 """What kept conversations may give to a request: never another token than it would get alone, but where one goes on."""
 
+import dataclasses
 import threading
 import zlib
 
@@ -457,6 +458,8 @@ def test_where_others_may_go_on(tiny):
                     next(steps)
             except StopIteration as end:
                 marks = end.value
+            with pytest.raises(StopIteration, match=r"^\(\)$"):  # nothing is kept for others
+                next(dataclasses.replace(encoder, shares=False).marks(request, ids))
             text = template.render(messages)
             ends = [text.index("<user>") + 6, text.rindex("<user>") + 6]
             assert len(marks) == 2

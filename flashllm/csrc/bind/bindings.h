@@ -58,13 +58,6 @@ auto bytes_of(const Array& array) {
   }
 }
 
-// Hot calls take addresses (a tensor's data_ptr) checked by the one Python wrapper; everything else takes
-// arrays.
-template <typename T>
-T* at_address(std::uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 template <typename T>
 struct Named {
   const char* name;

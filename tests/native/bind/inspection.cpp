@@ -19,6 +19,12 @@ namespace flashllm {
 
 namespace {
 
+// The one caller in Python checks a tensor's data_ptr.
+template <typename T>
+T* at_address(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
 using Activity = Array<const std::uint8_t, nb::ndim<4>>;
 constexpr std::size_t kTraceStreams = 3;  // the order of flashllm/format/trace.py
 

@@ -101,11 +101,6 @@ inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }  // b where e
 
 }  // namespace
 
-#include "kernels/levels/kernels_impl.h"
-#include "kernels/levels/row_codecs_impl.h"
-#include "kernels/levels/row_codecs_inputs_impl.h"
-#include "planes/scale_planes_impl.h"
-
 #include "kernels/levels/level_impl.h"
 
 }  // namespace flashllm::avx2

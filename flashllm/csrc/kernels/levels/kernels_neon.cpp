@@ -226,11 +226,6 @@ inline Eight operator*(const Eight& a, const Eight& b) {
 
 }  // namespace
 
-#include "kernels/levels/kernels_impl.h"
-#include "kernels/levels/row_codecs_impl.h"
-#include "kernels/levels/row_codecs_inputs_impl.h"
-#include "planes/scale_planes_impl.h"
-
 #include "kernels/levels/level_impl.h"
 
 }  // namespace flashllm::neon
