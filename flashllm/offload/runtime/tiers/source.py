@@ -59,6 +59,11 @@ class WeightSource(ABC, Closing):
         self.path = path
         self.config = complete_config(config)
         self.block: BlockSpec = block_spec(config)
+        if self.block.delta_rules:
+            raise UnsupportedModelError(
+                f"{path}: layers keep a state in the place of keys and values (gated delta rule), which the throughput "
+                "engine does not do for a batch; use `flashllm run`, `chat` or `serve`, and convert without --calibrate"
+            )
         self.architecture: Architecture = resolve(config)
         self.dtype = dtype
         self._files = ExitStack()
