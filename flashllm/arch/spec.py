@@ -200,6 +200,13 @@ class LayerSpec:
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name} must be a number from 0, not {getattr(self, name)}")
 
+    @property
+    def attention(self) -> Attention:
+        """Its mixer. ValueError where that attends to no keys and values."""
+        if not isinstance(self.mixer, Attention):
+            raise ValueError("the layer attends to no keys and values")
+        return self.mixer
+
     def has_norm(self, name: str) -> bool:
         """True where it has the norm of this canonical name."""
         before, behind, of_heads = self.norms != "output", self.norms in ("output", "both"), self.mixer.query_key_norm

@@ -189,12 +189,6 @@ def _projection(part: str) -> dict[str, _ShapeOf]:
     }
 
 
-def _attention(layer: LayerSpec) -> Attention:
-    if not isinstance(layer.mixer, Attention):
-        raise ValueError("the layer attends to no keys")
-    return layer.mixer
-
-
 def _delta_rule(layer: LayerSpec) -> DeltaRule:
     if not isinstance(layer.mixer, DeltaRule):
         raise ValueError("the layer keeps no state")
@@ -213,7 +207,7 @@ _NORMS = (
 
 def _head_norm(part: str, heads: Callable[[Attention], int]) -> dict[str, _ShapeOf]:
     def shape(block: BlockSpec, layer: LayerSpec) -> Shape:
-        mixer = _attention(layer)
+        mixer = layer.attention
         if mixer.query_key_norm == "head":
             return (mixer.head_dim,)
         own = (heads(mixer), mixer.head_dim)
@@ -253,7 +247,7 @@ _SHAPES: dict[str, _ShapeOf] = {
     "layers.{i}.out.bias": lambda block, layer: (block.d_model,),
     **_norm("layers.{i}.attention_sub_norm", lambda block, layer: (layer.mixer.mixed_dim,)),
     **_norm("layers.{i}.ffn_sub_norm", lambda block, layer: (layer.neurons,)),
-    "layers.{i}.sinks": lambda block, layer: (_attention(layer).heads,),
+    "layers.{i}.sinks": lambda block, layer: (layer.attention.heads,),
     "layers.{i}.ffn.expert_down_bias": lambda block, layer: (_experts(layer).count, block.d_model),
     "layers.{i}.ffn.up_bias": lambda block, layer: (layer.neurons,),
     "layers.{i}.ffn.gate_bias": lambda block, layer: (layer.neurons,),
