@@ -34,6 +34,8 @@ _SIZES = {  # of model_types whose config has other keys
             "qwen2_moe": ("moe_intermediate_size", "shared_expert_intermediate_size"),
             "qwen3_moe": ("moe_intermediate_size",),
             "gpt_oss": ("intermediate_size",),
+            "qwen3_next": ("moe_intermediate_size", "shared_expert_intermediate_size"),
+            "qwen3_5_moe_text": ("moe_intermediate_size", "shared_expert_intermediate_size"),
         }.items()
     },
     "falcon": {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4},
@@ -41,6 +43,17 @@ _SIZES = {  # of model_types whose config has other keys
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": CONTEXT},
     "gpt2": {"n_embd": 64, "n_inner": 96, "n_head": 4, "n_positions": CONTEXT},
 }
+_WITH_STATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+for _name in _WITH_STATES:
+    _SIZES[_name] = {
+        **_SIZES.get(_name, _GROUPED),
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }
 _WIDTHS = [96, 160, 40]  # neurons of layers that differ
 _TEACHERS = {
     "sparsellama": "llama",
@@ -48,7 +61,7 @@ _TEACHERS = {
     "differing": "llama",
 }  # whose code computes them, but for the activation
 _ROPE = {"rope_theta": 500.0}
-_SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron")  # that keep their norms' weight - 1
+_SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", *_WITH_STATES)  # that keep their norms' weight - 1
 
 # An architecture of the tests' own: each layer is another family's, with heads, a head size and a rotation of its own.
 _FAMILIES = {
@@ -247,6 +260,22 @@ VARIANTS = {
     "qwen2_moe and a dense layer": Variant("qwen2_moe", {"mlp_only_layers": [1], "intermediate_size": 160}),
     "qwen3_moe and dense layers": Variant("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": True}),
     "qwen3_moe window": Variant("qwen3_moe", {"use_sliding_window": True, "sliding_window": 50}),
+    "qwen3_next": Variant("qwen3_next"),
+    "qwen3_5": Variant("qwen3_5_text"),
+    "qwen3_5 tied": Variant("qwen3_5_text", {"tie_word_embeddings": True, "linear_num_value_heads": 4}),
+    "qwen3_5_moe": Variant("qwen3_5_moe_text", {"shared_expert_intermediate_size": 80}),
+    "qwen3_next dense layers": Variant(
+        "qwen3_next",
+        {
+            "mlp_only_layers": [0],
+            "attention_bias": True,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 3,
+            "norm_topk_prob": False,
+        },
+    ),
     "gpt_oss": Variant("gpt_oss", {"sliding_window": 37, "head_dim": 16}),
     "gpt_oss plain rope": Variant(
         "gpt_oss",
@@ -358,12 +387,17 @@ def make_checkpoint(path: Path, variant: Variant, *, dtype: str = "float32", see
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name or ".ln_" in name:
-                middle = 1.0 if name.endswith("weight") and variant.model_type not in _SHIFTED else 0.0
+                plain = variant.model_type not in _SHIFTED or ".linear_attn." in name
+                middle = 1.0 if name.endswith("weight") and plain else 0.0
                 parameter.copy_(middle + 0.1 * noise)
             elif name.endswith(("fc1.bias", "gate_proj.bias", "dense_h_to_4h.bias", "up_proj.bias")):
                 parameter.copy_(0.3 * noise - 0.4)
             elif name.endswith("sinks"):
                 parameter.copy_(1.0 + noise)
+            elif name.endswith("A_log"):
+                parameter.copy_(noise - 2.0)
+            elif name.endswith("conv1d.weight"):
+                parameter.copy_(0.5 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.1 * noise)
             else:

@@ -100,7 +100,8 @@ class ReferenceDecoder:
             return states * block.residual_scale
 
         def attention(states):
-            made = self._attention(layer, before("attention_norm", states), positions)
+            x = before("attention_norm", states)
+            made = self._delta(layer, x) if spec.mixer.kind == "delta_rule" else self._attention(layer, x, positions)
             return behind("attention_output_norm", made)
 
         def ffn(states):
@@ -158,9 +159,38 @@ class ReferenceDecoder:
             scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(x), 1)), -1)
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(x)], value)
         mixed = mixed.reshape(len(x), -1)
+        if mixer.gate == "sigmoid":
+            mixed = mixed * torch.sigmoid(self._linear(f"layers.{layer}.out_gate", x))
         if self.block.sub_norms:
             mixed = self._norm(f"layers.{layer}.attention_sub_norm", mixed)
         return self._linear(f"layers.{layer}.out", self._rounded(mixed))
+
+    def _delta(self, layer, x):
+        mixer, at = self.block.layers[layer].mixer, f"layers.{layer}."
+        inputs = torch.cat([self._linear(at + part, x) for part in ("query", "key", "value")], -1)
+        padded = torch.cat((torch.zeros(mixer.kernel - 1, mixer.channels), inputs))
+        taps = self.tensors[at + "conv.weight"][:, 0]
+        convolved = silu(sum(padded[j : j + len(x)] * taps[:, j] for j in range(mixer.kernel)))
+        keys = mixer.rows["query"]
+        query, key, value = convolved.split((keys, keys, mixer.mixed_dim), -1)
+        owner = torch.arange(mixer.value_heads)
+        owner = owner % mixer.key_heads if mixer.tiled else owner // (mixer.value_heads // mixer.key_heads)
+        query, key = (each.view(len(x), mixer.key_heads, -1)[:, owner] for each in (query, key))
+        query, key = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (query, key))
+        value = value.view(len(x), mixer.value_heads, -1)
+        beta = torch.sigmoid(self._linear(at + "beta", x))
+        steps = torch.nn.functional.softplus(self._linear(at + "decay", x) + self.tensors[at + "decay_bias"])
+        decay = torch.exp(-self.tensors[at + "decay_log"].exp() * steps)
+        state, mixed = torch.zeros(mixer.value_heads, mixer.key_dim, mixer.value_dim), []
+        for t in range(len(x)):
+            state = state * decay[t, :, None, None]
+            found = torch.einsum("hkv,hk->hv", state, key[t])
+            state = state + torch.einsum("hk,hv->hkv", key[t], beta[t, :, None] * (value[t] - found))
+            mixed.append(torch.einsum("hkv,hk->hv", state, query[t]) / mixer.key_dim**0.5)
+        made = torch.stack(mixed)
+        made = made * torch.rsqrt(made.square().mean(-1, keepdim=True) + self.block.norm_epsilon)
+        made = (made * self.tensors[at + "mixed_norm.weight"]).flatten(1)
+        return self._linear(at + "out", made * silu(self._linear(at + "out_gate", x)))
 
     def _rounded(self, x):
         """Inputs of a block's products, to 8 bits where the block says so."""

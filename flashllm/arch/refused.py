@@ -77,7 +77,7 @@ def describe_refused(config: Mapping[str, Any], runs: Iterable[str]) -> str:
     if experts:
         return (
             "a mixture of experts whose architecture nobody has described here yet; use one that runs (OLMoE, "
-            "Qwen 1.5 to 3 MoE, Mixtral, gpt-oss), a dense decoder of the same family, or another engine"
+            "Qwen 1.5 to 3.6 MoE, Mixtral, gpt-oss), a dense decoder of the same family, or another engine"
         )
     if "type_vocab_size" in config or any("MaskedLM" in str(name) for name in _list(config.get("architectures"))):
         return f"an encoder, which generates no text; {_TRANSFORMERS}"

@@ -12,19 +12,20 @@ from flashllm.arch.alibi import WITH_ALIBI
 from flashllm.arch.experts import MIXTURES
 from flashllm.arch.gpt import GPT_LIKE
 from flashllm.arch.llama.bitnet import BITNET
+from flashllm.arch.llama.delta import WITH_STATES
 from flashllm.arch.llama.dense import DENSE
 from flashllm.arch.llama.sparse import SPARSE
 from flashllm.arch.opt import OPT
 from flashllm.arch.refused import describe_refused
 from flashllm.arch.spec import Architecture, BlockSpec
-from flashllm.arch.tensors import ArchitectureSpec, Part, Shape, tensor_shape
+from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor, Shape, tensor_shape
 from flashllm.base.checks import check_int
 from flashllm.errors import FormatError, UnsupportedModelError
 
 _MAX_LABELS = 10_000
 
 ARCHITECTURES: dict[str, ArchitectureSpec] = {
-    spec.model_type: spec for spec in (OPT, *DENSE, *SPARSE, BITNET, *GPT_LIKE, *WITH_ALIBI, *MIXTURES)
+    spec.model_type: spec for spec in (OPT, *DENSE, *SPARSE, BITNET, *GPT_LIKE, *WITH_ALIBI, *MIXTURES, *WITH_STATES)
 }
 
 
@@ -101,27 +102,27 @@ def resolve(config: Mapping[str, Any]) -> Architecture:
 
 def resident_sources(config: Mapping[str, Any]) -> dict[str, str]:
     """Canonical name -> state_dict name of every tensor that stays in DRAM; layer tensors are grouped by layer."""
-    return {name: source for name, source, _ in _resident(config)}
+    return {name: source for name, source, _, _ in _resident(config)}
 
 
 def resident_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     """Canonical name -> shape of every tensor that stays in DRAM."""
-    return {name: shape for name, _, shape in _resident(config)}
+    return {name: shape for name, _, shape, _ in _resident(config)}
 
 
-def _resident(config: Mapping[str, Any]) -> list[tuple[str, str, Shape]]:
-    """(canonical name, state_dict name, shape) of every tensor that stays in DRAM; those of a layer follow each
-    other."""
+def _resident(config: Mapping[str, Any]) -> list[tuple[str, str, Shape, ResidentTensor]]:
+    """(canonical name, state_dict name, shape, entry of the table) of every tensor that stays in DRAM; those of a layer
+    follow each other."""
     block, present = block_spec(config), spec_of(config).present(complete_config(config))
     first = next((at for at, tensor in enumerate(present) if "{i}" in tensor.name), len(present))
     layered = [tensor for tensor in present if "{i}" in tensor.name]
     around = [
-        (tensor.name, tensor.source, tensor_shape(tensor.name, block, block.layers[0]))
+        (tensor.name, tensor.source, tensor_shape(tensor.name, block, block.layers[0]), tensor)
         for tensor in present
         if "{i}" not in tensor.name
     ]
     of_layers = [
-        (tensor.name.format(i=i), tensor.source.format(i=i), tensor_shape(tensor.name, block, layer))
+        (tensor.name.format(i=i), tensor.source.format(i=i), tensor_shape(tensor.name, block, layer), tensor)
         for i, layer in enumerate(block.layers)
         for tensor in layered
         if tensor.layers(layer)
@@ -148,16 +149,15 @@ def claims(config: Mapping[str, Any]) -> dict[str, Claim]:
     """Every tensor of a checkpoint that a model needs, by canonical name; the FFN's matrices are the last. Errors as
     `block_spec`."""
     spec, architecture, full = spec_of(config), resolve(config), complete_config(config)
-    shapes = resident_shapes(config)
+    resident = _resident(config)
     try:
-        parts = {tensor.name: tensor.part(full) for tensor in spec.present(full)}
+        result = {
+            name: Claim(name=name, source=source, part=tensor.part(full), shape=shape)
+            for name, source, shape, tensor in resident
+        }
         matrix_parts = {matrix: spec.matrix_part(matrix, full) for matrix in spec.matrices}
     except ValueError as error:
         raise FormatError(f"config.json: {error}") from error
-    result = {
-        name: Claim(name=name, source=source, part=parts[_pattern(name)], shape=shapes[name])
-        for name, source in resident_sources(config).items()
-    }
     for layer in range(architecture.num_layers):
         for name, neurons, matrices in _bundles(spec, architecture, layer):
             for matrix, source in matrices.items():
@@ -196,12 +196,6 @@ def _bundles(
         shared = {key: text.format(i=layer) for key, text in spec.shared_matrices.items()}
         result.append((names[-1], architecture.shared_neurons, shared))
     return result
-
-
-def _pattern(name: str) -> str:
-    """The canonical pattern of a name."""
-    first, _, rest = name.partition(".")
-    return f"layers.{{i}}.{rest.partition('.')[2]}" if first == "layers" else name
 
 
 def source_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:

@@ -72,6 +72,7 @@ class Attention:
     window: int | None = None  # positions a query sees, its own included; None: all before it
     softcap: float | None = None  # scores are cap * tanh(score / cap) (Gemma 2)
     alibi: Alibi | None = None
+    gate: Literal["none", "sigmoid"] = "none"  # of a product with what goes in, that what is mixed is multiplied by
 
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim"):
@@ -96,6 +97,75 @@ class Attention:
         """Outputs of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """Outputs of each projection by its canonical name within a layer."""
+        return {"query": self.query_dim, "key": self.kv_dim, "value": self.kv_dim, "out_gate": self.query_dim}
+
+    @property
+    def mixed_dim(self) -> int:
+        """Inputs of the output projection."""
+        return self.query_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaRule:
+    """The mixer whose heads each keep a state S [key_dim, value_dim] (gated delta rule: Yang et al., 2024).
+
+    Queries, keys and values are projected, convolved along the tokens, each channel by itself, and passed through SiLU;
+    queries and keys are then of length 1. For a value head, of a token:
+
+        S *= exp(-exp(decay_log) * softplus(decay(x) + decay_bias))
+        S += key (sigmoid(beta(x)) * (value - key S));  mixed = query S / sqrt(key_dim)
+
+    What goes on is rms_norm(mixed) * silu(out_gate(x)), the norm of each head with one weight for all.
+    """
+
+    kind: ClassVar[str] = "delta_rule"
+    query_key_norm: ClassVar[str] = "none"
+    rotary: ClassVar[None] = None
+    window: ClassVar[None] = None
+
+    key_heads: int  # divide the value heads
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # tokens that a convolution sees, its own included
+    # The key head of value head i: i // r, where r value heads share one, or, of those that lie tiled, i % key_heads.
+    tiled: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel"):
+            check_size(name, getattr(self, name))
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"{self.key_heads} key heads do not divide {self.value_heads} value heads")
+        check_size("channels of a convolution", self.channels)
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """Outputs of each projection by its canonical name within a layer."""
+        key, value = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        gates = {"beta": self.value_heads, "decay": self.value_heads}
+        return {"query": key, "key": key, "value": value, "out_gate": value, **gates}
+
+    @property
+    def mixed_dim(self) -> int:
+        """Inputs of the output projection."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: those of queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.mixed_dim
+
+    @property
+    def state_floats(self) -> int:
+        """fp32 numbers of a sequence's state: every head's S, and the inputs that the next convolution sees."""
+        return self.key_dim * self.mixed_dim + (self.kernel - 1) * self.channels
+
+
+Mixer = Attention | DeltaRule
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
@@ -109,7 +179,7 @@ class LayerSpec:
     A `parallel` layer adds both of the same h.
     """
 
-    mixer: Attention
+    mixer: Mixer
     norms: Literal["input", "sum", "output", "both"] = "input"
     parallel: bool = False
     shared_norm: bool = False  # of a parallel layer: the FFN reads what the mixer reads
@@ -130,6 +200,13 @@ class LayerSpec:
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name} must be a number from 0, not {getattr(self, name)}")
 
+    @property
+    def attention(self) -> Attention:
+        """Its mixer. ValueError where that attends to no keys and values."""
+        if not isinstance(self.mixer, Attention):
+            raise ValueError("the layer attends to no keys and values")
+        return self.mixer
+
     def has_norm(self, name: str) -> bool:
         """True where it has the norm of this canonical name."""
         before, behind, of_heads = self.norms != "output", self.norms in ("output", "both"), self.mixer.query_key_norm
@@ -140,6 +217,7 @@ class LayerSpec:
             "ffn_output_norm": behind,
             "query_norm": of_heads != "none",
             "key_norm": of_heads != "none",
+            "mixed_norm": isinstance(self.mixer, DeltaRule),
         }.get(name, True)
 
     @property
@@ -193,6 +271,8 @@ class BlockSpec:
             raise ValueError(f"activation {self.activation} needs a gate")
         if not 0 < len(self.layers) <= MAX_LAYERS:
             raise ValueError(f"a model has from 1 to {MAX_LAYERS} layers, not {len(self.layers)}")
+        if not any(isinstance(layer.mixer, Attention) for layer in self.layers):
+            raise ValueError("a model needs a layer that attends to keys and values")
         if len({layer.experts for layer in self.layers} - {None}) > 1:
             raise ValueError("layers that are mixtures of experts must be alike")
         _check_cap("logit_softcap", self.logit_softcap)
@@ -209,23 +289,38 @@ class BlockSpec:
         return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
     @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """The mixers of those layers that attend to keys and values."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+
+    @property
+    def delta_rules(self) -> tuple[DeltaRule, ...]:
+        """The mixers of those layers that keep a state."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaRule))
+
+    @property
     def heads(self) -> int:
-        """Heads of the layer that has most."""
-        return max(layer.mixer.heads for layer in self.layers)
+        """Heads of the attention that has most."""
+        return max(mixer.heads for mixer in self.attentions)
 
     @property
     def query_dim(self) -> int:
         """`Attention.query_dim` of the layer that has most."""
-        return max(layer.mixer.query_dim for layer in self.layers)
+        return max(mixer.query_dim for mixer in self.attentions)
 
     @property
     def kv_dim(self) -> int:
         """`Attention.kv_dim` of the layer that has most."""
-        return max(layer.mixer.kv_dim for layer in self.layers)
+        return max(mixer.kv_dim for mixer in self.attentions)
 
     def kv_nbytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values of one token over all layers."""
-        return 2 * itemsize * sum(layer.mixer.kv_dim for layer in self.layers)
+        return 2 * itemsize * sum(mixer.kv_dim for mixer in self.attentions)
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of a sequence's state, however long it is, over all layers."""
+        return 4 * sum(mixer.state_floats for mixer in self.delta_rules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,11 @@ Canonical names, "{i}" for the layer; those a model has no use for are absent:
     layers.{i}.attention_output_norm, layers.{i}.ffn_output_norm: the same
     layers.{i}.query.weight [heads * head_dim, d_model], .bias; key and value with kv_heads
     layers.{i}.query_norm.weight, .bias; key_norm: of the width that `Attention.query_key_norm` says
+    layers.{i}.out_gate.weight: the product of `Attention.gate`, of the queries' shape
     layers.{i}.out.weight [d_model, heads * head_dim], .bias
+    layers whose mixer is a `DeltaRule`, with r = value_heads * value_dim: query, key, value, out_gate, out as it says;
+        layers.{i}.beta.weight, decay.weight [value_heads, d_model]     layers.{i}.conv.weight [channels, 1, kernel]
+        layers.{i}.decay_log, decay_bias [value_heads]                  layers.{i}.mixed_norm.weight [value_dim]
     layers.{i}.attention_sub_norm.weight [heads * head_dim]  layers.{i}.ffn_sub_norm.weight [d_ff]: see `sub_norms`
     layers.{i}.sinks [heads]: a score of each head that softmax counts and that belongs to no position
     layers.{i}.ffn.up_bias, .gate_bias [d_ff]   layers.{i}.ffn.down_bias [d_model]
@@ -29,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashllm.arch.mixture import ExpertsSpec
-from flashllm.arch.spec import Attention, BlockSpec, Config, LayerSpec
+from flashllm.arch.spec import Attention, BlockSpec, Config, DeltaRule, LayerSpec
 from flashllm.errors import FormatError
 
 Shape = tuple[int, ...]
@@ -47,6 +51,16 @@ def every_layer(layer: LayerSpec) -> bool:
 def mixtures(layer: LayerSpec) -> bool:
     """Layers that are mixtures of experts have it."""
     return layer.experts is not None
+
+
+def attentions(layer: LayerSpec) -> bool:
+    """Layers that attend to keys and values have it."""
+    return isinstance(layer.mixer, Attention)
+
+
+def delta_rules(layer: LayerSpec) -> bool:
+    """Layers that keep a state have it."""
+    return isinstance(layer.mixer, DeltaRule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,11 +182,17 @@ def tensor_shape(name: str, block: BlockSpec, layer: LayerSpec) -> Shape:
 _ShapeOf = Callable[[BlockSpec, LayerSpec], Shape]
 
 
-def _projection(part: str, rows: Callable[[Attention], int]) -> dict[str, _ShapeOf]:
+def _projection(part: str) -> dict[str, _ShapeOf]:
     return {
-        f"layers.{{i}}.{part}.weight": lambda block, layer: (rows(layer.mixer), block.d_model),
-        f"layers.{{i}}.{part}.bias": lambda block, layer: (rows(layer.mixer),),
+        f"layers.{{i}}.{part}.weight": lambda block, layer: (layer.mixer.rows[part], block.d_model),
+        f"layers.{{i}}.{part}.bias": lambda block, layer: (layer.mixer.rows[part],),
     }
+
+
+def _delta_rule(layer: LayerSpec) -> DeltaRule:
+    if not isinstance(layer.mixer, DeltaRule):
+        raise ValueError("the layer keeps no state")
+    return layer.mixer
 
 
 _NORMS = (
@@ -187,7 +207,7 @@ _NORMS = (
 
 def _head_norm(part: str, heads: Callable[[Attention], int]) -> dict[str, _ShapeOf]:
     def shape(block: BlockSpec, layer: LayerSpec) -> Shape:
-        mixer = layer.mixer
+        mixer = layer.attention
         if mixer.query_key_norm == "head":
             return (mixer.head_dim,)
         own = (heads(mixer), mixer.head_dim)
@@ -212,16 +232,22 @@ _SHAPES: dict[str, _ShapeOf] = {
     "project_in.weight": lambda block, layer: (block.d_model, block.embed_dim),
     "project_out.weight": lambda block, layer: (block.embed_dim, block.d_model),
     **{f"{norm}.{part}": lambda block, layer: (block.d_model,) for norm in _NORMS for part in ("weight", "bias")},
-    **_projection("query", lambda mixer: mixer.query_dim),
-    **_projection("key", lambda mixer: mixer.kv_dim),
-    **_projection("value", lambda mixer: mixer.kv_dim),
+    **{
+        name: shape
+        for part in ("query", "key", "value", "out_gate", "beta", "decay")
+        for name, shape in _projection(part).items()
+    },
+    "layers.{i}.conv.weight": lambda block, layer: (_delta_rule(layer).channels, 1, _delta_rule(layer).kernel),
+    "layers.{i}.decay_log": lambda block, layer: (_delta_rule(layer).value_heads,),
+    "layers.{i}.decay_bias": lambda block, layer: (_delta_rule(layer).value_heads,),
+    "layers.{i}.mixed_norm.weight": lambda block, layer: (_delta_rule(layer).value_dim,),
     **_head_norm("query", lambda mixer: mixer.heads),
     **_head_norm("key", lambda mixer: mixer.kv_heads),
-    "layers.{i}.out.weight": lambda block, layer: (block.d_model, layer.mixer.query_dim),
+    "layers.{i}.out.weight": lambda block, layer: (block.d_model, layer.mixer.mixed_dim),
     "layers.{i}.out.bias": lambda block, layer: (block.d_model,),
-    **_norm("layers.{i}.attention_sub_norm", lambda block, layer: (layer.mixer.query_dim,)),
+    **_norm("layers.{i}.attention_sub_norm", lambda block, layer: (layer.mixer.mixed_dim,)),
     **_norm("layers.{i}.ffn_sub_norm", lambda block, layer: (layer.neurons,)),
-    "layers.{i}.sinks": lambda block, layer: (layer.mixer.heads,),
+    "layers.{i}.sinks": lambda block, layer: (layer.attention.heads,),
     "layers.{i}.ffn.expert_down_bias": lambda block, layer: (_experts(layer).count, block.d_model),
     "layers.{i}.ffn.up_bias": lambda block, layer: (layer.neurons,),
     "layers.{i}.ffn.gate_bias": lambda block, layer: (layer.neurons,),

@@ -110,6 +110,12 @@ def _table(model: "ModelDir", plan: "Plan") -> list[str]:
     windowed = sum(layer.mixer.window is not None for layer in model.block.layers)
     if windowed:
         lines[-2] = (*lines[-2][:3], f"{windowed} of {len(model.block.layers)} layers keep a window's; {lines[-2][3]}")
+    if states := model.block.state_nbytes:
+        count = len(model.block.delta_rules)
+        remark = (
+            f"{format_size(states)} of it the state of {count} of {len(model.block.layers)} layers, and checkpoints"
+        )
+        lines[-2] = (*lines[-2][:3], f"{remark}; {lines[-2][3]}")
     by_popularity = plan.popularity is not None and memory.cache_policy != "window" and not memory.dense_layers
     shared_out = ", shared out by popularity" if by_popularity else ""
     lines[-1] = (*lines[-1][:3], f"{share} of {neurons} neurons{shared_out}")

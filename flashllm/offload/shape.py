@@ -120,6 +120,15 @@ class ModelShape:
         return self.hidden * self.dtype_bytes
 
 
+def check_mixers(block: BlockSpec, name: str) -> None:
+    """UnsupportedModelError where layers of the model of this name do not attend to keys and values."""
+    if block.delta_rules:
+        raise UnsupportedModelError(
+            f"{name}: layers keep a state in the place of keys and values (gated delta rule), which the throughput "
+            "engine does not do for a batch; use `flashllm run`, `chat` or `serve`, and convert without --calibrate"
+        )
+
+
 def shape_of(
     architecture: Architecture, block: BlockSpec, layers: range, *, name: str, dtype: str | None, assembled: bool
 ) -> ModelShape:
@@ -127,7 +136,8 @@ def shape_of(
     widths = [architecture.width(layer) for layer in layers]
     used = [architecture.cycle if layer in architecture.mixtures else architecture.width(layer) for layer in layers]
     average = [-(-sum(each) // len(layers)) for each in (widths, used)]
-    mixer = max((block.layers[layer].mixer for layer in layers), key=lambda each: each.query_dim + each.kv_dim)
+    check_mixers(block, name)
+    mixer = max((block.layers[layer].attention for layer in layers), key=lambda each: each.query_dim + each.kv_dim)
     differ = len(set(widths)) + len(set(used)) > 2
     return ModelShape(
         name=name,

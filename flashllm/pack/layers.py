@@ -100,7 +100,7 @@ class Calibration:
         self._ops = HostOps(self._block, source.dtype.name, pool)
         length = len(sequences[0])
         self._positions = np.arange(length, dtype=np.int64)
-        self._attention = [batch_attention(layer.mixer, source.dtype.name, pool) for layer in self._block.layers]
+        self._attention = [batch_attention(layer.attention, source.dtype.name, pool) for layer in self._block.layers]
         self._blocks = -(-length // KV_BLOCK)
         self._arena = _core.allocate(self._blocks * max(each.block_nbytes for each in self._attention))
         self._states = self._embedded(sequences)

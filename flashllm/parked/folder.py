@@ -34,7 +34,7 @@ class Entry:
     path: Path
     tokens: Tokens
     computed: int
-    in_parts: bool  # its beginning can be taken up too: no sliding window has given up what is behind it
+    in_parts: bool  # its beginning can be taken up too: no window gave up what is behind it, no state
     pure: int  # `Session.prompted`
     after: bytes | None  # the same
 

@@ -57,6 +57,10 @@ def _part_nbytes(manifest: Manifest, block: BlockSpec) -> int:
     # packed; conversions to the dtype and back.
     floats = 2 * block.d_model + 2 * (block.query_dim + block.kv_dim)
     floats += max(block.query_dim, block.embed_dim) + 2 * max(block.d_model, block.query_dim)
+    floats += block.query_dim if any(mixer.gate != "none" for mixer in block.attentions) else 0
+    # Of a delta rule: what is convolved and what comes of it, gates, mixed values.
+    rules = [2 * mixer.channels + 4 * mixer.mixed_dim + 2 * mixer.value_heads for mixer in block.delta_rules]
+    floats += max(rules, default=0)
     floats += 2 * block.embed_dim if block.embed_dim != block.d_model else 0
     floats += (len(manifest.architecture.matrices) - 1) * manifest.stream_block_rows
     if manifest.architecture.experts:  # an expert's tokens, as they are gathered and packed, and their sums

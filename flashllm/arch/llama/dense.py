@@ -244,8 +244,8 @@ def _smollm3(config: Config) -> BlockSpec:
     window = config["sliding_window"] if config["use_sliding_window"] else None
     block = decoder_block({**config, "sliding_window": window}, theta=2_000_000.0)
     layers = (
-        layer if turned else replace(layer, mixer=replace(layer.mixer, rotary=None))
-        for turned, layer in zip(turns, block.layers, strict=True)
+        layer if turned else replace(layer, mixer=replace(mixer, rotary=None))
+        for turned, layer, mixer in zip(turns, block.layers, block.attentions, strict=True)
     )
     return replace(block, layers=tuple(layers))
 

@@ -17,6 +17,7 @@ from flashllm.convert.checkpoint.mixtures.gpt_oss import GPT_OSS, apart
 from flashllm.convert.checkpoint.mixtures.stacked import unstacked
 from flashllm.convert.checkpoint.source import Checkpoint
 from flashllm.convert.checkpoint.ternary import ternary
+from flashllm.convert.checkpoint.text_part import text_part
 from flashllm.convert.kept.predictors import own_predictors
 from flashllm.errors import FormatError, UnsupportedModelError, UsageError
 from flashllm.format.model_files import CONFIG
@@ -35,7 +36,7 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
     if path.is_dir():
         with open_folder(path) as checkpoint:
             _check_whole(checkpoint)
-            yield ternary(unstacked(apart(checkpoint)))
+            yield ternary(unstacked(apart(text_part(checkpoint))))
     elif path.is_file() and path.suffix.lower() == SUFFIX:
         with ExitStack() as stack:
             yield _gguf_checkpoint(open_gguf(path, stack))

@@ -21,6 +21,7 @@ constexpr Named<HeadNorm> kHeadNorms[] = {{"none", HeadNorm::none},
 constexpr Named<Norm::Kind> kNorms[] = {{"layer", Norm::Kind::layer}, {"rms", Norm::Kind::rms}};
 constexpr Named<Rotary::Style> kStyles[] = {{"half", Rotary::Style::half},
                                             {"interleaved", Rotary::Style::interleaved}};
+constexpr Named<bool> kGates[] = {{"none", false}, {"sigmoid", true}};
 constexpr Named<bool> kSoftmaxes[] = {{"all", true}, {"chosen", false}};
 
 // Attributes of a Python object, each read into what it is here. One that is None leaves what is there.
@@ -88,11 +89,23 @@ void read_attention(const Attributes& from, LayerSpec& layer, ModelSpec& model) 
   from("window", to.window);
   from("softcap", to.softcap);
   from("alibi", to.alibi, &read);
+  from("gate", to.gated, kGates);
+}
+
+void read_delta_rule(const Attributes& from, LayerSpec& layer, ModelSpec& model) {
+  DeltaSpec& to = layer.delta;
+  (void)model;
+  from("key_heads", to.key_heads);
+  from("value_heads", to.value_heads);
+  from("key_dim", to.key_dim);
+  from("value_dim", to.value_dim);
+  from("kernel", to.kernel);
+  from("tiled", to.tiled);
 }
 
 // By their `kind`.
 constexpr Named<void (*)(const Attributes&, LayerSpec&, ModelSpec&)> kMixers[] = {
-    {"attention", &read_attention}};
+    {"attention", &read_attention}, {"delta_rule", &read_delta_rule}};
 
 void read(const Attributes& from, LayerSpec& to, ModelSpec& model) {
   const Attributes mixer(from.object("mixer"));

@@ -98,6 +98,8 @@ const KernelTable& kernel_table(SimdLevel level, Dtype dtype) {
 }
 MultiplyAdd multiply_add_kernel(SimdLevel level) { return level_kernels(level).multiply_add; }
 const PairKernels* pair_kernels(SimdLevel level) { return level_kernels(level).pairs; }
+DeltaStep delta_step_kernel(SimdLevel level) { return level_kernels(level).delta_step; }
+
 Softmax softmax_kernel(SimdLevel level) { return level_kernels(level).softmax; }
 const AttentionKernels& attention_kernels(SimdLevel level) { return *level_kernels(level).attention; }
 SumFloats sum_floats_kernel(SimdLevel level) { return level_kernels(level).sum_floats; }

@@ -99,6 +99,18 @@ struct PairKernels {
 };
 const PairKernels* pair_kernels(SimdLevel level);  // nullptr where the level has none
 
+// A token at a head of the gated delta rule: from the state S [keys, values] before it to the one behind it,
+// which may lie in the same place:
+//   S *= decay;  S += key (beta * (value - key S));  out = query S
+// Every sum is over the keys, in their order.
+struct DeltaHead {
+  std::size_t keys, values;
+  const float *query, *key, *value;
+  float decay, beta;
+};
+using DeltaStep = void (*)(const DeltaHead& head, const float* before, float* state, float* out);
+DeltaStep delta_step_kernel(SimdLevel level);
+
 // scores = softmax(scale * scores), in place
 using Softmax = void (*)(float* scores, std::size_t n, float scale);
 Softmax softmax_kernel(SimdLevel level);

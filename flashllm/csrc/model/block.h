@@ -44,13 +44,30 @@ struct AttentionSpec {
   std::size_t window = 0;    // positions that a query sees, its own included; 0: all before it
   float softcap = 0.0F;      // scores are cap * tanh(score / cap); 0: as they are
   Alibi alibi;
+  bool gated = false;  // what is mixed is multiplied by the sigmoid of `out_gate`'s product
 
   std::size_t query_dim() const { return heads * head_dim; }
   std::size_t kv_dim() const { return kv_heads * head_dim; }
 };
 
+// The mixer whose heads keep a state, by the gated delta rule (delta_mixer.h).
+struct DeltaSpec {
+  std::size_t key_heads = 0, value_heads = 0;  // 0: the layer's mixer is attention
+  std::size_t key_dim = 0, value_dim = 0;
+  std::size_t kernel = 0;  // tokens that a convolution sees, its own included
+  bool tiled = false;      // value head i has key head i % key_heads, not i / (value heads a key head)
+
+  std::size_t keys() const { return key_heads * key_dim; }
+  std::size_t values() const { return value_heads * value_dim; }
+  std::size_t channels() const { return 2 * keys() + values(); }
+  std::size_t state_floats() const {
+    return value_heads == 0 ? 0 : key_dim * values() + (kernel - 1) * channels();
+  }
+};
+
 struct LayerSpec {
-  AttentionSpec attention;  // its mixer
+  AttentionSpec attention;  // its mixer, or
+  DeltaSpec delta;
   NormPlace norms = NormPlace::input;
   bool parallel = false;
   bool shared_norm = false;  // of a parallel layer: the FFN reads what the attention reads
@@ -73,16 +90,20 @@ struct BlockWeights {
   Norm attention_norm, ffn_norm;                // those that NormPlace wants
   Norm attention_output_norm, ffn_output_norm;  // the same
   Norm query_norm, key_norm;                    // of one head, or of the projection
-  Norm mixed_norm;         // of all heads' outputs, before `out`; of width 0: there is none
+  Norm mixed_norm;  // of all heads' outputs, before `out`, or of each head's of a delta rule; width 0: none
   NeuronNorm neuron_norm;  // before the down columns
   RowMatrix query, key, value, out;
-  const float* sinks = nullptr;      // [heads] or nullptr: see AttentionShape
-  const float* up_bias = nullptr;    // [neurons] or nullptr
-  const float* gate_bias = nullptr;  // [neurons] or nullptr
-  const float* down_bias = nullptr;  // [d_model] or nullptr
-  const std::byte* gate = nullptr;   // [neurons, d_model] in the rows' codec, where rows hold no gate
-  ScalePlane plane;                  // of down columns whose scales lie apart
-  FfnLayer* ffn = nullptr;           // nullptr: this layer has no neuron cache and runs dense
+  RowMatrix out_gate;                                       // where the mixer has a gate
+  RowMatrix beta, decay;                                    // of a delta rule, as the rest of these
+  const float* convolution = nullptr;                       // [channels, kernel]
+  const float *decay_log = nullptr, *decay_bias = nullptr;  // [value_heads]
+  const float* sinks = nullptr;                             // [heads] or nullptr: see AttentionShape
+  const float* up_bias = nullptr;                           // [neurons] or nullptr
+  const float* gate_bias = nullptr;                         // [neurons] or nullptr
+  const float* down_bias = nullptr;                         // [d_model] or nullptr
+  const std::byte* gate = nullptr;  // [neurons, d_model] in the rows' codec, where rows hold no gate
+  ScalePlane plane;                 // of down columns whose scales lie apart
+  FfnLayer* ffn = nullptr;          // nullptr: this layer has no neuron cache and runs dense
 };
 
 }  // namespace flashllm

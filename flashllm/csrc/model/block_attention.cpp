@@ -1,6 +1,7 @@
 #include "model/block_attention.h"
 
 #include <atomic>
+#include <cmath>
 #include <cstddef>
 #include <utility>
 
@@ -27,9 +28,20 @@ void BlockAttention::attend(const BlockWeights& weights, const Part& part, float
   arithmetic_.project(weights.query, count, query_.data());
   arithmetic_.project(weights.key, count, keys_.data());
   arithmetic_.project(weights.value, count, values_.data());
+  if (spec.gated) {
+    gate_.resize(count * attended);
+    arithmetic_.project(weights.out_gate, count, gate_.data());
+  }
   prepare_heads(weights, part);
   memory_.attend(shape(weights), part, query_.data(), keys_.data(), values_.data(), mixed_.data());
   arithmetic_.round(mixed_.data(), count * attended);
+  if (spec.gated) {
+    arithmetic_.pool().parallel_for(count, Arithmetic::kTokenGrain, [&](std::size_t begin, std::size_t end) {
+      for (std::size_t i = begin * attended; i < end * attended; ++i)
+        mixed_[i] *= 1.0F / (1.0F + std::exp(-gate_[i]));
+    });
+    arithmetic_.round(mixed_.data(), count * attended);
+  }
   if (weights.mixed_norm.width != 0)
     arithmetic_.normalize(weights.mixed_norm, count, mixed_.data(), mixed_.data());
   if (spec_.rounded_inputs) arithmetic_.round_inputs(count, attended, mixed_.data());

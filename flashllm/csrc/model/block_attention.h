@@ -56,8 +56,8 @@ class BlockAttention {
   Arithmetic& arithmetic_;
   AttentionMemory& memory_;
   std::vector<RotaryTable> rotary_;
-  // Scratch of a part: [tokens, heads * head_dim], and [tokens, kv_heads * head_dim].
-  std::vector<float> query_, mixed_, keys_, values_;
+  // Scratch of a part: [tokens, heads * head_dim], and of the last two [tokens, kv_heads * head_dim].
+  std::vector<float> query_, mixed_, gate_, keys_, values_;
 };
 
 }  // namespace flashllm

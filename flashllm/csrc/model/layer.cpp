@@ -36,7 +36,10 @@ const float* Layer::attend(std::size_t layer, const BlockWeights& weights, const
   if (before) arithmetic_.normalize(weights.attention_norm, count, states, normed_.data());
   if (spec_.rounded_inputs) arithmetic_.round_inputs(count, spec_.d_model, normed_.data());
   arithmetic_.take_inputs(before ? normed_.data() : states, count, spec_.d_model, part.is_prompt());
-  attention_.attend(weights, part, projected_.data());
+  if (weights.spec.delta.value_heads != 0)
+    delta_.mix(weights, part, projected_.data());
+  else
+    attention_.attend(weights, part, projected_.data());
   if (behind)
     arithmetic_.normalize(weights.attention_output_norm, count, projected_.data(), projected_.data());
   if (weights.spec.parallel) {

@@ -8,6 +8,7 @@
 #include "model/arithmetic.h"
 #include "model/block.h"
 #include "model/block_attention.h"
+#include "model/delta_mixer.h"
 #include "model/pass.h"
 
 namespace flashllm {
@@ -33,7 +34,11 @@ class Layer {
   // Keeps references, and what `rotary` points to.
   Layer(const BlockSpec& spec, const std::vector<Rotary>& rotary, Arithmetic& arithmetic,
         AttentionMemory& memory, FfnPart& ffn)
-      : spec_(spec), arithmetic_(arithmetic), attention_(spec, rotary, arithmetic, memory), ffn_(ffn) {}
+      : spec_(spec),
+        arithmetic_(arithmetic),
+        attention_(spec, rotary, arithmetic, memory),
+        delta_(arithmetic),
+        ffn_(ffn) {}
 
   // The positions of a part's tokens, or of a stretch's, which hold for all layers.
   void set_positions(const Part& part) { attention_.set_positions(part); }
@@ -58,6 +63,7 @@ class Layer {
   const BlockSpec& spec_;
   Arithmetic& arithmetic_;
   BlockAttention attention_;
+  DeltaMixer delta_;
   FfnPart& ffn_;
   std::vector<float> normed_, projected_, attended_;  // scratch of a part, [tokens, d_model]
 };

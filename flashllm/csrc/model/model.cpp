@@ -16,7 +16,8 @@ SimdLevel level_of_all(const ModelWeights& weights, SimdLevel level) {
   for (const RowMatrix* each : {&weights.project_out, &weights.head})
     level = level_of_many(each->codec, level);
   for (const BlockWeights& block : weights.blocks)
-    for (const RowMatrix* each : {&block.query, &block.key, &block.value, &block.out})
+    for (const RowMatrix* each :
+         {&block.query, &block.key, &block.value, &block.out, &block.out_gate, &block.beta, &block.decay})
       level = level_of_many(each->codec, level);
   return level;
 }
@@ -45,10 +46,11 @@ void Model::step(const std::vector<Token>& tokens, Pass pass, const std::vector<
 void Model::run_block(std::size_t layer, std::size_t kv_layer, const std::vector<Token>& tokens,
                       float* states, Tap* tap) {
   require(layer < num_layers(), "a layer beyond those there are");
-  const AttentionSpec& attention = weights_.blocks[layer].spec.attention;
+  const LayerSpec& spec = weights_.blocks[layer].spec;
   for (const Token& token : tokens) {
     const LayerKv& kept = token.sequence->shape().layer(kv_layer);
-    require(kept.kv_heads == attention.kv_heads && kept.head_dim == attention.head_dim,
+    require(spec.delta.value_heads == 0 && kept.kv_heads == spec.attention.kv_heads &&
+                kept.head_dim == spec.attention.head_dim,
             "a sequence must have room for this layer's keys and values");
   }
   watch_.restart();

@@ -38,7 +38,15 @@ StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, 
     : context_(context), part_tokens_(part_tokens), dtype_(dtype) {
   require(!layers.empty() && context != 0 && part_tokens != 0, "a KV cache's sizes must not be zero");
   constexpr std::size_t kMost = std::numeric_limits<std::size_t>::max() / 2;
+  std::size_t floats = 0;
   for (const LayerKv& layer : layers) {
+    if (layer.state_floats != 0) {
+      require(layer.state_floats <= kMost / sizeof(float) / layers.size(),
+              "a state of this size exceeds the address space");
+      layers_.push_back({kRecurrent, floats});
+      floats += layer.state_floats;
+      continue;
+    }
     require(layer.kv_heads != 0 && layer.head_dim != 0, "a KV cache's sizes must not be zero");
     std::size_t nbytes = 1;
     for (const std::size_t factor : {layers.size(), layer.kv_heads, layer.head_dim, context + kKvBlock,
@@ -54,6 +62,14 @@ StateShape::StateShape(const std::vector<LayerKv>& layers, std::size_t context, 
       kinds_.push_back({layer, KvBlockFormat(layer.kv_heads, layer.head_dim, dtype, layout, bits)});
     layers_.push_back({kind, kinds_[kind].layers++});
   }
+  require(!kinds_.empty(), "a sequence's state needs a layer with keys and values");
+  state_nbytes_ = (floats * sizeof(float) + kSystemPage - 1) / kSystemPage * kSystemPage;
+}
+
+const LayerKv& StateShape::layer(std::size_t number) const {
+  const Place& place = layers_.at(number);
+  require(place.kind != kRecurrent, "a layer with a state has no keys and values");
+  return kinds_[place.kind].layer;
 }
 
 std::size_t StateShape::block_nbytes() const {
@@ -86,13 +102,15 @@ std::size_t StateShape::nbytes(std::size_t length) const {
     if (is_packed)
       sum += std::min(all, 1 + held_pages(kind, false, all, part_tokens_)) * kind.page_nbytes(false);
   }
-  return sum;
+  // The states now, before and after the pass, and those of checkpoints, old and new ones.
+  return sum + (3 + (length < kKvBlock ? 0 : 2 * kCheckpoints)) * state_nbytes_;
 }
 
 StatePool::StatePool(const StateShape& shape) : shape_(shape) {
   for (const StateShape::Kind& kind : shape_.kinds())
     for (const bool is_packed : {false, true})
       pools_.push_back(std::make_shared<PagePool>(kind.page_nbytes(is_packed), shape_.max_pages()));
+  if (shape_.state_nbytes() != 0) pools_.push_back(std::make_shared<PagePool>(shape_.state_nbytes(), 4));
 }
 
 std::size_t StatePool::nbytes() const {
@@ -164,6 +182,11 @@ std::ptrdiff_t SequenceState::nbytes_to_add(std::size_t length, std::size_t toge
       sum += nbytes(i, true, added(more(length / kKvBlock, packed), true),
                     packed.held_alone(first_kept(i, length_)));
   }
+  if (shape().state_nbytes() != 0 && length > length_) {
+    std::size_t states = (has_spare_states() ? 0 : 1) + (length - length_ >= kPromptTokens ? 1 : 0);
+    for (const std::size_t mark : marks_) states += mark > length_ && mark <= length ? 1 : 0;
+    sum += static_cast<std::ptrdiff_t>(states * shape().state_nbytes());
+  }
   return sum;
 }
 
@@ -183,6 +206,10 @@ std::size_t SequenceState::nbytes_alone() const {
     add(tables_[i].packed.pages, i, true);
     for (const Checkpoint& each : checkpoints_) add(each.pages[i], i, shape().is_packed());
   }
+  std::vector<const Page*> states{&states_, &states_before_};
+  for (const Checkpoint& each : checkpoints_) states.push_back(&each.states);
+  for (const Page* page : states)
+    if (*page != nullptr) held.push_back({page->get(), page->use_count(), shape().state_nbytes()});
   std::sort(held.begin(), held.end(), [](const Held& a, const Held& b) { return a.page < b.page; });
   std::size_t sum = 0;
   for (std::size_t begin = 0, end = 0; begin < held.size(); begin = end) {
@@ -217,6 +244,7 @@ void SequenceState::reserve(std::size_t length, std::size_t from) {
   const bool begins = !in_pass_;  // later, what makes a page another's is a checkpoint of whole pages
   if (begins) start_ = length_;
   in_pass_ = true;
+  if (shape().state_nbytes() != 0) reserve_states(length, from, begins);
   take_checkpoints(from);
   give_up(from);
   for (std::size_t i = 0; i < tables_.size(); ++i) {
@@ -234,9 +262,69 @@ void SequenceState::reserve(std::size_t length, std::size_t from) {
   }
 }
 
+// Where the states of a stretch of a pass are recorded, whose positions are from `from` to `length`: at
+// marks, and at the last whole page, should this be the pass's end.
+std::vector<std::size_t> SequenceState::recorded_of(std::size_t length, std::size_t from) const {
+  std::vector<std::size_t> positions;
+  const auto add = [&](std::size_t position) {
+    position = position / kKvBlock * kKvBlock;
+    if (position >= from && position <= length && position > length_) positions.push_back(position);
+  };
+  for (const std::size_t mark : marks_)
+    if (mark <= length) add(mark);
+  if (length - length_ >= kPromptTokens) add(length);
+  std::sort(positions.begin(), positions.end());
+  positions.erase(std::unique(positions.begin(), positions.end()), positions.end());
+  return positions;
+}
+
+void SequenceState::reserve_states(std::size_t length, std::size_t from, bool begins) {
+  PagePool& pool = pool_->of_states();
+  if (begins) {
+    states_now_ = has_spare_states() ? std::move(states_before_) : pool.take();
+    states_before_ = states_;
+  }
+  for (const std::size_t position : recorded_of(length, from)) {
+    Page& page = recorded_[position];
+    if (page != nullptr) continue;
+    page = pool.take();
+    if (position == from) std::memcpy(page.get(), states_now_.get(), pool.page_nbytes());
+  }
+}
+
+// Whether the next pass can use the memory of the states before the last one.
+bool SequenceState::has_spare_states() const {
+  return states_ != nullptr && states_before_ != nullptr && states_before_ != states_ &&
+         states_before_.use_count() == 1;
+}
+
+SequenceState::Recurrent SequenceState::recurrent(std::size_t layer, std::size_t position) const {
+  require(layer < shape().layers().size() && shape().layers()[layer].kind == StateShape::kRecurrent &&
+              states_now_ != nullptr,
+          "a state must be reserved before it is changed");
+  const std::size_t at = shape().layers()[layer].index;
+  float* now = reinterpret_cast<float*>(states_now_.get()) + at;
+  // Memory that was never used is zeros.
+  const bool begins = position == length_ && states_ != nullptr;
+  return {begins ? reinterpret_cast<const float*>(states_.get()) + at : now, now};
+}
+
+std::size_t SequenceState::next_recorded(std::size_t from, std::size_t end) const {
+  const auto next = recorded_.upper_bound(from);
+  return next == recorded_.end() ? end : std::min(end, next->first);
+}
+
+void SequenceState::record(std::size_t layer, std::size_t position, std::size_t offset, std::size_t floats) {
+  const auto found = recorded_.find(position);
+  if (found == recorded_.end()) return;
+  const std::size_t at = shape().layers()[layer].index + offset;
+  std::memcpy(found->second.get() + at * sizeof(float), states_now_.get() + at * sizeof(float),
+              floats * sizeof(float));
+}
+
 void SequenceState::append(std::size_t layer, std::size_t position, const float* key, const float* value) {
-  require(layer < shape().layers().size() && position >= length_ &&
-              position / kKvBlock < tables_[shape().layers()[layer].kind].plain.size(),
+  require(layer < shape().layers().size() && shape().layers()[layer].kind != StateShape::kRecurrent &&
+              position >= length_ && position / kKvBlock < tables_[shape().layers()[layer].kind].plain.size(),
           "a position of the KV cache must be reserved before it is written");
   const StateShape::Place& place = shape().layers()[layer];
   const KvBlockFormat& format = kind(place.kind).format;
@@ -253,7 +341,8 @@ bool SequenceState::seal(std::size_t layer, std::size_t page) {
 }
 
 KvView SequenceState::view(std::size_t layer) const {
-  require(layer < shape().layers().size(), "a KV cache's layer beyond those there are");
+  require(layer < shape().layers().size() && shape().layers()[layer].kind != StateShape::kRecurrent,
+          "a KV cache's layer beyond those there are");
   const StateShape::Place& place = shape().layers()[layer];
   const KvBlockFormat& format = kind(place.kind).format;
   KvView view = format.view(tables_[place.kind].plain.addresses.data(), place.index * format.plain_nbytes());
@@ -274,6 +363,9 @@ void SequenceState::commit(std::size_t length) {
     checkpoints_.push_back(std::move(made));
   }
   of_pass_.clear();
+  recorded_.clear();
+  if (length > length_) states_ = std::move(states_now_);
+  states_now_ = nullptr;
   length_ = length;
   in_pass_ = false;
 }
@@ -289,7 +381,12 @@ void SequenceState::take_checkpoints(std::size_t from) {
 void SequenceState::take_checkpoint(std::size_t length) {
   const std::vector<Checkpoint>& others = of_pass_.empty() ? checkpoints_ : of_pass_;
   if (length == 0 || (!others.empty() && length <= others.back().length)) return;
-  Checkpoint made{length, {}};
+  Checkpoint made{length, {}, nullptr};
+  if (shape().state_nbytes() != 0) {
+    const auto states = recorded_.find(length);
+    if (states == recorded_.end()) return;
+    made.states = states->second;
+  }
   for (std::size_t i = 0; i < tables_.size(); ++i) {
     made.pages.emplace_back();
     if (kind(i).layer.window == 0) continue;
@@ -299,6 +396,15 @@ void SequenceState::take_checkpoint(std::size_t length) {
     }
   }
   of_pass_.push_back(std::move(made));
+}
+
+// The recurrent states there, where they are kept but for checkpoints.
+const Page* SequenceState::states_at(std::size_t length) const {
+  static const Page kZero;
+  return length == length_ || shape().state_nbytes() == 0 ? &states_
+         : length == start_                               ? &states_before_
+         : length == 0                                    ? &kZero
+                                                          : nullptr;
 }
 
 // Whether every page that a query at `length` sees is there.
@@ -319,18 +425,21 @@ const SequenceState::Checkpoint* SequenceState::last_checkpoint(std::size_t leng
 std::size_t SequenceState::can_keep(std::size_t length) const {
   require(length <= length_,
           "a KV cache of " + std::to_string(length_) + " tokens cannot keep " + std::to_string(length));
-  if (holds(length)) return length;
+  if (states_at(length) != nullptr && holds(length)) return length;
   const Checkpoint* last = last_checkpoint(length);
   std::size_t kept = last == nullptr ? 0 : last->length;
   for (const std::size_t other : {start_, length / kKvBlock * kKvBlock})
-    if (other <= length && other > kept && holds(other)) kept = other;
+    if (other <= length && other > kept && states_at(other) != nullptr && holds(other)) kept = other;
   return kept;
 }
 
 std::size_t SequenceState::keep(std::size_t length) {
   length = can_keep(length);
-  if (!holds(length)) {
+  if (const Page* states = states_at(length); states != nullptr && holds(length)) {
+    states_ = *states;
+  } else {
     const Checkpoint& last = *last_checkpoint(length);
+    states_ = last.states;
     for (std::size_t i = 0; i < tables_.size(); ++i)
       for (std::size_t n = 0; n < last.pages[i].size(); ++n)
         (shape().is_packed() ? tables_[i].packed : tables_[i].plain)
@@ -338,6 +447,7 @@ std::size_t SequenceState::keep(std::size_t length) {
   }
   while (!checkpoints_.empty() && checkpoints_.back().length > length) checkpoints_.pop_back();
   cut(length);
+  if (length <= start_) states_before_ = states_;
   start_ = std::min(start_, length);
   return length_ = length;
 }
@@ -345,6 +455,8 @@ std::size_t SequenceState::keep(std::size_t length) {
 void SequenceState::cut(std::size_t length) {
   in_pass_ = false;
   of_pass_.clear();
+  recorded_.clear();
+  states_now_ = nullptr;
   for (auto& [plain, packed] : tables_) {
     plain.resize(pages_of(length));
     if (shape().is_packed()) packed.resize(length / kKvBlock);
@@ -357,6 +469,7 @@ void SequenceState::copy_from(const SequenceState& other) {
   tables_ = other.tables_;
   checkpoints_ = other.checkpoints_;
   length_ = start_ = other.length_;
+  states_ = states_before_ = other.states_;
   cut(length_);
   give_up(length_);
 }
@@ -370,11 +483,14 @@ SequenceState::Spans SequenceState::save() const {
       spans[i].push_back(
           {page(i, at, length_).get(), kind(i).page_nbytes(shape().is_packed() && at < length_ / kKvBlock)});
   }
+  if (states_ != nullptr) spans.push_back({{states_.get(), shape().state_nbytes()}});
   return spans;
 }
 
 SequenceState::Spans SequenceState::restore(std::size_t length, const std::vector<std::size_t>& pages) {
-  require(length_ == 0 && length <= shape().context() && pages.size() == tables_.size(),
+  const bool has_states = shape().state_nbytes() != 0 && length != 0;
+  require(length_ == 0 && length <= shape().context() &&
+              pages.size() == tables_.size() + (has_states ? 1 : 0) && (!has_states || pages.back() == 1),
           "only an empty KV cache can be restored, to one of the same model");
   for (std::size_t i = 0; i < tables_.size(); ++i)
     require(pages[i] <= pages_of(length) - first_kept(i, length) &&
@@ -391,6 +507,10 @@ SequenceState::Spans SequenceState::restore(std::size_t length, const std::vecto
       to.set(at, pool.take());
       spans[i].push_back({to.pages[at].get(), pool.page_nbytes()});
     }
+  if (has_states) {
+    states_now_ = pool_->of_states().take();
+    spans.push_back({{states_now_.get(), shape().state_nbytes()}});
+  }
   start_ = length;
   return spans;
 }

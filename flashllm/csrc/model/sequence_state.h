@@ -13,9 +13,17 @@
 // there before the pass stay until the next one begins, so that the last pass can always be undone. A
 // checkpoint keeps a window's pages as they were behind a prompt, or at a mark within it: keep(n) goes back
 // to one where n's own are gone.
+//
+// Layers with a recurrent state have that in the place of keys and values: numbers that every position
+// changes, those of all such layers in one block of memory. A pass writes those that follow into another,
+// which commit() makes the sequence's; a pass that fails has changed nothing. The one before the last pass
+// stays until the next begins. Such a state cannot be cut: keep(n) goes back to one of these, or to a
+// checkpoint, whose state is written down by each layer as the pass comes by.
 #pragma once
 
 #include <cstddef>
+#include <limits>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -25,11 +33,12 @@
 
 namespace flashllm {
 
-// What a layer keeps of each position.
+// What a layer keeps: of each position, or, where it has `state_floats`, of all of them together.
 struct LayerKv {
   std::size_t kv_heads = 0;
   std::size_t head_dim = 0;
   std::size_t window = 0;  // positions that a query sees, its own included; 0: all before it
+  std::size_t state_floats = 0;
 
   bool operator==(const LayerKv& other) const {
     return kv_heads == other.kv_heads && head_dim == other.head_dim && window == other.window;
@@ -46,9 +55,10 @@ class StateShape {
     // The first page that a query at `position` sees.
     std::size_t first_page(std::size_t position) const;
   };
+  static constexpr std::size_t kRecurrent = std::numeric_limits<std::size_t>::max();
   struct Place {
-    std::size_t kind;
-    std::size_t index;  // among the layers of the kind
+    std::size_t kind;   // kRecurrent: it has a state
+    std::size_t index;  // among the layers of the kind; of a state: its first float
   };
 
   // `context`: positions at most; `part_tokens`: that a pass takes at a time, at least; `bits`: of packed
@@ -59,7 +69,8 @@ class StateShape {
 
   const std::vector<Kind>& kinds() const { return kinds_; }
   const std::vector<Place>& layers() const { return layers_; }
-  const LayerKv& layer(std::size_t number) const { return kinds_.at(layers_.at(number).kind).layer; }
+  const LayerKv& layer(std::size_t number) const;
+  std::size_t state_nbytes() const { return state_nbytes_; }  // of all recurrent states, in whole pages
   std::size_t context() const { return context_; }
   Dtype dtype() const { return dtype_; }
   bool is_packed() const { return kinds_[0].format.is_packed(); }
@@ -74,7 +85,7 @@ class StateShape {
  private:
   std::vector<Kind> kinds_;
   std::vector<Place> layers_;
-  std::size_t context_, part_tokens_;
+  std::size_t context_, part_tokens_, state_nbytes_ = 0;
   Dtype dtype_;
 };
 
@@ -88,10 +99,11 @@ class StatePool {
   PagePool& of_kind(std::size_t kind, bool is_packed) const {
     return *pools_[2 * kind + (is_packed ? 1 : 0)];
   }
+  PagePool& of_states() const { return *pools_.back(); }  // of shapes that have any
 
  private:
   StateShape shape_;
-  std::vector<std::shared_ptr<PagePool>> pools_;  // [kind][plain, packed]
+  std::vector<std::shared_ptr<PagePool>> pools_;  // [kind][plain, packed], and that of states
 };
 
 class SequenceState {
@@ -127,12 +139,25 @@ class SequenceState {
   // Keys and values of a layer; valid until the next call that is not append or view.
   KvView view(std::size_t layer) const;
 
+  // A layer's recurrent state before a position of the pass under way, and where the one behind it is to be:
+  // elsewhere, where the pass begins there.
+  struct Recurrent {
+    const float* before;
+    float* now;
+  };
+  Recurrent recurrent(std::size_t layer, std::size_t position) const;
+  // The first position behind `from`, or `end`, at which a checkpoint wants the states as they are when the
+  // positions before it have come by; and so many floats of a layer's, which are that now. Threads may record
+  // different ones.
+  std::size_t next_recorded(std::size_t from, std::size_t end) const;
+  void record(std::size_t layer, std::size_t position, std::size_t offset, std::size_t floats);
+
   // The positions below `length`, all reserved and written, belong to the sequence from now on.
   void commit(std::size_t length);
 
   // How many of the first `length` committed positions can be kept: all where every window's pages are there,
-  // and the last one plain or full; else those of whole pages, those before the last pass or those of the
-  // last checkpoint, or none.
+  // the last one plain or full, and recurrent states are theirs; else those of whole pages, those before the
+  // last pass or those of the last checkpoint, or none.
   std::size_t can_keep(std::size_t length) const;
   // Keeps those, and gives up all pages beyond them, reserved ones included. Returns can_keep(length).
   std::size_t keep(std::size_t length);
@@ -141,8 +166,8 @@ class SequenceState {
   // the two writes.
   void copy_from(const SequenceState& other);
 
-  // The last pages of each kind up to the committed positions, for whoever keeps their bytes elsewhere; what
-  // lies in them behind those positions means nothing.
+  // The last pages of each kind up to the committed positions, and behind these the recurrent states, if any,
+  // for whoever keeps their bytes elsewhere; what lies in pages behind those positions means nothing.
   struct Span {
     std::byte* data;
     std::size_t nbytes;
@@ -171,6 +196,7 @@ class SequenceState {
     std::size_t length;  // whole pages
     std::vector<std::vector<Page>>
         pages;  // [kind]: those that a query at `length` sees, of kinds with a window
+    Page states;
   };
   const StateShape::Kind& kind(std::size_t index) const { return shape().kinds()[index]; }
   std::size_t first_kept(std::size_t kind, std::size_t position) const;
@@ -178,6 +204,10 @@ class SequenceState {
   const Page& page(std::size_t kind, std::size_t index, std::size_t length) const;
   bool must_copy(const Pages& plain, std::size_t length) const;
   bool holds(std::size_t length) const;
+  const Page* states_at(std::size_t length) const;
+  std::vector<std::size_t> recorded_of(std::size_t length, std::size_t from) const;
+  bool has_spare_states() const;
+  void reserve_states(std::size_t length, std::size_t from, bool begins);
   const Checkpoint* last_checkpoint(std::size_t length) const;
   void give_up(std::size_t from);
   void cut(std::size_t length);
@@ -189,6 +219,10 @@ class SequenceState {
   std::vector<Checkpoint> checkpoints_;  // by length
   std::vector<Checkpoint> of_pass_;      // those that the pass has taken
   std::vector<std::size_t> marks_;
+  // All recurrent states, nullptr while they are zero: at the committed positions, before the last pass, in
+  // the pass under way, and at the positions that this records.
+  Page states_, states_before_, states_now_;
+  std::map<std::size_t, Page> recorded_;
   std::size_t length_ = 0;
   std::size_t start_ = 0;  // committed positions when the last pass began
   bool in_pass_ = false;

@@ -11,34 +11,41 @@ bool fits(const RowMatrix& weights, const BlockSpec& spec, std::size_t rows, std
          weights.rows == rows && weights.columns == columns;
 }
 
-}  // namespace
+void check_delta(const BlockSpec& spec, const BlockWeights& weights) {
+  const DeltaSpec& delta = weights.spec.delta;
+  require(delta.key_heads != 0 && delta.key_dim != 0 && delta.value_dim != 0 && delta.kernel != 0 &&
+              delta.value_heads % delta.key_heads == 0,
+          "a delta rule's sizes must not be zero, and its heads a multiple of key_heads");
+  require(fits(weights.query, spec, delta.keys(), spec.d_model) &&
+              fits(weights.key, spec, delta.keys(), spec.d_model) &&
+              fits(weights.value, spec, delta.values(), spec.d_model) &&
+              fits(weights.out_gate, spec, delta.values(), spec.d_model) &&
+              fits(weights.beta, spec, delta.value_heads, spec.d_model) &&
+              fits(weights.decay, spec, delta.value_heads, spec.d_model) &&
+              fits(weights.out, spec, spec.d_model, delta.values()) && weights.convolution != nullptr &&
+              weights.decay_log != nullptr && weights.decay_bias != nullptr &&
+              weights.mixed_norm.width == delta.value_dim && !spec.rounded_inputs,
+          "a delta rule's weights do not fit the model");
+}
 
-void check_block(const ModelSpec& model, const BlockWeights& weights) {
+void check_attention(const ModelSpec& model, const BlockWeights& weights) {
   const BlockSpec& spec = model.block;
-  const LayerSpec& layer = weights.spec;
-  const AttentionSpec& attention = layer.attention;
+  const AttentionSpec& attention = weights.spec.attention;
   require(attention.head_dim != 0 && attention.kv_heads != 0 && attention.heads != 0 &&
               attention.heads % attention.kv_heads == 0,
           "a layer's sizes must not be zero, and its heads a multiple of kv_heads");
   const std::size_t attended = attention.query_dim(), cached = attention.kv_dim();
-  const auto wide = [&](const Norm& norm, bool wanted) { return !wanted || norm.width == spec.d_model; };
-  const bool input = layer.norms != NormPlace::output, output = norms_output(layer.norms);
-  require(wide(weights.attention_norm, input) && wide(weights.ffn_norm, input && !layer.shared_norm) &&
-              wide(weights.attention_output_norm, output) && wide(weights.ffn_output_norm, output),
-          "a block's norms do not fit the model");
   const bool together = attention.head_norm == HeadNorm::projection;
   require(attention.head_norm == HeadNorm::none ||
               (weights.query_norm.width == (together ? attended : attention.head_dim) &&
                weights.key_norm.width == (together ? cached : attention.head_dim)),
           "a block's norms of queries and keys do not fit the model");
-  require(
-      fits(weights.query, spec, attended, spec.d_model) && fits(weights.key, spec, cached, spec.d_model) &&
-          fits(weights.value, spec, cached, spec.d_model) && fits(weights.out, spec, spec.d_model, attended),
-      "a block's projections do not fit the model");
-  require(weights.ffn == nullptr || weights.ffn->width() == spec.d_model,
-          "a block's FFN does not fit the model");
-  require(!spec.rounded_inputs || (layer.norms == NormPlace::input && !layer.parallel),
-          "inputs are rounded where a block's norms are, before attention and FFN");
+  require(fits(weights.query, spec, attended, spec.d_model) &&
+              fits(weights.key, spec, cached, spec.d_model) &&
+              fits(weights.value, spec, cached, spec.d_model) &&
+              fits(weights.out, spec, spec.d_model, attended) &&
+              (!attention.gated || fits(weights.out_gate, spec, attended, spec.d_model)),
+          "a block's projections do not fit the model");
   require(weights.mixed_norm.width == 0 || weights.mixed_norm.width == attended,
           "the norm before a block's output projection does not fit the model");
   require(attention.rotary < 0 ||
@@ -47,6 +54,26 @@ void check_block(const ModelSpec& model, const BlockWeights& weights) {
           "a block's rotary embedding is beyond those there are, or wider than its heads");
   require(attention.alibi.slopes.empty() || attention.alibi.slopes.size() == attention.heads,
           "every head needs a slope");
+}
+
+}  // namespace
+
+void check_block(const ModelSpec& model, const BlockWeights& weights) {
+  const BlockSpec& spec = model.block;
+  const LayerSpec& layer = weights.spec;
+  if (layer.delta.value_heads != 0)
+    check_delta(spec, weights);
+  else
+    check_attention(model, weights);
+  const auto wide = [&](const Norm& norm, bool wanted) { return !wanted || norm.width == spec.d_model; };
+  const bool input = layer.norms != NormPlace::output, output = norms_output(layer.norms);
+  require(wide(weights.attention_norm, input) && wide(weights.ffn_norm, input && !layer.shared_norm) &&
+              wide(weights.attention_output_norm, output) && wide(weights.ffn_output_norm, output),
+          "a block's norms do not fit the model");
+  require(weights.ffn == nullptr || weights.ffn->width() == spec.d_model,
+          "a block's FFN does not fit the model");
+  require(!spec.rounded_inputs || (layer.norms == NormPlace::input && !layer.parallel),
+          "inputs are rounded where a block's norms are, before attention and FFN");
   require(layer.neurons != 0, "a block's FFN must have neurons");
   require(!weights.neuron_norm || weights.neuron_norm.neurons == layer.neurons,
           "the norm before a block's down columns does not fit the model");

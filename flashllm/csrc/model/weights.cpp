@@ -29,6 +29,33 @@ ModelWeights read_ends(NamedTensors& tensors, const Architecture& of, bool in_pa
   return weights;
 }
 
+namespace {
+
+// Of a layer whose mixer is a delta rule.
+void read_delta(NamedTensors& tensors, const std::string& layer, const Architecture& of,
+                BlockWeights& weights) {
+  const DeltaSpec& spec = weights.spec.delta;
+  const std::size_t d_model = of.model.block.d_model;
+  const auto small = [&](const char* name) {
+    return tensors.matrix(layer + name, spec.value_heads, d_model, codec_of(tensors.dtype()));
+  };
+  weights.query = tensors.linear(layer + "query", spec.keys(), d_model);
+  weights.key = tensors.linear(layer + "key", spec.keys(), d_model);
+  weights.value = tensors.linear(layer + "value", spec.values(), d_model);
+  weights.out_gate = tensors.linear(layer + "out_gate", spec.values(), d_model);
+  weights.out = tensors.linear(layer + "out", d_model, spec.values());
+  weights.beta = small("beta");
+  weights.decay = small("decay");
+  weights.convolution = tensors.floats(layer + "conv.weight", spec.channels() * spec.kernel);
+  weights.decay_log = tensors.floats(layer + "decay_log", spec.value_heads);
+  weights.decay_bias = tensors.floats(layer + "decay_bias", spec.value_heads);
+  NormStyle style = of.norms;
+  style.shift = 0.0F;
+  weights.mixed_norm = tensors.norm(layer + "mixed_norm", style, spec.value_dim);
+}
+
+}  // namespace
+
 BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const Architecture& of,
                         std::size_t index) {
   const BlockSpec& model = of.model.block;
@@ -62,7 +89,12 @@ BlockWeights read_block(NamedTensors& tensors, const std::string& layer, const A
                            style.epsilon, model.rounded_inputs};
     require(static_cast<bool>(weights.neuron_norm), layer + "ffn_sub_norm.weight is missing");
   }
+  if (spec.delta.value_heads != 0) {
+    read_delta(tensors, layer, of, weights);
+    return weights;
+  }
   weights.query = tensors.linear(layer + "query", attended, d_model);
+  if (attention.gated) weights.out_gate = tensors.linear(layer + "out_gate", attended, d_model);
   weights.key = tensors.linear(layer + "key", cached, d_model);
   weights.value = tensors.linear(layer + "value", cached, d_model);
   weights.out = tensors.linear(layer + "out", d_model, attended);

@@ -71,6 +71,7 @@ def inspect(path: Path) -> dict[str, Any]:
         "modes": [mode for mode in MODES if mode == "dense" or _runs_in(manifest, mode)],
         "context": model.block.context,
         "kv_nbytes_per_token": kv_nbytes,
+        "state_nbytes": model.block.state_nbytes,
         "minimum_nbytes": sum(needs.values()),
         "minimum_parts": needs,
     }
@@ -166,6 +167,8 @@ def format_inspection(facts: dict[str, Any]) -> str:
         ("needs at least", f"about {format_size(facts['minimum_nbytes'])}; `flashllm plan` says what a limit gives"),
     ]
     text = dict(lines)
+    if facts["state_nbytes"]:
+        text["KV cache"] += f"; {format_size(facts['state_nbytes'])} a sequence, the state of its other layers"
     if facts["resident_gate_nbytes"]:
         text["predictors"] = f"the gate itself, resident: exact, {format_size(facts['resident_gate_nbytes'])}"
     elif architecture.get("experts") and predictors is None:

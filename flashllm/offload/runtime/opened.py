@@ -44,7 +44,7 @@ class OpenModel(Closing):
             self.tier = self._open_tier(dtype, layout)
             self.attention = [
                 batch_attention(
-                    self.block.layers[self.source.stage.first + layer].mixer,
+                    self.block.layers[self.source.stage.first + layer].attention,
                     dtype,
                     self.pool,
                     layout=layout,

@@ -6,5 +6,5 @@
 #include "planes/scale_planes_impl.h"
 
 extern const LevelKernels kLevel;
-const LevelKernels kLevel = {kTables,      nullptr, &kAttention, sum_floats, softmax,
-                             multiply_add, kCodecs, kInt8,       kInt16,     kPlanes};
+const LevelKernels kLevel = {kTables,    nullptr, &kAttention, sum_floats, softmax, multiply_add,
+                             delta_step, kCodecs, kInt8,       kInt16,     kPlanes};

@@ -14,6 +14,7 @@ struct LevelKernels {
   SumFloats sum_floats;
   Softmax softmax;
   MultiplyAdd multiply_add;
+  DeltaStep delta_step;
   const CodecKernels* codecs;                 // [kCodedCodecs]
   const CodedInputKernels* int8;              // [kCodedCodecs]
   const CodedInputKernels* int16;             // [kInt16Codecs]

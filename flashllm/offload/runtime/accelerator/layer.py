@@ -46,7 +46,7 @@ class TorchLayers(TorchOps):
         def linear(name: str, inputs: Tensor) -> Tensor:
             return self.linear(tensors.matrices[name], inputs, decoding=decoding)
 
-        mixed = self.empty(len(x), layer.mixer.query_dim)
+        mixed = self.empty(len(x), layer.attention.query_dim)
         attend(0, self._project(layer, tensors, x, linear, positions), mixed)
 
         def attention(rows: slice) -> Tensor:
@@ -102,7 +102,7 @@ class TorchLayers(TorchOps):
     def _project(
         self, layer: LayerSpec, tensors: Tensors, x: Tensor, linear: Linear, positions: Positions
     ) -> Projected:
-        mixer = layer.mixer
+        mixer = layer.attention
         made = Projected(*(self.empty(len(x), width) for width in (mixer.query_dim, mixer.kv_dim, mixer.kv_dim)))
         for rows in _parts(len(x)):
             inputs = self._before(layer, tensors, "attention_norm", x[rows])

@@ -41,7 +41,7 @@ class AcceleratorTier:
         """`limit` is of its memory; `layout` and `bits` are the cache's. UsageError and BudgetError as `TorchDevice`,
         UnsupportedModelError as `TorchOps`."""
         self._device = TorchDevice(name, dtype, limit=limit)
-        self._shape, mixer = shape, block.layers[0].mixer
+        self._shape, mixer = shape, block.layers[0].attention
         self._format = DeviceFormat(mixer=mixer, layout=layout, bits=bits, itemsize=shape.dtype_bytes)
         self.ops: Ops = TorchLayers(block, self._device)
 

@@ -183,7 +183,7 @@ class TorchOps:
 
 def lacking(block: BlockSpec) -> list[str]:
     """The traits of a block that torch's operations lack, by name."""
-    mixers = [layer.mixer for layer in block.layers]
+    mixers = [layer.attention for layer in block.layers]
     unknown = [
         each.name
         for of in (block, mixers[0])

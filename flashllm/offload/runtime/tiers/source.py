@@ -34,7 +34,7 @@ from flashllm.format.model_dir import ModelDir, read_plane
 from flashllm.format.model_files import FFN, RESIDENT, checksums_tensor, ffn_tensor, resident_encoding
 from flashllm.format.rows import RowEncoding, row_checksums, unpack_rows, widened
 from flashllm.format.safetensors import SafetensorsFile, TensorInfo, open_safetensors
-from flashllm.offload.shape import ModelShape, is_assembled, shape_of
+from flashllm.offload.shape import ModelShape, check_mixers, is_assembled, shape_of
 from flashllm.offload.stages import Stage, whole
 
 Array = NDArray[Any]
@@ -59,6 +59,7 @@ class WeightSource(ABC, Closing):
         self.path = path
         self.config = complete_config(config)
         self.block: BlockSpec = block_spec(config)
+        check_mixers(self.block, str(path))
         self.architecture: Architecture = resolve(config)
         self.dtype = dtype
         self._files = ExitStack()

@@ -166,7 +166,7 @@ def plan_weights(
 
 def weight_packing(source: WeightSource, bits: int) -> WeightPacking:
     """How the model's matrices are packed."""
-    shared = any(layer.mixer.kv_heads < layer.mixer.heads for layer in source.block.layers)
+    shared = any(layer.attention.kv_heads < layer.attention.heads for layer in source.block.layers)
     return WeightPacking(bits=bits, layers=source.stage.layers, shares_keys=shared)
 
 

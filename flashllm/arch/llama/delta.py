@@ -1,0 +1,257 @@
+"""Decoders most of whose layers keep a state by the gated delta rule (Yang et al., 2024) in the place of keys and
+values: Qwen3-Next, and Qwen 3.5 and later (Qwen Team, 2025, 2026). Every other layer attends, its output gated.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from flashllm.arch.family import decoder, decoder_block, head_size, kv_heads, linear_tensors, never, says
+from flashllm.arch.llama.names import BEFORE, GATED
+from flashllm.arch.mixture import ExpertsSpec
+from flashllm.arch.spec import MAX_LAYERS, BlockSpec, Config, DeltaRule, LayerSpec, check_size
+from flashllm.arch.tensors import ArchitectureSpec, Part, ResidentTensor, attentions, delta_rules, mixtures
+from flashllm.errors import UnsupportedModelError
+
+
+def _rule(config: Config) -> DeltaRule:
+    def size(key: str) -> int:
+        return check_size(f"linear_{key}", config[f"linear_{key}"])
+
+    return DeltaRule(
+        key_heads=size("num_key_heads"),
+        value_heads=size("num_value_heads"),
+        key_dim=size("key_head_dim"),
+        value_dim=size("value_head_dim"),
+        kernel=size("conv_kernel_dim"),
+    )
+
+
+# Where the tensors are
+
+
+def _attention() -> tuple[ResidentTensor, ...]:
+    """Of the layers that attend: of each head the rows of its query, then those of its gate."""
+
+    def of_heads(part: int) -> Callable[[Config], Part]:
+        def rows(config: Config) -> Part:
+            width = head_size(config)
+            return Part(first=part * width, count=width, step=2 * width, repeats=config["num_attention_heads"])
+
+        return rows
+
+    def of_keys(config: Config) -> Part:
+        return Part(count=kv_heads(config) * head_size(config))
+
+    bias = says("attention_bias")
+    tensors = (
+        *linear_tensors("layers.{i}.query", "self_attn.q_proj", bias=bias, part=of_heads(0)),
+        *linear_tensors("layers.{i}.out_gate", "self_attn.q_proj", bias=bias, part=of_heads(1)),
+        *linear_tensors("layers.{i}.key", "self_attn.k_proj", bias=bias, part=of_keys),
+        *linear_tensors("layers.{i}.value", "self_attn.v_proj", bias=bias, part=of_keys),
+        *linear_tensors("layers.{i}.out", "self_attn.o_proj", bias=bias),
+    )
+    return tuple(replace(tensor, layers=attentions) for tensor in tensors)
+
+
+def _delta(sources: Mapping[str, tuple[str, Callable[[Config], Part]]]) -> tuple[ResidentTensor, ...]:
+    """Of the others. `sources`: of each projection of what goes in, the tensor within the layer, and its rows there."""
+    tensors = (
+        *(
+            ResidentTensor(name=f"layers.{{i}}.{name}.weight", source=f"linear_attn.{source}.weight", part=part)
+            for name, (source, part) in sources.items()
+        ),
+        ResidentTensor(name="layers.{i}.conv.weight", source="linear_attn.conv1d.weight"),
+        ResidentTensor(name="layers.{i}.decay_log", source="linear_attn.A_log"),
+        ResidentTensor(name="layers.{i}.decay_bias", source="linear_attn.dt_bias"),
+        ResidentTensor(name="layers.{i}.mixed_norm.weight", source="linear_attn.norm.weight"),
+        ResidentTensor(name="layers.{i}.out.weight", source="linear_attn.out_proj.weight"),
+    )
+    return tuple(replace(tensor, layers=delta_rules) for tensor in tensors)
+
+
+def _by_key_head(config: Config, names: tuple[str, ...], name: str) -> Part:
+    """The rows of a projection in a tensor that has, of each key head, those of all of `names`."""
+    rule = _rule(config)
+    widths = [rule.rows[each] // rule.key_heads for each in names]
+    at = names.index(name)
+    return Part(first=sum(widths[:at]), count=widths[at], step=sum(widths), repeats=rule.key_heads)
+
+
+def _flat(config: Config, names: tuple[str, ...], name: str) -> Part:
+    """The rows of a projection in a tensor that has those of one of `names` behind another's."""
+    rows = _rule(config).rows
+    return Part(first=sum(rows[each] for each in names[: names.index(name)]), count=rows[name])
+
+
+def _whole(config: Config) -> Part:
+    return Part()
+
+
+def _together(
+    source: str, names: tuple[str, ...], part: Callable[[Config, tuple[str, ...], str], Part]
+) -> dict[str, tuple[str, Callable[[Config], Part]]]:
+    def of(name: str) -> Callable[[Config], Part]:
+        return lambda config: part(config, names, name)
+
+    return {name: (source, of(name)) for name in names}
+
+
+# How they compute
+
+
+def _block(config: Config, **traits: Any) -> BlockSpec:
+    count = check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+    if config["hidden_act"] != "silu":
+        raise UnsupportedModelError(f"activation {str(config['hidden_act'])[:80]!r} is not supported for this model")
+    types, interval = config["layer_types"], check_size("full_attention_interval", config["full_attention_interval"])
+    if types is None:
+        types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
+    if not isinstance(types, list) or len(types) != count:
+        raise ValueError(f"layer_types must be a list of {count} names")
+    alike = {**config, "layer_types": ["full_attention" if kind == "linear_attention" else kind for kind in types]}
+    block = decoder_block(alike, rotary_share=0.25, query_key_norm="head", gate="sigmoid", norm_shift=1.0, **traits)
+    rule = _rule(config)
+
+    def layer(spec: LayerSpec, kind: str) -> LayerSpec:
+        return replace(spec, mixer=rule) if kind == "linear_attention" else spec
+
+    return replace(block, layers=tuple(layer(spec, kind) for spec, kind in zip(block.layers, types, strict=True)))
+
+
+def _experts(config: Config, *, normalized: bool) -> ExpertsSpec:
+    return ExpertsSpec(
+        count=check_size("num_experts", config["num_experts"]),
+        chosen=check_size("num_experts_per_tok", config["num_experts_per_tok"]),
+        size=check_size("moe_intermediate_size", config["moe_intermediate_size"]),
+        shared=check_size("shared_expert_intermediate_size", config["shared_expert_intermediate_size"]),
+        normalized=normalized,
+    )
+
+
+def _qwen3_next(config: Config) -> BlockSpec:
+    step = check_size("decoder_sparse_step", config["decoder_sparse_step"], 2**30)
+    named = config["mlp_only_layers"] or []
+    if not isinstance(named, list) or any(type(layer) is not int for layer in named):
+        raise ValueError(f"mlp_only_layers must be a list of layers, not {str(named)[:80]}")
+    dense = {i for i in range(config["num_hidden_layers"]) if i in named or (i + 1) % step}
+    experts = _experts(config, normalized=bool(config["norm_topk_prob"]))
+    return _block(config, experts=experts, dense_layers=dense)
+
+
+_DEFAULTS: dict[str, Any] = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "head_dim": 256,
+    "num_attention_heads": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "sliding_window": None,
+    "layer_types": None,
+    "full_attention_interval": 4,
+}
+_NEXT: dict[str, Any] = {
+    **_DEFAULTS,
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 10,
+    "num_experts": 512,
+    "norm_topk_prob": True,
+    "mlp_only_layers": None,
+}
+
+_EXPERT = {matrix: source.replace("mlp.", "mlp.experts.{e}.") for matrix, source in GATED.items()}
+_DENSE = {matrix: f"model.layers.{{i}}.{source}.weight" for matrix, source in GATED.items()}
+_MIXTURE: dict[str, Any] = {
+    "matrices": _EXPERT,
+    "shared_matrices": {matrix: source.replace("mlp.", "mlp.shared_expert.") for matrix, source in _DENSE.items()},
+    "ffn_tensors": tuple(
+        ResidentTensor(name=f"layers.{{i}}.{name}.weight", source=f"mlp.{source}.weight", layers=mixtures)
+        for name, source in (("router", "gate"), ("shared_gate", "shared_expert_gate"))
+    ),
+    "stacked": {
+        "model.layers.{i}.mlp.experts.gate_up_proj": tuple(
+            f"model.layers.{{i}}.{_EXPERT[matrix]}.weight" for matrix in ("gate", "up")
+        ),
+        "model.layers.{i}.mlp.experts.down_proj": (f"model.layers.{{i}}.{_EXPERT['down']}.weight",),
+    },
+}
+
+
+def _row(model_type: str, **others: Any) -> ArchitectureSpec:
+    ignored = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+    return decoder(model_type, norms=BEFORE, ffn_bias=never, ignored=ignored, **others)
+
+
+QWEN3_NEXT = _row(
+    "qwen3_next",
+    defaults=_NEXT,
+    block=_qwen3_next,
+    attention=(
+        *_attention(),
+        *_delta(
+            {
+                **_together("in_proj_qkvz", ("query", "key", "value", "out_gate"), _by_key_head),
+                **_together("in_proj_ba", ("beta", "decay"), _by_key_head),
+            }
+        ),
+    ),
+    dense_matrices=_DENSE,
+    **_MIXTURE,
+)
+
+_FLAT = (
+    *_attention(),
+    *_delta(
+        {
+            **_together("in_proj_qkv", ("query", "key", "value"), _flat),
+            **{name: (f"in_proj_{of}", _whole) for name, of in (("out_gate", "z"), ("beta", "b"), ("decay", "a"))},
+        }
+    ),
+)
+QWEN3_5 = _row(
+    "qwen3_5_text",
+    defaults={
+        **_DEFAULTS,
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+    },
+    block=_block,
+    attention=_FLAT,
+    matrices=GATED,
+)
+QWEN3_5_MOE = _row(
+    "qwen3_5_moe_text",
+    defaults={
+        **_DEFAULTS,
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+    },
+    derived=lambda config: {"intermediate_size": config["moe_intermediate_size"]},  # of no layer
+    block=lambda config: _block(config, experts=_experts(config, normalized=True)),
+    attention=_FLAT,
+    **_MIXTURE,
+)
+
+WITH_STATES = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)

@@ -1,0 +1,65 @@
+"""The language model out of a checkpoint that holds pictures and drafting layers too: as converted on its own."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from flashllm.convert.run import convert
+from flashllm.errors import FormatError
+from flashllm.format.manifest import MANIFEST
+
+NAMES = {"qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe"}  # variant: the model_type of the whole
+
+
+def wrapped(source, path, model_type):
+    """The checkpoint `source` as it is published: its config and its tensors within a larger model's."""
+    path.mkdir()
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            (path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    whole = {"model_type": model_type, "text_config": config, "vision_config": {"depth": 2}}
+    (path / "config.json").write_text(json.dumps({**whole, "tie_word_embeddings": False}))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    others = ("model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.bias", "mtp.fc.weight")
+    save_file({**tensors, **{name: np.ones((2, 3), np.float32) for name in others}}, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize(("variant", "model_type"), NAMES.items())
+def test_the_text_model_is_that_of_its_own_checkpoint(variant, model_type, variant_of, tmp_path):
+    source, alone = variant_of(variant)
+    lines = []
+    convert(wrapped(source, tmp_path / "hf", model_type), tmp_path / "model", say=lines.append)
+    assert lines == [
+        "left out: the picture encoder (model.visual.\u2026, 2 tensors) and layers that draft tokens "
+        "(mtp.\u2026, 1 tensors)"
+    ]
+    theirs, mine = (json.loads((path / MANIFEST).read_text())["files"] for path in (alone, tmp_path / "model"))
+    for name in ("ffn.safetensors", "resident.safetensors"):
+        assert mine[name] == theirs[name]
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["model_type"] == f"{model_type}_text"
+
+
+def test_a_tensor_that_is_there_twice_is_refused(variant_of, tmp_path):
+    source, _ = variant_of("qwen3_5")
+    path = wrapped(source, tmp_path / "hf", "qwen3_5")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.language_model.norm.weight"]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(FormatError, match="the checkpoint has both"):
+        convert(path, tmp_path / "model")
+
+
+def test_a_config_without_the_texts_is_refused(variant_of, tmp_path):
+    source, _ = variant_of("qwen3_5")
+    path = wrapped(source, tmp_path / "hf", "qwen3_5")
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen3_5"}))
+    with pytest.raises(FormatError, match="has no text_config, which qwen3_5 models have"):
+        convert(path, tmp_path / "model")
